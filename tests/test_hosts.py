@@ -85,7 +85,7 @@ def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_p
         told = re.search(r"2 hosts \((.*)\), across: (.*), within: (.*)", done.stderr)
         assert told[1] == ("a: ranks 0-1; b: ranks 2-3" if hosts == "a,a,b,b" else "a: ranks 0, 2; b: ranks 1, 3")
         assert (told[2], told[3]) == (("dp_replicate", "tp") if hosts == "a,a,b,b" else ("tp", "dp_replicate"))
-        assert ("tp lies across hosts (rank 0 on a, rank 1 on b)" in done.stderr) == (hosts == "a,b,a,b")
+        assert ("tp crosses hosts (rank 0 on a, rank 1 on b)" in done.stderr) == (hosts == "a,b,a,b")
     # Of the gradient each element crosses there and back, 8 bytes each time: once for both tp ranks where it is cut or
     # summed over them, else for each. And a few KB of counts, losses and norms.
     told = json.loads(isograd("layout", config, "--ranks", 4, "--set=parallel.tp=2", "--json").stdout)
@@ -129,9 +129,9 @@ def test_layout_shows_hosts(config):
     text = isograd("layout", config, *arguments, "--set=parallel.replicas=2").stdout
     assert re.search(r"^dp_replicate .* across ", text, re.M) and re.search(r"^tp .* within ", text, re.M)
     assert "2 hosts (host0: ranks 0-3; host1: ranks 4-7), across: dp_replicate, within: dp_shard, tp." in text
-    assert "lies across" not in text
+    assert "crosses hosts" not in text
     text = " ".join(isograd("layout", config, *arguments).stdout.split())  # the sentence goes over lines
-    assert "dp_shard lies across hosts (rank 0 on host0, rank 4 on host1)" in text
+    assert "dp_shard crosses hosts (rank 0 on host0, rank 4 on host1)" in text
     mesh = json.loads(isograd("layout", config, *arguments, "--json").stdout)["mesh"]
     assert mesh["host_of_rank"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {axis["name"]: axis["across_hosts"] for axis in mesh["axes"]}["dp_shard"] is True

@@ -1,5 +1,5 @@
-// What only processes can do to one another: be stopped and go on, fork with a group in hand, die between
-// meeting and joining, run out of descriptors.
+// Failures that only processes can have: they are stopped and continue, fork with a group, die between
+// meeting and joining, or run out of descriptors.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -32,7 +32,7 @@ using Backend = c10::intrusive_ptr<ShmBackend>;
 
 constexpr std::int64_t kShared = 5000;
 
-// A folder of its own and child processes; both are gone afterwards, whatever happens.
+// A temporary folder and child processes. Both are removed afterwards in any case.
 class Processes : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -48,7 +48,7 @@ class Processes : public ::testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  // Runs `body` in a process of its own; what it returns or throws is its outcome.
+  // Runs `body` in a child process. Its return value or exception is its outcome.
   pid_t run(const std::string& name, const std::function<std::string()>& body) {
     std::fflush(nullptr);
     const pid_t pid = ::fork();
@@ -72,11 +72,11 @@ class Processes : public ::testing::Test {
     std::filesystem::rename(folder_ / (name + ".part"), folder_ / name);
   }
 
-  // What was told under that name, once it is there.
-  std::string hear(const std::string& name) {
+  // The text published under that name, once it exists.
+  std::string text_of(const std::string& name) {
     const auto deadline = std::chrono::steady_clock::now() + 15s;
     while (!std::filesystem::exists(folder_ / name)) {
-      if (std::chrono::steady_clock::now() > deadline) return "nothing was told";
+      if (std::chrono::steady_clock::now() > deadline) return "nothing was published";
       std::this_thread::sleep_for(1ms);
     }
     std::ostringstream text;
@@ -99,7 +99,7 @@ class Processes : public ::testing::Test {
   std::vector<pid_t> running_;
 };
 
-// Its message came while it was stopped: that is no timeout.
+// The message arrived while the rank was stopped, so this is no timeout.
 TEST_F(Processes, RankThatWasStoppedFindsWhatCameMeanwhile) {
   const pid_t receiver = run("receiver", [&] {
     Backend backend = join(0, 2, 10s);
@@ -112,24 +112,24 @@ TEST_F(Processes, RankThatWasStoppedFindsWhatCameMeanwhile) {
   run("sender", [&] {
     Backend backend = join(1, 2, 10s);
     Tensors data{at::ones({4})};
-    hear("go");
+    text_of("go");
     backend->send(data, 0, 0)->wait();
     tell("sent", "");
-    hear("receiver");
+    text_of("receiver");
     return std::string("no error");
   });
-  hear("receiving");
-  std::this_thread::sleep_for(20ms);  // most likely it sleeps by now; it must not matter
+  text_of("receiving");
+  std::this_thread::sleep_for(20ms);  // it probably sleeps by now, but it need not
   ASSERT_EQ(::kill(receiver, SIGSTOP), 0);
   ASSERT_EQ(::waitpid(receiver, nullptr, WUNTRACED), receiver);
   tell("go", "");
-  hear("sent");
+  text_of("sent");
   std::this_thread::sleep_for(400ms);  // longer than the timeout
   ::kill(receiver, SIGCONT);
-  EXPECT_EQ(hear("receiver"), "4");
+  EXPECT_EQ(text_of("receiver"), "4");
 }
 
-// A child process (a data loader, say) inherits the group and throws its copy away.
+// A child process (a data loader, say) inherits the group and drops its copy.
 TEST_F(Processes, ForkedChildDoesNotLeaveTheGroup) {
   for (int rank : {0, 1}) {
     run(std::to_string(rank), [&, rank] {
@@ -145,20 +145,20 @@ TEST_F(Processes, ForkedChildDoesNotLeaveTheGroup) {
         ::waitpid(child, nullptr, 0);
         tell("forked", "");
       } else {
-        shared = at::Tensor();  // this rank's share of the memory is not needed any more, the other's is
-        hear("forked");
+        shared = at::Tensor();  // this rank has released its share of the memory, the other rank has not
+        text_of("forked");
       }
-      at::Tensor next = backend->empty_shared(1, at::kFloat);  // sweeps up what nobody needs
-      if (rank == 1) std::this_thread::sleep_for(400ms);       // the other looks whether this one has left
+      at::Tensor next = backend->empty_shared(1, at::kFloat);  // frees memory that no rank needs
+      if (rank == 1) std::this_thread::sleep_for(400ms);       // the other checks whether this one has left
       Tensors data{rank == 1 ? shared.fill_(1) : at::ones({kShared})};
       backend->allreduce(data)->wait();
       return fmt::format("{}", data[0].sum().item<float>());
     });
   }
-  for (int rank : {0, 1}) EXPECT_EQ(hear(std::to_string(rank)), fmt::format("{}", 2. * kShared));
+  for (int rank : {0, 1}) EXPECT_EQ(text_of(std::to_string(rank)), fmt::format("{}", 2. * kShared));
 }
 
-// In the child itself the group is of no use, which is said rather than found out by the others.
+// In the child the group is unusable. The child reports that itself; the others need not detect it.
 TEST_F(Processes, ForkedChildCannotCommunicate) {
   run("parent", [&] {
     Backend backend = join(0, 1, 10s);
@@ -177,11 +177,11 @@ TEST_F(Processes, ForkedChildCannotCommunicate) {
     backend->barrier()->wait();
     return std::string("no error");
   });
-  EXPECT_THAT(hear("child"), AllOf(HasSubstr("ConfigError"), HasSubstr("fork")));
-  EXPECT_EQ(hear("parent"), "no error");
+  EXPECT_THAT(text_of("child"), AllOf(HasSubstr("ConfigError"), HasSubstr("fork")));
+  EXPECT_EQ(text_of("parent"), "no error");
 }
 
-// A store through which the process dies as soon as its `fatal` key is written.
+// A store that kills the process as soon as its `fatal` key is written.
 class FatalStore final : public c10d::PrefixStore {
  public:
   FatalStore(c10::intrusive_ptr<c10d::Store> store, std::string fatal)
@@ -200,7 +200,7 @@ TEST_F(Processes, RankThatDiesBetweenMeetingAndJoiningIsNamed) {
     return "survived";
   });
   siginfo_t info;
-  ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(victim), &info, WEXITED | WNOWAIT), 0);  // stays a zombie
+  ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(victim), &info, WEXITED | WNOWAIT), 0);  // it stays a zombie
   for (int rank : {0, 2}) {
     run(std::to_string(rank), [&, rank] {
       join(rank, 3, 10s);
@@ -208,14 +208,14 @@ TEST_F(Processes, RankThatDiesBetweenMeetingAndJoiningIsNamed) {
     });
   }
   for (int rank : {0, 2}) {
-    const std::string error = hear(std::to_string(rank));
+    const std::string error = text_of(std::to_string(rank));
     EXPECT_THAT(error,
                 AllOf(HasSubstr("PeerError"), HasSubstr("rank 1 (host "),
                       HasSubstr(fmt::format("pid {}, ended)", victim)), HasSubstr("before it had joined")));
   }
 }
 
-// A process that cannot open files any more still knows that its peers live.
+// A process that cannot open more files still knows that its peers are alive.
 TEST_F(Processes, PeersDoNotDieOfFullDescriptorTables) {
   run("observer", [&] {
     const pid_t child = ::fork();
@@ -251,7 +251,7 @@ TEST_F(Processes, PeersDoNotDieOfFullDescriptorTables) {
     ::waitpid(child, nullptr, 0);
     return outcome;
   });
-  EXPECT_EQ(hear("observer"), "0 true 0; 0 true 0; ");
+  EXPECT_EQ(text_of("observer"), "0 true 0; 0 true 0; ");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Orders of events that a quick reading of the shared-memory backend would call impossible: each rank is
-// held at a phase by its observer until the others are where the trouble starts.
+// Unlikely orders of events in the shared-memory backend. Each rank's observer holds it at a phase until the
+// others have reached the critical point.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ using ::testing::HasSubstr;
 using Tensors = std::vector<at::Tensor>;
 using Observer = std::function<void(int rank, Phase, const Task&)>;
 
-constexpr std::int64_t kLarge = 2000;  // of fp32: too much for an envelope
+constexpr std::int64_t kLarge = 2000;  // fp32 numbers: too many for an envelope
 
 void run_observed(int size, const Observer& observer, const std::function<void(ShmBackend&, int rank)>& body,
                   std::chrono::milliseconds timeout = 10s) {
@@ -45,7 +45,7 @@ void run_observed(int size, const Observer& observer, const std::function<void(S
   });
 }
 
-// Until `flag`, but no test hangs.
+// Waits for `flag`, with a limit so that no test hangs.
 void await(const std::atomic<bool>& flag) {
   const auto deadline = std::chrono::steady_clock::now() + 10s;
   while (!flag) {
@@ -54,8 +54,8 @@ void await(const std::atomic<bool>& flag) {
   }
 }
 
-// Rank 1 has a receive under way while it allocates; rank 0 is through first and sends what it got. Rank 1
-// must know the memory before anyone can name it.
+// Rank 1 has a receive under way while it allocates. Rank 0 finishes first and sends what it got. Rank 1 must
+// know the memory before anyone can name it.
 TEST(Adversarial, MessageFromMemoryThatTheReceiverIsStillAllocating) {
   std::atomic<bool> announced = false, held = false, posted = false;
   run_observed(
@@ -95,11 +95,11 @@ TEST(Adversarial, MessageFromMemoryThatTheReceiverIsStillAllocating) {
       });
 }
 
-// What was refused once must not be delivered later, when the caller goes on.
+// A message that was refused once must not be delivered later, when the caller continues.
 TEST(Adversarial, MismatchedReceiveIsNeverDelivered) {
   for (const bool shared : {false, true}) {
     run_observed(2, nullptr, [&](ShmBackend& backend, int rank) {
-      // In shared memory the receiver would read past the sender's segment.
+      // In shared memory the receiver would read beyond the sender's segment.
       const std::int64_t sent = shared ? 1000 : 2, expected = shared ? 1'000'000 : 3;
       at::Tensor memory = backend.empty_shared(1000, at::kFloat);
       Tensors data{rank == 0 ? (shared ? memory : at::ones({sent})) : at::full({expected}, -1.f)};
@@ -119,7 +119,8 @@ TEST(Adversarial, MismatchedReceiveIsNeverDelivered) {
   }
 }
 
-// The reduction runs after the receive, whose memory it uses: whoever waits for it waits for the sender.
+// The reduction runs after the receive, because it uses its memory. A rank that waits for the reduction waits
+// for the sender.
 TEST(Adversarial, LostSenderHoldsUpACollective) {
   run_observed(2, nullptr, [&](ShmBackend& backend, int rank) {
     backend.barrier()->wait();
@@ -134,22 +135,22 @@ TEST(Adversarial, LostSenderHoldsUpACollective) {
 }
 
 TEST(Adversarial, LateSenderThatHoldsUpACollectiveIsNamed) {
-  std::atomic<bool> told = false;
+  std::atomic<bool> reported = false;
   run_observed(
       3, nullptr,
       [&](ShmBackend& backend, int rank) {
         Tensors data{at::ones({10})};
-        if (rank != 0) return await(told);
+        if (rank != 0) return await(reported);
         auto receive = backend.recv(data, 2, 0);
         auto send = backend.send(data, 1, 0);
         EXPECT_THAT(error_of<std::exception>([&] { send->wait(); }),
                     AllOf(HasSubstr("rank 2 (a thread"), HasSubstr("did not arrive within 200 ms")));
-        told = true;
+        reported = true;
       },
       200ms);
 }
 
-// A receive from any rank takes what no earlier receive waits for.
+// A receive from any rank takes messages that no earlier receive waits for.
 TEST(Adversarial, ReceiveFromAnyRankPassesOneThatWaitsForAnother) {
   run_observed(
       3, nullptr,
@@ -175,7 +176,7 @@ TEST(Adversarial, ReceiveFromAnyRankPassesOneThatWaitsForAnother) {
       2s);
 }
 
-// Small messages are buffered: their receiver may ask for the last tag first, however many there are.
+// Small messages are buffered, so the receiver may ask for the last tag first, however many there are.
 TEST(Adversarial, ManyMessagesInTheOppositeOrderOfTags) {
   constexpr int kMessages = 100;
   run_observed(
@@ -204,7 +205,7 @@ TEST(Adversarial, ManyMessagesInTheOppositeOrderOfTags) {
       3s);
 }
 
-// Only the parts of a list are in use, not what lies between them.
+// Only the parts of a list are in use, not the memory between them.
 TEST(Adversarial, MemoryBetweenThePartsOfAListIsFree) {
   run_observed(
       2, nullptr,
@@ -222,7 +223,7 @@ TEST(Adversarial, MemoryBetweenThePartsOfAListIsFree) {
       2s);
 }
 
-// A rank reads its peers' parts while they write their results: memory that is both is refused.
+// A rank reads its peers' parts while they write their results, so memory that is both is refused.
 TEST(Adversarial, OutputsInWhatOthersReadAreRefused) {
   run_observed(2, nullptr, [&](ShmBackend& backend, int rank) {
     at::Tensor memory = at::ones({40});
@@ -243,7 +244,7 @@ TEST(Adversarial, OutputsInWhatOthersReadAreRefused) {
     EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall_base(whole, whole, equal, equal)->wait(); }),
                 refused);
     EXPECT_THAT(error_of<std::exception>([&] { backend.alltoall(outputs, inputs)->wait(); }), refused);
-    // Its own part of the whole is nobody else's.
+    // No other rank reads its own part of the whole.
     at::Tensor own = part(rank);
     backend._allgather_base(whole, own)->wait();
     backend._reduce_scatter_base(own, whole)->wait();
@@ -251,10 +252,10 @@ TEST(Adversarial, OutputsInWhatOthersReadAreRefused) {
   });
 }
 
-// An exception that nobody foresaw in the middle of an operation ends it for all, wherever it is thrown.
+// An unforeseen exception in the middle of an operation ends it for all ranks, wherever it is thrown.
 TEST(Adversarial, UnforeseenExceptionReachesTheOthers) {
   for (const Phase where : {Phase::kStart, Phase::kAnnounced, Phase::kWorked}) {
-    std::atomic<bool> told = false;
+    std::atomic<bool> reported = false;
     run_observed(
         2,
         [&](int rank, Phase phase, const Task& task) {
@@ -265,15 +266,16 @@ TEST(Adversarial, UnforeseenExceptionReachesTheOthers) {
           Tensors data{at::ones({300'000})};
           const auto begin = std::chrono::steady_clock::now();
           const std::string error = error_of<std::exception>([&] { backend.allreduce(data)->wait(); });
-          if (rank == 1) return await(told);  // does not leave: that would be heard of too
+          if (rank == 1)
+            return await(reported);  // it does not leave, because the others would detect that too
           EXPECT_THAT(error, HasSubstr("rank 1 failed: std::bad_alloc"));
           EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
-          told = true;
+          reported = true;
         });
   }
 }
 
-// A task that is over is not carried out again because another one failed beside it.
+// A finished task is not run again because another one failed.
 TEST(Adversarial, FinishedReceiveIsNotDeliveredTwice) {
   std::atomic<bool> receiving = false, sent = false, over = false;
   run_observed(
@@ -310,7 +312,7 @@ TEST(Adversarial, VeryLongTimeoutsDoNotOverflow) {
       2, nullptr,
       [&](ShmBackend& backend, int rank) {
         Tensors data{at::ones({3})};
-        if (rank == 0) std::this_thread::sleep_for(300ms);  // long enough for the other to look at the time
+        if (rank == 0) std::this_thread::sleep_for(300ms);  // long enough for the other to check the time
         EXPECT_EQ(error_of<std::exception>([&] { backend.allreduce(data)->wait(); }), "no error");
         EXPECT_EQ(error_of<std::exception>(
                       [&] { backend.allreduce(data)->wait(std::chrono::milliseconds::max()); }),
@@ -340,14 +342,14 @@ TEST(Adversarial, GroupsAndMemoryLeaveNoDescriptors) {
   EXPECT_EQ(open_descriptors(), before);
 }
 
-// Several threads of a rank wait for, poll and attach futures to the same work; the callbacks run once.
+// Several threads of a rank wait for, poll and attach futures to the same work. The callbacks run once.
 TEST(Adversarial, OneWorkInManyHands) {
   for (int round = 0; round < 20; ++round) {
     std::atomic<int> called = 0;
     run_observed(2, nullptr, [&](ShmBackend& backend, int rank) {
       std::vector<c10::intrusive_ptr<c10d::Work>> works;
       std::vector<Tensors> data;
-      for (int i = 0; i < 100; ++i) {  // more than have slots
+      for (int i = 0; i < 100; ++i) {  // more operations than slots
         data.push_back({at::full({i % 7 == 0 ? 300'000 : 5}, float(rank + i))});
         works.push_back(backend.allreduce(data.back()));
       }

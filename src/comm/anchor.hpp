@@ -1,12 +1,12 @@
-// A leaf that keeps other ranks company in backward.
+// A constant leaf with requires_grad for collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace isograd::differentiable {
 
-// What takes part in other ranks' backward leads to it, so that a backward comes by even if nothing else here
-// needs a gradient. Never gets one itself. The same for all threads.
+// Collectives depend on this leaf, so that autograd runs their backward on every rank, even where nothing
+// needs a gradient. It never gets a gradient itself. All threads share it.
 const at::Tensor& anchor();
 
 }  // namespace isograd::differentiable

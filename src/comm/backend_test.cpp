@@ -1,4 +1,4 @@
-// ShmBackend as c10d sees it, and Group over a backend that is not ours.
+// ShmBackend as a c10d backend, and Group over a foreign backend.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -114,8 +114,8 @@ TEST(ShmBackend, RefusesWhatItCannotDoNamingWhatItCan) {
   });
 }
 
-// A backend of somebody else: reaches the same memory, but Group knows nothing of it. Its Work completes by
-// itself when polled, or fails as told.
+// A foreign backend. It uses the same memory, but Group does not know it. Its Work completes by itself when
+// polled, or fails as configured.
 class Foreign final : public c10d::Backend {
  public:
   class ForeignWork final : public c10d::Work {
@@ -174,7 +174,7 @@ TEST(Group, WrapsAnyBackend) {
   });
 }
 
-// As NCCL is at the first message between two ranks: both ends wait in the call itself.
+// As NCCL at the first message between two ranks: both ends wait in the call itself.
 class WaitsForItsReceiver final : public testing::PassingOn {
  public:
   using PassingOn::PassingOn;
@@ -208,7 +208,7 @@ TEST(Group, MessagesTakeAnotherWayThanABackendWhoseSendsWait) {
       EXPECT_EQ(operations.at("send").bytes, messages->bytes);
       EXPECT_GT(operations.at("all_reduce").calls, 0);
     });
-  // Planted: messages left to such a backend.
+  // Planted fault: such a backend carries the messages itself.
   EXPECT_THROW(testing::run_over_shm(2,
                                      [](const c10::intrusive_ptr<ShmBackend>& shm) {
                                        Group group(c10::make_intrusive<WaitsForItsReceiver>(shm), "alone",

@@ -15,8 +15,8 @@ using Sizes = std::vector<std::int64_t>;
 constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
                                      at::kInt,    at::kShort, at::kChar,     at::kByte, at::kBool};
 
-// 1 to 3, drawn from rank, slot and index: exact in every type, as are products of 4 and, rounded once, of
-// more.
+// 1 to 3, depending on rank, slot and index. These are exact in every type, and so are products of 4 and,
+// rounded once, of more.
 at::Tensor numbers(int rank, int slot, std::int64_t count, at::ScalarType type) {
   const at::Tensor seeds = at::arange(count, at::kLong) * 7919 + (104729 * (rank + 1) + 1299709 * (slot + 1));
   const at::Tensor mixed = seeds.mul(2654435761).bitwise_and(0xffffffff).bitwise_right_shift(16).remainder(3);
@@ -244,7 +244,7 @@ class Check {
     wait("send", second);
     expect("recv of tag 3", c[0], numbers(left, 0, count_, type_));
     expect("recv of tag 4", d[0], numbers(left, 1, count_, type_));
-    if (count_ > 7) return;  // may be cut, which the next refuses
+    if (count_ > 7) return;  // such a receive may be split, which the next call refuses
     if (rank_ == 0) {
       for (int i = 1; i < size_; ++i) {
         Tensors from_any{room(count_)};

@@ -1,4 +1,4 @@
-// A test's helper: every operation of c10d::Backend with inputs and answers that every rank can compute.
+// Test helper: every operation of c10d::Backend, with inputs and answers that every rank can compute.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace isograd::testing {
 
-// Collective. What was wrong, a line each; empty when all is right. The backend has at least two ranks.
+// Collective. One line for each error; empty when all is right. The backend needs at least two ranks.
 std::vector<std::string> check_backend(c10d::Backend& backend);
 
 }  // namespace isograd::testing

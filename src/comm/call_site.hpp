@@ -1,10 +1,10 @@
-// Where in the source the collective under way was called: c10d's options have no room for it.
+// The place in the source that called the current collective; c10d's options have no field for it.
 #pragma once
 
 namespace isograd {
 
 struct CallSite {
-  const char* file = nullptr;  // null: unknown, as in calls that come through c10d
+  const char* file = nullptr;  // null: unknown, as in calls through c10d
   unsigned line = 0;
 };
 
@@ -16,7 +16,7 @@ inline CallSite current_call_site() {
   return detail::call_site;
 }
 
-// Names the call that this thread makes while it lives.
+// Sets the call site of this thread while the object lives.
 class CallSiteScope {
  public:
   explicit CallSiteScope(CallSite site) : outer_(detail::call_site) { detail::call_site = site; }

@@ -99,15 +99,15 @@ at::Tensor gather(Group group, const at::Tensor& input, int root) {
 }
 
 at::Tensor scatter(Group group, const at::Tensor& input, int root) {
-  const auto deal = [group, root](const at::Tensor& x) mutable {
+  const auto distribute = [group, root](const at::Tensor& x) mutable {
     at::Tensor result = at::empty(x.sizes().slice(1), x.options());
     group.scatter(result, x, root);
     return result;
   };
   const auto rows = input.size(0);
-  return apply_map(input, deal, [group, root, rows](const at::Tensor& gradient) {
+  return apply_map(input, distribute, [group, root, rows](const at::Tensor& gradient) {
     const at::Tensor all = gather(group, gradient, root);
-    // Added to, not replaced: a second backward must reach the gather.
+    // The zeros are appended, so that a second backward still reaches the gather.
     return all.size(0) == rows ? all : at::cat({all, gradient.new_zeros(with_rows(rows, gradient.sizes()))});
   });
 }
@@ -130,8 +130,7 @@ at::Tensor send(Group group, const at::Tensor& input, int to, int tag) {
   };
   return apply_map(input, hand_over,
                    [group, sizes = input.sizes().vec(), to, tag](const at::Tensor& gradient) {
-                     // The gradient has no elements: it gives the sizes nothing but the graph of a second
-                     // backward.
+                     // The gradient has no elements. Only the graph of a second backward goes through it.
                      return recv(group, gradient.sum().expand(sizes), to, tag);
                    });
 }
@@ -143,7 +142,7 @@ at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
     return result;
   };
   return apply_map(like, take, [group, from, tag](const at::Tensor& gradient) {
-    // The result has no elements: what it is added to carries the graph of a second backward.
+    // The result has no elements. Adding it keeps the graph of a second backward.
     return gradient.new_zeros(gradient.sizes()) + send(group, gradient, from, tag).sum();
   });
 }

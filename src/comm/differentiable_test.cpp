@@ -17,7 +17,7 @@ using Map = std::function<at::Tensor(const at::Tensor&)>;
 
 const std::vector<int> kGroupSizes = {1, 2, 3, 4, 5};
 
-// Whole numbers that depend on the rank, the slot and the index: all products and sums are exact.
+// Whole numbers that depend on rank, slot and index, so all products and sums are exact.
 at::Tensor encode(int rank, int slot, at::IntArrayRef sizes) {
   std::int64_t numel = 1;
   for (auto length : sizes) numel *= length;
@@ -33,10 +33,10 @@ struct AdjointCase {
   std::string name;
   Map map;
   std::vector<std::int64_t> input;  // sizes on this rank
-  int ranks = 1;                    // needs so many
+  int ranks = 1;                    // the least number of ranks
 };
 
-// The rows of rank r in the operations whose ranks may differ.
+// The rows of rank r in operations with uneven rows.
 Group::Rows uneven(int size) {
   Group::Rows rows;
   for (int r = 0; r < size; ++r) rows.push_back(r % 3 == 1 ? 0 : r + 1);
@@ -79,7 +79,7 @@ std::vector<AdjointCase> cases(Group group) {
       {"all_to_all, rows",
        [=](const at::Tensor& x) { return d::all_to_all(group, x, from, to); },
        {total(to), 2}},
-      // Everybody sends to the right and receives from the left.
+      // Every rank sends to the next and receives from the previous one.
       {"send and recv",
        [=](const at::Tensor& x) {
          const at::Tensor sent = d::send(group, x, (rank + 1) % size, 3);
@@ -138,7 +138,7 @@ TEST(Differentiable, BackwardsCanBeDifferentiatedAgain) {
   }
 }
 
-// Wrong backwards, as people write them, are noticed by the same comparison.
+// The comparison detects common mistakes in backwards.
 TEST(Differentiable, WrongBackwardsAreNoticed) {
   run_ranks(3, [](World& world) {
     Group group = world.group;
@@ -169,7 +169,7 @@ TEST(Differentiable, WrongBackwardsAreNoticed) {
   });
 }
 
-// Rank 1 needs no gradient of its own, but the others need it in the backward.
+// Rank 1 needs no gradient, but the others need it in the backward.
 TEST(Differentiable, RanksThatNeedNoGradientTakePart) {
   run_ranks(3, [](World& world) {
     at::Tensor x = at::full({2}, world.rank + 1.0, at::kDouble);

@@ -41,7 +41,7 @@ std::optional<int> number(const char* name, int low, int high) {
   return value;
 }
 
-// The four variables in which each launcher says who a process is.
+// The four variables with which a launcher describes a process.
 struct Names {
   RankEnvironment::Launcher launcher;
   const char *rank, *size, *local_rank, *local_size;
@@ -115,7 +115,8 @@ std::optional<RankEnvironment> read_srun() {
   auto environment = read(kSrun);
   if (!environment) {
     if (number("PMIX_RANK", 0, kMostRanks)) {
-      refuse_environment("PMIX_RANK without the number of ranks", "what mpirun or srun set beside it");
+      refuse_environment("PMIX_RANK without the number of ranks",
+                         "the other variables that mpirun or srun set");
     }
     return environment;
   }
@@ -133,9 +134,9 @@ std::optional<RankEnvironment> read_srun() {
   const auto step = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_ID") : variable("SLURM_STEPID");
   environment->run = fmt::format("{}.{}", variable("SLURM_JOB_ID").value_or(""), step.value_or(""));
   if (const auto job = number("SLURM_JOB_ID", 0, std::numeric_limits<int>::max())) {
-    constexpr std::int64_t kApart = 613;  // jobs at once have numbers close to one another
+    constexpr std::int64_t kStepDistance = 613;  // simultaneous jobs have numbers close to one another
     const auto steps = std::strtoll(step.value_or("0").c_str(), nullptr, 10) % 10000;
-    environment->port = static_cast<int>(15000 + (*job % 10000 + kApart * steps) % 10000);
+    environment->port = static_cast<int>(15000 + (*job % 10000 + kStepDistance * steps) % 10000);
   }
   return environment;
 }
@@ -169,7 +170,7 @@ std::optional<RankEnvironment> read_rank_environment() {
                                      other->launcher == Launcher::kSrun ? "srun" : "mpirun"),
                          "one rank");
     }
-    // A launcher of one process may stand around one that sets RANK.
+    // A launcher of a single process may have started the one that sets RANK.
     if (other && (!environment || other->size == environment->size)) environment = other;
   }
   if (!environment || environment->size == 1) return environment;
@@ -217,7 +218,7 @@ std::string local_store_name(const RankEnvironment& environment, int join) {
   const bool one_host =
       loopback || job || environment.local_size == environment.size || environment.hosts == 1;
   if (!one_host || (environment.port == 0 && !job)) return {};
-  // Whatever tells this run from others of the host: mpirun's folder for the job, or a port.
+  // mpirun's folder for the job, or a port, distinguishes this run from others on the host.
   const std::string run = job ? environment.session_folder : fmt::format("port {}", environment.port);
   const std::string key = fmt::format("{}, user {}, {}", run, ::geteuid(), store_prefix(environment, join));
   return "isograd-" + checksum(key.data(), key.size());

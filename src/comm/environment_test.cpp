@@ -1,4 +1,4 @@
-// How join() understands the variables of launchers, set here as they set them.
+// join() reads the variables of launchers, set here as launchers set them.
 #include "comm/environment.hpp"
 
 #include <gmock/gmock.h>
@@ -126,7 +126,7 @@ TEST_F(Environment, SrunOnOneHostAndOnSeveral) {
   EXPECT_EQ(found.port, 1234);
 }
 
-// Each pair may run on one host at the same time, and the second even at the first one's MASTER_PORT.
+// Each pair may run on one host at the same time, the second even at the first one's MASTER_PORT.
 TEST_F(Environment, RunsAtTheSamePlaceMeetInStoresOfTheirOwn) {
   const Variables srun = {{"SLURM_PROCID", "1"},
                           {"SLURM_STEP_NUM_TASKS", "2"},
@@ -191,7 +191,7 @@ TEST_F(Environment, WhoStartedTheRankItselfIsBelieved) {
   Variables variables = outer;
   variables.insert(variables.end(), {{"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}});
   EXPECT_EQ(read(variables).rank, 1);
-  // Set by hand from mpirun's: the same thing twice.
+  // Set by hand from mpirun's variables: two equal sources.
   variables = outer;
   variables.insert(variables.end(), {{"RANK", "1"}, {"WORLD_SIZE", "2"}});
   EXPECT_EQ(read(variables).launcher, RankEnvironment::Launcher::kMpirun);

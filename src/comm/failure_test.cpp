@@ -1,4 +1,4 @@
-// What goes wrong between thread ranks, and what each of them is told.
+// Failures between thread ranks, and the error that each rank gets.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
@@ -43,7 +43,7 @@ TEST(RunRanks, RethrowsTheFirstErrorWithItsRankAndFamily) {
       world.group.barrier();
     };
   };
-  const ErrorText text{.where = "here", .found = "a hole", .expected = "none", .action = "Mend it"};
+  const ErrorText text{.where = "here", .found = "a hole", .expected = "none", .action = "Fix it"};
   for (int size : {1, 2, 4}) {
     const int rank = size - 1;
     const std::string named = "rank " + std::to_string(rank) + ": here";
@@ -67,8 +67,8 @@ TEST(RunRanks, RethrowsTheFirstErrorWithItsRankAndFamily) {
   EXPECT_THROW(run_ranks(0, [](World&) {}), ConfigError);
 }
 
-// A rank that throws leaves its groups before its error is noted. A peer's error that follows from that may
-// be noted earlier, and may have been caught and passed on.
+// A rank that throws leaves its groups before its error is recorded. A peer's error that follows from it may
+// be recorded earlier, and may have been caught and passed on.
 TEST(RunRanks, RethrowsTheCauseThoughAConsequenceIsFaster) {
   struct Sleeps {
     const bool at_all;
@@ -105,12 +105,12 @@ TEST(Failure, ThrowingRankEndsTheOthersAtOnceWithItsReason) {
                            at::Tensor shared = world.group.empty_shared(10, at::kFloat);
                            if (world.rank == 1) throw std::runtime_error("disk on fire");
                            Pending pending;
-                           // Starting it may tell already.
+                           // The start may already throw.
                            messages[world.rank] = peer_error([&] {
                              pending = world.group.all_reduce_async(shared);
                              pending.wait();
                            });
-                           // and every later operation says so again
+                           // every later operation throws it again
                            EXPECT_THAT(peer_error([&] { world.group.barrier(); }), HasSubstr("disk on fire"));
                          }),
                std::runtime_error);
@@ -163,7 +163,7 @@ TEST(Failure, TheLastOperationsGoToAFileWhereThereIsOne) {
   std::filesystem::remove_all(folder);
 }
 
-// A caller who only polls hears of a lost peer too.
+// A caller who only polls also gets the error of a lost peer.
 TEST(Failure, PollingNoticesALostPeer) {
   run_ranks(2, [](World& world) {
     world.group.barrier();
@@ -216,7 +216,7 @@ TEST(Failure, EightRanksNameALateOneAfterTheShortestTimeout) {
     EXPECT_EQ(tensors[0][99].template item<float>(), kRanks);
     options.timeout = 100ms;
     if (world.rank == kLate) {
-      world.group.barrier();  // of another group: the others come to it when they have given up
+      world.group.barrier();  // another group: the others reach it after they have given up
     } else {
       const auto begin = std::chrono::steady_clock::now();
       messages[world.rank] = peer_error([&] { backend->allreduce(tensors, options)->wait(); });
@@ -224,7 +224,7 @@ TEST(Failure, EightRanksNameALateOneAfterTheShortestTimeout) {
       world.group.barrier();
     }
   });
-  bool first_hand = false;  // the first to give up says so to the others
+  bool first_hand = false;  // the first rank to give up reports it to the others
   for (int r = 0; r < kRanks; ++r) {
     if (r == kLate) continue;
     EXPECT_THAT(messages[r], AllOf(HasSubstr("all_reduce #1"), HasSubstr("rank 5 (a thread of this process)"),
@@ -256,7 +256,8 @@ TEST(Failure, RankThatLeavesAfterItsPartHarmsNobody) {
   }
 }
 
-// Rank 0 calls one thing, the others another: everyone is told both, nobody waits for the timeout.
+// Rank 0 makes one call, the others another. Every rank gets both in its error, and none waits for the
+// timeout.
 void expect_disagreement(const std::function<void(World&)>& zero, const std::function<void(World&)>& others,
                          const std::string& said_by_zero, const std::string& said_by_others) {
   const auto begin = std::chrono::steady_clock::now();
@@ -295,7 +296,7 @@ TEST(Failure, DisagreementIsToldOnAllRanks) {
                       "all_gather of 4 Float");
 }
 
-// Rank 0 makes one call too many in front: its barrier meets the others' all_reduce.
+// Rank 0 makes one extra call first, so its barrier meets the others' all_reduce.
 TEST(Failure, MissingCallIsADisagreement) {
   std::string messages[2];
   run_ranks(2, [&](World& world) {

@@ -1,6 +1,7 @@
-// Every way to lose a rank × every phase of every operation, with ranks as processes: nobody hangs, everyone
-// is told by whom and in which operation, nothing stays behind. ISOGRAD_FAULTS=all runs the whole matrix
-// (`./dev faults`), otherwise one case in eight runs, spread over all operations, faults and phases.
+// Every way to lose a rank × every phase of every operation, with ranks as processes. No rank hangs, every
+// rank reports who was lost and in which operation, and nothing is left behind. ISOGRAD_FAULTS=all runs the
+// whole matrix (`./dev faults`). Otherwise one case in eight runs, spread over all operations, faults and
+// phases.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -32,14 +33,14 @@ using shm::Phase;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr int kRanks = 3;
-constexpr std::int64_t kNumel = 300'000;  // of fp32: several chunks of staging, several turns of a ring
+constexpr std::int64_t kNumel = 300'000;  // fp32 numbers: several chunks of staging, several rounds of a ring
 
 // ---- the matrix ------------------------------------------------------------------------------------------
 
 struct OperationCase {
   const char* name;
-  Kind kind;  // whose phases count
-  // Every rank calls it; `count` elements, in shared memory where it says so.
+  Kind kind;  // the phases of this kind count
+  // Every rank calls it with `count` elements, in shared memory for some operations.
   void (*call)(ShmBackend&, at::Tensor& memory, std::int64_t count);
 };
 
@@ -124,7 +125,7 @@ constexpr const char* kPhaseNames[] = {"start", "announced", "worked", "complete
 struct Case {
   const OperationCase* operation;
   Fault fault;
-  Phase phase;  // of a fault in the middle of a call
+  Phase phase;  // for a fault during a call
   int victim;
 
   bool in_shared_memory() const { return operation->name == std::string("all_reduce_shared"); }
@@ -142,7 +143,7 @@ std::vector<Case> matrix(bool all) {
     for (int fault = 0; fault < 7; ++fault) {
       const bool at_phases = fault < static_cast<int>(Fault::kMismatch);
       for (int phase = 0; phase < (at_phases ? 4 : 1); ++phase) {
-        // A receive has said nothing before it is matched.
+        // A receive has announced nothing before it is matched.
         if (operation.kind == Kind::kReceive && at_phases && phase == 0) continue;
         ++number;
         if (all || number % 8 == 3)
@@ -219,7 +220,7 @@ struct Planted : std::runtime_error {
     } else if (!(is_victim && test.fault == Fault::kMissing)) {
       test.operation->call(*backend, memory, kNumel);
     }
-    at::Tensor other = at::ones({5});  // where those that could end the call hear of it
+    at::Tensor other = at::ones({5});  // ranks that could complete the call detect the fault in this one
     all_reduce(*backend, other, 5);
   } catch (const Error& error) {
     outcome = error.what();
@@ -243,7 +244,7 @@ std::set<std::string> shared_memory_names() {
   std::set<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
     const std::string name = entry.path().filename();
-    if (name.find("isograd") != std::string::npos) names.insert(name);  // other programs come and go
+    if (name.find("isograd") != std::string::npos) names.insert(name);  // other programs may start and end
   }
   return names;
 }
@@ -297,7 +298,7 @@ TEST_P(Faults, EndWithTheRightName) {
       continue;
     }
     const std::string message = outcome.substr(std::min(outcome.size(), outcome.find('\n') + 1));
-    SCOPED_TRACE(fmt::format("rank {} was told: {}", r, message));
+    SCOPED_TRACE(fmt::format("rank {} got: {}", r, message));
     if (r == test.victim && test.fault == Fault::kThrow) {
       EXPECT_EQ(message, "planted failure");
       continue;

@@ -13,7 +13,7 @@ GradientPlace::Taken take_gradient_place(const at::Tensor& parameter, at::Scalar
   auto* place = dynamic_cast<GradientPlace*>(impl::post_acc_grad_hooks(parameter).get());
   if (!place) return {};
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-  if (!asked || !asked->empty()) return {};  // nodes are named where gradients go to a caller
+  if (!asked || !asked->empty()) return {};  // autograd::grad() lists the nodes whose gradients it returns
   const auto node = impl::try_get_grad_accumulator(parameter);
   if (!node || !node->tensor_pre_hooks().empty() || !node->pre_hooks().empty() || !node->post_hooks().empty())
     return {};

@@ -1,4 +1,4 @@
-// Group as an object, and what Pending does; the operations are in group_reduce, group_copy, group_message.
+// Group and Pending as objects. The operations are in group_reduce, group_copy and group_message.
 #include "isograd/group.hpp"
 
 #include <ATen/ops/zeros.h>
@@ -15,7 +15,7 @@
 namespace isograd {
 namespace {
 
-// A work of any backend. Ours is moved on by progress(); others move by themselves.
+// A work of any backend. progress() advances ours; others advance by themselves.
 class BackendState final : public Pending::State {
  public:
   BackendState(std::shared_ptr<Group::Impl> impl, const Call& call, Started started)
@@ -29,7 +29,7 @@ class BackendState final : public Pending::State {
     const bool ready = ours_ ? impl_->guarded(call_, [&] { return ours_->progress(); })
                              : impl_->guarded(call_, [&] { return started_.work->isCompleted(); });
     if (!ready) return false;
-    wait();  // at once; a foreign backend's errors come from here
+    wait();  // complete now, because a foreign backend's errors come from here
     return true;
   }
 
@@ -51,7 +51,7 @@ class BackendState final : public Pending::State {
 
 }  // namespace
 
-// A Pending without a state is complete: what a group of one rank gives.
+// A Pending without a state is complete. A group of one rank returns it.
 bool Pending::progress() {
   return !state_ || state_->progress();
 }
@@ -87,7 +87,8 @@ Group Group::solo() {
 std::shared_ptr<Group::Impl> Group::Impl::wrap(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                                                std::chrono::milliseconds timeout) {
   if (!backend) {
-    isograd::refuse(fmt::format("group '{}'", name), "no backend", "a c10d backend", "Give one, or use Group::solo()");
+    isograd::refuse(fmt::format("group '{}'", name), "no backend", "a c10d backend",
+                    "Give one, or use Group::solo()");
   }
   auto impl = std::make_shared<Impl>();
   impl->device = nccl::device_of(*backend).value_or(at::kCPU);
@@ -156,7 +157,7 @@ Traffic Group::traffic() const {
   if (!impl_->messenger) return traffic;
   Traffic messages = impl_->messenger->traffic.read();
   traffic.waited_seconds += messages.waited_seconds;
-  traffic.operations.merge(messages.operations);  // barriers are the backend's
+  traffic.operations.merge(messages.operations);  // barriers are counted by the backend's group
   return traffic;
 }
 

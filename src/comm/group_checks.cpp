@@ -1,4 +1,4 @@
-// What Group says about arguments that do not fit and backends that fail.
+// Group's errors: arguments that do not fit and backends that fail.
 #include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -51,7 +51,7 @@ void Group::Impl::refuse(const Call& call, std::string found, std::string expect
   isograd::refuse(where(call), std::move(found), std::move(expected), std::move(action));
 }
 
-// A backend that lacks an operation says so in c10d's words, on every rank and before anything is sent.
+// A backend that lacks an operation reports it in c10d's words, on every rank and before anything is sent.
 void Group::Impl::lost(const Call& call, const char* what) const {
   if (std::strstr(what, "does not support") || std::strstr(what, "does not implement")) {
     throw MissingOperation({.where = where(call),

@@ -1,4 +1,4 @@
-// The operations of Group that move data as it is: broadcast, all_gather, gather, scatter, all_to_all.
+// The operations of Group that copy data: broadcast, all_gather, gather, scatter, all_to_all.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -52,7 +52,7 @@ Started Group::Impl::all_gather(const Call& call, at::Tensor output, at::Tensor 
   count(TrafficCounter::kAllGather, output);
   at::Tensor from = !shm && input.is_alias_of(output) ? plain_copy(input) : readable(std::move(input));
   at::Tensor to = writable(call, std::move(output), false, started);
-  if (!shm) {  // some want a shape of their own, and all take the flat one
+  if (!shm) {  // some backends require a shape of their own; all accept a flat one
     const at::NoGradGuard no_graph;
     from = from.view(-1);
     to = to.view(-1);
@@ -102,13 +102,13 @@ Started Group::Impl::all_gather_rows(const Call& call, at::Tensor output, at::Te
     started.work = guarded(call, [&] { return backend->allgather(lists, started.kept, options); });
     return started;
   }
-  // Others have equal parts only: every part is made as long as the longest.
+  // Other backends need equal parts, so every part is padded to the longest.
   std::vector<std::int64_t> sizes = from.sizes().vec();
   sizes[0] = *std::max_element(rows.begin(), rows.end());
   at::Tensor padded = at::zeros(sizes, from.options());
   padded.narrow(0, 0, from.size(0)).copy_(from);
   at::Tensor padded_output = empty_like(from, stacked(size, sizes));
-  std::vector<Started::Copy> copies;  // before any copy from `to` to the caller's tensor
+  std::vector<Started::Copy> copies;  // made before any copy from `to` to the caller's tensor
   for (int r = 0; r < size; ++r) {
     const auto part = static_cast<std::size_t>(r);
     copies.push_back({views[part], padded_output.select(0, r).narrow(0, 0, rows[part])});
@@ -120,7 +120,7 @@ Started Group::Impl::all_gather_rows(const Call& call, at::Tensor output, at::Te
   return started;
 }
 
-// Also whether the rows are alike: a message about that beats one about sizes in bytes.
+// The exchange also compares the sizes of rows: an error about rows is clearer than one about bytes.
 Group::Rows Group::Impl::exchange_rows(const Call& call, const at::Tensor& input) const {
   check(call, input, "input");
   check_has_rows(call, input, "input");
@@ -236,7 +236,7 @@ Started Group::Impl::all_to_all(const Call& call, at::Tensor output, at::Tensor 
     started.copies.push_back({output, input});
     return started;
   }
-  // What stays with this rank is not sent; uneven parts differ in how much that is.
+  // Rows that stay on this rank are not sent. With uneven parts their number differs.
   const std::int64_t rows = input.size(0), staying = input_rows.empty()
                                                          ? rows_of_part(rows, size, rank)
                                                          : input_rows[static_cast<std::size_t>(rank)];

@@ -1,4 +1,4 @@
-// What the operations of Group share: checking arguments, calling the backend, completing.
+// The code that the operations of Group share: checking arguments, calling the backend, completing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,14 +21,14 @@ class HostsBackend;
 class HostsOfGroup;
 class ShmBackend;
 
-// A call of the user's, kept for messages. Nothing is formatted before there is something to say.
+// A user's call, kept for messages. Nothing is formatted before there is an error.
 struct Call {
   const char* operation;
   Group::Site site;
   int other = -1;  // the root, or the other end of a message
 };
 
-// The backend has no such operation; known on all ranks before anything is sent.
+// The backend has no such operation. All ranks know this before anything is sent.
 class MissingOperation final : public ConfigError {
  public:
   using ConfigError::ConfigError;
@@ -36,20 +36,20 @@ class MissingOperation final : public ConfigError {
 
 // A collective that the backend has begun.
 struct Started {
-  c10::intrusive_ptr<c10d::Work> work;  // null: there was nothing to do, or it is done
-  std::vector<at::Tensor> kept;         // what the backend reads and writes
+  c10::intrusive_ptr<c10d::Work> work;  // null: nothing to do, or complete
+  std::vector<at::Tensor> kept;         // tensors that the backend reads and writes
   struct Copy {
     at::Tensor to, from;
   };
-  std::vector<Copy> copies;  // of results that arrive elsewhere, once the work is done
+  std::vector<Copy> copies;  // results to copy to the caller's tensors once the work is complete
 };
 
-// What split_rows gives part number `part`.
+// The rows that split_rows assigns to part number `part`.
 inline std::int64_t rows_of_part(std::int64_t rows, int parts, int part) {
   return rows / parts + (part < rows % parts ? 1 : 0);
 }
 
-// Counts what a group moves. Operations may be begun by several threads of a rank.
+// Counts the bytes that a group moves. Several threads of a rank may start operations.
 class TrafficCounter {
  public:
   enum Kind : std::size_t {
@@ -69,7 +69,7 @@ class TrafficCounter {
     calls_[kind].fetch_add(1, std::memory_order_relaxed);
     bytes_[kind].fetch_add(bytes, std::memory_order_relaxed);
   }
-  // Runs `wait`, which may throw, and adds up how long it took.
+  // Runs `wait`, which may throw, and adds its duration.
   template <typename Wait>
   auto timed(Wait&& wait) {
     struct Clock {
@@ -90,15 +90,14 @@ class TrafficCounter {
 };
 
 struct Group::Impl {
-  c10::intrusive_ptr<c10d::Backend> backend;  // null: alone
-  ShmBackend* shm = nullptr;                  // the same, where it is ours
-  HostsBackend* over_hosts = nullptr;         // the same, where it sums within hosts and between them
-  std::shared_ptr<HostsOfGroup> hosts{};      // null: of a world that does not know them
-  // Sends and receives in the backend's stead. NCCL's sends wait for their receiver, at first use on the host
-  // already, where no timeout sees it: ranks whose messages cross would wait for ever. Null: the backend
-  // does.
+  c10::intrusive_ptr<c10d::Backend> backend;  // null: a group of one rank
+  ShmBackend* shm = nullptr;                  // `backend`, where it is a ShmBackend
+  HostsBackend* over_hosts = nullptr;         // `backend`, where it is a HostsBackend
+  std::shared_ptr<HostsOfGroup> hosts{};      // null: the hosts are unknown
+  // Sends and receives in place of the backend. NCCL's first send waits on the host for its receiver, where
+  // no timeout applies: ranks whose messages cross would wait for ever. Null: the backend sends.
   std::shared_ptr<Impl> messenger{};
-  // Whose memory the backend moves: a tensor elsewhere travels by way of a twin there.
+  // The device whose memory the backend moves. A tensor elsewhere is copied there and back.
   at::Device device = at::kCPU;
   std::string name;
   std::chrono::milliseconds timeout{};
@@ -108,7 +107,7 @@ struct Group::Impl {
 
   static std::shared_ptr<Impl> wrap(c10::intrusive_ptr<c10d::Backend> backend, std::string name,
                                     std::chrono::milliseconds timeout);
-  // `messages` carries what is sent and received, if given (messenger).
+  // `messages`: carries sends and receives, if given (messenger).
   static Group make_group(c10::intrusive_ptr<c10d::Backend> backend,
                           c10::intrusive_ptr<c10d::Backend> messages, const std::string& name,
                           std::chrono::milliseconds timeout, GroupOptions options);
@@ -116,28 +115,28 @@ struct Group::Impl {
     return impl->messenger ? impl->messenger : impl;
   }
 
-  // `turns` times (N - 1)/N of the whole buffer; the next rank of the ring may be on another host. What sums
-  // within hosts counts itself what it sends between them.
+  // Counts `turns` times (N - 1)/N of the whole buffer. The next rank of the ring may be on another host.
+  // HostsBackend counts its own bytes between hosts.
   void count(TrafficCounter::Kind kind, const at::Tensor& whole, std::int64_t turns = 1) const;
-  // `across`: of these bytes those that leave the host.
+  // `across`: the bytes of these that leave the host.
   void count_bytes(TrafficCounter::Kind kind, std::int64_t bytes, std::int64_t across) const;
-  bool here(int other) const;  // on this rank's host, as far as is known
+  bool here(int other) const;  // whether `other` is on this rank's host, as far as is known
 
   bool alone() const { return size == 1; }
-  // Other backends are spared empty tensors, which some of them do not know.
+  // Skip empty tensors: some backends reject them.
   bool nothing_to_send(const at::Tensor& tensor) const { return !shm && tensor.numel() == 0; }
 
-  // Checks: ConfigError saying which call, what was found, what is expected and what to do
-  // (group_checks.cpp).
+  // Checks of arguments; each throws ConfigError (group_checks.cpp).
   void check(const Call& call, const at::Tensor& tensor, const char* which) const;
   void check_reduction(const Call& call, const at::Tensor& tensor, ReduceOp op) const;
   void check_root(const Call& call, int root) const;
   void check_peer(const Call& call, int peer, int tag) const;
-  // `whole` is [first, ...rest of part's sizes], of its type; `skip` sizes of part are left out of the rest.
+  // `whole` must be [first, ...rest of part's sizes], of its type; the first `skip` sizes of part are not in
+  // the rest.
   void check_stack(const Call& call, const at::Tensor& whole, const char* which, std::int64_t first,
                    const at::Tensor& part, std::int64_t skip) const;
   void check_has_rows(const Call& call, const at::Tensor& tensor, const char* which) const;
-  // One number for each rank, that are `total` together.
+  // `rows` must have one number for each rank, with the sum `total`.
   void check_rows(const Call& call, const Rows& rows, std::int64_t total, const char* which) const;
   [[noreturn]] void refuse(const Call& call, std::string found, std::string expected,
                            std::string action) const;
@@ -145,7 +144,7 @@ struct Group::Impl {
   [[noreturn]] void aborted(const Call& call) const;
   std::string where(const Call& call) const;
 
-  // Runs `action` of the backend; what a foreign one throws becomes an error that says where.
+  // Runs `action` of the backend. An exception of a foreign backend becomes an error with the call's place.
   template <typename Action>
   auto guarded(const Call& call, Action&& action) const {
     const CallSiteScope scope({call.site.file_name(), static_cast<unsigned>(call.site.line())});
@@ -170,7 +169,8 @@ struct Group::Impl {
   at::Tensor readable(at::Tensor tensor) const {
     return is_plain(tensor) ? std::move(tensor) : plain_copy(tensor);
   }
-  // The same for one that is written to; a copy is copied back on completion. `read`: its values matter.
+  // As readable(), for a tensor that is written to. A copy is copied back on completion. `read`: its values
+  // matter.
   at::Tensor writable(const Call& call, at::Tensor tensor, bool read, Started& started) const {
     return is_plain(tensor) ? std::move(tensor) : plain_twin(call, tensor, read, started);
   }
@@ -181,12 +181,12 @@ struct Group::Impl {
   at::Tensor plain_empty(const at::Tensor& like) const;
   at::Tensor plain_twin(const Call& call, const at::Tensor& tensor, bool read, Started& started) const;
 
-  // The operations: check, then begin.
+  // The operations: check, then start.
   Started all_reduce(const Call& call, at::Tensor tensor, ReduceOp op) const;
   Started reduce(const Call& call, at::Tensor tensor, int root, ReduceOp op) const;
   Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op, const Rows& rows,
                          std::shared_ptr<double> squares = nullptr) const;
-  // `squares` can be had of a reduce_scatter of this tensor without rows.
+  // Whether a reduce_scatter of this tensor without rows can return squares.
   bool can_square(const at::Tensor& input) const;
   static const std::shared_ptr<Impl>& of(const Group& group) { return group.impl_; }
   Started broadcast(const Call& call, at::Tensor tensor, int root) const;

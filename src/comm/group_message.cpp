@@ -1,4 +1,4 @@
-// The operations of Group that concern two ranks, or no data: send, recv, barrier.
+// The operations of Group that involve two ranks or no data: send, recv, barrier.
 #include "comm/group_impl.hpp"
 
 namespace isograd {

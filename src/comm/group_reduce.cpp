@@ -48,7 +48,7 @@ Started Group::Impl::reduce(const Call& call, at::Tensor tensor, int root, Reduc
   count(TrafficCounter::kReduce, tensor);
   if (rank == root) {
     started.kept.push_back(writable(call, std::move(tensor), true, started));
-  } else {  // other backends may use the others' tensors for partial sums
+  } else {  // other backends may use the other ranks' tensors for partial sums
     started.kept.push_back(shm ? readable(std::move(tensor)) : plain_copy(tensor));
   }
   c10d::ReduceOptions options;
@@ -77,7 +77,7 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
   c10d::ReduceScatterOptions options;
   options.reduceOp = to_c10d(op);
   options.timeout = timeout;
-  // Ours may write this rank's part where it was read; others are not asked to.
+  // Our backend may write this rank's part over its input. Others need not support that.
   at::Tensor from = readable(std::move(input)), to = !shm && output.is_alias_of(from)
                                                          ? plain_twin(call, output, false, started)
                                                          : writable(call, std::move(output), false, started);
@@ -85,7 +85,7 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
                         ? from.size(0) % size == 0
                         : std::all_of(rows.begin(), rows.end(), [&](auto part) { return part == rows[0]; });
   if (even) {
-    if (!shm) {  // some want a shape of their own, and all take the flat one
+    if (!shm) {  // some backends require a shape of their own; all accept a flat one
       const at::NoGradGuard no_graph;
       from = from.view(-1);
       to = to.view(-1);
@@ -107,7 +107,7 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
     started.work = guarded(call, [&] { return backend->reduce_scatter(started.kept, lists, options); });
     return started;
   }
-  // Others have equal parts only: every part is made as long as the longest.
+  // Other backends need equal parts, so every part is padded to the longest.
   std::vector<std::int64_t> sizes = from.sizes().vec();
   sizes[0] = *std::max_element(parts.begin(), parts.end());
   at::Tensor padded_output = at::empty(sizes, from.options());
@@ -117,7 +117,7 @@ Started Group::Impl::reduce_scatter(const Call& call, at::Tensor output, at::Ten
     const auto part = static_cast<std::size_t>(r);
     padded.select(0, r).narrow(0, 0, parts[part]).copy_(views[part]);
   }
-  // Before any copy from `to` to the caller's tensor.
+  // This copy comes before any copy from `to` to the caller's tensor.
   started.copies.insert(started.copies.begin(), {to, padded_output.narrow(0, 0, mine)});
   at::Tensor flat_output = padded_output.view(-1), flat = padded.view(-1);
   started.work = guarded(call, [&] { return backend->_reduce_scatter_base(flat_output, flat, options); });

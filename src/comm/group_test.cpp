@@ -1,5 +1,5 @@
-// Every operation of Group on thread ranks: values encode (rank, operation, index), so that a permutation, a
-// lost chunk or a stale buffer cannot pass.
+// Every operation of Group on thread ranks. Values encode (rank, operation, index), so that a permutation, a
+// lost chunk or a stale buffer is detected.
 #include "isograd/group.hpp"
 
 #include <ATen/ATen.h>
@@ -40,7 +40,8 @@ at::Tensor combined(int size, int slot, std::int64_t numel, at::ScalarType dtype
   return result;
 }
 
-// The whole matrix would take minutes: the largest size with one type and few ranks, all types below it.
+// The whole matrix would take minutes, so the largest size runs with one type and few ranks, and all types
+// run below it.
 std::vector<std::int64_t> numels_for(at::ScalarType dtype, int size) {
   auto numels = kNumels;
   if (dtype != (size % 2 ? at::kFloat : at::kBFloat16) || size > 5) numels.pop_back();
@@ -75,7 +76,7 @@ TEST(AllReduce, CombinesSharedBuffersInPlace) {
           ASSERT_EQ(buffer.numel(), numel);
           ASSERT_EQ(buffer.count_nonzero().item<std::int64_t>(), 0);
           const void* place = buffer.data_ptr();
-          for (int round = 0; round < 2; ++round) {  // the same buffer again: nobody may still be in it
+          for (int round = 0; round < 2; ++round) {  // the same buffer again: no rank may still use it
             buffer.copy_(encode(world.rank, ++slot, numel, dtype));
             world.group.all_reduce(buffer);
             ASSERT_TRUE(at::equal(buffer, combined(size, slot, numel, dtype, ReduceOp::kSum)))
@@ -93,7 +94,7 @@ TEST(AllReduce, ViewsOfSharedBuffersAndMixturesWork) {
     run_ranks(size, [&](World& world) {
       at::Tensor buffer = world.group.empty_shared(5000, at::kFloat);
       buffer.fill_(-1);
-      // Another place in the buffer on each rank; then one rank without shared memory.
+      // A different place in the buffer on each rank; then one rank without shared memory.
       at::Tensor view = buffer.narrow(0, 7 * world.rank, 4001);
       view.copy_(encode(world.rank, 1, 4001, at::kFloat));
       world.group.all_reduce(view);
@@ -110,7 +111,7 @@ TEST(AllReduce, ViewsOfSharedBuffersAndMixturesWork) {
 TEST(AllReduce, ManyAtOnceWithWorkBetweenAndWaitsInAnyOrder) {
   for (int size : {2, 4}) {
     run_ranks(size, [&](World& world) {
-      constexpr int kBuffers = 150;  // more than may be under way: the rest queue
+      constexpr int kBuffers = 150;  // more than may be under way, so the rest queue
       std::vector<at::Tensor> tensors;
       std::vector<Pending> pending;
       for (int i = 0; i < kBuffers; ++i) {
@@ -123,7 +124,7 @@ TEST(AllReduce, ManyAtOnceWithWorkBetweenAndWaitsInAnyOrder) {
         if (i % 5 == world.rank) std::this_thread::sleep_for(std::chrono::microseconds(200));
         pending[i / 2].progress();
       }
-      // Forwards on one rank, backwards on another: waiting for one must move all.
+      // Forwards on one rank, backwards on another: waiting for one must advance all.
       for (int i = 0; i < kBuffers; ++i) pending[world.rank % 2 ? i : kBuffers - 1 - i].wait();
       for (int i = 0; i < kBuffers; ++i) {
         ASSERT_TRUE(pending[i].progress());
@@ -164,7 +165,7 @@ TEST(AllReduce, BFloat16AccumulatesInFloat32) {
     for (bool shared : {false, true}) {
       at::Tensor tensor =
           shared ? world.group.empty_shared(100, at::kBFloat16) : at::empty({100}, at::kBFloat16);
-      tensor.fill_(world.rank == 0 ? 256 : 1);  // in bf16 steps 256 + 1 = 256
+      tensor.fill_(world.rank == 0 ? 256 : 1);  // partial sums rounded to bf16 would give 256 + 1 = 256
       world.group.all_reduce(tensor);
       ASSERT_EQ(tensor[50].item<float>(), 260);
     }
@@ -184,7 +185,7 @@ TEST(Broadcast, EveryRootEveryType) {
             const at::Tensor expected = encode(root, slot, numel, dtype);
             world.group.broadcast(tensor, root);
             ASSERT_TRUE(at::equal(tensor, expected)) << "root " << root << ", " << dtype << " x " << numel;
-            tensor.zero_();  // at once: the root must not read this any more, nor others root's
+            tensor.zero_();  // at once: the root must not read this any more, and no rank may read the root's
           }
         }
         at::Tensor shared = world.group.empty_shared(333, at::kFloat);
@@ -258,12 +259,12 @@ TEST(Group, TwoGroupsAtOnceDoNotMeet) {
     for (int round = 0; round < 50; ++round) {
       a.fill_(1 + world.rank);
       b.fill_(10 + world.rank);
-      // Started in another order on each rank.
+      // Started in a different order on each rank.
       Pending first, second;
       if (world.rank == 0) first = world.group.all_reduce_async(a);
       second = other.all_reduce_async(b);
       if (world.rank == 1) first = world.group.all_reduce_async(a);
-      // And waited for in another order: a rank that waits in one group must move the other too.
+      // Waited for in a different order: a rank that waits in one group must advance the other too.
       if (world.rank == 0) first.wait();
       second.wait();
       first.wait();
@@ -273,7 +274,7 @@ TEST(Group, TwoGroupsAtOnceDoNotMeet) {
   });
 }
 
-// What `call` is refused with.
+// The refusal of `call`.
 std::string refusal(const std::function<void()>& call) {
   try {
     call();
@@ -336,7 +337,7 @@ TEST(Group, BadArgumentsAreConfigErrors) {
   EXPECT_THROW(split_rows(3, 0), ConfigError);
 }
 
-// A backend that does nothing at once: what remains is Group's own time.
+// A backend that returns at once, so the time that remains is Group's own.
 class Idle final : public c10d::Backend {
  public:
   Idle() : c10d::Backend(0, 2) { work_->finish_now(); }

@@ -27,8 +27,8 @@ const char* name_of(ReduceOp op) {
                                 : "product";
 }
 
-// Values tell ranks, slots and places apart. Sums over eight ranks are exact in float32 and in the integers;
-// in 16-bit floats they are not, so that partial sums must not be rounded.
+// Values distinguish ranks, slots and indices. Sums over eight ranks are exact in float32 and in the
+// integers. In 16-bit floats they are not, so that rounded partial sums are detected.
 std::int64_t largest_of(at::ScalarType dtype) {
   switch (dtype) {
     case at::kBool:
@@ -89,11 +89,11 @@ class Checker {
         (this->*check)();
       }
     }
-    turn_ += 3;  // another start with the next type and size
+    turn_ += 3;  // a different start with the next type and size
     group_.barrier();
   }
 
-  // A new operation: its own values, and the arena anew.
+  // Starts a new operation with its own values and a fresh arena.
   void begin(std::string name) {
     name_ = std::move(name);
     ++slot_;
@@ -153,7 +153,7 @@ class Checker {
 
   at::Tensor operand(int rank, const Sizes& sizes, ReduceOp op) const {
     const at::Tensor content = values(rank, sizes);
-    // Powers of two: products are exact or wrap around alike.
+    // Powers of two, so products are exact or wrap around in the same way.
     return op == ReduceOp::kProduct && dtype_ != at::kBool
                ? content.to(at::kLong).remainder(2).add(1).to(dtype_)
                : content;
@@ -297,7 +297,7 @@ class Checker {
     expect(output, values(root_, sizes)[group_.rank()]);
   }
 
-  // Rank `from` has so many rows for rank `to`.
+  // The rows that rank `from` has for rank `to`.
   std::int64_t rows_between(int from, int to) const {
     return numel_ == 0 ? 0 : (from + 2 * to) % 3 + numel_ / 7;
   }

@@ -1,4 +1,4 @@
-// A test's helper: every operation of Group with inputs and answers that every rank can compute.
+// Test helper: every operation of Group, with inputs and answers that every rank can compute.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,16 +14,15 @@ struct OperationCases {
   std::vector<std::int64_t> numels = {0, 1, 7, 1000};
   std::vector<at::ScalarType> dtypes = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
                                         at::kInt,    at::kShort, at::kChar,     at::kByte, at::kBool};
-  // Each operation, type and size with shared or private memory × contiguous or strided × blocking or
-  // asynchronous; otherwise these take turns, so that each operation meets each of them with some type and
-  // size.
+  // true: each operation, type and size with shared or private memory × contiguous or strided × blocking or
+  // asynchronous. false: these alternate, so that each operation meets each of them with some type and size.
   bool every_layout = false;
 };
 
-// Collective. What was wrong, a line each; empty when all is right.
+// Collective. One line for each error; empty when all is right.
 std::vector<std::string> check_operations(Group group, const OperationCases& cases = {});
 
-// ISOGRAD_FULL_TESTS=1: the whole matrix, which takes minutes; see src/comm/README.md.
+// ISOGRAD_FULL_TESTS=1: the whole matrix, which takes minutes. See src/comm/README.md.
 bool full_tests();
 
 }  // namespace isograd::testing

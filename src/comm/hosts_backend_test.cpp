@@ -1,4 +1,4 @@
-// HostsBackend on thread ranks, which say that they are on several hosts.
+// HostsBackend on thread ranks that claim to be on several hosts.
 #include "comm/hosts/backend.hpp"
 
 #include <ATen/ATen.h>
@@ -37,11 +37,11 @@ void on_hosts(const Placing& placing, const std::function<void(Rank)>& body,
   run_ranks(groups.ranks(), [&](World& world) {
     auto [group, hosts] = groups.all(world.rank, "hosts");
     body({group, hosts, world.rank, world.size});
-    world.group.barrier();  // memory that others read stays until they have
+    world.group.barrier();  // memory that others read must live until they have read it
   });
 }
 
-// Even, one rank each, uneven, interleaved, both; five and eight ranks; three hosts.
+// Even, one rank each, uneven, interleaved, and both; five and eight ranks; three hosts.
 const std::vector<Placing> kPlacings = {{0, 1},
                                         {0, 0, 1, 1},
                                         {0, 1, 0, 1},
@@ -67,7 +67,7 @@ TEST(HostsBackend, EveryOperationOfEveryTypeAndSize) {
     });
 }
 
-at::Tensor numbers(int rank, std::int64_t numel) {  // whose float32 sums depend on their order
+at::Tensor numbers(int rank, std::int64_t numel) {  // their float32 sums depend on the order
   return at::sin(at::arange(numel, at::kDouble).add(rank * 77.0))
       .mul(std::pow(10.0, rank % 3))
       .to(at::kFloat);
@@ -115,7 +115,7 @@ TEST(HostsBackend, SumsInTheOrderThatItPromisesAndInSharedMemoryToo) {
   }
 }
 
-// Many at once, in stages that overtake one another.
+// Many at once; stages of different operations overlap.
 TEST(HostsBackend, ManyOperationsUnderWay) {
   for (const Placing& placing : {Placing{0, 0, 1, 1}, Placing{0, 1, 1, 2, 2, 2}})
     on_hosts(placing, [&](Rank own) {
@@ -143,8 +143,8 @@ TEST(HostsBackend, ManyOperationsUnderWay) {
     });
 }
 
-// A rank on each host sends what the others lack and no more: over H hosts, of a buffer of n bytes,
-// 2(H - 1)n for a sum on all of them, (H - 1)n for one that is cut over ranks, or for a gather of n bytes.
+// A rank on each host sends only what the others lack. Over H hosts, for a buffer of n bytes, that is 2(H -
+// 1)n for an all-reduce, and (H - 1)n for a reduce-scatter or for a gather of n bytes.
 TEST(HostsBackend, BytesAcrossHostsAreTheFewest) {
   constexpr std::int64_t kNumel = 8 * 9 * 5;
   for (const Placing& placing : kPlacings) {
@@ -175,7 +175,7 @@ TEST(HostsBackend, BytesAcrossHostsAreTheFewest) {
   }
 }
 
-// Rounded between host and host too, what rounds away would be missing: 514, which is 512, in place of 515.8.
+// If sums were also rounded between hosts, the result would be 514, rounded to 512, in place of 515.8.
 TEST(HostsBackend, SixteenBitsAreRoundedOnce) {
   on_hosts({0, 0, 1, 1}, [](Rank own) {
     const auto rank = static_cast<std::size_t>(own.rank);
@@ -217,10 +217,10 @@ TEST(HostsBackend, TimeoutNamesTheHostThatDoesNotCome) {
           }
       },
       short_wait);
-  // Which of the two waits longest is chance; it tells the other one.
+  // Either may time out first. The other gets its error.
   EXPECT_THAT(said[0] + said[4], AllOf(HasSubstr("all_reduce #0 of group 'hosts' (shm+mpi) on rank "),
                                        HasSubstr("nothing from host b (rank 2) within 400 ms")));
-  // It waits for rank 0 of its own host alone, and hears what became of that.
+  // It waits only for rank 0 of its own host and gets that rank's error.
   EXPECT_THAT(said[1], HasSubstr("found rank 0 failed"));
   for (const int rank : {0, 1, 4}) EXPECT_THAT(said[rank], HasSubstr("failed earlier"));
 }

@@ -1,4 +1,4 @@
-// Which host a rank is on, and what is said of axes that lie across hosts.
+// The host of a rank, and the text for axes across hosts.
 #include "isograd/world.hpp"
 
 #include <gmock/gmock.h>
@@ -38,36 +38,36 @@ TEST(Hosts, AxesThatHadBetterLieWithinAreNamedWithTwoRanks) {
   const Hosts interleaved{{0, 1, 0, 1}, {"a", "b"}};
   EXPECT_THAT(axes_across(all, interleaved), ElementsAre("tp"));
   EXPECT_THAT(said_of_hosts(all, interleaved),
-              ElementsAre(HasSubstr("tp lies across hosts (rank 0 on a, rank 1 on b)")));
+              ElementsAre(HasSubstr("tp crosses hosts (rank 0 on a, rank 1 on b)")));
   EXPECT_EQ(hosts_text(all, interleaved),
             "2 hosts (a: ranks 0, 2; b: ranks 1, 3), across: tp, within: dp_replicate");
-  // Three ranks on one and one on the other: tp is torn apart, if for one pair alone.
+  // Three ranks on one host and one on the other: a single pair of tp crosses hosts.
   EXPECT_THAT(said_of_hosts(all, {{0, 0, 0, 1}, {"a", "b"}}),
-              ElementsAre(HasSubstr("tp lies across hosts (rank 2 on a, rank 3 on b)")));
+              ElementsAre(HasSubstr("tp crosses hosts (rank 2 on a, rank 3 on b)")));
   const Grid views = grid({{"dp_replicate", 1}, {"dp_shard", 4}, {"cp_ring", 2}, {"tp", 1}})
                          .viewed({"dp_shard", "cp_ring"}, {{"edp", 2}, {"ep", 4}});
   EXPECT_THAT(said_of_hosts(views, planned_hosts(8, 2)),
-              ElementsAre(HasSubstr("dp_shard lies across hosts (rank 0 on host0, rank 4 on host1)")));
+              ElementsAre(HasSubstr("dp_shard crosses hosts (rank 0 on host0, rank 4 on host1)")));
   EXPECT_THAT(said_of_hosts(views, planned_hosts(8, 4)),
-              ElementsAre(HasSubstr("ep lies across"), HasSubstr("parallel.replicas = 4")));
+              ElementsAre(HasSubstr("ep crosses hosts"), HasSubstr("parallel.replicas = 4")));
 }
 
-// Groups whose sums are copies of one another: in the same brackets, or over MPI alone.
+// Groups whose sums are copies of each other must add them in the same order, or use only MPI.
 TEST(Hosts, GroupsOfAMeshThatLieOnHostsOtherwiseThanTheirSiblingsAreFound) {
   const auto alike = [](const Grid& all, std::vector<int> placing, const std::vector<int>& ranks) {
-    return siblings_lie_alike(all, {std::move(placing), {"a", "b", "c"}}, ranks);
+    return siblings_split_alike(all, {std::move(placing), {"a", "b", "c"}}, ranks);
   };
   const Grid all = grid({{"dp_replicate", 1}, {"dp_shard", 3}, {"tp", 2}});
   for (const std::vector<int>& ranks : {std::vector{0, 2, 4}, {1, 3, 5}}) {
     EXPECT_TRUE(alike(all, {0, 0, 0, 0, 1, 1}, ranks));   // tp within
-    EXPECT_TRUE(alike(all, {0, 1, 0, 1, 0, 1}, ranks));   // each group on a host of its own
-    EXPECT_TRUE(alike(all, {0, 0, 1, 1, 0, 0}, ranks));   // hosts in turns
+    EXPECT_TRUE(alike(all, {0, 1, 0, 1, 0, 1}, ranks));   // each group on its own host
+    EXPECT_TRUE(alike(all, {0, 0, 1, 1, 0, 0}, ranks));   // alternating hosts
     EXPECT_FALSE(alike(all, {0, 0, 0, 1, 1, 1}, ranks));  // 0, 2 | 4 and 1 | 3, 5
-    EXPECT_FALSE(alike(all, {0, 0, 0, 0, 0, 1}, ranks));  // one of them on one host
+    EXPECT_FALSE(alike(all, {0, 0, 0, 0, 0, 1}, ranks));  // one of them has all ranks on one host
   }
-  EXPECT_FALSE(alike(all, {0, 0, 0, 1, 1, 1}, {0, 1}));  // along tp: torn for ranks 2 and 3
+  EXPECT_FALSE(alike(all, {0, 0, 0, 1, 1, 1}, {0, 1}));  // along tp: split for ranks 2 and 3
   EXPECT_TRUE(alike(all, {0, 0, 0, 1, 1, 1}, {0, 1, 2, 3, 4, 5}));
-  // Experts' ranks of a view, and ranks in some places along an axis.
+  // Expert ranks of a view, and ranks at some places along an axis.
   const Grid views = grid({{"dp_replicate", 1}, {"dp_shard", 4}, {"cp_ring", 1}, {"tp", 2}})
                          .viewed({"dp_shard", "cp_ring"}, {{"edp", 2}, {"ep", 2}});
   EXPECT_TRUE(alike(views, planned_hosts(8, 2).of_rank, views.ranks_along({"edp"}, 0)));
@@ -101,7 +101,7 @@ TEST_F(HostVariable, NamesOneHostOrThatOfEachRank) {
   const HostIdentity alpha = with("alpha");
   EXPECT_EQ(alpha.name, "alpha");
   EXPECT_NE(alpha.machine, machine.machine);
-  EXPECT_EQ(identify_meeting_place(alpha), alpha.machine);  // of whatever network
+  EXPECT_EQ(identify_meeting_place(alpha), alpha.machine);  // the network does not matter
   EXPECT_NE(identify_meeting_place(machine), machine.machine);
   EXPECT_EQ(with("a,a,b", "2", "3").name, "b");
   EXPECT_EQ(with("a,a,b", "0", "3").machine, with("a,a,b", "1", "3").machine);

@@ -1,5 +1,5 @@
-// Thread ranks that say they are on several hosts: groups over them, whose messages between hosts go over
-// shared memory too, as nothing but a name depends on what carries them.
+// Thread ranks that claim to be on several hosts, and groups over them. Messages between these hosts also use
+// shared memory, because only a name depends on the carrier.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -25,7 +25,9 @@ namespace isograd::testing {
 struct HostOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   bool self_test = true;
-  std::function<Inner(Inner)> wrapped = [](Inner all) { return all; };  // of what spans the hosts
+  std::function<Inner(Inner)> wrapped = [](Inner all) {
+    return all;
+  };  // wraps the backend that spans the hosts
 };
 
 class HostGroups {
@@ -44,7 +46,7 @@ class HostGroups {
   }
   int ranks() const { return static_cast<int>(placing_.size()); }
 
-  // Collective over `ranks`, of which `own` is one; each name is used once.
+  // Collective over `ranks`, which include `own`. Each name is used once.
   Made make(const std::vector<int>& ranks, int own, const std::string& name) const {
     std::vector<int> of_rank, here;
     for (const int rank : ranks) of_rank.push_back(placing_[static_cast<std::size_t>(rank)]);
@@ -76,12 +78,13 @@ class HostGroups {
     return make(ranks, own, name);
   }
 
-  // `name` tells it from other meshes of these groups. As mesh_subgroup() makes them, but for MPI.
+  // `name` distinguishes the mesh from others over these groups. As mesh_subgroup() without MPI.
   Mesh mesh(const Grid& grid, int own, const std::string& name) const {
     return Mesh(all(own, name).group, grid,
                 [this, grid, own, name](const std::vector<int>& some, const std::string& use) {
                   const std::string full = name + ": " + use;
-                  if (siblings_lie_alike(grid, {placing_, names_}, some)) return make(some, own, full).group;
+                  if (siblings_split_alike(grid, {placing_, names_}, some))
+                    return make(some, own, full).group;
                   return Group(c10::make_intrusive<ShmBackend>(store_, place_of(own, some),
                                                                static_cast<int>(some.size()),
                                                                full + ", alone", options_.timeout),
@@ -100,7 +103,7 @@ class HostGroups {
   c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
 };
 
-// Changes what the first rank of the second host tells rank 0.
+// Corrupts messages from the first rank of the second host to rank 0.
 class Garbles final : public PassingOn {
  public:
   Garbles(Inner inner, int from) : PassingOn(std::move(inner)), from_(from) {}
@@ -117,8 +120,9 @@ class Garbles final : public PassingOn {
   int from_;
 };
 
-// Of a world of ranks a, a, b, b: its hosts; sums over a pair within one, a pair across and all, and whether
-// each has memory that its ranks reach; what the first two have sent across, and all groups together.
+// For a world of ranks on hosts a, a, b, b: the hosts; sums over a pair within a host, a pair across hosts
+// and all ranks, and whether each has shared memory; bytes that the pairs sent across hosts, and those of all
+// groups.
 inline std::string told_of_hosts(World& world) {
   const Hosts hosts = hosts_of(world);
   std::string text = fmt::format("{} {}", fmt::join(hosts.of_rank, ""), fmt::join(hosts.names, "/"));

@@ -1,5 +1,6 @@
-// Buffers whose bytes a 32-bit number does not count: in place and through staging, collectives and messages.
-// With ISOGRAD_FULL_TESTS=1 they are over 2^31 bytes; otherwise the same with some chunks of staging.
+// Buffers with more bytes than a 32-bit number counts: in place and through staging, collectives and
+// messages. With ISOGRAD_FULL_TESTS=1 they exceed 2^31 bytes; otherwise the same runs with a few chunks of
+// staging.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -12,9 +13,9 @@
 namespace isograd {
 namespace {
 
-// A prime, so that no power of two bytes is a whole number of periods: a wrapped offset shows.
+// A prime: no power of two is a multiple of the period, so a wrapped offset is detected.
 constexpr std::int64_t kPeriod = 251;
-constexpr std::int64_t kSlice = kPeriod << 18;  // looked at in one go, to keep the test's own memory small
+constexpr std::int64_t kSlice = kPeriod << 18;  // compared at once, to keep the test's own memory small
 constexpr int kLargeBufferRanks = 2;
 
 std::int64_t buffer_bytes() {
@@ -35,7 +36,7 @@ void fill(const at::Tensor& tensor, int rank) {
   }
 }
 
-// Whether byte i is what `expected(first, numel)` says for `first + i`.
+// Whether byte i equals element i of `expected(first, numel)`, counted from `first`.
 template <typename Expected>
 bool holds(const at::Tensor& tensor, std::int64_t first, Expected&& expected) {
   for (std::int64_t begin = 0; begin < tensor.numel(); begin += kSlice) {
@@ -80,7 +81,7 @@ TEST_P(LargeBuffers, AreReducedScatteredBroadcastAndSent) {
     fill(tensor, world.rank);
     world.group.broadcast(tensor, 0);
     EXPECT_TRUE(holds(tensor, 0, of_first)) << "broadcast";
-    // The check itself: one byte beyond what 31 bits count.
+    // The check detects a wrong byte beyond 31 bits.
     if (world.rank == 0) tensor[bytes - 3].add_(1);
     EXPECT_EQ(holds(tensor, 0, of_first), world.rank != 0) << "a wrong byte near the end";
   });

@@ -28,7 +28,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// For programs whose rank 0 serves a store of its own, such as torch.distributed's. Nobody listens there yet.
+// A port for programs whose rank 0 serves its own store, such as torch.distributed's. Nobody listens there
+// yet.
 int free_port() {
   const Listener listener = listen_on("127.0.0.1", 0);
   ::close(listener.descriptor);
@@ -89,8 +90,8 @@ class Launch {
       end_the_others();
     }
     if (output_) output_->finish();
-    if (output_ && output_->trouble() != 0 && status() == 0)
-      refuse("the output of the ranks", std::strerror(output_->trouble()), "a place to write to",
+    if (output_ && output_->write_error() != 0 && status() == 0)
+      refuse("the output of the ranks", std::strerror(output_->write_error()), "a place to write to",
              "Send the output elsewhere");
     return status();
   }
@@ -107,7 +108,7 @@ class Launch {
   }
 
   static void end(Child& child, int signal) {
-    child.told_to_end = true;
+    child.asked_to_end = true;
     ::kill(-child.pid, signal);
   }
 
@@ -121,7 +122,7 @@ class Launch {
     std::vector<pollfd> waited{{signals_.readable(), POLLIN, 0}};
     for (const Child& child : children_) waited.push_back({child.running ? child.pidfd : -1, POLLIN, 0});
     if (output_) output_->add_to(waited);
-    // Ended ranks and deadlines are looked at often enough even without pidfds.
+    // The poll returns often enough for ended ranks and deadlines, even without pidfds.
     ::poll(waited.data(), waited.size(), 100);
     if (output_) output_->forward();
   }
@@ -143,7 +144,7 @@ class Launch {
       if (WIFSTOPPED(status) || WIFCONTINUED(status)) continue;
       child.running = false;
       child.status = status;
-      child.ended_by_us = child.told_to_end && WIFSIGNALED(status) &&
+      child.ended_by_us = child.asked_to_end && WIFSIGNALED(status) &&
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
       const bool failed = WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
       const bool by_user = WIFSIGNALED(status) && WTERMSIG(status) == user_signal_;
@@ -154,19 +155,19 @@ class Launch {
         failed_ = true;
         first_failure_ = static_cast<int>(rank);
         failed_at_ = Clock::now();
-        // Ranks that still wait for it to join would wait for as long as their timeout.
+        // Without this, ranks that wait for the failed rank to join would wait for their whole timeout.
         store_->set(kLaunchFailed, fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status)));
       }
     }
   }
 
-  // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL. One that is stopped cannot end
-  // by itself.
+  // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL. A stopped rank cannot end by
+  // itself.
   void end_the_others() {
     if (!failed_ || !running()) return;
     for (std::size_t rank = 0; rank < children_.size(); ++rank) {
       Child& child = children_[rank];
-      if (!child.running || !child.stopped || child.told_to_end) continue;
+      if (!child.running || !child.stopped || child.asked_to_end) continue;
       print(stderr, fmt::format("rank {} failed and rank {} (pid {}) is stopped: ending it\n", first_failure_,
                                 rank, child.pid));
       end(child, SIGKILL);
@@ -205,7 +206,7 @@ class Launch {
   std::unique_ptr<LocalStoreServer> store_;
   std::unique_ptr<OutputForwarder> output_;
   std::vector<Child> children_;
-  int user_signal_ = 0;  // the last one passed on
+  int user_signal_ = 0;  // the last signal that was passed on
   bool failed_ = false;
   int first_failure_ = -1;
   Clock::time_point failed_at_;

@@ -1,4 +1,5 @@
-// mpirun starts the ranks and ends all when one fails; signals, output and the status are ours.
+// mpirun starts the ranks and ends all of them when one fails. Signals, output and the exit status are
+// handled here.
 #include "comm/launch_mpi.hpp"
 
 #include <fmt/format.h>
@@ -24,7 +25,7 @@
 namespace isograd {
 namespace {
 
-// The processes that `parent` has started: on one host mpirun starts the ranks itself.
+// The child processes of `parent`. On one host mpirun itself starts the ranks.
 std::vector<pid_t> children_of(pid_t parent) {
   std::vector<pid_t> found;
   std::error_code error;
@@ -34,7 +35,7 @@ std::vector<pid_t> children_of(pid_t parent) {
     if (pid <= 0 || !std::getline(std::ifstream(entry.path() / "stat"), text)) continue;
     pid_t above = 0;
     char state = 0;
-    const auto name_end = text.rfind(')');  // the name before may hold anything
+    const auto name_end = text.rfind(')');  // the name before it may contain anything
     if (name_end == std::string::npos ||
         std::sscanf(text.c_str() + name_end + 1, " %c %d", &state, &above) != 2) {
       continue;
@@ -44,8 +45,9 @@ std::vector<pid_t> children_of(pid_t parent) {
   return found;
 }
 
-// The command with the output of each rank in our pipes. mpirun's own tags stand in the middle of lines that
-// are written in parts. The pipes are opened through /proc, as mpirun hands no descriptors on.
+// Wraps the command so that each rank's output goes to our pipes. mpirun's own tags appear in the middle of
+// lines that are written in parts. The pipes are opened through /proc, because mpirun passes no descriptors
+// on.
 class PipedCommand {
  public:
   PipedCommand(OutputForwarder& output, int ranks) {
@@ -75,7 +77,8 @@ class PipedCommand {
 std::vector<std::string> mpirun_environment() {
   std::vector<std::string> variables;
   if (!std::getenv("OMP_NUM_THREADS")) variables.push_back("OMP_NUM_THREADS=1");
-  if (::geteuid() == 0) {  // Open MPI refuses otherwise; whoever calls us as root has decided that already
+  if (::geteuid() ==
+      0) {  // Open MPI refuses to run as root otherwise, and our caller has already chosen root
     for (const char* name : {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
                              "PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"}) {
       variables.push_back(fmt::format("{}=1", name));
@@ -89,7 +92,7 @@ std::vector<std::string> mpirun_environment() {
 int launch_through_mpirun(const std::vector<std::string>& command, const LaunchOptions& options) {
   std::vector<std::string> arguments = mpi::launcher(options.ranks);
   const std::string mpirun = find_program(arguments[0]);
-  find_program(command[0]);  // before mpirun says it at length
+  find_program(command[0]);  // our error is shorter than mpirun's
 
   SignalScope signals;
   std::unique_ptr<OutputForwarder> output;
@@ -108,11 +111,11 @@ int launch_through_mpirun(const std::vector<std::string>& command, const LaunchO
     ::poll(waited.data(), waited.size(), 100);
     if (output) output->forward();
     signals.take([&](int signal) {
-      // To the ranks and not to mpirun, which would end them instead of passing it on.
+      // Signal the ranks directly: mpirun would end them instead of passing the signal on.
       user_signal = signal;
       const auto ranks = children_of(child.pid);
       for (const pid_t rank : ranks) ::kill(::getpgid(rank) == rank ? -rank : rank, signal);
-      if (ranks.empty()) ::kill(child.pid, signal);  // it has not started them yet
+      if (ranks.empty()) ::kill(child.pid, signal);  // mpirun has not started the ranks yet
     });
     if (::waitpid(child.pid, &status, WNOHANG) == child.pid) break;
   }

@@ -1,4 +1,4 @@
-// launch_ranks() by way of mpirun.
+// launch_ranks() through mpirun.
 #pragma once
 
 #include "isograd/world.hpp"

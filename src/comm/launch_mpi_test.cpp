@@ -1,4 +1,4 @@
-// Process ranks over each backend, and what MPI promises instead of what shm does.
+// Process ranks over each backend, and the guarantees of MPI where they differ from shm's.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -37,7 +37,7 @@ TEST_P(EachBackend, SubgroupsOverlapAndCoexist) {
   for (const int ranks : {2, 3, 4}) all_right(ranks, "subgroups");
 }
 
-// shm+mpi is either of them where the group has one host, and has tests of its own where it has several.
+// shm+mpi equals one of these where the group has one host. Its tests with several hosts are below.
 std::vector<std::string> plain_backends() {
   std::vector<std::string> plain = backends();
   std::erase(plain, "shm+mpi");
@@ -61,7 +61,7 @@ class Mpi : public Launch {
   }
 };
 
-// Every operation of c10d::Backend, and those that can be cut, in pieces.
+// Every operation of c10d::Backend, and the operations that can be split, in pieces.
 TEST_F(Mpi, BackendHasEveryOperation) {
   for (const int ranks : {2, 3, 4}) {
     ASSERT_EQ(launch(ranks, {"backend", folder_}, 3000, "mpi"), 0) << left("0.done");
@@ -91,7 +91,7 @@ TEST_F(Mpi, LateRankIsAPeerErrorAtTheTimeoutAndThenAtOnce) {
   EXPECT_THAT(second, HasSubstr("failed earlier"));
 }
 
-// mpirun ends the survivors, sooner or later than they notice themselves.
+// mpirun ends the survivors, before or after they detect the failure.
 TEST_F(Mpi, KilledRankEndsTheJob) {
   for (const int victim : {0, 1}) {
     const auto begin = std::chrono::steady_clock::now();
@@ -167,7 +167,7 @@ TEST_F(Mpi, RanksEndedByAPassedOnSignalGiveItsStatus) {
   user.join();
 }
 
-// Ranks of one machine that say they are on several.
+// Ranks of one machine that claim to be on several hosts.
 class SeveralHosts : public Mpi {
  protected:
   void TearDown() override {
@@ -183,14 +183,14 @@ class SeveralHosts : public Mpi {
 
 TEST_F(SeveralHosts, SharedMemoryWithinAndMpiAcross) {
   ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}), 0);
-  // Sums within (memory that both reach), across and over all; bytes across of each: none within, half of the
-  // 8000 there and back across; of all, as one of two lanes of two hosts, half of that.
+  // Sums within a host (shared memory), across and over all; then bytes across hosts: none within, half of
+  // the 8000 there and back across, and half of that for all, as one of two lanes of two hosts.
   EXPECT_EQ(left("0.done"), "0011 a/b 1 memory 2 6 0 8000 12000");
   EXPECT_EQ(left("3.done"), "0011 a/b 5 memory 4 6 0 8000 12000");
   if (!isograd::testing::full_tests()) return;
   ASSERT_EQ(on("alpha", 4, {"hosts", folder_}), 0);  // one host: shared memory alone
   EXPECT_EQ(left("3.done"), "0000 alpha 5 memory 4 memory 6 memory 0 0 0");
-  ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}, "mpi"), 0);  // as a ring: rank 1 and rank 3 send across
+  ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}, "mpi"), 0);  // as a ring: ranks 1 and 3 send across
   EXPECT_EQ(left("2.done"), "0011 a/b 5 2 6 0 8000 8000");
   EXPECT_EQ(left("3.done"), "0011 a/b 5 4 6 0 8000 20000");
 }

@@ -75,7 +75,7 @@ void OutputForwarder::write(const Stream& stream, const std::string& line) {
   for (std::size_t at = 0; at < text.size();) {
     const ssize_t n = ::write(stream.to, text.data() + at, text.size() - at);
     if (n < 0 && errno != EINTR) {
-      if (errno != EPIPE) trouble_ = errno;
+      if (errno != EPIPE) write_error_ = errno;
       return;
     }
     if (n > 0) at += static_cast<std::size_t>(n);

@@ -1,4 +1,4 @@
-// The output of rank processes, forwarded line by line with the rank in front.
+// Forwards the output of rank processes line by line, with the rank as a prefix.
 #pragma once
 
 #include <poll.h>
@@ -12,27 +12,28 @@ namespace isograd {
 class OutputForwarder {
  public:
   ~OutputForwarder();
-  // Pipes for a rank: the ends it writes stdout and stderr to, which the caller closes once it has started.
+  // Makes pipes for a rank. Returns the ends for its stdout and stderr, which the caller closes after the
+  // start.
   std::pair<int, int> open(int rank);
   void add_to(std::vector<pollfd>& waited) const;
-  // Passes on the lines that have come, without waiting.
+  // Forwards the lines that have arrived, without waiting.
   void forward();
-  // The rest, a last line without an end too.
+  // Forwards the rest, including a last line without a line feed.
   void finish();
-  // errno of a line that could not be written (a full disk); 0 when all were, or nobody reads any more.
-  int trouble() const { return trouble_; }
+  // errno of a failed write (a full disk); 0: none failed, or nobody reads any more.
+  int write_error() const { return write_error_; }
 
  private:
   struct Stream {
     int rank;
-    int from;  // read end, not blocking; -1 once it has ended
+    int from;  // read end, non-blocking; -1: closed
     int to;    // 1 or 2
     std::string rest;
   };
   void read(Stream& stream);
   void write(const Stream& stream, const std::string& line);
   std::vector<Stream> streams_;
-  int trouble_ = 0;
+  int write_error_ = 0;
 };
 
 }  // namespace isograd

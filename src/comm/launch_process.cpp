@@ -98,7 +98,7 @@ Child start_process(const std::string& program, const std::vector<std::string>& 
     refuse("starting " + name, fmt::format("fork failed: {}", std::strerror(error)),
            "room for one more process", "Start fewer ranks, or raise the limit on processes (ulimit -u)");
   }
-  ::setpgid(pid, pid);  // also here: whoever comes first
+  ::setpgid(pid, pid);  // parent and child both call it, because either may run first
   Child child;
   child.pid = pid;
   child.running = true;

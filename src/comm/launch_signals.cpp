@@ -14,7 +14,7 @@
 namespace isograd {
 namespace {
 
-// One count for each of kForwardedSignals; the pipe wakes the loop.
+// One counter for each of kForwardedSignals. The pipe wakes the loop.
 std::atomic<int> arrived[3];
 std::atomic<int> wake_pipe{-1};
 
@@ -42,11 +42,11 @@ SignalScope::SignalScope() {
   sigemptyset(&action.sa_mask);
   for (int i = 0; i < 3; ++i) {
     ::sigaction(kForwardedSignals[i], &action, &before_[i]);
-    // nohup: the hang-up is to be outlived, by the ranks too.
+    // nohup: the ranks must survive the hang-up too.
     if (kForwardedSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
       ::sigaction(SIGHUP, &before_[i], nullptr);
   }
-  action.sa_handler = SIG_DFL;  // were it ignored, nobody could ask how a rank ended
+  action.sa_handler = SIG_DFL;  // if it were ignored, waitpid() could not report how a rank ended
   ::sigaction(SIGCHLD, &action, &child_before_);
   action.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &action, &pipe_before_);

@@ -1,4 +1,4 @@
-// Signals that a launcher passes on to the ranks.
+// The signals that a launcher passes on to its ranks.
 #pragma once
 
 #include <signal.h>
@@ -9,8 +9,8 @@ namespace isograd {
 
 inline constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
-// Catches kForwardedSignals while it lives, and ignores SIGPIPE: ranks do not end because nobody reads what
-// their launcher passes on. One at a time in a process.
+// Catches kForwardedSignals while it lives, and ignores SIGPIPE, so that ranks do not end because nobody
+// reads the launcher's output. A process may have one at a time.
 class SignalScope {
  public:
   SignalScope();
@@ -19,7 +19,7 @@ class SignalScope {
   SignalScope& operator=(const SignalScope&) = delete;
   // For poll(): readable once a signal has arrived.
   int readable() const { return pipe_[0]; }
-  // Calls `pass_on` once for each signal that has arrived since.
+  // Calls `pass_on` once for each signal that has arrived since the last call.
   void take(const std::function<void(int signal)>& pass_on);
 
  private:

@@ -1,6 +1,5 @@
-// Ranks as processes over shm: starting, losing, signalling and ending them. What only shm promises is tested
-// here (a lost rank is named within a second, and what it was doing); launch_mpi_test.cpp has what MPI
-// promises instead.
+// Ranks as processes over shm: starting, losing, signalling and ending them. Guarantees of shm alone are
+// tested here (a lost rank is named within a second, with its operation); launch_mpi_test.cpp has MPI's.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -42,7 +41,7 @@ struct Loss {
   const char* where;
 };
 
-// A rank that is killed is named by every survivor within a second, whatever it was doing.
+// Every survivor names a killed rank within a second, whatever the rank was doing.
 TEST_F(Launch, KilledRankIsNamedWithinASecond) {
   for (const Loss& loss : {Loss{2, 0, 100, "absent"}, Loss{3, 2, 50, "absent"}, Loss{2, 1, 30, "staged"},
                            Loss{3, 1, 55, "staged"}, Loss{2, 1, 35, "shared"}, Loss{4, 0, 60, "shared"}}) {
@@ -93,7 +92,7 @@ TEST_F(Launch, TooLittleSharedMemoryIsAConfigErrorOnAllRanks) {
   EXPECT_THAT(left("1.error"), AllOf(HasSubstr("2\nConfigError: shared memory"), HasSubstr("ulimit -f")));
 }
 
-// A rank that ends before it has said who it is: the others, who wait for it, know it from the launcher.
+// A rank ends before it has published who it is. The launcher reports it to the ranks that wait.
 TEST_F(Launch, RankThatIsKilledDuringStartEndsTheOthersAtOnce) {
   for (const char* end : {"kill -9 $$", "exit 5"}) {
     const auto begin = std::chrono::steady_clock::now();
@@ -155,7 +154,7 @@ TEST_F(Launch, OutputCarriesTheRank) {
   }
 }
 
-// One rank fails; the other neither ends by itself nor on SIGTERM.
+// One rank fails. The other does not end by itself or on SIGTERM.
 TEST_F(Launch, FailureEndsTheOtherRanks) {
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(launch_ranks({"sh", "-c", "[ $RANK = 1 ] && exit 5; trap '' TERM; while :; do sleep 0.1; done"},
@@ -169,7 +168,7 @@ TEST_F(Launch, SignalIsPassedOnOnce) {
     ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
     ::kill(::getpid(), SIGTERM);
   });
-  // The shell hears of a signal when its sleep ends; a second one would be counted too.
+  // The shell handles the signal when its sleep ends. A second one would be counted too.
   EXPECT_EQ(launch_ranks({"sh", "-c",
                           "n=0; trap 'n=$((n+1))' TERM; cd \"$0\"; echo > $RANK.pid; "
                           "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.1; printf $n > $RANK.count",
@@ -204,7 +203,7 @@ TEST_F(Launch, RanksEndWhenTheLauncherIsKilled) {
   for (const char* name : {"0.pid", "1.pid"}) {
     const pid_t rank = std::stoi(left(name));
     bool gone = false;
-    for (int i = 0; i < 300 && !gone; ++i) {  // a zombie waits for init to look at it
+    for (int i = 0; i < 300 && !gone; ++i) {  // a zombie waits for init to reap it
       const std::string status = read("/proc/" + std::to_string(rank) + "/stat");
       gone = status.empty() || status.find(") Z ") != std::string::npos;
       if (!gone) std::this_thread::sleep_for(std::chrono::milliseconds(10));

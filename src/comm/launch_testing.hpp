@@ -1,4 +1,4 @@
-// What the tests of process ranks share: a folder for what ranks leave, and rank_program.
+// Fixture for tests of process ranks: a folder for their files, and rank_program.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -34,7 +34,7 @@ inline std::set<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
-// A folder for what the ranks leave, and a look at what they must not leave.
+// A folder for the ranks' files, and a check for leftovers.
 class Launch : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -50,7 +50,7 @@ class Launch : public ::testing::Test {
           << "left: " << name;
     }
   }
-  // rank_program as ranks that talk through `backend`.
+  // Runs rank_program as ranks over `backend`.
   int launch(int ranks, std::vector<std::string> command, int grace_ms = 3000,
              const std::string& backend = "shm") {
     command.insert(command.begin(), {kProgram, backend});

@@ -8,7 +8,7 @@
 namespace isograd {
 namespace {
 
-// A collective and its dual, for autograd to carry.
+// A collective and its dual, as the node's saved state.
 struct Duals final : torch::CustomClassHolder {
   Duals(TensorMap a, TensorMap b) : forward(std::move(a)), backward(std::move(b)) {}
   TensorMap forward, backward;
@@ -33,7 +33,8 @@ struct Collective final : torch::autograd::Function<Collective> {
 namespace differentiable {
 
 const at::Tensor& anchor() {
-  static const at::Tensor* leaf = new at::Tensor(at::zeros({0}).requires_grad_());  // outlives all threads
+  static const at::Tensor* leaf =
+      new at::Tensor(at::zeros({0}).requires_grad_());  // never destroyed: threads may outlive statics
   return *leaf;
 }
 
@@ -43,7 +44,7 @@ at::Tensor apply_map(const at::Tensor& input, TensorMap forward, TensorMap backw
   const bool has_gradient = at::GradMode::is_enabled() && (at::isFloatingType(input.scalar_type()) ||
                                                            at::isComplexType(input.scalar_type()));
   if (!has_gradient) return forward(input.detach());
-  // Other ranks need this rank in the backward even if nobody here asks for a gradient.
+  // Other ranks need this rank in the backward even if nothing here needs a gradient.
   return Collective::apply(input, differentiable::anchor(),
                            c10::make_intrusive<Duals>(std::move(forward), std::move(backward)));
 }

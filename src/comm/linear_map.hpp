@@ -1,4 +1,4 @@
-// A linear map of all ranks' tensors together and the map that its gradients take, for autograd to carry.
+// Differentiable collectives: a linear map of all ranks' tensors, and the map of its gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,9 +9,9 @@ namespace isograd {
 
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
-// forward(input), whose gradient is backward(gradient). A result of a floating type requires a gradient
-// wherever gradients are enabled, whether `input` does or not: other ranks may need this one in a backward
-// that communicates. `backward` may be differentiated again if it is made of such maps.
+// Returns forward(input); its gradient is backward(gradient). A floating-point result requires a gradient
+// wherever gradients are enabled, even if `input` does not, because other ranks may need this rank in a
+// backward that communicates. `backward` is differentiable again if it uses such maps.
 at::Tensor apply_map(const at::Tensor& input, TensorMap forward, TensorMap backward);
 
 }  // namespace isograd

@@ -1,4 +1,4 @@
-// A listening socket of our own: LibTorch's store would listen on every interface.
+// A listening socket on one address. LibTorch's store would listen on every interface.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 namespace isograd {
 
 struct Listener {
-  int descriptor = -1;  // the caller's to close or to give away
+  int descriptor = -1;  // the caller closes it or passes it on
   int port = 0;
 };
 
-// Listens on `address` (a name or number) and nowhere else. port 0: any free one. ConfigError when it cannot.
+// Listens on `address` (a name or number) only. port 0: any free one. ConfigError when it cannot.
 Listener listen_on(const std::string& address, int port);
 
 }  // namespace isograd

@@ -21,7 +21,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A message is a length and that many bytes: fields, each a length and its bytes.
+// A message is its length and its fields. Each field is a length and its bytes.
 constexpr std::uint32_t kLongest = 64 << 20;
 constexpr std::size_t kMostConnections = 1 << 16;
 
@@ -40,7 +40,7 @@ std::string encode(const std::vector<std::string>& fields) {
   return message + body;
 }
 
-// One message taken from the front of `bytes`; nothing while it is not whole. Bad: its lengths contradict.
+// One message taken from the front of `bytes`. Empty: it is incomplete. Bad: its lengths contradict.
 struct Decoded {
   bool whole = false, bad = false;
   std::vector<std::string> fields{};
@@ -73,12 +73,12 @@ sockaddr_un address_of(const std::string& name, socklen_t& length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   ISOGRAD_INVARIANT(name.size() + 1 <= sizeof(address.sun_path), name);
-  std::memcpy(address.sun_path + 1, name.data(), name.size());  // a zero in front: abstract
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // a leading zero byte makes the name abstract
   length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
 }
 
-// The user at the other end, as the kernel noted it when the connection was made.
+// The user of the peer, as the kernel recorded it at connect.
 uid_t user_of(int socket) {
   ucred peer{};
   socklen_t length = sizeof(peer);
@@ -122,7 +122,7 @@ LocalStoreServer::LocalStoreServer(const std::string& name, uid_t owner) : owner
                     "End the run that uses it, choose another MASTER_PORT, or raise the limit on open files "
                     "(ulimit -n)");
   }
-  // Signals are for the threads that know what to do with them.
+  // Block signals here: other threads handle them.
   sigset_t all, before;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -158,7 +158,7 @@ void LocalStoreServer::serve() {
     }
     if (waited[1].revents == 0) continue;
     const int socket = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (socket < 0) {  // out of descriptors, say: not asked again at once
+    if (socket < 0) {  // for example out of descriptors: wait before the next try
       if (errno != EAGAIN && errno != EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     } else if (user_of(socket) != owner_ || connections_.size() >= kMostConnections) {
       ::close(socket);
@@ -193,7 +193,7 @@ bool LocalStoreServer::answer(Connection& connection) {
   return true;
 }
 
-// A request is a verb and its arguments; its reply may be nothing.
+// A request is a verb and its arguments. An empty reply is possible.
 LocalStoreServer::Fields LocalStoreServer::reply_to(const Fields& request) {
   const std::lock_guard lock(mutex_);
   const std::size_t n = request.size();
@@ -210,7 +210,8 @@ LocalStoreServer::Fields LocalStoreServer::reply_to(const Fields& request) {
     std::string& value = values_[request[1]];
     return {value = std::to_string(number_of(value) + number_of(request[2]))};
   }
-  if (verb == "compare" && n == 4) {  // as c10d's: set where nothing is there and nothing is expected
+  if (verb == "compare" &&
+      n == 4) {  // as c10d's: sets the value when the key is absent and the expected value is empty
     const auto found = values_.find(request[1]);
     if (found == values_.end() && !request[2].empty()) return {request[2]};
     if (found == values_.end() || found->second == request[2]) return {values_[request[1]] = request[3]};
@@ -262,7 +263,7 @@ c10::intrusive_ptr<c10d::Store> LocalStore::clone() {
   return c10::make_intrusive<LocalStore>(name_, timeout_, server_, owner_);
 }
 
-// The server answers every request at once, so that only a lost or stopped one keeps a rank waiting.
+// The server answers every request at once, so a wait means that it is lost or stopped.
 std::vector<std::string> LocalStore::ask(const std::vector<std::string>& request) {
   const std::lock_guard lock(mutex_);
   const auto deadline = Clock::now() + timeout_;
@@ -379,7 +380,7 @@ bool first_of_launch(const std::string& what) {
   try {
     LocalStore store(name, std::chrono::seconds(1));
     return store.add("claimed/" + what, 1) == 1;
-  } catch (const std::exception&) {  // the launcher is gone, and nobody else is asked
+  } catch (const std::exception&) {  // the launcher has ended, so nobody else can report
     return true;
   }
 }

@@ -1,5 +1,5 @@
-// A store for the ranks of one host: a Unix socket without a name in the file system, which the kernel lets
-// only processes of the same user use. LibTorch's TCPStore would answer whoever reaches its port.
+// A store for the ranks of one host: an abstract Unix socket, which accepts only processes of the same user.
+// LibTorch's TCPStore would answer any process that reaches its port.
 #pragma once
 
 #include <sys/types.h>
@@ -16,11 +16,11 @@
 
 namespace isograd {
 
-// Serves from a thread of its own while it lives. Whoever connects is asked for by the kernel (SO_PEERCRED);
-// processes of another user than `owner` are hung up on before a byte of theirs is read.
+// Serves from its own thread while it lives. The kernel tells the user of each client (SO_PEERCRED). The
+// server closes connections of users other than `owner` before it reads a byte.
 class LocalStoreServer {
  public:
-  // `name` is abstract: it vanishes with the process. ConfigError when it is taken.
+  // `name` is an abstract address, which vanishes with the process. ConfigError when it is taken.
   explicit LocalStoreServer(const std::string& name, uid_t owner = ::geteuid());
   ~LocalStoreServer();
   LocalStoreServer(const LocalStoreServer&) = delete;
@@ -31,7 +31,7 @@ class LocalStoreServer {
   struct Connection;
   using Fields = std::vector<std::string>;
   void serve();
-  bool take_in(Connection& connection);  // false: it has ended
+  bool take_in(Connection& connection);  // false: the connection has ended
   bool answer(Connection& connection);
   Fields reply_to(const Fields& request);
 
@@ -45,9 +45,9 @@ class LocalStoreServer {
 
 class LocalStore : public c10d::Store {
  public:
-  // Connects to the server of that name, waiting for it to come. PeerError when none does within `timeout`,
-  // or when it belongs to another user than `owner`. `server`: kept alive as long as this store, where the
-  // same process serves.
+  // Connects to the server of that name and waits until it exists. PeerError when it does not appear within
+  // `timeout` or belongs to a user other than `owner`. `server`: kept alive as long as this store, where this
+  // process serves.
   LocalStore(std::string name, std::chrono::milliseconds timeout,
              std::shared_ptr<LocalStoreServer> server = nullptr, uid_t owner = ::geteuid());
   ~LocalStore() override;
@@ -58,7 +58,7 @@ class LocalStore : public c10d::Store {
   void set(const std::string& key, const std::vector<std::uint8_t>& value) override;
   std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
                                        const std::vector<std::uint8_t>& desired) override;
-  std::vector<std::uint8_t> get(const std::string& key) override;  // waits for it
+  std::vector<std::uint8_t> get(const std::string& key) override;  // waits for the key
   std::int64_t add(const std::string& key, std::int64_t value) override;
   bool deleteKey(const std::string& key) override;
   bool check(const std::vector<std::string>& keys) override;
@@ -76,14 +76,14 @@ class LocalStore : public c10d::Store {
   int socket_ = -1;
 };
 
-// A name that nobody can have taken beforehand.
+// A name that nobody can have taken before.
 std::string new_store_name();
 
-// Where a launcher writes why the launch as a whole has failed: seen by ranks that still wait for others.
+// The key where a launcher writes why the whole launch has failed. Ranks that still wait for others read it.
 inline constexpr const char* kLaunchFailed = "launch/failed";
 
-// Whether this process is the first of its launch to claim `what`: of the ranks that fail alike one says so.
-// True where no launcher of ours serves a store, or it does not answer.
+// Whether this process is the first of its launch to claim `what`, so that one of several ranks with the same
+// failure reports it. True where none of our launchers serves a store, or it does not answer.
 bool first_of_launch(const std::string& what);
 
 }  // namespace isograd

@@ -1,4 +1,4 @@
-// The store and the memory of the ranks of one host: who may not use them, and what is reserved when.
+// The store and the memory of one host's ranks: access by other users, and when memory is reserved.
 #include "comm/local_store.hpp"
 
 #include <ATen/ATen.h>
@@ -84,7 +84,7 @@ TEST(LocalStore, ServesManyRanksAtOnce) {
 TEST(LocalStore, OnlyItsUserIsAnswered) {
   const std::string name = new_store_name();
   const uid_t other = ::geteuid() + 1;
-  LocalStoreServer foreign(name, other);  // to it we are another user
+  LocalStoreServer foreign(name, other);  // the store sees us as another user
   EXPECT_THAT(message_of([&] { LocalStore(name, 2s).set("group/given-up", std::string("forged")); }),
               HasSubstr("PeerError"));
   EXPECT_THAT(message_of([&] { LocalStore(name, 2s, nullptr, other); }),
@@ -135,7 +135,7 @@ TEST(LocalStore, BytesThatAreNoRequestCostTheirSenderAlone) {
   }
 }
 
-// What the launcher knows reaches ranks that wait for one that never came.
+// The launcher reports a rank that never joined to the ranks that wait for it.
 TEST(LocalStore, TheLauncherTellsOfRanksThatEndBeforeTheyJoin) {
   const std::string name = new_store_name();
   LocalStoreServer server(name);
@@ -165,7 +165,7 @@ TEST(LocalStore, TheFirstOfALaunchSpeaks) {
 
 // ---- memory that is reserved on use ----
 
-// Bytes of memory behind a segment that others could still open.
+// Bytes of memory of a segment that others could still open.
 std::int64_t reserved(const shm::Segment& segment) {
   struct stat status {};
   EXPECT_EQ(::fstat(segment.id().descriptor, &status), 0);
@@ -190,7 +190,7 @@ TEST(Segment, ReservesLaterPagesOnUse) {
   EXPECT_EQ(reserved(*later), reserved(*all));
 }
 
-// The mapping refuses to be written to, as if there were no memory.
+// The mapping refuses writes, as if there were no memory.
 TEST(Segment, RefusesWhereNoPagesAreLeft) {
   const auto later = shm::Segment::create(1 << 20, 4096, "a test");
   ASSERT_EQ(::mprotect(later->data(), 1 << 20, PROT_READ), 0);
@@ -202,9 +202,9 @@ TEST(Segment, RefusesWhereNoPagesAreLeft) {
   EXPECT_EQ(message_of([&] { later->reserve(later->data() + 100'000, 10); }), "no error");
 }
 
-// Of many groups most carry a few numbers: they do not take staging buffers and rings for megabytes.
+// Most groups carry a few numbers, so they must not reserve megabytes for staging buffers and rings.
 TEST(Segment, OfAGroupIsReservedForWhatItCarries) {
-  const auto resident = [] {  // bytes of shared memory of ours that this process maps
+  const auto resident = [] {  // bytes of isograd's shared memory that this process maps
     std::ifstream maps("/proc/self/smaps");
     std::int64_t bytes = 0;
     bool ours = false;
@@ -238,7 +238,7 @@ TEST(Segment, OfAGroupIsReservedForWhatItCarries) {
   });
 }
 
-// ---- what a forged entry may not make a rank open ---------------------------------------------------------
+// ---- forged entries of the store --------------------------------------------------------------------------
 
 std::string opening(int descriptor, std::int32_t owner = ::getpid()) {
   struct stat status {};

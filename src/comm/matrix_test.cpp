@@ -1,6 +1,6 @@
 // The correctness matrix: every operation × type × size × ranks × memory × form, over the shared-memory
-// backend and over a backend that Group knows nothing about. Whole with ISOGRAD_FULL_TESTS=1; otherwise
-// memory and form take turns from 4 ranks on, and the largest size is smaller.
+// backend and over a foreign backend. Complete with ISOGRAD_FULL_TESTS=1; otherwise memory and form alternate
+// from 4 ranks on, and the largest size is smaller.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -40,7 +40,7 @@ TEST_P(Matrix, ForeignBackend) {
   });
 }
 
-// Several chunks of staging, and no multiple of anything.
+// Several chunks of staging, and a size that is no multiple of anything.
 TEST(MatrixOfLargeTensors, SharedMemory) {
   const std::int64_t numel = full_tests() ? (1 << 20) + 3 : (1 << 17) + 3;
   for (int size : full_tests() ? std::vector<int>{2, 3, 4} : std::vector<int>{3}) {
@@ -53,7 +53,7 @@ TEST(MatrixOfLargeTensors, SharedMemory) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Matrix, ::testing::Values(1, 2, 3, 4, 5, 8));
 
-// The check itself: a backend that corrupts one operation is noticed.
+// Planted fault: a backend that corrupts one operation is detected.
 class FlipsGather final : public PassingOn {
  public:
   using PassingOn::PassingOn;

@@ -78,7 +78,7 @@ Group Mesh::counting() const {
 
 bool Mesh::speaks() const {
   AxisSet peers = without(impl_->grid.names(), kDataAxes);
-  peers.erase(kStageAxis);  // each stage has something of its own to say: the last one the loss
+  peers.erase(kStageAxis);  // every stage contributes values of its own: only the last one has the loss
   return place(peers) == 0;
 }
 
@@ -92,7 +92,7 @@ Group Mesh::made(std::vector<int> ranks, const std::string& use, const std::stri
   auto key = std::pair(std::move(ranks), use);
   const auto known = impl_->groups.find(key);
   if (known != impl_->groups.end()) return known->second;
-  ISOGRAD_INVARIANT(impl_->make, "a group beside the only one of this mesh: " + name);
+  ISOGRAD_INVARIANT(impl_->make, "another group than the only one of this mesh: " + name);
   const Group group = impl_->make(key.first, name);
   return impl_->groups.emplace(std::move(key), group).first->second;
 }

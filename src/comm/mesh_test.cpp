@@ -22,18 +22,18 @@ TEST(Mesh, SumsAlongAxesAndViews) {
       EXPECT_EQ(sum.item<double>(), expected) << grid.text(along) << " of rank " << world.rank;
       EXPECT_EQ(mesh.along(along).rank(), mesh.place(along));
     }
-    // Made once; apart from it for another use.
-    Group same = mesh.along({"tp"}), apart = mesh.along({"tp"}, "attention");
+    // A group is made once; another use gets another group.
+    Group same = mesh.along({"tp"}), other = mesh.along({"tp"}, "attention");
     const auto barriers = [](const Group& group) { return group.traffic().operations.at("barrier").calls; };
-    const auto before = barriers(same), before_apart = barriers(apart);
+    const auto before = barriers(same), before_other = barriers(other);
     mesh.along({"tp"}, "attention").barrier();
     EXPECT_EQ(barriers(same), before);
-    EXPECT_EQ(barriers(apart), before_apart + 1);
+    EXPECT_EQ(barriers(other), before_other + 1);
     EXPECT_EQ(mesh.along({"dp_shard", "cp_ring", "tp"}).name(), world.group.name());
   });
 }
 
-// Groups that the caller makes, and groups of ranks that no axis has.
+// The mesh asks for groups that its caller makes, also for ranks along no axis.
 TEST(Mesh, AsksForEachGroupOnce) {
   run_ranks(4, [&](World& world) {
     std::vector<std::vector<int>> asked;

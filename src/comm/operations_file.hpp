@@ -1,4 +1,4 @@
-// Where the log of the last operations goes when one of them fails: to a file instead of the terminal.
+// A file for the log of the last operations when one of them fails, instead of the terminal.
 #pragma once
 
 #include <filesystem>
@@ -7,9 +7,8 @@
 
 namespace isograd {
 
-// While one lives, in this process: what a rank that finds an operation to have failed would print of the
-// operations before it goes to the end of `file`, and a line on standard error names that. The newest one
-// counts.
+// While one lives, a rank that detects a failed operation appends the log of its last operations to `file`,
+// and prints the file's name on standard error. The newest object of the process counts.
 class OperationsFile {
  public:
   explicit OperationsFile(std::filesystem::path file);
@@ -17,7 +16,7 @@ class OperationsFile {
   OperationsFile(const OperationsFile&) = delete;
   OperationsFile& operator=(const OperationsFile&) = delete;
 
-  // The file's name; empty where there is none, or where it could not be written: nothing is kept then.
+  // Returns the file's name. Empty: there is no file, or it could not be written and nothing was kept.
   static std::string keep(const std::string& text);
 
  private:

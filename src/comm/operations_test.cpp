@@ -23,7 +23,7 @@ using Tensors = std::vector<at::Tensor>;
 struct OperationCase {
   int size;
   shm::EngineOptions options;
-  bool shared;  // this rank's buffers lie in shared memory; 3 ranks: only those of rank 1
+  bool shared;  // this rank's buffers are in shared memory; 3 ranks: only those of rank 1
 };
 
 // Runs `body(backend, make)`; make(numel) gives a buffer of the kind that the case asks for.
@@ -43,7 +43,7 @@ void run_cases(Body&& body) {
         run_ranks(size, [&](World& world) {
           auto backend = c10::make_intrusive<ShmBackend>(store, world.rank, size, "b", 30s, options);
           const auto make = [&](std::int64_t numel) {
-            // Collective: the ranks may need different amounts, so all take the same.
+            // Collective: ranks may need different amounts, so all use the same.
             const std::int64_t all = numel > 2000 ? 100'000 : 2000;
             at::Tensor memory = backend->empty_shared(all, at::kDouble).narrow(0, 0, numel);
             const bool here = shared == 1 || (shared == 2 && world.rank % 2 == 1);
@@ -56,7 +56,7 @@ void run_cases(Body&& body) {
   }
 }
 
-// What rank `rank` gives rank `to` at `index`: distinct along all three.
+// The value from rank `rank` for rank `to` at `index`; distinct along all three.
 double sent_value(int rank, int to, std::int64_t index) {
   return rank * 1e6 + to * 1e4 + static_cast<double>(index);
 }
@@ -129,7 +129,7 @@ TEST(Operations, ReduceScatterOfUnevenParts) {
     for (std::int64_t step : {0, 1, 77}) {
       const auto count = [&](int r) { return r * step; };  // rank 0 gets nothing
       std::vector<Tensors> inputs(1);
-      for (int r = size; r-- > 0;) {  // not in the order of the memory
+      for (int r = size; r-- > 0;) {  // not in memory order
         inputs[0].insert(inputs[0].begin(), make(count(r)));
         inputs[0][0].copy_(values(rank, r, count(r)));
       }
@@ -201,7 +201,7 @@ TEST(Operations, AllToAllEvenAndUneven) {
 TEST(Messages, OfEverySizeInBothDirections) {
   run_cases([](ShmBackend& backend, const auto& make) {
     const int rank = backend.getRank(), size = backend.getSize();
-    for (std::int64_t count : {0, 1, 64, 65, 1000, 100'000}) {  // in the envelope, through the ring
+    for (std::int64_t count : {0, 1, 64, 65, 1000, 100'000}) {  // in the envelope, and through the ring
       std::vector<c10::intrusive_ptr<c10d::Work>> works;
       std::vector<Tensors> sent, received;
       for (int r = 0; r < size; ++r) {
@@ -220,7 +220,7 @@ TEST(Messages, OfEverySizeInBothDirections) {
         if (r == rank) continue;
         ASSERT_TRUE(at::equal(received[static_cast<std::size_t>(r)][0], values(r, rank, count)));
       }
-      backend.barrier()->wait();  // their memory goes
+      backend.barrier()->wait();  // their memory ends here
     }
   });
 }
@@ -326,7 +326,7 @@ TEST(Messages, LateEndIsNamed) {
         if (backend.getRank() == 0) {
           message = peer_error([&] { backend.recv(tensor, 2, 0)->wait(); });
         } else {
-          backend.setTimeout(30s);  // rank 0 shall be the first to lose patience
+          backend.setTimeout(30s);  // rank 0 shall time out first
           peer_error([&] { backend.barrier()->wait(); });
         }
       },

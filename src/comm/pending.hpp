@@ -1,4 +1,4 @@
-// What a Pending holds.
+// The state of a Pending.
 #pragma once
 
 #include "isograd/group.hpp"

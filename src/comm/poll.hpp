@@ -1,4 +1,4 @@
-// Waiting for what has nothing to sleep on: neither MPI nor two backends at once ring a bell.
+// Waits by polling, for MPI and for two backends at once: neither can wake a sleeper.
 #pragma once
 
 #include <chrono>
@@ -6,7 +6,7 @@
 
 namespace isograd {
 
-// Calls `done` until it is true: spins, yields, then naps of up to 1 ms. False when `timeout` is over.
+// Calls `done` until it returns true: spins, yields, then naps of up to 1 ms. False after `timeout`.
 bool poll_until(const std::function<bool()>& done, std::chrono::milliseconds timeout);
 
 }  // namespace isograd

@@ -18,7 +18,7 @@ namespace {
 using namespace std::chrono_literals;
 using Tensors = std::vector<at::Tensor>;
 
-// Runs `body` on thread ranks whose group has staging buffers as given.
+// Runs `body` on thread ranks whose group has these staging options.
 void run_with(int size, shm::EngineOptions options,
               const std::function<void(Group&, const c10::intrusive_ptr<ShmBackend>&)>& body) {
   auto store = c10::make_intrusive<c10d::HashStore>();
@@ -29,10 +29,10 @@ void run_with(int size, shm::EngineOptions options,
   });
 }
 
-constexpr int kBuffers = 4;  // 0 and 1 in shared memory of the whole group, 2 and 3 not
+constexpr int kBuffers = 4;  // 0 and 1 in shared memory of the whole group, 2 and 3 private
 constexpr std::int64_t kMostNumel = 70;
 constexpr int kMostRanks = 6;  // at most
-constexpr int kSubgroups = 3;  // besides the group of all
+constexpr int kSubgroups = 3;  // in addition to the group of all
 
 enum class Verb {
   kAllReduce,
@@ -98,7 +98,7 @@ rc::Gen<Step> step_generator() {
       inRange(0, 60), inRange(0, 6), inRange(0, 4), rc::gen::arbitrary<bool>());
 }
 
-// Which ranks, in which order; the first is that of all.
+// The ranks of each group, in order. The first group is all ranks.
 using Members = std::vector<std::vector<int>>;
 
 Members random_members(int size) {
@@ -138,8 +138,7 @@ at::Tensor combine(const Tensors& parts, ReduceOp op) {
   return result;
 }
 
-// What one step means for its group: `views[i]` is what member i operates on, `results[i]` takes what it
-// gets.
+// Runs one step for its group: member i operates on `views[i]`, and its outputs go to `results[i]`.
 void model_step(const Step& step, const Tensors& views, const std::vector<Tensors*>& results) {
   const int size = static_cast<int>(views.size()), root = step.root % size;
   const std::int64_t k = step.length / size;
@@ -217,7 +216,7 @@ std::vector<RankState> run_model(const std::vector<Step>& steps, const Members& 
   return ranks;
 }
 
-// Starts one step; what it gets is put into `results` and is there when `pending` is complete.
+// Starts one step. Its outputs go to `results` and are there when `pending` is complete.
 void start_step(const Step& step, Group& group, at::Tensor view, Tensors& results,
                 std::vector<Pending>& pending) {
   const int rank = group.rank(), size = group.size(), root = step.root % size;
@@ -274,7 +273,7 @@ void start_step(const Step& step, Group& group, at::Tensor view, Tensors& result
   }
 }
 
-// `groups[g]` is nothing where this rank is no member.
+// `groups[g]` is empty where this rank is no member.
 void run_rank(const std::vector<Step>& steps, int rank, std::vector<std::optional<Group>>& groups,
               RankState& state) {
   std::vector<Pending> pending;
@@ -287,12 +286,12 @@ void run_rank(const std::vector<Step>& steps, int rank, std::vector<std::optiona
     const Step& step = steps[s];
     auto& group = groups[static_cast<std::size_t>(step.group)];
     if (!group) continue;
-    // Only within one group is memory that two operations share kept apart.
+    // Only within one group do operations on the same memory wait for each other.
     if (step.group != group_of_pending || step.verb == Verb::kChange || step.verb == Verb::kWait) wait_all();
     group_of_pending = step.group;
     at::Tensor buffer = state.buffers[static_cast<std::size_t>(step.buffer_of(rank))];
     if (step.verb == Verb::kChange) change(buffer, rank, s);
-    if (step.verb == Verb::kDelay) {  // another rank is late each time
+    if (step.verb == Verb::kDelay) {  // a different rank is late each time
       if (static_cast<int>(s) % kMostRanks == rank) std::this_thread::sleep_for(300us);
       for (auto& each : pending) each.progress();
     }
@@ -343,7 +342,7 @@ TEST(RandomSequences, AgreeWithTheSequentialModel) {
   EXPECT_TRUE(passed);
 }
 
-// The order of the sum is that of the ranks, whatever the path and the chunks: the same bits everywhere.
+// Sums are added in rank order, whatever the path and the chunks: the same bits everywhere.
 TEST(Bits, DoNotDependOnThePathOrTheChunks) {
   constexpr std::int64_t kCount = 10'007;
   for (int size : {3, 5}) {

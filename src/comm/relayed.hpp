@@ -1,6 +1,6 @@
-// What a rank throws because another one has failed and said why: the other one reports it.
-// `of_operation`: what failed there was an operation (a rank was lost, hung or disagreed), so that it matters
-// what this rank waited in; not a file or a model.
+// The error of a rank that ends because another rank failed and reported the cause.
+// `of_operation`: the failure was an operation (a rank was lost, hung or disagreed), not a file or a model.
+// Only then does it matter where this rank waited.
 #pragma once
 
 #include <utility>
@@ -9,8 +9,8 @@
 
 namespace isograd {
 
-// Whether an operation of this thread has ended because another rank failed or left its group. What the
-// thread throws then, under whatever name its callers pass it on, is a consequence of that rank's error.
+// Whether an operation of this thread has ended because another rank failed or left its group. Any error that
+// the thread throws afterwards is a consequence of that rank's error.
 inline thread_local bool ended_by_another_rank = false;
 
 class RelayedError : public PeerError {

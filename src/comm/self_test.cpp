@@ -15,13 +15,13 @@ namespace {
 
 using Rows = Group::Rows;
 
-// What goes in: less than 4093, so that sums over 4096 ranks are exact, and too fine for 16 bits.
+// Input values: below 4093, so that sums over 4096 ranks are exact, and too fine for 16 bits.
 double value(int rank, int slot, std::int64_t index) {
   return static_cast<double>((rank * 1009 + slot * 101 + index * 7 + 1) % 4093);
 }
 
 struct Finding {
-  int question = 0;  // which collective
+  int question = 0;  // the number of the collective
   std::int64_t index = 0;
   double found = 0, expected = 0;
 };
@@ -62,7 +62,7 @@ class Exam {
   at::Tensor input(std::int64_t numel, int slot) const {
     return tensor(numel, [&](std::int64_t i) { return value(rank(), slot, i); });
   }
-  // For outputs: memory used before may hold the very answer that a collective fails to give.
+  // For outputs: reused memory might already hold the answer that a collective fails to write.
   at::Tensor blank(std::int64_t numel) const { return at::full({numel}, -1.0f, device_); }
 
   void check(const at::Tensor& output, const Answer& answer) {
@@ -122,7 +122,7 @@ class Exam {
         const at::Tensor x = input(3 * size() + rest, slot);
         const at::Tensor output = blank(rows[static_cast<std::size_t>(rank())]);
         group_.reduce_scatter_async(output, x, ReduceOp::kSum, rows).wait();
-        const std::int64_t first = 3 * rank() + (rank() > 0 ? rest : 0);  // rank 0 has the row more
+        const std::int64_t first = 3 * rank() + (rank() > 0 ? rest : 0);  // rank 0 has the extra row
         check(output, [&](auto i) { return sum(slot, first + i); });
       });
     }
@@ -168,7 +168,7 @@ class Exam {
       group_.all_to_all_async(output, input(2 * size(), slot)).wait();
       check(output, [&](auto i) { return value(static_cast<int>(i / 2), slot, 2 * rank() + i % 2); });
     });
-    ask("all_to_all of uneven rows", [&](int slot) {  // rank r is sent 1 + r % 2 rows by everyone
+    ask("all_to_all of uneven rows", [&](int slot) {  // every rank sends 1 + r % 2 rows to rank r
       const std::int64_t mine = 1 + rank() % 2;
       Rows to, from(static_cast<std::size_t>(size()), mine);
       std::int64_t total = 0, first = 0;
@@ -194,8 +194,8 @@ class Exam {
     });
   }
 
-  // Nobody may leave before the last has come. Told by the clock, which ranks of one host share; the last
-  // rank comes a little late.
+  // No rank may leave before the last has arrived. Ranks of one host compare their common clock; the last
+  // rank arrives a little late.
   void barrier() {
     ask("barrier", [&](int) {
       const auto now = [] { return std::chrono::steady_clock::now().time_since_epoch().count(); };
@@ -217,14 +217,14 @@ class Exam {
     });
   }
 
-  // The same on ranks that share a clock; 0 if unknown.
+  // Equal on ranks that share a clock; 0: unknown.
   static std::int64_t host() {
     std::string id;
     std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
     return id.empty() ? 0 : static_cast<std::int64_t>(std::hash<std::string>()(id) >> 2);
   }
 
-  // Any collective may be the wrong one, so each rank's finding travels in two ways.
+  // Any collective may be the wrong one, so each rank's finding is sent in two ways.
   void agree() {
     constexpr int kFields = 5;
     at::Tensor mine = at::zeros({kFields}, at::kDouble);
@@ -251,7 +251,7 @@ class Exam {
     if (verdict) fail(verdict->first, verdict->second);
   }
 
-  // The first rank that found something, and what.
+  // The first rank with a finding, and the finding.
   std::optional<std::pair<int, Finding>> report(const at::Tensor& findings) const {
     for (int r = 0; r < size(); ++r) {
       const double* fields = findings.data_ptr<double>() + 5 * r;

@@ -1,5 +1,4 @@
-// A known-answer test of every collective that a group offers, for its start: a wrong result is found before
-// it is trained on.
+// A known-answer test of every collective of a new group, so that a wrong result is found before training.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,9 +7,9 @@
 
 namespace isograd {
 
-// Collective. A few KB; inputs tell rank, collective and index apart and are exact in float32. A wrong result
-// on any rank is a PeerError on all, with the collective, the rank, what was found and what is right.
-// Collectives that the backend does not have are left out. `device`: where its tensors lie.
+// Collective. It sends a few KB. Inputs distinguish rank, collective and index, and are exact in float32. A
+// wrong result on any rank is a PeerError on all, with the collective, the rank, the result and the right
+// one. Collectives that the backend lacks are skipped. `device`: the device of its tensors.
 void self_test(Group group, c10::Device device);
 
 }  // namespace isograd

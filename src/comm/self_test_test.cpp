@@ -37,7 +37,7 @@ enum class Operation {
   kBarrier
 };
 
-// Does everything rightly but `operation`.
+// Does everything right except `operation`.
 class Faulty final : public PassingOn {
  public:
   Faulty(Inner inner, Operation operation, Fault fault)
@@ -115,7 +115,7 @@ class Faulty final : public PassingOn {
     return work;
   }
   Works recv(Tensors& tensors, int from, int tag) override {
-    // The question before the barrier's: so that one rank is late for it.
+    // The question before the barrier's, so that one rank is late for the barrier.
     if (here(Operation::kBarrier) && rank_ == size_ - 1) std::this_thread::sleep_for(50ms);
     if (!here(Operation::kMessages)) return PassingOn::recv(tensors, from, tag);
     Tensors mine{tensors[0].clone()};
@@ -124,11 +124,11 @@ class Faulty final : public PassingOn {
   }
   Works barrier(const c10d::BarrierOptions& options) override {
     if (!here(Operation::kBarrier)) return PassingOn::barrier(options);
-    return c10::make_intrusive<Late>(Works(), [] {});  // nobody waits for anybody
+    return c10::make_intrusive<Late>(Works(), [] {});  // no rank waits for another
   }
 
  private:
-  // A work whose result is put in place when it has been waited for.
+  // A work that writes its result after wait().
   struct Late final : c10d::Work {
     Late(Works inner, std::function<void()> end) : inner_(std::move(inner)), end_(std::move(end)) {}
     bool wait(std::chrono::milliseconds) override {
@@ -145,7 +145,7 @@ class Faulty final : public PassingOn {
   bool here(Operation operation) const { return operation == operation_ && fault_ != Fault::kNone; }
 
   void spoil(const at::Tensor& from, at::Tensor to) const {
-    if (fault_ == Fault::kReturnsEarly) return;  // before anything has come
+    if (fault_ == Fault::kReturnsEarly) return;  // before anything has arrived
     at::Tensor result = from.view(-1);
     if (fault_ == Fault::kRounds && result.is_floating_point()) result = result.to(at::kBFloat16).to(from);
     if (fault_ == Fault::kSwaps && result.numel() > 1) result = result.flip(0);
@@ -197,8 +197,8 @@ TEST(SelfTest, NamesTheCollectiveThatIsWrongOnEveryRank) {
   }
 }
 
-// Keeps what the first all_gather, gather and all_to_all are handed over as outputs. (Those of uneven rows
-// may go through scratch memory of the group's.)
+// Keeps the outputs that the first all_gather, gather and all_to_all are given. (Those of uneven rows may use
+// scratch memory of the group.)
 class FirstOutputs final : public PassingOn {
  public:
   using Outputs = std::map<Operation, at::Tensor>;
@@ -223,7 +223,7 @@ class FirstOutputs final : public PassingOn {
   Outputs& before_;
 };
 
-// A collective that does nothing would pass if its output happened to be memory that held the answer.
+// A collective that does nothing would pass if its output already held the answer.
 TEST(SelfTest, HandsOverOutputsThatAreNoAnswer) {
   std::vector<FirstOutputs::Outputs> before(3);
   run_over_shm(3, [&](const c10::intrusive_ptr<ShmBackend>& shm) {
@@ -255,13 +255,13 @@ TEST(SelfTest, PassesWhatIsRight) {
   }
 }
 
-// Not a benchmark: a bound that says that it does not matter at start-up.
+// Not a benchmark: a bound that keeps the start fast.
 TEST(SelfTest, TakesLittleTime) {
   double best = 1e9;
   std::mutex mutex;
   run_over_shm(4, [&](const c10::intrusive_ptr<ShmBackend>& shm) {
     Group group(shm, "timed", 60s, {.self_test = false});
-    for (int round = 0; round < 100; ++round) {  // other processes may have the cores for a while
+    for (int round = 0; round < 100; ++round) {  // other processes may use the cores for a while
       group.barrier();
       const auto begin = std::chrono::steady_clock::now();
       self_test(group, at::kCPU);

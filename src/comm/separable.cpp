@@ -8,7 +8,8 @@ namespace {
 
 // Written before main() and only read afterwards.
 std::unordered_set<std::type_index>& declared() {
-  static auto* types = new std::unordered_set<std::type_index>();  // outlives all threads
+  static auto* types =
+      new std::unordered_set<std::type_index>();  // never destroyed: threads may outlive statics
   return *types;
 }
 
@@ -19,7 +20,7 @@ void declare_separable(const std::type_info& node) {
 }
 
 bool is_separable(torch::autograd::Node& node) {
-  // LibTorch generates its own nodes; each gradient is guarded by task_should_compute_output().
+  // LibTorch generates its own nodes and guards each gradient by task_should_compute_output().
   return node.is_traceable() || declared().contains(typeid(node));
 }
 

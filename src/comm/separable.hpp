@@ -1,4 +1,4 @@
-// Which autograd functions compute their gradients one by one, for backwards in halves
+// The autograd functions that compute their gradients one by one, for split backwards
 // (parallel/pipeline/split_backward.hpp).
 #pragma once
 
@@ -10,13 +10,12 @@ namespace isograd::differentiable {
 
 void declare_separable(const std::type_info& node);
 
-// Whether calls of this node for different inputs cost together what one call for all of them costs: one of
-// LibTorch's own, or declared. False of all others: a backward in halves calls them once, for all inputs.
+// Whether separate calls of this node for different inputs cost together as much as one call for all. True
+// for LibTorch's own nodes and declared ones. A split backward calls other nodes once, for all inputs.
 bool is_separable(torch::autograd::Node& node);
 
-// As an object beside them, at namespace scope: the backward of each of these functions computes those
-// gradients that context->needs_input_grad() asks for and nothing of the others, and exchanges nothing with
-// other ranks.
+// Declares functions, as an object at namespace scope. The backward of each computes only the gradients that
+// context->needs_input_grad() asks for, and does not communicate.
 template <typename... Functions>
 struct Separable {
   Separable() { (declare_separable(typeid(torch::autograd::CppNode<Functions>)), ...); }

@@ -18,7 +18,7 @@ using namespace std::chrono_literals;
 
 constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kBFloat16};
 
-// In runs that begin where the output does, as squared_norm() takes them, whatever the chunks were.
+// In runs that start at the output's start, as in squared_norm(), whatever the chunks were.
 double squares_by_runs(const at::Tensor& output) {
   double sum = 0;
   for (std::int64_t at = 0; at < output.numel(); at += kernels::kSquaresRun) {
@@ -33,7 +33,7 @@ double squares_by_runs(const at::Tensor& output) {
   return sum;
 }
 
-// Fills `input` and reduces it; the bits of the squares, and their value by other code.
+// Fills `input` and reduces it. Compares the bits of the squares, and their value by independent code.
 void expect_squares(ShmBackend& backend, const at::Tensor& input, std::int64_t count, bool in_place) {
   const int rank = backend.getRank();
   input.copy_(at::sin(at::arange(input.numel(), at::kDouble) * 0.37 + rank));
@@ -43,9 +43,9 @@ void expect_squares(ShmBackend& backend, const at::Tensor& input, std::int64_t c
   backend.reduce_scatter_with_squares(output, input, squares, 30s)->wait();
   ASSERT_EQ(*squares, squares_by_runs(output)) << input.scalar_type() << " " << count;
   const double plain = output.to(at::kDouble).square().sum().item<double>();
-  // Two orders of adding `count` numbers, none of them negative.
+  // Two orders of adding `count` non-negative numbers.
   ASSERT_NEAR(*squares, plain, plain * static_cast<double>(count) * 0x1p-52) << input.scalar_type();
-  std::vector<at::Tensor> meet = {at::zeros({1})};  // nobody writes what others still read
+  std::vector<at::Tensor> meet = {at::zeros({1})};  // no rank writes what others still read
   backend.allreduce(meet)->wait();
 }
 
@@ -90,7 +90,7 @@ TEST(Squares, OfAGroupOrNothingIsBegun) {
     });
 }
 
-// The ranks end a reduction whose caller has gone, after an error, say: then nobody else has the number.
+// A reduction whose caller has gone (after an error, say) still writes the number, which must exist.
 TEST(Squares, LastAsLongAsTheReduction) {
   std::barrier<> begun(2);
   run_ranks(2, [&](World& world) {

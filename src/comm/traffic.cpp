@@ -1,4 +1,4 @@
-// Names and sums of what a group has moved.
+// Names and sums of the bytes that a group has moved.
 #include <algorithm>
 
 #include "comm/group_impl.hpp"

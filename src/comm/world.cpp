@@ -57,7 +57,7 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
     return c10::make_intrusive<LocalStore>(name, timeout,
                                            serves ? std::make_shared<LocalStoreServer>(name) : nullptr);
   }
-  // Ranks of whom nobody says that they are on one host: they find out in a store that all can reach.
+  // The ranks may be on several hosts: they meet in a store that all can reach.
   const std::string& address = environment.address;
   const int port = environment.port;
   c10d::TCPStoreOptions options;
@@ -79,7 +79,7 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
   }
 }
 
-// The error of a rank thread, with the rank in front and its family kept.
+// Rethrows the error of a rank thread, with the rank in front and the same type.
 [[noreturn]] void rethrow(int rank, const std::exception_ptr& error) {
   const auto with_rank = [&](const Error& original) {
     ErrorText text = original.text();
@@ -107,11 +107,11 @@ struct World::Membership {
   std::shared_ptr<WorldBytes> bytes = std::make_shared<WorldBytes>();
   std::string backend;
   std::mutex mutex;
-  std::map<std::string, int> groups_made;  // by ranks and name, which their members count alike
+  std::map<std::string, int> groups_made;  // by ranks and name; all members count alike
 };
 
 struct WorldMaker {
-  // Over shared memory or NCCL, whose ranks meet in the store; over MPI, whose ranks tell their hosts first.
+  // Over shared memory or NCCL the ranks meet in the store. Over MPI they exchange their hosts first.
   static World make(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const JoinOptions& options) {
     World world;
     world.rank = rank;
@@ -137,15 +137,14 @@ struct WorldMaker {
     return world;
   }
 
-  // Of these ranks of the world, of which `place` is this one. `key`: of every other group another;
-  // `over_mpi`: of these ranks, if it is made already; `by_hosts`: what is on one host goes through its
-  // memory.
+  // Makes the group of these ranks of the world; `place` is this rank's. `key`: unique for each group.
+  // `over_mpi`: their MPI backend, if it exists. `by_hosts`: ranks of one host use its shared memory.
   static Group make_group(World::Membership& membership, const std::vector<int>& ranks, int place,
                           const std::string& key, const std::string& name, std::chrono::milliseconds timeout,
                           GroupOptions options, c10::intrusive_ptr<c10d::Backend> over_mpi = nullptr,
                           bool by_hosts = true) {
     const std::vector<int>& host_of = membership.hosts.hosts.of_rank;
-    std::vector<int> of_rank, here;  // hosts of the group's ranks; places of those on this one's
+    std::vector<int> of_rank, here;  // hosts of the group's ranks; places of those on this rank's host
     for (const int rank : ranks) of_rank.push_back(host_of[static_cast<std::size_t>(rank)]);
     const int host = of_rank[static_cast<std::size_t>(place)];
     for (int other = 0; other < static_cast<int>(ranks.size()); ++other)
@@ -154,7 +153,7 @@ struct WorldMaker {
     const bool one_host = here.size() == ranks.size();
     auto hosts = std::make_shared<HostsOfGroup>(of_rank, place, membership.bytes);
 
-    // Each group has its own part of the store; the world's is the store itself.
+    // Each group has its own prefix in the store. The world uses the store itself.
     const auto store = [&](const std::string& part) -> c10::intrusive_ptr<c10d::Store> {
       const std::string prefix = (key.empty() ? "" : "group " + key) + part;
       if (prefix.empty()) return membership.store;
@@ -210,7 +209,7 @@ struct WorldMaker {
 Group mesh_subgroup(const World& world, const Grid& grid, const std::vector<int>& ranks,
                     const std::string& name) {
   const Hosts hosts = hosts_of(world);
-  const bool as_ever = ranks.size() == 1 || hosts.count() == 1 || siblings_lie_alike(grid, hosts, ranks);
+  const bool as_ever = ranks.size() == 1 || hosts.count() == 1 || siblings_split_alike(grid, hosts, ranks);
   return as_ever ? world.subgroup(ranks, name)
                  : WorldMaker::subgroup(world, ranks, name, {}, /*by_hosts=*/false);
 }
@@ -261,7 +260,7 @@ World join(const JoinOptions& options) {
   }
   if (!std::getenv("OMP_NUM_THREADS")) at::set_num_threads(1);  // the ranks share the cores
   if (through_mpi(options.backend)) {
-    identify_host();  // before anybody waits, should it be refused
+    identify_host();  // refuse a bad ISOGRAD_HOST before anybody waits
     check_mpi(*environment);
     const mpi::Rank found = mpi::start(options.timeout);
     if (found.rank != environment->rank || found.size != environment->size) {
@@ -275,8 +274,9 @@ World join(const JoinOptions& options) {
     return WorldMaker::make(nullptr, environment->rank, environment->size, options);
   }
   check_one_host(*environment);
-  if (options.backend == "nccl") nccl::take_device(environment->rank);  // one host: the rank's place on it
-  // A process may join more than once, all ranks alike; a restarted one may meet its predecessors' keys.
+  if (options.backend == "nccl")
+    nccl::take_device(environment->rank);  // one host: the rank is its place on it
+  // A process may join more than once, all ranks alike. A restarted one may find its predecessor's keys.
   static std::atomic<int> joins{0};
   const int count = joins++;
   auto store = connect(*environment, count, options.timeout);
@@ -300,11 +300,11 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
     std::exception_ptr error{};
   };
   std::mutex mutex;
-  // The first of each kind. A rank that throws leaves its groups before its error is noted here, so that a
-  // peer's consequence of it may be noted earlier.
+  // The first failure of each kind. A rank that throws leaves its groups before its error is recorded, so a
+  // peer's error that follows from it may be recorded earlier.
   Failure cause, consequence;
   const auto run = [&](int rank) {
-    at::set_num_threads(1);  // before anything else: it is kept per thread
+    at::set_num_threads(1);  // first, because it is kept per thread
     World world;
     world.host = identify_host().name;
     ended_by_another_rank = false;

@@ -1,5 +1,5 @@
-// Backends for tests: one that passes every call on to another, to be overridden, and one that only knows
-// messages.
+// Backends for tests: one that passes every call to another backend and can be overridden, and one that only
+// has messages.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@ namespace isograd::testing {
 
 using Inner = c10::intrusive_ptr<c10d::Backend>;
 
-// What Group uses of c10d, passed on. To Group it is a foreign backend: lists of tensors of different sizes
-// are refused, as most backends do.
+// Passes on the c10d calls that Group uses. Group treats it as a foreign backend. It refuses lists of tensors
+// of different sizes, as most backends do.
 class PassingOn : public c10d::Backend {
  public:
   using Works = c10::intrusive_ptr<c10d::Work>;
@@ -68,7 +68,7 @@ class PassingOn : public c10d::Backend {
   Inner inner_;
 };
 
-// Send and receive, counted; c10d throws at everything else.
+// Send and receive, counted. Every other call throws.
 class MessagesOnly final : public c10d::Backend {
  public:
   explicit MessagesOnly(Inner inner)
@@ -91,7 +91,7 @@ class MessagesOnly final : public c10d::Backend {
   Inner inner_;
 };
 
-// Thread ranks, each with a ShmBackend of its own besides the world's.
+// Thread ranks, each with its own ShmBackend in addition to the world's.
 inline void run_over_shm(int size, const std::function<void(c10::intrusive_ptr<ShmBackend>)>& body,
                          const shm::EngineOptions& options = {}) {
   auto store = c10::make_intrusive<c10d::HashStore>();

@@ -15,7 +15,7 @@
 namespace isograd {
 namespace {
 
-// Coordinates of the `index`-th point, by axes, the outermost first.
+// Coordinates of the `index`-th point, the outermost axis first.
 std::vector<int> unravel(int index, const std::vector<Axis>& axes) {
   std::vector<int> result(axes.size());
   for (std::size_t i = axes.size(); i-- > 0;) {
@@ -31,7 +31,7 @@ std::string text_of(const std::vector<Axis>& axes) {
   return parts.empty() ? "no axis" : fmt::format("{}", fmt::join(parts, " x "));
 }
 
-// Of sizes of 1 or more, the others taken for 1. One beyond any number of ranks is wrong however it goes on.
+// Sizes below 1 count as 1. The product stops at 2^32, which exceeds any number of ranks.
 std::int64_t product_of(const std::vector<Axis>& axes) {
   std::int64_t product = 1;
   for (const Axis& axis : axes)
@@ -47,7 +47,7 @@ int ranks_of(const std::vector<Axis>& axes) {
   return static_cast<int>(product);
 }
 
-// Which single change makes the product right; empty where none does.
+// The single changes that make the product right; empty: none does.
 std::vector<std::string> possible(const std::vector<Axis>& axes, std::int64_t ranks) {
   std::vector<std::string> changes;
   for (const Axis& axis : axes) {
@@ -180,7 +180,7 @@ std::vector<int> Grid::coordinates(int rank) const {
 std::vector<int> Grid::elsewhere(const AxisSet& named_along, int rank) const {
   const AxisSet along = without_parts(named_along);
   const std::vector<int> own = coordinates(rank);
-  AxisSet viewed;  // axes that `along` names by factors
+  AxisSet viewed;  // axes whose view's factors `along` names
   std::vector<int> result;
   for (const View& view : views_) {
     const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
@@ -214,22 +214,22 @@ int Grid::size(const AxisSet& along) const {
 std::vector<int> Grid::ranks_along(const AxisSet& along, int rank) const {
   check(along);
   const std::vector<int> own = elsewhere(along, rank);
-  const auto lies_there = [&](int other) {
+  const auto at_places = [&](int other) {
     return std::all_of(along.begin(), along.end(), [&](const std::string& name) {
       const auto part = part_of(name);
       return !part || std::ranges::binary_search(part->places, place({part->axis}, other));
     });
   };
-  ISOGRAD_INVARIANT(lies_there(rank), fmt::format("rank {} along {}", rank, fmt::join(along, ", ")));
+  ISOGRAD_INVARIANT(at_places(rank), fmt::format("rank {} along {}", rank, fmt::join(along, ", ")));
   std::vector<int> result;
   for (int other = 0; other < ranks_; ++other)
-    if (elsewhere(along, other) == own && lies_there(other)) result.push_back(other);
+    if (elsewhere(along, other) == own && at_places(other)) result.push_back(other);
   return result;
 }
 
 int Grid::place(const AxisSet& along, int rank) const {
   check(along);
-  // The ranks along axes ascend as their coordinates do; along factors of views they may lie otherwise.
+  // Ranks along axes ascend with their coordinates. Along factors of views they need not.
   if (std::none_of(along.begin(), along.end(),
                    [&](const std::string& name) { return view_of(name) || part_of(name); })) {
     const std::vector<int> own = coordinates(rank);

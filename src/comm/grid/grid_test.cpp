@@ -103,8 +103,8 @@ TEST(Grid, DataAxesLeaveTheRestToShards) {
   expect_in(error_of([] { data_grid(8, {.dp_replicate = 0}); }), "sizes of 1 or more");
 }
 
-// Any grid, any view, any set of names: the groups along them partition the ranks, and a group and the groups
-// across it meet in one rank.
+// For any grid, view and set of names: the groups along them partition the ranks, and a group and the groups
+// across it share exactly one rank.
 RC_GTEST_PROP(Grid, GroupsAlongAxesPartitionTheRanks, ()) {
   std::vector<Axis> axes;
   const int count = *rc::gen::inRange(1, 5);
@@ -139,7 +139,7 @@ RC_GTEST_PROP(Grid, GroupsAlongAxesPartitionTheRanks, ()) {
   }
 }
 
-// Those along the axis that lie at one of the places, whatever else is asked for.
+// Groups at places contain exactly the axis's ranks at one of these places, for any other names.
 RC_GTEST_PROP(Grid, GroupsAtPlacesAreThoseOfTheAxisThatLieThere, ()) {
   std::vector<Axis> axes;
   for (const char* name : {"a", "pp", "b"}) axes.push_back({name, *rc::gen::inRange(1, 5)});
@@ -150,17 +150,17 @@ RC_GTEST_PROP(Grid, GroupsAtPlacesAreThoseOfTheAxisThatLieThere, ()) {
   RC_PRE(!places.empty());
   AxisSet along{"pp"}, named{axis_at("pp", places)};
   if (*rc::gen::arbitrary<bool>()) along.insert("b"), named.insert("b");
-  const auto lies_there = [&](int rank) {
+  const auto at_places = [&](int rank) {
     return std::ranges::find(places, grid.place({"pp"}, rank)) != places.end();
   };
   for (int rank = 0; rank < grid.ranks(); ++rank) {
-    if (!lies_there(rank)) continue;
-    std::vector<int> wanted;
+    if (!at_places(rank)) continue;
+    std::vector<int> expected;
     for (const int other : grid.ranks_along(along, rank))
-      if (lies_there(other)) wanted.push_back(other);
-    RC_ASSERT(grid.ranks_along(named, rank) == wanted);
-    RC_ASSERT(static_cast<int>(wanted.size()) == grid.size(named));
-    RC_ASSERT(wanted.at(static_cast<std::size_t>(grid.place(named, rank))) == rank);
+      if (at_places(other)) expected.push_back(other);
+    RC_ASSERT(grid.ranks_along(named, rank) == expected);
+    RC_ASSERT(static_cast<int>(expected.size()) == grid.size(named));
+    RC_ASSERT(expected.at(static_cast<std::size_t>(grid.place(named, rank))) == rank);
   }
 }
 

@@ -1,4 +1,4 @@
-// Hosts and axes: which axes stay within a host, and what is said where one does not.
+// Placement of axes on hosts, and the text for axes that cross hosts.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -18,8 +18,8 @@ int host_of(const Hosts& hosts, int rank) {
   return hosts.of_rank[static_cast<std::size_t>(rank)];
 }
 
-// Two ranks on different hosts that differ along these axes alone: the first such.
-std::optional<std::pair<int, int>> apart(const Grid& grid, const Hosts& hosts, const AxisSet& along) {
+// The first two ranks on different hosts that differ only along these axes.
+std::optional<std::pair<int, int>> pair_across(const Grid& grid, const Hosts& hosts, const AxisSet& along) {
   for (int rank = 0; rank < grid.ranks(); ++rank)
     for (const int other : grid.ranks_along(along, rank))
       if (host_of(hosts, other) != host_of(hosts, rank)) return std::pair(rank, other);
@@ -52,7 +52,7 @@ std::vector<std::string> axes_across(const Grid& grid, const Hosts& hosts) {
   std::vector<std::string> across;
   if (hosts.count() == 1) return across;
   for (const Axis& axis : grid.axes())
-    if (apart(grid, hosts, {axis.name})) across.push_back(axis.name);
+    if (pair_across(grid, hosts, {axis.name})) across.push_back(axis.name);
   return across;
 }
 
@@ -62,12 +62,11 @@ std::vector<std::string> said_of_hosts(const Grid& grid, const Hosts& hosts) {
   if (hosts.count() == 1) return said;
   const auto say = [&](const std::string& axis, const std::string& what, const std::string& action) {
     if (!grid.has(axis) || grid.size({axis}) == 1) return;
-    const auto pair = apart(grid, hosts, {axis});
+    const auto pair = pair_across(grid, hosts, {axis});
     if (!pair) return;
     const auto name = [&](int rank) { return hosts.names[static_cast<std::size_t>(host_of(hosts, rank))]; };
-    said.push_back(fmt::format("{} lies across hosts (rank {} on {}, rank {} on {}): {}; {}", axis,
-                               pair->first, name(pair->first), pair->second, name(pair->second), what,
-                               action));
+    said.push_back(fmt::format("{} crosses hosts (rank {} on {}, rank {} on {}): {}; {}", axis, pair->first,
+                               name(pair->first), pair->second, name(pair->second), what, action));
   };
   const std::string neighbours = "give each host neighbouring ranks and a number of them that it divides";
   say("tp", "activations leave the host in every layer", neighbours);
@@ -81,13 +80,13 @@ std::vector<std::string> said_of_hosts(const Grid& grid, const Hosts& hosts) {
   return said;
 }
 
-bool siblings_lie_alike(const Grid& grid, const Hosts& hosts, const std::vector<int>& ranks) {
+bool siblings_split_alike(const Grid& grid, const Hosts& hosts, const std::vector<int>& ranks) {
   check(grid, hosts);
-  AxisSet varied;  // along which these ranks differ
+  AxisSet varied;  // the axes along which these ranks differ
   for (const Axis& axis : grid.axes())
     for (const int rank : ranks)
       if (grid.place({axis.name}, rank) != grid.place({axis.name}, ranks.front())) varied.insert(axis.name);
-  // The hosts of the ranks in these places elsewhere in the grid, numbered as they come.
+  // The hosts of the corresponding ranks elsewhere in the grid, numbered in order of appearance.
   const auto division = [&](int elsewhere) {
     const std::vector<int> line = grid.ranks_along(varied, elsewhere);
     std::vector<int> seen, numbers;

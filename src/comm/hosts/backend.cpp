@@ -1,4 +1,4 @@
-// What the operations of HostsBackend have in common, and those that it passes on.
+// The shared code of HostsBackend's operations, and the operations that it passes on.
 #include "comm/hosts/backend.hpp"
 
 #include <ATen/ATen.h>
@@ -25,7 +25,7 @@ HostsBackend::HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts,
     : c10d::Backend(parts.all->getRank(), parts.all->getSize()), group_(std::move(group)), timeout_(timeout) {
   auto links = std::make_shared<Links>();
   links->parts = parts;
-  std::vector<int> seen;  // numbers of hosts, by first ranks
+  std::vector<int> seen;  // host numbers in the order of their first ranks
   for (int rank = 0; rank < size_; ++rank) {
     const int host = hosts->of_rank()[static_cast<std::size_t>(rank)];
     const auto found = std::ranges::find(seen, host);
@@ -54,7 +54,7 @@ HostsBackend::HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts,
       if (within) within->poison(reason);
     try {
       parts.all->abort();
-    } catch (...) {  // one without abort(): its peers have its own timeout
+    } catch (...) {  // a backend without abort(): its peers have its own timeout
     }
   });
 }

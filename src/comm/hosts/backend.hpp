@@ -1,5 +1,5 @@
-// HostsBackend: collectives of ranks on several hosts, within each host over shared memory and between hosts
-// by messages of any backend that has them all.
+// HostsBackend: collectives of ranks on several hosts. It uses shared memory within each host and the
+// messages of any backend between hosts.
 #pragma once
 
 #include <chrono>
@@ -14,14 +14,14 @@
 
 namespace isograd {
 
-// A sum (maximum, ...) is made in rank order within each host, of these in the order of the hosts' first
-// ranks: the same bits on all ranks, run to run, whatever the time it takes. 16-bit floats travel as float32
-// and are rounded once. all_reduce, reduce_scatter and all_gather send each host no more than it needs; other
-// operations go to `all` as they are.
+// A sum (maximum, ...) is made in rank order within each host, and these sums are added in the order of the
+// hosts' first ranks: the same bits on all ranks and in every run, whatever the timing. 16-bit floats are
+// sent as float32 and rounded once. all_reduce, reduce_scatter and all_gather send each host no more than it
+// needs. Other operations are passed on to `all`.
 //
-// Ranks of a host whose place on it is below that of every host's last one are lanes: only they send, each
-// its part, to the rank at its place on each other host. Hosts may have different numbers of ranks, and ranks
-// may lie in any order.
+// The first `lanes` ranks of each host are lanes, where `lanes` is the smallest number of ranks of a host.
+// Only lanes send: each sends its part to the rank at its place on each other host. Hosts may have different
+// numbers of ranks, in any order.
 class HostsBackend final : public c10d::Backend {
  public:
   using Works = c10::intrusive_ptr<c10d::Work>;
@@ -30,10 +30,10 @@ class HostsBackend final : public c10d::Backend {
   using Splits = std::vector<std::int64_t>;
 
   struct Parts {
-    c10::intrusive_ptr<c10d::Backend> all;               // of all ranks: messages between hosts, and the rest
-    c10::intrusive_ptr<ShmBackend> reducing, gathering;  // of this host's, in rank order; null: one rank
+    c10::intrusive_ptr<c10d::Backend> all;  // all ranks: messages between hosts, and other operations
+    c10::intrusive_ptr<ShmBackend> reducing, gathering;  // this host's ranks, in rank order; null: one rank
   };
-  // `names`: of the hosts, for errors. `hosts`: of several hosts; what leaves this one is added to it.
+  // `names`: the hosts' names, for errors. `hosts`: counts the bytes that leave this host.
   HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts, const std::vector<std::string>& names,
                std::string group, std::chrono::milliseconds timeout);
 
@@ -43,7 +43,7 @@ class HostsBackend final : public c10d::Backend {
   void give_up(const std::string& reason) noexcept;
 
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override;
-  // Equal parts.
+  // All parts must be equal.
   Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                              const c10d::ReduceScatterOptions& options = {}) override;
   Works _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -59,29 +59,29 @@ class HostsBackend final : public c10d::Backend {
   Works recv(Tensors& tensors, int from, int tag) override;
   Works barrier(const c10d::BarrierOptions& options = {}) override;
 
-  // Collective: zero-filled, in memory that the ranks of this host reach, so that they sum it in place.
+  // Collective: zero-filled memory that the ranks of this host share, so that they sum it in place.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
 
  private:
-  // What stages keep beyond the life of the backend.
+  // State that stages keep beyond the life of the backend.
   struct Links : std::enable_shared_from_this<Links> {
     Parts parts;
     std::shared_ptr<HostsOfGroup> hosts;
     std::vector<std::vector<int>> members;  // ranks of each host
     std::vector<std::string> names;
-    int host = 0, place = 0;  // of this rank, and on it
-    int lanes = 0;            // the fewest ranks that a host has
-    bool even = true;         // all have as many
+    int host = 0, place = 0;  // this rank's host, and its place on it
+    int lanes = 0;            // the smallest number of ranks of a host
+    bool even = true;         // all hosts have the same number of ranks
 
     int host_count() const { return static_cast<int>(members.size()); }
     int here() const { return static_cast<int>(members[static_cast<std::size_t>(host)].size()); }
     bool sends() const { return place < lanes; }
-    // How `numel` elements are cut over the ranks of this host: over its lanes.
+    // How `numel` elements are split over the ranks of this host. Only lanes get a part.
     Splits cut(std::int64_t numel) const;
-    // What each rank has, by hosts and in the order of their ranks.
+    // The ranks' tensors by host, in the order of the host's ranks.
     Lists by_host(const Tensors& of_ranks) const;
-    // Stages of sums. Within this host pieces[i], by rank of the host, into sums[i]; between hosts this
-    // lane's sums, by host, into `own`, which may be that of this host.
+    // Stages of sums. sum_within sums pieces[i] over the ranks of this host into sums[i]. sum_between sums
+    // this lane's sums of all hosts into `own`, which may be this host's sum.
     hosts::Stage sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const;
     hosts::Stage sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const;
     // Sends to_hosts[h] to this lane's rank on each other host h and receives from_hosts[h] from it.

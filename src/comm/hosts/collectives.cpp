@@ -1,4 +1,4 @@
-// Sums and gathers over several hosts: within each host over shared memory, each lane's part between them.
+// Sums and gathers over several hosts: shared memory within each host, messages of the lanes between hosts.
 #include <ATen/ATen.h>
 
 #include <numeric>
@@ -13,13 +13,13 @@ namespace {
 using namespace hosts;
 using Tensors = std::vector<at::Tensor>;
 
-// 16-bit floats as float32: itself otherwise.
+// 16-bit floats as float32; other tensors are returned as they are.
 at::Tensor widened(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return type == at::kBFloat16 || type == at::kHalf ? tensor.to(at::kFloat) : tensor;
 }
 
-// Of each host in their order. `into` may be one of them.
+// Combines one tensor of each host, in the hosts' order. `into` may be one of them.
 void combine(const shm::Reduction& reduction, const Tensors& of_hosts, const at::Tensor& into) {
   std::vector<const void*> inputs;
   for (const at::Tensor& one : of_hosts) inputs.push_back(one.const_data_ptr());
@@ -39,7 +39,7 @@ Tensors cut_up(const at::Tensor& flat, const std::vector<std::int64_t>& pieces) 
   return flat.split_with_sizes(pieces);
 }
 
-// What the last stage ends with in addition.
+// Adds `more` to the end of the last stage.
 void end_with(std::vector<Stage>& stages, std::function<void()> more) {
   if (stages.empty()) stages.push_back({kGatherWithin, [] { return std::vector<Part>{}; }});
   stages.back().end = [before = stages.back().end, more = std::move(more)] { before(), more(); };
@@ -81,7 +81,8 @@ Stage HostsBackend::Links::sum_between(Tensors sums, at::Tensor own, const shm::
           [reduction, received, own] { combine(reduction, received, own); }};
 }
 
-// Each lane sums its piece of this host's tensors, then a part of that of all hosts'; and back.
+// Each lane sums its piece over this host, then sums a part of it over all hosts. The results go the same way
+// back.
 HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::NoGradGuard no_graph;
   const shm::Arguments check("all_reduce", group_, rank_, size_);
@@ -114,9 +115,9 @@ HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::Allred
   return staged(where("all_reduce"), std::move(stages), options.timeout);
 }
 
-// Where all hosts have as many ranks, a lane's piece of another host is the part of the rank at its place
-// there, and done with the exchange. Otherwise a host's parts are cut anew over the lanes, and its ranks
-// gather them in the end.
+// Where all hosts have the same number of ranks, each piece belongs to one rank of the other host, and the
+// exchange completes it. Otherwise a host's parts are split over the lanes, and its ranks gather them at the
+// end.
 HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& options) {
   const at::NoGradGuard no_graph;
@@ -130,7 +131,7 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
   const auto reduction = this->reduction("reduce_scatter", flat, options.reduceOp);
   const Tensors slices = flat.split(part);
 
-  Lists pieces = links->by_host(slices);  // of each host: of its parts, by rank of this host
+  Lists pieces = links->by_host(slices);  // by host, then by rank of this host
   for (Tensors& of_host : pieces)
     if (!links->even) {
       const at::Tensor whole = of_host.size() == 1 ? of_host[0] : at::cat(of_host);
@@ -163,7 +164,7 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
   return staged(where("reduce_scatter"), std::move(stages), options.timeout);
 }
 
-// The way back: a host's parts between hosts, by lanes, and from there to all ranks of each host.
+// The reverse of reduce_scatter: lanes exchange parts between hosts, then each host's ranks gather them.
 HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::AllgatherOptions& options) {
   const at::NoGradGuard no_graph;
@@ -175,9 +176,9 @@ HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor
   const std::int64_t part = input.numel();
   const Tensors slices = output.view(-1).split(part);
 
-  const Lists parts = links->by_host(slices);  // of each host: its ranks' parts
-  Lists pieces = parts;                        // the same, by rank of this host
-  Tensors wholes;                              // of each host, where its parts are cut anew
+  const Lists parts = links->by_host(slices);  // by host: its ranks' parts
+  Lists pieces = parts;                        // as `parts`, by rank of this host
+  Tensors wholes;                              // by host, where parts are split over lanes
   for (Tensors& of_host : pieces)
     if (!links->even) {
       wholes.push_back(at::empty({part * static_cast<std::int64_t>(of_host.size())}, output.options()));

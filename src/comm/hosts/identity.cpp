@@ -16,7 +16,7 @@
 namespace isograd {
 namespace {
 
-// Before the name of a host that the environment gives: no machine is called so.
+// The prefix of a host name from the environment. No machine has such a name.
 constexpr const char* kGiven = "given:";
 
 std::uint64_t space(const char* which) {

@@ -1,4 +1,4 @@
-// Which host a process is on, as far as memory and messages are concerned.
+// Identifies the host of a process by the memory and messages that it can reach.
 #pragma once
 
 #include <string>
@@ -6,19 +6,19 @@
 namespace isograd {
 
 struct HostIdentity {
-  std::string name;     // for people
-  std::string machine;  // equal for processes that can reach one another's memory
+  std::string name;     // human-readable
+  std::string machine;  // equal for processes that can map each other's memory
 };
 
-// Says which host a rank is on in place of the machine: one name, or one for each rank of the job, with
-// commas between. For tests of several hosts on one machine, and for machines that should count as several.
+// Overrides the host of a rank: one name, or one for each rank of the job, separated by commas. It lets tests
+// simulate several hosts on one machine.
 inline constexpr const char* kHostVariable = "ISOGRAD_HOST";
 
-// Of this process: the running kernel and its process namespace, or what ISOGRAD_HOST says. ConfigError when
-// that is no name, or has another number of names than there are ranks.
+// The host of this process: the running kernel and its process namespace, or ISOGRAD_HOST. ConfigError when
+// ISOGRAD_HOST is not a valid name, or does not have one name for each rank.
 HostIdentity identify_host();
 
-// The same with the network namespace: ranks that meet at a LocalStore must share it.
+// As above, with the network namespace, which ranks that share a LocalStore must have in common.
 std::string identify_meeting_place(const HostIdentity& host);
 
 }  // namespace isograd

@@ -25,14 +25,14 @@ HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const s
   const std::string text = fmt::format("{}\n{}\n{}\n{}\n", backend, own.name.substr(0, 64),
                                        checksum(place.data(), place.size()), new_store_name());
   ISOGRAD_INVARIANT(text.size() < kBytes, text);
-  at::Tensor mine = at::zeros({kBytes}, at::kByte), told = at::zeros({kBytes * all.getSize()}, at::kByte);
+  at::Tensor mine = at::zeros({kBytes}, at::kByte), gathered = at::zeros({kBytes * all.getSize()}, at::kByte);
   std::memcpy(mine.data_ptr(), text.data(), text.size());
-  all._allgather_base(told, mine)->wait();
+  all._allgather_base(gathered, mine)->wait();
 
   HostsOfWorld world{.hosts = {{}, {}}};
   std::map<std::string, int> seen;
   for (int rank = 0; rank < all.getSize(); ++rank) {
-    std::istringstream lines(static_cast<const char*>(told.const_data_ptr()) + rank * kBytes);
+    std::istringstream lines(static_cast<const char*>(gathered.const_data_ptr()) + rank * kBytes);
     std::string theirs, name, machine, store;
     std::getline(lines, theirs), std::getline(lines, name), std::getline(lines, machine);
     std::getline(lines, store);

@@ -1,4 +1,4 @@
-// How ranks under MPI learn which of them share a host, and how those of one host find one another.
+// Exchanges which MPI ranks share a host, and connects the ranks of one host.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@ namespace isograd {
 
 struct HostsOfWorld {
   Hosts hosts{};
-  std::vector<std::string> stores{};  // of each host: the name of its ranks' store
+  std::vector<std::string> stores{};  // by host: the name of its ranks' store
 };
 
 // Whether mpirun starts the ranks of this backend.
@@ -23,7 +23,7 @@ bool through_mpi(const std::string& backend);
 // Collective over `all`. ConfigError on every rank when they were started with different backends.
 HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend);
 
-// The store of this rank's host, which its first rank serves; null where the rank is alone there.
+// The store of this rank's host, which its first rank serves. Null: no other rank is on this host.
 c10::intrusive_ptr<c10d::Store> meet_on_host(const HostsOfWorld& world, int rank,
                                              std::chrono::milliseconds timeout);
 

@@ -1,4 +1,4 @@
-// Which hosts the ranks of a group are on, and what this rank has sent from its own to others.
+// The hosts of a group's ranks, and the bytes that this rank has sent to other hosts.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +10,15 @@
 
 namespace isograd {
 
-// Bytes that this rank has sent in all groups of its world, and of them those that left its host.
+// Bytes that this rank has sent in all groups of its world, and the part that left its host.
 struct WorldBytes {
   std::atomic<std::int64_t> all{0}, across{0};
 };
 
-// Of one group. Operations may be begun by several threads of a rank.
+// The hosts of one group. Several threads of a rank may start operations.
 class HostsOfGroup {
  public:
-  // `of_rank`: the host of each rank of the group, by number.
+  // `of_rank`: the host number of each rank of the group.
   HostsOfGroup(std::vector<int> of_rank, int rank, std::shared_ptr<WorldBytes> world)
       : of_rank_(std::move(of_rank)),
         rank_(rank),
@@ -27,7 +27,7 @@ class HostsOfGroup {
 
   bool several() const { return several_; }
   bool here(int rank) const { return of_rank_[static_cast<std::size_t>(rank)] == of(rank_); }
-  // In a ring of ranks each sends to the next one.
+  // In a ring each rank sends to the next one.
   bool next_is_here() const { return here((rank_ + 1) % static_cast<int>(of_rank_.size())); }
   const std::vector<int>& of_rank() const { return of_rank_; }
 
@@ -36,7 +36,7 @@ class HostsOfGroup {
     across_.fetch_add(bytes, std::memory_order_relaxed);
     world_->across.fetch_add(bytes, std::memory_order_relaxed);
   }
-  // What was sent so far was the test with which a group starts.
+  // The bytes so far came from the self-test of the new group.
   void restart() { world_->across.fetch_sub(across_.exchange(0)); }
   std::int64_t across() const { return across_.load(std::memory_order_relaxed); }
 

@@ -42,7 +42,7 @@ void Queue::advance_all() {
   if (!failure_.empty()) return;
   const at::NoGradGuard no_graph;
   try {
-    // One that moves on lets those behind it begin their stages at the same place.
+    // An operation that moves on lets later ones start their stages at the same place.
     for (bool moved = true; moved;) {
       moved = false;
       for (std::size_t i = 0; i < staged_.size(); ++i) {
@@ -66,17 +66,17 @@ void Queue::advance_all() {
   }
 }
 
-// True where nothing of it is under way; with its last stage it is complete.
+// Returns true when nothing of the operation is under way. After its last stage it is complete.
 bool Queue::advance_one(Operation& operation) {
   for (const Part& part : operation.under_way) {
     if (!part.work->isCompleted()) return false;
-    part.work->wait();  // throws where it failed
+    part.work->wait();  // throws if it failed
   }
   if (!operation.under_way.empty() || operation.begun > 0) {
     if (operation.begun > 0) std::exchange(operation.stages[operation.begun - 1].end, [] {})();
     operation.under_way.clear();
     operation.complete = operation.begun == operation.stages.size();
-    if (operation.complete) operation.stages.clear(), operation.begun = 0;  // lets its tensors go
+    if (operation.complete) operation.stages.clear(), operation.begun = 0;  // frees its tensors
   } else if (operation.stages.empty()) {
     operation.complete = true;
   }
@@ -100,7 +100,7 @@ void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milli
   const auto advanced = [&] { return advance(operation); };
   if (poll_until(advanced, timeout)) return;
   std::set<std::string> missing = awaited_from(*operation);
-  // This rank waits for those of its own host, who may wait for another one, and know which: they come first.
+  // Ranks of this host may wait for another host and know which. They report first.
   if (missing.empty()) {
     const auto longer =
         std::clamp<std::chrono::milliseconds>(timeout / 4, std::chrono::seconds(1), std::chrono::seconds(10));
@@ -113,7 +113,7 @@ void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milli
        .found = missing.empty()
                     ? fmt::format("not complete within {} ms", timeout.count())
                     : fmt::format("nothing from {} within {} ms", fmt::join(missing, ", "), timeout.count()),
-       .expected = "all ranks of the group to come to it in time",
+       .expected = "all ranks of the group to take part in time",
        .action = "Look for a host or a rank that has stopped, failed or calls something else; then "
                  "recreate the group (parallel.timeout_seconds sets the limit)"});
   fail(std::make_exception_ptr(error), error.what());
@@ -137,7 +137,7 @@ void Queue::fail(const std::string& reason) {
        reason);
 }
 
-// Works may still write to tensors that operations hold: those are kept with the queue.
+// Works may still write to the operations' tensors, so the queue keeps them.
 void Queue::fail(std::exception_ptr error, const std::string& reason) {
   if (!failure_.empty()) return;
   failure_ = reason.empty() ? "for no reason that was given" : reason;

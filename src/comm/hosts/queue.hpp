@@ -1,4 +1,5 @@
-// Operations in several stages, each an operation of some backend that begins where the one before ends.
+// Operations in several stages. Each stage is an operation of a backend and starts when the previous stage
+// ends.
 #pragma once
 
 #include <chrono>
@@ -13,43 +14,45 @@
 
 namespace isograd::hosts {
 
-// What a stage waits for. `from`: who is missing if it does not come, in words; empty: nobody knows.
+// A work that a stage waits for. `from`: who is missing if it does not complete; empty: unknown.
 struct Part {
   c10::intrusive_ptr<c10d::Work> work;
   std::string from;
 };
 
-// A backend takes its operations in one order on all ranks. So stages have a place, which says whose order
-// they keep: an operation begins its stage at a place once all earlier ones have begun theirs up to there.
+// A backend takes its operations in one order on all ranks. So each stage has a place in that order: an
+// operation starts its stage at a place once all earlier operations have started theirs up to that place.
 struct Stage {
   int place = 0;                             // ascending within an operation
   std::function<std::vector<Part>()> begin;  // does not wait
-  std::function<void()> end = [] {};         // once all parts are there
+  std::function<void()> end = [] {};         // called once all parts are complete
 };
 
 struct Operation {
   std::string where;  // "all_reduce #7 of group 'world' (shm+mpi) on rank 1 of 4"
   std::vector<Stage> stages;
   std::vector<Part> under_way{};
-  std::size_t begun = 0;  // stages
+  std::size_t begun = 0;  // number of stages begun
   bool complete = false;
   std::exception_ptr error{};
 };
 
-// The operations of one rank in one group. Nothing moves but in calls of begin() and advance().
+// The operations of one rank in one group. They advance only in calls of begin(), advance() and wait().
 class Queue {
  public:
-  // `give_up` is called once, with why, when something has failed: nothing can be told of what is left.
+  // `give_up` is called once, with the reason, when something fails. The remaining operations cannot
+  // complete.
   Queue(std::string group, std::function<void(const std::string&)> give_up)
       : group_(std::move(group)), give_up_(std::move(give_up)) {}
 
   // PeerError when an operation has failed earlier.
   std::shared_ptr<Operation> begin(std::string where, std::vector<Stage> stages);
-  // What another backend has begun by itself: only waited for.
+  // An operation that another backend has started. The queue only waits for it.
   std::shared_ptr<Operation> follow(std::string where, std::function<c10::intrusive_ptr<c10d::Work>()> begin);
-  // Moves every operation on as far as it goes. True once this one is complete; its error, if it failed.
+  // Moves every operation on as far as possible. Returns true once this one is complete; throws its error if
+  // it failed.
   bool advance(const std::shared_ptr<Operation>& operation);
-  // PeerError, which says who is missing where that is known.
+  // PeerError on timeout, naming who is missing where that is known.
   void wait(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout);
   void fail(const std::string& reason);
 
@@ -63,7 +66,7 @@ class Queue {
 
   std::string group_;
   std::function<void(const std::string&)> give_up_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::string failure_;
   std::deque<std::shared_ptr<Operation>> staged_, followed_;
 };

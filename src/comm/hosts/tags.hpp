@@ -1,9 +1,9 @@
-// The places of stages, and the tags of the messages between hosts.
+// The places of stages, and the tags of messages between hosts.
 #pragma once
 
 namespace isograd::hosts {
 
-// Places whose messages two operations might mix up have tags of their own.
+// Places whose messages two operations might confuse have separate tags.
 enum Place : int { kReduceWithin, kExchange, kReturn, kGatherWithin };
 
 inline constexpr int kFirstTag = 32760;  // every MPI has tags up to 32767

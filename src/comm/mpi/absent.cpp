@@ -1,4 +1,4 @@
-// A build without MPI.
+// MPI's functions in a build without MPI: they refuse.
 #include "base/refuse.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"

@@ -1,4 +1,4 @@
-// What the operations of MpiBackend have in common, and how its communicators are made.
+// The shared code of MpiBackend's operations, and the creation of its communicators.
 #include "comm/mpi/backend.hpp"
 
 #include <fmt/format.h>
@@ -18,7 +18,7 @@ using mpi::Operation;
 namespace mpi {
 namespace {
 
-// Completes the requests or throws PeerError at the timeout; what is not complete then lives on.
+// Completes the requests, or throws PeerError at the timeout. Incomplete requests stay alive.
 void complete(std::vector<MPI_Request>& requests, const std::string& where,
               std::chrono::milliseconds timeout) {
   const auto done = [&] {
@@ -35,7 +35,7 @@ void complete(std::vector<MPI_Request>& requests, const std::string& where,
                    .action = "See which rank does not come, or raise parallel.timeout_seconds"});
 }
 
-// MPI_Comm_create_group waits without a timeout: it is called once all members are known to have come.
+// MPI_Comm_create_group waits without a timeout, so it is called after all members have arrived.
 void meet(const std::vector<int>& ranks, std::uint64_t mark, int tag, const std::string& where,
           std::chrono::milliseconds timeout) {
   int self = 0;
@@ -44,7 +44,7 @@ void meet(const std::vector<int>& ranks, std::uint64_t mark, int tag, const std:
     std::uint64_t own;
     std::vector<std::uint64_t> got;
   };
-  // Requests that stay incomplete go on using it.
+  // Incomplete requests keep using this memory.
   auto* marks = new Marks{mark, std::vector<std::uint64_t>(ranks.size(), mark)};
   std::vector<MPI_Request> requests;
   const auto receive = [&](std::size_t from) {
@@ -98,7 +98,7 @@ c10::intrusive_ptr<c10d::Backend> make_world(const std::string& name, std::chron
 
 c10::intrusive_ptr<c10d::Backend> make_subgroup(const std::vector<int>& ranks, const std::string& name,
                                                 const std::string& key, std::chrono::milliseconds timeout) {
-  constexpr std::uint64_t kLeastTagBound = 32767;  // every MPI has tags up to here
+  constexpr std::uint64_t kLeastTagBound = 32767;  // every MPI supports tags up to here
   const std::string where = fmt::format("making group '{}' (mpi)", name);
   const std::uint64_t mark = std::hash<std::string>{}(key);
   const int tag = static_cast<int>(mark % kLeastTagBound);

@@ -1,4 +1,4 @@
-// MpiBackend: every c10d collective through MPI's non-blocking calls. The way to several hosts on CPU.
+// MpiBackend: every c10d collective by MPI's non-blocking calls, for CPU ranks on several hosts.
 #pragma once
 
 #include <mpi.h>
@@ -16,20 +16,20 @@
 namespace isograd {
 
 // Tensors are contiguous and on the CPU. Copies: any type. Reductions: SUM, MAX, MIN, PRODUCT of float64,
-// float32, bfloat16, float16 (the latter two combined in float32 and rounded once), int64, int32, int16,
-// int8, uint8, bool (or, or, and, and); AVG and PREMUL_SUM for PyTorch's sake; BAND, BOR, BXOR of integers.
-// The order of summation is MPI's. Mismatched calls are seen only where MPI sees them. MPI moves only while
-// somebody waits or asks.
+// float32, bfloat16, float16 (16-bit floats are combined in float32 and rounded once), int64, int32, int16,
+// int8, uint8, bool (or, or, and, and); AVG and PREMUL_SUM for PyTorch; BAND, BOR, BXOR of integers. MPI
+// determines the order of summation. Mismatched calls are detected only where MPI detects them. MPI advances
+// only while somebody waits or polls.
 class MpiBackend final : public c10d::Backend {
  public:
-  // Takes `comm` over, which no one else uses.
+  // Takes ownership of `comm`.
   MpiBackend(MPI_Comm comm, std::string name, std::chrono::milliseconds timeout,
              std::int64_t most_elements = mpi::kMostElements);
 
   const std::string getBackendName() const override { return "mpi"; }
   void setTimeout(std::chrono::milliseconds timeout) override { channel_->set_timeout(timeout); }
-  // Later calls and waits on this rank throw. Its process then ends without MPI_Finalize, at which mpirun
-  // ends the other ranks.
+  // Later calls and waits on this rank throw. Its process then ends without MPI_Finalize, so mpirun ends the
+  // other ranks.
   void abort() override;
 
   using Works = c10::intrusive_ptr<c10d::Work>;
@@ -58,7 +58,7 @@ class MpiBackend final : public c10d::Backend {
                              const c10d::ReduceScatterOptions& options = {}) override;
   Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::ReduceScatterOptions& options = {}) override;
-  // Splits count rows (dim 0); none: equal parts.
+  // Splits are numbers of rows (dim 0). Without splits the parts are equal.
   Works alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_splits, Sizes& input_splits,
                       const c10d::AllToAllOptions& options = {}) override;
   Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override;
@@ -77,7 +77,7 @@ class MpiBackend final : public c10d::Backend {
                      const c10d::ReduceOp& op);
   void exchange(mpi::Operation& operation, const at::Tensor& output, const at::Tensor& input,
                 const Sizes& output_counts, const Sizes& input_counts);
-  // ConfigErrors
+  // These throw ConfigError.
   void check(const at::Tensor& tensor, const std::string& where) const;
   void check_root(std::int64_t root, const std::string& where) const;
   void check_same(std::size_t found, std::size_t expected, const std::string& what,
@@ -85,9 +85,9 @@ class MpiBackend final : public c10d::Backend {
   const at::Tensor& only(const Tensors& tensors, const std::string& where) const;
   Sizes elements(const at::Tensor& tensor, const Sizes& splits, const std::string& where) const;
   int count(std::int64_t elements, const std::string& where) const;
-  // The counts and displacements of consecutive parts; what MPI reads until the operation is complete.
+  // The counts and displacements of consecutive parts. The operation keeps them until it is complete.
   std::pair<const int*, const int*> parts(mpi::Operation& operation, const Sizes& counts) const;
-  // Calls `issue(first element, count)` for pieces of at most most_elements, once also where there are none.
+  // Calls `issue(first element, count)` for pieces of at most most_elements, once also for an empty tensor.
   void pieces(std::int64_t elements, const std::function<void(std::int64_t, int)>& issue) const;
 
   std::shared_ptr<mpi::Channel> channel_;

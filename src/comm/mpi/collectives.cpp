@@ -1,4 +1,4 @@
-// MpiBackend's operations, one MPI call each (several where a tensor is cut or there are many).
+// MpiBackend's collectives. Each is one MPI call, or several where a tensor is split or there are many.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -15,7 +15,7 @@ using mpi::data_of;
 using mpi::Operand;
 using mpi::Operation;
 
-// root < 0: on all ranks.
+// root < 0: the result goes to all ranks.
 void MpiBackend::reduce_into(Operation& operation, const at::Tensor& tensor, const c10d::ReduceOp& op,
                              int root) {
   check(tensor, operation.where);
@@ -218,7 +218,7 @@ void MpiBackend::scatter_equal(Operation& operation, const at::Tensor& output, a
              static_cast<std::size_t>(output.nbytes()) * static_cast<std::size_t>(size_), "bytes of input",
              operation.where);
   const Operand form = mpi::operand(input, op, operation.where);
-  // PyTorch gives a part of the input as output.
+  // PyTorch may pass a part of the input as output.
   const bool direct = form.tensor.scalar_type() == output.scalar_type() && !mpi::overlap(output, form.tensor);
   const at::Tensor combined =
       direct ? output : at::empty({output.numel()}, form.tensor.options().requires_grad(false));

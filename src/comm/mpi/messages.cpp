@@ -1,4 +1,4 @@
-// MpiBackend's operations in which each pair of ranks has something of its own to say, and its barrier.
+// MpiBackend's all-to-all, messages and barrier.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -27,7 +27,7 @@ void MpiBackend::exchange(Operation& operation, const at::Tensor& output, const 
              operation.where);
 }
 
-// The elements that go to or come from each rank: `splits` rows each, or equal parts.
+// The elements for or from each rank: `splits` rows each, or equal parts.
 MpiBackend::Sizes MpiBackend::elements(const at::Tensor& tensor, const Sizes& splits,
                                        const std::string& where) const {
   const std::int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1, ranks = size_;
@@ -116,7 +116,7 @@ MpiBackend::Works MpiBackend::recv(Tensors& tensors, int from, int tag) {
 
 MpiBackend::Works MpiBackend::recvAnysource(Tensors& tensors, int tag) {
   if (tensors.size() == 1 && tensors[0].numel() > most_elements_) {
-    // Its pieces might come from different ranks.
+    // A split message could come from different ranks, so it is refused.
     count(tensors[0].numel(), "recv from any rank");
   }
   return receive(tensors, MPI_ANY_SOURCE, tag, "recv from any rank", OpType::RECVANYSOURCE);

@@ -45,7 +45,7 @@ MPI_Datatype number_type(at::ScalarType type, const std::string& where) {
   }
 }
 
-// Sums of bool are or, products and.
+// For bool a sum is "or" and a product is "and".
 MPI_Op operation_of(c10d::ReduceOp::RedOpType op, at::ScalarType type, const std::string& where) {
   const bool logical = type == at::kBool, integral = c10::isIntegralType(type, /*includeBool=*/true);
   switch (op) {

@@ -1,4 +1,4 @@
-// How tensors and c10d's reductions look to MPI.
+// Converts tensors and c10d's reductions to MPI's types.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +11,10 @@
 
 namespace isograd::mpi {
 
-// For copies, whatever the numbers mean: only their width counts.
+// For copies only the width of the numbers matters.
 MPI_Datatype copied_type(const at::Tensor& tensor, const std::string& where);
 
-// A buffer that may be handed to MPI even where nothing is in it.
+// A valid pointer for MPI, even for an empty tensor.
 void* data_of(const at::Tensor& tensor);
 
 void* at_element(const at::Tensor& tensor, std::int64_t element);
@@ -22,14 +22,15 @@ void* at_element(const at::Tensor& tensor, std::int64_t element);
 // MPI forbids that buffers of one call overlap.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
-// Lists of tensors as one flat tensor: how long each is, their contents, room for them, and back.
+// Lists of tensors as one flat tensor: their sizes, their contents, an empty tensor of that size, and the way
+// back.
 std::vector<std::int64_t> sizes_of(const std::vector<at::Tensor>& tensors);
 at::Tensor joined(const std::vector<at::Tensor>& tensors);
 at::Tensor place_for(const std::vector<at::Tensor>& tensors);
 void distribute(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
-// What is combined in place of a tensor: the tensor itself, or a copy where numbers have 16 bits (combined in
-// float32, rounded once) or are multiplied beforehand.
+// The tensor to combine: the tensor itself, or a copy for 16-bit numbers (combined in float32, rounded once)
+// and for numbers that are multiplied first.
 struct Operand {
   at::Tensor tensor;
   MPI_Datatype type = MPI_DATATYPE_NULL;
@@ -37,10 +38,10 @@ struct Operand {
   bool mean = false;
 };
 
-// ConfigError where MPI or the reduction does not know the type.
+// ConfigError where MPI or the reduction does not support the type.
 Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const std::string& where);
 
-// Puts the combined numbers where they are wanted; `combined` may be `result` itself.
+// Writes the combined numbers to `result`. `combined` may be `result` itself.
 void deliver(const Operand& form, const at::Tensor& combined, const at::Tensor& result, int size);
 
 }  // namespace isograd::mpi

@@ -18,18 +18,19 @@
 namespace isograd::mpi {
 namespace {
 
-// A rank that is done waits for those that still write reports; mpirun ends it should one fail.
+// A finished rank waits for ranks that still write reports. mpirun ends it if one fails.
 constexpr std::chrono::milliseconds kLeastFinish = std::chrono::minutes(5);
 
-// MPI_Init and MPI_Finalize wait for all ranks, without a timeout and in the same thread. That thread is
-// kept, so that others can wait for it as long as they like. Never destroyed: it may outlive static objects.
+// MPI_Init and MPI_Finalize wait for all ranks without a timeout and must run in the same thread. This thread
+// is kept for them, so that callers can wait with a timeout. It is never destroyed, because it may outlive
+// static objects.
 struct Keeper {
   std::mutex mutex;
   std::condition_variable changed;
   enum class Phase { kNotStarted, kStarting, kRunning, kFinalizing, kFinalized } phase = Phase::kNotStarted;
   int code = MPI_SUCCESS;
   int level = MPI_THREAD_SINGLE;
-  bool ours = false;  // we initialised it, so we finalise it
+  bool ours = false;  // this library initialised MPI, so it finalises it
   MPI_Comm control = MPI_COMM_NULL;
   std::chrono::milliseconds timeout{};
   std::atomic<bool> running{false}, serial{true}, abandoned{false};
@@ -68,7 +69,7 @@ Keeper& keeper() {
   return *kept;
 }
 
-// A rank that fails leaves without MPI_Finalize, which would wait for ranks that wait for this one.
+// A failed rank exits without MPI_Finalize, because that would wait for ranks that wait for this one.
 void finalize_at_exit(int status, void*) {
   Keeper& kept = keeper();
   std::unique_lock lock(kept.mutex);
@@ -79,7 +80,7 @@ void finalize_at_exit(int status, void*) {
   kept.changed.notify_all();
   if (kept.changed.wait_for(lock, kept.timeout, [&] { return kept.phase == Keeper::Phase::kFinalized; }))
     return;
-  print(stderr, fmt::format("isograd: the other ranks did not come to MPI_Finalize within {} ms\n",
+  print(stderr, fmt::format("isograd: the other ranks did not reach MPI_Finalize within {} ms\n",
                             kept.timeout.count()));
   std::_Exit(kStatusPeerLost);
 }
@@ -128,7 +129,7 @@ Rank start(std::chrono::milliseconds timeout) {
   if (kept.phase == Keeper::Phase::kNotStarted) {
     int initialized = 0;
     MPI_Initialized(&initialized);
-    if (initialized) {  // by the program we are part of, which finalises it
+    if (initialized) {  // by the host program, which finalises it
       int provided = MPI_THREAD_SINGLE;
       MPI_Query_thread(&provided);
       MPI_Comm copy = MPI_COMM_NULL;

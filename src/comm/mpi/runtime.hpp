@@ -1,4 +1,4 @@
-// The process's one MPI: started late, finalised at exit, called under a lock where it needs one.
+// The process's MPI: initialised on first use, finalised at exit, locked where it needs a lock.
 #pragma once
 
 #include <mpi.h>
@@ -9,10 +9,10 @@
 
 namespace isograd::mpi {
 
-// MPI connects the ranks when they join, however short the waits of their groups may be later.
+// The least time for start(): MPI connects all ranks then, however short the groups' timeouts are.
 inline constexpr std::chrono::seconds kLeastStart{30};
 
-// Holds what an MPI without MPI_THREAD_MULTIPLE needs: one call at a time. Never held while waiting.
+// Serialises calls for an MPI without MPI_THREAD_MULTIPLE. Never held while waiting.
 class CallScope {
  public:
   CallScope();
@@ -21,17 +21,17 @@ class CallScope {
   std::unique_lock<std::mutex> lock_;
 };
 
-// PeerError with MPI's own words unless `code` is MPI_SUCCESS.
+// PeerError with MPI's error text unless `code` is MPI_SUCCESS.
 void check(int code, const std::string& where);
 
-// All ranks of the job, for what the groups agree on beside their collectives.
+// A communicator of all ranks, for the agreements of groups outside their collectives.
 MPI_Comm control();
 
-// False before start() and once MPI is finalised: nothing of it may be called.
+// False before start() and after MPI is finalised: no MPI call is allowed then.
 bool running();
 
-// Something did not complete: MPI_Finalize would wait for it, so the process will end without. mpirun then
-// ends the other ranks and returns a status that is not 0.
+// Marks an operation as incomplete for good. MPI_Finalize would wait for it, so the process ends without that
+// call. mpirun then ends the other ranks and returns a non-zero status.
 void abandon();
 
 }  // namespace isograd::mpi

@@ -13,7 +13,7 @@
 namespace isograd::mpi {
 namespace {
 
-// MPI may still write to the memory of what was given up: it is never freed.
+// MPI may still write to the memory of an abandoned operation, so it is never freed.
 void keep_for_ever(std::shared_ptr<Operation> operation) {
   static auto* mutex = new std::mutex;
   static auto* kept = new std::list<std::shared_ptr<Operation>>;
@@ -35,11 +35,11 @@ Channel::~Channel() {
   if (!running()) return;
   try {
     sweep();
-  } catch (...) {  // what is left then is given up
+  } catch (...) {  // the remaining requests are abandoned
   }
   for (auto& operation : left_) keep_for_ever(std::move(operation));
   if (!left_.empty()) abandon();
-  if (!left_.empty() || !poison_.empty()) return;  // freeing might wait for what is under way
+  if (!left_.empty() || !poison_.empty()) return;  // freeing might wait for pending requests
   const CallScope scope;
   MPI_Comm_free(&comm_);
 }
@@ -108,7 +108,7 @@ void Channel::wait(Operation& operation, std::chrono::milliseconds timeout) {
   const PeerError error(
       {.where = operation.where,
        .found = fmt::format("not complete within {} ms", timeout.count()),
-       .expected = "all ranks of the group to come to it in time",
+       .expected = "all ranks of the group to take part in time",
        .action = "Look for a rank that has stopped, failed or calls something else; then recreate the "
                  "group (parallel.timeout_seconds sets the limit)"});
   poison(error.what());

@@ -1,4 +1,4 @@
-// What is under way in a communicator, and how it is waited for.
+// The pending operations of a communicator, and the wait for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 
 namespace isograd::mpi {
 
-// The requests of one call, and everything MPI may still read or write until they are complete.
+// The requests of one call, with the memory that MPI may read or write until they are complete.
 struct Operation {
   std::string where;  // "all_reduce #7 of group 'world' (mpi) on rank 1 of 4", and the place in the source
   std::uint64_t sequence = 0;
@@ -25,15 +25,15 @@ struct Operation {
   std::vector<MPI_Status> statuses;
   std::vector<at::Tensor> used;
   std::deque<std::vector<int>> counts;
-  std::function<void(const Operation&)> finish;  // once all requests are complete; may throw
+  std::function<void(const Operation&)> finish;  // called once all requests are complete; may throw
   bool complete = false;
   std::mutex mutex;
 
-  // Where MPI puts the next request.
+  // The place for MPI's next request.
   MPI_Request* next() { return &requests.emplace_back(MPI_REQUEST_NULL); }
 };
 
-// A communicator with the state its operations share.
+// A communicator with the state that its operations share.
 class Channel {
  public:
   Channel(MPI_Comm comm, std::string name, std::chrono::milliseconds timeout);
@@ -48,12 +48,12 @@ class Channel {
   std::chrono::milliseconds timeout() const;
   void set_timeout(std::chrono::milliseconds timeout);
 
-  // The next operation; `issue` makes its requests. PeerError at once if the channel is poisoned.
+  // Starts the next operation; `issue` makes its requests. PeerError at once if the channel is poisoned.
   std::shared_ptr<Operation> start(const std::string& name, const std::function<void(Operation&)>& issue);
-  // True once it is complete. PeerError if MPI says so, or the channel is poisoned.
+  // Returns true once it is complete. PeerError if MPI reports an error or the channel is poisoned.
   bool advance(Operation& operation);
   void wait(Operation& operation, std::chrono::milliseconds timeout);
-  // Nobody will ask for it again: it is kept until it is complete.
+  // Keeps an operation that nobody will poll again until it is complete.
   void leave(std::shared_ptr<Operation> operation);
   // Every later call and wait throws PeerError with this reason.
   void poison(const std::string& reason);
@@ -65,7 +65,7 @@ class Channel {
   MPI_Comm comm_;
   std::string name_;
   int rank_ = 0, size_ = 1;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::chrono::milliseconds timeout_;
   std::string poison_;
   std::uint64_t sequence_ = 0;
@@ -77,14 +77,14 @@ class MpiWork final : public c10d::Work {
   MpiWork(std::shared_ptr<Channel> channel, std::shared_ptr<Operation> operation, c10d::OpType type,
           std::vector<at::Tensor> results, std::chrono::milliseconds timeout);
   ~MpiWork() override;
-  bool isCompleted() override;  // an error is kept for wait() and exception()
+  bool isCompleted() override;  // keeps an error for wait() and exception()
   bool isSuccess() const override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   std::vector<at::Tensor> result() override { return results_; }
   int sourceRank() const override;
   std::uint64_t getSequencenumber() const override { return operation_->sequence; }
-  // Complete when returned: nothing moves MPI but whoever waits, so the waiting is done here.
+  // Returns a completed future: MPI advances only in a waiting thread, so the wait happens here.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:

@@ -1,4 +1,4 @@
-// A build on a LibTorch without CUDA, or without the headers of its CUDA.
+// NCCL's functions in a build without CUDA or without its headers: they refuse.
 #include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "isograd/error.hpp"

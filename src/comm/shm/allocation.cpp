@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t kPage = 4096;
 }
 
-// The data, then a page for the count of ranks that have let go.
+// The data, then a page with the number of ranks that have released it.
 std::uint64_t Allocation::segment_bytes(std::uint64_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage + kPage;
 }
@@ -38,7 +38,7 @@ std::atomic<std::uint32_t>& Allocation::releases() const {
 }
 
 void Allocation::release() {
-  if (::getpid() != process_) return;  // a forked child throws its copy away: the rank still has its own
+  if (::getpid() != process_) return;  // a forked child drops its copy: the rank still has its own
   releases().fetch_add(1, std::memory_order_acq_rel);
 }
 
@@ -67,7 +67,8 @@ std::byte* Engine::shared_data(int rank, const Location& location) const {
 void Engine::sweep() {
   const std::lock_guard lock(mutex_);
   std::erase_if(allocations_, [this](const auto& entry) {
-    if (!entry.second->released_by_all()) return false;  // asked once: a peer may let go at any moment
+    if (!entry.second->released_by_all())
+      return false;  // checked once, because a peer may release at any moment
     places_.erase(entry.second->own());
     return true;
   });
@@ -102,14 +103,14 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
   const std::uint64_t segment_bytes = Allocation::segment_bytes(own_bytes);
   const std::string purpose = fmt::format("a buffer of {} elements {} in group '{}'", count,
                                           one ? "for all ranks" : "per rank", name_);
-  // Ranks that want different things are told so by the fingerprint.
+  // The fingerprint reveals ranks that ask for different things.
   const auto stage = [one](int number) { return static_cast<std::uint8_t>(number + (one ? 3 : 0)); };
   const auto id = [&] {
     const std::lock_guard lock(mutex_);
     return static_cast<std::int64_t>(next_sequence_);
   }();
 
-  // Everyone measures before anyone takes, and everyone judges by the same number: all go on or none.
+  // All ranks measure before any takes memory, and all use the smallest number, so they agree.
   std::uint64_t available = ~std::uint64_t{0};
   for (const Payload& each : exchange(stage(0), dtype, count, {{available_memory()}}, timeout)) {
     available = std::min(available, each.words[0]);
@@ -119,7 +120,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
       Allocation::segment_bytes(one ? 0 : bytes) * static_cast<std::uint64_t>(size_ - 1);
   require_memory(all_bytes, available, purpose);
 
-  // The reservation itself may still fail (a limit of one process, a race with others).
+  // The reservation may still fail (a limit of one process, a race with others).
   std::string trouble;
   std::shared_ptr<Segment> mine;
   std::vector<std::shared_ptr<Segment>> segments;
@@ -134,7 +135,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
     for (int r = 0; r < size_; ++r) {
       if (all[static_cast<std::size_t>(r)].words[0] != 0) continue;
       refuse("shared memory for " + purpose,
-             r == rank_ ? trouble : fmt::format("rank {} could not have its part", r),
+             r == rank_ ? trouble : fmt::format("rank {} could not reserve its part", r),
              one ? fmt::format("{} bytes", all_bytes)
                  : fmt::format("{} bytes on each of {} ranks", segment_bytes, size_),
              "Use fewer ranks or smaller buffers, or raise the limit that the rank names");
@@ -157,8 +158,8 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
       segments.push_back(r == rank_ ? mine : Segment::open(other, purpose));
     }
   });
-  // Known before any rank can be through: a peer that is may name it in a message at once, for a receive that
-  // this rank has had under way all along.
+  // The allocation is registered before any rank can return. A peer that returns may name it at once in a
+  // message for a receive that this rank started earlier.
   std::shared_ptr<Allocation> allocation;
   attempt([&] {
     allocation = std::make_shared<Allocation>(id, rank_, own_bytes, bytes, std::move(segments));

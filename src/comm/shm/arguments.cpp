@@ -43,7 +43,7 @@ bool to_number(at::ScalarType type, Number& number) {
   }
 }
 
-// In the order of c10d::ReduceOp::RedOpType; AVG and PREMUL_SUM are asked for by PyTorch alone.
+// In the order of c10d::ReduceOp::RedOpType. Only PyTorch uses AVG and PREMUL_SUM.
 constexpr struct {
   c10d::ReduceOp::RedOpType op;
   Combine combine;
@@ -66,8 +66,8 @@ std::string shape(const at::Tensor& tensor) {
 
 void Arguments::refuse(const std::string& found, const std::string& expected,
                        const std::string& action) const {
-  isograd::refuse(fmt::format("{} of group '{}' (shm) on rank {} of {}", operation_, group_, rank_, size_), found,
-         expected, action);
+  isograd::refuse(fmt::format("{} of group '{}' (shm) on rank {} of {}", operation_, group_, rank_, size_),
+                  found, expected, action);
 }
 
 Region Arguments::piece(const at::Tensor& tensor) const {
@@ -156,7 +156,7 @@ std::vector<Region> Arguments::cut_rows(const at::Tensor& whole,
   return pieces;
 }
 
-void Arguments::apart(const Region& own, const std::vector<Region>& others, bool may_share) const {
+void Arguments::check_disjoint(const Region& own, const std::vector<Region>& others, bool may_share) const {
   for (std::size_t r = 0; r < others.size(); ++r) {
     const Region& other = others[r];
     const bool overlap = own.bytes > 0 && other.bytes > 0 && own.data < other.data + other.bytes &&
@@ -167,8 +167,9 @@ void Arguments::apart(const Region& own, const std::vector<Region>& others, bool
   }
 }
 
-void Arguments::apart(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const {
-  for (std::size_t r = 0; r < inputs.size(); ++r) apart(inputs[r], outputs, static_cast<int>(r) == rank_);
+void Arguments::check_disjoint(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const {
+  for (std::size_t r = 0; r < inputs.size(); ++r)
+    check_disjoint(inputs[r], outputs, static_cast<int>(r) == rank_);
 }
 
 void Arguments::same_type(const at::Tensor& a, const at::Tensor& b) const {

@@ -1,4 +1,4 @@
-// What c10d's arguments mean to the engine; ConfigError for those that it cannot serve.
+// Translates c10d's arguments for the engine. ConfigError for those that it does not support.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,21 +19,21 @@ class Arguments {
   Arguments(const char* operation, const std::string& group, int rank, int size)
       : operation_(operation), group_(group), rank_(rank), size_(size) {}
 
-  // Raw memory: contiguous and on the CPU.
+  // Raw memory. The tensor must be contiguous and on the CPU.
   Region piece(const at::Tensor& tensor) const;
   const at::Tensor& only(const Tensors& tensors) const;
-  // One tensor for each rank, of `like`'s type. `count` >= 0: of so many elements each.
+  // One tensor for each rank, with `like`'s type. `count` >= 0: each must have this number of elements.
   std::vector<Region> list(const std::vector<Tensors>& lists, const at::Tensor& like,
                            std::int64_t count) const;
   std::vector<Region> list(const Tensors& tensors, const at::Tensor& like, std::int64_t count) const;
-  // Equal parts of one tensor, `part` being like one of them.
+  // Equal parts of one tensor; `part` has the size of one.
   std::vector<Region> cut(const at::Tensor& whole, const at::Tensor& part) const;
-  // Parts of `splits[r]` rows; equal ones if there are no splits.
+  // Parts of `splits[r]` rows; equal parts without splits.
   std::vector<Region> cut_rows(const at::Tensor& whole, const std::vector<std::int64_t>& splits) const;
-  // Peers read `inputs` while this rank writes `outputs`, both by rank. Only what it has for itself is read
-  // by nobody else, and may be input and output in one.
-  void apart(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const;
-  void apart(const Region& own, const std::vector<Region>& others, bool may_share = true) const;
+  // Refuses overlaps, because peers read `inputs` while this rank writes `outputs` (both by rank). This
+  // rank's part for itself may be both, because no other rank reads it.
+  void check_disjoint(const std::vector<Region>& inputs, const std::vector<Region>& outputs) const;
+  void check_disjoint(const Region& own, const std::vector<Region>& others, bool may_share = true) const;
   void same_type(const at::Tensor& a, const at::Tensor& b) const;
   int root(std::int64_t rank) const;
   int peer(int rank) const;

@@ -92,7 +92,7 @@ ShmBackend::Task ShmBackend::all_gather_list(const Tensors& outputs, const at::T
         "as many elements", "Size the outputs after the ranks' inputs");
   }
   const Region piece = check.piece(input);
-  check.apart(piece, places);
+  check.check_disjoint(piece, places);
   Tensors used = outputs;
   used.push_back(input);
   return start(shm::all_gather(piece, std::move(places), input.numel(), code_of(input)), std::move(used));
@@ -108,7 +108,7 @@ ShmBackend::Works ShmBackend::allgather(Lists& outputs, Tensors& inputs,
   return work({all_gather_list(outputs[0], input)}, c10d::OpType::ALLGATHER, outputs[0], options.timeout);
 }
 
-// The same, the outputs sorted by rank first.
+// As above, with the outputs sorted by rank first.
 ShmBackend::Works ShmBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                   const c10d::AllgatherOptions& options) {
   const auto check = arguments("all_gather");
@@ -134,7 +134,7 @@ ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::
   const auto check = arguments(operation);
   const Region piece = check.piece(input);
   auto places = check.cut(output, input);
-  check.apart(piece, places);
+  check.check_disjoint(piece, places);
   return start(shm::all_gather(piece, std::move(places), input.numel(), code_of(input)), {output, input});
 }
 
@@ -169,7 +169,7 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
         fmt::format("an output of {} elements for this rank's part of {}", output.numel(), own.numel()),
         "as many elements", "Size the output after this rank's part");
   }
-  check.apart(to, pieces);
+  check.check_disjoint(to, pieces);
   Tensors used = inputs[0];
   used.push_back(output);
   return work({start(shm::reduce_scatter(std::move(pieces), to, code_of(output),
@@ -178,13 +178,13 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
               c10d::OpType::REDUCE_SCATTER, {output}, options.timeout);
 }
 
-// The output may be this rank's own part of the input: no peer reads that.
+// The output may be this rank's own part of the input, because no peer reads that.
 ShmBackend::Task ShmBackend::reduce_scatter_one(const at::Tensor& output, const at::Tensor& input,
                                                 const c10d::ReduceOp& op, std::shared_ptr<double> squares) {
   const auto check = arguments("reduce_scatter");
   const Region to = check.piece(output);
   auto pieces = check.cut(input, output);
-  check.apart(to, pieces);
+  check.check_disjoint(to, pieces);
   return start(shm::reduce_scatter(std::move(pieces), to, code_of(input), check.reduction(input, op),
                                    std::move(squares)),
                {output, input});
@@ -224,7 +224,7 @@ ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d
   Tensors used{input}, results;
   if (rank_ == root) {
     places = check.list(outputs, input, input.numel());
-    check.apart(check.piece(input), places);
+    check.check_disjoint(check.piece(input), places);
     results = outputs[0];
     used.insert(used.end(), results.begin(), results.end());
   }
@@ -241,7 +241,7 @@ ShmBackend::Works ShmBackend::scatter(Tensors& outputs, Lists& inputs, const c10
   Tensors used{output};
   if (rank_ == root) {
     pieces = check.list(inputs, output, output.numel());
-    check.apart(check.piece(output), pieces);
+    check.check_disjoint(check.piece(output), pieces);
     used.insert(used.end(), inputs[0].begin(), inputs[0].end());
   }
   return work({start(shm::scatter(check.piece(output), std::move(pieces), output.numel(), code_of(output),
@@ -256,7 +256,7 @@ ShmBackend::Works ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& inpu
   check.same_type(output, input);
   auto places = check.cut_rows(output, output_splits);
   auto pieces = check.cut_rows(input, input_splits);
-  check.apart(pieces, places);
+  check.check_disjoint(pieces, places);
   return work({start(shm::all_to_all(std::move(places), std::move(pieces), code_of(input)), {output, input})},
               c10d::OpType::ALLTOALL_BASE, {output}, options.timeout);
 }
@@ -267,7 +267,7 @@ ShmBackend::Works ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   if (inputs.empty()) check.refuse("an empty list of inputs", "one tensor for each rank", "Give one each");
   auto places = check.list(outputs, inputs[0], -1);
   auto pieces = check.list(inputs, inputs[0], -1);
-  check.apart(pieces, places);
+  check.check_disjoint(pieces, places);
   Tensors used = outputs;
   used.insert(used.end(), inputs.begin(), inputs.end());
   return work(

@@ -1,5 +1,5 @@
-// ShmBackend: collectives over shared memory between the ranks of one host, as a c10d backend, so that
-// isograd and PyTorch use it alike. Ranks are processes or threads of one process; the code is the same.
+// ShmBackend: collectives over shared memory between the ranks of one host. It is a c10d backend, so isograd
+// and PyTorch use the same one. Ranks are processes, or threads of one process; the code is the same.
 #pragma once
 
 #include <chrono>
@@ -15,19 +15,19 @@
 
 namespace isograd {
 
-// Tensors are contiguous and on the CPU. Reductions: SUM, MAX, MIN, PRODUCT and, for PyTorch's sake, AVG,
-// PREMUL_SUM, BAND, BOR and BXOR, in rank order; 16-bit floats accumulate in float32. Copies: any type.
-// Anything else is a ConfigError that names what is supported.
+// Tensors are contiguous and on the CPU. Reductions, in rank order: SUM, MAX, MIN, PRODUCT and, for PyTorch,
+// AVG, PREMUL_SUM, BAND, BOR and BXOR. 16-bit floats accumulate in float32. Copies: any type. Anything else
+// is a ConfigError that names what is supported.
 class ShmBackend final : public c10d::Backend {
  public:
-  // Collective. Groups that share a store have different names. `timeout` is that of joining and the default
+  // Collective. Groups that share a store need different names. `timeout` limits joining and is the default
   // of every wait.
   ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
              std::chrono::milliseconds timeout, shm::EngineOptions options = {});
 
   const std::string getBackendName() const override { return "shm"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
-  void setSequenceNumberForGroup() override {}  // every collective carries its own
+  void setSequenceNumberForGroup() override {}  // every collective carries its own number
   std::uint64_t getSequenceNumberForGroup() override { return engine_->sequence(); }
 
   using Works = c10::intrusive_ptr<c10d::Work>;
@@ -40,7 +40,7 @@ class ShmBackend final : public c10d::Backend {
   Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override;
   Works barrier(const c10d::BarrierOptions& options = {}) override;
 
-  // The tensors of a list may differ in size, alike on all ranks.
+  // The tensors of a list may differ in size, in the same way on all ranks.
   Works allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options = {}) override;
   Works _allgather_base(at::Tensor& output, at::Tensor& input,
                         const c10d::AllgatherOptions& options = {}) override;
@@ -64,25 +64,25 @@ class ShmBackend final : public c10d::Backend {
                       const c10d::AllToAllOptions& options = {}) override;
   Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override;
 
-  // Tags keep messages apart; within one tag they arrive in order.
+  // A receive takes messages of its tag only. Messages of one tag arrive in order.
   Works send(Tensors& tensors, int to, int tag) override;
   Works recv(Tensors& tensors, int from, int tag) override;
   Works recvAnysource(Tensors& tensors, int tag) override;
 
   Works allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;  // refused
 
-  // Collective: a flat zero-filled tensor in memory that every rank reaches.
+  // Collective: a flat zero-filled tensor in memory that every rank can read.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
-  // Collective: the same tensor on every rank. To collectives it is an ordinary one.
+  // Collective: the same tensor on every rank. Collectives treat it as an ordinary tensor.
   at::Tensor host_shared(std::int64_t numel, at::ScalarType dtype);
   void poison(const std::string& reason) noexcept { engine_->poison(reason); }
   void abort() override { engine_->poison("the group was aborted"); }
-  // The last operations of this rank, a line each.
+  // The last operations of this rank, one per line.
   std::string history() { return engine_->history(); }
 
  private:
   using Task = std::shared_ptr<shm::Task>;
-  // `used` is kept alive until the task is over.
+  // `used` is kept alive until the task is complete.
   Task start(Task task, Tensors used);
   at::Tensor allocate(std::int64_t numel, at::ScalarType dtype, shm::Engine::Copies copies);
   Works work(std::vector<Task> tasks, c10d::OpType type, Tensors results, std::chrono::milliseconds timeout);
@@ -94,7 +94,7 @@ class ShmBackend final : public c10d::Backend {
   Task receive_one(const Tensors& tensors, int from, int tag);
   shm::Arguments arguments(const char* operation) const { return {operation, name_, rank_, size_}; }
 
-  c10::intrusive_ptr<c10d::Store> store_;  // where rank 0 hosts it, it must last until all have joined
+  c10::intrusive_ptr<c10d::Store> store_;  // where rank 0 hosts it, it must live until all have joined
   std::string name_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<shm::Engine> engine_;

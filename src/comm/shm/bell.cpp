@@ -17,7 +17,7 @@ void Bell::ring() {
 
 std::uint32_t Bell::listen() {
   sleepers.fetch_add(1, std::memory_order_seq_cst);
-#if !defined(ISOGRAD_SANITIZE_THREAD)  // which does not know fences; a missed ring costs a nap
+#if !defined(ISOGRAD_SANITIZE_THREAD)  // it does not support fences; a missed ring costs a nap
   std::atomic_thread_fence(std::memory_order_seq_cst);
 #endif
   return count.load(std::memory_order_seq_cst);

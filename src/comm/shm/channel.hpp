@@ -1,9 +1,9 @@
-// Channel: messages from one rank to one other. Lies in the sender's segment, before its staging buffers; all
-// memory order is as in control.hpp: data first, then a token that the reader acquires.
+// Channel: messages from one rank to another. It is in the sender's segment, before its staging buffers. The
+// memory order is that of control.hpp: data first, then a token that the reader acquires.
 //
 // A message has a number, counted per channel, and an envelope that the sender posts. The receiver takes the
-// first envelope with the right tag. Small data lies in the envelope; data inside an allocation of the group
-// is read where it lies; anything else flows through the channel's ring, one accepted message at a time.
+// first envelope with the right tag. Small data is in the envelope. Data inside an allocation of the group is
+// read in place. Other data goes through the channel's ring, one accepted message at a time.
 #pragma once
 
 #include "comm/shm/control.hpp"

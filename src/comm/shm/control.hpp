@@ -1,11 +1,11 @@
-// What the ranks of one group write for one another: who is there, which operation each has announced and how
-// far it is, and why the group failed, if it did. Lies in a segment that rank 0 creates.
+// The memory that the ranks of one group write for each other: the members, the operation that each has
+// announced and its progress, and the reason if the group failed. It is in a segment that rank 0 creates.
 //
-// Memory order. A rank writes data, then publishes a token (OperationSlot::ready or OperationSlot::done);
-// whoever has read the token sees the data. Publishing stores are sequentially consistent, which contains
-// release, because the publisher then looks for sleepers: either it sees the sleeper, or the sleeper, who
-// registers first and looks at the tokens after a fence, sees the token (Dekker's argument). Reading loads
-// are acquire.
+// Memory order. A rank writes data, then publishes a token (OperationSlot::ready or OperationSlot::done). A
+// rank that has read the token sees the data. Publishing stores are sequentially consistent, which includes
+// release, because the publisher then looks for sleepers. Either it sees the sleeper, or the sleeper, which
+// registers first and reads the tokens after a fence, sees the token (Dekker's argument). Reading loads are
+// acquire.
 #pragma once
 
 #include <atomic>
@@ -30,19 +30,20 @@ enum class Kind : std::uint8_t {
   kReceive
 };
 
-// What every rank must say alike about operation number `sequence`; the group fails when they do not.
+// The values that every rank must announce alike for operation number `sequence`. The group fails when they
+// differ.
 struct Fingerprint {
   Kind kind = Kind::kBarrier;
   std::uint8_t combine = 0;  // kernels::Combine
   std::int8_t dtype = -1;    // c10::ScalarType
-  std::uint8_t stage = 0;    // of an operation made of several exchanges
+  std::uint8_t stage = 0;    // of an operation with several exchanges
   std::int32_t root = 0;
   std::int64_t count = 0;   // elements of each rank's input; 0 where they may differ
   std::uint64_t sizes = 0;  // hash of the sizes where they differ and every rank knows all of them; else 0
   bool operator==(const Fingerprint&) const = default;
 };
 
-// Where this rank's data lies; may differ between ranks.
+// The place of this rank's data. It may differ between ranks.
 struct Location {
   static constexpr std::int64_t kPrivate = -1;  // goes through this rank's staging buffers
   static constexpr std::int64_t kNothing = -2;  // no bytes at all
@@ -50,13 +51,13 @@ struct Location {
   std::uint64_t offset = 0;  // bytes from the allocation's start
 };
 
-// What a rank has for another one, where each gets a part of its own.
+// One rank's data for another rank, where each gets a different part.
 struct Span {
-  std::uint64_t offset = 0;  // bytes from the Location, where that is no staging buffer
+  std::uint64_t offset = 0;  // bytes from the Location, unless that is a staging buffer
   std::uint64_t bytes = 0;
 };
 
-// The place of a call in the source, for messages: the end of the file's name.
+// The source location of a call, for messages: the end of the file's name.
 struct SiteText {
   char text[56] = {};
 };
@@ -66,29 +67,29 @@ struct Payload {
   std::uint64_t words[3] = {};
 };
 
-// One rank's page in one of the last kSlots operations. Written by that rank alone.
+// One rank's page in one of the last kSlots operations. Only that rank writes it.
 struct OperationSlot {
-  // (sequence + 1) << kStepBits | step, growing for ever: a reader never mistakes an old operation for its
+  // (sequence + 1) << kStepBits | step. It only grows, so a reader cannot confuse an old operation with its
   // own.
   alignas(64) std::atomic<std::uint64_t> ready;  // step 1: announced; 1 + c: chunks 0 .. c - 1 may be read
   Fingerprint fingerprint;                       // these five are published by `ready` ...
   Location location;
   std::uint64_t chunks;                         // that this rank's data takes if it is staged
-  alignas(64) std::atomic<std::uint64_t> done;  // step c: this rank has dealt with chunks 0 .. c - 1;
+  alignas(64) std::atomic<std::uint64_t> done;  // step c: this rank has processed chunks 0 .. c - 1;
   Payload payload;                              // ... and may be rewritten once every rank is done
   alignas(64) SiteText site;
 };
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && sizeof(OperationSlot) == 192);
 
-constexpr int kSlots = 64;  // operations that may be under way at once
+constexpr int kSlots = 64;  // the most operations under way at once
 constexpr int kStepBits = 24;
 constexpr std::uint64_t kEverything = (std::uint64_t{1} << kStepBits) - 1;
 
 inline std::uint64_t token(std::uint64_t sequence, std::uint64_t step) {
   return (sequence + 1) << kStepBits | step;
 }
-// The step that `word` says about operation `sequence`. A rank goes on to a later operation in the same slot
-// only after everybody is done with this one.
+// The step of operation `sequence` in `word`. A rank starts a later operation in the same slot only after all
+// ranks are done with this one.
 inline std::uint64_t step_of(std::uint64_t word, std::uint64_t sequence) {
   const std::uint64_t operation = word >> kStepBits;
   if (operation < sequence + 1) return 0;
@@ -97,10 +98,10 @@ inline std::uint64_t step_of(std::uint64_t word, std::uint64_t sequence) {
 
 struct Member {
   alignas(64) std::atomic<std::uint32_t> arrived;  // mapped everything, ready to communicate
-  std::atomic<std::uint32_t> left;                 // its group object is gone
+  std::atomic<std::uint32_t> left;                 // its group object is destroyed
 };
 
-// Wakes sleepers. All ranks share one: groups are small and sleeping is the slow path.
+// Wakes sleepers. All ranks share one, because groups are small and sleeping is the slow path.
 struct Bell {
   alignas(64) std::atomic<std::uint32_t> count;  // the futex word
   std::atomic<std::uint32_t> sleepers;
@@ -111,12 +112,12 @@ struct Bell {
   void leave();
 };
 
-// Why the group cannot be used any more. The first to write it wins.
+// The reason why the group failed. The first writer wins.
 struct Poison {
   enum State : std::uint32_t { kClean, kBeingWritten, kWritten };
   alignas(64) std::atomic<std::uint32_t> state;
   std::int32_t rank;
-  bool of_operation;  // that failed; else of what the rank does beside them
+  bool of_operation;  // an operation failed; false: something else on the rank
   char text[2039];
 };
 
@@ -133,7 +134,7 @@ struct Control {
     auto* slots = reinterpret_cast<OperationSlot*>(reinterpret_cast<Member*>(this + 1) + size);
     return slots[static_cast<std::size_t>(rank) * kSlots + sequence % kSlots];
   }
-  // What `rank` has for each rank in operation `sequence`; published by OperationSlot::ready.
+  // This rank's spans for each rank in operation `sequence`; published by OperationSlot::ready.
   Span* spans(int rank, std::uint64_t sequence) {
     auto* spans = reinterpret_cast<Span*>(&slot(0, 0) + static_cast<std::size_t>(size) * kSlots);
     return spans +

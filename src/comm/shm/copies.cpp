@@ -1,5 +1,5 @@
-// Operations that move data: broadcast, gather and all-gather (everyone reads the whole of a source), scatter
-// and all-to-all (a source has a part for each rank); and those without data.
+// Operations that copy data: broadcast, gather and all-gather (every rank reads the whole of a source),
+// scatter and all-to-all (a source has a part for each rank), and operations without data.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-// The whole of each source goes to `outputs_[source]`; no outputs: this rank only gives.
+// The whole of each source goes to `outputs_[source]`. Without outputs this rank is only a source.
 class Copies : public Operation {
  protected:
   Copies(Fingerprint print, std::vector<Extent> extents, Region input, std::vector<Region> outputs)
@@ -80,8 +80,8 @@ class Gather final : public Copies {
   bool is_source(int) const override { return true; }
 };
 
-// Each source has a part for each rank. A staged chunk holds a part of each part, one after another; what a
-// rank has for itself is copied directly.
+// Each source has a part for each rank. A staged chunk holds a piece of each part, in order. A rank's part
+// for itself is copied directly.
 class Parts final : public Operation {
  public:
   Parts(Fingerprint print, std::vector<Region> outputs, std::vector<Region> inputs, Region hull, bool is_root)
@@ -132,13 +132,13 @@ class Parts final : public Operation {
   }
 
   std::vector<Region> outputs_;  // by source
-  std::vector<Region> inputs_;   // by the rank they are for
+  std::vector<Region> inputs_;   // by destination rank
   Region hull_;
   bool waits_;
   std::uint64_t part_ = 0;
 };
 
-// No data besides what the announcement carries.
+// No data except the payload of the announcement.
 class Exchange final : public Operation {
  public:
   Exchange(Fingerprint print, const Payload& mine, std::shared_ptr<std::vector<Payload>> received)

@@ -20,17 +20,18 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How to wait (2 ranks on 2 cores meet in spinning; more ranks than cores need the yields; after that sleep).
+// How to wait: 2 ranks on 2 cores meet while spinning; more ranks than cores need the yields; then sleep.
 constexpr int kSpins = 10;
 constexpr auto kYielding = std::chrono::microseconds(50);
-constexpr auto kLookEvery = std::chrono::milliseconds(100);  // at the peers' lives, when only polled
+constexpr auto kLookEvery =
+    std::chrono::milliseconds(100);             // checks of the peers' processes, when only polled
 constexpr long kShortNapNanoseconds = 200'000;  // while operations of several groups are under way
-constexpr long kNapNanoseconds = 10'000'000;    // between looks at the peers' lives and at the deadline
+constexpr long kNapNanoseconds = 10'000'000;    // between checks of the peers' processes and of the deadline
 
 // The groups in which operations that this thread started may be under way.
 thread_local std::vector<std::weak_ptr<Engine>> busy;
 
-// Forks that have led to this process.
+// The number of forks that have led to this process.
 std::atomic<unsigned> forks{0};
 unsigned count_forks() {
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
@@ -38,7 +39,7 @@ unsigned count_forks() {
   return forks.load(std::memory_order_relaxed);
 }
 
-// "For ever" is more than a clock can be asked to add.
+// A timeout of "for ever" would overflow when it is added to a time.
 std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365 * 10));
 }
@@ -61,7 +62,7 @@ void pause_briefly() {
 #endif
 }
 
-// As much for the messages of a rank as for its collectives, but enough for each peer.
+// As much for a rank's messages as for its collectives, with a minimum for each peer.
 std::uint64_t ring_bytes_for(int size) {
   constexpr std::uint64_t kAll = 4 << 20, kLeast = 16 << 10, kMost = 256 << 10;
   return std::clamp(kAll / static_cast<std::uint64_t>(size) / 64 * 64, kLeast, kMost);
@@ -87,19 +88,19 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
   ISOGRAD_INVARIANT(ring_bytes_ >= 64 && ring_bytes_ % 64 == 0,
                     fmt::format("rings of {} bytes", ring_bytes_));
   timeout = bounded(timeout);
-  std::shared_ptr<Segment> staging;  // stays until the others can know why this rank gives up
+  std::shared_ptr<Segment> staging;  // lives until the others can know why this rank gives up
   try {
     MemberInfo mine = describe_self();
     const std::uint64_t staging_bytes = rings_begin() + static_cast<std::uint64_t>(size_) * ring_bytes_;
     const std::string staging_purpose = fmt::format("the staging buffers of group '{}'", name_);
     const std::string control_purpose = fmt::format("the control block of group '{}'", name_);
     require_memory(staging_bytes * static_cast<std::uint64_t>(size_), available_memory(), staging_purpose);
-    // Many groups carry small operations or none: what these do not touch is reserved on use.
+    // Many groups run only small operations or none, so the rest is reserved on use.
     staging = Segment::create(staging_bytes, channels_bytes(), staging_purpose);
     mine.staging = staging->id();
     if (rank_ == 0) {
       control_segment_ = Segment::create(Control::bytes(size_), control_purpose);
-      auto* control = new (control_segment_->data()) Control{};  // the pages are zero: so are all atomics
+      auto* control = new (control_segment_->data()) Control{};  // the pages are zero, and so are all atomics
       control->magic = Control::kMagic;
       control->size = size_;
       mine.control = control_segment_->id();
@@ -124,7 +125,7 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
   }
 }
 
-// A forked child has copies of its parent's groups. It may throw them away but is no rank itself.
+// A forked child has copies of its parent's groups. It may drop them but is no rank itself.
 bool Engine::inherited() const {
   return forks.load(std::memory_order_relaxed) != forks_;
 }
@@ -155,10 +156,10 @@ void Engine::throw_if_given_up(c10d::Store& store) const {
   throw RelayedError({.where = fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_),
                       .found = reason,
                       .expected = "every rank to join",
-                      .action = "Mend what that rank reports, then restart all ranks"});
+                      .action = "Fix what that rank reports, then restart all ranks"});
 }
 
-// Owners keep their descriptors until all have arrived. One that is missing tells that its owner is going,
+// Owners keep their descriptors until all have arrived. A missing descriptor means that its owner is ending,
 // which may take a moment to show.
 std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const SegmentId& id,
                                       const std::string& purpose) {
@@ -179,7 +180,7 @@ std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const Segme
   }
 }
 
-// Nobody closes the descriptors through which others find a segment before everyone has found it.
+// Barrier: a rank may close its segment's descriptor only after all ranks have mapped it.
 void Engine::arrive(c10d::Store& store, std::chrono::milliseconds timeout) {
   control_->member(rank_).arrived.store(1, std::memory_order_seq_cst);
   const auto deadline = Clock::now() + timeout;
@@ -244,15 +245,15 @@ bool Engine::advance_all() {
   bool moved = false, staging_free = true;
   for (std::size_t i = 0; i < under_way_.size(); ++i) {
     Task& task = *under_way_[i];
-    if (task.complete_) continue;  // left over where another one failed
-    // Not even asked while there is no slot: hundreds may be waiting for one.
+    if (task.complete_) continue;  // still listed after another task failed
+    // A task is not asked while there is no slot, because hundreds may be waiting for one.
     bool may_start = task.started_ || task.can_start();
     for (std::size_t j = 0; j < i && may_start && !task.started_; ++j) {
       may_start = under_way_[j]->complete_ || !task.must_follow(*under_way_[j]);
     }
     try {
       moved |= task.advance(may_start, staging_free);
-    } catch (const std::exception& error) {  // whatever it is, the task cannot go on from the middle
+    } catch (const std::exception& error) {  // after any exception the task cannot continue from the middle
       poison(error.what());
       throw;
     }
@@ -284,7 +285,7 @@ bool Engine::task_is_complete(const Task& task) {
 bool Engine::progress(Task& task, std::chrono::milliseconds timeout) {
   const Moved moved = step(task);
   if (moved != Moved::kNothing) return moved == Moved::kComplete;
-  // A caller may poll for ever: look after the peers and the time here too.
+  // A caller may poll for ever, so polling also checks the peers and the deadline.
   const auto now = Clock::now();
   const std::lock_guard lock(mutex_);
   if (task.polled_since_ == Clock::time_point{}) task.polled_since_ = now;
@@ -295,7 +296,7 @@ bool Engine::progress(Task& task, std::chrono::milliseconds timeout) {
   return task.complete_;
 }
 
-// A peer may wait in another group for what this rank has under way there.
+// A peer may wait in another group for an operation of this rank there.
 bool Engine::step_others() {
   bool moved = false;
   std::erase_if(busy, [&](const std::weak_ptr<Engine>& entry) {
@@ -306,7 +307,7 @@ bool Engine::step_others() {
     if (!lock.owns_lock()) return false;
     try {
       moved |= other->advance_all();
-    } catch (const std::exception&) {  // that group is poisoned now: whoever waits in it hears of it
+    } catch (const std::exception&) {  // that group is poisoned now, and its waiters get the error
     }
     return other->under_way_.empty();
   });
@@ -338,13 +339,13 @@ void Engine::wait(Task& task, std::chrono::milliseconds timeout) {
     {
       const Listener listener(control_->bell);
       moved = step(task);
-      // Other groups have bells of their own.
+      // Other groups have other bells.
       if (moved == Moved::kNothing) {
         control_->bell.sleep(listener.seen, busy.size() > 1 ? kShortNapNanoseconds : kNapNanoseconds);
       }
     }
     if (moved == Moved::kComplete) return;
-    // A short timeout is kept to the nap; looking at the peers costs some system calls.
+    // A short timeout is exact to one nap. Checking the peers costs some system calls.
     const auto now = Clock::now();
     if (now - last_look >= std::min<Clock::duration>(kLookEvery, timeout / 4)) {
       last_look = now;
@@ -361,7 +362,7 @@ void Engine::nap(std::chrono::microseconds longest) {
     const std::lock_guard lock(mutex_);
     try {
       moved = advance_all();
-    } catch (const std::exception&) {  // the group is poisoned now: whoever waits in it hears of it
+    } catch (const std::exception&) {  // the group is poisoned now, and its waiters get the error
     }
   }
   if (!moved) control_->bell.sleep(listener.seen, std::chrono::nanoseconds(longest).count());

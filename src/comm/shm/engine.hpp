@@ -1,5 +1,5 @@
-// Engine: carries out the operations of one rank of one group over shared memory. No tensors here: raw
-// memory.
+// Engine: runs the operations of one rank of one group over shared memory. It handles raw memory, not
+// tensors.
 #pragma once
 
 #include <atomic>
@@ -27,20 +27,20 @@ class Store;
 namespace isograd::shm {
 
 struct EngineOptions {
-  // Speed. Tests shrink them so that a few elements reach the many-chunk paths.
+  // Speed options. Tests make them small so that a few elements take the many-chunk paths.
   std::uint64_t chunk_bytes = 512 << 10;  // of staging, a multiple of 64
   std::uint64_t chunks = 4;               // staging buffers of a rank, used in turn
   std::uint64_t ring_bytes = 0;  // of a channel between two ranks, a multiple of 64; 0: by group size
-  // Called at each phase of each task of this rank; a test lets the rank fail there.
+  // Called at each phase of each task of this rank. Tests let the rank fail there.
   std::function<void(Phase, const Task&)> observer = {};
-  // The last operations, when one of them fails: in the OperationsFile, else on standard error.
+  // Report the last operations when one fails: in the OperationsFile, else on standard error.
   bool print_history = true;
 };
 
-// One call of allocate() on all ranks: a segment of each, or one for all.
+// One call of allocate() on all ranks: a segment of each rank, or one for all.
 class Allocation {
  public:
-  // `bytes` is the size of this rank's segment, `first_bytes` that of rank 0's.
+  // `bytes`: size of this rank's segment. `first_bytes`: size of rank 0's.
   Allocation(std::int64_t id, int rank, std::uint64_t bytes, std::uint64_t first_bytes,
              std::vector<std::shared_ptr<Segment>> segments);
   std::int64_t id() const { return id_; }
@@ -48,8 +48,8 @@ class Allocation {
   std::byte* data(int rank) const { return segments_[static_cast<std::size_t>(rank)]->data(); }
   std::byte* own() const { return data(rank_); }
   bool holds(const void* begin, std::uint64_t bytes) const;
-  // This rank's tensor is gone. The memory stays mapped until every rank says so, because a peer may still
-  // name it in an operation.
+  // Called when this rank's tensor is destroyed. The memory stays mapped until every rank has released it,
+  // because a peer may still name it in an operation.
   void release();
   bool released_by_all() const;
 
@@ -66,7 +66,7 @@ class Allocation {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // Collective. `store` is this group's alone. See meet() for errors.
+  // Collective. `store` must belong to this group alone. Errors as of meet().
   Engine(c10d::Store& store, int rank, int size, std::string name, std::chrono::milliseconds timeout,
          EngineOptions options = {});
   ~Engine();
@@ -78,15 +78,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string& name() const { return name_; }
   const EngineOptions& options() const { return options_; }
 
-  // Takes `task` on and does what can be done at once.
+  // Accepts `task` and does as much as is possible at once.
   void start(const std::shared_ptr<Task>& task);
-  // Does what can be done now, for all tasks under way. True once `task` is complete. Throws PeerError when
-  // the group has failed or the first call for `task` was longer than `timeout` ago.
+  // Advances all tasks without waiting. Returns true once `task` is complete. Throws PeerError when the group
+  // has failed, or `timeout` after the first call for `task`.
   bool progress(Task& task, std::chrono::milliseconds timeout);
-  // Until `task` is complete; moves the other groups of this thread meanwhile. Throws PeerError naming who
-  // keeps it, and poisons the group.
+  // Waits until `task` is complete and advances this thread's other groups meanwhile. On timeout it poisons
+  // the group and throws a PeerError that names the late ranks.
   void wait(Task& task, std::chrono::milliseconds timeout);
-  // Sleeps until something may have moved, at most that long.
+  // Sleeps until something may have changed, at most `longest`.
   void nap(std::chrono::microseconds longest);
 
   // Collective: zero-filled memory of each rank, or of rank 0 alone, mapped by all. ConfigError on all ranks
@@ -95,12 +95,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<Allocation> allocate(std::uint64_t bytes, Copies copies, std::int8_t dtype,
                                        std::int64_t count, std::chrono::milliseconds timeout);
 
-  // Collectives begun so far.
+  // The number of collectives begun.
   std::uint64_t sequence();
-  // The last operations of this rank, a line each, oldest first.
+  // The last operations of this rank, one per line, oldest first.
   std::string history();
 
-  // The first reason given is what every rank reports. Safe at any time, from any thread.
+  // Every rank reports the first reason. Safe at any time, from any thread.
   void poison(const std::string& reason) noexcept;
 
   // ---- for tasks; all with the lock held ----
@@ -108,7 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::uint64_t take_message_number(int to) { return sent_[static_cast<std::size_t>(to)]++; }
   Inbox& inbox(int from) { return inboxes_[static_cast<std::size_t>(from)]; }
   Channel& channel(int from, int to) const;
-  std::byte* message_ring(int from, int to) const;  // of that channel
+  std::byte* message_ring(int from, int to) const;  // of the channel between them
   std::uint64_t ring_bytes() const { return ring_bytes_; }
   Location locate(const void* begin, std::uint64_t bytes) const;
   bool slot_is_free(std::uint64_t sequence);
@@ -123,13 +123,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return staging_[static_cast<std::size_t>(rank)]->data() + channels_bytes() +
            (chunk % options_.chunks) * options_.chunk_bytes;
   }
-  // The same of this rank, with memory for that many bytes.
+  // As staging(), for this rank, with `bytes` of it reserved.
   std::byte* own_staging(std::uint64_t chunk, std::uint64_t bytes) {
     std::byte* data = staging(rank_, chunk);
     reserve(data, bytes);
     return data;
   }
-  // Memory of this rank's segment, before it writes there or lets others do so.
+  // Reserves memory of this rank's segment, before this rank or a peer writes there.
   void reserve(const std::byte* begin, std::uint64_t bytes) {
     staging_[static_cast<std::size_t>(rank_)]->reserve(begin, bytes);
   }
@@ -153,7 +153,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_lost(Task& task);
   void warn_of_stopped(const Task& task);
   [[noreturn]] void time_out(const Task& task, std::chrono::milliseconds timeout);
-  // poison(); whether this was the first reason.
+  // As poison(). Returns whether this was the first reason.
   bool spoil(const std::string& reason, bool of_operation) noexcept;
   void print_history() noexcept;
   std::string who(int rank) const;
@@ -167,7 +167,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void sweep();
   void remember(const std::shared_ptr<Allocation>& allocation);
   void forget(const Allocation& allocation);
-  // A rank's segment: its channels to each rank, staging buffers, the channels' rings.
+  // A rank's segment: its channels to each rank, its staging buffers, the channels' rings.
   std::uint64_t channels_bytes() const { return static_cast<std::uint64_t>(size_) * sizeof(Channel); }
   std::uint64_t rings_begin() const { return channels_bytes() + options_.chunks * options_.chunk_bytes; }
   std::vector<Payload> exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
@@ -185,19 +185,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Control* control_ = nullptr;
   std::vector<std::shared_ptr<Segment>> staging_;
 
-  const unsigned forks_;  // that had led to the process of this rank
-  // Recursive: a task that fails while it is moved on prints the history.
+  const unsigned forks_;  // forks that had led to this rank's process
+  // Recursive, because a task that fails while it advances prints the history.
   std::recursive_mutex mutex_;                       // autograd may call from several threads of one rank
-  std::chrono::steady_clock::time_point last_look_;  // at the peers' lives, by progress()
+  std::chrono::steady_clock::time_point last_look_;  // when progress() last checked the peers' processes
   std::uint64_t next_sequence_ = 0;
   std::vector<std::shared_ptr<Task>> under_way_;  // in the order of the calls
   std::vector<std::uint64_t> sent_;               // messages to each rank
   std::vector<Inbox> inboxes_;                    // of each rank
   History history_;
-  std::vector<bool> warned_of_;         // ranks known to be stopped
-  std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot everyone has left
+  std::vector<bool> warned_of_;         // ranks that were reported as stopped
+  std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot all ranks have left
   std::map<std::int64_t, std::shared_ptr<Allocation>> allocations_;
-  std::map<const std::byte*, Allocation*> places_;  // the same by where this rank's memory begins
+  std::map<const std::byte*, Allocation*>
+      places_;  // the same allocations, by the start of this rank's memory
 };
 
 }  // namespace isograd::shm

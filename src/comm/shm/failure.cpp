@@ -1,4 +1,4 @@
-// What an Engine does when a peer is lost, late, stopped or in disagreement: everyone is told, by name.
+// How an Engine handles a lost, late, stopped or disagreeing peer: it reports the peer's name to every rank.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -26,8 +26,8 @@ std::string Engine::where(const Task& task) const {
                      at(to_text(task.site_)));
 }
 
-// `task` and the earlier ones that may be what holds it back: of a collective all earlier collectives, of any
-// task those whose memory or whose turn it waits for.
+// `task` and the earlier tasks that may block it. A collective may be blocked by all earlier collectives. Any
+// task may be blocked by tasks whose memory or turn it waits for.
 std::vector<const Task*> Engine::holding_up(const Task& task) const {
   const auto self = std::find_if(under_way_.begin(), under_way_.end(),
                                  [&](const auto& other) { return other.get() == &task; });
@@ -62,12 +62,12 @@ void Engine::look_after_peers(Task& task, std::chrono::steady_clock::time_point 
   throw_if_lost(task);
   if (task.complete_) return;
   warn_of_stopped(task);
-  // This rank may have been the one that was stopped: what came meanwhile counts.
+  // This rank itself may have been stopped, so what arrived meanwhile still counts.
   if (std::chrono::steady_clock::now() - since >= timeout && step(task) == Moved::kNothing)
     time_out(task, timeout);
 }
 
-// A rank that ends after it has done its part harms nobody: so look at the deaths first, then at the parts.
+// A rank may end after it has done its part. So check for dead ranks first, then for missing parts.
 void Engine::throw_if_lost(Task& task) {
   std::vector<int> lost = watch_->dead();
   const auto dead = lost.size();
@@ -93,7 +93,7 @@ void Engine::throw_if_lost(Task& task) {
   fail(task, fmt::format("{} {}", name, died ? "has ended" : "left the group"), kRestart);
 }
 
-// Stopped by a debugger or a signal: it may go on, so this is no error before the timeout.
+// A rank that a debugger or signal has stopped may continue, so this is no error before the timeout.
 void Engine::warn_of_stopped(const Task& task) {
   for (int r : awaited(task)) {
     const bool stopped = is_stopped(members_[static_cast<std::size_t>(r)]);
@@ -123,7 +123,7 @@ void Engine::throw_poison(const Task& task) {
   throw RelayedError({.where = where(task),
                       .found = fmt::format("rank {} failed: {}", poison.rank, poison.text),
                       .expected = "every rank to take part",
-                      .action = "Mend what that rank reports, then restart all ranks"},
+                      .action = "Fix what that rank reports, then restart all ranks"},
                      poison.of_operation);
 }
 
@@ -163,8 +163,8 @@ std::string Engine::history() {
   return history_.text(under_way_);
 }
 
-// By the rank that finds an operation to have failed, the first of them; what fails elsewhere (a file, a
-// model) is no matter of the operations before it.
+// Only the first rank that detects a failed operation prints. After other failures (a file, a model) the last
+// operations are irrelevant.
 void Engine::print_history() noexcept {
   if (!options_.print_history) return;
   try {
@@ -175,7 +175,7 @@ void Engine::print_history() noexcept {
     print(stderr, file.empty() ? fmt::format("isograd: {}, oldest first:\n{}", what, text)
                                : fmt::format("isograd: {}: {}\n", what, printable(file)));
     std::fflush(stderr);
-  } catch (...) {  // what failed is told in any case
+  } catch (...) {  // the failure itself is reported in any case
   }
 }
 

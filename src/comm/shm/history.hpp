@@ -1,4 +1,4 @@
-// History: the last operations of a rank in a group, for the message when something fails.
+// History: the last operations of a rank in a group, for error messages.
 #pragma once
 
 #include <array>
@@ -12,9 +12,9 @@ class History {
  public:
   static constexpr std::size_t kLength = 64;
 
-  // Cheap: a few words a call.
+  // Cheap: it stores a few words per call.
   void begin(const Fingerprint& fingerprint, const CallSite& site, std::uint64_t number);
-  // Oldest first, runs of the same call in one line; `under_way` says which have not ended.
+  // Oldest first, runs of the same call on one line. Operations in `under_way` are marked as incomplete.
   std::string text(const std::vector<std::shared_ptr<Task>>& under_way) const;
 
  private:

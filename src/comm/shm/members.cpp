@@ -25,20 +25,20 @@ namespace {
 constexpr int kVersion = 3;  // of the text below and of the layouts in control.hpp and channel.hpp
 
 struct ProcessStatus {
-  char state = 0;  // as in ps; 0: no such process; '?': cannot be known
+  char state = 0;  // as in ps; 0: no such process; '?': unknown
   std::uint64_t started = 0;
 };
 
 ProcessStatus status_of(std::int32_t pid) {
   const int file = ::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC);
-  // Out of descriptors, say: no reason to believe that a peer has ended.
+  // For example out of descriptors. That does not mean that a peer has ended.
   if (file < 0) return {.state = ::kill(pid, 0) == 0 || errno == EPERM ? '?' : '\0'};
   char buffer[1024];
   const ssize_t length = ::read(file, buffer, sizeof(buffer));
   ::close(file);
   if (length <= 0) return {};
   const std::string text(buffer, static_cast<std::size_t>(length));
-  // The command's name may hold anything; the fields after its closing bracket are the state and numbers.
+  // The command's name may contain anything. After its closing parenthesis come the state and numbers.
   std::istringstream fields(text.substr(text.rfind(')') + 1));
   ProcessStatus status;
   std::string skipped;
@@ -78,7 +78,7 @@ MemberInfo read(const std::string& text, int rank, const std::string& group) {
   }
   if (version != kVersion || !in) {
     refuse(fmt::format("joining group '{}'", group),
-           fmt::format("rank {} speaks version {} of the protocol", rank, version),
+           fmt::format("rank {} uses version {} of the protocol", rank, version),
            fmt::format("version {}", kVersion), "Start all ranks with the same build of isograd");
   }
   return info;
@@ -122,7 +122,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
         throw RelayedError({.where = where,
                             .found = reason,
                             .expected = "every rank to join",
-                            .action = "Mend what that rank reports, then start all ranks again"});
+                            .action = "Fix what that rank reports, then start all ranks again"});
       }
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
@@ -158,9 +158,9 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
 
 void give_up(c10d::Store& store, int rank, const std::string& reason) noexcept {
   try {
-    if (given_up(store).empty())  // the first reason is the cause of the later ones
+    if (given_up(store).empty())  // the first reason caused the later ones
       store.set(kGivenUp, fmt::format("rank {} failed: {}", rank, reason));
-  } catch (...) {  // the store is lost too: the others notice that by themselves
+  } catch (...) {  // the store is lost too: the others detect that themselves
   }
 }
 
@@ -169,12 +169,12 @@ std::string given_up(c10d::Store& store) {
     if (store.check({kGivenUp})) return store.get_to_str(kGivenUp);
     auto* const prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
     const auto all = prefixed ? prefixed->getUnderlyingNonPrefixStore() : nullptr;
-    // Only a launcher of ours knows of ranks that ended before they had said who they are.
+    // Only our launcher knows of ranks that ended before they published who they are.
     if (dynamic_cast<LocalStore*>(all.get()) && all->check({kLaunchFailed}))
       return all->get_to_str(kLaunchFailed);
     return {};
   } catch (const std::exception&) {
-    return {};  // without its store a rank still has the deadline and its peers' lives to go by
+    return {};  // without its store a rank still has the deadline and the state of its peers
   }
 }
 
@@ -183,7 +183,7 @@ Watch::Watch(const std::vector<MemberInfo>& members) : members_(members) {
     int descriptor = -1;
     if (member.pid != ::getpid()) {
       descriptor = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
-      // Died already, or another process has its number: dead() finds out by the start time.
+      // It has ended, or another process has its number: dead() checks the start time.
       if (descriptor >= 0 && gone(status_of(member.pid), member)) {
         ::close(descriptor);
         descriptor = -1;

@@ -37,7 +37,7 @@ void finish(Envelope& envelope, std::uint64_t number) {
   envelope.finished.store(number + 1, std::memory_order_seq_cst);
 }
 
-// Moves on behind the oldest message that is not finished.
+// Advances behind the oldest unfinished message.
 void let_go(Inbox& inbox, Channel& way) {
   while (inbox.taken.contains(inbox.first) &&
          way.envelope(inbox.first).finished.load(std::memory_order_relaxed) == inbox.first + 1) {
@@ -104,13 +104,13 @@ bool Send::advance(bool may_start, bool) {
     moved = true;
   }
   bool done = bytes_ <= Envelope::kInline;
-  if (!done && local_.allocation >= 0) {  // read where it lies
+  if (!done && local_.allocation >= 0) {  // read in place
     done = envelope.finished.load(std::memory_order_acquire) == number_ + 1;
   } else if (!done && way.accepted.load(std::memory_order_acquire) == number_ + 1) {
     const std::uint64_t ring_bytes = engine().ring_bytes();
-    const std::uint64_t before = way.written.load(std::memory_order_relaxed);  // this rank alone writes it
+    const std::uint64_t before = way.written.load(std::memory_order_relaxed);  // only this rank writes it
     const std::uint64_t room = ring_bytes - (before - way.read.load(std::memory_order_acquire));
-    // A quarter at a time, so that the receiver works meanwhile.
+    // A quarter of the ring at a time, so that the receiver works meanwhile.
     const std::uint64_t bytes = std::min({room, bytes_ - written_, ring_bytes / 4});
     if (bytes > 0) {
       std::byte* ring = engine().message_ring(engine().rank(), fingerprint_.root);
@@ -161,8 +161,8 @@ Channel& Receive::channel() const {
   return engine().channel(source_, engine().rank());
 }
 
-// Messages of one tag go to the calls in their order. One from any rank need not wait for one from a certain
-// rank: see claimed().
+// Messages of one tag go to receives in call order. A receive from any rank need not wait for an earlier one
+// from a certain rank: see claimed().
 bool Receive::must_follow(const Task& earlier) const {
   if (Task::must_follow(earlier)) return true;
   const auto* other = dynamic_cast<const Receive*>(&earlier);
@@ -170,7 +170,7 @@ bool Receive::must_follow(const Task& earlier) const {
          (other->fingerprint_.root < 0 || other->fingerprint_.root == fingerprint_.root);
 }
 
-// An earlier receive that waits for this very rank comes first.
+// An earlier receive from this very rank comes first.
 bool Receive::claimed(int from) const {
   for (const auto& task : engine().under_way()) {
     if (task.get() == this) return false;
@@ -189,8 +189,8 @@ void Receive::check(const Envelope& envelope) {
                 "Make both ends agree on the number of elements and their type");
 }
 
-// Every envelope holds a message with another tag, and the right one may be waiting for an envelope: room is
-// made by keeping copies of those messages that travel in theirs.
+// Every envelope holds a message with another tag, and the right message may be waiting for an envelope.
+// Copies of the small messages are kept to free their envelopes.
 void Receive::set_aside(Inbox& inbox, Channel& way) {
   bool moved = false;
   for (std::uint64_t n = inbox.first; n < inbox.first + Channel::kEnvelopes; ++n) {
@@ -208,12 +208,12 @@ void Receive::set_aside(Inbox& inbox, Channel& way) {
     finish(envelope, n);
     moved = true;
   }
-  if (!moved) return;  // nobody is woken for nothing
+  if (!moved) return;  // nobody needs to wake up
   let_go(inbox, way);
   engine().ring();
 }
 
-// The oldest with the right tag, among the envelopes and what was set aside.
+// The oldest message with the right tag, among the envelopes and the messages set aside.
 bool Receive::match(int from) {
   Inbox& inbox = engine().inbox(from);
   Channel& way = engine().channel(from, engine().rank());
@@ -238,7 +238,7 @@ bool Receive::match(int from) {
   source_ = from;
   number_ = use_aside ? aside->first : n;
   check(use_aside ? *aside->second : way.envelope(n));
-  started_ = true;  // never, where they disagree: nothing is delivered then, however often it is asked
+  started_ = true;  // set even on a mismatch, so that nothing is delivered later
   if (use_aside) {
     copy_ = aside->second;
     inbox.set_aside.erase(aside);
@@ -266,7 +266,7 @@ bool Receive::take(const Envelope& envelope) {
     way.accepted.store(number_ + 1, std::memory_order_seq_cst);
     engine().ring();
   }
-  const std::uint64_t before = way.read.load(std::memory_order_relaxed);  // this rank alone writes it
+  const std::uint64_t before = way.read.load(std::memory_order_relaxed);  // only this rank writes it
   const std::uint64_t bytes = way.written.load(std::memory_order_acquire) - before;
   if (bytes > 0) {
     from_ring(data_ + read_, engine().message_ring(source_, engine().rank()), engine().ring_bytes(), before,

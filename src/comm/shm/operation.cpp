@@ -73,13 +73,13 @@ void Operation::announce(bool staging_free) {
     set_chunks(true);
     chunks_ = mine.chunks;
     ISOGRAD_INVARIANT(chunks_ + 1 < kEverything, fmt::format("{} chunks", chunks_));
-    if (staging_free) copy_in(in_++);  // saves the others one look
+    if (staging_free) copy_in(in_++);  // saves the others another look
     publish_ready(1 + in_);
   }
   engine().observe(Phase::kAnnounced, *this);
 }
 
-// Compares with each rank as it comes: a mismatch is told even while others are missing.
+// Compares with each rank as it arrives, so a mismatch is reported even while others are missing.
 bool Operation::agree() {
   const int ranks = size();
   bool all = true, any_staged = false;
@@ -174,7 +174,7 @@ std::vector<int> Operation::awaited() const {
     const std::uint64_t ready = step_of(theirs.ready.load(std::memory_order_acquire), number_);
     const std::uint64_t done = step_of(theirs.done.load(std::memory_order_acquire), number_);
     bool late = false;
-    if (!started_) {  // its slot is still in use by the operation kSlots earlier, or one before it is
+    if (!started_) {  // an earlier operation still uses its slot
       late = number_ >= kSlots &&
              step_of(theirs.done.load(std::memory_order_acquire), number_ - kSlots) < kEverything;
     } else if (!agreed_) {

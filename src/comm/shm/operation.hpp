@@ -1,11 +1,11 @@
 // Operation: one collective on one rank.
 //
-//   announce   publish what is called (fingerprint) and where this rank's data lies
+//   announce   publish what is called (fingerprint) and where this rank's data is
 //   agree      when all have announced: same call everywhere? how many chunks?
 //   chunks     for chunk c: copy in (sources in private memory) -> work, once every source has c in place
 //              -> copy out, once every rank has worked on c; several chunks are under way at once
 //
-// Data inside an allocation of the group is read and written where it lies: one chunk, no copies.
+// Data inside an allocation of the group is read and written in place: one chunk, no copies.
 #pragma once
 
 #include "comm/shm/task.hpp"
@@ -22,20 +22,20 @@ class Operation : public Task {
  protected:
   using Task::Task;
 
-  // ---- what a kind of operation says about itself ----
-  virtual bool is_source(int rank) const = 0;          // its data is read by others
+  // ---- implemented by each kind of operation ----
+  virtual bool is_source(int rank) const = 0;          // other ranks read its data
   virtual std::uint64_t source_bytes() const = 0;      // of this rank's data, if it is a source
   virtual const std::byte* source_data() const = 0;    // of this rank
   virtual std::uint64_t staged_chunks() const = 0;     // that this rank's data takes in staging buffers
-  virtual void set_chunks(bool any_staged) = 0;        // told before any of the following
-  virtual void write_spans(Span*) const {}             // what this rank has for each rank, where that matters
+  virtual void set_chunks(bool any_staged) = 0;        // called before any of the following
+  virtual void write_spans(Span*) const {}             // this rank's data for each rank, where that matters
   virtual void check_spans() {}                        // once all have announced
   virtual void copy_in(std::uint64_t chunk) = 0;       // private data -> this rank's staging
   virtual void work(std::uint64_t chunk) = 0;          // read the sources
   virtual void copy_out(std::uint64_t) {}              // this rank's staging -> private data
   virtual bool waits_for_all() const { return true; }  // complete only when every rank has worked
 
-  // Rank's chunk, wherever it lies; `offset` is the chunk's place in data that is not staged.
+  // Rank's chunk. `offset` is the chunk's place in data that is not staged.
   std::byte* chunk_data(int rank, std::uint64_t chunk, std::uint64_t offset) const;
   bool staged(int rank) const {
     return locations_[static_cast<std::size_t>(rank)].allocation == Location::kPrivate;
@@ -71,7 +71,7 @@ class Operation : public Task {
   std::uint64_t out_ = 0;  // chunks that every rank has worked on and this one has copied out
 };
 
-// Memory of this rank for or from one rank.
+// Memory of this rank, for or from one rank.
 struct Region {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
@@ -80,36 +80,36 @@ struct Region {
 struct Reduction {
   kernels::Number number;
   kernels::Combine combine;
-  double factor = 1;  // of this rank's data, for kScaledSum
+  double factor = 1;  // multiplies this rank's data, for kScaledSum
 };
 
 using OperationPointer = std::shared_ptr<Operation>;
 
-// `data` of every rank becomes the combination of all, in rank order.
+// Every rank's `data` becomes the combination of all, in rank order.
 OperationPointer all_reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction);
-// The same for the root's `data` alone.
+// As all_reduce, for the root's `data` alone.
 OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction,
                         int root);
-// pieces[r] of all ranks are combined into rank r's `output`, which may be its own piece. `squares`, if any:
-// set to Σ x² over the output at the end; of kFloat32, kFloat64 and kBFloat16 only.
+// pieces[r] of all ranks are combined into rank r's `output`, which may be its own piece. `squares`, if not
+// null, becomes Σ x² over the output; kFloat32, kFloat64 and kBFloat16 only.
 OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
                                 Reduction reduction, std::shared_ptr<double> squares = nullptr);
-// `data` becomes root's.
+// Every rank's `data` becomes the root's.
 OperationPointer broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size,
                            bool is_root);
-// outputs[r] becomes rank r's input. An output may be the input itself on its own rank.
+// outputs[r] becomes rank r's input. On rank r that output may be the input itself.
 OperationPointer all_gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype);
-// The same on the root alone; `outputs` is empty elsewhere.
+// As all_gather, on the root alone. `outputs` is empty elsewhere.
 OperationPointer gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype,
                         int root);
-// `output` becomes the root's inputs[rank]; `inputs` is empty elsewhere.
+// `output` becomes the root's inputs[rank]. `inputs` is empty elsewhere.
 OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t count, std::int8_t dtype,
                          int root, int size);
-// outputs[r] becomes rank r's inputs[rank]; the sizes may differ from pair to pair.
+// outputs[r] becomes rank r's inputs[rank]. The sizes may differ between pairs.
 OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype);
 OperationPointer barrier();
 
-// Every rank's payload to every rank: `received` has one per rank afterwards.
+// Sends every rank's payload to every rank: `received` has one per rank afterwards.
 OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
                           std::shared_ptr<std::vector<Payload>> received);
 

@@ -48,7 +48,7 @@ class ProgressThread {
         std::unique_lock lock(mutex_);
         if (items.empty()) wake_.wait(lock, [&] { return stopping_ || !arrived_.empty(); });
         if (stopping_) {
-          new auto(std::move(items));  // kept for good: their callbacks' owners may already be going
+          new auto(std::move(items));  // never freed: their callbacks' owners may already be destroyed
           stopped_ = true;
           stopped_signal_.notify_all();
           return;
@@ -61,7 +61,7 @@ class ProgressThread {
       } else if (SteadyClock::now() - last_moved < std::chrono::microseconds(50)) {
         ::sched_yield();
       } else {
-        // New items and other groups do not ring this bell: no long sleep.
+        // New items and other groups do not ring this bell, so the sleep is short.
         items.front().engine->nap(std::chrono::microseconds(items.size() > 1 ? 200 : 500));
       }
     }
@@ -75,7 +75,7 @@ class ProgressThread {
   bool stopping_ = false, stopped_ = false;
 };
 
-// Outlives every static destructor: its thread is not joined.
+// Outlives every static destructor, because its thread is not joined.
 ProgressThread& background() {
   static auto* thread = new ProgressThread;
   return *thread;

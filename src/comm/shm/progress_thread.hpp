@@ -1,5 +1,5 @@
-// A thread that moves on what nobody waits for: a c10d Future completes by itself, as its users expect
-// (PyTorch's DDP). Started by the first future; isograd itself needs none.
+// A thread that advances operations for which nobody waits. A c10d Future must complete by itself (PyTorch's
+// DDP expects that). The first future starts the thread; isograd itself needs none.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,11 @@
 
 namespace isograd::shm {
 
-// Calls `poll` from a thread of its own until it returns true; it moves `engine` and must not throw.
+// Calls `poll` from its own thread until it returns true. `poll` advances `engine` and must not throw.
 void poll_in_background(std::shared_ptr<Engine> engine, std::function<bool()> poll);
 
-// For a process that is about to end: returns when nothing is polled any more. What is left stays as it is.
-// A program whose futures call back into an interpreter must call this while that still runs.
+// For a process that is about to end: returns when nothing is polled any more. Unfinished operations stay as
+// they are. A program whose futures call back into an interpreter must call this while the interpreter runs.
 void stop_background();
 
 }  // namespace isograd::shm

@@ -1,4 +1,5 @@
-// Operations that combine numbers: how their data is cut into chunks and slices, who reads and writes what.
+// Operations that combine numbers: how data is split into chunks and slices, and which rank reads and writes
+// what.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -24,7 +25,7 @@ class Reducing : public Operation {
   }
   bool is_source(int) const override { return true; }
 
-  // Of all ranks, for a scaled sum.
+  // The factors of all ranks, for a scaled sum.
   const double* factors() {
     if (reduction_.combine != kernels::Combine::kScaledSum) return nullptr;
     factors_.clear();
@@ -38,13 +39,13 @@ class Reducing : public Operation {
 
   Reduction reduction_;
   std::int64_t width_;
-  std::vector<void*> places_;  // by rank: where its data lies
+  std::vector<void*> places_;  // where each rank's data is, by rank
  private:
   std::vector<double> factors_;
 };
 
 // All-reduce and reduce: rank r combines slice r of each chunk and writes it to all ranks, or to the root. A
-// rank's own slice never goes through its staging buffer: nobody else reads it there.
+// rank's own slice skips its staging buffer, because no other rank reads it there.
 class AllReduce final : public Reducing {
  public:
   AllReduce(Kind kind, std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction, int root)
@@ -84,7 +85,7 @@ class AllReduce final : public Reducing {
     const std::int64_t begin = std::min(n, part * rank());
     return {begin, std::min(n, begin + part), n};
   }
-  // Everything but this rank's slice.
+  // Everything except this rank's slice.
   void copy_around(const Slice& own, std::byte* to, const std::byte* from) const {
     std::memcpy(to, from, static_cast<std::size_t>(own.begin * width_));
     std::memcpy(to + own.end * width_, from + own.end * width_,
@@ -121,7 +122,7 @@ class AllReduce final : public Reducing {
   std::int64_t length_ = 0;  // elements of a chunk
 };
 
-// A staged chunk holds a part for each rank, one after another; the own part stays where it is.
+// A staged chunk holds a part for each rank, in order. The own part is not staged.
 class ReduceScatter final : public Reducing {
  public:
   ReduceScatter(std::vector<Region> pieces, Region hull, Region output, std::int8_t dtype,
@@ -172,7 +173,7 @@ class ReduceScatter final : public Reducing {
     void* output = output_ + chunk * part_;
     const auto count = static_cast<std::int64_t>(mine.bytes) / width_;
     if (!squares_) return combine(0, count, &output, 1);
-    // Runs begin where the output does, whatever its chunks are: so the bits do not depend on them.
+    // Runs start at the output's start whatever its chunks are, so the bits do not depend on chunks.
     const auto first = static_cast<std::int64_t>(chunk * part_) / width_;
     for (std::int64_t at = 0; at < count;) {
       const std::int64_t end =
@@ -185,7 +186,7 @@ class ReduceScatter final : public Reducing {
     if (first + count == all) square_until(all);
   }
 
-  // Squares what has been written since the last time, at most a run.
+  // Squares the numbers written since the last call, at most one run.
   void square_until(std::int64_t end) {
     const std::byte* values = output_ + squared_ * width_;
     const std::int64_t count = end - squared_;
@@ -200,7 +201,7 @@ class ReduceScatter final : public Reducing {
   std::vector<Region> pieces_;  // by rank
   Region hull_;
   std::byte* output_;
-  std::uint64_t part_ = 0;  // bytes of a chunk that are for one rank
+  std::uint64_t part_ = 0;  // bytes of a chunk that belong to one rank
   std::shared_ptr<double> squares_;
   std::int64_t squared_ = 0;  // elements
 };

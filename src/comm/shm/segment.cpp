@@ -24,7 +24,7 @@ namespace isograd::shm {
 namespace {
 
 constexpr const char* kName = "isograd";                   // of the anonymous file
-constexpr const char* kLink = "/memfd:isograd (deleted)";  // how /proc names it
+constexpr const char* kLink = "/memfd:isograd (deleted)";  // its name in /proc
 constexpr std::uint64_t kGranule = 64 << 10;               // bytes that reserve() takes at a time
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -33,10 +33,11 @@ std::string gigabytes(std::uint64_t bytes) {
   return fmt::format("{:.2f} GiB ({} bytes)", static_cast<double>(bytes) / (1u << 30), bytes);
 }
 
-// Segments mapped in this process, by inode: rank threads share them.
+// Segments mapped in this process, by inode. Rank threads share them.
 std::mutex registry_mutex;
 std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
-  static auto* map = new std::map<std::uint64_t, std::weak_ptr<Segment>>;  // outlives every static destructor
+  static auto* map = new std::map<std::uint64_t, std::weak_ptr<Segment>>;  // never destroyed: it outlives
+                                                                           // every static destructor
   return *map;
 }
 
@@ -57,14 +58,14 @@ std::byte* map_shared(int descriptor, std::uint64_t bytes, const std::string& pu
   return static_cast<std::byte*>(data);
 }
 
-// A number that a file holds alone; the maximum when there is none ("max", no such file).
+// The only number in a file; the maximum when there is none ("max", no such file).
 std::uint64_t number_in(const std::string& path) {
   std::ifstream file(path);
   std::uint64_t value = 0;
   return file >> value ? value : std::numeric_limits<std::uint64_t>::max();
 }
 
-// The tightest limit of the control groups (version 2) this process is in, less what they use.
+// The tightest limit of this process's control groups (version 2), less their usage.
 std::uint64_t available_in_control_groups() {
   constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
   std::uint64_t available = kNone;
@@ -89,7 +90,7 @@ std::uint64_t available_in_control_groups() {
 }
 
 // Rank threads ask at the same moment, each before it takes anything, and reading a dozen files of /proc and
-// /sys takes longer than small buffers do: one answer serves them, until one of them takes.
+// /sys takes longer than filling small buffers. So they share one answer until one of them takes memory.
 constexpr auto kMeasuredFor = std::chrono::milliseconds(2);
 struct Measured {
   std::uint64_t available = 0;
@@ -137,7 +138,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, std::uint64_t at_o
   segment->descriptor_ = ::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->descriptor_ < 0) refuse("memfd_create failed", errno);
   if (::fchmod(segment->descriptor_, 0600) != 0) refuse("fchmod failed", errno);
-  // A signal may undo a call: in pieces that are done before the next tick of any timer.
+  // A signal may undo a call, so each piece must be done before the next tick of a timer.
   constexpr std::uint64_t kPiece = 4 << 20;
   const auto allocate = [&](std::uint64_t begin, std::uint64_t end) {
     for (std::uint64_t done = begin; done < end;) {
@@ -155,7 +156,7 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, std::uint64_t at_o
   struct stat status {};
   if (::fstat(segment->descriptor_, &status) != 0) refuse("fstat failed", errno);
   segment->data_ = map_shared(segment->descriptor_, bytes, purpose);
-  // Before Linux 5.14 there is no reserving later.
+  // Before Linux 5.14 memory cannot be reserved later.
   if (at_once < bytes && ::madvise(segment->data_, 1, MADV_POPULATE_WRITE) != 0) {
     allocate(at_once, bytes);
     at_once = bytes;
@@ -197,8 +198,8 @@ std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& p
                     "the memory of a rank of the same host, user and process namespace",
                     "Start all ranks as one user in one container, with /proc mounted");
   };
-  // Looked at before it is opened, and through one reference, so that whoever has forged an entry cannot let
-  // this process open a device, a pipe or another's file.
+  // The file is inspected before it is opened, through one reference, so that a forged entry cannot make this
+  // process open a device, a pipe or another user's file.
   const int looked_at = ::open(path.c_str(), O_PATH | O_CLOEXEC);
   if (looked_at < 0) refuse(std::strerror(errno));
   const std::string through = fmt::format("/proc/self/fd/{}", looked_at);
@@ -218,7 +219,7 @@ std::shared_ptr<Segment> Segment::open(const SegmentId& id, const std::string& p
   if (trouble.empty() && segment->descriptor_ < 0) trouble = std::strerror(errno);
   ::close(looked_at);
   if (!trouble.empty()) refuse(trouble);
-  // Unsealed it could be cut short, and whoever maps it would be killed by its next access.
+  // An unsealed file could be truncated, which would kill a process that maps it.
   const int seals = ::fcntl(segment->descriptor_, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals) refuse("memory that is not sealed");
   segment->data_ = map_shared(segment->descriptor_, id.bytes, purpose);

@@ -1,5 +1,5 @@
-// Memory that several ranks see: an anonymous file (memfd) that vanishes with the last process that maps it,
-// however that process ends. Nothing is named, so nothing can be left behind or guessed.
+// Memory that several ranks map: an anonymous file (memfd) that vanishes with the last process that maps it,
+// however that process ends. It has no name, so nothing can be left behind or guessed.
 #pragma once
 
 #include <sys/types.h>
@@ -16,21 +16,21 @@ namespace isograd::shm {
 struct SegmentId {
   std::int32_t pid = 0;
   std::int32_t descriptor = -1;
-  std::uint64_t inode = 0;  // guards against a descriptor that was closed and used again
+  std::uint64_t inode = 0;  // detects a descriptor that was closed and reused
   std::uint64_t bytes = 0;
 };
 
 class Segment {
  public:
-  // Reserves the pages of the first `at_once` bytes; the owner calls reserve() before anyone touches others.
+  // Reserves the pages of the first `at_once` bytes. The owner calls reserve() before anyone touches others.
   // So too little memory is a ConfigError of either and never a SIGBUS. Mode 0600, sealed against changes of
-  // size. Zero-filled. `purpose` appears in errors.
+  // size, zero-filled. `purpose` appears in errors.
   static std::shared_ptr<Segment> create(std::uint64_t bytes, std::uint64_t at_once,
                                          const std::string& purpose);
   static std::shared_ptr<Segment> create(std::uint64_t bytes, const std::string& purpose) {
     return create(bytes, bytes, purpose);
   }
-  // By the owner alone. Cheap for what is reserved already.
+  // Only the owner calls it. It is cheap for memory that is already reserved.
   void reserve(const std::byte* begin, std::uint64_t bytes);
 
   // Maps a segment of another rank through /proc. Ranks of one process share one mapping, so that thread
@@ -44,7 +44,7 @@ class Segment {
   std::byte* data() const { return data_; }
   std::uint64_t bytes() const { return bytes_; }
   const SegmentId& id() const { return id_; }
-  // Once every peer has mapped it the owner needs the descriptor no more; open() then no longer works.
+  // Called once every peer has mapped it. open() no longer works afterwards.
   void close_descriptor();
 
  private:
@@ -54,13 +54,13 @@ class Segment {
   SegmentId id_;
   int descriptor_ = -1;
   std::string purpose_;
-  std::vector<bool> reserved_;  // by granules of reserve()
+  std::vector<bool> reserved_;  // by blocks of reserve()
 };
 
-// Bytes of memory that this process may still take: of the machine and of its control groups.
+// Bytes that this process may still take: of the machine and of its control groups.
 std::uint64_t available_memory();
 
-// Throws ConfigError unless `bytes` (of all ranks together) fit into `available`.
+// ConfigError unless `bytes` (of all ranks together) fit into `available`.
 void require_memory(std::uint64_t bytes, std::uint64_t available, const std::string& purpose);
 
 }  // namespace isograd::shm

@@ -70,13 +70,13 @@ std::string at(const SiteText& site) {
   return site.text[0] ? fmt::format(" at {}", site.text) : "";
 }
 
-// The hot path of every call: no formatting library.
+// Every call runs this, so it avoids the formatting library.
 SiteText to_text(const CallSite& site) {
   SiteText text;
   if (!site.file) return text;
   const char* name = std::strrchr(site.file, '/');
   name = name ? name + 1 : site.file;
-  constexpr std::size_t kLongest = sizeof(text.text) - 12;  // room for the line's number
+  constexpr std::size_t kLongest = sizeof(text.text) - 12;  // leaves room for the line's number
   const std::size_t length = std::min(std::strlen(name), kLongest);
   std::memcpy(text.text, name, length);
   char digits[10];

@@ -1,5 +1,5 @@
-// Task: what one rank has under way in a group: its part in a collective (operation.hpp) or a message
-// (message.hpp). A state machine that is moved on by polling.
+// Task: an operation of one rank in a group: its part in a collective (operation.hpp) or a message
+// (message.hpp). It is a state machine that polling advances.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ namespace isograd::shm {
 
 class Engine;
 
-// Memory of this rank that a task reads or writes. Of two tasks of which one writes what the other uses, the
+// Memory of this rank that a task reads or writes. If one of two tasks writes memory that the other uses, the
 // later one starts after the earlier one has ended.
 struct Extent {
   const std::byte* begin = nullptr;
@@ -28,11 +28,11 @@ struct Extent {
   }
 };
 
-// How far a task is. Tests make a rank fail at each.
+// The progress of a task. Tests make a rank fail at each phase.
 enum class Phase {
-  kStart,      // nothing said yet
-  kAnnounced,  // the others can see what is called, and the first data
-  kWorked,     // this rank has read and written all that it had to
+  kStart,      // nothing announced yet
+  kAnnounced,  // the others can see the call and the first data
+  kWorked,     // this rank has read and written everything it must
   kComplete    // so have the others
 };
 
@@ -40,15 +40,17 @@ class Task {
  public:
   virtual ~Task() = default;
   bool complete() const { return complete_; }
-  std::uint64_t number() const { return number_; }  // sequence number; of a message: within its channel
+  std::uint64_t number() const {
+    return number_;
+  }  // sequence number; for a message, its number in its channel
   const Fingerprint& fingerprint() const { return fingerprint_; }
   virtual std::string name() const = 0;  // "all_reduce #12"
   virtual std::string call() const = 0;  // "all_reduce(sum) of 12 Float at trainer.cpp:7"
-  // The ranks this one waits for; if `any_will_do`, for one of them.
+  // The ranks that this one waits for; if `any_will_do`, for one of them.
   virtual std::vector<int> awaited() const = 0;
   virtual bool any_will_do() const { return false; }
 
-  // Kept alive until the task is destroyed: the tensors.
+  // The tensors, kept alive until the task is destroyed.
   std::shared_ptr<void> keep_alive;
 
  protected:
@@ -67,12 +69,12 @@ class Task {
 
  private:
   friend class Engine;
-  // Told once, in the order of the calls, with the engine's lock held: time to take a number.
+  // Called once, in the order of the calls, with the engine's lock held: the task takes its number.
   virtual void enter() = 0;
-  // Moves on as far as possible. `may_start`: no earlier task stands in the way. `staging_free`: no earlier
-  // one still needs this rank's staging buffers. Returns whether anything moved.
+  // Advances as far as possible. `may_start`: no earlier task blocks it. `staging_free`: no earlier task
+  // still needs this rank's staging buffers. Returns whether anything changed.
   virtual bool advance(bool may_start, bool staging_free) = 0;
-  virtual bool can_start() { return true; }  // as far as slots and envelopes go
+  virtual bool can_start() { return true; }  // whether slots and envelopes allow a start
   virtual bool holds_staging() const { return false; }
   virtual bool is_message() const { return false; }
 
@@ -81,7 +83,7 @@ class Task {
   std::chrono::steady_clock::time_point polled_since_;
 };
 
-// "all_reduce(sum) of 12 Float"; of a message: "send of 12 Float".
+// "all_reduce(sum) of 12 Float"; for a message "send of 12 Float".
 std::string call_of(const Fingerprint& fingerprint);
 const char* name_of(Kind kind);
 std::string at(const SiteText& site);  // " at trainer.cpp:7", empty when unknown

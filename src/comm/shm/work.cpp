@@ -12,7 +12,7 @@ ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, Tasks tasks, int rank, c10
       results_(std::move(results)),
       timeout_(timeout) {}
 
-// Once for good: the waiting thread and the one behind a future may both get here.
+// Takes effect once: the waiting thread and the future's thread may both call it.
 void ShmWork::end(std::exception_ptr error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -78,7 +78,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     if (isCompleted()) {
       end();
     } else {
-      // The work must outlive its operation whatever the caller keeps.
+      // The work must outlive its operation even if the caller drops it.
       auto self = c10::intrusive_ptr<ShmWork>::reclaim_copy(this);
       shm::poll_in_background(engine_, [self] { return self->isCompleted(); });
     }

@@ -1,4 +1,4 @@
-// ShmWork: what c10d is given for operations under way.
+// ShmWork: c10d's handle of operations under way.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -12,8 +12,8 @@
 
 namespace isograd {
 
-// Nothing happens behind the caller's back: progress() and wait() do the work, of these tasks and of all
-// others of the rank that are under way. Only getFuture() starts a thread that does so too.
+// progress() and wait() do the work, of these tasks and of all others of the rank that are under way. Nothing
+// runs in the background unless getFuture() is called, which starts a thread.
 class ShmWork final : public c10d::Work {
  public:
   using Tasks = std::vector<std::shared_ptr<shm::Task>>;
