@@ -12,14 +12,20 @@
 #include <vector>
 
 #include "comm/call_site.hpp"
-#include "comm/pending.hpp"
 #include "isograd/error.hpp"
+#include "isograd/group.hpp"
 
 namespace isograd {
 
 class HostsBackend;
 class HostsOfGroup;
 class ShmBackend;
+
+struct Pending::State {
+  virtual ~State() = default;
+  virtual bool progress() = 0;
+  virtual void wait() = 0;
+};
 
 // A user's call, kept for messages. Nothing is formatted before there is an error.
 struct Call {

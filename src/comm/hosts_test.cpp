@@ -6,7 +6,7 @@
 
 #include <cstdlib>
 
-#include "comm/hosts/identity.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 

@@ -14,4 +14,11 @@ using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 // backward that communicates. `backward` is differentiable again if it uses such maps.
 at::Tensor apply_map(const at::Tensor& input, TensorMap forward, TensorMap backward);
 
+namespace differentiable {
+
+// A constant leaf with requires_grad. Collectives depend on it, so that autograd runs their backward on every
+// rank, even where nothing needs a gradient. It never gets a gradient itself. All threads share it.
+const at::Tensor& anchor();
+
+}  // namespace differentiable
 }  // namespace isograd

@@ -4,21 +4,30 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <typeindex>
 #include <typeinfo>
+#include <unordered_set>
 
 namespace isograd::differentiable {
 
-void declare_separable(const std::type_info& node);
+// Written before main() and only read afterwards. Never destroyed: threads may outlive statics.
+inline std::unordered_set<std::type_index>& declared_separable() {
+  static auto* types = new std::unordered_set<std::type_index>();
+  return *types;
+}
 
 // Whether separate calls of this node for different inputs cost together as much as one call for all. True
 // for LibTorch's own nodes and declared ones. A split backward calls other nodes once, for all inputs.
-bool is_separable(torch::autograd::Node& node);
+inline bool is_separable(torch::autograd::Node& node) {
+  // LibTorch generates its own nodes and guards each gradient by task_should_compute_output().
+  return node.is_traceable() || declared_separable().contains(typeid(node));
+}
 
 // Declares functions, as an object at namespace scope. The backward of each computes only the gradients that
 // context->needs_input_grad() asks for, and does not communicate.
 template <typename... Functions>
 struct Separable {
-  Separable() { (declare_separable(typeid(torch::autograd::CppNode<Functions>)), ...); }
+  Separable() { (declared_separable().insert(typeid(torch::autograd::CppNode<Functions>)), ...); }
 };
 
 }  // namespace isograd::differentiable

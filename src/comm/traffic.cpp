@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "comm/group_impl.hpp"
-#include "comm/hosts/members.hpp"
+#include "comm/hosts/backend.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {

@@ -22,7 +22,6 @@
 #include "comm/environment.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/hosts/backend.hpp"
-#include "comm/hosts/identity.hpp"
 #include "comm/hosts/meeting.hpp"
 #include "comm/hosts/siblings.hpp"
 #include "comm/listen.hpp"

@@ -1,4 +1,3 @@
-// The shared code of HostsBackend's operations, and the operations that it passes on.
 #include "comm/hosts/backend.hpp"
 
 #include <ATen/ATen.h>
@@ -6,18 +5,54 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 
 #include "base/account.hpp"
 #include "base/refuse.hpp"
 #include "comm/call_site.hpp"
-#include "comm/hosts/tags.hpp"
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
+#include "kernels/reduce.hpp"
 
 namespace isograd {
+namespace {
 
-using hosts::Operation;
-using hosts::Part;
+using namespace hosts;
+using Tensors = std::vector<at::Tensor>;
+
+// 16-bit floats as float32; other tensors are returned as they are.
+at::Tensor widened(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return type == at::kBFloat16 || type == at::kHalf ? tensor.to(at::kFloat) : tensor;
+}
+
+// Combines one tensor of each host, in the hosts' order. `into` may be one of them.
+void combine(const shm::Reduction& reduction, const Tensors& of_hosts, const at::Tensor& into) {
+  std::vector<const void*> inputs;
+  for (const at::Tensor& one : of_hosts) inputs.push_back(one.const_data_ptr());
+  void* output = into.data_ptr();
+  kernels::reduce_slices(reduction.number, reduction.combine, inputs.data(), static_cast<int>(inputs.size()),
+                         0, into.numel(), &output, 1);
+}
+
+std::vector<Part> of(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
+  std::vector<Part> parts;
+  for (auto& work : works) parts.push_back({std::move(work), ""});
+  return parts;
+}
+
+Tensors cut_up(const at::Tensor& flat, const std::vector<std::int64_t>& pieces) {
+  const at::NoGradGuard no_graph;
+  return flat.split_with_sizes(pieces);
+}
+
+// Adds `more` to the end of the last stage.
+void end_with(std::vector<Stage>& stages, std::function<void()> more) {
+  if (stages.empty()) stages.push_back({kGatherWithin, [] { return std::vector<Part>{}; }});
+  stages.back().end = [before = stages.back().end, more = std::move(more)] { before(), more(); };
+}
+
+}  // namespace
 
 HostsBackend::HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts,
                            const std::vector<std::string>& names, std::string group,
@@ -186,6 +221,182 @@ HostsBackend::Works HostsBackend::recv(Tensors& tensors, int from, int tag) {
 HostsBackend::Works HostsBackend::barrier(const c10d::BarrierOptions& options) {
   return followed(
       "barrier", [&] { return links_->parts.all->barrier(options); }, options.timeout);
+}
+
+HostsBackend::Lists HostsBackend::Links::by_host(const Tensors& of_ranks) const {
+  Lists of_hosts;
+  for (const std::vector<int>& ranks : members) {
+    of_hosts.emplace_back();
+    for (const int rank : ranks) of_hosts.back().push_back(of_ranks[static_cast<std::size_t>(rank)]);
+  }
+  return of_hosts;
+}
+
+Stage HostsBackend::Links::sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const {
+  return {kReduceWithin, [within = parts.reducing, pieces = std::move(pieces), sums = std::move(sums), op] {
+            std::vector<Works> works;
+            for (std::size_t i = 0; i < pieces.size(); ++i) {
+              Lists inputs{pieces[i]};
+              Tensors result{sums[i]};
+              c10d::ReduceScatterOptions asked;
+              asked.reduceOp = op;
+              works.push_back(within->reduce_scatter(result, inputs, asked));
+            }
+            return of(std::move(works));
+          }};
+}
+
+Stage HostsBackend::Links::sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const {
+  Tensors received(sums.size());
+  for (at::Tensor& one : received) one = at::empty_like(own);
+  received[static_cast<std::size_t>(host)] = sums[static_cast<std::size_t>(host)];
+  return {kExchange,
+          [links = shared_from_this(), sums = std::move(sums), received] {
+            return links->exchange(sums, received, tag_of(kExchange));
+          },
+          [reduction, received, own] { combine(reduction, received, own); }};
+}
+
+// Each lane sums its piece over this host, then sums a part of it over all hosts. The results go the same way
+// back.
+HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("all_reduce", group_, rank_, size_);
+  const at::Tensor tensor = check.only(tensors);
+  check.piece(tensor);
+  const at::Tensor flat = widened(tensor).view(-1);
+  const auto reduction = this->reduction("all_reduce", flat, options.reduceOp);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const Tensors pieces = cut_up(flat, links->cut(flat.numel()));
+  const at::Tensor piece = pieces[place];
+  const Tensors parts = cut_up(piece, split_rows(piece.numel(), links->host_count()));
+  const at::Tensor own = parts[host];
+
+  std::vector<Stage> stages;
+  if (links->here() > 1) stages.push_back(links->sum_within({pieces}, {piece}, options.reduceOp));
+  if (links->sends()) {
+    stages.push_back(links->sum_between(parts, own, reduction));
+    stages.push_back({kReturn, [links, parts, own] {
+                        return links->exchange(Tensors(parts.size(), own), parts, tag_of(kReturn));
+                      }});
+  }
+  if (links->here() > 1)
+    stages.push_back({kGatherWithin, [links, pieces, piece] {
+                        Lists outputs{pieces};
+                        Tensors input{piece};
+                        return of({links->parts.gathering->allgather(outputs, input)});
+                      }});
+  if (!flat.is_alias_of(tensor)) end_with(stages, [tensor, flat] { tensor.view(-1).copy_(flat); });
+  return staged(where("all_reduce"), std::move(stages), options.timeout);
+}
+
+// Where all hosts have the same number of ranks, each piece belongs to one rank of the other host, and the
+// exchange completes it. Otherwise a host's parts are split over the lanes, and its ranks gather them at the
+// end.
+HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                       const c10d::ReduceScatterOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("reduce_scatter", group_, rank_, size_);
+  check.piece(input), check.piece(output);
+  check.cut(input, output);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const std::int64_t part = output.numel();
+  const at::Tensor flat = widened(input).view(-1);
+  const auto reduction = this->reduction("reduce_scatter", flat, options.reduceOp);
+  const Tensors slices = flat.split(part);
+
+  Lists pieces = links->by_host(slices);  // by host, then by rank of this host
+  for (Tensors& of_host : pieces)
+    if (!links->even) {
+      const at::Tensor whole = of_host.size() == 1 ? of_host[0] : at::cat(of_host);
+      of_host = cut_up(whole, links->cut(whole.numel()));
+    }
+  Tensors sums;  // of this host's ranks, for each host
+  for (const Tensors& of_host : pieces)
+    sums.push_back(links->here() > 1 ? at::empty_like(of_host[place]) : of_host[place]);
+  const bool gathers = !links->even && links->here() > 1;
+  const bool direct = !gathers && output.scalar_type() == flat.scalar_type();
+  const at::Tensor own = direct ? output.view(-1) : at::empty_like(sums[host]);
+
+  std::vector<Stage> stages;
+  if (links->here() > 1) stages.push_back(links->sum_within(pieces, sums, options.reduceOp));
+  if (links->sends()) stages.push_back(links->sum_between(sums, own, reduction));
+  if (gathers) {
+    const at::Tensor whole = at::empty({part * links->here()}, flat.options());
+    stages.push_back({kGatherWithin,
+                      [links, whole, own] {
+                        Lists outputs{cut_up(whole, links->cut(whole.numel()))};
+                        Tensors mine{own};
+                        return of({links->parts.gathering->allgather(outputs, mine)});
+                      },
+                      [whole, output, part, place] {
+                        output.view(-1).copy_(whole.narrow(0, static_cast<std::int64_t>(place) * part, part));
+                      }});
+  } else if (!direct) {
+    end_with(stages, [output, own] { output.view(-1).copy_(own); });
+  }
+  return staged(where("reduce_scatter"), std::move(stages), options.timeout);
+}
+
+// The reverse of reduce_scatter: lanes exchange parts between hosts, then each host's ranks gather them.
+HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::AllgatherOptions& options) {
+  const at::NoGradGuard no_graph;
+  const shm::Arguments check("all_gather", group_, rank_, size_);
+  check.piece(input), check.piece(output);
+  check.cut(output, input);
+  const auto links = links_;
+  const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+  const std::int64_t part = input.numel();
+  const Tensors slices = output.view(-1).split(part);
+
+  const Lists parts = links->by_host(slices);  // by host: its ranks' parts
+  Lists pieces = parts;                        // as `parts`, by rank of this host
+  Tensors wholes;                              // by host, where parts are split over lanes
+  for (Tensors& of_host : pieces)
+    if (!links->even) {
+      wholes.push_back(at::empty({part * static_cast<std::int64_t>(of_host.size())}, output.options()));
+      of_host = cut_up(wholes.back(), links->cut(wholes.back().numel()));
+    }
+  const at::Tensor mine = input.view(-1);
+  slices[static_cast<std::size_t>(rank_)].copy_(mine);
+
+  std::vector<Stage> stages;
+  if (!links->even && links->here() > 1)
+    stages.push_back({kReduceWithin, [links, mine, part, whole = wholes[host]] {
+                        Lists outputs{whole.split(part)};
+                        Tensors own{mine};
+                        return of({links->parts.reducing->allgather(outputs, own)});
+                      }});
+  else if (!links->even)
+    wholes[host].copy_(mine);
+  if (links->sends()) {
+    Tensors received;
+    for (const Tensors& of_host : pieces) received.push_back(of_host[place]);
+    stages.push_back({kReturn, [links, received, own = received[host]] {
+                        return links->exchange(Tensors(received.size(), own), received, tag_of(kReturn));
+                      }});
+  }
+  if (links->here() > 1)
+    stages.push_back({kGatherWithin, [links, pieces, host, place] {
+                        std::vector<Works> works;
+                        for (std::size_t i = 0; i < pieces.size(); ++i) {
+                          if (!links->even && i == host) continue;  // there already
+                          Lists outputs{pieces[i]};
+                          Tensors own{pieces[i][place]};
+                          works.push_back(links->parts.gathering->allgather(outputs, own));
+                        }
+                        return of(std::move(works));
+                      }});
+  if (!links->even)
+    stages.back().end = [parts, wholes, part] {
+      for (std::size_t i = 0; i < parts.size(); ++i)
+        for (std::size_t j = 0; j < parts[i].size(); ++j)
+          parts[i][j].copy_(wholes[i].narrow(0, static_cast<std::int64_t>(j) * part, part));
+    };
+  return staged(where("all_gather"), std::move(stages), options.timeout);
 }
 
 }  // namespace isograd

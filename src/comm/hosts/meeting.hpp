@@ -1,4 +1,4 @@
-// Exchanges which MPI ranks share a host, and connects the ranks of one host.
+// Which host a rank is on, which ranks share a host, and how the ranks of one host find each other.
 #pragma once
 
 #include <chrono>
@@ -7,10 +7,25 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "comm/hosts/identity.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
+
+struct HostIdentity {
+  std::string name;     // human-readable
+  std::string machine;  // equal for processes that can map each other's memory
+};
+
+// Overrides the host of a rank: one name, or one for each rank of the job, separated by commas. It lets tests
+// simulate several hosts on one machine.
+inline constexpr const char* kHostVariable = "ISOGRAD_HOST";
+
+// The host of this process: the running kernel and its process namespace, or ISOGRAD_HOST. ConfigError when
+// ISOGRAD_HOST is not a valid name, or does not have one name for each rank.
+HostIdentity identify_host();
+
+// As above, with the network namespace, which ranks that share a LocalStore must have in common.
+std::string identify_meeting_place(const HostIdentity& host);
 
 struct HostsOfWorld {
   Hosts hosts{};

@@ -14,6 +14,15 @@
 
 namespace isograd::hosts {
 
+// Places whose messages two operations might confuse have separate tags.
+enum Place : int { kReduceWithin, kExchange, kReturn, kGatherWithin };
+
+inline constexpr int kFirstTag = 32760;  // every MPI has tags up to 32767
+
+constexpr int tag_of(Place place) {
+  return kFirstTag + place;
+}
+
 // A work that a stage waits for. `from`: who is missing if it does not complete; empty: unknown.
 struct Part {
   c10::intrusive_ptr<c10d::Work> work;

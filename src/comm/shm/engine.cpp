@@ -1,10 +1,15 @@
 #include "comm/shm/engine.hpp"
 
 #include <fmt/format.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 #include <new>
 #include <thread>
@@ -69,6 +74,29 @@ std::uint64_t ring_bytes_for(int size) {
 }
 
 }  // namespace
+
+void Bell::ring() {
+  if (sleepers.load(std::memory_order_seq_cst) == 0) return;
+  count.fetch_add(1, std::memory_order_seq_cst);
+  ::syscall(SYS_futex, &count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::uint32_t Bell::listen() {
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+#if !defined(ISOGRAD_SANITIZE_THREAD)  // it does not support fences; a missed ring costs a nap
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+  return count.load(std::memory_order_seq_cst);
+}
+
+void Bell::sleep(std::uint32_t seen, long nanoseconds) {
+  const timespec duration{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
+  ::syscall(SYS_futex, &count, FUTEX_WAIT, seen, &duration, nullptr, 0);
+}
+
+void Bell::leave() {
+  sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
 
 Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::chrono::milliseconds timeout,
                EngineOptions options)

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "base/refuse.hpp"
-#include "comm/hosts/identity.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/local_store.hpp"
 #include "comm/relayed.hpp"
 #include "isograd/error.hpp"

@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "comm/anchor.hpp"
+#include "comm/linear_map.hpp"
 
 namespace isograd {
 

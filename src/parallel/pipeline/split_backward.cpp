@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/torch_versions.hpp"
-#include "comm/anchor.hpp"
+#include "comm/linear_map.hpp"
 #include "comm/separable.hpp"
 
 namespace isograd {

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "base/refuse.hpp"
-#include "comm/anchor.hpp"
+#include "comm/linear_map.hpp"
 #include "isograd/error.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/weight_gradient.hpp"
