@@ -29,7 +29,7 @@ ALLOWED = [
     ("src/comm/shm/arguments.cpp", "{c10d::ReduceOp::PREMUL_SUM,",
      "PyTorch asks the backend for it; Group refuses it"),
     ("src/kernels/reduce.cpp", "value / static_cast<Value>(count)", "AVG, for PyTorch alone"),
-    ("src/comm/mpi/messages.cpp", "rows / ranks", "equal parts of an all-to-all"),
+    ("src/comm/mpi/backend.cpp", "rows / ranks", "equal parts of an all-to-all"),
     ("src/comm/mpi/numbers.cpp", "ReduceOp::AVG", "PyTorch asks backends for means; Group refuses them"),
     ("src/comm/mpi/numbers.cpp", "ReduceOp::PREMUL_SUM", "PyTorch asks backends for it; Group cannot say it"),
     ("src/comm/mpi/numbers.cpp", "combined.div_(size", "the mean that PyTorch asked for"),
