@@ -1,5 +1,5 @@
 """More of `isograd train` as processes: output that nobody reads or takes, what a terminal is told of a lost rank, data
-that is cut short in mid-run.
+that is truncated during the run.
 """
 import os
 import re
@@ -125,5 +125,5 @@ def test_data_that_is_cut_short_in_mid_run_is_named(place):
     status, out = finish(process)
     assert status == 2, out
     assert out.count("ConfigError") == 1 and str(shard) in out, out
-    assert "found 0 bytes: it was cut short" in out and f"the {size} bytes" in out, out
+    assert "found 0 bytes: it was truncated" in out and f"the {size} bytes" in out, out
     assert whole(place.checkpoints()[-1])

@@ -1,4 +1,4 @@
-// Who pays for memory: bytes are counted where they are allocated, on the account of the thread that asks.
+// Accounts of memory: bytes are counted where they are allocated, on the account of the allocating thread.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,8 @@
 namespace isograd {
 
 struct MemoryAccount {
-  std::atomic<std::int64_t> alive{0}, peak{0};  // memory of its own
-  std::atomic<std::int64_t> shared{0};          // memory between ranks: its part
+  std::atomic<std::int64_t> alive{0}, peak{0};  // private memory
+  std::atomic<std::int64_t> shared{0};          // this rank's part of memory between ranks
 
   void add(std::int64_t bytes) {
     const std::int64_t now = alive.fetch_add(bytes) + bytes;
@@ -19,7 +19,7 @@ struct MemoryAccount {
   }
 };
 
-// This thread's; null: nobody counts. plan/meter.hpp opens one, allocators add to it.
+// This thread's account; null: not counted. layout/cost/meter.hpp opens one, and allocators add to it.
 inline std::shared_ptr<MemoryAccount>& memory_account() {
   static thread_local std::shared_ptr<MemoryAccount> account;
   return account;

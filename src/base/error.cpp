@@ -9,8 +9,8 @@
 namespace isograd {
 namespace {
 
-// Names in files, paths and messages of libraries and peers stand in every part: none may pass for a line of
-// ours, or fill the screen.
+// Foreign names (from files, paths, libraries and peers) may appear in every part. They must not look like a
+// line of isograd, or fill the screen.
 std::string join(const char* family, const ErrorText& text) {
   constexpr std::size_t kLongestPart = 4000;
   const auto shown = [](const std::string& part) { return printable(part, kLongestPart); };

@@ -1,4 +1,4 @@
-// What a call threw, for tests.
+// Captures the error of a call, for tests.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace isograd::error_testing {
 
-// The text of the error, of this type or one below it, or "no error".
+// The text of the error (of type Expected or derived), or "no error".
 template <class Expected = ConfigError, class Call>
 std::string error_of(Call&& call) {
   try {

@@ -1,4 +1,4 @@
-// The operating system's refusals that std::filesystem throws, as errors of the input.
+// Converts refusals of the operating system that std::filesystem throws.
 #pragma once
 
 #include <filesystem>
@@ -7,7 +7,7 @@
 
 namespace isograd {
 
-// A path that is too long, no permission, a loop of links: its text as a ConfigError would have it.
+// The text of a path error (too long, no permission, a loop of links) as a ConfigError would have it.
 ErrorText text_of(const std::filesystem::filesystem_error& error);
 
 }  // namespace isograd

@@ -21,7 +21,7 @@ namespace isograd {
 namespace {
 
 [[noreturn]] void fail(const std::string& operation, const std::filesystem::path& path, int code,
-                       std::uint64_t wanted = 0) {
+                       std::uint64_t to_write = 0) {
   const bool reads = operation == "open" || operation == "map";
   ErrorText text{.where = operation + " " + path.string(),
                  .found = std::strerror(code),
@@ -31,7 +31,7 @@ namespace {
     struct statvfs disk {};
     if (statvfs(path.parent_path().empty() ? "." : path.parent_path().c_str(), &disk) == 0)
       text.found += " (" + std::to_string(disk.f_bavail * disk.f_frsize) + " bytes free, " +
-                    std::to_string(wanted) + " more to write)";
+                    std::to_string(to_write) + " more to write)";
     text.action = "Free space, raise the limit or choose another directory";
   } else if (code == ENOENT || code == ENOTDIR || code == ENAMETOOLONG) {
     std::error_code error;
@@ -54,7 +54,7 @@ void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offs
   }
 }
 
-// What a link leads to, so that the file there is replaced and not the link.
+// The target of a link, so that the file there is replaced and not the link.
 std::filesystem::path behind_links(std::filesystem::path path) {
   std::error_code error;
   if (!std::filesystem::is_symlink(path, error)) return path;
@@ -71,7 +71,7 @@ void check_replaceable(const std::filesystem::path& path) {
       std::filesystem::is_directory(status))
     return;
   refuse("write " + path.string(), "something that is not a regular file (a device, a pipe)",
-         "a regular file, or a path where there is none: it is written beside and renamed",
+         "a regular file, or a path where there is none: it is written to a temporary name and renamed",
          "Name another file");
 }
 
@@ -133,7 +133,7 @@ int open_lock(const std::filesystem::path& path) {
   const int file = ::open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
   struct stat status {};
   if (file < 0 || ::fstat(file, &status) != 0 || status.st_uid != ::geteuid()) return file;
-  // One that an earlier version has made, or a umask did not narrow.
+  // An earlier version made the file, or a umask did not narrow its mode.
   mode_t mode = status.st_mode & 07777;
   if ((mode & S_IWGRP) == 0) mode &= ~static_cast<mode_t>(S_IRGRP);
   if ((mode & S_IWOTH) == 0) mode &= ~static_cast<mode_t>(S_IROTH);
@@ -180,7 +180,7 @@ std::string checksum_file(const std::filesystem::path& path) {
 }
 
 MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
-  // Not blocking: opening a pipe that nobody writes to would wait for ever, instead of being refused below.
+  // Non-blocking: opening a pipe without a writer would wait for ever instead of being refused below.
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) fail("open", path, errno);
   struct stat status {};

@@ -1,4 +1,4 @@
-// Files that are whole or absent: written beside, fsynced, renamed; and checksums.
+// Files that are whole or absent (written to a temporary name, fsynced, renamed), and checksums.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace isograd {
 
-// ConfigError unless there is a regular file, or nothing, behind the path: renaming a file over a device or a
-// pipe would take it away, and opening a pipe may wait for ever.
+// ConfigError unless the path is a regular file or absent. Renaming a file over a device or pipe would remove
+// it, and opening a pipe may wait for ever.
 void check_replaceable(const std::filesystem::path& path);
 
-// Writes to a hidden sibling of `path` (of the file that it links to); commit() fsyncs it, renames it over
-// `path` and fsyncs the folder. Destroyed without commit() it leaves nothing. Errors (full disk, no
-// permission) are ConfigErrors that name the path, the bytes wanted and the bytes free.
+// Writes to a hidden sibling of `path` (of the target, if `path` is a link). commit() fsyncs it, renames it
+// over `path` and fsyncs the folder. Destroyed without commit() it leaves nothing. Errors (full disk, no
+// permission) are ConfigErrors with the path, the bytes to write and the bytes free.
 class AtomicFile {
  public:
   explicit AtomicFile(std::filesystem::path path);
@@ -36,16 +36,16 @@ class AtomicFile {
 };
 
 void write_file(const std::filesystem::path& path, std::string_view text);  // atomically
-// Whole; ConfigError when it cannot, and before anything is read of a file with more than `most` bytes.
+// The whole file. ConfigError when it cannot be read; a file of more than `most` bytes is refused unread.
 std::string read_file(const std::filesystem::path& path, std::uint64_t most = std::uint64_t{1} << 30);
 
-// ConfigError where writing `output`, of the named option, would replace an input: it is one of `inputs`, by
-// whatever path, or one of the files (.json, .safetensors) of a folder among them.
+// ConfigError if writing `output` (of the named option) would replace an input: one of `inputs`, by any path,
+// or a file (.json, .safetensors) of a folder among them.
 void check_no_input(const std::string& option, const std::filesystem::path& output,
                     const std::vector<std::filesystem::path>& inputs);
 
-// A file to lock with flock(), opened for reading and writing and made if it is not there; -1 and errno.
-// Whoever may read a file may hold such a lock on it, so only those may read it who may also write it.
+// Opens a file to lock with flock(), for reading and writing, and creates it if needed. Returns -1 and sets
+// errno on failure. Any reader of a file may lock it, so only its writers may read it.
 int open_lock(const std::filesystem::path& path);
 
 void fsync_directory(const std::filesystem::path& directory);
@@ -54,7 +54,7 @@ void fsync_directory(const std::filesystem::path& directory);
 std::string checksum(const void* data, std::size_t bytes);
 std::string checksum_file(const std::filesystem::path& path);
 
-// A read-only mapping of a whole file. Empty files map to nothing.
+// A read-only mapping of a whole file. An empty file maps to nothing.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);

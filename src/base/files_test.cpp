@@ -94,8 +94,7 @@ TEST_F(Files, TwoWritersOfOnePathDoNotMix) {
   EXPECT_EQ(entries(), 1u);
 }
 
-// A limit on the size of files stands in for a full disk: write() fails with EFBIG where it would with
-// ENOSPC.
+// A limit on file sizes simulates a full disk: write() fails with EFBIG instead of ENOSPC.
 TEST_F(Files, AFullDiskNamesPathAndBytes) {
   rlimit old{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &old), 0);
@@ -113,7 +112,7 @@ TEST_F(Files, AFullDiskNamesPathAndBytes) {
   EXPECT_EQ(entries(), 1u);
 }
 
-// Renamed over, a device or a pipe would be gone.
+// A rename would remove a device or a pipe.
 TEST_F(Files, WhatIsNoRegularFileIsNotReplaced) {
   const fs::path pipe = directory_ / "pipe", link = directory_ / "link", behind = directory_ / "behind";
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);

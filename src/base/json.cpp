@@ -8,9 +8,9 @@
 namespace isograd {
 namespace {
 
-constexpr std::size_t kShown = 120;  // bytes of foreign text in a problem
+constexpr std::size_t kShown = 120;  // bytes of foreign text in an error
 
-// "[json.exception.parse_error.101] parse error at line 1, column 5: ..." without the part in brackets.
+// Removes the bracketed part of "[json.exception.parse_error.101] parse error at line 1, column 5: ...".
 std::string reason(const std::string& said) {
   const std::size_t end = said.starts_with('[') ? said.find("] ") : std::string::npos;
   std::string text = end == std::string::npos ? said : said.substr(end + 2);
@@ -18,9 +18,8 @@ std::string reason(const std::string& said) {
   return text;
 }
 
-// Builds the value from the parser's events. The library's own builder with a callback looks at every key of
-// an object again whenever one of its values ends, and an ordered object is searched from its start for each
-// key.
+// Builds the value from the parser's events. The library's own builder with a callback searches every key of
+// an object whenever one of its values ends, and it searches an ordered object from its start for each key.
 template <class Json>
 class Builder final : public nlohmann::json_sax<Json> {
  public:
@@ -39,7 +38,7 @@ class Builder final : public nlohmann::json_sax<Json> {
   bool number_unsigned(number_unsigned_t value) override { return add(value) != nullptr; }
   bool number_float(number_float_t value, const string_t&) override { return add(value) != nullptr; }
   bool string(string_t& value) override { return add(std::move(value)) != nullptr; }
-  bool binary(binary_t&) override { return stop("binary data"); }  // text holds none
+  bool binary(binary_t&) override { return stop("binary data"); }  // JSON text has no binary data
 
   bool start_object(std::size_t) override { return open(Json::object()); }
   bool start_array(std::size_t) override { return open(Json::array()); }
@@ -77,8 +76,8 @@ class Builder final : public nlohmann::json_sax<Json> {
     return false;
   }
 
-  // Where the value lies now; null when it is one too many. Only the innermost list or object grows, so that
-  // the outer ones stay where they are.
+  // Adds a value and returns its place; null when there are too many. Only the innermost list or object
+  // grows, so the outer ones do not move.
   Json* add(Json value) {
     if (++values_ > kMostJsonValues) {
       stop("no JSON object: more than " + std::to_string(kMostJsonValues) + " values");

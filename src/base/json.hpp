@@ -1,4 +1,4 @@
-// The one reader of JSON: files from outside, and what peers say, are not trusted.
+// The only reader of JSON. Files from outside and texts of peers are not trusted.
 #pragma once
 
 #include <cstddef>
@@ -8,27 +8,28 @@
 
 namespace isograd {
 
-// No file that is read here nests deeper than ten; a value's own functions call themselves once a level.
+// No file that isograd reads nests deeper than ten. The value's own functions recurse once per level.
 inline constexpr std::size_t kDeepestJson = 100;
-// Strings, numbers, lists and tables together: a value takes up to a hundred times the memory of its text.
+// Strings, numbers, lists and objects together. A value takes up to a hundred times the memory of its text.
 inline constexpr std::size_t kMostJsonValues = std::size_t{1} << 24;
 
-// Bytes of text. The largest that is read here, a tokenizer.json, has some ten million.
+// Bytes of text. The largest file, a tokenizer.json, has about ten million.
 inline constexpr std::size_t kMostJsonBytes = std::size_t{1} << 30;
 
 struct JsonRules {
-  bool keys_once = true;  // a key twice would hide the first one; else the last counts
+  bool keys_once =
+      true;  // refuse a repeated key, which would hide the first value; false: the last value counts
 };
 
 template <class Json>
 struct ParsedJson {
-  Json value;           // an object; null where there is a problem
-  std::string problem;  // what was found instead of one, as an error's `found`; empty for sound text
+  Json value;           // an object; null on a problem
+  std::string problem;  // the `found` part of an error; empty: no problem
 };
 
-// `text` as an object. Takes time and memory in proportion to the text, and stack in none. Problems: what is
-// no JSON (with line and column), a byte-order mark, JSON of another type, a key twice, a number that no
-// double holds, more bytes, levels or values than the limits above.
+// Parses `text` as an object. Time and memory are proportional to the text; the stack is constant. Problems:
+// invalid JSON (with line and column), a byte order mark, JSON of another type, a repeated key, a number that
+// no double holds, or more bytes, levels or values than the limits above.
 template <class Json = nlohmann::json>
 ParsedJson<Json> parse_json(std::string_view text, JsonRules rules = {});
 extern template ParsedJson<nlohmann::json> parse_json(std::string_view, JsonRules);

@@ -56,7 +56,7 @@ TEST(Json, WhatIsNoObjectIsSaid) {
   EXPECT_EQ(problem("\xEF\xBB\xBF{}"), "a byte order mark in front of the JSON");
   EXPECT_EQ(problem("[]"), "no JSON object, but JSON of type array");
   EXPECT_EQ(problem("3"), "no JSON object, but JSON of type number");
-  // What is wrong may be long; the message is not.
+  // A problem may be long, but the message is not.
   EXPECT_LT(problem("{\"a\": " + std::string(100'000, 'x')).size(), 400u);
   EXPECT_LT(
       problem("{\"" + std::string(100'000, 'x') + "\": 1, \"" + std::string(100'000, 'x') + "\": 2}").size(),
@@ -73,7 +73,7 @@ TEST(Json, AKeyTwiceIsRefusedOrTheLastCounts) {
             "no JSON object, but JSON of type array");  // of different objects
 }
 
-// Each key or value costs the same: with the square of their number this takes most of an hour.
+// Each key and value costs the same. With quadratic time this test would take most of an hour.
 TEST(Json, ManyKeysTakeTimeInProportion) {
   std::string text = "{";
   for (int i = 0; i < 400'000; ++i)
@@ -84,7 +84,7 @@ TEST(Json, ManyKeysTakeTimeInProportion) {
 }
 
 TEST(Json, BytesAreLimited) {
-  const char* text = "{}";  // refused by its size alone, before a byte of it is read
+  const char* text = "{}";  // refused by its size alone, before a byte is read
   EXPECT_EQ(parse_json({text, kMostJsonBytes + 1}).problem, "1073741825 bytes, more than 1073741824");
 }
 

@@ -1,4 +1,4 @@
-// Text within pages and pictures.
+// Escapes text for pages and pictures.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace isograd {
 
-// For HTML and SVG, between tags and in quoted attributes. Bytes that are not UTF-8, control characters but
-// for line feeds and tabs, and what turns the direction of text around become U+FFFD.
+// For HTML and SVG, between tags and in quoted attributes. Invalid UTF-8, control characters except line
+// feeds and tabs, and characters that change the direction of text become U+FFFD.
 std::string escape_html(std::string_view text);
 
 }  // namespace isograd

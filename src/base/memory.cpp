@@ -16,7 +16,7 @@ void return_freed_memory() {
 void keep_freed_memory() {
 #ifdef __GLIBC__
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it comes to by itself; larger blocks are mapped
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // glibc's own maximum; larger blocks are mapped
 #endif
 }
 

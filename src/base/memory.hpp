@@ -1,16 +1,16 @@
-// The process's own memory.
+// The process's heap.
 #pragma once
 
 namespace isograd {
 
-// Gives back to the system what was freed and the allocator keeps: glibc keeps blocks of up to 32 MiB for the
-// next allocation of their size, and where long-lived memory was allocated behind them they stay in memory
-// for good. For the ends of what allocates much that no step will ask for again: initial values, checkpoints.
+// Returns freed memory that the allocator keeps to the system. glibc keeps blocks of up to 32 MiB for reuse,
+// and where long-lived memory was allocated behind them they stay for good. Call it after large allocations
+// that no step repeats: initial values, checkpoints.
 void return_freed_memory();
 
-// For a process that trains: every step asks for the memory that the one before has freed, and glibc, left
-// alone, hands some of it to the system in between, which zeroes it page by page when it is asked for again.
-// From here on it keeps up to 1 GiB of it; return_freed_memory() gives that back too.
+// For training processes: every step reuses the memory that the previous step freed. By default glibc returns
+// some of it to the system in between, which then zeroes it page by page. After this call glibc keeps up to 1
+// GiB; return_freed_memory() returns that too.
 void keep_freed_memory();
 
 }  // namespace isograd

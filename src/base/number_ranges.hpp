@@ -1,4 +1,4 @@
-// Whole numbers for people.
+// Human-readable lists of whole numbers.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace isograd {
 
-// Ascending, neighbours together: {8, 0, 1, 2} is "0-2", "8".
+// Ascending, consecutive numbers joined: {8, 0, 1, 2} gives "0-2", "8".
 inline std::vector<std::string> number_ranges(std::vector<int> numbers) {
   std::sort(numbers.begin(), numbers.end());
   std::vector<std::string> parts;

@@ -1,4 +1,4 @@
-// Paths: folders that are there after a crash, and what was meant by a path that is not there.
+// Folders that survive a crash, and suggestions for paths that do not exist.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,18 @@ namespace isograd {
 // Optimal string alignment: insertions, deletions, substitutions and swaps of neighbours.
 std::size_t edit_distance(std::string_view a, std::string_view b);
 
-// Edits up to which a name is near `text`: two, or a third of it.
+// The most edits for a similar name: two, or a third of its length.
 std::size_t near_enough(std::string_view text);
 
-// For a path that does not exist: the deepest folder of it that does, with the entry there whose name is
-// nearest to the first missing one, and with the rest where that is there too; nothing when none is near.
+// A suggestion for a path that does not exist: its deepest existing folder, the entry there with the name
+// nearest to the first missing one, and the rest of the path if that exists there. Nothing when no name is
+// near.
 std::optional<std::filesystem::path> nearest_path(const std::filesystem::path& missing);
 
-// What to do about a path that does not exist: the nearest one that does, or where relative paths start.
+// Advice for a path that does not exist: the nearest existing path, or the folder where relative paths start.
 std::string missing_path_action(const std::filesystem::path& missing);
 
-// Creates `folder` and those above it, and fsyncs the parent of each that it made. ConfigError when it
-// cannot.
+// Creates `folder` and its parents, and fsyncs the parent of each new folder. ConfigError on failure.
 void make_folders(const std::filesystem::path& folder);
 
 }  // namespace isograd

@@ -6,10 +6,11 @@
 
 namespace isograd {
 
-inline constexpr std::size_t kMostPattern = 1000;  // bytes; matching takes at most as many passes over a name
+inline constexpr std::size_t kMostPattern =
+    1000;  // bytes; matching takes at most this number of passes over a name
 
-// Whether the pattern, in which * stands for any text, is the whole name. Without recursion: where the text
-// behind a star does not fit, that star takes one character more; an earlier one need never take more.
+// Whether the pattern, in which * stands for any text, matches the whole name. Not recursive: where the text
+// after a star does not fit, that star takes one more character. An earlier star never needs more.
 inline bool matches(std::string_view pattern, std::string_view name) {
   std::size_t at = 0, in_name = 0, behind_star = 0, taken_to = 0;
   bool has_star = false;

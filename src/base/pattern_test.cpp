@@ -8,7 +8,7 @@
 namespace isograd {
 namespace {
 
-// By all the places of the name that a part of the pattern may have led to.
+// An independent matcher: it follows all positions of the name that a part of the pattern can reach.
 bool fits(const std::string& pattern, const std::string& name) {
   std::vector<bool> may(name.size() + 1, false);
   may[0] = true;
@@ -25,7 +25,7 @@ bool fits(const std::string& pattern, const std::string& name) {
   return may[name.size()];
 }
 
-// Every text of up to so many of these characters.
+// Every text of at most `most` of these characters.
 std::vector<std::string> all_of(const std::string& characters, std::size_t most) {
   std::vector<std::string> all{""};
   for (std::size_t at = 0; at < all.size(); ++at)

@@ -85,7 +85,7 @@ std::string printable(std::string_view foreign, std::size_t most) {
 
 void print(std::FILE* out, std::string_view text) {
   const std::string shown = escaped(text, /*keep_lines=*/true, std::string_view::npos);
-  std::fwrite(shown.data(), 1, shown.size(), out);  // whoever flushes looks at what came of it
+  std::fwrite(shown.data(), 1, shown.size(), out);  // a caller that flushes checks the result
 }
 
 }  // namespace isograd

@@ -9,14 +9,14 @@
 
 namespace isograd {
 
-// One line of printable UTF-8: line feeds, escape sequences and other control characters, bytes that are not
-// UTF-8, and what turns the direction of text around are written out ("\n", "\u{1b}", "\xff"). After `most`
-// characters it is cut, with "…".
+// One line of printable UTF-8. Line feeds, escape sequences and other control characters, invalid bytes, and
+// characters that change the direction of text are escaped ("
+// ", "\u{1b}", "\xff"). The text is truncated after `most` characters, with "…".
 std::string printable(std::string_view foreign, std::size_t most = std::string_view::npos);
 
-// The only way to standard output and standard error, checked by tests/check_foreign.py. `text` may have
-// lines and tabs; everything else that printable() writes out is written out here too. A foreign text within
-// it must have gone through printable(), or it could pass for a line of ours.
+// The only way to standard output and standard error (tests/check_foreign.py checks that). `text` may have
+// lines and tabs; other characters are escaped as in printable(). Foreign text within it must have gone
+// through printable(), or it could look like a line of isograd.
 void print(std::FILE* out, std::string_view text);
 
 }  // namespace isograd

@@ -15,7 +15,7 @@ TEST(Printable, KeepsTextAndWritesTheRestOut) {
   EXPECT_EQ(printable(std::string_view("\0\x07\x7f", 3)), "\\u{0}\\u{7}\\u{7f}");
   EXPECT_EQ(printable("\xc2\x9b"
                       "31m"),
-            "\\u{9b}31m");  // a terminal's other way to begin a sequence
+            "\\u{9b}31m");  // another start of a terminal's escape sequence
   EXPECT_EQ(printable("a\xE2\x80\xAE"
                       "b\xE2\x80\xA8"
                       "c\xEF\xBB\xBF"),

@@ -8,7 +8,7 @@ namespace isograd {
 namespace fs = std::filesystem;
 
 fs::path checkout_of(const fs::path& program) {
-  if (!program.is_absolute()) return {};  // a cache in the working folder is anybody's
+  if (!program.is_absolute()) return {};  // anybody may create a cache in the working folder
   constexpr std::string_view kHome = "CMAKE_HOME_DIRECTORY:INTERNAL=";
   std::ifstream cache(program.parent_path().parent_path() / "CMakeCache.txt");
   for (std::string line; std::getline(cache, line);)

@@ -1,4 +1,4 @@
-// Command lines that people paste.
+// Command lines for users to paste.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace isograd {
 
-// One command line of `words`, each quoted where a shell would read it otherwise than as it stands.
+// One command line of `words`, each quoted if a shell would change it.
 std::string shell_words(const std::vector<std::string>& words);
 
 }  // namespace isograd

@@ -1,5 +1,5 @@
-// What the accepted versions of LibTorch (cmake/FindLibTorch.cmake) name differently. No other file asks for
-// the version.
+// Names that differ between the accepted versions of LibTorch (cmake/FindLibTorch.cmake). No other file
+// depends on the version.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -26,8 +26,8 @@ std::shared_ptr<Node> make_node(Arguments&&... arguments) {
   return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
 }
 
-// A storage that refuses to be read cannot be told to be read again. An explicit instantiation may name the
-// member.
+// LibTorch has no setter to make a refusing storage readable again. An explicit instantiation may access the
+// private member.
 bool& refuses(c10::StorageImpl& storage);
 template <bool c10::StorageImpl::*member>
 struct Refuses {
@@ -35,7 +35,7 @@ struct Refuses {
 };
 template struct Refuses<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 inline void allow_reading(c10::StorageImpl& storage) {
-  refuses(storage) = false;  // set_data_ptr_noswap(), which follows, notes it
+  refuses(storage) = false;  // set_data_ptr_noswap(), which follows, updates it
 }
 
 #else

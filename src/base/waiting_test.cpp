@@ -22,7 +22,7 @@ struct Output {
     all.resize(static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
     return all;
   }
-  // Once it is there: what is waited for may take as long as the machine likes.
+  // Waits until it is there, however long the machine takes.
   std::string until(const std::function<bool(const std::string&)>& there) const {
     for (int i = 0; i < 3000 && !there(text()); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -42,7 +42,7 @@ TEST(Waiting, ALineAtOnceThenOneAPause) {
     Waiting waiting("layout", 3, 0, {.out = output.file, .terminal = false, .plain_seconds = 0.2});
     waiting.begin("stage-0");
     EXPECT_THAT(output.text(), StartsWith("layout 1 of 3: stage-0, 0.0s\n"));
-    waiting.begin("zero\x1b[2J");  // soon after: no line of its own
+    waiting.begin("zero\x1b[2J");  // too soon for a line of its own
     EXPECT_EQ(count(output.text(), "\n"), 1u);
     const std::string later = output.until([](const std::string& text) { return count(text, "\n") >= 3; });
     EXPECT_EQ(count(later, "layout 2 of 3: zero\\u{1b}[2J, "), count(later, "\n") - 1) << later;

@@ -1,4 +1,4 @@
-// A build without FFmpeg or SentencePiece refuses them by name and says how to build with them.
+// A build without FFmpeg or SentencePiece refuses them by name and explains how to build with them.
 #include <gmock/gmock.h>
 
 #include "base/error_testing.hpp"

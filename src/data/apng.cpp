@@ -15,7 +15,7 @@ namespace {
 
 using namespace libav;
 
-// A file in the making: in memory, so that it is whole or absent.
+// Writes the file in memory, so that it is whole or absent.
 class Writer {
  public:
   Writer(std::filesystem::path file, const at::Tensor& frames, double frames_per_second)
@@ -61,7 +61,8 @@ class Writer {
     drain();
     check(av_write_trailer(format_.get()), "an end not to be written");
     check(format_->pb->error, "no memory for it");
-    // The trailer has gone back to say the number of frames: closing would take that for the end.
+    // The trailer has seeked back to write the number of frames. Closing would take that position for the
+    // end.
     std::uint8_t* bytes = nullptr;
     const int size = avio_get_dyn_buf(format_->pb, &bytes);
     write_file(file_, {reinterpret_cast<const char*>(bytes), static_cast<std::size_t>(size)});
@@ -114,7 +115,8 @@ void write_apng(const std::filesystem::path& file, const at::Tensor& frames, dou
     refuse("write_apng",
            c10::str(c10::toString(frames.scalar_type()), " ", frames.sizes(), " at ", frames_per_second,
                     " frames per second"),
-           "frames uint8 [frames, rows, columns, 3], at 0.001 to 1e6 of them per second", "Mend them");
+           "frames uint8 [frames, rows, columns, 3], at 0.001 to 1e6 of them per second",
+           "Correct the frames or the rate");
   const at::Tensor pixels = frames.contiguous();
   Writer writer(file, pixels, frames_per_second);
   for (std::int64_t f = 0; f < pixels.size(0); ++f) writer.add(pixels[f], f);

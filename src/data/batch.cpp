@@ -34,7 +34,7 @@ std::int64_t ContextCut::tokens_of(int of_rank) const {
 
 at::Tensor moved(const at::Tensor& tensor, at::Device device) {
   if (tensor.device() == device) return tensor;
-  // Pinned memory goes back to its pool when the copy has been made, not before: LibTorch sees to that.
+  // LibTorch returns pinned memory to its pool only after the copy is complete.
   const bool pinned = device.is_cuda() && tensor.is_cpu();
   return (pinned ? tensor.pin_memory() : tensor).to(device, /*non_blocking=*/pinned);
 }
@@ -88,7 +88,7 @@ Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets
     batch.sample_targets.push_back(by_sample[i].ne(kIgnoreIndex).sum().item<std::int64_t>());
   }
   batch.targets = by_sample.flatten();
-  batch.tokens = batch.positions = at::zeros_like(batch.targets);  // of samples that are none
+  batch.tokens = batch.positions = at::zeros_like(batch.targets);  // samples without token sequences
   batch.inputs = std::move(inputs);
   batch.sample_ids = std::move(sample_ids);
   return batch;

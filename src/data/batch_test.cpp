@@ -1,4 +1,4 @@
-// Batches of samples that are no sequences of tokens.
+// Batches of samples that are not token sequences.
 #include "isograd/batch.hpp"
 
 #include <ATen/ATen.h>
@@ -26,7 +26,7 @@ TEST(BatchOfSamples, CountsOneTargetForEach) {
   EXPECT_TRUE(to_device(batch, at::kCPU).inputs.at(0).equal(images));
 }
 
-// A class for each pixel: a sample's follow one another.
+// One class per pixel: the targets of a sample are consecutive.
 TEST(BatchOfSamples, CountsSeveralTargetsForEach) {
   at::Tensor classes = at::arange(12).view({2, 2, 3});
   classes[1][0][2] = kIgnoreIndex;

@@ -1,4 +1,4 @@
-// The byte tokenizer: nothing to train, nothing to download, no text it cannot hold.
+// The byte tokenizer: it needs no training and no download, and it can encode any text.
 #include <utf8.h>
 
 #include <iterator>

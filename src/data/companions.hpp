@@ -1,4 +1,4 @@
-// Files of a Hugging Face directory that nothing here reads, but transformers does: kept as they are.
+// Files of a Hugging Face directory that only transformers reads. They are kept unchanged.
 #pragma once
 
 #include <filesystem>
@@ -8,10 +8,10 @@
 
 namespace isograd {
 
-// Those of a tokenizer: the special tokens map, added tokens, chat templates.
+// The tokenizer's files: special tokens map, added tokens, chat templates.
 class Companions {
  public:
-  // Reads those of `names` and of the above that are in the folder.
+  // Reads the files of `names` and of the list above that are in the folder.
   explicit Companions(const std::filesystem::path& folder, std::vector<std::string> names = {});
   void write(const std::filesystem::path& directory) const;
 

@@ -25,8 +25,8 @@ namespace {
              : "Correct the pattern: a file, a directory or a glob such as dir/*.txt");
 }
 
-// All regular files below, also through symbolic links; each folder is entered once, so that links may form a
-// loop. A dangling link is no file. As in a glob, names that begin with a dot are left out: .git, .DS_Store.
+// Adds all regular files below, also through symbolic links. Each folder is entered once, so links may form a
+// loop. A dangling link is no file. As in a glob, names that start with a dot are skipped: .git, .DS_Store.
 void add_directory(const fs::path& directory, std::set<fs::path>& files) {
   std::set<fs::path> seen{fs::canonical(directory)};
   std::vector<fs::path> open{*seen.begin()};
@@ -52,7 +52,7 @@ void add_path(const fs::path& path, std::set<fs::path>& files) {
 std::set<fs::path> files_of(const std::string& pattern) {
   std::set<fs::path> files;
   if (pattern.empty()) no_text(pattern, "an empty pattern");
-  if (fs::exists(pattern)) {  // before globbing, so that a name with brackets in it means itself
+  if (fs::exists(pattern)) {  // checked before globbing, so that a name with brackets means itself
     add_path(pattern, files);
     if (files.empty()) no_text(pattern, fs::is_directory(pattern) ? "no file in it" : "not a regular file");
     return files;
@@ -91,7 +91,7 @@ std::int64_t for_each_line(std::string_view text, const fs::path& file,
       refuse(fmt::format("{}:{}", file.string(), line), found, "a JSON object with a string field \"text\"",
              "Correct or remove the line");
     };
-    const auto [value, problem] = parse_json(record, {.keys_once = false});  // other fields are not ours
+    const auto [value, problem] = parse_json(record, {.keys_once = false});  // other fields are not isograd's
     if (!problem.empty()) fail(problem);
     const auto field = value.find("text");
     if (field == value.end()) fail("no field \"text\"");

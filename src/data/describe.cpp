@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kPreviewTokens = 200, kPreviewCharacters = 100;
 
-// The beginning of tokens [begin, end) of a document: text where there is a tokenizer, else numbers.
+// The first tokens of [begin, end) of a document: text if there is a tokenizer, else numbers.
 std::string beginning(const TokenStore& store, const Tokenizer* tokenizer, std::int64_t document,
                       std::int64_t begin, std::int64_t end) {
   std::vector<std::int64_t> wide(

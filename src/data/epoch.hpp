@@ -1,4 +1,4 @@
-// One pass over the documents: their order, and which pieces of them lie between two tokens of it.
+// One pass over the documents: their order, and the pieces between two tokens.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,20 @@
 
 namespace isograd {
 
-// Documents are laid end to end; "token t of the epoch" counts along that line. 8 bytes a document.
+// The documents are concatenated; "token t of the epoch" counts along them. It takes 8 bytes per document.
 class Epoch {
  public:
-  // Tokens [begin, end) of a document that starts at token `start` of the epoch and is `length` long.
+  // Tokens [begin, end) of a document of `length` tokens that starts at token `start` of the epoch.
   struct Span {
     std::int64_t document, begin, end, start, length;
   };
 
-  // A function of (seed, epoch) and of `documents` only; without `shuffle`, of `documents`.
+  // The order depends only on (seed, epoch) and `documents`; without `shuffle`, only on `documents`.
   Epoch(const TokenStore& store, std::span<const std::int64_t> documents, std::uint64_t seed,
         std::int64_t epoch, bool shuffle);
   std::int64_t number() const { return number_; }
   std::int64_t num_tokens() const { return num_tokens_; }
-  // What lies in [begin, end), one piece a document. REQUIRES: 0 <= begin <= end <= num_tokens().
+  // The pieces of [begin, end), one per document. REQUIRES: 0 <= begin <= end <= num_tokens().
   std::vector<Span> pieces(std::int64_t begin, std::int64_t end) const;
 
  private:

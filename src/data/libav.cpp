@@ -25,7 +25,7 @@ std::string text_of(int status) {
 }
 
 Complaints::Complaints() : outer_(listening) {
-  // The callback is the process's. Threads that do not listen keep FFmpeg's own.
+  // FFmpeg has one callback per process. Threads without a listener keep FFmpeg's default.
   static std::once_flag once;
   std::call_once(once, [] { av_log_set_callback(&Complaints::take); });
   listening = this;
@@ -47,7 +47,7 @@ void Complaints::take(void* object, int level, const char* format, va_list argum
 OneFile::OneFile(const std::filesystem::path& file, std::chrono::milliseconds limit) : limit_(limit) {
   renew();
   struct stat status {};
-  // A device may do something when it is opened; without O_NONBLOCK opening a FIFO waits for its other end.
+  // Opening a device may have effects. Without O_NONBLOCK opening a FIFO waits for its other end.
   if (::stat(file.c_str(), &status) != 0 ||
       (S_ISREG(status.st_mode) &&
        (descriptor_ = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) < 0)) {

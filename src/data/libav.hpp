@@ -1,4 +1,4 @@
-// FFmpeg's objects, owned, and what it complains of.
+// RAII owners of FFmpeg's objects, and its error messages.
 #pragma once
 
 extern "C" {
@@ -33,8 +33,8 @@ using Scaler = std::unique_ptr<SwsContext, Release<sws_freeContext>>;
 
 std::string text_of(int status);  // of a negative return value
 
-// While it lives, FFmpeg's messages on this thread go here instead of to stderr. AV_LOG_ERROR is what "cannot
-// losslessly be recovered", in FFmpeg's own definition.
+// While it lives, FFmpeg's messages of this thread are collected here instead of printed to stderr.
+// AV_LOG_ERROR means "cannot losslessly be recovered", in FFmpeg's own definition.
 class Complaints {
  public:
   Complaints();
@@ -50,11 +50,11 @@ class Complaints {
   Complaints* outer_;
 };
 
-// One regular file for FFmpeg to read, by its descriptor: no name reaches FFmpeg that it could open. Reads
-// fail once `limit` has passed since the last renew().
+// One regular file that FFmpeg reads through its descriptor, so that FFmpeg gets no name to open. Reads fail
+// once `limit` has passed since the last renew().
 class OneFile {
  public:
-  // Empty `refusal` afterwards: it is open.
+  // An empty `refusal` afterwards means that it is open.
   OneFile(const std::filesystem::path& file, std::chrono::milliseconds limit);
   ~OneFile();
   OneFile(const OneFile&) = delete;

@@ -1,4 +1,4 @@
-// Steps of packs, the same in every layout, read ahead on a thread.
+// Steps of packs, the same for every layout, prefetched on a thread.
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
@@ -23,19 +23,19 @@ struct Range {
   std::int64_t begin = 0, end = 0;
 };
 
-// Rank r of n takes a contiguous part of the packs; parts differ by at most one pack.
+// Rank r of n takes consecutive packs. The ranks' numbers differ by at most one.
 Range part(Range packs, int rank, int size) {
   const std::int64_t count = packs.end - packs.begin;
   return {packs.begin + count * rank / size, packs.begin + count * (rank + 1) / size};
 }
 
-// One epoch's documents, end to end, and the order in which its packs are taken.
+// The concatenated documents of one epoch, and the order of its packs.
 struct Pass {
   Epoch epoch;
   std::int64_t pack_length;
-  std::vector<std::int64_t> order;  // empty: as they lie
+  std::vector<std::int64_t> order;  // empty: file order
 
-  // What the i-th pack taken holds.
+  // The pieces of the i-th pack of the epoch's order.
   std::vector<Epoch::Span> pack(std::int64_t i) const {
     if (!order.empty()) i = order[static_cast<std::size_t>(i)];
     return epoch.pieces(i * pack_length, std::min((i + 1) * pack_length, epoch.num_tokens()));
@@ -44,8 +44,8 @@ struct Pass {
 
 using Counts = std::unordered_map<std::int64_t, std::int64_t>;  // by sample id
 
-// Valid targets of each sample in the packs taken from packs.begin to packs.end: all its tokens' but its last
-// one's.
+// Valid targets of each sample in packs [packs.begin, packs.end) of the order: all its tokens except the
+// last.
 Counts count_targets(const Pass& pass, Range packs) {
   Counts counts;
   for (std::int64_t i = packs.begin; i < packs.end; ++i)
@@ -54,8 +54,8 @@ Counts count_targets(const Pass& pass, Range packs) {
   return counts;
 }
 
-// The packs taken from packs.begin to packs.end, one after another, as one batch. `sample_targets`: of each
-// sample in the step, on all ranks.
+// Packs [packs.begin, packs.end) of the order, concatenated as one batch. `sample_targets`: the targets of
+// each sample in the step, on all ranks.
 Batch make_batch(const TokenStore& store, const Pass& pass, Range packs, const Counts& sample_targets) {
   std::vector<Epoch::Span> fragments;
   for (std::int64_t i = packs.begin; i < packs.end; ++i) {
@@ -75,7 +75,7 @@ Batch make_batch(const TokenStore& store, const Pass& pass, Range packs, const C
   for (const auto& fragment : fragments) {
     const std::int64_t length = fragment.end - fragment.begin;
     store.read(fragment.document, fragment.begin, {tokens, static_cast<std::size_t>(length)});
-    // The shift is made on the whole sample: the last token of a fragment predicts across the cut.
+    // Targets are shifted on the whole sample: a fragment's last token predicts the next fragment's first.
     std::copy(tokens + 1, tokens + length, targets);
     if (fragment.end < fragment.length)
       store.read(fragment.document, fragment.end, {targets + length - 1, 1});
@@ -103,7 +103,8 @@ struct TextLoader::Impl {
   mutable std::mutex mutex;  // guards `current`, which the reading thread and whole_step() share
   mutable std::shared_ptr<const Pass> current;
 
-  std::future<MicroBatches> ahead;  // the step at `position`. Last: its destructor waits for the thread
+  std::future<MicroBatches>
+      ahead;  // the step at `position`. Last member: its destructor waits for the thread
 
   std::shared_ptr<const Pass> pass(std::int64_t number) const {
     const std::lock_guard lock(mutex);
@@ -123,7 +124,7 @@ struct TextLoader::Impl {
     return {at.step * options.packs_per_step, std::min((at.step + 1) * options.packs_per_step, packs)};
   }
 
-  // The part of a step that rank `rank` of `size` gets, in micro-batches of `group` packs.
+  // The part of a step for rank `rank` of `size`, in micro-batches of `group` packs.
   MicroBatches make(LoaderPosition at, int rank, int size, std::int64_t group) const {
     const auto order = pass(at.epoch);
     const Range all = step_packs(at);
@@ -181,7 +182,7 @@ TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64
   std::vector<bool> seen(static_cast<std::size_t>(store->num_documents()));
   for (const std::int64_t document : documents) {
     in_range<std::int64_t>("document", document, 0, store->num_documents() - 1);
-    // Sample ids are document numbers: one given twice would be one sample of twice the length.
+    // Sample ids are document numbers. A repeated document would be one sample of twice the length.
     if (seen[static_cast<std::size_t>(document)])
       refuse("documents", fmt::format("document {} twice", document), "each document once",
              "Remove the repetition");
@@ -202,7 +203,7 @@ std::int64_t TextLoader::steps_per_epoch() const {
 }
 
 MicroBatches TextLoader::next() {
-  // get() rethrows what the thread threw; the position then stays, and the step is made anew if asked again.
+  // get() rethrows the thread's exception. The position then stays, and a retry makes the step again.
   MicroBatches batches = impl_->ahead.valid() ? impl_->ahead.get() : impl_->make(impl_->position);
   impl_->position = impl_->after(impl_->position);
   if (impl_->options.read_ahead)
@@ -227,7 +228,7 @@ LoaderPosition TextLoader::position() const {
 
 void TextLoader::seek(LoaderPosition position) {
   impl_->check(position);
-  impl_->ahead = {};  // waits for the thread, drops what it made
+  impl_->ahead = {};  // waits for the thread and drops its step
   impl_->position = position;
 }
 

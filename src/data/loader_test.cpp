@@ -15,7 +15,7 @@ namespace {
 using testing::config_error;
 using testing::MemoryStore;
 
-// A corpus whose every token says which document and place it comes from.
+// A corpus whose tokens encode their document and place.
 struct PackedCorpus {
   std::shared_ptr<MemoryStore> store;
   std::vector<std::int64_t> documents;  // those that the loader gets
@@ -88,8 +88,7 @@ Batch joined(const MicroBatches& batches) {
   return all;
 }
 
-// Concatenating the ranks gives the one-rank step, whatever the micro-batches; ranks differ by one pack at
-// most.
+// Concatenating the ranks gives the one-rank step for any micro-batches. Ranks differ by at most one pack.
 RC_GTEST_PROP(Loader, RanksTogetherHoldTheStepOfOneRank, ()) {
   const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
@@ -119,8 +118,7 @@ RC_GTEST_PROP(Loader, RanksTogetherHoldTheStepOfOneRank, ()) {
   }
 }
 
-// An epoch, token by token, against the obvious construction: documents end to end, cut, shifted before the
-// cut.
+// An epoch, token by token, against a simple construction: concatenate documents, shift, then split.
 RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
   const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
@@ -144,7 +142,7 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
       RC_ASSERT(pack.cu_seqlens.size() == pack.sample_ids.size() + 1);
       for (std::size_t f = 0; f < pack.sample_ids.size(); ++f) {
         const std::int64_t id = pack.sample_ids[f], length = corpus.store->document_length(id);
-        RC_ASSERT((f == 0 || id != pack.sample_ids[f - 1]));  // one fragment a document in one pack
+        RC_ASSERT((f == 0 || id != pack.sample_ids[f - 1]));  // one fragment per document in one pack
         if (order.empty() || order.back() != id) order.push_back(id);
         RC_ASSERT(pack.cu_seqlens[f] < pack.cu_seqlens[f + 1]);
         for (std::int64_t i = pack.cu_seqlens[f]; i < pack.cu_seqlens[f + 1]; ++i) {
@@ -171,7 +169,7 @@ RC_GTEST_PROP(Loader, EveryTokenAndTargetOncePerEpoch, ()) {
   if (!options.shuffle) RC_ASSERT(order == corpus.documents);
 }
 
-// What packs() says of a step is what each rank's micro-batches hold, token by token.
+// packs() of a step lists exactly the tokens of each rank's micro-batches.
 RC_GTEST_PROP(Loader, PacksSayWhatEachMicroBatchHolds, ()) {
   const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
@@ -206,7 +204,7 @@ RC_GTEST_PROP(Loader, PacksSayWhatEachMicroBatchHolds, ()) {
 }
 
 // Shuffled packs are the same packs in another order: same tokens, targets and positions, none lost or
-// repeated; a sample's targets in the step are counted over the packs that the step really took.
+// repeated. A sample's targets in the step are counted over the packs of that step.
 RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {
   const PackedCorpus corpus = any_corpus();
   LoaderOptions options = any_options();
@@ -233,7 +231,7 @@ RC_GTEST_PROP(Loader, ShuffledPacksAreTheSamePacks, ()) {
   RC_ASSERT(packs_of(true) == packs_of(false));
 }
 
-// The naive shift, within the fragment, is what the properties above must catch.
+// The properties above must detect the naive shift within a fragment.
 TEST(Loader, TargetsCrossPacksAndSteps) {
   const PackedCorpus corpus = corpus_of({7, 2});
   TextLoader loader(corpus.store, corpus.documents,
@@ -264,7 +262,7 @@ RC_GTEST_PROP(Loader, ResumesAnywhere, ()) {
   for (std::int64_t k = 0; k < stop; ++k) loader.next();
   const LoaderPosition position = loader.position();
   TextLoader resumed(corpus.store, corpus.documents, options);
-  if (*rc::gen::arbitrary<bool>()) resumed.next();  // whatever it read ahead is dropped
+  if (*rc::gen::arbitrary<bool>()) resumed.next();  // the prefetched step is dropped
   resumed.seek(position);
   for (int k = 0; k < 4; ++k) {
     RC_ASSERT(resumed.position().epoch == loader.position().epoch);
@@ -293,13 +291,13 @@ TEST(Loader, ALateErrorReachesTheCallerAndThePositionStays) {
   const PackedCorpus corpus = corpus_of({10, 10, 10});
   TextLoader loader(corpus.store, corpus.documents, {.pack_length = 5, .packs_per_step = 1});
   loader.next();
-  loader.seek({0, 2});  // waits for the thread: nothing reads while the store starts to fail
+  loader.seek({0, 2});  // waits for the thread: nothing reads when the store starts to fail
   corpus.store->fails = true;
-  EXPECT_NE(config_error([&] { loader.next(); }).find("a torn page"), std::string::npos);
+  EXPECT_NE(config_error([&] { loader.next(); }).find("a damaged page"), std::string::npos);
   EXPECT_EQ(loader.position().step, 2);
   corpus.store->fails = false;
   EXPECT_TRUE(equal(loader.next(), loader.whole_step({0, 2})));
-  // And what the thread throws, next() throws.
+  // next() rethrows an exception of the thread.
   struct LateStore final : TokenStore {
     std::int64_t num_documents() const override { return 1; }
     std::int64_t num_tokens() const override { return 8; }
@@ -313,7 +311,7 @@ TEST(Loader, ALateErrorReachesTheCallerAndThePositionStays) {
   };
   TextLoader late(std::make_shared<LateStore>(), {0}, {.pack_length = 4, .packs_per_step = 1});
   EXPECT_EQ(late.next().size(), 1u);
-  EXPECT_NE(config_error([&] { late.next(); }).find("a torn page"), std::string::npos);
+  EXPECT_NE(config_error([&] { late.next(); }).find("a damaged page"), std::string::npos);
   EXPECT_EQ(late.position().step, 1);
 }
 

@@ -1,12 +1,12 @@
-// From the CPU to where a model computes.
+// Copies tensors to the model's device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace isograd {
 
-// The tensor on `device`: itself where it lies there. From the CPU to a GPU by way of pinned memory, beside
-// what the device computes; the host does not wait.
+// The tensor on `device`; the tensor itself if it is there. A copy from the CPU to a GPU goes through pinned
+// memory and overlaps with the device's work; the host does not wait.
 at::Tensor moved(const at::Tensor& tensor, at::Device device);
 
 }  // namespace isograd

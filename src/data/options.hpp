@@ -1,4 +1,4 @@
-// What loaders and stores ask of their options.
+// Checks of options for loaders and stores.
 #pragma once
 
 #include <fmt/format.h>
@@ -8,7 +8,7 @@
 
 namespace isograd {
 
-// ConfigError that names the key unless the number is in the range; a NaN is not.
+// ConfigError with the key's name unless the number is in the range. NaN is not.
 template <typename Number>
 void in_range(const char* key, Number value, Number least, Number most) {
   if (!(value >= least && value <= most))

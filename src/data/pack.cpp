@@ -1,4 +1,4 @@
-// Corpus to shards, once: a manifest beside them says what they were made from.
+// Packs a corpus into shards, once. A manifest next to them records their inputs.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -25,11 +25,11 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-// Hidden like the lock, so that the folder and folder/* name its shards and nothing else.
+// Hidden like the lock, so that the folder and folder/* contain only shards.
 constexpr const char* kManifest = ".manifest.json";
 constexpr int kManifestVersion = 2;
 
-// Held while a directory is looked at or filled; a second process waits, then finds the work done.
+// Held while a directory is inspected or filled. A second process waits, then finds the shards.
 class DirectoryLock {
  public:
   DirectoryLock(const fs::path& directory, const std::function<bool()>& stop) : directory_(directory) {
@@ -44,7 +44,7 @@ class DirectoryLock {
       throw;
     }
     const std::string who = fmt::format("process {}\n", getpid());
-    if (ftruncate(file_, 0) == 0) (void)!pwrite(file_, who.data(), who.size(), 0);  // for who waits
+    if (ftruncate(file_, 0) == 0) (void)!pwrite(file_, who.data(), who.size(), 0);  // for waiting processes
   }
   ~DirectoryLock() { close(file_); }
   DirectoryLock(const DirectoryLock&) = delete;
@@ -94,23 +94,23 @@ class DirectoryLock {
   int file_ = -1;
 };
 
-// The manifest of a directory; null: none that can be read, which is as good as none.
+// The manifest of a directory; null: none, or not readable, which is treated alike.
 nlohmann::json read_manifest(const fs::path& directory) {
   if (!fs::is_regular_file(directory / kManifest)) return {};
   auto [manifest, problem] = parse_json(read_file(directory / kManifest));
   return problem.empty() ? manifest : nlohmann::json();
 }
 
-// What the files hold, by checksum, and what the manifest keeps of them.
+// The contents of the files, by checksum, and the manifest's record of them.
 struct Contents {
   std::vector<std::string> checksums;               // of each file
   nlohmann::json files = nlohmann::json::object();  // by the checksum of the path
-  bool read = false;                                // any of them
+  bool read = false;                                // whether any of them was read
 };
 
-// A file is read unless size, times and inode are those of when it was read last. Of the times a program can
-// set that of the last change to the content, not that of the last change to the file. A change within
-// kSettled of the reading may have got the same time.
+// A file is read again unless its size, times and inode are unchanged since the last reading. A program can
+// set the time of the last change of content, but not that of the last change of the file. A change within
+// kSettled of the reading may have the same time.
 Contents contents_of(const std::vector<InputFile>& files, const nlohmann::json& manifest) {
   constexpr std::int64_t kSettled = 2'000'000'000;  // nanoseconds: the coarsest time stamps of file systems
   Contents contents;
@@ -127,7 +127,7 @@ Contents contents_of(const std::vector<InputFile>& files, const nlohmann::json& 
         contents.files[key] = known;
         continue;
       }
-    } catch (const nlohmann::json::exception&) {  // not there, or of another kind
+    } catch (const nlohmann::json::exception&) {  // absent, or of another type
     }
     entry["read"] = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
     contents.checksums.push_back(checksum_file(file.path));
@@ -140,7 +140,7 @@ Contents contents_of(const std::vector<InputFile>& files, const nlohmann::json& 
 
 std::string fingerprint(const std::vector<InputFile>& files, const Contents& contents,
                         const CorpusOptions& corpus, const Tokenizer& tokenizer) {
-  // An empty document shows the marks around each, which do not follow from the name alone.
+  // An empty document shows the marks that the tokenizer adds, which its name does not determine.
   std::string text =
       fmt::format("{}\n{}\n{}\n{}\n{}\n", kManifestVersion, tokenizer.name(), tokenizer.vocabulary(),
                   fmt::join(tokenizer.encode(""), " "), corpus.shard_tokens);
@@ -149,7 +149,7 @@ std::string fingerprint(const std::vector<InputFile>& files, const Contents& con
   return checksum(text.data(), text.size());
 }
 
-// The shards that `directory` already holds for these inputs, or nothing.
+// The shards that `directory` already holds for these inputs; empty: none.
 std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nlohmann::json& manifest,
                                            const std::string& inputs, PackSummary& summary) {
   try {
@@ -175,7 +175,7 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nloh
   }
 }
 
-// Else the shards might not hold what the manifest says.
+// Otherwise the shards might differ from the manifest.
 void require_unchanged(const std::vector<InputFile>& files) {
   for (const InputFile& file : files) {
     const InputFile now = resolve({file.path.string()}).front();
@@ -198,7 +198,7 @@ void remove_others(const fs::path& directory, const std::vector<fs::path>& keep)
       fs::remove(entry.path());
 }
 
-// Shards of other inputs, whose names begin otherwise than `prefix`.
+// Refuses to replace shards of other inputs, whose names start with another prefix.
 void refuse_others(const fs::path& directory, const std::string& prefix) {
   std::vector<std::string> others;
   for (const auto& entry : fs::directory_iterator(directory))
@@ -214,7 +214,7 @@ void refuse_others(const fs::path& directory, const std::string& prefix) {
                   "Give them a folder of their own (--out), or replace what is there: --overwrite");
 }
 
-// A text may bring a token that the tokenizer sets as well: "<s>" in front, where it adds one.
+// Looks for a token in the text that the tokenizer also adds, such as a leading "<s>".
 void look_for_doubled(const std::vector<std::uint32_t>& tokens, const Tokenizer& tokenizer,
                       const fs::path& file, std::int64_t document, PackSummary& summary) {
   const auto is = [&](std::size_t i, std::int64_t mark) { return mark >= 0 && tokens[i] == mark; };
@@ -222,7 +222,7 @@ void look_for_doubled(const std::vector<std::uint32_t>& tokens, const Tokenizer&
   if (count < 2) return;
   const bool begins = is(0, tokenizer.bos()) && is(1, tokenizer.bos()),
              ends = is(count - 1, tokenizer.eos()) && is(count - 2, tokenizer.eos());
-  // Of an empty text between two marks that are one token: both are the tokenizer's.
+  // An empty text gives two equal marks: both are the tokenizer's.
   if ((!begins && !ends) || (count == 2 && tokens == tokenizer.encode(""))) return;
   if (++summary.doubled_marks == 1)
     summary.first_doubled =
@@ -246,11 +246,11 @@ std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const Co
   std::vector<fs::path> shards;
   std::unique_ptr<ShardWriter> writer;
   for (const auto& file : files) {
-    std::int64_t document = 0;  // of this file, without empty ones
+    std::int64_t document = 0;  // number of the document in this file, without empty ones
     summary.empty_documents += for_each_document(file.path, [&](std::string_view text) {
       ++document;
       const std::vector<std::uint32_t> tokens = tokenizer.encode(text);
-      if (tokens.empty()) {  // a tokenizer may normalise a text of spaces away
+      if (tokens.empty()) {  // a tokenizer may normalise a text of spaces to nothing
         ++summary.empty_documents;
         return;
       }
@@ -294,7 +294,7 @@ std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& 
     write_file(directory / kManifest, manifest.dump(1) + "\n");
   }
   if (!shards) {
-    // The inputs are part of the name, so that shards of two corpora never pass for one.
+    // The inputs are part of the name, so that shards of two corpora are never confused.
     const std::string prefix = "tokens-" + inputs.substr(0, 8);
     if (!corpus.replace) refuse_others(directory, prefix);
     shards = write_shards(files, corpus, tokenizer, directory / prefix, found);

@@ -88,7 +88,7 @@ TEST_F(Pack, TheSameInputsArePackedOnce) {
   auto repacks = [&](const char* why) {
     const auto shards = pack(options);
     EXPECT_FALSE(summary_.reused) << why;
-    EXPECT_EQ(shards_in_cache(), shards.size()) << why;  // what belonged to other inputs is gone
+    EXPECT_EQ(shards_in_cache(), shards.size()) << why;  // shards of other inputs are removed
     return texts(*TokenStore::open(shards));
   };
   folder_.write("text/a.txt", "longer");
@@ -103,7 +103,7 @@ TEST_F(Pack, TheSameInputsArePackedOnce) {
   fs::remove(pack(options)[0]);
   repacks("a lost shard");
   write_file(folder_ / "cache" / ".manifest.json", "{\"inputs\": 3");
-  repacks("a torn manifest");
+  repacks("a truncated manifest");
   write_file(folder_ / "cache" / ".manifest.json", "[]");
   repacks("a manifest of another kind");
   EXPECT_FALSE(
@@ -118,7 +118,7 @@ TEST_F(Pack, WhatFilesHoldDecidesNotTheirTimes) {
   const CorpusOptions options{.patterns = {text("*.txt")}};
   const auto packed = [&] { return texts(*TokenStore::open(pack(options))); };
   EXPECT_EQ(packed(), std::vector<std::string>{"first"});
-  // Another text of the same size and time, in the same file and in another one of its name.
+  // Another text of the same size and time, in the same file and in another file of its name.
   std::ofstream(file, std::ios::in) << "other";
   fs::last_write_time(file, time);
   EXPECT_EQ(packed(), std::vector<std::string>{"other"});
@@ -126,7 +126,7 @@ TEST_F(Pack, WhatFilesHoldDecidesNotTheirTimes) {
   fs::last_write_time(folder_.write("text/b", "third"), time);
   fs::rename(folder_ / "text/b", file);
   EXPECT_EQ(packed(), std::vector<std::string>{"third"});
-  // The same text at another time.
+  // The same text with another time.
   fs::last_write_time(file, time + std::chrono::hours(1));
   EXPECT_EQ(packed(), std::vector<std::string>{"third"});
   EXPECT_TRUE(summary_.reused);
@@ -135,8 +135,7 @@ TEST_F(Pack, WhatFilesHoldDecidesNotTheirTimes) {
   EXPECT_TRUE(summary_.reused);
 }
 
-// As the post-processor of a tokenizer.json: "<" is a token that it sets in front, ">" one that it sets
-// behind.
+// As the post-processor of a tokenizer.json: it adds the token "<" in front and the token ">" at the end.
 class MarkingTokenizer final : public Tokenizer {
  public:
   explicit MarkingTokenizer(char begin) : begin_(begin) {}
@@ -177,7 +176,7 @@ TEST_F(Pack, AMarkThatTextAndTokenizerBothSetIsNamed) {
   EXPECT_NE(
       warned(MarkingTokenizer('<'), "b.txt").find("document 1 of " + text("b.txt") + " ends with token 62"),
       std::string::npos);
-  // One token for both: a text of nothing has it twice by the tokenizer alone.
+  // One token for both marks: the tokenizer alone gives an empty text two of them.
   folder_.write("text/b.txt", "three");
   EXPECT_EQ(warned(MarkingTokenizer('>'), "b.txt"), "");
   EXPECT_EQ(summary_.doubled_marks, 0);
@@ -215,12 +214,12 @@ TEST_F(Pack, OtherShardsAreKeptWhereTheyAreNotToBeReplaced) {
     EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
   EXPECT_EQ(pack(both), first);
   EXPECT_TRUE(summary_.reused);
-  fs::resize_file(first[0], 70);  // its own, damaged: packed again
+  fs::resize_file(first[0], 70);  // our own shard, damaged: packed again
   EXPECT_EQ(pack(both), first);
   EXPECT_FALSE(summary_.reused);
 }
 
-// Whoever holds the lock is named, and a wish to stop ends the wait.
+// The process that holds the lock is named, and a request to stop ends the wait.
 TEST_F(Pack, AHeldLockIsNamedAndWaitedForNoLongerThanAsked) {
   folder_.write("text/a.txt", "one");
   pack({.patterns = {text("a.txt")}});
@@ -228,7 +227,7 @@ TEST_F(Pack, AHeldLockIsNamedAndWaitedForNoLongerThanAsked) {
   EXPECT_EQ(fs::status(lock).permissions(), fs::perms::owner_read | fs::perms::owner_write)
       << "others may hold it";
   fs::permissions(lock, fs::perms::group_read | fs::perms::others_read,
-                  fs::perm_options::add);  // an older one
+                  fs::perm_options::add);  // a lock file of an older version
   int ready[2];
   ASSERT_EQ(pipe(ready), 0);
   const pid_t holder = fork();

@@ -14,7 +14,7 @@ std::string encode_png(const at::Tensor& frame) {
   using namespace libav;
   const auto fail = [](const std::string& found) {
     refuse("encode_png", found, "a frame uint8 [rows, columns, 3], and an FFmpeg with a PNG encoder",
-           "Mend the frame, or install the distribution's libavcodec");
+           "Check the frame's size and type, or install the distribution's libavcodec");
   };
   if (frame.dim() != 3 || frame.size(2) != 3 || frame.numel() == 0 || frame.scalar_type() != at::kByte ||
       frame.size(0) > 1 << 14 || frame.size(1) > 1 << 14)

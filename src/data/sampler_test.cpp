@@ -35,22 +35,23 @@ RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
       RC_ASSERT(whole.position().epoch == epoch);
       RC_ASSERT(whole.position().step == step);
       const auto together = whole.next();
-      std::multiset<std::int64_t> dealt;
+      std::multiset<std::int64_t> assigned;
       std::size_t most = 0, fewest = together.size();
       for (Sampler& rank : ranks) {
         const auto part = rank.next();
-        dealt.insert(part.begin(), part.end());
+        assigned.insert(part.begin(), part.end());
         most = std::max(most, part.size());
         fewest = std::min(fewest, part.size());
       }
-      RC_ASSERT(dealt == std::multiset<std::int64_t>(together.begin(), together.end()));
+      RC_ASSERT(assigned == std::multiset<std::int64_t>(together.begin(), together.end()));
       RC_ASSERT(most - fewest <= 1u);
       seen.insert(together.begin(), together.end());
     }
     RC_ASSERT(seen.size() == static_cast<std::size_t>(options.samples));
     RC_ASSERT(*seen.begin() == 0);
     RC_ASSERT(*seen.rbegin() == options.samples - 1);
-    RC_ASSERT(std::set<std::int64_t>(seen.begin(), seen.end()).size() == seen.size());  // B25: none twice
+    RC_ASSERT(std::set<std::int64_t>(seen.begin(), seen.end()).size() ==
+              seen.size());  // B25: no sample twice
   }
 }
 

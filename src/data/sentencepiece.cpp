@@ -61,7 +61,7 @@ class SentencePieceTokenizer final : public Tokenizer {
   }
 
  private:
-  // What is wrong with the model; empty where it was loaded.
+  // Loads the model. Returns the problem; empty: none.
   std::string load(std::string_view model) {
     if (model.empty()) return "an empty file";  // LoadFromSerializedProto() calls it a model without pieces
     const CheckedModel checked = check_sentencepiece(model);
@@ -69,7 +69,7 @@ class SentencePieceTokenizer final : public Tokenizer {
     try {
       const auto status = processor_.LoadFromSerializedProto(checked.bytes);
       if (!status.ok()) return status.ToString();
-    } catch (const std::exception& error) {  // Darts-clone's
+    } catch (const std::exception& error) {  // thrown by Darts-clone
       return error.what();
     }
     return processor_.GetPieceSize() == 0 ? "a model without pieces" : std::string();

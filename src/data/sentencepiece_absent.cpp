@@ -1,4 +1,4 @@
-// A build without libsentencepiece.
+// SentencePiece in a build without libsentencepiece: it refuses.
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
 #include "isograd/error.hpp"

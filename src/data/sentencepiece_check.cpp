@@ -18,11 +18,11 @@ constexpr std::size_t kLargestTable = std::size_t{16} << 20;  // spm_train's own
 constexpr std::size_t kLongestReplacement = 1024;  // bytes for one match, or a text could grow without bound
 
 // A normaliser table: u32 bytes of a trie, the trie as a double array of u32 units, replacements that end in
-// 0. Darts-clone's reading of a unit: bits 0 to 7 and 31 are its label, bit 8 says that a value lies at the
-// place that it leads to, the others say how far that is.
+// 0. Darts-clone's format of a unit: bits 0 to 7 and 31 are its label, bit 8 marks a value at its target, and
+// the other bits are the offset of the target.
 class NormalizerTable {
  public:
-  // Empty where every walk over it stays inside.
+  // Empty if every walk over the table stays inside it.
   std::string problem(std::string_view blob) {
     std::uint32_t bytes = 0;
     if (blob.size() < sizeof bytes || blob.size() > kLargestTable)
@@ -50,13 +50,14 @@ class NormalizerTable {
   enum class State : std::uint8_t { kUnseen, kOpen, kDone };
   struct Frame {
     std::size_t place;
-    std::size_t byte = 0;  // the next to follow
+    std::size_t byte = 0;  // the next byte to follow
     std::uint8_t rules = 0;
   };
 
   static std::size_t offset(std::uint32_t unit) { return (unit >> 10) << ((unit & (1u << 9)) >> 6); }
 
-  // Depth first, each place once: the most rules that one text can match, counted from each place's end.
+  // Depth first, each place once. Computes the most rules that one text can match, from each place to its
+  // end.
   std::string walk() {
     std::vector<State> states(units_.size(), State::kUnseen);
     std::vector<std::uint8_t> rules(units_.size(), 0);
@@ -87,7 +88,7 @@ class NormalizerTable {
       if (states[to] == State::kOpen) return "a normaliser's trie that leads back to where it came from";
       if (states[to] == State::kUnseen) {
         if (!enter(to)) return kOutside;
-        continue;  // this byte again when that place is done
+        continue;  // this byte is tried again when that place is done
       }
       const bool value = (unit >> 8 & 1) != 0;
       if (value && (units_[to] & 0x7FFFFFFF) >= texts_) return kOutside;
@@ -106,12 +107,12 @@ class NormalizerTable {
 
 struct VocabularyEntry {
   std::string_view text;
-  bool symbol = false;  // of the user
+  bool symbol = false;  // user-defined symbol
 };
 
 using protozero::pbf_wire_type;
 
-// As protobuf reads it: the last of a field that comes twice, types that it does not know left out.
+// Reads as protobuf does: the last of a repeated field counts, and unknown types are skipped.
 std::string problem_of_piece(protozero::pbf_reader message, VocabularyEntry& piece) {
   constexpr std::int64_t kNormal = 1, kUserDefined = 4, kLast = 6;
   while (message.next()) switch (message.tag_and_type()) {
@@ -148,10 +149,10 @@ std::string problem_of_normaliser(protozero::pbf_reader message) {
   return {};
 }
 
-// The user's symbols are looked for at every place of a text, all that fit at once.
+// libsentencepiece looks for user symbols at every place of a text, all matches at once.
 std::string problem_of_symbols(std::vector<std::string_view> symbols) {
   std::sort(symbols.begin(), symbols.end());
-  std::vector<std::string_view> alike;  // each the beginning of the next
+  std::vector<std::string_view> alike;  // each is a prefix of the next
   for (const auto symbol : symbols) {
     while (!alike.empty() && !symbol.starts_with(alike.back())) alike.pop_back();
     alike.push_back(symbol);

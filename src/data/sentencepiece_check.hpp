@@ -1,4 +1,4 @@
-// What libsentencepiece believes of a model without looking.
+// Checks the fields of a model that libsentencepiece trusts blindly.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@ namespace isograd {
 
 struct CheckedModel {
   std::string bytes;    // for LoadFromSerializedProto, without the model's own test sentences
-  std::string problem;  // what was found; empty where loading and encoding stay within their memory
+  std::string problem;  // empty: loading and encoding stay within their memory
 };
 
-// libsentencepiece 0.1.97 walks a normaliser table without comparing an offset with its size, keeps at most
-// 32 rules and 64 symbols that begin alike in arrays on the stack, takes pieces for C strings, and prints
-// test sentences that fail as they are.
+// libsentencepiece 0.1.97 walks a normaliser table without comparing offsets with its size, keeps at most 32
+// rules and 64 symbols with a common prefix in arrays on the stack, treats pieces as C strings, and prints
+// failing test sentences unescaped.
 CheckedModel check_sentencepiece(std::string_view model);
 
 }  // namespace isograd

@@ -91,11 +91,11 @@ void ShardWriter::finish() {
 
 Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text) : file_(path) {
   if (file_.size() == 0) fail("an empty file", "tokens");
-  if (::stat(path.c_str(), &opened_) != 0) opened_ = {};  // removed meanwhile: no other file passes for it
+  if (::stat(path.c_str(), &opened_) != 0) opened_ = {};  // removed meanwhile: no other file matches it
   std::uint32_t first = 0;
   std::memcpy(&first, file_.data(), std::min<std::size_t>(4, file_.size()));
-  // A damaged shard of ours must not pass for nanoGPT's, which has no header: only *.bin may be foreign, and
-  // not one that is still much like ours.
+  // A damaged isograd shard must not be read as nanoGPT's, which has no header. Only *.bin may be foreign,
+  // and not if it still resembles isograd's format.
   const bool may_be_foreign = path.extension() == ".bin";
   if (!may_be_foreign || resembles_own())
     open_own();
@@ -105,8 +105,8 @@ Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end
     open_nano_gpt(end_of_text);
 }
 
-// Most of the magic number, or what no tokens of another format say by chance: the size of this very file at
-// its place, behind our version.
+// Most of the magic number, or the file's size at its place after our version, which tokens of another format
+// would not contain by chance.
 bool Shard::resembles_own() const {
   Header header{};
   const std::size_t size = std::min<std::size_t>(sizeof header, file_.size());
@@ -134,7 +134,7 @@ void Shard::open_own() {
     fail(fmt::format("tokens of {} bytes", header.token_bytes), "2 or 4");
   if (header.file_bytes != size)
     fail(fmt::format("{} bytes", size), fmt::format("{} bytes, as its header says", header.file_bytes));
-  // Each bound by the size of the file before any of them is multiplied or added.
+  // Each is bounded by the size of the file before it is multiplied or added.
   if (header.name_bytes == 0 || header.name_bytes > kLongestName)
     fail(fmt::format("a tokenizer name of {} bytes", header.name_bytes), "1 to 255");
   if (header.tokens == 0 || header.tokens > size / header.token_bytes || header.documents == 0 ||
@@ -178,7 +178,7 @@ void Shard::open_llm_c(std::uint32_t magic, std::optional<std::uint32_t> end_of_
   if (count == 0 || expected != file_.size())
     fail(fmt::format("{} bytes", file_.size()), fmt::format("{} bytes for {} tokens", expected, count));
   set_tokens(kLlmCHeader, count, token_bytes);
-  cut(end_of_text, true);
+  split(end_of_text, true);
 }
 
 void Shard::open_nano_gpt(std::optional<std::uint32_t> end_of_text) {
@@ -190,7 +190,7 @@ void Shard::open_nano_gpt(std::optional<std::uint32_t> end_of_text) {
     fail("the zeros of an llm.c header without its magic number",
          fmt::format("the magic number {} or {}, or plain uint16 tokens", kLlmC16, kLlmC32));
   set_tokens(0, size / 2, 2);
-  cut(end_of_text, false);
+  split(end_of_text, false);
 }
 
 void Shard::set_tokens(std::uint64_t begin, std::uint64_t count, std::uint32_t token_bytes) {
@@ -204,16 +204,16 @@ void Shard::set_tokens(std::uint64_t begin, std::uint64_t count, std::uint32_t t
   }
 }
 
-void Shard::cut(std::optional<std::uint32_t> end_of_text, bool at_start) {
-  cuts_.push_back(0);
+void Shard::split(std::optional<std::uint32_t> end_of_text, bool at_start) {
+  split_offsets_.push_back(0);
   if (end_of_text)
     for (std::uint64_t i = 0; i < count_; ++i) {
       if (token(i) != *end_of_text) continue;
       const std::uint64_t border = at_start ? i : i + 1;
-      if (border > cuts_.back() && border < count_) cuts_.push_back(border);
+      if (border > split_offsets_.back() && border < count_) split_offsets_.push_back(border);
     }
-  cuts_.push_back(count_);
-  offsets_ = cuts_;
+  split_offsets_.push_back(count_);
+  offsets_ = split_offsets_;
 }
 
 void Shard::require_whole() const {
@@ -225,7 +225,7 @@ void Shard::require_whole() const {
   if (found.st_dev != opened_.st_dev || found.st_ino != opened_.st_ino) return;
   const auto bytes = static_cast<std::uint64_t>(found.st_size);
   if (bytes < file_.size())
-    fail(fmt::format("{} bytes: it was cut short while it was read", bytes),
+    fail(fmt::format("{} bytes: it was truncated while it was read", bytes),
          fmt::format("the {} bytes that it had when it was opened", file_.size()));
 }
 

@@ -1,10 +1,10 @@
-// Token shards on disk: ours is written and read, llm.c's and nanoGPT's are read.
+// Token shards on disk. isograd's format is written and read; llm.c's and nanoGPT's are read.
 //
-// Ours, little-endian, every part padded to 8 bytes:
-//   0  magic "isograd\x01"      8  u32 version = 1        12  u32 bytes of a token, 2 or 4
-//  16  u64 documents           24  u64 tokens             32  u64 vocabulary of the tokenizer
-//  40  u64 bytes of its name   48  u64 bytes of the file  56  u64 XXH3-64 of bytes 64 .. end, then 0 .. 56
-//  64  name of the tokenizer, tokens, u64 offsets [documents + 1] of the documents, in tokens
+// isograd's format, little-endian, every part padded to 8 bytes:
+//    0  magic "isograd\x01"      8  u32 version = 1        12  u32 bytes of a token, 2 or 4
+//   16  u64 documents           24  u64 tokens             32  u64 vocabulary of the tokenizer
+//   40  u64 bytes of its name   48  u64 bytes of the file  56  u64 XXH3-64 of bytes 64 .. end, then 0 .. 56
+//   64  name of the tokenizer, tokens, u64 offsets [documents + 1] of the documents, in tokens
 #pragma once
 
 #include <sys/stat.h>
@@ -52,18 +52,18 @@ class ShardWriter {
 // One mapped file of tokens, checked when opened.
 class Shard {
  public:
-  // ConfigError naming the file unless all of it is sound. `end_of_text` as in TokenStore::open.
+  // ConfigError with the file's name unless the whole file is valid. `end_of_text` as in TokenStore::open.
   Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text);
   std::int64_t num_documents() const { return static_cast<std::int64_t>(offsets_.size()) - 1; }
   std::int64_t num_tokens() const { return static_cast<std::int64_t>(offsets_.back()); }
   std::uint64_t offset(std::int64_t document) const { return offsets_[static_cast<std::size_t>(document)]; }
   std::uint32_t max_token() const { return max_token_; }
-  const std::string& tokenizer() const { return tokenizer_; }  // "" for a foreign shard
+  const std::string& tokenizer() const { return tokenizer_; }  // empty: a foreign shard
   const std::filesystem::path& path() const { return file_.path(); }
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
-  // ConfigError where the file has been cut short in place since it was opened: its mapped pages beyond the
-  // new end would end the process by SIGBUS. A file that was replaced or removed stays readable through the
-  // mapping. Looks once a millisecond at most, so that each read may ask.
+  // ConfigError if the file has been truncated in place since it was opened: reading its mapped pages beyond
+  // the new end would end the process by SIGBUS. A file that was replaced or removed stays readable through
+  // the mapping. It checks at most once a millisecond, so that each read may call it.
   void require_whole() const;
 
  private:
@@ -72,19 +72,19 @@ class Shard {
   void open_llm_c(std::uint32_t magic, std::optional<std::uint32_t> end_of_text);
   void open_nano_gpt(std::optional<std::uint32_t> end_of_text);
   void set_tokens(std::uint64_t begin, std::uint64_t count, std::uint32_t token_bytes);
-  // One document from each `end_of_text` on (at_start), or up to and with each.
-  void cut(std::optional<std::uint32_t> end_of_text, bool at_start);
+  // Splits into documents at each `end_of_text`: at its start (at_start), or after it.
+  void split(std::optional<std::uint32_t> end_of_text, bool at_start);
   std::uint32_t token(std::uint64_t index) const { return narrow_ ? narrow_[index] : wide_[index]; }
   [[noreturn]] void fail(const std::string& found, const std::string& expected) const;
 
   MappedFile file_;
   struct stat opened_ {};
-  mutable std::atomic<std::int64_t> looked_at_ = -1;  // of the steady clock, in milliseconds
-  const std::uint16_t* narrow_ = nullptr;             // one of the two
+  mutable std::atomic<std::int64_t> looked_at_ = -1;  // steady clock, milliseconds
+  const std::uint16_t* narrow_ = nullptr;             // one of the two is set
   const std::uint32_t* wide_ = nullptr;
   std::uint64_t count_ = 0;
-  std::vector<std::uint64_t> cuts_;         // a foreign shard's offsets
-  std::span<const std::uint64_t> offsets_;  // [documents + 1], in the file or in cuts_
+  std::vector<std::uint64_t> split_offsets_;  // a foreign shard's offsets
+  std::span<const std::uint64_t> offsets_;    // [documents + 1], in the file or in split_offsets_
   std::uint32_t max_token_ = 0;
   std::string tokenizer_;
 };

@@ -1,4 +1,4 @@
-// Shards as hostile input, and foreign ones.
+// Hostile and foreign shards.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
@@ -56,7 +56,7 @@ TEST(Store, ReadsWhatWasWrittenInBothWidths) {
     store->read(6, 2, part);
     EXPECT_EQ(part, (std::vector<std::int64_t>{8, 7, 6}));
     EXPECT_THROW(store->read(6, 5, part),
-                 BrokenInvariant);  // beyond the document, though not beyond the file
+                 BrokenInvariant);  // beyond the document, but within the file
     EXPECT_THROW(store->read(6, -1, part), BrokenInvariant);
     EXPECT_THROW(store->document_length(8), BrokenInvariant);
     const auto width = vocabulary <= 65536 ? 2u : 4u;
@@ -78,7 +78,7 @@ TEST(Store, TruncatedAnywhereIsRefusedByName) {
   EXPECT_NE(config_error([&] { TokenStore::open({}); }).find("no files"), std::string::npos);
 }
 
-// Without a look at the file's size, reading the pages that are gone would end this process by SIGBUS.
+// Without the check of the file's size, reading missing pages would end this process by SIGBUS.
 TEST(Store, AFileThatIsCutShortWhileItIsReadIsNamed) {
   const Folder folder;
   for (const std::uintmax_t left : {std::uintmax_t{0}, std::uintmax_t{80}, std::uintmax_t{8192}}) {
@@ -87,13 +87,13 @@ TEST(Store, AFileThatIsCutShortWhileItIsReadIsNamed) {
     const auto size = fs::file_size(path);
     EXPECT_EQ(read_document(*store, 9999), kDocuments[2]);
     fs::resize_file(path, left);
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // it looks once a millisecond
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the check runs once a millisecond
     const auto said = config_error([&] { read_document(*store, 9999); });
     for (const std::string& part :
          {path.string(), fmt::format("found {} bytes", left), fmt::format("the {} bytes", size)})
       EXPECT_NE(said.find(part), std::string::npos) << said;
   }
-  // What was mapped stays whole when another file takes the name, or none has it any more.
+  // Mapped data stays whole when another file takes the name, or the file is removed.
   const auto path = write_shard(folder / "a.isograd", kDocuments);
   const auto store = TokenStore::open({path});
   write_shard(path, {{256, 257}});
@@ -113,16 +113,15 @@ TEST(Store, EveryFlippedBitIsFound) {
     const auto path = folder.write("damaged.isograd", damaged);
     const std::string error = config_error([&] { TokenStore::open({path}); });
     EXPECT_NE(error.find(path.string()), std::string::npos) << "bit " << bit;
-    // Tokens and offsets are protected by nothing but the checksum: its message must say so.
+    // Only the checksum protects tokens and offsets, so its message must name it.
     if (bit / 8 >= 72) {
       EXPECT_NE(error.find("checksum"), std::string::npos) << error;
     }
   }
 }
 
-// A liar who computes the checksum too: header words and offsets set to extreme values.
-// nanoGPT's shards are numbers and nothing else: a name that ends in .bin must not make a damaged one of ours
-// theirs.
+// Header words and offsets with extreme values and a valid checksum. nanoGPT's shards are plain numbers: a
+// damaged isograd shard whose name ends in .bin must not be read as one of them.
 TEST(Store, AFlippedBitOfTheMagicNumberIsFoundUnderAnyName) {
   const Folder folder;
   const std::string whole = read_file(write_shard(folder / "whole.isograd", kDocuments));
@@ -134,7 +133,7 @@ TEST(Store, AFlippedBitOfTheMagicNumberIsFoundUnderAnyName) {
       EXPECT_NE(config_error([&] { TokenStore::open({path}); }).find("magic number"), std::string::npos)
           << name << " " << bit;
     }
-  // And with the whole magic number gone.
+  // The whole magic number is gone.
   const auto path = folder.write("gone.bin", "01234567" + whole.substr(8));
   EXPECT_NE(config_error([&] { TokenStore::open({path}); }).find("magic number"), std::string::npos);
 }
@@ -164,8 +163,8 @@ TEST(Store, LyingHeadersWithTheRightChecksumDoNotCrash) {
       else
         ++refused;
     }
-  // Legal all the same: vocabularies of 258 and 2^32, a name of 1 or 5 bytes, a first document at 0, a second
-  // at 1 or 5, a third at 5.
+  // These are still legal: vocabularies of 258 and 2^32, a name of 1 or 5 bytes, a first document at 0, a
+  // second at 1 or 5, a third at 5.
   EXPECT_EQ(accepted, 8) << refused;
 }
 
@@ -216,7 +215,7 @@ TEST(Store, NanoGptShards) {
             std::string::npos);
   EXPECT_NE(config_error([&] { TokenStore::open({folder.write("empty.bin", "")}); }).find("empty"),
             std::string::npos);
-  // Only *.bin may come without a header of ours.
+  // Only *.bin may lack isograd's header.
   EXPECT_NE(config_error([&] { TokenStore::open({folder.write("train.dat", bytes_of(tokens))}); }), "");
 }
 
@@ -229,7 +228,7 @@ TEST(Store, ShardsOfDifferentTokenizersDoNotMix) {
   EXPECT_NE(config_error([&] { TokenStore::open({a, c}); }).find("a foreign shard"), std::string::npos);
 }
 
-// Random bytes under every name and behind every magic: an error or a store that can be read, never a crash.
+// Random bytes under every name and behind every magic give an error or a readable store, never a crash.
 TEST(Store, NoiseDoesNotCrash) {
   const Folder folder;
   const unsigned seed = std::random_device{}();

@@ -51,7 +51,7 @@ Table read_csv(const std::string& name, std::string_view text, const std::string
       continue;
     }
     if (found.size() != columns)
-      refuse(where, fmt::format("{} cells", found.size()), fmt::format("{}", columns), "Mend that line");
+      refuse(where, fmt::format("{} cells", found.size()), fmt::format("{}", columns), "Correct that line");
     for (const auto cell : found) {
       double value = 0;
       const auto [rest, error] = std::from_chars(cell.data(), cell.data() + cell.size(), value);
@@ -95,9 +95,9 @@ class Bytes {
   std::string_view data_;
 };
 
-// One member of a zip archive that is stored as it is.
-std::string_view member(const Bytes& zip, const std::string& wanted) {
-  // At the end, before a comment that a u16 counts.
+// One uncompressed member of a zip archive.
+std::string_view member(const Bytes& zip, const std::string& name) {
+  // The directory's end is before a comment whose length is a u16.
   std::uint64_t end = zip.size() < 22 ? 0 : zip.size() - 21;
   const std::uint64_t stop = end > 0xFFFF ? end - 0xFFFF - 1 : 0;
   while (end > stop && zip.number(end - 1, 4) != 0x06054b50) --end;
@@ -108,16 +108,16 @@ std::string_view member(const Bytes& zip, const std::string& wanted) {
     if (zip.number(at, 4) != 0x02014b50)
       refuse(zip.name(), "a damaged zip directory", "an NPZ file", "Write it with numpy.savez");
     const std::uint64_t name_size = zip.number(at + 28, 2), size = zip.number(at + 24, 4);
-    if (zip.at(at + 46, name_size) == wanted) {
+    if (zip.at(at + 46, name_size) == name) {
       if (zip.number(at + 10, 2) != 0)
-        refuse(zip.name(), wanted + " compressed", "arrays stored as they are",
+        refuse(zip.name(), name + " compressed", "arrays stored as they are",
                "Write the file with numpy.savez, not savez_compressed");
       const std::uint64_t local = zip.number(at + 42, 4);
       return zip.at(local + 30 + zip.number(local + 26, 2) + zip.number(local + 28, 2), size);
     }
     at += 46 + name_size + zip.number(at + 30, 2) + zip.number(at + 32, 2);
   }
-  refuse(zip.name(), "no array '" + wanted + "'", "arrays x [N, F] and y [N]",
+  refuse(zip.name(), "no array '" + name + "'", "arrays x [N, F] and y [N]",
          "Name the target in data.target");
 }
 
@@ -163,7 +163,7 @@ at::Tensor array_of(const Bytes& zip, const std::string& key) {
 }  // namespace
 
 Table read_table(const std::filesystem::path& file, const std::string& target) {
-  const std::string name = file.string(), text = read_file(file, UINT64_MAX);  // rows, as many as there are
+  const std::string name = file.string(), text = read_file(file, UINT64_MAX);  // rows are unlimited
   Table table;
   if (file.extension() == ".npz") {
     const Bytes zip(name, text);

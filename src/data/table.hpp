@@ -1,4 +1,4 @@
-// A table of numbers with one binary target a row: CSV or NPZ.
+// A table of numbers with one binary target per row: CSV or NPZ.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,10 @@ struct Table {
   at::Tensor targets;   // [N] int64, 0 or 1
 };
 
-// CSV: a line of column names, then numbers; `target` names the target's column, empty: the last one. NPZ as
-// numpy.savez writes it (not compressed): features "x" [N, F], the target `target` [N], empty: "y". Parsed as
-// hostile. ConfigError with file, line or array: a cell that is no finite number, rows of other lengths,
-// targets that are not 0 or 1, no row.
+// CSV: a line of column names, then numbers. `target` names the target's column; empty: the last one. NPZ as
+// numpy.savez writes it (uncompressed): features "x" [N, F], the target `target` [N]; empty: "y". The file is
+// untrusted. ConfigError with file, line or array: a cell that is no finite number, rows of different
+// lengths, targets other than 0 and 1, no rows.
 Table read_table(const std::filesystem::path& file, const std::string& target);
 
 }  // namespace isograd

@@ -57,7 +57,7 @@ TEST_F(TableFile, ThatIsWrongIsNamedWithItsLine) {
   EXPECT_THAT(refusal("a.npz", "not a zip"), HasSubstr("no zip directory"));
 }
 
-// A zip of one stored array, as numpy.savez writes it but for the checksum, which is not read.
+// A zip of one stored array, as numpy.savez writes it, without the checksum, which is not read.
 std::string number(std::uint64_t value, int bytes) {
   std::string text;
   for (int i = 0; i < bytes; ++i) text += static_cast<char>(value >> (8 * i));
@@ -100,15 +100,15 @@ TEST_F(TableFile, OfArraysIsRead) {
         refusal("b.npz", zip({{"x.npy", npy("<f4", shape, bytes_of({1, 2, 3, 4, 5, 6}))}, {"y.npy", y}})),
         "no error")
         << shape;
-  const std::string strange = npy("|b1", "2,", std::string("\x00\x07", 2));  // a bool that is neither
+  const std::string strange = npy("|b1", "2,", std::string("\x00\x07", 2));  // a bool that is neither 0 nor 1
   EXPECT_THAT(refusal("b.npz", zip({{"x.npy", x}, {"y.npy", strange}})), HasSubstr("other than 0 and 1"));
-  // Cut anywhere: an error that says so, never a read beyond the end.
+  // Truncated anywhere it is an error, never a read beyond the end.
   const std::string whole = zip({{"x.npy", x}, {"y.npy", y}});
   for (std::size_t size = 0; size < whole.size(); size += 7) {
     EXPECT_NE(refusal("c.npz", whole.substr(0, size)), "no error");
     std::string damaged = whole;
     damaged[size] = static_cast<char>(damaged[size] ^ 0x55);
-    refusal("d.npz", damaged);  // may still be a table; must come back
+    refusal("d.npz", damaged);  // may still be a valid table; must return
   }
 }
 

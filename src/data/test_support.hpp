@@ -1,4 +1,4 @@
-// What the room's tests share: a folder that goes away, a store in memory, the text of an error.
+// Shared by the room's tests: a temporary folder, a store in memory, the text of an error.
 #pragma once
 
 #include <stdlib.h>
@@ -31,8 +31,8 @@ class Folder {
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   std::filesystem::path write(const std::string& name, std::string_view text) const {
     std::filesystem::create_directories((path_ / name).parent_path());
-    // A new file and no fsync: the tests write thousands, and rewriting one in place makes some file systems
-    // flush.
+    // A new file without fsync: the tests write thousands, and some file systems flush a file that is
+    // rewritten in place.
     std::filesystem::remove(path_ / name);
     std::ofstream(path_ / name, std::ios::binary) << text;
     return path_ / name;
@@ -53,7 +53,7 @@ inline std::string config_error(const std::function<void()>& action) {
 }
 
 [[noreturn]] inline void torn_page() {
-  refuse("test", "a torn page", "a whole one", "None");
+  refuse("test", "a damaged page", "a whole one", "None");
 }
 
 class MemoryStore final : public TokenStore {

@@ -1,5 +1,4 @@
-// A Hugging Face tokenizer.json, encoded and decoded by the Python package `tokenizers` in a process of its
-// own.
+// A Hugging Face tokenizer.json. The Python package `tokenizers` encodes and decodes in a child process.
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -49,7 +48,7 @@ class Helper {
     posix_spawn_file_actions_addopen(&files, 2, "/dev/null", O_WRONLY, 0);
     posix_spawnattr_t attributes;
     posix_spawnattr_init(&attributes);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // Ctrl-C is for us
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);  // Ctrl-C is for this process
     std::string script = kTokenizerScript;
     char flag[] = "-c";
     char* arguments[] = {python_.data(), flag, script.data(), nullptr};
@@ -63,7 +62,7 @@ class Helper {
     }
   }
 
-  // The end of its input ends it.
+  // The process ends when its input ends.
   ~Helper() {
     close(socket_);
     for (int i = 0; i < 200; ++i) {
@@ -77,7 +76,7 @@ class Helper {
   Helper& operator=(const Helper&) = delete;
 
   std::string ask(char request, std::string_view data) {
-    // The slowest tokenizers manage some 100 kB a second.
+    // The slowest tokenizers encode about 100 kB a second.
     const auto patience = std::chrono::seconds(60 + data.size() / 10'000);
     until_ = std::chrono::steady_clock::now() + patience;
     std::string head(1, request);
@@ -110,7 +109,7 @@ class Helper {
            "variable PYTHON");
   }
 
-  // For `events`, a second at most; an error once the time is up.
+  // Waits for `events`, at most a second per poll. Throws once the time is up.
   void wait(short events) {
     if (std::chrono::steady_clock::now() > until_)
       refuse(where_, "no answer from " + python_, "tokens within a minute", "Look at the machine's load");
@@ -158,7 +157,7 @@ class JsonTokenizer final : public Tokenizer {
     const fs::path config = path.parent_path() / kConfigFile;
     if (fs::exists(config)) config_ = read_file(config);
     name_ = "tokenizer.json:" + checksum(file_.data(), file_.size());
-    // A run's other ranks want to know no more: their process ends here.
+    // The other ranks of a run need no more, so their process ends here.
     Helper helper(where_);
     const auto [facts, problem] = parse_json(load(helper));
     if (!problem.empty()) refuse(where_, problem, "facts about the tokenizer", "Report it");
@@ -190,7 +189,7 @@ class JsonTokenizer final : public Tokenizer {
 
   void write(const fs::path& directory) const override {
     write_file(directory / kFile, {reinterpret_cast<const char*>(file_.data()), file_.size()});
-    // Without one transformers would choose a class by the model, which may put other tokens around a text.
+    // Otherwise transformers would choose a class by the model, which may add other tokens to a text.
     write_file(directory / kConfigFile,
                config_.empty() ? "{\n  \"tokenizer_class\": \"PreTrainedTokenizerFast\"\n}\n" : config_);
     companions_.write(directory);
@@ -216,7 +215,7 @@ class JsonTokenizer final : public Tokenizer {
 
   std::string where_;
   MappedFile file_;
-  std::string config_;  // empty: none beside the file
+  std::string config_;  // empty: no such file
   Companions companions_;
   std::string name_;
   std::int64_t vocabulary_ = 0, bos_ = -1, eos_ = -1;

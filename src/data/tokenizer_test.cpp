@@ -29,7 +29,7 @@ TEST(Bytes, DecodeReplacesWhatIsNoTextAndLeavesOutWhatIsNoByte) {
 }
 
 RC_GTEST_PROP(Bytes, RoundTrip, (const std::vector<char16_t>& units)) {
-  std::string text;  // any characters of the basic plane, surrogates left out
+  std::string text;  // any characters of the basic plane except surrogates
   for (char16_t unit : units) {
     if (unit >= 0xD800 && unit < 0xE000) continue;
     if (unit < 0x80) {
@@ -45,8 +45,7 @@ RC_GTEST_PROP(Bytes, RoundTrip, (const std::vector<char16_t>& units)) {
   RC_ASSERT(bytes->decode(bytes->encode(text)) == text);
 }
 
-// Trains a tiny model in this process, beside LibTorch: libsentencepiece carries protobuf, and so does
-// libtorch.
+// Trains a tiny model in this process, next to LibTorch: libsentencepiece and libtorch both contain protobuf.
 class SentencePiece : public ::testing::Test {
  protected:
   static constexpr const char* kLine = "the gradient of many ranks is the gradient of one rank ";
@@ -67,7 +66,7 @@ class SentencePiece : public ::testing::Test {
 };
 
 TEST_F(SentencePiece, WorksBesideLibTorch) {
-  at::ones({4}).sum().item<float>();  // libtorch is loaded and initialised
+  at::ones({4}).sum().item<float>();  // loads and initialises libtorch
   const auto tokenizer = sentencepiece_tokenizer(train("m"));
   EXPECT_EQ(tokenizer->vocabulary(), 300);
   EXPECT_EQ(tokenizer->bos(), 1);
@@ -79,7 +78,7 @@ TEST_F(SentencePiece, WorksBesideLibTorch) {
   EXPECT_EQ(tokens.back(), 2u);
   EXPECT_LT(tokens.size(), text.size());
   for (auto token : tokens) EXPECT_LT(token, 300u);
-  EXPECT_EQ(tokenizer->decode(tokens), text);  // bos and eos give nothing
+  EXPECT_EQ(tokenizer->decode(tokens), text);  // bos and eos decode to nothing
   EXPECT_EQ(tokenizer->decode(std::vector<std::uint32_t>{1, 2, 300, 4000000000u}), "");
   EXPECT_EQ(tokenizer->encode("").size(), 2u);
 }
@@ -92,7 +91,7 @@ TEST_F(SentencePiece, ModelsWithoutBosAndEos) {
   EXPECT_EQ(tokenizer->decode(tokens), "the rank");
 }
 
-// The library's own normaliser is in every model: a table of offsets that it follows without looking.
+// Every model contains the library's normaliser: a table of offsets that it follows unchecked.
 TEST_F(SentencePiece, ADamagedNormaliserIsRefusedOrHarmless) {
   const std::string whole = read_file(train("m")),
                     text = "the \u00a0\ufdfa\u3300 gr\u0061\u0308dient \xff\xc3 of";
@@ -144,7 +143,7 @@ TEST_F(SentencePiece, WhatIsNoModelIsRefused) {
             std::string::npos);
   const std::string whole = read_file(train("m"));
   for (std::size_t length = 1; length < whole.size(); length += 97) {
-    // Cut anywhere: refused, or a model of fewer pieces that still encodes.
+    // Truncated anywhere it is refused, or a model of fewer pieces that still encodes.
     const auto path = folder_.write("cut.model", whole.substr(0, length));
     config_error([&] { sentencepiece_tokenizer(path)->encode("the rank"); });
   }

@@ -1,4 +1,4 @@
-// What the room's video files share.
+// Functions that the room's video files share.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@ namespace isograd {
 // ConfigError when an option is out of range.
 void check(const VideoOptions& options);
 
-// decode_video() with another limit on the time without a frame.
+// As decode_video(), with a limit on the time without a frame.
 at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions& options,
                         std::chrono::milliseconds limit);
 

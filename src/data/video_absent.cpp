@@ -1,4 +1,4 @@
-// A build without FFmpeg's libraries.
+// Videos in a build without FFmpeg's libraries: they are refused.
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
 #include "isograd/error.hpp"

@@ -1,4 +1,4 @@
-// The frames of a video file, through FFmpeg's libraries.
+// Decodes the frames of a video file with FFmpeg's libraries.
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 
@@ -23,19 +23,19 @@ using namespace libav;
 
 [[noreturn]] void damaged(const fs::path& file, const std::string& found) {
   refuse_video(file, found, "a file that decodes whole and without an error",
-               "Fetch it again, mend it with `ffmpeg -i FILE -c:v libx264 mended.mp4`, or leave it out");
+               "Fetch it again, repair it with `ffmpeg -i FILE -c:v libx264 repaired.mp4`, or leave it out");
 }
 
 constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
                                             << 26;  // 8192 x 8192; a few bytes can ask for more
 
-// Containers that hold all of their video themselves. Left out are playlists and scripts (hls, dash, concat,
-// sdp, ...), image sequences (image2) and networks: they name further files, which may never end. A pipe is
-// one image; wav and mp3 are here to be named as files without video.
+// Containers that hold all of their video themselves. Playlists and scripts (hls, dash, concat, sdp, ...),
+// image sequences (image2) and networks are excluded: they name further files, which may never end. A pipe is
+// one image. wav and mp3 are included so that they are reported as files without video.
 constexpr const char* kContainers =
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,asf,gif,apng,h264,hevc,obu,ivf,yuv4mpegpipe,mxf,nut,dv,mjpeg,png_pipe,jpeg_pipe,webp_pipe,wav,mp3";
 
-// One file being read, and no other.
+// Reads one file and opens no other.
 class Reader {
  public:
   Reader(const fs::path& file, const VideoOptions& options, std::chrono::milliseconds limit)
@@ -49,7 +49,7 @@ class Reader {
                    "playlists, scripts and image sequences are not followed",
                    "Leave it out, or convert it with `ffmpeg -i FILE -c copy out.mkv`");
     AVDictionary* settings = nullptr;
-    av_dict_set(&settings, "format_whitelist", kContainers, 0);  // of a container within another as well
+    av_dict_set(&settings, "format_whitelist", kContainers, 0);  // also for a container within another
     av_dict_set(&settings, "protocol_whitelist", "", 0);
     AVFormatContext* opened = avformat_alloc_context();
     opened->pb = input_.io();
@@ -98,7 +98,7 @@ class Reader {
  private:
   std::string late() const { return after(fmt::format("nothing for {} s", limit_.count() / 1e3)); }
 
-  // A header of a few bytes can name the same bytes of a file as a packet without end.
+  // A header of a few bytes can name the same bytes of a file as an endless packet.
   void count_bytes(const AVPacket& packet) {
     constexpr std::int64_t kHeader = 8, kTimes = 4, kSmall = 1 << 20;  // no container has smaller headers
     read_ += packet.size + kHeader;
@@ -119,8 +119,7 @@ class Reader {
     if (index == AVERROR_DECODER_NOT_FOUND)
       refuse_video(file_, "a codec that these libraries of FFmpeg do not have", "one that they can decode",
                    "Re-encode the file with `ffmpeg -i FILE -c:v libx264 out.mp4`, or leave it out");
-    if (index < 0 ||
-        (format_->streams[index]->disposition & AV_DISPOSITION_ATTACHED_PIC) != 0)  // a cover of music
+    if (index < 0 || (format_->streams[index]->disposition & AV_DISPOSITION_ATTACHED_PIC) != 0)  // album art
       refuse_video(file_, "no video stream", "a video file",
                    "Leave the file out; a glob such as dir/*.mp4 chooses files");
     stream_ = format_->streams[index];
@@ -151,7 +150,7 @@ class Reader {
 
   bool enough() const { return options_.max_frames > 0 && taken_ >= options_.max_frames; }
 
-  // Of several frames in one interval of 1 / frames_per_second the first is taken.
+  // Takes the first of several frames in one interval of 1 / frames_per_second.
   bool is_due(const AVFrame* frame) {
     if (options_.frames_per_second == 0) return true;
     AVRational unit = stream_->time_base;
@@ -161,7 +160,7 @@ class Reader {
       at = seen_, unit = av_inv_q(stream_->avg_frame_rate);
     }
     if (seen_ == 0) began_ = at;
-    // A millisecond too early is on time: some files round their time stamps to that.
+    // Some files round their time stamps to milliseconds, so a millisecond too early is on time.
     constexpr std::int64_t kRounding = 1000;  // microseconds
     constexpr int kFine = 100000;
     const AVRational microsecond{1, 1000000};
@@ -173,7 +172,7 @@ class Reader {
     return true;
   }
 
-  // Whole patches within the limit and the file's own size; columns keep the aspect.
+  // Whole patches within the limit and the file's own size; the columns keep the aspect ratio.
   void choose_size(const AVFrame* frame) {
     const VideoGrid patch = options_.patch;
     if (frame->height < patch.h || frame->width < patch.w)
@@ -230,7 +229,7 @@ class Reader {
   Complaints complaints_;
   Format format_;
   Codec codec_;
-  AVStream* stream_ = nullptr;  // format_'s
+  AVStream* stream_ = nullptr;  // owned by format_
   Scaler scaler_;
   Frame scaled_;
   std::int64_t packets_ = 0, seen_ = 0, taken_ = 0, rows_ = 0, columns_ = 0;

@@ -1,4 +1,4 @@
-// Steps of whole videos, the same in every layout.
+// Steps of whole videos, the same for every layout.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <fmt/format.h>
@@ -28,7 +28,7 @@ VideoLoader::VideoLoader(std::shared_ptr<const VideoStore> store, std::vector<st
   std::set<std::int64_t> seen;
   for (const std::int64_t video : videos_) {
     in_range<std::int64_t>("video", video, 0, store_->num_videos() - 1);
-    // Sample ids are video numbers: one given twice would be one sample of twice the length.
+    // Sample ids are video numbers. A repeated video would be one sample of twice the length.
     if (!seen.insert(video).second)
       refuse("videos", fmt::format("video {} twice", video), "each video once", "Remove the repetition");
   }
@@ -49,7 +49,7 @@ std::vector<std::vector<std::int64_t>> VideoLoader::deal(LoaderPosition at, int 
                                      .layer = hash_name("data.videos")});
   const std::int64_t begin = at.step * options_.videos_per_step,
                      end = std::min(begin + options_.videos_per_step, all);
-  std::vector<std::int64_t> step;  // videos, in the order of the step
+  std::vector<std::int64_t> step;  // videos, in the step's order
   for (std::int64_t i = begin; i < end; ++i)
     step.push_back(videos_[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])]);
 

@@ -1,4 +1,4 @@
-// Dealing videos: every video once, the same for every number of ranks, levelled.
+// Assigning videos to ranks: every video once, the same set for any number of ranks, balanced.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
@@ -19,7 +19,7 @@ using testing::numbered_frames;
 
 constexpr int kRanks[] = {1, 2, 3, 4, 5, 8};
 
-// Videos of these numbers of frames, each one token a pixel: 3 · frames · wide tokens.
+// Videos with these numbers of frames and one token per pixel: 3 · frames · wide tokens.
 std::shared_ptr<const VideoStore> store_of(const std::vector<int>& frames) {
   std::vector<at::Tensor> videos;
   for (std::size_t i = 0; i < frames.size(); ++i)
@@ -69,10 +69,10 @@ RC_GTEST_PROP(VideoLoader, DealsEveryVideoOnceInEveryLayout, ()) {
     for (std::int64_t epoch = 0; epoch < 2; ++epoch) {
       std::multiset<std::int64_t> seen;
       for (std::int64_t step = 0; step < steps; ++step) {
-        std::multiset<std::int64_t> in_step, wanted;
+        std::multiset<std::int64_t> in_step, expected;
         for (const Batch& batch : alone.whole_step({epoch, step})) {
           check_batch(*store, batch, 1, epoch * steps + step);
-          wanted.insert(batch.sample_ids.begin(), batch.sample_ids.end());
+          expected.insert(batch.sample_ids.begin(), batch.sample_ids.end());
         }
         double total = 0, most = 0, longest = 0;
         for (VideoLoader& loader : loaders) {
@@ -88,9 +88,9 @@ RC_GTEST_PROP(VideoLoader, DealsEveryVideoOnceInEveryLayout, ()) {
           }
           total += cost, most = std::max(most, cost);
         }
-        RC_ASSERT(in_step == wanted);
-        // Longest first to the least: the last one that a rank got found it at or below the mean (Graham
-        // 1969).
+        RC_ASSERT(in_step == expected);
+        // Longest first, to the rank with the least: before its last video a rank was at or below the mean
+        // (Graham 1969).
         RC_ASSERT(most <= (total - longest) / size + longest + 1e-6);
         seen.insert(in_step.begin(), in_step.end());
       }

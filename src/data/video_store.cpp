@@ -1,4 +1,4 @@
-// Videos as tokens: patches in the order of tokens, as bytes.
+// Videos as tokens: patches in token order, as bytes.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <xxhash.h>
@@ -62,7 +62,7 @@ struct VideoStore::Impl {
   VideoGrid patch;
   std::vector<std::string> names;
   std::vector<VideoGrid> grids;
-  std::vector<std::int64_t> first{0};  // token of each video, and one past the last
+  std::vector<std::int64_t> first{0};  // the first token of each video, and the end of the last
   at::Tensor bytes;                    // [tokens, E] uint8
   std::uint64_t fingerprint = 0;
 
@@ -72,13 +72,14 @@ struct VideoStore::Impl {
   }
   void check_video(std::int64_t video) const {
     if (video < 0 || video >= static_cast<std::int64_t>(grids.size()))
-      refuse("video", std::to_string(video), fmt::format("0 to {}", grids.size() - 1), "Mend the number");
+      refuse("video", std::to_string(video), fmt::format("0 to {}", grids.size() - 1),
+             "Give the number of a video of this store");
   }
   // int64, contiguous, all of them tokens of a video.
   at::Tensor checked(const at::Tensor& tokens) const {
     if (tokens.dim() != 1 || tokens.scalar_type() != at::kLong)
       refuse("tokens of videos", c10::str(c10::toString(tokens.scalar_type()), " ", tokens.sizes()),
-             "[T] int64", "Mend the batch");
+             "[T] int64", "Pass a batch of a video loader");
     const at::Tensor numbers = tokens.cpu().contiguous();
     if (numbers.numel() > 0) {
       const auto [least, most] = at::aminmax(numbers);

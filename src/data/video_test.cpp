@@ -53,7 +53,7 @@ TEST_F(Video, WhatWasWrittenIsReadBack) {
 
 TEST_F(Video, FramesAreTakenByTheirTime) {
   const at::Tensor frames = numbered_frames(30, 8, 8);
-  for (const char* name : {"a.avi", "a.mkv"}) {  // the latter rounds time stamps to milliseconds
+  for (const char* name : {"a.avi", "a.mkv"}) {  // mkv rounds time stamps to milliseconds
     const fs::path file = write(name, frames, {.frames_per_second = 30});
     for (const auto& [rate, step] : {std::pair{10.0, 3}, {30.0, 1}, {15.0, 2}, {60.0, 1}, {1.0, 30}}) {
       VideoOptions options = options_for(file, {1, 8, 8});
@@ -75,7 +75,7 @@ TEST_F(Video, FramesAreScaledToWholePatches) {
     EXPECT_EQ(decode_video(file, options).sizes(), (std::vector<std::int64_t>{2, rows, columns, 3}))
         << height;
   }
-  // One colour stays what it is.
+  // A single colour is preserved.
   const fs::path plain = write("plain.avi", at::full({2, 40, 72, 3}, 77, at::kByte));
   VideoOptions options = options_for(plain);
   options.height = 20;
@@ -108,7 +108,7 @@ TEST_F(Video, BadFilesAreNamed) {
   EXPECT_THAT(error_of(text), AllOf(HasSubstr("text.avi"), HasSubstr("no video format")));
   EXPECT_THAT(error_of(folder_.write("empty.mp4", "")), HasSubstr("empty.mp4"));
 
-  // Sound alone: one second of silence.
+  // Only sound: one second of silence.
   std::string wav(
       "RIFF\x24\x1f\0\0WAVEfmt \x10\0\0\0\1\0\1\0\x40\x1f\0\0\x40\x1f\0\0\1\0\x08\0data\x40\x1f\0\0", 44);
   wav.append(8000, '\x80');
@@ -123,7 +123,7 @@ TEST_F(Video, BadFilesAreNamed) {
   EXPECT_THAT(error_of(none), HasSubstr("none.avi"));
 }
 
-// What a file says is in another one is not fetched, whatever the names: live streams wait for it for ever.
+// References to other files are never fetched, whatever the names: live streams would wait for ever.
 TEST_F(Video, PlaylistsAreNamedAndNotFollowed) {
   const fs::path video = write("video.mkv", numbered_frames(6, 16, 16));
   EXPECT_EQ(decode_video(video, options_for(video)).size(0), 6) << "what they name can be read";
@@ -137,7 +137,7 @@ TEST_F(Video, PlaylistsAreNamedAndNotFollowed) {
   EXPECT_THAT(
       error_of(folder_.write("live.m3u8", playlists("video.mkv").at("live.m3u8"))),
       AllOf(HasSubstr("\"hls\""), HasSubstr("playlists, scripts and image sequences are not followed")));
-  // A name with a number in it, which FFmpeg takes for a sequence of images.
+  // A name with a number, which FFmpeg takes for a sequence of images.
   const std::string png = encode_png(numbered_frames(1, 16, 16)[0]);
   folder_.write("image-1.png", png), folder_.write("image-%d.png", png);
   EXPECT_THAT(error_of(folder_ / "image-%d.png"), HasSubstr("format"));
@@ -158,7 +158,7 @@ TEST_F(Video, WhatIsNoRegularFileIsRefusedUnopened) {
   close(listener);
 }
 
-// As from a file that is never there in time.
+// Simulates a file whose frames never arrive in time.
 TEST_F(Video, AFrameThatDoesNotComeEndsTheReading) {
   const fs::path video = write("video.mkv", numbered_frames(6, 16, 16));
   const auto within = [&](std::chrono::milliseconds limit) {

@@ -1,4 +1,4 @@
-// Video files for tests, written by FFmpeg's libraries.
+// Video files for tests, written with FFmpeg's libraries.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,7 +13,8 @@
 
 namespace isograd::testing {
 
-// Frames uint8 [F, H, W, 3] that encode (seed, frame, row, column, colour), so that no permutation passes.
+// Frames uint8 [F, H, W, 3] that encode (seed, frame, row, column, colour), so that any permutation is
+// detected.
 inline at::Tensor numbered_frames(std::int64_t frames, std::int64_t rows, std::int64_t columns,
                                   std::int64_t seed = 0) {
   const at::Tensor index = at::arange(frames * rows * columns * 3, at::kLong);
@@ -26,7 +27,7 @@ struct WriteOptions {
   int frames_per_second = 10;
 };
 
-// The container follows the name.
+// The name determines the container.
 inline void write_video(const std::filesystem::path& file, const at::Tensor& frames,
                         WriteOptions options = {}) {
   using namespace libav;
@@ -79,7 +80,7 @@ inline void write_video(const std::filesystem::path& file, const at::Tensor& fra
   must(avio_closep(&made->pb));
 }
 
-// Texts, by the name of a file, that FFmpeg takes for descriptions of other files: they name `video`.
+// Texts, by file name, that FFmpeg takes for descriptions of other files: they name `video`.
 inline std::map<std::string, std::string> playlists(const std::string& video) {
   const std::string head = "#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXT-X-MEDIA-SEQUENCE:0\n",
                     live = head + "#EXTINF:1,\n" + video + "\n", ended = live + "#EXT-X-ENDLIST\n",

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kLanes = 32;
 
-// A NaN stays one.
+// A NaN stays NaN.
 ISOGRAD_ALWAYS_INLINE float larger(float a, float b) {
   return a > b || a != a ? a : b;
 }

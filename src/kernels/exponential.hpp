@@ -37,7 +37,7 @@ struct Exp<double> {
       1. / 720,        1. / 120,       1. / 24,       1. / 6,       0.5,         1.,         1.};
 };
 
-// a · b + c rounded once: an instruction where vectors are, a slow but equal call on a processor without it.
+// a · b + c rounded once: one instruction with vectors; a slow but equal call on processors without it.
 ISOGRAD_ALWAYS_INLINE float fused(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 }
@@ -56,7 +56,7 @@ ISOGRAD_ALWAYS_INLINE T exponential(T x) {
   for (unsigned k = 1; k < sizeof(E::kTaylor) / sizeof(T); ++k) value = fused(value, r, E::kTaylor[k]);
   const auto power = (std::bit_cast<typename E::Bits>(shifted) + E::kBias) << E::kMantissa;
   value *= std::bit_cast<T>(power);
-  return x < E::kLowest ? T(0) : value;  // a NaN stays one
+  return x < E::kLowest ? T(0) : value;  // a NaN stays NaN
 }
 
 }  // namespace isograd::kernels

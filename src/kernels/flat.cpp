@@ -40,8 +40,8 @@ ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t cou
   return lanes[0];
 }
 
-// Magnitudes are ordered like their bits, and every NaN lies above infinity: integers compare what floats
-// would lose.
+// Magnitudes are ordered like their bits, and every NaN is above infinity. Integer comparison keeps NaNs,
+// which float comparison would lose.
 ISOGRAD_ALWAYS_INLINE std::uint32_t magnitude_bits(float value) {
   return std::bit_cast<std::uint32_t>(value) & 0x7fffffffu;
 }
@@ -112,7 +112,7 @@ ISOGRAD_VERSIONS(void, cast, (const Bfloat16* values, float* result, std::int64_
 ISOGRAD_VERSIONS(void, cast, (const float* values, Bfloat16* result, std::int64_t count),
                  (values, result, count), round_body(values, result, count))
 
-// Strided access is a load each on every processor: no versions.
+// Strided access is one load each on every processor, so it needs no versions.
 template <typename T>
 void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count) {
   if (count <= 0) return;

@@ -1,6 +1,5 @@
-// Fused passes over flat buffers: what an optimizer step does to memory, each element touched once.
-// Torch-free, single-threaded; a caller with several threads hands out ranges. Buffers may have any
-// alignment.
+// Fused passes over flat buffers: an optimizer step touches each element once. Without torch,
+// single-threaded; a caller with several threads splits the range. Buffers may have any alignment.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +8,8 @@
 
 namespace isograd::kernels {
 
-// Long squared norms are added up in order from runs of so many elements: what stays in a second-level cache
-// together with the numbers that it was just made of.
+// Long squared norms are sums of runs of this many elements, in order: a run stays in the second-level cache
+// together with the numbers it was computed from.
 inline constexpr std::int64_t kSquaresRun = 1 << 15;
 
 // Σ x² in fp64. A fixed order of summation: the same bits on every processor.
@@ -18,23 +17,23 @@ double squared_norm(const float* values, std::int64_t count);
 double squared_norm(const double* values, std::int64_t count);
 double squared_norm(const Bfloat16* values, std::int64_t count);
 
-// max |x|, 0 of nothing; NaN if any value is NaN.
+// max |x|; 0 for an empty buffer; NaN if any value is NaN.
 double max_abs(const float* values, std::int64_t count);
 double max_abs(const double* values, std::int64_t count);
 double max_abs(const Bfloat16* values, std::int64_t count);
 
-// x ← factor · x: a scale and a clip coefficient multiplied beforehand, so that both cost one pass. Of an
-// optimizer's step it is part already (gradient_scale). bf16: the product in fp32, rounded once.
+// x ← factor · x, for a scale times a clip coefficient in one pass. An optimizer's step includes it
+// (gradient_scale). bf16: the product in fp32, rounded once.
 void scale(double factor, float* values, std::int64_t count);
 void scale(double factor, double* values, std::int64_t count);
 void scale(double factor, Bfloat16* values, std::int64_t count);
 
-// Exact one way; to nearest even the other, every NaN becoming the quiet one.
+// Exact in this direction; to nearest even in the other, with every NaN becoming the quiet one.
 void cast(const Bfloat16* values, float* result, std::int64_t count);
 void cast(const float* values, Bfloat16* result, std::int64_t count);
 
-// flat[i] ← source[i · stride] and target[i · stride] ← flat[i]: from and to a dimension of a tensor that is
-// not contiguous. A stride of 1 is a copy. The elements between are neither read nor written.
+// flat[i] ← source[i · stride] and target[i · stride] ← flat[i]: from and to a non-contiguous dimension of a
+// tensor. A stride of 1 is a copy. The elements between are neither read nor written.
 template <typename T>  // float, double, Bfloat16
 void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count);
 template <typename T>

@@ -51,7 +51,7 @@ TYPED_TEST(Flat, SquaredNormCountsEveryElementOnce) {
 TEST(SquaredNorm, DoesNotOverflowOrLoseSmallTerms) {
   std::vector<float> large(100, 3e38f);
   EXPECT_NEAR(squared_norm(large.data(), 100) / 9e78, 1, 1e-6);
-  std::vector<float> many(1 << 21, 1e-3f);  // fp32 would stop growing at 2^24 · 1e-6 and be off before
+  std::vector<float> many(1 << 21, 1e-3f);  // fp32 would stop growing at 2^24 · 1e-6 and be wrong before
   EXPECT_NEAR(squared_norm(many.data(), 1 << 21), (1 << 21) * double(1e-3f) * double(1e-3f), 1e-9);
   many[77] = NAN;
   EXPECT_TRUE(std::isnan(squared_norm(many.data(), 1 << 21)));
@@ -145,7 +145,7 @@ TEST(Bfloat16Rounding, IsToNearestEven) {
     const auto low_bits = static_cast<std::uint16_t>(pattern >> 16);
     const double low = to_float({low_bits});
     double high = to_float({static_cast<std::uint16_t>(low_bits + 1)});
-    if (std::isinf(high)) high = std::copysign(0x1p128, high);  // where the next number would be
+    if (std::isinf(high)) high = std::copysign(0x1p128, high);  // the next number would be there
     const double to_low = std::fabs(value - low), to_high = std::fabs(high - value);
     const std::uint16_t expected =
         to_low < to_high || (to_low == to_high && low_bits % 2 == 0) ? low_bits : low_bits + 1;

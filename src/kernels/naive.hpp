@@ -1,5 +1,5 @@
-// The scalar twins: one element at a time, nothing clever. The fast passes are tested against them, bit for
-// bit where the arithmetic is the same. Used by tests only.
+// Plain scalar twins of the kernels, one element at a time. Tests compare the fast passes with them, bit for
+// bit where the arithmetic is the same. Only tests use them.
 #pragma once
 
 #include <cmath>

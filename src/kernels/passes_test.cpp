@@ -1,5 +1,5 @@
-// The passes that change or measure a buffer, and updates from bf16 gradients: beside their twins, on lengths
-// around a vector's, off its alignment, and on the values that arithmetic treats specially.
+// Passes that change or measure a buffer, and updates from bf16 gradients, compared with their twins: on
+// lengths around a vector's, off its alignment, and on special values.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -150,7 +150,7 @@ TEST(Cast, WidensExactlyAndRoundsLikeItsTwin) {
   std::mt19937 bits(5);
   for (std::int64_t count : kCounts) {
     std::vector<float> values(count + 1);
-    for (std::size_t i = 0; i < values.size(); ++i)  // any pattern, with ties among them
+    for (std::size_t i = 0; i < values.size(); ++i)  // any bit pattern, including ties
       values[i] = std::bit_cast<float>(std::uint32_t(i % 3 == 0 ? (bits() & 0xffff0000u) | 0x8000u : bits()));
     std::vector<Bfloat16> rounded(count + 2, Bfloat16{42});
     cast(values.data() + 1, rounded.data() + 1, count);
@@ -170,7 +170,7 @@ TEST(Bfloat16Gradients, NormIsThatOfTheWidenedValues) {
   }
 }
 
-// What an update does with bf16 gradients is what it does with the same values in fp32, bit for bit.
+// An update with bf16 gradients has the bits of one with the same values in fp32.
 TEST(Bfloat16Gradients, UpdatesHaveTheBitsOfTheirTwins) {
   const AdamW adam{.gradient_scale = 0.37, .keep = 0.9993, .beta2 = 0.95, .step_size = 3e-3};
   for (std::int64_t count : kCounts)

@@ -11,7 +11,8 @@
 namespace isograd::kernels {
 namespace {
 
-// ---- how a stored number becomes one that can be combined ------------------------------------------------
+// ---- conversion of stored numbers
+// --------------------------------------------------------------------------
 // Integers are combined as unsigned ones, whose overflow is defined (the same bits as two's complement).
 template <typename T>
 struct Plain {
@@ -31,8 +32,8 @@ struct Brain16 {
 struct Float16 {
   using Stored = std::uint16_t;
   using Value = float;
-  // Moving the 15 magnitude bits into a float's place leaves the exponent short by 112: one exact
-  // multiplication mends normal and subnormal numbers alike.
+  // Moving the 15 magnitude bits into a float's place leaves the exponent short by 112. One exact
+  // multiplication corrects normal and subnormal numbers alike.
   static ISOGRAD_ALWAYS_INLINE Value load(Stored x) {
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x & 0x7fffu) << 13;
     const std::uint32_t sign = static_cast<std::uint32_t>(x & 0x8000u) << 16;
@@ -62,7 +63,8 @@ struct Boolean {
   static ISOGRAD_ALWAYS_INLINE Stored store(Value x) { return x; }
 };
 
-// ---- how two numbers are combined ------------------------------------------------------------------------
+// ---- combination of two numbers
+// ----------------------------------------------------------------------------
 template <Combine combine, typename Value>
 ISOGRAD_ALWAYS_INLINE Value apply(Value a, Value b) {
   if constexpr (combine == Combine::kAnd) {
@@ -74,7 +76,7 @@ ISOGRAD_ALWAYS_INLINE Value apply(Value a, Value b) {
   } else if constexpr (combine == Combine::kMax || combine == Combine::kMin) {
     if constexpr (std::is_integral_v<Value>) {
       return combine == Combine::kMax ? std::max(a, b) : std::min(a, b);
-    } else {  // a NaN stays: it is neither greater nor smaller than what comes later
+    } else {  // a NaN stays: it is neither greater nor smaller than later values
       const bool taken = combine == Combine::kMax ? b > a : b < a;
       return taken || b != b ? b : a;
     }
@@ -102,8 +104,8 @@ ISOGRAD_ALWAYS_INLINE Value begin_with(Value value, const double* factors, int k
 
 // ---- the passes ------------------------------------------------------------------------------------------
 
-// The numbers of inputs and outputs known at compile time: an all-reduce or reduce-scatter of few ranks stays
-// in registers.
+// Compile-time numbers of inputs and outputs: an all-reduce or reduce-scatter of few ranks stays in
+// registers.
 template <typename Format, Combine combine, int count, int outputs_count>
 ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t begin, std::int64_t end,
                                       void* const* outputs) {
@@ -123,7 +125,7 @@ ISOGRAD_ALWAYS_INLINE void pass_fixed(const void* const* inputs, std::int64_t be
   }
 }
 
-// Any numbers of inputs and outputs: a block at a time, which stays in the first-level cache.
+// Any numbers of inputs and outputs: one block at a time, which stays in the first-level cache.
 template <typename Format, Combine combine>
 ISOGRAD_ALWAYS_INLINE void pass_blocked(const void* const* inputs, int count, std::int64_t begin,
                                         std::int64_t end, void* const* outputs, int outputs_count,
@@ -154,8 +156,8 @@ ISOGRAD_ALWAYS_INLINE void pass_blocked(const void* const* inputs, int count, st
 template <typename Format, Combine combine>
 ISOGRAD_ALWAYS_INLINE void pass(const void* const* inputs, int count, std::int64_t begin, std::int64_t end,
                                 void* const* outputs, int outputs_count, const double* factors) {
-  // What training does all the time is worth the code; the rest goes through blocks. So do the 16-bit floats:
-  // the compiler makes vectors of one conversion after another, but not of loads, sum and stores in one loop.
+  // Only the common types get specialised code; the rest goes through blocks. So do 16-bit floats: the
+  // compiler vectorises separate loops of conversions, but not loads, sum and stores in one loop.
   if constexpr (std::is_floating_point_v<typename Format::Stored> &&
                 (combine == Combine::kSum || combine == Combine::kAverage)) {
     const bool one = outputs_count == 1;

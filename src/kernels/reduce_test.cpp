@@ -14,7 +14,7 @@
 namespace isograd::kernels {
 namespace {
 
-// What a value of input k at index i is, exact in every number format: distinct along both.
+// The value of input k at index i: exact in every number format, and distinct along both.
 template <typename T>
 T encode(int k, std::int64_t i) {
   return static_cast<T>((k + 1) * 3 + i % 17);
@@ -103,8 +103,8 @@ std::vector<T> wild_values(std::size_t n, std::mt19937& random) {
   return values;
 }
 
-// The same bits by the pass for one output (apart, or over any one input), by the one for as many outputs as
-// inputs and by the general one, which takes every other number of outputs.
+// All passes must give the same bits: the one for a single output (separate, or any input), the one for as
+// many outputs as inputs, and the general one for any other number of outputs.
 template <typename T>
 void check_passes(Number number, Combine combine, int count, std::int64_t begin, std::int64_t end,
                   bool planted = false) {
@@ -124,23 +124,24 @@ void check_passes(Number number, Combine combine, int count, std::int64_t begin,
     if (planted) std::swap(from[0], from.back());
     reduce_slices(number, combine, from.data(), count, begin, end, to.data(), static_cast<int>(to.size()));
   };
-  std::vector<std::vector<T>> wanted(static_cast<std::size_t>(count) + 1, std::vector<T>(n, T{7}));
-  reduce_slices(number, combine, places(inputs).data(), count, begin, end, places(wanted).data(), count + 1);
+  std::vector<std::vector<T>> reference(static_cast<std::size_t>(count) + 1, std::vector<T>(n, T{7}));
+  reduce_slices(number, combine, places(inputs).data(), count, begin, end, places(reference).data(),
+                count + 1);
 
   bool all_same = true;
   std::vector<T> apart(n, T{7});
   run(places(inputs), {apart.data()});
-  all_same &= same(apart, wanted[0]);
+  all_same &= same(apart, reference[0]);
   for (int over = 0; over < count; ++over) {
     auto copies = inputs;
     auto expected = inputs[over];
-    std::copy(wanted[0].begin() + begin, wanted[0].begin() + end, expected.begin() + begin);
+    std::copy(reference[0].begin() + begin, reference[0].begin() + end, expected.begin() + begin);
     run(places(copies), {copies[over].data()});
     for (int k = 0; k < count; ++k) all_same &= same(copies[k], k == over ? expected : inputs[k]);
   }
   std::vector<std::vector<T>> many(static_cast<std::size_t>(count), std::vector<T>(n, T{7}));
   run(places(inputs), places(many));
-  for (const auto& output : many) all_same &= same(output, wanted[0]);
+  for (const auto& output : many) all_same &= same(output, reference[0]);
   EXPECT_NE(all_same, planted) << "count " << count << ", " << begin << " to " << end;
 }
 
@@ -155,7 +156,7 @@ TEST(Reduce, OneOutputAllOutputsAndAnyNumberOfThemGiveTheSameBits) {
   }
 }
 
-TEST(Reduce, AnotherOrderGivesOtherBits) {  // so that the test above can fail: three numbers in reverse order
+TEST(Reduce, AnotherOrderGivesOtherBits) {  // the test above can fail: three numbers in reverse order
   for (int count : {3, 4, 5}) {
     check_passes<float>(Number::kFloat32, Combine::kSum, count, 3, 1540, true);
     check_passes<double>(Number::kFloat64, Combine::kAverage, count, 3, 1540, true);
@@ -233,7 +234,7 @@ TEST(Reduce, BFloat16AccumulatesInFloat32) {
 }
 
 TEST(Reduce, Float16IsReadAndRoundedExactly) {
-  // Every half: the maximum with itself must give it back (NaN: some NaN).
+  // Every fp16 number: the maximum with itself must return it (NaN: any NaN).
   std::vector<std::uint16_t> all(65536), result(65536);
   for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint16_t>(i);
   const void* in[2] = {all.data(), all.data()};
@@ -247,7 +248,7 @@ TEST(Reduce, Float16IsReadAndRoundedExactly) {
       ASSERT_EQ(result[i], all[i]) << i;
     }
   }
-  // Sums that fall between halves: ties to even, and overflow to infinity.
+  // Sums that fall between fp16 numbers: ties to even, and overflow to infinity.
   struct Case {
     std::uint16_t a, b, sum;
   };

@@ -7,10 +7,10 @@ namespace isograd::kernels {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr std::int64_t kTile = 1024;   // values that stay in the first-level cache while anchors pass by
-constexpr std::int64_t kAnchors = 64;  // whose slopes are added in the computing type before they go to fp64
+constexpr std::int64_t kTile = 1024;   // values that stay in the first-level cache while anchors pass
+constexpr std::int64_t kAnchors = 64;  // their slopes are added in the computing type before they go to fp64
 
-// e^-|z|: never overflows, and both σ and its slope follow from it without cancellation.
+// e^-|z| never overflows, and σ and its slope follow from it without cancellation.
 template <typename T>
 ISOGRAD_ALWAYS_INLINE T decay(T z) {
   return exponential(z < 0 ? z : -z);

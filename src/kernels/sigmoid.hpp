@@ -1,5 +1,5 @@
-// Sums over pairs of logistic sigmoids, tile by tile: what a smooth rank is made of. Torch-free,
-// single-threaded, no memory beyond the results.
+// Sums over pairs of logistic sigmoids, tile by tile, for smooth ranks. Without torch, single-threaded, with
+// no memory except the results.
 #pragma once
 
 #include <cstdint>

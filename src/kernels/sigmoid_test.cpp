@@ -1,4 +1,4 @@
-// The vector code against plain loops over std::exp in long double, in every version that this processor has.
+// The vector code against plain loops over std::exp in long double, in every version of this processor.
 #include "kernels/sigmoid.hpp"
 
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TYPED_TEST(Sigmoid, HasTheSameBitsInEveryVersion) {
   using T = TypeParam;
   const Case<T> c = make_case<T>(2077, 70, T(3));
   const int best = processor_level();
-  std::vector<double> wanted;
+  std::vector<double> expected;
   for (int level = 0; level <= best; ++level) {
     processor_level() = level;
     std::vector<double> out(70 + 70 + 2077, 0);
@@ -101,9 +101,10 @@ TYPED_TEST(Sigmoid, HasTheSameBitsInEveryVersion) {
     sigmoid_slopes(c.values.data(), 2077, c.anchors.data(), c.weights.data(), 70, T(3), out.data() + 140,
                    out.data() + 70);
     if (level == 0)
-      wanted = out;
+      expected = out;
     else
-      EXPECT_EQ(std::memcmp(out.data(), wanted.data(), out.size() * sizeof(double)), 0) << "level " << level;
+      EXPECT_EQ(std::memcmp(out.data(), expected.data(), out.size() * sizeof(double)), 0)
+          << "level " << level;
   }
   processor_level() = best;
 }

@@ -9,7 +9,7 @@ namespace isograd::kernels {
 namespace {
 
 constexpr int kLanes = 32;
-constexpr std::int64_t kTile = 1024;  // elements summed in the computing type before they go to fp64
+constexpr std::int64_t kTile = 1024;  // elements summed in the computing type before they are added in fp64
 
 template <typename T>
 struct Computing {
@@ -59,7 +59,7 @@ ISOGRAD_ALWAYS_INLINE RowSum row_sum(const T* row, std::int64_t vocabulary) {
     maximum = x > maximum ? x : maximum;
   }
 
-  // Indexed by constants only, lanes stay in registers: the tail goes past them.
+  // The tail skips the lanes: indexed by constants only, they stay in registers.
   double sum = 0;
   for (std::int64_t j = whole; j < vocabulary; ++j) sum += exponential(load(row[j]) - maximum);
   for (std::int64_t tile = 0; tile < whole; tile += kTile) {

@@ -1,5 +1,5 @@
-// Rows of logits: log-normaliser and gradient of the cross entropy, without storing a probability.
-// Torch-free, single-threaded. bf16 is computed in fp32.
+// Rows of logits: log-normaliser and gradient of the cross entropy, without storing probabilities. Without
+// torch, single-threaded. bf16 is computed in fp32.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct RowSum {
   double sum = 0;
 };
 
-// For each row of logits [rows, vocabulary] whose mask is non-zero; the others are left alone; a null mask is
-// all ones.
+// Computes each row of logits [rows, vocabulary] whose mask is non-zero and leaves the others unchanged. A
+// null mask is all ones.
 void row_sums(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
               RowSum* sums);
 void row_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
@@ -35,7 +35,7 @@ void cross_entropy_gradient(const Bfloat16* logits, std::int64_t rows, std::int6
                             const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
                             Bfloat16* gradient);
 
-// What a row's gradient is made of: factor · exp(x_j − maximum) − uniform − at_target · [j = target].
+// The terms of a row's gradient: factor · exp(x_j − maximum) − uniform − at_target · [j = target].
 struct RowGradient {
   double maximum = 0;
   double factor = 0;
@@ -43,8 +43,9 @@ struct RowGradient {
   double at_target = 0;
 };
 
-// gradient[t, j] for every row: exactly 0 in rows whose mask is zero; a null mask is all ones. A target
-// outside [0, vocabulary) is none: logits may be a tile of a wider row. `gradient` may be `logits` itself.
+// gradient[t, j] for every row: exactly 0 in rows whose mask is zero. A null mask is all ones. A target
+// outside [0, vocabulary) is no target, because logits may be a tile of a wider row. `gradient` may be
+// `logits` itself.
 void softmax_gradient(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
                       const std::int64_t* targets, const RowGradient* of, float* gradient);
 void softmax_gradient(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
@@ -52,7 +53,7 @@ void softmax_gradient(const double* logits, std::int64_t rows, std::int64_t voca
 void softmax_gradient(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
                       const std::int64_t* targets, const RowGradient* of, Bfloat16* gradient);
 
-// Σ_j x_j of each row whose mask is non-zero; the others are left alone; a null mask is all ones.
+// Σ_j x_j of each row whose mask is non-zero. The others are unchanged. A null mask is all ones.
 void logit_sums(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
                 double* sums);
 void logit_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,

@@ -30,7 +30,7 @@ Bfloat16 make<Bfloat16>(double x) {
   return to_bfloat16(static_cast<float>(x));
 }
 
-// Unit round-off of the computing type, and of what a gradient is stored in.
+// Unit round-off of the computing type, and of the gradient's stored type.
 template <typename T>
 constexpr double kComputing = std::is_same_v<T, double> ? 0x1p-53 : 0x1p-24;
 template <typename T>
@@ -67,10 +67,10 @@ TYPED_TEST(Softmax, SumsAndGradientsAreThoseOfTheTwin) {
       const double relative = (4 + 40 + 32 + 5) * kComputing<T>;
       EXPECT_NEAR(sums[t].maximum + std::log(sums[t].sum), expected, relative) << vocabulary;
       for (std::int64_t j = 0; j < vocabulary; ++j) {
-        const double wanted = naive::cross_entropy_gradient(row, expected, targets[t], scale, j);
+        const double reference = naive::cross_entropy_gradient(row, expected, targets[t], scale, j);
         const double probability = std::exp(naive::load(row[j]) - expected);
-        EXPECT_NEAR(naive::load(gradient[t * vocabulary + j]), wanted,
-                    std::fabs(scale) * probability * 2 * relative + 2 * kStored<T> * std::fabs(wanted) +
+        EXPECT_NEAR(naive::load(gradient[t * vocabulary + j]), reference,
+                    std::fabs(scale) * probability * 2 * relative + 2 * kStored<T> * std::fabs(reference) +
                         2 * kComputing<T> * std::fabs(scale) * (j == targets[t]))
             << j << " of " << vocabulary;
       }
@@ -82,7 +82,7 @@ TYPED_TEST(Softmax, SumsAndGradientsAreThoseOfTheTwin) {
   }
 }
 
-// A target's tile, a tile without it, and a row that counts for nothing.
+// A target's tile, a tile without it, and a row that does not count.
 TYPED_TEST(Softmax, GeneralGradientAndLogitSumsAreThoseOfTheTwin) {
   using T = TypeParam;
   std::mt19937_64 bits(4);
@@ -107,11 +107,11 @@ TYPED_TEST(Softmax, GeneralGradientAndLogitSumsAreThoseOfTheTwin) {
         const double x = naive::load(logits[t * vocabulary + j]),
                      power = each.factor * std::exp(x - each.maximum);
         const bool here = j == targets[t];
-        const double wanted = power - each.uniform - (here ? each.at_target : 0);
+        const double reference = power - each.uniform - (here ? each.at_target : 0);
         // exp of a difference of size <= 60 rounded once, then three roundings.
-        EXPECT_NEAR(naive::load(gradient[t * vocabulary + j]), wanted,
+        EXPECT_NEAR(naive::load(gradient[t * vocabulary + j]), reference,
                     power * (4 + 60) * kComputing<T> + 4 * kComputing<T> * (each.uniform + 0.7 * here) +
-                        2 * kStored<T> * std::fabs(wanted));
+                        2 * kStored<T> * std::fabs(reference));
         total += x, size += std::fabs(x);
       }
       EXPECT_NEAR(totals[t], total, size * vocabulary * 0x1p-53);

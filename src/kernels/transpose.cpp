@@ -10,7 +10,7 @@ namespace {
 #if defined(__GNUC__)
 constexpr int kEight = 8;
 
-// 8 x 8: neighbours of two rows, of four, then halves of eight.
+// 8 x 8: exchanges elements of two rows, then pairs, then halves of eight.
 ISOGRAD_ALWAYS_INLINE void eight_by_eight(const float* from, std::int64_t from_stride, float* to,
                                           std::int64_t to_stride) {
   using Row = float __attribute__((vector_size(kEight * sizeof(float))));

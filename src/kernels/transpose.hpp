@@ -1,4 +1,4 @@
-// A matrix turned over its diagonal, for products that want an operand the other way round.
+// Transposes a matrix, for products that need an operand in the other order.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 namespace isograd::kernels {
 namespace {
 
-// Every element at its place, of parts of larger matrices, at each level; what lies around stays.
+// Every element of parts of larger matrices, at each level; the memory around stays unchanged.
 TEST(Levels, TransposeAnyShape) {
   const int best = processor_level();
   for (int level = 0; level <= best; ++level) {

@@ -1,18 +1,17 @@
-// One function, several instruction sets: the best one that this processor has is chosen at the first call.
-// All versions give the same bits: no reassociation, no contraction (see CMakeLists.txt).
+// One function for several instruction sets. The best one for this processor is chosen at the first call. All
+// versions give the same bits: no reassociation, no contraction (see CMakeLists.txt).
 #pragma once
 
 namespace isograd::kernels {
 
-// 2: AVX-512, 1: AVX2 with FMA, 0: what every processor of the architecture has. The best that this processor
-// has, or what the variable ISOGRAD_PROCESSOR holds it to (scalar, avx2, avx512); ConfigError where that is
-// no level, or one above the processor's. A test lowers it to reach the other versions; nothing else writes
-// it.
+// 2: AVX-512, 1: AVX2 with FMA, 0: the baseline of the architecture. The best level of this processor, or
+// that of the variable ISOGRAD_PROCESSOR (scalar, avx2, avx512); ConfigError if that is no level, or above
+// the processor's. Only tests write it, to reach the other versions.
 int& processor_level();
 
 }  // namespace isograd::kernels
 
-// Before a loop whose iterations do not depend on one another, whatever its pointers look like.
+// Marks a loop whose iterations are independent, whatever its pointers look like.
 #if defined(__clang__)
 #define ISOGRAD_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -23,7 +22,7 @@ int& processor_level();
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define ISOGRAD_ALWAYS_INLINE inline __attribute__((always_inline))
-#if defined(__clang__)  // an option of the file there (CMakeLists.txt)
+#if defined(__clang__)  // a file option with clang (CMakeLists.txt)
 #define ISOGRAD_VECTOR_WIDTH
 #else
 #define ISOGRAD_VECTOR_WIDTH ",prefer-vector-width=512"
@@ -33,8 +32,8 @@ int& processor_level();
 #define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
 
 // Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for
-// the processor at hand; `arguments` repeats the names of the parameters. No ifunc: its resolvers run before
-// the sanitizers are ready.
+// this processor. `arguments` repeats the names of the parameters. It avoids ifunc, whose resolvers run
+// before the sanitizers are ready.
 #define ISOGRAD_VERSIONS(result, name, parameters, arguments, call) \
   ISOGRAD_AVX512 static result name##_on_avx512 parameters {        \
     return call;                                                    \

@@ -34,14 +34,14 @@ std::vector<T> random_values(std::int64_t count, unsigned seed) {
   return values;
 }
 
-// What `run` leaves behind must be the same bytes at every level from 0 to this processor's.
+// `run` must return the same bytes at every level from 0 to this processor's.
 void expect_same_bytes(const std::function<std::string()>& run) {
   const int best = processor_level();
   processor_level() = 0;
-  const std::string wanted = run();
+  const std::string expected = run();
   for (int level = 1; level <= best; ++level) {
     processor_level() = level;
-    EXPECT_TRUE(run() == wanted) << "level " << level;
+    EXPECT_TRUE(run() == expected) << "level " << level;
   }
   processor_level() = best;
 }
@@ -198,7 +198,7 @@ TEST(VersionsAttention, OfBlocksOfScoresGiveTheSameBits) {
 namespace isograd::kernels {
 namespace {
 
-// The variable is read once, at the first kernel of a process: each answer in a process of its own.
+// The variable is read once, at the first kernel of a process, so each answer needs its own process.
 void say_level(const char* variable) {
   setenv("ISOGRAD_PROCESSOR", variable, 1);
   try {
@@ -219,12 +219,12 @@ TEST(LevelsDeathTest, TheVariableLowersTheLevelAndNeverRaisesIt) {
 #endif
 }
 
-// Under `tests/processors.py LEVEL` the kernels follow it.
+// Under `tests/processors.py LEVEL` the kernels use that level.
 TEST(Levels, AreThoseOfTheVariable) {
   const char* variable = std::getenv("ISOGRAD_PROCESSOR");
   if (!variable) return;
-  const int wanted = std::string(variable) == "avx512" ? 2 : std::string(variable) == "avx2" ? 1 : 0;
-  EXPECT_EQ(processor_level(), wanted);
+  const int expected = std::string(variable) == "avx512" ? 2 : std::string(variable) == "avx2" ? 1 : 0;
+  EXPECT_EQ(processor_level(), expected);
 }
 
 }  // namespace

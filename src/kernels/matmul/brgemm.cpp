@@ -18,14 +18,15 @@
 namespace isograd {
 namespace {
 
-// Of one call: rows of a, columns of c and what is summed over. b's part, [kDepth, kColumns], stays in the
-// first- and second-level cache while rows pass by. Chosen among {64, 128, 256} and {256, 512} on a Zen 4
-// core (README.md), by the products of all cases of `isograd bench product`.
+// Block sizes of one call: rows of a, columns of c, and the summed dimension. b's part, [kDepth, kColumns],
+// stays in the first- and second-level cache while rows pass. They were chosen among {64, 128, 256} and {256,
+// 512} on a Zen 4 core (README.md) by all cases of `isograd bench product`.
 constexpr std::int64_t kRows = 128, kColumns = 64, kDepth = 512;
-constexpr int kAvx2 = 1, kAvx512 = 2;      // kernels::processor_level()
-constexpr std::int64_t kFewRowsOfA = 128;  // of a, at most; b is then read from memory for little work
+constexpr int kAvx2 = 1, kAvx512 = 2;  // kernels::processor_level()
+constexpr std::int64_t kFewRowsOfA =
+    128;  // at most this many rows of a; b is then read from memory for little work
 constexpr std::int64_t kNarrowest = 256, kWidest = 768;  // columns of b, read along whole rows
-constexpr std::int64_t kTurnedRows = 4;                  // blocks of a's rows that are turned at once: 1 MB
+constexpr std::int64_t kTurnedRows = 4;  // blocks of a's rows that are transposed at once: 1 MB
 constexpr std::int64_t kKept = 1 << 17;  // floats of b that stay in the second-level cache: 512 KB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
@@ -40,26 +41,26 @@ std::vector<Part> parts_of(std::int64_t total, std::int64_t block, std::int64_t 
   return parts;
 }
 
-// So many of n columns, `most` at most, that each thread has some.
-std::int64_t a_threads_share(std::int64_t n, std::int64_t most) {
+// Columns per thread: at most `most`, and few enough that every thread gets work.
+std::int64_t columns_per_thread(std::int64_t n, std::int64_t most) {
   return std::min(at::divup(at::divup(n, at::get_num_threads()), kColumns) * kColumns, most);
 }
 
-// Where little is summed over, b's part is wider, of the same size: more of what a thread does is then to
-// write c, which it should do along c's rows.
+// With a small summed dimension b's part is wider, at the same size: a thread then mainly writes c, which is
+// faster along c's rows.
 std::int64_t columns_of_block(std::int64_t n, std::int64_t depth) {
   std::int64_t most = kColumns;
   while (most < kDepth && 2 * most * depth <= kColumns * kDepth) most *= 2;
-  return a_threads_share(n, most);
+  return columns_per_thread(n, most);
 }
 
-// From one row of what is moved to the next. Rows of a wide part must not lie on the same few lines either.
+// The stride of moved rows. Rows of a wide part must not map to the same few cache lines either.
 constexpr std::int64_t moved_stride(std::int64_t columns) {
   return columns > kColumns ? columns + 16 : columns;
 }
 
-// Rows of b that lie a multiple of 4 KiB apart fall on the same few lines of the first-level cache. The
-// kernel for AVX2 reads them several times, a few columns each, and is then half as fast.
+// Rows of b at multiples of 4 KiB map to the same few lines of the first-level cache. The AVX2 kernel reads
+// them several times, a few columns each, and is then half as fast.
 bool wants_copies(const Operand& b) {
   constexpr std::int64_t kFloatsApart = 4096 / sizeof(float);
   return b.turned && b.stride % kFloatsApart == 0 && kernels::processor_level() == kAvx2;
@@ -71,7 +72,7 @@ struct Factors {
 
   bool moves_b() const { return !b.turned || copies_b; }
 
-  // a's rows, and b as [k, n], as the kernel reads them: where they lie, or turned into `memory`.
+  // a's rows, and b as [k, n], as the kernel reads them: in place, or transposed into `memory`.
   ConstRows rows_of_a(const Part& row, const Part& depth, float* memory) const {
     if (!a.turned) return {a.data + row.begin * a.stride + depth.begin, a.stride};
     kernels::transpose(a.data + depth.begin * a.stride + row.begin, a.stride, depth.size, row.size, memory,
@@ -93,25 +94,26 @@ struct Factors {
   }
 };
 
-// Asks for rows [begin, end) of b, so that they are in the cache when the kernel comes to them.
+// Prefetches rows [begin, end) of b for the kernel.
 void prefetch(Operand b, std::int64_t begin, std::int64_t end, std::int64_t columns) {
   constexpr std::int64_t kLine = 64 / sizeof(float);
   for (std::int64_t row = begin; row < end; ++row)
     for (std::int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(b.data + row * b.stride + i);
 }
 
-// Two forms for few rows of a (kFewRowsOfA), where reading b from memory costs as much as multiplying: both
-// read it along its rows, as the processor's prefetchers do.
+// Two forms for few rows of a (kFewRowsOfA), where reading b from memory costs as much as multiplying. Both
+// read b along its rows, as the processor's prefetchers do.
 //
-// x Wᵀ as cᵀ = b aᵀ, for a b, [n, k], that the kernel cannot read as its second factor: what is turned is a,
-// once, and each block of cᵀ. The kernel for AVX2 is a seventh faster when the next rows of b are asked for
-// while it multiplies; that for AVX-512 is a twentieth slower.
+// x Wᵀ is computed as cᵀ = b aᵀ, for b [n, k], which the kernel cannot read as its second factor. a is
+// transposed once, and so is each block of cᵀ. The AVX2 kernel is a seventh faster when the next rows of b
+// are prefetched while it multiplies; the AVX-512 kernel is a twentieth slower.
 void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
   const auto rows = parts_of(n, kRows, kRowStep), columns = parts_of(m, kColumns, kColumnStep);
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const bool asks_ahead = kernels::processor_level() == kAvx2;
-  const std::int64_t stride = at::divup(m, kColumns) * kColumns;  // few different ones: see multiply_block()
+  const std::int64_t stride =
+      at::divup(m, kColumns) * kColumns;  // few different values: see multiply_block()
   const at::Tensor turned = at::empty({k * stride}, at::TensorOptions(at::kFloat));
   kernels::transpose(a.data, a.stride, m, k, turned.mutable_data_ptr<float>(), stride);
   const auto* const of_a = turned.const_data_ptr<float>();
@@ -142,15 +144,15 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
   });
 }
 
-// dy W, for a b, [k, n], that the kernel reads where it lies: `few` of its rows at a time, whole or in wide
-// parts. c stays in the second-level cache and is read and written once for each. The kernel takes a few
-// columns of all rows at once: of more rows, those lines would drive one another out of the first-level
-// cache.
+// dy W, for b [k, n], which the kernel reads in place: `few` of its rows at a time, whole or in wide parts. c
+// stays in the second-level cache and is read and written once for each. The kernel takes a few columns of
+// all rows at once. With more rows their lines would evict each other from the first-level cache.
 void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
   const std::int64_t few = kernels::processor_level() >= kAvx512 ? 32 : 16;
   const auto rows = parts_of(m, kRows, kRowStep),
-             columns = parts_of(n, a_threads_share(n, kWidest), kColumnStep), depths = parts_of(k, few, few);
+             columns = parts_of(n, columns_per_thread(n, kWidest), kColumnStep),
+             depths = parts_of(k, few, few);
   parallel_for(0, std::ssize(columns), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i)
       for (const Part& column = columns[static_cast<std::size_t>(i)]; const Part& depth : depths)
@@ -194,8 +196,8 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const auto rows = parts_of(m, kRows, kRowStep),
              columns = parts_of(n, columns_of_block(n, depths.front().size), kColumnStep);
-  // A task is some rows and some columns. What is turned or copied is so once for all blocks of the task that
-  // read it: a's rows for all columns, b's columns for all rows.
+  // A task is a set of rows and columns. Operands are transposed or copied once for all blocks of the task
+  // that read them: a's rows for all columns, b's columns for all rows.
   const std::int64_t num_rows = std::ssize(rows), num_columns = std::ssize(columns);
   const bool keeps_b = !factors.moves_b() && depths.front().size * n <= kKept;
   std::int64_t rows_each = keeps_b    ? 1

@@ -40,29 +40,29 @@ const std::optional<OneDnn>& one_dnn() {
   return found;
 }
 
-constexpr std::int64_t kFewRows = 8;             // below, preparing the operands costs more than it saves
-constexpr double kFewMultiplications = 1 << 15;  // of brgemm, whose calls cost as much as some 10,000
-// For a shape that it has not seen lately oneDNN prepares some 0.6 ms and keeps kernels that it has made, in
-// which time a core multiplies 2^25 pairs: it must gain that before it is asked for groups of tokens, which
-// have another shape in each layer and step.
+constexpr std::int64_t kFewRows = 8;  // with fewer, preparing the operands costs more than it saves
+constexpr double kFewMultiplications = 1 << 15;  // brgemm's calls cost as much as about 10,000
+// For a new shape oneDNN prepares for about 0.6 ms and keeps a kernel; in that time a core multiplies 2^25
+// pairs. It must gain that before it is used for groups of tokens, whose shapes differ in each layer and
+// step.
 constexpr double kManyMultiplications = 1 << 29;
 
 at::Tensor by_one_dnn(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                       const at::Tensor& bias) {
-  // The operator reads the bias as if its elements were neighbours.
+  // The operator reads the bias as if its elements were contiguous.
   const std::optional<at::Tensor> row = bias.defined() ? std::optional(bias.contiguous()) : std::nullopt;
   if (addend.defined()) return one_dnn()->linear_plus.call(a, addend, b, row, "add");
   return one_dnn()->linear.call(a, b, row, "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
-// 0, 1, 2, 3, 4 less 2, over and over: sums of few products of them are exact in every type.
+// 0, 1, 2, 3, 4 minus 2, repeated: sums of few products of them are exact in every type.
 at::Tensor small_numbers(at::IntArrayRef shape) {
   const auto options = at::TensorOptions().dtype(at::kDouble);
   return at::arange(c10::multiply_integers(shape), options).remainder(5).sub(2).view(shape);
 }
 
-// Which types oneDNN multiplies depends on the processor (bf16: only with AVX-512 or newer instructions), and
-// it says so by failing. So it is asked once for each type, by every form of product that is used.
+// The types that oneDNN multiplies depend on the processor (bf16: only with AVX-512 or newer instructions),
+// and it reports that by failing. So each type is tried once, in every form of product in use.
 bool one_dnn_computes(at::ScalarType type) {
   if (!one_dnn()) return false;
   const at::NoGradGuard no_grad;
@@ -91,7 +91,7 @@ bool takes_one_dnn(at::ScalarType type) {
   return type == at::kFloat ? single : type == at::kBFloat16 && half;
 }
 
-// In rows or turned, no two of which share memory.
+// A matrix in rows or transposed, whose elements do not share memory.
 at::Tensor dense(const at::Tensor& x) {
   const auto are_dense = [&](int outer, int inner) {
     return x.stride(inner) == 1 && (x.size(outer) == 1 || x.stride(outer) >= x.size(inner));
@@ -120,8 +120,8 @@ bool takes_brgemm(const at::Tensor& a, const at::Tensor& b) {
          multiplier_of(a) == Multiplier::kBrgemm;
 }
 
-// Numbers of bf16 multiplied in fp32 and rounded once, as kernels of bf16 do it; LibTorch's own product of
-// bf16 is several times slower on processors without instructions for it.
+// bf16 numbers multiplied in fp32 and rounded once, as bf16 kernels do. LibTorch's own bf16 product is
+// several times slower on processors without bf16 instructions.
 at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend,
                    const at::Tensor& bias) {
   const auto wide = [](const at::Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; };
@@ -182,8 +182,8 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
   const auto type = a.scalar_type();
   if (a.is_cpu() && a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 &&
       at::globalContext().userEnabledMkldnn()) {
-    const bool wanted = type == at::kBFloat16 || multiplier_of(a) == Multiplier::kOneDnn;
-    if (wanted && takes_one_dnn(type)) return by_one_dnn(a, b, addend, bias);
+    const bool by_library = type == at::kBFloat16 || multiplier_of(a) == Multiplier::kOneDnn;
+    if (by_library && takes_one_dnn(type)) return by_one_dnn(a, b, addend, bias);
     if (type == at::kBFloat16) return widened(a, b, addend, bias);
   }
   return naive_twin::product(a, b, addend, bias);
@@ -214,7 +214,7 @@ void multiply_widening_into(const at::Tensor& result, const at::Tensor& a, const
 
 bool products_widen(at::Device device) {
   if (!device.is_cuda()) return false;
-  // LibTorch says by failing what it does not multiply.
+  // LibTorch reports unsupported products by failing.
   static const bool found = [&] {
     const at::NoGradGuard no_grad;
     const auto options = at::TensorOptions().device(device);

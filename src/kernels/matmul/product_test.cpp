@@ -1,5 +1,4 @@
-// The product and its plain twin against fp64, in every form. Runs once more at each level of instruction
-// sets.
+// The product and its plain twin against fp64, in every form. Also run at each level of instruction sets.
 #include "kernels/matmul/product.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -19,7 +18,7 @@
 namespace isograd {
 namespace {
 
-// Whoever multiplies by default, the rule, and each library.
+// The default multiplier, the rule, and each library.
 class Product : public ::testing::TestWithParam<Multiplier> {
  protected:
   void SetUp() override { multiplier() = GetParam(); }
@@ -40,7 +39,7 @@ std::vector<at::Tensor> draw(const std::vector<std::vector<std::int64_t>>& shape
   return drawn;
 }
 
-// Of what is stored, in fp64 and without a matrix product; and the same of magnitudes.
+// The exact result of the stored values, in fp64 and without a matrix product; or the sum of magnitudes.
 at::Tensor summed(const std::vector<at::Tensor>& x, bool adds, bool has_bias, bool of_magnitudes) {
   const auto wide = [&](const at::Tensor& t) {
     return of_magnitudes ? t.to(at::kDouble).abs() : t.to(at::kDouble);
@@ -54,9 +53,9 @@ double unit(at::ScalarType type) {  // half the distance from 1 to the next numb
   return std::ldexp(1.0, type == at::kDouble ? -53 : type == at::kFloat ? -24 : -8);
 }
 
-// An accumulator of `wide` makes at most an error of u(wide) at each of the k products and their sums, addend
-// and bias, in the size of the sum of magnitudes; then the result is rounded: twice where the plain twin adds
-// onto a stored product.
+// An accumulator of `wide` makes an error of at most u(wide) at each of the k products and their sums, addend
+// and bias, relative to the sum of magnitudes. Then the result is rounded: twice if the plain twin adds to a
+// stored product.
 double worst_error(const at::Tensor& found, const std::vector<at::Tensor>& x, bool adds, bool has_bias) {
   const at::ScalarType type = x[0].scalar_type(), wide = type == at::kDouble ? type : at::kFloat;
   const at::Tensor magnitudes = summed(x, adds, has_bias, true);
@@ -87,8 +86,7 @@ TEST_P(Product, EveryFormIsExactToRounding) {
       }
 }
 
-// Into a part of a larger tensor, whose other rows stay as they are; what was there counts only where it is
-// added to.
+// Writes a part of a larger tensor and leaves its other rows. The old values count only if they are added to.
 TEST_P(Product, GoesIntoAPartOfATensor) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
     for (const std::int64_t m : {0, 1, 7, 8, 65})
@@ -109,7 +107,7 @@ TEST_P(Product, GoesIntoAPartOfATensor) {
         }
 }
 
-// What stands between the elements of the bias is no number.
+// The memory between the elements of the bias holds NaN.
 TEST_P(Product, ReadsABiasWhereverItsElementsLie) {
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
     for (const std::int64_t stride : {0, 2, 3}) {
@@ -124,13 +122,12 @@ TEST_P(Product, ReadsABiasWhereverItsElementsLie) {
     }
 }
 
-// Sizes around a block's in every dim, whichever operand is turned, into a part of a larger tensor.
+// Sizes around a block's in every dimension, with any operand transposed, into a part of a larger tensor.
 TEST_P(Product, MeetsTheEdgesOfBlocks) {
   struct Sizes {
     std::vector<std::int64_t> m, n, k;
   };
-  // Of blocks of the usual shape, of wide ones where few rows meet b, and of wide ones where little is
-  // summed.
+  // Blocks of the usual shape, wide ones with few rows of a, and wide ones with a small summed dimension.
   for (const Sizes& sizes :
        {Sizes{{1, 15, 127, 128, 131, 300}, {1, 16, 63, 64, 65, 130}, {1, 64, 511, 512, 513, 1100}},
         Sizes{{1, 17, 128, 129}, {255, 256, 769, 1000}, {1, 15, 33, 64, 130}},
@@ -149,10 +146,11 @@ TEST_P(Product, MeetsTheEdgesOfBlocks) {
                 if (adds) into.copy_(x[2]);
                 multiply_into(into, a_turned ? x[0].t().contiguous().t() : x[0],
                               b_turned ? x[1].t().contiguous().t() : x[1], adds);
-                const at::Tensor wanted = adds ? wide + x[2].to(at::kDouble) : wide,
+                const at::Tensor expected = adds ? wide + x[2].to(at::kDouble) : wide,
                                  reach = adds ? magnitudes + x[2].to(at::kDouble).abs() : magnitudes;
                 const double allowed = 2 * (static_cast<double>(k) + 3) * unit(at::kFloat);
-                ASSERT_LE(((into.to(at::kDouble) - wanted).abs() / (reach * allowed)).max().item<double>(), 1)
+                ASSERT_LE(((into.to(at::kDouble) - expected).abs() / (reach * allowed)).max().item<double>(),
+                          1)
                     << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds " << adds
                     << ", seed 17";
                 ASSERT_TRUE(around.select(1, 0).isnan().all().item<bool>());
@@ -161,7 +159,7 @@ TEST_P(Product, MeetsTheEdgesOfBlocks) {
         }
 }
 
-// Rows that lie on one another, rows apart, and a single one with any stride.
+// Rows that share memory, separate rows, and a single row with any stride.
 TEST_P(Product, ReadsAnyStrides) {
   const auto x = draw({{70, 200}, {40, 200}}, at::kFloat, 19);
   const auto check = [&](const at::Tensor& a, const at::Tensor& b) {
@@ -179,15 +177,15 @@ TEST_P(Product, ReadsAnyStrides) {
   const at::Tensor apart = draw({{200, 1024}}, at::kFloat, 20)[0];
   check(x[0], apart.narrow(1, 5, 70).t());
   check(apart.narrow(1, 5, 70).t(), apart.narrow(1, 300, 70).t());
-  check(apart.narrow(0, 0, 60).t(), apart.narrow(0, 70, 60).t());  // and so many that the parts are wide
+  check(apart.narrow(0, 0, 60).t(), apart.narrow(0, 70, 60).t());  // enough columns for wide parts
   check(x[0], apart.t());
 }
 
-// Whatever number of threads takes part.
+// The number of threads does not matter.
 TEST(Brgemm, SameBitsByAnyNumberOfThreads) {
   const int before = at::get_num_threads();
   const Multiplier chosen = std::exchange(multiplier(), Multiplier::kBrgemm);
-  // Blocks of the usual shape, few rows, little that is summed over.
+  // Blocks of the usual shape, few rows, and a small summed dimension.
   for (const auto& [m, n, k] : {std::tuple{300, 130, 600}, {100, 800, 600}, {300, 800, 64}}) {
     const auto x = draw({{m, k}, {n, k}}, at::kFloat, 23);
     for (const bool a_turned : {false, true})
@@ -195,11 +193,11 @@ TEST(Brgemm, SameBitsByAnyNumberOfThreads) {
         const at::Tensor a = a_turned ? x[0].t().contiguous().t() : x[0],
                          b = b_turned ? x[1].t().contiguous().t() : x[1];
         at::set_num_threads(1);
-        const at::Tensor wanted = product(a, b);
+        const at::Tensor expected = product(a, b);
         for (const int threads : {2, 3, 8}) {
           at::set_num_threads(threads);
-          EXPECT_TRUE(product(a, b).equal(wanted)) << m << ", " << n << ", " << k << ", " << threads
-                                                   << " threads, turned " << a_turned << b_turned;
+          EXPECT_TRUE(product(a, b).equal(expected)) << m << ", " << n << ", " << k << ", " << threads
+                                                     << " threads, turned " << a_turned << b_turned;
         }
       }
   }
@@ -225,8 +223,8 @@ TEST_P(Product, LeavesItsOperandsAlone) {
   }
 }
 
-// x at another place in memory, as far from a multiple of 64 bytes as LibTorch's own tensors: MKL rounds by
-// that.
+// x at another address with the same offset from 64 bytes as LibTorch's own tensors, because MKL's rounding
+// depends on it.
 at::Tensor moved(const at::Tensor& x, std::int64_t lines) {
   const std::int64_t begin = lines * 64 / x.element_size();
   const at::Tensor there = at::empty({begin + x.numel()}, x.options()).narrow(0, begin, x.numel());
@@ -248,7 +246,7 @@ TEST_P(Product, SameBitsRunToRunWithAsManyThreads) {
   at::set_num_threads(before);
 }
 
-// Products by the names under which LibTorch has them; brgemm has none.
+// Records LibTorch's products by name; brgemm has none.
 class NamedProducts {
  public:
   NamedProducts() {
@@ -271,7 +269,7 @@ class NamedProducts {
   at::CallbackHandle handle_;
 };
 
-// Whoever is told to multiply does, and nobody else. Bits would not show it: libraries may round alike.
+// The chosen multiplier multiplies, and no other. Bits do not show it, because libraries may round alike.
 TEST(Multipliers, AreThoseThatAreChosen) {
   const Multiplier before = multiplier();
   const auto x = draw({{96, 1030}, {80, 1030}}, at::kFloat, 5);
@@ -284,7 +282,7 @@ TEST(Multipliers, AreThoseThatAreChosen) {
     const at::Tensor found = product(turned(x[0]), turned(x[1]));
     const std::string asked(name_of(chosen != Multiplier::kByRule ? chosen : multiplier_of(turned(x[0]))));
     EXPECT_EQ(made.names, asked == "brgemm" ? std::set<std::string>{} : std::set{asked});
-    EXPECT_TRUE(chosen == Multiplier::kByRule || into.equal(found));  // in place is not rounded otherwise
+    EXPECT_TRUE(chosen == Multiplier::kByRule || into.equal(found));  // in place is rounded in the same way
     return found;
   };
   for (const bool sums : {false, true}) {

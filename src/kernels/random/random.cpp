@@ -1,4 +1,4 @@
-// Counter-based randomness: no state, so nothing that a rank could advance differently from another.
+// Counter-based random numbers. They have no state that could differ between ranks.
 #include "isograd/random.hpp"
 
 #include <Random123/philox.h>
@@ -10,8 +10,8 @@
 namespace isograd {
 namespace {
 
-// One Philox block for (key, position): 256 bits. The key words are (seed, layer), the counter is
-// (position, step, sample, draw), so that no two uses of a stream can meet.
+// One Philox block for (key, position): 256 bits. The key words are (seed, layer) and the counter is
+// (position, step, sample, draw), so two uses of a stream never overlap.
 r123::Philox4x64::ctr_type block(const RandomKey& key, std::uint64_t position, std::uint64_t draw) {
   return r123::Philox4x64()({{position, key.step, key.sample, draw}}, {{key.seed, key.layer}});
 }
@@ -38,7 +38,7 @@ double random_uniform(const RandomKey& key, std::uint64_t position) {
 
 double random_normal(const RandomKey& key, std::uint64_t position) {
   const auto bits = block(key, position, 1);
-  const double radius = std::sqrt(-2.0 * std::log(1.0 - to_unit(bits[0])));  // 1 - u lies in (0, 1]
+  const double radius = std::sqrt(-2.0 * std::log(1.0 - to_unit(bits[0])));  // 1 - u is in (0, 1]
   return radius * std::cos(2.0 * std::numbers::pi * to_unit(bits[1]));
 }
 

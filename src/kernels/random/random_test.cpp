@@ -15,7 +15,7 @@ namespace {
 
 using Words = std::array<std::uint64_t, 4>;
 
-// Philox4x64-10 written a second time, from the paper (Salmon et al., SC 2011, section 3.3).
+// An independent Philox4x64-10, from the paper (Salmon et al., SC 2011, section 3.3).
 Words philox(Words counter, std::array<std::uint64_t, 2> key) {
   __extension__ typedef unsigned __int128 Wide;
   for (int round = 0; round < 10; ++round) {
@@ -82,8 +82,8 @@ TEST(Random, NamesHashByFnv1a) {
   EXPECT_EQ(hash_name("foobar"), 0x85944171f73967e8ull);
 }
 
-// n draws; the mean of k-th powers must lie within five standard errors of its expectation: a fixed key, so
-// that the outcome never changes, and a bound that a wrong distribution misses by far.
+// n draws. The mean of k-th powers must be within five standard errors of its expectation. The key is fixed,
+// so the outcome never changes, and a wrong distribution misses the bound by far.
 TEST(Random, UniformAndNormalHaveTheirMoments) {
   const int n = 200000;
   const RandomKey key{.seed = 7, .layer = hash_name("moments")};
@@ -125,7 +125,7 @@ TEST(Random, AllPermutationsAreEquallyLikely) {
   }
   double chi_squared = 0;
   for (int count : seen) chi_squared += (count - draws / 24.0) * (count - draws / 24.0) / (draws / 24.0);
-  EXPECT_LT(chi_squared, 58.6);  // 23 degrees of freedom: exceeded once in 16000 fair generators
+  EXPECT_LT(chi_squared, 58.6);  // 23 degrees of freedom: one of 16000 fair generators exceeds it
 }
 
 }  // namespace

@@ -13,10 +13,10 @@
 namespace isograd {
 namespace {
 
-thread_local bool in_part = false;  // this thread computes a part of a loop
+thread_local bool in_part = false;  // this thread runs a part of a loop
 
 #ifdef ISOGRAD_SANITIZE_THREAD
-// The sanitizer does not see how LibTorch's threads wait for one another.
+// The sanitizer does not see how LibTorch's threads synchronise.
 void for_each_part(std::int64_t parts, c10::function_ref<void(std::int64_t part)> body) {
   std::vector<std::exception_ptr> thrown(static_cast<std::size_t>(parts));
   std::vector<std::thread> threads;
@@ -37,9 +37,9 @@ void for_each_part(std::int64_t parts, c10::function_ref<void(std::int64_t part)
   const at::Tensor places = at::empty({parts}, at::TensorOptions(at::kByte));
   const auto* const first = static_cast<const char*>(places.const_data_ptr());
   at::TensorIterator iterator = at::TensorIteratorConfig()
-                                    .check_all_same_dtype(false)  // of inputs and outputs: there is no input
+                                    .check_all_same_dtype(false)  // there is no input to compare with
                                     .set_check_mem_overlap(false)
-                                    .resize_outputs(false)  // which then say how long the loop is
+                                    .resize_outputs(false)  // the outputs' size determines the loop's length
                                     .add_output(places)
                                     .build();
   iterator.for_each(

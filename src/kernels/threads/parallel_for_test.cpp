@@ -45,7 +45,7 @@ TEST_F(ParallelFor, EveryPlaceOnceInPartsOfAtLeastTheGrain) {
   }
 }
 
-// All parts are under way at once: each waits until the others have begun.
+// All parts run at once: each waits until the others have started.
 TEST_F(ParallelFor, PartsRunAtTheSameTime) {
   constexpr std::size_t kThreads = 3;
   at::set_num_threads(kThreads);
