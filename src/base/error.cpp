@@ -2,7 +2,6 @@
 
 #include <filesystem>
 
-#include "base/file_error.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 

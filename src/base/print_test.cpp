@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "base/file_error.hpp"
+#include "base/refuse.hpp"
 
 namespace isograd {
 namespace {

@@ -12,7 +12,6 @@
 #include <iostream>
 #include <new>
 
-#include "base/file_error.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/ranks.hpp"

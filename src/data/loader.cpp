@@ -3,12 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <future>
 #include <mutex>
+#include <span>
 #include <unordered_map>
+#include <vector>
 
 #include "base/refuse.hpp"
-#include "data/epoch.hpp"
 #include "data/options.hpp"
 #include "isograd/data.hpp"
 #include "isograd/error.hpp"
@@ -16,6 +18,66 @@
 
 namespace isograd {
 namespace {
+
+// The documents are concatenated; "token t of the epoch" counts along them. It takes 8 bytes per document.
+class Epoch {
+ public:
+  // Tokens [begin, end) of a document of `length` tokens that starts at token `start` of the epoch.
+  struct Span {
+    std::int64_t document, begin, end, start, length;
+  };
+
+  // The order depends only on (seed, epoch) and `documents`; without `shuffle`, only on `documents`.
+  Epoch(const TokenStore& store, std::span<const std::int64_t> documents, std::uint64_t seed,
+        std::int64_t epoch, bool shuffle);
+  std::int64_t number() const { return number_; }
+  std::int64_t num_tokens() const { return num_tokens_; }
+  // The pieces of [begin, end), one per document. REQUIRES: 0 <= begin <= end <= num_tokens().
+  std::vector<Span> pieces(std::int64_t begin, std::int64_t end) const;
+
+ private:
+  static constexpr std::int64_t kStride = 64;
+
+  const TokenStore& store_;
+  std::int64_t number_;
+  std::vector<std::int64_t> order_;   // documents
+  std::vector<std::int64_t> starts_;  // token at which every kStride-th document starts
+  std::int64_t num_tokens_ = 0;
+};
+
+Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, std::uint64_t seed,
+             std::int64_t epoch, bool shuffle)
+    : store_(store), number_(epoch) {
+  if (shuffle) {
+    order_ = random_permutation(
+        static_cast<std::int64_t>(documents.size()),
+        {.seed = seed, .step = static_cast<std::uint64_t>(epoch), .layer = hash_name("data.shuffle")});
+    for (auto& place : order_) place = documents[static_cast<std::size_t>(place)];
+  } else {
+    order_.assign(documents.begin(), documents.end());
+  }
+  starts_.reserve(order_.size() / kStride + 1);
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    if (i % kStride == 0) starts_.push_back(num_tokens_);
+    num_tokens_ += store_.document_length(order_[i]);
+  }
+}
+
+std::vector<Epoch::Span> Epoch::pieces(std::int64_t begin, std::int64_t end) const {
+  ISOGRAD_INVARIANT(0 <= begin && begin <= end && end <= num_tokens_,
+                    fmt::format("[{}, {}) of {}", begin, end, num_tokens_));
+  std::vector<Span> found;
+  if (begin == end) return found;
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), begin);
+  auto i = static_cast<std::size_t>(after - starts_.begin() - 1) * kStride;
+  for (std::int64_t start = *(after - 1); start < end; ++i) {
+    const std::int64_t length = store_.document_length(order_[i]);
+    const std::int64_t from = std::max(begin, start), to = std::min(end, start + length);
+    if (from < to) found.push_back({order_[i], from - start, to - start, start, length});
+    start += length;
+  }
+  return found;
+}
 
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // so that their product fits
 

@@ -6,8 +6,8 @@
 
 #include <cstring>
 
-#include "base/file_error.hpp"
 #include "base/json.hpp"
+#include "base/refuse.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

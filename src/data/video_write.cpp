@@ -1,4 +1,4 @@
-// A video as an animated PNG, by FFmpeg's encoder and container.
+// Frames as a PNG, and videos as an animated PNG, by FFmpeg's encoders.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -15,6 +15,25 @@ namespace {
 
 using namespace libav;
 
+// One frame of `pixels` [rows, columns, 3], 24 bits each.
+void configure(AVCodecContext& codec, const at::Tensor& pixels, AVRational time_base) {
+  codec.width = static_cast<int>(pixels.size(1)), codec.height = static_cast<int>(pixels.size(0));
+  codec.pix_fmt = AV_PIX_FMT_RGB24;
+  codec.time_base = time_base;
+  codec.thread_count = 1;
+}
+
+// Copies contiguous `pixels` into the frame. Returns FFmpeg's status.
+int fill(AVFrame& image, const AVCodecContext& codec, const at::Tensor& pixels) {
+  image.format = codec.pix_fmt, image.width = codec.width, image.height = codec.height;
+  const int status = av_frame_get_buffer(&image, 0);
+  const auto row = static_cast<std::size_t>(3 * codec.width);
+  for (int y = 0; status >= 0 && y < codec.height; ++y)
+    std::memcpy(image.data[0] + y * image.linesize[0],
+                pixels.const_data_ptr<std::uint8_t>() + static_cast<std::size_t>(y) * row, row);
+  return status;
+}
+
 // Writes the file in memory, so that it is whole or absent.
 class Writer {
  public:
@@ -27,10 +46,7 @@ class Writer {
     format_.reset(made);
     stream_ = avformat_new_stream(made, nullptr);
     codec_.reset(avcodec_alloc_context3(encoder));
-    codec_->width = static_cast<int>(frames.size(2)), codec_->height = static_cast<int>(frames.size(1));
-    codec_->pix_fmt = AV_PIX_FMT_RGB24;
-    codec_->time_base = {1000, static_cast<int>(std::lround(1000 * frames_per_second))};
-    codec_->thread_count = 1;
+    configure(*codec_, frames[0], {1000, static_cast<int>(std::lround(1000 * frames_per_second))});
     if (made->oformat->flags & AVFMT_GLOBALHEADER) codec_->flags |= AV_CODEC_FLAG_GLOBAL_HEADER;
     check(avcodec_open2(codec_.get(), encoder, nullptr), "no encoder for it");
     stream_->time_base = codec_->time_base;
@@ -45,13 +61,8 @@ class Writer {
 
   void add(const at::Tensor& pixels, std::int64_t number) {
     Frame image(av_frame_alloc());
-    image->format = codec_->pix_fmt, image->width = codec_->width, image->height = codec_->height;
     image->pts = number;
-    check(av_frame_get_buffer(image.get(), 0), "no memory for a frame");
-    const auto row = static_cast<std::size_t>(3 * codec_->width);
-    for (int y = 0; y < codec_->height; ++y)
-      std::memcpy(image->data[0] + y * image->linesize[0],
-                  pixels.const_data_ptr<std::uint8_t>() + static_cast<std::size_t>(y) * row, row);
+    check(fill(*image, *codec_, pixels), "no memory for a frame");
     check(avcodec_send_frame(codec_.get(), image.get()), "a frame not to be encoded");
     drain();
   }
@@ -121,6 +132,29 @@ void write_apng(const std::filesystem::path& file, const at::Tensor& frames, dou
   Writer writer(file, pixels, frames_per_second);
   for (std::int64_t f = 0; f < pixels.size(0); ++f) writer.add(pixels[f], f);
   writer.finish();
+}
+
+std::string encode_png(const at::Tensor& frame) {
+  const auto fail = [](const std::string& found) {
+    refuse("encode_png", found, "a frame uint8 [rows, columns, 3], and an FFmpeg with a PNG encoder",
+           "Check the frame's size and type, or install the distribution's libavcodec");
+  };
+  if (frame.dim() != 3 || frame.size(2) != 3 || frame.numel() == 0 || frame.scalar_type() != at::kByte ||
+      frame.size(0) > 1 << 14 || frame.size(1) > 1 << 14)
+    fail(c10::str(c10::toString(frame.scalar_type()), " ", frame.sizes()));
+  const Complaints complaints;
+  const AVCodec* encoder = avcodec_find_encoder(AV_CODEC_ID_PNG);
+  if (!encoder) fail("no PNG encoder");
+  Codec codec(avcodec_alloc_context3(encoder));
+  configure(*codec, frame, {1, 1});
+  Frame image(av_frame_alloc());
+  Packet packet(av_packet_alloc());
+  int status = avcodec_open2(codec.get(), encoder, nullptr);
+  if (status >= 0) status = fill(*image, *codec, frame.contiguous());
+  if (status >= 0) status = avcodec_send_frame(codec.get(), image.get());
+  if (status >= 0) status = avcodec_receive_packet(codec.get(), packet.get());
+  if (status < 0) fail(fmt::format("{} ({})", text_of(status), complaints.first()));
+  return {reinterpret_cast<const char*>(packet->data), static_cast<std::size_t>(packet->size)};
 }
 
 }  // namespace isograd
