@@ -59,7 +59,7 @@ ALLOWED = [
     ("src/loss/ranking/ranking.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
     ("src/verify/fits.cpp", "- target) / whole", "the diagnosis: what a fit leaves"),
     ("src/verify/oracle.cpp", "term.sum(batch) / divisor", "the outside oracle: one process, no code of the normaliser"),
-    ("src/comm/traffic.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
+    ("src/comm/group.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/comm/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),
     ("src/bench/bench_context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
     ("src/parallel/pipeline/schedules.cpp", "shape.micro_batches / shape.ranks", "whole rounds of micro-batches"),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <array>
 #include <atomic>
@@ -132,7 +133,7 @@ struct Group::Impl {
   // Skip empty tensors: some backends reject them.
   bool nothing_to_send(const at::Tensor& tensor) const { return !shm && tensor.numel() == 0; }
 
-  // Checks of arguments; each throws ConfigError (group_checks.cpp).
+  // Checks of arguments; each throws ConfigError.
   void check(const Call& call, const at::Tensor& tensor, const char* which) const;
   void check_reduction(const Call& call, const at::Tensor& tensor, ReduceOp op) const;
   void check_root(const Call& call, int root) const;
@@ -170,6 +171,32 @@ struct Group::Impl {
   }
   static void copy_results(Started& started);
   static Pending pend(const std::shared_ptr<Impl>& impl, const Call& call, Started started);
+  // Starts an operation (a member function below) and completes it.
+  template <typename Operation, typename... Arguments>
+  void now(const Call& call, Operation operation, Arguments&&... arguments) const {
+    Started started = (this->*operation)(call, std::forward<Arguments>(arguments)...);
+    complete(call, started);
+  }
+  // Starts it and returns it under way.
+  template <typename Operation, typename... Arguments>
+  static Pending later(const std::shared_ptr<Impl>& impl, const Call& call, Operation operation,
+                       Arguments&&... arguments) {
+    return pend(impl, call, (impl.get()->*operation)(call, std::forward<Arguments>(arguments)...));
+  }
+  template <typename Options>
+  Options with_timeout() const {
+    Options options;
+    options.timeout = timeout;
+    return options;
+  }
+
+  // Some backends require a shape of their own; all accept a flat one.
+  void flatten(at::Tensor& from, at::Tensor& to) const {
+    if (shm) return;
+    const at::NoGradGuard no_graph;
+    from = from.view(-1);
+    to = to.view(-1);
+  }
 
   // The tensor in a form that backends can read: itself or a copy.
   at::Tensor readable(at::Tensor tensor) const {
@@ -191,7 +218,7 @@ struct Group::Impl {
   Started all_reduce(const Call& call, at::Tensor tensor, ReduceOp op) const;
   Started reduce(const Call& call, at::Tensor tensor, int root, ReduceOp op) const;
   Started reduce_scatter(const Call& call, at::Tensor output, at::Tensor input, ReduceOp op, const Rows& rows,
-                         std::shared_ptr<double> squares = nullptr) const;
+                         std::shared_ptr<double> squares) const;
   // Whether a reduce_scatter of this tensor without rows can return squares.
   bool can_square(const at::Tensor& input) const;
   static const std::shared_ptr<Impl>& of(const Group& group) { return group.impl_; }
