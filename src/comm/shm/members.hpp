@@ -16,7 +16,7 @@ class Store;
 
 namespace isograd::shm {
 
-// What a rank publishes in the store before any memory is shared.
+// The data that a rank publishes in the store before any memory is shared.
 struct MemberInfo {
   std::string host;     // name, for messages
   std::string machine;  // identifies the running kernel and its process namespace

@@ -12,7 +12,7 @@ namespace isograd::shm {
 
 class Receive;
 
-// What a rank records about the messages from one other rank.
+// The record of the messages from one other rank.
 struct Inbox {
   std::uint64_t first = 0;        // all messages before it are finished
   std::set<std::uint64_t> taken;  // later messages that are matched, set aside or finished
