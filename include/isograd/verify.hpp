@@ -271,7 +271,7 @@ struct VerifyProblem {
   std::function<std::unique_ptr<Optimizer>(std::unique_ptr<Optimizer>)> wrap_optimizer{};
 
   std::int64_t memory_bytes = 0;  // what the oracle may take; 0: what the machine has free
-  bool probe_documents = true;    // on rank 0's first micro-batch with several documents (leak.hpp)
+  bool probe_documents = true;    // on rank 0's first micro-batch with several documents (bad_input.hpp)
   bool experiments = true;        // a failure is run again in other circumstances, to name it
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};

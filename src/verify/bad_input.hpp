@@ -1,6 +1,7 @@
 // What verify cannot judge, found before anything is claimed.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "verify/layout_run.hpp"
@@ -20,5 +21,21 @@ void refuse_without_memory(const VerifyProblem& problem, const Initial& initial,
 
 // Bytes that the oracle takes for parameters, gradients and the copies it compares, all in fp64.
 std::int64_t oracle_bytes(const Initial& initial);
+
+struct Leak {
+  std::int64_t perturbed = 0, touched = 0;  // sample ids
+  double logits = 0;                        // largest change of the other documents' logits
+  std::string parameter;                    // whose gradient of the other documents' loss changed, or ""
+  double gradient = 0;                      // by how much, at most
+  std::string text() const;
+};
+
+// Changes the tokens of one document of `batch`, the first and then the last, and holds the others to the
+// bits that they had (a model with experts to E1's bound of them): their logits, and the gradient of their
+// loss. Nothing: no leak. Takes two forwards and backwards of each. A document is changed into other tokens,
+// or, where tokens are no vocabulary (DeclaredLoss::per_token), into its own in reverse. A batch with fewer
+// than two documents has nothing to show.
+std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
+                                    const DeclaredLoss& declared = {});
 
 }  // namespace isograd

@@ -8,7 +8,6 @@
 #include "toy.hpp"
 #include "verify/digest.hpp"
 #include "verify/experiments.hpp"
-#include "verify/leak.hpp"
 
 namespace isograd {
 namespace {

@@ -48,7 +48,7 @@ double in_scales(double difference, double scale);  // 0 where there is none; Na
 // rounding of what lies behind them, so that many may count as few. Two runs' errors over n independent
 // numbers have the ratio of an F(n, n) distribution: over one number one is more than 4 times the other in 16
 // of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one process therefore makes the
-// step again up to so many times, each from parameters an ulp away (rounding.hpp), and the largest error
+// step again up to so many times, each from parameters an ulp away (reference.hpp), and the largest error
 // counts: a layout whose error is one more draw of a single number exceeds 4 times that in fewer than 2 of a
 // million.
 constexpr int kMostDraws = 16;

@@ -191,31 +191,18 @@ std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
 // apart.
 std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* untold);
 
-// Names and shapes that only one side has. (diagnose_samples.cpp)
-std::vector<Finding> diagnose_names(const RunPair& pair);
-// Which samples were counted, as far as both sides say.
-std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected);
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected);
 // A dump whose counts do not add up to its targets, or which has a gradient without any; `side`: " of the
 // reference".
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
-// Other parameters on some ranks before the step.
-std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expected);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again);
-// What fits no cause: does a document reach another one's gradient, or is each feature right alone? The
-// second says what it found out in `evidence`, too. (diagnose_unknown.cpp)
-std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& again);
-std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAgain& again,
-                                            const std::string& subject, std::vector<std::string>& evidence);
-
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
-std::vector<Finding> diagnose_norm(const ComparedStep& one);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
 std::vector<std::string> other_terms(const ComparedStep& one);
 // By how much figures may be off, which come from sums of many numbers.

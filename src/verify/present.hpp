@@ -41,12 +41,4 @@ std::string parity_line(const Verdict& verdict, const Wording& wording);
 // A self-contained HTML page. Rank 0 only.
 void write_verify_page(const Verdict& verdict, const Wording& wording, const std::filesystem::path& file);
 
-// For the page: parameters x layouts by log10 of the error, and how often each ratio occurs. SVG.
-struct Drawing {
-  std::string svg;
-  double width = 0;  // pixels at which its text is legible
-};
-Drawing heat_map(const Verdict& verdict, bool exact);
-std::string ratio_histogram(const Verdict& verdict);
-
 }  // namespace isograd

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "isograd/verify.hpp"
+#include "verify/bad_input.hpp"
 #include "verify/layout_run.hpp"
-#include "verify/leak.hpp"
 #include "verify/oracle.hpp"
 
 namespace isograd {
@@ -40,5 +40,21 @@ std::vector<Path> paths(const VerifyProblem& problem);
 
 // Collective: rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group);
+
+// Parameters that one run did not clear: their places among the trainable ones, and the error of one process
+// that would clear each.
+struct Doubtful {
+  std::vector<std::size_t> places;
+  std::vector<double> wanted;
+};
+
+// The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0; fewer as
+// soon as all are cleared. Collective: rank 0 says which, the last rank makes the steps, each from parameters
+// an ulp away, in which kernels round otherwise, in fp64 and in the run's precision, and (but for a loss over
+// all rows) in another cut of the batch with as many micro-batches as all ranks have together. Empty where
+// there are none.
+std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
+                                     const std::vector<double>& scales, const Doubtful& doubtful,
+                                     Group& group);
 
 }  // namespace isograd

@@ -1,29 +1,207 @@
 #include "verify/run.hpp"
 
+#include <ATen/ops/empty.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <array>
+#include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 
 #include "isograd/context_parallel.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/group.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/verify.hpp"
+#include "layout/flat.hpp"
+#include "parallel/data/rank_roles.hpp"
+#include "parallel/data/unit_handle.hpp"
+#include "parallel/data/unit_plan.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
+#include "train/traffic.hpp"
+#include "verify/digest.hpp"
 #include "verify/layouts.hpp"
 #include "verify/meshes.hpp"
-#include "verify/replicas.hpp"
-#include "verify/traffic.hpp"
-
 namespace isograd {
 namespace {
+
+// What ZeRO-3 gathers of the model, whose parameters are this rank's part of it: each unit, with the padding
+// of its flat storage. Counted here and not asked of the layout, because the layout is what is checked.
+// Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that forward
+// uses several times.
+std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
+                                                       const Grid& grid, int rank) {
+  for (const auto& [name, tensor] : model.named)
+    if (!tensor.requires_grad()) return std::nullopt;
+  const auto& blocks = model.units->blocks;
+  std::map<const c10::TensorImpl*, std::set<std::size_t>> units_of;  // blocks from 1
+  std::set<const void*> seen;
+  for (std::size_t block = 0; block < blocks.size(); ++block) {
+    if (!seen.insert(blocks[block].binding().get()).second) return std::nullopt;
+    for (const at::Tensor& tensor : blocks[block].binding()->parameters())
+      units_of[tensor.unsafeGetTensorImpl()].insert(block + 1);
+  }
+  const Layout::Named placements = model.placed ? model.placed->placements() : Layout::Named{};
+  std::vector<std::vector<NamedParameter>> units(blocks.size() + 1);
+  for (const NamedParameter& parameter : unit_members(model.named, placements, grid, rank).trained) {
+    const auto own = units_of.find(parameter.tensor.unsafeGetTensorImpl());
+    // What several blocks have belongs to the root.
+    units[own != units_of.end() && own->second.size() == 1 ? *own->second.begin() : 0].push_back(parameter);
+  }
+  std::vector<SummedElements> gathered;
+  for (const auto& unit : units)
+    for (BucketPlan& plan : plan_buckets(unit, std::numeric_limits<std::int64_t>::max())) {
+      pad_for(plan, grid.size(sharded_along(grid, plan.sync, sharded_axes(config))));
+      const bool whole = &unit == &units.front() || !config.parallel.reshard_after_forward;
+      gathered.push_back({.sync = plan.sync, .numel = plan.numel, .whole = whole ? plan.numel : 0});
+    }
+  return gathered;
+}
+
+// LayoutUnderTest::traffic of the configured strategy. `gathered` of stage 3; none: not claimed.
+std::pair<double, double> traffic_by_plan(const RunConfig& config, const RanksOfRun& ranks,
+                                          DataParallel& layout,
+                                          const std::optional<std::vector<SummedElements>>& gathered,
+                                          std::int64_t rounds, at::ScalarType dtype) {
+  const bool units = stage_of(config.parallel.strategy) == 3;
+  if (units && !gathered) return {0, 0};
+  DataParallelPlan plan = make_plan(config, 0, ranks);
+  plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
+  plan.micro_batches = rounds;
+  const auto bytes = [&](const std::vector<SummedElements>& elements) {
+    return traffic_bytes(plan, elements, layout.mesh().grid(), sharded_axes(config)).total();
+  };
+  if (units) return {bytes(*gathered), bytes(*gathered)};
+  return {bytes(summed_elements(layout, true)), bytes(summed_elements(layout, false))};
+}
+
+// What one rank keeps of one parameter: elements [begin, end) of its bucket or of itself.
+struct KeptPiece {
+  std::size_t order;  // of the parameter, in the model
+  std::string name;
+  std::int64_t begin, end;
+  at::Tensor bits;
+  std::int64_t cut = 0;  // which of the parts along the axes that the parameter is cut along
+};
+
+std::int64_t cut_of(const std::string& parameter, const Layout* placed) {
+  AxisSet axes;
+  if (placed)
+    for (const Cut& each : placed->parameter(parameter).placement.cuts) axes.insert(each.axis);
+  return axes.empty() ? 0 : placed->mesh().place(axes);
+}
+
+// Of each parameter what is computed with and its fp32 master, in the model's order, so that ranks with other
+// buckets or other parts of the model say as much as all. Nothing stands for what this rank has none of.
+std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                   DataParallel& layout, const Layout* placed) {
+  std::vector<KeptPiece> pieces;
+  std::map<std::string, std::size_t> place_of;
+  const at::Tensor nothing = at::empty({0});
+  const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
+  for (std::size_t i = 0; i < named.size(); ++i) {
+    const auto& [name, tensor] = named[i];
+    const std::int64_t cut = cut_of(name, placed);
+    place_of[name] = pieces.size();
+    pieces.push_back({i, name, 0, readable ? tensor.numel() : 0, readable ? tensor : nothing, cut});
+    pieces.push_back({i, name + " (its fp32 master)", 0, 0, nothing, cut});
+  }
+  const auto keep = [](KeptPiece& piece, const Bucket& bucket, const Slot& slot, const at::Tensor& flat) {
+    const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
+    const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
+    piece.begin = begin - slot.offset, piece.end = end - slot.offset;
+    piece.bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin);
+  };
+  for (const Bucket& bucket : layout.buckets())
+    for (const Slot& slot : bucket.plan.slots) {
+      const std::size_t place = place_of.at(slot.name);
+      if (!readable) keep(pieces[place], bucket, slot, bucket.parameters);
+      if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
+        keep(pieces[place + 1], bucket, slot, bucket.master);
+    }
+  return pieces;
+}
+
+// Ranks that keep the same weights must keep the same bits.
+struct Divergence {
+  std::string parameter;                // or buffer: the first in the model's order
+  std::size_t differing = 0;            // parameters and buffers
+  std::vector<std::vector<int>> camps;  // ranks that agree with one another about it; the largest camp first
+
+  std::string text() const;
+};
+
+std::string Divergence::text() const {
+  std::vector<std::string> sides;
+  for (const auto& camp : camps)
+    sides.push_back(fmt::format("rank{} {}", camp.size() == 1 ? "" : "s", fmt::join(camp, ", ")));
+  return fmt::format("replicas differ in {} parameter{}, first {}: {}", differing, differing == 1 ? "" : "s",
+                     parameter, fmt::join(sides, " against "));
+}
+
+// Collective: an XXH3 of each parameter that this rank keeps (the whole where ranks keep the whole, otherwise
+// its part of a shard, with the fp32 master of bf16 ones) against those of the ranks that keep the same part.
+// `named` is the rank's model, readable unless the layout shards parameters; `placed` says which part of the
+// whole one it is, null: all of it; `buffers` are whole on every rank. The same answer on every rank.
+std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
+                                          const std::vector<std::pair<std::string, at::Tensor>>& buffers,
+                                          DataParallel& layout, const Layout* placed) {
+  Group group = layout.mesh().all();
+  std::vector<KeptPiece> pieces = kept_pieces(named, layout, placed);
+  for (const auto& [name, buffer] : buffers)
+    pieces.push_back({named.size(), name + " (a buffer)", 0, buffer.numel(), buffer.detach().flatten()});
+  std::vector<at::Tensor> bits;
+  for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
+  const at::Tensor digests = digest(bits);
+  constexpr std::size_t kColumns = 4;
+  at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), kColumns}, at::kLong);
+  auto* row = rows.data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    *row++ = pieces[i].begin;
+    *row++ = pieces[i].end;
+    *row++ = digests.const_data_ptr<std::int64_t>()[i];
+    *row++ = pieces[i].cut;
+  }
+  const at::Tensor all = group.all_gather(rows).contiguous();  // [W, pieces, kColumns]
+  const auto* value = all.const_data_ptr<std::int64_t>();
+
+  std::optional<Divergence> found;
+  std::size_t first = 0, differing = 0;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    std::map<std::array<std::int64_t, 3>, std::map<std::int64_t, std::vector<int>>> by_part;
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* entry = value + (static_cast<std::size_t>(rank) * pieces.size() + i) * kColumns;
+      if (entry[0] < entry[1]) by_part[{entry[3], entry[0], entry[1]}][entry[2]].push_back(rank);
+    }
+    for (const auto& [part, by_bits] : by_part) {
+      if (by_bits.size() == 1) continue;
+      ++differing;
+      if (!found || pieces[i].order < first) {
+        first = pieces[i].order;
+        found = Divergence{.parameter = pieces[i].name, .camps = {}};
+        for (const auto& [hash, ranks] : by_bits) found->camps.push_back(ranks);
+        std::sort(found->camps.begin(), found->camps.end(), [](const auto& a, const auto& b) {
+          return std::pair(-static_cast<std::ptrdiff_t>(a.size()), a[0]) <
+                 std::pair(-static_cast<std::ptrdiff_t>(b.size()), b[0]);
+        });
+      }
+      break;
+    }
+  }
+  if (found) found->differing = differing;
+  return found;
+}
 
 // Those along which ranks differ, and those that samples are dealt along.
 std::vector<Axis> used_axes(const Grid& grid) {
