@@ -25,8 +25,7 @@ Verb compare_verb(CLI::App& program) {
   verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
   verb->footer(
       "  isograd compare dumps/ddp dumps/one --report verdict.html\n\n"
-      "Status: 0 the same gradient; 1 another one, or not the same step; 2 bad input; 4 a defect of "
-      "isograd.");
+      "Status: 0 the same gradient; 1 another one, or not the same step; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
     const DumpNames names{flags->found, flags->expected};
     for (const auto& [option, file] : {std::pair("--json", flags->json), {"--report", flags->report}})

@@ -204,10 +204,8 @@ void add_count_causes(const ComparedStep& one, std::vector<Cause>& causes) {
                       const Cell& cell) { return c.targets() / (cell.targets * c.micro_batches()); },
          .sentence =
              [](const ComparedStep& c) {
-               return fmt::format(
-                   "per-{} weights fit 1/n_kj: mean of the means of all {} "
-                   "micro-batches",
-                   c.unit(), c.micro_batches());
+               return fmt::format("per-{} weights fit 1/n_kj: mean of the means of all {} micro-batches",
+                                  c.unit(), c.micro_batches());
              }});
     causes.push_back({.id = "mean_of_micro_batch_means_by_rank",
                       .weight =
@@ -366,17 +364,15 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
        .sentence =
            [](const ComparedStep& c) {
              return fmt::format(
-                 "per-{} weights fit 1/n_kj: each rank's means of micro-batches "
-                 "are summed, not divided by accumulation ({}), then the ranks "
-                 "averaged",
+                 "per-{} weights fit 1/n_kj: each rank's means of micro-batches are summed, not divided by "
+                 "accumulation ({}), then the ranks averaged",
                  c.unit(), c.most_micro_batches());
            }});
   causes.push_back(
       {.id = "summed_over_micro_batches", .weight = of_cell, .sentence = [](const ComparedStep& c) {
          return fmt::format(
-             "per-{} weights fit 1/n_kj: the means of all {} micro-batches "
-             "of all ranks are summed",
-             c.unit(), c.micro_batches());
+             "per-{} weights fit 1/n_kj: the means of all {} micro-batches of all ranks are summed", c.unit(),
+             c.micro_batches());
        }});
   if (one.micro_batches() != one.most_micro_batches() * one.ranks())
     causes.push_back(
@@ -387,8 +383,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
              [](const ComparedStep& c) {
                return fmt::format(
                    "per-{} weights fit 1/(n_kj G W): each micro-batch's mean, divided on every rank by the "
-                   "{} "
-                   "micro-batches of the one that has most, averaged over ranks",
+                   "{} micro-batches of the one that has most, averaged over ranks",
                    c.unit(), c.most_micro_batches());
              }});
   causes.push_back({.id = "count_not_reduced",
@@ -430,8 +425,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
                     .sentence =
                         [](const ComparedStep& c) {
                           return fmt::format(
-                              "1/{0}: divided by accumulation ({0}), though the count covers "
-                              "the whole step",
+                              "1/{0}: divided by accumulation ({0}), though the count covers the whole step",
                               c.most_micro_batches());
                         }});
   if (one.micro_batches() != one.most_micro_batches())

@@ -99,10 +99,8 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
     else
       layout.e2.bound = fmt::format(
           "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were seen to be "
-          "off; {}; "
-          "scale of the whole gradient within 4 (u + its standard error), u = {:.2g}; a dump of one process "
-          "in "
-          "{} (--alone) gives a sharper bound",
+          "off; {}; scale of the whole gradient within 4 (u + its standard error), u = {:.2g}; a dump of one "
+          "process in {} (--alone) gives a sharper bound",
           precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole, unit,
           precision);
   }
@@ -271,8 +269,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
       pair.dealt_otherwise = true;
       result.notices.push_back(
           fmt::format("the targets lie otherwise on ranks and micro-batches in {} than in {}: no part of a "
-                      "rank can be told "
-                      "(deal the samples alike)",
+                      "rank can be told (deal the samples alike)",
                       names.expected, names.found));
     }
   }
@@ -304,10 +301,9 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   const double moved = largest_move(one);
   if (one.allowance().moved)
     result.notices.push_back(fmt::format(
-        "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where "
-        "parameters move by what rounding in {} is worth, as where a derivative jumps: no run in {} is "
-        "sure of it, and what is smaller does not show (a run in fp64 tells; docs/verify.md, losses "
-        "that jump)",
+        "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where parameters move by "
+        "what rounding in {} is worth, as where a derivative jumps: no run in {} is sure of it, and what is "
+        "smaller does not show (a run in fp64 tells; docs/verify.md, losses that jump)",
         moved, precision, precision));
   if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
     result.notices.push_back(fmt::format(
@@ -358,9 +354,8 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   if (!one.allowance().exact && expected.moves.empty() &&
       std::any_of(result.findings.begin(), result.findings.end(), unknown))
     result.notices.push_back(fmt::format(
-        "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no "
-        "bound on rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses "
-        "that jump)",
+        "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no bound on "
+        "rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses that jump)",
         precision));
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));
@@ -369,13 +364,11 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     if (std::any_of(result.findings.begin(), result.findings.end(), unknown))
       result.notices.push_back(
           names.expected +
-          " holds no shares of ranks and micro-batches; with them wrong weights can be named "
-          "(docs/verify.md)");
+          " holds no shares of ranks and micro-batches; with them wrong weights can be named (docs/verify.md)");
     else if (verdict.passed && !one.allowance().exact)
       result.notices.push_back(
-          fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move "
-                      "the gradient by less than {:.1g} of its norm are not told from the right "
-                      "ones",
+          fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move the "
+                      "gradient by less than {:.1g} of its norm are not told from the right ones",
                       names.expected, one.allowance().whole / one.norm()));
   }
   for (const auto& finding : result.findings) verdict.diagnosis.push_back(finding.sentence);

@@ -674,10 +674,9 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
     std::vector<double> moved;
     for (std::size_t i = 0; i < names.size(); ++i)
       moved.push_back(distance(prediction.gradient[i], right.gradient[i]));
-    const auto numbers = fmt::format(
-        "{} would move the gradient by {:.2g} of its norm; found {:.2g} +- {:.2g} "
-        "of that way",
-        cause.id, norm_of(moved) / one.norm(), along.share, along.scatter);
+    const auto numbers =
+        fmt::format("{} would move the gradient by {:.2g} of its norm; found {:.2g} +- {:.2g} of that way",
+                    cause.id, norm_of(moved) / one.norm(), along.share, along.scatter);
     if (along.scatter <= kLeans && along.share > 0.5) {
       evidence.push_back(numbers);
       nearer.push_back(std::move(cause));

@@ -58,8 +58,7 @@ const std::vector<Diagnosis> kDiagnoses = {
      "example"},
     {"cut_parameters_scaled",
      "the gradients of what is cut along one axis are multiplied by a size of the run, or divided by it: "
-     "that "
-     "of the axis, over which the sum is whole already, of all ranks, of accumulation"},
+     "that of the axis, over which the sum is whole already, of all ranks, of accumulation"},
     {"scaled_by_factor",
      "all gradients are multiplied by one factor that comes from no count: a learning rate, a loss scale"},
     {"gradient_lost", "some or all parameters get no gradient where there should be one"},

@@ -283,10 +283,9 @@ void explain(Report& report, const Verdict& verdict, const Wording& wording) {
   report.prose(
       "What this page shows",
       {"A training step computes a gradient: for every number in the model, how it should change. Spread "
-       "over "
-       "several processes, the step must end with the gradient that one process would have computed on the "
-       "whole batch. Often it does not: something is averaged twice, counted twice or left out, and training "
-       "goes on, a little wrong, without an error message.",
+       "over several processes, the step must end with the gradient that one process would have computed on "
+       "the whole batch. Often it does not: something is averaged twice, counted twice or left out, and "
+       "training goes on, a little wrong, without an error message.",
        fmt::format(
            "Here one step was compared with {}, parameter by parameter. The ratio says by what the "
            "expected gradient would have to be multiplied to come closest to the one found: 1 is right, "
@@ -297,10 +296,8 @@ void explain(Report& report, const Verdict& verdict, const Wording& wording) {
            verdict.passed ? "All of it lies within that."
                           : "What lies outside is marked, and named above as far as the numbers tell."),
        "In these words: a parameter is a named group of the model's numbers. A rank is one of the processes "
-       "that "
-       "work together; a layout is the way in which they divide the work. Targets are the tokens that the "
-       "loss "
-       "is about."});
+       "that work together; a layout is the way in which they divide the work. Targets are the tokens that "
+       "the loss is about."});
 }
 
 void grades(Report& report, const Verdict& verdict) {

@@ -257,14 +257,12 @@ std::vector<std::string> resolution_of(const Grade& grade) {
                                 scientific(grade.scale.error), scientific(grade.scale.allowed),
                                 grade.scale.passed ? "" : " (FAIL)"));
   if (grade.failed == 0 && grade.scale.passed && !grade.single_least.empty())
-    lines.push_back(
-        fmt::format("finds an error of scale from {} in all parameters, from {} in a single one "
-                    "(least in {})",
-                    percent(grade.uniform_found), percent(grade.single_found), grade.single_least));
+    lines.push_back(fmt::format(
+        "finds an error of scale from {} in all parameters, from {} in a single one (least in {})",
+        percent(grade.uniform_found), percent(grade.single_found), grade.single_least));
   if (!grade.by_floor.empty()) {
     std::string line = fmt::format(
-        "{} of the parameters have next to no gradient and are held to a floor instead of their "
-        "own norm: {}",
+        "{} of the parameters have next to no gradient and are held to a floor instead of their own norm: {}",
         grade.by_floor.size(), list_names(grade.by_floor));
     if (!grade.unseen.empty())
       line += fmt::format("; of {} even a lost gradient or another sign would not show: {}",

@@ -138,8 +138,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
     layout.findings.insert(
         layout.findings.begin(),
         {"living_layout_differs",
-         "the gradient is right, but the run's own step reports other figures than a fresh "
-         "layout: " +
+         "the gradient is right, but the run's own step reports other figures than a fresh layout: " +
              list_names(others),
          {}});
     return;
@@ -360,8 +359,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
         if (finding.id == "averaged_over_axis")
           finding.sentence += fmt::format(
               ". A loss over the rows of all ranks under an average of {} ranks' gradients, which must be "
-              "summed "
-              "(or the loss told so: grad_reduction = mean)",
+              "summed (or the loss told so: grad_reduction = mean)",
               group.size());
     if (result.passed && result.findings.empty()) {
       // E1 finds small mistakes of the arithmetic; within rounding no gradient may be lost without a sign.
@@ -376,8 +374,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (!unclipped_norms_agree(result.exact, oracle, bounds) && result.findings.empty())
       result.findings.push_back(
           {"norm_differs",
-           fmt::format("the gradient is right, the norm before the clip of groups is {:.9g}, "
-                       "expected {:.9g}",
+           fmt::format("the gradient is right, the norm before the clip of groups is {:.9g}, expected {:.9g}",
                        result.exact.unclipped_norm, oracle.unclipped_norm),
            {}});
     if (!result.passed && result.findings.empty())
