@@ -6,6 +6,7 @@
 
 #include "base/files.hpp"
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "base/waiting.hpp"
 #include "cli/ranks.hpp"
@@ -40,21 +41,17 @@ std::string no_such_layout(const std::string& name) {
 int minimise_verb(const Flags& flags, const RunConfig& config) {
   const int ranks = flags.ranks.value_or(1);
   if (rank_of_several())
-    throw ConfigError({.where = "--minimise",
-                       .found = "a launcher that has started several ranks",
-                       .expected = "one process: it starts ranks of its own, as many as each trial needs",
-                       .action = "Start it without a launcher, with --ranks"});
+    refuse("--minimise", "a launcher that has started several ranks",
+           "one process: it starts ranks of its own, as many as each trial needs",
+           "Start it without a launcher, with --ranks");
   if (!flags.json.empty() || !flags.report.empty() || !flags.dump.empty())
-    throw ConfigError({.where = "--minimise",
-                       .found = "--json, --report or --dump beside it",
-                       .expected = "none: it makes many verdicts and writes a configuration",
-                       .action = "Verify the file that it writes"});
+    refuse("--minimise", "--json, --report or --dump beside it",
+           "none: it makes many verdicts and writes a configuration", "Verify the file that it writes");
   if (device_kind(config) != "cpu")
-    throw ConfigError({.where = "--minimise",
-                       .found = fmt::format("parallel.device = \"{}\"", config.parallel.device),
-                       .expected = "\"cpu\": its ranks are threads, and threads on one GPU would wait for "
-                                   "one another",
-                       .action = "Add --device cpu"});
+    refuse("--minimise", fmt::format("parallel.device = \"{}\"", config.parallel.device),
+           "\"cpu\": its ranks are threads, and threads on one GPU would wait for "
+           "one another",
+           "Add --device cpu");
   check(config, ranks);
   std::optional<Waiting> waiting(std::in_place, "trial", 0);
   const auto found = minimise_run(config, ranks, flags.layouts, [&](VerifyProblem& problem, World& world) {

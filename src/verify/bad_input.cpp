@@ -8,6 +8,7 @@
 #include <map>
 #include <set>
 
+#include "base/refuse.hpp"
 #include "comm/shm/segment.hpp"
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
@@ -57,12 +58,10 @@ std::string gigabytes(double bytes) {
 void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole) {
   const Batch* batch = first_with_targets(whole);
   if (!batch) return;
-  const auto refuse = [](std::string found) {
-    throw ConfigError(
-        {.where = "verify, the model in fp64",
-         .found = std::move(found),
-         .expected = "a model that computes in fp64 throughout when it is made in fp64",
-         .action = "Take the types of intermediate results from the parameters instead of naming one"});
+  const auto reject = [](std::string found) {
+    refuse("verify, the model in fp64", std::move(found),
+           "a model that computes in fp64 throughout when it is made in fp64",
+           "Take the types of intermediate results from the parameters instead of naming one");
   };
   const auto backward = [&](const VerifyModel& model) {
     const at::Tensor logits = model.logits(*batch);
@@ -71,11 +70,11 @@ void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, con
   };
   try {
     const auto type = backward(in_fp64);
-    if (type != at::kDouble) refuse(fmt::format("logits of type {}", c10::toString(type)));
+    if (type != at::kDouble) reject(fmt::format("logits of type {}", c10::toString(type)));
   } catch (const c10::Error& error) {
     const std::string message = first_line(error.what_without_backtrace());
     backward(own);  // an error of the model in its own precision is passed on as it is
-    refuse("it fails: " + message);
+    reject("it fails: " + message);
   }
 }
 
@@ -134,10 +133,8 @@ void refuse_without_memory(const VerifyProblem& problem, const Initial& initial,
   if (fit > 0)
     action =
         fmt::format("Verify {} of the {} layers, which fit (model.layers = {})", fit, layers.size(), fit);
-  throw ConfigError({.where = "verify, memory for the oracle",
-                     .found = gigabytes(available) + " available",
-                     .expected = gigabytes(needed) + " for parameters and gradients in fp64",
-                     .action = action});
+  refuse("verify, memory for the oracle", gigabytes(available) + " available",
+         gigabytes(needed) + " for parameters and gradients in fp64", action);
 }
 
 namespace {

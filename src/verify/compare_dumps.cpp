@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 
+#include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
 #include "verify/compared_step.hpp"
@@ -195,24 +196,23 @@ double largest_move(const ComparedStep& one) {
 // within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
                   const DumpNames& names) {
-  const auto refuse = [](const std::string& what) {
-    throw ConfigError({.where = "--alone",
-                       .found = what,
-                       .expected = "the step of one process in the precision of the run, beside that of one "
-                                   "process in fp64",
-                       .action = "Write both dumps with the same program, from the same parameters and "
-                                 "samples, or compare without --alone"});
+  const auto reject = [](const std::string& what) {
+    refuse("--alone", what,
+           "the step of one process in the precision of the run, beside that of one "
+           "process in fp64",
+           "Write both dumps with the same program, from the same parameters and "
+           "samples, or compare without --alone");
   };
-  if (expected.precision != "fp64") refuse(names.expected + " in " + expected.precision);
+  if (expected.precision != "fp64") reject(names.expected + " in " + expected.precision);
   if (alone.precision != found.precision)
-    refuse(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
-  if (names_of(alone) != names_of(expected)) refuse("other parameters than in " + names.expected);
+    reject(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
+  if (names_of(alone) != names_of(expected)) reject("other parameters than in " + names.expected);
   const RunAgain never;
   ComparedStep one({.found = alone, .expected = expected}, {}, never);
   const auto findings = diagnose(one);
-  if (!findings.empty()) refuse("no right step of one process: " + findings[0].sentence);
+  if (!findings.empty()) reject("no right step of one process: " + findings[0].sentence);
   if (!one.same())
-    refuse("a gradient that is further from that of " + names.expected + " than rounding explains");
+    reject("a gradient that is further from that of " + names.expected + " than rounding explains");
 }
 
 }  // namespace

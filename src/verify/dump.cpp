@@ -11,7 +11,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
-#include "isograd/error.hpp"
+#include "base/refuse.hpp"
 #include "isograd/verify.hpp"
 #include "model/json_reader.hpp"
 #include "model/safetensors.hpp"
@@ -88,16 +88,19 @@ void on_disk(const fs::path& path, Action&& action) {
   try {
     action();
   } catch (const fs::filesystem_error& error) {
-    throw ConfigError({.where = path.string(),
-                       .found = error.code().message(),
-                       .expected = "a place that a dump can be written to",
-                       .action = "Choose another folder"});
+    refuse(path.string(), error.code().message(), "a place that a dump can be written to",
+           "Choose another folder");
   }
 }
 
 constexpr std::uintmax_t kMostJson = 256 << 20;
 constexpr std::int64_t kMostInteger = std::int64_t{1} << 53;
 constexpr std::size_t kMostRanks = 1 << 20;
+
+[[noreturn]] void refuse_dump(const std::string& where, const std::string& found,
+                              const std::string& expected) {
+  refuse(where, found, expected, "Write the dump again as docs/verify.md says");
+}
 
 class StepReader {
  public:
@@ -227,10 +230,7 @@ class StepReader {
   const std::vector<std::string>& order() const { return order_; }
 
   [[noreturn]] void bad(const std::string& key, const std::string& found, const std::string& expected) const {
-    throw ConfigError({.where = path_.string() + (key.empty() ? "" : ": " + brief(key)),
-                       .found = found,
-                       .expected = expected,
-                       .action = "Write the dump again as docs/verify.md says"});
+    refuse_dump(path_.string() + (key.empty() ? "" : ": " + brief(key)), found, expected);
   }
 
  private:
@@ -384,19 +384,16 @@ class StepReader {
 };
 
 StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> order, std::string* precision) {
-  const auto refuse = [&](const std::string& found, const std::string& expected) {
-    throw ConfigError({.where = file.string(),
-                       .found = found,
-                       .expected = expected,
-                       .action = "Write the dump again as docs/verify.md says"});
+  const auto bad = [&](const std::string& found, const std::string& expected) {
+    refuse_dump(file.string(), found, expected);
   };
   const auto tensors = read_safetensors(file);
-  if (tensors.empty()) refuse("no tensor", "one gradient for each parameter");
+  if (tensors.empty()) bad("no tensor", "one gradient for each parameter");
   if (order.empty())
     for (const auto& [name, tensor] : tensors) order.push_back(name);
   if (order.size() != tensors.size())
-    refuse(fmt::format("{} tensors", tensors.size()),
-           fmt::format("the {} that \"parameters\" of {} names", order.size(), kStep));
+    bad(fmt::format("{} tensors", tensors.size()),
+        fmt::format("the {} that \"parameters\" of {} names", order.size(), kStep));
   const bool in_fp64 = *precision == "fp64";
   bool wide = true, bf16 = false, fp16 = false;
   StepDump::Named gradients;
@@ -404,14 +401,14 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
   for (const auto& name : order) {
     const auto place = tensors.find(name);
     if (place == tensors.end() || !taken.insert(name).second)
-      refuse(fmt::format("{} {}", place == tensors.end() ? "no tensor" : "twice in \"parameters\"", name),
-             "each tensor named once");
+      bad(fmt::format("{} {}", place == tensors.end() ? "no tensor" : "twice in \"parameters\"", name),
+          "each tensor named once");
     const at::ScalarType type = place->second.scalar_type();
     if (type != at::kDouble && type != at::kFloat && type != at::kBFloat16 && type != at::kHalf)
-      refuse(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
+      bad(fmt::format("{} in {}", name, c10::toString(type)), "F64, F32, BF16 or F16");
     if (in_fp64 && type != at::kDouble)
-      refuse(fmt::format("{} in {}", name, c10::toString(type)),
-             fmt::format("F64, as \"precision\" of {} says: what was rounded proves nothing in fp64", kStep));
+      bad(fmt::format("{} in {}", name, c10::toString(type)),
+          fmt::format("F64, as \"precision\" of {} says: what was rounded proves nothing in fp64", kStep));
     wide = wide && type == at::kDouble;
     bf16 = bf16 || type == at::kBFloat16;
     fp16 = fp16 || type == at::kHalf;
@@ -426,10 +423,8 @@ StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> or
 void write_dump(const StepDump& dump, const fs::path& directory) {
   const fs::path path = directory.has_filename() ? directory : directory.parent_path();
   if (fs::exists(path) && !fs::exists(path / kStep) && !(fs::is_directory(path) && fs::is_empty(path)))
-    throw ConfigError({.where = path.string(),
-                       .found = "something that is no dump",
-                       .expected = "a new folder, or a dump to be replaced",
-                       .action = "Choose another folder"});
+    refuse(path.string(), "something that is no dump", "a new folder, or a dump to be replaced",
+           "Choose another folder");
   on_disk(path, [&] {
     if (path.has_parent_path()) fs::create_directories(path.parent_path());
     std::string partial = (path.parent_path() / ("." + path.filename().string() + ".XXXXXX")).string();
@@ -465,10 +460,9 @@ void write_dump(const StepDump& dump, const fs::path& directory) {
 
 StepDump read_dump(const fs::path& directory) {
   if (!fs::is_directory(directory))
-    throw ConfigError({.where = directory.string(),
-                       .found = fs::exists(directory) ? "no folder" : "no such folder",
-                       .expected = fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
-                       .action = "Name the folder that the trainer wrote (docs/verify.md)"});
+    refuse(directory.string(), fs::exists(directory) ? "no folder" : "no such folder",
+           fmt::format("a dump: a folder with {} and {}", kGradients, kStep),
+           "Name the folder that the trainer wrote (docs/verify.md)");
   StepReader reader(directory / kStep);
   StepDump dump = reader.read();
   dump.gradients = read_gradients(directory / kGradients, reader.order(), &dump.precision);
@@ -482,10 +476,8 @@ StepDump read_dump(const fs::path& directory) {
     auto tensors = read_gradients(directory / file, of, &dump.precision);
     for (const auto& [name, tensor] : tensors)
       if (tensor.sizes() != shapes.at(name))
-        throw ConfigError({.where = (directory / file).string() + ": tensor " + name,
-                           .found = fmt::format("another shape than in {}", kGradients),
-                           .expected = "the same",
-                           .action = "Write the dump again as docs/verify.md says"});
+        refuse_dump((directory / file).string() + ": tensor " + name,
+                    fmt::format("another shape than in {}", kGradients), "the same");
     return tensors;
   };
   std::vector<std::string> with_peers;

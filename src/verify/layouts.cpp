@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <charconv>
 
-#include "isograd/error.hpp"
+#include "base/refuse.hpp"
 #include "isograd/group.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
@@ -14,13 +14,11 @@
 namespace isograd {
 namespace {
 
-[[noreturn]] void refuse(const std::string& text) {
-  throw ConfigError(
-      {.where = "--layout",
-       .found = text,
-       .expected = fmt::format("{}, or {} or {}; behind a name :replicas=N and :share=on or :share=off",
-                               fmt::join(strategy_names(), ", "), kAllMeshes, kAllLayouts),
-       .action = "Choose one of them"});
+[[noreturn]] void refuse_layout(const std::string& text) {
+  refuse("--layout", text,
+         fmt::format("{}, or {} or {}; behind a name :replicas=N and :share=on or :share=off",
+                     fmt::join(strategy_names(), ", "), kAllMeshes, kAllLayouts),
+         "Choose one of them");
 }
 
 bool shards(const std::string& strategy) {
@@ -61,7 +59,7 @@ LayoutChoice parse_layout(const std::string& text) {
     begin = end + 1;
     if (first) {
       const auto names = strategy_names();
-      if (std::find(names.begin(), names.end(), part) == names.end()) refuse(text);
+      if (std::find(names.begin(), names.end(), part) == names.end()) refuse_layout(text);
       choice.strategy = part;
     } else if (part == "share=on" || part == "share=off") {
       choice.share_parameters = part == "share=on";
@@ -69,10 +67,11 @@ LayoutChoice parse_layout(const std::string& text) {
       std::int64_t replicas = 0;
       const char* last = part.data() + part.size();
       const auto [stop, problem] = std::from_chars(part.data() + 9, last, replicas);
-      if (problem != std::errc() || stop != last || replicas < 1 || !shards(choice.strategy)) refuse(text);
+      if (problem != std::errc() || stop != last || replicas < 1 || !shards(choice.strategy))
+        refuse_layout(text);
       choice.replicas = replicas;
     } else {
-      refuse(text);
+      refuse_layout(text);
     }
   }
   return choice;

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <set>
 
-#include "isograd/error.hpp"
+#include "base/refuse.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/verify.hpp"
 #include "train/build.hpp"
@@ -104,10 +104,8 @@ VerifyModel verify_model(PipelineModel list, const PipelineOptions& options) {
 LayoutUnderTest verify_layout(const std::string& strategy) {
   const LayoutChoice choice = parse_layout(strategy);
   if (choice.replicas || choice.share_parameters)
-    throw ConfigError({.where = "verify_layout",
-                       .found = strategy,
-                       .expected = "the name of a strategy alone",
-                       .action = "Make such a layout yourself and give it as a LayoutUnderTest"});
+    refuse("verify_layout", strategy, "the name of a strategy alone",
+           "Make such a layout yourself and give it as a LayoutUnderTest");
   const std::string& name = choice.strategy;
   return {.name = name, .make = nullptr, .make_from_model = [name](const VerifyModel& model, Group group) {
             const Mesh mesh = model.placed ? model.placed->mesh() : Mesh(group);

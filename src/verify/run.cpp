@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 
+#include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -349,10 +350,8 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
                          const std::string& suffix, const MeshesOfProblem& meshes = {}) {
   const RunConfig& config = task->config();
   if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch")
-    throw ConfigError({.where = "loss.balance_scope",
-                       .found = "micro_batch, which is another loss for each way to cut the step",
-                       .expected = "a loss that one process has too",
-                       .action = "Verify the run with --set loss.balance_scope=step"});
+    refuse("loss.balance_scope", "micro_batch, which is another loss for each way to cut the step",
+           "a loss that one process has too", "Verify the run with --set loss.balance_scope=step");
   const auto mesh = std::make_shared<const Mesh>(meshes.model(world, grid_of(config, world.size)));
   context_groups(*mesh);  // by all ranks: models are made by some alone, later
   const at::Device device = device_of(config, world);

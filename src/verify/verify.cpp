@@ -5,7 +5,7 @@
 #include <cmath>
 #include <optional>
 
-#include "isograd/error.hpp"
+#include "base/refuse.hpp"
 #include "isograd/verify.hpp"
 #include "verify/bad_input.hpp"
 #include "verify/compare.hpp"
@@ -400,9 +400,6 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
 }
 
 void check(const VerifyProblem& problem, const Initial& initial, Group& group) {
-  const auto refuse = [](const char* where, std::string found, const char* expected, const char* action) {
-    throw ConfigError({.where = where, .found = std::move(found), .expected = expected, .action = action});
-  };
   if (problem.layouts.empty())
     refuse("verify", "no layout", "at least one", "Name a layout to compare with one process");
   if (std::find(initial.trainable.begin(), initial.trainable.end(), true) == initial.trainable.end())
