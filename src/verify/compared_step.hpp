@@ -164,18 +164,16 @@ class ComparedStep {
 
 // What tells the parts of the gradient apart in weight: relative to the right weight, 1 everywhere.
 struct Cause {
+  using Weight = std::function<double(const ComparedStep&, const ComparedStep::Cell&)>;
   std::string id;
-  std::function<double(const ComparedStep&, const ComparedStep::Cell&)> weight;
-  std::function<std::string(const ComparedStep&)> sentence;
+  Weight weight;
+  std::string sentence;  // with the sizes of the step that it was made for
   // What is logged beside the gradient.
   enum class Loss { kAny, kRight, kScaled, kNotScaled } loss = Loss::kAny;
   std::string axis{};  // whose size it is, if of one
   int rank = -1;       // whose part it is, if of one
 };
 std::vector<Cause> causes_of(const ComparedStep& one);
-// Those of them that accumulation makes, along `axes` among others.
-void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::string>& axes,
-                            std::vector<Cause>& causes);
 // Where ranks hold different gradients: rank 0's is the sum over those ranks alone that share its place along
 // an axis.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);

@@ -695,8 +695,8 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
   const bool sure = same_ids(nearer) && std::all_of(nearer.begin(), nearer.end(), [&](const Cause& cause) {
                       return one.between(right, *prediction_of(one, cause, names)).scatter <= kTold;
                     });
-  std::string text = "all parameters: " + nearer[0].sentence(one);
-  for (std::size_t i = 1; i < nearer.size(); ++i) text += "; or " + nearer[i].sentence(one);
+  std::string text = "all parameters: " + nearer[0].sentence;
+  for (std::size_t i = 1; i < nearer.size(); ++i) text += "; or " + nearer[i].sentence;
   if (!sure && same_ids(nearer)) text += "; or rounding that looks like it";
   evidence.emplace_back("within what rounding may do, but nearer to the mistake than to the right gradient");
   if (!sure) evidence.push_back(would_tell(nearer));
@@ -710,7 +710,7 @@ std::optional<Finding> diagnose_unsummed(ComparedStep& one) {
   for (const Cause& cause : unsummed_causes(one))
     if (explains(one, cause, names).value_or(false))
       return Finding{cause.id,
-                     subject(one, names) + ": " + cause.sentence(one),
+                     subject(one, names) + ": " + cause.sentence,
                      {fmt::format("rank 0 has the sum of its own parts along that axis; as given: {}",
                                   numbers_of(one, names))}};
   return std::nullopt;
@@ -757,7 +757,7 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
       if (i > 0 && decided && !cause.axis.empty())
         text += fmt::format(" or {} ({:.0f})", cause.axis, one.size_of(cause.axis));
       else
-        text += (text.empty() ? "" : "; or ") + cause.sentence(one);
+        text += (text.empty() ? "" : "; or ") + cause.sentence;
     }
     finding.id = decided ? fitting[0].id : "undecided";
     // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
