@@ -138,20 +138,20 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
   // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
   const int most = one.most_micro_batches();
   for (const Mistake& mistake : std::initializer_list<Mistake>{
-           {"summed_over_micro_batches",
+           {finding_id::summed_over_micro_batches,
             {.N = 1, .n_kj = -1, .W = -1},
             "per-{unit} weights fit 1/n_kj: each rank's means of micro-batches are summed, not divided by "
             "accumulation ({G}), then the ranks averaged"},
-           {"summed_over_micro_batches",
+           {finding_id::summed_over_micro_batches,
             {.N = 1, .n_kj = -1},
             "per-{unit} weights fit 1/n_kj: the means of all {M} micro-batches of all ranks are summed"},
-           {"mean_of_micro_batch_means",
+           {finding_id::mean_of_micro_batch_means,
             {.N = 1, .n_kj = -1, .W = -1, .G = -1},
             "per-{unit} weights fit 1/(n_kj G W): each micro-batch's mean, divided on every rank by the {G} "
             "micro-batches of the one that has most, averaged over ranks",
             Cause::Loss::kAny,
             one.micro_batches() != most * one.ranks()},
-           {"count_not_reduced",
+           {finding_id::count_not_reduced,
             {.N = 1, .n_kj = -1, .G_k = -1},
             "per-{unit} weights fit 1/(n_kj G_k): each rank has the mean of its micro-batches' means, "
             "gradients are summed over the ranks"}})
@@ -159,7 +159,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
   // The count is reduced over the ranks, but for each micro-batch by itself.
   for (const bool summed : {false, true})
     causes.add(
-        summed ? "summed_over_micro_batches" : "mean_of_micro_batch_means",
+        summed ? finding_id::summed_over_micro_batches : finding_id::mean_of_micro_batch_means,
         [summed](const ComparedStep& c, const Cell& cell) {
           double together = 0;
           for (const Cell& other : c.cells())
@@ -169,10 +169,10 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
         causes.say(summed ? "the means of the {G} global micro-batches are summed"
                           : "the targets are counted over the ranks for each micro-batch by itself: mean of "
                             "the means of the {G} global micro-batches"));
-  causes.add({"averaged_over_micro_batches",
+  causes.add({finding_id::averaged_over_micro_batches,
               {.G = -1},
               "1/{G}: divided by accumulation ({G}), though the count covers the whole step"});
-  causes.add({"averaged_over_micro_batches",
+  causes.add({finding_id::averaged_over_micro_batches,
               {.M = -1},
               "1/{M}: divided by the number of micro-batches of all ranks ({M}), though the count covers the "
               "whole step",
@@ -183,7 +183,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
     for (const Powers& kept :
          {Powers{}, {.N = 1, .n_kj = -1, .W = -1, .G_k = -1}, {.N = 1, .n_kj = -1, .W = -1}})
       causes.add(
-          "micro_batches_lost",
+          finding_id::micro_batches_lost,
           [last, weight = product(kept)](const ComparedStep& c, const Cell& cell) {
             const bool stays = cell.micro_batch == (last ? c.micro_batches(cell.rank) - 1 : 0);
             return stays ? weight(c, cell) : 0.0;
@@ -194,7 +194,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
   for (const auto& axis : axes)
     for (const bool averaged : {false, true})
       causes.add(
-          "reduced_while_accumulating",
+          finding_id::reduced_while_accumulating,
           [axis, averaged](const ComparedStep& c, const Cell& cell) {
             const int further = c.micro_batches(cell.rank) - 1 - cell.micro_batch;
             return std::pow(c.size_of(axis), averaged ? further - 1 : further);
@@ -218,7 +218,7 @@ void add_partial_counts(const ComparedStep& one, Causes& causes) {
     if (grid.size(along) < one.size_of(axis) || grid.size(others) == 1) continue;
     for (const bool averaged : {false, true})
       causes.add(
-          averaged ? "mean_of_rank_means" : "count_not_reduced",
+          averaged ? finding_id::mean_of_rank_means : finding_id::count_not_reduced,
           [grid, others, axis, averaged](const ComparedStep& c, const Cell& cell) {
             double counted = 0;
             for (const int rank : grid.ranks_along(others, cell.rank)) counted += c.targets_of(rank);
@@ -233,42 +233,42 @@ void add_partial_counts(const ComparedStep& one, Causes& causes) {
 }
 
 void add_count_causes(const ComparedStep& one, Causes& causes) {
-  causes.add({"unscaled_sum",
+  causes.add({finding_id::unscaled_sum,
               {.N = 1},
               "{N}: the {counted} of the step, by which nothing divides",
               Cause::Loss::kScaled});
-  causes.add({"gradient_scaled_by_count",
+  causes.add({finding_id::gradient_scaled_by_count,
               {.N = 1},
               "{N}: the {counted} of the step; the loss that is logged is right",
               Cause::Loss::kRight});
   causes.add(
-      {"count_not_reduced",
+      {finding_id::count_not_reduced,
        {.N = 1, .n_k = -1},
        "per-{unit} weights fit 1/n_k: each rank{along} divides by its own count, gradients are summed"});
   const int first = one.cells()[0].rank;
   causes.add(
-      "count_not_reduced",
+      finding_id::count_not_reduced,
       [](const ComparedStep& c, const Cell&) { return c.targets() / c.targets_of(c.cells()[0].rank); },
       fmt::format("N/n_{}: all ranks divide by the count of rank {} alone", first, first));
-  causes.add({"mean_of_rank_means",
+  causes.add({finding_id::mean_of_rank_means,
               {.N = 1, .n_k = -1, .W = -1},
               "per-{unit} weights fit 1/n_k: mean of per-rank means over {W} ranks{along}"});
   add_partial_counts(one, causes);
   // With one micro-batch on every rank these are means of rank means, unless an experiment can tell.
   const bool several = one.most_micro_batches() > 1 || one.can_run();
-  causes.add({"mean_of_micro_batch_means",
+  causes.add({finding_id::mean_of_micro_batch_means,
               {.N = 1, .n_kj = -1, .M = -1},
               "per-{unit} weights fit 1/n_kj: mean of the means of all {M} micro-batches",
               Cause::Loss::kAny,
               several});
   causes.add(
-      {"mean_of_micro_batch_means_by_rank",
+      {finding_id::mean_of_micro_batch_means_by_rank,
        {.N = 1, .n_kj = -1, .W = -1, .G_k = -1},
        "per-{unit} weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, averaged over ranks",
        Cause::Loss::kAny,
        several});
   causes.add(
-      "accumulation_rescaled",
+      finding_id::accumulation_rescaled,
       [](const ComparedStep& c, const Cell& cell) {
         const int own = c.micro_batches(cell.rank);
         return std::pow(own, cell.micro_batch - own + 1);
@@ -276,7 +276,7 @@ void add_count_causes(const ComparedStep& one, Causes& causes) {
       "weights of micro-batches fall by the accumulation from each to the one before it: every backward "
       "rescales what was accumulated");
   causes.add(
-      {"unscaled_sum",
+      {finding_id::unscaled_sum,
        {.N = 1, .W = -1},
        "{N_over_W:.6g}: the {counted} of the step, by which nothing divides, over the ranks ({W}), over "
        "which the sum is averaged",
@@ -305,17 +305,18 @@ void add_rank_causes(const ComparedStep& one, Causes& causes) {
     if (reduced) multiples.clear();
     for (const auto& [times, how] : multiples) {
       if (!ids && times != 1)
-        causes.add("other_batch", alone(times), fmt::format("every rank had the data of rank {}", rank));
-      causes.add("not_summed_over_axis", alone(times),
+        causes.add(finding_id::other_batch, alone(times),
+                   fmt::format("every rank had the data of rank {}", rank));
+      causes.add(finding_id::not_summed_over_axis, alone(times),
                  fmt::format("the part of rank {} alone, {}: not reduced over the ranks", rank, how));
     }
     causes.add(
-        "missing_rank_part",
+        finding_id::missing_rank_part,
         [rank](const ComparedStep&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },
         fmt::format("without the part of rank {}", rank), {}, rank);
     if (one.can_run())
       causes.add(
-          "missing_data_part",
+          finding_id::missing_data_part,
           [rank](const ComparedStep& c, const Cell& cell) { return c.home_of(cell.rank) == rank ? 0 : 1; },
           fmt::format("without the data that rank {} has, whichever rank has them", rank), {}, rank);
   }
@@ -332,7 +333,7 @@ std::vector<Cause> unsummed_causes(const ComparedStep& one) {
     if (grid.size(along) < one.size_of(axis)) continue;
     const auto first = grid.ranks_along(without(grid.names(), along), 0);  // ascending
     causes.add(
-        "not_summed_over_axis",
+        finding_id::not_summed_over_axis,
         [first](const ComparedStep&, const Cell& cell) {
           return std::binary_search(first.begin(), first.end(), cell.rank) ? 1 : 0;
         },
@@ -346,31 +347,33 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   auto axes = long_axes(one);
   if (without_axes(one)) axes = {kAllRanks};
   for (const auto& axis : axes) {
-    causes.add({"averaged_over_axis", {.P = -1}, "1/{P}: averaged over {axis}", Cause::Loss::kNotScaled},
-               axis);
-    causes.add({"counted_on_peers",
+    causes.add(
+        {finding_id::averaged_over_axis, {.P = -1}, "1/{P}: averaged over {axis}", Cause::Loss::kNotScaled},
+        axis);
+    causes.add({finding_id::counted_on_peers,
                 {.P = -1},
                 "1/{P}: so is the loss; targets are counted on every rank of {axis}",
                 Cause::Loss::kScaled},
                axis);
-    causes.add(
-        {"multiplied_by_axis", {.P = 1}, "{P}: a sum over {axis} stands where an average was expected"},
-        axis);
+    causes.add({finding_id::multiplied_by_axis,
+                {.P = 1},
+                "{P}: a sum over {axis} stands where an average was expected"},
+               axis);
   }
   for (const auto& [name, value] : one.found().scales)
     causes.add(
-        "scaled_by_factor", [value](const ComparedStep&, const Cell&) { return value; },
+        finding_id::scaled_by_factor, [value](const ComparedStep&, const Cell&) { return value; },
         fmt::format("{:.6g}: {}", value, name));
   if (one.cells().empty()) return std::move(causes.causes);
   // As long as every rank has data these are averages over all; emptying a rank tells. Where some rank has
   // none, the loss that is logged may be averaged likewise.
   const bool idle = one.holders() < one.ranks();
-  causes.add({"averaged_over_holders",
+  causes.add({finding_id::averaged_over_holders,
               {.holders = -1},
               "1/{holders}: averaged over the ranks that have data ({holders} of {W})",
               idle ? Cause::Loss::kAny : Cause::Loss::kNotScaled,
               one.holders() > 1 && (one.can_run() || idle)});
-  causes.add({"summed_over_micro_batches",
+  causes.add({finding_id::summed_over_micro_batches,
               {.G = 1},
               "{G}: micro-batches are summed, not divided by accumulation ({G})"});
   if (one.most_micro_batches() > 1) add_micro_batch_causes(one, axes, causes);
@@ -379,14 +382,16 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   // Where one rank, with its peers, has all the data no count can stay on a rank.
   if (grid_of_counts(one).ranks() == 1 && one.grid().ranks() > 1)
     std::erase_if(causes.causes, [](const Cause& cause) {
-      return cause.id == "count_not_reduced" || cause.id == "mean_of_rank_means" ||
-             cause.id == "mean_of_micro_batch_means_by_rank";
+      return cause.id == finding_id::count_not_reduced || cause.id == finding_id::mean_of_rank_means ||
+             cause.id == finding_id::mean_of_micro_batch_means_by_rank;
     });
   // Without accumulation these are the same as their counterparts over ranks.
   if (one.most_micro_batches() == 1)
     std::erase_if(causes.causes, [](const Cause& cause) {
-      return cause.id == "summed_over_micro_batches" || cause.id == "mean_of_micro_batch_means" ||
-             cause.id == "mean_of_micro_batch_means_by_rank" || cause.id == "accumulation_rescaled";
+      return cause.id == finding_id::summed_over_micro_batches ||
+             cause.id == finding_id::mean_of_micro_batch_means ||
+             cause.id == finding_id::mean_of_micro_batch_means_by_rank ||
+             cause.id == finding_id::accumulation_rescaled;
     });
   return std::move(causes.causes);
 }

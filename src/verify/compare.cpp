@@ -185,7 +185,7 @@ std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& 
   }
   if (names.empty()) return std::nullopt;
   return Finding{
-      "unresolved",
+      finding_id::unresolved,
       fmt::format("nothing is found to be wrong, but an error of scale of {:.0f} % would not show in {} "
                   "of {} parameters: {}. {}",
                   100 * limit, names.size(), parameters.size(), list_names(names), action),

@@ -327,11 +327,12 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                                          names.expected));
   result.findings = diagnose(one, again, &result.notices);
   for (const Finding& finding : pair.found.findings) {
-    const bool unnamed = result.findings.size() == 1 && result.findings[0].id == "unknown";
+    const bool unnamed = result.findings.size() == 1 && result.findings[0].id == finding_id::unknown;
     // A reduction that is not proven is no cause of what is known to be wrong.
-    if (finding.id == kReductionNotProven && !result.findings.empty()) {
+    if (finding.id == finding_id::reduction_not_proven && !result.findings.empty()) {
       result.notices.push_back(finding.sentence);
-    } else if (finding.id == "clipped_before_reduction" && unnamed) {  // it is one of what fits nothing else
+    } else if (finding.id == finding_id::clipped_before_reduction &&
+               unnamed) {  // it is one of what fits nothing else
       Finding cause = finding;
       cause.evidence = std::move(result.findings[0].evidence);
       result.findings[0] = std::move(cause);
@@ -349,8 +350,9 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
                    result.findings.empty();
   if (!verdict.passed && result.findings.empty())
-    result.findings.push_back({"unknown", "the step is not the expected one, in no way that has a name", {}});
-  const auto unknown = [](const Finding& finding) { return finding.id == "unknown"; };
+    result.findings.push_back(
+        {finding_id::unknown, "the step is not the expected one, in no way that has a name", {}});
+  const auto unknown = [](const Finding& finding) { return finding.id == finding_id::unknown; };
   if (!one.allowance().exact && expected.moves.empty() &&
       std::any_of(result.findings.begin(), result.findings.end(), unknown))
     result.notices.push_back(fmt::format(

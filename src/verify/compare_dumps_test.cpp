@@ -86,7 +86,7 @@ TEST(CompareDumps, TheSameStepIsTheSame) {
 TEST(CompareDumps, WhatTheRecorderSawIsAFinding) {
   const auto with = [](StepDump dump) {
     dump.findings = {{"updates_differ", "rank 2 did not step", {}},
-                     {kReductionNotProven, "the same samples", {}}};
+                     {finding_id::reduction_not_proven, "the same samples", {}}};
     return compare_dumps(std::move(dump), right(), kNames);
   };
   const auto only = with(right(false));
@@ -104,10 +104,10 @@ TEST(CompareDumps, WhatTheRecorderSawIsAFinding) {
   odd.findings.clear();
   EXPECT_EQ(first_id(compare_dumps(odd, right(), kNames)), "unknown");
   StepDump same = right(false);
-  same.findings = {{kReductionNotProven, "the same samples", {}}};
+  same.findings = {{finding_id::reduction_not_proven, "the same samples", {}}};
   const auto unproven = compare_dumps(same, right(), kNames);
   EXPECT_FALSE(unproven.verdict.passed);
-  EXPECT_EQ(first_id(unproven), kReductionNotProven);
+  EXPECT_EQ(first_id(unproven), finding_id::reduction_not_proven);
   const auto both = with(mean_of_rank_means());
   ASSERT_EQ(both.findings.size(), 2);
   EXPECT_EQ(first_id(both), "mean_of_rank_means");

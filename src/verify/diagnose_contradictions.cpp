@@ -29,7 +29,7 @@ std::vector<Finding> diagnose_own_norm(const StepDump& dump, const char* side, d
   for (std::size_t r = 0; r < dump.ranks.size(); ++r)
     note(fmt::format("ranks.{}.norm", r), dump.ranks[r].norm);
   if (others.empty()) return {};
-  return {{"norm_differs",
+  return {{finding_id::norm_differs,
            fmt::format("{} recorded{}, where the gradient recorded has a norm of {:.9g}", list_names(others),
                        side, own),
            {}}};
@@ -158,7 +158,7 @@ std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& du
     if (!rounded) worst = std::fmax(worst, off / parameter.scale);
   }
   if (!others.empty())
-    return {{"shares_differ",
+    return {{finding_id::shares_differ,
              fmt::format("the shares{} of ranks and micro-batches do not add up to the gradient: {}", side,
                          list_names(others)),
              {fmt::format("{:.3g} of it is left, {:.3g} allowed", worst, one.limit())}}};
@@ -180,7 +180,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
     most = std::max(most, high);
   }
   if (least != 1 || most != 1)
-    return {{"elements_not_owned_once",
+    return {{finding_id::elements_not_owned_once,
              fmt::format("elements count on {} to {} ranks{}", least, most, side),
              {}}};
   std::vector<double> owned;
@@ -199,7 +199,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
   const double sum = all ? norm_of(owned) : NAN;
   const bool once = all && !dump.owners.empty() && !close_together(sum, norm, limit);
   if (once || sum < norm * (1 - limit) || largest > norm * (1 + limit))
-    return {{"norm_differs",
+    return {{finding_id::norm_differs,
              fmt::format("the ranks' parts{} do not make up the gradient's norm of {:.9g}", side, norm),
              {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
   return {};
@@ -289,9 +289,9 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
   evidence.push_back(recorded ? fmt::format("the clip coefficient is {:.9g}", coefficient)
                               : "no clip coefficient is recorded");
   result.findings.push_back(
-      {as_it_is ? "clip_not_applied"
-       : apart  ? "groups_clipped_apart"
-                : "optimizer_differs",
+      {as_it_is ? finding_id::clip_not_applied
+       : apart  ? finding_id::groups_clipped_apart
+                : finding_id::optimizer_differs,
        fmt::format(
            "the {} contradicts itself: what an update of plain SGD takes away there is not {} its own "
            "gradient, in {}{}",
@@ -322,7 +322,7 @@ std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double lim
   add(diagnose_counts(found, ""));
   add(diagnose_counts(expected, kTheirs));
   if (expected.figures.clip_coefficient > 1 + limit)
-    add({{"clip_differs",
+    add({{finding_id::clip_differs,
           fmt::format("a clip coefficient of {:.9g}{} is reported: no clip makes longer",
                       expected.figures.clip_coefficient, kTheirs),
           {}}});

@@ -170,40 +170,42 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
   if (!agree)
     if (const auto how = not_summed_over(one, norms, limit))
-      return {{"norm_of_own_shard",
+      return {{finding_id::norm_of_own_shard,
                numbers + ": " + *how,
                {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
   if (!agree)
     if (const auto how = cut_not_summed(one, norms, expected, limit))
-      return {{"norm_of_own_shard",
+      return {{finding_id::norm_of_own_shard,
                numbers + ": " + *how,
                {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
-  if (!agree) return {{"norm_differs", numbers + ", and other norms on other ranks", {}}};
+  if (!agree) return {{finding_id::norm_differs, numbers + ", and other norms on other ranks", {}}};
   if (most > 1 && close_together(found, norm_of(norms.owned), limit))
-    return {{"norm_counts_replicas", numbers + ": " + once, {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
+    return {{finding_id::norm_counts_replicas,
+             numbers + ": " + once,
+             {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
   if (least < 1 && close_together(found, norm_of(norms.owned), limit))
-    return {{"norm_misses_elements",
+    return {{finding_id::norm_misses_elements,
              fmt::format("{}: elements of {} count nowhere{}", numbers, list_names(not_counted(one.found())),
                          cut_along(one.found(), not_counted(one.found()))),
              {once}}};
   const std::string factor = factors_of(one, ratio * ratio);
   if (!factor.empty())
     return {
-        {"norm_counts_replicas",
+        {finding_id::norm_counts_replicas,
          fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
          {once}}};
   if (const auto how = averaged_over(one, norms, found, limit))
-    return {{"norms_averaged",
+    return {{finding_id::norms_averaged,
              numbers + ": " + *how,
              {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))}}};
   if (const auto how = largest_of(one, norms, found, limit))
-    return {{"norm_of_largest_part",
+    return {{finding_id::norm_of_largest_part,
              numbers + ": " + *how,
              {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))}}};
   Tensors own_gradient;
   for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
   const bool of_own = close_together(found, norm_of(own_gradient), limit);
-  return {{"norm_differs",
+  return {{finding_id::norm_differs,
            numbers + (of_own ? ": that is the norm of the gradient found, whose size is off, though this "
                                "precision hides in which parameters"
                              : ""),
@@ -237,7 +239,8 @@ std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
     for (const auto& key : keys) broken.push_back(key + side);
   }
   if (broken.empty()) return {};
-  return {{"not_finite", fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
+  return {
+      {finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
 }
 
 // Of numbers of size 1, what their rounding leaves of a sum that cancels.
@@ -269,14 +272,14 @@ std::vector<Finding> diagnose_loss(const ComparedStep& one) {
   const bool recorded = !std::isnan(expected) && !std::isnan(found);
   if (!recorded || same_loss(one, found, expected)) {
     if (terms.empty()) return {};
-    return {{"loss_differs",
+    return {{finding_id::loss_differs,
              fmt::format("the gradient is right{}, terms of the loss are not: {}",
                          recorded ? " and so is the loss" : "", list_names(terms)),
              {}}};
   }
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
-  return {{factor.empty() ? "loss_differs" : "loss_scaled",
+  return {{factor.empty() ? finding_id::loss_differs : finding_id::loss_scaled,
            fmt::format("loss {:.9g}, expected {:.9g} (ratio {}{}); the gradient is right", found, expected,
                        ratio_text(ratio), factor.empty() ? "" : ": " + factor),
            {terms.empty() ? "" : "terms: " + list_names(terms)}}};
@@ -365,13 +368,13 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
         : groups.size() == 1
             ? fmt::format("is {} times what it should be", ratio_text(groups[0].first / coefficient))
             : "is another multiple of the gradient in different parameters";
-    return {{"optimizer_differs",
+    return {{finding_id::optimizer_differs,
              fmt::format("the gradient {} right, but what an update of plain SGD takes away {}",
                          reports ? "and the clip coefficient are" : "is", how),
              evidence}};
   }
   if (groups.size() > 1) {
-    return {{"groups_clipped_apart",
+    return {{finding_id::groups_clipped_apart,
              fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "
                          "their own",
                          groups.size()),
@@ -380,21 +383,22 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
   if (groups.size() == 1 && !std::isnan(coefficient) &&
       !close_together(groups[0].first, coefficient, 10 * limit)) {
     if (close_together(groups[0].first, 1, 10 * limit))
-      return {{"clip_not_applied",
+      return {{finding_id::clip_not_applied,
                "the gradient is applied as it is, though its norm exceeds the limit",
                {numbers}}};
-    return {
-        {"clip_differs", fmt::format("the gradient is applied {:.9g} times", groups[0].first), {numbers}}};
+    return {{finding_id::clip_differs,
+             fmt::format("the gradient is applied {:.9g} times", groups[0].first),
+             {numbers}}};
   }
   if (!std::isnan(own) && !std::isnan(coefficient) && !close_together(own, coefficient, limit))
-    return {{"clip_differs", "another clip coefficient is reported: " + numbers, {}}};
+    return {{finding_id::clip_differs, "another clip coefficient is reported: " + numbers, {}}};
   if (own > 1 + limit)
-    return {{"clip_differs",
+    return {{finding_id::clip_differs,
              fmt::format("a clip coefficient of {:.9g} is reported: no clip makes longer", own),
              {}}};
   // Whatever it is: not what the reference takes away, or what no clip makes of a gradient.
   if (!others.empty() || !clips)
-    return {{"optimizer_differs",
+    return {{finding_id::optimizer_differs,
              "the gradient is right, but an update of plain SGD takes something else away" +
                  (others.empty() ? std::string() : ": from " + list_names(others)),
              evidence}};
@@ -412,7 +416,7 @@ std::vector<Finding> diagnose_traffic(const ComparedStep& one) {
   const double ratio = found / expected;
   const bool rounds = one.most_micro_batches() > 1 && close_together(ratio, one.most_micro_batches(), kSame);
   return {
-      {rounds ? "reduced_every_micro_batch" : "traffic_differs",
+      {rounds ? finding_id::reduced_every_micro_batch : finding_id::traffic_differs,
        fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.6g}{})", found,
                    expected, ratio,
                    rounds ? fmt::format(": {} micro-batches, each reduced", one.most_micro_batches()) : ""),
@@ -448,7 +452,7 @@ std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::
   const auto clip = diagnose_clip(one, reference.wrong);
   for (const auto& finding : clip)
     // A wrong norm makes a wrong coefficient: said once.
-    if (norm.empty() || finding.id == "groups_clipped_apart") findings.push_back(finding);
+    if (norm.empty() || finding.id == finding_id::groups_clipped_apart) findings.push_back(finding);
   // What two dumps say alike contradicts both of their gradients alike.
   if (clip.empty())
     for (auto& finding : diagnose_own_update(one, true, nullptr).findings)

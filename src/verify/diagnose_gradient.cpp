@@ -202,7 +202,7 @@ std::optional<Finding> diagnose_clipped_parts(ComparedStep& one, const std::vect
   for (const Part& part : parts)
     lengths.push_back(fmt::format("{:.6g} of {:.6g}", part.weight * part.norm, part.norm));
   return Finding{
-      "clipped_before_reduction",
+      finding_id::clipped_before_reduction,
       fmt::format("{}: the parts of {} are cut to one length before they are added up ({} of {} "
                   "shortened): clipped before the reduction, by norms of their own",
                   subject(one, names), one_each ? "the ranks" : "the micro-batches", shortened, parts.size()),
@@ -233,7 +233,7 @@ std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std
                         ? fmt::format("rank {}", rank)
                         : fmt::format("micro-batch {} of rank {}", fmt::join(micro_batches, " and "), rank));
   }
-  return Finding{whole ? "missing_rank_part" : "missing_data_part",
+  return Finding{whole ? finding_id::missing_rank_part : finding_id::missing_data_part,
                  fmt::format("{}: without the part of {}; the others are in it as they should be",
                              subject(one, names), fmt::join(parts, ", ")),
                  {text_of(one, fitted)}};
@@ -276,7 +276,7 @@ std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector
   }
   if (axes.empty()) return std::nullopt;
   return Finding{
-      "not_summed_over_axis",
+      finding_id::not_summed_over_axis,
       fmt::format("{}: not summed over {}, whose ranks each have the part of their own tokens, heads or "
                   "uses: {}",
                   subject(one, names), axes, list_names(names)),
@@ -324,7 +324,7 @@ std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& ag
     const auto [other, expected] = change(before->expected.gradients, after->expected.gradients);
     if (name.empty() || !other.empty()) continue;
     return Finding{
-        "documents_leak",
+        finding_id::documents_leak,
         fmt::format("documents leak in this layout: changing document {}, whose own loss does not count, "
                     "changes the others' gradient of {} by {:.3g}",
                     document, name, found),
@@ -366,7 +366,7 @@ std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAg
   }
   if (needed.size() == 1) evidence.push_back("it takes " + needed[0] + " to be wrong");
   if (needed.size() < 2) return std::nullopt;
-  return Finding{"composition",
+  return Finding{finding_id::composition,
                  fmt::format("{} wrong with {} together, right without any one of them", subject,
                              fmt::join(needed, " and ")),
                  evidence};
@@ -474,7 +474,7 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
   // Of whole copies, whose gradient the ranks along that axis have alike.
   for (const Axis& along : axes_of_cuts(one))
     if (!axis && which != "all parameters" && ratio > 1 && factor == static_cast<double>(along.size))
-      return {"some_parameters_scaled",
+      return {finding_id::some_parameters_scaled,
               fmt::format(
                   "{} scaled by {}: the size of {} ({}), along which each rank has the whole gradient and "
                   "it is summed once more (a summed axis in its placement, or an enter() too many{})",
@@ -482,11 +482,11 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
                   factor == 2 ? "); or a weight that is used twice and counted twice" : ")"),
               {}};
   if (!of_axis && size.empty())
-    return {"some_parameters_scaled",
+    return {finding_id::some_parameters_scaled,
             fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
                         hints_of(one, ratio, which == "all parameters")),
             {}};
-  return {"cut_parameters_scaled",
+  return {finding_id::cut_parameters_scaled,
           fmt::format("{}, which alone are cut along {} ({}), scaled by {}: {}", which, axis->name,
                       axis->size, ratio_text(ratio),
                       of_axis ? "the size of that axis, whose sum needs no factor"
@@ -513,7 +513,7 @@ std::optional<Finding> diagnose_term(const ComparedStep& one, const std::vector<
       const bool whole = std::abs(size - std::round(size)) <= std::max(one.limit(), 1e-9) * size;
       if (!(ratio > 0) || (factor.empty() && !whole))
         return Finding{
-            "undecided",
+            finding_id::undecided,
             fmt::format("the loss term {} is another one: {:.9g}, expected {:.9g} (ratio {}, which is "
                         "no size in the run): a mean over other rows, a mean of ranks' or "
                         "micro-batches' means, or a factor of its own; off are {}",
@@ -521,7 +521,7 @@ std::optional<Finding> diagnose_term(const ComparedStep& one, const std::vector<
             {numbers_of(one, names),
              "to tell: the same with equal counts on all ranks and micro-batches (means of means "
              "are right there), and with the term alone"}};
-      return Finding{"term_scaled",
+      return Finding{finding_id::term_scaled,
                      fmt::format("the loss term {} is scaled by {}{}: it reaches {}", name, ratio_text(ratio),
                                  factor.empty() ? "" : ", " + factor, list_names(names)),
                      {numbers_of(one, names)}};
@@ -541,7 +541,7 @@ std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>
     if (one.targets_of(rank) > 0) holders.push_back(rank);
   // Whose part is missing, the rank's or that of what it has?
   for (const Cause& cause : fitting) {
-    if (cause.id != "missing_data_part") continue;
+    if (cause.id != finding_id::missing_data_part) continue;
     for (const int other : holders)
       if (other != cause.rank) {
         all.push_back({.swapped = {cause.rank, other}});
@@ -565,10 +565,12 @@ Finding diagnose_not_finite(ComparedStep& one) {
       [](const auto& parameter) { return parameter.expected.ne(0).any().template item<bool>(); });
   const bool everywhere = static_cast<std::ptrdiff_t>(broken.size()) >= reached;
   if (one.silent() && everywhere)
-    return {"not_finite_empty_micro_batch",
+    return {finding_id::not_finite_empty_micro_batch,
             "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
             {"to make sure: leave that micro-batch out and compare again"}};
-  return {"not_finite", fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)), {}};
+  return {finding_id::not_finite,
+          fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)),
+          {}};
 }
 
 // Which experiments were made.
@@ -609,7 +611,7 @@ Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std:
 Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bool all,
                     const std::optional<Fitted>& fitted, std::vector<std::string> evidence) {
   Finding finding;
-  finding.id = "unknown";
+  finding.id = finding_id::unknown;
   finding.sentence =
       fmt::format("unknown pattern: {}; {}: {}",
                   multiples(one, names) ? fmt::format("each of {} of {} parameters has a factor of its own",
@@ -636,7 +638,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
     evidence.push_back(text_of(one, *fitted));
     constexpr double kElsewhere = 1e-3;
     if (all && fitted->left > std::max(kElsewhere, one.limit())) {
-      finding.id = "undecided";
+      finding.id = finding_id::undecided;
       finding.sentence = fmt::format(
           "all parameters: {:.3g} of the gradient is in no way made of this step's micro-batches: {}other "
           "weights of samples or tokens within one (each sample's own mean); or gradients left from an "
@@ -647,7 +649,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
           "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");
     }
   } else if (one.dealt_otherwise()) {
-    finding.id = "undecided";
+    finding.id = finding_id::undecided;
     finding.sentence = fmt::format(
         "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
         "dumps, so that the reference's parts are not those of these ranks; {}",
@@ -700,7 +702,7 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
   if (!sure && same_ids(nearer)) text += "; or rounding that looks like it";
   evidence.emplace_back("within what rounding may do, but nearer to the mistake than to the right gradient");
   if (!sure) evidence.push_back(would_tell(nearer));
-  return {{sure ? nearer[0].id : "undecided", text, evidence}};
+  return {{sure ? nearer[0].id : finding_id::undecided, text, evidence}};
 }
 
 std::optional<Finding> diagnose_unsummed(ComparedStep& one) {
@@ -740,12 +742,13 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
   for (int rank = 0; rank < one.ranks(); ++rank)
     alike = alike && one.micro_batches(rank) == one.micro_batches(0);
   if (alike && fitting.size() > 1)
-    std::erase_if(fitting,
-                  [](const Cause& cause) { return cause.id == "mean_of_micro_batch_means_by_rank"; });
+    std::erase_if(fitting, [](const Cause& cause) {
+      return cause.id == finding_id::mean_of_micro_batch_means_by_rank;
+    });
   // The twins of commoner causes, the same numbers in all but one experiment, count where that could be made.
   const auto is_twin = [&](const Cause& cause) {
-    return (cause.id == "missing_data_part" && !tried.swapped) ||
-           (cause.id == "averaged_over_holders" && !tried.emptied && one.holders() == one.ranks());
+    return (cause.id == finding_id::missing_data_part && !tried.swapped) ||
+           (cause.id == finding_id::averaged_over_holders && !tried.emptied && one.holders() == one.ranks());
   };
   if (!std::all_of(fitting.begin(), fitting.end(), is_twin)) std::erase_if(fitting, is_twin);
   Finding finding;
@@ -759,7 +762,7 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
       else
         text += (text.empty() ? "" : "; or ") + cause.sentence;
     }
-    finding.id = decided ? fitting[0].id : "undecided";
+    finding.id = decided ? fitting[0].id : finding_id::undecided;
     // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
     const auto ratio = scale_of(one, names);
     if (!all && ratio) {
@@ -769,7 +772,7 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
       const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
       finding.sentence = subject(one, names) + verb + text;
     }
-    if (!decided && finding.id == "undecided") evidence.push_back(would_tell(fitting));
+    if (!decided && finding.id == finding_id::undecided) evidence.push_back(would_tell(fitting));
     finding.evidence = evidence;
     return {finding};
   }
@@ -791,13 +794,13 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
   if (const auto ratio = scale_of(one, names)) {
     finding = some_scaled(one, names, *ratio);
     if (*ratio == 0)
-      finding.id = "gradient_lost";
+      finding.id = finding_id::gradient_lost;
     else if (all)
-      finding.id = "scaled_by_factor";
+      finding.id = finding_id::scaled_by_factor;
     finding.evidence = evidence;
     const auto fitted = all && !one.allowance().exact ? fit_weights(one, names) : std::nullopt;
     if (fitted && nearer_to_other_weights(*fitted, *ratio)) {
-      finding.id = "undecided";
+      finding.id = finding_id::undecided;
       finding.sentence +=
           "; or parts of ranks or micro-batches with weights of their own, which rounding hides in " +
           one.precision();
@@ -816,7 +819,7 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
         return {finding};
       }
   if (const char* type = coarser_type(one)) {
-    finding.id = "rounding";
+    finding.id = finding_id::rounding;
     finding.sentence = fmt::format(
         "{}: every element is a number of {}, in a run in {}: summed or reduced in a "
         "coarser type than the run's; {}",

@@ -11,96 +11,10 @@
 
 namespace isograd {
 
-// All answers of a diagnosis, as docs/museum.md lists them.
 const std::vector<Diagnosis> kDiagnoses = {
-    {"averaged_over_axis", "gradients are averaged over ranks whose parts should be summed"},
-    {"averaged_over_holders",
-     "gradients are averaged over the ranks that have data, whose parts should be summed"},
-    {"counted_on_peers",
-     "targets are counted again on ranks that see the same ones: loss and gradient are too small"},
-    {"multiplied_by_axis", "gradients are summed over ranks where the loss expects an average"},
-    {"summed_over_micro_batches", "the means of micro-batches are summed, not divided by their number"},
-    {"unscaled_sum", "nothing divides the loss: it grows with the batch"},
-    {"gradient_scaled_by_count", "the loss in the log is right, the gradient is multiplied by the count"},
-    {"loss_scaled", "the gradient is right, the loss in the log is multiplied"},
-    {"loss_differs",
-     "the gradient is right, the loss in the log is another one: one rank's own, a mean of rank means"},
-    {"count_not_reduced", "the loss is divided by the targets of one rank instead of all"},
-    {"mean_of_rank_means", "each rank's mean counts the same, however much it holds"},
-    {"mean_of_micro_batch_means", "each micro-batch's mean counts the same, however much it holds"},
-    {"mean_of_micro_batch_means_by_rank", "the same within each rank, then the ranks are averaged"},
-    {"accumulation_rescaled", "every micro-batch rescales what was accumulated before it"},
-    {"averaged_over_micro_batches",
-     "the gradient is divided by the number of micro-batches, though the count covers the whole step"},
-    {"reduced_while_accumulating",
-     "what was accumulated is summed over ranks again with every further micro-batch"},
-    {"clipped_before_reduction",
-     "each rank's or micro-batch's part is clipped by itself, then they are added up"},
-    {"not_finite_empty_micro_batch", "a micro-batch without a target divides zero by zero"},
-    {"not_finite", "the gradient, or what was recorded beside it, is not finite"},
-    {"replicas_differ", "ranks hold different gradients for the same parameter"},
-    {"buffers_differ", "forward changes a buffer by each rank's own rows"},
-    {"not_summed_over_axis", "gradients are not summed over an axis: each rank along it keeps its own part"},
-    {"sum_order_depends_on_rank", "each rank adds the parts up in another order: replicas differ in bits"},
-    {"not_repeatable", "the same step made twice gives different bits"},
-    {"norm_counts_replicas", "elements count in the norm once for each rank that has a copy"},
-    {"norm_of_own_shard", "each rank takes the norm of the part it keeps"},
-    {"norms_averaged", "norms of parts are averaged instead of their squares summed"},
-    {"norm_of_largest_part",
-     "the norm is that of the largest part instead of the root of their squares' sum"},
-    {"norm_misses_elements", "some elements count on no rank: the norm is too small, alike everywhere"},
-    {"clip_not_applied", "the gradient is applied as if it had not been clipped"},
-    {"groups_clipped_apart", "groups of parameters are clipped by coefficients of their own"},
-    {"documents_leak", "a document in a pack changes what another one computes"},
-    {"term_scaled", "one term of the loss is multiplied, the others are right"},
-    {"some_parameters_scaled",
-     "some parameters' gradients are multiplied, the others are right: a tied weight counted twice, for "
-     "example"},
-    {"cut_parameters_scaled",
-     "the gradients of what is cut along one axis are multiplied by a size of the run, or divided by it: "
-     "that of the axis, over which the sum is whole already, of all ranks, of accumulation"},
-    {"scaled_by_factor",
-     "all gradients are multiplied by one factor that comes from no count: a learning rate, a loss scale"},
-    {"gradient_lost", "some or all parameters get no gradient where there should be one"},
-    {"micro_batches_lost", "only the last (or first) micro-batch of each rank is in the gradient"},
-    {"missing_rank_part", "a rank's part of some gradient is not in the sum"},
-    {"missing_data_part", "the part of some data is not in the sum, whichever rank has them"},
-    {"composition", "right with each of two features alone, wrong with both"},
-    {"sample_twice", "some samples count more than once"},
-    {"other_batch", "the runs did not see the same samples"},
-    {"other_targets",
-     "the same samples, but other tokens carry loss: padding or the first label counted, labels not shifted"},
-    {"initial_parameters_differ", "parameters differ before the first step"},
-    {"noise_depends_on_layout", "random numbers depend on the rank, not on the sample"},
-    {"resume_changes_step", "a resumed run goes on otherwise than one that was never stopped"},
-    {"reduced_every_micro_batch", "gradients are reduced after every micro-batch instead of once"},
-    {"traffic_differs", "another number of bytes was moved than the strategy needs"},
-    {"elements_not_owned_once", "some element has no owner, or several, in norms and checkpoints"},
-    {"norm_differs", "the norm is wrong in a way that fits no known mistake"},
-    {"shares_differ", "the recorded shares of ranks and micro-batches do not add up to the gradient"},
-    {"clip_differs", "the clip coefficient does not follow from the norm"},
-    {"optimizer_differs", "the gradient is right, the parameters after some updates are not"},
-    {"not_in_optimizer", "no group of an optimizer holds a parameter that is trained"},
-    {"not_updated", "the optimizer stepped, and a parameter that has a gradient did not move"},
-    {"updates_differ",
-     "the gradient is right, but ranks update otherwise: one that does not step, another learning rate"},
-    {"frozen_otherwise", "the run trains other parameters than the model that it was made from"},
-    {kReductionNotProven, "all ranks have the same samples: without a reduction the numbers are the same"},
-    {"random_model", "the model gives other numbers when it runs again: nothing can be compared"},
-    {"no_gradient", "the gradient is zero everywhere: nothing can be compared"},
-    {"parameters_missing", "the runs do not have the same parameters"},
-    {"parameters_renamed", "parameters have other names"},
-    {"parameters_reshaped", "parameters have other shapes"},
-    {"living_layout_differs",
-     "a fresh layout has the right gradient, the one of the run under way does not (--verify-every)"},
-    {"other_experts",
-     "tokens went to experts that the oracle did not choose, and not because rounding turned a near tie"},
-    {"rounding", "right but for rounding that the run's precision does not explain: sums in a coarser type"},
-    {"unresolved",
-     "nothing is found to be wrong, but too large a mistake would not show: no pass, and it says what would "
-     "tell"},
-    {"undecided", "several mistakes fit, and what is there does not tell them apart: it says what would"},
-    {"unknown", "fits no known mistake"},
+#define ISOGRAD_ENTRY(id, meaning) {#id, meaning},
+    ISOGRAD_FINDINGS(ISOGRAD_ENTRY)
+#undef ISOGRAD_ENTRY
 };
 
 std::string Experiment::text() const {
@@ -163,7 +77,7 @@ bool counted_several_times(const StepDump& found, const StepDump& expected) {
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
   const std::int64_t reported = dump.figures.targets;
   const auto contradicts = [](std::string text) -> std::vector<Finding> {
-    return {{"other_targets", std::move(text), {}}};
+    return {{finding_id::other_targets, std::move(text), {}}};
   };
   if (targets_of(dump) == 0)  // beside a gradient: one that is zero everywhere is no step to compare
     return contradicts(
@@ -206,7 +120,7 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
     if (!expected.count(name)) extra.push_back(name);
   if (!reshaped.empty())
     findings.push_back(
-        {"parameters_reshaped",
+        {finding_id::parameters_reshaped,
          fmt::format("{} parameters have another shape: {}", reshaped.size(), list_names(reshaped)),
          {}});
   // One old name fits one new one by shape: renamed; otherwise missing.
@@ -215,7 +129,7 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
     for (const auto& name : missing) old_shapes.insert(expected.at(name).sizes().vec());
     for (const auto& name : extra) new_shapes.insert(found.at(name).sizes().vec());
     if (old_shapes == new_shapes) {
-      findings.push_back({"parameters_renamed",
+      findings.push_back({finding_id::parameters_renamed,
                           fmt::format("{} parameters have other names: found {}, expected {}", missing.size(),
                                       list_names(extra), list_names(missing)),
                           {"the shapes are the same"}});
@@ -224,7 +138,7 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
   }
   if (!missing.empty() || !extra.empty())
     findings.push_back(
-        {"parameters_missing",
+        {finding_id::parameters_missing,
          fmt::format("not on both sides: {}{}{}", missing.empty() ? "" : "missing " + list_names(missing),
                      missing.empty() || extra.empty() ? "" : "; ",
                      extra.empty() ? "" : "not expected " + list_names(extra)),
@@ -244,10 +158,10 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
       if (count > 0) (known.count(id) ? twice : strange).push_back(std::to_string(id));
     }
     if (strange.empty() && missing.empty())
-      return {{"sample_twice",
+      return {{finding_id::sample_twice,
                fmt::format("{} samples count more than once: ids {}", twice.size(), list_names(twice)),
                {fmt::format("{} ids seen, expected {}", found.samples.size(), expected.samples.size())}}};
-    return {{"other_batch",
+    return {{finding_id::other_batch,
              fmt::format("the runs did not see the same samples: {} ids too often, {} missing, {} not in the "
                          "batch",
                          twice.size(), missing.size(), strange.size()),
@@ -264,7 +178,7 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
     return tokens == kNotRecorded ? fmt::format("{} targets", targets)
                                   : fmt::format("{} targets of {} tokens", targets, tokens);
   };
-  Finding finding{ids ? "other_targets" : "other_batch",
+  Finding finding{ids ? finding_id::other_targets : finding_id::other_batch,
                   fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(wanted, e.tokens)),
                   {}};
   if (!ids) {
@@ -323,7 +237,7 @@ std::vector<Finding> diagnose_start_of(const StepDump& dump, const char* side,
     return parameters.contains(gradient.first);
   });
   return {
-      {"initial_parameters_differ",
+      {finding_id::initial_parameters_differ,
        fmt::format("{} of {} parameters differ over the ranks{} before the step, first {}: nothing else was "
                    "compared",
                    parameters.size(), first.size(), side,
@@ -355,7 +269,7 @@ std::vector<Finding> diagnose_repeat(const ComparedStep& one, const RunAgain& ag
   std::vector<std::string> differing;
   // NaN is not equal to itself: what is not finite is named as that.
   if (!one.finite() || same_bits(one.found(), repeated->found, differing)) return {};
-  return {{"not_repeatable",
+  return {{finding_id::not_repeatable,
            fmt::format("the same step made twice gives different bits: {}", list_names(differing)),
            {fmt::format("run again as given: {} of {} parameters changed", differing.size(),
                         one.found().gradients.size())}}};
@@ -385,12 +299,12 @@ std::vector<Finding> diagnose_replicas(const ComparedStep& one, const StepDump& 
   std::vector<std::string> list(names.begin(), names.end());
   if (list.empty()) list.emplace_back("which of them no checksum tells");
   Finding finding{
-      "replicas_differ",
+      finding_id::replicas_differ,
       fmt::format("the ranks{} hold different gradients: {}", side, list_names(list)),
       {std::isnan(spread) ? "how far apart they are was not recorded (\"spread\")"
                           : fmt::format("largest distance from rank 0's: {:.3g} of its norm", spread)}};
   if (spread <= one.spread_allowed() && one.same()) {
-    finding.id = "sum_order_depends_on_rank";
+    finding.id = finding_id::sum_order_depends_on_rank;
     finding.sentence = fmt::format(
         "the ranks{} hold different bits of the same gradient, within rounding: each adds up in its own "
         "order: {}",
@@ -448,7 +362,7 @@ std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& a
   };
   if (one.finite() && one.finite_loss()) {
     if (auto finding = vanishes({.without_noise = true})) {
-      finding->id = "noise_depends_on_layout";
+      finding->id = finding_id::noise_depends_on_layout;
       finding->sentence =
           "the difference vanishes without dropout: random numbers depend on the rank or layout" +
           wrong_axes(one, again, finding->evidence);
@@ -456,7 +370,7 @@ std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& a
     }
   } else if (one.silent()) {
     if (auto finding = vanishes({.without_silent = true})) {
-      finding->id = "not_finite_empty_micro_batch";
+      finding->id = finding_id::not_finite_empty_micro_batch;
       finding->sentence = "not finite: a micro-batch without a target divides zero by zero";
       return {*finding};
     }
@@ -471,7 +385,7 @@ std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again,
   if (!other || !diagnose_samples(other->found, other->expected).empty()) return {};
   const ComparedStep uninterrupted(std::move(*other), setting, again);
   if (!uninterrupted.same()) return {};
-  return {{"resume_changes_step",
+  return {{finding_id::resume_changes_step,
            fmt::format("the resumed step is another one ({}): the loss jumps from {:.9g} to {:.9g}", how,
                        pair.expected.figures.loss, pair.found.figures.loss),
            {"without the resume: the same samples, the right gradient"}}};
@@ -504,7 +418,7 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
                                    [](const auto& parameter) { return parameter.norm == 0; });
   if (nothing) {
     ended_by(
-        {{"no_gradient",
+        {{finding_id::no_gradient,
           fmt::format("the expected gradient is zero everywhere, over {} parameters: nothing can be compared",
                       one.parameters().size()),
           {fmt::format("the gradient found is {}zero everywhere", one.same() ? "" : "not ")}}});
@@ -512,9 +426,10 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
   }
   if (ended_by(diagnose_repeat(one, again))) return findings;
   auto replicas = diagnose_replicas(one, one.found(), "", again);
-  if (!replicas.empty() && replicas[0].id == "replicas_differ" && ended_by(diagnose_without(one, again)))
+  if (!replicas.empty() && replicas[0].id == finding_id::replicas_differ &&
+      ended_by(diagnose_without(one, again)))
     return findings;
-  if (!replicas.empty() && replicas[0].id == "replicas_differ")
+  if (!replicas.empty() && replicas[0].id == finding_id::replicas_differ)
     if (auto unsummed = diagnose_unsummed(one)) {
       unsummed->evidence.push_back(replicas[0].sentence);
       unsummed->evidence.push_back(replicas[0].evidence[0]);
@@ -530,7 +445,7 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
   ended_by(diagnose_rivals(one, untold));
   if (findings.empty()) ended_by(diagnose_figures(one, untold));  // else another model's
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
-    ended_by({{"counted_on_peers",
+    ended_by({{finding_id::counted_on_peers,
                fmt::format("{} targets are reported, there are {}; loss and gradient are right",
                            pair.found.figures.targets, pair.expected.figures.targets),
                {}}});

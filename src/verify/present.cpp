@@ -310,7 +310,7 @@ Wording verify_wording(const Verdict& verdict) {
 
 std::string parity_line(const Verdict& verdict, const Wording& wording) {
   const LayoutVerdict* layout = worst_layout(verdict);
-  const bool open = wording.findings.size() == 1 && wording.findings[0].id == "unresolved";
+  const bool open = wording.findings.size() == 1 && wording.findings[0].id == finding_id::unresolved;
   std::string line = fmt::format("parity {}: {} {} {}", verdict.passed ? "PASS" : "FAIL", wording.left,
                                  verdict.passed ? "="
                                  : open         ? "not shown to be"

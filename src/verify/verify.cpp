@@ -85,11 +85,11 @@ void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
     return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
   };
   for (const OtherFigure& other : layout.rounded_off) {
-    const std::string id = other.name == "loss"               ? "loss_differs"
-                           : other.name.ends_with("norm")     ? "norm_differs"
-                           : other.name == "clip_coefficient" ? "clip_differs"
-                                                              : "other_targets";
-    if (has(id) || (id == "clip_differs" && has("norm_differs"))) continue;
+    const std::string id = other.name == "loss"               ? finding_id::loss_differs
+                           : other.name.ends_with("norm")     ? finding_id::norm_differs
+                           : other.name == "clip_coefficient" ? finding_id::clip_differs
+                                                              : finding_id::other_targets;
+    if (has(id) || (id == finding_id::clip_differs && has(finding_id::norm_differs))) continue;
     layout.findings.push_back(
         {id,
          fmt::format("right in fp64, but in {} another one is reported: {}", precision, text_of(other)),
@@ -120,14 +120,14 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
     if (!parameter.replicas_agree) replicas.push_back(parameter.name);
     if (!parameter.repeats) repeats.push_back(parameter.name);
   }
-  if (!repeats.empty() && !has("not_repeatable"))
+  if (!repeats.empty() && !has(finding_id::not_repeatable))
     layout.findings.insert(layout.findings.begin(),
-                           {"not_repeatable",
+                           {finding_id::not_repeatable,
                             "the same step made twice gives different bits: " + list_names(repeats),
                             {"in " + precision}});
-  if (has("not_repeatable")) return;
+  if (has(finding_id::not_repeatable)) return;
   if (!replicas.empty() && layout.findings.empty())
-    layout.findings.push_back({"replicas_differ",
+    layout.findings.push_back({finding_id::replicas_differ,
                                "the ranks hold different gradients: " + list_names(replicas),
                                {"in " + precision}});
   const bool right_in_fp64 = layout.e1.state == Grade::State::kPassed;
@@ -137,7 +137,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
     for (const OtherFigure& other : layout.rounded_off) others.push_back(text_of(other));
     layout.findings.insert(
         layout.findings.begin(),
-        {"living_layout_differs",
+        {finding_id::living_layout_differs,
          "the gradient is right, but the run's own step reports other figures than a fresh layout: " +
              list_names(others),
          {}});
@@ -146,7 +146,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
   if (living && right_in_fp64 && off) {
     layout.findings.insert(
         layout.findings.begin(),
-        {"living_layout_differs",
+        {finding_id::living_layout_differs,
          fmt::format(
              "a fresh layout has the right gradient, the run's own does not: {}; something went wrong "
              "in it since the start",
@@ -156,13 +156,13 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
   }
   if (!rounding.empty())
     layout.findings.push_back(
-        {"rounding",
+        {finding_id::rounding,
          "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
          {}});
   const WholeScale& scale = layout.e2.scale;
   if (rounding.empty() && !scale.passed && right_in_fp64)
     layout.findings.push_back(
-        {"rounding",
+        {finding_id::rounding,
          fmt::format("right in fp64, but the scale of the whole gradient is off by {:.3g} in {}, {:.3g} "
                      "allowed: rounding takes it in all parameters alike",
                      scale.error, precision, scale.allowed),
@@ -171,7 +171,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
   for (const auto& trajectory : layout.trajectories)
     if (!trajectory.passed && layout.findings.empty())
       layout.findings.push_back(
-          {"optimizer_differs",
+          {finding_id::optimizer_differs,
            fmt::format(
                "the gradient is right, parameters after {} are not: {} is off by {:.3g} of its way, {:.3g} "
                "allowed",
@@ -356,7 +356,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (!result.passed) add_plain_findings(result, precision_name(problem.dtype), problem.living.has_value());
     if (problem.loss.global)
       for (Finding& finding : result.findings)
-        if (finding.id == "averaged_over_axis")
+        if (finding.id == finding_id::averaged_over_axis)
           finding.sentence += fmt::format(
               ". A loss over the rows of all ranks under an average of {} ranks' gradients, which must be "
               "summed (or the loss told so: grad_reduction = mean)",
@@ -373,23 +373,23 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     const StepFigures& oracle = reference.oracle.figures;
     if (!unclipped_norms_agree(result.exact, oracle, bounds) && result.findings.empty())
       result.findings.push_back(
-          {"norm_differs",
+          {finding_id::norm_differs,
            fmt::format("the gradient is right, the norm before the clip of groups is {:.9g}, expected {:.9g}",
                        result.exact.unclipped_norm, oracle.unclipped_norm),
            {}});
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
-          {"unknown", "the step is not the expected one, in no way that has a name", {}});
+          {finding_id::unknown, "the step is not the expected one, in no way that has a name", {}});
     if (result.choices.wrong > 0)
       result.findings.push_back(
-          {"other_experts",
+          {finding_id::other_experts,
            fmt::format(
                "in the run's precision {} of {} choices of experts are others than the oracle's, first "
                "in layer {}, although their logits are farther apart than rounding explains",
                result.choices.wrong, result.choices.tokens, result.choices.layer),
            {}});
     if (!torn_buffers.empty())
-      result.findings.push_back({"buffers_differ",
+      result.findings.push_back({finding_id::buffers_differ,
                                  "forward changes buffers by each rank's own rows, so that the ranks' models "
                                  "differ: " +
                                      list_names(torn_buffers),
@@ -446,7 +446,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   const auto differing = differing_over_ranks(digest(initial.values), group);
   verdict.parameters_agree = differing.empty();
   if (!differing.empty())
-    return ends({"initial_parameters_differ",
+    return ends({finding_id::initial_parameters_differ,
                  fmt::format("{} of {} parameters differ over the ranks before the step, first {}: "
                              "nothing else was compared",
                              differing.size(), initial.names.size(), initial.names[differing[0]]),
@@ -458,7 +458,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   group.broadcast(random, 0);
   if (random.item<std::int64_t>() != 0)
     return ends(
-        {"random_model",
+        {finding_id::random_model,
          "two runs of the model on the same data and parameters differ: nothing else is claimed. Draw "
          "random numbers by isograd::RandomKey (seed, step, sample, layer)",
          {reference.random}});
@@ -477,7 +477,8 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     passed = verdict.batch_agrees;
     if (reference.leak) {
       verdict.documents_apart = passed = false;
-      verdict.findings.push_back({"documents_leak", "documents leak: " + reference.leak->text(), {}});
+      verdict.findings.push_back(
+          {finding_id::documents_leak, "documents leak: " + reference.leak->text(), {}});
     }
   }
   for (const auto& layout : problem.layouts) {
@@ -490,8 +491,9 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     }
   }
   if (group.rank() == 0 && !verdict.batch_agrees && verdict.findings.empty())
-    verdict.findings.push_back(
-        {"other_batch", "the ranks together did not see every token of the whole step exactly once", {}});
+    verdict.findings.push_back({finding_id::other_batch,
+                                "the ranks together did not see every token of the whole step exactly once",
+                                {}});
   for (const auto& finding : verdict.findings) verdict.diagnosis.push_back(finding.sentence);
   at::Tensor answer = at::full({1}, passed ? 1 : 0, at::kLong);
   group.broadcast(answer, 0);
