@@ -32,7 +32,7 @@
 
 namespace isograd {
 
-// What a step says of itself, beside the gradient.
+// What a step says of itself, in addition to the gradient.
 struct StepFigures {
   double loss = 0;
   std::int64_t targets = 0;
@@ -129,7 +129,7 @@ struct StepDump {
 };
 
 // A dump as a directory: gradients.safetensors and step.json, with applied.safetensors and
-// share-RANK-MICROBATCH.safetensors where there is any (docs/verify.md). Written beside and renamed: whole or
+// share-RANK-MICROBATCH.safetensors where there is any (docs/verify.md). Written under another name and renamed: whole or
 // not at all. An earlier dump of that name is replaced, any other directory is refused (ConfigError).
 void write_dump(const StepDump& dump, const std::filesystem::path& directory);
 
@@ -159,9 +159,9 @@ struct VerifyModel {
   ForwardLossTerms loss_terms;
   // For layouts that shard parameters: loss_terms runs inside units->root, its blocks inside theirs.
   std::optional<ModelUnits> units{};
-  std::vector<OracleTerm> more_terms{};   // beside the cross entropy of `logits`
+  std::vector<OracleTerm> more_terms{};   // in addition to the cross entropy of `logits`
   std::function<void()> without_noise{};  // switches dropout off, where there is any
-  // What forward may change beside the parameters; ranks must do so alike.
+  // What forward may change in addition to the parameters; ranks must do so alike.
   std::vector<std::pair<std::string, at::Tensor>> buffers{};
   // For a model that ranks with the same batch hold together: puts this rank's parts in place of parameters,
   // as isograd::cut() does, and lets forward communicate. Of layouts under test; the oracle's stays whole.
@@ -247,9 +247,10 @@ struct VerifyProblem {
   // A fresh model in the given dtype. Values of `dtype` (below) are then copied into the fp64 models, so that
   // all runs have the same initial parameters to the last bit.
   MakeVerifyModel make_model;
-  MicroBatches local;                      // this rank's part of the step; may be empty
-  std::optional<SharedSamples> dealing{};  // how `local` was cut; without it what is cut is only run as it is
-  std::function<MicroBatches()> whole;     // the whole step, for the oracle; called on rank 0
+  MicroBatches local;  // this rank's part of the step; may be empty
+  std::optional<SharedSamples>
+      shared_samples{};                 // how `local` was cut; without it what is cut is only run as it is
+  std::function<MicroBatches()> whole;  // the whole step, for the oracle; called on rank 0
   std::function<MicroBatches()> alone;  // the whole step in the micro-batches one process would make of it;
                                         // called on the last rank. Not given: `whole`
   at::ScalarType dtype = at::kFloat;    // the run's precision
@@ -282,7 +283,7 @@ struct VerifyProblem {
   std::function<void(const std::string& layout)> progress{};
   // A run under way: its own layout and forward make the step in the run's precision, in place of fresh ones;
   // nothing is updated.
-  struct Living {
+  struct LiveRun {
     DataParallel* layout;
     ForwardLossTerms forward;
     const Layout* placed = nullptr;                           // of a model that ranks hold together
@@ -291,7 +292,7 @@ struct VerifyProblem {
     std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};  // of its model
     std::function<StepOptions(StepOptions options)> through{};                     // VerifyModel::through
   };
-  std::optional<Living> living{};
+  std::optional<LiveRun> live_run{};
   // Where ranks along some axes hold the same batch: those of it see different data along the data axes
   // alone. Not given: every rank sees other data.
   std::optional<Mesh> mesh{};

@@ -18,17 +18,18 @@ Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, doub
   const auto root = [](double squares, const at::Tensor& of) {
     return holds(squares) ? std::sqrt(squares) : norm_of(of);
   };
-  const double own = root(sums.own, gradient), wanted = root(sums.other, reference);
+  const double own = root(sums.own, gradient), expected = root(sums.other, reference);
   // Of length 1 both, where a square of their own size is no number.
   const auto cosine = [&] {
     return holds(sums.own) && holds(sums.other)
-               ? sums.product / (own * wanted)
-               : ((gradient / own) * (reference / wanted)).sum().item<double>();
+               ? sums.product / (own * expected)
+               : ((gradient / own) * (reference / expected)).sum().item<double>();
   };
-  result.cosine = wanted > 0 && own > 0 ? cosine() : kNothing;
-  result.ratio = !(wanted > 0) ? kNothing : own == 0 ? 0 : result.cosine * (own / wanted);
+  result.cosine = expected > 0 && own > 0 ? cosine() : kNothing;
+  result.ratio = !(expected > 0) ? kNothing : own == 0 ? 0 : result.cosine * (own / expected);
   result.error = in_scales(holds(sums.apart) ? std::sqrt(sums.apart) : distance(gradient, reference), scale);
-  result.residual = wanted > 0 ? in_scales(distance(gradient, reference, result.ratio), scale) : result.error;
+  result.residual =
+      expected > 0 ? in_scales(distance(gradient, reference, result.ratio), scale) : result.error;
   result.allowed = allowed;
   result.passed = std::isfinite(result.error) && result.error <= result.allowed;
   result.scale_found = smallest_scale_error(gradient, reference, result.allowed * scale, sums);
@@ -55,7 +56,7 @@ void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& com
 }  // namespace
 
 double in_scales(double difference, double scale) {
-  if (!std::isfinite(scale)) return kNothing;         // nothing is small beside it
+  if (!std::isfinite(scale)) return kNothing;         // nothing is small against it
   return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
 }
 

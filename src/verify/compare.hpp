@@ -42,7 +42,7 @@ Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& referen
 // The alone_error under which an error is just allowed.
 double error_that_allows(double error, const Bounds& bounds);
 double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
-double in_scales(double difference, double scale);  // 0 where there is none; NaN beside infinity
+double in_scales(double difference, double scale);  // 0 where there is none; NaN against infinity
 
 // One run of one process is a sample of what rounding costs, and a poor one: a parameter's elements share the
 // rounding of what lies behind them, so that many may count as few. Two runs' errors over n independent

@@ -22,14 +22,14 @@ std::set<std::string> names_of(const StepDump& dump) {
 
 // Wrappers put one prefix before all names ("module."): what is left without it are the other's.
 std::string common_prefix(const StepDump& found, const StepDump& expected) {
-  const std::set<std::string> wanted = names_of(expected);
+  const std::set<std::string> names = names_of(expected);
   const std::string& first = found.gradients[0].first;
   for (std::size_t dot = first.find('.'); dot != std::string::npos; dot = first.find('.', dot + 1)) {
     const std::string prefix = first.substr(0, dot + 1);
     const auto fits = [&](const auto& item) {
-      return item.first.starts_with(prefix) && wanted.contains(item.first.substr(prefix.size()));
+      return item.first.starts_with(prefix) && names.contains(item.first.substr(prefix.size()));
     };
-    if (!wanted.contains(first) && std::all_of(found.gradients.begin(), found.gradients.end(), fits))
+    if (!names.contains(first) && std::all_of(found.gradients.begin(), found.gradients.end(), fits))
       return prefix;
   }
   return {};
@@ -137,8 +137,8 @@ Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
       if (counts[rank][i] > 0) cells.emplace_back(rank, i);
   return cells;
 }
-std::optional<StepDump> dealt_as(const StepDump& expected,
-                                 const std::vector<std::vector<std::int64_t>>& counts) {
+std::optional<StepDump> assigned_as(const StepDump& expected,
+                                    const std::vector<std::vector<std::int64_t>>& counts) {
   const Cells theirs = cells_of(expected.counts), ours = cells_of(counts);
   if (theirs.size() != ours.size()) return std::nullopt;
   const auto count_at = [](const auto& of, const auto& cell) { return of[cell.first][cell.second]; };
@@ -159,17 +159,17 @@ std::optional<StepDump> dealt_as(const StepDump& expected,
       by_count.erase(place);
     }
   }
-  StepDump dealt = expected;
-  dealt.counts = counts;
-  dealt.shares.clear();
-  if (expected.shares.empty()) return dealt;
-  for (const auto& rank : counts) dealt.shares.emplace_back(rank.size());
+  StepDump assigned = expected;
+  assigned.counts = counts;
+  assigned.shares.clear();
+  if (expected.shares.empty()) return assigned;
+  for (const auto& rank : counts) assigned.shares.emplace_back(rank.size());
   for (std::size_t c = 0; c < ours.size(); ++c) {
     const auto [rank, i] = theirs[from[c]];
     if (rank < expected.shares.size() && i < expected.shares[rank].size())
-      dealt.shares[ours[c].first][ours[c].second] = expected.shares[rank][i];
+      assigned.shares[ours[c].first][ours[c].second] = expected.shares[rank][i];
   }
-  return dealt;
+  return assigned;
 }
 
 // The ranks have as many targets in both, whatever their micro-batches.
@@ -261,12 +261,12 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   }
   const bool both = !pair.found.counts.empty() && !expected.counts.empty();
   if (both && pair.found.counts != expected.counts) {
-    if (auto dealt = dealt_as(expected, pair.found.counts)) {
-      pair.expected = std::move(*dealt);
+    if (auto assigned = assigned_as(expected, pair.found.counts)) {
+      pair.expected = std::move(*assigned);
       result.notices.push_back(names.expected +
                                " has the same micro-batches on other ranks: matched by their counts");
     } else if (!same_by_rank(pair.found, expected)) {
-      pair.dealt_otherwise = true;
+      pair.assigned_otherwise = true;
       result.notices.push_back(
           fmt::format("the targets lie otherwise on ranks and micro-batches in {} than in {}: no part of a "
                       "rank can be told (deal the samples alike)",

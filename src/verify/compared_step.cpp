@@ -31,11 +31,11 @@ Bounds bounds_of(const StepDump& found, at::ScalarType type) {
 
 // Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
 constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
-// Units of bf16 by which the scale of a matrix may be off, beside what its own pieces say: nearly three times
-// the most, 12, that right steps of nine models were seen to be off altogether, in 12,000 pairs of matrices.
-// Its gradient is a product, which is added up in fp32 and rounded once. That of a vector is a sum over
-// tokens, which PyTorch makes in bf16 for a LayerNorm: it was seen to be 58 % too small in steps that are
-// right, and turned by 7 %, so that no such bound holds there.
+// Units of bf16 by which the scale of a matrix may be off, in addition to what its own pieces say: nearly
+// three times the most, 12, that right steps of nine models were seen to be off altogether, in 12,000 pairs
+// of matrices. Its gradient is a product, which is added up in fp32 and rounded once. That of a vector is a
+// sum over tokens, which PyTorch makes in bf16 for a LayerNorm: it was seen to be 58 % too small in steps
+// that are right, and turned by 7 %, so that no such bound holds there.
 constexpr double kUnitsOfMatrix = 32;
 
 }  // namespace
@@ -89,7 +89,7 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
   }
   allow(most_alone);
   const bool theirs = expected().counts.empty() && expected().amounts.empty();
-  const StepDump& says = theirs || pair_.dealt_otherwise ? found() : expected();
+  const StepDump& says = theirs || pair_.assigned_otherwise ? found() : expected();
   if (says.counts.empty()) {
     counts_ = says.amounts;
     if (!says.counted.empty()) counted_ = says.counted;
@@ -118,12 +118,12 @@ void ComparedStep::allow(double most_alone) {
   // A sum of n parts in one type is off by at most n u of itself where none cancel.
   if (type_of(precision()) == at::kBFloat16)
     allowance_.matrix = (kUnitsOfMatrix + bounds.sum_length) * bounds.unit;
-  Tensors own, wanted;
+  Tensors own, reference;
   std::vector<double> norms;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
     own.push_back(parameter.found);
-    wanted.push_back(parameter.expected);
+    reference.push_back(parameter.expected);
     norms.push_back(parameter.norm);
     double allowed = Bounds{}.exact;
     if (!allowance_.exact) {
@@ -160,7 +160,7 @@ void ComparedStep::allow(double most_alone) {
       std::max(kUnitsOfWhole * bounds.unit * norm_, allowance_.moved ? kRoundingFactor * norm_of(moves_) : 0);
   if (!alone_.empty())
     allowance_.whole = std::min(4 * norm_of(alone_apart_) + sums * norm_, allowance_.whole);
-  scale_ = test_scale(own, wanted, bounds.unit);
+  scale_ = test_scale(own, reference, bounds.unit);
 }
 
 bool ComparedStep::scale_told(const Parameter& parameter) const {
@@ -180,18 +180,18 @@ std::vector<std::string> ComparedStep::off() const {
 
 bool ComparedStep::is_one(std::size_t i, const Prediction& prediction, double& off, double& grown) const {
   const Parameter& parameter = parameters_[i];
-  const at::Tensor& wanted = prediction.gradient[i];
-  const double error = distance(parameter.found, wanted);
-  const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(wanted))
+  const at::Tensor& predicted = prediction.gradient[i];
+  const double error = distance(parameter.found, predicted);
+  const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(predicted))
                                         : allowance_.parameter[i] * prediction.growth[i];
   if (!(error <= limit)) return false;
   off += error * error;
   const double more = prediction.growth[i] * parameter.norm;
   grown += more * more;
   if (!scale_told(parameter)) return true;
-  const double own = norm_of(wanted);
-  return own <= 0 ||
-         scale_of_one_agrees(parameter.found, wanted, allowance_.bounds.unit, allowance_.matrix * more / own);
+  const double own = norm_of(predicted);
+  return own <= 0 || scale_of_one_agrees(parameter.found, predicted, allowance_.bounds.unit,
+                                         allowance_.matrix * more / own);
 }
 
 bool ComparedStep::is_whole(const Prediction& prediction, double off, double grown) const {
@@ -233,18 +233,18 @@ Prediction ComparedStep::right() const {
 }
 
 Along ComparedStep::between(const Prediction& from, const Prediction& to) const {
-  Tensors errors, direction, beside;
+  Tensors errors, direction, against_alone;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     errors.push_back(parameters_[i].found - from.gradient[i]);
     direction.push_back(to.gradient[i] - from.gradient[i]);
     // What one process's rounding has in common with the run's goes away.
-    if (!alone_.empty()) beside.push_back(errors.back() - (alone_[i] - parameters_[i].expected));
+    if (!alone_.empty()) against_alone.push_back(errors.back() - (alone_[i] - parameters_[i].expected));
   }
   const double unit = allowance_.bounds.unit;
   const Along plain = along(errors, direction, from.gradient, unit);
   if (alone_.empty()) return plain;
-  const Along against = along(beside, direction, from.gradient, unit);
-  return against.scatter < plain.scatter ? against : plain;
+  const Along relative = along(against_alone, direction, from.gradient, unit);
+  return relative.scatter < plain.scatter ? relative : plain;
 }
 
 static bool uniform(const std::vector<double>& weights) {
@@ -335,7 +335,7 @@ bool ComparedStep::silent() const {
 bool ComparedStep::find_parts() {
   if (parts_ != Parts::kNotAsked) return parts_ == Parts::kFound;
   parts_ = Parts::kNone;
-  if (!again_ || cells_.empty() || pair_.dealt_otherwise) return false;
+  if (!again_ || cells_.empty() || pair_.assigned_otherwise) return false;
   for (Cell& cell : cells_) {
     Experiment alone = setting_;
     alone.only_rank = cell.rank;

@@ -27,8 +27,8 @@ struct Allowance {
   std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
   bool moved = false;             // some are wider, for the reference itself moves (StepDump::moves)
-  // By how much the scale of a matrix may be off, beside what its own pieces say (test_scale_of_one); 0: not
-  // told.
+  // By how much the scale of a matrix may be off, in addition to what its own pieces say (test_scale_of_one);
+  // 0: not told.
   double matrix = 0;
   Bounds bounds;  // of the coarser precision
 };
@@ -122,7 +122,7 @@ class ComparedStep {
   int micro_batches() const;       // of all ranks
   int most_micro_batches() const;  // most of any rank
   bool can_run() const { return static_cast<bool>(again_); }
-  bool dealt_otherwise() const { return pair_.dealt_otherwise; }
+  bool assigned_otherwise() const { return pair_.assigned_otherwise; }
   bool silent() const;  // some micro-batch has no target
   // Whether a gradient of this one of parameters() that is lost would show: of next to none it does not, and
   // neither would a factor.
@@ -168,7 +168,7 @@ struct Cause {
   std::string id;
   Weight weight;
   std::string sentence;  // with the sizes of the step that it was made for
-  // What is logged beside the gradient.
+  // What is logged with the gradient.
   enum class Loss { kAny, kRight, kScaled, kNotScaled } loss = Loss::kAny;
   std::string axis{};  // whose size it is, if of one
   int rank = -1;       // whose part it is, if of one
@@ -185,9 +185,9 @@ std::vector<double> weights_of(const ComparedStep& one, const Cause& cause);
 std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
                                         const std::vector<std::string>& names);
 // Where the gradient found is the right one within rounding, but may as well be a known mistake's that moves
-// it by less: findings where it lies nearer to the mistake; `untold` hears of those that cannot be told
+// it by less: findings where it lies nearer to the mistake; `ambiguous` receives those that cannot be told
 // apart.
-std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* untold);
+std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous);
 
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected);
@@ -207,7 +207,7 @@ std::vector<std::string> other_terms(const ComparedStep& one);
 double tolerance(const ComparedStep& one);
 
 // What the dumps say against themselves: norms, owners, counts, shares. What cannot be asked, because shares
-// are missing, `notices` hears of. (diagnose_contradictions.cpp)
+// are missing, `notices` reports. (diagnose_contradictions.cpp)
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
 // What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
@@ -215,7 +215,7 @@ struct OwnUpdate {
   std::vector<std::string> wrong;  // parameters
   std::vector<Finding> findings;   // one, where there are any
 };
-// Of a part that is no multiple of the gradient, as weight decay makes it, `notices` hears.
+// Of a part that is no multiple of the gradient, as weight decay makes it, `notices` reports.
 OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices);
 // Owners of elements, and the norms of what ranks own, against the norm of all.
 std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,

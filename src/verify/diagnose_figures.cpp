@@ -246,7 +246,7 @@ std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
 // Of numbers of size 1, what their rounding leaves of a sum that cancels.
 constexpr double kUnitsOfCancelled = 16;
 
-// By how much terms, and a loss that is made of them, may be off whatever their own size: beside a larger
+// By how much terms, and a loss that is made of them, may be off whatever their own size: next to a larger
 // term the rounding of its sums shows in one that is nearly zero.
 double floor_of_terms(const ComparedStep& one) {
   constexpr double kExact = 1e-12;
@@ -258,7 +258,7 @@ double floor_of_terms(const ComparedStep& one) {
 }
 
 // Within what rounding may do to a loss. Of one that cancels, without its terms, that is known for numbers of
-// size 1 alone: where both sides are nothing beside them.
+// size 1 alone: where both sides are nothing against them.
 bool same_loss(const ComparedStep& one, double found, double expected) {
   if (close_together(found, expected, tolerance(one))) return true;
   if (!one.expected().terms.empty()) return std::abs(found - expected) <= floor_of_terms(one);
@@ -308,9 +308,10 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
       const auto reference = references.find(name);
       const bool known = reference != references.end() && reference->second.sizes() == tensor.sizes();
       if (!known && std::isnan(coefficient)) continue;
-      const at::Tensor wanted = known ? reference->second : parameter.found * coefficient;
-      const double scale = std::fmax(norm_of(wanted), usual * std::sqrt(static_cast<double>(wanted.numel())));
-      if (!(distance(tensor, wanted) <= limit * scale)) others.push_back(name);
+      const at::Tensor expected = known ? reference->second : parameter.found * coefficient;
+      const double scale =
+          std::fmax(norm_of(expected), usual * std::sqrt(static_cast<double>(expected.numel())));
+      if (!(distance(tensor, expected) <= limit * scale)) others.push_back(name);
     }
   return others;
 }
@@ -320,8 +321,8 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one);
   // Where the reference has none: what the run itself says it did.
-  const double wanted = one.expected().figures.clip_coefficient;
-  const double coefficient = std::isnan(wanted) ? own : wanted;
+  const double expected = one.expected().figures.clip_coefficient;
+  const double coefficient = std::isnan(expected) ? own : expected;
   std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
   std::vector<std::string> bent;                                    // applied in another direction
   auto others = applied_otherwise(one, coefficient, 10 * limit, unbelieved);

@@ -29,9 +29,9 @@ bool logs_as(const Cause& cause, const ComparedStep& one) {
   const double found = one.found().figures.loss, expected = one.expected().figures.loss;
   if (cause.loss == Cause::Loss::kAny || std::isnan(found) || std::isnan(expected) || expected == 0)
     return true;
-  const double wanted = cause.loss == Cause::Loss::kRight ? 1 : cause.weight(one, {});
-  const bool is = std::abs(found / expected - wanted) <= std::max(one.limit(), 1e-9) * wanted;
-  return cause.loss == Cause::Loss::kNotScaled ? !is || wanted == 1 : is;
+  const double times = cause.loss == Cause::Loss::kRight ? 1 : cause.weight(one, {});
+  const bool is = std::abs(found / expected - times) <= std::max(one.limit(), 1e-9) * times;
+  return cause.loss == Cause::Loss::kNotScaled ? !is || times == 1 : is;
 }
 
 // Whether the cause explains the named parameters of this step. Nothing: it cannot be told.
@@ -105,17 +105,17 @@ struct Fitted {
 // Nothing: the parts cannot be had, or are too many for the elements.
 std::optional<Fitted> fit_weights(ComparedStep& one, const std::vector<std::string>& names) {
   if (!one.find_parts()) return std::nullopt;
-  Tensors columns(one.cells().size()), wanted;
+  Tensors columns(one.cells().size()), found;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
     if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
-    wanted.push_back(parameter.found.reshape({-1}));
+    found.push_back(parameter.found.reshape({-1}));
     for (std::size_t c = 0; c < columns.size(); ++c) {
       const at::Tensor part = one.cells()[c].part[i].reshape({-1});
       columns[c] = columns[c].defined() ? at::cat({columns[c], part}) : part;
     }
   }
-  const at::Tensor matrix = at::stack(columns, 1), target = at::cat(wanted);
+  const at::Tensor matrix = at::stack(columns, 1), target = at::cat(found);
   if (matrix.size(0) < 2 * matrix.size(1)) return std::nullopt;
   const at::Tensor normal = at::matmul(matrix.t(), matrix);
   const at::Tensor ridge = 1e-14 * normal.diagonal().max() * at::eye(matrix.size(1), at::kDouble);
@@ -648,7 +648,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
           "to tell: dump the first step after the start (gradients left from earlier are not there), with "
           "initial checksums under \"ranks\", then one sample alone on one rank (a model or its targets)");
     }
-  } else if (one.dealt_otherwise()) {
+  } else if (one.assigned_otherwise()) {
     finding.id = finding_id::undecided;
     finding.sentence = fmt::format(
         "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
@@ -662,7 +662,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
 
 }  // namespace
 
-std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* untold) {
+std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous) {
   if (one.allowance().exact || !one.same() || !one.finite()) return {};
   const std::vector<std::string> names = all_names(one);
   const Prediction right = one.right();
@@ -687,10 +687,11 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
     }
   }
   if (nearer.empty()) {
-    if (untold && !hidden.empty())
+    if (ambiguous && !hidden.empty())
       for (const auto& numbers : hidden)
-        untold->push_back("not told from the right gradient in this precision: " + numbers +
-                          "; a run in fp32, --alone with the same micro-batches or more uneven counts tell");
+        ambiguous->push_back(
+            "not told from the right gradient in this precision: " + numbers +
+            "; a run in fp32, --alone with the same micro-batches or more uneven counts tell");
     return {};
   }
   prefer_nearest(one, nearer, names);

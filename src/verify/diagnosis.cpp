@@ -65,13 +65,13 @@ static std::int64_t targets_of(const StepDump& dump) {
 }
 
 bool counted_several_times(const StepDump& found, const StepDump& expected) {
-  const std::int64_t own = found.figures.targets, wanted = expected.figures.targets;
-  if (found.samples.empty() || found.samples != expected.samples || wanted <= 0) return false;
+  const std::int64_t own = found.figures.targets, theirs = expected.figures.targets;
+  if (found.samples.empty() || found.samples != expected.samples || theirs <= 0) return false;
   const Grid grid(found.axes);
-  const auto times = [&](const AxisSet& along) { return own == wanted * grid.size(along); };
+  const auto times = [&](const AxisSet& along) { return own == theirs * grid.size(along); };
   for (const auto& [name, size] : grid.axes())
     if (size > 1 && times({name})) return true;
-  return own > wanted && (times(present(grid, kContextAxes)) || times(grid.names()));
+  return own > theirs && (times(present(grid, kContextAxes)) || times(grid.names()));
 }
 
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
@@ -79,7 +79,7 @@ std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
   const auto contradicts = [](std::string text) -> std::vector<Finding> {
     return {{finding_id::other_targets, std::move(text), {}}};
   };
-  if (targets_of(dump) == 0)  // beside a gradient: one that is zero everywhere is no step to compare
+  if (targets_of(dump) == 0)  // with a gradient: one that is zero everywhere is no step to compare
     return contradicts(
         fmt::format("0 targets are reported{}, which make no loss and no gradient; there is one", side));
   if (dump.figures.tokens != kNotRecorded && reported > dump.figures.tokens)
@@ -171,15 +171,15 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
   }
   const auto &f = found.figures, &e = expected.figures;
   if (counted_several_times(found, expected)) return {};  // the same samples: a matter of the gradient
-  const std::int64_t own = targets_of(found), wanted = targets_of(expected);
-  if (own < 0 || wanted < 0 || own == wanted) return {};
+  const std::int64_t own = targets_of(found), theirs = targets_of(expected);
+  if (own < 0 || theirs < 0 || own == theirs) return {};
   const bool ids = !found.samples.empty() && !expected.samples.empty();
   const auto of = [](std::int64_t targets, std::int64_t tokens) {
     return tokens == kNotRecorded ? fmt::format("{} targets", targets)
                                   : fmt::format("{} targets of {} tokens", targets, tokens);
   };
   Finding finding{ids ? finding_id::other_targets : finding_id::other_batch,
-                  fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(wanted, e.tokens)),
+                  fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(theirs, e.tokens)),
                   {}};
   if (!ids) {
     finding.evidence.emplace_back(
@@ -192,16 +192,16 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
   if (own == f.tokens || own == e.tokens)
     finding.evidence.emplace_back(
         "every token counts: padding, prompts or each document's last one carry loss");
-  if (own - wanted == samples)
+  if (own - theirs == samples)
     finding.evidence.push_back(fmt::format(
         "one more for each of {} samples: the first label counts, or labels are not shifted", samples));
-  if (wanted - own == samples)
+  if (theirs - own == samples)
     finding.evidence.push_back(
         fmt::format("one fewer for each of {} samples: labels are shifted twice", samples));
   if (finding.evidence.empty())
     finding.evidence.push_back(
-        fmt::format("{} {} than expected: {}", std::abs(own - wanted), own > wanted ? "more" : "fewer",
-                    own > wanted ? "padding or prompts carry loss" : "targets are masked or cut off"));
+        fmt::format("{} {} than expected: {}", std::abs(own - theirs), own > theirs ? "more" : "fewer",
+                    own > theirs ? "padding or prompts carry loss" : "targets are masked or cut off"));
   return {finding};
 }
 
@@ -393,12 +393,13 @@ std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again,
 
 }  // namespace
 
-std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again, std::vector<std::string>* untold) {
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again,
+                              std::vector<std::string>* ambiguous) {
   ComparedStep one(pair, {}, again);
-  return diagnose(one, again, untold);
+  return diagnose(one, again, ambiguous);
 }
 
-std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vector<std::string>* untold) {
+std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vector<std::string>* ambiguous) {
   const RunPair& pair = one.pair();
   std::vector<Finding> findings = diagnose_names(pair);
   const auto ended_by = [&](std::vector<Finding> more) {
@@ -442,15 +443,15 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
     ended_by(diagnose_gradient(one, again));
     return findings;
   }
-  ended_by(diagnose_rivals(one, untold));
-  if (findings.empty()) ended_by(diagnose_figures(one, untold));  // else another model's
+  ended_by(diagnose_rivals(one, ambiguous));
+  if (findings.empty()) ended_by(diagnose_figures(one, ambiguous));  // else another model's
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
     ended_by({{finding_id::counted_on_peers,
                fmt::format("{} targets are reported, there are {}; loss and gradient are right",
                            pair.found.figures.targets, pair.expected.figures.targets),
                {}}});
   if (findings.empty()) ended_by(diagnose_replicas(one, pair.expected, " of the reference", RunAgain()));
-  if (findings.empty()) ended_by(diagnose_contradictions(one, tolerance(one), untold));
+  if (findings.empty()) ended_by(diagnose_contradictions(one, tolerance(one), ambiguous));
   return findings;
 }
 

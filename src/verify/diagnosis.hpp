@@ -155,7 +155,7 @@ struct RunPair {
   StepDump::Named alone{};
   // Both say how their targets lie on ranks and micro-batches, and it is not alike: the parts of `expected`
   // are not those of the ranks of `found`.
-  bool dealt_otherwise = false;
+  bool assigned_otherwise = false;
   // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
   std::vector<double> alone_rounding{};
   // What was asked for alone is weighted as a part of the whole step is.
@@ -167,13 +167,13 @@ using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
 
 // Empty: the pair shows the same step. The first finding names the cause; others follow where several things
 // are wrong. ids are those of kDiagnoses.
-// `untold` hears of mistakes that this precision does not tell from the right gradient.
+// `ambiguous` receives the mistakes that this precision does not tell from the right gradient.
 std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {},
-                              std::vector<std::string>* untold = nullptr);
+                              std::vector<std::string>* ambiguous = nullptr);
 // The same of a pair that is compared already.
 class ComparedStep;
 std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = {},
-                              std::vector<std::string>* untold = nullptr);
+                              std::vector<std::string>* ambiguous = nullptr);
 
 struct Diagnosis {
   const char* id;

@@ -1,4 +1,4 @@
-// A dump of a step as files: written beside and renamed, read as hostile.
+// A dump of a step as files: written under another name and renamed, read as hostile.
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -347,16 +347,16 @@ class StepReader {
 
   // Lists by rank are of one number of ranks, and checksums of one number of parameters.
   void expect_ranks(const StepDump& dump) const {
-    std::size_t all = 1, dealt = 1;  // ranks; ranks that have samples of their own
+    std::size_t all = 1, data_ranks = 1;  // ranks; ranks that have samples of their own
     for (const auto& [axis, size] : dump.axes) {
       all *= static_cast<std::size_t>(size);
-      if (axis != "tp" && axis != "pp") dealt *= static_cast<std::size_t>(size);
+      if (axis != "tp" && axis != "pp") data_ranks *= static_cast<std::size_t>(size);
     }
     const auto expect = [&](const char* key, std::size_t ranks, bool fits) {
       if (!dump.axes.empty() && ranks > 1 && !fits)
         bad(key, fmt::format("{} ranks", ranks), fmt::format("the {} that \"axes\" makes", all));
     };
-    expect("counts", dump.counts.size(), dump.counts.size() == all || dump.counts.size() == dealt);
+    expect("counts", dump.counts.size(), dump.counts.size() == all || dump.counts.size() == data_ranks);
     expect("ranks", dump.ranks.size(), dump.ranks.size() == all);
     std::size_t initial = 0, gradients = 0;
     for (std::size_t r = 0; r < dump.ranks.size(); ++r)

@@ -486,20 +486,21 @@ void Investigation::describe(const LayoutRun::RecordedStep& made, StepDump& dump
 
 Investigation::StepData Investigation::step_data_of(const VerifyProblem& problem, Group counting) {
   StepData step_data;
-  if (!problem.dealing) {
+  if (!problem.shared_samples) {
     step_data.data = gather_batches(problem.local, counting);
     for (int rank = 0; rank < counting.size(); ++rank) step_data.data_rank.push_back(rank);
     return step_data;
   }
-  // Ranks that share samples have the same ones: the first of them speaks for all.
+  // Ranks that share samples have the same ones: the first of them gives them.
   const at::Tensor ranks =
-      counting.all_gather(at::full({1}, problem.dealing->data_rank, at::kLong)).reshape({-1});
+      counting.all_gather(at::full({1}, problem.shared_samples->data_rank, at::kLong)).reshape({-1});
   for (int rank = 0; rank < counting.size(); ++rank)
     step_data.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
   const auto first =
-      std::find(step_data.data_rank.begin(), step_data.data_rank.end(), problem.dealing->data_rank);
-  const bool speaks = first - step_data.data_rank.begin() == counting.rank();
-  const DataByRank all = gather_batches(speaks ? problem.dealing->whole : MicroBatches{}, counting);
+      std::find(step_data.data_rank.begin(), step_data.data_rank.end(), problem.shared_samples->data_rank);
+  const bool contributes = first - step_data.data_rank.begin() == counting.rank();
+  const DataByRank all =
+      gather_batches(contributes ? problem.shared_samples->whole : MicroBatches{}, counting);
   step_data.data.resize(static_cast<std::size_t>(
       *std::max_element(step_data.data_rank.begin(), step_data.data_rank.end()) + 1));
   for (std::size_t rank = 0; rank < all.size(); ++rank)
@@ -520,8 +521,8 @@ bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, c
     if (other != owner) data[other].clear();
   MicroBatches& own = data[owner];
   if (micro_batch >= static_cast<int>(own.size())) return false;
-  if (problem.dealing) {
-    const MicroBatches parts = counting.rank() == rank ? problem.dealing->cut(own) : MicroBatches{};
+  if (problem.shared_samples) {
+    const MicroBatches parts = counting.rank() == rank ? problem.shared_samples->cut(own) : MicroBatches{};
     for (std::size_t j = 0; j < own.size(); ++j) {
       at::Tensor keep = at::zeros({own[j].num_tokens()}, at::kLong);
       if (counting.rank() == rank) {
@@ -583,10 +584,10 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     if (!in_fp64.without_noise) return std::nullopt;
     in_fp64.without_noise();
   }
-  std::optional<DataByRank> dealt;
-  MicroBatches of;  // what is dealt before all but one rank's are taken away
+  std::optional<DataByRank> assigned;
+  MicroBatches of;  // what is assigned before all but one rank's are taken away
   if (asked.without_resume) {
-    dealt = gather_batches(problem.uninterrupted(), counting);
+    assigned = gather_batches(problem.uninterrupted(), counting);
   } else {
     const StepData other = along ? step_data_of(problem, counting) : StepData{};
     const StepData& step_data = along ? other : step_data_;
@@ -595,27 +596,28 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     // Parts of ranks that share samples can only be run as they were cut, by whoever made the problem.
     if (any_part(step_data.data) && !as_given) return std::nullopt;
     if (!by_data_rank(experiment, step_data)) return std::nullopt;
-    dealt = arrange(step_data.data, experiment);
-    if (dealt) of = all_of(*dealt);
-    if (dealt && asked.only_rank >= 0 &&
-        !leave_only(*dealt, problem, step_data, asked.only_rank, asked.only_micro_batch, counting))
+    assigned = arrange(step_data.data, experiment);
+    if (assigned) of = all_of(*assigned);
+    if (assigned && asked.only_rank >= 0 &&
+        !leave_only(*assigned, problem, step_data, asked.only_rank, asked.only_micro_batch, counting))
       return std::nullopt;
   }
-  if (!dealt) return std::nullopt;
+  if (!assigned) return std::nullopt;
 
-  const bool shared = problem.dealing && asked.ranks == 0 && !asked.without_resume;
+  const bool shared = problem.shared_samples && asked.ranks == 0 && !asked.without_resume;
   const auto part_of = [&](int rank) {
-    return shared ? problem.dealing->cut((*dealt)[static_cast<std::size_t>(problem.dealing->data_rank)])
-           : rank < static_cast<int>(dealt->size()) ? (*dealt)[static_cast<std::size_t>(rank)]
-                                                    : MicroBatches{};
+    return shared ? problem.shared_samples->cut(
+                        (*assigned)[static_cast<std::size_t>(problem.shared_samples->data_rank)])
+           : rank < static_cast<int>(assigned->size()) ? (*assigned)[static_cast<std::size_t>(rank)]
+                                                       : MicroBatches{};
   };
   RunPair pair;
   pair.found.axes = axes_under_test(layout, group_);
   if (asked.ranks > 0) pair.found.axes = {{"the ranks", asked.ranks}};
   if (!asked.reference_only)
-    count_as_declared(shared ? gather_batches(part_of(counting.rank()), counting) : *dealt, problem.loss,
+    count_as_declared(shared ? gather_batches(part_of(counting.rank()), counting) : *assigned, problem.loss,
                       pair.found);
-  pair.found.samples = as_given ? samples_over_ranks(problem.local, counting) : samples_of(all_of(*dealt));
+  pair.found.samples = as_given ? samples_over_ranks(problem.local, counting) : samples_of(all_of(*assigned));
   {
     Heartbeat heartbeat(group_);
     if (reports) {
@@ -623,7 +625,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
       if (asked.without_noise) model.without_noise();
       // The step as given is compared with the whole step as one process would have it.
       const bool given = as_given || asked.without_resume;
-      const MicroBatches whole = given ? problem.whole() : all_of(*dealt);
+      const MicroBatches whole = given ? problem.whole() : all_of(*assigned);
       const auto parts =
           given && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
       const auto tick = [&heartbeat] { heartbeat.tick(); };

@@ -35,7 +35,7 @@ void perturb_inputs(Batch& batch, std::int64_t fragment);
 Batch joined(const MicroBatches& batches);
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);
 
-// The step's data, by data rank and before any cut, as the experiment deals them out (all but only_axis and
+// The step's data, by data rank and before any cut, as the experiment assigns them (all but only_axis and
 // the circumstances of the run); Batch::sample_targets are those of the new step. Nothing
 // where that would be the step as it is, although the experiment asks for other data, or would have no
 // target.

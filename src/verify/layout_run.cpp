@@ -131,7 +131,7 @@ struct LayoutRun::Metered : DataParallel {
   DataParallel* inner;
   std::int64_t start = -1, bytes = 0;
   explicit Metered(std::unique_ptr<DataParallel> owned_) : owned(std::move(owned_)), inner(owned.get()) {}
-  explicit Metered(DataParallel& living) : inner(&living) {}
+  explicit Metered(DataParallel& live) : inner(&live) {}
 
   void begin() {
     if (start < 0) start = inner->bytes_sent();
@@ -188,11 +188,11 @@ LayoutRun::LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout
 
 LayoutRun::LayoutRun(const VerifyProblem& problem, Group group)
     : problem_(problem), group_(std::move(group)) {
-  if (problem.living->placed) model_.placed = std::make_shared<Layout>(*problem.living->placed);
-  model_.named = problem.living->named;
-  model_.through = problem.living->through;
-  layout_ = std::make_unique<Metered>(*problem.living->layout);
-  make_step(problem.living->forward, problem.living->look_ahead, nullptr);
+  if (problem.live_run->placed) model_.placed = std::make_shared<Layout>(*problem.live_run->placed);
+  model_.named = problem.live_run->named;
+  model_.through = problem.live_run->through;
+  layout_ = std::make_unique<Metered>(*problem.live_run->layout);
+  make_step(problem.live_run->forward, problem.live_run->look_ahead, nullptr);
 }
 
 void LayoutRun::make_step(const ForwardLossTerms& forward, LookAhead look_ahead,
@@ -306,8 +306,8 @@ void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64
   // How far each rank's gradient is from rank 0's. Where no bit differs, it is 0.
   const at::Tensor bits = digest(made.gradients);
   double spread = 0;
-  const auto torn = differing_over_ranks(bits, group_);
-  for (std::size_t i : torn) {
+  const auto differing = differing_over_ranks(bits, group_);
+  for (std::size_t i : differing) {
     at::Tensor first = made.gradients[i].clone();
     group_.broadcast(first, 0);
     const double norm = first.norm().item<double>(), off = (made.gradients[i] - first).norm().item<double>();
@@ -346,7 +346,7 @@ void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64
     for (const PlacedParameter& each : model_.placed->parameters())
       for (const Cut& cut : each.placement.cuts)
         dump.cut.push_back({each.name, {cut.axis, model_.placed->mesh().grid().size({cut.axis})}});
-  for (std::size_t i : torn) {
+  for (std::size_t i : differing) {
     if (!model_.placed) break;
     const Mesh& mesh = model_.placed->mesh();
     const PlacedParameter& parameter = model_.placed->parameter(made.names[i]);

@@ -39,7 +39,7 @@ class LayoutRun {
   // `inner`: what updates; none: nothing moves.
   LayoutRun(const VerifyProblem& problem, const LayoutUnderTest& layout, VerifyModel model, Group group,
             std::unique_ptr<Optimizer> inner = nullptr);
-  // problem.living in place of a fresh layout; nothing moves.
+  // problem.live_run in place of a fresh layout; nothing moves.
   LayoutRun(const VerifyProblem& problem, Group group);
   ~LayoutRun();
 

@@ -83,10 +83,10 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
   for (const auto& strategy : strategy_names()) {
     // Refused by that strategy.
     if (strategy == "zero3" && (!config.train.fp32_gradients || cuts_backwards(config))) continue;
-    const int dealt =
+    const int data_ranks =
         grid_of(config, ranks).size(kSampleAxes);  // ranks that share samples belong to one replica
-    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? dealt : 1); ++replicas) {
-      if (dealt % replicas != 0) continue;
+    for (std::int64_t replicas = 1; replicas <= (shards(strategy) ? data_ranks : 1); ++replicas) {
+      if (data_ranks % replicas != 0) continue;
       for (const bool share : {false, true}) {
         LayoutChoice choice{.strategy = strategy};
         if (shards(strategy)) choice.replicas = replicas;

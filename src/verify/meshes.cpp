@@ -51,8 +51,8 @@ std::vector<RunConfig> factorizations(const RunConfig& config, int ranks) {
     for (const auto tp : divisors(ranks / pp))
       for (const auto ring : divisors(ranks / pp / tp))
         for (const auto ulysses : divisors(ranks / pp / tp / ring)) {
-          const std::int64_t dealt = ranks / pp / tp / ring / ulysses;
-          for (const auto replicas : divisors(sharded ? dealt : 1))
+          const std::int64_t data_ranks = ranks / pp / tp / ring / ulysses;
+          for (const auto replicas : divisors(sharded ? data_ranks : 1))
             for (const auto ep : divisors(experts ? ranks / pp / tp : 1)) {
               RunConfig other = config;
               auto& parallel = other.parallel;
@@ -69,8 +69,8 @@ std::vector<RunConfig> factorizations(const RunConfig& config, int ranks) {
 // Why it cannot be; empty: it can. Read again, so that rules between keys are asked too.
 std::string refusal_of(const RunConfig& config, int ranks, const Heads& heads) {
   const auto ulysses = static_cast<int>(config.parallel.cp_ulysses);
-  const auto dealt = possible_ulysses(heads.first, heads.second);
-  if (ulysses > 1 && std::find(dealt.begin(), dealt.end(), ulysses) == dealt.end())
+  const auto possible = possible_ulysses(heads.first, heads.second);
+  if (ulysses > 1 && std::find(possible.begin(), possible.end(), ulysses) == possible.end())
     return fmt::format("parallel.cp_ulysses: {} ranks for {} heads and {} key heads", ulysses, heads.first,
                        heads.second);
   try {
@@ -145,7 +145,7 @@ std::optional<Suspect> suspect(const std::vector<One>& tried, const std::vector<
   for (const std::string& axis : axes) {
     auto others = axes;
     std::erase(others, axis);
-    const One* best = nullptr;  // with as little beside as there is
+    const One* best = nullptr;  // with as few other axes as there are
     for (const One& mesh : tried)
       if (mesh.failed == 0 && has_all(mesh, others) && !has_all(mesh, {axis}) &&
           (!best || mesh.axes.size() < best->axes.size()))

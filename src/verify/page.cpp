@@ -207,12 +207,12 @@ std::string ratio_histogram(const Verdict& verdict) {
     const bool free = std::none_of(taken.begin(), taken.end(), [&](const auto& other) {
       return x - half < other[1] && x + half > other[0] && std::abs(y - 5 - other[2]) < 15;
     });
-    // Nor may it lie over a higher bar beside its own.
-    const bool beside = std::any_of(tops.begin(), tops.end(), [&](const auto& other) {
+    // Nor may it lie over a higher bar next to its own.
+    const bool covered = std::any_of(tops.begin(), tops.end(), [&](const auto& other) {
       const double left = kLeft + wide * other.first / kBars, right = left + wide / kBars;
       return other.first != i && other.second < y - 2 && x - half < right && x + half > left;
     });
-    if (!free || beside) continue;
+    if (!free || covered) continue;
     taken.push_back({x - half, x + half, y - 5});
     svg += text_at(x, y - 5, "middle", number);
   }

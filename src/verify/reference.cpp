@@ -21,13 +21,13 @@ std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches
 // Batches that rank 0 can make forwards of by itself: its own, or what they were cut from (a cut takes all
 // ranks; diagnose_leak() does that).
 MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
-  if (problem.dealing) return problem.dealing->whole;
+  if (problem.shared_samples) return problem.shared_samples->whole;
   const bool parts = !problem.local.empty() && problem.local.front().cut;
   if (parts && problem.alone) return problem.alone();
   return parts || problem.local.empty() ? whole : problem.local;
 }
 
-// The same samples in another order, dealt to at most `pieces` micro-batches; each `turn` deals otherwise.
+// The same samples in another order, in at most `pieces` micro-batches; another assignment each `turn`.
 // Fragments stay whole.
 MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn) {
   std::vector<std::pair<const Batch*, std::int64_t>> fragments;
@@ -104,7 +104,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
                         clip_of(problem), tick);
   heartbeat.finish();
 
-  Tensors wanted, off;
+  Tensors expected, off;
   for (std::size_t i = 0, next = 0; i < initial.values.size(); ++i) {
     if (!initial.trainable[i]) continue;
     double error = 0;
@@ -115,9 +115,9 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
       if (group.rank() == 0 && problem.take_dump)
         reference.alone.emplace_back(reference.oracle.names[next], gradient);
       if (group.rank() == 0) {
-        wanted.push_back(reference.oracle.gradients[next]);
-        off.push_back(gradient.to(at::kDouble) - wanted.back());
-        error = relative_error(gradient.to(at::kDouble), wanted.back(), reference.scales[next]);
+        expected.push_back(reference.oracle.gradients[next]);
+        off.push_back(gradient.to(at::kDouble) - expected.back());
+        error = relative_error(gradient.to(at::kDouble), expected.back(), reference.scales[next]);
       }
     }
     reference.alone_error.push_back(error);
@@ -135,14 +135,13 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
     reference.alone_figures.unclipped_norm = numbers[3].item<double>();
   }
   if (!off.empty())
-    reference.alone_scale = along(off, wanted, wanted, bounds_for(problem.dtype, 1, 1).unit).share;
+    reference.alone_scale = along(off, expected, expected, bounds_for(problem.dtype, 1, 1).unit).share;
   return reference;
 }
 
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
-                                     const std::vector<double>& scales, const Doubtful& doubtful,
-                                     Group& group) {
-  const auto places = share(doubtful.places, group);
+                                     const std::vector<double>& scales, const Retry& retry, Group& group) {
+  const auto places = share(retry.places, group);
   if (places.empty()) return {};
   at::Tensor pieces = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
   group.all_reduce(pieces);
@@ -183,7 +182,7 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
     for (std::size_t d = 0; group.rank() == 0 && d < places.size(); ++d) {
       const double difference = differences[static_cast<std::int64_t>(d)].item<double>();
       errors[d] = std::fmax(errors[d], difference == 0 ? 0 : difference / scales[places[d]]);
-      if (!(errors[d] >= doubtful.wanted[d])) again.fill_(1);
+      if (!(errors[d] >= retry.enough[d])) again.fill_(1);
     }
     group.broadcast(again, 0);
   }

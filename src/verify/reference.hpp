@@ -43,9 +43,9 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
 
 // Parameters that one run did not clear: their places among the trainable ones, and the error of one process
 // that would clear each.
-struct Doubtful {
+struct Retry {
   std::vector<std::size_t> places;
-  std::vector<double> wanted;
+  std::vector<double> enough;
 };
 
 // The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0; fewer as
@@ -54,7 +54,6 @@ struct Doubtful {
 // all rows) in another cut of the batch with as many micro-batches as all ranks have together. Empty where
 // there are none.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
-                                     const std::vector<double>& scales, const Doubtful& doubtful,
-                                     Group& group);
+                                     const std::vector<double>& scales, const Retry& retry, Group& group);
 
 }  // namespace isograd

@@ -50,18 +50,18 @@ DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std
 
 // Of the groups that a token's experts come from: how far their sums of two are apart the wrong way. `of`:
 // each group's sum; `used`: which ones the chosen experts are in. Completes `used` by the best others.
-double groups_apart(const std::vector<double>& of, std::vector<bool>& used, std::int64_t wanted) {
+double groups_apart(const std::vector<double>& of, std::vector<bool>& used, std::int64_t places) {
   double worst_taken = HUGE_VAL;
   std::vector<std::size_t> others;
   for (std::size_t group = 0; group < of.size(); ++group)
     if (used[group])
-      worst_taken = std::fmin(worst_taken, of[group]), --wanted;
+      worst_taken = std::fmin(worst_taken, of[group]), --places;
     else
       others.push_back(group);
-  if (wanted < 0) return HUGE_VAL;
+  if (places < 0) return HUGE_VAL;
   std::stable_sort(others.begin(), others.end(), [&](std::size_t a, std::size_t b) { return of[a] > of[b]; });
-  for (std::int64_t i = 0; i < wanted; ++i) used[others[static_cast<std::size_t>(i)]] = true;
-  const auto first_left = static_cast<std::size_t>(wanted);
+  for (std::int64_t i = 0; i < places; ++i) used[others[static_cast<std::size_t>(i)]] = true;
+  const auto first_left = static_cast<std::size_t>(places);
   return first_left < others.size() ? of[others[first_left]] - worst_taken : 0;
 }
 
@@ -148,12 +148,13 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
     const std::int64_t* nearest = nullptr;
     std::int64_t nearest_row = first->second;
     for (auto row = first; row != last; ++row) {
-      const std::int64_t* wanted = recorded + row->second * each;
-      const bool alike = std::equal(natural.begin(), natural.end(), wanted);
+      const std::int64_t* candidate = recorded + row->second * each;
+      const bool alike = std::equal(natural.begin(), natural.end(), candidate);
       const double apart =
-          alike ? 0 : std::fmax(astray, apart_from_best(score, experts, scores, {wanted, wanted + each}));
+          alike ? 0
+                : std::fmax(astray, apart_from_best(score, experts, scores, {candidate, candidate + each}));
       if (std::isnan(apart) || apart >= least) continue;
-      least = apart, nearest = wanted, nearest_row = row->second;
+      least = apart, nearest = candidate, nearest_row = row->second;
       if (alike) break;
     }
     const bool same = nearest && std::equal(natural.begin(), natural.end(), nearest);

@@ -35,7 +35,7 @@ bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit
 
 // The same of one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors that one
 // parameter's elements share count as few, and a few may lie along the gradient by chance: not more than
-// twice as far as across it. That covers r² ≤ r, by which a right gradient looks too small beside a
+// twice as far as across it. That covers r² ≤ r, by which a right gradient looks too small against a
 // reference that is itself off by a share r of its norm, in no particular direction.
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                              double allowed);

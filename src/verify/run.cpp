@@ -204,7 +204,7 @@ std::optional<Divergence> find_divergence(const std::vector<std::pair<std::strin
   return found;
 }
 
-// Those along which ranks differ, and those that samples are dealt along.
+// Those along which ranks differ, and those that samples are assigned along.
 std::vector<Axis> used_axes(const Grid& grid) {
   std::vector<Axis> axes = grid.axes();
   std::erase_if(axes, [](const Axis& axis) { return axis.size == 1 && !kSampleAxes.count(axis.name); });
@@ -309,9 +309,9 @@ DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
       const RunConfig& own = task->config();
       const Grid grid = grid_of(own, ranks);
       std::vector<MicroBatches> replicas(static_cast<std::size_t>(grid.size({"dp_replicate"})));
-      const int dealt = grid.size(kSampleAxes), shards = grid.size({"dp_shard"});
-      for (int rank = 0; rank < dealt; ++rank)
-        for (const Batch& batch : task->make_loader(rank, dealt)->next())
+      const int data_ranks = grid.size(kSampleAxes), shards = grid.size({"dp_shard"});
+      for (int rank = 0; rank < data_ranks; ++rank)
+        for (const Batch& batch : task->make_loader(rank, data_ranks)->next())
           replicas[static_cast<std::size_t>(rank / shards)].push_back(batch);
       return replicas;
     };
@@ -358,12 +358,12 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   VerifyProblem problem;
   problem.updates = 0;
   problem.make_model = model({task, mesh, device});
-  SharedSamples dealing{
+  SharedSamples shared{
       .whole = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes))->next(),
       .data_rank = mesh->place(kSampleAxes),
       .cut = [task, mesh](const MicroBatches& whole) { return own_parts(*task, *mesh, whole); }};
-  problem.local = dealing.cut(dealing.whole);
-  if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
+  problem.local = shared.cut(shared.whole);
+  if (mesh->size(kContextAxes) > 1) problem.shared_samples = std::move(shared);
   problem.whole = [task] { return task->make_loader(0, 1)->whole_step({}); };
   problem.loss = declared_loss(task, world.size);
   problem.dtype = scalar_type(config.train.dtype);
@@ -527,27 +527,27 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
     const auto whole = run.layout.whole_parameters();
     return model_of(values_of(run.run), run.run.task);
   }();
-  const ChangeProblem living = [&](VerifyProblem& problem, World& own) {
-    problem.living = VerifyProblem::Living{.layout = &run.layout,
-                                           .forward = run.forward,
-                                           .placed = run.run.placed,
-                                           .look_ahead = run.look_ahead,
-                                           .named = run.run.model.named(),
-                                           .choose_experts = {},
-                                           .through = {}};
+  const ChangeProblem on_live_run = [&](VerifyProblem& problem, World& own) {
+    problem.live_run = VerifyProblem::LiveRun{.layout = &run.layout,
+                                              .forward = run.forward,
+                                              .placed = run.run.placed,
+                                              .look_ahead = run.look_ahead,
+                                              .named = run.run.model.named(),
+                                              .choose_experts = {},
+                                              .through = {}};
     if (const Pipeline* pipeline = run.run.model.pipeline())
-      problem.living->through = [pipeline](StepOptions options) {
+      problem.live_run->through = [pipeline](StepOptions options) {
         return through(*pipeline, std::move(options));
       };
     if (run.run.model.choose_experts({}))
-      problem.living->choose_experts = [&model = run.run.model](const DecoderLM::ChooseExperts& choose) {
+      problem.live_run->choose_experts = [&model = run.run.model](const DecoderLM::ChooseExperts& choose) {
         model.choose_experts(choose);
       };
     problem.loss.per_token = run.run.task.plain_losses();
     if (change) change(problem, own);
   };
   const Verdict verdict =
-      verify_step(micro, world, as_now, chosen_layouts(micro->config(), {}, world), living);
+      verify_step(micro, world, as_now, chosen_layouts(micro->config(), {}, world), on_live_run);
   if (verdict.passed) return {};
   return broadcast_text(world.group, world.rank == 0 ? parity_line(verdict) : std::string());
 }

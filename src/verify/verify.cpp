@@ -107,9 +107,9 @@ bool is_whole(const LayoutVerdict& layout) {
 }
 
 // Bits that differ from run to run or over ranks, rounding, updates: added to the layout's findings where
-// those do not say it already. `precision` is "fp32", ...; `living`: the layout of a run under way made the
-// step in it.
-void add_plain_findings(LayoutVerdict& layout, const std::string& precision, bool living) {
+// those do not say it already. `precision` is "fp32", ...; `from_live_run`: the layout of a run under way
+// made the step.
+void add_plain_findings(LayoutVerdict& layout, const std::string& precision, bool from_live_run) {
   const auto has = [&](const char* id) {
     return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
   };
@@ -132,7 +132,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
                                {"in " + precision}});
   const bool right_in_fp64 = layout.e1.state == Grade::State::kPassed;
   const bool off = !rounding.empty() || !layout.e2.scale.passed;
-  if (living && right_in_fp64 && !off && !layout.rounded_off.empty()) {
+  if (from_live_run && right_in_fp64 && !off && !layout.rounded_off.empty()) {
     std::vector<std::string> others;
     for (const OtherFigure& other : layout.rounded_off) others.push_back(text_of(other));
     layout.findings.insert(
@@ -143,7 +143,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
          {}});
     return;
   }
-  if (living && right_in_fp64 && off) {
+  if (from_live_run && right_in_fp64 && off) {
     layout.findings.insert(
         layout.findings.begin(),
         {finding_id::living_layout_differs,
@@ -184,6 +184,12 @@ void stop_if_told(const VerifyProblem& problem, Group& group) {
   if (problem.stop) Heartbeat(group, problem.stop).tick();
 }
 
+// Where nothing is allowed and nothing is off, none of the allowance is used: 0 / 0 would be no number.
+double used_of(double allowed, double error) {
+  constexpr double kLeast = 1e-300;
+  return error / (allowed + kLeast);
+}
+
 // Parameters after some updates, against the oracle's. The gradient as the first plain one applied it goes
 // into `applied`. Collective; the result is rank 0's.
 std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTest& layout,
@@ -212,14 +218,14 @@ std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTe
     }
     const auto found = run.parameters();
     if (group.rank() == 0) {
-      const OracleUpdates& wanted = reference.updates[index];
+      const OracleUpdates& expected = reference.updates[index];
       double share = -1;
-      for (std::size_t p = 0; p < std::min(found.size(), wanted.parameters.size()); ++p) {
-        const double moved = wanted.moved[p], allowed = wanted.allowed[p] + 1e-300;
-        const double error = (found[p] - wanted.parameters[p]).norm().item<double>();
+      for (std::size_t p = 0; p < std::min(found.size(), expected.parameters.size()); ++p) {
+        const double moved = expected.moved[p], allowed = expected.allowed[p];
+        const double error = (found[p] - expected.parameters[p]).norm().item<double>();
         // The parameter itself is only known to its last bit.
-        const double rounding = updates * 0x1p-52 * wanted.parameters[p].norm().item<double>();
-        const double used = error / (allowed + rounding);
+        const double rounding = updates * 0x1p-52 * expected.parameters[p].norm().item<double>();
+        const double used = used_of(allowed + rounding, error);
         trajectory.passed = trajectory.passed && std::isfinite(error) && used <= 1;  // not for NaN
         if (!(used > share)) continue;
         share = used;
@@ -243,7 +249,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
   const Bounds bounds = bounds_for(problem.dtype, group.size(), most.item<std::int64_t>());
 
   const auto run_in = [&](at::ScalarType dtype) {
-    return problem.living && dtype == problem.dtype
+    return problem.live_run && dtype == problem.dtype
                ? std::make_unique<LayoutRun>(problem, group)
                : std::make_unique<LayoutRun>(problem, layout, initial.model(problem, dtype), group);
   };
@@ -268,8 +274,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     if (!exact_run) run = run_in(problem.dtype);
     const bool replays = initial.choices && !exact_run;
     if (replays) {
-      if (problem.living && problem.living->choose_experts)
-        problem.living->choose_experts(initial.choices->replay());
+      if (problem.live_run && problem.live_run->choose_experts)
+        problem.live_run->choose_experts(initial.choices->replay());
       initial.choices->take(problem.counting(group));
     }
     LayoutRun& repeated = exact_run ? exact : *run;
@@ -280,55 +286,55 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     const LayoutRun::RecordedStep second = repeated.step(problem.local);
     if (replays) {
       result.choices = initial.choices->take(problem.counting(group));
-      if (problem.living && problem.living->choose_experts) problem.living->choose_experts({});
+      if (problem.live_run && problem.live_run->choose_experts) problem.live_run->choose_experts({});
     }
-    std::vector<std::size_t> torn = differing_over_ranks(bits, group);
-    for (auto i : differing_over_ranks(digest(in_fp64.gradients), group)) torn.push_back(i);
+    std::vector<std::size_t> differing = differing_over_ranks(bits, group);
+    for (auto i : differing_over_ranks(digest(in_fp64.gradients), group)) differing.push_back(i);
     at::Tensor repeats = bits.eq(digest(second.gradients)).to(at::kLong);
     group.all_reduce(repeats, ReduceOp::kMin);
     result.exact = in_fp64.figures;
     result.rounded = first.figures;
     if (group.rank() == 0) take_layout(problem, layout.name, found, first.gradients, first.figures);
-    Doubtful doubtful;
+    Retry retry;
     std::vector<std::pair<std::size_t, std::size_t>>
-        doubted;                // places in result.parameters, in first.gradients
+        retried;                // places in result.parameters, in first.gradients
     Tensors rounded, expected;  // of the parameters that can be compared
     for (std::size_t i = 0; group.rank() == 0 && i < in_fp64.names.size(); ++i) {
       const auto& names = reference.oracle.names;
       const auto match = std::find(names.begin(), names.end(), in_fp64.names[i]);
       if (match == names.end()) continue;
       const auto place = static_cast<std::size_t>(match - names.begin());
-      const at::Tensor& wanted = reference.oracle.gradients[place];
-      if (wanted.sizes() != in_fp64.gradients[i].sizes()) continue;
+      const at::Tensor& oracle_gradient = reference.oracle.gradients[place];
+      if (oracle_gradient.sizes() != in_fp64.gradients[i].sizes()) continue;
       const double scale = reference.scales[place], alone = reference.alone_error[place];
       ParameterVerdict parameter;
       parameter.name = in_fp64.names[i];
-      parameter.elements = wanted.numel();
-      parameter.norm = wanted.norm().item<double>();
+      parameter.elements = oracle_gradient.numel();
+      parameter.norm = oracle_gradient.norm().item<double>();
       parameter.by_floor = held_to_floor(parameter.norm, scale);
       parameter.alone_error = alone;
       rounded.push_back(first.gradients[i].to(at::kDouble));
-      expected.push_back(wanted);
-      parameter.exact = compare_exact(in_fp64.gradients[i], wanted, scale, bounds);
-      parameter.rounded = compare_rounded(rounded.back(), wanted, scale, alone, bounds);
+      expected.push_back(oracle_gradient);
+      parameter.exact = compare_exact(in_fp64.gradients[i], oracle_gradient, scale, bounds);
+      parameter.rounded = compare_rounded(rounded.back(), oracle_gradient, scale, alone, bounds);
       if (!exact_run && parameter.exact.passed && !parameter.rounded.passed) {
-        doubtful.places.push_back(place);
-        doubtful.wanted.push_back(error_that_allows(parameter.rounded.error, bounds));
-        doubted.emplace_back(result.parameters.size(), i);
+        retry.places.push_back(place);
+        retry.enough.push_back(error_that_allows(parameter.rounded.error, bounds));
+        retried.emplace_back(result.parameters.size(), i);
       }
-      parameter.replicas_agree = std::find(torn.begin(), torn.end(), i) == torn.end();
+      parameter.replicas_agree = std::find(differing.begin(), differing.end(), i) == differing.end();
       parameter.repeats = repeats[static_cast<std::int64_t>(i)].item<std::int64_t>() != 0;
       parameter.checksum =
           static_cast<std::uint64_t>(bits[static_cast<std::int64_t>(i)].item<std::int64_t>());
       if (i < found.owners.size()) std::tie(parameter.owners_least, parameter.owners_most) = found.owners[i];
       result.parameters.push_back(std::move(parameter));
     }
-    const auto measured = measure_rounding(problem, initial, reference.scales, doubtful, group);
-    for (std::size_t d = 0; d < doubted.size() && d < measured.size(); ++d) {
-      ParameterVerdict& parameter = result.parameters[doubted[d].first];
-      const std::size_t place = doubtful.places[d];
+    const auto measured = measure_rounding(problem, initial, reference.scales, retry, group);
+    for (std::size_t d = 0; d < retried.size() && d < measured.size(); ++d) {
+      ParameterVerdict& parameter = result.parameters[retried[d].first];
+      const std::size_t place = retry.places[d];
       parameter.alone_error = std::fmax(parameter.alone_error, measured[d]);
-      parameter.rounded = compare_rounded(first.gradients[doubted[d].second].to(at::kDouble),
+      parameter.rounded = compare_rounded(first.gradients[retried[d].second].to(at::kDouble),
                                           reference.oracle.gradients[place], reference.scales[place],
                                           parameter.alone_error, bounds);
     }
@@ -338,7 +344,7 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
           figures_off(first.figures, reference.oracle.figures, reference.alone_figures, bounds);
     }
   }
-  const auto torn_buffers = exact.differing_buffers();
+  const auto differing_buffers = exact.differing_buffers();
   result.trajectories = follow(problem, layout, initial, reference, group, found.applied);
   if (group.rank() == 0) {
     grade(result, reference.oracle.figures, precision_name(problem.dtype), exact_run, bounds, whole);
@@ -353,7 +359,8 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
     take_reference(problem, expected, reference.alone);
   result.findings = investigation.diagnose({std::move(found), std::move(expected)}, !result.passed);
   if (group.rank() == 0) {
-    if (!result.passed) add_plain_findings(result, precision_name(problem.dtype), problem.living.has_value());
+    if (!result.passed)
+      add_plain_findings(result, precision_name(problem.dtype), problem.live_run.has_value());
     if (problem.loss.global)
       for (Finding& finding : result.findings)
         if (finding.id == finding_id::averaged_over_axis)
@@ -388,11 +395,11 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
                "in layer {}, although their logits are farther apart than rounding explains",
                result.choices.wrong, result.choices.tokens, result.choices.layer),
            {}});
-    if (!torn_buffers.empty())
+    if (!differing_buffers.empty())
       result.findings.push_back({finding_id::buffers_differ,
                                  "forward changes buffers by each rank's own rows, so that the ranks' models "
                                  "differ: " +
-                                     list_names(torn_buffers),
+                                     list_names(differing_buffers),
                                  {"after two steps, in fp64 or the run's precision"}});
     result.passed = result.passed && result.findings.empty();
   }

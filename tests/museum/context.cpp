@@ -104,7 +104,7 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
     if (static_cast<int>(i) % mesh->size(kSampleAxes) == mesh->place(kSampleAxes))
       dealing.whole.push_back(all[i]);
   problem.local = dealing.cut(dealing.whole);
-  if (mesh->size(kContextAxes) > 1) problem.dealing = std::move(dealing);
+  if (mesh->size(kContextAxes) > 1) problem.shared_samples = std::move(dealing);
   problem.whole = [all] { return all; };
   problem.make_model = [mesh, wrong](at::ScalarType type) {
     return model_of(std::make_shared<DecoderLM>(shape(), type, 3), *mesh, wrong);
