@@ -216,8 +216,7 @@ std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
   Prediction prediction = right();
   double off = 0, grown = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (std::find(names.begin(), names.end(), parameters_[i].name) != names.end())
-      weight_one(i, weights, prediction);
+    if (contains(names, parameters_[i].name)) weight_one(i, weights, prediction);
     if (!is_one(i, prediction, off, grown)) return false;
   }
   if (!is_whole(prediction, off, grown)) return false;
@@ -281,8 +280,7 @@ std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weig
   if (!can_weight(weights)) return std::nullopt;
   Prediction prediction = right();
   for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (std::find(names.begin(), names.end(), parameters_[i].name) != names.end())
-      weight_one(i, weights, prediction);
+    if (contains(names, parameters_[i].name)) weight_one(i, weights, prediction);
   return prediction;
 }
 
@@ -292,7 +290,7 @@ bool ComparedStep::finite() const {
 }
 bool ComparedStep::finite_loss() const {
   const auto& broken = found().not_numbers;
-  return !std::isinf(found().figures.loss) && std::find(broken.begin(), broken.end(), "loss") == broken.end();
+  return !std::isinf(found().figures.loss) && !contains(broken, "loss");
 }
 
 int ComparedStep::holders() const {
@@ -395,6 +393,10 @@ std::string list_names(const std::vector<std::string>& names) {
   for (std::size_t i = 0; i < std::min(kShown, names.size()); ++i) text += (i ? ", " : "") + names[i];
   if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
   return text;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 }  // namespace isograd

@@ -232,6 +232,7 @@ std::string factors_of(const ComparedStep& one, double value);
 // Experiment::text() with the axis by name.
 std::string text_of(const ComparedStep& one, const Experiment& experiment);
 std::string list_names(const std::vector<std::string>& names);
+bool contains(const std::vector<std::string>& names, const std::string& name);
 // By `limit` of the larger one; not for NaN.
 bool close_together(double a, double b, double limit);
 

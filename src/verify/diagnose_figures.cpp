@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "verify/compared_step.hpp"
@@ -42,48 +43,14 @@ std::vector<double> norms_without(const ComparedStep& one, const Norms& norms, c
   return result;
 }
 
-// The axis over which squares were not summed, in words, where each rank has the norm of the others' sums.
-std::optional<std::string> not_summed_over(const ComparedStep& one, const Norms& norms, double limit) {
-  const auto have = [&](const std::vector<double>& own) {
-    return own.size() == norms.found.size() &&
-           std::equal(own.begin(), own.end(), norms.found.begin(),
-                      [&](double a, double b) { return close_together(a, b, limit); });
-  };
-  if (!norms.all_found()) return std::nullopt;
-  if (have(norms.owned)) return "each rank has the norm of the part it keeps";
+// In words, the parts of which `is` holds: those that ranks own or, along an axis, their sums over the others
+// (every part comes as often there as there are ranks at its place).
+template <class Is>
+std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, const char* owned,
+                                   const char* along, const Is& is) {
+  if (is(norms.owned)) return owned;
   for (const std::string& axis : long_axes(one))
-    if (have(norms_without(one, norms, axis)))
-      return fmt::format("squares are not summed over {}, whose ranks each have the norm of their own part",
-                         name_of(one, axis));
-  return std::nullopt;
-}
-
-// Likewise where the norm is the mean of those.
-std::optional<std::string> averaged_over(const ComparedStep& one, const Norms& norms, double found,
-                                         double limit) {
-  const auto is_mean_of = [&](const std::vector<double>& parts) {
-    double sum = 0;
-    for (const double part : parts) sum += part;
-    return parts.size() > 1 && close_together(found * static_cast<double>(parts.size()), sum, limit);
-  };
-  if (is_mean_of(norms.owned)) return "the mean of the norms of the ranks' parts";
-  // Every part comes as often as there are ranks at its place.
-  for (const std::string& axis : long_axes(one))
-    if (is_mean_of(norms_without(one, norms, axis)))
-      return fmt::format("the mean over {} of the norms of its ranks' parts", name_of(one, axis));
-  return std::nullopt;
-}
-
-// Likewise where it is the largest of those.
-std::optional<std::string> largest_of(const ComparedStep& one, const Norms& norms, double found,
-                                      double limit) {
-  const auto is_largest_of = [&](const std::vector<double>& parts) {
-    return parts.size() > 1 && close_together(found, *std::max_element(parts.begin(), parts.end()), limit);
-  };
-  if (is_largest_of(norms.owned)) return "the largest of the norms of the ranks' parts";
-  for (const std::string& axis : long_axes(one))
-    if (is_largest_of(norms_without(one, norms, axis)))
-      return fmt::format("the largest over {} of the norms of its ranks' parts", name_of(one, axis));
+    if (is(norms_without(one, norms, axis))) return fmt::format(fmt::runtime(along), name_of(one, axis));
   return std::nullopt;
 }
 
@@ -92,7 +59,6 @@ std::optional<std::string> largest_of(const ComparedStep& one, const Norms& norm
 // Σ n_p² = N² + (P - 1) D². All R ranks together have R / P times that.
 std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& norms, double expected,
                                           double limit) {
-  if (!norms.all_found()) return std::nullopt;
   std::set<std::string> tried;
   for (const StepDump::CutParameter& first : one.found().cut) {
     const auto& [axis, places] = first.axis;
@@ -168,16 +134,20 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   if (right) return diagnose_parts_of_norm(one.found(), "", expected, limit);
   const double ratio = found / expected;
   const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
-  if (!agree)
-    if (const auto how = not_summed_over(one, norms, limit))
-      return {{finding_id::norm_of_own_shard,
-               numbers + ": " + *how,
-               {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
-  if (!agree)
-    if (const auto how = cut_not_summed(one, norms, expected, limit))
-      return {{finding_id::norm_of_own_shard,
-               numbers + ": " + *how,
-               {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
+  if (!agree && norms.all_found())
+    for (const auto& how :
+         {made_of(one, norms, "each rank has the norm of the part it keeps",
+                  "squares are not summed over {}, whose ranks each have the norm of their own part",
+                  [&](const std::vector<double>& own) {
+                    return own.size() == norms.found.size() &&
+                           std::equal(own.begin(), own.end(), norms.found.begin(),
+                                      [&](double a, double b) { return close_together(a, b, limit); });
+                  }),
+          cut_not_summed(one, norms, expected, limit)})
+      if (how)
+        return {{finding_id::norm_of_own_shard,
+                 numbers + ": " + *how,
+                 {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
   if (!agree) return {{finding_id::norm_differs, numbers + ", and other norms on other ranks", {}}};
   if (most > 1 && close_together(found, norm_of(norms.owned), limit))
     return {{finding_id::norm_counts_replicas,
@@ -194,13 +164,21 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
         {finding_id::norm_counts_replicas,
          fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
          {once}}};
-  if (const auto how = averaged_over(one, norms, found, limit))
-    return {{finding_id::norms_averaged,
-             numbers + ": " + *how,
-             {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))}}};
-  if (const auto how = largest_of(one, norms, found, limit))
-    return {{finding_id::norm_of_largest_part,
-             numbers + ": " + *how,
+  const auto mean = made_of(
+      one, norms, "the mean of the norms of the ranks' parts",
+      "the mean over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
+        const double sum = std::accumulate(parts.begin(), parts.end(), 0.0);
+        return parts.size() > 1 && close_together(found * static_cast<double>(parts.size()), sum, limit);
+      });
+  const auto largest =
+      made_of(one, norms, "the largest of the norms of the ranks' parts",
+              "the largest over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
+                return parts.size() > 1 &&
+                       close_together(found, *std::max_element(parts.begin(), parts.end()), limit);
+              });
+  if (mean || largest)
+    return {{mean ? finding_id::norms_averaged : finding_id::norm_of_largest_part,
+             numbers + ": " + (mean ? *mean : *largest),
              {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))}}};
   Tensors own_gradient;
   for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
@@ -294,8 +272,7 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
   std::map<std::string, at::Tensor> references;
   Tensors taken;
   for (const auto& [name, tensor] : one.expected().applied)
-    if (std::find(unbelieved.begin(), unbelieved.end(), name) == unbelieved.end())
-      taken.push_back(references[name] = tensor.to(at::kDouble));
+    if (!contains(unbelieved, name)) taken.push_back(references[name] = tensor.to(at::kDouble));
   double elements = 0;
   for (const auto& parameter : one.parameters()) elements += static_cast<double>(parameter.expected.numel());
   // What a parameter with next to no gradient is held to: an update is known to the rounding of parameters.

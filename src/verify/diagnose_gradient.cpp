@@ -46,7 +46,7 @@ std::string subject(const ComparedStep& one, const std::vector<std::string>& nam
   if (names.size() == one.parameters().size()) return "all parameters";
   std::size_t silent = 0;
   for (std::size_t i = 0; i < one.parameters().size(); ++i)
-    silent += !one.shows(i) && std::find(names.begin(), names.end(), one.parameters()[i].name) == names.end();
+    silent += !one.shows(i) && !contains(names, one.parameters()[i].name);
   if (names.size() + silent == one.parameters().size()) return "all parameters";
   return fmt::format("only {} of {} parameters ({})", names.size(), one.parameters().size(),
                      list_names(names));
@@ -56,7 +56,7 @@ std::string subject(const ComparedStep& one, const std::vector<std::string>& nam
 bool multiples(const ComparedStep& one, const std::vector<std::string>& names) {
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
-    if (one.shows(i) && std::find(names.begin(), names.end(), parameter.name) != names.end() &&
+    if (one.shows(i) && contains(names, parameter.name) &&
         !(parameter.comparison.cosine >= 1 - std::max(one.limit() * one.limit() / 2, 1e-12)))
       return false;
   }
@@ -72,7 +72,7 @@ std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& 
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
-    if (!one.shows(i) || std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+    if (!one.shows(i) || !contains(names, parameter.name)) continue;
     low = std::fmin(low, parameter.comparison.ratio);
     high = std::fmax(high, parameter.comparison.ratio);
     cosine = std::fmin(cosine, parameter.comparison.cosine);
@@ -108,7 +108,7 @@ std::optional<Fitted> fit_weights(ComparedStep& one, const std::vector<std::stri
   Tensors columns(one.cells().size()), found;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+    if (!contains(names, parameter.name)) continue;
     found.push_back(parameter.found.reshape({-1}));
     for (std::size_t c = 0; c < columns.size(); ++c) {
       const at::Tensor part = one.cells()[c].part[i].reshape({-1});
@@ -265,7 +265,7 @@ void prefer_nearest(ComparedStep& one, std::vector<Cause>& fitting, const std::v
 std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector<std::string>& names) {
   std::string axes;
   for (const auto& parameter : one.parameters()) {
-    if (std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+    if (!contains(names, parameter.name)) continue;
     const auto& sums = one.found().peer_sums;
     const auto peers =
         std::find_if(sums.begin(), sums.end(), [&](const auto& sum) { return sum.name == parameter.name; });
@@ -361,8 +361,7 @@ std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAg
         "{}: {}", text_of(one, removal.setting),
         right ? fmt::format("all {} parameters are right", other.parameters().size())
               : fmt::format("{} of {} parameters off", other.off().size(), other.parameters().size())));
-    if (right && std::find(needed.begin(), needed.end(), removal.without) == needed.end())
-      needed.push_back(removal.without);
+    if (right && !contains(needed, removal.without)) needed.push_back(removal.without);
   }
   if (needed.size() == 1) evidence.push_back("it takes " + needed[0] + " to be wrong");
   if (needed.size() < 2) return std::nullopt;
@@ -383,7 +382,7 @@ std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>
   Tensors errors, direction;
   for (std::size_t i = 0; i < one.parameters().size(); ++i) {
     const auto& parameter = one.parameters()[i];
-    if (!one.shows(i) || std::find(names.begin(), names.end(), parameter.name) == names.end()) continue;
+    if (!one.shows(i) || !contains(names, parameter.name)) continue;
     errors.push_back(parameter.found - parameter.expected);
     direction.push_back(parameter.expected);
   }
@@ -440,14 +439,13 @@ std::string hints_of(const ComparedStep& one, double ratio, bool all) {
 // Where these are the parameters that are cut along one axis, and all of them: that axis.
 std::optional<Axis> axis_of_cut(const ComparedStep& one, const std::vector<std::string>& names) {
   const auto& cut = one.found().cut;
-  const auto along = std::find_if(cut.begin(), cut.end(), [&](const auto& each) {
-    return std::find(names.begin(), names.end(), each.name) != names.end();
-  });
+  const auto along =
+      std::find_if(cut.begin(), cut.end(), [&](const auto& each) { return contains(names, each.name); });
   if (along == cut.end()) return std::nullopt;
   std::size_t as_well = 0;
   for (const auto& each : cut) {
     if (each.axis.name != along->axis.name) continue;
-    if (std::find(names.begin(), names.end(), each.name) == names.end()) return std::nullopt;
+    if (!contains(names, each.name)) return std::nullopt;
     ++as_well;
   }
   if (as_well != names.size()) return std::nullopt;

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <map>
+#include <tuple>
 
 #include "verify/digest.hpp"
 #include "verify/heartbeat.hpp"
@@ -394,49 +395,28 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   return std::nullopt;
 }
 
+// All of them: ranks that knew one of them alone would make another step.
+template <class E>
+static auto fields(E& e) {
+  return std::tie(e.counts, e.split_micro_batches, e.one_micro_batch, e.without_silent, e.empty_rank,
+                  e.only_rank, e.only_micro_batch, e.swapped[0], e.swapped[1], e.only_axis, e.muted_document,
+                  e.perturbed, e.ranks, e.without_noise, e.without_resume, e.reference_only);
+}
+
 std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group) {
-  std::array<std::int64_t, 17> fields{};
-  if (experiment) {
-    const Experiment& e = *experiment;
-    fields = {1,
-              static_cast<std::int64_t>(e.counts),
-              e.one_micro_batch,
-              e.without_silent,
-              e.empty_rank,
-              e.only_rank,
-              e.only_micro_batch,
-              e.swapped[0],
-              e.swapped[1],
-              e.only_axis,
-              e.ranks,
-              e.without_noise,
-              e.without_resume,
-              e.reference_only,
-              e.split_micro_batches,
-              e.muted_document,
-              e.perturbed};
-  }
-  at::Tensor shared = at::empty({static_cast<std::int64_t>(fields.size())}, at::kLong);
-  std::copy(fields.begin(), fields.end(), shared.mutable_data_ptr<std::int64_t>());
-  group.broadcast(shared, 0);
-  const auto* v = shared.const_data_ptr<std::int64_t>();
-  if (v[0] == 0) return std::nullopt;
-  const auto number = [&](int i) { return static_cast<int>(v[i]); };
-  return Experiment{.counts = static_cast<Experiment::Counts>(v[1]),
-                    .split_micro_batches = v[14] != 0,
-                    .one_micro_batch = v[2] != 0,
-                    .without_silent = v[3] != 0,
-                    .empty_rank = number(4),
-                    .only_rank = number(5),
-                    .only_micro_batch = number(6),
-                    .swapped = {number(7), number(8)},
-                    .only_axis = number(9),
-                    .muted_document = v[15],
-                    .perturbed = v[16] != 0,
-                    .ranks = number(10),
-                    .without_noise = v[11] != 0,
-                    .without_resume = v[12] != 0,
-                    .reference_only = v[13] != 0};
+  Experiment shared = experiment.value_or(Experiment{});
+  const auto own = std::apply(
+      [&](const auto&... field) {
+        return std::vector<std::int64_t>{experiment.has_value(), static_cast<std::int64_t>(field)...};
+      },
+      fields(shared));
+  at::Tensor numbers = at::tensor(own, at::kLong);
+  group.broadcast(numbers, 0);
+  const auto* number = numbers.const_data_ptr<std::int64_t>();
+  if (*number == 0) return std::nullopt;
+  std::apply([&](auto&... field) { ((field = static_cast<std::decay_t<decltype(field)>>(*++number)), ...); },
+             fields(shared));
+  return shared;
 }
 
 std::vector<std::uint64_t> checksums_of(const Initial& initial) {

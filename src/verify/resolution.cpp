@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 namespace isograd {
@@ -71,10 +72,6 @@ Along fit(const std::vector<FitSums>& pieces, double unit) {
   return result;
 }
 
-double scale_allowed(const Along& fitted, double unit, double alone = 0) {
-  return 4 * (unit + fitted.scatter + std::abs(alone));
-}
-
 // The same pieces with the gradient times 1 + δ.
 std::vector<FitSums> scaled(std::vector<FitSums> pieces, double more) {
   for (FitSums& piece : pieces) {
@@ -95,24 +92,33 @@ double left_of(const std::vector<FitSums>& pieces, double share) {
   return std::sqrt(std::max(left, 0.0) / all);
 }
 
-WholeScale test_one(const std::vector<FitSums>& pieces, double unit, double allowed) {
+// `allowed`: what the scale of pieces may be off by, from them and their fit.
+using Allowed = std::function<double(const std::vector<FitSums>& pieces, const Along& fitted)>;
+
+Allowed allowed_of_whole(double unit, double alone = 0) {
+  return [=](const auto&, const Along& fitted) { return 4 * (unit + fitted.scatter + std::abs(alone)); };
+}
+Allowed allowed_of_one(double allowed) {
+  return [=](const auto& pieces, const Along& fitted) {
+    return allowed + 4 * fitted.scatter + 2 * left_of(pieces, fitted.share);
+  };
+}
+
+WholeScale held_to(const std::vector<FitSums>& pieces, double unit, const Allowed& allowed) {
   const Along fitted = fit(pieces, unit);
-  WholeScale result{.tested = true,
-                    .error = fitted.share,
-                    .allowed = allowed + 4 * fitted.scatter + 2 * left_of(pieces, fitted.share)};
+  WholeScale result{.tested = true, .error = fitted.share, .allowed = allowed(pieces, fitted)};
   result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
   return result;
 }
 
-// The largest error of scale that still passes on a fine grid, a step up: above it all fail.
-template <typename Passes>
-double found_from(const std::vector<FitSums>& pieces, double unit, const Passes& passes) {
-  double from = 0;
+WholeScale test(const std::vector<FitSums>& pieces, double unit, const Allowed& allowed) {
+  WholeScale result = held_to(pieces, unit, allowed);
+  // The largest error of scale that still passes on a fine grid, a step up: above it all fail.
   constexpr double kStep = 1.05;
   for (double more = unit / 8; more < 1; more *= kStep)
     for (const double signed_more : {more, -more})
-      if (passes(scaled(pieces, signed_more))) from = more * kStep;
-  return from;
+      if (held_to(scaled(pieces, signed_more), unit, allowed).passed) result.found_from = more * kStep;
+  return result;
 }
 
 }  // namespace
@@ -122,34 +128,21 @@ Along along(const Tensors& errors, const Tensors& direction, const Tensors& valu
 }
 
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit) {
-  const Along fitted = fit(pieces_between(gradient, reference), unit);
-  return std::abs(fitted.share) <= scale_allowed(fitted, unit);
+  return held_to(pieces_between(gradient, reference), unit, allowed_of_whole(unit)).passed;
 }
 
 WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone) {
-  const auto pieces = pieces_between(gradient, reference);
-  const Along fitted = fit(pieces, unit);
-  WholeScale result{.tested = true, .error = fitted.share, .allowed = scale_allowed(fitted, unit, alone)};
-  result.passed = std::abs(result.error) <= result.allowed;  // not for NaN
-  result.found_from = found_from(pieces, unit, [&](const auto& other) {
-    const Along there = fit(other, unit);
-    return std::abs(there.share) <= scale_allowed(there, unit, alone);
-  });
-  return result;
+  return test(pieces_between(gradient, reference), unit, allowed_of_whole(unit, alone));
 }
 
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                              double allowed) {
-  const auto pieces = pieces_between({gradient}, {reference});
-  WholeScale result = test_one(pieces, unit, allowed);
-  result.found_from =
-      found_from(pieces, unit, [&](const auto& other) { return test_one(other, unit, allowed).passed; });
-  return result;
+  return test(pieces_between({gradient}, {reference}), unit, allowed_of_one(allowed));
 }
 
 bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                          double allowed) {
-  return test_one(pieces_between({gradient}, {reference}), unit, allowed).passed;
+  return held_to(pieces_between({gradient}, {reference}), unit, allowed_of_one(allowed)).passed;
 }
 
 double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
