@@ -49,7 +49,7 @@ inline constexpr std::int64_t kNotRecorded = -1;  // a count that its writer lef
 struct Finding {
   std::string id;        // class of the diagnosis: "averaged_over_axis", "mean_of_rank_means", ..., "unknown"
   std::string sentence;  // in words: "all parameters scaled by 1/4: averaged over dp_shard (4)"
-  std::vector<std::string> evidence;  // what was run, and the numbers
+  std::vector<std::string> evidence{};  // what was run, and the numbers
 };
 
 // One optimizer step. A field that its writer did not record is empty, NaN or, for a count, kNotRecorded;

@@ -351,7 +351,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                    result.findings.empty();
   if (!verdict.passed && result.findings.empty())
     result.findings.push_back(
-        {finding_id::unknown, "the step is not the expected one, in no way that has a name", {}});
+        {finding_id::unknown, "the step is not the expected one, in no way that has a name"});
   const auto unknown = [](const Finding& finding) { return finding.id == finding_id::unknown; };
   if (!one.allowance().exact && expected.moves.empty() &&
       std::any_of(result.findings.begin(), result.findings.end(), unknown))

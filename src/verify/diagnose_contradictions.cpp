@@ -31,8 +31,7 @@ std::vector<Finding> diagnose_own_norm(const StepDump& dump, const char* side, d
   if (others.empty()) return {};
   return {{finding_id::norm_differs,
            fmt::format("{} recorded{}, where the gradient recorded has a norm of {:.9g}", list_names(others),
-                       side, own),
-           {}}};
+                       side, own)}};
 }
 
 // What an update took away from one parameter.
@@ -181,8 +180,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
   }
   if (least != 1 || most != 1)
     return {{finding_id::elements_not_owned_once,
-             fmt::format("elements count on {} to {} ranks{}", least, most, side),
-             {}}};
+             fmt::format("elements count on {} to {} ranks{}", least, most, side)}};
   std::vector<double> owned;
   bool all = !dump.ranks.empty();
   double largest = 0;
@@ -324,8 +322,7 @@ std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double lim
   if (expected.figures.clip_coefficient > 1 + limit)
     add({{finding_id::clip_differs,
           fmt::format("a clip coefficient of {:.9g}{} is reported: no clip makes longer",
-                      expected.figures.clip_coefficient, kTheirs),
-          {}}});
+                      expected.figures.clip_coefficient, kTheirs)}});
   add(diagnose_shares(one, found, "", true, notices));
   add(diagnose_shares(one, expected, kTheirs, false, notices));
   return findings;

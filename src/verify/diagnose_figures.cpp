@@ -148,7 +148,7 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
         return {{finding_id::norm_of_own_shard,
                  numbers + ": " + *how,
                  {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
-  if (!agree) return {{finding_id::norm_differs, numbers + ", and other norms on other ranks", {}}};
+  if (!agree) return {{finding_id::norm_differs, numbers + ", and other norms on other ranks"}};
   if (most > 1 && close_together(found, norm_of(norms.owned), limit))
     return {{finding_id::norm_counts_replicas,
              numbers + ": " + once,
@@ -217,8 +217,7 @@ std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
     for (const auto& key : keys) broken.push_back(key + side);
   }
   if (broken.empty()) return {};
-  return {
-      {finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken)), {}}};
+  return {{finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken))}};
 }
 
 // Of numbers of size 1, what their rounding leaves of a sum that cancels.
@@ -250,10 +249,9 @@ std::vector<Finding> diagnose_loss(const ComparedStep& one) {
   const bool recorded = !std::isnan(expected) && !std::isnan(found);
   if (!recorded || same_loss(one, found, expected)) {
     if (terms.empty()) return {};
-    return {{finding_id::loss_differs,
-             fmt::format("the gradient is right{}, terms of the loss are not: {}",
-                         recorded ? " and so is the loss" : "", list_names(terms)),
-             {}}};
+    return {
+        {finding_id::loss_differs, fmt::format("the gradient is right{}, terms of the loss are not: {}",
+                                               recorded ? " and so is the loss" : "", list_names(terms))}};
   }
   const double ratio = found / expected;
   const std::string factor = factors_of(one, std::max(ratio, 1 / ratio));
@@ -369,11 +367,10 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
              {numbers}}};
   }
   if (!std::isnan(own) && !std::isnan(coefficient) && !close_together(own, coefficient, limit))
-    return {{finding_id::clip_differs, "another clip coefficient is reported: " + numbers, {}}};
+    return {{finding_id::clip_differs, "another clip coefficient is reported: " + numbers}};
   if (own > 1 + limit)
     return {{finding_id::clip_differs,
-             fmt::format("a clip coefficient of {:.9g} is reported: no clip makes longer", own),
-             {}}};
+             fmt::format("a clip coefficient of {:.9g} is reported: no clip makes longer", own)}};
   // Whatever it is: not what the reference takes away, or what no clip makes of a gradient.
   if (!others.empty() || !clips)
     return {{finding_id::optimizer_differs,
@@ -397,8 +394,7 @@ std::vector<Finding> diagnose_traffic(const ComparedStep& one) {
       {rounds ? finding_id::reduced_every_micro_batch : finding_id::traffic_differs,
        fmt::format("right values, but {:.0f} bytes moved where {:.0f} are needed (ratio {:.6g}{})", found,
                    expected, ratio,
-                   rounds ? fmt::format(": {} micro-batches, each reduced", one.most_micro_batches()) : ""),
-       {}}};
+                   rounds ? fmt::format(": {} micro-batches, each reduced", one.most_micro_batches()) : "")}};
 }
 
 }  // namespace

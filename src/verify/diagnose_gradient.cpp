@@ -477,19 +477,15 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
                   "{} scaled by {}: the size of {} ({}), along which each rank has the whole gradient and "
                   "it is summed once more (a summed axis in its placement, or an enter() too many{})",
                   which, ratio_text(ratio), along.name, along.size,
-                  factor == 2 ? "); or a weight that is used twice and counted twice" : ")"),
-              {}};
+                  factor == 2 ? "); or a weight that is used twice and counted twice" : ")")};
   if (!of_axis && size.empty())
-    return {finding_id::some_parameters_scaled,
-            fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
-                        hints_of(one, ratio, which == "all parameters")),
-            {}};
+    return {finding_id::some_parameters_scaled, fmt::format("{} scaled by {}{}", which, ratio_text(ratio),
+                                                            hints_of(one, ratio, which == "all parameters"))};
   return {finding_id::cut_parameters_scaled,
           fmt::format("{}, which alone are cut along {} ({}), scaled by {}: {}", which, axis->name,
                       axis->size, ratio_text(ratio),
                       of_axis ? "the size of that axis, whose sum needs no factor"
-                              : size + ", by which no other parameter is"),
-          {}};
+                              : size + ", by which no other parameter is")};
 }
 
 // A term of the loss that is off by a factor, and nothing but what it reaches; by that factor alone, if one
@@ -567,8 +563,7 @@ Finding diagnose_not_finite(ComparedStep& one) {
             "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
             {"to make sure: leave that micro-batch out and compare again"}};
   return {finding_id::not_finite,
-          fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken)),
-          {}};
+          fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken))};
 }
 
 // Which experiments were made.

@@ -77,7 +77,7 @@ bool counted_several_times(const StepDump& found, const StepDump& expected) {
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
   const std::int64_t reported = dump.figures.targets;
   const auto contradicts = [](std::string text) -> std::vector<Finding> {
-    return {{finding_id::other_targets, std::move(text), {}}};
+    return {{finding_id::other_targets, std::move(text)}};
   };
   if (targets_of(dump) == 0)  // with a gradient: one that is zero everywhere is no step to compare
     return contradicts(
@@ -119,10 +119,8 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
   for (const auto& [name, tensor] : found)
     if (!expected.count(name)) extra.push_back(name);
   if (!reshaped.empty())
-    findings.push_back(
-        {finding_id::parameters_reshaped,
-         fmt::format("{} parameters have another shape: {}", reshaped.size(), list_names(reshaped)),
-         {}});
+    findings.push_back({finding_id::parameters_reshaped, fmt::format("{} parameters have another shape: {}",
+                                                                     reshaped.size(), list_names(reshaped))});
   // One old name fits one new one by shape: renamed; otherwise missing.
   if (missing.size() == extra.size() && !missing.empty()) {
     std::multiset<std::vector<std::int64_t>> old_shapes, new_shapes;
@@ -141,8 +139,7 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
         {finding_id::parameters_missing,
          fmt::format("not on both sides: {}{}{}", missing.empty() ? "" : "missing " + list_names(missing),
                      missing.empty() || extra.empty() ? "" : "; ",
-                     extra.empty() ? "" : "not expected " + list_names(extra)),
-         {}});
+                     extra.empty() ? "" : "not expected " + list_names(extra))});
   return findings;
 }
 
@@ -179,8 +176,7 @@ std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& exp
                                   : fmt::format("{} targets of {} tokens", targets, tokens);
   };
   Finding finding{ids ? finding_id::other_targets : finding_id::other_batch,
-                  fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(theirs, e.tokens)),
-                  {}};
+                  fmt::format("counts differ: {}, expected {}", of(own, f.tokens), of(theirs, e.tokens))};
   if (!ids) {
     finding.evidence.emplace_back(
         "no sample ids on both sides: record them (\"samples\") to tell other samples from other targets");
@@ -448,8 +444,7 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
     ended_by({{finding_id::counted_on_peers,
                fmt::format("{} targets are reported, there are {}; loss and gradient are right",
-                           pair.found.figures.targets, pair.expected.figures.targets),
-               {}}});
+                           pair.found.figures.targets, pair.expected.figures.targets)}});
   if (findings.empty()) ended_by(diagnose_replicas(one, pair.expected, " of the reference", RunAgain()));
   if (findings.empty()) ended_by(diagnose_contradictions(one, tolerance(one), ambiguous));
   return findings;

@@ -91,9 +91,7 @@ void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
                                                               : finding_id::other_targets;
     if (has(id) || (id == finding_id::clip_differs && has(finding_id::norm_differs))) continue;
     layout.findings.push_back(
-        {id,
-         fmt::format("right in fp64, but in {} another one is reported: {}", precision, text_of(other)),
-         {}});
+        {id, fmt::format("right in fp64, but in {} another one is reported: {}", precision, text_of(other))});
   }
 }
 
@@ -139,8 +137,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
         layout.findings.begin(),
         {finding_id::living_layout_differs,
          "the gradient is right, but the run's own step reports other figures than a fresh layout: " +
-             list_names(others),
-         {}});
+             list_names(others)});
     return;
   }
   if (from_live_run && right_in_fp64 && off) {
@@ -150,23 +147,20 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
          fmt::format(
              "a fresh layout has the right gradient, the run's own does not: {}; something went wrong "
              "in it since the start",
-             rounding.empty() ? "its scale" : list_names(rounding)),
-         {}});
+             rounding.empty() ? "its scale" : list_names(rounding))});
     return;
   }
   if (!rounding.empty())
     layout.findings.push_back(
         {finding_id::rounding,
-         "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding),
-         {}});
+         "right in fp64, outside the rounding bound in the run's precision: " + list_names(rounding)});
   const WholeScale& scale = layout.e2.scale;
   if (rounding.empty() && !scale.passed && right_in_fp64)
     layout.findings.push_back(
         {finding_id::rounding,
          fmt::format("right in fp64, but the scale of the whole gradient is off by {:.3g} in {}, {:.3g} "
                      "allowed: rounding takes it in all parameters alike",
-                     scale.error, precision, scale.allowed),
-         {}});
+                     scale.error, precision, scale.allowed)});
   if (right_in_fp64 && !off) add_other_figures(layout, precision);
   for (const auto& trajectory : layout.trajectories)
     if (!trajectory.passed && layout.findings.empty())
@@ -382,19 +376,17 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       result.findings.push_back(
           {finding_id::norm_differs,
            fmt::format("the gradient is right, the norm before the clip of groups is {:.9g}, expected {:.9g}",
-                       result.exact.unclipped_norm, oracle.unclipped_norm),
-           {}});
+                       result.exact.unclipped_norm, oracle.unclipped_norm)});
     if (!result.passed && result.findings.empty())
       result.findings.push_back(
-          {finding_id::unknown, "the step is not the expected one, in no way that has a name", {}});
+          {finding_id::unknown, "the step is not the expected one, in no way that has a name"});
     if (result.choices.wrong > 0)
       result.findings.push_back(
           {finding_id::other_experts,
            fmt::format(
                "in the run's precision {} of {} choices of experts are others than the oracle's, first "
                "in layer {}, although their logits are farther apart than rounding explains",
-               result.choices.wrong, result.choices.tokens, result.choices.layer),
-           {}});
+               result.choices.wrong, result.choices.tokens, result.choices.layer)});
     if (!differing_buffers.empty())
       result.findings.push_back({finding_id::buffers_differ,
                                  "forward changes buffers by each rank's own rows, so that the ranks' models "
@@ -484,8 +476,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     passed = verdict.batch_agrees;
     if (reference.leak) {
       verdict.documents_apart = passed = false;
-      verdict.findings.push_back(
-          {finding_id::documents_leak, "documents leak: " + reference.leak->text(), {}});
+      verdict.findings.push_back({finding_id::documents_leak, "documents leak: " + reference.leak->text()});
     }
   }
   for (const auto& layout : problem.layouts) {
@@ -499,8 +490,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
   }
   if (group.rank() == 0 && !verdict.batch_agrees && verdict.findings.empty())
     verdict.findings.push_back({finding_id::other_batch,
-                                "the ranks together did not see every token of the whole step exactly once",
-                                {}});
+                                "the ranks together did not see every token of the whole step exactly once"});
   for (const auto& finding : verdict.findings) verdict.diagnosis.push_back(finding.sentence);
   at::Tensor answer = at::full({1}, passed ? 1 : 0, at::kLong);
   group.broadcast(answer, 0);
