@@ -1,4 +1,4 @@
-// What verify cannot judge, found before anything is claimed.
+// Checks of the input that end a verdict before anything is claimed.
 #pragma once
 
 #include <optional>

@@ -100,7 +100,7 @@ struct Mistake {
 class Causes {
  public:
   explicit Causes(const ComparedStep& one) : one_(one) {
-    // Of the only axis of ranks, where it is not plain data parallelism.
+    // Names the only axis of ranks, where it is not plain data parallelism.
     const auto axes = long_axes(one);
     if (axes.size() == 1 && kSampleAxes.count(axes[0]) == 0) along_ = " along " + axes[0];
   }
@@ -133,7 +133,7 @@ class Causes {
   std::string along_;
 };
 
-// What accumulation makes, along `axes` among others.
+// Adds the causes that need accumulation, along `axes` among others.
 void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::string>& axes, Causes& causes) {
   // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
   const int most = one.most_micro_batches();
@@ -190,7 +190,7 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
           },
           causes.say(last ? "only the last micro-batch of each rank is in it ({G} are accumulated)"
                           : "only the first micro-batch of each rank is in it ({G} are accumulated)"));
-  // What has been accumulated is summed over an axis again with each further micro-batch.
+  // The accumulated gradient is summed over an axis again with each further micro-batch.
   for (const auto& axis : axes)
     for (const bool averaged : {false, true})
       causes.add(

@@ -19,7 +19,7 @@ Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, doub
     return holds(squares) ? std::sqrt(squares) : norm_of(of);
   };
   const double own = root(sums.own, gradient), expected = root(sums.other, reference);
-  // Of length 1 both, where a square of their own size is no number.
+  // Normalizes both first where their squares would over- or underflow.
   const auto cosine = [&] {
     return holds(sums.own) && holds(sums.other)
                ? sums.product / (own * expected)

@@ -9,7 +9,7 @@
 
 namespace isograd {
 
-// What the bounds of one layout depend on.
+// The numbers that the bounds of one layout depend on.
 struct Bounds {
   double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
   double unit_roundoff = 0;  // u of the number type that gradients are summed in
@@ -61,8 +61,8 @@ bool unclipped_norms_agree(const StepFigures& figures, const StepFigures& oracle
 // Counts equal; loss, norms and clip coefficient to `bounds.exact` relative.
 bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
 
-// What of a run in lower precision is further from the oracle than `bounds.figures` of itself, and than 4
-// times what one process in that precision is; counts that are not equal.
+// The figures of a run in lower precision that are further from the oracle than `bounds.figures` of
+// themselves, and than 4 times what one process in that precision is; counts that are not equal.
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
                                      const StepFigures& alone, const Bounds& bounds);
 
@@ -79,7 +79,7 @@ std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& 
                                            const Grade& grade, bool exact, const std::string& action,
                                            double limit = kCoarsest);
 
-// What a grade finds, from comparisons of all parameters (Grade::uniform_found and the following).
+// Fills in what a grade finds, from comparisons of all parameters (Grade::uniform_found and the following).
 void note_resolution(Grade& grade, const std::vector<ParameterVerdict>& parameters, bool exact);
 
 std::string precision_name(at::ScalarType dtype);

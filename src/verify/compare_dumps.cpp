@@ -108,7 +108,7 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
   layout.e3 = {.state = Grade::State::kNotClaimed, .bound = "one dump shows one run", .worst = {}};
 }
 
-// What finds smaller mistakes than a comparison in this precision.
+// An action that finds smaller mistakes than a comparison in this precision.
 std::string to_tell(const std::string& precision, bool with_alone, const std::string& reference) {
   const std::string run = precision == "bf16" || precision == "fp16" ? "a run in fp32 or fp64"
                           : precision == "fp64"                      ? "a step with a larger gradient"
@@ -120,7 +120,7 @@ std::string to_tell(const std::string& precision, bool with_alone, const std::st
                      precision, run);
 }
 
-// What does not show in the parameter that shows least.
+// The error that does not show in the parameter that shows least.
 std::string unseen_in(const Grade& grade) {
   if (grade.failed > 0 || grade.single_least.empty()) return {};
   return fmt::format(", in {} not even a gradient that is {:.2g} % too large or too small",
@@ -183,7 +183,7 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   return of(found) == of(expected);
 }
 
-// Of a parameter's scale, by how much the reference itself moves (StepDump::moves).
+// The most that the reference itself moves (StepDump::moves), as a share of a parameter's scale.
 double largest_move(const ComparedStep& one) {
   double largest = 0;
   for (std::size_t i = 0; i < one.parameters().size(); ++i)
@@ -192,7 +192,7 @@ double largest_move(const ComparedStep& one) {
   return largest;
 }
 
-// What `--alone` gives says what A may be off by: it must be the same step, of A's precision, and right
+// The dump of `--alone` bounds the error of A: it must be the same step, of A's precision, and right
 // within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
                   const DumpNames& names) {
@@ -346,7 +346,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
             diagnose_resolution(layout.parameters, exact ? layout.e1 : layout.e2, exact,
                                 to_tell(precision, alone || one.allowance().moved, expected.precision)))
       result.findings.push_back(std::move(*coarse));
-  // Whatever is known to be wrong fails, and what fails is said.
+  // Every finding fails the verdict, and every failure has a finding.
   verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
                    result.findings.empty();
   if (!verdict.passed && result.findings.empty())

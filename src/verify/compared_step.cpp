@@ -16,7 +16,7 @@ at::ScalarType type_of(const std::string& precision) {
   return precision == "fp64" ? at::kDouble : at::kFloat;
 }
 
-// What is added up: parts of ranks and micro-batches that hold something.
+// The sums have one part for each rank and micro-batch that holds something.
 Bounds bounds_of(const StepDump& found, at::ScalarType type) {
   int ranks = 1, holders = 0;
   for (const auto& [axis, size] : found.axes) ranks *= size;
@@ -110,7 +110,7 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
   }
 }
 
-// What each parameter and the whole are held to, and how they do.
+// Sets the bounds of each parameter and of the whole, and compares.
 void ComparedStep::allow(double most_alone) {
   const Bounds& bounds = allowance_.bounds;
   // Other trainers add gradients up in the precision of the run.
@@ -128,7 +128,7 @@ void ComparedStep::allow(double most_alone) {
     double allowed = Bounds{}.exact;
     if (!allowance_.exact) {
       const bool measured = !alone_.empty();
-      // What one process is off by, or the run says of itself, makes the bound sharper and never wider.
+      // The error of one process, or of the run by itself, makes the bound sharper and never wider.
       double widest = kUnitsOfParameter * bounds.unit;
       if (measured) widest = in_scales(widest * parameter.unmeasured_scale, parameter.scale);
       const double moved = parameter.scale > 0 ? in_scales(kRoundingFactor * moves_[i], parameter.scale) : 0;
@@ -236,7 +236,7 @@ Along ComparedStep::between(const Prediction& from, const Prediction& to) const 
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     errors.push_back(parameters_[i].found - from.gradient[i]);
     direction.push_back(to.gradient[i] - from.gradient[i]);
-    // What one process's rounding has in common with the run's goes away.
+    // The rounding that one process and the run have in common cancels.
     if (!alone_.empty()) against_alone.push_back(errors.back() - (alone_[i] - parameters_[i].expected));
   }
   const double unit = allowance_.bounds.unit;

@@ -18,17 +18,17 @@ namespace isograd {
 
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
 
-// What rounding may do to a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the gradient of one
-// process in the same precision, four times what it is off by and what sums round; without it, and at most
-// with it, what was measured on right steps of several models and doubled: 256 u of a parameter's norm (or of
-// the floor: 1/32 · RMS · √numel), and 32 u of the norm of all.
+// The error that rounding may cause in a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the
+// gradient of one process in the same precision, four times what it is off by and what sums round; without
+// it, and at most with it, what was measured on right steps of several models and doubled: 256 u of a
+// parameter's norm (or of the floor: 1/32 · RMS · √numel), and 32 u of the norm of all.
 struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
   bool moved = false;             // some are wider, for the reference itself moves (StepDump::moves)
-  // By how much the scale of a matrix may be off, in addition to what its own pieces say (test_scale_of_one);
-  // 0: not told.
+  // The error of a matrix's scale that is allowed, in addition to what its own pieces say
+  // (test_scale_of_one); 0: not told.
   double matrix = 0;
   Bounds bounds;  // of the coarser precision
 };
@@ -67,10 +67,10 @@ class ComparedStep {
   const StepDump& found() const { return pair_.found; }
   const StepDump& expected() const { return pair_.expected; }
   const Experiment& setting() const { return setting_; }
-  // What the bounds are those of: the coarser one's.
+  // The coarser precision of the two; the bounds are for it.
   const std::string& precision() const { return coarser_precision(found(), expected()); }
 
-  // Of the same name and shape on both sides.
+  // The parameters of the same name and shape on both sides.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // Names of those that are not the same; all of them where only the whole is off.
   std::vector<std::string> off() const;
@@ -88,8 +88,8 @@ class ComparedStep {
   double spread_allowed() const { return allowance_.exact ? Bounds{}.exact : 256 * allowance_.bounds.unit; }
   // Whether the gradient found is this one, within what rounding may do.
   bool is(const Prediction& prediction) const;
-  // The same of weighted(weights, names), which is made no further than to the first parameter that is
-  // another. `made`: the whole prediction where it is the gradient found.
+  // As is(weighted(weights, names)), but stops at the first parameter that differs. `made`: the whole
+  // prediction where it is the gradient found.
   std::optional<bool> is(const std::vector<double>& weights, const std::vector<std::string>& names,
                          Prediction* made = nullptr);
   // How far the gradient found lies from one prediction towards another one. Against a run of one process in
@@ -101,7 +101,7 @@ class ComparedStep {
   std::optional<Prediction> weighted(const std::vector<double>& weights,
                                      const std::vector<std::string>& names);
 
-  // What the declared mean counts; without counts: 0, and no cells.
+  // The unit that the declared mean counts; without counts: 0, and no cells.
   const std::string& counted() const { return counted_; }  // "targets", "samples", "weights"
   std::string unit() const {
     return counted_ == "targets" ? "token" : counted_.substr(0, counted_.size() - 1);
@@ -114,8 +114,8 @@ class ComparedStep {
   int home_of(int rank) const;
   // The axes that the run names; none: of one rank.
   const Grid& grid() const { return grid_; }
-  // What a subject's axis stands for: kAllRanks and kContextRanks are several; none where there is none of
-  // that name.
+  // The axes that a subject's axis stands for: kAllRanks and kContextRanks are several; none where there is
+  // none of that name.
   AxisSet axis_set(const std::string& axis) const;
   double size_of(const std::string& axis) const;  // ranks along it
   int micro_batches(int rank) const;
@@ -138,7 +138,7 @@ class ComparedStep {
   // Where the parts are known, if they are needed.
   bool can_weight(const std::vector<double>& weights);
   void weight_one(std::size_t parameter, const std::vector<double>& weights, Prediction& prediction) const;
-  // Of one parameter, with what is left and what the whole is held to, both squared.
+  // Compares one parameter; adds its error and its bound in the whole, both squared.
   bool is_one(std::size_t parameter, const Prediction& prediction, double& off, double& grown) const;
   bool is_whole(const Prediction& prediction, double off, double grown) const;
 
@@ -162,13 +162,13 @@ class ComparedStep {
   enum class Parts { kNotAsked, kNone, kFound } parts_ = Parts::kNotAsked;
 };
 
-// What tells the parts of the gradient apart in weight: relative to the right weight, 1 everywhere.
+// A mistake, as the weights of the gradient's parts relative to the right weight, which is 1 everywhere.
 struct Cause {
   using Weight = std::function<double(const ComparedStep&, const ComparedStep::Cell&)>;
   std::string id;
   Weight weight;
   std::string sentence;  // with the sizes of the step that it was made for
-  // What is logged with the gradient.
+  // The loss that is logged with the gradient.
   enum class Loss { kAny, kRight, kScaled, kNotScaled } loss = Loss::kAny;
   std::string axis{};  // whose size it is, if of one
   int rank = -1;       // whose part it is, if of one
@@ -178,10 +178,10 @@ std::vector<Cause> causes_of(const ComparedStep& one);
 // an axis.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);
 
-// Of each of cells(); where nothing is known of counts, one weight.
+// The weight of each of cells(); where nothing is known of counts, one weight.
 std::vector<double> weights_of(const ComparedStep& one, const Cause& cause);
 
-// What the cause would make of the named parameters, the others being right.
+// The gradient that the cause would make of the named parameters, the others being right.
 std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
                                         const std::vector<std::string>& names);
 // Where the gradient found is the right one within rounding, but may as well be a known mistake's that moves
@@ -203,19 +203,20 @@ std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
 std::vector<std::string> other_terms(const ComparedStep& one);
-// By how much figures may be off, which come from sums of many numbers.
+// The error allowed in figures that come from sums of many numbers.
 double tolerance(const ComparedStep& one);
 
-// What the dumps say against themselves: norms, owners, counts, shares. What cannot be asked, because shares
-// are missing, `notices` reports. (diagnose_contradictions.cpp)
+// Contradictions inside each dump: norms, owners, counts, shares. `notices` reports the checks that missing
+// shares do not allow. (diagnose_contradictions.cpp)
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
-// What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
+// The amount that an update takes away by one dump, against the gradient and the clip coefficient of the same
+// dump.
 struct OwnUpdate {
   std::vector<std::string> wrong;  // parameters
   std::vector<Finding> findings;   // one, where there are any
 };
-// Of a part that is no multiple of the gradient, as weight decay makes it, `notices` reports.
+// `notices` reports a part that is no multiple of the gradient, as weight decay makes it.
 OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices);
 // Owners of elements, and the norms of what ranks own, against the norm of all.
 std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,

@@ -1,4 +1,4 @@
-// What a dump records against what it records elsewhere, on both sides: a step that contradicts itself is no
+// Compares what a dump records in several places, on both sides: a step that contradicts itself is no
 // right one, and no reference.
 #include <fmt/ranges.h>
 
@@ -34,7 +34,7 @@ std::vector<Finding> diagnose_own_norm(const StepDump& dump, const char* side, d
                        side, own)}};
 }
 
-// What an update took away from one parameter.
+// The amount that an update took away from one parameter.
 struct Update {
   std::string name;
   at::Tensor gradient, applied;       // fp64
@@ -49,7 +49,7 @@ struct Update {
   double ratio() const { return ((applied / norm) * (gradient / norm)).sum().item<double>(); }
 };
 
-// Those with the largest gradients for their number of elements come first: their ratios are known best.
+// Parameters with the largest gradients for their number of elements come first: their ratios are known best.
 std::vector<Update> updates_in(const ComparedStep& one, bool of_found, double coefficient) {
   const StepDump& dump = of_found ? one.found() : one.expected();
   std::map<std::string, at::Tensor> applied;
@@ -111,7 +111,7 @@ const Update* whose(const Update& update, const std::vector<Update>& all, double
   return nullptr;
 }
 
-// What a dump of this precision says of itself comes from sums of many numbers.
+// The figures of a dump of this precision come from sums of many numbers.
 double own_tolerance(const StepDump& dump) {
   constexpr double kExact = 1e-9;
   if (dump.precision == "fp64") return kExact;

@@ -12,7 +12,7 @@
 namespace isograd {
 namespace {
 
-// What the ranks say of the norm. `owned` by rank: of the elements that it owns.
+// The ranks' norms: of the whole gradient, and (`owned`, by rank) of the elements that a rank owns.
 struct Norms {
   std::vector<double> found, owned;
 
@@ -72,7 +72,7 @@ std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& 
       });
       if (!is_cut) rest += std::pow(norm_of(parameter.found), 2);
     }
-    // What is left of a difference is known to its terms' share of it, at most P times the limit.
+    // A difference is known to its terms' share of it, at most P times the limit.
     const double whole = std::sqrt(std::fmax(0, places * all - ranks * (places - 1) * rest));
     if (close_together(whole, std::sqrt(ranks) * expected, places * limit))
       return fmt::format(
@@ -190,7 +190,7 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
            {one.found().owners.empty() ? "" : once}}};
 }
 
-// What was recorded and is not finite: nobody could act on it.
+// Recorded values that are not finite: nobody could act on them.
 std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
   std::vector<std::string> broken;
   for (const auto& [side, dump] : {std::pair{"", &one.found()}, {" of the reference", &one.expected()}}) {
@@ -220,10 +220,10 @@ std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
   return {{finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken))}};
 }
 
-// Of numbers of size 1, what their rounding leaves of a sum that cancels.
+// The rounding of numbers of size 1 leaves so many units of a sum that cancels.
 constexpr double kUnitsOfCancelled = 16;
 
-// By how much terms, and a loss that is made of them, may be off whatever their own size: next to a larger
+// The error allowed in terms, and in a loss that is made of them, whatever their own size: next to a larger
 // term the rounding of its sums shows in one that is nearly zero.
 double floor_of_terms(const ComparedStep& one) {
   constexpr double kExact = 1e-12;
@@ -273,7 +273,7 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
     if (!contains(unbelieved, name)) taken.push_back(references[name] = tensor.to(at::kDouble));
   double elements = 0;
   for (const auto& parameter : one.parameters()) elements += static_cast<double>(parameter.expected.numel());
-  // What a parameter with next to no gradient is held to: an update is known to the rounding of parameters.
+  // The scale for a parameter with next to no gradient: an update is known to the rounding of parameters.
   const double usual = (taken.empty() ? std::abs(coefficient) * one.norm() : norm_of(taken)) /
                        std::sqrt(std::max(elements, 1.0));
   std::vector<std::string> others;
@@ -305,7 +305,7 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
   for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
     const auto& [name, tensor] = one.found().applied[i];
     for (const auto& parameter : one.parameters()) {
-      // Of next to nothing there is no ratio.
+      // A gradient of next to nothing has no ratio.
       if (parameter.name != name || parameter.expected.eq(0).all().item<bool>() ||
           parameter.expected.norm().item<double>() < parameter.scale / 2)
         continue;
@@ -371,7 +371,7 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
   if (own > 1 + limit)
     return {{finding_id::clip_differs,
              fmt::format("a clip coefficient of {:.9g} is reported: no clip makes longer", own)}};
-  // Whatever it is: not what the reference takes away, or what no clip makes of a gradient.
+  // The update differs from the reference's, or no clip makes it of the gradient.
   if (!others.empty() || !clips)
     return {{finding_id::optimizer_differs,
              "the gradient is right, but an update of plain SGD takes something else away" +
@@ -427,7 +427,7 @@ std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::
   for (const auto& finding : clip)
     // A wrong norm makes a wrong coefficient: said once.
     if (norm.empty() || finding.id == finding_id::groups_clipped_apart) findings.push_back(finding);
-  // What two dumps say alike contradicts both of their gradients alike.
+  // An update that both dumps agree on contradicts both of their gradients alike.
   if (clip.empty())
     for (auto& finding : diagnose_own_update(one, true, nullptr).findings)
       findings.push_back(std::move(finding));

@@ -82,7 +82,7 @@ std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& 
                      high, cosine, error);
 }
 
-// What a person can do where nothing can be run again.
+// An action for the reader where nothing can be run again.
 std::string would_tell(const std::vector<Cause>& fitting) {
   const auto has = [&](const char* part) {
     return std::any_of(fitting.begin(), fitting.end(),
@@ -130,8 +130,8 @@ std::optional<Fitted> fit_weights(ComparedStep& one, const std::vector<std::stri
   return fitted;
 }
 
-// Of a factor of all parameters within rounding: the weights of single parts lie further apart than it is
-// from 1, so that these may be what is wrong.
+// Whether the weights of single parts lie further apart than the factor of all parameters is from 1, so that
+// these weights may be the mistake.
 bool nearer_to_other_weights(const Fitted& fitted, double ratio) {
   const auto [least, most] = std::minmax_element(fitted.weights.begin(), fitted.weights.end());
   return *most - *least > std::abs(ratio - 1);
@@ -420,7 +420,7 @@ double factor_of(const ComparedStep& one, double ratio) {
   return std::abs(factor - whole) <= std::max(one.limit(), 1e-6) * factor ? whole : factor;
 }
 
-// What in the run has that size.
+// The quantity in the run that has that size.
 std::string hints_of(const ComparedStep& one, double ratio, bool all) {
   const double near = std::max(one.limit(), 1e-6);
   for (const auto& [name, value] : one.found().scales)
@@ -469,7 +469,7 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
   const std::string which = subject(one, names);
   const std::string size = axis && factor > 1 ? factors_of(one, factor) : "";
   const bool of_axis = axis && factor == axis->size;
-  // Of whole copies, whose gradient the ranks along that axis have alike.
+  // Whole copies, whose gradient the ranks along that axis have alike.
   for (const Axis& along : axes_of_cuts(one))
     if (!axis && which != "all parameters" && ratio > 1 && factor == static_cast<double>(along.size))
       return {finding_id::some_parameters_scaled,
@@ -523,7 +523,7 @@ std::optional<Finding> diagnose_term(const ComparedStep& one, const std::vector<
   return std::nullopt;
 }
 
-// What is worth running, in this order, as long as several causes fit.
+// The experiments to make, in this order, as long as several causes fit.
 std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>& fitting) {
   using Counts = Experiment::Counts;
   std::vector<Experiment> all = {{.counts = Counts::kUneven},
@@ -533,7 +533,7 @@ std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>
   std::vector<int> holders;
   for (int rank = 0; rank < one.ranks(); ++rank)
     if (one.targets_of(rank) > 0) holders.push_back(rank);
-  // Whose part is missing, the rank's or that of what it has?
+  // The missing part may be the rank's, or that of the data it has.
   for (const Cause& cause : fitting) {
     if (cause.id != finding_id::missing_data_part) continue;
     for (const int other : holders)
@@ -600,7 +600,7 @@ Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std:
   return tried;
 }
 
-// What no known mistake makes, with what speaks for and against it.
+// The finding for a gradient that no known mistake makes, with the evidence.
 Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bool all,
                     const std::optional<Fitted>& fitted, std::vector<std::string> evidence) {
   Finding finding;

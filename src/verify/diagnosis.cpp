@@ -210,7 +210,7 @@ std::map<std::string, std::uint64_t> start_of(const StepDump& dump, const StepDu
   return start;
 }
 
-// What is other than on the first rank that says, or than in the reference.
+// Parameters whose checksum differs from the first rank that recorded one, or from the reference.
 std::vector<Finding> diagnose_start_of(const StepDump& dump, const char* side,
                                        const std::map<std::string, std::uint64_t>& reference) {
   auto first = reference;

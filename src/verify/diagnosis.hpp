@@ -158,7 +158,7 @@ struct RunPair {
   bool assigned_otherwise = false;
   // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
   std::vector<double> alone_rounding{};
-  // What was asked for alone is weighted as a part of the whole step is.
+  // A part that was asked for alone has the weight that it has in the whole step.
   bool of_whole = false;
 };
 
@@ -170,7 +170,7 @@ using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
 // `ambiguous` receives the mistakes that this precision does not tell from the right gradient.
 std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {},
                               std::vector<std::string>* ambiguous = nullptr);
-// The same of a pair that is compared already.
+// As above, for a pair that is compared already.
 class ComparedStep;
 std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = {},
                               std::vector<std::string>* ambiguous = nullptr);

@@ -9,7 +9,7 @@
 
 namespace isograd {
 
-// Of the bytes of each tensor, [P] int64.
+// A hash of the bytes of each tensor, [P] int64.
 at::Tensor digest(const std::vector<at::Tensor>& tensors);
 
 // Indices of the tensors whose digests differ on some rank. Collective.

@@ -309,7 +309,7 @@ std::vector<std::int64_t> samples_of(const MicroBatches& batches) {
       ids.insert(ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
       continue;
     }
-    // Of a fragment that is cut over ranks the first piece counts.
+    // The first piece of a fragment that is split over ranks counts.
     const auto& pieces = batch.cut->own();
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
       if (batch.sample_ids[f] != kPaddingSample && pieces[f].begin == 0 && pieces[f].length > 0)

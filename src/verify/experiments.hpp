@@ -19,7 +19,7 @@ using DataByRank = std::vector<MicroBatches>;
 DataByRank gather_batches(const MicroBatches& local, Group& group);
 // [rank][micro-batch] targets that carry loss.
 std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
-// What the declared mean counts in each, into dump.counts or dump.amounts: all known causes speak of that.
+// Writes what the declared mean counts in each into dump.counts or dump.amounts: all known causes use that.
 // Nothing under means that count nothing, or differ over ranks. `data` is the whole step.
 void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, StepDump& dump);
 // Ids of the samples in fragments, sorted, once for each fragment.
@@ -67,7 +67,8 @@ class Investigation {
   static StepData step_data_of(const VerifyProblem& problem, Group counting);  // collective
   // Ranks of the experiment become data ranks. False: it makes no sense there.
   static bool by_data_rank(Experiment& experiment, const StepData& step_data);
-  // What `rank` alone adds of `data`: its micro-batches, or its part of those that several ranks share.
+  // Leaves of `data` the part of `rank` alone: its micro-batches, or its part of those that several ranks
+  // share.
   static bool leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data, int rank,
                          int micro_batch, Group counting);
 

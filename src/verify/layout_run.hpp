@@ -19,7 +19,7 @@ struct Initial {
   std::vector<bool> trainable;
   bool other_values = false;  // nudged(): the oracle replays choices too
 
-  // What runs in the run's precision replay of the oracle's choice of experts; null: they choose.
+  // The oracle's choice of experts, which runs in the run's precision replay; null: they choose.
   std::shared_ptr<ReplayedChoices> choices{};
 
   explicit Initial(const VerifyModel& model);
@@ -30,8 +30,8 @@ struct Initial {
   Initial nudged(std::uint64_t draw) const;
 };
 
-// What an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that the next
-// step starts from the same parameters.
+// Records what an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that
+// the next step starts from the same parameters.
 class RecordingOptimizer;
 
 class LayoutRun {

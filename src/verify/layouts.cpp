@@ -25,7 +25,7 @@ bool shards(const std::string& strategy) {
   return strategy.starts_with("zero");
 }
 
-// What keeps gradients one by one has no use for one copy of the parameters.
+// Strategies that keep gradients one by one have no use for one copy of the parameters.
 bool may_share(const std::string& strategy) {
   return strategy != "naive" && strategy != "overlapped";
 }

@@ -30,8 +30,8 @@ LayoutChoice parse_layout(const std::string& text);
 // ranks, with one copy of the parameters (where `host_memory`: ranks can reach one another's) and without.
 // Where the loss is a mean of replicas' means, only layouts with as many replicas as configured.
 std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory);
-// What --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured one.
-// kAllMeshes (meshes.hpp) asks for none of these.
+// The layouts that --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured
+// one. kAllMeshes (meshes.hpp) asks for none of these.
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world);
 

@@ -82,7 +82,7 @@ std::string refusal_of(const RunConfig& config, int ranks, const Heads& heads) {
   }
 }
 
-// What running a mesh would show, as far as others may show it too.
+// The facts that running a mesh would show, as far as others may show them too.
 std::vector<std::string> shown_by(const std::vector<Axis>& axes) {
   std::vector<std::string> shown;
   for (std::size_t i = 0; i < axes.size(); ++i) {

@@ -27,11 +27,11 @@ struct ProposedMeshes {
   std::vector<std::string> left, refused;  // MeshesTried
 };
 
-// So many are run before only some are: those that cover each axis at each of its sizes, each axis alone and
-// each two axes together, wherever there is a mesh that does.
+// At most this many meshes are run; above it, a covering set: those that cover each axis at each of its
+// sizes, each axis alone and each two axes together, wherever there is a mesh that does.
 inline constexpr std::size_t kMostMeshes = 16;
 
-// Of a model's attention, Task::heads().
+// Heads of a model's attention, Task::heads().
 using Heads = std::pair<std::int64_t, std::int64_t>;
 
 // Every way to factor `ranks` over pp, dp_replicate, dp_shard, cp_ring, cp_ulysses and tp, with ep where the

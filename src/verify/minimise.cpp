@@ -13,7 +13,7 @@
 namespace isograd {
 namespace {
 
-// Of which runs something is a part, by TaskKind::name; none named: of all.
+// The kinds of run that have something, by TaskKind::name; none named: all.
 using Kinds = std::string_view;
 constexpr Kinds kAll = "", kText = "decoder", kVideos = "video", kTransformers = "decoder video",
                 kRows = "scorer";

@@ -16,7 +16,7 @@ struct Trial {
   int ranks = 1;
 };
 
-// What is wrong with a trial, by a name that does not depend on sizes; empty when nothing is. May throw
+// Names a trial's failure, independent of sizes; empty when nothing is. May throw
 // ConfigError: such a configuration is impossible, and no failure.
 using FailureOf = std::function<std::string(const Trial&)>;
 

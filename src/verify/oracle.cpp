@@ -20,7 +20,7 @@ at::Tensor valid_weights(const Batch& batch) {
   return batch.weights.defined() ? at::where(valid.ne(0), batch.weights.to(at::kDouble), valid) : valid;
 }
 
-// What a part of the batch adds up to.
+// The counts of a part of the batch.
 struct Sums {
   double targets = 0, weights = 0, samples = 0;
   std::map<std::int64_t, double> sample_weights;
@@ -47,7 +47,7 @@ Sums sums_of(const MicroBatches& part) {
   return sums;
 }
 
-// What each token's loss is multiplied by, [T].
+// The factor of each token's loss, [T].
 at::Tensor token_factors(const Batch& batch, const DeclaredLoss& declared, const Sums& sums) {
   at::Tensor factors = valid_weights(batch);
   if (declared.mean == Mean::kTargets || declared.mean == Mean::kWeights) return factors / sums.of(declared);

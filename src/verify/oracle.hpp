@@ -26,7 +26,7 @@ inline OracleClip clip_of(const VerifyProblem& problem) {
   return {problem.step.max_norm, problem.clip_groups};
 }
 
-// Of a scalar in `leaves`, dense (embeddings can make sparse ones); undefined where it hangs on nothing.
+// Gradients of a scalar in `leaves`, dense (embeddings can make sparse ones); undefined where unused.
 std::vector<at::Tensor> dense_gradients(const at::Tensor& scalar, const std::vector<at::Tensor>& leaves);
 
 // The loss of each token [T], 0 where it has no target.

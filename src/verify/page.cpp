@@ -272,7 +272,7 @@ std::string answer(const Verdict& verdict, const Wording& wording) {
   return text;
 }
 
-// What a class of mistakes is, in plain words.
+// The meaning of a class of mistakes, in plain words.
 std::string meaning_of(const std::string& id) {
   for (const auto& diagnosis : kDiagnoses)
     if (id == diagnosis.id) return diagnosis.meaning;

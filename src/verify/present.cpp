@@ -74,7 +74,7 @@ std::string aligned(std::vector<std::vector<std::string>> rows) {
   return text;
 }
 
-// What was not recorded is left out.
+// Figures that were not recorded are left out.
 std::string figures_row(const std::string& name, std::size_t width, const StepFigures& figures) {
   std::string text = fmt::format("  {:<{}}", printable(name), width);
   const auto number = [&](const char* what, double value) {
@@ -341,7 +341,7 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
   for (const auto& notice : wording.notices) text += "note: " + printable(notice) + "\n";
   if (!verdict.loss.empty() && verdict.loss != "token mean")
     text += "compared under the loss that was declared: " + printable(verdict.loss) + "\n";
-  // Of many layouts only those that say something are shown in full: the failed ones, else the worst.
+  // Among many layouts, only the failed ones, else the worst, are shown in full.
   const bool many = verdict.layouts.size() > 4;
   const LayoutVerdict* worst = worst_layout(verdict);
   std::vector<std::vector<std::string>> passed;

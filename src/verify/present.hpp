@@ -20,14 +20,15 @@ struct Wording {
 };
 Wording verify_wording(const Verdict& verdict);
 
-// What the shown table claims of one parameter: E1's comparison where E1 is claimed, else E2's.
+// The comparison that the shown table claims of one parameter: E1's comparison where E1 is claimed, else
+// E2's.
 const Comparison& shown(const ParameterVerdict& parameter, const LayoutVerdict& layout);
 bool good(const ParameterVerdict& parameter, const LayoutVerdict& layout);
 std::vector<const ParameterVerdict*> worst_first(const LayoutVerdict& layout);
 std::string scientific(double value);
 std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 std::string words(const Trajectory& trajectory);
-// What a grade finds and does not: the smallest errors of scale, and which parameters a floor judges.
+// The limits of a grade: the smallest errors of scale, and which parameters a floor judges.
 std::vector<std::string> resolution_of(const Grade& grade);
 std::string traffic(const LayoutVerdict& layout);
 

@@ -1,4 +1,4 @@
-// What a layout is compared with: the oracle's step, and what one process gets in the run's precision.
+// The reference of a layout: the oracle's step, and that of one process in the run's precision.
 #pragma once
 
 #include <optional>

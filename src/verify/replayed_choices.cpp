@@ -18,7 +18,7 @@
 namespace isograd {
 namespace {
 
-// Of each token, whatever batch it lies in and however that is cut.
+// A key for each token, whatever batch it lies in and however that is split.
 std::vector<std::int64_t> keys_of(const Batch& batch) {
   std::vector<std::int64_t> keys;
   const at::Tensor tokens = batch.tokens.cpu().contiguous(), positions = batch.positions.cpu().contiguous(),
@@ -33,7 +33,7 @@ std::vector<std::int64_t> keys_of(const Batch& batch) {
   return keys;
 }
 
-// What one forward chose, by layer, and by which scores.
+// The choices of one forward, by layer, and their scores.
 struct Routed {
   std::map<std::int64_t, at::Tensor> chosen, scores;
 };
@@ -48,8 +48,8 @@ DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std
   };
 }
 
-// Of the groups that a token's experts come from: how far their sums of two are apart the wrong way. `of`:
-// each group's sum; `used`: which ones the chosen experts are in. Completes `used` by the best others.
+// How far the sums of two of a token's groups of experts are apart the wrong way. `of`: each group's sum;
+// `used`: which ones the chosen experts are in. Completes `used` by the best others.
 double groups_apart(const std::vector<double>& of, std::vector<bool>& used, std::int64_t places) {
   double worst_taken = HUGE_VAL;
   std::vector<std::size_t> others;

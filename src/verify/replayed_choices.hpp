@@ -19,8 +19,8 @@ namespace isograd {
 
 struct Initial;
 
-// By how much scores of experts [E] differ from any for which `chosen`, ascending, were the best: by at least
-// so much two of them are apart the wrong way. 0: these are the best; infinite: no scores choose so.
+// The smallest change of two scores [E] that would make `chosen` (ascending) the top-k. 0: they are the best;
+// infinite: no scores choose so.
 double apart_from_best(const double* scores, std::int64_t experts, const ExpertScores& kind,
                        const std::vector<std::int64_t>& chosen);
 
@@ -30,7 +30,7 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
   // layer, goes where the run sends it.
   DecoderLM::ChooseExperts replay();
 
-  // What was replayed since the last call, over the ranks of `data`. Collective.
+  // Counts what was replayed since the last call, over the ranks of `data`. Collective.
   LayoutVerdict::Choices take(const Group& data);
 
  private:

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
 
-// Of the pieces that each parameter is cut into: `sums_of(parameter, begin, end)`.
+// Calls `sums_of(parameter, begin, end)` for each piece of each parameter.
 template <typename SumsOf>
 std::vector<FitSums> cut(const Tensors& parameters, const SumsOf& sums_of) {
   std::vector<FitSums> pieces;
@@ -34,7 +34,7 @@ std::vector<FitSums> pieces_of(const Tensors& errors, const Tensors& direction, 
   });
 }
 
-// Of gradient − reference along the reference.
+// Sums of gradient − reference along the reference.
 std::vector<FitSums> pieces_between(const Tensors& gradient, const Tensors& reference) {
   return cut(reference, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
     const PairSums sums = pair_sums(gradient[i], reference[i], begin, end);

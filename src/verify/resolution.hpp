@@ -1,5 +1,5 @@
-// What a comparison can see: how far errors lie along a direction, and the smallest mistake of scale that
-// still shows.
+// The resolution of a comparison: how far errors lie along a direction, and the smallest mistake of scale
+// that still shows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,9 +33,9 @@ WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double 
 // Only whether it passes.
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);
 
-// The same of one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors that one
-// parameter's elements share count as few, and a few may lie along the gradient by chance: not more than
-// twice as far as across it. That covers r² ≤ r, by which a right gradient looks too small against a
+// As test_scale(), for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors
+// that one parameter's elements share count as few, and a few may lie along the gradient by chance: not more
+// than twice as far as across it. That covers r² ≤ r, by which a right gradient looks too small against a
 // reference that is itself off by a share r of its norm, in no particular direction.
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                              double allowed);

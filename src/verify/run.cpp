@@ -37,10 +37,10 @@
 namespace isograd {
 namespace {
 
-// What ZeRO-3 gathers of the model, whose parameters are this rank's part of it: each unit, with the padding
-// of its flat storage. Counted here and not asked of the layout, because the layout is what is checked.
-// Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that forward
-// uses several times.
+// The elements that ZeRO-3 gathers of the model, whose parameters are this rank's part of it: each unit, with
+// the padding of its flat storage. Counted here and not asked of the layout, because the layout is what is
+// checked. Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that
+// forward uses several times.
 std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
                                                        const Grid& grid, int rank) {
   for (const auto& [name, tensor] : model.named)
@@ -57,7 +57,7 @@ std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model,
   std::vector<std::vector<NamedParameter>> units(blocks.size() + 1);
   for (const NamedParameter& parameter : unit_members(model.named, placements, grid, rank).trained) {
     const auto own = units_of.find(parameter.tensor.unsafeGetTensorImpl());
-    // What several blocks have belongs to the root.
+    // A parameter of several blocks belongs to the root.
     units[own != units_of.end() && own->second.size() == 1 ? *own->second.begin() : 0].push_back(parameter);
   }
   std::vector<SummedElements> gathered;
@@ -87,7 +87,7 @@ std::pair<double, double> traffic_by_plan(const RunConfig& config, const RanksOf
   return {bytes(summed_elements(layout, true)), bytes(summed_elements(layout, false))};
 }
 
-// What one rank keeps of one parameter: elements [begin, end) of its bucket or of itself.
+// One rank's part of one parameter: elements [begin, end) of its bucket or of itself.
 struct KeptPiece {
   std::size_t order;  // of the parameter, in the model
   std::string name;
@@ -103,7 +103,7 @@ std::int64_t cut_of(const std::string& parameter, const Layout* placed) {
   return axes.empty() ? 0 : placed->mesh().place(axes);
 }
 
-// Of each parameter what is computed with and its fp32 master, in the model's order, so that ranks with other
+// Each parameter as it is computed with, and its fp32 master, in the model's order, so that ranks with other
 // buckets or other parts of the model say as much as all. Nothing stands for what this rank has none of.
 std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                    DataParallel& layout, const Layout* placed) {
@@ -204,7 +204,7 @@ std::optional<Divergence> find_divergence(const std::vector<std::pair<std::strin
   return found;
 }
 
-// Those along which ranks differ, and those that samples are assigned along.
+// The axes along which ranks differ, and those that samples are assigned along.
 std::vector<Axis> used_axes(const Grid& grid) {
   std::vector<Axis> axes = grid.axes();
   std::erase_if(axes, [](const Axis& axis) { return axis.size == 1 && !kSampleAxes.count(axis.name); });
@@ -259,7 +259,7 @@ OptimizerOptions configured_optimizer(const RunConfig& config) {
 
 namespace {
 
-// What a model of one run is made with.
+// The inputs for making a model of one run.
 struct Setting {
   std::shared_ptr<const Task> task;
   std::shared_ptr<const Mesh> mesh;
@@ -408,7 +408,7 @@ Verdict verify_step(const KeptTask& task, World& world, const MakeModel& model,
   return verify(problem, world.group);
 }
 
-// Of named(), at this moment. Collective where ranks hold the model together.
+// The values of named(), at this moment. Collective where ranks hold the model together.
 std::vector<at::Tensor> values_of(const FinishedRun& run) {
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : run.model.named())

@@ -12,7 +12,7 @@
 
 namespace isograd {
 
-// What a caller, or a test that plants a fault, does to the problem before it is looked at. On every rank.
+// Lets a caller, or a test that plants a fault, change the problem before it is verified. On every rank.
 using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 
 // Told on rank 0 what begins: the number-th of `total` layouts, or, as number 0, the plain step before the

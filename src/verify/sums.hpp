@@ -9,18 +9,18 @@
 
 namespace isograd {
 
-// Of two vectors a and b, and of a − b.
+// Sums over two vectors a and b, and a − b.
 struct PairSums {
   double own = 0, other = 0;              // ⟨a, a⟩, ⟨b, b⟩
   double product = 0;                     // ⟨a, b⟩
   double apart = 0;                       // ⟨a − b, a − b⟩
   double along_own = 0, along_other = 0;  // ⟨a − b, a⟩, ⟨a − b, b⟩
 };
-// Of elements `begin` to `end` of two fp64 tensors of one shape.
+// The sums over elements `begin` to `end` of two fp64 tensors of one shape.
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end);
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b);
 
-// Of three vectors e, d and v.
+// Sums over three vectors e, d and v.
 struct FitSums {
   double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
   double elements = 0;

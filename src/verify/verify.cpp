@@ -26,7 +26,7 @@ const char* VerifyStopped::what() const noexcept {
 
 namespace {
 
-// What holds for the step in any precision.
+// The fields of a dump that are the same in any precision.
 StepDump in_precision(const StepDump& exact, const std::string& precision) {
   StepDump dump;
   dump.samples = exact.samples;
@@ -65,7 +65,7 @@ void take_layout(const VerifyProblem& problem, const std::string& layout, const 
   problem.take_dump(layout + ", " + dump.precision, dump);
 }
 
-// What other updates say of a wrong one: an optimizer without state and one with it.
+// Evidence for a wrong update: an optimizer without state and one with it.
 std::vector<std::string> passed_paths(const LayoutVerdict& layout) {
   std::vector<std::string> lines;
   for (const auto& trajectory : layout.trajectories)
@@ -78,8 +78,8 @@ std::string text_of(const OtherFigure& other) {
                      other.allowed);
 }
 
-// What of loss, norm and counts is off in the run's precision alone. A wrong norm makes a wrong coefficient:
-// said once.
+// Adds what is off in loss, norm and counts in the run's precision alone. A wrong norm makes a wrong
+// coefficient: said once.
 void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
   const auto has = [&](const std::string& id) {
     return std::any_of(layout.findings.begin(), layout.findings.end(), [&](auto& f) { return f.id == id; });
