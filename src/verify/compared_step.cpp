@@ -360,6 +360,12 @@ bool ComparedStep::find_parts() {
   return true;
 }
 
+std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain& again) {
+  auto pair = again ? again(setting) : std::nullopt;
+  if (!pair) return std::nullopt;
+  return ComparedStep(std::move(*pair), setting, again);
+}
+
 std::vector<double> weights_of(const ComparedStep& one, const Cause& cause) {
   std::vector<double> weights;
   for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));

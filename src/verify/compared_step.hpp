@@ -162,6 +162,9 @@ class ComparedStep {
   enum class Parts { kNotAsked, kNone, kFound } parts_ = Parts::kNotAsked;
 };
 
+// The step made again in other circumstances; nothing: it cannot be made.
+std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain& again);
+
 // A mistake, as the weights of the gradient's parts relative to the right weight, which is 1 everywhere.
 struct Cause {
   using Weight = std::function<double(const ComparedStep&, const ComparedStep::Cell&)>;

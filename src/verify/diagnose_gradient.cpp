@@ -353,14 +353,13 @@ std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAg
   }
   std::vector<std::string> needed;  // without each of these all is right
   for (const Removal& removal : removals) {
-    auto pair = again(removal.setting);
-    if (!pair) continue;
-    const ComparedStep other(std::move(*pair), removal.setting, again);
-    const bool right = other.same() && other.finite();
+    const auto other = made_under(removal.setting, again);
+    if (!other) continue;
+    const bool right = other->same() && other->finite();
     evidence.push_back(fmt::format(
         "{}: {}", text_of(one, removal.setting),
-        right ? fmt::format("all {} parameters are right", other.parameters().size())
-              : fmt::format("{} of {} parameters off", other.off().size(), other.parameters().size())));
+        right ? fmt::format("all {} parameters are right", other->parameters().size())
+              : fmt::format("{} of {} parameters off", other->off().size(), other->parameters().size())));
     if (right && !contains(needed, removal.without)) needed.push_back(removal.without);
   }
   if (needed.size() == 1) evidence.push_back("it takes " + needed[0] + " to be wrong");
@@ -577,20 +576,19 @@ Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std:
   for (const Experiment& setting : trials(one, fitting)) {
     if (fitting.empty() || !again) break;
     if (tried.any && same_ids(fitting) && !(setting.only_axis >= 0 && fitting.size() > 1)) continue;
-    auto pair = again(setting);
-    if (!pair) continue;
-    ComparedStep other(std::move(*pair), setting, again);
+    auto other = made_under(setting, again);
+    if (!other) continue;
     std::vector<Cause> still;
     std::string dropped;
     for (auto& cause : fitting) {
-      if (explains(other, cause, names).value_or(true))
+      if (explains(*other, cause, names).value_or(true))
         still.push_back(std::move(cause));
       else
         dropped += " not " + cause.id + ";";
     }
     evidence.push_back(fmt::format("{}: ratio of {} {:.6g}, {} of {} parameters off;{}",
-                                   text_of(one, setting), names[0], ratio_in(other, names[0]),
-                                   other.off().size(), other.parameters().size(),
+                                   text_of(one, setting), names[0], ratio_in(*other, names[0]),
+                                   other->off().size(), other->parameters().size(),
                                    dropped.empty() ? " still fits" : dropped));
     fitting = std::move(still);
     tried.any = true;

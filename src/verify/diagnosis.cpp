@@ -326,12 +326,11 @@ std::string wrong_axes(const ComparedStep& one, const RunAgain& again, std::vect
     if (axes[i].size == 1) continue;
     if (axes[i].size < one.size_of(kAllRanks)) {
       const Experiment setting{.only_axis = static_cast<int>(i)};
-      auto pair = again(setting);
-      if (!pair) continue;
-      const ComparedStep alone(std::move(*pair), setting, again);
-      evidence.push_back(fmt::format("{}: {} of {} parameters off", text_of(one, setting), alone.off().size(),
-                                     alone.parameters().size()));
-      if (alone.same()) continue;
+      const auto alone = made_under(setting, again);
+      if (!alone) continue;
+      evidence.push_back(fmt::format("{}: {} of {} parameters off", text_of(one, setting),
+                                     alone->off().size(), alone->parameters().size()));
+      if (alone->same()) continue;
     }
     wrong.push_back(name_of(one, axes[i].name));
   }
@@ -342,18 +341,16 @@ std::string wrong_axes(const ComparedStep& one, const RunAgain& again, std::vect
 std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& again) {
   if (!again || (one.same() && one.finite_loss())) return {};
   const auto vanishes = [&](const Experiment& setting) -> std::optional<Finding> {
-    auto pair = again(setting);
-    if (!pair) return std::nullopt;
-    const ComparedStep other(std::move(*pair), setting, again);
-    if (!other.same() || !other.finite() || !other.finite_loss() ||
-        !diagnose_samples(other.found(), other.expected()).empty())
+    const auto other = made_under(setting, again);
+    if (!other || !other->same() || !other->finite() || !other->finite_loss() ||
+        !diagnose_samples(other->found(), other->expected()).empty())
       return std::nullopt;
     const auto& loss = one.found().figures.loss;
     return Finding{"",
                    "",
                    {fmt::format("{}: all {} parameters are right (as given: {} are not, loss {:.9g}, "
                                 "expected {:.9g})",
-                                setting.text(), other.parameters().size(), one.off().size(), loss,
+                                setting.text(), other->parameters().size(), one.off().size(), loss,
                                 one.expected().figures.loss)}};
   };
   if (one.finite() && one.finite_loss()) {
@@ -375,12 +372,10 @@ std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& a
 }
 
 std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again, const std::string& how) {
-  if (!again) return {};
-  const Experiment setting{.without_resume = true};
-  auto other = again(setting);
-  if (!other || !diagnose_samples(other->found, other->expected).empty()) return {};
-  const ComparedStep uninterrupted(std::move(*other), setting, again);
-  if (!uninterrupted.same()) return {};
+  const auto uninterrupted = made_under({.without_resume = true}, again);
+  if (!uninterrupted || !uninterrupted->same() ||
+      !diagnose_samples(uninterrupted->found(), uninterrupted->expected()).empty())
+    return {};
   return {{finding_id::resume_changes_step,
            fmt::format("the resumed step is another one ({}): the loss jumps from {:.9g} to {:.9g}", how,
                        pair.expected.figures.loss, pair.found.figures.loss),
