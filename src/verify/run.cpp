@@ -30,7 +30,7 @@
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
-#include "train/traffic.hpp"
+#include "train/memory.hpp"
 #include "verify/digest.hpp"
 #include "verify/layouts.hpp"
 #include "verify/meshes.hpp"
