@@ -25,7 +25,7 @@ from leaving import leave
 
 
 def pattern(offset, numel, salt):
-    """Whole numbers in [-509, 509], the same as pattern() of src/bench/optim_case.cpp."""
+    """Whole numbers in [-509, 509], the same as pattern() of src/bench/cases/optim_case.cpp."""
     place = torch.arange(offset, offset + numel, dtype=torch.int64)
     return ((place * 40503 + salt * 7919) % 1019 - 509).to(torch.float32)
 

@@ -1,4 +1,4 @@
-#include "bench/optim_case.hpp"
+#include "bench/cases/optim_case.hpp"
 
 #include <ATen/ops/arange.h>
 
@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
+#include "bench/cases/step_case.hpp"
 #include "bench/rounds.hpp"
-#include "bench/step_case.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

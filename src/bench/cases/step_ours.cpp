@@ -7,11 +7,11 @@
 
 #include "base/memory.hpp"
 #include "bench/bench.hpp"
+#include "bench/cases/step_case.hpp"
+#include "bench/cases/strategy.hpp"
 #include "bench/device_profile.hpp"
 #include "bench/pipes.hpp"
 #include "bench/rounds.hpp"
-#include "bench/step_case.hpp"
-#include "bench/strategy.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "train/device.hpp"

@@ -1,4 +1,4 @@
-#include "bench/context_cases.hpp"
+#include "bench/cases/context_cases.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "bench/comm_case.hpp"
+#include "bench/cases/comm_case.hpp"
 
 #include <cmath>
 

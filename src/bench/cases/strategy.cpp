@@ -1,4 +1,4 @@
-#include "bench/strategy.hpp"
+#include "bench/cases/strategy.hpp"
 
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/step_case.hpp"
+#include "bench/cases/step_case.hpp"
 #include "kernels/matmul/product.hpp"
 
 namespace isograd {

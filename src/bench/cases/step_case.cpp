@@ -1,4 +1,4 @@
-#include "bench/step_case.hpp"
+#include "bench/cases/step_case.hpp"
 
 #include <cmath>
 #include <nlohmann/json.hpp>

@@ -8,8 +8,8 @@
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
+#include "bench/cases/step_products.hpp"
 #include "bench/rounds.hpp"
-#include "bench/step_products.hpp"
 
 namespace isograd {
 namespace {

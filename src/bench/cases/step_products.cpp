@@ -1,4 +1,4 @@
-#include "bench/step_products.hpp"
+#include "bench/cases/step_products.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

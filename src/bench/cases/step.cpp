@@ -8,11 +8,11 @@
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
+#include "bench/cases/step_case.hpp"
+#include "bench/cases/step_products.hpp"
+#include "bench/cases/strategy.hpp"
 #include "bench/exchange.hpp"
 #include "bench/rounds.hpp"
-#include "bench/step_case.hpp"
-#include "bench/step_products.hpp"
-#include "bench/strategy.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {

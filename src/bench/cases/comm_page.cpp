@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "bench/comm_case.hpp"
+#include "bench/cases/comm_case.hpp"
 #include "report/report.hpp"
 
 namespace isograd {

@@ -7,11 +7,11 @@
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
+#include "bench/cases/step_case.hpp"
+#include "bench/cases/step_products.hpp"
+#include "bench/cases/strategy.hpp"
 #include "bench/exchange.hpp"
 #include "bench/side_table.hpp"
-#include "bench/step_case.hpp"
-#include "bench/step_products.hpp"
-#include "bench/strategy.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

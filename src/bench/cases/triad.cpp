@@ -1,4 +1,4 @@
-#include "bench/triad.hpp"
+#include "bench/cases/triad.hpp"
 
 #include "kernels/versions.hpp"
 

@@ -8,7 +8,7 @@
 #include "base/json.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
-#include "bench/comm_case.hpp"
+#include "bench/cases/comm_case.hpp"
 #include "bench/exchange.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/error.hpp"

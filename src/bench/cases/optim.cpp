@@ -8,10 +8,10 @@
 #include "base/files.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
+#include "bench/cases/optim_case.hpp"
+#include "bench/cases/strategy.hpp"
 #include "bench/exchange.hpp"
-#include "bench/optim_case.hpp"
 #include "bench/rounds.hpp"
-#include "bench/strategy.hpp"
 
 namespace isograd {
 namespace {
