@@ -61,7 +61,7 @@ ALLOWED = [
     ("src/verify/oracle.cpp", "term.sum(batch) / divisor", "the outside oracle: one process, no code of the normaliser"),
     ("src/comm/group.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/comm/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),
-    ("src/bench/cases/context.cpp", "best = alone / ranks", "the time of work that is divided evenly"),
+    ("src/bench/cases/context.cpp", "best = alone / bench.options.ranks", "the time of work that is divided evenly"),
     ("src/parallel/pipeline/schedules.cpp", "shape.micro_batches / shape.ranks", "whole rounds of micro-batches"),
     ("src/parallel/pipeline/schedules.cpp", "step / shape.ranks", "which stage of a rank is next"),
     ("src/data/loader.cpp", "count * rank / size", "deals packs out to ranks"),

@@ -1,32 +1,20 @@
-"""One document over several ranks in PyTorch, what `isograd bench context --peer` is compared with.
+"""One document over several ranks in PyTorch, the peer of `isograd bench context --peer`.
 
 torch.distributed.tensor.experimental.context_parallel does not run on the CPU (docs/context-parallelism.md has its
 error): it knows ring attention for three CUDA kernels alone. Its ring itself, the loops that pass keys and values on and
 merge parts by log-sum-exp, takes any kernel; here it is given the CPU's flash attention, over Gloo, with its own
 balanced placement (each rank has the r-th and the r-th last of 2R chunks).
 
-    python context_parallel.py EXCHANGE RANKS SIDE      starts the ranks
-
-EXCHANGE holds
-    case.json            shapes, tokens; attention: true for one layer's attention alone
-    model/               config.json, model.safetensors, unless attention alone
-    SIDE.go.R            one byte per turn for rank R; end of file: done
-    SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
+Started as turns.py tells. case.json has the shapes, tokens, and attention: true for one layer's attention alone; else
+model/ has config.json and model.safetensors.
 """
-import json
-import os
-import pathlib
-import subprocess
-import sys
-import time
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import llama_step
-from leaving import leave
+import turns
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -107,35 +95,16 @@ def model_step(exchange, c, own):
     return step
 
 
-def run_rank(exchange, rank, ranks, side):
-    c = json.loads((exchange / "case.json").read_text())
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
-    own = chunks_of(c["tokens"], rank, ranks)
-    step = attention_alone(c, own) if c["attention"] else model_step(exchange, c, own)
-    go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
-    done = open(exchange / f"{side}.done", "w") if rank == 0 else None
-    while go.read(1):
+def run(rank):
+    c = rank.case()
+    rank.meet()
+    own = chunks_of(c["tokens"], rank.rank, rank.ranks)
+    step = attention_alone(c, own) if c["attention"] else model_step(rank.exchange, c, own)
+    for _ in rank.turns():
         dist.barrier()
-        start = time.perf_counter()
-        loss, norm = step()
-        turn = {"seconds": [time.perf_counter() - start], "losses": [loss], "norms": [norm]}
-        if done:
-            done.write(json.dumps(turn) + "\n")
-            done.flush()
-    leave()
-
-
-def main():
-    exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
-    if "RANK" in os.environ:
-        return run_rank(exchange, int(os.environ["RANK"]), ranks, sys.argv[3])
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
-                for rank in range(ranks)]
-    statuses = [child.wait() for child in children]
-    sys.exit(max(map(abs, statuses)))
+        seconds, (loss, norm) = turns.timed(step)
+        rank.answer(seconds=[seconds], losses=[loss], norms=[norm])
 
 
 if __name__ == "__main__":
-    main()
+    turns.main(run)

@@ -1,20 +1,21 @@
-"""isograd.linear_cross_entropy beside F.linear with F.cross_entropy, and beside torch.nn.functional.linear_cross_entropy where
-torch has it (its chunked path by default options): forward and backward of one head, each side in a process of its own.
+"""isograd.linear_cross_entropy compared with F.linear with F.cross_entropy, and with
+torch.nn.functional.linear_cross_entropy where torch has it (also on its chunked path, by default options): forward and
+backward of one head, each side in a process of its own.
 
     python bench/peers/linear_cross_entropy.py [--tokens 4096 --hidden 512 --vocabulary 32768 --dtype float32 --threads 1]
 
-by a Python with the package in it (./dev wheel && pip install dist/isograd-*.whl). Prints a line of JSON for each side: seconds,
-the least of all turns, which go by turns; MiB that a step needs at its peak beyond hidden, weight and targets.
+by a Python with the package in it (./dev wheel && pip install dist/isograd-*.whl). Prints a line of JSON for each side:
+seconds, the least of all turns, which the sides take one after the other; MiB that a step needs at its peak beyond hidden,
+weight and targets.
 """
-import argparse
 import json
-import pathlib
 import subprocess
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
+
+import turns
 
 
 def plain(hidden, weight, targets):
@@ -38,13 +39,6 @@ def ours(hidden, weight, targets):
 SIDES = {"plain": plain, "torch": torchs, "torch_chunked": torchs_in_chunks, "isograd": ours}
 
 
-def status_bytes(name):
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return 1024 * int(line.split()[1])
-    return 0
-
-
 def serve(side, options):
     """One step for each line that comes; a line of JSON for each."""
     torch.set_num_threads(options.threads)
@@ -60,22 +54,21 @@ def serve(side, options):
         print(json.dumps({"missing": f"{type(error).__name__}: {error}"}), flush=True)
         return
     print(json.dumps({}), flush=True)
-    for _ in sys.stdin:
-        hidden.grad = weight.grad = None
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-        before = status_bytes("VmRSS")
-        start = time.perf_counter()
+
+    def differentiate():
         loss = SIDES[side](hidden, weight, targets)
         loss.backward()
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "bytes": status_bytes("VmHWM") - before, "loss": loss.item(),
-                          "norm": weight.grad.double().norm().item()}), flush=True)
+        return loss.item()
+
+    for _ in sys.stdin:
+        hidden.grad = weight.grad = None
+        peak, (seconds, loss) = turns.peak_growth(lambda: turns.timed(differentiate))
+        print(json.dumps({"seconds": seconds, "bytes": peak, "loss": loss, "norm": weight.grad.double().norm().item()}),
+              flush=True)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"tokens": 4096, "hidden": 512, "vocabulary": 32768, "turns": 3, "threads": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = turns.arguments(__doc__, tokens=4096, hidden=512, vocabulary=32768, turns=3, threads=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--side", choices=SIDES)
     options = parser.parse_args()

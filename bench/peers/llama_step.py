@@ -5,23 +5,19 @@ Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
 directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS SIDE MODE   starts the ranks; MODE: eager, compiled, autocast, autocast-compiled, ddp, ddp-compiled, fsdp2 or tp
-
+    python llama_step.py EXCHANGE RANKS SIDE MODE   as turns.py tells; MODE: eager, compiled, autocast, autocast-compiled,
+                                                    ddp, ddp-compiled, fsdp2 or tp
 EXCHANGE holds
-    case.json            shapes, learning rate, steps per turn
-    model/               config.json, model.safetensors
-    tokens.bin           int64 [steps, ranks of case.json, micro-batches x sequences, length + 1]
-    SIDE.go.R            one byte per turn for rank R, "p" for one under the profiler; end of file: done
-    SIDE.done            one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
+    case.json     shapes, learning rate, steps per turn
+    model/        config.json, model.safetensors
+    tokens.bin    int64 [steps, ranks of case.json, micro-batches x sequences, length + 1]
 
-Ranks of "tp" hold one model together and see one batch: their case has one rank's tokens. An eager side of a case with several ranks computes what rank 0 sees: one process with the tokens of one rank.
+Ranks of "tp" shard one model and see one batch: their case has one rank's tokens. An eager side of a case with several
+ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
 import itertools
 import json
 import os
-import pathlib
-import subprocess
-import sys
 import time
 
 import torch
@@ -29,7 +25,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from leaving import leave
+import turns
 
 
 def rotate_half(x):
@@ -218,7 +214,7 @@ class Masters:
 
 
 def profile_steps(device, steps, step):
-    """What src/bench/device_profile.cpp tells of our steps."""
+    """The figures that src/bench/device_profile.cpp gives for our steps."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -257,35 +253,30 @@ def profile_steps(device, steps, step):
             "peak_bytes": torch.cuda.max_memory_allocated()}
 
 
-def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimizer_for, backward):
+def run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward):
     """`clip` returns how to read the norm, outside of what is timed."""
-    c = json.loads((exchange / "case.json").read_text())
+    exchange, ranks, c = rank.exchange, rank.ranks, rank.case()
     torch.set_num_threads(c["threads"])
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(exchange / f"compiled.{rank}"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(exchange / f"compiled.{rank.rank}"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # ISOGRAD_PEER_DEVICE=cpu: where our side's GPU is the tests' stand-in, which Python's torch does not see.
     on_gpu = os.environ.get("ISOGRAD_PEER_DEVICE", c["device"]) == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cuda", rank.rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
     if ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                init_method=f"file://{exchange}/{side}.store", rank=rank, world_size=ranks)
-    model = make_model(exchange, c, mode, rank, ranks).to(device)
+        rank.meet("nccl" if on_gpu else "gloo")
+    model = make_model(exchange, c, mode, rank.rank, ranks).to(device)
     c["autocast"] = mode.startswith("autocast")
-    in_bf16 = c.get("dtype") == "bfloat16" and not c["autocast"]
+    in_bf16 = c["dtype"] == "bfloat16" and not c["autocast"]
     if in_bf16:
         model.bfloat16()
     trained = wrap(model, mode, ranks, c)
     updated = Masters(model) if in_bf16 else model
     optimizer = optimizer_for(updated, c, mode)
-    raw = bytearray((exchange / "tokens.bin").read_bytes())
-    tokens = torch.frombuffer(raw, dtype=torch.int64)
+    tokens = torch.frombuffer(bytearray((exchange / "tokens.bin").read_bytes()), dtype=torch.int64)
     sequences = c["micro_batches"] * c["sequences"]
-    tokens = tokens.reshape(-1, c["ranks"], sequences, c["length"] + 1)[:, rank % c["ranks"]]
-    go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
-    done = open(exchange / f"{side}.done", "w") if rank == 0 else None
+    tokens = tokens.reshape(-1, c["ranks"], sequences, c["length"] + 1)[:, rank.rank % c["ranks"]]
     batches = itertools.cycle(tokens)
 
     def train():
@@ -302,42 +293,22 @@ def run_rank(exchange, rank, ranks, side, mode, make_model, wrap, clip, optimize
             optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm
 
-    while turn := go.read(1):
-        seconds, losses, norms = [], [], []
+    for turn in rank.turns():
         if ranks > 1:
             dist.barrier()
         if turn == b"p":
-            found = profile_steps(device, 3, train)
-            if done:
-                done.write(json.dumps({"seconds": [], "losses": [], "profile": found}) + "\n")
-                done.flush()
+            rank.answer(seconds=[], losses=[], profile=profile_steps(device, 3, train))
             continue
-        for _ in range(c["steps_per_turn"]):
-            start = time.perf_counter()
-            loss, norm = train()
-            seconds.append(time.perf_counter() - start)
-            losses.append(loss)
-            norms.append(norm)
-        total = torch.tensor(losses, dtype=torch.float64, device=device)
+        steps = [turns.timed(train) for _ in range(c["steps_per_turn"])]
+        total = torch.tensor([loss for _, (loss, _) in steps], dtype=torch.float64, device=device)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)
-        norms = [norm() for norm in norms]
-        if done:
-            done.write(json.dumps({"seconds": seconds, "losses": (total / ranks).tolist(), "norms": norms}) + "\n")
-            done.flush()
-    if ranks > 1:
-        leave()
+        norms = [norm() for _, (_, norm) in steps]
+        rank.answer(seconds=[seconds for seconds, _ in steps], losses=(total / ranks).tolist(), norms=norms)
 
 
 def main(make_model=make_model, wrap=wrap, clip=clip, optimizer_for=optimizer_for, backward=backward):
-    exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
-    if ranks == 1 or "RANK" in os.environ:
-        return run_rank(exchange, int(os.environ.get("RANK", 0)), ranks, *sys.argv[3:], make_model, wrap, clip,
-                        optimizer_for, backward)
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
-                for rank in range(ranks)]
-    statuses = [child.wait() for child in children]
-    sys.exit(max(map(abs, statuses)))
+    turns.main(lambda rank, mode: run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward))
 
 
 if __name__ == "__main__":

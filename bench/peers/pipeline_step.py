@@ -1,7 +1,7 @@
 """The training step of `isograd bench pipeline` in PyTorch: llama_step.py's model in stages under
 torch.distributed.pipelining over Gloo (mode 1f1b or gpipe), or whole in one process (eager).
 
-    python pipeline_step.py EXCHANGE RANKS SIDE eager|1f1b|gpipe   starts the ranks; the exchange is llama_step.py's
+    python pipeline_step.py EXCHANGE RANKS SIDE eager|1f1b|gpipe   as turns.py tells; the exchange is llama_step.py's
 
 The schedule divides by the number of micro-batches, whose token counts are equal. The norm of the whole gradient is
 taken over the stages, as torch.distributed.pipelining leaves to its users.

@@ -1,22 +1,20 @@
-"""What `isograd.prove` costs: the step of a transformer of 40 million parameters under DDP, beside the runs that any proof
-has to make, which plain PyTorch makes here: the step itself, and the whole batch on one process in fp64 and in fp32.
+"""The cost of `isograd.prove`: the step of a transformer of 40 million parameters under DDP, and the runs that any proof has
+to make, which plain PyTorch makes here: the step itself, and the whole batch on one process in fp64 and in fp32.
 
     python bench/peers/prove_step.py [--ranks 2 --layers 12 --width 512 --length 128 --samples 4 --turns 3 --threads 1]
 
 by a Python with the package in it (./dev wheel && pip install dist/isograd-*.whl). Prints one line of JSON: seconds, the
 least of all turns, each turn after the other.
 """
-import argparse
 import json
-import pathlib
 import tempfile
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import isograd
+import turns
 
 VOCABULARY = 8192
 
@@ -63,12 +61,6 @@ def one_device(model, documents):
         (losses(model, document).sum() / targets).backward()
 
 
-def seconds(make):
-    begin = time.perf_counter()
-    made = make()
-    return time.perf_counter() - begin, made
-
-
 def on_rank(rank, options, store):
     torch.set_num_threads(options.threads)
     dist.init_process_group("isograd", init_method=f"file://{store}/store", rank=rank, world_size=options.ranks)
@@ -95,15 +87,15 @@ def on_rank(rank, options, store):
     for _ in range(options.turns):
         step(trained, optimizer, [mine])
         dist.barrier()
-        taken["step"].append(seconds(lambda: step(trained, optimizer, [mine]))[0])
+        taken["step"].append(turns.timed(lambda: step(trained, optimizer, [mine]))[0])
         if rank == 0:  # the others wait, as they do while rank 0 proves
             whole = [document for some in everything for document in some]
             for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
                 alone = Transformer(options.layers, options.width, activation).to(dtype)
-                taken[name].append(seconds(lambda: one_device(alone, whole))[0])
+                taken[name].append(turns.timed(lambda: one_device(alone, whole))[0])
                 del alone
         dist.barrier()
-        spent, verdict = seconds(lambda: isograd.prove(step, trained, optimizer, micro_batches=[mine], loss=losses))
+        spent, verdict = turns.timed(lambda: isograd.prove(step, trained, optimizer, micro_batches=[mine], loss=losses))
         taken["prove"].append(spent)
     if rank == 0:
         least = {name: min(values) for name, values in taken.items()}
@@ -119,13 +111,11 @@ def on_rank(rank, options, store):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"ranks": 2, "layers": 12, "width": 512, "length": 128, "samples": 4, "turns": 3, "threads": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser = turns.arguments(__doc__, ranks=2, layers=12, width=512, length=128, samples=4, turns=3, threads=1)
     parser.add_argument("--activation", choices=["gelu", "relu"], default="gelu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="isograd-") as store:
-        torch.multiprocessing.spawn(on_rank, (options, str(pathlib.Path(store))), nprocs=options.ranks)
+        torch.multiprocessing.spawn(on_rank, (options, store), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""isograd.ranking's modules beside those of the package imbalanced-losses, forward and backward on one process, by turns.
+"""isograd.ranking's modules compared with those of the package imbalanced-losses: forward and backward on one process, by
+turns.
 
     python bench/peers/python_ranking_losses.py [--rows 5000 20000 --turns 5 --threads 1]
 
@@ -6,13 +7,12 @@ by a Python with both packages in it: ./dev wheel && pip install dist/isograd-*.
 of JSON for each loss and number of rows: seconds, the least of all turns; the largest difference of the two gradients, of the
 largest element.
 """
-import argparse
 import json
 import sys
-import time
 
 import torch
 
+import turns
 from isograd import ranking
 
 try:
@@ -27,16 +27,13 @@ PEER = {"num_classes": 1, "queue_size": 0, "gather_distributed": False}
 
 def step(loss, scores, targets):
     scores.grad = None
-    start = time.perf_counter()
-    loss(scores, targets).backward()
-    return time.perf_counter() - start, scores.grad
+    seconds, _ = turns.timed(lambda: loss(scores, targets).backward())
+    return seconds, scores.grad
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = turns.arguments(__doc__, turns=5, threads=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[5000, 20000])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for name, given in LOSSES.items():

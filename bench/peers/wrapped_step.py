@@ -2,24 +2,18 @@
 
     python wrapped_step.py EXCHANGE RANKS SIDE BACKEND ddp|fsdp2 SIZE MODULE
 
-starts its ranks itself. MODULE is the folder of isograd_comm. EXCHANGE holds SIDE.go.R, a byte a turn for rank R, and
-SIDE.done, a JSON line a turn: {"seconds": [...], "losses": [...]}. The sides differ in BACKEND alone. BACKEND "fake" is
-PyTorch's backend that does nothing: what the wrapper takes with collectives that take no time. Its numbers mean nothing,
-so it gives no losses.
+Started as turns.py tells. MODULE is the folder of isograd_comm. The sides differ in BACKEND alone. BACKEND "fake" is
+PyTorch's backend that does nothing: its step is what the wrapper takes with collectives that take no time. Its numbers
+mean nothing, so it gives no losses.
 """
-import json
-import os
-import pathlib
-import subprocess
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from leaving import leave
+import turns
 
 # vocabulary, hidden, heads, feed-forward, layers, tokens of a rank's step
 SIZES = {"tiny": (64, 32, 2, 64, 2, 16), "communication": (256, 768, 12, 2048, 6, 64),
@@ -78,57 +72,44 @@ def leave_as_it_is(_, bucket):
     return future
 
 
-def run_rank(exchange, rank, ranks, side, backend, wrapper, size, module):
+def run(rank, backend, wrapper, size, module):
     if backend == "isograd":
         sys.path.insert(0, module)
         import isograd_comm  # noqa: F401  (registers the backend)
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     real = backend != "fake"
     if real:
-        meeting = {"init_method": f"file://{exchange}/{side}.store"}
+        rank.meet(backend)
     else:
         from torch.testing._internal.distributed.fake_pg import FakeStore
-        meeting = {"store": FakeStore()}
+        rank.meet(backend, store=FakeStore())
         torch.set_flush_denormal(True)  # what nobody gathered may be any bits
-    dist.init_process_group(backend, rank=rank, world_size=ranks, **meeting)
     *shape, tokens = SIZES[size]
     torch.manual_seed(0)
     model = wrap(Decoder(*shape), wrapper)
     if not real and wrapper == "ddp":  # its own way asks for a result, which this backend has not
         model.register_comm_hook(None, leave_as_it_is)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    generator = torch.Generator().manual_seed(rank)
-    go = open(exchange / f"{side}.go.{rank}", "rb", buffering=0)
-    done = open(exchange / f"{side}.done", "w") if rank == 0 else None
-    while go.read(1):
+    generator = torch.Generator().manual_seed(rank.rank)
+
+    def step(batch):
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    for _ in rank.turns():
         seconds, losses = [], []
         for _ in range(STEPS_PER_TURN):
             batch = torch.randint(0, shape[0], (1, tokens + 1), generator=generator)
             dist.barrier()
-            start = time.perf_counter()
-            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            seconds.append(time.perf_counter() - start)
+            spent, loss = turns.timed(lambda batch=batch: step(batch))
+            seconds.append(spent)
             if real:
                 losses.append(loss.item())
-        if done:
-            done.write(json.dumps({"seconds": seconds, "losses": losses}) + "\n")
-            done.flush()
-    leave()
-
-
-def main():
-    exchange, ranks = pathlib.Path(sys.argv[1]).resolve(), int(sys.argv[2])
-    if "RANK" in os.environ:
-        return run_rank(exchange, int(os.environ["RANK"]), ranks, *sys.argv[3:])
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
-                for rank in range(ranks)]
-    sys.exit(max(abs(child.wait()) for child in children))
+        rank.answer(seconds=seconds, losses=losses)
 
 
 if __name__ == "__main__":
-    main()
+    turns.main(run)

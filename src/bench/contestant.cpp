@@ -19,21 +19,19 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/print.hpp"
-#include "isograd/error.hpp"
+#include "base/refuse.hpp"
 
 extern char** environ;
 
 namespace isograd {
 namespace {
 
-int open_pipe(const std::filesystem::path& path) {
+int make_pipe(const std::filesystem::path& path) {
   // Opened for both directions: opening does not wait for the other end.
   const int file = mkfifo(path.c_str(), 0600) == 0 ? open(path.c_str(), O_RDWR | O_CLOEXEC) : -1;
   if (file < 0)
-    throw ConfigError({.where = path.string(),
-                       .found = std::strerror(errno),
-                       .expected = "a named pipe",
-                       .action = "Point TMPDIR to a folder where pipes can be made"});
+    refuse(path.string(), std::strerror(errno), "a named pipe",
+           "Point TMPDIR to a folder where pipes can be made");
   return file;
 }
 
@@ -48,6 +46,14 @@ std::vector<std::string> environment() {
   return variables;
 }
 
+std::FILE* open_pipe(const std::filesystem::path& path, const char* mode) {
+  std::FILE* file = std::fopen(path.c_str(), mode);
+  if (!file)
+    refuse("a side of isograd bench", "cannot open " + path.string(), "a pipe made by isograd bench",
+           "Run `isograd bench step` or `isograd bench optim`, which start this");
+  return file;
+}
+
 std::vector<char*> pointers(std::vector<std::string>& strings) {
   std::vector<char*> result;
   for (auto& string : strings) result.push_back(string.data());
@@ -57,12 +63,12 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 
 // Process groups of the sides that run. A signal that ends this program ends them: a side that still starts
 // would wait at its pipe for ever.
-std::array<std::atomic<pid_t>, 64> sides{};
+std::array<std::atomic<pid_t>, 64> process_groups{};
 constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
 
 void end_sides(int signal) {
-  for (const auto& side : sides)
-    if (const pid_t group = side.load(); group > 0) kill(-group, SIGKILL);
+  for (const auto& each : process_groups)
+    if (const pid_t group = each.load(); group > 0) kill(-group, SIGKILL);
   raise(signal);  // SA_RESETHAND: as if nobody had handled it
 }
 
@@ -74,7 +80,7 @@ void exchange_side(pid_t from, pid_t to) {
     for (const int signal : kEnding) sigaction(signal, &action, nullptr);
     return true;
   }();
-  for (auto& side : sides)
+  for (auto& side : process_groups)
     if (pid_t expected = from; handled && side.compare_exchange_strong(expected, to)) return;
 }
 
@@ -84,8 +90,8 @@ Contestant::Contestant(std::string name, std::vector<std::string> command, std::
                        int ranks)
     : name_(std::move(name)), command_(std::move(command)), exchange_(std::move(exchange)) {
   for (int rank = 0; rank < ranks; ++rank)
-    go_.push_back(open_pipe(exchange_ / (name_ + ".go." + std::to_string(rank))));
-  done_ = open_pipe(exchange_ / (name_ + ".done"));
+    go_.push_back(make_pipe(exchange_ / (name_ + ".go." + std::to_string(rank))));
+  done_ = make_pipe(exchange_ / (name_ + ".done"));
 
   const std::string log = (exchange_ / (name_ + ".log")).string();
   posix_spawn_file_actions_t files;
@@ -113,10 +119,8 @@ Contestant::Contestant(std::string name, std::vector<std::string> command, std::
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) {
     process_ = -1;
-    throw ConfigError({.where = "starting " + command_[0],
-                       .found = std::strerror(error),
-                       .expected = "a program",
-                       .action = "Name the Python interpreter that has torch in the variable PYTHON"});
+    refuse("starting " + command_[0], std::strerror(error), "a program",
+           "Name the Python interpreter that has torch in the variable PYTHON");
   }
 }
 
@@ -147,11 +151,8 @@ void Contestant::fail(const std::string& found) {
   constexpr std::size_t kShown = 2000;
   if (log.size() > kShown) log = "..." + log.substr(log.size() - kShown);
   if (!log.empty()) print(stderr, log + "\n");  // its lines stay lines, which a message has none of
-  throw ConfigError(
-      {.where = "isograd bench, side '" + name_ + "' (" + command_[0] + ")",
-       .found = found,
-       .expected = "a line for each turn",
-       .action = "Read its output above; the peer needs a Python with torch (variable PYTHON)"});
+  refuse("isograd bench, side '" + name_ + "' (" + command_[0] + ")", found, "a line for each turn",
+         "Read its output above; the peer needs a Python with torch (variable PYTHON)");
 }
 
 void Contestant::start(char kind) {
@@ -181,6 +182,20 @@ Turn Contestant::answer(double patience) {
   const auto numbers = [&](const char* key) { return line.value(key, std::vector<double>{}); };
   return {numbers("seconds"), numbers("losses"), numbers("norms"),
           numbers("exposed"), numbers("parts"),  line.contains("profile") ? line["profile"].dump() : ""};
+}
+
+TurnPipes::TurnPipes(const std::filesystem::path& exchange, const std::string& name, int rank)
+    : go_(open_pipe(exchange / (name + ".go." + std::to_string(rank)), "rb"), &std::fclose),
+      done_(rank == 0 ? open_pipe(exchange / (name + ".done"), "w") : nullptr, &std::fclose) {}
+
+bool TurnPipes::wait() {
+  return (turn_ = std::fgetc(go_.get())) != EOF;
+}
+
+void TurnPipes::answer(const nlohmann::json& line) {
+  if (!done_) return;
+  std::fputs((line.dump() + "\n").c_str(), done_.get());
+  std::fflush(done_.get());
 }
 
 }  // namespace isograd

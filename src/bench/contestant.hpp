@@ -4,7 +4,10 @@
 
 #include <sys/types.h>
 
+#include <cstdio>
 #include <filesystem>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -13,7 +16,7 @@ namespace isograd {
 struct Turn {
   std::vector<double> seconds;  // of each step
   std::vector<double> losses;
-  std::vector<double> norms;    // of the whole gradient; empty where a side does not say
+  std::vector<double> norms;    // of the whole gradient; empty where a side does not report them
   std::vector<double> exposed;  // seconds of each step that waited for communication; empty likewise
   std::vector<double> parts;    // seconds of the parts of a step, medians of the turn; empty likewise
   std::string profile;          // of a profiled turn: JSON as profile_steps() gives it
@@ -32,7 +35,7 @@ class Contestant {
   Contestant& operator=(const Contestant&) = delete;
 
   void start(char kind = kTimedTurn);
-  // ConfigError with the end of its output when it ended or said nothing for `patience` seconds.
+  // ConfigError with the end of its output when it ended or was silent for `patience` seconds.
   Turn answer(double patience = 300);
   Turn turn(double patience = 300) {
     start();
@@ -50,6 +53,23 @@ class Contestant {
   std::vector<int> go_;
   int done_ = -1;
   std::string unread_;
+};
+
+// The other end of the pipes, in our sides.
+class TurnPipes {
+ public:
+  // ConfigError where bench made none. Only rank 0 answers.
+  TurnPipes(const std::filesystem::path& exchange, const std::string& name, int rank);
+  bool wait();  // sleeps until the next turn; false: there is none
+  bool profiled() const {
+    return turn_ == kProfiledTurn;
+  }  // this turn is for device_profile.hpp, and not timed
+  void answer(const nlohmann::json& line);
+
+ private:
+  using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+  int turn_ = 0;
+  File go_, done_;
 };
 
 }  // namespace isograd

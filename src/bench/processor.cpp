@@ -12,7 +12,8 @@
 #include <fstream>
 #include <utility>
 
-#include "bench/rounds.hpp"
+#include "base/refuse.hpp"
+#include "bench/runner.hpp"
 #include "isograd/error.hpp"
 #include "kernels/versions.hpp"
 
@@ -27,21 +28,18 @@ struct Level {
   std::vector<std::pair<const char*, const char*>> variables;
 };
 const std::vector<Level>& levels() {
-  static const std::vector<Level> all = {{"scalar",
-                                          {{kOwn, "scalar"},
-                                           {"ATEN_CPU_CAPABILITY", "default"},
-                                           {"ONEDNN_MAX_CPU_ISA", "SSE41"},
-                                           {"MKL_ENABLE_INSTRUCTIONS", "SSE4_2"}}},
-                                         {"avx2",
-                                          {{kOwn, "avx2"},
-                                           {"ATEN_CPU_CAPABILITY", "avx2"},
-                                           {"ONEDNN_MAX_CPU_ISA", "AVX2"},
-                                           {"MKL_ENABLE_INSTRUCTIONS", "AVX2"}}},
-                                         {"avx512",
-                                          {{kOwn, "avx512"},
-                                           {"ATEN_CPU_CAPABILITY", "avx512"},
-                                           {"ONEDNN_MAX_CPU_ISA", "AVX512_CORE"},
-                                           {"MKL_ENABLE_INSTRUCTIONS", "AVX512"}}}};
+  static const std::vector<Level> all = [] {
+    std::vector<Level> made;
+    for (const auto& [name, torch, one_dnn, mkl] : {std::tuple{"scalar", "default", "SSE41", "SSE4_2"},
+                                                    {"avx2", "avx2", "AVX2", "AVX2"},
+                                                    {"avx512", "avx512", "AVX512_CORE", "AVX512"}})
+      made.push_back({name,
+                      {{kOwn, name},
+                       {"ATEN_CPU_CAPABILITY", torch},
+                       {"ONEDNN_MAX_CPU_ISA", one_dnn},
+                       {"MKL_ENABLE_INSTRUCTIONS", mkl}}});
+    return made;
+  }();
   return all;
 }
 
@@ -90,11 +88,9 @@ void run_as(const std::string& level, const std::vector<std::string>& arguments)
   if (std::all_of(found->variables.begin(), found->variables.end(), is_set)) return;
   unsetenv(kOwn);
   if (const int best = kernels::processor_level(); found - levels().begin() > best)
-    throw ConfigError(
-        {.where = "isograd bench --as",
-         .found = level + " on a processor of level " + levels()[static_cast<std::size_t>(best)].name,
-         .expected = "a level that the processor has",
-         .action = "Choose a lower one"});
+    refuse("isograd bench --as",
+           level + " on a processor of level " + levels()[static_cast<std::size_t>(best)].name,
+           "a level that the processor has", "Choose a lower one");
   for (const auto& [name, value] : found->variables) setenv(name, value, 1);
   std::vector<std::string> copies = arguments;
   copies.insert(copies.begin(), "isograd");
@@ -102,10 +98,8 @@ void run_as(const std::string& level, const std::vector<std::string>& arguments)
   for (std::string& argument : copies) pointers.push_back(argument.data());
   pointers.push_back(nullptr);
   execv(bench_self().c_str(), pointers.data());
-  throw ConfigError({.where = "isograd bench --as",
-                     .found = fmt::format("cannot start {} again: {}", bench_self(), std::strerror(errno)),
-                     .expected = "a program that can be started",
-                     .action = "Set the variables of tests/processors.py by hand"});
+  refuse("isograd bench --as", fmt::format("cannot start {} again: {}", bench_self(), std::strerror(errno)),
+         "a program that can be started", "Set the variables of tests/processors.py by hand");
 }
 
 }  // namespace isograd

@@ -1,23 +1,20 @@
-// One batch on several context ranks, beside the same batch on one rank alone: time by turns, memory by
-// length.
+// `isograd bench context`: one batch on several context ranks, compared with the same batch on one rank
+// alone: time by turns, memory by length.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <ctime>
 #include <nlohmann/json.hpp>
+#include <random>
 
-#include "base/files.hpp"
-#include "base/waiting.hpp"
-#include "bench/bench.hpp"
-#include "bench/cases/context_cases.hpp"
-#include "bench/contestant.hpp"
-#include "bench/exchange.hpp"
-#include "bench/rounds.hpp"
+#include "base/refuse.hpp"
+#include "bench/cases/verbs.hpp"
+#include "bench/runner.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/error.hpp"
-#include "isograd/model.hpp"
+#include "isograd/decoder_lm.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "layout/cost/meter.hpp"
@@ -25,6 +22,58 @@
 
 namespace isograd {
 namespace {
+
+constexpr const char* kWhole = "one rank on the whole batch";
+constexpr const char* kRingPeer = "PyTorch's ring attention over Gloo";
+
+struct ContextCase {
+  std::string name;
+  std::vector<std::int64_t> lengths;  // of the documents
+  DecoderConfig model{};
+  bool attention_alone = false;  // one layer's attention, nothing else
+  bool standard = true;
+  bool turns = true;  // false: memory alone
+};
+
+std::vector<std::int64_t> drawn_pack(std::int64_t tokens) {
+  std::mt19937 random(1);
+  std::lognormal_distribution<double> draw(6, 1.2);
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t left = tokens; left > 0; left -= lengths.back())
+    lengths.push_back(std::min(left, 1 + static_cast<std::int64_t>(draw(random))));
+  return lengths;
+}
+
+std::vector<ContextCase> make_context_cases() {
+  DecoderConfig model;  // 256 wide, four layers
+  model.max_positions = 1 << 17;
+  DecoderConfig tiny = model, narrow = model;
+  tiny.hidden = 32, tiny.layers = 1, tiny.head_dim = 8, tiny.feed_forward = 48;
+  narrow.hidden = 64, narrow.layers = 2, narrow.heads = narrow.key_value_heads = 2, narrow.head_dim = 32;
+  narrow.feed_forward = 176;
+  std::vector<ContextCase> cases = {
+      {"tiny", {100, 20}, tiny, false, false},
+      {"tiny one", {128}, tiny, false, false},
+      {"tiny pack 2", {64, 64}, tiny, true, false},
+      {"tiny pack 3", {64, 32, 32}, tiny, true, false},
+      {"attention 8k", {8192}, model, true},
+      {"model 8k", {8192}, model},
+      {"packed 16k", drawn_pack(16384), model},
+      // The same number of tokens and different sums of squares.
+      {"pack 2 x 8k", {8192, 8192}, model, true},
+      {"pack halving", {8192, 4096, 2048, 1024, 512, 512}, model, true},
+      {"pack 4 x 4k", std::vector<std::int64_t>(4, 4096), model, true},
+      {"pack drawn", drawn_pack(16384), model, true},
+      {"pack 16 x 1k", std::vector<std::int64_t>(16, 1024), model, true},
+  };
+  for (const std::int64_t k : {4, 8, 16, 32, 64})
+    cases.push_back({fmt::format("memory {}k", k), {k << 10}, narrow, false, true, false});
+  return cases;
+}
+const std::vector<ContextCase>& context_cases() {
+  static const std::vector<ContextCase> cases = make_context_cases();
+  return cases;
+}
 
 Batch make_batch(const ContextCase& of) {
   Batch batch;
@@ -45,25 +94,45 @@ Batch make_batch(const ContextCase& of) {
   return batch;
 }
 
-struct Ran {
+// Writes case.json and the model for bench/peers/context_parallel.py.
+void write_context_case(const std::filesystem::path& exchange, const ContextCase& of) {
+  const DecoderConfig& model = of.model;
+  write_case(exchange, {{"tokens", of.lengths.front()},
+                        {"attention", of.attention_alone},
+                        {"vocabulary", model.vocabulary},
+                        {"hidden", model.hidden},
+                        {"layers", model.layers},
+                        {"heads", model.heads},
+                        {"key_value_heads", model.key_value_heads},
+                        {"head_dim", model.head_dim},
+                        {"feed_forward", model.feed_forward},
+                        {"rope_theta", model.rope_theta},
+                        {"norm_epsilon", model.norm_epsilon},
+                        {"tied_output", model.tied_output}});
+  if (of.attention_alone) return;
+  DecoderLM written(model, at::kFloat, 1);
+  write_hf(exchange / "model", written);
+}
+
+struct ContextRun {
   double loss = 0, norm = 0;  // of the whole batch
 };
 
-// A step of a model, or one layer's attention, of `ranks` ranks or of one.
-class Runner {
+// A step of a model, or one layer's attention, of several ranks or of one.
+class ContextRunner {
  public:
-  Runner(const ContextCase& of, Group group, const Mesh* mesh, const Batch& batch)
+  ContextRunner(const ContextCase& of, Group group, const Mesh* mesh, const Batch& batch)
       : of_(of), batch_(batch), group_(std::move(group)) {
     if (of.attention_alone) {
       if (mesh) attention_ = ContextAttention(*mesh);
-      const auto draw = [&](std::int64_t heads, double phase) {
-        // By document and position, so that every cut has the same.
+      // By document and position, so that every rank's part has the same values.
+      for (const auto& [heads, phase] : {std::pair{of.model.heads, 0.0},
+                                         {of.model.key_value_heads, 1.0},
+                                         {of.model.key_value_heads, 2.0}}) {
         const at::Tensor place = (batch_.positions.to(at::kFloat) + phase).view({-1, 1, 1});
         const at::Tensor channel = at::arange(heads * of.model.head_dim, at::kFloat).view({1, heads, -1});
-        return at::sin(place * 0.37 + channel * 1.7).requires_grad_();
-      };
-      q_ = draw(of.model.heads, 0), k_ = draw(of.model.key_value_heads, 1),
-      v_ = draw(of.model.key_value_heads, 2);
+        qkv_.push_back(at::sin(place * 0.37 + channel * 1.7).requires_grad_());
+      }
       return;
     }
     model_ = std::make_shared<DecoderLM>(of.model, at::kFloat, 1);
@@ -76,19 +145,19 @@ class Runner {
         *layout_, mean_, *optimizer_, StepOptions{});
   }
 
-  Ran run() {
+  ContextRun run() {
     if (step_) {
       const StepReport report = (*step_)({batch_});
       return {report.loss, report.norm};
     }
-    const at::Tensor out = attention_ ? (*attention_)(batch_, q_, k_, v_) : alone();
+    const at::Tensor out = attention_ ? (*attention_)(batch_, qkv_[0], qkv_[1], qkv_[2]) : alone();
     const at::Tensor loss = out.square().sum();
     loss.backward();
     at::Tensor sums = at::zeros({2}, at::kDouble);
     sums[0] = loss.detach();
-    for (at::Tensor* x : {&q_, &k_, &v_}) {
-      sums[1] += x->grad().square().sum();
-      x->mutable_grad().reset();  // not of the next run's memory
+    for (at::Tensor& x : qkv_) {
+      sums[1] += x.grad().square().sum();
+      x.mutable_grad().reset();  // not of the next run's memory
     }
     if (group_.size() > 1) group_.all_reduce(sums);
     return {sums[0].item<double>(), std::sqrt(sums[1].item<double>())};
@@ -96,9 +165,10 @@ class Runner {
 
  private:
   at::Tensor alone() const {
-    if (of_.lengths.size() > 1) return variable_length_attention(q_, k_, v_, batch_.cu_seqlens);
-    const auto heads_first = [](const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
-    return at::scaled_dot_product_attention(heads_first(q_), heads_first(k_), heads_first(v_), {}, 0, true)
+    if (of_.lengths.size() > 1)
+      return variable_length_attention(qkv_[0], qkv_[1], qkv_[2], batch_.cu_seqlens);
+    const auto heads_first = [&](std::size_t i) { return qkv_[i].transpose(0, 1).unsqueeze(0); };
+    return at::scaled_dot_product_attention(heads_first(0), heads_first(1), heads_first(2), {}, 0, true)
         .squeeze(0)
         .transpose(0, 1);
   }
@@ -107,7 +177,7 @@ class Runner {
   Batch batch_;
   Group group_;
   std::optional<ContextAttention> attention_;
-  at::Tensor q_, k_, v_;
+  std::vector<at::Tensor> qkv_;
   std::shared_ptr<DecoderLM> model_;
   std::unique_ptr<DataParallel> layout_;
   TokenMean mean_;
@@ -115,250 +185,195 @@ class Runner {
   std::unique_ptr<Step> step_;
 };
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double now_on_processor() {
+double processor_seconds() {
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-struct Measured {
-  std::vector<double> alone, together;  // seconds
-  std::vector<double> alone_cpu,
-      together_cpu;  // of the busiest rank's processor: other programs do not count
-  std::vector<double> peer;
-  Ran of_alone{}, of_together{}, of_peer{};
-  double alone_bytes = 0, together_bytes = 0;  // peak of a rank beyond its model, the most of any
+struct ContextSide {
+  std::vector<double> seconds{};
+  std::vector<double> cpu{};  // of the busiest rank's processor: other programs do not count
+  ContextRun run{};
+  double bytes = 0;  // peak of a rank beyond its model, the most of any
+};
+// By turns: one rank works while the others wait, all ranks work, and the peer, if any. Collective; rank 0
+// knows results.
+enum : std::size_t { kAloneSide, kTogether, kPeerSide };
+struct ContextResult {
+  ContextSide sides[3];
   std::string cut;
 };
 
-// One rank works while the others wait, then all work, then the peer, if any; and the other way round.
-void measure(const ContextCase& of, const BenchContextOptions& options, Contestant* peer, World& world,
-             Measured& result) {
-  const Mesh mesh(world, data_grid(world.size, {.cp_ring = options.ranks / options.ulysses,
-                                                .cp_ulysses = options.ulysses}));
+void measure_context(const ContextCase& of, const BenchOptions& options, Contestant* peer, World& world,
+                     ContextResult& result) {
+  const int ring = options.ranks / options.ulysses;
+  const Mesh mesh(world, data_grid(world.size, {.cp_ring = ring, .cp_ulysses = options.ulysses}));
   const Batch whole = make_batch(of);
-  const CutOptions cut_options{.ring = options.ranks / options.ulysses,
-                               .ulysses = options.ulysses,
-                               .token_cost = of.attention_alone ? 0 : 6 * of.model.hidden};
+  const CutOptions cut_options{
+      .ring = ring, .ulysses = options.ulysses, .token_cost = of.attention_alone ? 0 : 6 * of.model.hidden};
   const ContextCut cut = cut_documents(whole.cu_seqlens, cut_options);
-  std::optional<Runner> alone;
-  if (world.rank == 0) alone.emplace(of, Group::solo(), nullptr, whole);
-  Runner together(of, world.group, &mesh, cut_batch(whole, cut, world.rank));
-  const auto timed = [&](bool all) {
-    world.group.barrier();
-    const double start = now(), started = now_on_processor();
-    Ran ran;
-    if (all)
-      ran = together.run();
-    else if (alone)
-      ran = alone->run();
-    at::Tensor busiest = at::full({1}, now_on_processor() - started, at::kDouble);
-    world.group.all_reduce(busiest, ReduceOp::kMax);
-    const double seconds = now() - start;
-    if (world.rank == 0) {
-      (all ? result.of_together : result.of_alone) = ran;
-      (all ? result.together_cpu : result.alone_cpu).push_back(busiest.item<double>());
+  const bool first = world.rank == 0;
+  std::optional<ContextRunner> alone;
+  if (first)
+    alone.emplace(of, Group::solo(), nullptr, whole), result.cut = describe(cost_of(cut, cut_options));
+  ContextRunner together(of, world.group, &mesh, cut_batch(whole, cut, world.rank));
+  const auto take_turn = [&](std::size_t which) {
+    ContextSide side;
+    if (which == kPeerSide) {
+      if (first) {
+        const Turn turn = peer->turn(600);
+        side = {.seconds = turn.seconds, .run = {turn.losses.at(0), turn.norms.at(0)}};
+      }
+      world.group.barrier();  // the others sleep in it
+    } else {
+      world.group.barrier();
+      const double started = processor_seconds();
+      side.seconds = {seconds_of([&] {
+        if (which == kTogether)
+          side.run = together.run();
+        else if (alone)
+          side.run = alone->run();
+        at::Tensor busiest = at::full({1}, processor_seconds() - started, at::kDouble);
+        world.group.all_reduce(busiest, ReduceOp::kMax);
+        side.cpu = {busiest.item<double>()};
+      })};
     }
-    return seconds;
+    if (!first) return;
+    ContextSide& all = result.sides[which];
+    all.run = side.run;
+    all.seconds.insert(all.seconds.end(), side.seconds.begin(), side.seconds.end());
+    all.cpu.insert(all.cpu.end(), side.cpu.begin(), side.cpu.end());
   };
   at::Tensor peaks = at::zeros({2}, at::kDouble);
-  for (const bool all : {false, true}) {
+  for (const std::size_t which : {kAloneSide, kTogether}) {
     MemoryMeter meter;
-    timed(all);  // warms up
+    take_turn(which);  // warms up
     const double before = static_cast<double>(meter.alive());
     meter.restart_peak();
-    timed(all);
-    peaks[all ? 1 : 0] = static_cast<double>(meter.peak()) - before;
+    take_turn(which);
+    peaks[static_cast<std::int64_t>(which)] = static_cast<double>(meter.peak()) - before;
   }
   world.group.all_reduce(peaks, ReduceOp::kMax);
-  if (world.rank == 0) {
-    result.alone_bytes = peaks[0].item<double>(), result.together_bytes = peaks[1].item<double>();
-    result.cut = describe(cost_of(cut, cut_options));
-  }
-  const auto turn_of_peer = [&] {
-    if (world.rank == 0) {
-      const Turn turn = peer->turn(600);
-      result.peer.push_back(turn.seconds.at(0));
-      result.of_peer = {turn.losses.at(0), turn.norms.at(0)};
-    }
-    world.group.barrier();  // the others sleep in it
-  };
-  if (peer) turn_of_peer(), result.peer.clear();  // warms up
-  constexpr std::size_t kFewest = 3;
-  const double start = now();
-  at::Tensor more = at::full({1}, of.turns ? 1 : 0, at::kLong);
-  for (std::size_t turn = 0; more.item<std::int64_t>() > 0; ++turn) {
-    if (peer && turn % 2 != 0) turn_of_peer();
-    for (const bool all : {turn % 2 == 0, turn % 2 != 0}) {
-      const double seconds = timed(all);
-      if (world.rank == 0) (all ? result.together : result.alone).push_back(seconds);
-    }
-    if (peer && turn % 2 == 0) turn_of_peer();
-    more.fill_(turn + 1 < kFewest || now() - start < options.seconds ? 1 : 0);
-    world.group.broadcast(more, 0);
-  }
+  if (peer) take_turn(kPeerSide);  // warms up
+  for (ContextSide& side : result.sides)
+    if (first) side.seconds.clear();
+  for (const std::size_t which : {kAloneSide, kTogether})
+    if (first) result.sides[which].bytes = peaks[static_cast<std::int64_t>(which)].item<double>();
+  const auto more = until(options.seconds);
+  if (of.turns)
+    by_turns(
+        peer ? 3 : 2,
+        [&](std::size_t round) {  // rank 0 decides
+          at::Tensor go_on = at::full({1}, more(round) ? 1 : 0, at::kLong);
+          world.group.broadcast(go_on, 0);
+          return go_on.item<std::int64_t>() > 0;
+        },
+        take_turn);
 }
 
-constexpr const char* kPeer = "PyTorch's ring attention over Gloo";
-
-// What bench/peers/context_parallel.py reads.
-void write_case(const std::filesystem::path& folder, const ContextCase& of) {
-  const DecoderConfig& model = of.model;
-  const nlohmann::ordered_json description = {{"tokens", of.lengths.front()},
-                                              {"attention", of.attention_alone},
-                                              {"vocabulary", model.vocabulary},
-                                              {"hidden", model.hidden},
-                                              {"layers", model.layers},
-                                              {"heads", model.heads},
-                                              {"key_value_heads", model.key_value_heads},
-                                              {"head_dim", model.head_dim},
-                                              {"feed_forward", model.feed_forward},
-                                              {"rope_theta", model.rope_theta},
-                                              {"norm_epsilon", model.norm_epsilon},
-                                              {"tied_output", model.tied_output}};
-  write_file(folder / "case.json", description.dump(2) + "\n");
-  if (of.attention_alone) return;
-  DecoderLM written(model, at::kFloat, 1);
-  write_hf(folder / "model", written);
-}
-
-double least(const std::vector<double>& times) {
-  return *std::min_element(times.begin(), times.end());
-}
-
-// Of ours by theirs in turns that followed each other: both had the same clock.
-double of_pairs(const std::vector<double>& ours, const std::vector<double>& theirs) {
-  std::vector<double> ratios;
-  for (std::size_t i = 0; i < std::min(ours.size(), theirs.size()); ++i)
-    ratios.push_back(ours[i] / theirs[i]);
-  return quantile(ratios, 0.5);
-}
-
-// Two sides beside each other, and their records.
-void compare(const ContextCase& of, const std::vector<double>& ours, const std::vector<double>& theirs,
-             const std::string& name, nlohmann::ordered_json& records) {
-  const double mine = 1e3 * quantile(ours, 0.5), other = 1e3 * quantile(theirs, 0.5);
-  const double mine_least = 1e3 * least(ours), other_least = 1e3 * least(theirs);
+// Two sides and their records.
+void compare_times(Bench& bench, const ContextCase& of, const std::vector<double>& ours,
+                   const std::vector<double>& theirs, const std::string& name) {
+  const double mine = 1e3 * median(ours), other = 1e3 * median(theirs),
+               mine_least = 1e3 * std::ranges::min(ours), other_least = 1e3 * std::ranges::min(theirs);
+  // In turns that followed each other both had the same clock.
+  std::vector<double> pairs;
+  for (std::size_t i = 0; i < ours.size(); ++i) pairs.push_back(ours[i] / theirs.at(i));
   fmt::print(
-      "  beside {}: median {:.1f} and {:.1f} ms, {:.3f}x; least {:.1f} and {:.1f}, {:.3f}x; median of {} "
-      "pairs "
+      "  compared with {}: median {:.1f} and {:.1f} ms, {:.3f}x; least {:.1f} and {:.1f}, {:.3f}x; median of "
+      "{} pairs "
       "{:.3f}x\n",
       name, mine, other, mine / other, mine_least, other_least, mine_least / other_least, ours.size(),
-      of_pairs(ours, theirs));
-  records.push_back(bench_record("context", of.name, mine, other, name, "ms", other / mine));
-  records.push_back(bench_record("context", of.name + ", least", mine_least, other_least, name, "ms",
-                                 other_least / mine_least));
+      median(pairs));
+  bench.record_less(of.name, mine, other, name, "ms");
+  bench.record_less(of.name + ", least", mine_least, other_least, name, "ms");
 }
 
 // Attention's time follows the sum of squares, and the best cut divides all of it evenly.
-void compare_pack(const ContextCase& of, double ours, double alone, int ranks,
-                  nlohmann::ordered_json& records) {
+void compare_pack(Bench& bench, const ContextCase& of, double ours, double alone) {
   double row = 0, squares = 0;
   for (const std::int64_t length : of.lengths) {
     row += static_cast<double>(length);
     squares += static_cast<double>(length) * static_cast<double>(length);
   }
-  const double best = alone / ranks;
+  const double best = alone / bench.options.ranks;
   fmt::print(
       "  sum len^2 {:.4f} of one document's; {:.3f} ns for each of it, {:.3f} on one rank; {:.3f}x the best "
-      "cut, one rank's time / {}\n",
-      squares / (row * row), 1e9 * ours / squares, 1e9 * alone / squares, ours / best, ranks);
-  records.push_back(bench_record("context", of.name + ", best cut", 1e3 * ours, 1e3 * best,
-                                 "one rank's time over the ranks", "ms", best / ours));
+      "cut, one "
+      "rank's time / {}\n",
+      squares / (row * row), 1e9 * ours / squares, 1e9 * alone / squares, ours / best, bench.options.ranks);
+  bench.record_less(of.name + ", best cut", 1e3 * ours, 1e3 * best, "one rank's time over the ranks", "ms");
+}
+
+void compare_context(Bench& bench, const ContextCase& of) {
+  const BenchOptions& options = bench.options;
+  bench.begin(of.name);
+  ContextResult result;
+  const ExchangeFolder exchange;
+  std::optional<Contestant> peer;
+  if (options.peer && of.turns && of.lengths.size() == 1) {
+    if (of.lengths.front() % (2 * options.ranks) != 0 || options.ulysses > 1 || options.ranks == 1)
+      refuse("bench context --peer",
+             fmt::format("{} tokens, {} ranks, of them {} Ulysses", of.lengths.front(), options.ranks,
+                         options.ulysses),
+             "a ring of 2 ranks or more, twice which divides the tokens", "Set --ranks and --ulysses");
+    write_context_case(exchange.path(), of);
+    const Side side = peer_side(options.python, "context_parallel.py", "peer", kRingPeer, options.ranks);
+    std::vector<std::string> command = side.starts;
+    command.insert(command.end(), {exchange.path().string(), std::to_string(side.ranks), side.name});
+    peer.emplace(side.name, command, exchange.path(), side.ranks);
+  }
+  run_ranks(options.ranks,
+            [&](World& world) { measure_context(of, options, peer ? &*peer : nullptr, world, result); },
+            {.timeout = std::chrono::minutes(10)});
+  bench.end();
+  const auto& [alone, together, theirs] = result.sides;
+  const double ours = of.turns ? median(together.seconds) : 0, whole = of.turns ? median(alone.seconds) : 0,
+               our_cpu = median(together.cpu), whole_cpu = median(alone.cpu);
+  fmt::print(
+      "{:<14} {:>7.1f} ms {:>6.1f}% {:>7.1f} ms {:>6.1f}%  {:>6.3f}x {:>8.3f}x   {:>10.1f} {:>10.1f} "
+      "{:>5.3f}x\n",
+      of.name, 1e3 * ours, 100 * spread(together.seconds), 1e3 * whole, 100 * spread(alone.seconds),
+      whole > 0 ? ours / whole : 0, our_cpu / whole_cpu, together.bytes / kMiB, alone.bytes / kMiB,
+      together.bytes / alone.bytes);
+  if (of.lengths.size() > 1) fmt::print("  {}\n", result.cut);
+  std::fflush(stdout);
+  const auto expect_same = [&](const ContextRun& other, const char* whose) {
+    const ContextRun& mine = together.run;
+    if (!(relative_difference({mine.loss, mine.norm}, {other.loss, other.norm}) <= 1e-4))
+      bench.refuse_comparison(fmt::format("losses {} and {}, gradient norms {} and {} ({})", mine.loss,
+                                          other.loss, mine.norm, other.norm, whose));
+  };
+  expect_same(alone.run, "one rank");
+  if (peer) expect_same(theirs.run, kRingPeer);
+  bench.record_less(of.name, 1e3 * our_cpu, 1e3 * whole_cpu, kWhole, "ms of the busiest processor");
+  if (of.turns) compare_times(bench, of, together.seconds, alone.seconds, kWhole);
+  if (peer) compare_times(bench, of, together.seconds, theirs.seconds, kRingPeer);
+  if (of.attention_alone && of.lengths.size() > 1) compare_pack(bench, of, ours, whole);
+  bench.record_less(of.name, together.bytes / kMiB, alone.bytes / kMiB, kWhole, "MiB");
 }
 
 }  // namespace
 
 std::vector<std::string> bench_context_cases() {
-  std::vector<std::string> names;
-  for (const ContextCase& of : context_cases()) names.push_back(of.name);
-  return names;
+  return names_of(context_cases());
 }
 
-int bench_context(const BenchContextOptions& options) {
+void bench_context(Bench& bench) {
+  const BenchOptions& options = bench.options;
   MemoryMeter::install();
   if (options.peer) require_packages("context", options.python, {"torch"});
   fmt::print(
-      "one batch on {} context ranks (ring {} x Ulysses {}) beside one rank on the whole batch, forward and "
+      "one batch on {} context ranks (ring {} x Ulysses {}) compared with one rank on the whole batch, "
+      "forward and "
       "backward, fp32, one thread a rank\n{:<14} {:>10} {:>7} {:>10} {:>7}  {:>7} {:>9}   {:>10} {:>10} "
       "{:>6}\n",
       options.ranks, options.ranks / options.ulysses, options.ulysses, "case", "ranks", "spread", "alone",
       "spread", "of it", "CPU of it", "MiB a rank", "MiB alone", "of it");
-  nlohmann::ordered_json records = nlohmann::ordered_json::array();
-  bool comparable = true;
-  std::vector<ContextCase> cases;
-  for (const ContextCase& of : context_cases())
-    if (options.cases.empty()
-            ? of.standard
-            : std::find(options.cases.begin(), options.cases.end(), of.name) != options.cases.end())
-      cases.push_back(of);
-  Waiting waiting("case", std::ssize(cases), options.seconds);
-  for (const ContextCase& of : cases) {
-    waiting.begin(of.name);
-    Measured result;
-    const ExchangeFolder exchange;
-    std::optional<Contestant> peer_ranks;
-    if (options.peer && of.turns && of.lengths.size() == 1) {
-      if (of.lengths.front() % (2 * options.ranks) != 0 || options.ulysses > 1 || options.ranks == 1)
-        throw ConfigError({.where = "bench context --peer",
-                           .found = fmt::format("{} tokens, {} ranks, of them {} Ulysses", of.lengths.front(),
-                                                options.ranks, options.ulysses),
-                           .expected = "a ring of 2 ranks or more, twice which divides the tokens",
-                           .action = "Set --ranks and --ulysses"});
-      write_case(exchange.path(), of);
-      peer_ranks.emplace(
-          "peer",
-          std::vector<std::string>{find_python(options.python), "-W", "ignore",
-                                   find_peer("context_parallel.py").string(), exchange.path().string(),
-                                   std::to_string(options.ranks), "peer"},
-          exchange.path(), options.ranks);
-    }
-    Contestant* const peer_side = peer_ranks ? &*peer_ranks : nullptr;
-    run_ranks(options.ranks, [&](World& world) { measure(of, options, peer_side, world, result); },
-              {.timeout = std::chrono::minutes(10)});
-    waiting.end();
-    constexpr double kMiB = 1 << 20;
-    const auto spread = [](const std::vector<double>& times) {
-      return times.empty() ? 0 : 100 * (quantile(times, 0.75) - quantile(times, 0.25)) / quantile(times, 0.5);
-    };
-    const double ours = result.together.empty() ? 0 : quantile(result.together, 0.5),
-                 peer = result.alone.empty() ? 0 : quantile(result.alone, 0.5);
-    fmt::print(
-        "{:<14} {:>7.1f} ms {:>6.1f}% {:>7.1f} ms {:>6.1f}%  {:>6.3f}x {:>8.3f}x   {:>10.1f} {:>10.1f} "
-        "{:>5.3f}x\n",
-        of.name, 1e3 * ours, spread(result.together), 1e3 * peer, spread(result.alone),
-        peer > 0 ? ours / peer : 0, quantile(result.together_cpu, 0.5) / quantile(result.alone_cpu, 0.5),
-        result.together_bytes / kMiB, result.alone_bytes / kMiB, result.together_bytes / result.alone_bytes);
-    if (of.lengths.size() > 1) fmt::print("  {}\n", result.cut);
-    std::fflush(stdout);
-    const auto same = [&](const Ran& other, const char* whose) {
-      const Ran& mine = result.of_together;
-      if (relative_difference(mine.loss, other.loss) <= 1e-4 &&
-          relative_difference(mine.norm, other.norm) <= 1e-4)
-        return;
-      fmt::print("  NOT COMPARABLE: losses {} and {}, gradient norms {} and {} ({})\n", mine.loss, other.loss,
-                 mine.norm, other.norm, whose);
-      comparable = false;
-    };
-    same(result.of_alone, "one rank");
-    if (peer_side) same(result.of_peer, kPeer);
-    const double our_cpu = quantile(result.together_cpu, 0.5), peer_cpu = quantile(result.alone_cpu, 0.5);
-    records.push_back(bench_record("context", of.name, 1e3 * our_cpu, 1e3 * peer_cpu,
-                                   "one rank on the whole batch", "ms of the busiest processor",
-                                   peer_cpu / our_cpu));
-    if (peer > 0) compare(of, result.together, result.alone, "one rank on the whole batch", records);
-    if (peer_side) compare(of, result.together, result.peer, kPeer, records);
-    if (of.attention_alone && of.lengths.size() > 1) compare_pack(of, ours, peer, options.ranks, records);
-    records.push_back(bench_record("context", of.name, result.together_bytes / kMiB,
-                                   result.alone_bytes / kMiB, "one rank on the whole batch", "MiB",
-                                   result.alone_bytes / result.together_bytes));
-  }
-  if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
-  return comparable ? 0 : 1;
+  const auto cases = chosen(context_cases(), options.cases);
+  bench.expect(std::ssize(cases), options.seconds);
+  for (const ContextCase& of : cases) compare_context(bench, of);
 }
 
 }  // namespace isograd

@@ -1,3 +1,8 @@
+// `isograd bench optim`: from each rank's gradients to updated parameters, compared with PyTorch's
+// clip_grad_norm_ and fused AdamW, and with a triad on the same cores. Both sides make shapes and values by
+// one formula.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -6,17 +11,119 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
-#include "base/waiting.hpp"
-#include "bench/bench.hpp"
-#include "bench/cases/optim_case.hpp"
-#include "bench/cases/strategy.hpp"
-#include "bench/exchange.hpp"
-#include "bench/rounds.hpp"
+#include "bench/cases/step_case.hpp"
+#include "bench/cases/verbs.hpp"
+#include "bench/runner.hpp"
+#include "isograd/error.hpp"
+#include "isograd/norm.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
+
+// a = b + s · c: what memory gives to a core that does little else (McCalpin's STREAM). No overlap. In
+// triad.cpp.
+void triad(float* a, const float* b, const float* c, float s, std::int64_t count);
+
 namespace {
 
-const char* const kPeerName = "PyTorch clip_grad_norm_ + fused AdamW";
+const char* const kPyTorchUpdate = "PyTorch clip_grad_norm_ + fused AdamW";
+constexpr std::int64_t kUpdatesPerTurn = 5;
+// A power of two makes whole numbers parameters or gradients: all that is summed before the norm is exact.
+constexpr double kParameterUnit = 0x1p-14, kGradientUnit = 0x1p-20;
+
+struct OptimCase {
+  std::string name;
+  bool standard = true;
+  std::vector<std::vector<std::int64_t>> shapes{};
+
+  std::int64_t numel() const {
+    std::int64_t sum = 0;
+    for (const auto& shape : shapes) sum += c10::multiply_integers(shape);
+    return sum;
+  }
+};
+
+// The parameters of a Llama, as DecoderLM registers them.
+OptimCase llama(const std::string& name, bool standard, std::int64_t vocabulary, std::int64_t hidden,
+                std::int64_t feed_forward, std::int64_t layers) {
+  OptimCase of{.name = name, .standard = standard};
+  of.shapes.push_back({vocabulary, hidden});
+  for (std::int64_t layer = 0; layer < layers; ++layer) {
+    of.shapes.push_back({hidden});
+    for (int i = 0; i < 4; ++i) of.shapes.push_back({hidden, hidden});
+    of.shapes.push_back({hidden});
+    for (int i = 0; i < 2; ++i) of.shapes.push_back({feed_forward, hidden});
+    of.shapes.push_back({hidden, feed_forward});
+  }
+  of.shapes.push_back({hidden});
+  of.shapes.push_back({vocabulary, hidden});
+  return of;
+}
+
+// "communication": the 43 M parameters of bench step's case of that name. "tiny" shows that it works.
+const std::vector<OptimCase>& optim_cases() {
+  static const std::vector<OptimCase> cases = {llama("communication", true, 256, 768, 2048, 6),
+                                               llama("tiny", false, 131, 48, 128, 2)};
+  return cases;
+}
+
+// [numel] whole numbers in [-509, 509], a function of the element's place among all parameters and of `salt`
+// (0: parameters, 1 + rank: that rank's gradient).
+at::Tensor pattern(std::int64_t offset, std::int64_t numel, std::int64_t salt) {
+  const at::Tensor place = at::arange(offset, offset + numel, at::kLong);
+  return place.mul_(40503).add_(salt * 7919).remainder_(1019).sub_(509).to(at::kFloat);
+}
+double gradient_factor(std::int64_t update) {
+  return static_cast<double>(1 + update % 5) * (update % 3 == 1 ? -1 : 1);
+}
+
+// How far two runs of `ours.size()` fp32 AdamW updates may be apart whose gradients are equal and whose
+// clipping norms are `ours` and `theirs`. With u = 2⁻²⁴ and equal gradients, the clipped gradients of update
+// t differ by a relative δ: that of the two norms, and a few roundings. So m differs by at most (δ + (t +
+// 4)u) Σ wᵢ|gᵢ|, √v by a relative δ + (t + 4)u, where wᵢ are AdamW's weights of past gradients in m and zᵢ
+// those in v, both corrected for bias. By Cauchy and Schwarz Σ wᵢ|gᵢ| ≤ √(Σ wᵢ² / zᵢ) · √v. A parameter is
+// rounded a few times besides.
+double allowed_difference(const std::vector<double>& ours, const std::vector<double>& theirs,
+                          double largest_parameter) {
+  const AdamWOptions options = bench_adamw();
+  constexpr double kRounding = 0x1p-24;
+  double delta = 4 * kRounding, sum = 0;
+  for (std::size_t step = 0; step < ours.size(); ++step) {
+    delta = std::max(delta, relative_difference(ours[step], theirs.at(step)) + 4 * kRounding);
+    const auto t = static_cast<double>(step + 1);
+    double reach = 0;  // Σ wᵢ² / zᵢ
+    for (double age = 0; age < t; ++age) {
+      const double w = (1 - options.beta1) * std::pow(options.beta1, age) / (1 - std::pow(options.beta1, t));
+      const double z = (1 - options.beta2) * std::pow(options.beta2, age) / (1 - std::pow(options.beta2, t));
+      reach += w * w / z;
+    }
+    sum += options.learning_rate * std::sqrt(reach) * (2 * delta + 2 * (t + 4) * kRounding) +
+           4 * kRounding * largest_parameter;
+  }
+  return sum;
+}
+
+// By how much the parameters after the first turn differ, and may.
+std::pair<double, double> compare_parameters(const std::filesystem::path& exchange, const SideResult& ours,
+                                             const SideResult& peer) {
+  const MappedFile a(exchange / (ours.side.name + ".parameters")),
+      b(exchange / (peer.side.name + ".parameters"));
+  if (a.size() != b.size()) return {HUGE_VAL, 0};
+  const auto* x = reinterpret_cast<const float*>(a.data());
+  const auto* y = reinterpret_cast<const float*>(b.data());
+  const std::size_t count = a.size() / sizeof(float);
+  double largest = 0, found = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    largest = std::fmax(largest, std::fabs(y[i]));
+    const double difference = std::fabs(static_cast<double>(x[i]) - y[i]);
+    found = std::isnan(difference) ? HUGE_VAL : std::max(found, difference);
+  }
+  // A norm in fp32 is off by √count roundings (they are as often up as down); more is another norm.
+  const bool same_norms = relative_difference(ours.first.norms, peer.first.norms) <=
+                          std::sqrt(static_cast<double>(count)) * 0x1p-24;
+  return {found, same_norms ? allowed_difference(ours.first.norms, peer.first.norms, largest) : 0};
+}
 
 // Bytes of a parameter (read or written, 4 at a time) that all ranks move together.
 double bytes_per_parameter(const std::string& side, int ranks) {
@@ -32,123 +139,128 @@ double bytes_per_parameter(const std::string& side, int ranks) {
   return sum + 4 + kUpdate + 8 * (w - 1);  // ZeRO-1: updated parameters are copied
 }
 
-struct Difference {
-  double found = 0, allowed = 0;
-  bool comparable() const { return found <= allowed; }
-};
-
-Difference compare_parameters(const std::filesystem::path& exchange, const SideResult& ours,
-                              const SideResult& peer) {
-  const MappedFile a(exchange / (ours.side.name + ".parameters")), b(exchange / "peer.parameters");
-  Difference difference;
-  const auto norms = relative_difference(ours.first.norms, peer.first.norms);
-  if (a.size() != b.size()) return {HUGE_VAL, 0};
-  const auto* x = reinterpret_cast<const float*>(a.data());
-  const auto* y = reinterpret_cast<const float*>(b.data());
-  const std::size_t count = a.size() / sizeof(float);
-  double largest = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    largest = std::fmax(largest, std::fabs(y[i]));
-    const double apart = std::fabs(static_cast<double>(x[i]) - y[i]);
-    difference.found = std::isnan(apart) ? HUGE_VAL : std::max(difference.found, apart);
-  }
-  // A norm in fp32 is off by √count roundings (they are as often up as down); more is another norm.
-  difference.allowed = norms <= std::sqrt(static_cast<double>(count)) * 0x1p-24
-                           ? allowed_difference(ours.first.norms, peer.first.norms, largest)
-                           : 0;
-  return difference;
-}
-
-std::vector<Side> make_sides(const std::filesystem::path& exchange, int ranks,
-                             const BenchOptimOptions& options) {
-  std::vector<Side> sides;
-  const auto ours = [&](const std::string& name, const std::string& title) {
-    sides.push_back(
-        {.name = name,
-         .title = title,
-         .command = {bench_self(), "bench", "optim-ours", exchange.string(), std::to_string(ranks), name},
-         .ranks = ranks});
-  };
-  if (ranks > 1)
-    for (const char* name : {"shared", "zero-1", "stage-0"}) ours(name, find_strategy(name).title);
-  else
-    ours("stage-0", "one rank");
-  sides.push_back(
-      {.name = "peer",
-       .title = kPeerName,
-       .command = {find_python(options.python), "-W", "ignore", find_peer("optim_step.py").string(),
-                   exchange.string(), std::to_string(ranks), "peer"},
-       .ranks = ranks});
-  ours("triad", "triad a = b + s c");
-  return sides;
-}
-
-bool run_case(const OptimCase& of, int ranks, const BenchOptimOptions& options, Waiting& waiting,
-              nlohmann::ordered_json& records) {
-  waiting.begin(fmt::format("{}, {} rank{}", of.name, ranks, ranks == 1 ? "" : "s"));
+void compare_updates(Bench& bench, const OptimCase& of, int ranks) {
+  const std::string of_ranks = of.name + ", " + ranks_text(ranks);
+  bench.begin(of_ranks);
   const ExchangeFolder exchange;
-  write_optim_exchange(exchange.path(), of, ranks);
-  const auto results =
-      take_turns(make_sides(exchange.path(), ranks, options), exchange.path(), options.seconds);
-  waiting.end();
-  const auto find = [&](const std::string& name) -> const SideResult& {
-    return *std::find_if(results.begin(), results.end(), [&](auto& each) { return each.side.name == name; });
+  nlohmann::ordered_json description = {
+      {"name", of.name}, {"ranks", ranks}, {"shapes", of.shapes}, {"updates_per_turn", kUpdatesPerTurn}};
+  description.update(update_description());
+  write_case(exchange.path(), description);
+  std::vector<Side> sides;
+  const auto add = [&](const char* name, const std::string& title) {
+    sides.push_back(our_side("optim-ours", name, title, ranks));
   };
-  const SideResult& peer = find("peer");
+  if (ranks == 1) add("stage-0", "one rank");
+  for (const char* name : {"shared", "zero-1", "stage-0"})
+    if (ranks > 1) add(name, find_strategy(name).title);
+  sides.push_back(peer_side(bench.options.python, "optim_step.py", "peer", kPyTorchUpdate, ranks));
+  add("triad", "triad a = b + s c");
+  const auto results = take_turns(sides, exchange.path(), bench.options.seconds);
+  bench.end();
+  const SideResult &memory = results.back(), &peer = results[results.size() - 2];
+  const auto millions = static_cast<double>(of.numel()) / 1e6;
   const auto gigabytes = [&](const SideResult& result) {
-    return bytes_per_parameter(result.side.name, ranks) * static_cast<double>(of.numel()) / result.median() /
-           1e9;
+    return bytes_per_parameter(result.side.name, ranks) * millions / 1e3 / result.median();
   };
-  fmt::print("{}, {} rank{}, {:.1f} M parameters\n", of.name, ranks, ranks == 1 ? "" : "s",
-             static_cast<double>(of.numel()) / 1e6);
-  bool comparable = true;
+  fmt::print("{}, {:.1f} M parameters\n", of_ranks, millions);
   for (const SideResult& result : results) {
     fmt::print("  {:<40} {:>8.2f} {:>6.1f}% {:>8.1f}", result.side.title, result.median() * 1e3,
-               100 * result.spread(), gigabytes(result));
-    if (&result == &peer || result.side.name == "triad") {
+               100 * spread(result.seconds), gigabytes(result));
+    if (&result == &peer || &result == &memory) {
       fmt::print("\n");
       continue;
     }
     const Ratio ratio = faster(result, peer);
-    fmt::print("   {:>5.2f}  {:.2f} .. {:.2f} in {}\n", ratio.median, ratio.lowest, ratio.highest,
-               result.rounds.size());
     const auto parts = result.median_parts();
-    fmt::print("    sum {:.2f}, norm {:.2f}, update {:.2f}, publication {:.2f}\n", parts.at(0) * 1e3,
-               parts.at(1) * 1e3, parts.at(2) * 1e3, parts.at(3) * 1e3);
-    const Difference difference = compare_parameters(exchange.path(), result, peer);
-    if (!difference.comparable()) {
-      comparable = false;
-      fmt::print("  NOT COMPARABLE: parameters differ by {:.2g}, {:.2g} allowed; norms by {:.2g}\n",
-                 difference.found, difference.allowed,
-                 relative_difference(result.first.norms, peer.first.norms));
-    }
-    const std::string name =
-        fmt::format("{}, {} rank{}, {}", of.name, ranks, ranks == 1 ? "" : "s", result.side.title);
-    records.push_back(bench_record("optim", name, result.median() * 1e3, peer.median() * 1e3, kPeerName, "ms",
-                                   ratio.median));
-    const SideResult& memory = find("triad");
-    records.push_back(bench_record("optim", name, gigabytes(result), gigabytes(memory), "triad", "GB/s",
-                                   gigabytes(result) / gigabytes(memory)));
+    fmt::print(
+        "   {:>5.2f}  {:.2f} .. {:.2f} in {}\n    sum {:.2f}, norm {:.2f}, update {:.2f}, publication "
+        "{:.2f}\n",
+        ratio.median, ratio.lowest, ratio.highest, result.rounds.size(), parts.at(0) * 1e3, parts.at(1) * 1e3,
+        parts.at(2) * 1e3, parts.at(3) * 1e3);
+    if (const auto [found, allowed] = compare_parameters(exchange.path(), result, peer); !(found <= allowed))
+      bench.refuse_comparison(fmt::format("parameters differ by {:.2g}, {:.2g} allowed; norms by {:.2g}",
+                                          found, allowed,
+                                          relative_difference(result.first.norms, peer.first.norms)));
+    const std::string name = of_ranks + ", " + result.side.title;
+    bench.record(name, result.median() * 1e3, peer.median() * 1e3, kPyTorchUpdate, "ms", ratio.median);
+    bench.record(name, gigabytes(result), gigabytes(memory), "triad", "GB/s",
+                 gigabytes(result) / gigabytes(memory));
   }
   std::fflush(stdout);
-  return comparable;
 }
+
+// One rank's parameters under a strategy, and the gradients that it will be given.
+class Problem {
+ public:
+  Problem(const OptimCase& of, const std::string& strategy, World& world) : group_(world.group) {
+    std::int64_t offset = 0;
+    for (const auto& shape : of.shapes) {
+      const std::int64_t numel = c10::multiply_integers(shape);
+      auto parameter = pattern(offset, numel, 0).mul_(kParameterUnit).view(shape).requires_grad_(true);
+      parameters_.push_back({"p" + std::to_string(parameters_.size()), parameter, parameter.dim() >= 2});
+      bases_.push_back(pattern(offset, numel, 1 + world.rank).mul_(kGradientUnit).view(shape));
+      offset += numel;
+    }
+    layout_ = bucketed(parameters_, world.group, find_strategy(strategy).options);
+  }
+
+  void draw_gradients(std::int64_t update) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
+      at::mul_out(gradient, bases_[i], at::scalar_tensor(gradient_factor(update)));
+    }
+  }
+
+  // The norm of the summed gradient. Adds to parts() the seconds of sum with the squares, norm, update and
+  // publication.
+  double update() {
+    OwnedSquares squares;
+    GlobalNorm global;
+    const std::function<void()> work[] = {
+        [&] {
+          layout_->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
+            taken ? squares.add(*taken) : squares.add(bucket);
+          });
+        },
+        [&] {
+          std::vector<double> no_loss = {0};
+          global = global_norm(squares.value(), no_loss, group_);
+        },
+        [&] { optimizer_->update(layout_->buckets(), clip_coefficient(global.norm, kBenchMaxNorm)); },
+        [&] { layout_->publish_parameters(); }};
+    for (std::size_t part = 0; part < parts_.size(); ++part) parts_[part].push_back(seconds_of(work[part]));
+    return global.norm;
+  }
+  std::vector<double> median_parts() {  // since the last call
+    std::vector<double> medians;
+    for (auto& part : parts_) medians.push_back(median(std::exchange(part, {})));
+    return medians;
+  }
+
+  void write_parameters(const std::filesystem::path& path) const {
+    AtomicFile file(path);
+    for (const NamedParameter& parameter : parameters_)
+      file.write(parameter.tensor.const_data_ptr<float>(), parameter.tensor.nbytes());
+    file.commit();
+  }
+
+ private:
+  Group group_;
+  std::vector<NamedParameter> parameters_;
+  std::vector<at::Tensor> bases_;
+  std::unique_ptr<DataParallel> layout_;
+  std::unique_ptr<Optimizer> optimizer_ = adamw(bench_adamw());
+  std::vector<std::vector<double>> parts_ = std::vector<std::vector<double>>(4);
+};
 
 }  // namespace
 
 std::vector<std::string> bench_optim_cases() {
-  std::vector<std::string> names;
-  for (const auto& of : optim_cases()) names.push_back(of.name);
-  return names;
+  return names_of(optim_cases());
 }
 
-int bench_optim(const BenchOptimOptions& options) {
-  std::vector<OptimCase> cases;
-  for (const auto& name : options.cases) cases.push_back(find_optim_case(name));
-  if (cases.empty())
-    std::copy_if(optim_cases().begin(), optim_cases().end(), std::back_inserter(cases),
-                 [](const OptimCase& of) { return of.standard; });
-  require_packages("optim", options.python, {"torch"});
+void bench_optim(Bench& bench) {
   fmt::print(
       "ms from gradients to updated parameters, fp32, one thread a rank; median, quartile spread, bytes that "
       "all\n"
@@ -156,13 +268,47 @@ int bench_optim(const BenchOptimOptions& options) {
       "  {:<40} {:>8} {:>7} {:>8}   {:>5}  {}\n",
       "", "ms", "spread", "GB/s", "ratio", "single rounds");
   std::fflush(stdout);
-  nlohmann::ordered_json records = nlohmann::ordered_json::array();
-  bool comparable = true;
-  Waiting waiting("case", std::ssize(cases) * std::ssize(options.ranks), options.seconds);
-  for (const auto& of : cases)
-    for (int ranks : options.ranks) comparable = run_case(of, ranks, options, waiting, records) && comparable;
-  if (!options.json.empty()) write_file(options.json, records.dump(2) + "\n");
-  return comparable ? 0 : 1;
+  const auto cases = chosen(optim_cases(), bench.options.cases);
+  bench.expect(std::ssize(cases) * std::ssize(bench.options.rank_counts), bench.options.seconds);
+  for (const OptimCase& of : cases)
+    for (const int ranks : bench.options.rank_counts) compare_updates(bench, of, ranks);
+}
+
+void run_optim_rank(const std::filesystem::path& exchange, const std::string& name) {
+  at::set_num_threads(1);
+  World world = join();
+  const OptimCase of = chosen(optim_cases(), {read_case(exchange).at("name").get<std::string>()}).at(0);
+  std::unique_ptr<Problem> problem;
+  std::vector<at::Tensor> abc;  // of the triad, which is as long in all as the parameters
+  if (name == "triad")
+    for (int i = 0; i < 3; ++i) abc.push_back(at::ones({split_rows(of.numel(), world.size)[world.rank]}));
+  else
+    problem = std::make_unique<Problem>(of, name, world);
+
+  TurnPipes pipes(exchange, name, world.rank);
+  std::int64_t update = 0;
+  for (bool first = true; pipes.wait(); first = false) {
+    std::vector<double> seconds, norms;
+    for (std::int64_t i = 0; i < kUpdatesPerTurn; ++i, ++update) {
+      if (problem) problem->draw_gradients(update);
+      world.group.barrier();
+      seconds.push_back(seconds_of([&] {
+        if (problem)
+          norms.push_back(problem->update());
+        else
+          triad(abc[0].mutable_data_ptr<float>(), abc[1].const_data_ptr<float>(),
+                abc[2].const_data_ptr<float>(), 3, abc[0].numel());
+      }));
+    }
+    at::Tensor slowest = at::tensor(seconds, at::kDouble);
+    world.group.all_reduce(slowest, ReduceOp::kMax);
+    std::copy_n(slowest.const_data_ptr<double>(), seconds.size(), seconds.begin());
+    if (first && problem && world.rank == 0) problem->write_parameters(exchange / (name + ".parameters"));
+    pipes.answer({{"seconds", seconds},
+                  {"losses", nlohmann::json::array()},
+                  {"norms", norms},
+                  {"parts", problem ? problem->median_parts() : std::vector<double>{}}});
+  }
 }
 
 }  // namespace isograd

@@ -1,10 +1,13 @@
 #include "bench/cases/step_case.hpp"
 
+#include <fmt/ranges.h>
+
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
-#include "base/json.hpp"
+#include "base/refuse.hpp"
+#include "bench/runner.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
@@ -17,29 +20,26 @@ constexpr std::int64_t kGpuStepsPerTurn = 8;  // tens to hundreds of millisecond
 
 DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads,
                     std::int64_t key_value_heads, std::int64_t head_dim, std::int64_t feed_forward,
-                    bool tied) {
+                    bool tied = false) {
   DecoderConfig config;
   config.vocabulary = kVocabulary;
-  config.hidden = hidden;
-  config.layers = layers;
-  config.heads = heads;
-  config.key_value_heads = key_value_heads;
-  config.head_dim = head_dim;
-  config.feed_forward = feed_forward;
+  config.hidden = hidden, config.layers = layers, config.feed_forward = feed_forward;
+  config.heads = heads, config.key_value_heads = key_value_heads, config.head_dim = head_dim;
   config.tied_output = tied;
-  config.initializer_range =
-      1 / std::sqrt(static_cast<double>(hidden));  // scores of order 1: attention matters
+  // Scores of order 1: attention matters.
+  config.initializer_range = 1 / std::sqrt(static_cast<double>(hidden));
   return config;
 }
+const DecoderConfig kTinyShape = shape(64, 2, 4, 2, 16, 128);
 
-// The form of Mixtral, eight experts of which two compute a token.
+// The form of Mixtral: each of two out of eight experts computes a token.
 DecoderConfig mixture(DecoderConfig config) {
   config.family = "mixtral";
   config.experts = {.count = 8, .per_token = 2, .feed_forward = config.feed_forward};
   return config;
 }
 
-// That of Qwen2-MoE: beside them one of twice their width that every token goes through.
+// The form of Qwen2-MoE: every token also goes through an expert of twice their width.
 DecoderConfig with_shared_expert(DecoderConfig config) {
   config = mixture(config);
   config.family = "qwen2_moe";
@@ -59,8 +59,8 @@ void route_to_one_quarter(DecoderLM& model) {
   }
 }
 
-// Tokens that a model can learn something from, so that equal losses after several steps say that gradient
-// and optimizer are equal too: mostly an affine successor, sometimes anything.
+// Tokens that a model can learn something from, so that equal losses after several steps mean equal gradients
+// and optimizers: mostly an affine successor, sometimes anything.
 std::vector<std::int64_t> make_sequence(std::int64_t length, std::uint64_t index) {
   const RandomKey key{.seed = 1, .sample = index, .layer = hash_name("bench step")};
   std::vector<std::int64_t> tokens(static_cast<std::size_t>(length));
@@ -72,6 +72,18 @@ std::vector<std::int64_t> make_sequence(std::int64_t length, std::uint64_t index
   return tokens;
 }
 
+template <typename One>
+const One& find(std::initializer_list<const std::vector<One>*> lists, const std::string& name,
+                const char* where) {
+  std::vector<std::string> names;
+  for (const auto* list : lists)
+    for (const One& one : *list) {
+      if (one.name == name) return one;
+      names.push_back(one.name);
+    }
+  refuse(where, name, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
+}
+
 }  // namespace
 
 const std::vector<StepCase>& step_cases() {
@@ -79,82 +91,121 @@ const std::vector<StepCase>& step_cases() {
       // The model of examples/first_light.toml.
       {"small", shape(192, 4, 6, 3, 32, 512, true), 4, 256, 8},
       // Matrix products dominate.
-      {"medium", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2},
+      {"medium", shape(512, 6, 8, 8, 64, 1408), 1, 512, 2},
       // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
-      {"communication", shape(768, 6, 12, 12, 64, 2048, false), 1, 64, 5},
+      {"communication", shape(768, 6, 12, 12, 64, 2048), 1, 64, 5},
       // Attention and products over many tokens; few parameters.
-      {"compute", shape(256, 4, 4, 4, 64, 704, false), 1, 2048, 1},
+      {"compute", shape(256, 4, 4, 4, 64, 704), 1, 2048, 1},
       // For a GPU: every kernel takes longer than starting it. On one core a step takes minutes.
-      {"large", shape(2048, 4, 16, 16, 128, 5632, false), 1, 2048, 4, false},
+      {"large", shape(2048, 4, 16, 16, 128, 5632), 1, 2048, 4, false},
       // The shapes of one layer of Llama 3 8B. 258 words instead of 128,256, so that the layer is what is
       // timed.
-      {"8B-layer", shape(4096, 1, 32, 8, 128, 14336, false), 1, 8192, 1, false},
-      // Shows in a few seconds that the comparison works; its ratio says nothing.
+      {"8B-layer", shape(4096, 1, 32, 8, 128, 14336), 1, 8192, 1, false},
+      // Shows in a few seconds that the comparison works; its ratio means nothing.
       {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
   };
   return cases;
 }
 
-const std::vector<StepCase>& cases_held_together() {
+const std::vector<StepCase>& model_parallel_cases() {
+  const DecoderConfig model = shape(512, 6, 8, 8, 64, 1408), shallow = shape(512, 4, 8, 8, 64, 1408),
+                      experts = shape(256, 4, 4, 4, 64, 512);
   static const std::vector<StepCase> cases = {
-      // One batch for all ranks, of tensor parallelism; untied, for PyTorch's parts what is tied in two.
-      {"tensor-tiny", shape(64, 2, 4, 2, 16, 128, false), 2, 32, 3},
-      {"tensor-64", shape(512, 6, 8, 8, 64, 1408, false), 1, 64, 10},
-      {"tensor-512", shape(512, 6, 8, 8, 64, 1408, false), 1, 512, 2},
-      {"tensor-2048", shape(512, 4, 8, 8, 64, 1408, false), 1, 2048, 1},
-      {"expert-tiny", mixture(shape(64, 2, 4, 2, 16, 128, false)), 2, 32, 3},
-      {"expert-even", mixture(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4},
-      {.name = "expert-uneven",
-       .shape = mixture(shape(256, 4, 4, 4, 64, 512, false)),
-       .length = 512,
-       .steps_per_turn = 4,
-       .one_quarter = true},
-      {"expert-shared-tiny", with_shared_expert(shape(64, 2, 4, 2, 16, 128, false)), 2, 32, 3},
-      {"expert-shared", with_shared_expert(shape(256, 4, 4, 4, 64, 512, false)), 1, 512, 4},
-      // Stages of a pipeline, with eight micro-batches of one batch for all ranks.
-      {.name = "pipeline-tiny",
-       .shape = shape(64, 2, 4, 2, 16, 128, false),
-       .length = 32,
-       .steps_per_turn = 3,
-       .micro_batches = 4},
-      {.name = "pipeline-64",
-       .shape = shape(512, 6, 8, 8, 64, 1408, false),
-       .length = 64,
-       .steps_per_turn = 2,
-       .micro_batches = 8},
-      {.name = "pipeline-512",
-       .shape = shape(512, 6, 8, 8, 64, 1408, false),
-       .length = 512,
-       .micro_batches = 8},
-      {.name = "pipeline-2048",
-       .shape = shape(512, 4, 8, 8, 64, 1408, false),
-       .length = 2048,
-       .micro_batches = 8},
+      // Tensor parallelism, one batch for all ranks; untied, because PyTorch's peer shards a tied matrix
+      // twice.
+      {"tensor-tiny", kTinyShape, 2, 32, 3},
+      {"tensor-64", model, 1, 64, 10},
+      {"tensor-512", model, 1, 512, 2},
+      {"tensor-2048", shallow, 1, 2048, 1},
+      {"expert-tiny", mixture(kTinyShape), 2, 32, 3},
+      {"expert-even", mixture(experts), 1, 512, 4},
+      {"expert-uneven", mixture(experts), 1, 512, 4, true, 1, true},
+      {"expert-shared-tiny", with_shared_expert(kTinyShape), 2, 32, 3},
+      {"expert-shared", with_shared_expert(experts), 1, 512, 4},
+      // Stages of a pipeline, one batch of several micro-batches for all ranks.
+      {"pipeline-tiny", kTinyShape, 1, 32, 3, true, 4},
+      {"pipeline-64", model, 1, 64, 2, true, 8},
+      {"pipeline-512", model, 1, 512, 1, true, 8},
+      {"pipeline-2048", shallow, 1, 2048, 1, true, 8},
   };
   return cases;
 }
 
 const StepCase& find_step_case(const std::string& name) {
-  std::string names;
-  for (const auto* list : {&step_cases(), &cases_held_together()})
-    for (const auto& step_case : *list) {
-      if (step_case.name == name) return step_case;
-      names += (names.empty() ? "" : ", ") + step_case.name;
-    }
-  throw ConfigError(
-      {.where = "bench step --case", .found = name, .expected = names, .action = "Choose one of them"});
+  return find({&step_cases(), &model_parallel_cases()}, name, "bench step --case");
+}
+
+const std::vector<Strategy>& strategies() {
+  using enum Strategy::Parallel;
+  constexpr auto kNone = TensorOverlap::kNone;
+  const auto usual = ExpertParallelOptions().overlap;
+  static const std::vector<Strategy> all = {
+      {"stage-0", "stage 0", {.stage = 0}},
+      {"zero-1", "ZeRO-1", {.stage = 1}},
+      {"zero-2", "ZeRO-2", {.stage = 2}},
+      {"zero-3", "ZeRO-3", {.stage = 3}},
+      {"shared", "shared parameters", {.share_parameters = true}},
+      {"zero-3-shared", "ZeRO-3, shared parameters", {.stage = 3, .share_parameters = true}},
+      {"stage-0-late", "stage 0, no overlap", {.stage = 0, .overlap = false}},
+      {"zero-1-late", "ZeRO-1, no overlap", {.stage = 1, .overlap = false}, false},
+      {"zero-2-late", "ZeRO-2, no overlap", {.stage = 2, .overlap = false}, false},
+      {"zero-3-late", "ZeRO-3, no prefetch", {.stage = 3, .overlap = false}, false},
+      {"shared-late", "shared, no overlap", {.share_parameters = true, .overlap = false}, false},
+      {"tensor", "tensor, sequence parallel", {}, false, kSequence},
+      {"tensor-whole", "tensor, whole tokens", {}, false, kWholeTokens},
+      {"tensor-weights",
+       "sequence parallel, weights meanwhile",
+       {},
+       false,
+       kSequence,
+       TensorOverlap::kWeights},
+      {"tensor-tokens", "sequence parallel, tokens meanwhile", {}, false, kSequence, TensorOverlap::kTokens},
+      {"tensor-whole-weights",
+       "whole tokens, weights meanwhile",
+       {},
+       false,
+       kWholeTokens,
+       TensorOverlap::kWeights},
+      {"expert", "experts dealt to ranks", {}, false, kExperts},
+      {"expert-shared",
+       "experts dealt, the shared one meanwhile",
+       {},
+       false,
+       kExperts,
+       kNone,
+       ExpertOverlap::kShared},
+      {"expert-halves",
+       "experts dealt to ranks, in halves",
+       {},
+       false,
+       kExperts,
+       kNone,
+       ExpertOverlap::kHalves},
+      {"pipeline-1f1b", "stages, 1f1b", {}, false, kStages, kNone, usual, "1f1b"},
+      {"pipeline-zb-h1", "stages, zb-h1", {}, false, kStages, kNone, usual, "zb-h1"},
+  };
+  return all;
+}
+
+const Strategy& find_strategy(const std::string& name) {
+  return find({&strategies()}, name, "isograd bench --strategy");
 }
 
 AdamWOptions bench_adamw() {
   return {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-8, .weight_decay = 0.1};
 }
 
-void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const StepSetting& setting) {
-  const bool on_gpu = setting.device == "cuda";
-  const DecoderConfig& config = step_case.shape;
+nlohmann::ordered_json update_description() {
   const AdamWOptions adamw = bench_adamw();
-  const nlohmann::ordered_json description = {
+  return {{"max_norm", kBenchMaxNorm}, {"learning_rate", adamw.learning_rate},
+          {"beta1", adamw.beta1},      {"beta2", adamw.beta2},
+          {"epsilon", adamw.epsilon},  {"weight_decay", adamw.weight_decay}};
+}
+
+void write_step(const std::filesystem::path& exchange, const StepCase& step_case, int ranks,
+                const StepSetting& setting) {
+  const DecoderConfig& config = step_case.shape;
+  nlohmann::ordered_json description = {
       {"name", step_case.name},
       {"ranks", ranks},
       {"device", setting.device},
@@ -175,29 +226,24 @@ void write_exchange(const std::filesystem::path& directory, const StepCase& step
       {"sequences", step_case.sequences},
       {"micro_batches", step_case.micro_batches},
       {"length", step_case.length},
-      {"steps_per_turn", on_gpu ? kGpuStepsPerTurn : step_case.steps_per_turn},
-      {"max_norm", kBenchMaxNorm},
-      {"learning_rate", adamw.learning_rate},
-      {"beta1", adamw.beta1},
-      {"beta2", adamw.beta2},
-      {"epsilon", adamw.epsilon},
-      {"weight_decay", adamw.weight_decay}};
-  write_file(directory / "case.json", description.dump(2) + "\n");
+      {"steps_per_turn", setting.device == "cuda" ? kGpuStepsPerTurn : step_case.steps_per_turn}};
+  description.update(update_description());
+  write_case(exchange, description);
   DecoderLM model(config, at::kFloat, 1);
   if (step_case.one_quarter) route_to_one_quarter(model);
-  write_hf(directory / "model", model);
-  AtomicFile tokens(directory / "tokens.bin");
-  for (std::int64_t sequence = 0; sequence < kSteps * ranks * step_case.micro_batches * step_case.sequences;
-       ++sequence) {
+  write_hf(exchange / "model", model);
+  AtomicFile tokens(exchange / "tokens.bin");
+  const std::int64_t sequences = kSteps * ranks * step_case.micro_batches * step_case.sequences;
+  for (std::int64_t sequence = 0; sequence < sequences; ++sequence) {
     const auto values = make_sequence(step_case.length + 1, static_cast<std::uint64_t>(sequence));
     tokens.write(values.data(), values.size() * sizeof(std::int64_t));
   }
   tokens.commit();
 }
 
-std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
+std::vector<MicroBatches> read_steps(const std::filesystem::path& exchange, const StepCase& step_case,
                                      int rank, int ranks) {
-  const MappedFile file(directory / "tokens.bin");
+  const MappedFile file(exchange / "tokens.bin");
   const std::int64_t micro_batches = step_case.micro_batches, sequences = step_case.sequences,
                      length = step_case.length;
   ISOGRAD_INVARIANT(
@@ -205,9 +251,8 @@ std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, con
       std::to_string(file.size()) + " bytes of tokens");
   const at::Tensor all = at::from_blob(const_cast<std::uint8_t*>(file.data()),
                                        {kSteps, ranks, micro_batches, sequences, length + 1}, at::kLong);
-  std::vector<MicroBatches> steps;
-  for (std::int64_t step = 0; step < kSteps; ++step) {
-    steps.emplace_back();
+  std::vector<MicroBatches> steps(static_cast<std::size_t>(kSteps));
+  for (std::int64_t step = 0; step < kSteps; ++step)
     for (std::int64_t i = 0; i < micro_batches; ++i) {
       const at::Tensor own = all[step][rank][i];  // [sequences, length + 1]
       Batch batch;
@@ -219,33 +264,9 @@ std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, con
         batch.sample_ids.push_back(((step * ranks + rank) * micro_batches + i) * sequences + sequence);
         batch.sample_targets.push_back(length);
       }
-      steps.back().push_back(std::move(batch));
+      steps[static_cast<std::size_t>(step)].push_back(std::move(batch));
     }
-  }
   return steps;
-}
-
-namespace {
-
-nlohmann::json read_description(const std::filesystem::path& directory) {
-  return parse_json(read_file(directory / "case.json")).value;
-}
-
-}  // namespace
-
-std::string read_case_name(const std::filesystem::path& directory) {
-  return read_description(directory).at("name").get<std::string>();
-}
-
-StepSetting read_setting(const std::filesystem::path& directory) {
-  const auto description = read_description(directory);
-  return {.device = description.at("device").get<std::string>(),
-          .dtype = description.at("dtype").get<std::string>(),
-          .threads = description.at("threads").get<int>()};
-}
-
-std::int64_t read_steps_per_turn(const std::filesystem::path& directory) {
-  return read_description(directory).at("steps_per_turn").get<std::int64_t>();
 }
 
 }  // namespace isograd

@@ -1,4 +1,5 @@
-// What both sides of `bench step` compute: shapes, weights and tokens, exchanged as files.
+// The steps that `isograd bench step`, `tensor`, `expert`, `pipeline` and `product` are about: shapes,
+// layouts, and the weights and tokens that all sides start from, exchanged as files.
 #pragma once
 
 #include <filesystem>
@@ -6,8 +7,11 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
-#include "isograd/model.hpp"
+#include "isograd/data_parallel.hpp"
+#include "isograd/decoder_lm.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/tensor_parallel.hpp"
 
 namespace isograd {
 
@@ -18,33 +22,54 @@ struct StepCase {
   std::int64_t length = 256;        // tokens of a sequence
   std::int64_t steps_per_turn = 1;  // about a second of one core
   bool standard = true;             // part of a run without --case
-  bool one_quarter = false;         // of the experts of each layer computes all tokens
   std::int64_t micro_batches = 1;   // of a step
+  bool one_quarter = false;         // of the experts of each layer computes all tokens
 
   std::int64_t tokens() const { return sequences * length; }  // of a micro-batch
 };
-
 const std::vector<StepCase>& step_cases();                // of `bench step`
-const std::vector<StepCase>& cases_held_together();       // of `bench tensor`, `expert` and `pipeline`
+const std::vector<StepCase>& model_parallel_cases();      // of `bench tensor`, `expert` and `pipeline`
 const StepCase& find_step_case(const std::string& name);  // in both; ConfigError names the cases
+
+// How ranks of ours divide the work.
+struct Strategy {
+  enum class Parallel { kData, kWholeTokens, kSequence, kExperts, kStages };
+  std::string name;   // --strategy
+  std::string title;  // human-readable
+  DataParallelOptions options{};
+  bool standard = true;  // part of a run without --strategy
+  Parallel parallel = Parallel::kData;
+  TensorOverlap tensor_overlap = TensorOverlap::kNone;
+  ExpertOverlap expert_overlap = ExpertParallelOptions().overlap;
+  std::string schedule{};  // of stages
+
+  // All ranks see one batch.
+  bool one_batch() const { return parallel != Parallel::kData && parallel != Parallel::kExperts; }
+};
+const std::vector<Strategy>& strategies();
+const Strategy& find_strategy(const std::string& name);  // ConfigError names them
 
 AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
+nlohmann::ordered_json update_description();  // both of these, for case.json
 
-// Fills `directory` with case.json, model/ and tokens.bin for that many ranks.
 struct StepSetting {
   std::string device = "cpu";     // or "cuda"
   std::string dtype = "float32";  // or "bfloat16", with fp32 masters
   int threads = 1;                // of each rank
 };
-void write_exchange(const std::filesystem::path& directory, const StepCase& step_case, int ranks,
-                    const StepSetting& setting = {});
-
+// Fills `exchange` with case.json, model/ and tokens.bin for that many ranks.
+void write_step(const std::filesystem::path& exchange, const StepCase& step_case, int ranks,
+                const StepSetting& setting = {});
 // This rank's steps, in order, from tokens.bin.
-std::vector<MicroBatches> read_steps(const std::filesystem::path& directory, const StepCase& step_case,
+std::vector<MicroBatches> read_steps(const std::filesystem::path& exchange, const StepCase& step_case,
                                      int rank, int ranks);
-std::string read_case_name(const std::filesystem::path& directory);
-StepSetting read_setting(const std::filesystem::path& directory);
-std::int64_t read_steps_per_turn(const std::filesystem::path& directory);
+
+// Seconds of a rank's matrix products alone, each by the fastest library for it (product.cpp).
+double fastest_products(const StepCase& step_case, int expert_ranks = 1);
+
+// Our sides, on each rank: turns until there are none (step_side.cpp, optim.cpp).
+void run_step_rank(const std::filesystem::path& exchange, const std::string& strategy);
+void run_optim_rank(const std::filesystem::path& exchange, const std::string& name);
 
 }  // namespace isograd

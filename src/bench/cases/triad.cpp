@@ -1,4 +1,4 @@
-#include "bench/cases/triad.hpp"
+#include <cstdint>
 
 #include "kernels/versions.hpp"
 
@@ -13,6 +13,8 @@ ISOGRAD_ALWAYS_INLINE void triad_body(float* __restrict a, const float* __restri
 }
 
 }  // namespace
+
+void triad(float* a, const float* b, const float* c, float s, std::int64_t count);  // described in optim.cpp
 
 ISOGRAD_VERSIONS(void, triad, (float* a, const float* b, const float* c, float s, std::int64_t count),
                  (a, b, c, s, count), triad_body(a, b, c, s, count))

@@ -1,0 +1,158 @@
+// Our side of `bench step`, `tensor`, `expert` and `pipeline`: what a user of the library writes, timed. And
+// how a side of ours starts its ranks.
+#include <ATen/Parallel.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include "base/memory.hpp"
+#include "bench/cases/step_case.hpp"
+#include "bench/device_profile.hpp"
+#include "bench/runner.hpp"
+#include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "isograd/step.hpp"
+#include "isograd/world.hpp"
+#include "train/build.hpp"
+#include "train/device.hpp"
+
+namespace isograd {
+namespace {
+
+// What a step of a model needs under a strategy.
+struct Prepared {
+  std::unique_ptr<DataParallel> layout;
+  ForwardLossTerms forward;
+  StepOptions options{};
+  std::shared_ptr<Pipeline> pipeline{};
+};
+
+Prepared prepare_stages(const Strategy& strategy, DecoderLM& model, const World& world) {
+  const Mesh mesh(world, Grid({{kStageAxis, world.size}}));
+  const auto pipeline = std::make_shared<Pipeline>(mesh, PipelineOptions{.schedule = strategy.schedule});
+  const Layout placed = split_decoder(model, mesh, pipeline);
+  const NamedTensors own = held_parameters(model.named(), placed.placements(), mesh.grid(), world.rank);
+  return {.layout = make_strategy("bucketed", own, nullptr, mesh, {}, {}, placed.placements()),
+          .forward = [&model](const Batch& batch) -> LossTerms {
+            const DecoderOutputs outputs = model.outputs(batch);
+            if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+            return {{"cross_entropy", cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets)}};
+          },
+          .options = through(*pipeline),
+          .pipeline = pipeline};
+}
+
+Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world) {  // collective
+  const auto forward = [&model](const Batch& batch) -> LossTerms {
+    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
+  };
+  if (strategy.parallel == Strategy::Parallel::kStages) return prepare_stages(strategy, model, world);
+  if (strategy.parallel == Strategy::Parallel::kExperts) {
+    // Each rank has tokens of its own, and its part of the experts.
+    const Grid grid = data_grid(world.size, {.dp_replicate = world.size});
+    const Mesh mesh(world, grid.viewed(data_axes(grid), {{"edp", 1}, {kExpertAxis, world.size}}));
+    const Layout placed = deal_experts(model, mesh, {}, {.overlap = strategy.expert_overlap});
+    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
+  }
+  if (strategy.one_batch()) {
+    const Mesh mesh(world, Grid({{"tp", world.size}}));
+    const bool sequence_parallel = strategy.parallel == Strategy::Parallel::kSequence;
+    const Layout placed = cut_decoder(
+        model, mesh, {.sequence_parallel = sequence_parallel, .overlap = strategy.tensor_overlap});
+    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()),
+            [&model](const Batch& batch) -> LossTerms {
+              return {{"cross_entropy",
+                       cross_entropy_sum(model.logits(batch), batch.targets, {.shard = model.vocabulary()})}};
+            }};
+  }
+  const auto& options = strategy.options;
+  if (options.stage < 3)
+    return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage),
+                          model.named(), nullptr, world.group, options),
+            forward};
+  const ModelUnits units = model_units(model, RunConfig{});
+  return {make_strategy("zero3", model.named(), &units, world.group, {},
+                        {.share_parameters = options.share_parameters, .prefetch = options.overlap}),
+          inside(units.root, forward)};
+}
+
+struct OurSide {
+  std::string verb;
+  void (*run_rank)(const std::filesystem::path& exchange, const std::string& name);
+};
+const OurSide kSides[] = {{"step-ours", run_step_rank}, {"optim-ours", run_optim_rank}};
+
+}  // namespace
+
+void run_step_rank(const std::filesystem::path& exchange, const std::string& name) {
+  const nlohmann::json description = read_case(exchange);
+  at::set_num_threads(description.at("threads").get<int>());
+  keep_freed_memory();  // as `isograd train` does
+  const bool on_gpu = description.at("device") == "cuda";
+  World world = join({.backend = on_gpu ? "nccl" : "shm"});
+  const at::Device device =
+      on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
+  const StepCase& step_case = find_step_case(description.at("name").get<std::string>());
+  const Strategy& strategy = find_strategy(name);
+  const auto steps = read_steps(exchange, step_case, strategy.one_batch() ? 0 : world.rank,
+                                strategy.one_batch() ? 1 : world.size);
+  const auto model =
+      read_hf(exchange / "model", description.at("dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat);
+  model->to(device);
+  Prepared prepared = prepare(strategy, *model, world);
+  const ForwardLossTerms forward = on_device(device, prepared.forward);
+  const auto optimizer = adamw(bench_adamw());
+  TokenMean mean;
+  prepared.options.max_norm = kBenchMaxNorm;
+  prepared.options.capture = on_gpu;
+  DataParallel* layout = prepared.layout.get();
+  Step step(forward, *layout, mean, *optimizer, prepared.options);
+
+  TurnPipes pipes(exchange, name, world.rank);
+  std::size_t next = 0;
+  const auto in_a_turn = description.at("steps_per_turn").get<std::int64_t>();
+  const auto train = [&] { return step(steps[next++ % steps.size()]); };
+  while (pipes.wait()) {
+    std::vector<double> seconds, losses, norms, exposed;
+    world.group.barrier();
+    if (pipes.profiled()) {
+      constexpr std::int64_t kProfiled = 3;
+      pipes.answer(
+          {{"seconds", seconds}, {"losses", losses}, {"profile", profile_steps(device, kProfiled, train)}});
+      continue;
+    }
+    for (std::int64_t i = 0; i < in_a_turn; ++i) {
+      const double waited = layout->exposed_seconds();
+      StepReport report;
+      seconds.push_back(seconds_of([&] {
+        report = train();
+        synchronize(device);
+      }));
+      losses.push_back(report.loss);
+      norms.push_back(report.norm);
+      exposed.push_back(layout->exposed_seconds() - waited);
+    }
+    pipes.answer({{"seconds", seconds}, {"losses", losses}, {"norms", norms}, {"exposed", exposed}});
+  }
+}
+
+std::vector<std::string> bench_sides() {
+  std::vector<std::string> verbs;
+  for (const OurSide& side : kSides) verbs.push_back(side.verb);
+  return verbs;
+}
+
+int run_bench_side(const std::string& verb, const std::filesystem::path& exchange, int ranks,
+                   const std::string& name) {
+  if (ranks > 1 && !std::getenv("RANK"))
+    return launch_ranks(
+        {bench_self(), "bench", verb, exchange.string(), std::to_string(ranks), name},
+        {.ranks = ranks, .backend = read_case(exchange).value("device", "cpu") == "cuda" ? "nccl" : "shm"});
+  const auto* side = std::ranges::find(kSides, verb, &OurSide::verb);
+  ISOGRAD_INVARIANT(side != std::end(kSides), verb);
+  side->run_rank(exchange, name);
+  return 0;
+}
+
+}  // namespace isograd
