@@ -1,6 +1,6 @@
 """isograd.trainers in the loops of transformers, TRL, Accelerate and Lightning, by the installed wheel, on two ranks.
 
-The loops are those of the report card (examples/report_card), nine of its cells.
+The loops are those of tests/trials, nine of its cells.
 """
 import json
 import os
@@ -37,7 +37,7 @@ def libraries(installed):
 @pytest.fixture(scope="module")
 def card(libraries, tmp_path_factory):
     said = tmp_path_factory.mktemp("card") / "said.json"
-    done = run(libraries, ROOT / "examples/report_card/run.py", "--json", said, *CELLS)
+    done = run(libraries, ROOT / "tests/trials/run.py", "--json", said, *CELLS)
     assert said.exists(), done.stdout + done.stderr
     return json.loads(said.read_text())
 

@@ -1,4 +1,4 @@
-"""python trainer_cases.py: isograd.trainers in loops of the real libraries, on two ranks: what the report card's cells do
+"""python trainer_cases.py: isograd.trainers in loops of the real libraries, on two ranks: cases that tests/trials does
 not show. As JSON, by case and rank."""
 import json
 import os
@@ -6,7 +6,7 @@ import pathlib
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples/report_card"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trials"))
 os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 
 import accelerate  # noqa: E402
