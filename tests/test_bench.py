@@ -455,7 +455,7 @@ def test_context_ranks_are_compared_with_one(tmp_path):
         check_ratio(record)
 
 
-def test_packs_stand_beside_their_sum_of_squares_and_the_best_cut(tmp_path):
+def test_packs_are_compared_with_their_sum_of_squares_and_the_best_cut(tmp_path):
     """One number of tokens, different sums of squared lengths: the share, the time of each unit of it, and all of
     one rank's time divided evenly."""
     result = bench("--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.1, "--json",

@@ -214,7 +214,7 @@ class Masters:
 
 
 def profile_steps(device, steps, step):
-    """The figures that src/bench/device_profile.cpp gives for our steps."""
+    """The figures that profile_steps() of src/bench/cases/step_side.cpp gives for our steps."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile

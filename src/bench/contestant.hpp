@@ -61,9 +61,7 @@ class TurnPipes {
   // ConfigError where bench made none. Only rank 0 answers.
   TurnPipes(const std::filesystem::path& exchange, const std::string& name, int rank);
   bool wait();  // sleeps until the next turn; false: there is none
-  bool profiled() const {
-    return turn_ == kProfiledTurn;
-  }  // this turn is for device_profile.hpp, and not timed
+  bool profiled() const { return turn_ == kProfiledTurn; }  // this turn is for profile_steps(), and not timed
   void answer(const nlohmann::json& line);
 
  private:

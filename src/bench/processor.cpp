@@ -1,5 +1,4 @@
-#include "bench/processor.hpp"
-
+// The processor that a comparison runs on, and which of its instructions each library may use.
 #include <ATen/Version.h>
 #include <fmt/format.h>
 #include <sched.h>
@@ -10,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <tuple>
 #include <utility>
 
 #include "base/refuse.hpp"

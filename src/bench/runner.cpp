@@ -18,7 +18,6 @@
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
-#include "bench/processor.hpp"
 
 namespace isograd {
 namespace {
@@ -39,7 +38,7 @@ double status_bytes(const std::string& bench, const std::string& name) {
          "Run it on Linux");
 }
 
-// What a command prints; empty when it fails.
+// The output of a command; empty when it fails.
 std::string output_of(const std::vector<std::string>& command) {
   std::string output;
   if (std::FILE* process = popen((shell_words(command) + " 2>/dev/null").c_str(), "re")) {
@@ -226,6 +225,13 @@ Side peer_side(const std::string& python, const std::string& script, const std::
           .more = std::move(more)};
 }
 
+std::unique_ptr<Contestant> start(const Side& side, const fs::path& exchange) {
+  std::vector<std::string> command = side.starts;
+  command.insert(command.end(), {exchange.string(), std::to_string(side.ranks), side.name});
+  command.insert(command.end(), side.more.begin(), side.more.end());
+  return std::make_unique<Contestant>(side.name, command, exchange, side.ranks);
+}
+
 std::vector<double> SideResult::median_parts() const {
   std::vector<double> medians;
   for (std::size_t part = 0; !parts.empty() && part < parts.front().size(); ++part) {
@@ -241,10 +247,7 @@ std::vector<SideResult> take_turns(const std::vector<Side>& sides, const fs::pat
   std::vector<std::unique_ptr<Contestant>> contestants;
   std::vector<SideResult> results;
   for (const Side& side : sides) {
-    std::vector<std::string> command = side.starts;
-    command.insert(command.end(), {exchange.string(), std::to_string(side.ranks), side.name});
-    command.insert(command.end(), side.more.begin(), side.more.end());
-    contestants.push_back(std::make_unique<Contestant>(side.name, command, exchange, side.ranks));
+    contestants.push_back(start(side, exchange));
     results.push_back({.side = side});
   }
   for (std::size_t i = 0; on_device && i < sides.size(); ++i) contestants[i]->start();

@@ -1,10 +1,10 @@
-// What all benchmarks share: who takes which turn, statistics, agreement of the sides, records, the exchange
-// folder.
+// The parts of all benchmarks: turns, statistics, agreement of the sides, records, and the exchange folder.
 #pragma once
 
 #include <algorithm>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -28,7 +28,7 @@ struct Bench {
   // is better.
   nlohmann::ordered_json& record(const std::string& of, double ours, double peer,
                                  const std::string& peer_name, const std::string& unit, double ratio);
-  // The same of seconds or bytes, of which fewer are better.
+  // As record(), for seconds or bytes, which are better when they are fewer.
   void record_less(const std::string& of, double ours, double peer, const std::string& peer_name,
                    const std::string& unit) {
     record(of, ours, peer, peer_name, unit, peer / ours);
@@ -121,6 +121,8 @@ Side our_side(const std::string& verb, const std::string& name, const std::strin
 Side peer_side(const std::string& python, const std::string& script, const std::string& name,
                const std::string& title, int ranks, std::vector<std::string> more = {});
 
+std::unique_ptr<Contestant> start(const Side& side, const std::filesystem::path& exchange);
+
 struct SideResult {
   Side side;
   Turn first{};                             // warms up; what it computed is compared
@@ -145,8 +147,7 @@ struct Ratio {
 };
 Ratio faster(const SideResult& ours, const SideResult& peer);
 
-// What the first turns of two sides must agree in for their times to mean anything. By how much they differ,
-// and may.
+// By how much the first turns of two sides differ, or may differ for their times to mean anything.
 struct Agreement {
   double first_loss = 1e-4, losses = 1e-3, norm = 1e-3;
 };

@@ -137,8 +137,7 @@ const std::vector<BenchVerb>& bench_table() {
           "pipeline",
           "A model in stages, compared with torch.distributed.pipelining over Gloo and one process", "pp",
           {"torch", "numpy"}, bench_pipeline_cases(), bench_pipeline),
-      verb("optim",
-           "Sum, norm, clip and AdamW, compared with PyTorch's clip_grad_norm_ and fused AdamW, and a triad",
+      verb("optim", "Sum, norm, clip and AdamW, compared with PyTorch's fused AdamW and a triad",
            "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n" +
                status("the parameters of the two"),
            {.seconds = 30}, {"torch"}, bench_optim,

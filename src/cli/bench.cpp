@@ -6,7 +6,6 @@
 #include <cstdio>
 
 #include "base/print.hpp"
-#include "bench/processor.hpp"
 #include "cli/verbs.hpp"
 
 namespace isograd {

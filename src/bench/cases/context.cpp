@@ -11,6 +11,7 @@
 #include <random>
 
 #include "base/refuse.hpp"
+#include "bench/cases/step_case.hpp"
 #include "bench/cases/verbs.hpp"
 #include "bench/runner.hpp"
 #include "isograd/context_parallel.hpp"
@@ -96,21 +97,11 @@ Batch make_batch(const ContextCase& of) {
 
 // Writes case.json and the model for bench/peers/context_parallel.py.
 void write_context_case(const std::filesystem::path& exchange, const ContextCase& of) {
-  const DecoderConfig& model = of.model;
-  write_case(exchange, {{"tokens", of.lengths.front()},
-                        {"attention", of.attention_alone},
-                        {"vocabulary", model.vocabulary},
-                        {"hidden", model.hidden},
-                        {"layers", model.layers},
-                        {"heads", model.heads},
-                        {"key_value_heads", model.key_value_heads},
-                        {"head_dim", model.head_dim},
-                        {"feed_forward", model.feed_forward},
-                        {"rope_theta", model.rope_theta},
-                        {"norm_epsilon", model.norm_epsilon},
-                        {"tied_output", model.tied_output}});
+  nlohmann::ordered_json description = {{"tokens", of.lengths.front()}, {"attention", of.attention_alone}};
+  description.update(model_description(of.model));
+  write_case(exchange, description);
   if (of.attention_alone) return;
-  DecoderLM written(model, at::kFloat, 1);
+  DecoderLM written(of.model, at::kFloat, 1);
   write_hf(exchange / "model", written);
 }
 
@@ -311,7 +302,7 @@ void compare_context(Bench& bench, const ContextCase& of) {
   bench.begin(of.name);
   ContextResult result;
   const ExchangeFolder exchange;
-  std::optional<Contestant> peer;
+  std::unique_ptr<Contestant> peer;
   if (options.peer && of.turns && of.lengths.size() == 1) {
     if (of.lengths.front() % (2 * options.ranks) != 0 || options.ulysses > 1 || options.ranks == 1)
       refuse("bench context --peer",
@@ -319,23 +310,20 @@ void compare_context(Bench& bench, const ContextCase& of) {
                          options.ulysses),
              "a ring of 2 ranks or more, twice which divides the tokens", "Set --ranks and --ulysses");
     write_context_case(exchange.path(), of);
-    const Side side = peer_side(options.python, "context_parallel.py", "peer", kRingPeer, options.ranks);
-    std::vector<std::string> command = side.starts;
-    command.insert(command.end(), {exchange.path().string(), std::to_string(side.ranks), side.name});
-    peer.emplace(side.name, command, exchange.path(), side.ranks);
+    peer = start(peer_side(options.python, "context_parallel.py", "peer", kRingPeer, options.ranks),
+                 exchange.path());
   }
-  run_ranks(options.ranks,
-            [&](World& world) { measure_context(of, options, peer ? &*peer : nullptr, world, result); },
+  run_ranks(options.ranks, [&](World& world) { measure_context(of, options, peer.get(), world, result); },
             {.timeout = std::chrono::minutes(10)});
   bench.end();
   const auto& [alone, together, theirs] = result.sides;
-  const double ours = of.turns ? median(together.seconds) : 0, whole = of.turns ? median(alone.seconds) : 0,
-               our_cpu = median(together.cpu), whole_cpu = median(alone.cpu);
+  const double ours = of.turns ? median(together.seconds) : 0, single = of.turns ? median(alone.seconds) : 0,
+               our_cpu = median(together.cpu), single_cpu = median(alone.cpu);
   fmt::print(
       "{:<14} {:>7.1f} ms {:>6.1f}% {:>7.1f} ms {:>6.1f}%  {:>6.3f}x {:>8.3f}x   {:>10.1f} {:>10.1f} "
       "{:>5.3f}x\n",
-      of.name, 1e3 * ours, 100 * spread(together.seconds), 1e3 * whole, 100 * spread(alone.seconds),
-      whole > 0 ? ours / whole : 0, our_cpu / whole_cpu, together.bytes / kMiB, alone.bytes / kMiB,
+      of.name, 1e3 * ours, 100 * spread(together.seconds), 1e3 * single, 100 * spread(alone.seconds),
+      single > 0 ? ours / single : 0, our_cpu / single_cpu, together.bytes / kMiB, alone.bytes / kMiB,
       together.bytes / alone.bytes);
   if (of.lengths.size() > 1) fmt::print("  {}\n", result.cut);
   std::fflush(stdout);
@@ -347,10 +335,10 @@ void compare_context(Bench& bench, const ContextCase& of) {
   };
   expect_same(alone.run, "one rank");
   if (peer) expect_same(theirs.run, kRingPeer);
-  bench.record_less(of.name, 1e3 * our_cpu, 1e3 * whole_cpu, kWhole, "ms of the busiest processor");
+  bench.record_less(of.name, 1e3 * our_cpu, 1e3 * single_cpu, kWhole, "ms of the busiest processor");
   if (of.turns) compare_times(bench, of, together.seconds, alone.seconds, kWhole);
   if (peer) compare_times(bench, of, together.seconds, theirs.seconds, kRingPeer);
-  if (of.attention_alone && of.lengths.size() > 1) compare_pack(bench, of, ours, whole);
+  if (of.attention_alone && of.lengths.size() > 1) compare_pack(bench, of, ours, single);
   bench.record_less(of.name, together.bytes / kMiB, alone.bytes / kMiB, kWhole, "MiB");
 }
 

@@ -83,7 +83,7 @@ double gradient_factor(std::int64_t update) {
 // t differ by a relative δ: that of the two norms, and a few roundings. So m differs by at most (δ + (t +
 // 4)u) Σ wᵢ|gᵢ|, √v by a relative δ + (t + 4)u, where wᵢ are AdamW's weights of past gradients in m and zᵢ
 // those in v, both corrected for bias. By Cauchy and Schwarz Σ wᵢ|gᵢ| ≤ √(Σ wᵢ² / zᵢ) · √v. A parameter is
-// rounded a few times besides.
+// also rounded a few times.
 double allowed_difference(const std::vector<double>& ours, const std::vector<double>& theirs,
                           double largest_parameter) {
   const AdamWOptions options = bench_adamw();

@@ -73,17 +73,15 @@ void smooth_ap(Bench& bench, const RankingCase& of) {
   run(make_rows(2000, 100));  // code and scratch memory of the libraries
   const double memory = peak_growth("ranking", [&] { run(rows); });
 
-  const Side side = peer_side(bench.options.python, "ranking_losses.py", "peer", kPackage, 1);
-  std::vector<std::string> command = side.starts;
-  command.insert(command.end(), {exchange.path().string(), "1", side.name});
-  Contestant peer(side.name, command, exchange.path(), 1);
-  const Turn first = peer.turn(600);
+  const auto peer =
+      start(peer_side(bench.options.python, "ranking_losses.py", "peer", kPackage, 1), exchange.path());
+  const Turn first = peer->turn(600);
   std::vector<double> ours, theirs;
   by_turns(2, until(bench.options.seconds), [&](std::size_t i) {
     if (i == 0)
       ours.push_back(seconds_of([&] { run(rows); }));
     else
-      theirs.push_back(peer.turn(600).seconds.at(0));
+      theirs.push_back(peer->turn(600).seconds.at(0));
   });
   bench.end();
   const double peer_memory = first.parts.at(0);

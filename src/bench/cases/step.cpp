@@ -25,7 +25,7 @@ const std::vector<Peer> kPeers = {{"ddp", "PyTorch DDP over Gloo", "ddp"},
 const std::vector<Peer> kCompiledPeers = {
     {"ddp-compiled", "DDP over compiled blocks", "ddp-compiled"},
     {"single-compiled", "one compiled PyTorch process", "compiled", true}};
-// Of one rank. Autocast computes in bf16 what the others keep in it, with fp32 masters.
+// Peers of one rank. Autocast computes in bf16 what the others keep in it, with fp32 masters.
 const std::vector<Peer> kAlone = {{"eager", "PyTorch eager", "eager"},
                                   {"compiled", "PyTorch compiled", "compiled"},
                                   {"autocast", "PyTorch eager, autocast", "autocast"},
@@ -37,7 +37,7 @@ struct Compared {
   const StepCase& step_case;
   int ranks;  // whose tokens there are
   std::vector<Side> sides;
-  std::size_t ours;       // so many first sides have rows with ratios
+  std::size_t ours;       // this number of first sides have rows with ratios
   std::size_t peers;      // from this one on they are compared with
   std::size_t reference;  // the side whose losses and norms are the right ones
   bool rates = false;     // in tokens a second, with what ours waited for
@@ -50,7 +50,7 @@ nlohmann::ordered_json profile_of(const SideResult& result) {
                                 : nlohmann::ordered_json::parse(result.profile);
 }
 
-// What the device did in a step of each side.
+// Prints what the device did in a step of each side.
 void print_device(const std::vector<SideResult>& results, double flops) {
   fmt::print("  {:<40} {:>8} {:>7} {:>9} {:>8} {:>8} {:>9}\n", "", "TFLOP/s", "kernels", "waits", "to host",
              "idle", "peak MiB");

@@ -202,6 +202,21 @@ nlohmann::ordered_json update_description() {
           {"epsilon", adamw.epsilon},  {"weight_decay", adamw.weight_decay}};
 }
 
+nlohmann::ordered_json model_description(const DecoderConfig& config) {
+  return {{"vocabulary", config.vocabulary},
+          {"hidden", config.hidden},
+          {"layers", config.layers},
+          {"heads", config.heads},
+          {"key_value_heads", config.key_value_heads},
+          {"head_dim", config.head_dim},
+          {"feed_forward", config.feed_forward},
+          {"rope_theta", config.rope_theta},
+          {"norm_epsilon", config.norm_epsilon},
+          {"tied_output", config.tied_output},
+          {"experts", config.experts.count},
+          {"experts_per_token", config.experts.per_token}};
+}
+
 void write_step(const std::filesystem::path& exchange, const StepCase& step_case, int ranks,
                 const StepSetting& setting) {
   const DecoderConfig& config = step_case.shape;
@@ -211,22 +226,11 @@ void write_step(const std::filesystem::path& exchange, const StepCase& step_case
       {"device", setting.device},
       {"dtype", setting.dtype},
       {"threads", setting.threads},
-      {"vocabulary", config.vocabulary},
-      {"hidden", config.hidden},
-      {"layers", config.layers},
-      {"heads", config.heads},
-      {"key_value_heads", config.key_value_heads},
-      {"head_dim", config.head_dim},
-      {"feed_forward", config.feed_forward},
-      {"rope_theta", config.rope_theta},
-      {"norm_epsilon", config.norm_epsilon},
-      {"tied_output", config.tied_output},
-      {"experts", config.experts.count},
-      {"experts_per_token", config.experts.per_token},
       {"sequences", step_case.sequences},
       {"micro_batches", step_case.micro_batches},
       {"length", step_case.length},
       {"steps_per_turn", setting.device == "cuda" ? kGpuStepsPerTurn : step_case.steps_per_turn}};
+  description.update(model_description(config));
   description.update(update_description());
   write_case(exchange, description);
   DecoderLM model(config, at::kFloat, 1);

@@ -51,7 +51,9 @@ const Strategy& find_strategy(const std::string& name);  // ConfigError names th
 
 AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
-nlohmann::ordered_json update_description();  // both of these, for case.json
+// For case.json: both of these, and a model's shapes.
+nlohmann::ordered_json update_description();
+nlohmann::ordered_json model_description(const DecoderConfig& config);
 
 struct StepSetting {
   std::string device = "cpu";     // or "cuda"
