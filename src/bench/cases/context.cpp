@@ -15,7 +15,7 @@
 #include "bench/cases/verbs.hpp"
 #include "bench/runner.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
+#include "isograd/model.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
 #include "layout/cost/meter.hpp"

@@ -14,7 +14,7 @@
 #include "base/refuse.hpp"
 #include "bench/cases/verbs.hpp"
 #include "bench/runner.hpp"
-#include "isograd/token_losses.hpp"
+#include "isograd/loss.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {

@@ -15,7 +15,6 @@
 #include "bench/cases/verbs.hpp"
 #include "bench/runner.hpp"
 #include "isograd/error.hpp"
-#include "isograd/norm.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
 

@@ -8,8 +8,8 @@
 
 #include "isograd/batch.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/decoder_lm.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/tensor_parallel.hpp"
 
