@@ -19,32 +19,32 @@
 
 namespace isograd {
 
-// What a run is, besides its tensors. Nothing here depends on ranks. save_checkpoint() writes `updates`
-// and `missed_updates` as the optimizer has them, and `optimizer`, `dtype` and `bucket_order` as optimizer
-// and layout have them where they are empty; the rest is the caller's.
+// The state of a run, apart from its tensors. It does not depend on the number of ranks. save_checkpoint()
+// takes `updates` and `missed_updates` from the optimizer, and fills in `optimizer`, `dtype` and
+// `bucket_order` where they are empty. The caller sets the rest.
 struct TrainingState {
-  std::int64_t step = 0;     // steps made, skipped and empty ones included; the next step has this index
+  std::int64_t step = 0;     // steps made, with skipped and empty ones; the index of the next step
   std::int64_t updates = 0;  // of the optimizer (AdamW's t)
   std::int64_t skipped = 0;  // steps refused because something was not finite
-  LoaderPosition position;   // of the step to come
-  // The order of the data is a function of these; a run that differs cannot be continued.
+  LoaderPosition position;   // of the next step
+  // These determine the order of the data. A run with other values cannot be continued.
   std::int64_t seed = 0;
   std::int64_t pack_length = 0;
   std::int64_t packs_per_step = 0;
   std::int64_t shuffle_packs = 1;  // 0 or 1
   double validation_fraction = 0;
-  std::int64_t documents = 0;  // of the corpus; videos
+  std::int64_t documents = 0;  // of the corpus; for video data, the number of videos
   std::int64_t tokens = 0;
   std::string optimizer;  // adamw | sgd
   std::string dtype;      // float64 | float32 | bfloat16
   std::string tokenizer;  // Tokenizer::name(); empty for foreign shards and where nothing is tokenized
   std::string config;     // the whole configuration as TOML
-  // DataParallel::bucket_order(): whoever goes on has the same bits only with the same buckets. Empty in
+  // DataParallel::bucket_order(). A resumed run has the same bits only with the same buckets. Empty in
   // checkpoints of versions that did not save it.
   std::vector<std::string> bucket_order{};
   // Optimizer::missed_updates(). Empty unless parameters were frozen.
   std::map<std::string, std::int64_t> missed_updates{};
-  // Further keys, with their values, that the order of data depends on, by kind of data. Empty for text.
+  // Further keys and values that determine the order of the data. Empty for text.
   std::map<std::string, std::string> order{};
 };
 
@@ -60,40 +60,41 @@ std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, cons
 
 struct SaveOptions {
   std::filesystem::path root;  // folder of checkpoints
-  std::int64_t keep = 2;       // the newest that stay; older ones go once the new one is complete
-  // Of a model whose parameters are cut over ranks; null: every rank, or its shards, have them whole.
+  std::int64_t keep = 2;  // number of newest checkpoints to keep; older ones go once the new one is complete
+  // Needed where parameters are sharded over model-parallel ranks. Null: each rank (or its data-parallel
+  // shards) has them whole.
   const Layout* placed = nullptr;
-  bool makes_folders = true;  // `root` and those above it; without: where the one above has gone, ConfigError
+  bool makes_folders = true;  // creates `root` and its parents; false: ConfigError when the parent is missing
 };
 
-// Writes config.json, model.safetensors and what else belongs to the model into a folder. Called on rank 0.
-// `weights`: the trained parameters, in the model's order, of which no two buckets are whole at a time; the
-// model's own tensors can be read unless the layout shards them.
+// Writes config.json, model.safetensors and the model's other files into a folder. Called on rank 0.
+// `weights` streams the trained parameters in the model's order; at most two buckets are whole at a time.
+// Other tensors of the model can be read directly, unless the layout shards them.
 using WriteModel = std::function<void(const std::filesystem::path& directory, const TensorStream& weights)>;
 
-// Collective: rank 0 writes a hidden sibling, fsyncs every file, renames it, fsyncs the folder; the others
-// wait. An error of rank 0 (a full disk, ...) is thrown on every rank and leaves earlier checkpoints whole.
-// Checkpoints of a later step belong to a future that this run did not take: they go too.
-//   config.json, model.safetensors   of `write_model`: a language model as Hugging Face writes it
+// Collective. Rank 0 writes a hidden sibling folder, fsyncs every file, renames it and fsyncs the parent; the
+// others wait. An error on rank 0 (e.g. a full disk) is thrown on every rank and leaves earlier checkpoints
+// whole. Checkpoints of later steps are removed: this run did not make them.
+//   config.json, model.safetensors   from `write_model`; a language model in Hugging Face's format
 //   optimizer.safetensors            per parameter: NAME.exp_avg, NAME.exp_avg_sq, ...; NAME.master for bf16
 //   state.json                       TrainingState
-//   tokenizer.model or .json         of `write_model` too, where there is a tokenizer file
+//   tokenizer.model or .json         from `write_model`, if there is a tokenizer file
 //   checksums.json                   XXH3-64 and size of every other file
 std::filesystem::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
                                       const WriteModel& write_model, DataParallel& layout,
                                       Optimizer& optimizer);
 
-// Checks every checksum, then reads state.json. ConfigError names the bad file.
+// Verifies all checksums, then reads state.json. ConfigError names the bad file.
 TrainingState open_checkpoint(const std::filesystem::path& directory);
 
-// The model is read (a language model with read_hf(directory, dtype)) and given to a layout; then this fills
-// in the optimizer's state and the masters. `placed` as in SaveOptions, of this run's mesh, whatever the mesh
-// was that saved. ConfigError on missing, unexpected or misshapen tensors, and on moments in a
-// state of 0 updates, as earlier versions saved them where the caller left `updates` at 0.
+// Restores the optimizer's state and the master weights. Before it, read the model (e.g. read_hf(directory,
+// dtype)) and make its layout. `placed`: as in SaveOptions, for this run's mesh, which may differ from the
+// mesh that saved. ConfigError on missing, unexpected or misshapen tensors, and on moments in a state of 0
+// updates (earlier versions saved such states).
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer, const Layout* placed = nullptr);
 
-// The tokenizer kept with a checkpoint. ConfigError for a model trained on foreign shards.
+// Opens the tokenizer saved with a checkpoint. ConfigError for a model trained on foreign shards.
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const std::filesystem::path& directory,
                                                 const TrainingState& state);
 

@@ -1,4 +1,4 @@
-// What gives a run its batches, of whatever kind its data is.
+// Batch sources: loaders for text and video, a sampler for other data, tokenizers and token shards.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -20,20 +20,19 @@
 
 namespace isograd {
 
-// Where a loader stands: enough to resume bit for bit.
+// The position of a loader. Enough to resume bit for bit.
 struct LoaderPosition {
   std::int64_t epoch = 0;
   std::int64_t step = 0;  // within the epoch
 };
 
-// The order of samples is a function of options and seed, not of ranks: what a step holds is the same
-// whatever part of it each rank gets.
+// The order of samples depends on options and seed, not on ranks: a step holds the same samples on any number
+// of ranks.
 class BatchLoader {
  public:
   virtual ~BatchLoader() = default;
   virtual std::int64_t steps_per_epoch() const = 0;
-  // This rank's micro-batches of the next step; crosses into the next epoch by itself. May be empty on a
-  // rank.
+  // Returns this rank's micro-batches of the next step, possibly none. Continues into the next epoch.
   virtual MicroBatches next() = 0;
   // The whole step on one rank, regardless of the loader's rank and size (for the oracle).
   virtual MicroBatches whole_step(LoaderPosition position) const = 0;
@@ -41,7 +40,7 @@ class BatchLoader {
   virtual void seek(LoaderPosition position) = 0;  // ConfigError: no such step
 };
 
-// Which samples of one's own data set each rank sees in each step, for people who do not train on text.
+// Sampler: which samples of a data set each rank sees in each step. For data other than text and video.
 
 struct SamplerOptions {
   std::int64_t samples = 0;           // of the data set
@@ -50,19 +49,19 @@ struct SamplerOptions {
   int size = 1;
   std::uint64_t seed = 0;
   bool shuffle = true;  // each epoch anew, by (seed, epoch) and never by rank
-  // How a step is dealt out. The step's samples are the same either way, and so is the gradient.
+  // How the samples of a step are assigned to ranks. Does not change the step's samples or gradient.
   enum class Deal {
     kBlock,  // rank r gets a contiguous part; parts differ by at most one sample
     kStride  // rank r gets the r-th of every `size` samples
   } deal = Deal::kBlock;
-  // Leaves out the last step of an epoch where it is short. Nothing in isograd needs it: a short step has the
-  // gradient of what is in it, ranks without samples take part with zeros.
+  // Leaves out the last step of an epoch when it is short. Not needed for correctness: a short step has the
+  // gradient of its samples, and ranks without samples contribute zeros.
   bool drop_last = false;
 };
 
-// An epoch is a permutation of the samples, cut into steps; the last one may be short. Every sample comes
-// once an epoch: nothing is repeated to make ranks even (museum B25), nothing is left out unless drop_last
-// asks for it. Steps do not depend on the number of ranks, so that a run continues on another.
+// An epoch is a permutation of the samples, split into steps; the last one may be short. Every sample comes
+// once an epoch: none is repeated to make ranks even (museum B25), and none is left out without drop_last.
+// Steps do not depend on the number of ranks, so a run can continue on another number.
 class Sampler {
  public:
   // ConfigError: options out of range, or drop_last with fewer samples than a step takes.
@@ -73,7 +72,7 @@ class Sampler {
     std::int64_t step = 0;  // within the epoch
   };
   std::int64_t steps_per_epoch() const;
-  // Indices of this rank's samples of the next step, possibly none; crosses into the next epoch by itself.
+  // Returns indices of this rank's samples of the next step, possibly none. Continues into the next epoch.
   std::vector<std::int64_t> next();
   Position position() const { return position_; }  // of the step that next() returns
   void seek(Position position);                    // ConfigError: no such step
@@ -87,8 +86,7 @@ class Sampler {
   std::vector<std::int64_t> order_;  // of shuffled_epoch_
 };
 
-// Text into batches: tokenizers, token shards on disk, packing, and a loader whose order is independent of
-// ranks.
+// Text: tokenizers, token shards on disk, packing, and a loader whose order does not depend on ranks.
 
 class Tokenizer {
  public:
@@ -98,15 +96,14 @@ class Tokenizer {
   virtual std::int64_t vocabulary() const = 0;
   virtual std::int64_t bos() const = 0;  // -1: none
   virtual std::int64_t eos() const = 0;  // -1: none
-  // One document, with bos in front and eos behind where they exist.
+  // Encodes one document, with bos before and eos after it where they exist.
   virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
-  // Ids of special tokens and ids outside the vocabulary give nothing; invalid byte sequences are replaced by
-  // U+FFFD.
+  // Special tokens and ids outside the vocabulary decode to nothing, invalid byte sequences to U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
-  // The files that it is made from, into a checkpoint's folder under the names that transformers knows
-  // (tokenizer.model, tokenizer.json, tokenizer_config.json), and, unchanged, those beside them that
+  // Writes the tokenizer's files into a checkpoint's folder under the names that transformers knows
+  // (tokenizer.model, tokenizer.json, tokenizer_config.json), with unchanged copies of the other files that
   // transformers reads with a tokenizer (special_tokens_map.json, added_tokens.json, chat_template.jinja or
-  // .json). Nothing where it needs none.
+  // .json). The default writes nothing.
   virtual void write(const std::filesystem::path& /*directory*/) const {}
 };
 
@@ -114,54 +111,55 @@ class Tokenizer {
 std::unique_ptr<Tokenizer> byte_tokenizer();
 // A SentencePiece model file. ConfigError when it cannot be read.
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
-// A Hugging Face tokenizer.json, with the tokenizer_config.json beside it if there is one. A document gets
-// what the tokenizer adds by itself, bos_token in front where add_bos_token is true, and eos_token behind. It
-// runs in a process of the Python ($PYTHON, .venv/bin/python of the checkout this program was built in,
-// python3) that has the package `tokenizers`; ConfigError where none has, or when the files cannot be read.
+// Opens a Hugging Face tokenizer.json and the tokenizer_config.json next to it, if there is one. A document
+// gets the tokenizer's own special tokens, bos_token before it where add_bos_token is true, and eos_token
+// after it. The tokenizer runs in a process of the Python ($PYTHON, .venv/bin/python of the checkout this
+// program was built in, python3) that has the package `tokenizers`. ConfigError where none has it, or when
+// the files cannot be read.
 std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
 // By name: "bytes", a file *.json, or a SentencePiece model.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 
-// Files to documents. Each pattern is a file, a directory (all regular files below it, but for names that
-// begin with a dot) or a glob; *.jsonl files give one document per line (field "text"), any other file is one
-// document (without its byte order mark). Sorted by path, so the order does not depend on the file system; a
-// file that two patterns name is read once. ConfigError: a pattern matches nothing, empty corpus, not UTF-8
-// (names file and byte offset), a bad line of JSON (names file and line).
+// Reads files as documents. Each pattern is a file, a glob, or a directory (all regular files below it,
+// except names that begin with a dot). *.jsonl files give one document per line (field "text"); any other
+// file is one document (without its byte order mark). Files are sorted by path and read once. ConfigError: a
+// pattern matches nothing, the corpus is empty, text is not UTF-8 (names file and byte offset), a bad line of
+// JSON (names file and line).
 struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
-  bool replace = true;  // shards of other inputs where these are packed to; false: such are a ConfigError
+  bool replace = true;  // replaces shards of other inputs in the same directory; false: ConfigError
   // Asked while another process packs into the same directory; true: do not wait for it (ConfigError).
   std::function<bool()> stop{};
 };
 
-// What packing did.
+// Results of packing.
 struct PackSummary {
   std::int64_t files = 0;  // read, or found unchanged
   std::int64_t documents = 0;
   std::int64_t tokens = 0;
   std::int64_t empty_documents = 0;  // left out: no text in them
-  std::int64_t doubled_marks = 0;    // documents whose own begin or end token stands beside the tokenizer's
-  std::string first_doubled{};       // of these: "document 3 of a.jsonl begins with token 1 twice"
-  bool reused = false;               // the directory held the shards of these very inputs already
+  std::int64_t doubled_marks = 0;    // documents that begin or end with the token that the tokenizer adds
+  std::string first_doubled{};       // the first of them: "document 3 of a.jsonl begins with token 1 twice"
+  bool reused = false;               // the directory already held the shards of these inputs
 };
 
-// Reads, tokenizes and writes shards (magic, version, tokenizer, dtype, token and document counts, document
-// offsets, tokens, xxh3 checksum) into `directory`, beside-then-rename. Returns the shard files. `directory`
-// belongs to this corpus: shards of other inputs in it are removed once these are written, or refused before
-// (CorpusOptions::replace). Shards made from the same inputs (paths, content, tokenizer) are used again as
-// they are; a file is read again for that where its size, times or inode have changed. Safe to call from
-// several processes: one packs, the others wait, at most an hour (ConfigError).
+// Reads and tokenizes a corpus and writes its shards (magic, version, tokenizer, dtype, token and document
+// counts, document offsets, tokens, xxh3 checksum) into `directory`. Files are written to a temporary name
+// and renamed. Returns the shard files. `directory` belongs to this corpus: shards of other inputs are
+// removed once the new ones are written, or refused (CorpusOptions::replace). Shards of the same inputs
+// (paths, content, tokenizer) are reused; a file is read again for that check only where its size, times or
+// inode changed. Several processes may call this: one packs, the others wait, at most an hour (ConfigError).
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);
 
-// Memory-mapped tokens with document boundaries. Opens isograd shards (any name), and files named *.bin:
-// llm.c shards (magic 20240520: uint16, 20240801: uint32) and nanoGPT's (headerless uint16). In the latter
-// two `end_of_text` delimits documents: it begins a document in llm.c's shards and ends one in nanoGPT's, as
-// their own scripts write it; without it, a file is one document. A document never crosses files. open()
-// reads every byte once: ConfigError (naming the file) when a file is missing, truncated, inconsistent or its
-// checksum is wrong, and when files of different tokenizers are mixed.
+// Memory-mapped tokens with document boundaries. Opens isograd shards (any name), and *.bin files: llm.c
+// shards (magic 20240520: uint16, 20240801: uint32) and nanoGPT's (uint16 without a header). In *.bin files
+// `end_of_text` delimits documents: it begins a document in llm.c's shards and ends one in nanoGPT's, as
+// their scripts write it; without it, a file is one document. A document never crosses files. open() reads
+// every byte once: ConfigError (names the file) when a file is missing, truncated, inconsistent or has a
+// wrong checksum, and when files of different tokenizers are mixed.
 class TokenStore {
  public:
   static std::shared_ptr<TokenStore> open(const std::vector<std::filesystem::path>& files,
@@ -176,14 +174,14 @@ class TokenStore {
   virtual std::string tokenizer_name() const = 0;  // "" for foreign shards
 };
 
-// What a store holds, for people: counts, lengths and the first `documents` documents, decoded where a
+// Human-readable summary of a store: counts, lengths and the first `documents` documents, decoded where a
 // tokenizer is given, with control characters escaped.
 std::string describe(const TokenStore& store, const Tokenizer* tokenizer = nullptr,
                      std::int64_t documents = 3);
 
-// Which documents train and which validate: by (seed, document), the same for every layout. A fraction above
-// 0 gives at least one validation document where there are two documents or more, and leaves one to train on.
-// ConfigError unless 0 <= validation_fraction < 1.
+// Splits documents into training and validation by (seed, document), the same on any number of ranks. A
+// fraction above 0 gives at least one validation document where there are two or more documents, and leaves
+// at least one for training. ConfigError unless 0 <= validation_fraction < 1.
 struct Split {
   std::vector<std::int64_t> train;
   std::vector<std::int64_t> validation;
@@ -195,20 +193,19 @@ struct LoaderOptions {
   std::int64_t packs_per_step = 8;  // the global batch, over all ranks and micro-batches
   std::int64_t packs_per_micro_batch = 4;
   std::uint64_t seed = 0;
-  bool shuffle = true;  // the documents; false: in order (validation)
-  bool shuffle_packs =
-      false;  // the packs too: a step then mixes many documents; off, long ones stay together
+  bool shuffle = true;         // the documents; false: in order (validation)
+  bool shuffle_packs = false;  // mixes many documents in a step; off: packs of a long document stay together
   int rank = 0;
   int size = 1;
   bool read_ahead = true;  // prepare the next step on a thread
 };
 
-// A pack of a step: which rank takes it, in which of its micro-batches (both from 0), and the parts of
-// documents in it, in order: tokens [begin, end) of a document of `length`.
+// A pack of a step: the rank and micro-batch it belongs to (both from 0), and its parts of documents, in
+// order: tokens [begin, end) of a document of `length`.
 struct PackContents {
   struct Part {
     std::int64_t document, begin, end, length;
-    // All its tokens' but the document's last one's.
+    // Every token has a target, except the last one of the document.
     std::int64_t num_targets() const { return end - begin - (end == length ? 1 : 0); }
   };
   int rank = 0;
@@ -216,16 +213,16 @@ struct PackContents {
   std::vector<Part> parts;
 };
 
-// The packs of a step for people, one line a part, decoded where a tokenizer is given.
+// Human-readable list of a step's packs, one line per part, decoded where a tokenizer is given.
 std::string describe_packs(const std::vector<PackContents>& packs, const TokenStore& store,
                            const Tokenizer* tokenizer = nullptr);
 
-// Documents are shuffled by (seed, epoch), laid end to end and cut every pack_length tokens: a pack is a list
-// of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in
-// the order they lie or in one shuffled by (seed, epoch); rank r takes a contiguous part of them (sizes
-// differ by at most one), cut into micro-batches. The last step of an epoch is short; nothing is dropped or
-// repeated. Sample id = document index in the store. Targets are shifted before any cut: the last token of a
-// fragment predicts the first of the sample's next fragment; the last token of a document has kIgnoreIndex.
+// Documents are shuffled by (seed, epoch), concatenated and split every pack_length tokens: a pack is a list
+// of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in order or shuffled by (seed, epoch). Rank r
+// takes a contiguous part of them (sizes differ by at most one), split into micro-batches. The last step of
+// an epoch is short; nothing is dropped or repeated. Sample id = document index in the store. Targets are
+// shifted before any split: the last token of a fragment predicts the first token of the sample's next
+// fragment; the last token of a document has kIgnoreIndex.
 class TextLoader : public BatchLoader {
  public:
   // ConfigError: no documents, a document twice, or an option out of range.
@@ -234,8 +231,7 @@ class TextLoader : public BatchLoader {
   std::int64_t steps_per_epoch() const override;
   MicroBatches next() override;
   MicroBatches whole_step(LoaderPosition position) const override;  // one micro-batch per pack
-  // What the step at `position` consists of, over all ranks, in the order of the packs. ConfigError: no such
-  // step.
+  // Contents of the step at `position` over all ranks, in the order of the packs. ConfigError: no such step.
   std::vector<PackContents> packs(LoaderPosition position) const;
   LoaderPosition position() const override;
   void seek(LoaderPosition position) override;
@@ -245,10 +241,10 @@ class TextLoader : public BatchLoader {
   std::unique_ptr<Impl> impl_;
 };
 
-// From video files to batches: decoding, 3-D patches as tokens, whole videos dealt over ranks. The same for
-// every number of ranks.
+// Video: decoding, 3-D patches as tokens, whole videos assigned to ranks. A step's videos do not depend on
+// the number of ranks.
 
-// Of a patch, in frames, rows and columns of pixels; of a video, in patches.
+// Size of a patch in frames, rows and columns of pixels; or size of a video in patches.
 struct VideoGrid {
   std::int64_t t = 1, h = 1, w = 1;
   std::int64_t count() const { return t * h * w; }
@@ -261,22 +257,22 @@ struct VideoGrid {
 
 struct VideoOptions {
   std::vector<std::string> patterns;  // files, folders or globs, in the order given
-  std::int64_t height = 64;           // the most rows of pixels; larger frames are scaled down, none is up
-  double frames_per_second = 8;       // at most so many are taken, by their time stamps; 0: every frame
-  std::int64_t max_frames = 0;        // of a video, its first; 0: all
+  std::int64_t height = 64;           // at most this many rows of pixels; larger frames are scaled down
+  double frames_per_second = 8;       // at most this many, by time stamps; 0: every frame
+  std::int64_t max_frames = 0;        // the first ones of a video; 0: all
   VideoGrid patch{2, 8, 8};
 };
 
-// Frames are scaled to whole patches: rows are the most multiples of patch.h within `height` and the file's
-// own, columns keep the aspect as far as multiples of patch.w allow. Frames beyond whole patches are left
-// out. Decoded once, by FFmpeg's libraries on one thread in their bit-exact mode, and kept as bytes in the
-// order of tokens: read-only, may be shared by threads.
+// Frames are scaled to whole patches: rows are the largest multiple of patch.h within `height` and the file's
+// rows; columns keep the aspect ratio as far as multiples of patch.w allow. Frames beyond whole patches are
+// left out. FFmpeg's libraries decode once, on one thread in bit-exact mode. Pixels are kept as bytes in
+// token order, read-only; threads may share a store.
 class VideoStore {
  public:
   // ConfigError naming the file: missing, no video in it, damaged, truncated, no frame, fewer frames or
   // pixels than a patch; options out of range.
   static std::shared_ptr<const VideoStore> open(const VideoOptions& options);
-  // From frames at hand: uint8 [frames, rows, columns, 3], whole patches.
+  // Makes a store from decoded frames: uint8 [frames, rows, columns, 3], whole patches.
   static std::shared_ptr<const VideoStore> from_frames(const std::vector<at::Tensor>& videos,
                                                        VideoGrid patch);
 
@@ -291,9 +287,9 @@ class VideoStore {
   std::string name(std::int64_t video) const;
   std::uint64_t fingerprint() const;  // of all pixels and shapes
 
-  // Token number = first_token(video) + position; positions go by frame, then row, then column of patches.
-  // `tokens` [T] int64. ConfigError on a number that is nobody's.
-  // [T, 3 · pt · ph · pw] in [−1, 1]; within a patch by frame, row, column, then red, green, blue.
+  // `tokens` [T] int64. Token number = first_token(video) + position; positions go by frame, row, column of
+  // patches. ConfigError on a number outside the store. Returns [T, 3 · pt · ph · pw] in [−1, 1]; within a
+  // patch by frame, row, column, then red, green, blue.
   at::Tensor patches(const at::Tensor& tokens, at::ScalarType dtype) const;
   at::Tensor coordinates(const at::Tensor& tokens) const;  // [T, 3] int64: frame, row, column of patches
 
@@ -303,20 +299,20 @@ class VideoStore {
   std::shared_ptr<const Impl> impl_;
 };
 
-// The frames of one video, scaled and taken as VideoOptions say: uint8 [frames, rows, columns, 3].
-// ConfigErrors as of VideoStore::open.
+// Decodes one video, scaled and sampled as VideoOptions say: uint8 [frames, rows, columns, 3]. ConfigErrors
+// as of VideoStore::open.
 at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions& options);
 
-// Whole patches of frames uint8 [F, H, W, 3] as tokens, uint8 [T, 3 · pt · ph · pw], and back.
+// Converts frames uint8 [F, H, W, 3] of whole patches to tokens, uint8 [T, 3 · pt · ph · pw], and back.
 at::Tensor patchify(const at::Tensor& frames, VideoGrid patch);
 at::Tensor unpatchify(const at::Tensor& patches, VideoGrid grid, VideoGrid patch);
-// From [−1, 1] to bytes: rounded, what lies outside cut off.
+// Converts [−1, 1] to bytes: rounded, values outside clamped.
 at::Tensor to_bytes(const at::Tensor& patches);
 
-// A PNG of one frame, uint8 [H, W, 3].
+// Encodes one frame uint8 [H, W, 3] as PNG.
 std::string encode_png(const at::Tensor& frame);
 
-// Frames uint8 [F, H, W, 3] as an animated PNG, which any browser plays, without loss. ConfigError when the
+// Writes frames uint8 [F, H, W, 3] as a lossless animated PNG, which any browser plays. ConfigError when the
 // file cannot be written.
 void write_apng(const std::filesystem::path& file, const at::Tensor& frames, double frames_per_second);
 
@@ -329,11 +325,11 @@ struct VideoLoaderOptions {
   int size = 1;
 };
 
-// Videos are shuffled by (seed, epoch); step k of an epoch takes videos [k·V, (k+1)·V) of that order, the
-// last step what is left. Ranks get whole videos, the longest first to the rank with the least Σ tokens²,
-// which is what full attention costs; a rank may get none. Every rank computes this alike; nothing is
-// communicated. Of a batch: tokens and targets are token numbers of the store (every token carries a loss),
-// one fragment for each video, sample id = video, draw = the number of the step from the first epoch on.
+// Videos are shuffled by (seed, epoch). Step k of an epoch takes videos [k·V, (k+1)·V) of that order; the
+// last step takes the rest. Ranks get whole videos, the longest first to the rank with the least Σ tokens²
+// (the cost of full attention); a rank may get none. Every rank computes the same assignment without
+// communication. In a batch, tokens and targets are token numbers of the store (every token carries a loss),
+// each video is one fragment, sample id = video, and draw = the number of the step since the first epoch.
 class VideoLoader : public BatchLoader {
  public:
   // ConfigError: no videos, a video twice, an option out of range.

@@ -1,4 +1,4 @@
-// ZeRO-3 for C++ modules: parameters are whole only while they are used.
+// ZeRO-3 for C++ modules: parameters are gathered only while they are used.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -27,7 +27,7 @@ namespace sharded_call {
 
 template <typename T>
 inline constexpr bool never = false;
-// What a block or a model is before it is wrapped: a torch::nn module, a pointer to one, or its holder.
+// The types of a block or model before it is wrapped: a torch::nn module, a pointer to one, or its holder.
 template <typename T>
 concept BareModule = !std::is_base_of_v<UnitHandle, T> &&
                      (std::is_base_of_v<torch::nn::Module, T> || requires(const T& pointer) {
@@ -36,33 +36,34 @@ concept BareModule = !std::is_base_of_v<UnitHandle, T> &&
 
 }  // namespace sharded_call
 
-// A part of a model whose parameters are gathered, reduced and freed together; usually a block. Copies are
-// the same unit. Until fully_shard() has taken it, run() is a plain call.
+// A part of a model, usually a block, whose parameters are gathered, reduced and freed together. Copies are
+// the same unit. Before fully_shard(), run() is a plain call.
 class UnitHandle {
  public:
   using Body = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
-  // `parameters` says what belongs to it when fully_shard() asks.
+  // fully_shard() calls `parameters` to learn which ones belong to the unit.
   explicit UnitHandle(std::function<std::vector<at::Tensor>()> parameters);
   template <sharded_call::BareModule T>
-  UnitHandle(const T&) {  // NOLINT: takes the place of a conversion that there is not
+  UnitHandle(const T&) {  // NOLINT: only for the message below
     static_assert(sharded_call::never<T>,
                   "fully_shard() takes blocks as isograd::Sharded<Block>: keep the shared_ptr in one, "
                   "isograd::Sharded<Block> block(register_module(...)), and call block(x)");
   }
 
-  // body(inputs) with the unit's parameters whole. Whatever needs a gradient comes in through `inputs` or is
-  // a parameter of the model (ConfigError otherwise). With checkpointing `body` runs again in backward.
+  // Calls body(inputs) with the unit's parameters whole. Every tensor that needs a gradient must come in
+  // through `inputs` or be a parameter of the model (ConfigError otherwise). With checkpointing `body` runs
+  // again in backward.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Body& body) const;
   bool bound() const;
-  bool plain() const;  // neither taken by a layout nor with an output dtype: run() is body(inputs)
+  bool plain() const;  // no layout and no output dtype: run() is body(inputs)
 
-  // For this unit alone, before fully_shard(); otherwise its options decide.
+  // These override fully_shard()'s options for this unit. Call them before fully_shard().
   void set_checkpoint(bool checkpoint) const;
   void set_reshard_after_forward(bool reshard) const;
-  // Of bf16 parameters: gradients kept and reduced in fp32 (true) or in bf16.
+  // Keeps and reduces gradients of bf16 parameters in fp32 (true) or in bf16.
   void set_fp32_gradients(bool fp32) const;
-  // Floating-point tensors that the unit returns are cast to it, sharded or not; at any time.
+  // Casts floating-point tensors that the unit returns, sharded or not. May be called at any time.
   void set_output_dtype(std::optional<at::ScalarType> dtype) const;
 
   struct Binding;
@@ -74,7 +75,7 @@ class UnitHandle {
 
 namespace sharded_call {
 
-// The tensors of an argument or result go through the autograd node, the rest is kept as it is.
+// Tensors of an argument or result go through the autograd node; everything else is kept as it is.
 inline void take_tensors(at::Tensor& value, std::vector<at::Tensor>& out) {
   out.push_back(std::exchange(value, at::Tensor()));
 }
@@ -103,7 +104,7 @@ struct ElementOf<C<T, Rest...>> {
   using type = T;
 };
 
-// Whether tensors are found in it.
+// True where the type can hold tensors.
 template <typename T>
 constexpr bool holds_tensors() {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -143,15 +144,15 @@ void put_tensors(T& value, const std::vector<at::Tensor>& in, std::size_t& next)
 
 }  // namespace sharded_call
 
-// A module as a unit: `block(x)` is block->forward(x), and fully_shard() can take it. Parameters keep their
-// names, because the module is registered as before:
+// A module as a unit: `block(x)` calls block->forward(x), and fully_shard() can shard it. Parameters keep
+// their names, because the module is registered as before:
 //
 //   std::vector<isograd::Sharded<Block>> blocks;                                  // in the model
 //   blocks.emplace_back(register_module("block0", std::make_shared<Block>()));    // one line per block
 //   for (auto& block : blocks) x = block(x);                                      // in its forward
 //
-// Tensors among the arguments (also in std::optional, std::vector, std::tuple, std::pair) get gradients;
-// other arguments are copied. The result holds tensors: one, or several in such types.
+// Tensors in the arguments (also in std::optional, std::vector, std::tuple, std::pair) get gradients; other
+// arguments are copied. The result holds tensors: one, or several in such types.
 template <typename Module>
 class Sharded : public UnitHandle {
  public:
@@ -175,7 +176,8 @@ class Sharded : public UnitHandle {
     std::tuple<std::decay_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor> inputs;
     sharded_call::take_tensors(values, inputs);
-    auto result = std::make_shared<std::optional<Result>>();  // its shape, and what is no tensor
+    auto result =
+        std::make_shared<std::optional<Result>>();  // its structure and its parts that are no tensors
     const auto outputs = run(inputs, [module = module_, values, result](const std::vector<at::Tensor>& in) {
       auto whole = values;
       std::size_t next = 0;
@@ -198,7 +200,7 @@ class Sharded : public UnitHandle {
 template <typename Module>
 Sharded(std::shared_ptr<Module>) -> Sharded<Module>;
 
-// A model as units: the whole, and its blocks in the order in which its forward calls them.
+// A model as units: the whole model, and its blocks in the order in which its forward calls them.
 struct ModelUnits {
   UnitHandle root;
   std::vector<UnitHandle> blocks;
@@ -208,51 +210,51 @@ struct ModelUnits {
 };
 
 struct FullyShardOptions {
-  // Behaviour. None changes the gradient.
+  // Behaviour. No option changes the gradient.
   bool check_parameters = true;  // refuse ranks whose models differ, naming the first difference
-  // Blocks are freed after forward and gathered again for backward: 3 Psi of communication instead of 2 Psi.
+  // Frees blocks after forward and gathers them again for backward: 3 Psi of communication instead of 2 Psi.
   // The root stays whole from forward to the end of backward.
   bool reshard_after_forward = true;
   bool reshard_root = false;
-  // Blocks keep their inputs only and compute their forward again in backward, with the same random numbers:
-  // the default generators of the CPU and of the devices their arguments are on are turned back for it. Ranks
-  // that are threads of one process share those, and disturb one another: there a checkpointed block that
-  // draws from them (dropout) gets a wrong gradient. Let it draw from a generator made from a seed in its
-  // forward, or start one process a rank.
+  // Blocks keep only their inputs and compute their forward again in backward, with the same random numbers:
+  // the default generators of the CPU and of the arguments' devices are rewound for it. Ranks that are
+  // threads of one process share these generators and disturb one another: a checkpointed block that draws
+  // from them (dropout) then gets a wrong gradient. Let it make a generator from a seed in its forward, or
+  // start one process per rank.
   bool checkpoint = false;
-  // Whole gradients are kept until the last micro-batch: one reduction a step.
+  // Keeps whole gradients until the last micro-batch: one reduction per step.
   bool reduce_once = false;
-  // Gradients of bf16 parameters are kept and reduced in fp32, or in bf16 (DataParallelOptions).
+  // Keeps and reduces gradients of bf16 parameters in fp32; off: in bf16 (DataParallelOptions).
   bool fp32_gradients = true;
   AxisSet sharded = kShardedAxes;  // DataParallelOptions
-  // Where those parameters live that are not merely copied (TrainableParameters::placements).
+  // Placements of parameters that are not plain copies (TrainableParameters::placements).
   std::vector<std::pair<std::string, Placement>> placements{};
-  // The ranks along `sharded` keep one copy of the parameters between them; nothing is gathered or freed.
-  // ConfigError where the backend has no such memory.
+  // The ranks along `sharded` share one copy of the parameters; nothing is gathered or freed. ConfigError
+  // where the backend has no such memory.
   bool share_parameters = false;
-  // Gradients, masters and the optimizer's state lie in host memory (DataParallelOptions).
+  // Keeps gradients, masters and the optimizer's state in host memory (DataParallelOptions).
   bool offload = false;
-  // Which blocks the forward or backward that begins calls, neighbours in the list; not given: all. Asked of
-  // a rank with stages of a pipeline, where it is that of the stage whose turn it is.
+  // For pipelines: returns the blocks that the coming forward or backward calls (those of the current stage),
+  // neighbours in the list. Not given: all.
   std::function<std::vector<UnitHandle>()> blocks_of_pass{};
-  // Bytes of parameters that may be whole at a time. ConfigError that names the unit that does not fit. 0: no
+  // Limit of parameter bytes that are whole at a time. ConfigError names a unit that does not fit. 0: no
   // limit.
   std::int64_t gather_limit_bytes = 0;
-  // Gives parameters on the meta device their values, one at a time: no rank ever holds the whole model.
+  // Initializes parameters on the meta device, one at a time, so that no rank ever holds the whole model.
   // `values` is zero-filled, on the CPU; what is written must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
   // TrainableParameters::check; empty: module_check(*root), where the root is a torch::nn::Module.
   std::function<void()> check{};
-  at::Device device = at::kCPU;  // where parameters that were on the meta device come to be
+  at::Device device = at::kCPU;  // where parameters from the meta device are made
   // Speed
-  bool prefetch = true;  // the next block is gathered while this one computes, if the limit allows it
+  bool prefetch = true;  // gathers the next block while this one computes, if the limit allows it
 };
 
-// Whether this thread computes a forward beside the one that counts: a checkpointed block's again, in
-// backward, or a step's before it (StepOptions::look_ahead). What a forward counts or averages beside its
-// result (running statistics, any buffer) is counted by the other one.
+// True while this thread runs a forward in addition to the one that counts: a checkpointed block's second
+// forward in backward, or the pass before a step (StepOptions::look_ahead). Such a forward must not update
+// running statistics or other buffers; the other one does.
 bool recomputing();
-// While it lives recomputing() is true on this thread.
+// recomputing() is true on this thread while an object of this class exists.
 class Recomputing {
  public:
   Recomputing();
@@ -267,13 +269,13 @@ class Recomputing {
 class FullySharded : public DataParallel {
  public:
   virtual std::int64_t gathered_bytes() const = 0;       // of parameters that are whole now
-  virtual std::int64_t most_gathered_bytes() const = 0;  // at any time so far
-  // The most that forward and backward gather: what stays whole in between, and the two largest of the other
+  virtual std::int64_t most_gathered_bytes() const = 0;  // highest value so far
+  // Upper bound of what forward and backward gather: what stays whole in between, and the two largest other
   // units (one without prefetch), or gather_limit_bytes.
   virtual std::int64_t gather_bound_bytes() const = 0;
-  // Elements of trained parameters that stay whole from forward to the end of backward, padding included.
+  // Elements of trained parameters that stay whole from forward to the end of backward, with padding.
   virtual std::int64_t whole_numel() const = 0;
-  // Of these, elements of parameters that are cut along data axes: experts along ep.
+  // How many of them belong to parameters sharded along data axes: experts along ep.
   virtual std::int64_t whole_dealt_numel() const = 0;
 
  protected:
@@ -284,17 +286,17 @@ class FullySharded : public DataParallel {
 // ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and
 // optimizer state. Collective.
 //
-// `root` is the whole model and is what the training loop calls; `blocks` are its parts, in the order in
-// which its forward calls them, a block used twice twice. A parameter that no block has, or that several
-// have, belongs to the root. Parameters that need no gradient are sharded too; buffers are not.
+// `root` is the whole model and is what the training loop calls. `blocks` are its parts in the order in which
+// its forward calls them; a block that is called twice is listed twice. A parameter of no block, or of
+// several, belongs to the root. Frozen parameters are sharded too; buffers are not.
 //
-// In stages of a pipeline (`placements`) a rank keeps units of its own stages alone; several forwards may
-// wait for their backwards, of which each is a pass of its own.
+// With pipeline stages (`placements`) a rank keeps units of its own stages only. Several forwards may wait
+// for their backwards.
 //
 // Rules. Every rank calls the model equally often (empty batches count). Blocks are called inside the root's
-// call and do not contain one another. What needs a gradient reaches a block as an argument. Gradients are in
-// buckets() and views(), not in .grad. When the layout ends the parameters stay sharded; hold
-// whole_parameters() to take copies.
+// call and do not contain one another. A tensor that needs a gradient reaches a block as an argument.
+// Gradients are in buckets() and views(), not in .grad. When the layout ends the parameters stay sharded;
+// hold whole_parameters() to take copies.
 std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root,
                                           const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           const std::vector<UnitHandle>& blocks, const Mesh& mesh,

@@ -1,4 +1,4 @@
-// Grid: ranks as points on named axes. Integer arithmetic alone: no communication, nothing of models.
+// Grid: ranks as points on named axes. Integer arithmetic only: no communication, no models.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -18,29 +18,30 @@ struct Axis {
 // Names of axes, of the grid or of its views.
 using AxisSet = std::set<std::string>;
 
-// Along which ranks see different data.
+// Axes along which ranks see different data.
 inline const AxisSet kDataAxes{"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
-// Along which samples are dealt, and along which each sample's tokens are cut: together the data axes.
+// Axes over which samples are assigned, and axes over which each sample's tokens are split. Together: the
+// data axes.
 inline const AxisSet kSampleAxes{"dp_replicate", "dp_shard"}, kContextAxes{"cp_ring", "cp_ulysses"};
 // The axis of pipeline stages, the only one along which a parameter may be absent.
 inline constexpr const char* kStageAxis = "pp";
-// The data axes but for that of replicas: along which ranks keep shards, if not told otherwise.
+// The data axes without replicas: along these, ranks keep shards by default.
 inline const AxisSet kShardedAxes{"dp_shard", "cp_ring", "cp_ulysses"};
 
 // Ranks 0 ... ranks() - 1 on axes, the outermost first: neighbours differ along the last one. Every size is 1
-// or more, so that a grid may have axes that nothing lies along.
+// or more.
 //
-// A view gives other names to the ranks along some axes: they are dealt to `factors`, the innermost factor
-// being neighbours. `{"edp", 2}, {"ep", 4}` over dp_shard x cp_ring of 8 ranks in all. A factor is asked for
-// like an axis, and so is axis_at(), by ranks that lie there.
+// A view gives other names to the ranks along some axes: it splits them into `factors`, neighbours along the
+// innermost. Example: `{"edp", 2}, {"ep", 4}` over dp_shard x cp_ring of 8 ranks in all. A factor may be used
+// like an axis, and so may axis_at(), by ranks that are there.
 class Grid {
  public:
   // ConfigError: a size below 1, a name used twice, sizes that do not multiply to `ranks` (says which would).
   Grid(std::vector<Axis> axes, int ranks);
-  explicit Grid(std::vector<Axis> axes);  // of as many ranks as the axes make
+  explicit Grid(std::vector<Axis> axes);  // with as many ranks as the axes make
 
-  // This grid with a view more. ConfigError: no such axis, a name used already, factors whose sizes do not
-  // multiply to the number of ranks along `of` (says which would).
+  // Returns this grid with one more view. ConfigError: no such axis, a name used already, factors whose sizes
+  // do not multiply to the number of ranks along `of` (says which would).
   Grid viewed(const AxisSet& of, std::vector<Axis> factors) const;
 
   int ranks() const { return ranks_; }
@@ -48,18 +49,19 @@ class Grid {
   AxisSet names() const;                                   // of axes()
   bool has(const std::string& name) const;                 // an axis or a factor of a view
 
-  // Below: ConfigError for a name that there is none of (says which there are), and for an axis beside a
-  // factor of its own ranks.
+  // The functions below throw ConfigError for an unknown name (they list the known ones), and for an axis
+  // together with a factor of its own ranks.
 
-  // How many ranks differ along these axes alone: 1 for none.
+  // Number of ranks that differ along these axes alone: 1 for none.
   int size(const AxisSet& along) const;
   // The ranks that differ from `rank` along these axes alone, itself among them, ascending.
   std::vector<int> ranks_along(const AxisSet& along, int rank) const;
   // The place of `rank` in ranks_along().
   int place(const AxisSet& along, int rank) const;
-  // What together with `along` names every rank once: the other factors of its views, and the other axes.
+  // The names that together with `along` address every rank once: the other factors of its views, and the
+  // other axes.
   AxisSet complement(const AxisSet& along) const;
-  // The axes of the grid that a name stands for: itself, those that its view regroups, or that of axis_at().
+  // The grid's axes that a name stands for: itself, those that its view regroups, or that of axis_at().
   AxisSet axes_of(const std::string& name) const;
 
   std::string text() const;                      // "dp_shard 4 x tp 2"
@@ -70,15 +72,15 @@ class Grid {
     AxisSet of;
     std::vector<Axis> factors;
   };
-  // Some places along an axis: what axis_at() names.
+  // Some places along an axis, as axis_at() names them.
   struct Part {
     std::string axis;
     std::vector<int> places;
   };
   std::optional<Part> part_of(const std::string& name) const;
-  // With the axis in the place of each part of one.
+  // Replaces each part of an axis by that axis.
   AxisSet without_parts(const AxisSet& along) const;
-  // Where `rank` lies along what is not in `along`: equal for ranks that differ along these axes alone.
+  // Coordinates of `rank` outside `along`: equal for ranks that differ along these axes alone.
   std::vector<int> elsewhere(const AxisSet& along, int rank) const;
   std::vector<int> coordinates(int rank) const;  // by axes_
   const View* view_of(const std::string& factor) const;
@@ -89,21 +91,21 @@ class Grid {
   std::vector<View> views_{};
 };
 
-// The name of the ranks at these places along an axis, ascending: "pp[0,3]", the first and the last of four
+// Names the ranks at these places along an axis, ascending: "pp[0,3]" is the first and the last of four
 // stages.
 std::string axis_at(const std::string& axis, const std::vector<int>& places);
 
 // The data axes of `ranks` ranks, outermost first: dp_replicate, dp_shard, cp_ring, cp_ulysses. dp_shard is
-// what the others leave. ConfigError unless the others' sizes are 1 or more and divide the ranks.
+// the rest. ConfigError unless the other sizes are 1 or more and divide the ranks.
 struct DataAxes {
   int dp_replicate = 1, cp_ring = 1, cp_ulysses = 1;
 };
 Grid data_grid(int ranks, const DataAxes& sizes = {});
 
-// Of `of` without those of `but`.
+// Returns `of` without the names in `but`.
 AxisSet without(AxisSet of, const AxisSet& but);
 
-// Those of the data axes that the grid has.
+// The data axes that the grid has.
 AxisSet data_axes(const Grid& grid);
 
 }  // namespace isograd

@@ -20,19 +20,19 @@ class Backend;
 
 namespace isograd {
 
-// kAverage is there to be refused with a reason (ConfigError): gradients are only ever summed, and one place
-// divides (docs/losses.md).
+// kAverage exists only to be refused with a reason (ConfigError): gradients are summed, and one place divides
+// (docs/losses.md).
 enum class ReduceOp { kSum, kMax, kMin, kProduct, kAverage };
 
-// A collective under way. Destroying it without wait() is allowed only after an error.
+// A collective in flight. Destroying it without wait() is allowed only after an error.
 class Pending {
  public:
   struct State;  // implemented by the backend adapter
   Pending() = default;
   explicit Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  // Does whatever part of the collective can be done now without waiting. True once complete.
-  // Called from later backward hooks, so that communication overlaps without a helper thread.
+  // Advances the collective as far as possible without waiting. True once complete. Later backward hooks call
+  // it, so that communication overlaps without a helper thread.
   bool progress();
   // Completes it. Throws PeerError after the group's timeout, or at once when a peer is known to be lost.
   void wait();
@@ -42,36 +42,34 @@ class Pending {
 };
 
 struct GroupOptions {
-  // A known-answer test of every collective before the group is used: a few KB, PeerError on all ranks that
-  // names the collective that gave a wrong answer. Makes the constructor collective.
+  // Runs a known-answer test of every collective before the group is used (a few KB). PeerError on all ranks
+  // names the collective with the wrong answer. Makes the constructor collective.
   bool self_test = true;
 };
 
-// The rows (dim 0) that each of `parts` ranks gets of `rows`: as even as possible, the first ones get one
-// more.
+// Splits `rows` (dim 0) over `parts` ranks as evenly as possible; the first ranks get one more.
 std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
 
-// What collectives have moved, as the ring algorithms count it (source: docs/glossary.md, "volume"): each
-// rank sends (N - 1)/N of the whole buffer in a reduce-scatter or all-gather, twice that in an all-reduce,
-// whatever the backend really does. Of an all-to-all each rank counts the parts that leave it. Every rank of
-// the group has the same figures, but for messages and uneven parts.
+// Traffic of collectives as ring algorithms count it, whatever the backend does: each rank sends (N - 1)/N of
+// the whole buffer in a reduce-scatter or all-gather, and twice that in an all-reduce. In an all-to-all each
+// rank counts the parts that leave it. Every rank of the group has the same figures, except for messages and
+// uneven parts.
 struct Traffic {
   struct Operation {
     std::int64_t calls = 0;
     std::int64_t bytes = 0;
   };
   std::map<std::string, Operation> operations{};  // by name: "all_reduce", ...
-  double waited_seconds = 0;                      // for operations to end, with what this rank moved itself
-  std::int64_t bytes() const;                     // of all
+  double waited_seconds = 0;                      // for operations to end, with this rank's own copying
+  std::int64_t bytes() const;                     // of all operations
 };
 
 // Copyable handle. Every rank of the group calls the same operations in the same order; send and receive
-// concern two ranks only. Tensors are on the device the backend serves, of any size including 0; one that is
-// not contiguous goes through a contiguous copy and back. bool is combined as sum = or, product = and.
-// Every operation has an asynchronous form, which keeps its tensors alive; their contents belong to the
-// collective until wait() returns. ConfigError on arguments that do not fit, PeerError when a rank is lost,
-// late or calls something else. The call's place in the source is part of such messages.
-// A group of one rank does nothing but copy.
+// concern two ranks only. Tensors are on the backend's device and may be empty. A tensor that is not
+// contiguous goes through a contiguous copy and back. For bool, sum is "or" and product is "and". Every
+// operation has an asynchronous form: it keeps its tensors alive, and they must not be used until wait()
+// returns. ConfigError on invalid arguments; PeerError when a rank is lost, late or calls something else.
+// Both name the place of the call in the source. In a group of one rank operations only copy.
 class Group {
  public:
   using Site = std::source_location;
@@ -88,36 +86,36 @@ class Group {
   const std::string& name() const;
   std::chrono::milliseconds timeout() const;
 
-  // In place. Summation order is by rank, 0 first, whatever the chunking: same bits run to run and on all
-  // ranks. bf16/fp16 sums accumulate in fp32. (Over other backends the order is theirs.)
+  // In place. The sum is taken in the order of ranks from 0, however it is chunked: the same bits run to run
+  // and on all ranks. bf16/fp16 sums accumulate in fp32. (Other backends have their own order.)
   void all_reduce(at::Tensor tensor, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
   Pending all_reduce_async(at::Tensor tensor, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
 
-  // In place on `root`; the others' tensors keep their values.
+  // In place on `root`; other ranks' tensors keep their values.
   void reduce(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum, Site site = Site::current());
   Pending reduce_async(at::Tensor tensor, int root, ReduceOp op = ReduceOp::kSum,
                        Site site = Site::current());
 
-  // Overwrites `tensor` with root's.
+  // Overwrites `tensor` with root's tensor.
   void broadcast(at::Tensor tensor, int root, Site site = Site::current());
   Pending broadcast_async(at::Tensor tensor, int root, Site site = Site::current());
 
-  // Same shape and dtype on every rank; [size(), ...input.sizes()], by rank.
+  // Same shape and dtype on every rank; returns [size(), ...input.sizes()], by rank.
   at::Tensor all_gather(const at::Tensor& input, Site site = Site::current());
   Pending all_gather_async(at::Tensor output, at::Tensor input, Site site = Site::current());
 
-  // Every rank's rows one after another; ranks may have different numbers of rows (dim 0), 0 included. The
-  // first form exchanges the numbers beforehand; the second is given them, and `output` has their sum.
+  // Concatenates the ranks' rows (dim 0); ranks may have different numbers of rows, 0 included. The first
+  // form exchanges the numbers first; the second is given them, and `output` has their sum.
   at::Tensor all_gather_rows(const at::Tensor& input, Site site = Site::current());
   Pending all_gather_rows_async(at::Tensor output, at::Tensor input, Rows rows, Site site = Site::current());
 
-  // Combines the ranks' inputs and returns this rank's rows of the result: split_rows of dim 0, or `rows`.
+  // Combines the ranks' inputs; each rank gets its rows of the result: split_rows of dim 0, or `rows`.
   at::Tensor reduce_scatter(const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
                             Site site = Site::current());
   Pending reduce_scatter_async(at::Tensor output, at::Tensor input, ReduceOp op = ReduceOp::kSum,
                                Rows rows = {}, Site site = Site::current());
 
-  // Same shape on every rank; [size(), ...input.sizes()] on `root`, an undefined tensor elsewhere.
+  // Same shape on every rank; returns [size(), ...input.sizes()] on `root`, an undefined tensor elsewhere.
   at::Tensor gather(const at::Tensor& input, int root, Site site = Site::current());
   Pending gather_async(at::Tensor output, at::Tensor input, int root, Site site = Site::current());
 
@@ -125,16 +123,16 @@ class Group {
   void scatter(at::Tensor output, const at::Tensor& input, int root, Site site = Site::current());
   Pending scatter_async(at::Tensor output, at::Tensor input, int root, Site site = Site::current());
 
-  // Part r (of dim 0) goes to rank r; the result is what came from rank 0, 1, ... The plain form has equal
-  // parts (ConfigError otherwise); `input_rows[r]` go to rank r and `output_rows[r]` come from it.
+  // Sends part r (of dim 0) to rank r; returns the parts from rank 0, 1, ... The plain form has equal parts
+  // (ConfigError otherwise). Otherwise input_rows[r] go to rank r and output_rows[r] come from it.
   at::Tensor all_to_all(const at::Tensor& input, Site site = Site::current());
   at::Tensor all_to_all(const at::Tensor& input, Rows output_rows, Rows input_rows,
                         Site site = Site::current());
   Pending all_to_all_async(at::Tensor output, at::Tensor input, Rows output_rows = {}, Rows input_rows = {},
                            Site site = Site::current());
 
-  // Messages between two ranks arrive in the order in which they were sent, per tag. A send may return
-  // before it is received. Size and dtype must be the receiver's.
+  // Messages between two ranks arrive in the order in which they were sent, per tag. A send may return before
+  // it is received. Sender and receiver must agree on size and dtype.
   void send(const at::Tensor& tensor, int to, int tag = 0, Site site = Site::current());
   Pending send_async(at::Tensor tensor, int to, int tag = 0, Site site = Site::current());
   void recv(at::Tensor tensor, int from, int tag = 0, Site site = Site::current());
@@ -142,21 +140,22 @@ class Group {
 
   void barrier(Site site = Site::current());
 
-  // Zero-filled flat tensor in memory that all ranks of the group can reach, where the backend has such
-  // memory on `device` (collectives inside it need no copy); an ordinary tensor otherwise. Collective: same
-  // arguments on all ranks.
+  // Returns a zero-filled flat tensor. Where the backend has memory on `device` that all ranks reach, the
+  // tensor is there, and collectives inside it need no copy. Collective, with the same arguments on all
+  // ranks.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, at::Device device = at::kCPU);
 
-  // Zero-filled flat tensor, one for all ranks of the group: what one rank writes the others read, after a
-  // barrier. Collective: same arguments on all ranks. ConfigError where the backend has no such memory. Not
-  // for collectives, which write where others read.
+  // Returns one zero-filled flat tensor for all ranks of the group: after a barrier, each rank reads what the
+  // others wrote. Collective, with the same arguments on all ranks. ConfigError where the backend has no such
+  // memory. Not for collectives, which write where others read.
   at::Tensor host_shared(std::int64_t numel, at::ScalarType dtype);
   bool has_host_memory() const;  // whether host_shared() works
 
-  // What this rank has moved with this group so far.
+  // Traffic of this rank in this group so far.
   Traffic traffic() const;
 
-  // Tells the other ranks that this one fails with `reason`; they raise PeerError with it instead of waiting.
+  // Reports to the other ranks that this one failed with `reason`; they raise PeerError with it instead of
+  // waiting.
   void poison(const std::string& reason) noexcept;
 
   struct Impl;
@@ -184,52 +183,53 @@ class Group {
 //   send                           | recv
 //   recv                           | send
 //
-// In a table's row both sides add up, never average. Results are new tensors; inputs are not changed.
+// Both sides sum and never average. Results are new tensors; inputs are not changed.
 //
-// The backward is a collective too: every rank must reach it. Therefore a result of a floating type always
-// requires a gradient (where gradients are enabled at all), whether this rank's input does or not, and it
-// must take part in what backward() is called on, on every rank. Where a rank has no result (reduce and
-// gather away from the root, send) it gets one to keep the graph together: zeros, or a tensor without
-// elements; add its sum() to the loss. Ranks that build the same graph run the backwards in the same order,
-// the reverse of their forwards. Backwards can be differentiated again. Integers just pass through.
+// The backward is a collective too: every rank must reach it. Therefore a floating-point result always
+// requires a gradient (where gradients are enabled), and backward() must be called on something that depends
+// on it, on every rank. Where a rank has no result (reduce and gather on ranks other than root, send) it gets
+// zeros or a tensor without elements to keep the graph together: add its sum() to the loss. Ranks that build
+// the same graph run the backwards in the same order, the reverse of their forwards. Backwards can be
+// differentiated again. Integers pass through.
 namespace isograd::differentiable {
 
-// Collectives that gradients flow through: the backward of each is the dual collective.
+// Collectives with gradients: the backward of each is the dual collective.
 
 at::Tensor all_reduce(Group group, const at::Tensor& input);
 
-// The sum on root, zeros elsewhere.
+// Returns the sum on root, zeros elsewhere.
 at::Tensor reduce(Group group, const at::Tensor& input, int root);
 
-// Root's input. Elsewhere only the input's sizes and type matter; its gradient is zero.
+// Returns root's input. Elsewhere only the input's sizes and type matter; its gradient is zero.
 at::Tensor broadcast(Group group, const at::Tensor& input, int root);
 
 // [size, ...input.sizes()]
 at::Tensor all_gather(Group group, const at::Tensor& input);
 
-// The ranks' rows (dim 0) one after another; the first form asks the ranks how many each has.
+// Concatenates the ranks' rows (dim 0); the first form exchanges the numbers of rows.
 at::Tensor all_gather_rows(Group group, const at::Tensor& input);
 at::Tensor all_gather_rows(Group group, const at::Tensor& input, const Group::Rows& rows);
 
-// This rank's rows of the sum: split_rows of dim 0, or `rows`.
+// Returns this rank's rows of the sum: split_rows of dim 0, or `rows`.
 at::Tensor reduce_scatter(Group group, const at::Tensor& input, const Group::Rows& rows = {});
 
 // [size, ...input.sizes()] on root; [0, ...input.sizes()] elsewhere.
 at::Tensor gather(Group group, const at::Tensor& input, int root);
 
-// root's input[rank]. `input` is [size, ...] on root; elsewhere [n, ...] with any n, 0 for instance: its
-// sizes but the first, and its type, say what arrives. Its gradient is zero there.
+// Returns root's input[rank]. `input` is [size, ...] on root. Elsewhere it is [n, ...] with any n, e.g. 0;
+// only its other sizes and its type matter, and its gradient is zero.
 at::Tensor scatter(Group group, const at::Tensor& input, int root);
 
-// Equal parts of dim 0, or input_rows[r] to rank r and output_rows[r] from it.
+// Exchanges equal parts of dim 0, or input_rows[r] to rank r and output_rows[r] from it.
 at::Tensor all_to_all(Group group, const at::Tensor& input, const Group::Rows& output_rows = {},
                       const Group::Rows& input_rows = {});
 
 // Sends `input`; the result has no elements ([0]).
 at::Tensor send(Group group, const at::Tensor& input, int to, int tag = 0);
 
-// What rank `from` sends, in the sizes and type of `like`, whose gradient is zero. Autograd's grad(), unlike
-// backward(), runs only what leads to the tensors it is asked for: give it a `like` that does.
+// Returns what rank `from` sent, with the sizes and type of `like`, whose gradient is zero. Autograd's
+// grad(), unlike backward(), runs only nodes that lead to the tensors it is asked for: give it a `like` that
+// does.
 at::Tensor recv(Group group, const at::Tensor& like, int from, int tag = 0);
 
 }  // namespace isograd::differentiable

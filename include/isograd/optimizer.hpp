@@ -1,5 +1,5 @@
-// Optimizers over flat buckets. They know nothing of ranks; scaling by the clip coefficient is part of their
-// pass.
+// Optimizers over flat buckets, the exact global norm, and clipping. Optimizers know nothing of ranks;
+// scaling by the clip coefficient is part of their pass.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -15,27 +15,27 @@
 
 namespace isograd {
 
-// By name ("exp_avg", "exp_avg_sq", ...) one flat tensor for each bucket, [held.size()]: the state itself, to
-// be read or overwritten.
+// By name ("exp_avg", "exp_avg_sq", ...), one flat tensor per bucket, [held.size()]: the state itself, which
+// may be read and overwritten.
 using OptimizerState = std::map<std::string, std::vector<at::Tensor>>;
 
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
   virtual std::string kind() const { return {}; }  // "adamw", "sgd", as checkpoints name it
-  // One fused pass per bucket over what it holds: parameters ← update(parameters, gradient_scale ·
-  // gradients), but for slots that are not trained. Always with the buckets of one layout: its state is
-  // theirs. ConfigError on others.
+  // One fused pass per bucket: parameters ← update(parameters, gradient_scale · gradients), except slots that
+  // are not trained. Always call it with the buckets of the same layout, since the state belongs to them
+  // (ConfigError otherwise).
   virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
   virtual void set_learning_rate(double learning_rate) = 0;
   virtual double learning_rate() const = 0;
   // Number of updates made so far (AdamW's t).
   virtual std::int64_t updates() const = 0;
-  // Empty where there is none (SGD without momentum).
+  // Empty where the optimizer has none (SGD without momentum).
   virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
   virtual void set_updates(std::int64_t updates) = 0;
-  // By parameter, how many of the updates it missed because it was frozen (Slot::trained) or had not joined
-  // its layout: the time of its moments runs without them, as a PyTorch optimizer's.
+  // By parameter, how many updates it missed because it was frozen (Slot::trained) or had not joined its
+  // layout. They do not count for the bias correction of its moments, as in PyTorch's optimizers.
   using Missed = std::map<std::string, std::int64_t>;
   virtual Missed missed_updates() const { return {}; }
   virtual void set_missed_updates(Missed /*missed*/) {}
@@ -68,34 +68,34 @@ struct Schedule {
   double at(std::int64_t step) const;  // step counts from 0
 };
 
-// The exact global norm: every element counted once, by its owner (source of the rule: docs/losses.md §7).
+// ---- the exact global norm: every element counted once, by its owner (docs/losses.md §7) ----
 
 class Layout;
 class Readings;
 
 struct GlobalNorm {
   double norm = 0;      // ‖G‖₂ in fp64
-  double loss_sum = 0;  // Σ over ranks of the value given
-  bool finite = true;   // norm and loss of every rank; the same answer on all ranks
+  double loss_sum = 0;  // Σ over ranks of the given value
+  bool finite = true;   // norm and loss of every rank are finite; the same on all ranks
 };
 
-// Local fp64 sum of squares over owned elements, then one all-reduce, which carries the logged loss along.
+// Local fp64 sum of squares over owned elements, then one all-reduce, which also sums the logged loss.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group group);
-// The same with more numbers to be summed over the ranks on the way, the loss first. `local_sums` (equally
-// many on every rank) becomes their sums. The others may be anything: what is only logged stops no step.
+// As above, with more numbers to sum over the ranks in the same message, the loss first. `local_sums`
+// (equally many on every rank) becomes their sums. Only the loss is checked for finiteness.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group);
 
-// The same in two halves: Σ g² in fp64 of the elements that this rank owns, bucket by bucket in their order,
-// and the rest from their sum. Gradients on a GPU are read when the sum is asked for, all in one pass: they
-// must stay as they are until then.
+// The norm in two halves: first Σ g² in fp64 of the elements that this rank owns, bucket by bucket in order;
+// then global_norm() from that sum. Gradients on a GPU are read in one pass when the sum is asked for, and
+// must not change until then.
 class OwnedSquares {
  public:
   void add(const Bucket& bucket);
-  void add(const Bucket& bucket, const Slot& slot);  // of one parameter
-  void add(double squares) { sum_ += squares; }      // that a reduction has taken on its way
-  // What is on a device comes when `readings` are read; this must stay in its place until then.
+  void add(const Bucket& bucket, const Slot& slot);  // one parameter only
+  void add(double squares) { sum_ += squares; }      // computed by a reduction
+  // Squares on a device arrive when `readings` are read; this object must not move until then.
   void complete(Readings& readings);
-  double value();  // waits for what is not complete
+  double value();  // waits for squares that have not arrived
 
  private:
   void add(const at::Tensor& flat, Range range);
@@ -106,24 +106,25 @@ class OwnedSquares {
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
-// The same of gradients by a Layout, in its order, summed: owned elements alone, then one all-reduce over all
-// ranks of the mesh. Of numbers that several ranks hold alike one of them gives `local_sums`, the others 0.
+// The same for gradients by a Layout, in its order, already summed: owned elements only, then one all-reduce
+// over all ranks of the mesh. Where several ranks hold the same numbers, one of them passes `local_sums` and
+// the others 0.
 double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
 GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
                        std::vector<double>& local_sums);
 
-// What a norm measures: the root of the sum of squares (in fp64), or the largest magnitude.
+// Order of a norm: the root of the sum of squares (in fp64), or the largest magnitude.
 enum class NormOrder { kTwo, kInfinity };
 
-// Norms of parts of the gradient, e.g. of each layer: `part_of` puts a parameter into a part, 0 to parts - 1,
-// or into none (any other number). NaN where the part holds one, 0 of an empty part. One all-reduce for all
-// of them; the same bits on every rank.
+// Norms of parts of the gradient, e.g. of each layer: `part_of` returns a parameter's part, 0 to parts - 1,
+// or any other number for none. NaN where the part has one, 0 for an empty part. One all-reduce for all
+// parts; the same bits on every rank.
 std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
                                Group group);
 
-// Parts of the gradient whose norms are logged beside its own: `of` gives a parameter's part, by its name and
-// as a place in `names`, or any other number for none. The same on every rank.
+// Parts of the gradient whose norms are logged in addition to the global norm: `of` returns a parameter's
+// part as an index into `names`, or any other number for none. The same on every rank.
 struct NormParts {
   std::vector<std::string> names{};
   std::function<int(const std::string& name)> of{};
@@ -138,14 +139,14 @@ double infinity_norm(const std::vector<Bucket>& buckets, Group group);
 // max_norm is NaN.
 double clip_coefficient(double norm, double max_norm);
 
-// Clipping of groups of parameters, each by its own norm and a limit of its own, on any mesh.
+// ---- clipping groups of parameters, each by its own norm and limit, on any mesh ----
 
 struct ClipGroup {
-  std::string pattern;  // of parameters' names; * stands for any text
+  std::string pattern;  // matches parameters' names; * stands for any text
   double max_norm = 1;  // 0: not clipped
 };
 
-// What the last update did to a group.
+// Result of the last update for a group.
 struct ClippedGroup {
   std::string pattern;
   double norm = 0;         // of the whole group's gradient, over all ranks, before the clip
@@ -153,19 +154,19 @@ struct ClippedGroup {
 };
 
 // An optimizer that clips groups before `inner` updates. A parameter belongs to the first group whose pattern
-// fits its name; those that none fits are the last group, "others", with the limit `others`. Norms come from
-// owners, as that of the whole gradient does (part_norms()): one all-reduce for all groups.
+// matches its name; all others form the last group, "others", with the limit `others`. Norms are computed by
+// owners, as for the whole gradient (part_norms()): one all-reduce for all groups.
 //
-// It stands in the place of the step's own clip, so the step has StepOptions::max_norm = 0 and still reports
-// the norm of the whole gradient. Gradients are multiplied in place: what DataParallel::views() has after the
-// step is what was applied; of bf16 gradients it is rounded once more.
+// It replaces the step's own clip: set StepOptions::max_norm = 0; the step still reports the norm of the
+// whole gradient. Gradients are multiplied in place, so DataParallel::views() has the applied ones after the
+// step; bf16 gradients are rounded once more.
 class ClipsGroups : public Optimizer {
  public:
   // `all`: every rank that holds a part of the model or a copy, DataParallel::mesh().all(). ConfigError: a
-  // limit that is negative or no number, a pattern given twice or empty.
+  // limit that is negative or not a number, a pattern that is empty or given twice.
   ClipsGroups(std::unique_ptr<Optimizer> inner, std::vector<ClipGroup> groups, double others, Group all);
 
-  // Collective over `all`. ConfigError, in the first update and on every rank, on a pattern that fits no
+  // Collective over `all`. ConfigError on every rank, in the first update, for a pattern that matches no
   // parameter of any rank.
   void update(std::vector<Bucket>& buckets, double gradient_scale) override;
   const std::vector<ClippedGroup>& last() const { return last_; }  // the groups, then "others"

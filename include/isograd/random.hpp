@@ -1,4 +1,5 @@
-// Randomness keyed by what it is for, never by a rank: the same key gives the same numbers in every layout.
+// Random numbers keyed by their purpose, never by a rank: the same key gives the same numbers in every
+// layout.
 #pragma once
 
 #include "isograd/error.hpp"

@@ -1,4 +1,5 @@
-// Gathering rows of all ranks for a loss over the global batch: three ways to treat the gradient.
+// Ranking and imbalance losses over the global batch: smooth average precision, recall at a quantile, partial
+// AUC, focal losses (docs/ranking.md). First the gathers that they use.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -17,12 +18,12 @@
 
 #include "isograd/group.hpp"
 
-// Each takes [N_r, ...] and gives [Σ N_r, ...], the ranks' rows one after another. N_r may be 0 and may
-// differ; further dims and type must agree, which the header that is exchanged first checks: a mismatch is a
-// ConfigError on every rank that names the ranks. On one rank the result is the input itself (detached:
-// no_grad).
+// Three ways to gather rows of all ranks for a loss over the global batch. They differ in the gradient. Each
+// takes [N_r, ...] and returns [Σ N_r, ...], the ranks' rows one after another. N_r may be 0 and may differ.
+// Further dims and the type must agree: a header that is exchanged first checks them (ConfigError on every
+// rank that names the ranks). On one rank the result is the input itself (detached: no_grad).
 //
-// L is a function of the gathered rows, computed alike on every rank, G = ∂L/∂θ that of one process:
+// For a loss L of the gathered rows, computed equally on every rank, with G = ∂L/∂θ of one process:
 //
 //   helper               | backward on rank r             | parameter gradients summed | averaged
 //   ---------------------+--------------------------------+----------------------------+----------
@@ -30,14 +31,13 @@
 //   all_gather_sum_grad  | Σ over ranks of their ∂L there | W · G                      | G
 //   all_gather_no_grad   | none                           | 0                          | 0
 //
-// Where every rank computes only its share L_r of L = Σ L_r, all_gather_sum_grad is the one that is right:
-// exact under a sum. (all_gather_with_grad then has a wrong direction, not a wrong factor.)
+// Where every rank computes only its share L_r of L = Σ L_r, use all_gather_sum_grad; it is exact when
+// gradients are summed. (all_gather_with_grad would then give a wrong direction, not only a wrong factor.)
 //
-// One collective when `rows` says how many rows each rank has (nothing but that is checked then), two
-// otherwise.
+// One collective when `rows` gives the ranks' numbers of rows (only that is checked then), two otherwise.
 namespace isograd {
 
-// The local slice keeps its graph, the others' rows are constants. No collective in backward.
+// The local slice keeps its graph; other ranks' rows are constants. No collective in backward.
 at::Tensor all_gather_with_grad(Group group, const at::Tensor& input, const Group::Rows& rows = {});
 
 // Backward is a reduce-scatter (sum): a collective that every rank must reach (group.hpp).
@@ -45,11 +45,10 @@ at::Tensor all_gather_sum_grad(Group group, const at::Tensor& input, const Group
 
 at::Tensor all_gather_no_grad(Group group, const at::Tensor& input, const Group::Rows& rows = {});
 
-// Ranking and imbalance losses over the global batch: smooth average precision, recall at a quantile, partial
-// AUC, focal losses (docs/ranking.md). None of them decomposes over samples: each ranks, or counts, the rows
-// of all ranks of its group.
+// ---- losses: none of them is a sum over samples; each ranks or counts the rows of all ranks of its group
+// ----
 
-// Of the classes (ranking losses: those that are valid) or elements (focal losses).
+// Reduction over the valid classes (ranking losses) or the elements (focal losses).
 enum class LossReduction {
   kMean,
   kSum,
@@ -57,36 +56,34 @@ enum class LossReduction {
   kMeanPositive,  // softmax focal: divided by the number of foreground elements
 };
 
-// What the trainer does with the ranks' parameter gradients. isograd sums them; kMean is for a trainer that
-// averages: the gradient is then multiplied by the number of ranks, the value is not.
+// How the trainer combines the ranks' parameter gradients. isograd sums them. kMean is for a trainer that
+// averages: it multiplies the gradient, not the value, by the number of ranks.
 enum class GradReduction { kSum, kMean };
 
-// torch.quantile's: of the two order statistics around the rank q (n − 1).
+// As in torch.quantile, between the two order statistics around the rank q (n − 1).
 enum class Interpolation { kLinear, kLower, kHigher, kNearest, kMidpoint };
 
-// How ranks come by the thresholds of recall and of the trapezoid. Both give the same thresholds, bit for
-// bit.
+// How ranks compute the thresholds of recall and of the trapezoid. Both ways give the same bits.
 enum class Thresholds {
-  kAuto,    // the cheaper of the two, by row counts that all ranks know (docs/ranking.md, "What a forward
-            // costs")
-  kGather,  // the rows of all ranks travel
-  kSelect,  // counts of digits travel, as in distributed_quantiles(); of rows only those that the queue takes
+  kAuto,    // the cheaper way, by row counts that all ranks know (docs/ranking.md, "What a forward costs")
+  kGather,  // gathers the rows of all ranks
+  kSelect,  // exchanges counts of digits, as distributed_quantiles() does, and only the rows for the queue
 };
 
 struct RankingOptions {
   std::int64_t num_classes = 1;    // 1: binary, targets 0 and 1; more: one-vs-rest
   std::int64_t queue_size = 1024;  // rows of earlier batches that take part in the ranking; 0: none
-  // Of SmoothAP and recall in units of the scores, of PAUC in its own scale. At least 1.2e-38, the smallest
-  // number that fp32 can divide by, and so the product with PAUC's scale: ConfigError.
+  // In units of the scores for SmoothAP and recall, in its own scale for PAUC. ConfigError below 1.2e-38, the
+  // smallest number that fp32 can divide by, also for its product with PAUC's scale.
   double temperature = 0.01;
   LossReduction reduction = LossReduction::kMean;
   std::int64_t ignore_index = -100;
   bool update_queue_in_eval = false;
-  std::int64_t max_pool_size = 0;  // rows at most, by minimum-quota subsampling; 0: all
+  std::int64_t max_pool_size = 0;  // limit of rows, by minimum-quota subsampling; 0: all
   GradReduction grad_reduction = GradReduction::kSum;
-  std::uint64_t seed = 0;                     // of subsampling, shared by all ranks
-  bool check_queue = false;                   // compare a checksum of the queue over ranks, in the header
-  Thresholds thresholds = Thresholds::kAuto;  // kSelect: of recall and the trapezoid, without max_pool_size
+  std::uint64_t seed = 0;                     // for subsampling, shared by all ranks
+  bool check_queue = false;                   // compares a checksum of the queue over ranks, in the header
+  Thresholds thresholds = Thresholds::kAuto;  // kSelect: only recall and the trapezoid, without max_pool_size
 };
 
 // Optional inputs of a forward; given on all ranks that have rows, or on none.
@@ -95,7 +92,7 @@ struct RankingExtras {
   at::Tensor sample_weight{};  // [N] finite, >= 0: weights of the positives in the numerator; undefined: 1
 };
 
-struct RankingDiagnostics {             // of PAUC, each [C]
+struct RankingDiagnostics {             // for PAUC, each [C]
   at::Tensor t_alpha, t_beta, tau_eff;  // fp64; NaN where invalid
   at::Tensor pauc_var;        // population variance over the numerator's positives of their contributions
   at::Tensor band_neg_count;  // int64, iid negatives in [t_beta, t_alpha]; 0 where invalid
@@ -116,28 +113,26 @@ struct ClassPool;
 struct ClassResult;
 struct RateRule;
 
-// What the ranking losses share. Rows whose target is ignore_index take part in nothing. The pool is the rows
-// of all ranks, rank by rank, then the queue; its scores but this rank's are constants, which are ranked
-// against all the same.
+// Base of the ranking losses. Rows whose target is ignore_index take no part. The pool is the rows of all
+// ranks, in the order of ranks, then the queue. Scores of other ranks and of the queue are constants.
 //
 // Gradient: the value is the whole loss on every rank ("replicated" in LossTerm), and this rank's scores get
-// exactly their own derivative, so that parameter gradients *summed* over ranks are those of one process on
-// the rank-major concatenation of all rows. Averaged, they are 1/W of it: see GradReduction.
+// their own derivative. So parameter gradients *summed* over ranks are those of one process on the rank-major
+// concatenation of all rows. Averaged, they would be 1/W of it: see GradReduction.
 //
-// Collectives of a forward on W > 1 ranks: a header, the rows (left out when there are none), and for the
-// losses whose work is dealt out one reduce-scatter of score gradients and value (one all-reduce without
-// gradient). Where thresholds are selected: a header, one all-reduce of counts a digit (3 in fp32, 6 in
-// fp64), one of sums, and the rows that the queue takes, if any. The backward has none. Everything refused is
-// refused on every rank, with the rank at fault named.
+// Collectives of a forward on W > 1 ranks: a header, the rows (if any), and, for losses that shard their work
+// over ranks, one reduce-scatter of score gradients and value (without gradient one all-reduce). With
+// selected thresholds: a header, one all-reduce of counts per digit (3 in fp32, 6 in fp64), one of sums, and
+// the rows for the queue, if any. The backward has none. Errors are thrown on every rank and name the rank at
+// fault.
 //
-// Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature. They are the same
-// on all ranks. CPU tensors and groups; scores of other devices are copied. No second derivatives:
-// ConfigError.
+// Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature; the same on all
+// ranks. CPU tensors and groups; scores on other devices are copied. No second derivatives: ConfigError.
 //
 // Scores that are not finite on some rank (ignored rows may hold anything) make the loss and its gradient NaN
-// on every rank, as in any other loss: the step refuses them. The queue does not take them. A class without a
-// value (RankingResult::valid) takes no part; one that has had none in its first 20 training forwards is
-// warned of once, on the group's rank 0 (TORCH_WARN).
+// on every rank, so that the step refuses them. The queue does not take them. A class without a value
+// (RankingResult::valid) takes no part. If it has none in its first 20 training forwards, rank 0 of the group
+// warns once (TORCH_WARN).
 class RankingLoss : public torch::nn::Module {
  public:
   // scores [N, C] floating, targets [N] or [N, 1]. N may be 0, and differ over ranks.
@@ -146,13 +141,13 @@ class RankingLoss : public torch::nn::Module {
                          const RankingExtras& extras = {});
 
   void reset_queue();
-  std::int64_t queue_rows() const;  // filled ones
+  std::int64_t queue_rows() const;  // number of filled rows
   double temperature() const;
   void set_temperature(double temperature);  // ConfigError: out of range
 
   using State = std::vector<std::pair<std::string, at::Tensor>>;
   State state() const;                  // copies of the buffers
-  void load_state(const State& state);  // ConfigError: another size of queue, other classes, a buffer missing
+  void load_state(const State& state);  // ConfigError: another queue size, other classes, a missing buffer
 
   const RankingOptions& options() const { return options_; }
   Group& group() { return group_; }
@@ -160,9 +155,9 @@ class RankingLoss : public torch::nn::Module {
  protected:
   RankingLoss(std::string name, RankingOptions options, Group group);
   virtual bool deals_out_work() const = 0;
-  virtual std::uint64_t fingerprint() const = 0;  // of the subclass's own options
-  virtual std::optional<RateRule> rates() const;  // of losses that thresholds suffice for
-  // One class; see cores.hpp.
+  virtual std::uint64_t fingerprint() const = 0;  // hash of the subclass's own options
+  virtual std::optional<RateRule> rates() const;  // for losses that need only thresholds
+  // Computes one class; see cores.hpp.
   virtual ClassResult compute(const ClassPool<float>& pool, float* gradient) const = 0;
   virtual ClassResult compute(const ClassPool<double>& pool, double* gradient) const = 0;
 
@@ -182,14 +177,14 @@ class RankingLoss : public torch::nn::Module {
   at::Tensor queue_labels_;         // [Q] int64; -1: not filled
   at::Tensor queue_iid_;            // [Q] bool
   at::Tensor queue_weights_;        // [Q] fp64
-  at::Tensor position_;             // [2] int64: where the next row goes, forwards made
+  at::Tensor position_;             // [2] int64: index of the next row, number of forwards
   at::Tensor temperature_;          // [1] fp64
-  std::vector<int> without_value_;  // [C] forwards so far, as long as there was none with a value
+  std::vector<int> without_value_;  // [C] number of forwards, while there was none with a value
 };
 
-// 1 − AP, with sigmoids for ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): for a positive k
-// a_k = 1 + Σ_{j≠k} σ((s_j − s_k)/τ), p_k the same over positives, AP = Σ w_k p_k/a_k / Σ w_k. Invalid
-// without positives or without negatives. O(P M) time in tiles, dealt out over the ranks; O(P + M) memory.
+// 1 − AP, with sigmoids as soft ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): for a positive k, a_k
+// = 1 + Σ_{j≠k} σ((s_j − s_k)/τ), p_k is the same sum over positives, and AP = Σ w_k p_k/a_k / Σ w_k. Invalid
+// without positives or without negatives. O(P M) time in tiles, sharded over the ranks; O(P + M) memory.
 class SmoothAPLoss final : public RankingLoss {
  public:
   explicit SmoothAPLoss(RankingOptions options = {}, Group group = Group::solo());
@@ -202,12 +197,12 @@ class SmoothAPLoss final : public RankingLoss {
 };
 
 struct RecallOptions : RankingOptions {
-  double quantile = 0.005;  // in (0, 1): the share of all rows above the threshold
+  double quantile = 0.005;  // in (0, 1): the fraction of rows above the threshold
   Interpolation interpolation = Interpolation::kHigher;
 };
 
-// 1 − mean over positives of σ((s − θ)/τ), θ the (1 − quantile) quantile of all scores, not differentiated.
-// Invalid without positives.
+// 1 − mean over positives of σ((s − θ)/τ); θ is the (1 − quantile) quantile of all scores, not
+// differentiated. Invalid without positives.
 class RecallAtQuantileLoss final : public RankingLoss {
  public:
   explicit RecallAtQuantileLoss(RecallOptions options = {}, Group group = Group::solo());
@@ -233,8 +228,8 @@ struct PAUCOptions : RankingOptions {
   Interpolation interpolation = Interpolation::kHigher;
 };
 
-// 1 − partial AUC over a band of false-positive rates: soft true-positive rates at the band's quantiles of
-// the negatives (trapezoid), or positives against the negatives in the band (pairwise). The temperature is
+// 1 − partial AUC over a band of false-positive rates. Trapezoid: soft true-positive rates at the band's
+// quantiles of the negatives. Pairwise: positives against the negatives in the band. The temperature is
 // multiplied by a dispersion of the reference scores. Invalid without positives, without iid negatives, or
 // where the dispersion is at most 1e-12. docs/ranking.md has the formulas.
 class PAUCAtBudgetLoss final : public RankingLoss {
@@ -259,13 +254,13 @@ struct SigmoidFocalOptions {
 };
 
 // a_t (1 − p_t)^γ · binary cross entropy (Lin et al., "Focal loss", ICCV 2017, eq. 5) over elements of any
-// shape; targets in [0, 1], soft ones too. kMean divides by the elements (or weights) of all ranks; 0
-// elements: 0. The value of kMean and kSum is the whole on every rank and its gradient exact under a sum, as
-// of RankingLoss; kNone gives this rank's elements. One collective a forward; nothing is gathered.
+// shape; targets in [0, 1], also soft ones. kMean divides by the elements (or weights) of all ranks; without
+// elements it is 0. kMean and kSum give the whole value on every rank, with a gradient that is exact under a
+// sum, as RankingLoss; kNone gives this rank's elements. One collective per forward; nothing is gathered.
 class SigmoidFocalLoss final : public torch::nn::Module {
  public:
   explicit SigmoidFocalLoss(SigmoidFocalOptions options = {}, Group group = Group::solo());
-  // sample_weight: dim 0 as the scores', further dims broadcast.
+  // sample_weight: dim 0 as in scores, further dims broadcast.
   at::Tensor forward(const at::Tensor& scores, const at::Tensor& targets,
                      const at::Tensor& sample_weight = {});
 
@@ -275,18 +270,18 @@ class SigmoidFocalLoss final : public torch::nn::Module {
 };
 
 struct SoftmaxFocalOptions {
-  std::vector<double> alpha{};  // a weight for each class; empty: none
+  std::vector<double> alpha{};  // a weight per class; empty: none
   double gamma = 2;             // >= 0
   LossReduction reduction = LossReduction::kMean;
   double label_smoothing = 0;  // in [0, 1)
   std::int64_t ignore_index = -100;
-  std::int64_t background_class = 0;  // of kMeanPositive
+  std::int64_t background_class = 0;  // for kMeanPositive
   GradReduction grad_reduction = GradReduction::kSum;
 };
 
-// α_y (1 − p_y)^γ · cross entropy. kMean: over valid elements; kMeanPositive: the sum over all valid elements
-// by the number of those that are not background. Weighted: by the weight mass of the same elements. All over
-// all ranks; as SigmoidFocalLoss otherwise.
+// α_y (1 − p_y)^γ · cross entropy. kMean divides by the valid elements of all ranks; kMeanPositive divides
+// the same sum by those that are not background. With weights: by the weights of the same elements. Otherwise
+// as SigmoidFocalLoss.
 class SoftmaxFocalLoss final : public torch::nn::Module {
  public:
   explicit SoftmaxFocalLoss(SoftmaxFocalOptions options = {}, Group group = Group::solo());
@@ -308,11 +303,11 @@ struct WarmupOptions {
   bool reset_queue_each_epoch = false;
 };
 
-// Trains with `warmup` first, then blends to `main`, whose temperature then decays. Both must keep one
-// convention: the whole value on every rank, exact under a sum of gradients (the focal losses above over the
-// same group are). Extras reach `main` in every phase, sample_weight reaches `warmup` too. A training forward
-// before the hooks were called is a ConfigError: it would warm up for ever. State: the progress and main's
-// (its queue, its temperature).
+// Trains with `warmup` first, then blends to `main`, whose temperature then decays. Both must give the whole
+// value on every rank, exact under a sum of gradients (as the focal losses above do over the same group).
+// Extras reach `main` in every phase, sample_weight also reaches `warmup`. ConfigError on a training forward
+// before the hooks were called: the warm-up would never end. State: the progress and main's state (its queue,
+// its temperature).
 class LossWarmup final : public torch::nn::Module {
  public:
   using Warmup = std::function<at::Tensor(const at::Tensor& scores, const at::Tensor& targets,
@@ -334,35 +329,35 @@ class LossWarmup final : public torch::nn::Module {
   Warmup warmup_;
   std::shared_ptr<RankingLoss> main_;
   WarmupOptions options_;
-  at::Tensor progress_;  // [3] int64: epoch, step, step of the switch; -1: not told yet
+  at::Tensor progress_;  // [3] int64: epoch, step, step of the switch; -1: not set yet
 };
 
-// The q-th quantiles of `values` (floating, 1-D, not empty) by torch.quantile's rank arithmetic: q is rounded
-// to the values' type, rank = q (n − 1) computed in it (in fp64 above 2^24 values, where torch.quantile
-// refuses). fp16 and bf16 are computed in fp32. A NaN among the values gives NaN. ConfigError: q outside [0,
-// 1], no values.
+// The q-th quantiles of `values` (floating, 1-D, not empty) by torch.quantile's arithmetic: q is rounded to
+// the values' type, and rank = q (n − 1) is computed in it (in fp64 above 2^24 values, where torch.quantile
+// refuses). fp16 and bf16 are computed in fp32. A NaN in the values gives NaN. ConfigError: q outside [0, 1],
+// no values.
 std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,
                               Interpolation interpolation = Interpolation::kLinear);
 
-// The same over the values of all ranks, any number on each, 0 included; the same bits on every rank and as
-// on one process. Nothing is gathered: a radix selection, one all-reduce of counts for each digit of 11 bits
-// (3 rounds in fp32, 6 in fp64, all quantiles together): 2^11 counts for each order statistic (up to two a
-// quantile) that the digits found so far tell apart; 8 bytes each in the first round, then 4 where there are
-// fewer than 2^31 values.
+// As above over the values of all ranks, any number on each, 0 included. Every rank gets the same bits as one
+// process. Nothing is gathered: a radix selection with one all-reduce of counts per digit of 11 bits (3
+// rounds in fp32, 6 in fp64, for all quantiles together). A round has 2^11 counts per order statistic (up to
+// two per quantile) that the earlier digits distinguish; 8 bytes each in the first round, then 4 where there
+// are fewer than 2^31 values.
 std::vector<double> distributed_quantiles(Group& group, const at::Tensor& values,
                                           const std::vector<double>& q,
                                           Interpolation interpolation = Interpolation::kLinear);
 
-// Of one set of scores [N] with targets [N] in {0, 1}, without smoothing.
+// Metrics of one set of scores [N] with targets [N] in {0, 1}, without smoothing.
 struct RankingMetrics {
   std::int64_t rows = 0, positives = 0;
-  double average_precision = 0;  // Σ (R_n − R_{n-1}) P_n over distinct scores: ties enter together
-  double recall_at_quantile = 0;  // positives among the ⌈quantile · N⌉ highest scores, ties shared out evenly
-  double partial_auc = 0;         // ROC area over false-positive rates [0, budget], by `budget`: in [0, 1]
+  double average_precision = 0;   // Σ (R_n − R_{n-1}) P_n over distinct scores: ties enter together
+  double recall_at_quantile = 0;  // positives in the ⌈quantile · N⌉ highest scores, ties split evenly
+  double partial_auc = 0;         // ROC area over false-positive rates [0, budget] / budget, in [0, 1]
 };
 RankingMetrics ranking_metrics(const at::Tensor& scores, const at::Tensor& targets, double quantile,
                                double budget);
-// Over the rows of all ranks: gathered, one header and one buffer.
+// As above over the rows of all ranks, gathered with one header and one buffer.
 RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at::Tensor& targets,
                                double quantile, double budget);
 

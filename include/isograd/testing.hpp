@@ -11,7 +11,8 @@
 
 namespace isograd {
 
-// Matches a verdict that passed; says which parameters did not, by how much, and what that looks like.
+// Matches a verdict that passed; otherwise describes which parameters differ, by how much, and the likely
+// cause.
 class SingleDeviceMatcher {
  public:
   using is_gtest_matcher = void;

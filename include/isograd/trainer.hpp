@@ -1,5 +1,5 @@
 // Trainer: a whole run from a configuration: data, model, layout, optimizer, the loop around the step,
-// validation, checkpoints, what people see. No rule of the law lives here; those are in Step.
+// validation, checkpoints and reports. The rules of exact gradients are in Step, not here.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -19,42 +19,42 @@
 namespace isograd {
 
 struct RunConfig;  // src/train/config.hpp
-class Task;        // src/train/task.hpp: the data and the family of models that the run is about
+class Task;        // src/train/task.hpp: the data and the family of models of the run
 class TaskModel;
 class Layout;
 
-// Of a layer with experts: how often tokens chose each, over all ranks and micro-batches of a step.
+// For a layer with experts: how often tokens chose each, over all ranks and micro-batches of a step.
 struct ExpertLoad {
   std::int64_t layer = 0;
   std::vector<std::int64_t> choices{};  // by expert
   double max_over_mean() const;         // 1 where all get the same; NaN without a choice
 };
 
-// One step as seen from outside. The same on all ranks, except `seconds`.
+// The results of one step. The same on all ranks, except `seconds`.
 struct StepEvent {
   std::int64_t step = 0;   // steps made, this one included
   std::int64_t total = 0;  // steps of the whole run
   StepReport report;
   double learning_rate = 0;
-  double seconds = 0;            // wall clock of this step on this rank, reading data included
-  double exposed_seconds = 0;    // of these: communication that no computation hid
-  double tokens_per_second = 0;  // of all ranks together
-  std::optional<double> mfu =
-      {};  // model FLOPs utilisation, a part of 1; absent where the task counts no FLOPs
-  // Of each layer with experts, ascending. Empty: there is none, or the step had no tokens or was not finite.
+  double seconds = 0;              // wall clock of this step on this rank, with reading data
+  double exposed_seconds = 0;      // part of `seconds`: communication that no computation hid
+  double tokens_per_second = 0;    // of all ranks together
+  std::optional<double> mfu = {};  // model FLOPs utilisation, 0 to 1; absent where the task counts no FLOPs
+  // For each layer with experts, ascending. Empty: no such layer, or the step had no tokens or was not
+  // finite.
   std::vector<ExpertLoad> expert_loads{};
-  // By each of train.clip_groups, then the others; empty: there are none, or nothing was updated.
+  // For each of train.clip_groups, then the others. Empty: no groups, or nothing was updated.
   std::vector<ClippedGroup> clipped{};
-  // Sent in this step from one host to another, by all ranks together; absent where there is one host.
+  // Bytes that all ranks together sent between hosts in this step; absent with one host.
   std::optional<std::int64_t> bytes_across_hosts{};
 };
 
-// Σ of the validation targets' losses over their number, over all ranks, without gradient.
+// Σ of the validation targets' losses / their number, over all ranks, without gradient.
 struct Evaluation {
   std::int64_t step = 0;
-  double loss = 0;                   // in the task's unit: nats per token, ...
-  std::int64_t targets = 0;          // 0: nothing is held out, there are figures alone
-  std::vector<TermValue> figures{};  // what else the task measures of the model
+  double loss = 0;                   // in the task's unit, e.g. nats per token
+  std::int64_t targets = 0;          // 0: nothing is held out; only `figures` are set
+  std::vector<TermValue> figures{};  // the task's other measures of the model
 };
 
 // A table for the report, e.g. verify's parity table. Cells are text; the report escapes them.
@@ -66,41 +66,40 @@ struct ReportTable {
   bool passed = true;  // false: the run ends with exit status 1
 };
 
-// What a caller may look at when the loop has ended; valid during on_finish only.
+// The run after its loop has ended; valid during on_finish only.
 struct FinishedRun {
   const RunConfig& config;
   World& world;
   const Task& task;
   TaskModel& model;
-  const Layout* placed;  // where ranks hold the model together, what of it is whose; null: whole
-  std::function<void(const std::string&)> say = {};  // a line among the run's progress; rank 0 alone has it
-  std::function<bool()> interrupted =
-      {};                   // whether a signal asks this rank to stop; what it cuts short is left out
-  double step_seconds = 0;  // mean of the run's steps; 0: none was made
+  const Layout* placed;  // set where ranks hold one model together (model parallel); null: whole
+  std::function<void(const std::string&)> say = {};  // prints a line of progress; set on rank 0 only
+  std::function<bool()> interrupted = {};  // true: a signal asks this rank to stop; leave out unfinished work
+  double step_seconds = 0;                 // mean over the run's steps; 0: no step was made
 };
 
-// What a check may look at after a step's update. The model is whole while whole_parameters() of the layout
-// is held.
+// The run after a step's update, for checks. The model is whole while whole_parameters() of the layout is
+// held.
 struct RunningRun {
   FinishedRun run;
   DataParallel& layout;
   std::int64_t step;                // steps made
-  const ForwardLossTerms& forward;  // what the run's steps differentiate
+  const ForwardLossTerms& forward;  // the forward that the run's steps differentiate
   const LookAhead& look_ahead;      // StepOptions::look_ahead of the run's steps
 };
 
-// All optional. Called on every rank, in this order; a throw ends the run on all ranks.
+// All optional. Called on every rank, in this order; an exception ends the run on all ranks.
 struct TrainerHooks {
-  // Wraps the forward pass that a step differentiates (a loss of one's own, a fault to be tested).
+  // Wraps the forward that a step differentiates (e.g. your own loss, or a planted fault).
   std::function<ForwardLossTerms(ForwardLossTerms)> wrap_forward;
   std::function<void(const StepEvent&)> on_step;
-  // After each step that verify.every or verify.checksums_every divides. Collective; the model must be left
-  // as it is. Returns why the run must stop, the same text on every rank; empty when all is well.
+  // Called after each step whose number verify.every or verify.checksums_every divides. Collective; must not
+  // change the model. Returns why the run must stop, the same text on every rank; empty: continue.
   std::function<std::string(RunningRun&)> check;
   std::function<void(const Evaluation&)> on_evaluation;
   std::function<void(const std::filesystem::path&)> on_checkpoint;
-  // After the last step of a run that was neither stopped nor diverged. May use collectives. Rank 0's tables
-  // go into the report.
+  // Called after the last step of a run that was neither stopped nor diverged. May use collectives. Rank 0's
+  // tables go into the report.
   std::function<std::vector<ReportTable>(FinishedRun&)> on_finish;
 };
 
@@ -111,39 +110,39 @@ struct Outcome {
     kDiverged,  // a loss or gradient that is not finite, with train.on_non_finite = "stop": not saved
     kRefuted,   // TrainerHooks::check found the run to be wrong: not saved
   } end = End::kFinished;
-  std::int64_t steps = 0;                 // made, those before a resume included
-  std::int64_t skipped = 0;               // refused because not finite (train.on_non_finite = "skip")
-  std::string not_finite;                 // what was not, in the last such step, and where; empty: not known
-  std::int64_t empty = 0;                 // had no valid target since the start or resume
-  double loss = 0;                        // of the last step
+  std::int64_t steps = 0;    // made, with those before a resume
+  std::int64_t skipped = 0;  // refused because not finite (train.on_non_finite = "skip")
+  std::string not_finite;    // what was not finite in the last such step, and where; empty: not known
+  std::int64_t empty = 0;    // steps without a valid target since the start or resume
+  double loss = 0;           // of the last step
   std::optional<double> validation_loss;  // absent without validation documents
   std::vector<TermValue> figures;         // of the last evaluation
-  double baseline = 0;  // loss of what has learnt nothing, as the task has it: the entropy of its tokens, ...
-  double exposed = 0;   // share of the steps' time that communication took, not hidden; this rank
-  // Of the cuts over context ranks: a step's highest cost of a ring rank over the mean one.
+  double baseline = 0;  // loss without learning, from the task: e.g. the entropy of its tokens
+  double exposed = 0;   // fraction of this rank's step time spent in communication that was not hidden
+  // For context parallelism: a step's highest cost of a ring rank over the mean one.
   struct Balance {
     double mean = 1, worst = 1;  // over the micro-batches
   };
   std::optional<Balance> balance;  // absent without context ranks
-  // To other ranks' experts and back, gradients too, in the last step: this rank.
+  // Bytes that this rank exchanged with other ranks' experts in the last step, with gradients.
   struct Sent {
     std::int64_t bytes = 0, by_formula = 0;
   };
-  std::optional<Sent> to_experts;    // of run.memory with parallel.ep
+  std::optional<Sent> to_experts;    // with run.memory and parallel.ep
   std::optional<double> mfu;         // over the steps of this run
-  double tokens_per_second = 0;      // over the steps of this run, all ranks, evaluations and saving left out
-  std::string sample;                // generated text, prompt included; rank 0 only
-  std::filesystem::path checkpoint;  // the last one complete; empty: none
+  double tokens_per_second = 0;      // over the steps of this run, all ranks, without evaluations and saving
+  std::string sample;                // generated text, with the prompt; rank 0 only
+  std::filesystem::path checkpoint;  // the last complete one; empty: none
   std::filesystem::path report;      // rank 0 only
-  std::vector<ReportTable> tables;   // of on_finish; rank 0 only
+  std::vector<ReportTable> tables;   // from on_finish; rank 0 only
 
   // 0: finished or stopped in order. 1: diverged, refuted by a check, or a table did not pass.
   int exit_status() const;
 };
 
 // Every rank constructs one with its World and calls run() once. Errors are thrown on every rank (where the
-// group still works), of a run.directory with another run in it too. SIGINT, SIGTERM and SIGHUP are caught:
-// the first asks for an orderly stop, a second one a second or more later ends the process at once.
+// group still works), also for a run.directory that has another run in it. SIGINT, SIGTERM and SIGHUP are
+// caught: the first asks for an orderly stop, a second one a second or more later ends the process at once.
 class Trainer {
  public:
   Trainer(const RunConfig& config, World& world, TrainerHooks hooks = {});
