@@ -247,7 +247,7 @@ struct VerifyProblem {
   // that all runs begin with the same bits.
   MakeVerifyModel make_model;
   MicroBatches local;                      // this rank's part of the step; may be empty
-  std::optional<SharedSamples> dealing{};  // how `local` was split; without it, only the given split is run
+  std::optional<SharedSamples> shared_samples{};  // how `local` was split; without it, only the given split is run
   std::function<MicroBatches()> whole;     // the whole step, for the oracle; called on rank 0
   std::function<MicroBatches()> alone;  // the whole step in one process's micro-batches, called on the last
                                         // rank; not given: `whole`
@@ -281,7 +281,7 @@ struct VerifyProblem {
   // Called on rank 0 with the name of each layout that begins.
   std::function<void(const std::string& layout)> progress{};
   // For a live run: its own layout and forward make the step in the run's precision; nothing is updated.
-  struct Living {
+  struct LiveRun {
     DataParallel* layout;
     ForwardLossTerms forward;
     const Layout* placed = nullptr;                           // for model parallelism
@@ -290,7 +290,7 @@ struct VerifyProblem {
     std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};  // of its model
     std::function<StepOptions(StepOptions options)> through{};                     // VerifyModel::through
   };
-  std::optional<Living> living{};
+  std::optional<LiveRun> live_run{};
   // Needed where ranks along some axes hold the same batch; data axes are those along which they differ. Not
   // given: every rank has different data.
   std::optional<Mesh> mesh{};
