@@ -32,7 +32,7 @@ bool is_leaf(Node* node) {
   return dynamic_cast<autograd::AccumulateGrad*>(node) != nullptr;
 }
 
-// The leaf of what other ranks take part in (comm/anchor.hpp).
+// The leaf of what other ranks take part in (comm/linear_map.hpp).
 bool is_anchor(Node* node) {
   const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node);
   return leaf && leaf->variable.unsafeGetTensorImpl() == differentiable::anchor().unsafeGetTensorImpl();
