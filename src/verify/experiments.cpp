@@ -1,11 +1,14 @@
 #include "verify/experiments.hpp"
 
+#include <ATen/core/List.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "verify/digest.hpp"
 #include "verify/heartbeat.hpp"
@@ -73,92 +76,37 @@ void count_samples(DataByRank& data) {
   });
 }
 
-// A list of batches as flat tensors: whole numbers, weights, the bytes of inputs.
-struct Flat {
-  at::Tensor numbers, weights, inputs;
-};
-
-// Where the next list begins.
-struct Place {
-  std::int64_t number = 0, weight = 0, input = 0;
-};
-
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.detach().to(at::kCPU).contiguous().flatten().view(at::kByte);
-}
-
-Flat flatten(const MicroBatches& batches) {
-  std::vector<std::int64_t> head = {static_cast<std::int64_t>(batches.size())};
-  std::vector<at::Tensor> bodies, weights = {at::empty({0}, at::kDouble)},
-                                  inputs = {at::empty({0}, at::kByte)};
-  for (const Batch& batch : batches) {
-    head.insert(head.end(), {batch.num_tokens(), batch.num_fragments(), batch.weights.defined() ? 1 : 0,
-                             static_cast<std::int64_t>(batch.sample_targets.size()), batch.draw,
-                             static_cast<std::int64_t>(batch.inputs.size())});
-    head.insert(head.end(), batch.cu_seqlens.begin(), batch.cu_seqlens.end());
-    head.insert(head.end(), batch.sample_ids.begin(), batch.sample_ids.end());
-    head.insert(head.end(), batch.sample_targets.begin(), batch.sample_targets.end());
-    for (const at::Tensor& input : batch.inputs) {
-      head.insert(head.end(), {static_cast<std::int64_t>(input.scalar_type()), input.dim()});
-      head.insert(head.end(), input.sizes().begin(), input.sizes().end());
-      if (input.numel() > 0) inputs.push_back(bytes_of(input));
-    }
-    for (const at::Tensor& tensor : {batch.tokens, batch.targets, batch.positions})
-      bodies.push_back(tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1})
-                                        : at::zeros({batch.num_tokens()}, at::kLong));
-    if (batch.weights.defined()) weights.push_back(batch.weights.to(at::kCPU, at::kDouble));
-  }
-  bodies.insert(bodies.begin(), at::tensor(head, at::kLong));
-  return {at::cat(bodies), at::cat(weights), at::cat(inputs)};
-}
-
-// The next list of batches; `at` moves past it.
-MicroBatches unflatten(const Flat& flat, Place& at) {
-  auto& [number, weight, byte] = at;
-  const auto* values = flat.numbers.const_data_ptr<std::int64_t>();
-  const std::int64_t count = values[number++];
-  struct Shape {
-    std::int64_t tokens;
-    bool weighted;
+// A batch as tensors alone: its numbers, its lists, its tensors, then its inputs.
+c10::List<at::Tensor> tensors_of(const Batch& batch) {
+  const auto list = [](const std::vector<std::int64_t>& values) { return at::tensor(values, at::kLong); };
+  const auto flat = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1})
+                            : at::zeros({batch.num_tokens()}, at::kLong);
   };
-  MicroBatches batches(static_cast<std::size_t>(count));
-  std::vector<Shape> shapes;
-  for (Batch& batch : batches) {
-    const std::int64_t tokens = values[number], fragments = values[number + 1], sized = values[number + 3];
-    shapes.push_back({tokens, values[number + 2] != 0});
-    batch.draw = values[number + 4];
-    batch.inputs.resize(static_cast<std::size_t>(values[number + 5]));
-    number += 6;
-    const auto take = [&](std::vector<std::int64_t>& list, std::int64_t length) {
-      list.assign(values + number, values + number + length);
-      number += length;
-    };
-    take(batch.cu_seqlens, fragments + 1);
-    take(batch.sample_ids, fragments);
-    take(batch.sample_targets, sized);
-    for (at::Tensor& input : batch.inputs) {
-      const auto type = static_cast<at::ScalarType>(values[number]);
-      std::vector<std::int64_t> sizes;
-      const std::int64_t dims = values[number + 1];
-      number += 2;
-      take(sizes, dims);
-      input = at::empty(sizes, type);
-      if (input.numel() == 0) continue;
-      const auto bytes = static_cast<std::int64_t>(input.nbytes());
-      bytes_of(input).copy_(flat.inputs.narrow(0, byte, bytes));
-      byte += bytes;
-    }
-  }
-  for (std::size_t b = 0; b < batches.size(); ++b) {
-    for (at::Tensor* tensor : {&batches[b].tokens, &batches[b].targets, &batches[b].positions}) {
-      *tensor = flat.numbers.narrow(0, number, shapes[b].tokens).clone();
-      number += shapes[b].tokens;
-    }
-    if (!shapes[b].weighted) continue;
-    batches[b].weights = flat.weights.narrow(0, weight, shapes[b].tokens).clone();
-    weight += shapes[b].tokens;
-  }
-  return batches;
+  const bool weighted = batch.weights.defined();
+  c10::List<at::Tensor> all;
+  for (const at::Tensor& tensor :
+       {list({batch.draw, weighted}), list(batch.cu_seqlens), list(batch.sample_ids),
+        list(batch.sample_targets), flat(batch.tokens), flat(batch.targets), flat(batch.positions),
+        weighted ? batch.weights.to(at::kCPU, at::kDouble) : at::empty({0}, at::kDouble)})
+    all.push_back(tensor.clone());  // a view would take its whole storage along
+  for (const at::Tensor& input : batch.inputs)
+    all.push_back(input.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous));
+  return all;
+}
+
+Batch batch_of(const std::vector<at::Tensor>& all) {
+  const auto list = [&](std::size_t place) {
+    const auto* values = all.at(place).const_data_ptr<std::int64_t>();
+    return std::vector<std::int64_t>(values, values + all[place].numel());
+  };
+  Batch batch;
+  batch.draw = list(0)[0];
+  batch.cu_seqlens = list(1), batch.sample_ids = list(2), batch.sample_targets = list(3);
+  batch.tokens = all.at(4), batch.targets = all.at(5), batch.positions = all.at(6);
+  if (list(0)[1] != 0) batch.weights = all.at(7);
+  batch.inputs.assign(all.begin() + 8, all.end());
+  return batch;
 }
 
 // As LayoutUnderTest says: not given, one axis of all ranks.
@@ -188,12 +136,21 @@ void note_not_numbers(StepDump& dump) {
 }  // namespace
 
 DataByRank gather_batches(const MicroBatches& local, Group& group) {
-  const Flat own = flatten(local);
-  const Flat all{group.all_gather_rows(own.numbers), group.all_gather_rows(own.weights),
-                 group.all_gather_rows(own.inputs)};
+  c10::List<c10::List<at::Tensor>> batches;
+  for (const Batch& batch : local) batches.push_back(tensors_of(batch));
+  std::vector<char> own = torch::jit::pickle_save(batches);
+  const auto size = static_cast<std::int64_t>(own.size());
+  const at::Tensor sizes = group.all_gather_rows(at::full({1}, size, at::kLong));
+  const at::Tensor all = group.all_gather_rows(at::from_blob(own.data(), {size}, at::kByte));
   DataByRank data;
-  Place at;
-  for (int rank = 0; rank < group.size(); ++rank) data.push_back(unflatten(all, at));
+  const char* next = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const char* begin = std::exchange(next, next + sizes[rank].item<std::int64_t>());
+    const c10::IValue theirs = torch::jit::pickle_load({begin, next});
+    data.emplace_back();
+    for (const c10::IValue& batch : theirs.toListRef())
+      data.back().push_back(batch_of(batch.toTensorVector()));
+  }
   return data;
 }
 
