@@ -18,6 +18,7 @@
 #include "isograd/loss.hpp"
 #include "isograd/model.hpp"
 #include "isograd/step.hpp"
+#include "isograd/trainer.hpp"
 #include "report/report.hpp"
 #include "train/build.hpp"
 #include "train/config.hpp"
