@@ -124,13 +124,13 @@ TEST(PipelineInput, ATableThatForgetsRepeatsOrWaitsForEver) {
       },
       "ConfigError: the schedule 'mine': found no 1B2 on rank 1; expected every micro-batch once through "
       "each "
-      "stage and back. Mend the table.");
+      "stage and back. Change the table's 'ranks'.");
   told_of(
       [](PipelineTable& wrong) {
         wrong.ranks[0].push_back({Kind::kForward, 0, 1});
       },
-      "ConfigError: the schedule 'mine': found 0F1 on rank 0 a second time; expected each once. Mend the "
-      "table.");
+      "ConfigError: the schedule 'mine': found 0F1 on rank 0 a second time; expected each once. Change the "
+      "table's 'ranks'.");
   // Rank 0 wants the gradient of micro-batch 0 before it makes what rank 1 begins with.
   told_of(
       [](PipelineTable& wrong) {
@@ -140,9 +140,8 @@ TEST(PipelineInput, ATableThatForgetsRepeatsOrWaitsForEver) {
       },
       "ConfigError: the schedule 'mine': found rank 0 waits before 0B0 for 1B0 of rank 1; rank 1 waits "
       "before "
-      "1F1 for 0F1 of rank 0; expected an order in which each rank's next action can be done at last. Mend "
-      "the "
-      "table.");
+      "1F1 for 0F1 of rank 0; expected an order in which each rank's next action can be done at last. Change "
+      "the table's 'ranks'.");
 }
 
 TEST(PipelineInput, EveryRankHasAStageAndTheSameTable) {

@@ -70,7 +70,7 @@ class SigmoidFocalLoss(_Focal):
             problem = self._said(f"scores {tuple(scores.shape)} in {scores.dtype} and targets {tuple(targets.shape)}",
                                  "floating scores, and as many targets", "Give one target for each score")
         elif targets.numel() and not bool(((targets >= 0) & (targets <= 1)).all()):
-            problem = self._said("targets outside [0, 1]", "0, 1 or between", "Mend the targets")
+            problem = self._said("targets outside [0, 1]", "0, 1 or between", "Change the targets")
         elif sample_weight is not None and (not scores.dim() or sample_weight.shape[:1] != scores.shape[:1]
                                             or sample_weight.dim() > scores.dim()):
             problem = self._said(f"sample_weight of shape {tuple(sample_weight.shape)}",
@@ -141,7 +141,7 @@ class SoftmaxFocalLoss(_Focal):
         known = targets[targets != self.ignore_index]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < classes:
             return self._said(f"targets from {int(known.min())} to {int(known.max())}", f"0 to {classes - 1}",
-                              "Mend the targets, or set ignore_index")
+                              "Change the targets, or set ignore_index")
         if self.alpha is not None and len(self.alpha) != classes:
             return self._said(f"{len(self.alpha)} weights in alpha", f"{classes}", "Give one for each class")
         if weights is not None and weights.shape != targets.shape:

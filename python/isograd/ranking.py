@@ -151,7 +151,7 @@ class RankingLoss(nn.Module):
         most = max(self.num_classes - 1, 1)
         if known and not 0 <= known[0] <= known[1] <= most:
             return said(f"targets from {known[0]} to {known[1]}", f"0 to {most}, or {self.ignore_index}",
-                        "Mend the targets, or set ignore_index")
+                        "Change the targets, or set ignore_index")
         if weights is not None and (weights.shape != targets.shape or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
             return said("sample_weight that does not fit", f"[{len(scores)}] finite numbers >= 0", "Give one for each row")
         if iid_mask is not None and (iid_mask.shape != targets.shape or iid_mask.dtype != torch.bool):

@@ -171,7 +171,7 @@ class watch:
             if said != everyone[first.setdefault(where, rank)][1]:
                 refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
                        "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
-                       "which samples differ, or mend the sampler")
+                       "which samples differ, or change the sampler")
         self._unproven = _checks.same_samples([dealt[where] for where in sorted(dealt)], self.data)
         gathered = gather_bytes(own[0] if first[place] == self.rank else bytearray(1), to=0)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []

@@ -185,7 +185,7 @@ int throw_in_one_rank(const Arguments& arguments) {
   try {
     if (world.rank == 1)
       throw ConfigError(
-          {.where = "rank 1's file", .found = "a hole", .expected = "none", .action = "Mend it"});
+          {.where = "rank 1's file", .found = "a hole", .expected = "none", .action = "Fill it"});
     world.group.barrier();
   } catch (const std::exception& error) {
     world.group.poison(error.what());

@@ -20,14 +20,14 @@ void check(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& option
   const std::string where = "cutting a batch over context ranks";
   if (cu_seqlens.empty() || cu_seqlens.front() != 0 || !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
     refuse(where, fmt::format("cu_seqlens [{}]", fmt::join(cu_seqlens, ", ")),
-           "numbers that ascend from 0 to the number of tokens", "Mend the batch");
+           "numbers that ascend from 0 to the number of tokens", "Change Batch::cu_seqlens");
   if (options.ring < 1 || options.ulysses < 1 || options.pad_to_multiple < 0 || options.token_cost < 0 ||
       options.most_tokens < 0)
     refuse(where,
            fmt::format("cp_ring {}, cp_ulysses {}, pad_to_multiple {}, token_cost {}, most_tokens {}",
                        options.ring, options.ulysses, options.pad_to_multiple, options.token_cost,
                        options.most_tokens),
-           "axes of 1 or more, the others of 0 or more", "Mend the options");
+           "axes of 1 or more, the others of 0 or more", "Change these fields of CutOptions");
 }
 
 std::int64_t scores_of(const Piece& piece, std::int64_t document_length, bool causal) {

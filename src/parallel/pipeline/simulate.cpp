@@ -16,7 +16,7 @@ namespace {
 using Kind = PipelineAction::Kind;
 
 [[noreturn]] void refuse_table(const PipelineTable& table, std::string found, std::string expected,
-                               std::string action = "Mend the table") {
+                               std::string action = "Change the table's 'ranks'") {
   refuse(fmt::format("the schedule '{}'", table.name), std::move(found), std::move(expected),
          std::move(action));
 }
@@ -53,7 +53,7 @@ class Completeness {
       refuse_table(table_,
                    fmt::format("{} stages, {} micro-batches, {} ranks", table_.stages, table_.micro_batches,
                                table_.ranks.size()),
-                   "1 or more of each");
+                   "1 or more of each", "Change the table's 'stages', 'micro_batches' or 'ranks'");
     check_stages();
     for (const auto& actions : table_.ranks)
       for (const PipelineAction& action : actions) transfers_ |= action.is_transfer();
@@ -68,11 +68,12 @@ class Completeness {
   void check_stages() const {
     if (table_.rank_of_stage.size() != static_cast<std::size_t>(table_.stages))
       refuse_table(table_, fmt::format("ranks of {} stages", table_.rank_of_stage.size()),
-                   fmt::format("one for each of {}", table_.stages));
+                   fmt::format("one for each of {}", table_.stages), "Change PipelineTable::rank_of_stage");
     for (int stage = 0; stage < table_.stages; ++stage)
       if (const int rank = rank_of(stage); rank < 0 || rank >= static_cast<int>(table_.ranks.size()))
         refuse_table(table_, fmt::format("stage {} on rank {}", stage, rank),
-                     fmt::format("ranks 0 to {}", table_.ranks.size() - 1));
+                     fmt::format("ranks 0 to {}", table_.ranks.size() - 1),
+                     "Change PipelineTable::rank_of_stage");
   }
   int rank_of(int stage) const { return table_.rank_of_stage[static_cast<std::size_t>(stage)]; }
   bool has(int stage, int i, Kind kind) const { return seen_[at_(stage, i)] >> static_cast<int>(kind) & 1; }
@@ -354,7 +355,7 @@ PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times
   if (!(between_halves >= 0) || !std::isfinite(between_halves))
     refuse_table(table,
                  fmt::format("{} of a forward's memory between the halves of a backward", between_halves),
-                 "a finite number, 0 or more", "Mend the number");
+                 "a finite number, 0 or more", "Change between_halves");
   return Play(table, times, completeness.has_transfers(), between_halves).run();
 }
 
