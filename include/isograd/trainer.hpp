@@ -76,6 +76,7 @@ struct FinishedRun {
   std::function<void(const std::string&)> say = {};  // prints a line of progress; set on rank 0 only
   std::function<bool()> interrupted = {};  // true: a signal asks this rank to stop; leave out unfinished work
   double step_seconds = 0;                 // mean over the run's steps; 0: no step was made
+  std::int64_t micro_batches = 0;          // the most of one rank in the last step
 };
 
 // The run after a step's update, for checks. The model is whole while whole_parameters() of the layout is

@@ -417,6 +417,7 @@ struct Trainer::Impl {
       FinishedRun run{config, world, *task, *model, cut_layout()};
       run.interrupted = StopSignals::requested;
       if (steps_timed > 0) run.step_seconds = step_seconds / static_cast<double>(steps_timed);
+      run.micro_batches = rounds;
       if (presenter) run.say = [this](const std::string& text) { presenter->line(text); };
       outcome.tables = hooks.on_finish(run);
     }
