@@ -37,11 +37,12 @@ DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type)
     : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat) {}
 
 void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
+  RegisterUnder register_under(root);
   const auto parameter = [&](const std::string& name, at::IntArrayRef shape, bool trained = true) {
     const at::ScalarType type = trained || dtype == at::kDouble ? dtype : at::kFloat;
     const at::Tensor tensor =
         at::empty(shape, at::TensorOptions().dtype(type).device(device)).requires_grad_(trained);
-    register_under(root, name, tensor);
+    register_under(name, tensor);
     in_order.emplace_back(name, tensor);
     return tensor;
   };

@@ -23,17 +23,19 @@ void fill(at::Tensor& values, double range, const RandomKey& key) {
 
 }  // namespace
 
-void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter) {
-  torch::nn::Module* place = &root;
-  std::size_t begin = 0;
-  for (std::size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) {
-    const std::string part = name.substr(begin, dot - begin);
-    const auto children = place->named_children();
-    const auto* child = children.find(part);
-    place =
-        child ? child->get() : place->register_module(part, std::make_shared<torch::nn::Module>(part)).get();
-  }
-  place->register_parameter(name.substr(begin), parameter, parameter.requires_grad());
+torch::nn::Module& RegisterUnder::module(const std::string& name) {
+  if (const auto known = made_.find(name); known != made_.end()) return *known->second;
+  const auto dot = name.rfind('.');
+  const std::string own = dot == std::string::npos ? name : name.substr(dot + 1);
+  torch::nn::Module& parent = module(dot == std::string::npos ? "" : name.substr(0, dot));
+  return *(made_[name] = parent.register_module(own, std::make_shared<torch::nn::Module>(own)).get());
+}
+
+void RegisterUnder::operator()(const std::string& name, const at::Tensor& parameter) {
+  const auto dot = name.rfind('.');
+  module(dot == std::string::npos ? "" : name.substr(0, dot))
+      .register_parameter(dot == std::string::npos ? name : name.substr(dot + 1), parameter,
+                          parameter.requires_grad());
 }
 
 void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name) {

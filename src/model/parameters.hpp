@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 
 namespace isograd {
@@ -15,8 +16,18 @@ struct Linear {
   at::Tensor bias;    // [out], or undefined
 };
 
-// Below `root`, one module per dot of the name; the last part is the parameter.
-void register_under(torch::nn::Module& root, const std::string& name, const at::Tensor& parameter);
+// Registers parameters below `root`, one module per dot of the name; the last part is the parameter. Keeps
+// the modules by name, because LibTorch copies all children to find one: time would grow with the square of
+// the layers.
+class RegisterUnder {
+ public:
+  explicit RegisterUnder(torch::nn::Module& root) : made_{{"", &root}} {}
+  void operator()(const std::string& name, const at::Tensor& parameter);
+
+ private:
+  torch::nn::Module& module(const std::string& name);
+  std::map<std::string, torch::nn::Module*> made_;
+};
 
 // normal(0, range) by (seed, name), computed in fp64 and rounded through fp32 for lower types.
 void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name);

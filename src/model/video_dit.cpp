@@ -111,10 +111,11 @@ struct VideoDiT::Impl {
   ModelSeams seams{};
 
   void create(torch::nn::Module& root, at::Device device) {
+    RegisterUnder register_under(root);
     const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
       const at::Tensor tensor =
           at::empty(shape, at::TensorOptions().dtype(dtype).device(device)).requires_grad_();
-      register_under(root, name, tensor);
+      register_under(name, tensor);
       in_order.emplace_back(name, tensor);
       return tensor;
     };

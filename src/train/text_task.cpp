@@ -77,7 +77,7 @@ std::vector<ConfigKey> text_keys() {
           "Rows of the embedding; at least what the tokenizer and the corpus use."),
       KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
           "Width of the residual stream; for Llama a multiple of `model.heads`."),
-      KEY("model.layers", model.shape.layers, "", at_least(1, 100000), "Transformer blocks."),
+      KEY("model.layers", model.shape.layers, "", at_least(1, 4096), "Transformer blocks."),
       KEY("model.heads", model.shape.heads, "", at_least(1, kWide), "Query heads of a block."),
       KEY("model.key_value_heads", model.shape.key_value_heads, "", at_least(1, kWide),
           "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
