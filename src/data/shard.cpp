@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cstring>
 #include <limits>
 
@@ -162,6 +161,10 @@ void Shard::open_own() {
          fmt::format("0 to {}", header.tokens));
   if (std::adjacent_find(offsets_.begin(), offsets_.end(), std::greater_equal<>()) != offsets_.end())
     fail("documents that overlap or are empty", "offsets that increase");
+  if (constexpr std::uint64_t kFew = 1 << 23; header.documents < kFew) {  // 64 MB: safe from a truncation
+    split_offsets_.assign(offsets_.begin(), offsets_.end());
+    offsets_ = split_offsets_;
+  }
   set_tokens(tokens_at, header.tokens, header.token_bytes);
   if (max_token_ >= header.vocabulary || header.vocabulary > kLargestVocabulary)
     fail(fmt::format("token {} of a vocabulary of {}", max_token_, header.vocabulary),
@@ -217,9 +220,6 @@ void Shard::split(std::optional<std::uint32_t> end_of_text, bool at_start) {
 }
 
 void Shard::require_whole() const {
-  using namespace std::chrono;
-  const auto now = duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
-  if (looked_at_.exchange(now, std::memory_order_relaxed) == now) return;
   struct stat found {};
   if (::stat(file_.path().c_str(), &found) != 0) return;
   if (found.st_dev != opened_.st_dev || found.st_ino != opened_.st_ino) return;

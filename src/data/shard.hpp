@@ -10,7 +10,6 @@
 #include <sys/stat.h>
 #include <xxhash.h>
 
-#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -63,7 +62,7 @@ class Shard {
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
   // ConfigError if the file has been truncated in place since it was opened: reading its mapped pages beyond
   // the new end would end the process by SIGBUS. A file that was replaced or removed stays readable through
-  // the mapping. It checks at most once a millisecond, so that each read may call it.
+  // the mapping. A truncation between this check and the read still ends the process.
   void require_whole() const;
 
  private:
@@ -79,11 +78,10 @@ class Shard {
 
   MappedFile file_;
   struct stat opened_ {};
-  mutable std::atomic<std::int64_t> looked_at_ = -1;  // steady clock, milliseconds
-  const std::uint16_t* narrow_ = nullptr;             // one of the two is set
+  const std::uint16_t* narrow_ = nullptr;  // one of the two is set
   const std::uint32_t* wide_ = nullptr;
   std::uint64_t count_ = 0;
-  std::vector<std::uint64_t> split_offsets_;  // a foreign shard's offsets
+  std::vector<std::uint64_t> split_offsets_;  // of a foreign shard, or of one with few documents
   std::span<const std::uint64_t> offsets_;    // [documents + 1], in the file or in split_offsets_
   std::uint32_t max_token_ = 0;
   std::string tokenizer_;
