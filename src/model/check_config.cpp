@@ -118,6 +118,20 @@ void check_experts(const DecoderConfig& config) {
     bad("sliding_window", std::to_string(config.sliding_window), "0 (none) for " + config.family);
 }
 
+// Bytes of all parameters, gradients and moments are counted in 64 bits.
+void check_size(const DecoderConfig& config) {
+  constexpr double kMost = 0x1p57;
+  const auto of = [](std::int64_t number) { return static_cast<double>(number); };
+  const double matrices = 3 * of(std::max<std::int64_t>(config.experts.count, 1)) *
+                              of(std::max(config.feed_forward, config.experts.feed_forward)) +
+                          4 * of(config.heads) * of(config.head_dim);
+  const double parameters = of(config.hidden) * (of(config.layers) * matrices + 2 * of(config.vocabulary));
+  if (parameters > kMost)
+    refuse("the model's shape", fmt::format("about {:.2g} parameters", parameters),
+           fmt::format("at most {:.2g}, whose bytes can be counted in 64 bits", kMost),
+           "Make model.layers, model.hidden or another size smaller");
+}
+
 }  // namespace
 
 bool DecoderConfig::has_experts(std::int64_t layer) const {
@@ -188,6 +202,7 @@ void check(const DecoderConfig& config) {
         family == "llama" || family == "qwen3" ? config.attention_bias : false);
   if (family != "llama") wants("mlp_bias", config.mlp_bias, false);
   check_scaling(config);
+  check_size(config);
 }
 
 }  // namespace isograd

@@ -111,7 +111,12 @@ class Extremes : public TinyVideos {
       config.batch.rows_per_step = 12;
       config.ranking.loss = "smooth_ap";
     });
-    add("videos", videos("run"), [](RunConfig&) {});
+    add("videos", videos("run"), [](RunConfig& config) {  // only keys that a run on videos has
+      const DecoderConfig given = config.model.shape;
+      config.model.shape = RunConfig{}.model.shape, config.sample = RunConfig{}.sample;
+      config.model.shape.heads = given.heads, config.model.shape.head_dim = given.head_dim;
+      config.model.shape.hidden = given.hidden, config.model.shape.layers = given.layers;
+    });
     return runs;
   }
 };
