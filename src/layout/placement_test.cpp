@@ -128,7 +128,7 @@ TEST(Placement, RefusesByParameterAndAxis) {
               {"'tp'", "two cuts along this axis"});
   expect_says(refusal(with({ep, even_cut(kGrid, "dp_shard", 1, {4})}), kGrid),
               {"'dp_shard'", "other names of its ranks"});
-  expect_says(refusal(with({even_cut(kGrid, "pp", 0, {6})}, {}, {1}), kGrid), {"'pp'", "beside stages"});
+  expect_says(refusal(with({even_cut(kGrid, "pp", 0, {6})}, {}, {1}), kGrid), {"'pp'", "in addition to stages"});
   for (const std::vector<int>& stages : {std::vector<int>{3}, {1, 1}, {2, 0}, {-1}})
     expect_says(refusal(with({}, {}, stages), kGrid), {"'w' along axis 'pp'", "0 to 2"});
   expect_says(refusal({.whole_shape = {-1}}, kGrid), {"'w'", "0 or more"});
