@@ -82,6 +82,15 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
       "${LibTorch_CCCL_INCLUDE_DIR}")
     target_compile_definitions(isograd_torch::cuda INTERFACE USE_C10D_NCCL)
     target_link_libraries(isograd_torch::cuda INTERFACE "${LibTorch_C10_CUDA}")
+    # cuDNN's attention is called through headers of their own; without them LibTorch's flash attention serves.
+    find_path(LibTorch_CUDNN_INCLUDE_DIR cudnn_graph.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
+    find_path(LibTorch_CUDNN_FRONTEND_INCLUDE_DIR cudnn_frontend.h PATHS "${ISOGRAD_TORCH}/../include" NO_CACHE)
+    if(LibTorch_CUDNN_INCLUDE_DIR AND LibTorch_CUDNN_FRONTEND_INCLUDE_DIR)
+      add_library(isograd_torch::cudnn INTERFACE IMPORTED)
+      target_include_directories(isograd_torch::cudnn SYSTEM INTERFACE
+        "${LibTorch_CUDNN_INCLUDE_DIR}" "${LibTorch_CUDNN_FRONTEND_INCLUDE_DIR}")
+      target_link_libraries(isograd_torch::cudnn INTERFACE isograd_torch::cuda ${CMAKE_DL_LIBS})
+    endif()
   elseif(ISOGRAD_CUDA STREQUAL "ON")
     message(FATAL_ERROR "ISOGRAD_CUDA is ON; found in ${ISOGRAD_TORCH}: torch_cuda '${LibTorch_CUDA}', c10_cuda "
       "'${LibTorch_C10_CUDA}', cuda_runtime_api.h in '${LibTorch_CUDART_INCLUDE_DIR}', nccl.h in "

@@ -4,6 +4,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "model/attention/cudnn.hpp"
 #include "model/attention/kernel.hpp"
 #include "model/attention/products.hpp"
 #include "model/attention/views.hpp"
@@ -57,6 +58,11 @@ Tile all_of(const at::Tensor& q, bool causal) {
   return {.q_row = 0, .q_length = q.size(0), .k_row = 0, .k_length = q.size(0), .causal = causal};
 }
 
+// Several fragments may have bounds that the device alone knows, and some may be empty.
+bool is_one_fragment(const std::vector<std::int64_t>& cu_seqlens) {
+  return cu_seqlens.size() == 2;
+}
+
 std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
   std::int64_t longest = 0;
   for (std::size_t f = 0; f + 1 < cu_seqlens.size(); ++f)
@@ -83,6 +89,13 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
                             const std::optional<at::Tensor>& on_device, bool causal) {
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
+    const bool by_cudnn = is_one_fragment(cu_seqlens) && cudnn::serves(q, k, v, causal);
+    ctx->saved_data["by_cudnn"] = by_cudnn;
+    if (by_cudnn) {
+      const fragments::Attended attended = cudnn::attend(q, k, v, causal);
+      ctx->save_for_backward({q, k, v, attended.out, attended.log_sums});
+      return attended.out;
+    }
     if (on_device && fragments::has_kernel(q, k, causal)) {
       const fragments::Attended attended =
           fragments::attend(q, k, v, *on_device, longest_of(cu_seqlens), causal);
@@ -119,6 +132,11 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     const bool causal = ctx->saved_data["causal"].toBool();
     const auto cu_seqlens = ctx->saved_data["cu_seqlens"].toIntVector();
     const at::Tensor gradient = gradients[0].contiguous();
+    if (ctx->saved_data["by_cudnn"].toBool()) {
+      const auto result =
+          cudnn::attend_backward(q, k, v, gradient, {.out = saved[3], .log_sums = saved[4]}, causal);
+      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
     if (saved.size() == 8) {
       const auto result =
           fragments::attend_backward(q, k, v, gradient, {saved[3], saved[4], saved[5], saved[6]}, saved[7],

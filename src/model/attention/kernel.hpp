@@ -31,8 +31,8 @@ namespace fragments {
 bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);
 
 struct Attended {
-  at::Tensor out;                     // [T, H, D]
-  at::Tensor log_sums, seed, offset;  // for backward, in the kernel's own form
+  at::Tensor out{};                         // [T, H, D]
+  at::Tensor log_sums{}, seed{}, offset{};  // for backward, in the kernel's own form
 };
 // cu_seqlens [F + 1] int32 on the device of q; `longest`: no fragment is longer.
 Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
