@@ -162,7 +162,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void*) const override { ++counts.waits; }
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)

@@ -27,6 +27,14 @@ class Optimizer {
   // are not trained. Always call it with the buckets of the same layout, since the state belongs to them
   // (ConfigError otherwise).
   virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
+  // The same on GPUs, by numbers that the host does not know yet: `gradient_scale` is one fp64 number there,
+  // `stop` one in fp32, and no parameter moves unless it is 0. The update is not counted before
+  // count_update(). Returns false, with nothing done, where the optimizer or the buckets do not allow it.
+  virtual bool update_unless(std::vector<Bucket>& /*buckets*/, const at::Tensor& /*stop*/,
+                             const at::Tensor& /*gradient_scale*/) {
+    return false;
+  }
+  virtual void count_update(const std::vector<Bucket>& /*buckets*/) {}
   virtual void set_learning_rate(double learning_rate) = 0;
   virtual double learning_rate() const = 0;
   // Number of updates made so far (AdamW's t).
@@ -93,8 +101,9 @@ class OwnedSquares {
   void add(const Bucket& bucket);
   void add(const Bucket& bucket, const Slot& slot);  // one parameter only
   void add(double squares) { sum_ += squares; }      // computed by a reduction
-  // Squares on a device arrive when `readings` are read; this object must not move until then.
-  void complete(Readings& readings);
+  // Squares on a device arrive when `readings` are read; this object must not move until then. Returns the
+  // sum as one fp64 number on the device, undefined where there is none.
+  at::Tensor complete(Readings& readings);
   double value();  // waits for squares that have not arrived
 
  private:

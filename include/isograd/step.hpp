@@ -112,6 +112,8 @@ class Step {
   StepReport operator()(const MicroBatches& micro_batches, bool stop_requested = false);
 
  private:
+  bool update_ahead(const at::Tensor& squares, double scale);
+
   ForwardLossTerms forward_;
   DataParallel& layout_;
   Normalizer& mean_;

@@ -27,7 +27,7 @@ void TermSums::clear() {
 
 void TermSums::add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
                    const Census& census, Readings& readings) {
-  readings.add(share, [this](double value) { loss_ += value; });
+  readings.add_loss(share, [this](double value) { loss_ += value; });
   if (terms_.empty()) {
     if (terms.size() > kMostTerms)
       refuse_terms(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),

@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/refuse.hpp"
@@ -32,35 +33,21 @@ class AdamW final : public Optimizer {
 
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     make_state(buckets);
+    pass(buckets, gradient_scale, {});
+    count_update(buckets);
+  }
+
+  bool update_unless(std::vector<Bucket>& buckets, const at::Tensor& stop,
+                     const at::Tensor& gradient_scale) override {
+    make_state(buckets);
+    if (std::ranges::any_of(buckets, [](const Bucket& bucket) { return bucket.master.is_cpu(); }))
+      return false;
+    pass(buckets, 1, {.scale = gradient_scale, .stop = stop});
+    return true;
+  }
+
+  void count_update(const std::vector<Bucket>& buckets) override {
     ++updates_;
-    const auto after = [&](std::int64_t updates) {  // of the parameters' own
-      const double t = static_cast<double>(updates);
-      return kernels::AdamW{
-          .gradient_scale = gradient_scale,
-          .keep = 1,
-          .beta1 = options_.beta1,
-          .beta2 = options_.beta2,
-          .step_size = options_.learning_rate / (1 - std::pow(options_.beta1, t)),
-          .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
-          .epsilon = options_.epsilon,
-      };
-    };
-    const kernels::AdamW common = after(updates_);
-    for (std::size_t i = 0; i < buckets.size(); ++i) {
-      const auto scalars_of = [&](std::int64_t missed, bool decays) {
-        kernels::AdamW scalars = missed == 0 ? common : after(updates_ - missed);
-        if (decays) scalars.keep = 1 - options_.learning_rate * options_.weight_decay;
-        return scalars;
-      };
-      if (!buckets[i].master.is_cpu()) {
-        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
-          by_libtorch::adamw(scalars_of(run.missed, true), buckets[i], first_[i], second_[i], run);
-        continue;
-      }
-      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
-        update_run(buckets[i], first_[i], second_[i], scalars_of(run.missed, run.decays), run.range);
-      });
-    }
     tally_.count_update(buckets);
   }
 
@@ -78,6 +65,39 @@ class AdamW final : public Optimizer {
   }
 
  private:
+  // The next update.
+  void pass(std::vector<Bucket>& buckets, double gradient_scale, const by_libtorch::OnDevice& on_device) {
+    const std::int64_t count = updates_ + 1;
+    const auto after = [&](std::int64_t updates) {  // of the parameters' own
+      const double t = static_cast<double>(updates);
+      return kernels::AdamW{
+          .gradient_scale = gradient_scale,
+          .keep = 1,
+          .beta1 = options_.beta1,
+          .beta2 = options_.beta2,
+          .step_size = options_.learning_rate / (1 - std::pow(options_.beta1, t)),
+          .inverse_root_correction = 1 / std::sqrt(1 - std::pow(options_.beta2, t)),
+          .epsilon = options_.epsilon,
+      };
+    };
+    const kernels::AdamW common = after(count);
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+      const auto scalars_of = [&](std::int64_t missed, bool decays) {
+        kernels::AdamW scalars = missed == 0 ? common : after(count - missed);
+        if (decays) scalars.keep = 1 - options_.learning_rate * options_.weight_decay;
+        return scalars;
+      };
+      if (!buckets[i].master.is_cpu()) {
+        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
+          by_libtorch::adamw(scalars_of(run.missed, true), buckets[i], first_[i], second_[i], run, on_device);
+        continue;
+      }
+      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
+        update_run(buckets[i], first_[i], second_[i], scalars_of(run.missed, run.decays), run.range);
+      });
+    }
+  }
+
   void make_state(const std::vector<Bucket>& buckets) {
     tally_.look(buckets, updates_);
     ensure_state(first_, buckets);

@@ -51,7 +51,7 @@ std::vector<Range> between(Range range, const std::vector<Range>& parts) {
 
 // One kernel for the whole bucket, in the order of operations of kernels::adamw.
 bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
-                      const LongRun& run) {
+                      const LongRun& run, const OnDevice& on_device) {
   const bool rounds = !bucket.master.is_same(bucket.parameters) && bucket.plan.dtype == at::kBFloat16;
   if (bucket.master.scalar_type() != at::kFloat || !gpu::has_kernels(bucket.master) ||
       !gpu::has_kernels(bucket.gradients) || (rounds && !gpu::has_kernels(bucket.parameters)))
@@ -72,17 +72,19 @@ bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor&
               .correction = static_cast<float>(scalars.inverse_root_correction),
               .epsilon = static_cast<float>(scalars.epsilon)},
              run.range.begin, ends, bucket.gradients, bucket.master, first, second,
-             rounds ? bucket.parameters : at::Tensor());
+             rounds ? bucket.parameters : at::Tensor(), on_device.scale, on_device.stop);
   return true;
 }
 
 }  // namespace
 
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
-           const LongRun& run) {
+           const LongRun& run, const OnDevice& on_device) {
   const at::NoGradGuard no_grad;
-  if (update_by_kernel(scalars, bucket, first, second, run)) return;
-  const at::Tensor g = gradient_of(bucket, run.range, scalars.gradient_scale);
+  if (update_by_kernel(scalars, bucket, first, second, run, on_device)) return;
+  at::Tensor g = gradient_of(bucket, run.range, scalars.gradient_scale);
+  std::optional<at::Tensor> stop;
+  if (on_device.stop.defined()) g = g.mul(on_device.scale), stop = on_device.stop;
   // s m / (r √v + ε) = (s / r) m / (√v + ε / r)
   const double rate = scalars.step_size / scalars.inverse_root_correction,
                epsilon = scalars.epsilon / scalars.inverse_root_correction;
@@ -93,7 +95,7 @@ void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at:
                       parts(first, ranges), parts(second, ranges), {},
                       std::vector<at::Tensor>(ranges.size(), updates), rate, scalars.beta1, scalars.beta2,
                       weight_decay, epsilon, /*amsgrad=*/false,
-                      /*maximize=*/false);
+                      /*maximize=*/false, /*grad_scale=*/std::nullopt, stop);
   };
   update(run.decaying, rate > 0 ? (1 - scalars.keep) / rate : 0);
   update(between(run.range, run.decaying), 0);

@@ -126,10 +126,11 @@ class Work final : public CapturedWork {
     const auto rounded = [](std::int64_t x, std::int64_t to) { return (x + to - 1) / to * to; };
     const std::int64_t all = rounded(tokens, kTokenStep);
     if (prepared.positions.max().item<std::int64_t>() >= all) return std::nullopt;
-    // One fragment more for what fills up.
-    const Form form{
-        all, static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(prepared.cu_seqlens.size()))),
-        prepared.weights.defined(), prepared.given_weights.defined(), prepared.sample_weights.defined()};
+    // One fragment more for what fills up, if anything does: a document that is the whole batch is known to
+    // be one.
+    const std::uint64_t fragments = prepared.cu_seqlens.size() - (tokens == all ? 1 : 0);
+    const Form form{all, static_cast<std::int64_t>(std::bit_ceil(fragments)), prepared.weights.defined(),
+                    prepared.given_weights.defined(), prepared.sample_weights.defined()};
     if (!batches_.contains(form)) {
       if (batches_.size() == kMostForms) return std::nullopt;
       batches_.emplace(form, FixedBatch(form, device_));

@@ -1,8 +1,7 @@
 // One optimizer step. Its gradient is the one that a single device would compute on the whole batch.
 #include "isograd/step.hpp"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
@@ -354,11 +353,13 @@ StepReport Step::finish() {
   const double scale = empty ? 0 : work_->denominator().gradient_scale;
 
   // (5) The exact norm, each element counted by its owner; the loss, its terms and the counters travel along.
-  // A GPU is waited for here and nowhere else in a step.
-  squares.complete(work_->readings());
+  // A GPU is waited for here and nowhere else in a step, after it has been given the update.
+  const at::Tensor on_device = squares.complete(work_->readings());
   for (OwnedSquares& part : part_squares) part.complete(work_->readings());
+  const bool ahead = !empty && update_ahead(on_device, scale);
   const TermSums& own = work_->sums();
   const std::optional<ErrorText> local_mean = work_->local_means().found();
+  ISOGRAD_INVARIANT(!(ahead && local_mean), "an update before a refusal of the step");
   StepMessage message;
   if (options_.tally) message.counters = options_.tally();
   if (layout_.mesh().speaks()) {  // else another rank has the same loss
@@ -398,12 +399,30 @@ StepReport Step::finish() {
 
   // (7) Clip and update in one fused pass.
   report.clip_coefficient = clip_coefficient(report.norm, options_.max_norm);
-  optimizer_.update(layout_.buckets(), report.clip_coefficient * scale);
+  ahead ? optimizer_.count_update(layout_.buckets())
+        : optimizer_.update(layout_.buckets(), report.clip_coefficient * scale);
   layout_.publish_parameters();
   report.updated = true;
 
   // (8) The caller prints.
   return report;
+}
+
+// Updates on one rank with a GPU by what the device has found, before the host knows it. Clip and what is
+// finite are decided there by the arithmetic of finish(), which gives the same bits. False: nothing was done.
+bool Step::update_ahead(const at::Tensor& squares, double scale) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor loss_is_finite = work_->readings().loss_is_finite();
+  if (!squares.defined() || !loss_is_finite.defined() || layout_.mesh().all().size() > 1 ||
+      work_->local_means().found())
+    return false;
+  work_->readings().start();
+  const at::Tensor norm = squares.sqrt() * scale;
+  const at::Tensor clip = options_.max_norm > 0
+                              ? at::full_like(norm, options_.max_norm).div(norm + 1e-6).clamp_max(1.0)
+                              : at::ones_like(norm);
+  const at::Tensor stop = squares.isfinite().logical_and(loss_is_finite).logical_not().to(at::kFloat);
+  return optimizer_.update_unless(layout_.buckets(), stop, clip * scale);
 }
 
 StepReport Step::operator()(const MicroBatches& micro_batches, bool stop_requested) {

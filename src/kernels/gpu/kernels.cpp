@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
@@ -21,6 +22,7 @@
 #include <optional>
 #include <string>
 
+#include "kernels/gpu/kept.hpp"
 #include "kernels/gpu/kernels_source.hpp"
 #endif
 
@@ -168,30 +170,39 @@ void have_context(c10::DeviceIndex device) {
   check(libraries().set_current(context), "taking the device's context");
 }
 
-std::string compiled(int capability) {
+void check_nvrtc(int result, const char* doing) {
+  if (result != 0) fail(fmt::format("{}: NVRTC's error {}", doing, result));
+}
+
+std::string compile(const std::vector<const char*>& options) {
   const Libraries& with = libraries();
-  const auto checked = [](int result, const char* doing) {
-    if (result != 0) fail(fmt::format("{}: NVRTC's error {}", doing, result));
-  };
   Libraries::Program program = nullptr;
-  checked(with.create(&program, kSource, "isograd.cu", 0, nullptr, nullptr), "reading the kernels");
-  const std::string architecture = fmt::format("--gpu-architecture=sm_{}", capability);
-  const std::array<const char*, 3> options = {architecture.c_str(), "--std=c++17", "--fmad=false"};
+  check_nvrtc(with.create(&program, kSource, "isograd.cu", 0, nullptr, nullptr), "reading the kernels");
   const int result = with.compile(program, static_cast<int>(options.size()), options.data());
   std::size_t size = 0;
   std::string text;
   if (result != 0) {
-    checked(with.log_size(program, &size), "reading NVRTC's messages");
+    check_nvrtc(with.log_size(program, &size), "reading NVRTC's messages");
     text.resize(size);
-    checked(with.log(program, text.data()), "reading NVRTC's messages");
+    check_nvrtc(with.log(program, text.data()), "reading NVRTC's messages");
     with.destroy(&program);
-    fail(fmt::format("compiling for {}: {}", architecture, text.c_str()));
+    fail(fmt::format("compiling with {}: {}", options.front(), text.c_str()));
   }
-  checked(with.code_size(program, &size), "reading compiled kernels");
+  check_nvrtc(with.code_size(program, &size), "reading compiled kernels");
   text.resize(size);
-  checked(with.code(program, text.data()), "reading compiled kernels");
+  check_nvrtc(with.code(program, text.data()), "reading compiled kernels");
   with.destroy(&program);
   return text;
+}
+
+// By this process or one before, for a GPU of this compute capability.
+std::string compiled(int capability) {
+  const std::string architecture = fmt::format("--gpu-architecture=sm_{}", capability);
+  const std::vector<const char*> options = {architecture.c_str(), "--std=c++17", "--fmad=false"};
+  int major = 0, minor = 0;
+  check_nvrtc(libraries().version(&major, &minor), "asking for NVRTC's version");
+  return kept(kept_in(), fmt::format("{} {}.{} {}", fmt::join(options, " "), major, minor, kSource),
+              [&] { return compile(options); });
 }
 
 // By kernel, of fp32 and of bf16. Modules stay until the process ends.
@@ -299,11 +310,14 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
 
 void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<RunEnd>& ends,
            const at::Tensor& gradients, const at::Tensor& master, const at::Tensor& first,
-           const at::Tensor& second, const at::Tensor& rounded) {
+           const at::Tensor& second, const at::Tensor& rounded, const at::Tensor& scale,
+           const at::Tensor& stop) {
+  const auto place = [](const at::Tensor& x) { return x.defined() ? x.const_data_ptr() : nullptr; };
   for (const Runs& runs : tables_of(begin, ends))
     launch(kAdamW, gradients, adamw_blocks(runs), kMostThreads, scalars, runs, gradients.const_data_ptr(),
            master.mutable_data_ptr(), first.mutable_data_ptr(), second.mutable_data_ptr(),
-           rounded.defined() ? rounded.mutable_data_ptr() : static_cast<void*>(nullptr));
+           rounded.defined() ? rounded.mutable_data_ptr() : static_cast<void*>(nullptr), place(scale),
+           place(stop));
 }
 
 #else  // without CUDA nobody calls the rest
@@ -321,7 +335,8 @@ at::Tensor rotary(const at::Tensor&, const at::Tensor&, const at::Tensor&, int) 
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 void adamw(const AdamWScalars&, std::int64_t, const std::vector<RunEnd>&, const at::Tensor&,
-           const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) {
+           const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+           const at::Tensor&) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 

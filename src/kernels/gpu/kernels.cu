@@ -185,9 +185,14 @@ __device__ inline void adamw_at(const AdamWScalars& with, float keep, const G* g
   if (rounded) round_to(master[i], rounded[i]);
 }
 
+// `scale`, not null, takes the place of the scalars'; nothing moves where `stop`, not null, is not 0.
 template <typename G>
-__device__ inline void adamw(const AdamWScalars& with, const Runs& runs, const G* gradients, float* master,
-                             float* first, float* second, Bf16* rounded) {
+__device__ inline void adamw(const AdamWScalars& scalars, const Runs& runs, const G* gradients, float* master,
+                             float* first, float* second, Bf16* rounded, const double* scale,
+                             const float* stop) {
+  if (stop && *stop != 0) return;
+  AdamWScalars with = scalars;
+  if (scale) with.scale = static_cast<float>(*scale);
   const Index chunk_begin = runs.begin + static_cast<Index>(blockIdx.x) * kAdamWChunk;
   const Index all_end = runs.end[runs.count - 1];
   const Index chunk_end = chunk_begin + kAdamWChunk < all_end ? chunk_begin + kAdamWChunk : all_end;
@@ -247,8 +252,9 @@ __device__ inline void adamw(const AdamWScalars& with, const Runs& runs, const G
   }                                                                                                         \
   extern "C" __global__ void __launch_bounds__(256)                                                         \
       isograd_adamw_##name(const __grid_constant__ AdamWScalars with, const __grid_constant__ Runs runs,    \
-                           const T* gradients, float* master, float* first, float* second, Bf16* rounded) { \
-    adamw(with, runs, gradients, master, first, second, rounded);                                           \
+                           const T* gradients, float* master, float* first, float* second, Bf16* rounded,   \
+                           const double* scale, const float* stop) {                                        \
+    adamw(with, runs, gradients, master, first, second, rounded, scale, stop);                              \
   }
 ISOGRAD_FOR_TYPE(float, float)
 ISOGRAD_FOR_TYPE(Bf16, bfloat16)

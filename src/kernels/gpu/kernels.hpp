@@ -30,10 +30,12 @@ struct RunEnd {
   bool decays;
 };
 // kernels::AdamW of fp32 `master` and moments, from gradients in fp32 or bf16; flat, one length. `rounded` is
-// undefined or gets the bf16 roundings.
+// undefined or gets the bf16 roundings. `scale`, one fp64 number there, takes the place of the scalars';
+// nothing moves unless `stop`, one number in fp32 there, is 0. Both may be undefined.
 void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<RunEnd>& ends,
            const at::Tensor& gradients, const at::Tensor& master, const at::Tensor& first,
-           const at::Tensor& second, const at::Tensor& rounded);
+           const at::Tensor& second, const at::Tensor& rounded, const at::Tensor& scale = {},
+           const at::Tensor& stop = {});
 
 // The launches of adamw(): of at most Runs::kMost runs each.
 std::vector<Runs> tables_of(std::int64_t begin, const std::vector<RunEnd>& ends);

@@ -3,11 +3,15 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <random>
 
+#include "kernels/gpu/kept.hpp"
 #include "kernels/gpu/on_host.hpp"
 // What it says of unrolling is for NVRTC.
 #pragma GCC diagnostic push
@@ -140,7 +144,7 @@ TEST(GpuKernels, Rotary) {
 // those of kernels::adamw.
 template <typename G, typename Theirs, typename Kernel>
 std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vector<std::int64_t>& lengths,
-                               std::int64_t shift, bool rounds, bool fault = false) {
+                               std::int64_t shift, bool rounds, bool fault = false, bool on_device = false) {
   std::vector<RunEnd> ends;
   std::int64_t count = begin;
   for (const std::int64_t length : lengths) ends.push_back({count += length, ends.size() % 2 == 0});
@@ -154,7 +158,9 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
   refill(master2, master), refill(first2, first), refill(second2, second);
   for (std::int64_t i = 0; i < count; ++i) low2.data()[i] = low.data()[i];
   kernels::AdamW with{.gradient_scale = 0.7, .keep = 0.9, .step_size = 0.01, .inverse_root_correction = 1.3};
-  const AdamWScalars scalars{.scale = static_cast<float>(with.gradient_scale),
+  const double scale = with.gradient_scale;
+  const float goes = 0;
+  const AdamWScalars scalars{.scale = on_device ? 3 : static_cast<float>(with.gradient_scale),
                              .keep = static_cast<float>(fault ? 0.91 : with.keep),
                              .beta2 = static_cast<float>(with.beta2),
                              .new1 = static_cast<float>(1 - with.beta1),
@@ -164,7 +170,8 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
                              .epsilon = static_cast<float>(with.epsilon)};
   for (const Runs& runs : tables_of(begin, ends))
     run_on_host(kernel, adamw_blocks(runs), 64u, scalars, runs, gradients.data(), master.data(), first.data(),
-                second.data(), rounds ? low.data() : nullptr);
+                second.data(), rounds ? low.data() : nullptr, on_device ? &scale : nullptr,
+                on_device ? &goes : nullptr);
   EXPECT_TRUE(gradients.guards_hold() && master.guards_hold() && first.guards_hold() &&
               second.guards_hold() && low.guards_hold());
   std::int64_t at = begin;
@@ -203,12 +210,106 @@ TEST(GpuKernels, AdamW) {
     for (const std::int64_t begin : {0, 4, 7})
       for (const std::int64_t shift : kShifts)
         for (const bool rounds : {false, true}) {
-          EXPECT_EQ((adamw_differences<float, float>(isograd_adamw_float, begin, lengths, shift, rounds)), 0);
+          for (const bool on_device : {false, true})
+            EXPECT_EQ((adamw_differences<float, float>(isograd_adamw_float, begin, lengths, shift, rounds,
+                                                       false, on_device)),
+                      0);
           EXPECT_EQ((adamw_differences<Bf16, kernels::Bfloat16>(isograd_adamw_bfloat16, begin, lengths, shift,
                                                                 rounds)),
                     0);
         }
   EXPECT_EQ((adamw_differences<float, float>(isograd_adamw_float, 3, {10, 20, 30}, 0, false, true)), 40);
+}
+
+TEST(GpuKernels, AdamWIsStoppedByTheDevice) {
+  Array<float> gradients(50, 0, 1), master(50, 0, 2), first(50, 0, 3), second(50, 0, 4, 1, true);
+  Array<Bf16> low(50, 0, 5);
+  const Runs runs = tables_of(0, {{20, true}, {50, false}}).front();
+  const auto sum = [&] {
+    double all = 0;
+    for (std::int64_t i = 0; i < 50; ++i) all += master[i] + 3 * first[i] + 7 * second[i] + 11 * low[i];
+    return all;
+  };
+  const double scale = 1, before = sum();
+  for (const float stop : {1.f, std::nanf(""), 0.f}) {
+    run_on_host(isograd_adamw_float, 1, 32,
+                AdamWScalars{.scale = 1,
+                             .keep = 0.9f,
+                             .beta2 = 0.9f,
+                             .new1 = 0.1f,
+                             .new2 = 0.1f,
+                             .step = 0.1f,
+                             .correction = 1,
+                             .epsilon = 1e-8f},
+                runs, gradients.data(), master.data(), first.data(), second.data(), low.data(), &scale,
+                &stop);
+    EXPECT_EQ(sum() == before, stop != 0) << stop;
+  }
+}
+
+class KeptKernels : public ::testing::Test {
+ protected:
+  KeptKernels() : root_(std::filesystem::path(::testing::TempDir()) / fmt::format("kept-{}", getpid())) {
+    std::filesystem::remove_all(root_);
+    std::filesystem::create_directories(root_);
+  }
+  ~KeptKernels() override { std::filesystem::remove_all(root_); }
+  std::string get(const std::filesystem::path& folder, const std::string& key,
+                  const std::string& code = "code") {
+    return kept(folder, key, [&] {
+      ++made_;
+      return code;
+    });
+  }
+  std::filesystem::path root_;
+  int made_ = 0;
+};
+
+TEST_F(KeptKernels, AreMadeOnceForEachKey) {
+  EXPECT_EQ(get(root_ / "a/b", "source sm_90", "first"), "first");
+  EXPECT_EQ(get(root_ / "a/b", "source sm_90", "second"), "first");
+  EXPECT_EQ(get(root_ / "a/b", "source sm_80", "third"), "third");
+  EXPECT_EQ(made_, 2);
+  EXPECT_EQ(get({}, "source sm_90", "nowhere"), "nowhere");
+}
+
+TEST_F(KeptKernels, AreMadeAnewWhereTheFileIsNotWhole) {
+  const std::string code(1000, 'x');
+  get(root_, "key", code);
+  const auto path = std::filesystem::directory_iterator(root_)->path();
+  for (const std::uintmax_t bytes : {500, 16, 3, 0}) {
+    std::filesystem::resize_file(path, bytes);
+    EXPECT_EQ(get(root_, "key", code), code);
+  }
+  write_file(path, read_file(path).replace(700, 1, "y"));
+  EXPECT_EQ(get(root_, "key", code), code);
+  EXPECT_EQ(made_, 6);
+  EXPECT_EQ(get(root_, "key", "other"), code);
+}
+
+TEST_F(KeptKernels, AreMadeEachTimeWhereNothingCanBeWritten) {
+  write_file(root_ / "file", "no folder");
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(get(root_ / "file/below", "key"), "code");
+  std::filesystem::create_directories(root_ / "taken" / checksum("key", 3));  // in the file's place
+  EXPECT_EQ(get(root_ / "taken", "key"), "code");
+  EXPECT_EQ(made_, 3);
+}
+
+TEST_F(KeptKernels, MayBeMadeBySeveralProcessesAtOnce) {
+  const std::string code(1 << 20, 'z');
+  std::vector<pid_t> children;
+  for (int i = 0; i < 6; ++i)
+    if (const pid_t child = fork(); child == 0)
+      _exit(get(root_, "key", code) == code ? 0 : 1);
+    else
+      children.push_back(child);
+  for (const pid_t child : children) {
+    int status = 1;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(get(root_, "key", "other"), code);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(root_), {}), 1);  // no partial files
 }
 
 }  // namespace

@@ -40,9 +40,11 @@ void OwnedSquares::add(const at::Tensor& flat, Range range) {
     waiting_.push_back(flat.narrow(0, range.begin, range.size()));
 }
 
-void OwnedSquares::complete(Readings& readings) {
+at::Tensor OwnedSquares::complete(Readings& readings) {
   const at::Tensor squares = by_libtorch::squares_of(std::exchange(waiting_, {}));
-  if (squares.defined()) readings.add(squares, [this](double value) { sum_ += value; });
+  if (!squares.defined()) return {};
+  readings.add(squares, [this](double value) { sum_ += value; });
+  return squares + sum_;
 }
 
 double OwnedSquares::value() {
