@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent / "src/kernels/gpu"
-KERNELS = [f"isograd_{kernel}_{dtype}" for kernel in ("swiglu", "swiglu_backward", "rotary", "adamw") for dtype in ("float", "bfloat16")]
+NAMES = ("swiglu", "swiglu_backward", "rotary", "rms_norm", "rms_norm_backward", "adamw")
+KERNELS = [f"isograd_{name}_{dtype}" for name in NAMES for dtype in ("float", "bfloat16")]
 
 
 def nvrtc():

@@ -45,9 +45,14 @@ T* data(const at::Tensor& x) {
 
 constexpr std::int64_t kChunk = 64;  // rows whose weight gradients are summed together, whatever the threads
 
+bool has_norm(const at::Tensor& x, const at::Tensor& weight) {
+  return has_rows(x) || (x.scalar_type() == weight.scalar_type() && gpu::has_norm(x, weight.numel()));
+}
+
 // y and the rows' scales.
 std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Tensor& weight,
                                                double epsilon) {
+  if (!x.is_cpu()) return gpu::rms_norm(x, weight, epsilon);
   const std::int64_t width = weight.numel(), rows = x.numel() / width;
   at::Tensor y = at::empty(x.sizes(), x.options()),
              scale = at::empty({rows}, x.options().dtype(computing_type(x)));
@@ -69,6 +74,10 @@ variable_list norm_backward(AutogradContext* ctx, const at::Tensor& gradient, co
   if (!gradient.defined()) return {residual, at::Tensor(), at::Tensor()};
   const std::int64_t width = weight.numel(), rows = x.numel() / width, chunks = (rows + kChunk - 1) / kChunk;
   const at::Tensor dy = gradient.contiguous(), kept = residual.defined() ? residual.contiguous() : residual;
+  if (!x.is_cpu()) {
+    const auto [dx, of_weight] = gpu::rms_norm_backward(dy, x, weight, scale, kept, ctx->needs_input_grad(1));
+    return {dx, of_weight, at::Tensor()};
+  }
   at::Tensor dx, sums;
   if (ctx->needs_input_grad(0)) dx = at::empty(x.sizes(), x.options());
   if (ctx->needs_input_grad(1)) sums = at::zeros({chunks, width}, scale.options());
@@ -255,17 +264,17 @@ const differentiable::Separable<Linears, LinearOnto> kLinearsAreSeparable;
 
 }  // namespace
 
-// On other devices LibTorch's own, which is one kernel on CUDA.
+// On other devices, and where a GPU's kernels do not take the width, LibTorch's own.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
-  if (!x.is_cpu()) return at::rms_norm(x, {weight.numel()}, weight, epsilon);
-  if (!has_rows(x)) return naive_twin::rms_norm(x, weight, epsilon);
-  return RmsNorm::apply(x.contiguous(), weight, epsilon);
+  if (has_norm(x, weight)) return RmsNorm::apply(x.contiguous(), weight.contiguous(), epsilon);
+  return x.is_cpu() ? naive_twin::rms_norm(x, weight, epsilon)
+                    : at::rms_norm(x, {weight.numel()}, weight, epsilon);
 }
 
 std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, const at::Tensor& weight,
                                                         double epsilon) {
-  if (!has_rows(x)) return {rms_norm(x, weight, epsilon), x};
-  const auto both = RmsNormAndResidual::apply(x.contiguous(), weight, epsilon);
+  if (!has_norm(x, weight)) return {rms_norm(x, weight, epsilon), x};
+  const auto both = RmsNormAndResidual::apply(x.contiguous(), weight.contiguous(), epsilon);
   return {both[0], both[1]};
 }
 

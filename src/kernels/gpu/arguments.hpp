@@ -19,6 +19,8 @@ struct Runs {
 };
 
 inline constexpr int kAdamWChunk = 4096;  // elements of a block
+inline constexpr int kNormPacks = 2;      // of 16 bytes, that a thread holds of a row
+inline constexpr int kNormThreads = 512;  // of a row, at most
 
 }  // namespace isograd::gpu
 

@@ -58,11 +58,22 @@ unsigned rotary_threads(std::int64_t heads, std::int64_t half) {
   return static_cast<unsigned>(std::clamp<std::int64_t>((heads * half / 8 + 31) / 32 * 32, 32, kMostThreads));
 }
 
+unsigned norm_threads(std::int64_t packs) {
+  if (packs > kMostThreads * kNormPacks) return kNormThreads;
+  return static_cast<unsigned>(std::clamp<std::int64_t>((packs + 31) / 32 * 32, 32, kMostThreads));
+}
+
+// Enough blocks to fill a GPU, and no more sums than that.
+std::int64_t norm_rows(std::int64_t rows) {
+  return (rows + 511) / 512;
+}
+
 #ifdef ISOGRAD_WITH_CUDA
 namespace {
 
-enum Which { kSwiGlu, kSwiGluBackward, kRotary, kAdamW, kKernels };
-constexpr std::array<const char*, kKernels> kNames = {"swiglu", "swiglu_backward", "rotary", "adamw"};
+enum Which { kSwiGlu, kSwiGluBackward, kRotary, kRmsNorm, kRmsNormBackward, kAdamW, kKernels };
+constexpr std::array<const char*, kKernels> kNames = {"swiglu",   "swiglu_backward",   "rotary",
+                                                      "rms_norm", "rms_norm_backward", "adamw"};
 
 // NVRTC and CUDA's driver, through the library in which LibTorch links both. nvrtc.h may be missing where
 // the rest of CUDA's headers are found.
@@ -308,6 +319,39 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
   return y;
 }
 
+bool has_norm(const at::Tensor& like, std::int64_t width) {
+  const std::int64_t bytes = width * static_cast<std::int64_t>(like.element_size());
+  return bytes % 16 == 0 && bytes / 16 >= 32 && bytes / 16 <= kNormThreads * kNormPacks && has_kernels(like);
+}
+
+std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
+  const std::int64_t width = weight.numel(), rows = x.numel() / width,
+                     packs = width * static_cast<std::int64_t>(x.element_size()) / 16;
+  at::Tensor y = at::empty(x.sizes(), x.options()), scales = at::empty({rows}, x.options().dtype(at::kFloat));
+  if (rows == 0) return {y, scales};
+  launch(kRmsNorm, x, static_cast<unsigned>(rows), norm_threads(packs), x.const_data_ptr(),
+         weight.const_data_ptr(), y.mutable_data_ptr(), scales.mutable_data_ptr(), static_cast<int>(packs),
+         static_cast<float>(epsilon));
+  return {y, scales};
+}
+
+std::pair<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x,
+                                                    const at::Tensor& weight, const at::Tensor& scales,
+                                                    const at::Tensor& residual, bool of_weight) {
+  const std::int64_t width = weight.numel(), rows = x.numel() / width,
+                     packs = width * static_cast<std::int64_t>(x.element_size()) / 16, each = norm_rows(rows),
+                     blocks = rows == 0 ? 0 : (rows + each - 1) / each;
+  at::Tensor dx = at::empty(x.sizes(), x.options()), sums;
+  if (of_weight) sums = at::empty({blocks, width}, scales.options());
+  if (rows != 0)
+    launch(kRmsNormBackward, x, static_cast<unsigned>(blocks), norm_threads(packs), dy.const_data_ptr(),
+           x.const_data_ptr(), weight.const_data_ptr(), scales.const_data_ptr(),
+           residual.defined() ? residual.const_data_ptr() : nullptr, dx.mutable_data_ptr(),
+           of_weight ? sums.mutable_data_ptr() : nullptr, static_cast<long long>(rows),
+           static_cast<long long>(each), static_cast<int>(packs));
+  return {dx, of_weight ? sums.sum(0).to(weight.scalar_type()) : sums};
+}
+
 void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<RunEnd>& ends,
            const at::Tensor& gradients, const at::Tensor& master, const at::Tensor& first,
            const at::Tensor& second, const at::Tensor& rounded, const at::Tensor& scale,
@@ -332,6 +376,16 @@ std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor&, const at::T
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 at::Tensor rotary(const at::Tensor&, const at::Tensor&, const at::Tensor&, int) {
+  ISOGRAD_INVARIANT(false, "a build without CUDA");
+}
+bool has_norm(const at::Tensor&, std::int64_t) {
+  return false;
+}
+std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor&, const at::Tensor&, double) {
+  ISOGRAD_INVARIANT(false, "a build without CUDA");
+}
+std::pair<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                    const at::Tensor&, const at::Tensor&, bool) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 void adamw(const AdamWScalars&, std::int64_t, const std::vector<RunEnd>&, const at::Tensor&,

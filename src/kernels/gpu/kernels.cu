@@ -38,9 +38,8 @@ __device__ inline void round_to(float x, Bf16& y) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
 #else
   const unsigned bits = __float_as_uint(x);
-  y.bits = static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u
-                                           ? 0x7fc0u
-                                           : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  y.bits = static_cast<unsigned short>(
+      (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 #endif
 }
 
@@ -104,8 +103,8 @@ template <typename T>
 __device__ inline void swiglu_backward(const T* dy, const T* gate, const T* up, T* dgate, T* dup,
                                        Index count) {
   using P = Pack<T>;
-  const bool by_packs = aligned(dy, 16) && aligned(gate, 16) && aligned(up, 16) && aligned(dgate, 16) &&
-                        aligned(dup, 16);
+  const bool by_packs =
+      aligned(dy, 16) && aligned(gate, 16) && aligned(up, 16) && aligned(dgate, 16) && aligned(dup, 16);
   const Index packs = by_packs ? count / P::kCount : 0;
   for (Index i = thread_index(); i < packs; i += thread_count()) {
     const P d = pack<P>(dy, i), g = pack<P>(gate, i), u = pack<P>(up, i);
@@ -131,8 +130,8 @@ __device__ inline void rotary(const T* x, Index stride, const float* cos, const 
   y += row * heads * 2 * half;
   cos += row * half;
   sin += row * half;
-  const bool by_packs = half % P::kCount == 0 && aligned(x, 16) && aligned(y, 16) && aligned(cos, 16) &&
-                        aligned(sin, 16);
+  const bool by_packs =
+      half % P::kCount == 0 && aligned(x, 16) && aligned(y, 16) && aligned(cos, 16) && aligned(sin, 16);
   if (by_packs) {
     const int packs = half / P::kCount;  // of half a head
     for (int i = threadIdx.x; i < heads * packs; i += blockDim.x) {
@@ -163,6 +162,135 @@ __device__ inline void rotary(const T* x, Index stride, const float* cos, const 
     const float p = widen(x[low]), q = widen(x[high]), turn = direction * sin[within];
     round_to(p * cos[within] - q * turn, y[low]);
     round_to(q * cos[within] + p * turn, y[high]);
+  }
+}
+
+// The sum over a block, in one order, for all of its threads.
+__device__ inline float block_sum(float x) {
+  __shared__ float parts[kNormThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  __syncthreads();  // others may still read the last sum
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) sum += parts[warp];
+  return sum;
+}
+
+template <typename T>
+__device__ inline Pack<T> read(const T* values, Index i, bool by_packs) {
+  using P = Pack<T>;
+  if (by_packs) return pack<P>(values, i);
+  P result;
+#pragma unroll
+  for (int k = 0; k < P::kCount; ++k) result.at[k] = values[i * P::kCount + k];
+  return result;
+}
+template <typename T>
+__device__ inline void write(T* values, Index i, bool by_packs, const Pack<T>& from) {
+  using P = Pack<T>;
+  if (by_packs) {
+    pack<P>(values, i) = from;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < P::kCount; ++k) values[i * P::kCount + k] = from.at[k];
+}
+
+// y = weight ∘ x scale, scale = 1/√(mean x² + ε). A block has a row of `packs` packs, at most kNormPacks for
+// a thread.
+template <typename T>
+__device__ inline void rms_norm(const T* x, const T* weight, T* y, float* scales, int packs, float epsilon) {
+  using P = Pack<T>;
+  const Index row = blockIdx.x, width = static_cast<Index>(packs) * P::kCount;
+  x += row * width;
+  y += row * width;
+  const bool by_packs = aligned(x, 16) && aligned(weight, 16) && aligned(y, 16);
+  P own[kNormPacks];
+  float squares = 0;
+#pragma unroll
+  for (int n = 0; n < kNormPacks; ++n) {
+    const int i = static_cast<int>(threadIdx.x + n * blockDim.x);
+    if (i >= packs) continue;
+    own[n] = read(x, i, by_packs);
+#pragma unroll
+    for (int k = 0; k < P::kCount; ++k) squares += widen(own[n].at[k]) * widen(own[n].at[k]);
+  }
+  const float scale = 1.0f / sqrtf(block_sum(squares) / static_cast<float>(width) + epsilon);
+  if (threadIdx.x == 0) scales[row] = scale;
+#pragma unroll
+  for (int n = 0; n < kNormPacks; ++n) {
+    const int i = static_cast<int>(threadIdx.x + n * blockDim.x);
+    if (i >= packs) continue;
+    const P w = read(weight, i, by_packs);
+    P result;
+#pragma unroll
+    for (int k = 0; k < P::kCount; ++k)
+      round_to(widen(w.at[k]) * (widen(own[n].at[k]) * scale), result.at[k]);
+    write(y, i, by_packs, result);
+  }
+}
+
+// dx = scale (w ∘ dy − x scale² mean(w ∘ dy ∘ x)) + residual, which may be null. A block has `each` rows; the
+// weight's gradient is summed over them into row `block` of `sums` [blocks, width], which may be null.
+template <typename T>
+__device__ inline void rms_norm_backward(const T* dy, const T* x, const T* weight, const float* scales,
+                                         const T* residual, T* dx, float* sums, Index rows, Index each,
+                                         int packs) {
+  using P = Pack<T>;
+  const Index width = static_cast<Index>(packs) * P::kCount, begin = blockIdx.x * each,
+              end = begin + each < rows ? begin + each : rows;
+  const bool by_packs =
+      aligned(dy, 16) && aligned(x, 16) && aligned(weight, 16) && aligned(dx, 16) && aligned(residual, 16);
+  float own[kNormPacks][P::kCount] = {};
+  for (Index row = begin; row < end; ++row) {
+    const T *dy_row = dy + row * width, *x_row = x + row * width;
+    const float scale = scales[row];
+    P g[kNormPacks], v[kNormPacks], other[kNormPacks];
+    float products = 0;
+#pragma unroll
+    for (int n = 0; n < kNormPacks; ++n) {
+      const int i = static_cast<int>(threadIdx.x + n * blockDim.x);
+      if (i >= packs) continue;
+      g[n] = read(dy_row, i, by_packs);
+      v[n] = read(x_row, i, by_packs);
+      if (residual) other[n] = read(residual + row * width, i, by_packs);
+      const P w = read(weight, i, by_packs);
+#pragma unroll
+      for (int k = 0; k < P::kCount; ++k) {
+        const float both = widen(g[n].at[k]) * widen(v[n].at[k]);
+        products += widen(w.at[k]) * both;
+        own[n][k] += both * scale;
+      }
+    }
+    const float along = scale * scale * block_sum(products) / static_cast<float>(width);
+#pragma unroll
+    for (int n = 0; n < kNormPacks; ++n) {
+      const int i = static_cast<int>(threadIdx.x + n * blockDim.x);
+      if (i >= packs) continue;
+      const P w = read(weight, i, by_packs);
+      P result;
+#pragma unroll
+      for (int k = 0; k < P::kCount; ++k) {
+        const float norms = scale * (widen(w.at[k]) * widen(g[n].at[k]) - widen(v[n].at[k]) * along);
+        round_to(residual ? norms + widen(other[n].at[k]) : norms, result.at[k]);
+      }
+      write(dx + row * width, i, by_packs, result);
+    }
+  }
+  if (!sums) return;
+  sums += blockIdx.x * width;
+#pragma unroll
+  for (int n = 0; n < kNormPacks; ++n) {
+    const int i = static_cast<int>(threadIdx.x + n * blockDim.x);
+    if (i >= packs) continue;
+#pragma unroll
+    for (int f = 0; f < P::kCount / 4; ++f) {
+      Four<float> four;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) four.at[j] = own[n][4 * f + j];
+      pack<Four<float>>(sums, static_cast<Index>(i) * (P::kCount / 4) + f) = four;
+    }
   }
 }
 
@@ -250,10 +378,18 @@ __device__ inline void adamw(const AdamWScalars& scalars, const Runs& runs, cons
                             int half, float direction) {                                                    \
     rotary(x, stride, cos, sin, y, heads, half, direction);                                                 \
   }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(256)                                                         \
-      isograd_adamw_##name(const __grid_constant__ AdamWScalars with, const __grid_constant__ Runs runs,    \
-                           const T* gradients, float* master, float* first, float* second, Bf16* rounded,   \
-                           const double* scale, const float* stop) {                                        \
+  extern "C" __global__ void __launch_bounds__(kNormThreads)                                                \
+      isograd_rms_norm_##name(const T* x, const T* weight, T* y, float* scales, int packs, float epsilon) { \
+    rms_norm(x, weight, y, scales, packs, epsilon);                                                         \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(kNormThreads) isograd_rms_norm_backward_##name(              \
+      const T* dy, const T* x, const T* weight, const float* scales, const T* residual, T* dx, float* sums, \
+      Index rows, Index each, int packs) {                                                                  \
+    rms_norm_backward(dy, x, weight, scales, residual, dx, sums, rows, each, packs);                        \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(256) isograd_adamw_##name(                                   \
+      const __grid_constant__ AdamWScalars with, const __grid_constant__ Runs runs, const T* gradients,     \
+      float* master, float* first, float* second, Bf16* rounded, const double* scale, const float* stop) {  \
     adamw(with, runs, gradients, master, first, second, rounded, scale, stop);                              \
   }
 ISOGRAD_FOR_TYPE(float, float)

@@ -24,6 +24,16 @@ std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at
                                                   const at::Tensor& up);
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int direction);
 
+// Whether rows of this width can be normalized by the two below.
+bool has_norm(const at::Tensor& like, std::int64_t width);
+// y and the rows' scales [rows] fp32, of x [..., width].
+std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon);
+// Gradients of x, to which `residual` is added unless it is undefined, and of the weight, undefined unless
+// `of_weight`.
+std::pair<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& dy, const at::Tensor& x,
+                                                    const at::Tensor& weight, const at::Tensor& scales,
+                                                    const at::Tensor& residual, bool of_weight);
+
 // Runs that follow one another from `begin` on.
 struct RunEnd {
   std::int64_t end;
@@ -40,7 +50,10 @@ void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<Ru
 // The launches of adamw(): of at most Runs::kMost runs each.
 std::vector<Runs> tables_of(std::int64_t begin, const std::vector<RunEnd>& ends);
 unsigned adamw_blocks(const Runs& runs);
-// Blocks and threads of rotary().
+// Threads of a block of rotary().
 unsigned rotary_threads(std::int64_t heads, std::int64_t half);
+// Threads of a block of rms_norm(), and rows of one of its backward.
+unsigned norm_threads(std::int64_t packs);
+std::int64_t norm_rows(std::int64_t rows);
 
 }  // namespace isograd::gpu

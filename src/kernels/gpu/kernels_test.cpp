@@ -1,4 +1,4 @@
-// kernels.cu as C++: blocks and threads as loops, against fp64.
+// kernels.cu as C++, against fp64.
 #include "kernels/gpu/kernels.hpp"
 
 #include <gtest/gtest.h>
@@ -138,6 +138,74 @@ TEST(GpuKernels, Rotary) {
   EXPECT_EQ(rotary_threads(1, 1), 32);
   EXPECT_EQ(rotary_threads(8, 64), 64);
   EXPECT_EQ(rotary_threads(100, 128), 256);
+}
+
+// Rows of `packs` packs, normalized by blocks of `threads` threads; `each` rows of the backward to a block.
+template <typename T, typename Kernel, typename BackwardKernel>
+double worst_norm(Kernel kernel, BackwardKernel backward, bool fault = false) {
+  double worst = 0;
+  constexpr double kEpsilon = 1e-5;
+  constexpr std::int64_t kCount = Pack<T>::kCount;
+  for (const auto& [packs, threads, rows, each] :
+       {std::array{32, 32, 3, 1}, {41, 64, 5, 2}, {64, 32, 4, 3}, {1, 32, 2, 2}, {70, 96, 2, 1}})
+    for (const std::int64_t shift : {0, 1})
+      for (const bool onto : {false, true}) {
+        const std::int64_t width = packs * kCount, blocks = (rows + each - 1) / each, all = rows * width;
+        Array<T> x(all, shift, 1, 3), weight(width, 0, 2), dy(all, 0, 3), residual(all, shift, 4),
+            y(all, shift, 5), dx(all, 0, 6);
+        Array<float> scales(rows, 0, 7), sums(blocks * width, 0, 8);
+        run_together_on_host(kernel, static_cast<unsigned>(rows), static_cast<unsigned>(threads), x.data(),
+                             weight.data(), y.data(), scales.data(), packs, static_cast<float>(kEpsilon));
+        run_together_on_host(backward, static_cast<unsigned>(blocks), static_cast<unsigned>(threads),
+                             dy.data(), x.data(), weight.data(), scales.data(),
+                             onto != fault ? residual.data() : nullptr, dx.data(), sums.data(),
+                             static_cast<Index>(rows), static_cast<Index>(each), packs);
+        EXPECT_TRUE(x.guards_hold() && weight.guards_hold() && dy.guards_hold() && residual.guards_hold() &&
+                    y.guards_hold() && dx.guards_hold() && scales.guards_hold() && sums.guards_hold());
+        const auto note = [&](double found, double expected, double allowed) {
+          worst = std::max(worst, std::abs(found - expected) / allowed);
+        };
+        std::vector<double> of_weight(static_cast<std::size_t>(width)), magnitudes(of_weight.size());
+        for (std::int64_t r = 0; r < rows; ++r) {
+          double squares = 0, along = 0, most = 0;
+          for (std::int64_t i = 0; i < width; ++i) {
+            const double v = x[r * width + i], product = weight[i] * dy[r * width + i] * v;
+            squares += v * v, along += product, most += std::abs(product);
+          }
+          const double mean = static_cast<double>(width), s = 1 / std::sqrt(squares / mean + kEpsilon);
+          along *= s * s / mean, most *= s * s / mean;
+          for (std::int64_t i = 0; i < width; ++i) {
+            const std::int64_t at = r * width + i;
+            const double v = x[at], w = weight[i], g = dy[at], other = onto ? residual[at] : 0;
+            note(y[at], w * v * s, tolerance<T>(std::abs(w * v * s)));
+            note(dx[at], s * (w * g - v * along) + other,
+                 tolerance<T>(s * (std::abs(w * g) + std::abs(v) * most) + std::abs(other)));
+            of_weight[static_cast<std::size_t>(i)] += g * v * s;
+            magnitudes[static_cast<std::size_t>(i)] += std::abs(g * v * s);
+          }
+        }
+        for (std::int64_t i = 0; i < width; ++i) {
+          double found = 0;
+          for (std::int64_t b = 0; b < blocks; ++b) found += sums[b * width + i];
+          note(found, of_weight[static_cast<std::size_t>(i)],
+               tolerance<float>(magnitudes[static_cast<std::size_t>(i)]));
+        }
+      }
+  return worst;
+}
+
+TEST(GpuKernels, RmsNorm) {
+  EXPECT_LT((worst_norm<float>(isograd_rms_norm_float, isograd_rms_norm_backward_float)), 1);
+  EXPECT_LT((worst_norm<Bf16>(isograd_rms_norm_bfloat16, isograd_rms_norm_backward_bfloat16)), 1);
+  EXPECT_GT((worst_norm<Bf16>(isograd_rms_norm_bfloat16, isograd_rms_norm_backward_bfloat16, true)), 10);
+  EXPECT_EQ(norm_threads(32), 32);
+  EXPECT_EQ(norm_threads(33), 64);
+  EXPECT_EQ(norm_threads(512), 256);
+  EXPECT_EQ(norm_threads(513), 512);
+  EXPECT_EQ(norm_threads(1024), 512);
+  EXPECT_EQ(norm_rows(1), 1);
+  EXPECT_EQ(norm_rows(512), 1);
+  EXPECT_EQ(norm_rows(8192), 16);
 }
 
 // Of `begin` and ends of runs, the first of which decays, then every other one: elements whose bits are not
