@@ -193,6 +193,7 @@ def longest_kernels(parts):
             did = part.found[0]["ours_device"]
             lines.append(f"\n{part.name}: isograd's kernels of a step, {did['busy_ms']:.2f} of {did['step_ms']:.2f} ms busy")
             lines += [f"  {kernel['ms']:>8.3f} ms {kernel['count']:>6.1f} x  {kernel['name'][:100]}" for kernel in did["top"]]
+            lines += [f"  {gap['ms']:>8.3f} ms idle between {gap['before']} and {gap['after']}" for gap in did.get("gaps", [])]
     return "\n".join(lines)
 
 

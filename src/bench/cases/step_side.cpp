@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -108,15 +109,30 @@ struct Kernel {
   Nanoseconds time = 0;
 };
 
-// Time that at least one of the intervals covers.
-Nanoseconds covered(std::vector<std::pair<Nanoseconds, Nanoseconds>> intervals) {
-  std::sort(intervals.begin(), intervals.end());
-  Nanoseconds sum = 0, until = 0;
-  for (const auto& [begin, end] : intervals) {
-    sum += std::max<Nanoseconds>(0, end - std::max(begin, until));
-    until = std::max(until, end);
+struct Interval {
+  Nanoseconds begin = 0, end = 0;
+  std::string name{};
+};
+struct Gap {
+  Nanoseconds length = 0;
+  std::string before{}, after{};  // the kernels around it
+};
+struct Covered {
+  Nanoseconds time = 0;     // that at least one of the intervals covers
+  std::vector<Gap> gaps{};  // the longest first
+};
+Covered covered(std::vector<Interval> intervals) {
+  std::ranges::sort(intervals, {}, &Interval::begin);
+  Covered result;
+  Nanoseconds until = 0;
+  std::string last;
+  for (const Interval& each : intervals) {
+    if (!last.empty() && each.begin > until) result.gaps.push_back({each.begin - until, last, each.name});
+    result.time += std::max<Nanoseconds>(0, each.end - std::max(each.begin, until));
+    if (each.end > until) until = each.end, last = each.name;
   }
-  return sum;
+  std::ranges::sort(result.gaps, std::ranges::greater(), &Gap::length);
+  return result;
 }
 
 void synchronize(c10::Device device) {
@@ -125,9 +141,9 @@ void synchronize(c10::Device device) {
 
 // Runs `step` that many times under LibTorch's profiler. Figures are those of one step: {"kernels", "waits"
 // (calls in which the host waits for the device), "copies_to_host", "busy_ms" (some kernel or copy runs),
-// "step_ms", "idle" (share of the step in which none does), "peak_bytes" (of LibTorch's allocator), "top":
-// the 15 kernels that take longest, {"name", "count", "ms"}}, or {"problem": why there are none}. Empty on a
-// CPU.
+// "step_ms" (from the first kernel on), "idle" (share of the step in which none does), "gaps": the four a
+// step that are longest, {"ms", "before", "after"}, "peak_bytes" (of LibTorch's allocator), "top": the 15
+// kernels that take longest, {"name", "count", "ms"}}, or {"problem": why there are none}. Empty on a CPU.
 nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
                                      const std::function<void()>& step) {
   nlohmann::ordered_json found = nlohmann::ordered_json::object();
@@ -140,7 +156,7 @@ nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
     const std::set<impl::ActivityType> activities{impl::ActivityType::CUDA};
     profiler::prepareProfiler(config, activities);
     profiler::enableProfiler(config, activities);
-    const Nanoseconds begin = now_ns();
+    Nanoseconds begin = now_ns();
     for (std::int64_t i = 0; i < steps; ++i) step();
     const Nanoseconds issued = now_ns();
     // Apart in time, so that the profiler's clock tells the steps' waits from this one.
@@ -149,7 +165,7 @@ nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
     const auto result = profiler::disableProfiler();
 
     std::map<std::string, Kernel> kernels;
-    std::vector<std::pair<Nanoseconds, Nanoseconds>> busy;
+    std::vector<Interval> busy;
     std::int64_t count = 0, waits = 0, copies = 0;
     Nanoseconds end = issued;
     for (const auto& event : result->events()) {
@@ -160,7 +176,7 @@ nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
         waits += is_wait(name) && from < issued + 1'000'000 ? 1 : 0;
         continue;
       }
-      busy.emplace_back(from, to);
+      busy.push_back({from, to, name});
       end = std::max(end, to);
       Kernel& kernel = kernels[name];
       ++kernel.count, kernel.time += to - from;
@@ -168,10 +184,19 @@ nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
       count += name.starts_with("Mem") ? 0 : 1;
     }
     const auto each = [&](auto value) { return static_cast<double>(value) / static_cast<double>(steps); };
-    const double busy_ns = static_cast<double>(covered(std::move(busy)));
+    // Before the first kernel the profiler starts, which takes milliseconds.
+    if (!busy.empty()) begin = std::ranges::min_element(busy, {}, &Interval::begin)->begin;
+    const Covered intervals = covered(std::move(busy));
+    const auto busy_ns = static_cast<double>(intervals.time);
     found["kernels"] = each(count), found["waits"] = each(waits), found["copies_to_host"] = each(copies);
     found["busy_ms"] = each(busy_ns) / 1e6, found["step_ms"] = each(end - begin) / 1e6;
     found["idle"] = 1 - busy_ns / static_cast<double>(end - begin);
+    found["gaps"] = nlohmann::ordered_json::array();
+    for (std::size_t i = 0;
+         i < std::min<std::size_t>(intervals.gaps.size(), 4 * static_cast<std::size_t>(steps)); ++i)
+      found["gaps"].push_back({{"ms", static_cast<double>(intervals.gaps[i].length) / 1e6},
+                               {"before", intervals.gaps[i].before.substr(0, 60)},
+                               {"after", intervals.gaps[i].after.substr(0, 60)}});
     std::vector<std::pair<std::string, Kernel>> longest(kernels.begin(), kernels.end());
     std::sort(longest.begin(), longest.end(),
               [](const auto& a, const auto& b) { return a.second.time > b.second.time; });
