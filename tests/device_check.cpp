@@ -5,10 +5,15 @@
 // Ranks are processes: autograd has one thread a GPU, which ranks as threads would share and wait in.
 #include <ATen/detail/CUDAHooksInterface.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <set>
+
+#ifdef ISOGRAD_WITH_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
 
 #include "context_step.hpp"
 #include "isograd/fully_shard.hpp"
@@ -16,6 +21,8 @@
 #include "kernels/flat.hpp"
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/matmul/product.hpp"
+#include "model/attention/attention.hpp"
+#include "model/attention/cudnn.hpp"
 #include "model/fused.hpp"
 #include "train/router_losses.hpp"
 
@@ -268,6 +275,30 @@ bool rotary_agrees(std::int64_t heads, std::int64_t half, std::int64_t gap, at::
   return agrees(y, expected) && agrees(x.grad(), wide.grad());
 }
 
+// `planted`: the residual's gradient is another.
+bool norm_agrees(std::int64_t rows, std::int64_t width, at::ScalarType type, at::Device device,
+                 bool planted) {
+  const auto leaf = [](const at::Tensor& x) { return x.detach().requires_grad_(true); };
+  const auto wide = [&](const at::Tensor& x) { return x.detach().to(at::kCPU).to(at::kDouble); };
+  const at::Tensor x = leaf(normal({rows, width}, type, device)),
+                   weight = leaf(normal({width}, type, device)), dy = normal({rows, width}, type, device),
+                   other = normal({rows, width}, type, device);
+  const at::Tensor wide_x = leaf(wide(x)), wide_weight = leaf(wide(weight));
+  const auto run = [&] {
+    x.mutable_grad() = weight.mutable_grad() = at::Tensor();
+    const auto [y, kept] = rms_norm_and_residual(x, weight, 1e-5);
+    torch::autograd::backward({y, kept}, {dy, planted ? other * 1.1 : other});
+    return std::vector<at::Tensor>{y.detach(), x.grad(), weight.grad()};
+  };
+  const auto found = run(), again = run();
+  const at::Tensor expected = naive_twin::rms_norm(wide_x, wide_weight, 1e-5);
+  torch::autograd::backward({expected, wide_x.view_as(wide_x)}, {wide(dy), wide(other)});
+  bool good =
+      agrees(found[0], expected) && agrees(found[1], wide_x.grad()) && agrees(found[2], wide_weight.grad());
+  for (std::size_t i = 0; i < found.size(); ++i) good = good && at::equal(found[i], again[i]);
+  return good;
+}
+
 // The CPU's bits. Runs of these lengths, the first of which decays, then every other one.
 bool adamw_agrees(const std::vector<std::int64_t>& lengths, std::int64_t begin, at::ScalarType type,
                   at::Device device) {
@@ -329,6 +360,13 @@ int check_kernels(World& world, at::Device device) {
       for (const std::int64_t gap : {0, 3, 8, 64})
         note(rotary_agrees(heads, half, gap, type, device),
              fmt::format("rotary {} {} {} {}", c10::toString(type), heads, half, gap));
+    for (const auto& [rows, width] : {std::pair(1, 256), {37, 264}, {1030, 1024}, {600, 4096}})
+      for (const bool planted : {false, true}) {
+        if (!has && !device.is_cpu()) continue;  // LibTorch's rounds twice where gradients are added
+        note(norm_agrees(rows, width, type, device, planted) != planted,
+             fmt::format("rms_norm {} {} {}{}", c10::toString(type), rows, width,
+                         planted ? ", with a planted fault" : ""));
+      }
     if (has)
       for (const std::int64_t begin : {0, 4, 7})
         for (const auto& lengths : std::vector<std::vector<std::int64_t>>{
@@ -338,9 +376,266 @@ int check_kernels(World& world, at::Device device) {
   }
   if (products_widen(device)) note(products_agree(device), "product of bf16 in fp32");
   if (world.rank == 0)
-    std::printf("%d comparisons of swiglu, rotary and adamw, %s, products of bf16 %s\n", compared,
+    std::printf("%d comparisons of swiglu, rotary, rms_norm and adamw, %s, products of bf16 %s\n", compared,
                 has ? "by kernels of gpu/" : "without kernels of gpu/",
                 products_widen(device) ? "in fp32" : "rounded");
+  return failed;
+}
+
+bool all_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (!at::equal(a[i], b[i])) return false;
+  return a.size() == b.size();
+}
+
+// An optimizer that is told of an update in one way alone.
+struct Told final : Optimizer {
+  enum class When {
+    kAhead,
+    kAfterwards,
+    kAheadAlways
+  };  // the last one planted: also of a step that is not finite
+  std::unique_ptr<Optimizer> inner;
+  When when;
+  Told(std::unique_ptr<Optimizer> inner_, When when_) : inner(std::move(inner_)), when(when_) {}
+  void update(std::vector<Bucket>& buckets, double scale) override { inner->update(buckets, scale); }
+  bool update_unless(std::vector<Bucket>& buckets, const at::Tensor& stop, const at::Tensor& scale) override {
+    if (when == When::kAfterwards) return false;
+    return inner->update_unless(buckets, when == When::kAhead ? stop : at::zeros_like(stop), scale);
+  }
+  void count_update(const std::vector<Bucket>& buckets) override { inner->count_update(buckets); }
+  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
+  double learning_rate() const override { return inner->learning_rate(); }
+  std::int64_t updates() const override { return inner->updates(); }
+  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
+  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
+};
+
+// Parameters and moments after three steps of AdamW on one rank; in the second one the loss may be a NaN.
+std::vector<at::Tensor> after_three_steps(const DecoderConfig& config, const MicroBatches& batches,
+                                          at::Device device, at::ScalarType dtype, Told::When when,
+                                          bool nan) {
+  DecoderLM model(config, dtype, 3);
+  model.to(device);
+  int steps = 0;
+  const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+    const Batch moved = to_device(batch, device);
+    const at::Tensor sum = cross_entropy_sum(model.logits(moved), moved.targets, {.weights = moved.weights});
+    return {{"cross_entropy", nan && steps == 1 ? sum * std::nan("") : sum}};
+  };
+  const auto strategies = all_strategies();
+  const auto strategy = std::ranges::find_if(strategies, [](const Strategy& each) {
+    return !each.zero3 && !each.flat.share && !each.flat.is_naive;
+  });
+  const auto layout = strategy->flat.make(trainable_parameters(model.named()), Group::solo(), {});
+  TokenMean mean;
+  Told optimizer(adamw({.learning_rate = 0.1}), when);
+  Step step(forward, *layout, mean, optimizer, {.max_norm = 0.01});
+  for (; steps < 3; ++steps) {
+    const bool moves = !(nan && steps == 1);
+    const StepReport report = step(batches);
+    ISOGRAD_INVARIANT(when == Told::When::kAheadAlways || (report.finite == moves && report.updated == moves),
+                      fmt::format("step {} is {}finite", steps, report.finite ? "" : "not "));
+  }
+  ISOGRAD_INVARIANT(when == Told::When::kAheadAlways || optimizer.updates() == (nan ? 2 : 3),
+                    fmt::format("{} updates", optimizer.updates()));
+  std::vector<at::Tensor> found;
+  for (const auto& view : layout->views())
+    found.insert(found.end(), {view.parameter.clone(), view.master.clone()});
+  for (const auto& [name, tensors] : optimizer.state(layout->buckets()))
+    found.insert(found.end(), tensors.begin(), tensors.end());
+  return found;
+}
+
+bool is_capturing() {
+#ifdef ISOGRAD_WITH_CUDA
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#else
+  return false;
+#endif
+}
+
+// Losses and parameters after four steps with captured micro-batches, and how often a forward was captured.
+// `full`: there is no memory for what is captured.
+std::pair<std::vector<at::Tensor>, int> after_captured_steps(const DecoderConfig& config, const Batch& batch,
+                                                             at::Device device, bool full) {
+  DecoderLM model(config, at::kBFloat16, 3);
+  model.to(device);
+  int captured = 0;
+  const ForwardLossTerms forward = [&](const Batch& prepared) -> LossTerms {
+    const Batch moved = to_device(prepared, device);
+    const at::Tensor logits = model.logits(moved);
+    if (is_capturing()) {
+      ++captured;
+      if (full) (void)at::empty({1LL << 50}, at::TensorOptions(at::kByte).device(device));
+    }
+    return {{"cross_entropy", cross_entropy_sum(logits, moved.targets, {.weights = moved.weights})}};
+  };
+  const auto strategies = all_strategies();
+  const auto strategy = std::ranges::find_if(strategies, [](const Strategy& each) {
+    return !each.zero3 && !each.flat.share && !each.flat.is_naive;
+  });
+  const auto layout = strategy->flat.make(trainable_parameters(model.named()), Group::solo(), {});
+  TokenMean mean;
+  const auto optimizer = adamw({.learning_rate = 0.1});
+  Step step(forward, *layout, mean, *optimizer, {.capture = true});
+  std::vector<at::Tensor> found;
+  for (int i = 0; i < 4; ++i) found.push_back(at::scalar_tensor(step({batch}).loss, at::kDouble));
+  for (const auto& view : layout->views()) found.push_back(view.parameter.clone());
+  return {found, captured};
+}
+
+// Where a recording finds no memory the steps are computed without it, with the same bits.
+int check_capture_without_memory(World& world, at::Device device, const DecoderConfig& config,
+                                 const Batch& batch) {
+  const auto [expected, captured] = after_captured_steps(config, batch, device, false);
+  const auto [found, tried] = after_captured_steps(config, batch, device, true);
+  const bool good = all_equal(found, expected) && captured == tried;
+  if (world.rank == 0)
+    std::printf("steps of which a recording finds no memory, %d tried%s\n", tried, good ? "" : "  FAILED");
+  return good ? 0 : 1;
+}
+
+// An update that the device decides on against one that the host decides on: the same bits, and none of a
+// step that is not finite.
+int check_update_ahead(World& world, at::Device device, const DecoderConfig& config,
+                       const MicroBatches& batches) {
+  int failed = 0;
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const bool nan : {false, true}) {
+      const auto after = [&](Told::When when) {
+        return after_three_steps(config, batches, device, dtype, when, nan);
+      };
+      const auto expected = after(Told::When::kAfterwards);
+      bool good = all_equal(after(Told::When::kAhead), expected);
+      if (nan && !device.is_cpu()) good = good && !all_equal(after(Told::When::kAheadAlways), expected);
+      if (!good)
+        ++failed,
+            std::printf("update ahead in %s%s  FAILED\n", c10::toString(dtype), nan ? ", with a NaN" : "");
+    }
+  if (world.rank == 0) std::printf("updates decided on by the device%s\n", failed == 0 ? "" : "  FAILED");
+  return failed;
+}
+
+// q [T, H, D], k and v [T, Hkv, D], views of one tensor as a model's are, and the gradient of `out`.
+struct AttentionCase {
+  at::Tensor q, k, v, gradient;
+};
+AttentionCase attention_case(std::int64_t tokens, std::int64_t heads, std::int64_t key_heads,
+                             std::int64_t dim, at::Device device) {
+  const at::Tensor all = normal({tokens, heads + 2 * key_heads, dim}, at::kBFloat16, device);
+  return {all.narrow(1, 0, heads), all.narrow(1, heads, key_heads),
+          all.narrow(1, heads + key_heads, key_heads), normal({tokens, heads, dim}, at::kBFloat16, device)};
+}
+
+using Attend = std::function<at::Tensor(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)>;
+
+// `out` and the gradients of q, k and v.
+std::vector<at::Tensor> attended(const AttentionCase& one, const Attend& attend,
+                                 const std::function<at::Tensor(const at::Tensor&)>& in) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor* x : {&one.q, &one.k, &one.v}) leaves.push_back(in(*x).detach().requires_grad_(true));
+  const at::Tensor out = attend(leaves[0], leaves[1], leaves[2]);
+  out.backward(in(one.gradient));
+  return {out.detach(), leaves[0].grad(), leaves[1].grad(), leaves[2].grad()};
+}
+
+// Attention in bf16 against the naive twin in fp64 on the CPU. It may be off by four times what the twin in
+// bf16 is, and one rounding.
+bool attention_agrees(const AttentionCase& one, const std::vector<std::int64_t>& cu_seqlens, bool causal,
+                      bool planted) {
+  const auto same = [](const at::Tensor& x) { return x; };
+  const auto naive = [&](bool masks) -> Attend {
+    return [&cu_seqlens, masks](const auto& q, const auto& k, const auto& v) {
+      return naive_variable_length_attention(q, k, v, cu_seqlens, masks);
+    };
+  };
+  const Attend own = [&](const auto& q, const auto& k, const auto& v) {
+    return variable_length_attention(q, k, v, cu_seqlens, causal != planted);
+  };
+  const auto found = attended(one, own, same), again = attended(one, own, same),
+             rounded = attended(one, naive(causal), same),
+             exact = attended(one, naive(causal), [](const at::Tensor&x) { return x.cpu().to(at::kDouble); });
+  const auto error = [&](const at::Tensor& x, std::size_t i) {
+    return (x.cpu().to(at::kDouble) - exact[i]).norm().item<double>();
+  };
+  bool good = all_equal(found, again);
+  for (std::size_t i = 0; i < found.size(); ++i)
+    good &= error(found[i], i) <= 4 * error(rounded[i], i) + std::ldexp(exact[i].norm().item<double>(), -8);
+  return good;
+}
+
+// Milliseconds of one of several.
+double milliseconds_of(const std::function<at::Tensor()>& work) {
+  constexpr int kTimes = 10;
+  const auto wait = [](const at::Tensor& x) {
+    (void)x.reshape({-1}).narrow(0, 0, 1).to(at::kFloat).item<float>();
+  };
+  wait(work());
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 1; i < kTimes; ++i) (void)work();
+  wait(work());
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count() / kTimes;
+}
+
+// The shapes of one Llama 3 8B layer: the same bits each time, by cuDNN and by LibTorch's kernel, and how
+// long they take.
+int check_long_attention(at::Device device) {
+  constexpr std::int64_t kTokens = 8192;
+  const AttentionCase one = attention_case(kTokens, 32, 8, 128, device);
+  const at::Tensor cu_seqlens = at::tensor({std::int64_t{0}, kTokens}, at::kInt).to(device);
+  const at::NoGradGuard no_grad;
+  int failed = 0;
+  for (const bool by_cudnn : {true, false}) {
+    const auto forward = [&] {
+      return by_cudnn ? cudnn::attend(one.q, one.k, one.v, true)
+                      : fragments::attend(one.q, one.k, one.v, cu_seqlens, kTokens, true);
+    };
+    const auto forwarded = forward();
+    const auto backward = [&] {
+      return by_cudnn ? cudnn::attend_backward(one.q, one.k, one.v, one.gradient, forwarded, true)
+                      : fragments::attend_backward(one.q, one.k, one.v, one.gradient, forwarded, cu_seqlens,
+                                                   kTokens, true);
+    };
+    const auto wanted = backward();
+    bool same = true;
+    for (int i = 0; i < 8; ++i) {
+      const auto found = backward();
+      same = same && all_equal({forward().out, found.q, found.k, found.v},
+                               {forwarded.out, wanted.q, wanted.k, wanted.v});
+    }
+    failed += same ? 0 : 1;
+    std::printf("attention of 8,192 tokens by %s: forward %.2f ms, backward %.2f ms, same bits%s\n",
+                by_cudnn ? "cuDNN" : "LibTorch", milliseconds_of([&] { return forward().out; }),
+                milliseconds_of([&] { return backward().q; }), same ? "" : "  FAILED");
+  }
+  return failed;
+}
+
+int check_attention(World& world, at::Device device) {
+  at::manual_seed(11);
+  int failed = 0, compared = 0;
+  bool by_cudnn = false;
+  for (const auto& [heads, key_heads, dim] : {std::array{4, 2, 64}, {3, 3, 32}, {8, 2, 128}})
+    for (const auto& cu_seqlens : std::vector<std::vector<std::int64_t>>{
+             {0, 256}, {0, 640}, {0, 256, 512}, {0, 100, 130, 384}, {0, 200}})
+      for (const bool causal : {true, false}) {
+        const AttentionCase one = attention_case(cu_seqlens.back(), heads, key_heads, dim, device);
+        by_cudnn = by_cudnn || cudnn::serves(one.q, one.k, one.v, causal);
+        for (const bool planted : {false, true}) {
+          ++compared;
+          if (attention_agrees(one, cu_seqlens, causal, planted) != planted) continue;
+          ++failed;
+          std::printf("attention of %d and %d heads of %d, %d tokens in %d fragments%s%s  FAILED\n", heads,
+                      key_heads, dim, static_cast<int>(cu_seqlens.back()),
+                      static_cast<int>(cu_seqlens.size()) - 1, causal ? ", causal" : "",
+                      planted ? ", with a planted fault" : "");
+        }
+      }
+  if (by_cudnn && world.size == 1) failed += check_long_attention(device);
+  if (world.rank == 0)
+    std::printf("%d comparisons of attention in bf16, one fragment %s\n", compared,
+                by_cudnn ? "by cuDNN" : "without cuDNN");
   return failed;
 }
 
@@ -379,6 +674,9 @@ int run(World& world, at::Device device) {
   if (!device.is_cpu())
     failed += check_offload(world, device, config, whole[static_cast<std::size_t>(world.rank)]);
   failed += check_kernels(world, device);
+  failed += check_attention(world, device);
+  failed += check_update_ahead(world, device, config, whole.front());
+  failed += check_capture_without_memory(world, device, config, all.front());
   failed += check_random_numbers(world, device);
   failed += check_graph(world, device, all.front());
   if (world.rank == 0)
