@@ -4,16 +4,13 @@
 //   device_check --device cuda --plant left-behind             must fail: a tensor stayed on the CPU
 // Ranks are processes: autograd has one thread a GPU, which ranks as threads would share and wait in.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <set>
-
-#ifdef ISOGRAD_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
 
 #include "context_step.hpp"
 #include "isograd/fully_shard.hpp"
@@ -447,25 +444,19 @@ std::vector<at::Tensor> after_three_steps(const DecoderConfig& config, const Mic
   return found;
 }
 
-bool is_capturing() {
-#ifdef ISOGRAD_WITH_CUDA
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-#else
-  return false;
-#endif
-}
-
 // Losses and parameters after four steps with captured micro-batches, and how often a forward was captured.
 // `full`: there is no memory for what is captured.
 std::pair<std::vector<at::Tensor>, int> after_captured_steps(const DecoderConfig& config, const Batch& batch,
                                                              at::Device device, bool full) {
   DecoderLM model(config, at::kBFloat16, 3);
   model.to(device);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream outer = guard.getStream(device);
   int captured = 0;
   const ForwardLossTerms forward = [&](const Batch& prepared) -> LossTerms {
     const Batch moved = to_device(prepared, device);
     const at::Tensor logits = model.logits(moved);
-    if (is_capturing()) {
+    if (guard.getStream(device) != outer) {  // a recording has a stream of its own
       ++captured;
       if (full) (void)at::empty({1LL << 50}, at::TensorOptions(at::kByte).device(device));
     }
