@@ -235,7 +235,7 @@ void check_together(const RunConfig& config, const std::string& where) {
       if (std::find(spared.begin(), spared.end(), key.name) != spared.end()) continue;
       isograd::refuse(
           where, fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
-          "only keys that have one",
+          "only keys that have an effect",
           fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual)));
     }
   }
