@@ -12,7 +12,7 @@
 #include "isograd/parameters.hpp"
 #include "layout/cost/meter.hpp"
 #include "memory_bytes.hpp"
-#include "parallel/data/role_groups.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "train/memory.hpp"
 
 namespace isograd {

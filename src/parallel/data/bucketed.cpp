@@ -13,9 +13,8 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
-#include "parallel/data/bucket_order.hpp"
 #include "parallel/data/flat_bucket.hpp"
-#include "parallel/data/freezing.hpp"
+#include "parallel/data/planned_bucket.hpp"
 #include "parallel/data/same_parameters.hpp"
 
 namespace isograd {

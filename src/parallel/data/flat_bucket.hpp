@@ -8,9 +8,9 @@
 
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
-#include "parallel/data/bucket_rules.hpp"
 #include "parallel/data/bucket_shard.hpp"
-#include "parallel/data/role_groups.hpp"
+#include "parallel/data/planned_bucket.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "parallel/data/slot_gradients.hpp"
 #include "parallel/data/wait_clock.hpp"
 #include "parallel/data/written.hpp"

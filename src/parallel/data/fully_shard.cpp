@@ -12,9 +12,8 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
-#include "parallel/data/freezing.hpp"
 #include "parallel/data/same_parameters.hpp"
-#include "parallel/data/unit_handle.hpp"
+#include "parallel/data/unit_node.hpp"
 #include "parallel/data/unit_passes.hpp"
 #include "parallel/data/unit_plan.hpp"
 

@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
+#include "isograd/group.hpp"
+#include "isograd/parameters.hpp"
 #include "parallel/data/unit_plan.hpp"
 
 namespace isograd {
@@ -30,5 +32,30 @@ std::vector<PlannedBucket> plan_bucketed(TrainableParameters parameters, const G
 std::vector<PlannedBucket> plan_fully_sharded(const UnitHandle& root, const NamedTensors& named,
                                               const std::vector<UnitHandle>& blocks, const Grid& grid,
                                               int rank, const FullyShardOptions& options);
+
+// What stage, options and the numbers of shards say of all buckets of a layout.
+
+// Of bucketed(). ConfigError: a stage that it does not have.
+struct BucketRules {
+  // `parameters` as place_parameters() leaves them.
+  BucketRules(const DataParallelOptions& options, const TrainableParameters& parameters, const Grid& grid);
+
+  bool sharded = false;  // each rank of a bucket's shard group, where it has others, updates its shard
+  bool parameters_shared = false;         // of the parameters, in memory that the shard group shares
+  bool reduces_each_micro_batch = false;  // gradients of each micro-batch are reduced and dropped
+};
+
+// In which order a model's parameters fill the buckets.
+
+// Indices of `names` in `parameters`; empty where there are none. ConfigError unless each parameter is named
+// once.
+std::vector<std::size_t> order_by_names(const std::vector<NamedParameter>& parameters,
+                                        const std::vector<std::string>& names);
+
+// The order in which gradients came, `arrivals` (indices of `numel` parameters, perhaps not all), of the
+// first rank that saw any, so that all ranks have the same; those that did not come last, in reverse. Empty
+// where no rank saw any. Collective.
+std::vector<std::size_t> agree_on_order(const std::vector<std::size_t>& arrivals, std::size_t parameters,
+                                        Group& group);
 
 }  // namespace isograd

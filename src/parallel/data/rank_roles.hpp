@@ -2,7 +2,10 @@
 // Integer arithmetic alone: what a layout makes groups of, and what can be said of one without any.
 #pragma once
 
+#include <vector>
+
 #include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 
 namespace isograd {
 
@@ -46,5 +49,31 @@ struct RankRoles {
   int shard_, shards_;       // along `sharded`
   bool first_of_its_shard_;  // among the ranks that keep the same one
 };
+
+// The groups of a flat buffer, by role, from the axes that its parameters have in common.
+
+struct RoleGroups {
+  // Collective over the ranks of each group. `asked` as RankRoles takes it.
+  RoleGroups(const Mesh& mesh, const SyncAxes& sync, const AxisSet& asked);
+
+  RankRoles roles;  // of this rank
+  Group summed;     // whose gradients add up
+  Group shard;      // along roles.sharded
+  Group replicate;  // of `summed` those that keep the same shard
+};
+
+// The groups of ranks that keep one copy of a buffer between them, each once: all ranks with the same copies
+// add them in the same order.
+class Sharers {
+ public:
+  void add(const Group& ranks);
+  void meet();  // returns once all of them have come here
+
+ private:
+  std::vector<Group> groups_;
+};
+
+// Sent by this rank in these groups, of which some may be the same.
+std::int64_t bytes_sent(const std::vector<Group>& groups);
 
 }  // namespace isograd

@@ -20,4 +20,17 @@ void check_same_parameters(const std::vector<NamedParameter>& parameters, Group 
 // The ranks whose models have the same list of parameters, each its part of them: those of one stage.
 Group ranks_of_same_parameters(const Mesh& mesh);
 
+// Parameters that are frozen or unfrozen while a layout lives.
+
+// Between a step's gradients and its update: takes requires_grad of the parameters over into Slot::trained.
+// Returns the frozen ones that need a gradient now, which have left parameters.frozen and have no bucket yet.
+// Collective where something has changed. ConfigError that names a parameter which only some ranks train.
+std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std::vector<Bucket>& buckets,
+                                            const Mesh& mesh);
+
+// Buckets for those, whose slots index `parameters`, at the end of which they are put. ConfigError on what
+// cannot be trained.
+std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
+                                    const std::vector<NamedParameter>& unfrozen, std::int64_t bucket_bytes);
+
 }  // namespace isograd

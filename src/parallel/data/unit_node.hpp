@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "isograd/fully_shard.hpp"
+
 namespace isograd {
 
 // The unit that holds what belongs to no block. Its call is the pass: all other calls happen inside it.
@@ -60,5 +62,14 @@ struct UnitCall {
 // a gradient and that `body` uses is an input or a parameter of the layout, ConfigError otherwise.
 std::vector<at::Tensor> call_unit(const UnitCall& call, const std::vector<at::Tensor>& inputs,
                                   const UnitBody& body);
+
+// What a UnitHandle knows once a layout has taken it.
+
+struct UnitHandle::Binding {
+  std::function<std::vector<at::Tensor>()> parameters;
+  std::optional<bool> checkpoint{}, reshard{}, fp32_gradients{};
+  std::optional<at::ScalarType> output_dtype{};
+  UnitCall call{};  // call.host is null: not taken
+};
 
 }  // namespace isograd

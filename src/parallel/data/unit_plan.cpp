@@ -12,7 +12,7 @@
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
-#include "parallel/data/unit_handle.hpp"
+#include "parallel/data/unit_node.hpp"
 
 namespace isograd {
 namespace {

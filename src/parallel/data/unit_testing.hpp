@@ -8,7 +8,6 @@
 #include <map>
 #include <set>
 
-#include "parallel/data/unit_handle.hpp"
 #include "parallel/data/unit_node.hpp"
 #include "parallel/data/unit_storage.hpp"
 

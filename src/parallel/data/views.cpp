@@ -11,7 +11,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
-#include "parallel/data/role_groups.hpp"
+#include "parallel/data/rank_roles.hpp"
 #include "parallel/data/written.hpp"
 
 namespace isograd {
