@@ -62,7 +62,7 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
     target_link_libraries(isograd_torch::torch INTERFACE
       "-Wl,--push-state,--no-as-needed" "${LibTorch_CUDA}" "-Wl,--pop-state")
   endif()
-  # NCCL's group needs headers of CUDA and NCCL. Those of a Python package of torch lie beside it (nvidia/*/include; two
+  # NCCL's group needs headers of CUDA and NCCL. Those of a Python package of torch are next to it (nvidia/*/include; two
   # that it does not bring itself are packages too, which ./dev installs), so no CUDA toolkit is needed; with an
   # unpacked libtorch the toolkit's are taken.
   find_library(LibTorch_C10_CUDA c10_cuda PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)

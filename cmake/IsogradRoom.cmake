@@ -74,7 +74,7 @@ endfunction()
 function(isograd_test name)
   cmake_parse_arguments(TEST "" "TIMEOUT" "SOURCES;ROOMS;LIBRARIES" ${ARGN})
   if(NOT TEST_TIMEOUT)
-    set(TEST_TIMEOUT 1800)  # of a test that hangs: the Python tests run beside it, on two cores
+    set(TEST_TIMEOUT 1800)  # of a test that hangs: the Python tests run at the same time, on two cores
   endif()
   add_executable(test_${name} ${TEST_SOURCES})
   foreach(_room IN LISTS TEST_ROOMS)

@@ -1,5 +1,5 @@
-// What {fmt} needs at run time, compiled once: as a library of headers alone it is a third of the code of
-// every object file. The headers are those beside LibTorch's, so no package's compiled library has their
+// The run-time part of {fmt}, compiled once: as a library of headers alone it is a third of the code of
+// every object file. The headers are those of LibTorch, so no package's compiled library has their
 // symbols.
 #include <fmt/format-inl.h>
 

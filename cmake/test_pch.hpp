@@ -1,4 +1,4 @@
-// What nearly every test needs besides.
+// Included by nearly every test.
 #pragma once
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

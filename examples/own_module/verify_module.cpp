@@ -26,7 +26,7 @@ isograd::VerifyModel make_model(at::ScalarType dtype) {
       model, [](Model& self, const isograd::Batch& batch) { return self.logits(batch.tokens); });
 }
 
-// What many trainers do: each rank's own mean, averaged over the ranks.
+// A common mistake: each rank's own mean, averaged over the ranks.
 struct MeanOfRankMeans : isograd::TokenMean {
   isograd::Denominator denominator(const isograd::Census& census) const override {
     isograd::Denominator wrong = isograd::TokenMean::denominator(census);

@@ -1,4 +1,4 @@
-// What counting costs, how exact it is, and that bad input of one rank is the same error on every rank.
+// Counting: its cost, how exact it is, and that bad input of one rank is the same error on every rank.
 #include "loss/counting.hpp"
 
 #include <bit>

@@ -97,7 +97,7 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
       EXPECT_EQ(census.global_micro_batches, 2 * call);
       EXPECT_EQ(census.targets, 8 * call);
     }
-    // What an evaluation divides by knows nothing of the step that is under way, and leaves it alone.
+    // An evaluation's denominator knows nothing of the step that is under way, and leaves it alone.
     EXPECT_EQ(mean.undeferred().count({batch_of({{9, 5, 5}})}, world.group, false).targets, 15);
     EXPECT_EQ(mean.count({}, world.group, false).targets, 24);
   });

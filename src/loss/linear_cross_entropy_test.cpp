@@ -368,7 +368,7 @@ TEST(LinearCrossEntropy, TakesNoLargerATileThanTheWeightsGradient) {
   }
 }
 
-// What the comparison above must refuse.
+// The comparison above must refuse these.
 TEST(LinearCrossEntropy, PlantedMistakesAreFound) {
   at::manual_seed(27);
   const Problem p = problem(37, 24, 101, at::kDouble);

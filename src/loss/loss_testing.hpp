@@ -1,4 +1,4 @@
-// What the tests of the losses share: leaves, distances, finite differences, the text of a refusal.
+// Shared by the tests of the losses: leaves, distances, finite differences, the text of a refusal.
 #pragma once
 
 #include <ATen/ATen.h>

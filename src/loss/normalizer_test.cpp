@@ -145,7 +145,7 @@ TEST(Replicas, AreMeansOfTheirOwn) {
   EXPECT_DOUBLE_EQ(loss_of<TokenMean>(batches, NormalizerOptions{.replicas = 2}), 3.0);
 }
 
-// What replicas hold that count nothing is no part of the mean, though it is there: every term is
+// Rows of replicas that count nothing are not part of the mean, though they are there: every term is
 // (1/R) Σ_r (its sum over replica r) / (its count in r) over the R replicas that count something.
 TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
   // Three replicas of two ranks: [targets, tokens without target, weight] of each rank; replica 1 has no

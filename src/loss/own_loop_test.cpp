@@ -170,7 +170,7 @@ TEST(GradientAccumulateLoss, RefusesAMeanIn16Bits) {
   EXPECT_EQ(refusal((x * 2).mean(), 0), "no error") << "nothing is divided";
 }
 
-// Of one rank with tokens: those without, or with a constant in place of a micro-batch, do not wait for it.
+// One rank has tokens. Ranks without, or with a constant in place of a micro-batch, do not wait for it.
 TEST(GradientAccumulateLoss, RefusesAMeanIn16BitsOnAllRanks) {
   run_ranks(4, [](World& world) {
     at::Tensor x = at::ones({3}, at::kBFloat16).requires_grad_(true);
@@ -280,8 +280,8 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
   EXPECT_EQ(result.loss, 0);
 }
 
-// A term over all tokens beside one over targets: a call without targets counts whichever way the calls are
-// ordered, as it does in a step whose batch is known.
+// A term over all tokens together with one over targets: a call without targets counts whichever way the
+// calls are ordered, as it does in a step whose batch is known.
 TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
   Group alone = Group::solo();
   const MicroBatches all = {batch_of(0, 6, 1), batch_of(4, 0, 2), batch_of(0, 3, 3)};

@@ -1,4 +1,5 @@
-// What begins in 16 bits: LibTorch's functions by their real nodes, and the ways out that the refusals name.
+// Losses that begin in 16 bits: LibTorch's functions by their real nodes, and the ways out that the refusals
+// name.
 #include <torch/csrc/autograd/autograd.h>
 
 #include <unordered_set>
@@ -171,7 +172,7 @@ TEST(In16Bits, AbsoluteErrorsAreDividedAtTheEndOrMadeInFloat32) {
   }
 }
 
-// The same of hinges; and what a raw sum may not begin with all the same.
+// Hinges likewise; and the functions that a raw sum may still not begin with.
 TEST(In16Bits, DeferredTakesPlainSumsAlone) {
   Group alone = Group::solo();
   Deferred mean(std::make_unique<TokenMean>());

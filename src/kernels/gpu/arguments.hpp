@@ -1,4 +1,4 @@
-// What the kernels of kernels.cu take by value. Read by NVRTC, too: no includes.
+// Arguments that the kernels of kernels.cu take by value. Read by NVRTC, too: no includes.
 #ifndef ISOGRAD_GPU_ARGUMENTS
 #define ISOGRAD_GPU_ARGUMENTS
 

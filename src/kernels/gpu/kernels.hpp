@@ -16,8 +16,8 @@ namespace isograd::gpu {
 // says so once. While a graph is recorded nothing is compiled.
 bool has_kernels(const at::Tensor& like);
 
-// Of model/fused.hpp. Tensors of one type, contiguous; of `x` [T, heads, dim] the heads are, its rows may lie
-// apart. cos and sin [T, dim/2] fp32, contiguous. `direction` 1 or −1.
+// For model/fused.hpp. Tensors of one type, contiguous; of `x` [T, heads, dim] the heads are, its rows may
+// lie apart. cos and sin [T, dim/2] fp32, contiguous. `direction` 1 or −1.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 // Gradients of gate and up.
 std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& dy, const at::Tensor& gate,

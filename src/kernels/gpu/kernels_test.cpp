@@ -13,7 +13,7 @@
 
 #include "kernels/gpu/kept.hpp"
 #include "kernels/gpu/on_host.hpp"
-// What it says of unrolling is for NVRTC.
+// Its unrolling pragmas are for NVRTC.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"
 #include "kernels/gpu/kernels.cu"
@@ -61,7 +61,7 @@ class Array {
   std::vector<T> memory_, before_;
 };
 
-// Of results that fp32 computes in a few operations and T rounds once.
+// For results that fp32 computes in a few operations and T rounds once.
 template <typename T>
 double tolerance(double magnitude) {
   const double unit = std::is_same_v<T, Bf16> ? std::ldexp(1., -8) : 0;
@@ -208,7 +208,7 @@ TEST(GpuKernels, RmsNorm) {
   EXPECT_EQ(norm_rows(8192), 16);
 }
 
-// Of `begin` and ends of runs, the first of which decays, then every other one: elements whose bits are not
+// `begin` and the ends of runs, the first of which decays, then every other one: elements whose bits are not
 // those of kernels::adamw.
 template <typename G, typename Theirs, typename Kernel>
 std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vector<std::int64_t>& lengths,

@@ -1,4 +1,4 @@
-// What ranking losses refuse, what they answer a diverged model, and what they warn of.
+// Ranking losses: refusals, the answer to a diverged model, warnings.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -188,7 +188,7 @@ TEST(BadInput, IsNamed) {
               HasSubstr("create_graph"));
 }
 
-// What only some ranks do wrong is refused on all, and names the rank.
+// A mistake of some ranks is refused on all ranks, and the message names the rank.
 TEST(BadInput, OfOneRankIsNamedOnAll) {
   run_ranks(3, [](World& world) {
     const bool odd = world.rank == 1;

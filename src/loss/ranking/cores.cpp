@@ -31,7 +31,7 @@ template <typename T>
 struct Rows {
   std::vector<std::int64_t> index;  // in the pool
   std::vector<T> scores;
-  std::int64_t live = 0;  // the first so many are of this step
+  std::int64_t live = 0;  // the first `live` rows are of this step
   std::int64_t size() const { return static_cast<std::int64_t>(index.size()); }
 
   Rows(const ClassPool<T>& pool, const auto& holds) : index(rows_where(pool, holds)), scores(index.size()) {

@@ -1,4 +1,5 @@
-// Thresholds found by selection over ranks beside those of gathered rows: the same bits, and what each moves.
+// Thresholds found by selection over ranks, compared with those of gathered rows: the same bits, and the
+// bytes that each sends.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -148,7 +149,7 @@ std::uint32_t key(float value) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Of recall: counts for each order statistic that the digits so far tell apart, by a sort of all rows.
+// Recall: counts for each order statistic that the digits so far tell apart, by a sort of all rows.
 TEST_P(SelectionAt, MovesCountsAndSumsAlone) {
   const int ranks = GetParam();
   if (ranks == 1) return;

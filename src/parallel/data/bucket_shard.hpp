@@ -1,4 +1,4 @@
-// What a rank holds of a bucket, where the parameters lie. The bucket's own tensors are the same ones, or,
+// A rank's part of a bucket, on the parameters' device. The bucket's own tensors are the same ones, or,
 // with offload, copies in host memory.
 #pragma once
 
@@ -20,15 +20,15 @@ class BucketShard {
  public:
   BucketShard() = default;
   // With `offload` the bucket gets copies in host memory, pinned, so that norms and updates are the CPU's;
-  // gradients stay on the device beside them where backward needs them there.
+  // gradients also stay on the device where backward needs them there.
   BucketShard(Bucket& bucket, bool offload, bool gradients_on_device);
 
   const at::Tensor& parameters() const { return parameters_; }  // what ranks gather
   // Where gradients are reduced. Undefined: rounds add up in host memory alone.
   const at::Tensor& gradients() const { return gradients_; }
 
-  // Somebody has written to the slot's part of parameters(): what is kept beside it in another type or place
-  // takes the values on. A master that rounds to them stays as it is.
+  // Somebody has written to the slot's part of parameters(): copies of it in another type or place
+  // take the values on. A master that rounds to them stays as it is.
   void take_over(const Bucket& bucket, const Slot& slot) const;
   // ConfigError where somebody has written to parameters whose update is computed from such copies already.
   void refuse_lost_writes(const Bucket& bucket, const Writes& writes) const;

@@ -86,7 +86,7 @@ class Bucketed final : public DataParallel {
 
  private:
   struct Hook;
-  // What is known of a bucket's gradients in the backward that is to be reduced.
+  // A bucket's gradients that have arrived in the backward that is to be reduced.
   struct Arrivals {
     std::vector<bool> slots;  // whose gradient is complete
     std::size_t missing = 0;
@@ -213,7 +213,7 @@ Bucketed::~Bucketed() {
   }
 }
 
-// What was frozen or unfrozen, between steps or in the one that ends.
+// Follows parameters that were frozen or unfrozen, between steps or in the one that ends.
 void Bucketed::follow() {
   const auto unfrozen = follow_freezing(parameters_, buckets_, policy_.mesh);
   if (!unfrozen.empty()) join(unfrozen);
@@ -332,7 +332,7 @@ void Bucketed::launch_next() {
   ++launched_;
 }
 
-// What is not launched yet has a gradient that did not come: an unused parameter, or no micro-batch at all.
+// A bucket that is not launched yet misses a gradient: an unused parameter, or no micro-batch at all.
 // It takes part with zeros.
 void Bucketed::finish_round(const Reduced& reduced) {
   // Nothing is computed meanwhile, and where the others are there already it is done when it is launched.

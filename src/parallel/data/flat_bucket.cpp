@@ -201,7 +201,7 @@ void FlatBucket::gather_parameters() {
       groups_.shard.all_gather_async(parameters_.view({shards, bucket_.held.size()}), held_.parameters());
 }
 
-// What follows once the collective under way is complete.
+// Called once the collective under way is complete.
 void FlatBucket::settle() {
   if (scattered_.defined()) {
     bucket_.gradients.add_(scattered_.to(bucket_.gradients.device()));

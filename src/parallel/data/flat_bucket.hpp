@@ -19,7 +19,7 @@ namespace isograd {
 
 class FlatBucket;
 
-// What follows from the options for all buckets of a layout.
+// The consequences of the options for all buckets of a layout.
 struct BucketPolicy : BucketRules {
   BucketPolicy(const Mesh& mesh, const DataParallelOptions& options, const TrainableParameters& parameters);
 
@@ -82,7 +82,7 @@ class FlatBucket {
   void sum_over_replicas();
   void to_host() const { held_.gradients_to_host(); }
   void to_device() const { held_.parameters_to_device(); }
-  // Takes values over that somebody has written into the parameters, but for those of these names.
+  // Copies values that the user has written into the parameters into the masters, except `excluded`.
   // ConfigError where ranks share one copy.
   void take_over_writes(const std::set<std::string>& but_of = {});
   void forget_writes(const std::set<std::string>& names);
@@ -92,7 +92,7 @@ class FlatBucket {
     writes_.check_in_place();
   }
   void gather_parameters();
-  // What can be done now; true once all that was begun is complete.
+  // Does what can be done now; true once all that was begun is complete.
   bool progress();
   void wait();
   // Σ x² over bucket().owned of the sum, where the reduction took it on its way; until the next launch.

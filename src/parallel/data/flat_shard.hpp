@@ -34,7 +34,7 @@ class GatherPool {
   std::int64_t bytes_ = 0, most_bytes_ = 0, kept_bytes_ = 0, spare_bytes_ = 0;
 };
 
-// What all shards of a layout have in common.
+// Shared by all shards of a layout.
 struct ShardContext {
   Mesh mesh;
   RoleGroups groups;                // of parameters that every rank has a copy of
@@ -51,7 +51,7 @@ struct ShardContext {
 
 class FlatShard {
  public:
-  // What a parameter without values yet (on the meta device) starts from.
+  // Gives a parameter without values yet (on the meta device) its first ones.
   using Initialize = std::function<void(const std::string& name, at::Tensor& values)>;
 
   // Collective. Moves the parameters of `plan` (indices into `parameters`) into this rank's shard; from then
@@ -75,8 +75,9 @@ class FlatShard {
   bool is_whole() const { return state_ == State::kWhole; }
   std::int64_t gathered_bytes() const;  // 0 where always whole
   void add(std::size_t slot, at::Tensor gradient);
-  // Of what was added, zeros where nothing was. `buffer` is [numel] in memory that the shard group shares and
-  // stays in use until wait() returns or progress() is true. Not read where whole gradients are kept.
+  // Reduces what was added, zeros where nothing was. `buffer` is [numel] in memory that the shard group
+  // shares and stays in use until wait() returns or progress() is true. Not read where whole gradients are
+  // kept.
   void begin_reduction(at::Tensor buffer);
   bool needs_buffer() const { return shards() > 1 && !context_.reduce_once; }
   bool progress();  // of whatever is under way; true once it is complete
@@ -86,8 +87,8 @@ class FlatShard {
   void to_device() const { held_.parameters_to_device(); }
   void zero();
   void forget();  // what was added and not reduced
-  // Values that somebody has written into the parameters, while they are whole, but for those of these names.
-  // Nothing where they are not. ConfigError where ranks share one copy.
+  // Copies values that the user has written into the parameters while they are whole, except `excluded`.
+  // Does nothing while they are not. ConfigError where ranks share one copy.
   void take_over_writes(const std::set<std::string>& but_of = {});
   void forget_writes(const std::set<std::string>& names);
   // The same between calls, of parameters that are whole all the time; and after an update that has been

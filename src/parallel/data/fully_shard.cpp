@@ -55,8 +55,8 @@ void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
   }
 }
 
-// What other stages hold, empty here, lies on the device of the rank's own: a model may ask any parameter for
-// it.
+// Parameters of other stages, empty here, are on the device of the rank's own: a model may ask any parameter
+// for it.
 void leave_meta_device(const NamedTensors& named, const at::Device& device) {
   const at::NoGradGuard no_grad;
   for (const auto& [name, tensor] : named) {

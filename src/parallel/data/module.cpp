@@ -94,7 +94,7 @@ void check_statistics(const std::string& name, const torch::nn::Module& module) 
                   "every train() of the model");
 }
 
-// What it draws from the default generator; empty: nothing.
+// Modules that draw from the default generator; empty: none.
 std::string drawn_by(const torch::nn::Module& module) {
   if (const double p = dropout_of(module); p > 0) return fmt::format("dropout of {}", p);
   if (const auto* leaky = dynamic_cast<const torch::nn::RReLUImpl*>(&module))

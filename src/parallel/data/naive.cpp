@@ -129,7 +129,7 @@ class Naive final : public DataParallel {
     }
   }
 
-  // Of what was frozen or unfrozen. What is unfrozen joins in buckets of its own.
+  // Follows freezing. An unfrozen parameter joins in a bucket of its own.
   void follow() {
     const auto unfrozen = follow_freezing(parameters_, buckets_, mesh_);
     if (unfrozen.empty()) return;

@@ -22,20 +22,20 @@ struct PlannedBucket {
   at::ScalarType gradients = at::kFloat;  // their type
 };
 
-// Of naive(), bucketed() and fully_shard() with the same arguments. Tensors may be on the meta device.
-// ConfigError on placements that these would refuse by themselves.
+// The buckets of naive(), bucketed() and fully_shard() with the same arguments. Tensors may be on the meta
+// device. ConfigError on placements that these would refuse by themselves.
 std::vector<PlannedBucket> plan_naive(TrainableParameters parameters, const Grid& grid, int rank,
                                       const DataParallelOptions& options);
 std::vector<PlannedBucket> plan_bucketed(TrainableParameters parameters, const Grid& grid, int rank,
                                          const DataParallelOptions& options);
-// Of what is trained.
+// Frozen parameters are left out.
 std::vector<PlannedBucket> plan_fully_sharded(const UnitHandle& root, const NamedTensors& named,
                                               const std::vector<UnitHandle>& blocks, const Grid& grid,
                                               int rank, const FullyShardOptions& options);
 
-// What stage, options and the numbers of shards say of all buckets of a layout.
+// Determined by the stage, the options and the numbers of shards for all buckets of a layout.
 
-// Of bucketed(). ConfigError: a stage that it does not have.
+// For bucketed(). ConfigError: a stage that it does not have.
 struct BucketRules {
   // `parameters` as place_parameters() leaves them.
   BucketRules(const DataParallelOptions& options, const TrainableParameters& parameters, const Grid& grid);

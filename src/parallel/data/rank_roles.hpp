@@ -9,7 +9,7 @@
 
 namespace isograd {
 
-// What of a flat buffer is a rank's, in elements.
+// A rank's part of a flat buffer, in elements.
 struct HeldRanges {
   Range held;         // its values, master and state
   Range owned;        // of these what the rank counts
@@ -28,7 +28,7 @@ bool cut_along_data(const SyncAxes& sync, const Grid& grid);
 // for the others' data, so that all must make as many forwards and backwards.
 bool any_cut_along_data(const TrainableParameters& parameters, const Grid& grid);
 
-// Of some of these parameters: 1 where nothing is sharded. After place_parameters().
+// The most shards that any of these parameters has; 1 where nothing is sharded. After place_parameters().
 int most_shards(const TrainableParameters& parameters, const Grid& grid, const AxisSet& asked);
 
 struct RankRoles {
@@ -40,8 +40,8 @@ struct RankRoles {
   AxisSet replicate;  // of `summed` those whose ranks keep the same shard
 
   int shards() const { return shards_; }
-  // Of a buffer of `numel`. Held whole: a rank counts a slice over all copies. In shards: all of its shard or
-  // nothing.
+  // The rank's part of a buffer of `numel`. Held whole: a rank counts a slice over all copies. In shards: all
+  // of its shard or nothing.
   HeldRanges held_ranges(std::int64_t numel, bool in_shards) const;
 
  private:

@@ -13,7 +13,7 @@ namespace isograd {
 void check_same_parameters(const std::vector<NamedParameter>& parameters, const Mesh& mesh,
                            bool compare_values = true);
 
-// The same of parameters that every rank of a group has a copy of.
+// As above, for parameters that every rank of a group has a copy of.
 void check_same_parameters(const std::vector<NamedParameter>& parameters, Group group,
                            bool compare_values = true);
 

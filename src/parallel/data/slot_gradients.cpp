@@ -58,7 +58,7 @@ differentiable::GradientPlace::Taken SlotGradients::take(std::size_t slot, const
   if (place.taken || memory_.scalar_type() != type) return {};
   if (place.written && !is_slot_view(parameter.grad(), memory_, place.slot)) refuse_lost(place);
   place.taken = true;
-  // What autograd is given takes the place of .grad, or of another type (gradient_in) is added to it.
+  // The gradient given to autograd takes the place of .grad, or of another type (gradient_in) is added to it.
   at::Tensor(parameter).mutable_grad() = type == parameter.scalar_type() ? at::Tensor() : view(place);
   return {.memory = view(place), .adds = place.written};
 }

@@ -112,7 +112,7 @@ TEST(SlotGradients, AreThoseOfPlainAutograd) {
   for (const int ranks : {1, 2, 3})
     for (const int micro_batches : {1, 2, 3})
       for (const bool overlap : {true, false})
-        // Of the two uses of the third parameter one.
+        // One of the third parameter's two uses.
         expect_steps(ranks, micro_batches, {.bucket_bytes = 64, .overlap = overlap}, 2 * micro_batches);
 }
 

@@ -17,7 +17,7 @@ struct Strategy {
   bool share = false, once = false;
   bool is_naive = false;
 
-  // Over the shard group, so that there may be replicas beside it.
+  // Over the shard group, so that there may be replicas as well.
   bool sharded() const { return stage > 0 || share; }
 
   std::unique_ptr<DataParallel> make(TrainableParameters parameters, const Mesh& mesh,
@@ -48,7 +48,7 @@ inline const Strategy& strategy_named(const std::string& name) {
   throw std::invalid_argument("no strategy " + name);
 }
 
-// What a ConfigError said, or "no error".
+// The text of a ConfigError, or "no error".
 template <typename F>
 std::string error_of(F&& call) {
   try {

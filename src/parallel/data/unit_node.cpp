@@ -52,8 +52,8 @@ class AbandonUnlessDone {
 
 thread_local bool computes_again = false;
 
-// What a recomputation must find as the forward found it: autocast and the like, and the random numbers of
-// the default generators, the CPU's and those of the devices that the inputs are on.
+// State that a recomputation must find as the forward found it: autocast and the like, and the random numbers
+// of the default generators, the CPU's and those of the devices that the inputs are on.
 class RecomputeState {
  public:
   explicit RecomputeState(const variable_list& inputs) {
@@ -112,7 +112,7 @@ class RecomputeState {
   std::vector<Random> random_;
 };
 
-// What the body recorded between detached inputs and its outputs.
+// The graph that the body recorded between detached inputs and its outputs.
 struct InnerGraph {
   variable_list inputs;   // leaves; undefined where the caller's are
   variable_list outputs;  // with history inside

@@ -23,7 +23,7 @@ namespace isograd {
 // The unit that holds what belongs to no block. Its call is the pass: all other calls happen inside it.
 inline constexpr std::size_t kRootUnit = 0;
 
-// What a call asks of the layout.
+// The layout's side of a call.
 class UnitHost {
  public:
   virtual ~UnitHost() = default;
@@ -34,7 +34,7 @@ class UnitHost {
   virtual std::size_t enter_forward(std::size_t unit) = 0;
   virtual void leave_forward(std::size_t use) = 0;
   virtual void enter_backward(std::size_t use) = 0;
-  // Of a parameter for which is_trained() holds, before leave_backward().
+  // For a parameter for which is_trained() holds, before leave_backward().
   virtual void take_gradient(const at::Tensor& parameter, at::Tensor gradient) = 0;
   virtual void leave_backward(std::size_t use) = 0;
   // The unit's forward has exchanged something with other ranks, or holds units: its backward will.
@@ -63,7 +63,7 @@ struct UnitCall {
 std::vector<at::Tensor> call_unit(const UnitCall& call, const std::vector<at::Tensor>& inputs,
                                   const UnitBody& body);
 
-// What a UnitHandle knows once a layout has taken it.
+// A UnitHandle's state; `call.host` is set once a layout has taken it.
 
 struct UnitHandle::Binding {
   std::function<std::vector<at::Tensor>()> parameters;

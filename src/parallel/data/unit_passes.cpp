@@ -99,7 +99,8 @@ void UnitPasses::hold(std::size_t use) {
   });
 }
 
-// What decides is the same on all ranks: the options, and what is whole at this point of the list.
+// The decision is the same on all ranks, for it rests on the options, and what is whole at this point of the
+// list.
 void UnitPasses::ahead(std::size_t use) {
   if (!options_.prefetch || use < pass_.begin || use >= pass_.end) return;
   const std::size_t unit = uses_[use];
@@ -302,7 +303,7 @@ void UnitPasses::reduce(std::size_t unit) {
   }
   for (auto& flat : units_[unit].flats) {
     if (!flat->trained()) continue;
-    // Of the backward before, where no forward came between.
+    // The backward before, where no forward came between.
     wait_while([&](const Reduction& reduction) { return reduction.flat == flat.get(); });
     const at::Tensor buffer = flat->needs_buffer() ? buffer_for(unit, *flat) : at::Tensor();
     const void* memory = buffer.defined() ? buffer.const_data_ptr() : nullptr;

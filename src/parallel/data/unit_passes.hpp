@@ -40,14 +40,14 @@ class UnitPasses final : public UnitHost {
              std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained,
              const std::vector<NamedParameter>& frozen, PassOptions options);
 
-  // What the layout asks.
+  // Called by the layout.
   void zero_gradients();
   void begin_backward(bool last);
   void finish_reduction();
   void publish_parameters();
   void hold_everything();  // whole until release_everything(), collective
   void release_everything();
-  // Of what is whole; the rest nobody can write to.
+  // For parameters that are whole; nobody can write to the others.
   void take_over_writes(const std::set<std::string>& but_of);
   void forget_writes(const std::set<std::string>& names);
   void check_writable() const;
@@ -109,7 +109,7 @@ class UnitPasses final : public UnitHost {
   std::unordered_set<const c10::TensorImpl*> frozen_;
   std::unordered_set<const c10::StorageImpl*> storages_;
 
-  // Of the pass that runs, and of the backward that is announced.
+  // The pass that runs, and the backward that is announced.
   UseRange pass_{}, announced_pass_{};
   UseRange pass_that_begins() const { return options_.uses ? options_.uses() : UseRange{1, uses_.size()}; }
   // Forward has dealt with uses [pass_.begin, cursor_), backward with (back_, pass_.end).

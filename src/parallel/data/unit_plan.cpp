@@ -44,7 +44,7 @@ std::unordered_map<const c10::TensorImpl*, std::size_t> assign(const UnitUses& u
   return units;
 }
 
-// What the parameters' names have in common, up to a dot.
+// The common prefix of the parameters' names, up to a dot.
 std::string name_of(std::size_t unit, const std::vector<std::string>& names) {
   if (unit == kRootUnit) return "root";
   std::string common = names.empty() ? "" : names.front();

@@ -36,7 +36,7 @@ struct UnitUses {
 // ConfigError: the root among its blocks, units that a layout has taken.
 UnitUses unit_uses(const UnitHandle& root, const std::vector<UnitHandle>& blocks);
 
-// What one unit will be made of.
+// The parts of one unit.
 struct UnitPlan {
   struct Flat {
     BucketPlan plan;

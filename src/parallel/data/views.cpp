@@ -114,10 +114,10 @@ void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& 
     for (const Slot& slot : bucket.plan.slots)
       places[slot.name] = {&bucket, &slot, {}, bucket.plan.sync.copies};
   };
-  const Frozen beside = frozen();
-  for (const NamedParameter& parameter : beside.tensors)
+  const Frozen fixed = frozen();
+  for (const NamedParameter& parameter : fixed.tensors)
     places[parameter.name] = {nullptr, nullptr, parameter.tensor, parameter.sync.copies};
-  for (const Bucket* bucket : beside.buckets) add(*bucket);
+  for (const Bucket* bucket : fixed.buckets) add(*bucket);
   for (const Bucket& bucket : buckets()) add(bucket);
   std::set<std::string> names;
   std::optional<ErrorText> problem;
