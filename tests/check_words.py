@@ -16,7 +16,7 @@ ALLOWED = {
     "torn": 12,
     "living": 9,
     "speaks": 9,
-    "seams?": 303,
+    "seams?": 27,
     "held_together": 8,
     "census": 396,
     "ledger": 0,

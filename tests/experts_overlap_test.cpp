@@ -39,10 +39,10 @@ TEST(ExpertParallelOverlap, HalvesMistakenForOneAnotherAreSeen) {
     Cell cell{.ranks = 2, .ep = 2, .overlap = ExpertOverlap::kHalves};
     const Gradient wanted = one_process(cell, at::kDouble, {});
     ASSERT_LT(tensor::largest_error(train(cell, at::kDouble).gradient, wanted), 1e-10);
-    cell.change_seams = [&](ModelSeams& seams) {
-      seams.experts = [right = seams.experts, on_the_way_back](std::vector<ModelSeams::Copies> parts,
-                                                               const ModelSeams::Experts& compute,
-                                                               const std::function<void()>& besides) {
+    cell.change_hooks = [&](ExpertHooks& hooks) {
+      hooks.dispatch = [right = hooks.dispatch, on_the_way_back](std::vector<ExpertHooks::Copies> parts,
+                                                                 const ExpertHooks::Compute& compute,
+                                                                 const std::function<void()>& besides) {
         const bool alike = parts[0].rows.size(0) == parts[1].rows.size(0);
         if (alike && !on_the_way_back) std::swap(parts[0].rows, parts[1].rows);
         auto made = right(parts, compute, besides);
@@ -139,11 +139,11 @@ TEST(ExpertParallelOverlap, ARankThatFailsEndsTheOthers) {
       Cell cell{.ranks = 3, .ep = 3, .shared = true, .overlap = overlap};
       std::atomic<int> calls = 0;
       std::atomic<int> ranks_seen = 0;
-      cell.change_seams = [&](ModelSeams& seams) {
+      cell.change_hooks = [&](ExpertHooks& hooks) {
         if (ranks_seen++ != 1) return;  // one of them
-        seams.experts = [&, right = seams.experts, where](const std::vector<ModelSeams::Copies>& parts,
-                                                          const ModelSeams::Experts& compute,
-                                                          const std::function<void()>& besides) {
+        hooks.dispatch = [&, right = hooks.dispatch, where](const std::vector<ExpertHooks::Copies>& parts,
+                                                            const ExpertHooks::Compute& compute,
+                                                            const std::function<void()>& besides) {
           const bool now = ++calls == 3;  // in the second micro-batch
           const auto fail = [] { throw std::runtime_error("a rank in flames"); };
           const auto computed = [&](const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
@@ -172,10 +172,10 @@ TEST(ExpertParallelOverlap, ARankThatFailsEndsTheOthers) {
 
 TEST(ExpertParallelOverlap, ASharedExpertLeftOutIsRefused) {
   Cell cell{.ranks = 2, .ep = 2, .shared = true};
-  cell.change_seams = [](ModelSeams& seams) {
-    seams.experts = [right = seams.experts](
-                        const std::vector<ModelSeams::Copies>& parts, const ModelSeams::Experts& compute,
-                        const std::function<void()>&) { return right(parts, compute, [] {}); };
+  cell.change_hooks = [](ExpertHooks& hooks) {
+    hooks.dispatch = [right = hooks.dispatch](
+                         const std::vector<ExpertHooks::Copies>& parts, const ExpertHooks::Compute& compute,
+                         const std::function<void()>&) { return right(parts, compute, [] {}); };
   };
   EXPECT_THAT(error_testing::error_of<BrokenInvariant>([&] { train(cell, at::kFloat); }),
               HasSubstr("shared expert computed: false"));

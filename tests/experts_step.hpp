@@ -25,7 +25,7 @@ struct Cell {
   bool sequence_parallel = true;
   ExpertOverlap overlap = ExpertOverlap::kShared;
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
-  std::function<void(ModelSeams&)> change_seams = [](ModelSeams&) {};
+  std::function<void(ExpertHooks&)> change_hooks = [](ExpertHooks&) {};
 
   int places() const { return ranks / ring; }
   DecoderConfig config() const {
@@ -129,9 +129,7 @@ inline Found train(const Cell& cell, at::ScalarType type, const DecoderLM::Choos
     const auto model = whole_model(cell, type);
     const Layout along_tp = cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel});
     const Layout placed = deal_experts(*model, mesh, along_tp.placements(), {.overlap = cell.overlap});
-    ModelSeams seams = model->seams();
-    cell.change_seams(seams);
-    model->set_seams(std::move(seams));
+    cell.change_hooks(model->hooks().experts);
     if (choose) model->set_choice_of_experts(choose);
     if (cell.ring > 1) model->set_attention(ContextAttention(mesh));
     TrainableParameters parameters = trainable_parameters(model->named());

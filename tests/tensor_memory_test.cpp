@@ -28,6 +28,29 @@ std::int64_t elements(const DecoderConfig& config, int tp) {
   return config.layers * block + 2 * most(config.vocabulary) * h + h;
 }
 
+// By hand, of rank 0: bytes that one block's forward keeps for backward (docs/tensor-parallelism.md). For T
+// tokens and t of them in the rank's stream, with h query heads, k key heads and f features: 2 t hidden
+// before the norms, 2 T hidden into the products, T head_dim (2 h + 2 k) of attention (norms of queries and
+// keys also keep their inputs), 3 T f; and in fp32 2 t for the norms, T h for attention, T (h + k) for norms
+// of queries and keys. Where every rank has all key heads k = h, a copy for each query head, of which only
+// those that are read are normed.
+std::int64_t activation_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
+                              bool sequence_parallel, std::int64_t bytes) {
+  const auto most = [ranks](std::int64_t number) { return (number + ranks - 1) / ranks; };
+  const std::int64_t stream = sequence_parallel ? most(tokens) : tokens, heads = most(config.heads),
+                     all_keys = config.key_value_heads, readers = config.heads / all_keys;
+  const bool split = all_keys % ranks == 0, copied = ranks % all_keys == 0 && config.heads % ranks == 0;
+  const std::int64_t keys = split    ? most(all_keys)
+                            : copied ? 1
+                                     : heads,
+                     normed_keys = split || copied ? keys : (heads + readers - 1) / readers,
+                     normed_heads = config.query_key_norm ? heads + normed_keys : 0;
+  const std::int64_t kept = 2 * stream * config.hidden + 2 * tokens * config.hidden +
+                            tokens * config.head_dim * (2 * heads + 2 * keys + normed_heads) +
+                            3 * tokens * most(config.feed_forward);
+  return kept * bytes + (2 * stream + tokens * (heads + normed_heads)) * std::max<std::int64_t>(bytes, 4);
+}
+
 TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
   MemoryMeter::install();
   for (const auto& [strategy, stage] : {std::pair{"bucketed", 0}, {"zero1", 1}, {"zero2", 2}, {"zero3", 3}})
@@ -114,8 +137,9 @@ TEST(TensorMemory, ActivationsAreTheFormula) {
           const auto measured = static_cast<double>(alive_after(3) - alive_after(1)) / 2;
           const DecoderConfig config = large(heads, key_heads, 1);
           const auto foretold = [&](const TensorParallelOptions& with, int ranks) {
-            return static_cast<double>(tensor_activation_bytes(
-                config, batch.num_tokens(), ranks, with, static_cast<std::int64_t>(c10::elementSize(type))));
+            return static_cast<double>(activation_bytes(config, batch.num_tokens(), ranks,
+                                                        with.sequence_parallel,
+                                                        static_cast<std::int64_t>(c10::elementSize(type))));
           };
           if (world.rank == 0) {
             const std::string where = fmt::format("{} heads of {}, tp {}, sequence parallel {}, {}", heads,

@@ -20,6 +20,7 @@
 #include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/decoder_testing.hpp"
+#include "model/hooks.hpp"
 #include "parallel/data/strategies_testing.hpp"
 #include "planted.hpp"
 #include "train/build.hpp"
@@ -104,7 +105,7 @@ struct Cell {
   bool with_biases = false;
   std::int64_t bucket_bytes = 2000;
   // What a planted mistake changes.
-  std::function<void(ModelSeams&, const Mesh&)> change_seams = [](ModelSeams&, const Mesh&) {};
+  std::function<void(TensorHooks&, const Mesh&)> change_hooks = [](TensorHooks&, const Mesh&) {};
   std::function<void(TrainableParameters&)> change_placements = [](TrainableParameters&) {};
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, World&)> wrap =
       [](std::unique_ptr<DataParallel> layout, World&) { return layout; };
@@ -198,9 +199,7 @@ inline Found train(const Cell& cell, int steps = 1) {
     auto model = whole_model(cell.config(), cell.type);
     const Layout placed =
         cut_decoder(*model, mesh, {.sequence_parallel = cell.sequence_parallel, .overlap = cell.overlap});
-    ModelSeams seams = model->seams();
-    cell.change_seams(seams, mesh);
-    model->set_seams(std::move(seams));
+    cell.change_hooks(model->hooks().tensor, mesh);
     if (cell.ring > 1) model->set_attention(ContextAttention(mesh));
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();

@@ -248,17 +248,17 @@ TEST(TensorParallelOverlap, PlantedMistakesAreSeen) {
   Cell cell{.tp = 2, .overlap = TensorOverlap::kTokens};
   const Gradient wanted = one_process(cell, at::kDouble);
   ASSERT_LT(largest_error(train(cell).gradient, wanted), 1e-10);
-  cell.change_seams = [](ModelSeams& seams, const Mesh&) {
-    seams.enter_products = [all = seams.all_tokens](const at::Tensor& x, std::int64_t tokens,
-                                                    const std::vector<at::Tensor>& weights,
-                                                    const std::vector<at::Tensor>& biases) {
+  cell.change_hooks = [](TensorHooks& hooks, const Mesh&) {
+    hooks.column_parallel = [all = hooks.gather_tokens](const at::Tensor& x, std::int64_t tokens,
+                                                        const std::vector<at::Tensor>& weights,
+                                                        const std::vector<at::Tensor>& biases) {
       return linears(all(x, tokens), weights, biases);
     };
   };
   EXPECT_GT(largest_error(train(cell).gradient, wanted), 1e-2);
-  cell.change_seams = [](ModelSeams& seams, const Mesh& mesh) {
-    seams.product_leave = [tp = tensor_group(mesh)](const at::Tensor& x, const at::Tensor& weight) {
-      return cut_tokens(tp, linears(x, {weight}, {at::Tensor()})[0]);
+  cell.change_hooks = [](TensorHooks& hooks, const Mesh& mesh) {
+    hooks.row_parallel = [tp = tensor_group(mesh)](const at::Tensor& x, const at::Tensor& weight) {
+      return split_tokens(tp, linears(x, {weight}, {at::Tensor()})[0]);
     };
   };
   EXPECT_GT(largest_error(train(cell).gradient, wanted), 1e-2);
@@ -269,11 +269,11 @@ TEST(TensorParallelOverlap, ARankThatFailsEndsTheOthers) {
   for (const TensorOverlap overlap : {TensorOverlap::kWeights, TensorOverlap::kTokens}) {
     Cell cell{.tp = 3, .overlap = overlap};
     std::atomic<int> ranks_seen = 0;
-    cell.change_seams = [&](ModelSeams& seams, const Mesh&) {
+    cell.change_hooks = [&](TensorHooks& hooks, const Mesh&) {
       if (ranks_seen++ != 1) return;  // one of them
-      seams.enter_products = [right = seams.enter_products](const at::Tensor& x, std::int64_t tokens,
-                                                            const std::vector<at::Tensor>& weights,
-                                                            const std::vector<at::Tensor>& biases) {
+      hooks.column_parallel = [right = hooks.column_parallel](const at::Tensor& x, std::int64_t tokens,
+                                                              const std::vector<at::Tensor>& weights,
+                                                              const std::vector<at::Tensor>& biases) {
         auto made = right(x, tokens, weights, biases);
         made.back().register_hook([](const at::Tensor& gradient) {
           if (gradient.defined()) throw std::runtime_error("a rank in flames");
@@ -298,11 +298,23 @@ TEST(TensorParallelOverlap, WhatDoesNotFitIsRefused) {
   const Cell whole{.sequence_parallel = false, .overlap = TensorOverlap::kTokens};
   EXPECT_THAT(error_testing::error_of<ConfigError>([&] { train(whole); }),
               AllOf(HasSubstr("parallel.tensor_overlap"), HasSubstr("parallel.sequence_parallel off")));
-  Cell torn{.tp = 2, .overlap = TensorOverlap::kTokens};
-  torn.change_seams = [](ModelSeams& seams, const Mesh& mesh) {
-    if (mesh.place({"tp"}) == 1) seams.product_leave = {};
+  Cell other{.tp = 2, .overlap = TensorOverlap::kTokens};
+  other.change_hooks = [](TensorHooks& hooks, const Mesh& mesh) {
+    if (mesh.place({"tp"}) != 1) return;  // products without an overlap on this rank
+    hooks.row_parallel = [tp = tensor_group(mesh)](const at::Tensor& x, const at::Tensor& weight) {
+      return reduce_scatter_to_sequence(tp, linears(x, {weight}, {at::Tensor()})[0]);
+    };
   };
-  EXPECT_THAT(error_testing::error_of<PeerError>([&] { train(torn); }), HasSubstr("the ranks disagreed"));
+  EXPECT_THAT(error_testing::error_of<PeerError>([&] { train(other); }), HasSubstr("the ranks disagreed"));
+}
+
+// Bytes that all ranks along tp send for a micro-batch (docs/tensor-parallelism.md). An all-reduce and its
+// dual, or a reduce-scatter and an all-gather each way, send 2 (ranks - 1) of the buffer in forward and
+// backward: at the ends of the regions of the embedding, of two a block, and of the head. Three numbers a
+// token make the loss.
+std::int64_t traffic_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks, std::int64_t bytes) {
+  const std::int64_t ends = 2 * (2 * config.layers + 1);
+  return ends * 2 * (ranks - 1) * tokens * config.hidden * bytes + ranks * (ranks - 1) * tokens * 24;
 }
 
 TEST(TensorParallelTraffic, IsTheFormulas) {
@@ -327,9 +339,8 @@ TEST(TensorParallelTraffic, IsTheFormulas) {
           }
           at::Tensor sent = at::full({1}, tensor_group(mesh).traffic().bytes() - before, at::kLong);
           world.group.all_reduce(sent);
-          EXPECT_EQ(
-              sent.item<std::int64_t>(),
-              tensor_traffic_bytes(config, tokens, tp, static_cast<std::int64_t>(c10::elementSize(type))))
+          EXPECT_EQ(sent.item<std::int64_t>(),
+                    traffic_bytes(config, tokens, tp, static_cast<std::int64_t>(c10::elementSize(type))))
               << tp << " ranks, sequence parallel " << sequence_parallel << ", overlap "
               << static_cast<int>(overlap) << ", " << c10::toString(type);
         });

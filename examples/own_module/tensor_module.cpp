@@ -1,5 +1,5 @@
 // An attention block and an MLP of your own, cut over tp: what it takes, and the proof that the gradient is
-// the one of one device. Without the two enter() it is not, and verify says so.
+// the one of one device. Without the two copy_to_tp() it is not, and verify says so.
 #include <isograd/isograd.hpp>
 
 #include <ATen/ATen.h>
@@ -25,13 +25,14 @@ struct Block : torch::nn::Module {
   }
 
   Tensor logits(const Tensor& tokens) {
-    const auto enter = [this](const Tensor& x) { return enters ? isograd::enter(tp, x) : x; };
+    const auto enter = [this](const Tensor& x) { return enters ? isograd::copy_to_tp(tp, x) : x; };
     Tensor x = at::embedding(table, tokens);
     const auto parts = at::linear(enter(x * norm), qkv).view({x.size(0), 3, -1, kHead}).permute({1, 2, 0, 3});
     const Tensor attended = at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true);
-    x = x + isograd::leave(tp, at::linear(attended.transpose(0, 1).reshape({x.size(0), -1}), out));
+    x = x + isograd::reduce_from_tp(tp, at::linear(attended.transpose(0, 1).reshape({x.size(0), -1}), out));
     const Tensor inner = at::silu(at::linear(enter(x), up));
-    return at::linear(x + isograd::leave(tp, at::linear(inner, down)) + down_bias, head);  // the bias: once
+    return at::linear(x + isograd::reduce_from_tp(tp, at::linear(inner, down)) + down_bias,
+                      head);  // the bias: once
   }
 
   isograd::Layout cut(const isograd::Mesh& mesh) {

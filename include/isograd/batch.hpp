@@ -33,8 +33,8 @@ struct ContextCut {
   std::int64_t tokens_of(int of_rank) const;
 };
 
-// Fragment f occupies positions cu_seqlens[f] .. cu_seqlens[f+1] - 1. Attention and positions never cross a
-// fragment. Several packs follow one another. A batch may be empty (T_local = 0, F = 0).
+// Fragment f has positions cu_seqlens[f] .. cu_seqlens[f+1] - 1; attention never crosses it. May be empty (F
+// = 0).
 struct Batch {
   at::Tensor tokens;                         // [T_local] int64
   at::Tensor targets;                        // [T_local] int64, the next token of the sample, or kIgnoreIndex
@@ -43,26 +43,23 @@ struct Batch {
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
   std::int64_t draw = 0;  // the step: a key of the forward's randomness, with seed, sample and position
-  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Each token's loss is multiplied by its weight
-  // before the sum. Normalizer::prepare() replaces the weights where the mean needs others (w_i / T_b under
-  // the sample mean).
+  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Each token's loss is multiplied by its
+  // weight. Normalizer::prepare() replaces them where the mean needs others (w_i / T_b under the sample
+  // mean).
   at::Tensor weights;
-  // Inputs of samples that are not token sequences: images, rows of a table, masks, of any type
-  // (docs/own_data.md). Each is [F, ...]; row f belongs to fragment f. A padding batch (empty_batch()) has
-  // none.
+  // Samples that are not token sequences (docs/own_data.md): each [F, ...], row f for fragment f. None in a
+  // padding batch.
   std::vector<at::Tensor> inputs;
-  // Not null: this batch is one context rank's part. Fragment f is then piece f of cut->own(), its positions
-  // start where the piece begins, and attention reaches the rest of the document on other ranks.
+  // Not null: one context rank's part. Fragment f is piece f of cut->own(), its positions start where the
+  // piece begins, and attention reaches the rest of the document.
   std::shared_ptr<const ContextCut> cut;
-  // Set by Normalizer::prepare() for further terms of the same forward: the weights as the caller gave them,
-  // and w_i / T_b where samples are counted.
+  // Set by Normalizer::prepare() for further terms: the caller's weights, and w_i / T_b where samples are
+  // counted.
   at::Tensor given_weights, sample_weights;
-  // Set by to_device(), so that a forward need not wait for the device: cu_seqlens there, [F + 1] int32, and
-  // the largest position (-1: not known).
+  // Set by to_device(): cu_seqlens there, [F + 1] int32, and the largest position (-1: not known).
   at::Tensor cu_seqlens_on_device;
   std::int64_t largest_position = -1;
-  // A batch of a recorded step: cu_seqlens has one fragment with all tokens, and empty ones. The true bounds
-  // are on the device.
+  // A batch of a recorded step: one fragment with all tokens, and empty ones; true bounds are on the device.
   bool bounds_only = false;
 
   std::int64_t num_tokens() const { return cu_seqlens.back(); }
@@ -71,21 +68,16 @@ struct Batch {
   std::int64_t num_targets() const;
 };
 
-// Copies tokens, targets, positions, weights and inputs to `device`. For a GPU the copy goes through pinned
-// memory and overlaps with computation. Counting needs the CPU: move the batches that Normalizer::prepare()
-// returned.
+// Copies to `device`, for a GPU through pinned memory, overlapped. Counting needs the CPU: move what
+// Normalizer::prepare() returned.
 Batch to_device(const Batch& batch, at::Device device);
 
 Batch empty_batch();  // no tokens; tensors of the right types
 
-// Makes a micro-batch of F samples that are not token sequences.
-//   inputs      each [F, ...], read by the forward
-//   targets     [F] or [F, ...] int64, one or several per sample (e.g. a class per pixel); kIgnoreIndex: no
-//               loss. A loss that reads its targets from `inputs` passes zeros, which say how many losses a
-//               sample has.
-//   sample_ids  [F], indices in the data set
-// The batch counts like a batch of tokens: T_local is the number of targets, and sample_targets are computed
-// from them, so samples must be whole. ConfigError: sizes or types do not match.
+// Makes a micro-batch of F whole samples that are not token sequences: inputs each [F, ...]; targets [F] or
+// [F, ...] int64, one or several per sample (kIgnoreIndex: no loss; zeros, for the number of losses, where
+// the loss reads its targets from `inputs`); sample_ids [F]. T_local is the number of targets. ConfigError:
+// sizes or types.
 Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets,
                        std::vector<std::int64_t> sample_ids);
 

@@ -1,6 +1,5 @@
-// Context parallelism: the tokens of a batch are split over ranks, and attention reaches across them, by ring
-// attention, Ulysses, or any product of the two. Gradients of parameters are summed over these ranks as over
-// all data axes.
+// Context parallelism: a batch's tokens are split over ranks, and attention reaches across them by ring
+// attention, Ulysses or any product of both (docs/context-parallelism.md).
 #pragma once
 
 #include "isograd/error.hpp"
@@ -21,30 +20,27 @@ namespace isograd {
 struct CutOptions {
   int ring = 1, ulysses = 1;
   bool causal = true;
-  // Balances the ranks' costs. Whole documents go to the rank with the least work, longest first. The longest
-  // ones are split over all ring ranks until costs differ by less than `tolerance`: in 2 · ring chunks, of
-  // which rank r gets the r-th and the r-th last (causal), or in `ring` chunks. Off: all documents together
-  // are split as if they were one.
+  // Whole documents go to the rank with the least work, longest first. The longest are split over all ring
+  // ranks until costs differ by less than `tolerance`: in 2 · ring chunks, of which rank r gets the r-th and
+  // the r-th last (causal), or in `ring`. Off: all documents are split as if they were one.
   bool level = true;
   double tolerance = 0.05;
-  // Cost of a token outside attention, in scores. 6 · hidden for a decoder whose feed-forward is 2.7 times as
-  // wide (12 · hidden² multiplications a token, 2 · hidden a score).
+  // Cost of a token outside attention, in scores: 6 · hidden for a usual decoder (12 · hidden²
+  // multiplications a token, 2 · hidden a score).
   std::int64_t token_cost = 0;
-  // Pads every rank's part with tokens that carry no loss, to the longest part's length rounded up to a
-  // multiple of this. 0: no padding; parts may differ and be empty. Nothing in isograd needs padding.
+  // Pads every rank's part to the longest, rounded up to a multiple of this. 0: no padding, which nothing
+  // needs.
   std::int64_t pad_to_multiple = 0;
   std::int64_t most_tokens = 0;  // limit of a rank, with padding, for its memory; 0: no limit
 };
 
-// Computes which rank gets which part of each document. Pure, and the same on all ranks. Tokens of a document
-// stay in order within a rank. Empty documents go to rank 0. ConfigError: cu_seqlens that do not ascend from
-// 0, sizes below 1, more tokens on a rank than `most_tokens` (names the document, and how many ranks would
-// suffice).
+// Which rank gets which part of each document, in order. Pure, the same on all ranks. ConfigError: cu_seqlens
+// that do not ascend from 0, sizes below 1, more than `most_tokens` on a rank (names the document and how
+// many ranks suffice).
 ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options);
 
-// Returns the part of rank `rank`. Its pieces are fragments with the sample's id, its number of targets in
-// the step, its targets (shifted before the split) and its positions. ConfigError when the batch contradicts
-// itself or was split already.
+// The part of `rank`: its pieces as fragments, with targets shifted before the split. ConfigError: a batch
+// that contradicts itself or was split already.
 Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank);
 // Splits each batch separately.
 MicroBatches cut_micro_batches(const MicroBatches& whole, const CutOptions& options, int rank);
@@ -62,8 +58,8 @@ std::string describe(const CutCost& cost);  // one line
 
 // ---- attention ----
 
-// The ranks that share samples. These groups are separate from those that sum gradients, even where the ranks
-// are the same: attention's exchanges in backward are not ordered with the reductions that backward launches.
+// The ranks that share samples, in groups of their own: attention's exchanges in backward are not ordered
+// with the reductions that backward launches.
 struct ContextGroups {
   Group context = Group::solo();  // ring x ulysses, Ulysses inside
   Group ring = Group::solo();     // the same place in each Ulysses group
@@ -72,28 +68,20 @@ struct ContextGroups {
 // The first call for a mesh is collective over the context ranks (cp_ring and cp_ulysses).
 ContextGroups context_groups(const Mesh& mesh);
 
-// Attention over the context ranks. Give it to a model with DecoderLM::set_attention. Copyable.
-//
-// Ulysses comes first: an all-to-all turns [T_local, H] into the tokens of the Ulysses group with H / ulysses
-// heads (a key head goes once to every rank that needs it). Then the ring: queries stay; keys and values
-// travel to the right in a second buffer while the current ones are computed. Only pieces that a later rank
-// needs are sent, and only blocks that a local document needs are computed. Outputs merge by log-sum-exp. In
-// backward keys and values travel again, followed by their gradients. Memory is O(T_local · H) per rank.
-//
-// Collective over the context ranks, forward and backward. Every rank makes the same calls and runs backward,
-// even a rank without tokens (its loss must depend on the model's output).
+// Attention over the context ranks, for DecoderLM::set_attention. Copyable. Ulysses first: an all-to-all
+// turns [T_local, H] into its group's tokens with H / ulysses heads. Then the ring: queries stay, keys and
+// values that a later rank needs travel while the current ones are computed; outputs merge by log-sum-exp. In
+// backward keys and values travel again, followed by their gradients. Memory is O(T_local · H). Collective,
+// forward and backward, also for a rank without tokens (its loss must depend on the output).
 class ContextAttention {
  public:
   explicit ContextAttention(const ContextGroups& groups, bool causal = true);
   explicit ContextAttention(const Mesh& mesh, bool causal = true)
       : ContextAttention(context_groups(mesh), causal) {}
 
-  // q [T_local, H, D], k and v [T_local, Hkv, D], placed as batch.cut says; returns [T_local, H, D].
-  // Differentiable once. ConfigError at every call when heads do not divide by the Ulysses ranks, or neither
-  // of key heads and Ulysses ranks divides the other (names the nearest possible sizes). With each new cut
-  // the ranks compare their inputs (one all-gather): ConfigError on all ranks when shapes, types or cuts
-  // differ or one rank refuses its input. Later calls with that cut are not compared: a rank that refuses one
-  // fails alone.
+  // q [T_local, H, D], k and v [T_local, Hkv, D], placed as batch.cut says -> [T_local, H, D]. Differentiable
+  // once. ConfigError: heads that do not divide (names the nearest sizes). With each new cut the ranks
+  // compare their inputs in one all-gather (ConfigError on all); a rank that refuses a later one fails alone.
   at::Tensor operator()(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v) const;
 

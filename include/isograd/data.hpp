@@ -26,8 +26,7 @@ struct LoaderPosition {
   std::int64_t step = 0;  // within the epoch
 };
 
-// The order of samples depends on options and seed, not on ranks: a step holds the same samples on any number
-// of ranks.
+// The order of samples depends on options and seed, not on ranks.
 class BatchLoader {
  public:
   virtual ~BatchLoader() = default;
@@ -54,14 +53,12 @@ struct SamplerOptions {
     kBlock,  // rank r gets a contiguous part; parts differ by at most one sample
     kStride  // rank r gets the r-th of every `size` samples
   } deal = Deal::kBlock;
-  // Leaves out the last step of an epoch when it is short. Not needed for correctness: a short step has the
-  // gradient of its samples, and ranks without samples contribute zeros.
+  // Leaves out a short last step. Not needed for correctness: ranks without samples contribute zeros.
   bool drop_last = false;
 };
 
-// An epoch is a permutation of the samples, split into steps; the last one may be short. Every sample comes
-// once an epoch: none is repeated to make ranks even (museum B25), and none is left out without drop_last.
-// Steps do not depend on the number of ranks, so a run can continue on another number.
+// An epoch is a permutation of the samples, split into steps; every sample comes once: none is repeated to
+// make ranks even (museum B25). Steps do not depend on the number of ranks.
 class Sampler {
  public:
   // ConfigError: options out of range, or drop_last with fewer samples than a step takes.
@@ -100,10 +97,8 @@ class Tokenizer {
   virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
   // Special tokens and ids outside the vocabulary decode to nothing, invalid byte sequences to U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
-  // Writes the tokenizer's files into a checkpoint's folder under the names that transformers knows
-  // (tokenizer.model, tokenizer.json, tokenizer_config.json), with unchanged copies of the other files that
-  // transformers reads with a tokenizer (special_tokens_map.json, added_tokens.json, chat_template.jinja or
-  // .json). The default writes nothing.
+  // Writes its files into a checkpoint's folder under the names that transformers knows, with unchanged
+  // copies of the others that transformers reads with a tokenizer. The default writes nothing.
   virtual void write(const std::filesystem::path& /*directory*/) const {}
 };
 
@@ -111,20 +106,17 @@ class Tokenizer {
 std::unique_ptr<Tokenizer> byte_tokenizer();
 // A SentencePiece model file. ConfigError when it cannot be read.
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
-// Opens a Hugging Face tokenizer.json and the tokenizer_config.json next to it, if there is one. A document
-// gets the tokenizer's own special tokens, bos_token before it where add_bos_token is true, and eos_token
-// after it. The tokenizer runs in a process of the Python ($PYTHON, .venv/bin/python of the checkout this
-// program was built in, python3) that has the package `tokenizers`. ConfigError where none has it, or when
-// the files cannot be read.
+// A Hugging Face tokenizer.json, with tokenizer_config.json if there is one: bos_token before a document
+// where add_bos_token is true, eos_token after it. It runs in a process of the first Python ($PYTHON, the
+// checkout's .venv, python3) that has the package `tokenizers` (ConfigError where none has it).
 std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
 // By name: "bytes", a file *.json, or a SentencePiece model.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 
-// Reads files as documents. Each pattern is a file, a glob, or a directory (all regular files below it,
-// except names that begin with a dot). *.jsonl files give one document per line (field "text"); any other
-// file is one document (without its byte order mark). Files are sorted by path and read once. ConfigError: a
-// pattern matches nothing, the corpus is empty, text is not UTF-8 (names file and byte offset), a bad line of
-// JSON (names file and line).
+// Each pattern is a file, a glob, or a directory (all files below it, except names that begin with a dot).
+// *.jsonl files give one document per line (field "text"), others are one document. Sorted by path, each read
+// once. ConfigError: a pattern without match, an empty corpus, text that is not UTF-8 (file and offset), a
+// bad line of JSON.
 struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
@@ -144,22 +136,17 @@ struct PackSummary {
   bool reused = false;               // the directory already held the shards of these inputs
 };
 
-// Reads and tokenizes a corpus and writes its shards (magic, version, tokenizer, dtype, token and document
-// counts, document offsets, tokens, xxh3 checksum) into `directory`. Files are written to a temporary name
-// and renamed. Returns the shard files. `directory` belongs to this corpus: shards of other inputs are
-// removed once the new ones are written, or refused (CorpusOptions::replace). Shards of the same inputs
-// (paths, content, tokenizer) are reused; a file is read again for that check only where its size, times or
-// inode changed. Several processes may call this: one packs, the others wait, at most an hour (ConfigError).
+// Writes a corpus as shards (header, document offsets, tokens, xxh3 checksum) into `directory` and returns
+// them. Shards of the same inputs (paths, content, tokenizer) are reused; those of other inputs are replaced
+// or refused. Several processes may call this: one packs, the others wait, at most an hour (ConfigError).
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);
 
-// Memory-mapped tokens with document boundaries. Opens isograd shards (any name), and *.bin files: llm.c
-// shards (magic 20240520: uint16, 20240801: uint32) and nanoGPT's (uint16 without a header). In *.bin files
-// `end_of_text` delimits documents: it begins a document in llm.c's shards and ends one in nanoGPT's, as
-// their scripts write it; without it, a file is one document. A document never crosses files. open() reads
-// every byte once: ConfigError (names the file) when a file is missing, truncated, inconsistent or has a
-// wrong checksum, and when files of different tokenizers are mixed.
+// Memory-mapped tokens. Opens isograd shards, llm.c's *.bin (magic 20240520: uint16, 20240801: uint32) and
+// nanoGPT's (uint16 without header). In *.bin `end_of_text` delimits documents: it begins one in llm.c's and
+// ends one in nanoGPT's; without it a file is one document. ConfigError that names the file: missing,
+// truncated, inconsistent, a wrong checksum, another tokenizer.
 class TokenStore {
  public:
   static std::shared_ptr<TokenStore> open(const std::vector<std::filesystem::path>& files,
@@ -174,14 +161,12 @@ class TokenStore {
   virtual std::string tokenizer_name() const = 0;  // "" for foreign shards
 };
 
-// Human-readable summary of a store: counts, lengths and the first `documents` documents, decoded where a
-// tokenizer is given, with control characters escaped.
+// Counts, lengths and the first documents, decoded where a tokenizer is given, control characters escaped.
 std::string describe(const TokenStore& store, const Tokenizer* tokenizer = nullptr,
                      std::int64_t documents = 3);
 
-// Splits documents into training and validation by (seed, document), the same on any number of ranks. A
-// fraction above 0 gives at least one validation document where there are two or more documents, and leaves
-// at least one for training. ConfigError unless 0 <= validation_fraction < 1.
+// By (seed, document), the same on any number of ranks; above 0 at least one document on either side.
+// ConfigError unless 0 <= validation_fraction < 1.
 struct Split {
   std::vector<std::int64_t> train;
   std::vector<std::int64_t> validation;
@@ -200,8 +185,7 @@ struct LoaderOptions {
   bool read_ahead = true;  // prepare the next step on a thread
 };
 
-// A pack of a step: the rank and micro-batch it belongs to (both from 0), and its parts of documents, in
-// order: tokens [begin, end) of a document of `length`.
+// A pack of a step: its rank, micro-batch, and parts: tokens [begin, end) of a document of `length`.
 struct PackContents {
   struct Part {
     std::int64_t document, begin, end, length;
@@ -217,12 +201,10 @@ struct PackContents {
 std::string describe_packs(const std::vector<PackContents>& packs, const TokenStore& store,
                            const Tokenizer* tokenizer = nullptr);
 
-// Documents are shuffled by (seed, epoch), concatenated and split every pack_length tokens: a pack is a list
-// of fragments. Step k of an epoch takes packs [k·P, (k+1)·P), in order or shuffled by (seed, epoch). Rank r
-// takes a contiguous part of them (sizes differ by at most one), split into micro-batches. The last step of
-// an epoch is short; nothing is dropped or repeated. Sample id = document index in the store. Targets are
-// shifted before any split: the last token of a fragment predicts the first token of the sample's next
-// fragment; the last token of a document has kIgnoreIndex.
+// Documents are shuffled by (seed, epoch), concatenated and split every pack_length tokens. Step k takes
+// packs [k·P, (k+1)·P), in order or shuffled; rank r a contiguous part of them, split into micro-batches. An
+// epoch's last step is short; nothing is dropped or repeated. Sample id = document. Targets are shifted
+// before any split; a document's last token has kIgnoreIndex.
 class TextLoader : public BatchLoader {
  public:
   // ConfigError: no documents, a document twice, or an option out of range.
@@ -241,8 +223,7 @@ class TextLoader : public BatchLoader {
   std::unique_ptr<Impl> impl_;
 };
 
-// Video: decoding, 3-D patches as tokens, whole videos assigned to ranks. A step's videos do not depend on
-// the number of ranks.
+// Video: decoding, 3-D patches as tokens, whole videos assigned to ranks.
 
 // Size of a patch in frames, rows and columns of pixels; or size of a video in patches.
 struct VideoGrid {
@@ -263,14 +244,12 @@ struct VideoOptions {
   VideoGrid patch{2, 8, 8};
 };
 
-// Frames are scaled to whole patches: rows are the largest multiple of patch.h within `height` and the file's
-// rows; columns keep the aspect ratio as far as multiples of patch.w allow. Frames beyond whole patches are
-// left out. FFmpeg's libraries decode once, on one thread in bit-exact mode. Pixels are kept as bytes in
-// token order, read-only; threads may share a store.
+// Frames are scaled to whole patches: rows to the largest multiple of patch.h within `height` and the file's
+// rows, columns by the aspect ratio; frames beyond whole patches are left out. Decoded once, on one thread,
+// bit-exact. Read-only; threads may share a store.
 class VideoStore {
  public:
-  // ConfigError naming the file: missing, no video in it, damaged, truncated, no frame, fewer frames or
-  // pixels than a patch; options out of range.
+  // ConfigError naming the file: missing, damaged, truncated, too small for a patch; options out of range.
   static std::shared_ptr<const VideoStore> open(const VideoOptions& options);
   // Makes a store from decoded frames: uint8 [frames, rows, columns, 3], whole patches.
   static std::shared_ptr<const VideoStore> from_frames(const std::vector<at::Tensor>& videos,
@@ -287,9 +266,8 @@ class VideoStore {
   std::string name(std::int64_t video) const;
   std::uint64_t fingerprint() const;  // of all pixels and shapes
 
-  // `tokens` [T] int64. Token number = first_token(video) + position; positions go by frame, row, column of
-  // patches. ConfigError on a number outside the store. Returns [T, 3 · pt · ph · pw] in [−1, 1]; within a
-  // patch by frame, row, column, then red, green, blue.
+  // `tokens` [T] int64: first_token(video) + position, by frame, row, column of patches (ConfigError: no
+  // such). [T, 3 · pt · ph · pw] in [−1, 1], by frame, row, column, colour.
   at::Tensor patches(const at::Tensor& tokens, at::ScalarType dtype) const;
   at::Tensor coordinates(const at::Tensor& tokens) const;  // [T, 3] int64: frame, row, column of patches
 
@@ -299,8 +277,7 @@ class VideoStore {
   std::shared_ptr<const Impl> impl_;
 };
 
-// Decodes one video, scaled and sampled as VideoOptions say: uint8 [frames, rows, columns, 3]. ConfigErrors
-// as of VideoStore::open.
+// One video as VideoOptions say: uint8 [frames, rows, columns, 3]. ConfigErrors as of VideoStore::open.
 at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions& options);
 
 // Converts frames uint8 [F, H, W, 3] of whole patches to tokens, uint8 [T, 3 · pt · ph · pw], and back.
@@ -312,8 +289,7 @@ at::Tensor to_bytes(const at::Tensor& patches);
 // Encodes one frame uint8 [H, W, 3] as PNG.
 std::string encode_png(const at::Tensor& frame);
 
-// Writes frames uint8 [F, H, W, 3] as a lossless animated PNG, which any browser plays. ConfigError when the
-// file cannot be written.
+// Writes frames uint8 [F, H, W, 3] as a lossless animated PNG. ConfigError: it cannot be written.
 void write_apng(const std::filesystem::path& file, const at::Tensor& frames, double frames_per_second);
 
 struct VideoLoaderOptions {
@@ -325,11 +301,10 @@ struct VideoLoaderOptions {
   int size = 1;
 };
 
-// Videos are shuffled by (seed, epoch). Step k of an epoch takes videos [k·V, (k+1)·V) of that order; the
-// last step takes the rest. Ranks get whole videos, the longest first to the rank with the least Σ tokens²
-// (the cost of full attention); a rank may get none. Every rank computes the same assignment without
-// communication. In a batch, tokens and targets are token numbers of the store (every token carries a loss),
-// each video is one fragment, sample id = video, and draw = the number of the step since the first epoch.
+// Videos are shuffled by (seed, epoch); step k takes videos [k·V, (k+1)·V). Ranks get whole videos, the
+// longest first to the rank with the least Σ tokens²; a rank may get none. Every rank computes the same
+// assignment. Tokens and targets are token numbers of the store, each video is one fragment, sample id =
+// video, draw = the step since the first epoch.
 class VideoLoader : public BatchLoader {
  public:
   // ConfigError: no videos, a video twice, an option out of range.

@@ -13,14 +13,13 @@ namespace isograd {
 
 class DecoderLM;
 
-// The axis along which a layer's experts are sharded, a factor of a view of data axes:
-// grid.viewed({"dp_shard"}, {{"edp", 2}, {"ep", 4}}).
+// Experts are sharded along this factor of a view of data axes: grid.viewed({"dp_shard"}, {{"edp", 2}, {"ep",
+// 4}}).
 inline constexpr const char* kExpertAxis = "ep";
 // Name of the group along it that carries only tokens to experts and back (Mesh::along).
 inline constexpr const char* kExpertGroup = "experts";
 
-// Work that overlaps with the travel of tokens to their experts. Does not change gradients (with kShared not even a
-// bit).
+// Work that overlaps with the travel of tokens to their experts. Does not change gradients.
 enum class ExpertOverlap {
   kNone,
   kShared,  // the shared expert, where the model has one
@@ -32,23 +31,18 @@ struct ExpertParallelOptions {
   ExpertOverlap overlap = ExpertOverlap::kNone;  // no speed-up has been measured: docs/experts.md
 };
 
-// Collective over all ranks. ConfigError on each of them, with the first rule, rank and value, where they
-// would choose experts by different rules or exchange tokens in another order.
+// Collective over all ranks. ConfigError on each with the first rule by which they would route differently.
 void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertParallelOptions& options = {});
 
-// Shards the experts of each layer over the ranks along `ep`, in order and as evenly as possible; the rest of
-// the model stays whole. From then on its forward and backward are collective over these ranks: every rank
-// makes as many of both, with tokens or without (DataParallel::needs_even_micro_batches()), and with a loss
-// that depends on the model's outputs. Put the layout's placements() into TrainableParameters::placements.
-//
-// Collective over mesh.all(). Call it when the model has its values, the same on all ranks, and before
-// anything keeps its tensors. Without an axis ep, or with one rank along it, it only makes the layout.
-// `others`: the placements by which cut_decoder() has sharded the model along tp, each expert's matrices too.
-// ConfigError: more ranks along ep than experts, and what check_same_routing() refuses.
+// Shards the experts of each layer along `ep`, in order and as even as possible; the rest stays whole. Its
+// forward and backward are then collective over these ranks: every rank makes as many of both, with tokens or
+// without (DataParallel::needs_even_micro_batches()), with a loss that depends on the model's outputs.
+// Collective over mesh.all(), when the model has its values, the same on all ranks, before anything keeps its
+// tensors. `others`: placements of cut_decoder(). ConfigError: more ranks than experts, and what
+// check_same_routing() refuses.
 Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
                     const ExpertParallelOptions& options = {});
-// Returns those placements for a model that is still whole; `others` are those of decoder_placements(). Pure;
-// the same errors.
+// Those placements for a model that is still whole. Pure; the same errors.
 Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others = {});
 
 // Figures that determine the traffic between ranks along `ep` in a step.
@@ -59,10 +53,7 @@ struct ExpertTrafficPlan {
   std::int64_t exchanges = 0;          // layers with experts · micro-batches (empty ones too) · parts
   int forwards = 1;  // per micro-batch: one more with activation checkpointing, one more with a pass ahead
 };
-// Bytes that `rank` sends along ep. With S of its tokens' choices on other ranks' experts, R of other ranks'
-// tokens on its own, F forwards, X exchanges, E experts and h elements of b bytes:
-//   (F + 1) (S + R) h b   rows to experts (S) and back (R), and once more both for the gradients
-//   8 F X (ep − 1) E      numbers of rows for each expert
+// Bytes that `rank` sends along ep (docs/experts.md).
 std::int64_t expert_traffic_bytes(const ExpertTrafficPlan& plan, int rank);
 
 }  // namespace isograd

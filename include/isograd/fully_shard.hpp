@@ -36,8 +36,7 @@ concept BareModule = !std::is_base_of_v<UnitHandle, T> &&
 
 }  // namespace sharded_call
 
-// A part of a model, usually a block, whose parameters are gathered, reduced and freed together. Copies are
-// the same unit. Before fully_shard(), run() is a plain call.
+// A part of a model, usually a block, that is gathered, reduced and freed together. Copies are the same unit.
 class UnitHandle {
  public:
   using Body = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
@@ -51,9 +50,8 @@ class UnitHandle {
                   "isograd::Sharded<Block> block(register_module(...)), and call block(x)");
   }
 
-  // Calls body(inputs) with the unit's parameters whole. Every tensor that needs a gradient must come in
-  // through `inputs` or be a parameter of the model (ConfigError otherwise). With checkpointing `body` runs
-  // again in backward.
+  // body(inputs) with whole parameters; with checkpointing again in backward. Every tensor that needs a
+  // gradient must be an input or a parameter (ConfigError).
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Body& body) const;
   bool bound() const;
   bool plain() const;  // no layout and no output dtype: run() is body(inputs)
@@ -75,18 +73,6 @@ class UnitHandle {
 
 namespace sharded_call {
 
-// Tensors of an argument or result go through the autograd node; everything else is kept as it is.
-inline void take_tensors(at::Tensor& value, std::vector<at::Tensor>& out) {
-  out.push_back(std::exchange(value, at::Tensor()));
-}
-inline void put_tensors(at::Tensor& value, const std::vector<at::Tensor>& in, std::size_t& next) {
-  value = in.at(next++);
-}
-template <typename T>
-void take_tensors(T& value, std::vector<at::Tensor>& out);
-template <typename T>
-void put_tensors(T& value, const std::vector<at::Tensor>& in, std::size_t& next);
-
 template <typename T>
 inline constexpr bool is_sequence = false;
 template <typename T>
@@ -97,12 +83,6 @@ template <typename T>
 concept TupleLike = requires {
   std::tuple_size<T>::value;
 };
-template <typename T>
-struct ElementOf;
-template <template <typename...> class C, typename T, typename... Rest>
-struct ElementOf<C<T, Rest...>> {
-  using type = T;
-};
 
 // True where the type can hold tensors.
 template <typename T>
@@ -110,7 +90,7 @@ constexpr bool holds_tensors() {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     return true;
   } else if constexpr (is_sequence<T>) {
-    return holds_tensors<typename ElementOf<T>::type>();
+    return holds_tensors<typename T::value_type>();
   } else if constexpr (TupleLike<T>) {
     return []<std::size_t... I>(std::index_sequence<I...>) {
       return (... || holds_tensors<std::tuple_element_t<I, T>>());
@@ -121,38 +101,40 @@ constexpr bool holds_tensors() {
   }
 }
 
-template <typename T, typename Each>
-void for_parts(T& value, Each&& each) {
-  if constexpr (is_sequence<T>) {
-    if constexpr (requires { value.has_value(); }) {
-      if (value) each(*value);
-    } else {
-      for (auto& part : value) each(part);
-    }
+// Calls `visit` with each tensor of an argument or result, in order; everything else is left as it is.
+template <typename T, typename Visit>
+void for_tensors(T& value, const Visit& visit) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    visit(value);
+  } else if constexpr (!holds_tensors<T>()) {
+  } else if constexpr (requires { value.has_value(); }) {
+    if (value) for_tensors(*value, visit);
+  } else if constexpr (is_sequence<T>) {
+    for (auto& part : value) for_tensors(part, visit);
   } else {
-    std::apply([&](auto&... parts) { (each(parts), ...); }, value);
+    std::apply([&](auto&... parts) { (for_tensors(parts, visit), ...); }, value);
   }
 }
 template <typename T>
 void take_tensors(T& value, std::vector<at::Tensor>& out) {
-  if constexpr (holds_tensors<T>()) for_parts(value, [&](auto& part) { take_tensors(part, out); });
+  for_tensors(value, [&](at::Tensor& tensor) { out.push_back(std::exchange(tensor, at::Tensor())); });
 }
 template <typename T>
-void put_tensors(T& value, const std::vector<at::Tensor>& in, std::size_t& next) {
-  if constexpr (holds_tensors<T>()) for_parts(value, [&](auto& part) { put_tensors(part, in, next); });
+void put_tensors(T& value, const std::vector<at::Tensor>& in) {
+  std::size_t next = 0;
+  for_tensors(value, [&](at::Tensor& tensor) { tensor = in.at(next++); });
 }
 
 }  // namespace sharded_call
 
-// A module as a unit: `block(x)` calls block->forward(x), and fully_shard() can shard it. Parameters keep
-// their names, because the module is registered as before:
+// A module as a unit: `block(x)` calls block->forward(x). Parameters keep their names:
 //
-//   std::vector<isograd::Sharded<Block>> blocks;                                  // in the model
-//   blocks.emplace_back(register_module("block0", std::make_shared<Block>()));    // one line per block
-//   for (auto& block : blocks) x = block(x);                                      // in its forward
+//  std::vector<isograd::Sharded<Block>> blocks;                                  // in the model
+//  blocks.emplace_back(register_module("block0", std::make_shared<Block>()));    // one line per block
+//  for (auto& block : blocks) x = block(x);                                      // in its forward
 //
-// Tensors in the arguments (also in std::optional, std::vector, std::tuple, std::pair) get gradients; other
-// arguments are copied. The result holds tensors: one, or several in such types.
+// Tensors in arguments and result (also in std::optional, vector, tuple, pair) get gradients; the rest is
+// copied.
 template <typename Module>
 class Sharded : public UnitHandle {
  public:
@@ -176,20 +158,17 @@ class Sharded : public UnitHandle {
     std::tuple<std::decay_t<Arguments>...> values(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor> inputs;
     sharded_call::take_tensors(values, inputs);
-    auto result =
-        std::make_shared<std::optional<Result>>();  // its structure and its parts that are no tensors
+    auto result = std::make_shared<std::optional<Result>>();  // its structure, without its tensors
     const auto outputs = run(inputs, [module = module_, values, result](const std::vector<at::Tensor>& in) {
       auto whole = values;
-      std::size_t next = 0;
-      sharded_call::put_tensors(whole, in, next);
+      sharded_call::put_tensors(whole, in);
       Result returned = std::apply([&](auto&... value) { return module->forward(value...); }, whole);
       std::vector<at::Tensor> out;
       sharded_call::take_tensors(returned, out);
       *result = std::move(returned);
       return out;
     });
-    std::size_t next = 0;
-    sharded_call::put_tensors(**result, outputs, next);
+    sharded_call::put_tensors(**result, outputs);
     return std::move(**result);
   }
 
@@ -213,14 +192,12 @@ struct FullyShardOptions {
   // Behaviour. No option changes the gradient.
   bool check_parameters = true;  // refuse ranks whose models differ, naming the first difference
   // Frees blocks after forward and gathers them again for backward: 3 Psi of communication instead of 2 Psi.
-  // The root stays whole from forward to the end of backward.
+  // The root stays whole meanwhile.
   bool reshard_after_forward = true;
   bool reshard_root = false;
-  // Blocks keep only their inputs and compute their forward again in backward, with the same random numbers:
-  // the default generators of the CPU and of the arguments' devices are rewound for it. Ranks that are
-  // threads of one process share these generators and disturb one another: a checkpointed block that draws
-  // from them (dropout) then gets a wrong gradient. Let it make a generator from a seed in its forward, or
-  // start one process per rank.
+  // Blocks keep only their inputs and compute forward again in backward, with the same random numbers: the
+  // default generators are rewound. Ranks that are threads share these: a block with dropout then needs a
+  // generator of its own, or one process per rank.
   bool checkpoint = false;
   // Keeps whole gradients until the last micro-batch: one reduction per step.
   bool reduce_once = false;
@@ -229,19 +206,15 @@ struct FullyShardOptions {
   AxisSet sharded = kShardedAxes;  // DataParallelOptions
   // Placements of parameters that are not plain copies (TrainableParameters::placements).
   std::vector<std::pair<std::string, Placement>> placements{};
-  // The ranks along `sharded` share one copy of the parameters; nothing is gathered or freed. ConfigError
-  // where the backend has no such memory.
+  // The ranks along `sharded` share one copy; nothing is gathered (ConfigError: no such memory).
   bool share_parameters = false;
   // Keeps gradients, masters and the optimizer's state in host memory (DataParallelOptions).
   bool offload = false;
-  // For pipelines: returns the blocks that the coming forward or backward calls (those of the current stage),
-  // neighbours in the list. Not given: all.
+  // For pipelines: the blocks of the current stage, neighbours in the list. Not given: all.
   std::function<std::vector<UnitHandle>()> blocks_of_pass{};
-  // Limit of parameter bytes that are whole at a time. ConfigError names a unit that does not fit. 0: no
-  // limit.
+  // Limit of whole parameters' bytes (ConfigError names a unit that does not fit). 0: none.
   std::int64_t gather_limit_bytes = 0;
-  // Initializes parameters on the meta device, one at a time, so that no rank ever holds the whole model.
-  // `values` is zero-filled, on the CPU; what is written must not depend on the rank.
+  // Writes into zero-filled `values` for parameters on the meta device; must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
   // TrainableParameters::check; empty: module_check(*root), where the root is a torch::nn::Module.
   std::function<void()> check{};
@@ -250,9 +223,8 @@ struct FullyShardOptions {
   bool prefetch = true;  // gathers the next block while this one computes, if the limit allows it
 };
 
-// True while this thread runs a forward in addition to the one that counts: a checkpointed block's second
-// forward in backward, or the pass before a step (StepOptions::look_ahead). Such a forward must not update
-// running statistics or other buffers; the other one does.
+// True on this thread in a forward that comes in addition to the one that counts (checkpointing, look_ahead):
+// it must not update buffers.
 bool recomputing();
 // recomputing() is true on this thread while an object of this class exists.
 class Recomputing {
@@ -270,8 +242,8 @@ class FullySharded : public DataParallel {
  public:
   virtual std::int64_t gathered_bytes() const = 0;       // of parameters that are whole now
   virtual std::int64_t most_gathered_bytes() const = 0;  // highest value so far
-  // Upper bound of what forward and backward gather: what stays whole in between, and the two largest other
-  // units (one without prefetch), or gather_limit_bytes.
+  // Upper bound: what stays whole between forward and backward and the two largest other units (one without
+  // prefetch).
   virtual std::int64_t gather_bound_bytes() const = 0;
   // Elements of trained parameters that stay whole from forward to the end of backward, with padding.
   virtual std::int64_t whole_numel() const = 0;
@@ -284,19 +256,13 @@ class FullySharded : public DataParallel {
 };
 
 // ZeRO-3 (Rajbhandari et al. 2020): each rank along `sharded` keeps a shard of parameters, gradients and
-// optimizer state. Collective.
+// state. Collective. `blocks` are parts of `root` in the order in which its forward calls them (one that is
+// called twice is listed twice); a parameter of none or of several belongs to the root. Frozen parameters are
+// sharded too, buffers are not. With pipeline stages a rank keeps units of its own stages.
 //
-// `root` is the whole model and is what the training loop calls. `blocks` are its parts in the order in which
-// its forward calls them; a block that is called twice is listed twice. A parameter of no block, or of
-// several, belongs to the root. Frozen parameters are sharded too; buffers are not.
-//
-// With pipeline stages (`placements`) a rank keeps units of its own stages only. Several forwards may wait
-// for their backwards.
-//
-// Rules. Every rank calls the model equally often (empty batches count). Blocks are called inside the root's
-// call and do not contain one another. A tensor that needs a gradient reaches a block as an argument.
-// Gradients are in buckets() and views(), not in .grad. When the layout ends the parameters stay sharded;
-// hold whole_parameters() to take copies.
+// Rules: every rank calls the model equally often (empty batches count); blocks are called inside the root's
+// call and do not nest; a tensor that needs a gradient is an argument. Gradients are in buckets() and
+// views(), not in .grad. Parameters stay sharded when the layout ends: copy them under whole_parameters().
 std::unique_ptr<FullySharded> fully_shard(const UnitHandle& root,
                                           const std::vector<std::pair<std::string, at::Tensor>>& named,
                                           const std::vector<UnitHandle>& blocks, const Mesh& mesh,

@@ -21,10 +21,11 @@
 
 namespace isograd {
 
+struct ModelHooks;
+
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-// A sequence of whole tensors, one at a time, so that they can be written to a file although no rank ever
-// holds all of them.
+// Whole tensors one at a time, so that they can be written to a file although no rank ever holds all.
 struct TensorStream {
   struct Entry {
     std::string name;
@@ -34,8 +35,7 @@ struct TensorStream {
   using Take = std::function<void(const at::Tensor& whole)>;
 
   std::vector<Entry> entries;
-  // Calls `take` with each tensor in the order of `entries`; the tensor may be freed afterwards. Call it
-  // once.
+  // Calls `take` with each tensor in the order of `entries`; it may be freed afterwards. Call it once.
   std::function<void(const Take& take)> each;
 };
 
@@ -65,11 +65,10 @@ struct ExpertsShape {
   bool normalise = true;                     // the weights of a token's experts sum to 1, or to `scale`
   std::int64_t shared_feed_forward = 0;      // width of the shared expert (qwen2_moe, dots1); 0: none
   std::vector<std::int64_t> dense_layers{};  // layers with a dense network, ascending
-  // For dots1. A token's score for an expert is the sigmoid of its logit, not the softmax over all. The token
-  // goes to the experts with the largest score + bias among the `groups_per_token` groups of neighbouring
-  // experts whose two best scores have the largest sums. The bias has no gradient and balances loads
-  // (SelectionBias). Weights are the scores, without the bias, times `scale` (DeepSeek-V3, arXiv 2412.19437,
-  // eq. 12 to 16).
+  // For dots1 (DeepSeek-V3, arXiv 2412.19437, eq. 12 to 16): the score is the sigmoid of an expert's logit,
+  // not the softmax. A token goes to the largest score + bias in the `groups_per_token` groups whose two best
+  // have the largest sums. The bias has no gradient (SelectionBias); weights are scores without it, times
+  // `scale`.
   bool sigmoid = false;
   std::int64_t groups = 1, groups_per_token = 1;
   double scale = 1;
@@ -103,8 +102,7 @@ struct DecoderConfig {
   double initializer_range = 0.02;
   std::int64_t bos = -1, eos = -1;
   std::vector<std::int64_t> more_eos;  // further tokens that end a text
-  // Text of the generation_config.json next to config.json, written back as it was read (empty: no such
-  // file), and the tokens of its eos_token_id.
+  // Text of generation_config.json, written back as read (empty: no such file), and its eos_token_id.
   std::string generation_config;
   std::vector<std::int64_t> generation_eos;
   std::int64_t pad = -1;  // its row of the embedding gets no gradient as an input; -1: no such token
@@ -113,100 +111,30 @@ struct DecoderConfig {
   std::int64_t full_layers = 0;  // qwen2, qwen3: number of leading layers without a window
   ExpertsShape experts{};
 
-  // Tokens that end a text, as in transformers' generate(): those of generation_config.json where it names
-  // any, else those of config.json.
+  // Tokens that end a text, as in transformers' generate(): generation_config.json's, else config.json's.
   std::vector<std::int64_t> ends() const;
   bool has_experts(std::int64_t layer) const;
-  // The family whose attention and norms it has: mistral for mixtral, qwen2 for qwen2_moe, qwen3 for
-  // qwen3_moe and dots1.
+  // The family whose attention and norms it has: mistral for mixtral, qwen2 for qwen2_moe, qwen3 for the
+  // rest.
   std::string dense_family() const;
 };
-// Throws ConfigError on impossible combinations (heads not a multiple of key_value_heads, odd head_dim,
-// biases that the family does not have, ...).
+// ConfigError on impossible combinations (heads, head_dim, biases that the family does not have, ...).
 void check(const DecoderConfig& config);
-
-// Hooks that a forward calls at the boundaries of its parallel regions, where several ranks hold one model
-// together (tensor_parallel.hpp, expert_parallel.hpp and pipeline_parallel.hpp make them). Not given: one
-// device.
-struct ModelSeams {
-  using Map = std::function<at::Tensor(const at::Tensor&)>;
-  // Maps the normed stream to the input of column-parallel products; for `tokens` tokens, of which each
-  // rank's stream may have some.
-  std::function<at::Tensor(const at::Tensor& stream, std::int64_t tokens)> enter{};
-  Map leave{};  // maps a row-parallel product, before its bias and the residual are added
-  // Replaces enter() and the products after it, and a product and the leave() after it, to overlap
-  // communication with them: the stream with column-parallel weights [out, in] and their biases (undefined:
-  // none); features with a row-parallel weight. Not given: one after the other.
-  std::function<std::vector<at::Tensor>(const at::Tensor& stream, std::int64_t tokens,
-                                        const std::vector<at::Tensor>& weights,
-                                        const std::vector<at::Tensor>& biases)>
-      enter_products{};
-  std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight)> product_leave{};
-  // Maps a tensor that is the same on all these ranks to what each uses for its own features: weights of the
-  // experts' outputs, of which each rank has a part of a sum.
-  Map use{};
-
-  // With sequence parallelism: which of `tokens` tokens this rank's stream has (for a model whose inputs and
-  // outputs are rows of tokens), and the gathering of rows of all ranks.
-  std::function<std::pair<std::int64_t, std::int64_t>(std::int64_t tokens)> own_tokens{};  // begin, count
-  std::function<at::Tensor(const at::Tensor& own, std::int64_t tokens)> all_tokens{};
-
-  // For layers with experts on several ranks. `parts` are parts of this rank's tokens (`expert_parts` of
-  // them), each with copies of tokens [R, hidden], sorted by expert: those of expert e are [begin[e], begin[e
-  // + 1]). Returns the experts' outputs in the same order. `compute` runs this rank's own experts on rows
-  // sorted alike; `besides` computes the rest of the layer meanwhile and must be called once. Collective over
-  // these ranks, forward and backward.
-  struct Copies {
-    at::Tensor rows;
-    std::vector<std::int64_t> begin;
-  };
-  using Experts = std::function<at::Tensor(const at::Tensor& rows, const std::vector<std::int64_t>& begin)>;
-  std::function<std::vector<at::Tensor>(const std::vector<Copies>& parts, const Experts& compute,
-                                        const std::function<void()>& besides)>
-      experts{};
-  int expert_parts = 1;
-
-  // For models whose layers are in pipeline stages on several ranks: the layers that this forward runs (one
-  // stage in a step, all of the rank's outside of it); the input of a stage that is not the first; and where
-  // a stream goes that is not of the last. pass_on() returns a zero to add to the loss; its backward waits
-  // for the stream's gradient.
-  struct Stage {
-    int index = 0;
-    std::int64_t begin = 0, count = 0;
-    bool is_first = true, is_last = true;
-  };
-  std::function<std::vector<Stage>()> stages{};
-  std::function<at::Tensor(const Stage&)> receive{};
-  std::function<at::Tensor(const Stage&, const at::Tensor& stream)> pass_on{};
-  Map of_last_stage{};  // returns the last stage's tensor, of the same shape on all ranks, to each. No
-                        // gradient
-
-  // For language models.
-  Map whole_logits{};  // gathers this rank's columns to the whole vocabulary; no gradient
-  // tokens [T] -> the stream, from this rank's rows of the embedding.
-  std::function<at::Tensor(const at::Tensor& weight, const at::Tensor& tokens, std::int64_t pad)> embed{};
-  VocabularyShard vocabulary{};  // the rows of the output weight that this rank has
-  // Where the weights of keys and values are whole: only their heads [first, first + count) are computed, and
-  // query head h of this rank reads computed key head readers[h]. Empty: all, and h / (H / Hkv).
-  std::int64_t first_key_head = 0, key_heads = 0;
-  std::vector<std::int64_t> readers{};
-};
 
 // Outputs of a decoder for a batch, before the output layer.
 struct DecoderOutputs {
   at::Tensor hidden;  // [T_local, hidden], after the last norm
-  // For each layer with experts in the stages of this forward, ascending: its index, its router's logits
-  // [T_local, experts], and the experts that computed each token [T_local, k].
+  // By layer with experts in this forward, ascending: its index, router logits [T_local, experts], chosen
+  // experts [T_local, k].
   std::vector<std::int64_t> routed{};
   std::vector<at::Tensor> router_logits{}, chosen{};
-  at::Tensor passed_on{};  // instead of `hidden`, for a stage before the last: ModelSeams::pass_on
+  at::Tensor passed_on{};  // instead of `hidden`, for a stage before the last: Pipeline::pass_on()
 };
 
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
 class DecoderLM : public torch::nn::Module {
  public:
-  // Initial values: weights normal(0, initializer_range), norms one, biases zero, keyed by (seed, parameter
-  // name). They do not depend on ranks or on the order of construction.
+  // Values are keyed by (seed, parameter name): weights normal(0, initializer_range), norms one, biases zero.
   DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed);
   // Makes a model on the meta device, without memory, for a layout that gives each rank its shard.
   static std::shared_ptr<DecoderLM> without_values(const DecoderConfig& config, at::ScalarType dtype);
@@ -214,44 +142,38 @@ class DecoderLM : public torch::nn::Module {
   void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
   ~DecoderLM() override;
   const DecoderConfig& config() const;
-  // Differentiable once. ConfigError when a token is outside the vocabulary, a document longer than the
-  // sliding window, or the batch contradicts itself.
+  // Differentiable once. ConfigError: a token outside the vocabulary, a document longer than the window, a
+  // batch that contradicts itself.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
   DecoderOutputs outputs(const Batch& batch);
   at::Tensor logits_of(const at::Tensor& hidden);  // for the hidden states of outputs()
-  // [vocabulary, hidden], for a loss that computes the logits itself (linear_cross_entropy). With tied
-  // output, the embedding.
+  // [vocabulary, hidden], for linear_cross_entropy(). With tied output, the embedding.
   const at::Tensor& output_weight() const;
-  // The part of the vocabulary that output_weight()'s rows and logits()' columns are, for a loss: the whole
-  // one, unless set_seams() was called.
+  // The part of the vocabulary that output_weight()'s rows and logits()' columns are, for a loss.
   const VocabularyShard& vocabulary() const;
   // Parameters in registration order; tied output appears once, under the embedding's name.
   std::vector<std::pair<std::string, at::Tensor>> named();
 
-  // Wraps the forward of each block: `around(layer, stream, block)` replaces block(stream), for layouts that
-  // gather and free parameters. `stream` is [T_local, hidden]. `block` may be kept and called again; it
-  // returns the stream and, where the layer has experts, its router's logits.
+  // Wraps the forward of each block, for layouts that gather and free parameters. `stream` is [T_local,
+  // hidden]; `block` may be called again and returns the stream and, with experts, the router's logits.
   using BlockForward = std::function<std::vector<at::Tensor>(const at::Tensor& stream)>;
   using AroundBlock = std::function<std::vector<at::Tensor>(std::int64_t layer, const at::Tensor& stream,
                                                             const BlockForward& block)>;
   void set_around_block(AroundBlock around);
   std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
 
-  // Causal attention within the batch's documents: q [T_local, H, D], k and v [T_local, Hkv, D], after rotary
-  // embedding, -> [T_local, H, D]. Not set: variable_length_attention over cu_seqlens, which refuses batches
-  // that are split over context ranks (Batch::cut).
+  // Causal attention within documents: q [T_local, H, D], k and v [T_local, Hkv, D] after rotary embedding.
+  // Not set: variable_length_attention, which refuses batches split over context ranks (Batch::cut).
   using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
                                              const at::Tensor& v)>;
   void set_attention(Attention attention);
-  // Chooses the experts of each token instead of the `likeliest` [T, k] by the router's scores; the result
-  // has the same shape, with different experts for a token. Weights stay those of the router. For comparing
-  // runs that round differently, where a near tie may go either way. Not set: the likeliest.
+  // Chooses the experts of each token instead of the `likeliest` [T, k], e.g. to compare runs that round
+  // differently. Weights stay the router's.
   using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
                                                  const ExpertScores& scores, const at::Tensor& likeliest)>;
   void set_choice_of_experts(ChooseExperts choose);
-  void set_seams(ModelSeams seams);
-  const ModelSeams& seams() const;
+  ModelHooks& hooks() const;  // of model parallelism (src/model/hooks.hpp)
 
  private:
   struct Impl;
@@ -265,14 +187,12 @@ class DecoderLM : public torch::nn::Module {
                                              const std::function<void(std::uint32_t)>& on_token);
 };
 
-// Reads and writes Hugging Face directories: config.json, generation_config.json if there is one, and
-// model.safetensors (or a sharded index). ConfigError: a key of config.json that changes the mathematics and
-// is not supported, truncated files, wrong shapes, missing and unexpected tensors, weights that are not
-// finite.
+// Hugging Face directories: config.json, generation_config.json, model.safetensors (or a sharded index).
+// ConfigError: an unsupported key that changes the mathematics, truncated files, wrong shapes, missing,
+// unexpected or infinite tensors.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
-// As above for a stream of tensors with the model's names: one file, or several of at most `file_bytes` (at
-// least one tensor each) with an index.
+// For a stream with the model's names: one file, or several of at most `file_bytes` with an index.
 inline constexpr std::int64_t kHfFileBytes = 5'000'000'000;  // transformers 4's max_shard_size
 void write_hf(const std::filesystem::path& directory, const DecoderConfig& config,
               const TensorStream& weights, std::int64_t file_bytes = kHfFileBytes);
@@ -285,8 +205,8 @@ struct SampleOptions {
   double top_p = 1.0;
   std::uint64_t seed = 0;
 };
-// Samples tokens after `prompt` (not empty), until one of DecoderConfig::ends() or max_tokens; `on_token`
-// gets each as it is drawn. Keys and values are cached.
+// Samples after `prompt` (not empty) until one of DecoderConfig::ends() or max_tokens; keys and values are
+// cached.
 std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
                                     const SampleOptions& options,
                                     const std::function<void(std::uint32_t)>& on_token = {});
@@ -304,9 +224,8 @@ struct VideoDiTConfig {
   std::int64_t timestep_features = 128;                           // even
   double norm_epsilon = 1e-6;
   double initializer_range = 0.02;
-  // 0: adaLN-Zero: the projections that modulate and the output projection begin at zero, so each block
-  // begins as the identity. Otherwise gates begin at this value and those projections like all others, so
-  // that no gradient is zero at first.
+  // 0: adaLN-Zero: modulation and output projections begin at zero, so each block begins as the identity.
+  // Otherwise gates begin here and those projections like all others, so that no gradient is zero at first.
   double gate_init = 0;
 
   std::int64_t width_of_head() const { return head_dim > 0 ? head_dim : hidden / heads; }
@@ -314,16 +233,13 @@ struct VideoDiTConfig {
 // Throws ConfigError on impossible combinations.
 void check(const VideoDiTConfig& config);
 
-// DiT (Peebles & Xie 2023, arXiv 2212.09748) over 3-D patches (tubelets; ViViT, Arnab et al. 2021, arXiv
-// 2103.15691), with full attention inside each fragment of the batch. A token's position is the sum of three
-// learned embeddings, for its frame, row and column of patches (as in NaViT, Dehghani et al. 2023, arXiv
-// 2307.06304), so that videos of any size up to the largest fit. Each block: layer norm without parameters,
-// scaled and shifted by the fragment's timestep; attention with normalised queries and keys (as in Stable
-// Diffusion 3, Esser et al. 2024, arXiv 2403.03206); a feed-forward with GELU. The timestep gates both.
+// DiT (Peebles & Xie 2023, arXiv 2212.09748) over tubelets (ViViT, arXiv 2103.15691) with full attention
+// inside each fragment. Positions sum three embeddings, for frame, row and column (NaViT, arXiv 2307.06304).
+// Blocks: layer norm modulated by the timestep, attention with normalised queries and keys (arXiv
+// 2403.03206), GELU network.
 class VideoDiT : public torch::nn::Module {
  public:
-  // Initial values by (seed, parameter name): matrices and tables normal(0, initializer_range), norms one,
-  // biases zero; see also gate_init.
+  // As in DecoderLM; see also gate_init.
   VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, std::uint64_t seed);
   // Makes a model on the meta device, without memory.
   static std::shared_ptr<VideoDiT> without_values(const VideoDiTConfig& config, at::ScalarType dtype);
@@ -335,26 +251,23 @@ class VideoDiT : public torch::nn::Module {
   at::Device device() const;                                // of its parameters
   std::vector<std::pair<std::string, at::Tensor>> named();  // in registration order
 
-  // Predicts the velocity [T_local, E] in the model's dtype. `noised` [T_local, E]; `coordinates` [T_local,
-  // 3] int64: frame, row and column of patches; `times` [F] in [0, 1], one per fragment. `noised` is on the
-  // model's device, the others anywhere. Differentiable once. ConfigError when coordinates are outside the
-  // largest grid or the batch contradicts itself.
+  // Velocity [T_local, E] in the model's dtype. `noised` [T_local, E], on the model's device; `coordinates`
+  // [T_local, 3] int64: frame, row, column; `times` [F] in [0, 1]. Differentiable once. ConfigError:
+  // coordinates outside the largest grid, a batch that contradicts itself.
   at::Tensor velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
                       const at::Tensor& times);
 
-  // Wraps the forward of each block, as in DecoderLM. `condition` [F, hidden], made from the timesteps, needs
-  // a gradient too and so is an argument in addition to the stream [T_local, hidden].
+  // As in DecoderLM; `condition` [F, hidden], made from the timesteps, needs a gradient too.
   using BlockForward = std::function<at::Tensor(const at::Tensor& stream, const at::Tensor& condition)>;
   using AroundBlock = std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream,
                                                const at::Tensor& condition, const BlockForward& block)>;
   void set_around_block(AroundBlock around);
   std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
 
-  // Full attention within the batch's videos, e.g. ContextAttention(mesh, /*causal=*/false). Not set:
-  // variable_length_attention over cu_seqlens, which refuses batches that are split over context ranks.
+  // Full attention within videos, e.g. ContextAttention(mesh, /*causal=*/false); otherwise as in DecoderLM.
   using Attention = DecoderLM::Attention;
   void set_attention(Attention attention);
-  void set_seams(ModelSeams seams);
+  ModelHooks& hooks() const;
 
  private:
   struct Impl;
@@ -364,24 +277,22 @@ class VideoDiT : public torch::nn::Module {
 
 // ---- flow matching of a VideoDiT on the videos of a store ----
 
-// Random numbers of one forward, in fp64, keyed so that any split of the batch sees the same ones. Time of a
-// sample: uniform in [0, 1), by (seed, batch.draw, sample id). Noise: standard normal, by (seed, batch.draw,
-// sample id, position in the video, element).
+// Random numbers of a forward in fp64, keyed by (seed, batch.draw, sample id, position, element), so that any
+// split of the batch sees the same. Times are uniform in [0, 1), noise is standard normal.
 struct FlowNoise {
   at::Tensor times;  // [F], the same for all fragments of a sample
   at::Tensor noise;  // [T_local, E]
 };
 FlowNoise flow_noise(const Batch& batch, std::int64_t elements, std::uint64_t seed);
 
-// Makes one term "flow_matching": Σ over tokens with a target of w · mean over a patch's elements of
-// (velocity − (ε − x0))². The velocity goes from data (time 0) to noise (time 1): the model sees x_t = (1 −
-// t) x0 + t ε (Lipman et al. 2023, arXiv 2210.02747; rectified flow, Liu et al. 2022, arXiv 2209.03003).
-// Computed in fp32 (fp64 for fp64), summed in fp64. `model` must outlive the result.
+// One term "flow_matching": Σ over tokens with a target of w · mean over a patch's elements of (velocity − (ε
+// − x0))², x_t = (1 − t) x0 + t ε (Lipman et al. 2023, arXiv 2210.02747; Liu et al. 2022, arXiv 2209.03003).
+// In fp32 (fp64 for fp64), summed in fp64. `model` must outlive the result.
 ForwardLossTerms flow_matching_loss(VideoDiT& model, std::shared_ptr<const VideoStore> store,
                                     std::uint64_t seed);
 
-// The summands of that term, per token [T_local] in fp64, without weights and gradient; 0 where a token has
-// no target. Like the loss, every context rank must call it.
+// The term's summands [T_local] in fp64, without weights and gradient; 0 without target. Collective like the
+// loss.
 at::Tensor flow_matching_token_losses(VideoDiT& model, const VideoStore& store, const Batch& batch,
                                       std::uint64_t seed);
 
@@ -395,11 +306,10 @@ struct FlowEstimate {
 FlowEstimate flow_estimate(VideoDiT& model, const VideoStore& store, const Batch& batch, std::uint64_t seed,
                            std::optional<double> time = {});
 
-// Generates a new video, [T, E] on the CPU, in the order of a store's tokens: follows the model's velocity
-// from noise (time 1) to data (time 0) by Euler's method (Lipman et al. 2023, arXiv 2210.02747, section 4): x
-// becomes x − velocity(x, t) / steps at t = 1, 1 − 1 / steps, ... `number` distinguishes videos of one seed;
-// training never draws the same noise, and it does not depend on the number of steps. No gradient.
-// ConfigError: no steps, or a grid larger than the model's.
+// Generates a video [T, E] on the CPU, in a store's token order: Euler's method from noise (time 1) to data
+// (time 0) (Lipman et al. 2023, section 4), x becomes x − velocity(x, t) / steps. `number` distinguishes
+// videos of one seed; training never draws the same noise. ConfigError: no steps, or a grid larger than the
+// model's.
 struct FlowSampleOptions {
   std::int64_t steps = 50;
   std::uint64_t seed = 0;

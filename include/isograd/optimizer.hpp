@@ -1,5 +1,4 @@
-// Optimizers over flat buckets, the exact global norm, and clipping. Optimizers know nothing of ranks;
-// scaling by the clip coefficient is part of their pass.
+// Optimizers over flat buckets, the exact global norm, and clipping. Optimizers know nothing of ranks.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -15,8 +14,8 @@
 
 namespace isograd {
 
-// By name ("exp_avg", "exp_avg_sq", ...), one flat tensor per bucket, [held.size()]: the state itself, which
-// may be read and overwritten.
+// By name ("exp_avg", ...), one flat tensor per bucket, [held.size()]: the state itself, which may be
+// overwritten.
 using OptimizerState = std::map<std::string, std::vector<at::Tensor>>;
 
 class Optimizer {
@@ -24,12 +23,10 @@ class Optimizer {
   virtual ~Optimizer() = default;
   virtual std::string kind() const { return {}; }  // "adamw", "sgd", as checkpoints name it
   // One fused pass per bucket: parameters ← update(parameters, gradient_scale · gradients), except slots that
-  // are not trained. Always call it with the buckets of the same layout, since the state belongs to them
-  // (ConfigError otherwise).
+  // are not trained. Always with the buckets of the same layout (ConfigError).
   virtual void update(std::vector<Bucket>& buckets, double gradient_scale) = 0;
-  // The same on GPUs, by numbers that the host does not know yet: `gradient_scale` is one fp64 number there,
-  // `stop` one in fp32, and no parameter moves unless it is 0. The update is not counted before
-  // count_update(). Returns false, with nothing done, where the optimizer or the buckets do not allow it.
+  // On GPUs, by numbers that the host does not know yet: fp64 `gradient_scale`; no parameter moves unless
+  // fp32 `stop` is 0; not counted before count_update(). False, with nothing done: not supported here.
   virtual bool update_unless(std::vector<Bucket>& /*buckets*/, const at::Tensor& /*stop*/,
                              const at::Tensor& /*gradient_scale*/) {
     return false;
@@ -42,8 +39,8 @@ class Optimizer {
   // Empty where the optimizer has none (SGD without momentum).
   virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
   virtual void set_updates(std::int64_t updates) = 0;
-  // By parameter, how many updates it missed because it was frozen (Slot::trained) or had not joined its
-  // layout. They do not count for the bias correction of its moments, as in PyTorch's optimizers.
+  // By parameter: updates that it missed because it was frozen or had not joined. They do not count for the
+  // bias correction, as in PyTorch.
   using Missed = std::map<std::string, std::int64_t>;
   virtual Missed missed_updates() const { return {}; }
   virtual void set_missed_updates(Missed /*missed*/) {}
@@ -65,8 +62,8 @@ struct SgdOptions {
 };
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options);
 
-// Linear warm-up: (step + 1) / (warmup + 1) of the peak in the first `warmup` steps, the peak at step
-// `warmup`; then constant, or cosine down to `floor` × peak at step `total`.
+// Warm-up: (step + 1) / (warmup + 1) of the peak in the first `warmup` steps; then constant, or cosine to
+// `floor` × peak at `total`.
 struct Schedule {
   enum class Kind { kConstant, kCosine } kind = Kind::kCosine;
   double peak = 3e-4;
@@ -89,20 +86,18 @@ struct GlobalNorm {
 
 // Local fp64 sum of squares over owned elements, then one all-reduce, which also sums the logged loss.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, double local_loss_sum, Group group);
-// As above, with more numbers to sum over the ranks in the same message, the loss first. `local_sums`
-// (equally many on every rank) becomes their sums. Only the loss is checked for finiteness.
+// Also sums `local_sums` (equally many on every rank, the loss first) in the same message.
 GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& local_sums, Group group);
 
-// The norm in two halves: first Σ g² in fp64 of the elements that this rank owns, bucket by bucket in order;
-// then global_norm() from that sum. Gradients on a GPU are read in one pass when the sum is asked for, and
-// must not change until then.
+// The norm in two halves: Σ g² in fp64 of owned elements, then global_norm() from that sum. Gradients on a
+// GPU are read when the sum is asked for and must not change until then.
 class OwnedSquares {
  public:
   void add(const Bucket& bucket);
   void add(const Bucket& bucket, const Slot& slot);  // one parameter only
   void add(double squares) { sum_ += squares; }      // computed by a reduction
-  // Squares on a device arrive when `readings` are read; this object must not move until then. Returns the
-  // sum as one fp64 number on the device, undefined where there is none.
+  // The sum as one fp64 number on the device (undefined: none there), which arrives when `readings` are read.
+  // This object must not move until then.
   at::Tensor complete(Readings& readings);
   double value();  // waits for squares that have not arrived
 
@@ -115,9 +110,8 @@ class OwnedSquares {
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
-// The same for gradients by a Layout, in its order, already summed: owned elements only, then one all-reduce
-// over all ranks of the mesh. Where several ranks hold the same numbers, one of them passes `local_sums` and
-// the others 0.
+// Of gradients in a Layout's order, already summed; collective over all ranks of the mesh. One of the ranks
+// that hold the same numbers passes `local_sums`, the others 0.
 double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
 GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
                        std::vector<double>& local_sums);
@@ -125,15 +119,13 @@ GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& grad
 // Order of a norm: the root of the sum of squares (in fp64), or the largest magnitude.
 enum class NormOrder { kTwo, kInfinity };
 
-// Norms of parts of the gradient, e.g. of each layer: `part_of` returns a parameter's part, 0 to parts - 1,
-// or any other number for none. NaN where the part has one, 0 for an empty part. One all-reduce for all
-// parts; the same bits on every rank.
+// Norms of parts of the gradient: `part_of` gives 0 to parts - 1, or any other number for none. NaN where the
+// part has one, 0 where it is empty. One all-reduce; the same bits on every rank.
 std::vector<double> part_norms(const std::vector<Bucket>& buckets,
                                const std::function<int(const Slot&)>& part_of, int parts, NormOrder order,
                                Group group);
 
-// Parts of the gradient whose norms are logged in addition to the global norm: `of` returns a parameter's
-// part as an index into `names`, or any other number for none. The same on every rank.
+// Parts whose norms are logged: `of` gives an index into `names`, or any other number for none.
 struct NormParts {
   std::vector<std::string> names{};
   std::function<int(const std::string& name)> of{};
@@ -144,8 +136,7 @@ void add_owned_squares(const Bucket& bucket, const NormParts& parts, std::vector
 // max |g| over the whole gradient; NaN if any element is one.
 double infinity_norm(const std::vector<Bucket>& buckets, Group group);
 
-// min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0 (no clipping). Same bits on every rank. ConfigError:
-// max_norm is NaN.
+// min(1, max_norm / (norm + 1e-6)); 1 when max_norm <= 0. Same bits on every rank. ConfigError: a NaN limit.
 double clip_coefficient(double norm, double max_norm);
 
 // ---- clipping groups of parameters, each by its own norm and limit, on any mesh ----
@@ -162,21 +153,15 @@ struct ClippedGroup {
   double coefficient = 1;  // min(1, max_norm / (norm + 1e-6)); the same bits on every rank
 };
 
-// An optimizer that clips groups before `inner` updates. A parameter belongs to the first group whose pattern
-// matches its name; all others form the last group, "others", with the limit `others`. Norms are computed by
-// owners, as for the whole gradient (part_norms()): one all-reduce for all groups.
-//
-// It replaces the step's own clip: set StepOptions::max_norm = 0; the step still reports the norm of the
-// whole gradient. Gradients are multiplied in place, so DataParallel::views() has the applied ones after the
-// step; bf16 gradients are rounded once more.
+// Clips groups before `inner` updates. A parameter belongs to the first group whose pattern matches its name;
+// the rest to the last group, "others". One all-reduce for all groups. It replaces the step's own clip: set
+// StepOptions::max_norm = 0. Gradients are multiplied in place; bf16 ones are rounded once more.
 class ClipsGroups : public Optimizer {
  public:
-  // `all`: every rank that holds a part of the model or a copy, DataParallel::mesh().all(). ConfigError: a
-  // limit that is negative or not a number, a pattern that is empty or given twice.
+  // `all`: DataParallel::mesh().all(). ConfigError: a negative or NaN limit, an empty or doubled pattern.
   ClipsGroups(std::unique_ptr<Optimizer> inner, std::vector<ClipGroup> groups, double others, Group all);
 
-  // Collective over `all`. ConfigError on every rank, in the first update, for a pattern that matches no
-  // parameter of any rank.
+  // Collective. ConfigError on every rank in the first update: a pattern that matches no rank's parameters.
   void update(std::vector<Bucket>& buckets, double gradient_scale) override;
   const std::vector<ClippedGroup>& last() const { return last_; }  // the groups, then "others"
 

@@ -1,5 +1,5 @@
-// Parameters: their placement on the axes of a grid, the layout of a whole model, flat buckets, and the bytes
-// that a strategy costs.
+// Parameters: their placement on a grid's axes, the layout of a whole model, flat buckets, bytes of a
+// strategy.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -24,76 +24,65 @@ struct Range {
   std::int64_t size() const { return end - begin; }
 };
 
-// Splits `numel` elements into `size` contiguous parts whose boundaries are multiples of `alignment`
-// elements, and returns that of `rank`. Parts are disjoint and complete, and may be empty. The owner of an
-// element is the rank whose slice has it.
+// Part of `rank` when `numel` elements are split into `size` contiguous parts at multiples of `alignment`.
 Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment = 16);
 
 // One dimension of a parameter, sharded over the ranks along an axis (of the grid, or a factor of a view).
 struct Cut {
   std::string axis;
   int dim = 0;
-  // Sizes of consecutive blocks of the dimension, each sharded separately (e.g. query, key and value heads in
-  // one tensor). Usually one.
+  // Consecutive blocks of the dimension, each sharded separately (e.g. query, key and value heads). Usually
+  // one.
   std::vector<std::int64_t> blocks;
-  // [block][place along the axis]: how many of a block's rows a rank holds, in the order of the ranks. Ranks
-  // may hold different numbers of rows, also 0.
+  // [block][place along the axis]: rows of a block that a rank has, in the order of ranks; may differ, also
+  // 0.
   std::vector<std::vector<std::int64_t>> rows;
 
   bool operator==(const Cut&) const = default;
 };
 
-// Shards as evenly as possible in pieces of `unit` rows (e.g. the rows of a head); the first ranks along the
-// axis get one more piece.
+// As even as possible in pieces of `unit` rows; the first ranks along the axis get one more piece.
 Cut even_cut(const Grid& grid, const std::string& axis, int dim, std::vector<std::int64_t> blocks,
              std::int64_t unit = 1);
 
-// Where one parameter is stored on the axes of a grid, and along which axes its gradients are summed. Integer
-// arithmetic only. Slices, owners and copies follow from it.
+// Where a parameter is on the axes of a grid, and where its gradients are summed. Integer arithmetic only.
 struct Placement {
   std::vector<std::int64_t> whole_shape;
   std::vector<Cut> cuts{};
-  // Coordinates along the stage axis whose ranks hold the parameter, ascending: usually one; two for an
-  // embedding that is tied across stages. Empty: every stage.
+  // Stages whose ranks hold it, ascending; two for an embedding that is tied across stages. Empty: every one.
   std::vector<int> stages{};
-  // Axes along which ranks hold copies whose gradients must be summed: a subset of copies(). Along the other
-  // axes of copies() every rank computes the same gradient. The stage axis here means the stages that hold
-  // the parameter.
+  // Axes of copies() whose gradients are summed; along the others every rank computes the same gradient. The
+  // stage axis here means the stages that hold the parameter.
   AxisSet summed{};
 
   bool operator==(const Placement&) const = default;
 };
 
-// Parameters share a flat buffer only if these are equal: the axes along which their gradients are summed,
-// and those along which ranks hold copies and share ownership of elements. Axes of one rank are left out.
+// Parameters share a flat buffer only if these are equal. Axes of one rank are left out.
 struct SyncAxes {
   AxisSet summed, copies;
   auto operator<=>(const SyncAxes&) const = default;
 };
 
-// Makes a placement whose gradient is summed along the data axes on which it is not sharded, and along
-// `summed`.
+// A placement summed along the data axes on which it is not sharded, and along `summed`.
 Placement placed(const Grid& grid, std::vector<std::int64_t> whole_shape, std::vector<Cut> cuts = {},
                  std::vector<int> stages = {}, const AxisSet& summed = {});
 
-// ConfigError that names the parameter and the axis: a shard of a dimension that does not exist, two shards
-// of one dimension or along the same ranks, an unknown axis, blocks that do not add up to the dimension, rows
-// that do not add up to their block, stages out of order or outside the grid, a sum along an axis without
-// copies.
+// ConfigError that names parameter and axis: a dimension that does not exist or is sharded twice, an unknown
+// axis, blocks or rows that do not add up, stages out of order, a sum along an axis without copies.
 void check_placement(const std::string& name, const Placement& placement, const Grid& grid);
 
 // The functions below expect a placement that check_placement() accepts.
 
-// Axes along which ranks hold the same elements: those on which the parameter is neither sharded nor absent.
-// Where it is sharded along a factor of a view, the other factors replace that view's axes.
+// Axes along which ranks hold the same elements; where it is sharded along a factor of a view, the view's
+// other factors.
 AxisSet copies(const Placement& placement, const Grid& grid);
 
 SyncAxes sync_axes(const Placement& placement, const Grid& grid);
 
 bool holds(const Placement& placement, const Grid& grid, int rank);
 
-// Ranks that hold the parameter and differ from `rank`, which holds it too, along these axes of copies()
-// alone; ascending.
+// Ranks that hold the parameter and differ from `rank` along these axes of copies() alone; ascending.
 std::vector<int> holders_along(const Placement& placement, const Grid& grid, const AxisSet& along, int rank);
 
 // Shape of the local tensor of `rank`; {0} where it does not hold the parameter.
@@ -103,12 +92,10 @@ std::vector<std::int64_t> local_shape(const Placement& placement, const Grid& gr
 struct Slice {
   std::vector<std::int64_t> whole, local, sizes;
 };
-// The slices of the whole tensor that make up the local one, without empty ones: usually one, and one more
-// for each further block of a sharded dimension.
+// Non-empty slices of the whole tensor that make up the local one: one per block of a sharded dimension.
 std::vector<Slice> slices(const Placement& placement, const Grid& grid, int rank);
 
-// Which elements of its local tensor `rank` owns: its slice over the ranks that hold copies. Every element
-// has exactly one owner. Empty where the rank holds nothing.
+// The elements of its local tensor that `rank` owns: each element has one owner among the copies.
 Range owned_part(const Placement& placement, const Grid& grid, int rank);
 
 // Describes a placement, one line per aspect: name, shape, shards, stages, summed axes.
@@ -127,18 +114,14 @@ struct PlacedParameter {
 };
 
 // Sums gradients, assembles whole tensors, compares copies and assigns owners, from placements alone. The
-// same on every rank: it has all parameters in the whole model's order, also those of other stages.
-//
-// Tensors of a parameter (values, gradient, optimizer state) are passed and returned as local ones, of
-// local_shape and any type; lists of them are in the order of parameters(). Where a rank does not hold the
-// parameter its tensor is empty.
+// same on every rank, with all parameters in the model's order. Tensors (values, gradient, state) are local
+// ones of any type, in that order, empty where a rank does not hold the parameter.
 class Layout {
  public:
   using Named = std::vector<std::pair<std::string, Placement>>;
 
-  // Collective over mesh.all(), before a model is changed. ConfigError on a placement that check_placement()
-  // refuses, on a name used twice, and, on every rank, on the first parameter whose placement differs between
-  // ranks.
+  // Collective over mesh.all(), before a model is changed. ConfigError on every rank: a placement that
+  // check_placement() refuses, a name used twice, placements that differ between ranks.
   Layout(Mesh mesh, Named placements);
 
   const Mesh& mesh() const { return mesh_; }
@@ -149,16 +132,13 @@ class Layout {
   // Copies this rank's part of a whole tensor.
   at::Tensor local(const std::string& name, const at::Tensor& whole) const;
 
-  // Assembles the whole tensor from its shards and the first stage that holds it, on every rank. Collective
-  // over mesh.all().
+  // The whole tensor from its shards and the first stage that holds it. Collective over mesh.all().
   at::Tensor whole(const std::string& name, const at::Tensor& local) const;
 
-  // Sums each gradient over the ranks along `summed`, in place. The result is the rank's part of the whole
-  // gradient. Collective over mesh.all().
+  // Sums each gradient along `summed`, in place. Collective over mesh.all().
   void sum_gradients(const std::vector<at::Tensor>& gradients) const;
 
-  // PeerError on every rank that names the first parameter whose copies differ in a bit, and the ranks. It
-  // calls the tensors `what` (e.g. "gradient"). Collective over mesh.all().
+  // PeerError on every rank: the first parameter whose copies differ in a bit. Collective over mesh.all().
   void check_copies(const std::vector<at::Tensor>& tensors, const std::string& what) const;
 
  private:
@@ -182,8 +162,7 @@ struct NamedParameter {
   SyncAxes sync{};     // set by place_parameters()
 };
 
-// The parameters that a layout is made for: the list of those that are trained, and what the layout needs to
-// know in addition.
+// The parameters that are trained, and what a layout needs to know in addition.
 struct TrainableParameters : std::vector<NamedParameter> {
   using std::vector<NamedParameter>::vector;
   TrainableParameters() = default;
@@ -198,13 +177,12 @@ struct TrainableParameters : std::vector<NamedParameter> {
   std::function<void()> check{};
 };
 
-// Lists a module's parameters in registration order: frozen ones separately, tied ones once (first name).
-// decays = dim() >= 2.
+// In registration order: frozen ones separately, tied ones once (first name). decays = dim() >= 2.
 TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named);
 
-// Sets the axes of each parameter from its placement; by default every rank has a copy and gradients are
-// summed along the data axes. ConfigError: what check_placement() refuses, a tensor that is not of the rank's
-// local shape, a placement without parameter, a parameter on several but not all stages.
+// Sets each parameter's axes from its placement (default: a copy on every rank). ConfigError: what
+// check_placement() refuses, a tensor that is not of the local shape, a placement without parameter, a
+// parameter on several but not all stages.
 void place_parameters(TrainableParameters& parameters, const Grid& grid, int rank);
 
 // The place of one parameter in a bucket, in elements.
@@ -227,16 +205,16 @@ struct BucketPlan {
   std::vector<Slot> slots;
 };
 
-// Packs parameters into buckets in *reverse* order (backward makes the last gradients first). A bucket has
-// one dtype and one SyncAxes, and at most `bucket_bytes` of gradients unless a single parameter is larger;
-// the first one of each kind at most `first_bucket_bytes`, so that communication begins early (0: like the
-// others). Pure. `order`, if not empty, has every index into `parameters` once, and is used instead.
+// Packs parameters in *reverse* order (backward makes the last gradients first), or in `order`, which has
+// every index once. A bucket has one dtype and SyncAxes and at most `bucket_bytes` of gradients unless one
+// parameter is larger; the first of each kind `first_bucket_bytes`, to communicate early (0: like the
+// others).
 std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
                                      std::int64_t first_bucket_bytes = 0,
                                      const std::vector<std::size_t>& order = {});
 
-// One rank's part of one bucket, flat. A layout that replicates holds all of it; one that shards holds the
-// elements that this rank updates. Norms, optimizers and checkpoints use nothing else.
+// One rank's flat part of a bucket: all of it, or a shard. Norms, optimizers and checkpoints use nothing
+// else.
 struct Bucket {
   BucketPlan plan;
   Range owned;        // elements of the bucket that this rank counts in norms: each element has one owner
@@ -275,9 +253,8 @@ struct DataParallelPlan {
   std::int64_t micro_batches = 1;  // G, of a step
   // Stage 3: elements (of numel) that stay whole from forward to the end of backward, gathered once for both.
   std::int64_t whole = 0;
-  // Expert parallelism: elements of numel and of whole that are sharded over ep, so that only `dealt_copies`
-  // ranks have the same ones. These ranks sum them and, from stage 1 on, shard them; `shards` and `replicas`
-  // are for the rest.
+  // Elements of numel and of whole that are sharded over ep: summed (and, from stage 1 on, sharded) over
+  // `dealt_copies` ranks; `shards` and `replicas` are for the rest.
   std::int64_t dealt = 0, dealt_whole = 0;
   int dealt_copies = 1;
 };
@@ -293,19 +270,11 @@ struct PersistentBytes {
   PersistentBytes& operator+=(const PersistentBytes& more);
 };
 
-// Rajbhandari et al. 2020 ("ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"), with Ψ
-// elements, N shards and bytes p, g, k = master + state per element:
-//   stage 0   (p + g + k)Ψ        16Ψ for bf16 with fp32 masters and moments
-//   stage 1   (p + g)Ψ + kΨ/N     4Ψ + 12Ψ/N
-//   stage 2   pΨ + (g + k)Ψ/N     2Ψ + 14Ψ/N
-//   stage 3   (p + g + k)Ψ/N      16Ψ/N
-//   shared    gΨ + (p + k)Ψ/N     one copy for N ranks; (p + g + k)Ψ/N with stages 2 and 3
-// With reduce_once gradients are whole: gΨ. For elements sharded over ep, N = dealt_copies. ConfigError on
-// contradictory numbers.
+// Formulas of Rajbhandari et al. 2020 ("ZeRO"), docs/memory.md; for elements over ep N is dealt_copies.
+// ConfigError on contradictory numbers.
 PersistentBytes persistent_bytes(const DataParallelPlan& plan);
 
-// Bytes that a rank sends in a step, by purpose, for algorithms that move the least, as in the paper: a
-// reduce-scatter or all-gather of n bytes over N ranks sends n(N − 1)/N, an all-reduce twice that.
+// Bytes that a rank sends in a step where a reduce-scatter or all-gather of n bytes sends n(N − 1)/N.
 struct TrafficBytes {
   double reduce = 0;     // gradients, within the shard group (stage 0: to all of it and back)
   double gather = 0;     // parameters, within the shard group
@@ -315,19 +284,10 @@ struct TrafficBytes {
   TrafficBytes& operator+=(const TrafficBytes& more);
 };
 
-// With G micro-batches, in elements times (N − 1)/N:
-//   stage 0   2Ψ         gradients, once a step
-//   stage 1   Ψ + Ψ      gradients, then parameters
-//   stage 2   GΨ + Ψ     each micro-batch's gradients are reduced; reduce_once: Ψ + Ψ
-//   stage 3   GΨ + 2GΨ   parameters are gathered for forward and for backward; reduce_once: Ψ + 2GΨ;
-//                        elements that stay whole (`whole`) are gathered once less in each micro-batch
-//   shared    Ψ          parameters are not sent; GΨ with stages 2 and 3
-// R replicas add 2Ψ/N · (R − 1)/R; stage 0 reduces over all N·R ranks at once. For elements sharded over ep,
-// N = dealt_copies and R = 1. The exchange of tokens with experts is not included.
+// By micro-batches, stage and replicas (docs/memory.md), without the exchange of tokens with experts.
 TrafficBytes traffic_bytes(const DataParallelPlan& plan);
 
-// Formulas as text: "2Ψ + 14Ψ/N" for the plan's bytes, "(2Ψ + 2Ψ)(N - 1)/N" for its traffic; Ψw is
-// plan.whole. With expert parallelism Ψe, Ψew and Ne are for the experts; Ψ, Ψw and N for the rest.
+// As text: "2Ψ + 14Ψ/N", "(2Ψ + 2Ψ)(N - 1)/N"; Ψw is plan.whole; Ψe, Ψew and Ne are for experts.
 std::string persistent_formula(const DataParallelPlan& plan);
 std::string traffic_formula(const DataParallelPlan& plan);
 

@@ -1,5 +1,5 @@
-// Pipeline parallelism: schedules as data (made, read, checked and simulated without a model and without
-// ranks), their execution, and models in stages.
+// Pipeline parallelism: schedules as data, their execution, and models in stages
+// (docs/pipeline-parallelism.md).
 #pragma once
 
 #include "isograd/error.hpp"
@@ -29,8 +29,8 @@ struct PipelineAction {
     kBackward,         // gradients of the stage's input and of its parameters
     kBackwardInputs,   // gradient of the stage's input; the parameters' follow
     kBackwardWeights,  // gradients of its parameters
-    // Transfers: a stage's output to the next stage's rank, and the gradient of its input to the previous
-    // stage's rank. A send ends at once, a receive when the tensor has arrived.
+    // Transfers to the neighbouring stages' ranks. A send ends at once, a receive when the tensor has
+    // arrived.
     kSendOutput,
     kReceiveInput,
     kSendGradient,
@@ -57,46 +57,40 @@ struct PipelineTable {
 std::vector<std::string> pipeline_schedules();
 
 // Makes the table of a schedule, without transfers. Every stage adds the gradients of micro-batches in their
-// order, so that all these schedules give the same bits. Stage s is on rank s mod `ranks`; under zb-v rank r
-// has stages r and 2 ranks - 1 - r.
-//   one-after-another  one micro-batch at a time through all stages and back: the naive twin
-//   gpipe              all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)
-//   1f1b               enough forwards to keep later ranks busy, then a backward after each forward
-//                      (Narayanan et al. 2019, PipeDream; its flush form, arXiv 2006.09503)
-//   interleaved        1f1b with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473,
-//                      section 2.2); needs two or more, and a multiple of the ranks as micro-batches
-//   zb-h1              1f1b with backwards split in two, so that gradients of weights fill the bubbles, with
-//                      1f1b's memory (Qi et al. 2024, arXiv 2401.10241)
-//   zb-v               two stages on each rank, in a V, also with split backwards (Qi et al. 2024, arXiv
-//                      2405.15362)
-// ConfigError: an unknown schedule, numbers below 1, more than 4 million forwards, or numbers of stages or
-// micro-batches that the schedule does not support (says which it does).
+// order, so that all schedules give the same bits. Stage s is on rank s mod `ranks`; under zb-v rank r has
+// stages r and 2 ranks - 1 - r.
+//  one-after-another  one micro-batch at a time through all stages and back: the naive twin
+//  gpipe              all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)
+//  1f1b               a backward after each forward (Narayanan et al. 2019; flush form, arXiv 2006.09503)
+//  interleaved        1f1b, two or more stages a rank, micro-batches a multiple of the ranks
+//                     (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)
+//  zb-h1              1f1b with split backwards: weights' gradients fill bubbles (Qi et al. 2024, 2401.10241)
+//  zb-v               two stages a rank, in a V, with split backwards (Qi et al. 2024, arXiv 2405.15362)
+// ConfigError: an unknown schedule, numbers below 1, more than 4 million forwards, numbers that it does not
+// support.
 PipelineTable make_pipeline(const std::string& schedule, int ranks, int stages_of_rank, int micro_batches);
 
-// Adds transfers: each send after the action that makes its tensor, each receive before the action that needs
-// it.
+// Adds each send after the action that makes its tensor, each receive before the action that needs it.
 PipelineTable with_transfers(const PipelineTable& table);
 
 // True where backwards are split in two.
 bool has_halves(const PipelineTable& table);
 
-// PyTorch's notation. "2F0": forward of micro-batch 0 in stage 2. B is backward; I and W are the halves for
-// inputs and weights; SEND_F and RECV_F go to the next stage, SEND_B and RECV_B to the previous one.
+// PyTorch's notation: "2F0" is the forward of micro-batch 0 in stage 2; B backward, I and W its halves for
+// inputs and weights; SEND_F, RECV_F, SEND_B, RECV_B.
 std::string to_text(const PipelineAction& action);
 
 // {"name": ..., "stages": 4, "micro_batches": 8, "ranks": [["0F0", ...], ...]}
 std::string to_json(const PipelineTable& table);
-// Parses and checks a table. ConfigError: text that is no table, and what check_pipeline() refuses. Errors
-// call the text `where`.
+// ConfigError: text (called `where`) that is no table, and what check_pipeline() refuses.
 PipelineTable pipeline_from_json(const std::string& text, const std::string& where);
 
-// ConfigError that names the first contradiction: a stage on several ranks or on none, an unknown stage or
-// micro-batch, an action that is missing or duplicated, a backward before its forward, a send without its
-// receive, a rank that waits forever (for what, and what its sender waits for).
+// ConfigError with the first contradiction: a stage on several ranks or none, an unknown stage or
+// micro-batch, a missing or doubled action, a backward before its forward, a send without receive, a rank
+// that waits forever (for what, and what its sender waits for).
 void check_pipeline(const PipelineTable& table);
 
-// Durations per stage, 0 or 1e-100 to 1e100 in any unit. `transfer`: from the end of the action that makes a
-// tensor to its arrival on another rank, while both compute.
+// By stage, 0 or 1e-100 to 1e100 in any unit. `transfer`: from the end of an action to its tensor's arrival.
 struct PipelineTimes {
   std::vector<double> forward, backward_inputs, backward_weights;
   double transfer = 0;
@@ -113,17 +107,16 @@ struct PipelineTimeline {
   double length = 0;
   std::vector<double> busy;    // by rank
   std::vector<int> most_live;  // by rank: peak number of micro-batches (per stage) with kept activations
-  // By rank: peak memory of these, in units of what one forward keeps; between the two halves of its backward
-  // a micro-batch counts `between_halves`.
+  // By rank: peak memory of these in units of what one forward keeps; a micro-batch between the halves of its
+  // backward counts `between_halves`.
   std::vector<double> most_kept;
 
   double bubble() const;  // fraction of all ranks' time that is spent waiting
 };
 
-// Checks the table as check_pipeline() does and computes the timeline, in time proportional to the actions.
-// `between_halves`: what a micro-batch keeps between the halves of its backward (inputs of products, and
-// gradients of their outputs), in units of what its forward kept: M_W / M_B of Qi et al., "Zero Bubble
-// Pipeline Parallelism" (2023), section 3.
+// Checks as check_pipeline() does, in time proportional to the actions. `between_halves`: what a micro-batch
+// keeps between the halves of its backward, in units of its forward's: M_W / M_B of Qi et al. (2023), section
+// 3.
 PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves = 1);
 
 // Draws the timeline as text (one line per stage, at most 160 columns after its name) or as SVG.
@@ -139,9 +132,8 @@ struct PipelineOptions {
   std::optional<PipelineTable> table{};  // replaces both
 };
 
-// Callbacks: computation of micro-batch i in stage number `part` of own_stages(); `last` marks the rank's
-// last gradients of parameters. The halves are for tables that split backwards: `inputs` gives the previous
-// stage its gradient; `weights` of the same micro-batch follows.
+// Computation of micro-batch i in stage number `part` of own_stages(); `last` marks the rank's last gradients
+// of parameters. `inputs` and `weights` are the halves of a backward.
 struct PipelineWork {
   std::function<void(std::size_t i, std::size_t part)> forward{};
   std::function<void(std::size_t i, bool last, std::size_t part)> backward{};
@@ -149,38 +141,33 @@ struct PipelineWork {
   std::function<void(std::size_t i, bool last, std::size_t part)> weights{};
 };
 
-// One rank along `pp`: runs its stages' forwards and backwards in the order of the table, and transfers
-// tensors between stages. In a step, a forward is that of the current stage() of this rank. Unless that is
-// the first stage, it takes the output of receive() instead of the batch's tokens. Unless it is the last, it
-// returns terms that include pass_on(output), a zero whose backward waits for the next stage's gradient:
+// Runs the forwards and backwards of this rank's stages in the order of the table, and transfers tensors
+// between stages. A forward is that of the current stage(): unless it is the first it takes receive() instead
+// of the batch's tokens; unless the last, it returns terms with pass_on(output), a zero whose backward waits
+// for the next stage's gradient:
 //
-//   Pipeline pipeline(mesh, {.schedule = "1f1b"});
-//   const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
-//     const at::Tensor x = pipeline.is_first() ? embed(batch) : pipeline.receive({-1, width});
-//     const at::Tensor y = layers_of(pipeline.stage(), x, batch);
-//     return {{"cross_entropy", pipeline.is_last() ? loss_of(y, batch) : pipeline.pass_on(y)}};
-//   };
-//   Step step(forward, *layout, mean, optimizer, through(pipeline));
+//  Pipeline pipeline(mesh, {.schedule = "1f1b"});
+//  const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+//    const at::Tensor x = pipeline.is_first() ? embed(batch) : pipeline.receive({-1, width});
+//    const at::Tensor y = layers_of(pipeline.stage(), x, batch);
+//    return {{"cross_entropy", pipeline.is_last() ? loss_of(y, batch) : pipeline.pass_on(y)}};
+//  };
+//  Step step(forward, *layout, mean, optimizer, through(pipeline));
 //
-// A stage passes on one tensor per micro-batch; integers and masks go without a gradient. All ranks may
-// abandon a step in the same micro-batch (data_parallel.hpp) if none of them waits for one that has abandoned
-// it; the next step uses nothing of it.
-//
-// The loss is divided once, by counts that are known before the first stage begins: gradients of stages need
-// no factor. Ranks with the same batch have equally many micro-batches; where a schedule needs a multiple,
-// empty ones are added and go through all stages.
+// A stage passes on one tensor per micro-batch; integers and masks go without a gradient. Ranks with the same
+// batch have equally many micro-batches; where a schedule needs a multiple, empty ones go through all stages.
+// All ranks may abandon a step in the same micro-batch (data_parallel.hpp) if none waits for one that has.
 class Pipeline {
  public:
-  // Collective over the ranks along pp. ConfigError: invalid options, a table for another number of ranks or
-  // with a rank without stages, tables that differ between ranks.
+  // Collective along pp. ConfigError: invalid options, a table for other ranks or that differs between ranks.
   Pipeline(const Mesh& mesh, PipelineOptions options);
 
   int stages() const;
   const std::vector<int>& own_stages() const;  // of this rank, ascending
   int rank_of(int stage) const;
 
-  // The stage whose forward or backward runs. Outside of a step, for looking at a batch without gradients:
-  // the rank's only stage, or that of look_at() (ConfigError on a rank with several without it).
+  // The stage that runs. Outside of a step: the rank's only stage, or that of look_at() (ConfigError without
+  // it).
   int stage() const;
   bool in_step() const;
   // Outside of a step: the next forward is that of this stage of the rank.
@@ -188,23 +175,21 @@ class Pipeline {
   bool is_first() const { return stage() == 0; }
   bool is_last() const { return stage() + 1 == stages(); }
 
-  // Returns the previous stage's output for this micro-batch; its gradient goes back there. ConfigError that
-  // names both stages where it does not have these sizes (-1: any; not given: not checked), and on a second
-  // call in one forward of a step. PeerError where the previous stage is in a later step.
+  // The previous stage's output for this micro-batch; its gradient goes back there. ConfigError that names
+  // both stages: other sizes (-1: any; not given: not checked), a second call in a forward. PeerError: that
+  // stage is in a later step.
   at::Tensor receive(at::IntArrayRef sizes = {});
   // Sends to the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
 
-  // Runs the table. As a step's schedule, use through() (step.hpp). ConfigError: a number of micro-batches
-  // that the table or schedule does not have; a forward that did not call receive() or pass_on() as its stage
-  // must.
+  // Runs the table; as a step's schedule, use through() (step.hpp). ConfigError: a number of micro-batches
+  // that it does not have, a forward without its receive() or pass_on().
   void run(std::size_t micro_batches, const PipelineWork& work) const;
   // The number of micro-batches must be a multiple of this.
   std::size_t micro_batches_of() const;
 
-  // The last run() on all ranks along pp: its table, and when each action computed, in seconds since the
-  // first began; waiting for another stage is before an action, not in it. Collective over these ranks, the
-  // same on each. Empty before the first step.
+  // The last run() on all ranks along pp: when each action computed, in seconds since the first began,
+  // without waiting for other stages. Collective. Empty before the first step.
   struct Measured {
     PipelineTable table;
     PipelineTimeline timeline;
@@ -216,9 +201,8 @@ class Pipeline {
   std::shared_ptr<Impl> impl_;
 };
 
-// Assigns layers [begin, begin + count) to each stage: as even as their costs allow, in order, at least one.
-// `costs`: of the layers; `behind`: additional cost of the last stage (the output). ConfigError: more stages
-// than layers.
+// Assigns layers to stages, as even as their costs allow, in order, at least one each. `behind`: additional
+// cost of the last stage (the output). ConfigError: more stages than layers.
 struct StageLayers {
   std::int64_t begin = 0, count = 0;
 };
@@ -226,9 +210,8 @@ std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stage
 
 class DecoderLM;
 
-// Splits a decoder into stages: each rank keeps the layers of its stages, the first stage also the embedding,
-// the last one the norm and the output; all others become empty tensors. From then on its forward is that of
-// the current stage: outputs() gives the last stage's outputs, or DecoderOutputs::passed_on before it.
+// Splits a decoder into stages: a rank keeps its stages' layers, the first stage the embedding, the last one
+// the norm and the output; the rest becomes empty tensors. Its forward is then that of the current stage.
 // Collective over mesh.all(), after cut_decoder(), whose placements are `others`. ConfigError: more stages
 // than layers.
 Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<Pipeline>& pipeline,
@@ -268,11 +251,9 @@ CallableModule callable_module(const torch::nn::ModuleHolder<Module>& holder) {
 struct PipelineModule {
   // Prefix of its parameters' names, before a dot. Empty: its index in the list, as in torch::nn::Sequential.
   std::string name{};
-  // Makes the module. Ranks that are threads call it one at a time, so it must not communicate (make groups
-  // before).
+  // Makes the module. Ranks that are threads call it one at a time, so it must not communicate.
   std::function<CallableModule()> make;
-  // Existing tensors that the module may register. One that several modules register is a tied parameter; no
-  // other tensor may be in two modules.
+  // Tensors that the module may register. Only those that several modules are given are tied parameters.
   std::vector<at::Tensor> given{};
   double cost = 1;  // of its forward and backward, in any unit: stages are balanced by it
 
@@ -291,8 +272,8 @@ concept ModuleHolder = requires {
   typename Module::ContainedType;
 };
 
-// pipeline_module<Block>(8, 16) calls std::make_shared<Block>(8, 16) on the ranks that need it;
-// pipeline_module<torch::nn::Linear>(8, 16) likewise. Tensors among the arguments are `given`.
+// pipeline_module<Block>(8, 16) makes a Block(8, 16) on the ranks that need it; tensors among them are
+// `given`.
 template <typename Module, typename... Arguments>
 PipelineModule pipeline_module(Arguments... arguments) {
   PipelineModule one;
@@ -321,54 +302,40 @@ PipelineModule pipeline_module(Make make, std::vector<at::Tensor> given = {}) {
 }
 
 struct PipelineModelOptions {
-  // Each module is made with the CPU's default generator seeded by this and its name, so that its values are
-  // the same on every rank and for every number of stages. The generator is restored afterwards; no other
-  // thread should draw from it meanwhile.
+  // Modules are made with the CPU's default generator seeded by this and their names: the same values on
+  // every rank. The generator is restored; no other thread should draw from it meanwhile.
   std::uint64_t seed = 0;
   std::optional<at::ScalarType> dtype{};  // modules are converted to it; not given: they stay as they are
   at::Device device = at::kCPU;           // modules are moved to it
-  // Computes the first module's input; not given: Batch::tokens. Also called for padding batches
-  // (empty_batch()).
+  // The first module's input, also for padding batches (empty_batch()); not given: Batch::tokens.
   std::function<at::Tensor(const Batch& batch)> input{};
   bool accept_dropout = false;  // as in PrepareOptions
 };
 
-// A model made of the modules of a list; after split(), only those of this rank's stages:
-//
-//   PipelineModel model({pipeline_module<Embedding>(kVocabulary, kHidden), pipeline_module<Block>(kHidden),
-//                        pipeline_module<torch::nn::Linear>(kHidden, kVocabulary)});
-//   const Layout placed = model.split(mesh, {.schedule = "1f1b"});
-//   const auto layout = bucketed(model.parameters(), mesh);
-//   Step step(model.forward_loss({"cross_entropy"}, loss), *layout, mean, *optimizer,
-//             through(model.pipeline()));
-//
-// Stages take modules in the list's order, as even as their costs allow. Parameters are called
-// "<module>.<parameter>", for every number of stages. Buffers stay with their module: they belong to no
-// layout and no checkpoint, and forward must change them equally on all ranks that see different data
-// (check_buffers() of modules()). Copies share the modules.
+// A model made of the modules of a list; after split(), only those of this rank's stages. The step gets
+// forward_loss() and through(model.pipeline()) (example: docs/pipeline-parallelism.md). Parameters are called
+// "<module>.<parameter>" for every number of stages. Buffers stay with their module, outside layouts and
+// checkpoints; forward must change them equally on all ranks (check_buffers()). Copies share the modules.
 class PipelineModel {
  public:
   using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
   // Makes nothing. ConfigError: no module, two of one name, a name with a dot, a cost that is not positive.
   explicit PipelineModel(std::vector<PipelineModule> list, PipelineModelOptions options = {});
 
-  // Makes all modules in this process, for one device. ConfigError: after split(), and as split() for each
-  // module.
+  // Makes all modules in this process, for one device. ConfigError: after split(), and as split().
   void make_all();
 
-  // Keeps the modules of this rank's stages and makes those that do not exist yet. Collective over
-  // mesh.all(), once, before a layout is made. Without ranks along pp every rank has all of them. ConfigError
-  // on every rank: fewer modules than stages; lists, or a module's parameters, buffers or values, that differ
-  // between ranks; a tensor in two modules that is not `given` to both; a null module; what prepare_module()
-  // or Pipeline refuses.
+  // Keeps and makes the modules of this rank's stages. Collective over mesh.all(), once, before a layout is
+  // made; without ranks along pp every rank has all. ConfigError on every rank: fewer modules than stages;
+  // lists, parameters, buffers or values that differ between ranks; a tensor in two modules that is not
+  // `given` to both; a null module; what prepare_module() or Pipeline refuses.
   Layout split(const Mesh& mesh, PipelineOptions options = {});
   const Pipeline& pipeline() const;  // ConfigError before split()
 
   // This rank's modules by name, as children of one module: for train(), eval(), buffers.
   const torch::nn::Module& modules() const;
   torch::nn::Module& modules();
-  // This rank's parameters, tied ones once, named after the first module that registers them, on whichever
-  // rank that is.
+  // This rank's parameters, tied ones once, named after the first module on any rank that registers them.
   const NamedTensors& named() const;
   // The same for a layout, with all placements and with the checks before each step.
   TrainableParameters parameters() const;
@@ -377,13 +344,11 @@ class PipelineModel {
     at::Tensor output{};     // of the last module, where this rank has it
     at::Tensor passed_on{};  // otherwise: Pipeline::pass_on()
   };
-  // Forward of the current stage. Outside of a step: of all stages of this rank, one after another,
-  // collective over the ranks along pp. ConfigError before make_all() or split().
+  // Forward of the current stage; outside of a step, of all this rank's stages, collective along pp.
   Outputs outputs(const Batch& batch) const;
 
-  // Forward for a Step: `loss` of the last module's output; before the last stage, what is passed on.
-  // `terms`: the names of the terms that `loss` returns, in its order, which every stage must know.
-  // ConfigError: no terms, or a loss with others.
+  // For a Step: `loss` of the last module's output, before the last stage what is passed on. `terms`: names
+  // of the terms of `loss`, in order (ConfigError: none, or others).
   using LossOfOutput = std::function<LossTerms(const at::Tensor& output, const Batch& batch)>;
   ForwardLossTerms forward_loss(std::vector<std::string> terms, LossOfOutput loss) const;
 

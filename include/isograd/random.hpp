@@ -1,5 +1,4 @@
-// Random numbers keyed by their purpose, never by a rank: the same key gives the same numbers in every
-// layout.
+// Random numbers keyed by their purpose, never by a rank: the same in every layout.
 #pragma once
 
 #include "isograd/error.hpp"

@@ -1,5 +1,4 @@
-// Ranking and imbalance losses over the global batch: smooth average precision, recall at a quantile, partial
-// AUC, focal losses (docs/ranking.md). First the gathers that they use.
+// Ranking and imbalance losses over the global batch (docs/ranking.md), and the gathers that they use.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -18,23 +17,18 @@
 
 #include "isograd/group.hpp"
 
-// Three ways to gather rows of all ranks for a loss over the global batch. They differ in the gradient. Each
-// takes [N_r, ...] and returns [Σ N_r, ...], the ranks' rows one after another. N_r may be 0 and may differ.
-// Further dims and the type must agree: a header that is exchanged first checks them (ConfigError on every
-// rank that names the ranks). On one rank the result is the input itself (detached: no_grad).
+// Three ways to gather rows of all ranks: [N_r, ...] -> [Σ N_r, ...], in the order of ranks; N_r may be 0 and
+// may differ. Further dims and the type must agree (ConfigError on every rank). For a loss L of the gathered
+// rows, computed equally on every rank, with G = ∂L/∂θ of one process:
 //
-// For a loss L of the gathered rows, computed equally on every rank, with G = ∂L/∂θ of one process:
+//  helper               | backward on rank r             | parameter gradients summed | averaged
+//  ---------------------+--------------------------------+----------------------------+----------
+//  all_gather_with_grad | its own rows' part of ∂L       | G                          | G / W
+//  all_gather_sum_grad  | Σ over ranks of their ∂L there | W · G                      | G
+//  all_gather_no_grad   | none                           | 0                          | 0
 //
-//   helper               | backward on rank r             | parameter gradients summed | averaged
-//   ---------------------+--------------------------------+----------------------------+----------
-//   all_gather_with_grad | its own rows' part of ∂L       | G                          | G / W
-//   all_gather_sum_grad  | Σ over ranks of their ∂L there | W · G                      | G
-//   all_gather_no_grad   | none                           | 0                          | 0
-//
-// Where every rank computes only its share L_r of L = Σ L_r, use all_gather_sum_grad; it is exact when
-// gradients are summed. (all_gather_with_grad would then give a wrong direction, not only a wrong factor.)
-//
-// One collective when `rows` gives the ranks' numbers of rows (only that is checked then), two otherwise.
+// Where every rank computes only its share L_r of L = Σ L_r, only all_gather_sum_grad is right (under a sum).
+// One collective when `rows` gives the ranks' numbers of rows, two otherwise.
 namespace isograd {
 
 // The local slice keeps its graph; other ranks' rows are constants. No collective in backward.
@@ -45,8 +39,7 @@ at::Tensor all_gather_sum_grad(Group group, const at::Tensor& input, const Group
 
 at::Tensor all_gather_no_grad(Group group, const at::Tensor& input, const Group::Rows& rows = {});
 
-// ---- losses: none of them is a sum over samples; each ranks or counts the rows of all ranks of its group
-// ----
+// ---- losses: none is a sum over samples; each ranks or counts the rows of all ranks of its group ----
 
 // Reduction over the valid classes (ranking losses) or the elements (focal losses).
 enum class LossReduction {
@@ -56,8 +49,7 @@ enum class LossReduction {
   kMeanPositive,  // softmax focal: divided by the number of foreground elements
 };
 
-// How the trainer combines the ranks' parameter gradients. isograd sums them. kMean is for a trainer that
-// averages: it multiplies the gradient, not the value, by the number of ranks.
+// How the trainer combines the ranks' gradients. kMean, for one that averages, multiplies the gradient by W.
 enum class GradReduction { kSum, kMean };
 
 // As in torch.quantile, between the two order statistics around the rank q (n − 1).
@@ -73,8 +65,7 @@ enum class Thresholds {
 struct RankingOptions {
   std::int64_t num_classes = 1;    // 1: binary, targets 0 and 1; more: one-vs-rest
   std::int64_t queue_size = 1024;  // rows of earlier batches that take part in the ranking; 0: none
-  // In units of the scores for SmoothAP and recall, in its own scale for PAUC. ConfigError below 1.2e-38, the
-  // smallest number that fp32 can divide by, also for its product with PAUC's scale.
+  // In units of the scores for SmoothAP and recall, in its own scale for PAUC; at least 1.2e-38 (fp32).
   double temperature = 0.01;
   LossReduction reduction = LossReduction::kMean;
   std::int64_t ignore_index = -100;
@@ -113,26 +104,17 @@ struct ClassPool;
 struct ClassResult;
 struct RateRule;
 
-// Base of the ranking losses. Rows whose target is ignore_index take no part. The pool is the rows of all
-// ranks, in the order of ranks, then the queue. Scores of other ranks and of the queue are constants.
+// Base of the ranking losses. The pool is the rows of all ranks, in the order of ranks, then the queue; rows
+// whose target is ignore_index take no part. The value is the whole loss on every rank ("replicated" in
+// LossTerm) and this rank's scores get their own derivative, so parameter gradients *summed* over ranks are
+// those of one process.
 //
-// Gradient: the value is the whole loss on every rank ("replicated" in LossTerm), and this rank's scores get
-// their own derivative. So parameter gradients *summed* over ranks are those of one process on the rank-major
-// concatenation of all rows. Averaged, they would be 1/W of it: see GradReduction.
-//
-// Collectives of a forward on W > 1 ranks: a header, the rows (if any), and, for losses that shard their work
-// over ranks, one reduce-scatter of score gradients and value (without gradient one all-reduce). With
-// selected thresholds: a header, one all-reduce of counts per digit (3 in fp32, 6 in fp64), one of sums, and
-// the rows for the queue, if any. The backward has none. Errors are thrown on every rank and name the rank at
-// fault.
-//
-// Buffers (named_buffers(), state()): the queue, the number of forwards, the temperature; the same on all
-// ranks. CPU tensors and groups; scores on other devices are copied. No second derivatives: ConfigError.
-//
-// Scores that are not finite on some rank (ignored rows may hold anything) make the loss and its gradient NaN
-// on every rank, so that the step refuses them. The queue does not take them. A class without a value
-// (RankingResult::valid) takes no part. If it has none in its first 20 training forwards, rank 0 of the group
-// warns once (TORCH_WARN).
+// Collective (on W > 1 ranks: a header, rows, a reduction; docs/ranking.md, "What a forward costs"); errors
+// are thrown on every rank and name the rank at fault. CPU groups; scores on other devices are copied. No
+// second derivatives (ConfigError). Scores that are not finite make loss and gradient NaN on every rank, and
+// the queue does not take them. A class without a value (RankingResult::valid) takes no part; rank 0 warns
+// once if it has none in its first 20 training forwards. Buffers are the queue, the number of forwards and
+// the temperature, the same on all ranks.
 class RankingLoss : public torch::nn::Module {
  public:
   // scores [N, C] floating, targets [N] or [N, 1]. N may be 0, and differ over ranks.
@@ -182,9 +164,9 @@ class RankingLoss : public torch::nn::Module {
   std::vector<int> without_value_;  // [C] number of forwards, while there was none with a value
 };
 
-// 1 − AP, with sigmoids as soft ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): for a positive k, a_k
-// = 1 + Σ_{j≠k} σ((s_j − s_k)/τ), p_k is the same sum over positives, and AP = Σ w_k p_k/a_k / Σ w_k. Invalid
-// without positives or without negatives. O(P M) time in tiles, sharded over the ranks; O(P + M) memory.
+// 1 − AP with sigmoids as soft ranks (Brown et al., "Smooth-AP", ECCV 2020, eq. 6-7): a_k = 1 + Σ_{j≠k}
+// σ((s_j − s_k)/τ), p_k the same over positives, AP = Σ w_k p_k/a_k / Σ w_k. Invalid without positives or
+// negatives. O(P M) time, sharded over the ranks; O(P + M) memory.
 class SmoothAPLoss final : public RankingLoss {
  public:
   explicit SmoothAPLoss(RankingOptions options = {}, Group group = Group::solo());
@@ -201,8 +183,7 @@ struct RecallOptions : RankingOptions {
   Interpolation interpolation = Interpolation::kHigher;
 };
 
-// 1 − mean over positives of σ((s − θ)/τ); θ is the (1 − quantile) quantile of all scores, not
-// differentiated. Invalid without positives.
+// 1 − mean over positives of σ((s − θ)/τ), θ the (1 − quantile) quantile of all scores, without gradient.
 class RecallAtQuantileLoss final : public RankingLoss {
  public:
   explicit RecallAtQuantileLoss(RecallOptions options = {}, Group group = Group::solo());
@@ -228,10 +209,8 @@ struct PAUCOptions : RankingOptions {
   Interpolation interpolation = Interpolation::kHigher;
 };
 
-// 1 − partial AUC over a band of false-positive rates. Trapezoid: soft true-positive rates at the band's
-// quantiles of the negatives. Pairwise: positives against the negatives in the band. The temperature is
-// multiplied by a dispersion of the reference scores. Invalid without positives, without iid negatives, or
-// where the dispersion is at most 1e-12. docs/ranking.md has the formulas.
+// 1 − partial AUC over a band of false-positive rates (formulas: docs/ranking.md). Invalid without positives,
+// without iid negatives, or where the scores' dispersion is at most 1e-12.
 class PAUCAtBudgetLoss final : public RankingLoss {
  public:
   explicit PAUCAtBudgetLoss(PAUCOptions options = {}, Group group = Group::solo());
@@ -253,10 +232,10 @@ struct SigmoidFocalOptions {
   GradReduction grad_reduction = GradReduction::kSum;
 };
 
-// a_t (1 − p_t)^γ · binary cross entropy (Lin et al., "Focal loss", ICCV 2017, eq. 5) over elements of any
-// shape; targets in [0, 1], also soft ones. kMean divides by the elements (or weights) of all ranks; without
-// elements it is 0. kMean and kSum give the whole value on every rank, with a gradient that is exact under a
-// sum, as RankingLoss; kNone gives this rank's elements. One collective per forward; nothing is gathered.
+// a_t (1 − p_t)^γ · binary cross entropy (Lin et al., "Focal loss", ICCV 2017, eq. 5), any shape, targets in
+// [0, 1]. kMean divides by the elements (or weights) of all ranks. kMean and kSum give the whole value on
+// every rank, with a gradient that is exact under a sum; kNone this rank's elements. One collective per
+// forward.
 class SigmoidFocalLoss final : public torch::nn::Module {
  public:
   explicit SigmoidFocalLoss(SigmoidFocalOptions options = {}, Group group = Group::solo());
@@ -279,9 +258,8 @@ struct SoftmaxFocalOptions {
   GradReduction grad_reduction = GradReduction::kSum;
 };
 
-// α_y (1 − p_y)^γ · cross entropy. kMean divides by the valid elements of all ranks; kMeanPositive divides
-// the same sum by those that are not background. With weights: by the weights of the same elements. Otherwise
-// as SigmoidFocalLoss.
+// α_y (1 − p_y)^γ · cross entropy. kMean divides by the valid elements (or their weights) of all ranks,
+// kMeanPositive by those that are not background. Otherwise as SigmoidFocalLoss.
 class SoftmaxFocalLoss final : public torch::nn::Module {
  public:
   explicit SoftmaxFocalLoss(SoftmaxFocalOptions options = {}, Group group = Group::solo());
@@ -303,11 +281,9 @@ struct WarmupOptions {
   bool reset_queue_each_epoch = false;
 };
 
-// Trains with `warmup` first, then blends to `main`, whose temperature then decays. Both must give the whole
-// value on every rank, exact under a sum of gradients (as the focal losses above do over the same group).
-// Extras reach `main` in every phase, sample_weight also reaches `warmup`. ConfigError on a training forward
-// before the hooks were called: the warm-up would never end. State: the progress and main's state (its queue,
-// its temperature).
+// Trains with `warmup`, then blends to `main`, whose temperature then decays. Both give the whole value on
+// every rank, exact under a sum. Extras reach `main` in every phase. ConfigError on a training forward before
+// the hooks were called: the warm-up would never end.
 class LossWarmup final : public torch::nn::Module {
  public:
   using Warmup = std::function<at::Tensor(const at::Tensor& scores, const at::Tensor& targets,
@@ -332,18 +308,13 @@ class LossWarmup final : public torch::nn::Module {
   at::Tensor progress_;  // [3] int64: epoch, step, step of the switch; -1: not set yet
 };
 
-// The q-th quantiles of `values` (floating, 1-D, not empty) by torch.quantile's arithmetic: q is rounded to
-// the values' type, and rank = q (n − 1) is computed in it (in fp64 above 2^24 values, where torch.quantile
-// refuses). fp16 and bf16 are computed in fp32. A NaN in the values gives NaN. ConfigError: q outside [0, 1],
-// no values.
+// Of `values` (floating, 1-D, not empty), by torch.quantile's arithmetic: q and rank = q (n − 1) are in the
+// values' type (fp64 above 2^24 values), fp16 and bf16 in fp32. NaN gives NaN. ConfigError: q outside [0, 1].
 std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,
                               Interpolation interpolation = Interpolation::kLinear);
 
-// As above over the values of all ranks, any number on each, 0 included. Every rank gets the same bits as one
-// process. Nothing is gathered: a radix selection with one all-reduce of counts per digit of 11 bits (3
-// rounds in fp32, 6 in fp64, for all quantiles together). A round has 2^11 counts per order statistic (up to
-// two per quantile) that the earlier digits distinguish; 8 bytes each in the first round, then 4 where there
-// are fewer than 2^31 values.
+// Over the values of all ranks, 0 or more on each, with the bits of one process. Nothing is gathered: one
+// all-reduce of 2^11 counts per order statistic and digit of 11 bits (3 rounds in fp32, 6 in fp64).
 std::vector<double> distributed_quantiles(Group& group, const at::Tensor& values,
                                           const std::vector<double>& q,
                                           Interpolation interpolation = Interpolation::kLinear);

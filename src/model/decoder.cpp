@@ -7,7 +7,6 @@
 #include "isograd/error.hpp"
 #include "model/attention/attention.hpp"
 #include "model/fused.hpp"
-#include "model/seam_products.hpp"
 
 namespace isograd {
 namespace {
@@ -99,9 +98,7 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   const Block& block = blocks[static_cast<std::size_t>(layer)];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
   const std::int64_t count = cos.size(0);  // of all tokens, also where each rank's stream has some of them
-  const Linear keys = of_key_heads(block.k), values = of_key_heads(block.v);
-  const auto projected = enter_products(seams, normed, count, {block.q.weight, keys.weight, values.weight},
-                                        {block.q.bias, keys.bias, values.bias});
+  const auto projected = project(normed, count, {block.q, key_rows(block.k), key_rows(block.v)});
   const auto by_head = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
   at::Tensor q = by_head(projected[0]), k = by_head(projected[1]), v = by_head(projected[2]);
   if (config.query_key_norm) {
@@ -109,83 +106,92 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
     k = isograd::rms_norm(k, block.k_norm, epsilon);
   }
   q = isograd::rotary(q, cos, sin), k = isograd::rotary(k, cos, sin);
-  if (!seams.readers.empty()) {
-    const at::Tensor read = at::tensor(seams.readers, at::kLong).to(k.device());
-    k = k.index_select(1, read), v = v.index_select(1, read);
-  }
-  const at::Tensor attended = attend(layer, q, k, v);
+  const at::Tensor attended = attend(layer, q, read_by_queries(k), read_by_queries(v));
   stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (!config.has_experts(layer)) {
-    const auto inner = enter_products(seams, normed, count, {block.gate.weight, block.up.weight},
-                                      {block.gate.bias, block.up.bias});
+    const auto inner = project(normed, count, {block.gate, block.up});
     return {onto(residual, swiglu(inner[0], inner[1]), block.down)};
   }
-  const at::Tensor entered = seams.enter ? seams.enter(normed, count) : normed;
   const MixtureOutput mixed = compute_mixture(
-      block.mixture, config.experts, normed, entered,
+      block.mixture, config.experts, normed, count,
       [&](const ExpertScores& scores, const at::Tensor& likeliest) {
         return choose ? choose(layer, scores, likeliest) : likeliest;
       },
-      seams);
+      hooks);
   if (chosen) chosen->at(static_cast<std::size_t>(layer)) = mixed.chosen;
   return {residual + mixed.sum, mixed.router_logits};
 }
 
-at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
-                                 const Linear& linear) const {
-  if (!seams.leave) return linear_onto(residual, x, linear.weight, linear.bias);
-  const at::Tensor sum = residual + product_leave(seams, x, linear.weight);
-  return linear.bias.defined() ? sum + linear.bias : sum;
-}
-
-Linear DecoderLM::Impl::of_key_heads(const Linear& whole) const {
-  if (seams.key_heads == 0) return whole;
-  const auto rows = [&](const at::Tensor& of) {
-    return of.defined()
-               ? of.narrow(0, seams.first_key_head * config.head_dim, seams.key_heads * config.head_dim)
-               : of;
-  };
-  return {rows(whole.weight), rows(whole.bias)};
-}
-
 DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& pass) const {
-  if (!seams.stages) return stage_outputs({.count = config.layers}, tokens, pass);
+  if (hooks.pipeline.stages) return stage_outputs(tokens, pass);
   DecoderOutputs result;
-  for (const ModelSeams::Stage& stage : seams.stages()) {
-    DecoderOutputs own = stage_outputs(stage, tokens, pass);
-    result.hidden = own.hidden, result.passed_on = own.passed_on;
-    std::ranges::copy(own.routed, std::back_inserter(result.routed));
-    std::ranges::move(own.router_logits, std::back_inserter(result.router_logits));
-    std::ranges::move(own.chosen, std::back_inserter(result.chosen));
-  }
+  result.hidden = last_norm(layers(0, config.layers, embed(tokens), pass, result), tokens.size(0));
   return result;
 }
 
-DecoderOutputs DecoderLM::Impl::stage_outputs(const ModelSeams::Stage& stage, const at::Tensor& tokens,
-                                              const BlockPass& pass) const {
-  DecoderOutputs result;
-  at::Tensor stream = !stage.is_first ? seams.receive(stage)  // [T, hidden]
-                      : seams.embed   ? seams.embed(embedding, tokens, config.pad)
-                                      : at::embedding(embedding, tokens, config.pad);
-  for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer) {
+at::Tensor DecoderLM::Impl::layers(std::int64_t begin, std::int64_t count, at::Tensor stream,
+                                   const BlockPass& pass, DecoderOutputs& outputs) const {
+  for (std::int64_t layer = begin; layer < begin + count; ++layer) {
     // By value: it may be called again when this function has long returned.
     const auto forward = [this, layer, pass](const at::Tensor& in) { return block(layer, in, pass); };
     const auto given = around ? around(layer, stream, forward) : forward(stream);
     stream = given.at(0);
     if (!config.has_experts(layer)) continue;
-    result.routed.push_back(layer);
-    result.router_logits.push_back(given.at(1));
-    if (pass.chosen) result.chosen.push_back(pass.chosen->at(static_cast<std::size_t>(layer)));
+    outputs.routed.push_back(layer);
+    outputs.router_logits.push_back(given.at(1));
+    if (pass.chosen) outputs.chosen.push_back(pass.chosen->at(static_cast<std::size_t>(layer)));
   }
-  if (!stage.is_last) {
-    result.passed_on = seams.pass_on(stage, stream);
-    return result;
+  return stream;
+}
+
+DecoderOutputs DecoderLM::Impl::stage_outputs(const at::Tensor& tokens, const BlockPass& pass) const {
+  DecoderOutputs result;
+  for (const StageHooks::Stage& stage : hooks.pipeline.stages()) {
+    at::Tensor stream = stage.is_first ? embed(tokens) : hooks.pipeline.receive(stage);
+    stream = layers(stage.begin, stage.count, std::move(stream), pass, result);
+    result.hidden = stage.is_last ? last_norm(stream, tokens.size(0)) : at::Tensor();
+    result.passed_on = stage.is_last ? at::Tensor() : hooks.pipeline.pass_on(stage, stream);
   }
-  const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
-  result.hidden = seams.enter ? seams.enter(normed, tokens.size(0)) : normed;
   return result;
+}
+
+at::Tensor DecoderLM::Impl::embed(const at::Tensor& tokens) const {
+  return hooks.tensor.embed ? hooks.tensor.embed(embedding, tokens, config.pad)
+                            : at::embedding(embedding, tokens, config.pad);
+}
+
+at::Tensor DecoderLM::Impl::last_norm(const at::Tensor& stream, std::int64_t tokens) const {
+  const at::Tensor normed = isograd::rms_norm(stream, norm, config.norm_epsilon);
+  return hooks.tensor.region_input ? hooks.tensor.region_input(normed, tokens) : normed;
+}
+
+std::vector<at::Tensor> DecoderLM::Impl::project(const at::Tensor& stream, std::int64_t tokens,
+                                                 const std::vector<Linear>& with) const {
+  return isograd::project(hooks.tensor, stream, tokens, with);
+}
+
+at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
+                                 const Linear& linear) const {
+  if (!hooks.tensor.row_parallel) return linear_onto(residual, x, linear.weight, linear.bias);
+  const at::Tensor sum = residual + hooks.tensor.row_parallel(x, linear.weight);
+  return linear.bias.defined() ? sum + linear.bias : sum;
+}
+
+Linear DecoderLM::Impl::key_rows(const Linear& whole) const {
+  if (hooks.tensor.key_heads == 0) return whole;
+  const auto rows = [&](const at::Tensor& of) {
+    return of.defined() ? of.narrow(0, hooks.tensor.first_key_head * config.head_dim,
+                                    hooks.tensor.key_heads * config.head_dim)
+                        : of;
+  };
+  return {rows(whole.weight), rows(whole.bias)};
+}
+
+at::Tensor DecoderLM::Impl::read_by_queries(const at::Tensor& heads) const {
+  if (hooks.tensor.readers.empty()) return heads;
+  return heads.index_select(1, at::tensor(hooks.tensor.readers, at::kLong).to(heads.device()));
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
@@ -280,7 +286,7 @@ const at::Tensor& DecoderLM::output_weight() const {
 }
 
 const VocabularyShard& DecoderLM::vocabulary() const {
-  return impl_->seams.vocabulary;
+  return impl_->hooks.tensor.vocabulary;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
@@ -291,12 +297,8 @@ void DecoderLM::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
 }
 
-const ModelSeams& DecoderLM::seams() const {
-  return impl_->seams;
-}
-
-void DecoderLM::set_seams(ModelSeams seams) {
-  impl_->seams = std::move(seams);
+ModelHooks& DecoderLM::hooks() const {
+  return impl_->hooks;
 }
 
 void DecoderLM::set_attention(Attention attention) {

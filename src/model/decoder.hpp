@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "isograd/model.hpp"
+#include "model/hooks.hpp"
 #include "model/mixture.hpp"
 #include "model/parameters.hpp"
 #include "model/rotary_table.hpp"
@@ -41,15 +42,25 @@ struct DecoderLM::Impl {
   void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
 
   DecoderOutputs outputs(const at::Tensor& tokens, const BlockPass& pass) const;
-  DecoderOutputs stage_outputs(const ModelSeams::Stage& stage, const at::Tensor& tokens,
-                               const BlockPass& pass) const;
+  at::Tensor embed(const at::Tensor& tokens) const;  // [T, hidden]
+  // Layers [begin, begin + count); what they say of experts goes to `outputs`.
+  at::Tensor layers(std::int64_t begin, std::int64_t count, at::Tensor stream, const BlockPass& pass,
+                    DecoderOutputs& outputs) const;
   // The stream and, where the layer has experts, its router's logits.
   std::vector<at::Tensor> block(std::int64_t layer, at::Tensor stream, const BlockPass& pass) const;
   at::Tensor logits(const at::Tensor& hidden) const;
-  // residual + x Wᵀ + b, of a product that ranks may hold together.
+  at::Tensor last_norm(const at::Tensor& stream, std::int64_t tokens) const;  // DecoderOutputs::hidden
+
+  // What tensor parallelism (hooks.tensor) changes in a block: x Wᵀ + b of all tokens; residual + x Wᵀ + b;
+  // the rows of k_proj or v_proj that are computed here; and a key head for each query head, where it must be
+  // said.
+  std::vector<at::Tensor> project(const at::Tensor& stream, std::int64_t tokens,
+                                  const std::vector<Linear>& with) const;
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
-  // Of k_proj or v_proj, the rows of the heads that are computed here.
-  Linear of_key_heads(const Linear& whole) const;
+  Linear key_rows(const Linear& whole) const;
+  at::Tensor read_by_queries(const at::Tensor& heads) const;
+  // The stages of this forward in a pipeline (hooks.pipeline).
+  DecoderOutputs stage_outputs(const at::Tensor& tokens, const BlockPass& pass) const;
   const at::Tensor& output() const { return config.tied_output ? embedding : head; }
 
   const DecoderConfig config;
@@ -61,7 +72,7 @@ struct DecoderLM::Impl {
   at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
   std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
   AroundBlock around;                                        // empty: nothing
-  ModelSeams seams;
+  ModelHooks hooks;
   Attention given_attention;    // empty: within fragments, on one device
   ChooseExperts given_experts;  // empty: the likeliest
 };

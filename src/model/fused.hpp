@@ -34,6 +34,10 @@ std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tenso
 at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,
                        const at::Tensor& bias);
 
+// In backward: dyᵀ x, [n, k], as the gradient of a weight of that shape; dy [m, n], x [m, k]. Written where
+// the parameter's gradient is kept, if that can be had (comm/gradient_place.hpp).
+at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight);
+
 namespace naive_twin {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon);
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);

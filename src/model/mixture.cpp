@@ -34,12 +34,14 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix,
 }
 
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              const at::Tensor& x, const Choose& choose, const ModelSeams& seams) {
+                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks) {
+  const TensorHooks& tp = hooks.tensor;
+  const at::Tensor x = tp.region_input ? tp.region_input(stream, tokens) : stream;
   const auto of_all_tokens = [&](const at::Tensor& weight) {
     const at::Tensor own = linears(stream, {weight}, {at::Tensor()})[0];
-    return seams.all_tokens ? seams.all_tokens(own, x.size(0)) : own;
+    return tp.gather_tokens ? tp.gather_tokens(own, tokens) : own;
   };
-  const auto used = [&](const at::Tensor& same) { return seams.use ? seams.use(same) : same; };
+  const auto used = [&](const at::Tensor& same) { return tp.copy_to_tp ? tp.copy_to_tp(same) : same; };
   const at::Tensor logits = of_all_tokens(mixture.router);
   const Routing routing = route(logits, shape, mixture.selection_bias, choose);
   const auto compute = [&mixture](const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
@@ -55,20 +57,20 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
       shared = used(at::sigmoid(of_all_tokens(mixture.shared_switch))) * shared;
   };
 
-  const std::vector<std::int64_t> tokens = split_rows(x.size(0), seams.expert_parts);
+  const std::vector<std::int64_t> sizes = split_rows(tokens, hooks.experts.parts);
   const auto parts_of = [&](const at::Tensor& of) {
-    return tokens.size() == 1 ? std::vector{of} : of.split_with_sizes(tokens);
+    return sizes.size() == 1 ? std::vector{of} : of.split_with_sizes(sizes);
   };
   std::vector<ByExpert> orders;
-  std::vector<ModelSeams::Copies> copies;
+  std::vector<ExpertHooks::Copies> copies;
   const auto own = parts_of(x), chosen = parts_of(routing.chosen);
-  for (std::size_t i = 0; i < tokens.size(); ++i) {
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
     orders.push_back(sort_by_expert(chosen[i], shape.count));
     copies.push_back({copy_to_experts(own[i], orders[i]), orders[i].begin});
   }
   std::vector<at::Tensor> made;
-  if (seams.experts) {
-    made = seams.experts(copies, compute, compute_shared);
+  if (hooks.experts.dispatch) {
+    made = hooks.experts.dispatch(copies, compute, compute_shared);
     ISOGRAD_INVARIANT(
         made.size() == copies.size() && shared.defined() == mixture.shared_gate.weight.defined(),
         fmt::format("{} of {} parts of the tokens, shared expert computed: {}", made.size(), copies.size(),
@@ -81,7 +83,7 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   for (std::size_t i = 0; i < made.size(); ++i) made[i] = add_by_weight(made[i], weights[i], orders[i]);
   at::Tensor sum = made.size() == 1 ? made[0] : at::cat(made);
   if (shared.defined()) sum = sum + shared;
-  return {seams.leave ? seams.leave(sum) : sum, logits, routing.chosen};
+  return {tp.region_output ? tp.region_output(sum) : sum, logits, routing.chosen};
 }
 
 }  // namespace isograd

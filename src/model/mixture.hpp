@@ -6,6 +6,7 @@
 
 #include "isograd/model.hpp"
 #include "model/experts.hpp"
+#include "model/hooks.hpp"
 #include "model/parameters.hpp"
 
 namespace isograd {
@@ -33,11 +34,10 @@ struct MixtureOutput {
   at::Tensor router_logits;  // [T, E]
   at::Tensor chosen;         // [T, k]
 };
-// x [T, hidden], and `stream` what it was before ModelSeams::enter: the same on one device. `seams`: where
-// experts lie on several ranks, or their matrices are cut, `mixture` has this rank's. The router and the
-// switch of the shared expert read the stream, so that what they say is the same on all ranks along tp; under
-// cut tokens each rank says it of its own.
+// stream [T, hidden], of `tokens` tokens. With hooks `mixture` has this rank's experts or parts of their
+// matrices. The router and the switch of the shared expert read the stream, so that all ranks along tp agree;
+// under sequence parallelism each rank computes them for its own tokens.
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              const at::Tensor& x, const Choose& choose = {}, const ModelSeams& seams = {});
+                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks);
 
 }  // namespace isograd

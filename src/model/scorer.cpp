@@ -50,11 +50,11 @@ at::Tensor Scorer::scores(const at::Tensor& features) const {
     const at::Tensor& weight = named_[i].second;
     const at::Tensor bias = i + 1 < named_.size() ? named_[i + 1].second : at::Tensor();
     const bool last = i + 2 >= named_.size(), in_parts = i / 2 % 2 == 1;
-    if (seams_.leave && in_parts) {
-      stream = seams_.leave(at::linear(stream, weight));
+    if (hooks_.reduce_from_tp && in_parts) {
+      stream = hooks_.reduce_from_tp(at::linear(stream, weight));
       if (bias.defined()) stream = stream + bias;
     } else {
-      stream = at::linear(seams_.enter && !last ? seams_.enter(stream) : stream, weight, bias);
+      stream = at::linear(hooks_.copy_to_tp && !last ? hooks_.copy_to_tp(stream) : stream, weight, bias);
     }
     if (!last) stream = at::relu(stream);
   }

@@ -1,5 +1,4 @@
-// Scorer: a multilayer perceptron from features to one score, for ranking rows of a table. No parallel code:
-// ranks that hold it together reach it through its seams.
+// Scorer: a multilayer perceptron from features to one score, for ranking rows of a table.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,10 +20,9 @@ struct ScorerShape {
   bool output_bias = true;
 };
 
-// Between a layer whose units are cut over ranks and the next one, whose inputs are: before the first, and
-// behind the second, before its bias.
-struct ScorerSeams {
-  std::function<at::Tensor(const at::Tensor&)> enter, leave;
+// For tensor parallelism: before a column-parallel layer, and after the row-parallel one that follows it.
+struct ScorerHooks {
+  std::function<at::Tensor(const at::Tensor&)> copy_to_tp, reduce_from_tp;
 };
 
 class Scorer {
@@ -37,12 +35,12 @@ class Scorer {
 
   at::Tensor scores(const at::Tensor& features) const;  // [N, F] -> [N, 1]
   std::vector<std::pair<std::string, at::Tensor>>& named() { return named_; }
-  void set_seams(ScorerSeams seams) { seams_ = std::move(seams); }
+  void set_hooks(ScorerHooks hooks) { hooks_ = std::move(hooks); }
 
  private:
   Scorer(const ScorerShape& shape, const at::TensorOptions& options);  // weights left unset
   std::vector<std::pair<std::string, at::Tensor>> named_;              // weight, bias, weight, bias, ...
-  ScorerSeams seams_{};                                                // none: whole
+  ScorerHooks hooks_{};                                                // none: whole
 };
 
 }  // namespace isograd

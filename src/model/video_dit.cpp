@@ -8,8 +8,8 @@
 #include "isograd/error.hpp"
 #include "model/attention/attention.hpp"
 #include "model/fused.hpp"
+#include "model/hooks.hpp"
 #include "model/parameters.hpp"
-#include "model/seam_products.hpp"
 
 namespace isograd {
 namespace {
@@ -108,7 +108,7 @@ struct VideoDiT::Impl {
   std::vector<DiTBlock> blocks{};
   AroundBlock around{};  // empty: nothing
   Attention given_attention{};
-  ModelSeams seams{};
+  ModelHooks hooks{};
 
   void create(torch::nn::Module& root, at::Device device) {
     RegisterUnder register_under(root);
@@ -172,19 +172,15 @@ struct VideoDiT::Impl {
                    const Lengths& lengths) const {
     const std::int64_t count = batch.num_tokens(), dim = config.width_of_head();
     const DiTBlock& block = blocks[static_cast<std::size_t>(layer)];
-    const auto entered = [&](const at::Tensor& x, const std::vector<Linear>& with) {
-      std::vector<at::Tensor> weights, biases;
-      for (const Linear& one : with) weights.push_back(one.weight), biases.push_back(one.bias);
-      return enter_products(seams, x, count, weights, biases);
-    };
     const auto onto_stream = [&](const at::Tensor& x, const Linear& with) {
-      if (!seams.leave) return linears(x, {with.weight}, {with.bias})[0];
-      return product_leave(seams, x, with.weight) + with.bias;
+      if (!hooks.tensor.row_parallel) return linears(x, {with.weight}, {with.bias})[0];
+      return hooks.tensor.row_parallel(x, with.weight) + with.bias;
     };
     const auto modulation =
         linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
     const auto projected =
-        entered(modulated(norm(stream), modulation[0], modulation[1], lengths), {block.q, block.k, block.v});
+        project(hooks.tensor, modulated(norm(stream), modulation[0], modulation[1], lengths), count,
+                {block.q, block.k, block.v});
     const auto heads = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
     const at::Tensor q = rms_norm(heads(projected[0]), block.q_norm, config.norm_epsilon),
                      k = rms_norm(heads(projected[1]), block.k_norm, config.norm_epsilon),
@@ -193,7 +189,8 @@ struct VideoDiT::Impl {
                                      : variable_length_attention(q, k, v, batch, /*causal=*/false);
     out = onto_stream(out.reshape({count, q.size(1) * dim}), block.o);
     stream = gated(stream, modulation[2], out, lengths);
-    out = entered(modulated(norm(stream), modulation[3], modulation[4], lengths), {block.in})[0];
+    out = project(hooks.tensor, modulated(norm(stream), modulation[3], modulation[4], lengths), count,
+                  {block.in})[0];
     out = onto_stream(at::gelu(out, "tanh"), block.out);
     return gated(stream, modulation[5], out, lengths);
   }
@@ -274,8 +271,8 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
   const Impl& model = *impl_;
   model.check_input(batch, noised, coordinates, times);
   const std::int64_t count = batch.num_tokens();
-  const auto [begin, own] =
-      model.seams.own_tokens ? model.seams.own_tokens(count) : std::pair(std::int64_t{0}, count);
+  const auto [begin, own] = model.hooks.tensor.own_tokens ? model.hooks.tensor.own_tokens(count)
+                                                          : std::pair(std::int64_t{0}, count);
   Lengths lengths;  // of the fragments, as far as they are in this rank's stream
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
     const auto within = [&](std::int64_t at) { return std::clamp<std::int64_t>(at - begin, 0, own); };
@@ -309,7 +306,7 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
   const auto modulation = linear(condition, model.final_modulation).chunk(2, 1);
   const at::Tensor velocity =
       linear(modulated(model.norm(stream), modulation[0], modulation[1], lengths), model.final_linear);
-  return model.seams.all_tokens ? model.seams.all_tokens(velocity, count) : velocity;
+  return model.hooks.tensor.gather_tokens ? model.hooks.tensor.gather_tokens(velocity, count) : velocity;
 }
 
 void VideoDiT::set_around_block(AroundBlock around) {
@@ -328,8 +325,8 @@ void VideoDiT::set_attention(Attention attention) {
   impl_->given_attention = std::move(attention);
 }
 
-void VideoDiT::set_seams(ModelSeams seams) {
-  impl_->seams = std::move(seams);
+ModelHooks& VideoDiT::hooks() const {
+  return impl_->hooks;
 }
 
 }  // namespace isograd

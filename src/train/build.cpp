@@ -16,6 +16,7 @@
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
+#include "model/hooks.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 #include "train/stop.hpp"
@@ -167,9 +168,9 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
   for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
     units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
   units.blocks_of_pass = [&model, blocks = units.blocks] {
-    if (!model.seams().stages) return blocks;
+    if (!model.hooks().pipeline.stages) return blocks;
     std::vector<UnitHandle> own;
-    for (const ModelSeams::Stage& stage : model.seams().stages())
+    for (const StageHooks::Stage& stage : model.hooks().pipeline.stages())
       own.insert(own.end(), blocks.begin() + stage.begin, blocks.begin() + stage.begin + stage.count);
     return own;
   };

@@ -155,9 +155,10 @@ Layout RankedTableModel::cut(const Mesh& mesh) {
   const auto rules = rules_of(shape_, mesh.grid());
   const Layout layout = isograd::cut(named(), mesh, rules);
   if (!rules.empty())
-    model_.scorer->set_seams(
-        {.enter = [tp = tensor_group(mesh)](const at::Tensor& x) { return enter(tp, x); },
-         .leave = [tp = tensor_group(mesh)](const at::Tensor& part) { return leave(tp, part); }});
+    model_.scorer->set_hooks(
+        {.copy_to_tp = [tp = tensor_group(mesh)](const at::Tensor& x) { return copy_to_tp(tp, x); },
+         .reduce_from_tp =
+             [tp = tensor_group(mesh)](const at::Tensor& part) { return reduce_from_tp(tp, part); }});
   return layout;
 }
 

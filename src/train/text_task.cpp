@@ -244,8 +244,8 @@ class TextModel : public TaskModel {
   ShardedExperts sharded_experts() const override {
     const DecoderConfig& shape = model_->config();
     ShardedExperts sharded{.experts = shape.experts.count, .hidden = shape.hidden};
-    const auto& of = model_->seams().stages;
-    for (const auto& stage : of ? of() : std::vector<ModelSeams::Stage>{{.count = shape.layers}})
+    const auto& of = model_->hooks().pipeline.stages;
+    for (const auto& stage : of ? of() : std::vector<StageHooks::Stage>{{.count = shape.layers}})
       for (std::int64_t layer = stage.begin; layer < stage.begin + stage.count; ++layer)
         sharded.layers += shape.has_experts(layer);
     return sharded;

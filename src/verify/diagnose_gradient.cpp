@@ -474,7 +474,7 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
       return {finding_id::some_parameters_scaled,
               fmt::format(
                   "{} scaled by {}: the size of {} ({}), along which each rank has the whole gradient and "
-                  "it is summed once more (a summed axis in its placement, or an enter() too many{})",
+                  "it is summed once more (a summed axis in its placement, or a copy_to_tp() too many{})",
                   which, ratio_text(ratio), along.name, along.size,
                   factor == 2 ? "); or a weight that is used twice and counted twice" : ")")};
   if (!of_axis && size.empty())
@@ -619,7 +619,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
       along += fmt::format("{}{} ({})", along.empty() ? "" : " and ", axis.name, axis.size);
     along = fmt::format(
         "a forward that computes another loss along {} ({:.9g}, expected {:.9g}): a bias or a "
-        "residual that is added before leave(), once by each rank, or a seam left out",
+        "residual that is added before reduce_from_tp(), once by each rank, or one left out",
         along, loss, right);
     finding.sentence += "; perhaps " + along;
   }

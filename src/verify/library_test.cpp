@@ -138,7 +138,7 @@ TEST(Library, TiedWeightsAndSparseGradientsAreProven) {
     }
 }
 
-// An MLP cut over tp, with two mistakes of its seams.
+// An MLP cut over tp, with two mistakes at the ends of its TP region.
 struct AlongTp : torch::nn::Module {
   enum Mistake { kNone, kBiasBeforeLeave, kSummedTwice } mistake;
   at::Tensor table, scale, up, down, bias, output;
@@ -154,8 +154,9 @@ struct AlongTp : torch::nn::Module {
   }
   at::Tensor logits(const at::Tensor& tokens) {
     const at::Tensor x = at::embedding(table, tokens) * scale;
-    const at::Tensor part = at::linear(at::silu(at::linear(enter(tp, x), up)), down);
-    const at::Tensor sum = mistake == kBiasBeforeLeave ? leave(tp, part + bias) : leave(tp, part) + bias;
+    const at::Tensor part = at::linear(at::silu(at::linear(copy_to_tp(tp, x), up)), down);
+    const at::Tensor sum =
+        mistake == kBiasBeforeLeave ? reduce_from_tp(tp, part + bias) : reduce_from_tp(tp, part) + bias;
     return at::linear(x + sum, output);
   }
   Layout cut(const Mesh& mesh) {
@@ -186,7 +187,7 @@ TEST(Library, MistakesAlongTpAreNamed) {
                   twice = verified(AlongTp::kSummedTwice, axes);
     ASSERT_EQ(bias.layouts.at(0).findings.size(), 1u);
     EXPECT_THAT(bias.layouts[0].findings[0].sentence,
-                AllOf(HasSubstr("another loss along " + tp), HasSubstr("added before leave()")));
+                AllOf(HasSubstr("another loss along " + tp), HasSubstr("added before reduce_from_tp()")));
     ASSERT_EQ(twice.layouts.at(0).findings.size(), 1u);
     EXPECT_EQ(twice.layouts[0].findings[0].id, "some_parameters_scaled");
     EXPECT_THAT(

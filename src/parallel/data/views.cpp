@@ -16,7 +16,7 @@
 
 namespace isograd {
 
-at::Tensor DataParallel::gather_whole(const Bucket& bucket, const at::Tensor& shard) {
+at::Tensor HeldValues::gather_whole(const Bucket& bucket, const at::Tensor& shard) {
   if (bucket.whole()) return shard;
   return mesh().along(bucket.sharded).all_gather(shard).view({-1});  // [S, numel / S]
 }
@@ -26,11 +26,11 @@ void DataParallel::finish_reduction_with(const Reduced& reduced) {
   for (const Bucket& bucket : buckets()) reduced(bucket, std::nullopt);
 }
 
-std::int64_t DataParallel::bytes_sent() {
+std::int64_t HeldValues::bytes_sent() {
   return isograd::bytes_sent({mesh().counting()});
 }
 
-std::vector<std::size_t> DataParallel::launch_order() {
+std::vector<std::size_t> HeldValues::launch_order() {
   std::vector<std::size_t> order(buckets().size());
   std::iota(order.begin(), order.end(), 0);
   return order;
@@ -144,14 +144,14 @@ void DataParallel::write(const std::vector<std::pair<std::string, at::Tensor>>& 
   if (!all_apart) publish_parameters();
 }
 
-std::vector<std::string> DataParallel::bucket_order() {
+std::vector<std::string> HeldValues::bucket_order() {
   std::vector<std::string> names;
   for (const Bucket& bucket : buckets())
     for (const Slot& slot : bucket.plan.slots) names.push_back(slot.name);
   return names;
 }
 
-std::vector<DataParallel::View> DataParallel::views() {
+std::vector<HeldValues::View> HeldValues::views() {
   take_over_writes({});
   std::vector<std::pair<std::size_t, View>> ordered;
   for (Bucket& bucket : buckets()) {

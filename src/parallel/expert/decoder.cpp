@@ -1,4 +1,4 @@
-// The experts of a decoder, dealt to ranks.
+// The experts of a decoder, assigned to ranks along ep.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -7,7 +7,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/expert_parallel.hpp"
-#include "isograd/model.hpp"
+#include "model/hooks.hpp"
 #include "parallel/expert/dispatch.hpp"
 
 namespace isograd {
@@ -21,29 +21,70 @@ bool is_expert(const std::string& name) {
   return name.find(".experts.") != std::string::npos;
 }
 
-// Tokens travel to the ranks that have their experts, and back. `besides` is computed while they are on their
-// way, or at the end.
-std::vector<at::Tensor> sent_to_experts(ExpertDispatch& dispatch,
-                                        const std::vector<ModelSeams::Copies>& parts,
-                                        const ModelSeams::Experts& compute,
-                                        const std::function<void()>& besides, bool meanwhile) {
+// Tokens go to the ranks that have their experts, and back. `rest` is computed while they travel, or at the
+// end.
+std::vector<at::Tensor> dispatched(const ExpertDispatch& dispatch,
+                                   const std::vector<ExpertHooks::Copies>& parts,
+                                   const ExpertHooks::Compute& compute, const std::function<void()>& rest,
+                                   bool overlaps) {
   std::vector<std::vector<std::int64_t>> begins;
   for (const auto& part : parts) begins.push_back(part.begin);
-  const std::vector<Journey> journeys = dispatch.plan(begins);
+  const std::vector<DispatchPlan> plans = dispatch.plan(begins);
   std::vector<Exchange> there, back;
-  for (std::size_t i = 0; i < parts.size(); ++i) there.push_back(dispatch.depart(parts[i].rows, journeys[i]));
-  if (meanwhile) besides();
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    there.push_back(dispatch.start_dispatch(parts[i].rows, plans[i]));
+  if (overlaps) rest();
   // The next part's rows travel while those of this one are computed.
   for (std::size_t i = 0; i < parts.size(); ++i)
-    back.push_back(dispatch.depart_back(compute(dispatch.arrive(there[i], journeys[i]), journeys[i].begin),
-                                        journeys[i]));
-  std::vector<at::Tensor> made;
-  for (Exchange& exchange : back) made.push_back(exchange.finish());
-  if (!meanwhile) besides();
-  return made;
+    back.push_back(dispatch.start_combine(
+        compute(dispatch.finish_dispatch(there[i], plans[i]), plans[i].begin), plans[i]));
+  std::vector<at::Tensor> outputs;
+  for (Exchange& exchange : back) outputs.push_back(exchange.finish());
+  if (!overlaps) rest();
+  return outputs;
+}
+
+using Numbers = std::vector<std::pair<const char*, double>>;
+
+Numbers rules_of(const ExpertsShape& experts, ExpertOverlap overlap) {
+  const auto number = [](auto value) { return static_cast<double>(value); };
+  double dense = 0;
+  for (const std::int64_t layer : experts.dense_layers) dense = 31 * dense + number(layer + 1);
+  return {{"model.experts", number(experts.count)},
+          {"model.experts_per_token", number(experts.per_token)},
+          {"model.expert_feed_forward", number(experts.feed_forward)},
+          {"model.normalise_experts", number(experts.normalise)},
+          {"model.shared_expert_feed_forward", number(experts.shared_feed_forward)},
+          {"sigmoid routers", number(experts.sigmoid)},
+          {"model.expert_groups", number(experts.groups)},
+          {"model.expert_groups_per_token", number(experts.groups_per_token)},
+          {"model.expert_scale", experts.scale},
+          {"dense layers, their number", number(experts.dense_layers.size())},
+          {"dense layers, a checksum", dense},
+          {"parallel.expert_overlap, of none, shared, halves that of index", number(overlap)}};
 }
 
 }  // namespace
+
+void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertParallelOptions& options) {
+  Group all = mesh.all();
+  if (all.size() == 1) return;
+  const Numbers own = rules_of(model.config().experts, options.overlap);
+  at::Tensor numbers = at::empty({static_cast<std::int64_t>(own.size())}, at::kDouble);
+  auto* next = numbers.mutable_data_ptr<double>();
+  for (const auto& [name, value] : own) *next++ = value;
+  const at::Tensor gathered = all.all_gather(numbers);  // [ranks, rules]
+  const auto found = gathered.accessor<double, 2>();
+  for (std::size_t i = 0; i < own.size(); ++i)
+    for (int rank = 1; rank < all.size(); ++rank) {
+      const double here = found[rank][static_cast<std::int64_t>(i)],
+                   first = found[0][static_cast<std::int64_t>(i)];
+      if (here != first)
+        refuse("the rules by which ranks send tokens to experts",
+               fmt::format("{} {} on rank {}, {} on rank 0", own[i].first, here, rank, first),
+               "the same on all ranks", "Start every rank with one configuration");
+    }
+}
 
 ExpertOverlap expert_overlap_named(const std::string& name) {
   if (name == "shared") return ExpertOverlap::kShared;
@@ -77,7 +118,7 @@ Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Name
   const std::int64_t experts = model.config().experts.count;
   if (ranks > 1 && ranks > experts)
     refuse("the axis ep", fmt::format("{} ranks for {} experts", ranks, experts),
-           "an expert for each, or more", "Use fewer ranks along it");
+           "at least one expert for each", "Use fewer ranks along it");
   if (others.empty()) others = whole_placements(model.named(), grid);
   for (auto& [name, placement] : others) {
     if (ranks == 1 || !is_expert(name)) continue;
@@ -93,21 +134,20 @@ Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others,
   check_same_routing(model, mesh, options);
   Layout layout(mesh, expert_placements(model, mesh.grid(), std::move(others)));
   if (ranks_along_ep(mesh.grid()) == 1) return layout;
-  // The exchanges of backward lie beside the reductions that it launches: they have a group of their own.
+  // Exchanges in backward are not ordered with the reductions that it launches: they have their own group.
   const auto dispatch =
       std::make_shared<ExpertDispatch>(mesh.along({kExpertAxis}, kExpertGroup), model.config().experts.count);
   const at::NoGradGuard no_grad;
   for (auto [name, tensor] : model.named())  // experts are the first dimension, whatever else is cut
     if (is_expert(name))
       tensor.set_data(tensor.narrow(0, dispatch->first_expert(), dispatch->own_experts()).clone());
-  ModelSeams seams = model.seams();
-  seams.expert_parts = options.overlap == ExpertOverlap::kHalves ? 2 : 1;
-  seams.experts = [dispatch, meanwhile = options.overlap != ExpertOverlap::kNone](
-                      const std::vector<ModelSeams::Copies>& parts, const ModelSeams::Experts& compute,
-                      const std::function<void()>& besides) {
-    return sent_to_experts(*dispatch, parts, compute, besides, meanwhile);
+  ExpertHooks& hooks = model.hooks().experts;
+  hooks.parts = options.overlap == ExpertOverlap::kHalves ? 2 : 1;
+  hooks.dispatch = [dispatch, overlaps = options.overlap != ExpertOverlap::kNone](
+                       const std::vector<ExpertHooks::Copies>& parts, const ExpertHooks::Compute& compute,
+                       const std::function<void()>& rest) {
+    return dispatched(*dispatch, parts, compute, rest, overlaps);
   };
-  model.set_seams(std::move(seams));
   return layout;
 }
 

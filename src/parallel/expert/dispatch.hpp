@@ -1,52 +1,68 @@
-// Tokens on their way to experts that lie on other ranks, and back. Every rank along `ep` has tokens of its
-// own and some of the experts; rows travel by one uneven all-to-all each way, whose gradients take the way
-// back. Ranks without tokens, and without a loss that depends on them, take part in forward and in backward.
+// Dispatch of tokens to experts on other ranks along `ep`, and combine of what they return: one uneven
+// all-to-all each way, whose gradients go back the other way. Ranks without tokens take part in forward and
+// backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "isograd/group.hpp"
-#include "parallel/expert/exchange.hpp"
 
 namespace isograd {
-// The tokens of one micro-batch in one layer.
-struct Journey {
+
+// An all-to-all of rows in two halves. What is computed between start() and finish() overlaps with it, and
+// its backward with the exchange of gradients: autograd takes nodes in the opposite order of their making.
+// Collective: every rank starts and finishes the same exchanges in the same order, with gradients enabled or
+// not.
+class Exchange {
+ public:
+  struct State;
+  Exchange();
+  Exchange(Exchange&&) noexcept;
+  Exchange& operator=(Exchange&&) noexcept;
+  ~Exchange();
+
+  // `input_rows[r]` of `rows` [R, ...] go to rank r, `output_rows[r]` come from it.
+  static Exchange start(Group group, const at::Tensor& rows, Group::Rows output_rows, Group::Rows input_rows);
+  at::Tensor finish();  // the received rows, by rank; once
+
+ private:
+  c10::intrusive_ptr<State> state_;
+  at::Tensor token_{};  // no elements: joins the two halves in the graph; undefined: no gradients
+};
+
+// For one part of a rank's tokens in one layer.
+struct DispatchPlan {
   Group::Rows sent, received;       // rows to and from each rank
-  std::vector<std::int64_t> begin;  // [own experts + 1]: of the rows here, by own expert
-  at::Tensor arrival;  // [rows here] int64: which of the received rows lies at a place, by expert
-  at::Tensor place;    // the other way round
+  std::vector<std::int64_t> begin;  // [own experts + 1]: of the received rows, sorted by own expert
+  at::Tensor by_expert;             // [received rows] int64: which row is at a place of that order
+  at::Tensor place;                 // the inverse
 };
 
 class ExpertDispatch {
  public:
-  // `experts` are dealt to the ranks of `ep` in order, as evenly as possible. ConfigError: more ranks than
+  // Experts are assigned to the ranks of `ep` in order, as evenly as possible. ConfigError: more ranks than
   // experts.
   ExpertDispatch(Group ep, std::int64_t experts);
 
   std::int64_t first_expert() const { return first_; }
   std::int64_t own_experts() const { return own_[static_cast<std::size_t>(ep_.rank())]; }
 
-  // Collective. `begin` [experts + 1]: this rank's rows by expert. Ranks tell one another how many each has
-  // for each expert, once for both ways; of several parts of the tokens all in one message.
-  Journey plan(const std::vector<std::int64_t>& begin);
-  std::vector<Journey> plan(const std::vector<std::vector<std::int64_t>>& begins);
-  // rows [R, hidden] by expert, of this rank's tokens -> the rows of this rank's experts, of all ranks'
-  // tokens.
-  at::Tensor to_experts(const at::Tensor& rows, const Journey& journey) const;
-  // What the experts made of them, back to where they came from and in the order that they had there.
-  at::Tensor back(const at::Tensor& rows, const Journey& journey) const;
-
-  // The same in halves: what is computed before the arrival runs while the rows are on their way.
-  Exchange depart(const at::Tensor& rows, const Journey& journey) const;
-  at::Tensor arrive(Exchange& exchange, const Journey& journey) const;
-  Exchange depart_back(const at::Tensor& rows, const Journey& journey) const;
+  // Collective: one message with the numbers of rows of all parts. `begins`: for each part, this rank's rows
+  // by expert, [experts + 1].
+  std::vector<DispatchPlan> plan(const std::vector<std::vector<std::int64_t>>& begins) const;
+  // rows [R, hidden] of this rank's tokens, by expert -> the rows of this rank's experts.
+  Exchange start_dispatch(const at::Tensor& rows, const DispatchPlan& plan) const;
+  at::Tensor finish_dispatch(Exchange& exchange, const DispatchPlan& plan) const;
+  // The experts' outputs, back in the order of start_dispatch()'s rows: finish() gives them.
+  Exchange start_combine(const at::Tensor& rows, const DispatchPlan& plan) const;
 
  private:
-  // counts [ranks, experts], of the rows that go this way.
-  Journey journey_of(const std::vector<std::int64_t>& begin, const at::Tensor& counts) const;
+  // counts [ranks, experts], of the rows of this part.
+  DispatchPlan plan_of(const std::vector<std::int64_t>& begin, const at::Tensor& counts) const;
 
   Group ep_;
   std::vector<std::int64_t> own_;  // experts of each rank

@@ -63,7 +63,7 @@ Gradients one_process(const Problem& p) {
 }
 
 // What a rank with tokens [from, from + count) and experts of `dispatch` finds.
-Gradients on_rank(const Problem& p, ExpertDispatch& dispatch, std::int64_t from, std::int64_t count,
+Gradients on_rank(const Problem& p, const ExpertDispatch& dispatch, std::int64_t from, std::int64_t count,
                   bool uses_loss) {
   const auto leaf = [](const at::Tensor& values) { return values.detach().clone().requires_grad_(); };
   const std::int64_t first = dispatch.first_expert(), own = dispatch.own_experts();
@@ -72,10 +72,11 @@ Gradients on_rank(const Problem& p, ExpertDispatch& dispatch, std::int64_t from,
                    down = leaf(p.down.narrow(0, first, own));
   const Routing routing = route(x.matmul(router.t()), {.per_token = p.each});
   const ByExpert order = sort_by_expert(routing.chosen, p.experts);
-  const Journey journey = dispatch.plan(order.begin);
-  const at::Tensor arrived = dispatch.to_experts(copy_to_experts(x, order), journey);
-  const at::Tensor made = compute_experts(arrived, gate, up, down, journey.begin);
-  const at::Tensor y = add_by_weight(dispatch.back(made, journey), routing.weights, order);
+  const DispatchPlan plan = dispatch.plan({order.begin}).front();
+  Exchange there = dispatch.start_dispatch(copy_to_experts(x, order), plan);
+  const at::Tensor outputs =
+      compute_experts(dispatch.finish_dispatch(there, plan), gate, up, down, plan.begin);
+  const at::Tensor y = add_by_weight(dispatch.start_combine(outputs, plan).finish(), routing.weights, order);
   at::Tensor loss = (y * p.to.narrow(0, from, count)).sum();
   if (!uses_loss) loss = loss * 0;
   const auto g = torch::autograd::grad({loss}, {x, router, gate, up, down}, {}, std::nullopt, false, true);

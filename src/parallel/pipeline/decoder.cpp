@@ -8,6 +8,7 @@
 
 #include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "model/hooks.hpp"
 
 namespace isograd {
 namespace {
@@ -80,9 +81,9 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
       held = tensor;
     else
       tensor.set_data(at::empty({0}, tensor.options()));
-  ModelSeams seams = model.seams();
-  seams.stages = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
-    std::vector<ModelSeams::Stage> stages;
+  StageHooks& hooks = model.hooks().pipeline;
+  hooks.stages = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
+    std::vector<StageHooks::Stage> stages;
     for (const int stage : pipeline->in_step() ? std::vector{pipeline->stage()} : pipeline->own_stages()) {
       const StageLayers& own = layers[static_cast<std::size_t>(stage)];
       stages.push_back({.index = stage,
@@ -93,23 +94,22 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
     }
     return stages;
   };
-  const auto turn_to = [pipeline](const ModelSeams::Stage& stage) {
+  const auto turn_to = [pipeline](const StageHooks::Stage& stage) {
     if (!pipeline->in_step()) pipeline->look_at(stage.index);
   };
-  seams.receive = [pipeline, turn_to, held, hidden = model.config().hidden](const ModelSeams::Stage& stage) {
+  hooks.receive = [pipeline, turn_to, held, hidden = model.config().hidden](const StageHooks::Stage& stage) {
     turn_to(stage);
     return pipeline->receive({-1, hidden}).to(held.device());
   };
-  seams.pass_on = [pipeline, turn_to](const ModelSeams::Stage& stage, const at::Tensor& stream) {
+  hooks.pass_on = [pipeline, turn_to](const StageHooks::Stage& stage, const at::Tensor& stream) {
     turn_to(stage);
     return pipeline->pass_on(stream);
   };
-  seams.of_last_stage = [stages = mesh.along({kStageAxis}, "text"),
+  hooks.of_last_stage = [stages = mesh.along({kStageAxis}, "text"),
                          last = pipeline->rank_of(pipeline->stages() - 1)](const at::Tensor& tensor) {
     Group(stages).broadcast(tensor, last);
     return tensor;
   };
-  model.set_seams(std::move(seams));
   return layout;
 }
 

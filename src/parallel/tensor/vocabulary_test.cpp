@@ -88,7 +88,7 @@ TEST_P(Vocabulary, LossesAndGradientsAreOneProcesss) {
       wanted.backward();
       run_ranks(ranks, [&](World& world) {
         Cutting own = cut_over(world, whole, last_has_none);
-        const at::Tensor hidden = enter(own.shard.group, own.hidden);
+        const at::Tensor hidden = copy_to_tp(own.shard.group, own.hidden);
         at::Tensor sum;
         if (fused)
           sum = linear_cross_entropy_sum(hidden, own.weight, whole.targets,
@@ -187,7 +187,8 @@ TEST(Vocabulary, EmbeddingsAreWhole) {
     for (const bool last_has_none : {false, true})
       run_ranks(ranks, [&](World& world) {
         Cutting own = cut_over(world, whole, last_has_none);
-        const at::Tensor found = leave(own.shard.group, embedding_part(own.weight, tokens, own.shard, pad));
+        const at::Tensor found =
+            reduce_from_tp(own.shard.group, embedding_part(own.weight, tokens, own.shard, pad));
         EXPECT_TRUE(found.detach().equal(wanted.detach()));
         (found * factor.unsqueeze(1)).sum().backward();
         EXPECT_TRUE(own.layout.whole("weight", own.weight.grad()).equal(weight.grad()));

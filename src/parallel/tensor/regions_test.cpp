@@ -66,7 +66,7 @@ TEST_P(Seams, GiveTheGradientOfOneProcess) {
   const auto [ranks, cut_by_tokens, is_uneven] = GetParam();
   const Whole whole;
   run_ranks(ranks, [&](World& world) {
-    check_seams(true);
+    check_tp_regions(true);
     Group tp = along_tp(world);
     const int rank = world.rank, count = world.size;
     const Group::Rows tokens = is_uneven ? uneven(kTokens, count) : Group::Rows{},
@@ -78,10 +78,10 @@ TEST_P(Seams, GiveTheGradientOfOneProcess) {
                      down = leaf(rows_of(whole.down, inner, rank));
     at::Tensor y;
     if (cut_by_tokens) {
-      const at::Tensor in = enter_cut(tp, cut_tokens(tp, x, tokens) * norm, tokens);
-      y = gather_tokens(tp, leave_cut(tp, at::tanh(in.mm(up)).mm(down), tokens), tokens);
+      const at::Tensor in = gather_from_sequence(tp, split_tokens(tp, x, tokens) * norm, tokens);
+      y = gather_tokens(tp, reduce_scatter_to_sequence(tp, at::tanh(in.mm(up)).mm(down), tokens), tokens);
     } else {
-      y = leave(tp, at::tanh(enter(tp, x * norm).mm(up)).mm(down));
+      y = reduce_from_tp(tp, at::tanh(copy_to_tp(tp, x * norm).mm(up)).mm(down));
     }
     const at::Tensor loss = (whole.weight * at::tanh(y)).sum();
     expect_near(loss.detach(), whole.loss.detach(), "loss");
@@ -97,7 +97,7 @@ TEST_P(Seams, GiveTheGradientOfOneProcess) {
       tp.all_reduce(of_norm);
     }
     expect_near(of_norm, whole.norm.grad(), "norm");
-    check_seams(false);
+    check_tp_regions(false);
   });
 }
 
@@ -109,45 +109,45 @@ TEST(SeamsPlanted, LeavingOutASeamIsSeen) {
     const Group::Rows inner = split_rows(kInner, 2);
     const at::Tensor x = whole.x.detach().clone().requires_grad_();
     const auto y = [&](const at::Tensor& in) {
-      return leave(
+      return reduce_from_tp(
           tp, at::tanh((in * whole.norm.detach()).mm(rows_of(whole.up.detach().t(), inner, world.rank).t()))
                   .mm(rows_of(whole.down.detach(), inner, world.rank)));
     };
-    (whole.weight * at::tanh(y(x))).sum().backward();  // without enter(): this rank's part alone
+    (whole.weight * at::tanh(y(x))).sum().backward();  // without copy_to_tp(): this rank's part alone
     EXPECT_GT((x.grad() - whole.x.grad()).abs().max().item<double>(), 1e-3);
     x.mutable_grad().reset();
-    (whole.weight * at::tanh(y(enter(tp, x)))).sum().backward();
+    (whole.weight * at::tanh(y(copy_to_tp(tp, x)))).sum().backward();
     expect_near(x.grad(), whole.x.grad(), "with it");
   });
 }
 
 TEST(SeamsChecked, NameWhatIsNotTheSameAndWhatIsNoPart) {
-  check_seams(true);
+  check_tp_regions(true);
   run_ranks(3, [](World& world) {
     Group tp = along_tp(world);
     const at::Tensor same = numbers({6, 2}, 1), own = numbers({6, 2}, world.rank);
     const auto said = [](const std::function<void()>& call) { return error_of<PeerError>(call); };
-    EXPECT_THAT(said([&] { enter(tp, own); }),
-                AllOf(HasSubstr("enter()"), HasSubstr("of rank 1"), HasSubstr("differs from rank 0's")));
-    EXPECT_THAT(said([&] { cut_tokens(tp, own); }), HasSubstr("cut_tokens()"));
-    EXPECT_THAT(said([&] { leave(tp, same); }), AllOf(HasSubstr("leave()"), HasSubstr("all 3 ranks")));
-    EXPECT_THAT(said([&] { leave_cut(tp, same); }), HasSubstr("leave_cut()"));
+    EXPECT_THAT(said([&] { copy_to_tp(tp, own); }),
+                AllOf(HasSubstr("copy_to_tp()"), HasSubstr("of rank 1"), HasSubstr("differs from rank 0's")));
+    EXPECT_THAT(said([&] { split_tokens(tp, own); }), HasSubstr("split_tokens()"));
+    EXPECT_THAT(said([&] { reduce_from_tp(tp, same); }), AllOf(HasSubstr("reduce_from_tp()"), HasSubstr("all 3 ranks")));
+    EXPECT_THAT(said([&] { reduce_scatter_to_sequence(tp, same); }), HasSubstr("reduce_scatter_to_sequence()"));
     const at::Tensor part = own.clone().requires_grad_();
-    EXPECT_THAT(said([&] { (leave(tp, part) * own).sum().backward(); }),
+    EXPECT_THAT(said([&] { (reduce_from_tp(tp, part) * own).sum().backward(); }),
                 HasSubstr("the gradient of the output of rank 1"));
-    EXPECT_EQ(said([&] { enter(tp, same), leave(tp, own), leave(tp, at::zeros({2, 2})); }), "no error");
+    EXPECT_EQ(said([&] { copy_to_tp(tp, same), reduce_from_tp(tp, own), reduce_from_tp(tp, at::zeros({2, 2})); }), "no error");
   });
-  check_seams(false);
+  check_tp_regions(false);
 }
 
 TEST(SeamsRefused, RowsThatDoNotAddUp) {
   run_ranks(2, [](World& world) {
     Group tp = along_tp(world);
     EXPECT_THAT(error_of([&] {
-                  cut_tokens(tp, numbers({6, 2}, 1), {3, 2});
+                  split_tokens(tp, numbers({6, 2}, 1), {3, 2});
                 }),
                 AllOf(HasSubstr("add up to 5"), HasSubstr("6 together")));
-    EXPECT_THAT(error_of([&] { leave_cut(tp, numbers({6, 2}, 1), {6}); }), HasSubstr("1 numbers"));
+    EXPECT_THAT(error_of([&] { reduce_scatter_to_sequence(tp, numbers({6, 2}, 1), {6}); }), HasSubstr("1 numbers"));
   });
 }
 

@@ -11,7 +11,7 @@
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "layout/copies.hpp"
-#include "parallel/tensor/model_seams.hpp"
+#include "parallel/tensor/hooks.hpp"
 
 namespace isograd {
 namespace {
@@ -36,34 +36,34 @@ std::vector<int> differing(const at::Tensor& tensor, Group& tp) {
   return ranks;
 }
 
-[[noreturn]] void refuse_seam(const char* seam, const std::string& found, const std::string& expected,
+[[noreturn]] void refuse_tensor(const char* function, const std::string& found, const std::string& expected,
                               const std::string& action) {
   throw PeerError(
-      {.where = fmt::format("{}()", seam), .found = found, .expected = expected, .action = action});
+      {.where = fmt::format("{}()", function), .found = found, .expected = expected, .action = action});
 }
 
-void expect_same(const at::Tensor& tensor, Group& tp, const char* seam, const char* what) {
+void expect_same(const at::Tensor& tensor, Group& tp, const char* function, const char* what) {
   if (!checking) return;
   if (const auto ranks = differing(tensor, tp); !ranks.empty())
-    refuse_seam(
-        seam, fmt::format("{} of rank {} along {} differs from rank 0's", what, ranks[0], tp.name()),
+    refuse_tensor(
+        function, fmt::format("{} of rank {} along {} differs from rank 0's", what, ranks[0], tp.name()),
         "the same on all of these ranks",
-        "Give ranks along tp the same batch; leave() what is a part, and enter() before it is used again");
+        "Give ranks along tp the same batch; reduce_from_tp() what is a part, and copy_to_tp() before it is used again");
 }
 
-void expect_parts(const at::Tensor& tensor, Group& tp, const char* seam) {
+void expect_parts(const at::Tensor& tensor, Group& tp, const char* function) {
   if (!checking || !differing(tensor, tp).empty() || tensor.count_nonzero().item<std::int64_t>() == 0) return;
-  refuse_seam(seam, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
+  refuse_tensor(function, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
               "each rank's part of a sum",
-              "Cut the weight of the product before it along its inputs, or leave this seam out: what "
-              "is whole already would come out as many times as there are ranks");
+              "Cut the weight of the product before it along its inputs, or leave this call out: what "
+              "is whole already would be counted once for each rank");
 }
 
-Group::Rows rows_of(const at::Tensor& whole, const Group& tp, const Group::Rows& rows, const char* seam) {
+Group::Rows rows_of(const at::Tensor& whole, const Group& tp, const Group::Rows& rows, const char* function) {
   if (rows.empty()) return split_rows(whole.size(0), tp.size());
   const auto sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
   if (static_cast<int>(rows.size()) != tp.size() || sum != whole.size(0))
-    refuse(fmt::format("{}()", seam), fmt::format("{} numbers of rows that add up to {}", rows.size(), sum),
+    refuse(fmt::format("{}()", function), fmt::format("{} numbers of rows that add up to {}", rows.size(), sum),
            fmt::format("one for each of {} ranks, {} together", tp.size(), whole.size(0)),
            "Pass the rows that each rank has");
   return rows;
@@ -96,18 +96,18 @@ at::Tensor scattered(Group& tp, const at::Tensor& x, const Group::Rows& rows) {
   return own;
 }
 
-Group::Rows asked(Group& tp, const at::Tensor& cut) {
-  const at::Tensor all = tp.all_gather(at::full({1}, cut.size(0), at::kLong)).flatten();
+Group::Rows asked(Group& tp, const at::Tensor& split) {
+  const at::Tensor all = tp.all_gather(at::full({1}, split.size(0), at::kLong)).flatten();
   return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + all.numel()};
 }
 
 }  // namespace
 
-void check_seams(bool on) {
+void check_tp_regions(bool on) {
   checking = on;
 }
 
-bool seams_are_checked() {
+bool tp_regions_are_checked() {
   return checking;
 }
 
@@ -115,58 +115,58 @@ Group tensor_group(const Mesh& mesh, const std::string& axis) {
   return mesh.along({axis}, "tensor");
 }
 
-at::Tensor enter(Group tp, const at::Tensor& same) {
+at::Tensor copy_to_tp(Group tp, const at::Tensor& same) {
   if (tp.size() == 1) return same;
-  expect_same(same, tp, "enter", "the input");
+  expect_same(same, tp, "copy_to_tp", "the input");
   if (!same.requires_grad()) return same;  // on no rank then
   return apply_map(
       same, [](const at::Tensor& x) { return at::alias(x); },
       [tp](const at::Tensor& gradient) mutable { return summed(tp, gradient); });
 }
 
-at::Tensor leave(Group tp, const at::Tensor& part) {
+at::Tensor reduce_from_tp(Group tp, const at::Tensor& part) {
   if (tp.size() == 1) return part;
-  expect_parts(part, tp, "leave");
+  expect_parts(part, tp, "reduce_from_tp");
   return apply_map(
       part, [tp](const at::Tensor& x) mutable { return summed(tp, x); },
       [tp](const at::Tensor& gradient) mutable {
-        expect_same(gradient, tp, "leave", "the gradient of the output");
+        expect_same(gradient, tp, "reduce_from_tp", "the gradient of the output");
         return at::alias(gradient);
       });
 }
 
-at::Tensor leave_cut(Group tp, const at::Tensor& part, const Group::Rows& rows) {
+at::Tensor reduce_scatter_to_sequence(Group tp, const at::Tensor& part, const Group::Rows& rows) {
   if (tp.size() == 1) return part;
-  expect_parts(part, tp, "leave_cut");
-  const Group::Rows each = rows_of(part, tp, rows, "leave_cut");
+  expect_parts(part, tp, "reduce_scatter_to_sequence");
+  const Group::Rows each = rows_of(part, tp, rows, "reduce_scatter_to_sequence");
   return apply_map(
       part, [tp, each](const at::Tensor& x) mutable { return scattered(tp, x, each); },
       [tp, each](const at::Tensor& gradient) mutable { return gathered(tp, gradient, each); });
 }
 
-at::Tensor enter_cut(Group tp, const at::Tensor& cut, const Group::Rows& rows) {
-  if (tp.size() == 1) return cut;
-  const Group::Rows each = rows.empty() ? asked(tp, cut) : rows;
+at::Tensor gather_from_sequence(Group tp, const at::Tensor& split, const Group::Rows& rows) {
+  if (tp.size() == 1) return split;
+  const Group::Rows each = rows.empty() ? asked(tp, split) : rows;
   return apply_map(
-      cut, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
+      split, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
       [tp, each](const at::Tensor& gradient) mutable { return scattered(tp, gradient, each); });
 }
 
-at::Tensor gather_tokens(Group tp, const at::Tensor& cut, const Group::Rows& rows) {
-  if (tp.size() == 1) return cut;
-  const Group::Rows each = rows.empty() ? asked(tp, cut) : rows;
+at::Tensor gather_tokens(Group tp, const at::Tensor& split, const Group::Rows& rows) {
+  if (tp.size() == 1) return split;
+  const Group::Rows each = rows.empty() ? asked(tp, split) : rows;
   return apply_map(
-      cut, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
+      split, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
       [tp, each](const at::Tensor& gradient) mutable {
         expect_same(gradient, tp, "gather_tokens", "the gradient of the output");
         return own_rows(gradient, each, tp.rank()).clone();
       });
 }
 
-at::Tensor cut_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows) {
+at::Tensor split_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows) {
   if (tp.size() == 1) return same;
-  expect_same(same, tp, "cut_tokens", "the input");
-  const Group::Rows each = rows_of(same, tp, rows, "cut_tokens");
+  expect_same(same, tp, "split_tokens", "the input");
+  const Group::Rows each = rows_of(same, tp, rows, "split_tokens");
   if (!same.requires_grad()) return own_rows(same, each, tp.rank());
   return apply_map(
       same, [tp, each](const at::Tensor& x) { return own_rows(x, each, tp.rank()).clone(); },

@@ -1,12 +1,12 @@
-// What models that ranks along tp hold together have in common: a stream of tokens, entered and left.
+// What the models of this room share: names of parameters, and the hooks of a stream of tokens.
 #pragma once
 
 #include <algorithm>
 #include <initializer_list>
 #include <string>
 
-#include "isograd/model.hpp"
 #include "isograd/tensor_parallel.hpp"
+#include "model/hooks.hpp"
 
 namespace isograd {
 
@@ -21,9 +21,9 @@ inline bool is_any_of(const std::string& name, std::initializer_list<const char*
                      [&](const char* part) { return name.find(part) != std::string::npos; });
 }
 
-bool seams_are_checked();  // by check_seams()
+bool tp_regions_are_checked();  // check_tp_regions()
 
-// The seams of a stream of tokens; with sequence parallelism that of each rank along tp has some of them.
-ModelSeams stream_seams(const Group& tp, const TensorParallelOptions& options);
+// Column- and row-parallel products, and what surrounds them. ConfigError: kTokens without sequence parallelism.
+TensorHooks stream_hooks(const Group& tp, const TensorParallelOptions& options);
 
 }  // namespace isograd

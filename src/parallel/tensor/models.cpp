@@ -1,3 +1,4 @@
+// The rules of each model's parameters along tp, and the hooks of its forward.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -5,7 +6,7 @@
 #include <numeric>
 
 #include "isograd/error.hpp"
-#include "parallel/tensor/model_seams.hpp"
+#include "parallel/tensor/hooks.hpp"
 
 namespace isograd {
 namespace {
@@ -59,17 +60,39 @@ std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorPa
   return rules;
 }
 
+std::vector<CutRule> rules_of(VideoDiT& model, const Grid& grid, const TensorParallelOptions& options) {
+  std::vector<CutRule> rules;
+  if (ranks_along_tp(grid) == 1) return rules;
+  const std::int64_t head = model.config().width_of_head();
+  for (const auto& [name, tensor] : model.named()) {
+    const bool is_bias = name.ends_with(".bias");
+    if (is_any_of(name, {"q_norm", "k_norm"}))
+      rules.push_back(summed_along(name));  // works on this rank's heads
+    else if (is_any_of(name, {"attention.q.", "attention.k.", "attention.v."}))
+      rules.push_back(cut_along(name, 0, head));
+    else if (is_any_of(name, {"feed_forward.in."}))
+      rules.push_back(cut_along(name, 0));
+    else if (is_any_of(name, {"attention.o."}) && !is_bias)
+      rules.push_back(cut_along(name, 1, head));
+    else if (is_any_of(name, {"feed_forward.out."}) && !is_bias)
+      rules.push_back(cut_along(name, 1));
+    else if (options.sequence_parallel)
+      rules.push_back(summed_along(name));  // works on this rank's tokens: modulations and embeddings too
+  }
+  return rules;
+}
+
 // Which key heads this rank's query heads read, where it has all of them.
-void read_key_heads(ModelSeams& seams, const DecoderConfig& config, const Grid& grid, int place) {
+void read_key_heads(TensorHooks& hooks, const DecoderConfig& config, const Grid& grid, int place) {
   const Cut heads = even_cut(grid, kTensorAxis, 0, {config.heads});
   const auto& each = heads.rows[0];
   const auto first = std::accumulate(each.begin(), each.begin() + place, std::int64_t{0});
   const std::int64_t count = each[static_cast<std::size_t>(place)],
                      readers = config.heads / config.key_value_heads;
-  seams.first_key_head = first / readers;
+  hooks.first_key_head = first / readers;
   for (std::int64_t head = first; head < first + count; ++head)
-    seams.readers.push_back(head / readers - seams.first_key_head);
-  seams.key_heads = seams.readers.back() + 1;
+    hooks.readers.push_back(head / readers - hooks.first_key_head);
+  hooks.key_heads = hooks.readers.back() + 1;
 }
 
 }  // namespace
@@ -91,48 +114,40 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
   if (ranks_along_tp(mesh.grid()) == 1) return layout;
   const DecoderConfig& config = model.config();
   const Group tp = tensor_group(mesh);
-  ModelSeams seams = stream_seams(tp, options);
+  TensorHooks hooks = stream_hooks(tp, options);
   const VocabularyShard inputs = vocabulary_shard(layout, "model.embed_tokens.weight");
-  seams.embed = [leave = seams.leave, inputs](const at::Tensor& weight, const at::Tensor& tokens,
+  hooks.embed = [output = hooks.region_output, inputs](const at::Tensor& weight, const at::Tensor& tokens,
                                               std::int64_t pad) {
-    return leave(embedding_part(weight, tokens, inputs, pad));
+    return output(embedding_part(weight, tokens, inputs, pad));
   };
-  seams.vocabulary = config.tied_output ? inputs : vocabulary_shard(layout, "lm_head.weight");
-  seams.whole_logits = [tp](const at::Tensor& columns) {
+  hooks.vocabulary = config.tied_output ? inputs : vocabulary_shard(layout, "lm_head.weight");
+  hooks.whole_logits = [tp](const at::Tensor& columns) {
     const at::NoGradGuard no_grad;
     return Group(tp).all_gather_rows(columns.t().contiguous()).t();
   };
   if (key_heads_of(config, mesh.grid()) == KeyHeads::kWhole)
-    read_key_heads(seams, config, mesh.grid(), mesh.place({kTensorAxis}));
-  model.set_seams(std::move(seams));
+    read_key_heads(hooks, config, mesh.grid(), mesh.place({kTensorAxis}));
+  model.hooks().tensor = std::move(hooks);
   return layout;
 }
 
-std::int64_t tensor_traffic_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
-                                  std::int64_t bytes, bool smoothed_labels) {
-  // An all-reduce and its dual, or a reduce-scatter and an all-gather each way: 2 (ranks - 1) of the buffer
-  // for a seam's forward and backward; the embedding's, two of each block, those before them and before the
-  // head.
-  const std::int64_t seams = 2 * (2 * config.layers + 1), statistics = (smoothed_labels ? 4 : 3) * 8;
-  return seams * 2 * (ranks - 1) * tokens * config.hidden * bytes + ranks * (ranks - 1) * tokens * statistics;
+Layout::Named video_placements(VideoDiT& model, const Grid& grid, const TensorParallelOptions& options) {
+  return cut_placements(model.named(), grid, rules_of(model, grid, options));
 }
 
-std::int64_t tensor_activation_bytes(const DecoderConfig& config, std::int64_t tokens, int ranks,
-                                     const TensorParallelOptions& options, std::int64_t bytes) {
-  const auto most = [ranks](std::int64_t number) { return split_rows(number, ranks)[0]; };
-  const std::int64_t stream = options.sequence_parallel ? most(tokens) : tokens, heads = most(config.heads);
-  const Grid grid = with_key_head_view(Grid({{kTensorAxis, ranks}}), config);
-  const KeyHeads lie = key_heads_of(config, grid);
-  const std::int64_t keys = lie == KeyHeads::kCut             ? most(config.key_value_heads)
-                            : lie == KeyHeads::kCutWithCopies ? 1
-                                                              : heads;
-  const std::int64_t readers = config.heads / config.key_value_heads,  // query heads of each key head
-      normed_keys = lie == KeyHeads::kWhole ? (heads + readers - 1) / readers : keys,
-                     normed_heads = config.query_key_norm ? heads + normed_keys : 0;
-  const std::int64_t kept = 2 * stream * config.hidden + 2 * tokens * config.hidden +
-                            tokens * config.head_dim * (2 * heads + 2 * keys + normed_heads) +
-                            3 * tokens * most(config.feed_forward);
-  return kept * bytes + (2 * stream + tokens * (heads + normed_heads)) * std::max<std::int64_t>(bytes, 4);
+Layout cut_video(VideoDiT& model, const Mesh& mesh, const TensorParallelOptions& options) {
+  const Layout layout = cut(model.named(), mesh, rules_of(model, mesh.grid(), options));
+  if (ranks_along_tp(mesh.grid()) == 1) return layout;
+  const Group tp = tensor_group(mesh);
+  TensorHooks hooks = stream_hooks(tp, options);
+  if (options.sequence_parallel)
+    hooks.own_tokens = [tp](std::int64_t tokens) {
+      const Group::Rows rows = split_rows(tokens, tp.size());
+      return std::pair(std::accumulate(rows.begin(), rows.begin() + tp.rank(), std::int64_t{0}),
+                       rows[static_cast<std::size_t>(tp.rank())]);
+    };
+  model.hooks().tensor = std::move(hooks);
+  return layout;
 }
 
 }  // namespace isograd
