@@ -12,24 +12,16 @@
 #include <vector>
 
 #include "comm/operations_file.hpp"
-#include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
-#include "isograd/step.hpp"
 #include "isograd/world.hpp"
-#include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/cut_batches.hpp"
-#include "train/device.hpp"
-#include "train/evaluate.hpp"
-#include "train/memory.hpp"
 #include "train/peers.hpp"
+#include "train/prepared_run.hpp"
 #include "train/presenter.hpp"
-#include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/run_folder.hpp"
 #include "train/stop.hpp"
-#include "train/task.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {
@@ -105,91 +97,43 @@ std::string HostTraffic::by_rank() {
 
 }  // namespace
 
+// The loop around a prepared run: its folder, its notices and figures, and what ends it.
 struct Trainer::Impl {
   RunConfig config;
   World& world;
   TrainerHooks hooks;
 
-  std::unique_ptr<Task> task{};
-  TrainingState state{};
-  std::shared_ptr<TaskModel> model{};
-  std::optional<ModelUnits> units{};
-  std::optional<Mesh> mesh{};
-  std::optional<CutBatches> parts{};
-  std::optional<Layout> placed{};  // layout of a model-parallel model
-  std::int64_t parameters = 0;     // of the whole model
-  std::string parameter_map{};     // text of rank 0
-  at::Device device = at::kCPU;
-  std::unique_ptr<DataParallel> layout{};
-  std::unique_ptr<Optimizer> optimizer{};
-  const ClipsGroups* clips = nullptr;  // the optimizer, where it is one (train.clip_groups)
-  NormParts norm_parts{};              // train.part_norms
-  std::unique_ptr<BatchLoader> loader{}, validation{};
-  ForwardLossTerms forward{};
-  LookAhead look_ahead{};
-  std::unique_ptr<Normalizer> mean{};
+  std::optional<PreparedRun> run{};
   std::unique_ptr<RunFolder> folder{};  // rank 0 only, like the presenter
   std::unique_ptr<Presenter> presenter{};
   std::optional<ErrorText> file_error{};  // error of rank 0 with its files, until all ranks agree on it
-  std::optional<MemoryWatch> memory{};    // run.memory
   std::optional<HostTraffic> hosts{};
   Outcome outcome{};
-  std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1;
-  std::int64_t rounds = 0;  // micro-batches of the last step; loaders vary
+  std::int64_t tokens_seen = 0, saved_step = -1, evaluated_step = -1, steps_timed = 0;
   double step_seconds = 0, exposed_seconds = 0;
-  std::int64_t steps_timed = 0;
   Peak peak{};
   double flops = 0, all_flops = 0;  // of the model: of this step, of all steps since the start or resume
   std::string failed_check{};       // result of a failed check
-  std::string learning_rates{};     // notice that a resume has changed them
   bool is_comparison = false;       // comparison of another run, which prints the notices
   std::optional<OperationsFile> operations{};
 
   void prepare() {
     Group& group = world.group;
-    check_same_configuration(config, group);  // first, so that every rank is refused what one has alone
-    check(config, world.size);
-    device = device_of(config, world);
-    on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); });
-    task = make_task(config, group);
-    ClippingOptimizer made = make_clipping_optimizer(config, group);
-    optimizer = std::move(made.optimizer), clips = made.clips;
-    mean = make_normalizer(config, world.size);
-    mesh.emplace(world, grid_of(config, world.size));
-    hosts.emplace(world, mesh->grid());
-    parts.emplace(*task, *mesh, group);
-    loader = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
-    validation = task->make_validation_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
-    if (config.run.memory) memory.emplace(device);
-    if (config.checkpoint.resume.empty()) {
-      state = fresh_state(*task);
-      make_layout_of_model({}, {});
-    } else {
-      Resumed resumed = resume_run(*task, group);
-      make_layout_of_model(resumed.directory, resumed.state.bucket_order);
-      restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, cut_layout());
-      state = resumed.state;
-      learning_rates = schedule_change(state, config);
-      state.config = to_toml(config);
-      loader->seek(state.position);
-      outcome.checkpoint = resumed.directory, saved_step = state.step;
-    }
-    if (memory) memory->follow_experts(config, *mesh, model->sharded_experts());
-    model->attend_over(*mesh);
-    forward = on_device(device, inside(units->root, model->loss()));
-    if (hooks.wrap_forward) forward = hooks.wrap_forward(forward);
-    look_ahead = model->look_ahead(forward);
-    outcome.steps = state.step, outcome.skipped = state.skipped;
-    const Baseline baseline = task->baseline(group);
+    run.emplace(config, world, hooks.wrap_forward,
+                [&] { on_rank_zero(group, [&] { folder = std::make_unique<RunFolder>(config); }); });
+    hosts.emplace(world, run->mesh->grid());
+    if (!run->resumed_from.empty()) outcome.checkpoint = run->resumed_from, saved_step = run->state.step;
+    outcome.steps = run->state.step, outcome.skipped = run->state.skipped;
+    const Baseline baseline = run->task->baseline(group);
     outcome.baseline = baseline.value;
-    if (task->step_flops(*loader, loader->position()) > 0)
-      peak = find_peak(config, scalar_type(config.train.dtype), device, group);
+    if (run->task->step_flops(*run->loader, run->loader->position()) > 0)
+      peak = find_peak(config, scalar_type(config.train.dtype), run->device, group);
     on_rank_zero(group, [&] {
       folder->begin();
       presenter = std::make_unique<Presenter>(config, facts(baseline));
-      const std::string unseen = validation ? "" : nothing_held_out(task->facts());
+      const std::string unseen = run->validation ? "" : nothing_held_out(run->task->facts());
       const std::string no_peak = peak.flops_per_second > 0 ? "" : peak.source;
-      for (const std::string& text : {folder->notice(), learning_rates, unseen, no_peak})
+      for (const std::string& text : {folder->notice(), run->learning_rates, unseen, no_peak})
         if (!text.empty()) presenter->notice(text);
       for (const std::string& text : hosts->said()) presenter->notice(text);
     });
@@ -212,77 +156,43 @@ struct Trainer::Impl {
     present([] {});
   }
 
-  // Loads the weights of `directory`; empty: the initial ones.
-  void make_layout_of_model(const std::filesystem::path& directory,
-                            const std::vector<std::string>& bucket_order) {
-    ModelToLayOut made;
-    on_every_rank(world.group, [&] { made = task->make_model_to_lay_out(directory); });
-    model = made.model;
-    const bool sharded = stage_of(config.parallel.strategy) == 3;
-    if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
-    for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
-    check_clip_groups(config, model->named());
-    norm_parts = norm_parts_of(config, model->named());
-    if (held_together(config)) placed.emplace(model->cut(*mesh));
-    if (made.fill && !sharded)
-      on_every_rank(world.group, [&] { give_values(model->named(), made.fill, cut_layout(), device); });
-    model->to(device);
-    units = model->make_units();
-    units->initialize = made.fill;
-    if (world.rank == 0)
-      parameter_map = to_text(lay_out(config, model->named(), *units, world.group, 0,
-                                      placed ? placed->placements() : Layout::Named{}));
-    layout = make_layout(config, model->named(), *units, *mesh, cut_layout(), bucket_order, device);
-  }
-
-  const Layout* cut_layout() const { return placed ? &*placed : nullptr; }
-
   RunFacts facts(const Baseline& baseline) const {
     return RunFacts{.ranks = world.size,
                     .layout = describe_layout(config, world.group),
-                    .device = device.is_cpu() ? "cpu" : device.str() + " on rank 0",
-                    .parameters = parameters,
-                    .parameter_map = parameter_map,
-                    .task = task->facts(),
+                    .device = run->device.is_cpu() ? "cpu" : run->device.str() + " on rank 0",
+                    .parameters = run->parameters,
+                    .parameter_map = run->parameter_map,
+                    .task = run->task->facts(),
                     .baseline = baseline,
                     .peak = peak,
-                    .steps_per_epoch = loader->steps_per_epoch(),
-                    .first_step = state.step,
+                    .steps_per_epoch = run->loader->steps_per_epoch(),
+                    .first_step = run->state.step,
                     .hosts = hosts->said().empty() ? "" : hosts->said()[0]};
   }
 
   // Makes every step until the last, a stop or a divergence. After a step, ranks act only on its report and
   // the configuration. Both are the same on all ranks, so all enter the same collectives.
   void loop() {
-    const std::int64_t total = config.train.steps;
-    const Schedule schedule = make_schedule(config);
-    StepOptions options =
-        step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
-    options.norm_parts = norm_parts;
-    options.capture =
-        options.capture && !options.tally && !memory;  // experts' rows vary; memory is asked in mid-pass
-    if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
-    Step step(forward, *layout, *mean, *optimizer, std::move(options));
-    while (state.step < total) {
+    const std::int64_t total = config.train.steps, &step = run->state.step;
+    while (step < total) {
       const auto start = Clock::now();
       const double exposed_before = exposed_so_far();
-      if (memory) memory->before_step(*layout);
+      if (run->memory) run->memory->before_step(*run->layout);
       hosts->before_step();
-      optimizer->set_learning_rate(schedule.at(state.step));
-      if (peak.flops_per_second > 0) flops = task->step_flops(*loader, loader->position());
-      const MicroBatches own = parts->of_step(loader->next());
-      if (presenter && !parts->first_step().empty()) presenter->notice("first step: " + parts->first_step());
-      const StepReport report = step(own, StopSignals::requested() || file_error);
-      if (report.updated) model->after_update(report.tally, *layout);
+      if (peak.flops_per_second > 0)
+        flops = run->task->step_flops(*run->loader, run->loader->position());
+      const StepReport report = run->step(StopSignals::requested() || file_error);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
-      if (memory)
-        memory->after_step(*layout, *optimizer, plan().share_parameters, report.census.global_micro_batches);
-      const bool diverged = !report.finite && config.train.on_non_finite == "stop";
-      if (!report.finite) outcome.not_finite = first_text(world.group, model->take_not_finite());
+      if (presenter && !run->parts->first_step().empty())
+        presenter->notice("first step: " + run->parts->first_step());
+      if (run->memory)
+        run->memory->after_step(*run->layout, *run->optimizer, run->plan().share_parameters, run->rounds);
+      const bool diverged = run->diverged(report);
+      if (!report.finite) outcome.not_finite = first_text(world.group, run->model->take_not_finite());
       if (presenter && !diverged && !report.finite && !outcome.not_finite.empty())
         presenter->notice("first not finite: " + outcome.not_finite);
-      if (!diverged) count(report);
-      show(report, seconds, exposed, total, diverged);
+      if (report.finite && !report.updated) ++outcome.empty;
+      show(report, seconds, exposed, diverged);
       if (diverged) {
         outcome.end = Outcome::End::kDiverged;
         return;
@@ -293,66 +203,59 @@ struct Trainer::Impl {
         save();
         return;
       }
-      if (due(config.train.evaluate_every, state.step, total)) measure();
-      if (due(config.checkpoint.every, state.step, total)) save();
+      if (due(config.train.evaluate_every, step, total)) measure();
+      if (due(config.checkpoint.every, step, total)) save();
     }
-    if (evaluated_step != state.step) measure();  // a resume of a run that had made all its steps
+    if (evaluated_step != step) measure();  // a resume of a run that had made all its steps
   }
 
-  double exposed_so_far() const { return layout->exposed_seconds() + mesh->waited_apart(); }
+  double exposed_so_far() const { return run->layout->exposed_seconds() + run->mesh->waited_apart(); }
 
-  void count(const StepReport& report) {
-    ++state.step;
-    state.position = loader->position(), state.updates = optimizer->updates();
-    if (!report.finite) ++state.skipped;
-    if (report.finite && !report.updated) ++outcome.empty;
-    outcome.steps = state.step, outcome.skipped = state.skipped;
-  }
-
-  void show(const StepReport& report, double seconds, double exposed, std::int64_t total, bool diverged) {
-    tokens_seen += report.census.tokens, rounds = report.census.global_micro_batches;
+  void show(const StepReport& report, double seconds, double exposed, bool diverged) {
+    tokens_seen += report.census.tokens;
     ++steps_timed, step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
+    outcome.steps = run->state.step, outcome.skipped = run->state.skipped;
     outcome.exposed = exposed_seconds / step_seconds, outcome.loss = report.loss;
     outcome.tokens_per_second = static_cast<double>(tokens_seen) / step_seconds;
     if (peak.flops_per_second > 0) outcome.mfu = all_flops / step_seconds / peak.flops_per_second;
-    StepEvent event{.step = state.step + (diverged ? 1 : 0),
-                    .total = total,
+    const bool clipped = run->clips && report.updated;
+    StepEvent event{.step = run->state.step + (diverged ? 1 : 0),
+                    .total = config.train.steps,
                     .report = report,
-                    .learning_rate = optimizer->learning_rate(),
+                    .learning_rate = run->optimizer->learning_rate(),
                     .seconds = seconds,
                     .exposed_seconds = exposed,
                     .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
                     .mfu = {},
                     .expert_loads = {},
-                    .clipped = clips && report.updated ? clips->last() : std::vector<ClippedGroup>{},
+                    .clipped = clipped ? run->clips->last() : std::vector<ClippedGroup>{},
                     .bytes_across_hosts = hosts->across_in_step()};
-    if (report.finite) event.expert_loads = model->expert_loads(report.tally);
+    if (report.finite) event.expert_loads = run->model->expert_loads(report.tally);
     if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;
     present([&] { presenter->step(event); });
     if (hooks.on_step) hooks.on_step(event);
   }
 
+  FinishedRun as_finished() { return {config, world, *run->task, *run->model, run->placed()}; }
+
   // Checks run before saving, so no checkpoint of a run that is known to be wrong is written.
   bool checked() {
-    if (!hooks.check ||
-        !(divides(config.verify.every, state.step) || divides(config.verify.checksums_every, state.step)))
+    const std::int64_t step = run->state.step;
+    if (!hooks.check || !(divides(config.verify.every, step) || divides(config.verify.checksums_every, step)))
       return true;
-    RunningRun running{
-        {config, world, *task, *model, cut_layout()}, *layout, state.step, forward, look_ahead};
+    RunningRun running{as_finished(), *run->layout, step, run->forward, run->look_ahead};
     failed_check = hooks.check(running);
     if (!failed_check.empty()) outcome.end = Outcome::End::kRefuted;
     return failed_check.empty();
   }
 
   void measure() {
-    evaluated_step = state.step;
-    auto evaluation = evaluate(
-        validation.get(), [this](const MicroBatches& whole) { return parts->of(whole); }, forward, *mean,
-        *layout, state.step);
-    outcome.figures = task->figures(*model, *layout);
+    evaluated_step = run->state.step;
+    auto evaluation = run->evaluate();
+    outcome.figures = run->task->figures(*run->model, *run->layout);
     if (evaluation) outcome.validation_loss = evaluation->loss;
     if (!evaluation && outcome.figures.empty()) return;
-    if (!evaluation) evaluation = {.step = state.step};
+    if (!evaluation) evaluation = {.step = run->state.step};
     evaluation->figures = outcome.figures;
     present([&] { presenter->evaluation(*evaluation); });
     if (hooks.on_evaluation) hooks.on_evaluation(*evaluation);
@@ -363,7 +266,12 @@ struct Trainer::Impl {
     // A deleted run folder is not recreated. A problem with a log alone does not prevent a checkpoint.
     throw_agreed(world.group, file_error && !folder->is_there() ? file_error : std::nullopt);
     try {
-      if (saved_step != state.step) write_checkpoint();
+      if (saved_step != run->state.step) {
+        outcome.checkpoint = run->save();
+        saved_step = run->state.step;
+        if (presenter && !file_error) presenter->saved(outcome.checkpoint);
+        if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
+      }
     } catch (const AgreedConfigError&) {
       check_run_folder();                     // the folder may have been deleted meanwhile
       throw_agreed(world.group, file_error);  // what came first
@@ -371,24 +279,10 @@ struct Trainer::Impl {
     }
     throw_agreed(world.group, file_error);
   }
-  void write_checkpoint() {
-    state.bucket_order = layout->bucket_order();
-    outcome.checkpoint = save_checkpoint(
-        save_options(config, cut_layout()), state,
-        [this](const std::filesystem::path& directory, const TensorStream& weights) {
-          model->write(directory, weights);
-        },
-        *layout, *optimizer);
-    saved_step = state.step;
-    if (presenter && !file_error) presenter->saved(outcome.checkpoint);
-    if (hooks.on_checkpoint) hooks.on_checkpoint(outcome.checkpoint);
-  }
-
-  DataParallelPlan plan() const { return plan_of(config, *layout, rounds, world.group); }
 
   // Makes the run that a finished one is compared with, by the same loop in a folder of its own.
   std::optional<Outcome> compare() {
-    std::optional<RunConfig> other = task->comparison();
+    std::optional<RunConfig> other = run->task->comparison();
     if (!other) return std::nullopt;
     other->source = std::filesystem::path(other->run.directory) / kRunConfig;
     std::string resume;
@@ -407,34 +301,38 @@ struct Trainer::Impl {
   void finish() {
     throw_agreed(world.group, file_error);
     const bool finished = outcome.end == Outcome::End::kFinished;
-    outcome.balance = parts->balance();
-    if (memory) outcome.to_experts = memory->use().to_experts;
+    outcome.balance = run->parts->balance();
+    if (run->memory) outcome.to_experts = run->memory->use().to_experts;
     const std::optional<Outcome> comparison = finished ? compare() : std::nullopt;
-    const bool to_show = finished && std::isfinite(outcome.loss);
+    const bool to_show = finished && std::isfinite(outcome.loss), together = run->placed() != nullptr;
     std::shared_ptr<const void> whole;
-    if (finished && (hooks.on_finish || task->shows_model())) whole = layout->whole_parameters();
+    if (finished && (hooks.on_finish || run->task->shows_model())) whole = run->layout->whole_parameters();
     if (finished && hooks.on_finish) {
-      FinishedRun run{config, world, *task, *model, cut_layout()};
-      run.interrupted = StopSignals::requested;
-      if (steps_timed > 0) run.step_seconds = step_seconds / static_cast<double>(steps_timed);
-      run.micro_batches = rounds;
-      if (presenter) run.say = [this](const std::string& text) { presenter->line(text); };
-      outcome.tables = hooks.on_finish(run);
+      FinishedRun ended = as_finished();
+      ended.interrupted = StopSignals::requested;
+      if (steps_timed > 0) ended.step_seconds = step_seconds / static_cast<double>(steps_timed);
+      ended.micro_batches = run->rounds;
+      if (presenter) ended.say = [this](const std::string& text) { presenter->line(text); };
+      outcome.tables = hooks.on_finish(ended);
     }
     outcome.tables = tables_of_rank_zero(world.group, std::move(outcome.tables));
     if (comparison && comparison->exit_status() != 0)
       outcome.tables.push_back({"Comparison", "the run to compare with failed", {}, {}, /*passed=*/false});
     std::vector<Showing::Picture> stages;
-    if (const Pipeline* pipeline = model->pipeline())
-      stages = show_stages(*pipeline, *mesh, config.run.directory);
-    const std::string bytes =
-        memory ? memory_table(memory->use(), plan(), config, *layout, world.group) + hosts->by_rank() : "";
+    if (const Pipeline* pipeline = run->model->pipeline())
+      stages = show_stages(*pipeline, *run->mesh, config.run.directory);
+    std::string bytes;
+    if (run->memory)
+      bytes = memory_table(run->memory->use(), run->plan(), config, *run->layout, world.group) +
+              hosts->by_rank();
     Showing showing;
-    const auto show = [&] { showing = task->show(*model, outcome, comparison ? &*comparison : nullptr); };
-    if (to_show && placed) on_every_rank(world.group, show);  // its forward takes all of them
+    const auto show = [&] {
+      showing = run->task->show(*run->model, outcome, comparison ? &*comparison : nullptr);
+    };
+    if (to_show && together) on_every_rank(world.group, show);  // its forward takes all of them
     on_rank_zero(world.group, [&] {
-      if (memory) presenter->notice("memory and traffic of the last step\n" + bytes);
-      if (to_show && !placed)
+      if (run->memory) presenter->notice("memory and traffic of the last step\n" + bytes);
+      if (to_show && !together)
         show();
       else if (finished && !to_show)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
@@ -461,7 +359,8 @@ Outcome Trainer::run() {
   } catch (const std::exception& error) {
     impl_->world.group.poison(error.what());
     if (const auto* lost = dynamic_cast<const PeerError*>(&error); lost && impl_->operations)
-      rethrow(*lost, impl_->config, impl_->world.size, impl_->state.step, impl_->outcome.checkpoint);
+      rethrow(*lost, impl_->config, impl_->world.size, impl_->run ? impl_->run->state.step : 0,
+              impl_->outcome.checkpoint);
     throw;
   }
   return impl_->outcome;

@@ -1,6 +1,7 @@
 // Runs end to end on ranks as threads: what stops them, what they refuse, what they leave behind.
 #include "isograd/trainer.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,9 +14,9 @@
 #include <random>
 
 #include "isograd/checkpoint.hpp"
-#include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
+#include "train/prepared_run.hpp"
 #include "train/resume.hpp"
 #include "train/stop.hpp"
 #include "train/task.hpp"
@@ -65,6 +66,43 @@ TEST_F(TrainerTest, WeightsAndDataDoNotDependOnRanks) {
   }
   EXPECT_LT(*one.outcomes[0].validation_loss, one.evaluations[0].loss) << "nothing was learnt";
   EXPECT_TRUE(fs::exists(one.outcomes[0].report));
+}
+
+// No trainer, no report, no loop but this one: the files of the checkpoint are the trainer's bit for bit.
+TEST_F(TrainerTest, APreparedRunMakesTheSameStepsWithoutATrainer) {
+  struct Way {
+    const char* name;
+    int ranks;
+    void (*set)(RunConfig&);
+  };
+  const Way ways[] = {
+      {"one", 1, [](RunConfig&) {}},
+      {"zero3", 3, [](RunConfig& c) { c.parallel.strategy = "zero3", c.train.dtype = "bfloat16"; }},
+      {"tensor", 4, [](RunConfig& c) { c.parallel.tp = 2, c.parallel.strategy = "zero2"; }},
+      {"stages", 2, [](RunConfig& c) { c.parallel.pp = 2, c.model.shape.layers = 2; }},
+  };
+  for (const Way& way : ways) {
+    RunConfig config = tiny(fmt::format("{}-trainer", way.name));
+    way.set(config);
+    config.train.steps = 3;
+    const fs::path by_trainer = run(config, way.ranks).outcomes[0].checkpoint;
+    config.run.directory = (root_ / fmt::format("{}-prepared", way.name)).string();
+    fs::create_directories(config.run.directory);
+    std::vector<fs::path> saved(2);
+    run_ranks(way.ranks, [&](World& world) {
+      PreparedRun prepared(config, world);
+      for (int step = 0; step < 2; ++step) EXPECT_TRUE(prepared.step().updated);
+      const fs::path two = prepared.save();
+      EXPECT_TRUE(prepared.step().updated);
+      const fs::path three = prepared.save();
+      if (world.rank == 0) saved = {two, three};
+    });
+    for (const char* name : {"model.safetensors", "optimizer.safetensors"}) {
+      EXPECT_TRUE(file(saved[1], name) == file(by_trainer, name)) << way.name << ": " << name;
+      EXPECT_FALSE(file(saved[0], name) == file(by_trainer, name)) << way.name << ": step 3 moved nothing";
+    }
+    EXPECT_FALSE(fs::exists(fs::path(config.run.directory) / "report.html"));
+  }
 }
 
 TEST_F(TrainerTest, UnigramEntropyInClosedForm) {

@@ -1,0 +1,114 @@
+#include "train/prepared_run.hpp"
+
+#include "train/device.hpp"
+#include "train/evaluate.hpp"
+#include "train/peers.hpp"
+#include "train/rank_layout.hpp"
+#include "train/rank_zero.hpp"
+#include "train/resume.hpp"
+
+namespace isograd {
+namespace {
+
+// First, so that every rank refuses what one rank alone has.
+const RunConfig& checked(const RunConfig& config, World& world) {
+  check_same_configuration(config, world.group);
+  check(config, world.size);
+  return config;
+}
+
+}  // namespace
+
+PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
+                         const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward,
+                         const std::function<void()>& accepted)
+    : config(checked(run_config, run_world)),
+      world(run_world),
+      device(device_of(config, world)),
+      schedule_(make_schedule(config)) {
+  if (accepted) accepted();
+  Group& group = world.group;
+  task = make_task(config, group);
+  ClippingOptimizer made = make_clipping_optimizer(config, group);
+  optimizer = std::move(made.optimizer), clips = made.clips;
+  normalizer = make_normalizer(config, world.size);
+  mesh.emplace(world, grid_of(config, world.size));
+  parts.emplace(*task, *mesh, group);
+  loader = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
+  validation = task->make_validation_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes));
+  if (config.run.memory) memory.emplace(device);
+  if (config.checkpoint.resume.empty()) {
+    state = fresh_state(*task);
+    lay_out_model({}, {});
+  } else {
+    Resumed resumed = resume_run(*task, group);
+    lay_out_model(resumed.directory, resumed.state.bucket_order);
+    restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, placed());
+    resumed_from = resumed.directory, state = std::move(resumed.state);
+    learning_rates = schedule_change(state, config);
+    state.config = to_toml(config);
+    loader->seek(state.position);
+  }
+  if (memory) memory->follow_experts(config, *mesh, model->sharded_experts());
+  model->attend_over(*mesh);
+  forward = on_device(device, inside(units->root, model->loss()));
+  if (wrap_forward) forward = wrap_forward(forward);
+  look_ahead = model->look_ahead(forward);
+  StepOptions options =
+      step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
+  options.norm_parts = norm_parts_;
+  // Experts' rows vary, and memory is measured in mid-pass.
+  options.capture = options.capture && !options.tally && !memory;
+  if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
+  step_ = std::make_unique<Step>(forward, *layout, *normalizer, *optimizer, std::move(options));
+}
+
+// Loads the weights of `directory`; empty: the initial ones.
+void PreparedRun::lay_out_model(const std::filesystem::path& directory,
+                                const std::vector<std::string>& bucket_order) {
+  ModelToLayOut made;
+  on_every_rank(world.group, [&] { made = task->make_model_to_lay_out(directory); });
+  model = made.model;
+  const bool sharded = stage_of(config.parallel.strategy) == 3;
+  if (sharded && made.check_values) on_rank_zero(world.group, made.check_values);
+  for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
+  check_clip_groups(config, model->named());
+  norm_parts_ = norm_parts_of(config, model->named());
+  if (held_together(config)) placed_.emplace(model->cut(*mesh));
+  if (made.fill && !sharded)
+    on_every_rank(world.group, [&] { give_values(model->named(), made.fill, placed(), device); });
+  model->to(device);
+  units = model->make_units();
+  units->initialize = made.fill;
+  if (world.rank == 0)
+    parameter_map = to_text(lay_out(config, model->named(), *units, world.group, 0,
+                                    placed_ ? placed_->placements() : Layout::Named{}));
+  layout = make_layout(config, model->named(), *units, *mesh, placed(), bucket_order, device);
+}
+
+StepReport PreparedRun::step(bool stop_requested) {
+  optimizer->set_learning_rate(schedule_.at(state.step));
+  const StepReport report = (*step_)(parts->of_step(loader->next()), stop_requested);
+  if (report.updated) model->after_update(report.tally, *layout);
+  rounds = report.census.global_micro_batches;
+  if (diverged(report)) return report;
+  ++state.step;
+  state.position = loader->position(), state.updates = optimizer->updates();
+  if (!report.finite) ++state.skipped;
+  return report;
+}
+
+std::optional<Evaluation> PreparedRun::evaluate() {
+  const auto own_parts = [this](const MicroBatches& whole) { return parts->of(whole); };
+  return isograd::evaluate(validation.get(), own_parts, forward, *normalizer, *layout, state.step);
+}
+
+std::filesystem::path PreparedRun::save() {
+  state.bucket_order = layout->bucket_order();
+  const WriteModel write = [this](const std::filesystem::path& directory, const TensorStream& weights) {
+    model->write(directory, weights);
+  };
+  return save_checkpoint(save_options(config, placed()), state, write, *layout, *optimizer);
+}
+
+}  // namespace isograd

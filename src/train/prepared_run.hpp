@@ -1,0 +1,73 @@
+// A run that is ready for its steps. It has no loop, keeps no time, writes no file of its own accord and prints
+// nothing: the trainer does that around it.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "isograd/checkpoint.hpp"
+#include "train/build.hpp"
+#include "train/cut_batches.hpp"
+#include "train/memory.hpp"
+#include "train/task.hpp"
+
+namespace isograd {
+
+class PreparedRun {
+ public:
+  // From fresh weights, or from the checkpoint that checkpoint.resume names. `accepted` is called once every
+  // rank has accepted the configuration, before data is read. Collective; ConfigError on every rank.
+  PreparedRun(const RunConfig& run_config, World& run_world,
+              const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward = {},
+              const std::function<void()>& accepted = {});
+
+  // The next step of the data, at the schedule's learning rate. A step that is not finite counts as made only
+  // where the run skips it (train.on_non_finite). Collective.
+  StepReport step(bool stop_requested = false);
+  // The validation loss; nothing where nothing is held out. Collective.
+  std::optional<Evaluation> evaluate();
+  // Saves a checkpoint and returns its folder. Collective.
+  std::filesystem::path save();
+
+  bool diverged(const StepReport& report) const {
+    return !report.finite && config.train.on_non_finite == "stop";
+  }
+  const Layout* placed() const { return placed_ ? &*placed_ : nullptr; }  // null: each rank has a whole model
+  DataParallelPlan plan() const { return plan_of(config, *layout, rounds, world.group); }
+
+  const RunConfig config;
+  World& world;
+  const at::Device device;
+  std::unique_ptr<Task> task{};
+  std::shared_ptr<TaskModel> model{};
+  std::optional<ModelUnits> units{};
+  std::optional<Mesh> mesh{};
+  std::unique_ptr<DataParallel> layout{};
+  std::unique_ptr<Optimizer> optimizer{};
+  const ClipsGroups* clips = nullptr;  // the optimizer, where it is one (train.clip_groups)
+  std::unique_ptr<Normalizer> normalizer{};
+  std::optional<CutBatches> parts{};
+  std::unique_ptr<BatchLoader> loader{}, validation{};
+  ForwardLossTerms forward{};
+  LookAhead look_ahead{};
+  std::optional<MemoryWatch> memory{};  // run.memory
+  TrainingState state{};
+  std::int64_t parameters = 0;           // of the whole model
+  std::int64_t rounds = 0;               // micro-batches of the last step; loaders vary
+  std::string parameter_map{};           // to_text() of rank 0's RunLayout; empty on other ranks
+  std::filesystem::path resumed_from{};  // empty: a fresh run
+  std::string learning_rates{};          // a notice that the resume has changed them
+
+ private:
+  void lay_out_model(const std::filesystem::path& directory, const std::vector<std::string>& bucket_order);
+
+  std::optional<Layout> placed_{};
+  NormParts norm_parts_{};  // train.part_norms
+  Schedule schedule_;
+  std::unique_ptr<Step> step_{};
+};
+
+}  // namespace isograd
