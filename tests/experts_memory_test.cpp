@@ -80,14 +80,13 @@ TEST(ExpertParallelMemory, ParametersGradientsAndStatesAreTheFormulas) {
           optimizer->update(layout->buckets(), 1);
           layout->publish_parameters();
           if (mesh.place({kExpertAxis}) != 0) return;
-          const DataParallelPlan all{.numel = expert_elements(config, ep) + other_elements(config),
-                                     .bytes = element_bytes(type, 2),
-                                     .stage = stage,
-                                     .shards = world.size,
-                                     .dealt = expert_elements(config, ep),
-                                     .dealt_copies = copies};
+          const DataParallelPlan all{
+              .elements = {{.numel = other_elements(config), .shards = world.size},
+                           {.numel = expert_elements(config, ep), .shards = copies}},
+              .bytes = element_bytes(type, 2),
+              .stage = stage};
           DataParallelPlan experts = all;
-          experts.numel = experts.dealt;
+          experts.elements.erase(experts.elements.begin());
           const OptimizerState state = optimizer->state(layout->buckets());
           const std::string where =
               fmt::format("{}, ep {}, copies {}, {}", strategy, ep, copies, c10::toString(type));
@@ -111,7 +110,7 @@ TEST(ExpertParallelMemory, ParametersGradientsAndStatesAreTheFormulas) {
           }
           // The comparison can fail: as if the experts of one rank fewer shared them out.
           DataParallelPlan other = experts;
-          other.numel = other.dealt = expert_elements(config, ep - 1);
+          other.elements[0].numel = expert_elements(config, ep - 1);
           EXPECT_GT(off(of_experts.state, persistent_bytes(other).state), 0.03) << where;
         });
 }

@@ -86,7 +86,9 @@ TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
           optimizer->update(layout->buckets(), 1);
           layout->publish_parameters();
           const DataParallelPlan plan{
-              .numel = elements(config, tp), .bytes = element_bytes(type, 2), .stage = stage, .shards = data};
+              .elements = {{.numel = elements(config, tp), .shards = data}},
+              .bytes = element_bytes(type, 2),
+              .stage = stage};
           const PersistentBytes formula = persistent_bytes(plan);
           const PersistentBytes kept = measure_kept(layout->buckets(), optimizer->state(layout->buckets()));
           if (mesh.place({"tp"}) == 0) {
@@ -104,7 +106,7 @@ TEST(TensorMemory, ParametersGradientsAndStatesAreTheFormulas) {
             }
             // The comparison can fail: parts of one rank fewer.
             DataParallelPlan other = plan;
-            other.numel = elements(config, tp - 1);
+            other.elements[0].numel = elements(config, tp - 1);
             EXPECT_GT(off(kept.state, persistent_bytes(other).state), 0.03) << where;
           }
         });

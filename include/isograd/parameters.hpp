@@ -241,22 +241,22 @@ struct ElementBytes {
   int all() const { return parameter + gradient + optimizer(); }
 };
 
-// Data parallelism over `shards` × `replicas` ranks (dp_shard × dp_replicate).
 struct DataParallelPlan {
-  std::int64_t numel = 0;  // Ψ: elements of all trainable parameters, with the padding of their flat storage
+  // Trainable parameters, with the padding of their flat storage, that equally many ranks share.
+  struct Elements {
+    std::int64_t numel = 0;  // Ψ
+    std::int64_t whole = 0;  // Ψw: of them, those that stage 3 keeps whole from forward to the end of backward
+    int shards = 1;          // N ranks have one copy between them, sharded from stage 1 on
+    int replicas = 1;        // R such copies
+  };
+  // First those that every rank copies; with expert parallelism then a rank's experts, whose N and R are those
+  // of the ranks with the same experts (Ψe, Ψew, Ne in formulas).
+  std::vector<Elements> elements = std::vector<Elements>(1);
   ElementBytes bytes{};
-  int stage = 0;  // ZeRO: 0 to 3
-  int shards = 1;
-  int replicas = 1;
+  int stage = 0;                   // ZeRO: 0 to 3
   bool share_parameters = false;   // one copy for all ranks of a shard group; at least states are sharded
   bool reduce_once = false;        // stages 2 and 3 keep whole gradients until the last micro-batch
   std::int64_t micro_batches = 1;  // G, of a step
-  // Stage 3: elements (of numel) that stay whole from forward to the end of backward, gathered once for both.
-  std::int64_t whole = 0;
-  // Elements of numel and of whole that are sharded over ep: summed (and, from stage 1 on, sharded) over
-  // `dealt_copies` ranks; `shards` and `replicas` are for the rest.
-  std::int64_t dealt = 0, dealt_whole = 0;
-  int dealt_copies = 1;
 };
 
 // Bytes that a rank keeps between steps. Each rank counts its part of shared memory.
@@ -270,8 +270,7 @@ struct PersistentBytes {
   PersistentBytes& operator+=(const PersistentBytes& more);
 };
 
-// Formulas of Rajbhandari et al. 2020 ("ZeRO"), docs/memory.md; for elements over ep N is dealt_copies.
-// ConfigError on contradictory numbers.
+// Formulas of Rajbhandari et al. 2020 ("ZeRO"), docs/memory.md. ConfigError on contradictory numbers.
 PersistentBytes persistent_bytes(const DataParallelPlan& plan);
 
 // Bytes that a rank sends in a step where a reduce-scatter or all-gather of n bytes sends n(N − 1)/N.
@@ -287,7 +286,7 @@ struct TrafficBytes {
 // By micro-batches, stage and replicas (docs/memory.md), without the exchange of tokens with experts.
 TrafficBytes traffic_bytes(const DataParallelPlan& plan);
 
-// As text: "2Ψ + 14Ψ/N", "(2Ψ + 2Ψ)(N - 1)/N"; Ψw is plan.whole; Ψe, Ψew and Ne are for experts.
+// As text: "2Ψ + 14Ψ/N", "(2Ψ + 2Ψ)(N - 1)/N"; Ψe, Ψew and Ne are for experts.
 std::string persistent_formula(const DataParallelPlan& plan);
 std::string traffic_formula(const DataParallelPlan& plan);
 

@@ -402,7 +402,7 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
   return text;
 }
 
-DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks) {
+DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks) {
   const std::string& strategy = config.parallel.strategy;
   const Grid grid = grid_of(config, ranks.size);
   const AxisSet sharded = sharded_axes(config);
@@ -410,33 +410,31 @@ DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const Ra
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
   const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
-  DataParallelPlan plan{.bytes = element_bytes(scalar_type(config.train.dtype), states),
+  DataParallelPlan plan{.elements = {{.shards = grid.size(sharded),
+                                      .replicas = grid.size(without(kDataAxes, sharded))}},
+                        .bytes = element_bytes(scalar_type(config.train.dtype), states),
                         .stage = stage_of(strategy),
-                        .shards = grid.size(sharded),
-                        .replicas = grid.size(without(kDataAxes, sharded)),
                         .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
                         .reduce_once = config.parallel.reduce_once,
                         .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
   if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
   if (config.parallel.ep > 1)
-    plan.dealt_copies = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep);
-  plan.numel = numel;
+    plan.elements.push_back({.shards = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep)});
   return plan;
 }
 
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
                          const RanksOfRun& ranks) {
-  DataParallelPlan plan = make_plan(config, 0, ranks);
+  DataParallelPlan plan = make_plan(config, ranks);
   for (const Bucket& bucket : layout.buckets())
-    for (const Slot& slot : bucket.plan.slots) {
-      plan.numel += slot.numel;
-      if (cut_along_data(bucket.plan.sync, layout.mesh().grid())) plan.dealt += slot.numel;
-    }
+    for (const Slot& slot : bucket.plan.slots)
+      plan.elements.at(cut_along_data(bucket.plan.sync, layout.mesh().grid()) ? 1 : 0).numel += slot.numel;
   if (rounds > 0) plan.micro_batches = rounds;
   if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
     // whole_numel() counts padding, numel does not.
-    plan.dealt_whole = std::min(sharded->whole_dealt_numel(), plan.dealt);
-    plan.whole = std::min(sharded->whole_numel(), plan.numel);
+    const std::int64_t experts = sharded->whole_dealt_numel();
+    plan.elements[0].whole = std::min(sharded->whole_numel() - experts, plan.elements[0].numel);
+    if (experts > 0) plan.elements.at(1).whole = std::min(experts, plan.elements[1].numel);
   }
   return plan;
 }

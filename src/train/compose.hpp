@@ -91,9 +91,9 @@ std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTenso
                                        const Layout::Named& placements = {});
 // Human-readable: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
-// The plan of that layout for `numel` trained elements. Its formulas give the bytes that a rank keeps and
-// sends.
-DataParallelPlan make_plan(const RunConfig& config, std::int64_t numel, const RanksOfRun& ranks);
+// The plan of that layout, with parallel.ep two kinds of elements, as yet without any. Its formulas give the
+// bytes that a rank keeps and sends.
+DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks);
 // As make_plan(), for an existing layout. `rounds`: micro-batches per step (0: configured).
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
                          const RanksOfRun& ranks);

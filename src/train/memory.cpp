@@ -150,17 +150,16 @@ std::string kept_by_formula(const DataParallelPlan& plan) {
 }
 
 std::string symbols(const DataParallelPlan& plan) {
-  std::string text = fmt::format("with Ψ = {} parameters", plan.numel - plan.dealt);
-  if (const std::int64_t whole = plan.whole - plan.dealt_whole; whole > 0)
-    text += fmt::format(", Ψw = {} whole through forward and backward", whole);
-  if (plan.shards > 1) text += fmt::format(", N = {}", plan.shards);
-  if (plan.replicas > 1) text += fmt::format(", R = {}", plan.replicas);
-  if (plan.dealt > 0) {
-    text += fmt::format(", Ψe = {} of the rank's experts, which Ne = {} ranks have", plan.dealt,
-                        plan.dealt_copies);
-    if (plan.dealt_whole > 0) text += fmt::format(", Ψew = {} whole", plan.dealt_whole);
-  }
-  return text;
+  const SharedElements& all = plan.elements.at(0);
+  std::string text = fmt::format("with Ψ = {} parameters", all.numel);
+  if (all.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", all.whole);
+  if (all.shards > 1) text += fmt::format(", N = {}", all.shards);
+  if (all.replicas > 1) text += fmt::format(", R = {}", all.replicas);
+  if (plan.elements.size() == 1 || plan.elements[1].numel == 0) return text;
+  const SharedElements& experts = plan.elements[1];
+  text += fmt::format(", Ψe = {} of the rank's experts, which Ne = {} ranks have", experts.numel,
+                      experts.shards);
+  return experts.whole > 0 ? text + fmt::format(", Ψew = {} whole", experts.whole) : text;
 }
 
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
@@ -186,8 +185,9 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
     add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]}, megabytes(static_cast<double>(at[4])),
         megabytes(static_cast<double>(at[5])), megabytes(static_cast<double>(at[6])));
   }
-  const TrafficBytes sent =
-      traffic_bytes(plan, summed_elements(layout, true), layout.mesh().grid(), sharded_axes(config));
+  DataParallelPlan by_bucket = plan;
+  by_bucket.elements = shared_elements(layout, sharded_axes(config), /*padded=*/true);
+  const TrafficBytes sent = traffic_bytes(by_bucket);
   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
   add("formula", persistent_bytes(plan), "", "", by_schedule ? "" : megabytes(sent.total()));
@@ -214,39 +214,31 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   return text + "\n";
 }
 
-std::vector<SummedElements> summed_elements(DataParallel& layout, bool padded) {
-  const Grid& grid = layout.mesh().grid();
-  std::vector<SummedElements> result;
-  for (const Bucket& bucket : layout.buckets()) {
-    std::int64_t numel = 0;
-    for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
-    result.push_back({.sync = bucket.plan.sync, .numel = padded ? bucket.plan.numel : numel, .whole = 0});
-  }
-  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
-    // Experts are in other numbers of shards than all else; among those of one number it is all the same.
-    std::int64_t experts = sharded->whole_dealt_numel(), rest = sharded->whole_numel() - experts;
-    for (SummedElements& one : result) {
-      std::int64_t& left = cut_along_data(one.sync, grid) ? experts : rest;
-      one.whole = std::min(left, one.numel);
-      left -= one.whole;
-    }
-  }
-  return result;
+SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
+                               std::int64_t numel, std::int64_t whole) {
+  const AxisSet sharded = sharded_along(grid, sync, asked);
+  return {.numel = numel,
+          .whole = whole,
+          .shards = grid.size(sharded),
+          .replicas = grid.size(without(sync.summed, sharded))};
 }
 
-TrafficBytes traffic_bytes(const DataParallelPlan& plan, const std::vector<SummedElements>& elements,
-                           const Grid& grid, const AxisSet& asked) {
-  TrafficBytes sum;
-  for (const SummedElements& one : elements) {
-    const AxisSet sharded = sharded_along(grid, one.sync, asked);
-    DataParallelPlan own = plan;
-    own.numel = one.numel, own.whole = one.whole;
-    own.dealt = own.dealt_whole = 0;
-    own.shards = grid.size(sharded);
-    own.replicas = grid.size(without(one.sync.summed, sharded));
-    sum += traffic_bytes(own);
+std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded) {
+  const Grid& grid = layout.mesh().grid();
+  const auto* stage3 = dynamic_cast<const FullySharded*>(&layout);
+  // Experts are in other numbers of shards than all else; among those of one number it is all the same.
+  std::int64_t experts = stage3 ? stage3->whole_dealt_numel() : 0,
+               rest = stage3 ? stage3->whole_numel() - experts : 0;
+  std::vector<SharedElements> result;
+  for (const Bucket& bucket : layout.buckets()) {
+    std::int64_t numel = padded ? bucket.plan.numel : 0;
+    if (!padded)
+      for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
+    std::int64_t& left = cut_along_data(bucket.plan.sync, grid) ? experts : rest;
+    result.push_back(shared_elements(bucket.plan.sync, grid, asked, numel, std::min(left, numel)));
+    left -= result.back().whole;
   }
-  return sum;
+  return result;
 }
 
 }  // namespace isograd

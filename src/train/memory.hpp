@@ -84,23 +84,16 @@ std::string symbols(const DataParallelPlan& plan);
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
 
-// Traffic of a rank for gradients and parameters in a step. Parameters differ in the axes along which they
-// are summed and sharded: sharded along tp, experts along ep, layers along pp.
+using SharedElements = DataParallelPlan::Elements;
 
-// Elements of this rank with the same axes. `whole`: the part of them that stage 3 gathers once for forward
-// and backward together.
-struct SummedElements {
-  SyncAxes sync;
-  std::int64_t numel = 0, whole = 0;
-};
+// The entry of a plan for elements with these axes. Parameters differ in the axes along which they are summed
+// and sharded: sharded along tp, experts along ep, layers along pp. `asked`: axes that may be sharded
+// (sharded_axes()).
+SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
+                               std::int64_t numel, std::int64_t whole = 0);
 
-// One entry for each bucket, with or without the padding of flat storage. For stage 3 also the elements
-// that stay whole, as the layout reports them.
-std::vector<SummedElements> summed_elements(DataParallel& layout, bool padded);
-
-// Sums traffic_bytes() of each entry, with the shards and replicas that its axes make of `grid`. `plan`
-// gives everything else. `asked`: axes that may be sharded (sharded_axes()).
-TrafficBytes traffic_bytes(const DataParallelPlan& plan, const std::vector<SummedElements>& elements,
-                           const Grid& grid, const AxisSet& asked);
+// One entry for each bucket, with or without the padding of flat storage, for traffic_bytes(). For stage 3 with
+// the elements that stay whole, as the layout reports them.
+std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded);
 
 }  // namespace isograd

@@ -125,13 +125,12 @@ RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> bu
 RunLayout lay_out(const RunConfig& config, const NamedTensors& parameters, const ModelUnits& units,
                   const RanksOfRun& ranks, int rank, const Layout::Named& placements) {
   const Grid grid = grid_of(config, ranks.size);
-  DataParallelPlan plan = make_plan(config, 0, ranks);
+  DataParallelPlan plan = make_plan(config, ranks);
   RankLayout layout = lay_out(parameters, plan_layout(config, parameters, units, ranks, rank, placements),
                               grid, rank, plan.bytes, placements);
-  plan.numel = layout.numel();
   for (const LaidBucket& bucket : layout.buckets)
-    if (cut_along_data(bucket.planned.plan.sync, grid))
-      plan.dealt += bucket.planned.plan.numel - bucket.padding;
+    plan.elements.at(cut_along_data(bucket.planned.plan.sync, grid) ? 1 : 0).numel +=
+        bucket.planned.plan.numel - bucket.padding;
   return {.layout = std::move(layout),
           .config = config,
           .plan = plan,

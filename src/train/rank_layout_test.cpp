@@ -211,12 +211,12 @@ TEST_F(RankLayouts, TotalsAreSumsAndTheFormulasOfMemory) {
       expect_same(sum(run.layout), run.layout.total);
       DataParallelPlan padded = run.plan;
       for (const LaidBucket& bucket : run.layout.buckets) {
-        padded.numel += bucket.padding;
-        if (cut_along_data(bucket.planned.plan.sync, run.layout.grid)) padded.dealt += bucket.padding;
+        const bool experts = cut_along_data(bucket.planned.plan.sync, run.layout.grid);
+        padded.elements.at(experts ? 1 : 0).numel += bucket.padding;
       }
       expect_same(run.layout.total, persistent_bytes(padded));
       // The comparison can fail: one stage further.
-      if (padded.shards > 1 && padded.stage == 1) {
+      if (padded.elements[0].shards > 1 && padded.stage == 1) {
         padded.stage = 3;
         EXPECT_NE(run.layout.total.total(), persistent_bytes(padded).total());
       }
@@ -302,7 +302,7 @@ TEST(RankLayout, GivesEachElementOfCutParametersOneOwner) {
         count_owned(counts, layout);
         const std::string text = to_text({.layout = layout,
                                           .config = {},
-                                          .plan = {},
+                                          .plan = DataParallelPlan{},
                                           .description = {},
                                           .hosts = planned_hosts(grid.ranks(), 1)});
         EXPECT_THAT(text, ::testing::ContainsRegex("tp +[23]  the same +cut"));

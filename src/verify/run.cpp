@@ -41,7 +41,7 @@ namespace {
 // the padding of its flat storage. Counted here and not asked of the layout, because the layout is what is
 // checked. Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that
 // forward uses several times.
-std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
+std::optional<std::vector<SharedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
                                                        const Grid& grid, int rank) {
   for (const auto& [name, tensor] : model.named)
     if (!tensor.requires_grad()) return std::nullopt;
@@ -60,12 +60,13 @@ std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model,
     // A parameter of several blocks belongs to the root.
     units[own != units_of.end() && own->second.size() == 1 ? *own->second.begin() : 0].push_back(parameter);
   }
-  std::vector<SummedElements> gathered;
+  std::vector<SharedElements> gathered;
   for (const auto& unit : units)
     for (BucketPlan& plan : plan_buckets(unit, std::numeric_limits<std::int64_t>::max())) {
-      pad_for(plan, grid.size(sharded_along(grid, plan.sync, sharded_axes(config))));
+      const AxisSet asked = sharded_axes(config);
+      pad_for(plan, grid.size(sharded_along(grid, plan.sync, asked)));
       const bool whole = &unit == &units.front() || !config.parallel.reshard_after_forward;
-      gathered.push_back({.sync = plan.sync, .numel = plan.numel, .whole = whole ? plan.numel : 0});
+      gathered.push_back(shared_elements(plan.sync, grid, asked, plan.numel, whole ? plan.numel : 0));
     }
   return gathered;
 }
@@ -73,18 +74,20 @@ std::optional<std::vector<SummedElements>> gathered_by(const VerifyModel& model,
 // LayoutUnderTest::traffic of the configured strategy. `gathered` of stage 3; none: not claimed.
 std::pair<double, double> traffic_by_plan(const RunConfig& config, const RanksOfRun& ranks,
                                           DataParallel& layout,
-                                          const std::optional<std::vector<SummedElements>>& gathered,
+                                          const std::optional<std::vector<SharedElements>>& gathered,
                                           std::int64_t rounds, at::ScalarType dtype) {
   const bool units = stage_of(config.parallel.strategy) == 3;
   if (units && !gathered) return {0, 0};
-  DataParallelPlan plan = make_plan(config, 0, ranks);
+  DataParallelPlan plan = make_plan(config, ranks);
   plan.bytes.parameter = plan.bytes.gradient = dtype == at::kDouble ? 8 : 4;
   plan.micro_batches = rounds;
-  const auto bytes = [&](const std::vector<SummedElements>& elements) {
-    return traffic_bytes(plan, elements, layout.mesh().grid(), sharded_axes(config)).total();
+  const auto bytes = [&](std::vector<SharedElements> elements) {
+    plan.elements = std::move(elements);
+    return traffic_bytes(plan).total();
   };
   if (units) return {bytes(*gathered), bytes(*gathered)};
-  return {bytes(summed_elements(layout, true)), bytes(summed_elements(layout, false))};
+  const AxisSet asked = sharded_axes(config);
+  return {bytes(shared_elements(layout, asked, true)), bytes(shared_elements(layout, asked, false))};
 }
 
 // One rank's part of one parameter: elements [begin, end) of its bucket or of itself.
@@ -215,7 +218,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                           World& world, at::Device device, const MakeMesh& make_mesh) {
   const RunConfig chosen = choice.in(config);
   // By the layout made last.
-  const auto gathered = std::make_shared<std::optional<std::vector<SummedElements>>>();
+  const auto gathered = std::make_shared<std::optional<std::vector<SharedElements>>>();
   return {.name = choice.text() + suffix,
           .make = nullptr,
           .make_from_model =

@@ -114,7 +114,7 @@ void SumsAgain::begin_backward(bool last) {
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype) {
   const int bytes = dtype == at::kDouble ? 8 : 4;
   const DataParallelPlan plan{
-      .numel = numel, .bytes = {.parameter = bytes, .gradient = bytes}, .shards = ranks};
+      .elements = {{.numel = numel, .shards = ranks}}, .bytes = {.parameter = bytes, .gradient = bytes}};
   return traffic_bytes(plan).total();
 }
 

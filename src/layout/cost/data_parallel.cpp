@@ -1,7 +1,7 @@
+// The bytes that each strategy keeps and sends: one table, read as numbers and as formulas.
 #include <fmt/format.h>
 
 #include <string>
-#include <vector>
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
@@ -11,34 +11,45 @@ namespace isograd {
 namespace {
 
 void check(const DataParallelPlan& plan) {
-  const auto refuse = [](const char* what, std::int64_t found, const char* expected) {
-    isograd::refuse("a data-parallel plan", fmt::format("{} {}", what, found), expected, "Change it");
+  const auto in = [](const char* what, std::int64_t found, std::int64_t least, std::int64_t most) {
+    if (found < least || found > most)
+      refuse("a data-parallel plan", fmt::format("{} {}", what, found),
+             most == INT64_MAX ? fmt::format("{} or more", least) : fmt::format("{} to {}", least, most),
+             "Change it");
   };
-  if (plan.numel < 0) refuse("numel", plan.numel, "0 or more");
-  if (plan.stage < 0 || plan.stage > 3) refuse("stage", plan.stage, "0, 1, 2 or 3");
-  if (plan.shards < 1) refuse("shards", plan.shards, "1 or more");
-  if (plan.replicas < 1) refuse("replicas", plan.replicas, "1 or more");
-  if (plan.micro_batches < 1) refuse("micro_batches", plan.micro_batches, "1 or more");
-  if (plan.whole < 0 || plan.whole > plan.numel) refuse("whole", plan.whole, "0 to numel");
-  if (plan.dealt < 0 || plan.dealt > plan.numel) refuse("dealt", plan.dealt, "0 to numel");
-  if (plan.dealt_whole < 0 || plan.dealt_whole > plan.whole)
-    refuse("dealt_whole", plan.dealt_whole, "0 to whole");
-  if (plan.dealt_copies < 1) refuse("dealt_copies", plan.dealt_copies, "1 or more");
+  in("stage", plan.stage, 0, 3);
+  in("micro_batches", plan.micro_batches, 1, INT64_MAX);
+  for (const DataParallelPlan::Elements& each : plan.elements) {
+    in("numel", each.numel, 0, INT64_MAX);
+    in("whole", each.whole, 0, each.numel);
+    in("shards", each.shards, 1, INT64_MAX);
+    in("replicas", each.replicas, 1, INT64_MAX);
+  }
 }
 
-bool shards_state(const DataParallelPlan& plan) {
-  return plan.stage >= 1 || plan.share_parameters;
-}
-bool shards_gradients(const DataParallelPlan& plan) {
-  return plan.stage >= 2 && !plan.reduce_once;
-}
-bool shards_parameters(const DataParallelPlan& plan) {
-  return plan.stage == 3 || plan.share_parameters;
-}
+// A row of the table: what is kept in shards, and how often gradients and parameters travel one way in a step.
+// Parameters that stay whole travel `whole` times less.
+struct Row {
+  bool shards_parameters, shards_gradients, shards_state;
+  std::int64_t gradients, parameters, whole;
+};
 
-// The largest of `parts` parts of the elements: all of them are as large where the storage was padded.
-std::int64_t part(std::int64_t numel, int parts) {
-  return (numel + parts - 1) / parts;
+Row row_of(const DataParallelPlan& plan) {
+  check(plan);
+  const std::int64_t rounds = plan.micro_batches, reductions = plan.reduce_once ? 1 : rounds;
+  const bool late = !plan.reduce_once;  // whole gradients are kept until the last micro-batch otherwise
+  if (plan.share_parameters)
+    return plan.stage < 2 ? Row{true, false, true, 1, 0, 0} : Row{true, late, true, reductions, 0, 0};
+  switch (plan.stage) {
+    case 0:
+      return {false, false, false, 2, 0, 0};
+    case 1:
+      return {false, false, true, 1, 1, 0};
+    case 2:
+      return {false, late, true, reductions, 1, 0};
+    default:
+      return {true, late, true, reductions, 2 * rounds, rounds};
+  }
 }
 
 // Bytes that a rank sends in a reduce-scatter or an all-gather of n bytes over `parts` ranks.
@@ -46,103 +57,17 @@ double one_way(double bytes, int parts) {
   return bytes * (parts - 1) / parts;
 }
 
-// Multiples of Ψ that travel one way: gradients and parameters. Parameters that stay whole travel less
-// often.
-struct Volumes {
-  std::int64_t gradients = 0, parameters = 0, whole = 0;
-};
-
-Volumes volumes(const DataParallelPlan& plan) {
-  const std::int64_t rounds = plan.micro_batches;
-  const std::int64_t reductions = plan.reduce_once ? 1 : rounds;
-  if (plan.share_parameters) return {plan.stage >= 2 ? reductions : 1, 0};
-  switch (plan.stage) {
-    case 0:
-      return {2, 0};
-    case 1:
-      return {1, 1};
-    case 2:
-      return {reductions, 1};
-    default:
-      return {reductions, 2 * rounds, plan.whole > 0 ? rounds : 0};
-  }
-}
-
 std::string times(std::int64_t factor, const std::string& symbol) {
   return factor == 1 ? symbol : fmt::format("{}{}", factor, symbol);
 }
 
-// Elements with the same number of sharers, and their symbol in formulas: the parameters that every rank
-// copies and, with sharded experts, a rank's experts.
-struct Part {
-  DataParallelPlan plan;
-  std::string elements, whole, shards;
-};
-
-std::vector<Part> parts_of(const DataParallelPlan& plan) {
-  check(plan);
-  DataParallelPlan rest = plan, dealt = plan;
-  rest.numel -= plan.dealt;
-  rest.whole -= plan.dealt_whole;
-  dealt.numel = plan.dealt;
-  dealt.whole = plan.dealt_whole;
-  dealt.shards = plan.dealt_copies;
-  dealt.replicas = 1;
-  std::vector<Part> parts{{rest, "Ψ", "Ψw", "N"}};
-  if (plan.dealt > 0) parts.push_back({dealt, "Ψe", "Ψew", "Ne"});
-  return parts;
-}
-
-PersistentBytes bytes_of(const DataParallelPlan& plan) {
-  const std::int64_t whole = plan.numel, shard = part(plan.numel, plan.shards);
-  return {.parameters = (shards_parameters(plan) ? shard : whole) * plan.bytes.parameter,
-          .gradients = (shards_gradients(plan) ? shard : whole) * plan.bytes.gradient,
-          .master = (shards_state(plan) ? shard : whole) * plan.bytes.master,
-          .state = (shards_state(plan) ? shard : whole) * plan.bytes.state};
-}
-
-TrafficBytes traffic_of(const DataParallelPlan& plan) {
-  const Volumes volume = volumes(plan);
-  const auto numel = static_cast<double>(plan.numel);
-  const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter;
-  if (!shards_state(plan)) return {.reduce = 2 * one_way(gradients, plan.shards * plan.replicas)};
-  return {.reduce = static_cast<double>(volume.gradients) * one_way(gradients, plan.shards),
-          .gather = one_way(static_cast<double>(volume.parameters) * parameters -
-                                static_cast<double>(volume.whole * plan.whole * plan.bytes.parameter),
-                            plan.shards),
-          .replicate = 2 * one_way(gradients, plan.replicas) / plan.shards};
-}
-
-std::string bytes_formula(const Part& one) {
-  std::int64_t whole = 0, sharded = 0;
-  const auto add = [&](bool of_a_shard, int bytes) { (of_a_shard ? sharded : whole) += bytes; };
-  add(shards_parameters(one.plan), one.plan.bytes.parameter);
-  add(shards_gradients(one.plan), one.plan.bytes.gradient);
-  add(shards_state(one.plan), one.plan.bytes.optimizer());
-  if (sharded == 0) return times(whole, one.elements);
-  const std::string shard = times(sharded, one.elements) + "/" + one.shards;
-  return whole == 0 ? shard : times(whole, one.elements) + " + " + shard;
-}
-
-std::string sent_formula(const Part& one) {
-  const DataParallelPlan& plan = one.plan;
-  const Volumes volume = volumes(plan);
-  const std::string gradients = times(volume.gradients * plan.bytes.gradient, one.elements);
-  std::string parameters = times(volume.parameters * plan.bytes.parameter, one.elements);
-  if (volume.whole > 0) parameters += " - " + times(volume.whole * plan.bytes.parameter, one.whole);
-  const auto others = [](const std::string& ranks) { return fmt::format("({0} - 1)/{0}", ranks); };
-  if (!shards_state(plan)) return gradients + others(plan.replicas > 1 ? one.shards + "R" : one.shards);
-  std::string text = volume.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")";
-  text += others(one.shards);
-  if (plan.replicas > 1)
-    text +=
-        " + " + times(std::int64_t{2} * plan.bytes.gradient, one.elements) + "/" + one.shards + " (R - 1)/R";
-  return text;
-}
-
-std::string joined(const std::vector<Part>& parts, std::string (*formula)(const Part&)) {
+// The formula of each kind of elements; `suffix` makes symbols of it: Ψ, Ψw, N or Ψe, Ψew, Ne.
+template <class Formula>
+std::string joined(const DataParallelPlan& plan, const Formula& formula) {
   std::string text;
-  for (const Part& one : parts) text += (text.empty() ? "" : " + ") + formula(one);
+  for (std::size_t i = 0; i < plan.elements.size(); ++i)
+    if (i == 0 || plan.elements[i].numel > 0)
+      text += (i == 0 ? "" : " + ") + formula(plan.elements[i], std::string(i == 0 ? "" : "e"));
   return text;
 }
 
@@ -160,23 +85,68 @@ TrafficBytes& TrafficBytes::operator+=(const TrafficBytes& more) {
 }
 
 PersistentBytes persistent_bytes(const DataParallelPlan& plan) {
+  const Row row = row_of(plan);
   PersistentBytes sum;
-  for (const Part& one : parts_of(plan)) sum += bytes_of(one.plan);
+  for (const DataParallelPlan::Elements& each : plan.elements) {
+    // The largest shard. All are as large where the storage was padded.
+    const std::int64_t shard = (each.numel + each.shards - 1) / each.shards;
+    const std::int64_t states = row.shards_state ? shard : each.numel;
+    sum += {.parameters = (row.shards_parameters ? shard : each.numel) * plan.bytes.parameter,
+            .gradients = (row.shards_gradients ? shard : each.numel) * plan.bytes.gradient,
+            .master = states * plan.bytes.master,
+            .state = states * plan.bytes.state};
+  }
   return sum;
 }
 
 TrafficBytes traffic_bytes(const DataParallelPlan& plan) {
+  const Row row = row_of(plan);
   TrafficBytes sum;
-  for (const Part& one : parts_of(plan)) sum += traffic_of(one.plan);
+  for (const DataParallelPlan::Elements& each : plan.elements) {
+    const auto numel = static_cast<double>(each.numel);
+    const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter;
+    if (!row.shards_state) {
+      sum += {.reduce = 2 * one_way(gradients, each.shards * each.replicas)};
+      continue;
+    }
+    sum += {.reduce = static_cast<double>(row.gradients) * one_way(gradients, each.shards),
+            .gather = one_way(static_cast<double>(row.parameters) * parameters -
+                                  static_cast<double>(row.whole * each.whole * plan.bytes.parameter),
+                              each.shards),
+            .replicate = 2 * one_way(gradients, each.replicas) / each.shards};
+  }
   return sum;
 }
 
 std::string persistent_formula(const DataParallelPlan& plan) {
-  return joined(parts_of(plan), bytes_formula);
+  const Row row = row_of(plan);
+  std::int64_t whole = 0, sharded = 0;
+  (row.shards_parameters ? sharded : whole) += plan.bytes.parameter;
+  (row.shards_gradients ? sharded : whole) += plan.bytes.gradient;
+  (row.shards_state ? sharded : whole) += plan.bytes.optimizer();
+  return joined(plan, [&](const DataParallelPlan::Elements&, const std::string& suffix) {
+    if (sharded == 0) return times(whole, "Ψ" + suffix);
+    const std::string shard = times(sharded, "Ψ" + suffix) + "/N" + suffix;
+    return whole == 0 ? shard : times(whole, "Ψ" + suffix) + " + " + shard;
+  });
 }
 
 std::string traffic_formula(const DataParallelPlan& plan) {
-  return joined(parts_of(plan), sent_formula);
+  const Row row = row_of(plan);
+  return joined(plan, [&](const DataParallelPlan::Elements& each, const std::string& suffix) {
+    const std::string numel = "Ψ" + suffix, shards = "N" + suffix;
+    const std::string gradients = times(row.gradients * plan.bytes.gradient, numel);
+    std::string parameters = times(row.parameters * plan.bytes.parameter, numel);
+    if (row.whole > 0 && each.whole > 0)
+      parameters += " - " + times(row.whole * plan.bytes.parameter, numel + "w");
+    const auto others = [](const std::string& ranks) { return fmt::format("({0} - 1)/{0}", ranks); };
+    if (!row.shards_state) return gradients + others(each.replicas > 1 ? shards + "R" : shards);
+    std::string text =
+        (row.parameters == 0 ? gradients : "(" + gradients + " + " + parameters + ")") + others(shards);
+    if (each.replicas > 1)
+      text += " + " + times(std::int64_t{2} * plan.bytes.gradient, numel) + "/" + shards + " (R - 1)/R";
+    return text;
+  });
 }
 
 }  // namespace isograd
