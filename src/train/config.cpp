@@ -1,15 +1,20 @@
-// Reading a configuration: TOML and --set through the table, errors that name the place and the way out.
+// Reads a configuration (TOML and --set, through the table of keys; errors name the place and the fix), and
+// writes it and its documentation.
 #include "train/config.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <toml++/toml.h>
 #include <utf8.h>
 
+#include <algorithm>
+#include <cmath>
 #include <sstream>
 
 #include "base/files.hpp"
+#include "base/paths.hpp"
+#include "base/print.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "train/config_table.hpp"
 #include "train/task_kind.hpp"
 
@@ -18,6 +23,34 @@ namespace {
 
 constexpr const char* kReference = "docs/configuration.md lists every key (isograd config --markdown)";
 constexpr std::size_t kLongestFile = 1 << 20;
+
+// Quotes a text for TOML. Characters that a terminal would not show are escaped by number; bytes that are not
+// UTF-8 stay.
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  auto bad = utf8::find_invalid(text.begin(), text.end());
+  for (auto at = text.begin(); at != text.end();) {
+    if (at == bad) {
+      result += *at++;
+      bad = utf8::find_invalid(at, text.end());
+      continue;
+    }
+    const auto begin = at;
+    const std::uint32_t character = utf8::next(at, text.end());
+    const std::string bytes(begin, at);
+    if (bytes == "\"" || bytes == "\\")
+      result += '\\' + bytes;
+    else if (bytes == "\n" || bytes == "\t")
+      result += bytes == "\n" ? "\\n" : "\\t";
+    else
+      result += printable(bytes) == bytes ? bytes : fmt::format("\\u{:04X}", character);
+  }
+  return result + '"';
+}
+
+std::string_view last_name(std::string_view name) {
+  return name.substr(name.rfind('.') + 1);
+}
 
 // toml++ limits the depth of nested values but not of dotted keys, and frees what it has read by recursion.
 void check_keys(std::string_view text, const std::string& file) {
@@ -58,37 +91,32 @@ void check_length(std::size_t bytes, const std::string& file) {
 }
 
 const ConfigKey* find_key(std::string_view name) {
-  for (const auto& key : config_keys())
-    if (key.name == name) return &key;
-  return nullptr;
+  const auto found = std::ranges::find(config_keys(), name, &ConfigKey::name);
+  return found == config_keys().end() ? nullptr : &*found;
 }
 
 bool is_section(std::string_view name) {
-  for (const auto& section : config_sections())
-    if (section.name == name) return true;
-  return false;
+  return std::ranges::find(config_sections(), name, &ConfigSection::name) != config_sections().end();
 }
 
 [[noreturn]] void unknown(const std::string& where, const std::string& name, bool table) {
-  std::vector<std::string> candidates;
-  if (table) {
-    for (const auto& section : config_sections()) candidates.push_back(section.name);
-  } else {
-    for (const auto& key : config_keys()) candidates.push_back(key.name);
-  }
+  const std::string section = table ? "" : name.substr(0, name.rfind('.') + 1);
+  std::vector<std::string> candidates, known;  // known: in this section
+  if (table)
+    for (const auto& each : config_sections()) candidates.push_back(each.name);
+  else
+    for (const auto& each : config_keys()) candidates.push_back(each.name);
+  for (const auto& each : candidates)
+    if (table || (!section.empty() && each.starts_with(section) &&
+                  each.find('.', section.size()) == std::string::npos))
+      known.push_back(each.substr(section.size()));
+  const std::string expected = table           ? "one of the sections {0}"
+                               : known.empty() ? "section.key"
+                                               : "a key of [{1}]: {0}";
   const auto near = nearest(name, candidates);
-  const std::string section = name.substr(0, name.rfind('.') + 1);
-  std::string known;
-  for (const auto& candidate : candidates) {
-    const bool here = table || (!section.empty() && candidate.rfind(section, 0) == 0 &&
-                                candidate.find('.', section.size()) == std::string::npos);
-    if (here) known += (known.empty() ? "" : ", ") + candidate.substr(table ? 0 : section.size());
-  }
-  std::string expected = table ? "one of the sections " + known
-                         : !known.empty()
-                             ? fmt::format("a key of [{}]: {}", section.substr(0, section.size() - 1), known)
-                             : "section.key";
-  refuse(where, fmt::format("an unknown {} \"{}\"", table ? "section" : "key", name), expected,
+  refuse(where, fmt::format("an unknown {} \"{}\"", table ? "section" : "key", name),
+         fmt::format(fmt::runtime(expected), fmt::join(known, ", "),
+                     section.substr(0, section.empty() ? 0 : section.size() - 1)),
          near ? fmt::format("Did you mean \"{}\"? {}", *near, kReference) : kReference);
 }
 
@@ -115,26 +143,26 @@ std::string describe(const toml::node& node) {
   return "a date or time";
 }
 
-// The node as the alternative that `like` has, if it is one.
+// The node as the alternative that `like` has, if it is one. An integer is a number too.
 std::optional<ConfigValue> convert(const toml::node& node, const ConfigValue& like) {
-  if (std::holds_alternative<bool>(like)) {
-    if (auto value = node.as_boolean()) return value->get();
-  } else if (std::holds_alternative<std::int64_t>(like)) {
-    if (auto value = node.as_integer()) return value->get();
-  } else if (std::holds_alternative<double>(like)) {
-    if (auto value = node.as_floating_point()) return value->get();
-    if (auto value = node.as_integer()) return static_cast<double>(value->get());
-  } else if (std::holds_alternative<std::string>(like)) {
-    if (auto value = node.as_string()) return value->get();
-  } else if (auto list = node.as_array()) {
-    std::vector<std::string> texts;
-    for (const auto& entry : *list) {
-      if (!entry.is_string()) return std::nullopt;
-      texts.push_back(entry.as_string()->get());
-    }
-    return texts;
-  }
-  return std::nullopt;
+  return std::visit(
+      [&]<class T>(const T&) -> std::optional<ConfigValue> {
+        if constexpr (std::is_same_v<T, std::vector<std::string>>) {
+          if (!node.is_array()) return std::nullopt;
+          std::vector<std::string> texts;
+          for (const auto& entry : *node.as_array()) {
+            if (!entry.is_string()) return std::nullopt;
+            texts.push_back(entry.as_string()->get());
+          }
+          return texts;
+        } else {
+          if (const auto* value = node.as<T>()) return ConfigValue(value->get());
+          if (std::is_same_v<T, double> && node.is_integer())
+            return ConfigValue(static_cast<double>(node.as_integer()->get()));
+          return std::nullopt;
+        }
+      },
+      like);
 }
 
 // File names end at a NUL, so a file other than the checked one would be opened.
@@ -236,14 +264,12 @@ RunConfig parse_config(std::string_view text, const std::string& file,
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;
   check_together(config, where);
-  if (const TaskKind& kind = kind_of(config); kind.check) {
-    try {
-      kind.check(config);
-    } catch (const ConfigError& error) {
-      ErrorText text_of_shape = error.text();
-      text_of_shape.where = where + ": " + text_of_shape.where;
-      throw ConfigError(text_of_shape);
-    }
+  try {
+    if (const TaskKind& kind = kind_of(config); kind.check) kind.check(config);
+  } catch (const ConfigError& error) {
+    ErrorText text_of_shape = error.text();
+    text_of_shape.where = where + ": " + text_of_shape.where;
+    throw ConfigError(text_of_shape);
   }
   return config;
 }
@@ -261,6 +287,40 @@ RunConfig load_config(const std::filesystem::path& file, const std::vector<std::
   return config;
 }
 
+std::string toml_text(const ConfigValue& value) {
+  if (auto flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (auto integer = std::get_if<std::int64_t>(&value)) return std::to_string(*integer);
+  if (auto text = std::get_if<std::string>(&value)) return quoted(*text);
+  if (auto texts = std::get_if<std::vector<std::string>>(&value)) {
+    std::vector<std::string> list(texts->size());
+    std::ranges::transform(*texts, list.begin(), quoted);
+    return fmt::format("[{}]", fmt::join(list, ", "));
+  }
+  const double number = std::get<double>(value);
+  const std::string text = fmt::format("{}", number);  // the shortest that reads back to the same bits
+  const bool integral = std::isfinite(number) && text.find_first_of(".e") == std::string::npos;
+  return integral ? text + ".0" : text;
+}
+
+std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates) {
+  std::optional<std::string> best;
+  std::size_t least = near_enough(text) + 1;
+  for (const auto& candidate : candidates) {
+    // The right key in the wrong section is near. A length difference of `least` or more cannot be within
+    // `least` edits.
+    const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
+    const std::size_t longer = std::max(candidate.size(), text.size()),
+                      shorter = candidate.size() + text.size() - longer;
+    if (!same_key && longer - shorter >= least) continue;
+    const std::size_t distance = same_key ? candidate != text : edit_distance(candidate, text);
+    if (distance < least) {
+      least = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
 std::vector<std::string> strategy_names() {
   return {std::begin(kStrategies), std::end(kStrategies)};
 }
@@ -275,6 +335,33 @@ std::string to_toml(const RunConfig& config) {
       text += fmt::format("[{}]\n", section);
     }
     text += fmt::format("{} = {}\n", key.name.substr(dot + 1), toml_text(key.get(config)));
+  }
+  return text;
+}
+
+std::string configuration_markdown() {
+  std::string text =
+      "# Configuration\n\n"
+      "A run is described by a TOML file; every key has a default, so the file holds only what "
+      "differs. `--set section.key=value` on the command line overrides the file. Unknown "
+      "keys, wrong types and impossible values are errors that name file, line, what is "
+      "allowed and the nearest key.\n\n"
+      "This page is generated from the table that parses the file: `isograd config --markdown "
+      "> docs/configuration.md`. `isograd config CONFIG.toml` prints a file with every key "
+      "written out.\n\n"
+      "The ranks of a run must have the same configuration. Only keys marked *may differ* may "
+      "have other values on other hosts: they name files, and what is in the files must still "
+      "be the same.\n";
+  for (const auto& section : config_sections()) {
+    text += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n",
+                        section.name, section.description);
+    for (const auto& key : config_keys()) {
+      const auto dot = key.name.rfind('.');
+      if (key.name.substr(0, dot) != section.name) continue;
+      text += fmt::format("| `{}` | `{}` | {} | {} |\n", key.name.substr(dot + 1),
+                          toml_text(key.get(RunConfig{})), allowed_text(key),
+                          key.description + (key.ranks == Ranks::kMayDiffer ? " *May differ.*" : ""));
+    }
   }
   return text;
 }

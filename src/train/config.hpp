@@ -30,11 +30,9 @@ struct RunConfig {
     double peak_tflops = 0;  // peak of a rank's device for the MFU; 0: measured
   } run;
   struct {
-    std::vector<std::string>
-        text;  // files, directories, globs; empty together with `shards`: the headers of LibTorch
-    std::vector<std::string> shards;  // packed already; isograd, llm.c or nanoGPT
-    std::string tokenizer = "bytes";  // "bytes" or a SentencePiece model file
-    std::int64_t end_of_text = -1;    // token that delimits documents in foreign shards
+    std::vector<std::string> text, shards;  // both empty: the headers of LibTorch
+    std::string tokenizer = "bytes";        // "bytes" or a SentencePiece model file
+    std::int64_t end_of_text = -1;          // token that delimits documents in foreign shards
     std::string cache = ".cache/isograd";
     std::int64_t pack_length = 512;
     bool shuffle_packs = true;
@@ -43,12 +41,10 @@ struct RunConfig {
     std::string target;  // its column or array; empty: the last, or "y"
   } data;
   struct {
-    std::int64_t packs_per_step = 8;  // the global batch
-    std::int64_t packs_per_micro_batch = 4;
-    std::int64_t rows_per_step = 256;  // of a scorer's table
-    std::int64_t videos_per_step = 8;
-    std::int64_t tokens_per_micro_batch = 4096;  // of videos
-    std::int64_t max_tokens_per_rank = 0;        // of a micro-batch; 0: no limit
+    std::int64_t packs_per_step = 8, packs_per_micro_batch = 4;
+    std::int64_t rows_per_step = 256;                                 // of a scorer's table
+    std::int64_t videos_per_step = 8, tokens_per_micro_batch = 4096;  // of videos
+    std::int64_t max_tokens_per_rank = 0;                             // of a micro-batch; 0: no limit
   } batch;
   struct {
     std::string load;  // Hugging Face directory to start from; its config.json then describes the model
@@ -71,7 +67,7 @@ struct RunConfig {
     std::string kind = "token_mean";  // token_mean | sample_mean | weighted_mean | fixed | none
     double denominator = 0;           // fixed
     std::string fused = "auto";  // auto | on | off: loss and output projection in one, without the logits
-    // Axes inside which the mean is taken. Without dp_replicate: the mean of per-replica means.
+    // Axes inside which the mean is taken.
     std::vector<std::string> normalise_over = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
     std::string dp_replicate_reduction = "derived";  // derived | sum | mean
     // Weights of a decoder's router losses, added to the cross entropy; 0: not added.
@@ -110,28 +106,21 @@ struct RunConfig {
     std::string strategy = "bucketed";  // one of strategy_names()
     std::int64_t replicas = 1;          // of a sharded strategy
     std::int64_t cp_ring = 1, cp_ulysses = 1;
-    std::int64_t tp = 1;
+    std::int64_t tp = 1, ep = 1, pp = 1, stages_per_rank = 1;
     bool sequence_parallel = true;
-    std::string tensor_overlap = "none";  // none | weights | tokens
-    std::string expert_overlap = "none";  // none | shared | halves
-    std::int64_t ep = 1;
-    std::int64_t pp = 1, stages_per_rank = 1;
+    std::string tensor_overlap = "none";    // none | weights | tokens
+    std::string expert_overlap = "none";    // none | shared | halves
     std::string schedule = "1f1b";          // one of pipeline_schedules()
     std::string cp_fsdp_mode = "all";       // all | ulysses_only | ring_only | none
     std::string share_parameters = "auto";  // auto | on | off
-    bool reduce_once = false;
-    std::int64_t bucket_bytes = 25 << 20;
-    std::int64_t first_bucket_bytes = 1 << 20;
-    bool overlap = true;
-    bool prefetch = true;
-    bool reshard_after_forward = true;
-    bool checkpoint_activations = false;
-    std::int64_t gather_limit_bytes = 0;
+    bool reduce_once = false, overlap = true, prefetch = true;
+    bool reshard_after_forward = true, checkpoint_activations = false;
+    std::int64_t bucket_bytes = 25 << 20, first_bucket_bytes = 1 << 20, gather_limit_bytes = 0;
     double timeout_seconds = 300;
     std::string device = "cpu";    // cpu | cuda | auto
     std::string backend = "auto";  // auto | shm | mpi | shm+mpi | nccl
-    bool cuda_graphs = true;       // on GPUs, where nothing is exchanged in a backward
-    bool offload = false;          // gradients, masters and state in host memory
+    bool cuda_graphs = true;
+    bool offload = false;  // gradients, masters and state in host memory
   } parallel;
   struct {
     std::int64_t every = 100;  // 0: only at the end
@@ -154,17 +143,17 @@ struct RunConfig {
 inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
 
-// Throws ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides`
-// are "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only
-// entry. An empty `file` gives the defaults.
+// ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides` are
+// "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only entry. An
+// empty `file` gives the defaults.
 RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides = {});
 // As load_config(), from a text; `file` appears in messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
 int stage_of(const std::string& strategy);  // ZeRO stage of a strategy; 0: no sharding
 // The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks. Without
-// sharding, all ranks with different samples are replicas. With parallel.ep the data axes have the view edp
-// x ep. ConfigError unless the configured sizes divide the ranks.
+// sharding, all ranks with different samples are replicas. With parallel.ep the data axes have the view edp x
+// ep. ConfigError unless the configured sizes divide the ranks.
 Grid grid_of(const RunConfig& config, int ranks);
 // Axes along which parameters are sharded, or gradients summed at once; the other data axes have replicas.
 AxisSet sharded_axes(const RunConfig& config);

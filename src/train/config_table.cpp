@@ -1,226 +1,218 @@
+// The keys of every kind of run, and the checks of values, alone, against each other and against the ranks.
 #include "train/config_table.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
-#include "train/config_keys.hpp"
+#include "base/paths.hpp"
+#include "base/refuse.hpp"
+#include "train/build.hpp"
+#include "train/device.hpp"
 #include "train/task_kind.hpp"
 
 namespace isograd {
+namespace fs = std::filesystem;
 namespace key_table {
 namespace {
 
 // Keys that every kind of run has.
 std::vector<ConfigKey> common_keys() {
   return {
-      KEY("run.directory", run.directory, "", not_empty(),
-          "Folder of this run: report, metrics, TensorBoard events and checkpoints. Relative paths "
-          "start at the working directory.",
+      KEY("run.directory", run.directory, "", not_empty(), R"(Folder of this run: report, metrics, TensorBoard
+          events and checkpoints. Relative paths start at the working directory.)",
           Ranks::kMayDiffer),
-      KEY("run.json_log", run.json_log, "", any(),
-          "File for the metrics as JSON lines. Empty: `metrics.jsonl` in `run.directory`.",
+      KEY("run.json_log", run.json_log, "", any(), R"(File for the metrics as JSON lines. Empty:
+          `metrics.jsonl` in `run.directory`.)",
           Ranks::kMayDiffer),
-      KEY("run.seed", run.seed, "", at_least(0),
-          "Initial weights, the order of the data, the choice of validation documents and "
-          "generated text follow from it, whatever the number of ranks."),
-      KEY("run.memory", run.memory, "", any(),
-          "Measure what each rank keeps and sends, and print it next to the formulas (docs/memory.md)."),
-      KEY("run.peak_tflops", run.peak_tflops, "TFLOP/s", at_least(0),
-          "Peak of a rank's device in `train.dtype`, from its data sheet: the model FLOPs utilisation "
-          "(MFU) is relative to it. 0: the peak is measured with matrix products on all ranks at once "
-          "when the run starts; if three rounds of them differ by more than a factor of 1.5 there is no "
-          "MFU."),
+      KEY("run.seed", run.seed, "", at_least(0), R"(Initial weights, the order of the data, the choice of
+          validation documents and generated text follow from it, whatever the number of ranks.)"),
+      KEY("run.memory", run.memory, "", any(), R"(Measure what each rank keeps and sends, and print it next to
+          the formulas (docs/memory.md).)"),
+      KEY("run.peak_tflops", run.peak_tflops, "TFLOP/s", at_least(0), R"(Peak of a rank's device in
+          `train.dtype`, from its data sheet: the model FLOPs utilisation (MFU) is relative to it. 0: the peak
+          is measured with matrix products on all ranks at once when the run starts; if three rounds of them
+          differ by more than a factor of 1.5 there is no MFU.)"),
 
-      KEY("data.validation_fraction", data.validation_fraction, "", fraction(),
-          "Fraction of the documents that is held out for the validation loss. 0: none."),
+      KEY("data.validation_fraction", data.validation_fraction, "", fraction(), R"(Fraction of the documents
+          that is held out for the validation loss. 0: none.)"),
 
       KEY("batch.max_tokens_per_rank", batch.max_tokens_per_rank, "tokens", at_least(0, kManyTokens),
-          "Tokens of one micro-batch (for videos: patches) that fit into the memory of a rank, after "
-          "splitting over context-parallel ranks. A step with more on any rank is refused on all ranks "
-          "before it is made. 0: no limit."),
+          R"(Tokens of one micro-batch (for videos: patches) that fit into the memory of a rank, after
+          splitting over context-parallel ranks. A step with more on any rank is refused on all ranks before
+          it is made. 0: no limit.)"),
 
-      KEY("model.load", model.load, "", any(),
-          "Hugging Face directory to start from (`config.json`, `model.safetensors` or its sharded "
-          "index); a checkpoint is one too. Its `config.json` then describes the model, and the "
-          "other keys of this section are refused. Empty: fresh weights by `run.seed`."),
-      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}),
-          "`decoder`: a language model on text. `scorer`: a multilayer perceptron that ranks the rows of "
-          "`data.table` (`docs/ranking.md`); it uses none of the keys of text. `video`: a diffusion "
-          "transformer on `video.files` (`docs/video.md`), described by `hidden`, `layers`, `heads`, "
-          "`head_dim`, `feed_forward` and `initializer_range`."),
+      KEY("model.load", model.load, "", any(), R"(Hugging Face directory to start from (`config.json`,
+          `model.safetensors` or its sharded index); a checkpoint is one too. Its `config.json` then describes
+          the model, and the other keys of this section are refused. Empty: fresh weights by `run.seed`.)"),
+      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}), R"(`decoder`: a language model
+          on text. `scorer`: a multilayer perceptron that ranks the rows of `data.table` (`docs/ranking.md`);
+          it uses none of the keys of text. `video`: a diffusion transformer on `video.files`
+          (`docs/video.md`), described by `hidden`, `layers`, `heads`, `head_dim`, `feed_forward` and
+          `initializer_range`.)"),
 
       KEY("loss.kind", loss.kind, "", one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}),
-          "Denominator of the sum over tokens: the targets of the whole step, each sample's own tokens "
-          "and then the samples, the weights, `loss.denominator`, or nothing. It is counted over all "
-          "ranks and micro-batches before any backward, so that the loss does not depend on how the batch "
-          "is split (`docs/losses.md`)."),
+          R"(Denominator of the sum over tokens: the targets of the whole step, each sample's own tokens and
+          then the samples, the weights, `loss.denominator`, or nothing. It is counted over all ranks and
+          micro-batches before any backward, so that the loss does not depend on how the batch is split
+          (`docs/losses.md`).)"),
       KEY("loss.denominator", loss.denominator, "", at_least(0), "Denominator for `fixed`. 0: not given."),
-      KEY("loss.fused", loss.fused, "", one_of({"auto", "on", "off"}),
-          "Whether the output projection and the loss are computed together, tile by tile, so that the "
-          "logits of a micro-batch never exist as a whole. `auto`: if they would take more than 256 MiB. "
-          "A speed and memory option."),
-      KEY("loss.normalise_over", loss.normalise_over, "", any(),
-          "Data axes inside which the mean is taken. Without `dp_replicate` the loss is the mean of "
-          "per-replica means: another loss, which depends on how samples are assigned to the replicas. In "
-          "`bucketed` and `naive` every rank is a replica."),
+      KEY("loss.fused", loss.fused, "", one_of({"auto", "on", "off"}), R"(Whether the output projection and
+          the loss are computed together, tile by tile, so that the logits of a micro-batch never exist as a
+          whole. `auto`: if they would take more than 256 MiB. A speed and memory option.)"),
+      KEY("loss.normalise_over", loss.normalise_over, "", any(), R"(Data axes inside which the mean is taken.
+          Without `dp_replicate` the loss is the mean of per-replica means: another loss, which depends on how
+          samples are assigned to the replicas. In `bucketed` and `naive` every rank is a replica.)"),
       KEY("loss.dp_replicate_reduction", loss.dp_replicate_reduction, "", one_of({"derived", "sum", "mean"}),
-          "`derived` (default): follows from `normalise_over`. An explicit value must agree with it: "
-          "`sum` with one mean over all replicas, `mean` with a mean of per-replica means."),
+          R"(`derived` (default): follows from `normalise_over`. An explicit value must agree with it: `sum`
+          with one mean over all replicas, `mean` with a mean of per-replica means.)"),
 
       KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
-      KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}),
-          "Number type of parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters."),
-      KEY("train.fp32_gradients", train.fp32_gradients, "", any(),
-          "Whether gradients of `bfloat16` parameters are kept, added up and reduced in `float32`. "
-          "Off: half the memory and traffic, more rounding."),
-      KEY("train.max_norm", train.max_norm, "", at_least(0),
-          "The gradient is scaled down to this norm where it is larger. 0: no clipping."),
-      KEY("train.clip_groups", train.clip_groups, "", any(),
-          "Groups of parameters that are clipped separately, each by its own norm: `PATTERN: LIMIT`, a "
-          "pattern of names in which `*` stands for any text and a norm above 0. A parameter may be in "
-          "one of them; `train.max_norm` is then the limit of all others together (`docs/norm.md`)."),
+      KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}), R"(Number type of
+          parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters.)"),
+      KEY("train.fp32_gradients", train.fp32_gradients, "", any(), R"(Whether gradients of `bfloat16`
+          parameters are kept, added up and reduced in `float32`. Off: half the memory and traffic, more
+          rounding.)"),
+      KEY("train.max_norm", train.max_norm, "", at_least(0), R"(The gradient is scaled down to this norm where
+          it is larger. 0: no clipping.)"),
+      KEY("train.clip_groups", train.clip_groups, "", any(), R"(Groups of parameters that are clipped
+          separately, each by its own norm: `PATTERN: LIMIT`, a pattern of names in which `*` stands for any
+          text and a norm above 0. A parameter may be in one of them; `train.max_norm` is then the limit of
+          all others together (`docs/norm.md`).)"),
       KEY("train.part_norms", train.part_norms, "", one_of({"off", "groups", "layers", "parameters"}),
-          "Norms that each step logs in addition to the norm of the whole gradient, all before clipping: "
-          "`groups`, experts and the rest; `layers`; or each parameter's. They travel with the norm and "
-          "cost a pass over the gradients (`docs/norm.md`)."),
+          R"(Norms that each step logs in addition to the norm of the whole gradient, all before clipping:
+          `groups`, experts and the rest; `layers`; or each parameter's. They travel with the norm and cost a
+          pass over the gradients (`docs/norm.md`).)"),
       KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
-          "How often the validation loss is measured. 0: only at the end."),
+          R"(How often the validation loss is measured. 0: only at the end.)"),
       KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),
-          "Maximum number of packs of the validation documents that are measured; for videos, of videos."),
-      KEY("train.on_non_finite", train.on_non_finite, "", one_of({"stop", "skip"}),
-          "If a loss or gradient is not finite, nothing is updated on any rank; then the run stops (exit "
-          "status 1) or skips that step."),
+          R"(Maximum number of packs of the validation documents that are measured; for videos, of videos.)"),
+      KEY("train.on_non_finite", train.on_non_finite, "", one_of({"stop", "skip"}), R"(If a loss or gradient
+          is not finite, nothing is updated on any rank; then the run stops (exit status 1) or skips that
+          step.)"),
 
-      KEY("optimizer.kind", optimizer.kind, "", one_of({"adamw", "sgd"}),
-          "AdamW (Loshchilov and Hutter 2019) or stochastic gradient descent."),
+      KEY("optimizer.kind", optimizer.kind, "", one_of({"adamw", "sgd"}), R"(AdamW (Loshchilov and Hutter
+          2019) or stochastic gradient descent.)"),
       KEY("optimizer.beta1", optimizer.adamw.beta1, "", fraction(), "Decay of AdamW's first moment."),
       KEY("optimizer.beta2", optimizer.adamw.beta2, "", fraction(), "Decay of AdamW's second moment."),
       KEY("optimizer.epsilon", optimizer.adamw.epsilon, "", above(0), "Epsilon in AdamW's denominator."),
-      KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, "", at_least(0),
-          "Weight decay of matrices; norms and biases do not decay. Decoupled with AdamW."),
+      KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, "", at_least(0), R"(Weight decay of
+          matrices; norms and biases do not decay. Decoupled with AdamW.)"),
       KEY("optimizer.momentum", optimizer.momentum, "", fraction(), "SGD momentum."),
 
-      KEY("schedule.kind", schedule.kind, "", one_of(kScheduleKinds),
-          "Learning rate after the warm-up: constant, or down a cosine to `schedule.floor` at the "
-          "last step."),
+      KEY("schedule.kind", schedule.kind, "", one_of(kScheduleKinds), R"(Learning rate after the warm-up:
+          constant, or down a cosine to `schedule.floor` at the last step.)"),
       KEY("schedule.peak", schedule.peak, "", above(0), "The highest learning rate."),
-      KEY("schedule.warmup", schedule.warmup, "steps", at_least(0, kManySteps),
-          "Steps over which the learning rate rises linearly from 0 to its peak."),
-      KEY("schedule.floor", schedule.floor, "", at_least(0, 1),
-          "Where the cosine ends, as a fraction of the peak."),
+      KEY("schedule.warmup", schedule.warmup, "steps", at_least(0, kManySteps), R"(Steps over which the
+          learning rate rises linearly from 0 to its peak.)"),
+      KEY("schedule.floor", schedule.floor, "", at_least(0, 1), R"(Where the cosine ends, as a fraction of the
+          peak.)"),
 
-      KEY("parallel.strategy", parallel.strategy, "", one_of(strategy_names()),
-          "What each rank keeps, and how gradients are summed: `naive`, one by one after backward, for "
-          "comparison; `overlapped`, one by one during backward; `bucketed`, in buckets during backward; "
-          "`zero1`, each rank keeps a shard of the optimizer's state; `zero2`, of the gradients too; "
-          "`zero3`, of the parameters too, each block gathered while it is used."),
-      KEY("parallel.replicas", parallel.replicas, "", at_least(1, 1e6),
-          "Copies of the model among the ranks of a sharded strategy (`zero1`, `zero2`, `zero3`); "
-          "each is sharded over ranks / replicas of them. Must divide the ranks."),
-      KEY("parallel.cp_ring", parallel.cp_ring, "", at_least(1, 1e6),
-          "Ranks that share each micro-batch and pass keys and values round a ring: documents are split "
-          "over them by cost. Times `parallel.cp_ulysses` and `parallel.replicas` it must divide the "
-          "ranks; packs are assigned to the remaining axis."),
-      KEY("parallel.cp_ulysses", parallel.cp_ulysses, "", at_least(1, 1e6),
-          "Ranks that share each micro-batch and exchange tokens for heads. Must divide "
-          "`model.heads`, and `model.key_value_heads` or be a multiple of it."),
-      KEY("parallel.tp", parallel.tp, "", at_least(1, 1e6),
-          "Tensor parallelism: ranks that share the matrices of one model and see the same packs. Heads, "
-          "features and the vocabulary are sharded over them. At most `model.heads`; times the other axes "
-          "it must divide the ranks (`docs/tensor-parallelism.md`)."),
-      KEY("parallel.sequence_parallel", parallel.sequence_parallel, "", any(),
-          "Sequence parallelism with `parallel.tp`: between the matrix products each of these ranks has "
-          "some of the tokens, so that norms and residuals are computed once and kept once. Off: each "
-          "rank has all of them."),
+      KEY("parallel.strategy", parallel.strategy, "", one_of(strategy_names()), R"(What each rank keeps, and
+          how gradients are summed: `naive`, one by one after backward, for comparison; `overlapped`, one by
+          one during backward; `bucketed`, in buckets during backward; `zero1`, each rank keeps a shard of the
+          optimizer's state; `zero2`, of the gradients too; `zero3`, of the parameters too, each block
+          gathered while it is used.)"),
+      KEY("parallel.replicas", parallel.replicas, "", at_least(1, 1e6), R"(Copies of the model among the ranks
+          of a sharded strategy (`zero1`, `zero2`, `zero3`); each is sharded over ranks / replicas of them.
+          Must divide the ranks.)"),
+      KEY("parallel.cp_ring", parallel.cp_ring, "", at_least(1, 1e6), R"(Ranks that share each micro-batch and
+          pass keys and values round a ring: documents are split over them by cost. Times
+          `parallel.cp_ulysses` and `parallel.replicas` it must divide the ranks; packs are assigned to the
+          remaining axis.)"),
+      KEY("parallel.cp_ulysses", parallel.cp_ulysses, "", at_least(1, 1e6), R"(Ranks that share each
+          micro-batch and exchange tokens for heads. Must divide `model.heads`, and `model.key_value_heads` or
+          be a multiple of it.)"),
+      KEY("parallel.tp", parallel.tp, "", at_least(1, 1e6), R"(Tensor parallelism: ranks that share the
+          matrices of one model and see the same packs. Heads, features and the vocabulary are sharded over
+          them. At most `model.heads`; times the other axes it must divide the ranks
+          (`docs/tensor-parallelism.md`).)"),
+      KEY("parallel.sequence_parallel", parallel.sequence_parallel, "", any(), R"(Sequence parallelism with
+          `parallel.tp`: between the matrix products each of these ranks has some of the tokens, so that norms
+          and residuals are computed once and kept once. Off: each rank has all of them.)"),
       KEY("parallel.tensor_overlap", parallel.tensor_overlap, "", one_of({"none", "weights", "tokens"}),
-          "With `parallel.tp`, what is computed while tokens travel between these ranks: `weights`, in "
-          "backward the gradients of weights; `tokens`, these and products of the local tokens. A speed "
-          "option (`docs/tensor-parallelism.md`)."),
-      KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6),
-          "Expert parallelism: ranks over which experts are sharded, among those that see different "
-          "tokens. Tokens travel to their experts and back (`docs/experts.md`). At most `model.experts`; "
-          "must divide the ranks."),
+          R"(With `parallel.tp`, what is computed while tokens travel between these ranks: `weights`, in
+          backward the gradients of weights; `tokens`, these and products of the local tokens. A speed option
+          (`docs/tensor-parallelism.md`).)"),
+      KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6), R"(Expert parallelism: ranks over which experts
+          are sharded, among those that see different tokens. Tokens travel to their experts and back
+          (`docs/experts.md`). At most `model.experts`; must divide the ranks.)"),
       KEY("parallel.expert_overlap", parallel.expert_overlap, "", one_of({"none", "shared", "halves"}),
-          "With `parallel.ep`, what is computed while tokens travel to experts: `shared`, the shared "
-          "expert; `halves`, that and one half of the tokens while the other half travels. A speed option "
-          "(`docs/experts.md`)."),
-      KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6),
-          "Pipeline parallelism: ranks that hold consecutive stages of layers of one model and see the "
-          "same packs (`docs/pipeline-parallelism.md`). At most `model.layers`; times the other axes it "
-          "must divide the ranks."),
+          R"(With `parallel.ep`, what is computed while tokens travel to experts: `shared`, the shared expert;
+          `halves`, that and one half of the tokens while the other half travels. A speed option
+          (`docs/experts.md`).)"),
+      KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6), R"(Pipeline parallelism: ranks that hold
+          consecutive stages of layers of one model and see the same packs (`docs/pipeline-parallelism.md`).
+          At most `model.layers`; times the other axes it must divide the ranks.)"),
       KEY("parallel.schedule", parallel.schedule, "",
           one_of({"one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}),
-          "With `parallel.pp`: the order of forwards and backwards of micro-batches on a rank (`isograd "
-          "schedule` draws it). A speed and memory option."),
-      KEY("parallel.stages_per_rank", parallel.stages_per_rank, "", at_least(1, 1e6),
-          "With `parallel.pp`: stages on each rank; 1, but 2 or more with `interleaved`, and 2 with `zb-v`."),
+          R"(With `parallel.pp`: the order of forwards and backwards of micro-batches on a rank (`isograd
+          schedule` draws it). A speed and memory option.)"),
+      KEY("parallel.stages_per_rank", parallel.stages_per_rank, "", at_least(1, 1e6), R"(With `parallel.pp`:
+          stages on each rank; 1, but 2 or more with `interleaved`, and 2 with `zb-v`.)"),
       KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
           one_of({"all", "ulysses_only", "ring_only", "none"}),
-          "Context-parallel axes over which a sharded strategy shards, in addition to the ranks with "
-          "other packs; over the other axes it keeps copies. The gradient is the same."),
+          R"(Context-parallel axes over which a sharded strategy shards, in addition to the ranks with other
+          packs; over the other axes it keeps copies. The gradient is the same.)"),
       KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
-          "Whether ranks of one host share one copy of the parameters, each updating its shard in place. "
-          "`auto`: if the backend has memory that all ranks reach (`shm`), except for `naive` and "
-          "`overlapped`, and not on GPUs."),
-      KEY("parallel.reduce_once", parallel.reduce_once, "", any(),
-          "With `zero2` and `zero3`: keep whole gradients until the last micro-batch instead of "
-          "reducing each one's."),
-      KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12),
-          "Gradients that are communicated together. A speed option."),
+          R"(Whether ranks of one host share one copy of the parameters, each updating its shard in place.
+          `auto`: if the backend has memory that all ranks reach (`shm`), except for `naive` and `overlapped`,
+          and not on GPUs.)"),
+      KEY("parallel.reduce_once", parallel.reduce_once, "", any(), R"(With `zero2` and `zero3`: keep whole
+          gradients until the last micro-batch instead of reducing each one's.)"),
+      KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12), R"(Gradients that are
+          communicated together. A speed option.)"),
       KEY("parallel.first_bucket_bytes", parallel.first_bucket_bytes, "bytes", at_least(0, 1e12),
-          "Size of the first bucket of a backward, small so that communication begins early. 0: like the "
-          "others. A speed option."),
-      KEY("parallel.overlap", parallel.overlap, "", any(),
-          "Whether buckets are reduced inside backward. A speed option."),
-      KEY("parallel.prefetch", parallel.prefetch, "", any(),
-          "With `zero3`: gather the next block while this one computes. A speed option."),
-      KEY("parallel.reshard_after_forward", parallel.reshard_after_forward, "", any(),
-          "With `zero3`: free blocks after forward and gather them again for backward. `false` "
-          "trades memory for communication."),
-      KEY("parallel.checkpoint_activations", parallel.checkpoint_activations, "", any(),
-          "With `zero3`: keep only the blocks' inputs and compute their forward again in backward."),
+          R"(Size of the first bucket of a backward, small so that communication begins early. 0: like the
+          others. A speed option.)"),
+      KEY("parallel.overlap", parallel.overlap, "", any(), R"(Whether buckets are reduced inside backward. A
+          speed option.)"),
+      KEY("parallel.prefetch", parallel.prefetch, "", any(), R"(With `zero3`: gather the next block while this
+          one computes. A speed option.)"),
+      KEY("parallel.reshard_after_forward", parallel.reshard_after_forward, "", any(), R"(With `zero3`: free
+          blocks after forward and gather them again for backward. `false` trades memory for
+          communication.)"),
+      KEY("parallel.checkpoint_activations", parallel.checkpoint_activations, "", any(), R"(With `zero3`: keep
+          only the blocks' inputs and compute their forward again in backward.)"),
       KEY("parallel.gather_limit_bytes", parallel.gather_limit_bytes, "bytes", at_least(0, 1e15),
-          "With `zero3`: limit for parameters that are whole at the same time; a block that does not fit "
-          "is named before training. 0: no limit."),
+          R"(With `zero3`: limit for parameters that are whole at the same time; a block that does not fit is
+          named before training. 0: no limit.)"),
       KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
           {.least = 0, .most = 1e6, .above_least = true},
-          "The longest wait for another rank, after which it counts as lost (exit status 3)."),
-      KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}),
-          "Device of models, gradients and the optimizer's state (`docs/gpu.md`): `cpu`; `cuda`, a GPU "
-          "for each rank of a host; `auto`, `cuda` if LibTorch finds a GPU."),
+          R"(The longest wait for another rank, after which it counts as lost (exit status 3).)"),
+      KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}), R"(Device of models,
+          gradients and the optimizer's state (`docs/gpu.md`): `cpu`; `cuda`, a GPU for each rank of a host;
+          `auto`, `cuda` if LibTorch finds a GPU.)"),
       KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "shm+mpi", "nccl"}),
-          "Backend of communication between ranks: `shm`, the shared memory of one host; `mpi`, over "
-          "several hosts as well, in a build that found an MPI; `shm+mpi`, shared memory within each host "
-          "and MPI between them (`docs/hosts.md`); `nccl`, between the GPUs of one host. `auto`: `nccl` "
-          "if ranks are on GPUs, otherwise `shm`."),
-      KEY("parallel.cuda_graphs", parallel.cuda_graphs, "", any(),
-          "On one GPU: forward and backward of a decoder without experts are recorded as CUDA "
-          "graphs and replayed (`docs/gpu.md`)."),
-      KEY("parallel.offload", parallel.offload, "", any(),
-          "On a GPU: a rank's summed gradients, masters and optimizer state are kept in host memory, and "
-          "the CPU computes norms and updates (`docs/gpu.md`). Refused on the CPU."),
+          R"(Backend of communication between ranks: `shm`, the shared memory of one host; `mpi`, over several
+          hosts as well, in a build that found an MPI; `shm+mpi`, shared memory within each host and MPI
+          between them (`docs/hosts.md`); `nccl`, between the GPUs of one host. `auto`: `nccl` if ranks are on
+          GPUs, otherwise `shm`.)"),
+      KEY("parallel.cuda_graphs", parallel.cuda_graphs, "", any(), R"(On one GPU: forward and backward of a
+          decoder without experts are recorded as CUDA graphs and replayed (`docs/gpu.md`).)"),
+      KEY("parallel.offload", parallel.offload, "", any(), R"(On a GPU: a rank's summed gradients, masters and
+          optimizer state are kept in host memory, and the CPU computes norms and updates (`docs/gpu.md`).
+          Refused on the CPU.)"),
 
-      KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps),
-          "How often a checkpoint is saved. 0: only at the end."),
-      KEY("checkpoint.keep", checkpoint.keep, "", at_least(1, 1e9),
-          "Number of the newest checkpoints that are kept."),
-      KEY("checkpoint.resume", checkpoint.resume, "", any(),
-          "Checkpoint to continue from, bit for bit on as many ranks with as many threads: its "
-          "folder, or `latest` in `run.directory`. Empty: a new run."),
+      KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps), R"(How often a checkpoint is
+          saved. 0: only at the end.)"),
+      KEY("checkpoint.keep", checkpoint.keep, "", at_least(1, 1e9), R"(Number of the newest checkpoints that
+          are kept.)"),
+      KEY("checkpoint.resume", checkpoint.resume, "", any(), R"(Checkpoint to continue from, bit for bit on as
+          many ranks with as many threads: its folder, or `latest` in `run.directory`. Empty: a new run.)"),
 
-      KEY("verify.at_end", verify.at_end, "", any(),
-          "Whether a finished run proves that its gradient is the one that a single process has on the "
-          "whole batch. It then ends with the parity line and, if parity is broken, exit status 1. Ctrl-C "
-          "skips the proof; the last checkpoint is saved before it."),
-      KEY("verify.every", verify.every, "steps", at_least(0, kManySteps),
-          "How often a micro-sized step with the weights of that moment is proven the same way "
-          "while training (`train --verify-every`). Parity broken stops the run, exit status 1. 0: "
-          "never."),
+      KEY("verify.at_end", verify.at_end, "", any(), R"(Whether a finished run proves that its gradient is the
+          one that a single process has on the whole batch. It then ends with the parity line and, if parity
+          is broken, exit status 1. Ctrl-C skips the proof; the last checkpoint is saved before it.)"),
+      KEY("verify.every", verify.every, "steps", at_least(0, kManySteps), R"(How often a micro-sized step with
+          the weights of that moment is proven the same way while training (`train --verify-every`). Parity
+          broken stops the run, exit status 1. 0: never.)"),
       KEY("verify.checksums_every", verify.checksums_every, "steps", at_least(0, kManySteps),
-          "How often ranks that keep the same weights compare checksums of them. A difference "
-          "names the first parameter and the ranks and stops the run, exit status 1. 0: never."),
+          R"(How often ranks that keep the same weights compare checksums of them. A difference names the
+          first parameter and the ranks and stops the run, exit status 1. 0: never.)"),
   };
 }
 
@@ -229,23 +221,130 @@ std::vector<ConfigKey> common_keys() {
 
 namespace {
 
+std::string section_of(const ConfigKey& key) {
+  return key.name.substr(0, key.name.rfind('.'));
+}
+
 // Keys by section. Within a section: keys of text, of all kinds, of the other kinds.
 std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys = text_kind().keys();
-  const auto add = [&](std::vector<ConfigKey> more) {
-    std::move(more.begin(), more.end(), std::back_inserter(keys));
-  };
+  const auto add = [&](std::vector<ConfigKey> more) { std::ranges::move(more, std::back_inserter(keys)); };
   add(key_table::common_keys());
   for (const TaskKind* kind : task_kinds())
     if (kind != &text_kind()) add(kind->keys());
-  const auto section = [](const ConfigKey& key) {
-    const auto& sections = config_sections();
-    const std::string name = key.name.substr(0, key.name.rfind('.'));
-    return std::find_if(sections.begin(), sections.end(), [&](const auto& one) { return one.name == name; });
-  };
-  std::stable_sort(keys.begin(), keys.end(),
-                   [&](const auto& a, const auto& b) { return section(a) < section(b); });
+  std::ranges::stable_sort(keys, {}, [](const ConfigKey& key) {
+    return std::ranges::find(config_sections(), section_of(key), &ConfigSection::name);
+  });
   return keys;
+}
+
+// Keys that have a value but no effect with the values of other keys.
+std::vector<UnusedKeys> unused_in(const RunConfig& config) {
+  std::vector<UnusedKeys> rules;
+  const auto add = [&](bool unused, std::initializer_list<const char*> prefixes, const std::string& reason,
+                       const std::vector<std::string>& exceptions = {}) {
+    if (!unused) return;
+    for (const char* prefix : prefixes) rules.push_back({prefix, reason, exceptions});
+  };
+  const auto& parallel = config.parallel;
+  add(config.data.shards.empty(), {"data.end_of_text"}, "data.shards is empty, and text has its own marks");
+  add(!config.model.load.empty(), {"model."}, "model.load is given, and its config.json describes the model",
+      {"model.load", "model.kind"});
+  add(config.model.shape.rope_scaling.kind == "default", {"model.rope_scaling."},
+      "model.rope_scaling.kind is \"default\": no scaling", {"model.rope_scaling.kind"});
+  add(parallel.tp == 1, {"parallel.sequence_parallel", "parallel.tensor_overlap"}, "parallel.tp is 1");
+  add(stage_of(parallel.strategy) == 0, {"parallel.replicas", "parallel.cp_fsdp_mode"},
+      fmt::format("parallel.strategy is \"{}\", which does not shard", parallel.strategy));
+  add(parallel.ep == 1, {"parallel.expert_overlap"}, "parallel.ep is 1");
+  add(parallel.pp == 1, {"parallel.schedule", "parallel.stages_per_rank"}, "parallel.pp is 1");
+  add(config.loss.balance == 0, {"loss.balance_"}, "loss.balance is 0: no balance loss");
+  const TaskKind& own = kind_of(config);
+  rules.insert(rules.end(), own.unused.begin(), own.unused.end());
+  for (const TaskKind* kind : task_kinds())
+    if (kind != &own) rules.insert(rules.end(), kind->of_no_other.begin(), kind->of_no_other.end());
+  add(config.optimizer.kind != "sgd", {"optimizer.momentum"}, "optimizer.kind is not \"sgd\"");
+  add(config.optimizer.kind != "adamw", {"optimizer.beta", "optimizer.epsilon"},
+      "optimizer.kind is not \"adamw\"");
+  return rules;
+}
+
+bool contains(const std::vector<std::string>& list, const std::string& text) {
+  return std::ranges::find(list, text) != list.end();
+}
+
+// [loss] must declare one loss. For a contradiction the message explains both readings.
+void check_loss(const RunConfig& config, const std::string& where) {
+  const auto& loss = config.loss;
+  const auto refuse_if = [&](bool wrong, std::string found, std::string expected, std::string action) {
+    if (wrong) refuse(where, std::move(found), std::move(expected), std::move(action));
+  };
+  const bool fixed = loss.kind == "fixed", counted = !fixed && loss.kind != "none";
+  refuse_if(fixed && loss.denominator == 0, "loss.kind = \"fixed\" without loss.denominator",
+            "the number to divide by", "Set loss.denominator");
+  refuse_if(!fixed && loss.denominator != 0,
+            fmt::format("loss.kind = \"{}\" with loss.denominator = {:g}", loss.kind, loss.denominator),
+            fmt::format("one of two readings: {}, or the sum divided by {:g}",
+                        counted ? "a mean whose denominator is counted" : "a pure sum", loss.denominator),
+            "Leave loss.denominator out for the first, or set loss.kind = \"fixed\" for the second");
+  const std::vector<std::string> axes = {"dp_replicate", "dp_shard", "cp_ring", "cp_ulysses"};
+  std::vector<std::string> seen;
+  for (const auto& axis : loss.normalise_over) {
+    refuse_if(axis == "tp" || axis == "pp" || axis == "ep", fmt::format("loss.normalise_over with {}", axis),
+              "data axes only: dp_replicate, dp_shard, cp_ring, cp_ulysses",
+              fmt::format("Leave {} out: its ranks see the same tokens, which would be counted twice", axis));
+    refuse_if(!contains(axes, axis), fmt::format("loss.normalise_over with \"{}\"", axis),
+              "dp_replicate, dp_shard, cp_ring, cp_ulysses", "Correct the axis");
+    refuse_if(contains(seen, axis), fmt::format("loss.normalise_over with {} twice", axis), "each axis once",
+              "Remove the repetition");
+    seen.push_back(axis);
+  }
+  for (const auto& axis : axes)
+    refuse_if(axis != "dp_replicate" && !contains(seen, axis),
+              fmt::format("loss.normalise_over without {}", axis),
+              "at least dp_shard, cp_ring and cp_ulysses",
+              fmt::format("Add {}: a mean of means over it depends on how one batch was split; only replicas "
+                          "(dp_replicate) may be normalised by themselves",
+                          axis));
+  const bool by_replica = normalises_by_replica(config);
+  refuse_if(
+      by_replica && !counted,
+      fmt::format("loss.kind = \"{}\" with loss.normalise_over without dp_replicate", loss.kind),
+      fmt::format(
+          "one of two readings: the sum over all ranks divided by {}, or the mean of per-replica means",
+          fixed ? fmt::format("{:g}", loss.denominator) : "nothing"),
+      "Add dp_replicate for the first, or choose token_mean, sample_mean or weighted_mean for the second");
+  refuse_if(loss.dp_replicate_reduction == (by_replica ? "sum" : "mean"),
+            fmt::format("loss.dp_replicate_reduction = \"{}\" with {}", loss.dp_replicate_reduction,
+                        by_replica ? "loss.normalise_over without dp_replicate"
+                                   : "dp_replicate in loss.normalise_over"),
+            "one of two readings: one mean over every token of the batch, with gradients summed over "
+            "replicas; or the mean of per-replica means, which depends on how samples are assigned to "
+            "the replicas",
+            "Set loss.dp_replicate_reduction = \"sum\" and name dp_replicate in loss.normalise_over "
+            "for the first; \"mean\" and leave it out for the second");
+}
+
+// "organisation/name" if the text names a repository on the Hugging Face Hub, by its form or its address,
+// and no local folder.
+std::optional<std::string> hub_id(const std::string& text) {
+  std::string_view id = text;
+  bool address = false;
+  for (const std::string_view begin : {"https://huggingface.co/", "https://hf.co/", "hf://"})
+    if (id.starts_with(begin)) id.remove_prefix(begin.size()), address = true;
+  while (!id.empty() && id.back() == '/') id.remove_suffix(1);
+  const auto slash = id.find('/');
+  const auto names = [](std::string_view part) {
+    const auto may_be_in = [](char c) {
+      return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_' || c == '.';
+    };
+    return !part.empty() && part.front() != '.' && std::all_of(part.begin(), part.end(), may_be_in);
+  };
+  if (slash == std::string_view::npos || !names(id.substr(0, slash)) || !names(id.substr(slash + 1)))
+    return std::nullopt;
+  std::error_code error;
+  if (!address && fs::exists(fs::path(id.substr(0, slash)), error))
+    return std::nullopt;  // a path that is wrong
+  return std::string(id);
 }
 
 }  // namespace
@@ -283,17 +382,23 @@ std::string type_name(const ConfigValue& value) {
   return names[value.index()];
 }
 
+std::string on_one_line(std::string_view description) {
+  std::string text(description);
+  for (std::size_t at = 0; (at = text.find('\n', at)) != std::string::npos;)
+    text.replace(at, text.find_first_not_of(" \n", at) - at, " ");
+  return text;
+}
+
 std::string allowed_text(const ConfigKey& key) {
   const Allowed& allowed = key.allowed;
   std::string text = type_name(key.get(RunConfig{}));
   if (!allowed.choices.empty()) {
-    std::string choices;
-    for (const auto& choice : allowed.choices) choices += (choices.empty() ? "" : ", ") + toml_text(choice);
-    return allowed.choices.size() == 1 ? choices : "one of " + choices;
+    std::vector<std::string> choices;
+    for (const auto& choice : allowed.choices) choices.push_back(toml_text(choice));
+    return fmt::format("{}{}", choices.size() == 1 ? "" : "one of ", fmt::join(choices, ", "));
   }
   if (allowed.not_empty) text += ", not empty";
   const bool below = allowed.most < key_table::kNoLimit;
-  const std::string unit = key.unit.empty() ? "" : " (" + key.unit + ")";
   if (allowed.least != -key_table::kUnbounded)
     text += fmt::format(", {} {}",
                         allowed.above_least ? "above"
@@ -306,16 +411,14 @@ std::string allowed_text(const ConfigKey& key) {
                         : allowed.above_least ? " and at most"
                                               : " to",
                         allowed.most);
-  return text + unit;
+  return key.unit.empty() ? text : text + " (" + key.unit + ")";
 }
 
 std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& value) {
   const Allowed& allowed = key.allowed;
   if (auto text = std::get_if<std::string>(&value)) {
     if (allowed.not_empty && text->empty()) return "an empty text";
-    const auto& choices = allowed.choices;
-    if (!choices.empty() && std::find(choices.begin(), choices.end(), *text) == choices.end())
-      return toml_text(value);
+    if (!allowed.choices.empty() && !contains(allowed.choices, *text)) return toml_text(value);
     return std::nullopt;
   }
   double number = 0;
@@ -332,6 +435,85 @@ std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& valu
   if (high && allowed.most >= key_table::kNoLimit)
     return fmt::format("{}, more than {:.16g}", toml_text(value), allowed.most);
   return low || high ? std::optional(toml_text(value)) : std::nullopt;
+}
+
+bool normalises_by_replica(const RunConfig& config) {
+  return !contains(config.loss.normalise_over, "dp_replicate");
+}
+
+void check_together(const RunConfig& config, const std::string& where) {
+  check_loss(config, where);
+  clip_groups_of(config, where);
+  if (!config.data.text.empty() && !config.data.shards.empty())
+    refuse(where, "both data.text and data.shards", "one of them",
+           "Pack the text with `isograd data pack` and add the shards it writes, or leave one of "
+           "the two empty");
+  if (config.parallel.strategy == "naive" && config.parallel.share_parameters == "on")
+    refuse(where, "parallel.share_parameters = \"on\" with parallel.strategy = \"naive\"",
+           "a strategy whose ranks may keep one copy of the parameters",
+           "Set parallel.strategy = \"bucketed\", \"zero1\", \"zero2\" or \"zero3\", or leave "
+           "parallel.share_parameters out");
+  if (config.parallel.backend == "nccl" && config.parallel.device == "cpu")
+    refuse(where, "parallel.backend = \"nccl\" with parallel.device = \"cpu\"",
+           "ranks on GPUs, which alone NCCL joins",
+           "Set parallel.device = \"cuda\", or leave parallel.backend out");
+  const std::vector<UnusedKeys> unused = unused_in(config);
+  for (const auto& key : config_keys()) {
+    const ConfigValue value = key.get(config), usual = key.get(RunConfig{});
+    if (value == usual) continue;
+    for (const UnusedKeys& rule : unused)
+      if (key.name.starts_with(rule.prefix) && !contains(rule.exceptions, key.name))
+        refuse(where,
+               fmt::format("{} = {}, which has no effect: {}", key.name, toml_text(value), rule.reason),
+               "only keys that have an effect",
+               fmt::format("Leave {} out (its default is {})", key.name, toml_text(usual)));
+  }
+}
+
+void require_model_folder(const std::string& text, const std::string& where) {
+  std::error_code error;
+  if (fs::is_directory(text, error)) return;
+  if (const auto id = hub_id(text)) {
+    const std::string folder = "models/" + id->substr(id->find('/') + 1);
+    refuse(
+        where, fmt::format("\"{}\", no such folder", text),
+        "a folder of a run, or with config.json and weights",
+        fmt::format("Correct the path; if it is the name of a model on the Hugging Face Hub, fetch it with "
+                    "`hf download {} --local-dir {}` and name {}",
+                    *id, folder, folder));
+  }
+  refuse(where,
+         fmt::format("\"{}\", {}", text, fs::exists(text, error) ? "which is no folder" : "no such folder"),
+         "a Hugging Face directory (config.json and weights) or a checkpoint",
+         fs::exists(text, error) ? "Name the folder that the file is in" : missing_path_action(text));
+}
+
+void check(const RunConfig& config, int ranks) {
+  check_device(config, ranks);
+  check_but_devices(config, ranks);
+}
+
+void check_but_devices(const RunConfig& config, int ranks) {
+  if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
+  const Grid grid = grid_of(config, ranks);
+  const int distinct = grid.size(kSampleAxes), sharing = ranks / distinct;
+  const TaskKind& kind = kind_of(config);
+  if (kind.check_ranks) kind.check_ranks(config, ranks);
+  if (config.parallel.share_parameters == "on" && grid.size(sharded_axes(config)) == 1)
+    refuse("parallel.share_parameters",
+           fmt::format("\"on\" for {}, of which none has another one's parameters",
+                       ranks == 1 ? "one rank" : fmt::format("{} ranks", ranks)),
+           "ranks along an axis that the strategy spreads parameters or their sums over",
+           "Leave it out (\"auto\" shares wherever there are ranks to share with)");
+  const std::int64_t batch = kind.samples_per_step(config);
+  const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
+  if (distinct > batch)
+    refuse(fmt::format("--ranks {}", ranks),
+           fmt::format("more ranks than {} in the batch ({} = {}): some would never have anything to do",
+                       samples, key, batch),
+           fmt::format("at most {} ranks", batch * sharing),
+           fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}", batch * sharing, key,
+                       distinct));
 }
 
 }  // namespace isograd

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -67,4 +68,80 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
 // ConfigError if values contradict each other although each alone is allowed.
 void check_together(const RunConfig& config, const std::string& where);
 
+// ---- how keys are written ----
+
+// A text that is written on several lines: each break, with the blanks after it, becomes one blank.
+std::string on_one_line(std::string_view description);
+
+namespace key_table {
+
+// Limits from kNoLimit on only keep arithmetic from overflowing; the documentation leaves them out.
+inline constexpr double kNoLimit = 1e6;
+inline constexpr double kUnbounded = std::numeric_limits<double>::infinity();
+inline constexpr double kManySteps = 1e15;    // far below where 64-bit counts could overflow
+inline constexpr double kManyTokens = 1e9;    // of a pack or a batch
+inline constexpr double kWide = 1 << 24;      // of a tensor's dim
+inline constexpr double kManyRows = 1 << 30;  // of the embedding
+
+inline const std::vector<std::string> kScheduleKinds = {"constant", "cosine"};
+
+template <class Field>
+ConfigValue to_value(const Field& field) {
+  if constexpr (std::is_same_v<Field, Schedule::Kind>)
+    return kScheduleKinds[field == Schedule::Kind::kConstant ? 0 : 1];
+  else if constexpr (std::is_same_v<Field, std::optional<double>>)
+    return field.value_or(0);
+  else
+    return field;
+}
+
+template <class Field>
+void from_value(Field& field, const ConfigValue& value) {
+  if constexpr (std::is_same_v<Field, Schedule::Kind>)
+    field = std::get<std::string>(value) == "constant" ? Schedule::Kind::kConstant : Schedule::Kind::kCosine;
+  else if constexpr (std::is_same_v<Field, std::optional<double>>)
+    field = std::get<double>(value) == 0 ? std::nullopt : std::optional(std::get<double>(value));
+  else
+    field = std::get<Field>(value);
+}
+
+template <auto kField>
+ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string_view description,
+                   Ranks ranks = Ranks::kAlike) {
+  return {.name = std::move(name),
+          .unit = std::move(unit),
+          .allowed = std::move(allowed),
+          .description = on_one_line(description),
+          .ranks = ranks,
+          .get = [](const RunConfig& config) { return to_value(kField(config)); },
+          .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
+}
+
+// Defines a key. `path` is its field in RunConfig.
+#define KEY(name, path, ...)        \
+  make_key < [](auto& c) -> auto& { \
+    return c.path;                  \
+  }                                 \
+  > (name, __VA_ARGS__)
+
+inline Allowed any() {
+  return {};
+}
+inline Allowed at_least(double least, double most = kUnbounded) {
+  return {.least = least, .most = most};
+}
+inline Allowed above(double least) {
+  return {.least = least, .above_least = true};
+}
+inline Allowed fraction() {
+  return {.least = 0, .most = 1, .below_most = true};
+}
+inline Allowed one_of(std::vector<std::string> choices) {
+  return {.choices = std::move(choices)};
+}
+inline Allowed not_empty() {
+  return {.not_empty = true};
+}
+
+}  // namespace key_table
 }  // namespace isograd

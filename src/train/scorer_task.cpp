@@ -13,7 +13,6 @@
 #include "isograd/group.hpp"
 #include "isograd/random.hpp"
 #include "train/build.hpp"
-#include "train/config_keys.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task_kind.hpp"
 

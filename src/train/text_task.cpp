@@ -21,7 +21,6 @@
 #include "model/mixture.hpp"
 #include "train/build.hpp"
 #include "train/compose.hpp"
-#include "train/config_keys.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"

@@ -17,7 +17,6 @@
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
-#include "train/config_keys.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
