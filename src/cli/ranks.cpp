@@ -7,7 +7,7 @@
 #include "comm/environment.hpp"
 #include "isograd/error.hpp"
 #include "train/device.hpp"
-#include "train/peers.hpp"
+#include "train/rank_zero.hpp"
 
 namespace isograd {
 std::optional<int> rank_of_several() {

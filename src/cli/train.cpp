@@ -13,6 +13,7 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/run_folder.hpp"
+#include "train/task.hpp"
 #include "train/task_kind.hpp"
 #include "verify/run.hpp"
 

@@ -1,15 +1,178 @@
+// Selects trained parameters, packs them into buckets, and makes buckets and views from these plans.
 #include "layout/flat.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <map>
+#include <unordered_map>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "layout/storage.hpp"
 
 namespace isograd {
+namespace {
+
+[[noreturn]] void refuse_parameter(const std::string& name, std::string found, std::string expected,
+                                   std::string action) {
+  refuse(fmt::format("parameter '{}'", name), std::move(found), std::move(expected), std::move(action));
+}
+
+void check_one(const std::string& name, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta()))
+    refuse_parameter(name,
+                     fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
+                     "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
+  if (!tensor.is_leaf())
+    refuse_parameter(name, "a tensor computed from others", "a leaf of the autograd graph",
+                     "Register the leaf that it is computed from");
+  const auto type = tensor.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16)
+    refuse_parameter(name, c10::toString(type), "float64, float32 or bfloat16",
+                     "Convert the model before this call");
+}
+
+// First and last byte a strided tensor can touch. They show whether two parameters share memory.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const at::Tensor& tensor) {
+  std::int64_t last = 0;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+// One flat buffer holds many parameters, so these must be on one device; parameters without values may go
+// anywhere.
+void check_one_device(const std::vector<NamedParameter>& parameters) {
+  const NamedParameter* first = nullptr;
+  for (const auto& parameter : parameters) {
+    if (parameter.tensor.is_meta()) continue;
+    if (!first) first = &parameter;
+    if (parameter.tensor.device() != first->tensor.device())
+      refuse_parameter(parameter.name,
+                       fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(),
+                                   first->name, first->tensor.device().str()),
+                       "all parameters on one device", "Move the whole model with model.to(device)");
+  }
+}
+
+void check_disjoint(const std::vector<NamedParameter>& parameters) {
+  std::map<std::uintptr_t, std::pair<std::uintptr_t, const std::string*>> by_begin;
+  for (const auto& parameter : parameters)
+    if (parameter.tensor.numel() > 0 && !parameter.tensor.is_meta()) {
+      const auto [begin, end] = extent(parameter.tensor);
+      const auto next = by_begin.lower_bound(begin);
+      const std::string* other = nullptr;
+      if (next != by_begin.end() && next->first < end) other = next->second.second;
+      if (next != by_begin.begin() && std::prev(next)->second.first > begin)
+        other = std::prev(next)->second.second;
+      if (other)
+        refuse_parameter(parameter.name, fmt::format("memory shared with '{}', a different tensor", *other),
+                         "memory of its own, or the very same tensor for tied weights",
+                         "Tie weights by registering one tensor under both names");
+      by_begin[begin] = {end, &parameter.name};
+    }
+}
+
+std::int64_t padded(std::int64_t numel, std::int64_t alignment) {
+  return (numel + alignment - 1) / alignment * alignment;
+}
+
+}  // namespace
+
+TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  TrainableParameters parameters;
+  std::unordered_map<const c10::TensorImpl*, std::string> seen;
+  std::map<std::string, const c10::TensorImpl*> names;
+  for (const auto& [name, tensor] : named) {
+    if (!tensor.defined()) continue;
+    if (!seen.emplace(tensor.unsafeGetTensorImpl(), name).second) continue;  // tied: the first name stays
+    if (!tensor.requires_grad()) {
+      parameters.frozen.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+      continue;
+    }
+    check_one(name, tensor);
+    if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
+      refuse_parameter(name, "two different tensors of this name", "a name for each parameter",
+                       "Rename one of them");
+    parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+  }
+  check_disjoint(parameters);
+  check_one_device(parameters);
+  return parameters;
+}
+
+void place_parameters(TrainableParameters& parameters, const Grid& grid, int rank) {
+  const SyncAxes copied = sync_axes(placed(grid, {}), grid);
+  for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+    for (NamedParameter& parameter : *list) parameter.sync = copied;
+  for (const auto& [name, placement] : parameters.placements) {
+    check_placement(name, placement, grid);
+    const std::string where = fmt::format("the placement of parameter '{}'", name);
+    NamedParameter* found = nullptr;
+    for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
+      for (NamedParameter& parameter : *list)
+        if (parameter.name == name) found = &parameter;
+    if (!found && !holds(placement, grid, rank)) continue;
+    if (!found) refuse(where, "no parameter of this name", "one of the model's", "Correct the name");
+    const auto shape = local_shape(placement, grid, rank);
+    if (found->tensor.sizes() != at::IntArrayRef(shape))
+      refuse(where, fmt::format("a tensor of {} on rank {}", c10::str(found->tensor.sizes()), rank),
+             fmt::format("its part there, {}", c10::str(at::IntArrayRef(shape))),
+             "Give the model the rank's part of the parameter, or correct the placement");
+    found->sync = sync_axes(placement, grid);
+  }
+}
+
+std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& parameters, std::int64_t bucket_bytes,
+                                     std::int64_t first_bucket_bytes, const std::vector<std::size_t>& order) {
+  ISOGRAD_INVARIANT(order.empty() || order.size() == parameters.size(),
+                    fmt::format("an order of {} of {} parameters", order.size(), parameters.size()));
+  const char* const action = "Raise it; the default is 25 MiB, and 1 MiB for the first bucket";
+  if (bucket_bytes <= 0) refuse("bucket_bytes", std::to_string(bucket_bytes), "1 or more", action);
+  if (first_bucket_bytes < 0)
+    refuse("first_bucket_bytes", std::to_string(first_bucket_bytes), "0 or more", action);
+  const std::int64_t first_limit =
+      first_bucket_bytes > 0 ? std::min(first_bucket_bytes, bucket_bytes) : bucket_bytes;
+  struct Open {
+    BucketPlan plan{};
+    std::size_t last = 0;    // place of its last parameter
+    std::int64_t limit = 0;  // bytes; 0: the first of its kind
+  };
+  std::map<std::pair<at::ScalarType, SyncAxes>, Open> open;
+  std::vector<std::pair<std::size_t, BucketPlan>> closed;
+  for (std::size_t place = 0; place < parameters.size(); ++place) {
+    const std::size_t index = order.empty() ? parameters.size() - 1 - place : order[place];
+    const auto& [name, tensor, decays, sync] = parameters[index];
+    const auto type = tensor.scalar_type();
+    const std::int64_t bytes = c10::elementSize(gradient_type(type)),
+                       numel = padded(tensor.numel(), kSlotAlignment);
+    auto& [plan, last, limit] = open[{type, sync}];
+    if (limit == 0) limit = first_limit;
+    if (!plan.slots.empty() && (plan.numel + numel) * bytes > limit) {
+      closed.emplace_back(last, std::exchange(plan, {}));
+      limit = bucket_bytes;
+    }
+    plan.dtype = type;
+    plan.sync = sync;
+    if (!tensor.is_meta()) plan.device = tensor.device();
+    plan.slots.push_back({.name = name,
+                          .offset = plan.numel,
+                          .numel = tensor.numel(),
+                          .shape = tensor.sizes().vec(),
+                          .decays = decays,
+                          .index = index});
+    plan.numel += numel;
+    last = place;
+  }
+  for (auto& [kind, bucket] : open) closed.emplace_back(bucket.last, std::move(bucket.plan));
+  // A bucket is complete when its last gradient arrives: launch in that order.
+  std::sort(closed.begin(), closed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<BucketPlan> plans;
+  for (auto& [place, plan] : closed) plans.push_back(std::move(plan));
+  return plans;
+}
 
 at::ScalarType gradient_type(at::ScalarType parameters, bool fp32_gradients) {
   return parameters == at::kBFloat16 && fp32_gradients ? at::kFloat : parameters;
@@ -91,13 +254,18 @@ bool is_slot_view(const at::Tensor& tensor, const at::Tensor& flat, const Slot& 
   return tensor.const_data_ptr() == place && tensor.is_contiguous();
 }
 
+Range within(Range held, const Slot& slot) {
+  const std::int64_t begin = std::max(held.begin, slot.offset),
+                     end = std::min(held.end, slot.offset + slot.numel);
+  return begin < end ? Range{begin, end} : Range{begin, begin};
+}
+
 void write_slot(const at::Tensor& shard, Range held, const Slot& slot, const at::Tensor& values) {
-  const std::int64_t begin = std::max(held.begin, slot.offset);
-  const std::int64_t end = std::min(held.end, slot.offset + slot.numel);
-  if (begin >= end) return;
+  const Range part = within(held, slot);
+  if (part.size() == 0) return;
   at::NoGradGuard no_grad;
-  shard.narrow(0, begin - held.begin, end - begin)
-      .copy_(values.reshape({-1}).narrow(0, begin - slot.offset, end - begin));
+  shard.narrow(0, part.begin - held.begin, part.size())
+      .copy_(values.reshape({-1}).narrow(0, part.begin - slot.offset, part.size()));
 }
 
 }  // namespace isograd

@@ -48,8 +48,13 @@ at::Tensor slot_view(const at::Tensor& flat, const Slot& slot);
 // Whether `tensor` is still that view (same memory, type and shape).
 bool is_slot_view(const at::Tensor& tensor, const at::Tensor& flat, const Slot& slot);
 
-// Copies the part of `values`, one whole parameter, that is in `held` to its place in `shard`,
-// [held.size()].
+// The elements of a slot that are in `held`, as elements of the bucket; empty: none.
+Range within(Range held, const Slot& slot);
+
+// Copies the part of `values`, one whole parameter, that is in `held` to its place in `shard`, [held.size()].
 void write_slot(const at::Tensor& shard, Range held, const Slot& slot, const at::Tensor& values);
+
+// [tensors.size()] of int64: of each tensor's type, shape and bits.
+at::Tensor checksums(const std::vector<at::Tensor>& tensors);
 
 }  // namespace isograd

@@ -8,7 +8,6 @@
 #include <unordered_set>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {
@@ -119,30 +118,28 @@ Writes::Writes(const std::vector<NamedParameter>& parameters) {
 }
 
 void Writes::add(const NamedParameter& parameter) {
-  names_.push_back(parameter.name);
-  parameters_.push_back(parameter.tensor);
-  storages_.push_back(parameter.tensor.storage());
-  versions_.push_back(version_of(parameter.tensor));
+  const at::Tensor& tensor = parameter.tensor;
+  places_.push_back({parameter.name, tensor, tensor.storage(), version_of(tensor)});
 }
 
 void Writes::check_in_place() const {
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (parameters_[i].storage().unsafeGetStorageImpl() != storages_[i].unsafeGetStorageImpl())
-      refuse(fmt::format("parameter '{}'", names_[i]), "values that no longer live in the layout's memory",
+  for (const Place& place : places_)
+    if (place.parameter.storage().unsafeGetStorageImpl() != place.storage.unsafeGetStorageImpl())
+      refuse(fmt::format("parameter '{}'", place.name), "values that no longer live in the layout's memory",
              "the tensor left in place",
              "Convert, move and load the model before making the layout; afterwards write values with "
              "its write()");
 }
 
 std::vector<std::size_t> Writes::written() const {
-  std::vector<std::size_t> places;
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (version_of(parameters_[i]) != versions_[i]) places.push_back(i);
-  return places;
+  std::vector<std::size_t> result;
+  for (std::size_t i = 0; i < places_.size(); ++i)
+    if (version_of(places_[i].parameter) != places_[i].version) result.push_back(i);
+  return result;
 }
 
 void Writes::settle(std::size_t place) {
-  versions_.at(place) = version_of(parameters_.at(place));
+  places_.at(place).version = version_of(places_[place].parameter);
 }
 
 }  // namespace isograd

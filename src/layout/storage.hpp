@@ -43,7 +43,7 @@ class Writes {
   // Places in plan.slots of the parameters written to since they were last settled.
   std::vector<std::size_t> written() const;
   void settle(std::size_t place);
-  const at::Tensor& parameter(std::size_t place) const { return parameters_.at(place); }
+  const at::Tensor& parameter(std::size_t place) const { return places_.at(place).parameter; }
   // ConfigError if a parameter has other memory now (set_data, a load or a move of the model), which the
   // layout does not know.
   void check_in_place() const;
@@ -51,10 +51,13 @@ class Writes {
  private:
   void add(const NamedParameter& parameter);
 
-  std::vector<std::string> names_;      // by place
-  std::vector<at::Tensor> parameters_;  // by place
-  std::vector<c10::Storage> storages_;  // that these had
-  std::vector<std::int64_t> versions_;
+  struct Place {
+    std::string name;
+    at::Tensor parameter;
+    c10::Storage storage;  // that it had
+    std::int64_t version;
+  };
+  std::vector<Place> places_;
 };
 
 }  // namespace isograd

@@ -10,12 +10,12 @@
 #include <charconv>
 #include <cmath>
 #include <map>
+#include <set>
 
 #include "base/files.hpp"
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
-#include "isograd/error.hpp"
 #include "model/hooks.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
@@ -71,11 +71,8 @@ fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& p
 // Each path ends in a zero, which no path contains.
 std::vector<fs::path> split_paths(const std::string& text) {
   std::vector<fs::path> paths;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = text.find('\0', begin);
-    paths.emplace_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
+  for (std::size_t begin = 0; begin < text.size(); begin += paths.back().native().size() + 1)
+    paths.emplace_back(text.c_str() + begin);
   return paths;
 }
 
@@ -242,27 +239,20 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
 }
 
 Mean mean_of(const RunConfig& config) {
-  const std::string& kind = config.loss.kind;
-  return kind == "sample_mean"     ? Mean::kSamples
-         : kind == "weighted_mean" ? Mean::kWeights
-         : kind == "fixed"         ? Mean::kFixed
-         : kind == "none"          ? Mean::kNone
-                                   : Mean::kTargets;
+  static const std::map<std::string, Mean> means = {{"sample_mean", Mean::kSamples},
+                                                    {"weighted_mean", Mean::kWeights},
+                                                    {"fixed", Mean::kFixed},
+                                                    {"none", Mean::kNone}};
+  const auto found = means.find(config.loss.kind);
+  return found == means.end() ? Mean::kTargets : found->second;
 }
 
 std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const NormalizerOptions& options) {
-  switch (mean) {
-    case Mean::kSamples:
-      return std::make_unique<SampleMean>(options);
-    case Mean::kWeights:
-      return std::make_unique<WeightedMean>(options);
-    case Mean::kFixed:
-      return std::make_unique<FixedDenominator>(fixed, options);
-    case Mean::kNone:
-      return std::make_unique<NoDenominator>(options);
-    default:
-      return std::make_unique<TokenMean>(options);
-  }
+  if (mean == Mean::kSamples) return std::make_unique<SampleMean>(options);
+  if (mean == Mean::kWeights) return std::make_unique<WeightedMean>(options);
+  if (mean == Mean::kFixed) return std::make_unique<FixedDenominator>(fixed, options);
+  if (mean == Mean::kNone) return std::make_unique<NoDenominator>(options);
+  return std::make_unique<TokenMean>(options);
 }
 
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks) {
@@ -345,56 +335,53 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where) {
   std::vector<ClipGroup> groups;
   for (const std::string& text : config.train.clip_groups) {
-    const auto refuse = [&](const std::string& what, const std::string& action) {
-      isograd::refuse(where, fmt::format("train.clip_groups with \"{}\", {}", text, what),
-                      "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"", action);
-    };
     if (text.size() > kMostPattern)
-      isograd::refuse(where, fmt::format("train.clip_groups with {} characters", text.size()),
-                      fmt::format("at most {}", kMostPattern), "Shorten the pattern");
+      refuse(where, fmt::format("train.clip_groups with {} characters", text.size()),
+             fmt::format("at most {}", kMostPattern), "Shorten the pattern");
+    const auto refuse_if = [&](bool wrong, const char* what, const char* action) {
+      if (wrong)
+        refuse(where, fmt::format("train.clip_groups with \"{}\", {}", text, what),
+               "\"PATTERN: LIMIT\", as in \"*.experts.*: 0.5\"", action);
+    };
     const auto colon = text.rfind(':');
-    if (colon == std::string::npos) refuse("which names no limit", "Write the limit behind a colon");
+    refuse_if(colon == std::string::npos, "which names no limit", "Write the limit behind a colon");
     const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));
-    if (pattern.empty()) refuse("which names no parameter", "Write a pattern before the colon");
+    refuse_if(pattern.empty(), "which names no parameter", "Write a pattern before the colon");
     double limit = 0;
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), limit);
-    if (error != std::errc() || end != number.data() + number.size() || !std::isfinite(limit) || limit <= 0)
-      refuse("whose limit is no number above 0", "Give a norm above 0, or leave the group out");
-    for (const ClipGroup& other : groups)
-      if (other.pattern == pattern) refuse("a pattern that is there already", "Leave one of the two out");
+    refuse_if(
+        error != std::errc() || end != number.data() + number.size() || !std::isfinite(limit) || limit <= 0,
+        "whose limit is no number above 0", "Give a norm above 0, or leave the group out");
+    refuse_if(std::ranges::find(groups, pattern, &ClipGroup::pattern) != groups.end(),
+              "a pattern that is there already", "Leave one of the two out");
     groups.push_back({pattern, limit});
   }
   return groups;
 }
 
-void check_clip_groups(const RunConfig& config,
-                       const std::vector<std::pair<std::string, at::Tensor>>& named) {
+void check_clip_groups(const RunConfig& config, const NamedTensors& named) {
+  std::set<std::string> used;
   const std::vector<ClipGroup> groups = clip_groups_of(config, "train.clip_groups");
-  std::vector<bool> used(groups.size(), false);
   for (const auto& [name, tensor] : named) {
-    if (!tensor.requires_grad()) continue;
     const ClipGroup* first = nullptr;
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      if (!matches(groups[i].pattern, name)) continue;
+    for (const ClipGroup& group : groups) {
+      if (!tensor.requires_grad() || !matches(group.pattern, name)) continue;
       if (first)
-        isograd::refuse("train.clip_groups",
-                        fmt::format("{} in two groups, {} and {}", name, first->pattern, groups[i].pattern),
-                        "each parameter in one group at most",
-                        "Make the patterns such that they exclude one another");
-      first = &groups[i];
-      used[i] = true;
+        refuse("train.clip_groups",
+               fmt::format("{} in two groups, {} and {}", name, first->pattern, group.pattern),
+               "each parameter in one group at most", "Make the patterns such that they exclude one another");
+      first = &group;
+      used.insert(group.pattern);
     }
   }
-  for (std::size_t i = 0; i < groups.size(); ++i)
-    if (!used[i])
-      isograd::refuse("train.clip_groups",
-                      fmt::format("{}, which fits no trained parameter", groups[i].pattern),
-                      "patterns of names such as model.layers.0.mlp.up_proj.weight",
-                      "Change it or leave it out; isograd layout lists the names");
+  for (const ClipGroup& group : groups)
+    if (!used.contains(group.pattern))
+      refuse("train.clip_groups", fmt::format("{}, which fits no trained parameter", group.pattern),
+             "patterns of names such as model.layers.0.mlp.up_proj.weight",
+             "Change it or leave it out; isograd layout lists the names");
 }
 
-NormParts norm_parts_of(const RunConfig& config,
-                        const std::vector<std::pair<std::string, at::Tensor>>& named) {
+NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named) {
   const std::string& by = config.train.part_norms;
   NormParts parts;
   if (by == "off") return parts;

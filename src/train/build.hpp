@@ -83,14 +83,12 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where);
 
 // ConfigError: a group that matches no trained parameter of `named`, a parameter that two groups match.
-void check_clip_groups(const RunConfig& config, const std::vector<std::pair<std::string, at::Tensor>>& named);
+void check_clip_groups(const RunConfig& config, const NamedTensors& named);
 
-// train.part_norms: norms that a step logs in addition to the norm of the whole gradient. `named`: the
-// whole model's parameters, in order; frozen ones are ignored. "off": no parts. "groups": "experts" (names
-// that contain ".experts.") and "dense", where there are any. "layers": a name up to and including its
-// first number ("model.layers.3"), otherwise its module ("model.norm"). "parameters": one part per
-// parameter.
-NormParts norm_parts_of(const RunConfig& config,
-                        const std::vector<std::pair<std::string, at::Tensor>>& named);
+// train.part_norms: norms that a step logs in addition to the norm of the whole gradient. `named`: the whole
+// model's parameters, in order; frozen ones are ignored. "off": no parts. "groups": "experts" (names that
+// contain ".experts.") and "dense", where there are any. "layers": a name up to and including its first
+// number ("model.layers.3"), otherwise its module ("model.norm"). "parameters": one part per parameter.
+NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named);
 
 }  // namespace isograd

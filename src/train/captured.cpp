@@ -7,7 +7,6 @@
 #include <compare>
 #include <cstring>
 #include <map>
-#include <optional>
 #ifdef ISOGRAD_WITH_CUDA
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/core/Event.h>
@@ -15,7 +14,6 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include "isograd/error.hpp"
 #include "loss/checks.hpp"
 #include "loss/share.hpp"
 

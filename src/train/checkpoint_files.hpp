@@ -18,11 +18,10 @@ using Moment = std::function<void(std::string_view)>;
 // Step of a directory named step-00000100; nothing for any other name.
 std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directory);
 
-// `write` fills a hidden sibling of `directory`. Then checksums.json is added, every file and the folder
-// are fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside
-// first, stays listed until the new one is complete, and is deleted then. Leftovers of killed saves are
-// removed at the start. The folder that contains `directory` is created if it is missing; the folder above
-// it is not.
+// `write` fills a hidden sibling of `directory`. Then checksums.json is added, every file and the folder are
+// fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside first,
+// stays listed until the new one is complete, and is deleted then. Leftovers of killed saves are removed at
+// the start. The folder that contains `directory` is created if it is missing; the folder above it is not.
 void publish_directory(const std::filesystem::path& directory,
                        const std::function<void(const std::filesystem::path&)>& write,
                        const Moment& moment = {});

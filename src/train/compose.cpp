@@ -11,7 +11,6 @@
 #include "base/memory.hpp"
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
@@ -30,9 +29,8 @@ Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   const AxisSet data = data_axes(grid);
   const int ranks = grid.size(data);
   if (ranks % experts_ranks != 0)
-    isograd::refuse("parallel.ep",
-                    fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
-                    "a size that divides them", "Change parallel.ep or the ranks");
+    refuse("parallel.ep", fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
+           "a size that divides them", "Change parallel.ep or the ranks");
   const auto ep = static_cast<int>(experts_ranks);
   return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
 }
@@ -52,9 +50,6 @@ Grid data_grid_of(const RunConfig& config, int ranks) {
 void check_stages(const RunConfig& config) {
   const auto& parallel = config.parallel;
   if (parallel.pp == 1) return;
-  const auto refuse = [](std::string where, std::string found, std::string expected, std::string action) {
-    isograd::refuse(std::move(where), std::move(found), std::move(expected), std::move(action));
-  };
   const DecoderConfig shape = configured_shape(config);
   if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
     refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
@@ -81,23 +76,19 @@ TensorParallelOptions tensor_options(const RunConfig& config) {
 
 // ---- the layout of a run ----
 
-// A strategy by its name. Only chosen() interprets names.
-struct Chosen {
-  bool naive = false;
-  DataParallelOptions options{};  // for all stages except 3
-};
-
-// ConfigError: no such strategy, stage 3 of a model without units.
-Chosen chosen(const std::string& strategy, const ModelUnits* units, DataParallelOptions options) {
+// The options of a strategy by its name, for all stages except 3. ConfigError: no such strategy, stage 3 of a
+// model without units.
+DataParallelOptions chosen(const std::string& strategy, const ModelUnits* units,
+                           DataParallelOptions options) {
   const auto names = strategy_names();
-  if (std::find(names.begin(), names.end(), strategy) == names.end())
+  if (std::ranges::find(names, strategy) == names.end())
     refuse("parallel.strategy", strategy, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
   options.stage = stage_of(strategy);
   if (options.stage == 3 && !units)
     refuse("zero3", "a model without units", "VerifyModel::units, as verify_model() gives it",
            "Make the model with verify_model(), or fill in its units");
   if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
-  return {.naive = strategy == "naive", .options = std::move(options)};
+  return options;
 }
 
 TrainableParameters trainable(const NamedTensors& parameters, const Layout::Named& placements,
@@ -111,8 +102,7 @@ TrainableParameters trainable(const NamedTensors& parameters, const Layout::Name
 std::vector<std::string> order_of(const std::vector<std::string>& saved, const TrainableParameters& own) {
   std::vector<std::string> order;
   for (const std::string& name : saved)
-    if (std::any_of(own.begin(), own.end(), [&](const auto& one) { return one.name == name; }))
-      order.push_back(name);
+    if (std::ranges::find(own, name, &NamedParameter::name) != own.end()) order.push_back(name);
   if (order.size() != own.size()) order.clear();
   return order;
 }
@@ -174,11 +164,11 @@ Grid grid_of(const RunConfig& config, int ranks) {
   const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
   if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
   if (ranks % (tp * pp) != 0)
-    isograd::refuse(pp == 1   ? "parallel.tp"
-                    : tp == 1 ? "parallel.pp"
-                              : "parallel.tp times parallel.pp",
-                    fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
-                    "Change it or the ranks");
+    refuse(pp == 1   ? "parallel.tp"
+           : tp == 1 ? "parallel.pp"
+                     : "parallel.tp times parallel.pp",
+           fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
+           "Change it or the ranks");
   std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
   if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they communicate most
   if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
@@ -205,9 +195,8 @@ void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split) {
   if (split.heads > 0) all.insert(all.begin(), {"query heads", split.heads});
   for (const auto& [what, number] : all)
     if (ranks > number)
-      isograd::refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
-                      fmt::format("at most {}", number),
-                      "Lower parallel.tp; more ranks fit along the other axes");
+      refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
+             fmt::format("at most {}", number), "Lower parallel.tp; more ranks fit along the other axes");
   if (ulysses == 1) return;
   const auto heads = split_rows(split.heads, static_cast<int>(ranks)),
              keys = split_rows(split.key_heads, static_cast<int>(ranks));
@@ -221,10 +210,10 @@ void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split) {
                    fmt::join(possible, " or "), heads.front(), keys.front())
              : "a parallel.tp that divides the query heads and the key heads, which cp_ulysses divides "
                "further; or cp_ulysses = 1";
-    isograd::refuse("parallel.cp_ulysses",
-                    fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses,
-                                ranks, split.heads, split.key_heads),
-                    rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
+    refuse("parallel.cp_ulysses",
+           fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses, ranks,
+                       split.heads, split.key_heads),
+           rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
   }
 }
 
@@ -235,23 +224,19 @@ AxisSet sharded_axes(const RunConfig& config) {
   if (mode == "ulysses_only") return {"dp_shard", "cp_ulysses"};
   if (mode == "ring_only") return {"dp_shard", "cp_ring"};
   if (mode == "none") return {"dp_shard"};
-  isograd::refuse("parallel.cp_fsdp_mode", mode, "all, ulysses_only, ring_only or none",
-                  "Choose one of them");
+  refuse("parallel.cp_fsdp_mode", mode, "all, ulysses_only, ring_only or none", "Choose one of them");
 }
 
 void check_expert_parallel(const RunConfig& config) {
   const std::int64_t ep = config.parallel.ep;
   if (ep == 1) return;
-  const auto refuse = [&](std::string found, std::string expected, std::string action) {
-    isograd::refuse("parallel.ep", fmt::format("{} {}", ep, found), std::move(expected), std::move(action));
-  };
   const std::int64_t experts = configured_shape(config).experts.count;
   if (experts == 0)
-    refuse("ranks for the experts of a model that has none", "a model.family with experts",
-           "Leave parallel.ep out, or set model.family and model.experts");
+    refuse("parallel.ep", fmt::format("{} ranks for the experts of a model that has none", ep),
+           "a model.family with experts", "Leave parallel.ep out, or set model.family and model.experts");
   if (ep > experts)
-    refuse(fmt::format("ranks for {} experts", experts), fmt::format("at most {}", experts),
-           "Lower parallel.ep; more ranks fit along the other axes");
+    refuse("parallel.ep", fmt::format("{} ranks for {} experts", ep, experts),
+           fmt::format("at most {}", experts), "Lower parallel.ep; more ranks fit along the other axes");
 }
 
 void check_decoder_parallel(const RunConfig& config) {
@@ -302,16 +287,13 @@ void attend_over(DecoderLM& model, const Mesh& mesh) {
   });
 }
 
-// ---- the layout of a run ----
-
 NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
                              const Grid& grid, int rank) {
   std::set<std::string> elsewhere;
   for (const auto& [name, placement] : placements)
     if (!holds(placement, grid, rank)) elsewhere.insert(name);
-  NamedTensors held;
-  for (const auto& parameter : parameters)
-    if (!elsewhere.contains(parameter.first)) held.push_back(parameter);
+  NamedTensors held = parameters;
+  std::erase_if(held, [&](const auto& parameter) { return elsewhere.contains(parameter.first); });
   return held;
 }
 
@@ -319,24 +301,23 @@ std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const N
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options, const FullyShardOptions& sharded,
                                             const Layout::Named& placements) {
-  const Chosen by = chosen(strategy, units, std::move(options));
-  if (by.options.stage == 3)
+  options = chosen(strategy, units, std::move(options));
+  if (options.stage == 3)
     return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
   TrainableParameters own = trainable(parameters, placements, mesh.grid(), mesh.rank());
-  DataParallelOptions whole = by.options;
-  whole.order = order_of(whole.order, own);
-  return (by.naive ? naive : bucketed)(std::move(own), mesh, std::move(whole));
+  options.order = order_of(options.order, own);
+  return (strategy == "naive" ? naive : bucketed)(std::move(own), mesh, std::move(options));
 }
 
 std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
                                          const ModelUnits* units, const Grid& grid, int rank,
                                          DataParallelOptions options, const FullyShardOptions& sharded,
                                          const Layout::Named& placements) {
-  const Chosen by = chosen(strategy, units, std::move(options));
-  if (by.options.stage == 3)
+  options = chosen(strategy, units, std::move(options));
+  if (options.stage == 3)
     return plan_fully_sharded(units->root, parameters, units->blocks, grid, rank, with(sharded, placements));
-  return (by.naive ? plan_naive : plan_bucketed)(trainable(parameters, placements, grid, rank), grid, rank,
-                                                 by.options);
+  const auto plan = strategy == "naive" ? plan_naive : plan_bucketed;
+  return plan(trainable(parameters, placements, grid, rank), grid, rank, options);
 }
 
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
@@ -410,13 +391,13 @@ DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks) {
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
   const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
   const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
-  DataParallelPlan plan{.elements = {{.shards = grid.size(sharded),
-                                      .replicas = grid.size(without(kDataAxes, sharded))}},
-                        .bytes = element_bytes(scalar_type(config.train.dtype), states),
-                        .stage = stage_of(strategy),
-                        .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
-                        .reduce_once = config.parallel.reduce_once,
-                        .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
+  DataParallelPlan plan{
+      .elements = {{.shards = grid.size(sharded), .replicas = grid.size(without(kDataAxes, sharded))}},
+      .bytes = element_bytes(scalar_type(config.train.dtype), states),
+      .stage = stage_of(strategy),
+      .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
+      .reduce_once = config.parallel.reduce_once,
+      .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
   if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
   if (config.parallel.ep > 1)
     plan.elements.push_back({.shards = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep)});

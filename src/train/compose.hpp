@@ -1,6 +1,6 @@
 // The one place where axes meet. For a configuration it chooses the grid, the operators of a decoder, the
-// placement of its parameters, its schedule and the strategy of its layout, and refuses combinations that do not
-// work. The folders of the axes do not include one another; a new axis adds its lines here and to
+// placement of its parameters, its schedule and the strategy of its layout, and refuses combinations that do
+// not work. The folders of the axes do not include one another; a new axis adds its lines here and to
 // config_table.cpp, and nowhere else.
 #pragma once
 

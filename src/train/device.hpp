@@ -4,6 +4,7 @@
 
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <string>
 
 #include "isograd/loss.hpp"
@@ -21,19 +22,18 @@ struct FoundGpus {
 
   std::string text() const;  // "LibTorch 2.13.0 without CUDA"
 };
-FoundGpus find_gpus();  // wakes CUDA up: not asked where the configuration is enough
+FoundGpus
+find_gpus();  // wakes CUDA up: the functions below ask it only where the configuration is not enough
+using FindGpus = std::function<FoundGpus()>;
 
 // "cpu" or "cuda". parallel.device = "auto": the latter where LibTorch finds a GPU.
-std::string device_kind(const RunConfig& config);
-std::string device_kind(const RunConfig& config, const FoundGpus& gpus);
+std::string device_kind(const RunConfig& config, const FindGpus& find = find_gpus);
 // The backend between `ranks` ranks. parallel.backend = "auto": NCCL between ranks on GPUs, otherwise shm.
-std::string backend_of(const RunConfig& config, int ranks);
-std::string backend_of(const RunConfig& config, int ranks, const FoundGpus& gpus);
+std::string backend_of(const RunConfig& config, int ranks, const FindGpus& find = find_gpus);
 
 // ConfigError where the device or the backend is not there, or where something of this run has no code for a
 // GPU yet: that is named.
-void check_device(const RunConfig& config, int ranks);
-void check_device(const RunConfig& config, int ranks, const FoundGpus& gpus);
+void check_device(const RunConfig& config, int ranks, const FindGpus& find = find_gpus);
 
 // The device of this rank: rank i of a host takes GPU i modulo the number of GPUs. Collective.
 at::Device device_of(const RunConfig& config, const World& world);

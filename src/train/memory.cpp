@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <set>
 
-#include "isograd/fully_shard.hpp"
 #include "parallel/data/rank_roles.hpp"
 
 namespace isograd {
@@ -157,8 +156,8 @@ std::string symbols(const DataParallelPlan& plan) {
   if (all.replicas > 1) text += fmt::format(", R = {}", all.replicas);
   if (plan.elements.size() == 1 || plan.elements[1].numel == 0) return text;
   const SharedElements& experts = plan.elements[1];
-  text += fmt::format(", Ψe = {} of the rank's experts, which Ne = {} ranks have", experts.numel,
-                      experts.shards);
+  text +=
+      fmt::format(", Ψe = {} of the rank's experts, which Ne = {} ranks have", experts.numel, experts.shards);
   return experts.whole > 0 ? text + fmt::format(", Ψew = {} whole", experts.whole) : text;
 }
 

@@ -27,9 +27,8 @@ struct MemoryUse {
   std::optional<Outcome::Sent> to_experts{};    // to other ranks' experts: all-to-alls of a step
 };
 
-// Bytes of the storages behind buckets and state, each counted once. Slices count with the whole storage,
-// as allocated. Where ranks share one copy of the parameters, on the grid `shared_on`, a rank counts its
-// part.
+// Bytes of the storages behind buckets and state, each counted once. Slices count with the whole storage, as
+// allocated. Where ranks share one copy of the parameters, on the grid `shared_on`, a rank counts its part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
                              const Grid* shared_on = nullptr);
 
@@ -92,8 +91,8 @@ using SharedElements = DataParallelPlan::Elements;
 SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
                                std::int64_t numel, std::int64_t whole = 0);
 
-// One entry for each bucket, with or without the padding of flat storage, for traffic_bytes(). For stage 3 with
-// the elements that stay whole, as the layout reports them.
+// One entry for each bucket, with or without the padding of flat storage, for traffic_bytes(). For stage 3
+// with the elements that stay whole, as the layout reports them.
 std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded);
 
 }  // namespace isograd

@@ -2,7 +2,6 @@
 
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
-#include "train/peers.hpp"
 #include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"

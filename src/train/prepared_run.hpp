@@ -1,5 +1,5 @@
-// A run that is ready for its steps. It has no loop, keeps no time, writes no file of its own accord and prints
-// nothing: the trainer does that around it.
+// A run that is ready for its steps. It has no loop, keeps no time, writes no file of its own accord and
+// prints nothing: the trainer does that around it.
 #pragma once
 
 #include <filesystem>

@@ -1,13 +1,19 @@
 #include "train/rank_zero.hpp"
 
+#include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
-#include <nlohmann/json.hpp>
-
+#include <algorithm>
 #include <cstring>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "base/json.hpp"
 #include "base/refuse.hpp"
+#include "kernels/matmul/product.hpp"
+#include "layout/flat.hpp"
+#include "train/config_table.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -27,12 +33,18 @@ nlohmann::json to_json(const ErrorText& text) {
 }
 
 ErrorText from_json(const nlohmann::json& json) {
-  const auto part = [&](const char* key) {
-    const auto found = json.find(key);
-    return found != json.end() && found->is_string() ? found->get<std::string>() : std::string("(nothing)");
-  };
-  return {
-      .where = part("where"), .found = part("found"), .expected = part("expected"), .action = part("action")};
+  const std::string none = "(nothing)";
+  return {.where = json.value("where", none),
+          .found = json.value("found", none),
+          .expected = json.value("expected", none),
+          .action = json.value("action", none)};
+}
+
+// The first rank that has something; the number of ranks where none has. Collective.
+int first_rank(Group& group, bool has) {
+  at::Tensor first = at::full({1}, has ? group.rank() : group.size(), at::kLong);
+  group.all_reduce(first, ReduceOp::kMin);
+  return static_cast<int>(first.item<std::int64_t>());
 }
 
 // Invalid UTF-8 in a path must not hide the error it belongs to.
@@ -40,19 +52,44 @@ std::string dumped(const nlohmann::json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
+// How many micro-batches there are, and a checksum of all that is in them, in order.
+std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
+  std::vector<at::Tensor> tensors;
+  for (const Batch& batch : micro_batches) {
+    tensors.push_back(at::tensor(batch.cu_seqlens, at::kLong));
+    tensors.push_back(at::tensor(batch.sample_ids, at::kLong));
+    for (const at::Tensor& each : {batch.tokens, batch.targets, batch.positions, batch.weights})
+      if (each.defined()) tensors.push_back(each);
+    tensors.insert(tensors.end(), batch.inputs.begin(), batch.inputs.end());
+  }
+  const at::Tensor sums = checksums(tensors);  // on the CPU
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < sums.numel(); ++i)  // the product makes the order count
+    sum = sum * 0x100000001b3 + static_cast<std::uint64_t>(sums.const_data_ptr<std::int64_t>()[i]);
+  return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
+}
+
+using Named = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
+
+// Collective: throws on all ranks where a value is not that of rank 0.
+void refuse_others(const Named& own, Group& world, const std::string& expected, const std::string& action) {
+  std::string text;
+  for (const auto& [name, value] : own) text += value + '\n';
+  const std::string first = broadcast_text(world, text);
+  on_every_rank(world, [&] {
+    std::istringstream values(first);
+    std::string value;
+    for (const auto& [name, here] : own)
+      if (std::getline(values, value); value != here)
+        refuse(name, fmt::format("{} on rank {}, {} on rank 0", here, world.rank(), value), expected, action);
+  });
+}
+
 }  // namespace
 
 std::string first_text(Group& group, const std::string& own) {
-  at::Tensor first = at::full({1}, own.empty() ? group.size() : group.rank(), at::kLong);
-  group.all_reduce(first, ReduceOp::kMin);
-  const int rank = static_cast<int>(first.item<std::int64_t>());
+  const int rank = first_rank(group, !own.empty());
   return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
-}
-
-bool of_rank_zero(Group& group, bool own) {
-  at::Tensor said = at::full({1}, own ? 1 : 0, at::kLong);
-  group.broadcast(said, 0);
-  return said.item<std::int64_t>() != 0;
 }
 
 std::string broadcast_text(Group& group, const std::string& text, int from) {
@@ -101,14 +138,65 @@ void on_every_rank(Group& group, const std::function<void()>& work) {
 }
 
 void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
-  at::Tensor first = at::full({1}, problem ? group.rank() : group.size(), at::kLong);
-  group.all_reduce(first, ReduceOp::kMin);
-  const int from = static_cast<int>(first.item<std::int64_t>());
+  const int from = first_rank(group, problem.has_value());
   if (from == group.size()) return;
   const std::string text =
       broadcast_text(group, group.rank() == from ? dumped(to_json(*problem)) : std::string(), from);
   group.barrier();  // as above
   throw AgreedConfigError(from_json(parse_json(text).value));
+}
+
+bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
+  Group peers = mesh.along(mesh.grid().complement(mesh.data()));
+  if (peers.size() == 1) return stop_requested;
+  std::vector<std::int64_t> numbers = described(micro_batches);
+  numbers.push_back(stop_requested ? 1 : 0);
+  const at::Tensor all = peers.all_gather(at::tensor(numbers, at::kLong));  // [peers, 3]
+  for (int rank = 1; rank < peers.size(); ++rank) {
+    const bool same_number = all[rank][0].equal(all[0][0]);
+    if (same_number && all[rank][1].equal(all[0][1])) continue;
+    refuse("the batches of ranks that compute one loss together",
+           same_number
+               ? fmt::format("other micro-batches on rank {} than on rank 0 of {}", rank, peers.name())
+               : fmt::format("{} micro-batches on rank {}, {} on rank 0 of {}",
+                             all[rank][0].item<std::int64_t>(), rank, all[0][0].item<std::int64_t>(),
+                             peers.name()),
+           "the same on all of these ranks",
+           "Deal samples by Mesh::place() along Mesh::data(), not by the rank in the world");
+  }
+  return all.select(1, 2).max().item<std::int64_t>() != 0;
+}
+
+void check_same_configuration(const RunConfig& config, Group& world) {
+  if (world.size() == 1) return;
+  Named own;
+  for (const ConfigKey& key : config_keys())
+    if (key.ranks == Ranks::kAlike) own.emplace_back(key.name, toml_text(key.get(config)));
+  // No key: who multiplies. What several ranks compute alike, as those of tp do, must be the same bits.
+  std::string_view products;
+  on_every_rank(world, [&] { products = name_of(multiplier()); });
+  own.emplace_back(kMultiplierVariable, products);
+  refuse_others(own, world, "one configuration on all ranks",
+                "Start every rank with the same file, --set and environment");
+}
+
+void check_same_data(const TaskFacts& facts, Group& world) {
+  if (world.size() == 1) return;
+  Named own = {{"data.tokenizer", toml_text(facts.tokenizer)},
+               {"training " + facts.documents, std::to_string(facts.train_documents)},
+               {"validation " + facts.documents, std::to_string(facts.validation_documents)},
+               {facts.tokens + " of all data", std::to_string(facts.num_tokens)}};
+  for (const auto& [name, value] : facts.order) own.emplace_back(name, toml_text(value));
+  refuse_others(own, world, "the same data on all ranks",
+                "Copy the same files to every host, whatever their paths there");
+}
+
+std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own) {
+  const bool passed = std::ranges::all_of(own, &ReportTable::passed);
+  const bool passed_there = !broadcast_text(world, passed ? "passed" : "").empty();
+  if (world.rank() == 0) return own;
+  if (passed_there) return {};
+  return {{"see rank 0", "", {}, {}, /*passed=*/false}};
 }
 
 }  // namespace isograd

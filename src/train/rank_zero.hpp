@@ -1,14 +1,18 @@
-// Work that one rank does for all (files), whose failure must become everybody's failure.
+// What ranks must agree on: the failure of work that one rank does for all (files), configuration and data,
+// and the batches of ranks that compute one loss together.
 #pragma once
 
 #include <functional>
 #include <optional>
 #include <string>
 
+#include "isograd/batch.hpp"
 #include "isograd/error.hpp"
-#include "isograd/group.hpp"
+#include "isograd/trainer.hpp"
 
 namespace isograd {
+
+struct TaskFacts;  // task.hpp
 
 // A ConfigError that every rank throws, so no rank has to be poisoned.
 class AgreedConfigError : public ConfigError {
@@ -16,8 +20,8 @@ class AgreedConfigError : public ConfigError {
 };
 
 // Collective. Rank 0 runs `work`; the others wait for at most the group's timeout. When it throws, every rank
-// throws the same error: a ConfigError becomes an
-// AgreedConfigError, anything else becomes a PeerError on the other ranks.
+// throws the same error: a ConfigError becomes an AgreedConfigError, anything else a PeerError on other
+// ranks.
 void on_rank_zero(Group& group, const std::function<void()>& work);
 
 // Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
@@ -30,10 +34,24 @@ void on_every_rank(Group& group, const std::function<void()>& work);
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
 std::string first_text(Group& group, const std::string& own);
 
-// Rank 0's value of `own`. Collective.
-bool of_rank_zero(Group& group, bool own);
-
 // Collective: a text of one rank on every rank.
 std::string broadcast_text(Group& group, const std::string& text, int from = 0);
+
+// ---- ranks that are to do the same ----
+
+// Whether any of them was asked to stop. ConfigError on all of them where their micro-batches differ: each
+// would compute its part of another loss. Collective over these ranks; nothing where there is one.
+bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh);
+
+// Collective: ranks that were started with different values of a key that is not Ranks::kMayDiffer are
+// refused with the key and both values, by an AgreedConfigError on all.
+void check_same_configuration(const RunConfig& config, Group& world);
+
+// Collective, the same of what each rank has read: its files may lie elsewhere, but must hold the same.
+void check_same_data(const TaskFacts& facts, Group& world);
+
+// Collective: the verdicts of tables are rank 0's, and every rank ends with them: what rank 0 has, elsewhere
+// nothing, or one table that has not passed.
+std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own);
 
 }  // namespace isograd

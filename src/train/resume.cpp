@@ -5,37 +5,12 @@
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "comm/relayed.hpp"
-#include "isograd/error.hpp"
-#include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
-namespace {
-
-// Compares this run's values with the checkpoint's, key by key.
-struct Comparison {
-  std::string checkpoint;
-
-  template <class T>
-  void operator()(const std::string& key, const T& now, const T& then) const {
-    if (now == then) return;
-    refuse(key, fmt::format("{}", now), fmt::format("{}, as in checkpoint {}", then, checkpoint),
-           fmt::format("Set {} = {} to continue that run, or leave checkpoint.resume out to start anew", key,
-                       then));
-  }
-};
-
-// Compares the keys that both have.
-void check_same(const ShapeKeys& now, const ShapeKeys& then, const Comparison& same) {
-  const std::map<std::string, std::string> saved(then.begin(), then.end());
-  for (const auto& [key, value] : now)
-    if (const auto found = saved.find(key); found != saved.end()) same(key, value, found->second);
-}
-
-}  // namespace
 
 TrainingState fresh_state(const Task& task) {
   const RunConfig& config = task.config();
@@ -80,7 +55,14 @@ Resumed resume_run(const Task& task, Group& group) {
   const TrainingState now = fresh_state(task);
   const TrainingState& then = resumed.state;
   const TaskFacts facts = task.facts();
-  const Comparison same{resumed.directory.string()};
+  // Compares this run's values with the checkpoint's, key by key.
+  const auto same = [&](const std::string& key, const auto& own, const auto& saved) {
+    if (own != saved)
+      refuse(key, fmt::format("{}", own),
+             fmt::format("{}, as in checkpoint {}", saved, resumed.directory.string()),
+             fmt::format("Set {} = {} to continue that run, or leave checkpoint.resume out to start anew",
+                         key, saved));
+  };
   same("run.seed", now.seed, then.seed);
   same("data.pack_length", now.pack_length, then.pack_length);
   same("batch.packs_per_step", now.packs_per_step, then.packs_per_step);
@@ -98,7 +80,10 @@ Resumed resume_run(const Task& task, Group& group) {
            "Give back the data this run was started with, or train from these weights anew: "
            "model.load = \"" +
                resumed.directory.string() + "\"");
-  check_same(task.shape(), task.saved_shape(resumed.directory), same);
+  const ShapeKeys shape = task.saved_shape(resumed.directory);
+  const std::map<std::string, std::string> saved(shape.begin(), shape.end());
+  for (const auto& [key, value] : task.shape())
+    if (const auto found = saved.find(key); found != saved.end()) same(key, value, found->second);
   return resumed;
 }
 

@@ -20,9 +20,8 @@ struct Resumed {
 };
 
 // Collective: rank 0 resolves checkpoint.resume and checks every checksum; then every rank checks that the
-// order of data, the data, the optimizer, the number type and the model's shape are those of the
-// checkpoint. ConfigError names the key that differs. Learning rate, number of steps and micro-batches may
-// change.
+// order of data, the data, the optimizer, the number type and the model's shape are those of the checkpoint.
+// ConfigError names the key that differs. Learning rate, number of steps and micro-batches may change.
 Resumed resume_run(const Task& task, Group& group);
 
 // Describes a learning rate that differs from the one in the checkpoint's configuration: the first such
@@ -31,8 +30,7 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now);
 
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
-// Options for saving a run's checkpoints. A deleted run folder is not recreated. `placed` as in
-// SaveOptions.
+// Options for saving a run's checkpoints. A deleted run folder is not recreated. `placed` as in SaveOptions.
 SaveOptions save_options(const RunConfig& config, const Layout* placed);
 
 // File in run.directory with the whole configuration: the TOML file, --set and flags.

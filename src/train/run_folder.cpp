@@ -4,7 +4,6 @@
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -14,7 +13,6 @@
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/error.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/resume.hpp"
 #include "train/task_kind.hpp"
@@ -63,26 +61,19 @@ std::string first_line(int file) {
          "Wait for that run to end, or give this one a folder of its own (--set run.directory=...)");
 }
 
-// Runs before the check for an earlier run's files, because these may belong to a live run.
-void check_no_run_lives(const fs::path& directory) {
-  const int file = ::open((directory / kLock).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-  if (file < 0) return;
+// The first line of a file that another process has locked; nothing where none has.
+std::optional<std::string> locked_by_another(const fs::path& path, int flags = 0) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | flags);
+  if (file < 0) return std::nullopt;
   const bool held = ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-  const std::string who = held ? first_line(file) : "";
+  const auto who = held ? std::optional(first_line(file)) : std::nullopt;
   ::close(file);
-  if (held) refuse_living_run(directory, who);
+  return who;
 }
 
-// The same check for a log outside the folder: a live run holds a lock on it (metrics.cpp), and --overwrite
-// would remove it.
-void check_no_run_writes(const fs::path& log) {
-  const int file = ::open(log.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (file < 0) return;
-  const bool held = ::flock(file, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-  ::close(file);
-  if (held)
-    refuse(fmt::format("run.json_log = \"{}\"", log.string()), "the log of a run that is under way",
-           "a file of this run alone", "Wait for that run, or name another file in run.json_log");
+// Runs before the check for an earlier run's files, because these may belong to a live run.
+void check_no_run_lives(const fs::path& directory) {
+  if (const auto who = locked_by_another(directory / kLock, O_NOFOLLOW)) refuse_living_run(directory, *who);
 }
 
 std::vector<fs::path> event_files(const fs::path& directory) {
@@ -117,14 +108,6 @@ std::string earlier_run(const RunConfig& config) {
   return found;
 }
 
-RunFolder::Continued RunFolder::continued(const RunConfig& config) {
-  if (config.checkpoint.resume.empty()) return {};
-  const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
-  std::error_code error;
-  const fs::path folder = (found.has_filename() ? found : found.parent_path()).lexically_normal();
-  return {.checkpoint = folder, .own = fs::equivalent(fs::absolute(folder).parent_path(), root, error)};
-}
-
 void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {
   if (from.own) return;
   std::error_code error;
@@ -152,32 +135,39 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
               : ""));
 }
 
-// The comparison of a continued run continues too.
-void RunFolder::refuse_earlier_comparison(const RunConfig& config, const Continued& from) {
-  const auto of_kind = kind_of(config).comparison;
-  const std::optional<RunConfig> other = of_kind && !from.own ? of_kind(config) : std::nullopt;
-  if (!other) return;
-  check_no_run_lives(other->run.directory);
-  refuse_earlier_run(*other, {.checkpoint = from.checkpoint, .compared = true});
+RunFolder::Continued RunFolder::checked(const RunConfig& config) {
+  check_no_run_lives(config.run.directory);
+  // A live run holds a lock on its log too (metrics.cpp), which may lie elsewhere and which --overwrite would
+  // remove.
+  if (const fs::path log = json_log_of(config); locked_by_another(log))
+    refuse(fmt::format("run.json_log = \"{}\"", log.string()), "the log of a run that is under way",
+           "a file of this run alone", "Wait for that run, or name another file in run.json_log");
+  Continued from;
+  std::error_code error;
+  if (!config.checkpoint.resume.empty()) {
+    const fs::path root = checkpoint_root(config), found = resolve_checkpoint(root, config.checkpoint.resume);
+    from.checkpoint = (found.has_filename() ? found : found.parent_path()).lexically_normal();
+    from.own = fs::equivalent(fs::absolute(from.checkpoint).parent_path(), root, error);
+  }
+  refuse_earlier_run(config, from);
+  // The comparison of a continued run continues too.
+  const auto comparison = kind_of(config).comparison;
+  if (const auto other = comparison && !from.own ? comparison(config) : std::nullopt) {
+    check_no_run_lives(other->run.directory);
+    refuse_earlier_run(*other, {.checkpoint = from.checkpoint, .compared = true});
+  }
+  return from;
 }
 
 void RunFolder::check_free(const RunConfig& config) {
-  check_no_run_lives(config.run.directory);
-  check_no_run_writes(json_log_of(config));
-  const Continued from = continued(config);
-  refuse_earlier_run(config, from);
-  refuse_earlier_comparison(config, from);
+  checked(config);
 }
 
 RunFolder::RunFolder(const RunConfig& config)
     : directory_(config.run.directory),
       checkpoints_(checkpoint_root(config)),
       json_log_(json_log_of(config)) {
-  check_no_run_lives(directory_);
-  check_no_run_writes(json_log_);
-  const Continued from = continued(config);
-  refuse_earlier_run(config, from);
-  refuse_earlier_comparison(config, from);
+  const Continued from = checked(config);
   goes_on_ = from.own;
   std::error_code error;
   made_ = !fs::exists(directory_, error);

@@ -23,8 +23,7 @@ class RunFolder {
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
-  // The same checks without taking the lock. Called before ranks are started, so the error is reported
-  // once.
+  // The same checks without taking the lock. Called before ranks are started, so the error is reported once.
   static void check_free(const RunConfig& config);
 
   // This run is about to write: removes an earlier one's files where that was asked for.
@@ -38,9 +37,8 @@ class RunFolder {
 
  private:
   struct Continued;
-  static Continued continued(const RunConfig& config);
+  static Continued checked(const RunConfig& config);
   static void refuse_earlier_run(const RunConfig& config, const Continued& from);
-  static void refuse_earlier_comparison(const RunConfig& config, const Continued& from);
   void lock();
   void take(const RunConfig& config, const Continued& from);
   std::filesystem::path directory_, checkpoints_, json_log_;

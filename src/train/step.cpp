@@ -10,14 +10,13 @@
 #include <optional>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "loss/local_mean.hpp"
 #include "loss/term_sums.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 #include "train/captured.hpp"
 #include "train/evaluate.hpp"
-#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {

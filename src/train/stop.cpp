@@ -3,6 +3,7 @@
 #include <csignal>
 #include <ctime>
 
+#include <array>
 #include <atomic>
 #include <mutex>
 
@@ -15,7 +16,9 @@ static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::
 
 std::mutex guard;
 int holders = 0;
-struct sigaction old_interrupt, old_terminate, old_hang_up, old_file_size, old_pipe;
+// The first three ask for a stop; the others become errors of the write that caused them.
+constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGXFSZ, SIGPIPE};
+std::array<struct sigaction, kSignals.size()> before;
 
 long long now_ms() {
   timespec now{};
@@ -39,26 +42,19 @@ StopSignals::StopSignals() {
   if (holders++ > 0) return;
   asked = false;
   struct sigaction action {};
-  action.sa_handler = on_signal;
   sigemptyset(&action.sa_mask);
   action.sa_flags = SA_RESTART;  // writes to files are not interrupted
-  sigaction(SIGINT, &action, &old_interrupt);
-  sigaction(SIGTERM, &action, &old_terminate);
-  sigaction(SIGHUP, &action, &old_hang_up);
-  if (old_hang_up.sa_handler == SIG_IGN) sigaction(SIGHUP, &old_hang_up, nullptr);
-  action.sa_handler = SIG_IGN;
-  sigaction(SIGXFSZ, &action, &old_file_size);
-  sigaction(SIGPIPE, &action, &old_pipe);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    action.sa_handler = i < 3 ? on_signal : SIG_IGN;
+    sigaction(kSignals[i], &action, &before[i]);
+    if (kSignals[i] == SIGHUP && before[i].sa_handler == SIG_IGN) sigaction(SIGHUP, &before[i], nullptr);
+  }
 }
 
 StopSignals::~StopSignals() {
   std::lock_guard<std::mutex> lock(guard);
   if (--holders > 0) return;
-  sigaction(SIGINT, &old_interrupt, nullptr);
-  sigaction(SIGTERM, &old_terminate, nullptr);
-  sigaction(SIGHUP, &old_hang_up, nullptr);
-  sigaction(SIGXFSZ, &old_file_size, nullptr);
-  sigaction(SIGPIPE, &old_pipe, nullptr);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
 }
 
 bool StopSignals::requested() {

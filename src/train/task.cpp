@@ -4,7 +4,6 @@
 #include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task_kind.hpp"
 

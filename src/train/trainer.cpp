@@ -6,16 +6,9 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "comm/operations_file.hpp"
-#include "isograd/error.hpp"
-#include "isograd/world.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/peers.hpp"
 #include "train/prepared_run.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
@@ -45,55 +38,48 @@ bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
 // host it does nothing.
 class HostTraffic {
  public:
-  HostTraffic(const World& world, const Grid& grid);
+  HostTraffic(const World& world, const Grid& grid) : world_(&world) {
+    const Hosts hosts = hosts_of(world);
+    several_ = hosts.count() > 1;
+    if (!several_) return;
+    said_ = said_of_hosts(grid, hosts);
+    said_.insert(said_.begin(), hosts_text(grid, hosts));
+  }
   // The hosts of the ranks, then recommendations.
   const std::vector<std::string>& said() const { return said_; }
-  void before_step();
+  void before_step() {
+    if (several_) before_ = host_bytes(*world_);
+  }
   // Bytes of all ranks since before_step(); nothing on one host. Collective.
-  std::optional<std::int64_t> across_in_step();
+  std::optional<std::int64_t> across_in_step() {
+    if (!several_) return std::nullopt;
+    const HostBytes now = host_bytes(*world_);  // before what follows
+    last_ = {.within = now.within - before_.within, .across = now.across - before_.across};
+    const at::Tensor sum = at::full({1}, last_.across, at::kLong);
+    Group(world_->group).all_reduce(sum);
+    return sum.item<std::int64_t>();
+  }
   // "rank 0: 1.5 MB across, 6.0 within; rank 1: ..." for the last step. Collective; only rank 0 gets the
   // text.
-  std::string by_rank();
+  std::string by_rank() {
+    if (!several_) return {};
+    const at::Tensor all =
+        Group(world_->group).all_gather(at::tensor({last_.across, last_.within}, at::kLong));
+    std::string text;
+    for (int rank = 0; rank < world_->size; ++rank) {
+      const auto* bytes = all[rank].const_data_ptr<std::int64_t>();
+      text += fmt::format("{}rank {}: {} bytes across hosts, {} within", rank == 0 ? "" : "; ", rank,
+                          bytes[0], bytes[1]);
+    }
+    return text;
+  }
 
  private:
   const World* world_;
-  bool several_;
+  bool several_ = false;
   std::vector<std::string> said_{};
   HostBytes before_{}, last_{};
 };
-
-HostTraffic::HostTraffic(const World& world, const Grid& grid) : world_(&world) {
-  const Hosts hosts = hosts_of(world);
-  several_ = hosts.count() > 1;
-  if (!several_) return;
-  said_ = said_of_hosts(grid, hosts);
-  said_.insert(said_.begin(), hosts_text(grid, hosts));
-}
-
-void HostTraffic::before_step() {
-  if (several_) before_ = host_bytes(*world_);
-}
-
-std::optional<std::int64_t> HostTraffic::across_in_step() {
-  if (!several_) return std::nullopt;
-  const HostBytes now = host_bytes(*world_);  // before what follows
-  last_ = {.within = now.within - before_.within, .across = now.across - before_.across};
-  const at::Tensor sum = at::full({1}, last_.across, at::kLong);
-  Group(world_->group).all_reduce(sum);
-  return sum.item<std::int64_t>();
-}
-
-std::string HostTraffic::by_rank() {
-  if (!several_) return {};
-  const at::Tensor all = Group(world_->group).all_gather(at::tensor({last_.across, last_.within}, at::kLong));
-  std::string text;
-  for (int rank = 0; rank < world_->size; ++rank) {
-    const auto* bytes = all[rank].const_data_ptr<std::int64_t>();
-    text += fmt::format("{}rank {}: {} bytes across hosts, {} within", rank == 0 ? "" : "; ", rank, bytes[0],
-                        bytes[1]);
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -179,8 +165,7 @@ struct Trainer::Impl {
       const double exposed_before = exposed_so_far();
       if (run->memory) run->memory->before_step(*run->layout);
       hosts->before_step();
-      if (peak.flops_per_second > 0)
-        flops = run->task->step_flops(*run->loader, run->loader->position());
+      if (peak.flops_per_second > 0) flops = run->task->step_flops(*run->loader, run->loader->position());
       const StepReport report = run->step(StopSignals::requested() || file_error);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
       if (presenter && !run->parts->first_step().empty())
@@ -323,8 +308,8 @@ struct Trainer::Impl {
       stages = show_stages(*pipeline, *run->mesh, config.run.directory);
     std::string bytes;
     if (run->memory)
-      bytes = memory_table(run->memory->use(), run->plan(), config, *run->layout, world.group) +
-              hosts->by_rank();
+      bytes =
+          memory_table(run->memory->use(), run->plan(), config, *run->layout, world.group) + hosts->by_rank();
     Showing showing;
     const auto show = [&] {
       showing = run->task->show(*run->model, outcome, comparison ? &*comparison : nullptr);

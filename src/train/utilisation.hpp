@@ -14,10 +14,9 @@
 
 namespace isograd {
 
-// FLOPs of forward and backward over `tokens` tokens in which `pairs` (query, key) pairs attend: 6 per
-// token and matrix weight, 12 per pair, head and channel (Chowdhery et al., PaLM, 2022, appendix B). Unlike
-// there, pairs that a causal mask hides are not counted. Norms, biases and recomputation are not counted
-// either.
+// FLOPs of forward and backward over `tokens` tokens in which `pairs` (query, key) pairs attend: 6 per token
+// and matrix weight, 12 per pair, head and channel (Chowdhery et al., PaLM, 2022, appendix B). Unlike there,
+// pairs that a causal mask hides are not counted. Norms, biases and recomputation are not counted either.
 double decoder_flops(const DecoderConfig& shape, double tokens, double pairs);
 
 struct Peak {

@@ -25,12 +25,10 @@ at::Tensor gathered(const Mesh& mesh, const Bucket& bucket, const Slot& slot, co
   Group group = mesh.along(bucket.sharded);
   at::Tensor flat = at::empty({slot.numel}, shard.options());
   for (int rank = 0; rank < group.size(); ++rank) {
-    const Range held = owned_slice(bucket.plan.numel, rank, group.size());
-    const std::int64_t begin = std::max(slot.offset, held.begin),
-                       end = std::min(slot.offset + slot.numel, held.end);
-    if (begin >= end) continue;
-    const at::Tensor piece = flat.narrow(0, begin - slot.offset, end - begin);
-    if (rank == group.rank()) piece.copy_(shard.narrow(0, begin - bucket.held.begin, end - begin));
+    const Range part = within(owned_slice(bucket.plan.numel, rank, group.size()), slot);
+    if (part.size() == 0) continue;
+    const at::Tensor piece = flat.narrow(0, part.begin - slot.offset, part.size());
+    if (rank == group.rank()) piece.copy_(shard.narrow(0, part.begin - bucket.held.begin, part.size()));
     group.broadcast(piece, rank);
   }
   return flat.view(slot.shape);

@@ -27,7 +27,6 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
-#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
@@ -122,10 +121,9 @@ std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::
     pieces.push_back({i, name + " (its fp32 master)", 0, 0, nothing, cut});
   }
   const auto keep = [](KeptPiece& piece, const Bucket& bucket, const Slot& slot, const at::Tensor& flat) {
-    const std::int64_t begin = std::max(slot.offset, bucket.held.begin);
-    const std::int64_t end = std::max(begin, std::min(slot.offset + slot.numel, bucket.held.end));
-    piece.begin = begin - slot.offset, piece.end = end - slot.offset;
-    piece.bits = flat.narrow(0, begin < end ? begin - bucket.held.begin : 0, end - begin);
+    const Range part = within(bucket.held, slot);
+    piece.begin = part.begin - slot.offset, piece.end = part.end - slot.offset;
+    piece.bits = flat.narrow(0, part.size() > 0 ? part.begin - bucket.held.begin : 0, part.size());
   };
   for (const Bucket& bucket : layout.buckets())
     for (const Slot& slot : bucket.plan.slots) {

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "isograd/parameters.hpp"
 
 namespace isograd {
@@ -27,8 +26,8 @@ void check(const DataParallelPlan& plan) {
   }
 }
 
-// A row of the table: what is kept in shards, and how often gradients and parameters travel one way in a step.
-// Parameters that stay whole travel `whole` times less.
+// A row of the table: what is kept in shards, and how often gradients and parameters travel one way in a
+// step. Parameters that stay whole travel `whole` times less.
 struct Row {
   bool shards_parameters, shards_gradients, shards_state;
   std::int64_t gradients, parameters, whole;

@@ -10,7 +10,7 @@
 #include "comm/linear_map.hpp"
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
-#include "layout/copies.hpp"
+#include "layout/flat.hpp"
 #include "parallel/tensor/hooks.hpp"
 
 namespace isograd {
