@@ -2,15 +2,12 @@
 // to the last bit of every file, and by the next, and by the first one again.
 #include <gtest/gtest.h>
 
-#include <optional>
-
 #include "base/files.hpp"
 #include "full_tests.hpp"
 #include "hybrid_testing.hpp"
 #include "isograd/checkpoint.hpp"
-#include "train/build.hpp"
+#include "train/prepared_run.hpp"
 #include "train/resume.hpp"
-#include "train/task.hpp"
 
 namespace isograd::hybrid {
 namespace {
@@ -59,26 +56,14 @@ class HybridCheckpoints : public HybridCells {
     config.checkpoint.resume = from.string();
     fs::path saved;
     run_ranks(cell.ranks(), [&](World& world) {
-      const auto task = make_task(config, world.group);
-      const Mesh mesh(world, grid_of(config, world.size));
-      const Resumed resumed = resume_run(*task, world.group);
-      const ModelToLayOut made = task->make_model_to_lay_out(resumed.directory);
-      TaskModel& model = *made.model;
-      std::optional<Layout> placed;
-      if (held_together(config)) placed.emplace(model.cut(mesh));
-      const Layout* where = placed ? &*placed : nullptr;
-      if (made.fill && stage_of(config.parallel.strategy) < 3)
-        give_values(model.named(), made.fill, where, at::kCPU);
-      ModelUnits units = model.make_units();
-      units.initialize = made.fill;
-      const auto layout = make_layout(config, model.named(), units, mesh, where);
-      const auto optimizer = make_optimizer(config);
-      restore_optimizer(resumed.directory, resumed.state, *layout, *optimizer, where);
-      if (touch) touch(world, *layout);
+      PreparedRun run(config, world);
+      if (touch) touch(world, *run.layout);
       const fs::path folder = save_checkpoint(
-          {.root = checkpoint_root(config), .placed = where}, resumed.state,
-          [&](const fs::path& directory, const TensorStream& weights) { model.write(directory, weights); },
-          *layout, *optimizer);
+          {.root = checkpoint_root(config), .placed = run.placed()}, open_checkpoint(from),
+          [&](const fs::path& directory, const TensorStream& weights) {
+            run.model->write(directory, weights);
+          },
+          *run.layout, *run.optimizer);
       if (world.rank == 0) saved = folder;
     });
     return saved;

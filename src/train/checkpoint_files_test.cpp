@@ -12,6 +12,7 @@
 #include <fstream>
 #include <set>
 
+#include "base/error_testing.hpp"
 #include "base/files.hpp"
 #include "base/paths.hpp"
 #include "isograd/checkpoint.hpp"
@@ -33,6 +34,7 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
+using error_testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -74,24 +76,15 @@ class CheckpointFiles : public ::testing::Test {
   fs::path root_;
 };
 
-std::string message_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no ConfigError";
-}
-
 TEST_F(CheckpointFiles, ListsByStepAndResolvesLatest) {
   for (std::int64_t step : {100, 20, 123456789}) save(step, "x");
   fs::create_directory(root_ / "step-00000200");           // no checksums: not complete
   fs::create_directory(root_ / ".step-00000300.partial");  // being written
   EXPECT_THAT(names(), ElementsAre("step-00000020", "step-00000100", "step-123456789"));
   EXPECT_EQ(resolve_checkpoint(root_, "latest").filename(), "step-123456789");
-  EXPECT_THAT(message_of([&] { resolve_checkpoint(root_ / "none", "latest"); }),
+  EXPECT_THAT(error_of([&] { resolve_checkpoint(root_ / "none", "latest"); }),
               HasSubstr("no complete checkpoint"));
-  EXPECT_THAT(message_of([&] { resolve_checkpoint(root_, (root_ / "step-00000200").string()); }),
+  EXPECT_THAT(error_of([&] { resolve_checkpoint(root_, (root_ / "step-00000200").string()); }),
               HasSubstr("without checksums.json"));
 }
 
@@ -115,10 +108,9 @@ TEST_F(CheckpointFiles, AnOldOneThatCannotBeRemovedStopsNothing) {
     ASSERT_EQ(::seteuid(65534), 0);
   }
   ::testing::internal::CaptureStderr();
-  EXPECT_EQ(message_of([&] { prune_checkpoints(root_, 20, 1); }), "no ConfigError");
+  EXPECT_EQ(error_of([&] { prune_checkpoints(root_, 20, 1); }), "no error");
   const std::string said = ::testing::internal::GetCapturedStderr();
-  EXPECT_EQ(message_of([&] { save(30, "y"); }), "no ConfigError")
-      << "nor does what is left stop the next save";
+  EXPECT_EQ(error_of([&] { save(30, "y"); }), "no error") << "nor does what is left stop the next save";
   if (root) ASSERT_EQ(::seteuid(0), 0);
   EXPECT_THAT(said, HasSubstr("could not be removed (Permission denied)"));
   EXPECT_THAT(names(), ElementsAre("step-00000020", "step-00000030"));
@@ -216,7 +208,7 @@ TEST_F(CheckpointFiles, AFullDiskIsNamedAndLeavesThePreviousWhole) {
     signal(SIGXFSZ, SIG_IGN);
     const rlimit limit{4096, 4096};
     setrlimit(RLIMIT_FSIZE, &limit);
-    const std::string message = message_of([&] { save(20, std::string(100000, 'x')); });
+    const std::string message = error_of([&] { save(20, std::string(100000, 'x')); });
     _exit(message.find("step-00000020") != std::string::npos &&
                   message.find("a.safetensors") != std::string::npos
               ? 0
@@ -243,25 +235,25 @@ TEST_F(CheckpointFiles, DamageIsNamedFileByFile) {
       std::string flipped = text;
       flipped[at] = static_cast<char>(flipped[at] ^ 4);
       overwrite(name, flipped);
-      const std::string message = message_of([&] { verify_checksums(directory); });
+      const std::string message = error_of([&] { verify_checksums(directory); });
       // Blanks of the listing carry nothing: a flipped one may still parse to the same listing.
-      if (message != "no ConfigError" || std::string_view(name) != "checksums.json") {
+      if (message != "no error" || std::string_view(name) != "checksums.json") {
         EXPECT_THAT(message, HasSubstr(name)) << "byte " << at;
       }
     }
     overwrite(name, text.substr(0, text.size() - 1 - (std::string_view(name) == "checksums.json")));
-    EXPECT_THAT(message_of([&] { verify_checksums(directory); }), HasSubstr(name));
+    EXPECT_THAT(error_of([&] { verify_checksums(directory); }), HasSubstr(name));
     fs::remove(directory / name);
-    EXPECT_THAT(message_of([&] { verify_checksums(directory); }), HasSubstr(name));
+    EXPECT_THAT(error_of([&] { verify_checksums(directory); }), HasSubstr(name));
     overwrite(name, text);
     verify_checksums(directory);
   }
   overwrite("a.safetensors", "short");
-  EXPECT_THAT(message_of([&] { verify_checksums(directory); }),
+  EXPECT_THAT(error_of([&] { verify_checksums(directory); }),
               HasSubstr("resume from " + (root_ / "step-00000010").string()));
   overwrite("a.safetensors", "twentytwenty");
   overwrite("model.safetensors.index.json", "{}");
-  EXPECT_THAT(message_of([&] { verify_checksums(directory); }), HasSubstr("not saved with the checkpoint"));
+  EXPECT_THAT(error_of([&] { verify_checksums(directory); }), HasSubstr("not saved with the checkpoint"));
 }
 
 }  // namespace

@@ -27,23 +27,11 @@ double megabytes_at_most() {  // resident, so far
 // As they are written: extremes of the type, and the ends of what the key's entry in the table allows.
 std::vector<std::string> extremes_of(const ConfigKey& key) {
   const bool integer = std::holds_alternative<std::int64_t>(key.get(RunConfig{}));
-  std::vector<std::string> values = {"-9223372036854775808",
-                                     "-1",
-                                     "0",
-                                     "1",
-                                     "2",
-                                     "3",
-                                     "2147483647",
-                                     "2147483648",
-                                     "4294967296",
-                                     "9007199254740993",
-                                     "4611686018427387904",
-                                     "9223372036854775807",
-                                     "9223372036854775808",
-                                     "1e308",
-                                     "nan",
-                                     "-inf",
-                                     "inf"};
+  std::vector<std::string> values;
+  for (const char* value : {"-9223372036854775808", "-1", "0", "1", "2", "3", "2147483647", "2147483648",
+                            "4294967296", "9007199254740993", "4611686018427387904", "9223372036854775807",
+                            "9223372036854775808", "1e308", "nan", "-inf", "inf"})
+    values.push_back(value);
   if (!integer)
     for (const char* value : {"-1e308", "5e-324", "-5e-324", "1e-300", "1e-45", "1e38", "1e39",
                               "0.9999999999999999", "1.7976931348623157e308", "1e309"})

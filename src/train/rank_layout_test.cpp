@@ -24,104 +24,45 @@ using testing_runs::config_error_of;
 
 struct Case {
   const char* name;
-  void (*change)(RunConfig&);
-  int multiple = 1;  // of which the ranks are one
+  std::vector<std::string> sets;  // of parallel.* unless they name another section
+  int multiple = 1;               // of which the ranks are one
 };
 
 // Five experts sharded unevenly over two ranks.
-void deal_experts_to_two(RunConfig& config, const char* strategy) {
-  config.parallel.strategy = strategy;
-  config.parallel.share_parameters = "off";
-  config.parallel.ep = 2;
-  auto& shape = config.model.shape;
-  shape.family = "qwen3_moe";
-  shape.query_key_norm = true;
-  shape.experts = {.count = 5, .per_token = 2, .feed_forward = 9};
+std::vector<std::string> experts_over_two(std::vector<std::string> sets) {
+  for (const char* more :
+       {"share_parameters=off", "ep=2", "model.family=qwen3_moe", "model.query_key_norm=true",
+        "model.experts=5", "model.experts_per_token=2", "model.expert_feed_forward=9"})
+    sets.emplace_back(more);
+  return sets;
 }
 
-const Case kCases[] = {
-    {"naive", [](RunConfig& c) { c.parallel.strategy = "naive"; }},
-    {"overlapped", [](RunConfig& c) { c.parallel.strategy = "overlapped"; }},
-    {"bucketed, one copy", [](RunConfig&) {}},
-    {"bucketed", [](RunConfig& c) { c.parallel.share_parameters = "off"; }},
-    {"zero1 in bf16",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero1";
-       c.parallel.share_parameters = "off";
-       c.train.dtype = "bfloat16";
-     }},
+const std::vector<Case> kCases = {
+    {"naive", {"strategy=naive"}},
+    {"overlapped", {"strategy=overlapped"}},
+    {"bucketed, one copy", {}},
+    {"bucketed", {"share_parameters=off"}},
+    {"zero1 in bf16", {"strategy=zero1", "share_parameters=off", "train.dtype=bfloat16"}},
     {"zero2 in bf16 with bf16 gradients",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero2";
-       c.parallel.share_parameters = "off";
-       c.train.dtype = "bfloat16";
-       c.train.fp32_gradients = false;
-     }},
-    {"zero2, one copy, replicas",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero2";
-       c.parallel.replicas = 2;
-     },
-     2},
-    {"zero2, reduced once",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero2";
-       c.parallel.share_parameters = "off";
-       c.parallel.reduce_once = true;
-     }},
-    {"zero3 in bf16",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero3";
-       c.parallel.share_parameters = "off";
-       c.train.dtype = "bfloat16";
-     }},
-    {"zero3, one copy", [](RunConfig& c) { c.parallel.strategy = "zero3"; }},
+     {"strategy=zero2", "share_parameters=off", "train.dtype=bfloat16", "train.fp32_gradients=false"}},
+    {"zero2, one copy, replicas", {"strategy=zero2", "replicas=2"}, 2},
+    {"zero2, reduced once", {"strategy=zero2", "share_parameters=off", "reduce_once=true"}},
+    {"zero3 in bf16", {"strategy=zero3", "share_parameters=off", "train.dtype=bfloat16"}},
+    {"zero3, one copy", {"strategy=zero3"}},
     {"zero3, reduced once, replicas, momentum alone",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero3";
-       c.parallel.share_parameters = "off";
-       c.parallel.replicas = 2;
-       c.parallel.reduce_once = true;
-       c.optimizer.kind = "sgd";
-       c.optimizer.momentum = 0.9;
-     },
+     {"strategy=zero3", "share_parameters=off", "replicas=2", "reduce_once=true", "optimizer.kind=sgd",
+      "optimizer.momentum=0.9"},
      2},
-    {"zero1 over a ring",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero1";
-       c.parallel.share_parameters = "off";
-       c.parallel.cp_ring = 2;
-     },
-     2},
+    {"zero1 over a ring", {"strategy=zero1", "share_parameters=off", "cp_ring=2"}, 2},
     {"zero3, whole along Ulysses",
-     [](RunConfig& c) {
-       c.parallel.strategy = "zero3";
-       c.parallel.share_parameters = "off";
-       c.parallel.cp_ulysses = 2;
-       c.parallel.cp_fsdp_mode = "none";
-     },
+     {"strategy=zero3", "share_parameters=off", "cp_ulysses=2", "cp_fsdp_mode=none"},
      2},
-    {"experts dealt", [](RunConfig& c) { deal_experts_to_two(c, "bucketed"); }, 2},
-    {"experts dealt, zero1 in bf16",
-     [](RunConfig& c) {
-       deal_experts_to_two(c, "zero1");
-       c.train.dtype = "bfloat16";
-     },
-     2},
-    {"experts dealt, zero2", [](RunConfig& c) { deal_experts_to_two(c, "zero2"); }, 2},
-    {"experts dealt, zero3, replicas",
-     [](RunConfig& c) {
-       deal_experts_to_two(c, "zero3");
-       c.parallel.replicas = 2;
-     },
-     2},
-    {"experts dealt over a ring, zero1, the rest in replicas alone",
-     [](RunConfig& c) {
-       deal_experts_to_two(c, "zero1");
-       c.parallel.cp_ring = 2;
-       c.parallel.cp_fsdp_mode = "none";
-     },
-     2},
+    {"experts", experts_over_two({"strategy=bucketed"}), 2},
+    {"experts, zero1 in bf16", experts_over_two({"strategy=zero1", "train.dtype=bfloat16"}), 2},
+    {"experts, zero2", experts_over_two({"strategy=zero2"}), 2},
+    {"experts, zero3, replicas", experts_over_two({"strategy=zero3", "replicas=2"}), 2},
+    {"experts over a ring, zero1, the rest in replicas alone",
+     experts_over_two({"strategy=zero1", "cp_ring=2", "cp_fsdp_mode=none"}), 2},
 };
 
 class RankLayouts : public testing_runs::TinyRuns {
@@ -132,8 +73,10 @@ class RankLayouts : public testing_runs::TinyRuns {
     config.model.shape.layers = 2;
     config.model.shape.feed_forward = 27;
     config.parallel.first_bucket_bytes = 1024;
-    one.change(config);
-    return config;
+    std::vector<std::string> sets = one.sets;
+    for (std::string& set : sets)
+      if (set.find('.') > set.find('=')) set = "parallel." + set;
+    return parse_config(to_toml(config), one.name, sets);
   }
 
   // `look(config, ranks)` for each case on several numbers of ranks.

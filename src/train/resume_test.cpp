@@ -23,20 +23,43 @@ using testing_runs::config_error_of;
 
 class Resume : public testing_runs::TinyRuns {};
 
+// ---- loops of one's own: one parameter, "weight", and no trainer ----
+
+// Saves all of a layout in a folder, with no more of a state than its step and this.
+fs::path save_own(const fs::path& root, DataParallel& layout, Optimizer& optimizer, std::int64_t step = 1,
+                  std::int64_t updates = 0) {
+  TrainingState state;
+  state.step = step, state.updates = updates;
+  return save_checkpoint(
+      {.root = root}, state,
+      [](const fs::path& folder, const TensorStream& weights) {
+        write_safetensors(folder / "model.safetensors", weights);
+      },
+      layout, optimizer);
+}
+
+std::unique_ptr<DataParallel> layout_of(const at::Tensor& weight, const Group& group, int stage) {
+  return bucketed(trainable_parameters({{"weight", weight}}), group, {.stage = stage});
+}
+
+// One update by the gradient of `loss`; null: a zero gradient.
+void update(DataParallel& layout, Optimizer& optimizer, const std::function<at::Tensor()>& loss) {
+  layout.zero_gradients();
+  if (loss) layout.begin_backward(true), loss().backward();
+  layout.finish_reduction();
+  optimizer.update(layout.buckets(), 1);
+  layout.publish_parameters();
+}
+
 class BitwiseResume : public Resume, public testing::WithParamInterface<std::tuple<int, const char*>> {};
 
 TEST_P(BitwiseResume, SavedAndReloadedEqualsUninterrupted) {
   const auto [ranks, dtype] = GetParam();
   const Run straight = run(tiny("straight", dtype), ranks);
 
-  RunConfig saving = tiny("saving", dtype);
-  saving.checkpoint.every = 3;
-  saving.checkpoint.keep = 10;
-  const Run saved = run(saving, ranks);
-
-  RunConfig resumed_config = tiny("resumed", dtype);
-  const fs::path middle = fs::path(saving.run.directory) / "checkpoints/step-00000003";
-  resumed_config.checkpoint.resume = middle.string();
+  const Run saved = run(saving("saving", dtype), ranks);
+  const RunConfig resumed_config = continued(saving("saving", dtype), "resumed");
+  const fs::path middle = resumed_config.checkpoint.resume;
   const Run resumed = run(resumed_config, ranks);
 
   const fs::path end = straight.outcomes[0].checkpoint;
@@ -75,14 +98,10 @@ INSTANTIATE_TEST_SUITE_P(Ranks, BitwiseResume,
 // of small gradients over 4 steps: 1e-9 leaves two orders of room and is far below one step's change of the
 // loss (1e-3).
 TEST_F(Resume, AtAnotherNumberOfRanks) {
-  RunConfig saving = tiny("saving", "float64");
-  saving.checkpoint.every = 3;
-  saving.checkpoint.keep = 10;
-  const Run straight = run(saving, 2);
+  const RunConfig saved = saving("saving", "float64");
+  const Run straight = run(saved, 2);
   for (int ranks : {1, 3}) {
-    RunConfig config = tiny("resumed-" + std::to_string(ranks), "float64");
-    config.checkpoint.resume = (fs::path(saving.run.directory) / "checkpoints/step-00000003").string();
-    const Run resumed = run(config, ranks);
+    const Run resumed = run(continued(saved, "resumed-" + std::to_string(ranks)), ranks);
     ASSERT_EQ(resumed.steps.size(), 4u);
     for (std::size_t i = 0; i < 4; ++i) {
       const StepReport &a = straight.steps[3 + i].report, &b = resumed.steps[i].report;
@@ -166,17 +185,16 @@ TEST_F(Resume, AnotherRunIsRefusedByKey) {
     return config_error_of([&] { run(config, 2); });
   };
   EXPECT_EQ(refused([](RunConfig&) {}), "no error");
-  EXPECT_THAT(refused([](RunConfig& c) { c.run.seed = 4; }), HasSubstr("run.seed: found 4; expected 3"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.data.pack_length = 32; }), HasSubstr("data.pack_length"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.batch.packs_per_step = 4; }), HasSubstr("batch.packs_per_step"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.data.validation_fraction = 0.5; }),
-              HasSubstr("data.validation_fraction"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.train.dtype = "bfloat16"; }), HasSubstr("train.dtype"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.optimizer.kind = "sgd"; }), HasSubstr("optimizer.kind"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.feed_forward = 32; }),
-              HasSubstr("model.feed_forward"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.tied_output = true; }),
-              HasSubstr("model.tied_output"));
+  const std::pair<const char*, void (*)(RunConfig&)> changes[] = {
+      {"run.seed: found 4; expected 3", [](RunConfig& c) { c.run.seed = 4; }},
+      {"data.pack_length", [](RunConfig& c) { c.data.pack_length = 32; }},
+      {"batch.packs_per_step", [](RunConfig& c) { c.batch.packs_per_step = 4; }},
+      {"data.validation_fraction", [](RunConfig& c) { c.data.validation_fraction = 0.5; }},
+      {"train.dtype", [](RunConfig& c) { c.train.dtype = "bfloat16"; }},
+      {"optimizer.kind", [](RunConfig& c) { c.optimizer.kind = "sgd"; }},
+      {"model.feed_forward", [](RunConfig& c) { c.model.shape.feed_forward = 32; }},
+      {"model.tied_output", [](RunConfig& c) { c.model.shape.tied_output = true; }}};
+  for (const auto& [key, change] : changes) EXPECT_THAT(refused(change), HasSubstr(key));
   write_file(root_ / "text/999.txt", "one document more");
   EXPECT_THAT(refused([](RunConfig&) {}), HasSubstr("25 documents"));
 }
@@ -242,12 +260,7 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
   restore_optimizer(checkpoint, open_checkpoint(checkpoint), *layout, *optimizer);
   at::Tensor frozen = model->named()[0].second;
   frozen.set_requires_grad(false);
-  for (int i = 0; i < 2; ++i) {
-    layout->zero_gradients();
-    layout->finish_reduction();
-    optimizer->update(layout->buckets(), 1);
-    layout->publish_parameters();
-  }
+  for (int i = 0; i < 2; ++i) update(*layout, *optimizer, {});
   frozen.set_requires_grad(true);
   TrainingState state = open_checkpoint(checkpoint);
   state.step = 9;
@@ -264,51 +277,36 @@ TEST_F(Resume, UpdatesThatAParameterMissedAreKept) {
 TEST_F(Resume, TheOptimizersOwnNumbersAreSavedByThemselves) {
   for (const int stage : {0, 1, 2})
     run_ranks(3, [&](World& world) {
-      const auto update = [](DataParallel& layout, const at::Tensor& weight, Optimizer& optimizer, int step) {
-        layout.zero_gradients();
-        layout.begin_backward(true);
-        (weight * at::arange(1.0, 8.0)).sin().sum().mul(step + 1).backward();
-        layout.finish_reduction();
-        optimizer.update(layout.buckets(), 1);
-        layout.publish_parameters();
-      };
-      const auto make = [&](const at::Tensor& value, at::Tensor& weight) {
-        weight = value.clone().requires_grad_();
-        return bucketed(trainable_parameters({{"weight", weight}}), world.group, {.stage = stage});
-      };
       for (const bool clips : {false, true}) {
         const auto make_adamw = [&]() -> std::unique_ptr<Optimizer> {
           auto inner = adamw({.learning_rate = 0.1});
           if (!clips) return inner;
           return std::make_unique<ClipsGroups>(std::move(inner), std::vector<ClipGroup>{}, 1.0, world.group);
         };
-        at::Tensor weight, again;
-        const auto layout = make(at::ones({7}), weight);
+        const auto loss_of = [](const at::Tensor& weight, int step) {
+          return [=] { return (weight * at::arange(1.0, 8.0)).sin().sum().mul(step + 1); };
+        };
+        const at::Tensor weight = at::ones({7}).requires_grad_();
+        const auto layout = layout_of(weight, world.group, stage);
         const auto optimizer = make_adamw();
-        for (int step = 0; step < 3; ++step) update(*layout, weight, *optimizer, step);
-        TrainingState state;
-        state.step = 3;
-        at::Tensor kept;
-        const fs::path saved = save_checkpoint(
-            {.root = root_ / fmt::format("own-{}-{}", stage, clips)}, state,
-            [](const fs::path& folder, const TensorStream& weights) {
-              write_safetensors(folder / "model.safetensors", weights);
-            },
-            *layout, *optimizer);
+        for (int step = 0; step < 3; ++step) update(*layout, *optimizer, loss_of(weight, step));
+        const fs::path saved =
+            save_own(root_ / fmt::format("own-{}-{}", stage, clips), *layout, *optimizer, 3);
         TrainingState read = open_checkpoint(saved);
         EXPECT_EQ(read.updates, 3);
         EXPECT_EQ(read.optimizer, "adamw");
         EXPECT_EQ(read.dtype, "float32");
         EXPECT_EQ(read.bucket_order, std::vector<std::string>{"weight"});
-        const auto resumed_layout = make(read_safetensors(saved / "model.safetensors").at("weight"), again);
+        const at::Tensor again =
+            read_safetensors(saved / "model.safetensors").at("weight").clone().requires_grad_();
+        const auto resumed_layout = layout_of(again, world.group, stage);
         const auto resumed = make_adamw();
         restore_optimizer(saved, read, *resumed_layout, *resumed);
-        update(*layout, weight, *optimizer, 3), update(*resumed_layout, again, *resumed, 3);
+        update(*layout, *optimizer, loss_of(weight, 3)), update(*resumed_layout, *resumed, loss_of(again, 3));
         EXPECT_TRUE(at::equal(weight, again)) << stage;
         // A state of before, whose caller left the number out, is refused: moments without updates.
         read.updates = 0;
-        at::Tensor third;
-        const auto other_layout = make(at::ones({7}), third);
+        const auto other_layout = layout_of(at::ones({7}).requires_grad_(), world.group, stage);
         const auto other = make_adamw();
         EXPECT_THAT(config_error_of([&] { restore_optimizer(saved, read, *other_layout, *other); }),
                     HasSubstr("updates: found 0, with values in weight.exp_avg"));
@@ -322,47 +320,33 @@ TEST_F(Resume, ValuesWrittenInPlaceSurviveACheckpoint) {
   for (int stage : {0, 1, 2})
     for (int ranks : {1, 2, 3})
       run_ranks(ranks, [&](World& world) {
-        const auto update_of = [](DataParallel& layout, const at::Tensor& parameter, Optimizer& optimizer) {
-          layout.zero_gradients();
-          layout.begin_backward(true);
-          parameter.to(at::kFloat).sum().backward();
-          layout.finish_reduction();
-          optimizer.update(layout.buckets(), 1);
-          layout.publish_parameters();
+        const auto leaf = [](double value) { return at::full({64}, value, at::kBFloat16).requires_grad_(); };
+        const auto sum_of = [](const at::Tensor& weight) {
+          return [=] { return weight.to(at::kFloat).sum(); };
         };
-        const auto make = [&](double value, at::Tensor& parameter) {
-          parameter = at::full({64}, value, at::kBFloat16).requires_grad_();
-          return bucketed(trainable_parameters({{"weight", parameter}}), world.group, {.stage = stage});
-        };
-        at::Tensor weight;
         fs::path saved;
         {
-          const auto layout = make(1, weight);
+          const at::Tensor weight = leaf(1);
+          const auto layout = layout_of(weight, world.group, stage);
           const auto optimizer = adamw({.learning_rate = 1e-3});
-          update_of(*layout, weight, *optimizer);
+          update(*layout, *optimizer, sum_of(weight));
           weight.detach().fill_(3);
-          TrainingState state;
-          state.step = state.updates = 1;
-          saved = save_checkpoint(
-              {.root = root_ / fmt::format("{}-{}", stage, ranks)}, state,
-              [](const fs::path& folder, const TensorStream& weights) {
-                write_safetensors(folder / "model.safetensors", weights);
-              },
-              *layout, *optimizer);
+          saved = save_own(root_ / fmt::format("{}-{}", stage, ranks), *layout, *optimizer, 1, 1);
           world.group.barrier();
         }
         EXPECT_EQ(read_safetensors(saved / "model.safetensors").at("weight")[0].item<double>(), 3);
         EXPECT_EQ(read_safetensors(saved / "optimizer.safetensors").at("weight.master")[0].item<double>(), 3);
         {
-          const auto layout = make(3, weight);
+          const at::Tensor weight = leaf(3);
+          const auto layout = layout_of(weight, world.group, stage);
           const auto optimizer = adamw({.learning_rate = 1e-7, .weight_decay = 0});
           restore_optimizer(saved, open_checkpoint(saved), *layout, *optimizer);
-          update_of(*layout, weight, *optimizer);
+          update(*layout, *optimizer, sum_of(weight));
           EXPECT_EQ(weight[0].item<double>(), 3) << stage << " " << ranks;
           world.group.barrier();
         }
         // Weights of another step: the masters would replace them at the first update. All ranks throw.
-        const auto layout = make(1, weight);
+        const auto layout = layout_of(leaf(1), world.group, stage);
         const auto optimizer = adamw({.learning_rate = 1e-7});
         EXPECT_THAT(
             config_error_of([&] { restore_optimizer(saved, open_checkpoint(saved), *layout, *optimizer); }),
@@ -377,20 +361,13 @@ TEST_F(Resume, FrozenParametersAreSavedWithTheOthers) {
   for (int stage : {0, 1, 2})
     for (int ranks : {1, 3})
       run_ranks(ranks, [&](World& world) {
-        const at::Tensor weight = at::arange(7.0).requires_grad_(), frozen = at::arange(5.0) + 10,
-                         second = at::arange(4.0).to(at::kBFloat16);
         const std::vector<std::pair<std::string, at::Tensor>> named{
-            {"weight", weight}, {"frozen", frozen}, {"second", second}};
+            {"weight", at::arange(7.0).requires_grad_()},
+            {"frozen", at::arange(5.0) + 10},
+            {"second", at::arange(4.0).to(at::kBFloat16)}};
         const auto layout = bucketed(trainable_parameters(named), world.group, {.stage = stage});
         const auto optimizer = sgd({.learning_rate = 1e-3});
-        TrainingState state;
-        state.step = 1;
-        const fs::path saved = save_checkpoint(
-            {.root = root_ / fmt::format("{}-{}", stage, ranks)}, state,
-            [](const fs::path& folder, const TensorStream& weights) {
-              write_safetensors(folder / "model.safetensors", weights);
-            },
-            *layout, *optimizer);
+        const fs::path saved = save_own(root_ / fmt::format("{}-{}", stage, ranks), *layout, *optimizer);
         world.group.barrier();
         const auto read = read_safetensors(saved / "model.safetensors");
         ASSERT_EQ(read.size(), 3u) << stage << " " << ranks;
@@ -405,21 +382,16 @@ TEST_F(Resume, FrozenParametersAreSavedWithTheOthers) {
 TEST_F(Resume, ValuesThatOneRankAloneHasWrittenAreNotSaved) {
   std::vector<std::string> said(2);
   try {
-    run_ranks(
-        2,
-        [&](World& world) {
-          const at::Tensor weight = at::ones({64}).requires_grad_();
-          const auto layout = bucketed(trainable_parameters({{"weight", weight}}), world.group, {.stage = 1});
-          const auto optimizer = adamw({});
-          if (world.rank == 0) weight.detach().fill_(3);
-          TrainingState state;
-          state.step = 1;
-          said[world.rank] = error_testing::error_of<Error>([&] {
-            save_checkpoint(
-                {.root = root_}, state, [](const fs::path&, const TensorStream&) {}, *layout, *optimizer);
-          });
-        },
-        {.timeout = std::chrono::seconds(5)});
+    run_ranks(2,
+              [&](World& world) {
+                const at::Tensor weight = at::ones({64}).requires_grad_();
+                const auto layout = layout_of(weight, world.group, 1);
+                const auto optimizer = adamw({});
+                if (world.rank == 0) weight.detach().fill_(3);
+                said[world.rank] =
+                    error_testing::error_of<Error>([&] { save_own(root_, *layout, *optimizer); });
+              },
+              {.timeout = std::chrono::seconds(5)});
   } catch (const std::exception&) {
   }
   EXPECT_THAT(said[0], HasSubstr("parameter 'weight': found values written in place on this rank, and not"));

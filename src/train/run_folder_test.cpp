@@ -167,35 +167,26 @@ TEST_F(RunFolders, TheRunToCompareWithIsUnderTheSameRule) {
                           HasSubstr("trained for comparison"), HasSubstr("--overwrite"),
                           Not(HasSubstr("resume=latest"))));
   EXPECT_EQ(config_error_of([&] { RunFolder::check_free(config_); }), said) << "before ranks are started too";
-  RunConfig changed = config_;
-  const auto taking_changed = [&] {
-    return config_error_of([&] { EXPECT_FALSE(RunFolder(changed).goes_on()); });
-  };
-  changed.overwrite = true;
-  EXPECT_EQ(taking_changed(), "no error");
-  changed = config_, changed.ranking.compare = false;
-  EXPECT_EQ(taking_changed(), "no error");
-  changed = config_, changed.ranking.loss = "cross_entropy";
-  EXPECT_EQ(taking_changed(), "no error") << "nothing to compare with";
-  changed = config_, changed.model.kind = "decoder";
-  EXPECT_EQ(taking_changed(), "no error");
+  for (void (*const change)(RunConfig&) :
+       {+[](RunConfig& c) { c.overwrite = true; }, +[](RunConfig& c) { c.ranking.compare = false; },
+        +[](RunConfig& c) { c.ranking.loss = "cross_entropy"; },  // nothing to compare with
+        +[](RunConfig& c) { c.model.kind = "decoder"; }}) {
+    RunConfig changed = config_;
+    change(changed);
+    EXPECT_EQ(config_error_of([&] { EXPECT_FALSE(RunFolder(changed).goes_on()); }), "no error");
+  }
   leave_a_run({40});
-  changed = config_, changed.checkpoint.resume = "latest";
-  EXPECT_TRUE(RunFolder(changed).goes_on()) << "the other goes on too";
-}
-
-TEST_F(RunFolders, MetricsOfAnotherFolderAreARunsFilesToo) {
-  config_.run.json_log = (root_ / "logs.jsonl").string();
-  write_file(config_.run.json_log, "{\"step\":1}\n");
-  EXPECT_THAT(taking(), AllOf(HasSubstr("logs.jsonl"), HasSubstr("--overwrite")));
-  EXPECT_EQ(read_file(config_.run.json_log), "{\"step\":1}\n");
+  config_.checkpoint.resume = "latest";
+  EXPECT_TRUE(RunFolder(config_).goes_on()) << "the other goes on too";
 }
 
 TEST_F(RunFolders, AnyTextInTheFileOfMetricsIsSomebodys) {
-  config_.run.json_log = (root_ / "precious.json").string();
-  write_file(config_.run.json_log, "{\"precious\": 1}");  // without a line feed
-  EXPECT_THAT(taking(), AllOf(HasSubstr("precious.json"), HasSubstr("--overwrite")));
-  EXPECT_EQ(read_file(config_.run.json_log), "{\"precious\": 1}");
+  for (const char* text : {"{\"step\":1}\n", "{\"precious\": 1}"}) {  // with and without a line feed
+    config_.run.json_log = (root_ / "logs.jsonl").string();
+    write_file(config_.run.json_log, text);
+    EXPECT_THAT(taking(), AllOf(HasSubstr("logs.jsonl"), HasSubstr("--overwrite")));
+    EXPECT_EQ(read_file(config_.run.json_log), text);
+  }
 }
 
 TEST_F(RunFolders, AConfigurationThatNoRunHasWrittenStays) {
@@ -206,16 +197,6 @@ TEST_F(RunFolders, AConfigurationThatNoRunHasWrittenStays) {
     EXPECT_THAT(taking(), AllOf(HasSubstr("config.toml"), HasSubstr("--set run.directory=")));
   }
   EXPECT_EQ(read_file(directory_ / "config.toml"), "# mine\n");
-}
-
-TEST_F(RunFolders, ALockThatGoesAwayIsNamed) {
-  RunFolder folder(config_);
-  folder.begin();
-  fs::remove(directory_ / "LOCK");
-  EXPECT_TRUE(folder.is_there());
-  EXPECT_THAT(config_error_of([&] { folder.check(); }), AllOf(HasSubstr("LOCK"), HasSubstr("removed")));
-  fs::rename(directory_, root_ / "moved");
-  EXPECT_FALSE(folder.is_there());
 }
 
 // Whoever may read a file may hold a lock on it.
@@ -239,16 +220,20 @@ TEST_F(RunFolders, ARefusedRunLeavesNoFolder) {
   EXPECT_FALSE(fs::exists(directory_));
 }
 
-TEST_F(RunFolders, AFolderThatGoesAwayIsNoticed) {
+TEST_F(RunFolders, AFolderOrALockThatGoesAwayIsNamed) {
   RunFolder folder(config_);
   folder.begin();
   folder.check();
+  const auto missing = [&] { return config_error_of([&] { folder.check(); }); };
+  fs::remove(directory_ / "LOCK");
+  EXPECT_TRUE(folder.is_there());
+  EXPECT_THAT(missing(), AllOf(HasSubstr("LOCK"), HasSubstr("removed")));
   fs::rename(directory_, root_ / "moved");
-  EXPECT_THAT(config_error_of([&] { folder.check(); }), HasSubstr("removed or moved"));
+  EXPECT_FALSE(folder.is_there());
+  EXPECT_THAT(missing(), HasSubstr("removed or moved"));
   fs::create_directories(directory_);
   write_file(directory_ / "LOCK", "");
-  EXPECT_THAT(config_error_of([&] { folder.check(); }), HasSubstr("removed or moved"))
-      << "another of that name";
+  EXPECT_THAT(missing(), HasSubstr("removed or moved")) << "another of that name";
 }
 
 // On thread ranks: an error on rank 0 is thrown on every rank, and nothing more is written.

@@ -1,93 +1,104 @@
-// Whole runs under every strategy: the same training, and checkpoints that none of them owns.
+// Whole runs under every strategy: what is trained, measured, sampled and saved is what one process has, and
+// checkpoints that none of them owns.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "train/trainer_testing.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
+
+using ::testing::HasSubstr;
+using testing_runs::config_error_of;
 
 struct Kind {
   std::string strategy, share;
   int replicas = 1;
-  bool once = false;
+  std::string option = "";  // reduce_once, checkpoint, kept
 
-  void put_into(RunConfig& config) const {
-    config.parallel.strategy = strategy;
-    config.parallel.share_parameters = share;
-    config.parallel.replicas = replicas;
-    config.parallel.reduce_once = once;
-    config.parallel.first_bucket_bytes = 1024;
+  std::string name() const { return strategy + "-" + share + "-" + std::to_string(replicas) + option; }
+};
+
+const std::vector<Kind> kKinds = {{"naive", "off"},
+                                  {"overlapped", "off"},
+                                  {"bucketed", "off"},
+                                  {"bucketed", "auto"},
+                                  {"zero1", "off"},
+                                  {"zero1", "on"},
+                                  {"zero2", "off"},
+                                  {"zero2", "off", 2},
+                                  {"zero2", "off", 1, "reduce_once"},
+                                  {"zero1", "on", 2},
+                                  {"zero3", "off"},
+                                  {"zero3", "on"},
+                                  {"zero3", "off", 2},
+                                  {"zero3", "off", 1, "reduce_once"},
+                                  {"zero3", "off", 1, "checkpoint"},
+                                  {"zero3", "off", 1, "kept"}};
+
+class Strategies : public testing_runs::TinyRuns {
+ protected:
+  static RunConfig under(RunConfig config, const Kind& kind) {
+    config.model.shape.layers = 3;
+    config.sample.tokens = 12;
+    auto& parallel = config.parallel;
+    parallel.strategy = kind.strategy;
+    parallel.share_parameters = kind.share;
+    parallel.replicas = kind.replicas;
+    parallel.reduce_once = kind.option == "reduce_once";
+    parallel.checkpoint_activations = kind.option == "checkpoint";
+    parallel.reshard_after_forward = kind.option != "kept";
+    parallel.first_bucket_bytes = 1024;
+    return config;
   }
-  std::string name() const {
-    return strategy + "-" + share + "-" + std::to_string(replicas) + (once ? "-once" : "");
+  // `skip`: steps made before a resume. fp64; the bound is that of Resume.AtAnotherNumberOfRanks.
+  static void expect_same(const Run& found, const Run& expected, std::size_t skip, const std::string& where) {
+    ASSERT_EQ(found.steps.size() + skip, expected.steps.size()) << where;
+    for (std::size_t i = 0; i < found.steps.size(); ++i) {
+      const StepReport &a = found.steps[i].report, &b = expected.steps[i + skip].report;
+      EXPECT_EQ(a.census.targets, b.census.targets) << where;
+      EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(b.loss)) << where << ", step " << i;
+      EXPECT_NEAR(a.norm, b.norm, (skip + i == 0 ? 1e-13 : 1e-9) * std::abs(b.norm)) << where << i;
+    }
+    EXPECT_NEAR(*found.outcomes[0].validation_loss, *expected.outcomes[0].validation_loss, 1e-9) << where;
+    EXPECT_EQ(found.outcomes[0].sample, expected.outcomes[0].sample) << where;
   }
 };
 
-const std::vector<Kind> kKinds = {{"naive", "off"},     {"overlapped", "off"},    {"bucketed", "off"},
-                                  {"bucketed", "auto"}, {"zero1", "off"},         {"zero1", "on"},
-                                  {"zero2", "off"},     {"zero2", "off", 2},      {"zero2", "off", 1, true},
-                                  {"zero1", "on", 2},   {"zero3", "off"},         {"zero3", "on"},
-                                  {"zero3", "off", 2},  {"zero3", "off", 1, true}};
-
-class Strategies : public testing_runs::TinyRuns {};
-
-// fp64; the bound is that of Resume.AtAnotherNumberOfRanks.
-TEST_F(Strategies, TrainAlike) {
-  const Run one = run(tiny("one", "float64"), 1);
+TEST_F(Strategies, AreTheRunOfOneProcess) {
+  const Run one = run(under(tiny("one", "float64"), {"bucketed", "auto"}), 1);
+  EXPECT_GT(std::abs(one.steps[0].report.loss - one.steps[6].report.loss), 1e-3);
   for (const Kind& kind : kKinds)
-    for (int ranks : {2, 3, 4}) {
-      if (ranks % kind.replicas != 0) continue;
+    for (int ranks : {1, 2, 3, 4, 5}) {
+      if (ranks % kind.replicas != 0 || (ranks > 4 && kind.strategy != "zero3")) continue;
       if (kind.share == "on" && ranks == kind.replicas) continue;  // no rank to share with: refused
-      RunConfig config = tiny(kind.name() + "-" + std::to_string(ranks), "float64");
-      kind.put_into(config);
-      const Run many = run(config, ranks);
-      ASSERT_EQ(many.steps.size(), one.steps.size());
-      for (std::size_t i = 0; i < one.steps.size(); ++i)
-        EXPECT_NEAR(many.steps[i].report.loss, one.steps[i].report.loss, 1e-9) << kind.name() << " " << ranks;
-      EXPECT_NEAR(many.steps[0].report.norm, one.steps[0].report.norm, 1e-13) << kind.name() << " " << ranks;
-      EXPECT_NEAR(*many.outcomes[0].validation_loss, *one.outcomes[0].validation_loss, 1e-9);
+      const std::string name = kind.name() + "-" + std::to_string(ranks);
+      expect_same(run(under(tiny(name, "float64"), kind), ranks), one, 0, name);
     }
 }
 
 // Saved under one strategy and number of ranks, continued under another.
 TEST_F(Strategies, LoadOneAnothersCheckpoints) {
-  const Run straight = run(tiny("straight", "float64"), 1);
+  const Run straight = run(under(tiny("straight", "float64"), {"bucketed", "auto"}), 1);
   const std::vector<std::pair<Kind, int>> places = {{kKinds[6], 3}, {kKinds[3], 2},  {kKinds[5], 4},
                                                     {kKinds[7], 4}, {kKinds[10], 3}, {kKinds[0], 2},
                                                     {kKinds[12], 2}};
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto& [from, from_ranks] = places[i];
     const auto& [to, to_ranks] = places[(i + 1) % places.size()];
-    RunConfig saving = tiny("saving-" + std::to_string(i), "float64");
-    saving.checkpoint.every = 3;
-    saving.checkpoint.keep = 10;
-    from.put_into(saving);
-    run(saving, from_ranks);
-    RunConfig config = tiny("resumed-" + std::to_string(i), "float64");
-    config.checkpoint.resume = (fs::path(saving.run.directory) / "checkpoints/step-00000003").string();
-    to.put_into(config);
-    const Run resumed = run(config, to_ranks);
-    ASSERT_EQ(resumed.steps.size(), 4u);
-    for (std::size_t s = 0; s < 4; ++s)
-      EXPECT_NEAR(resumed.steps[s].report.loss, straight.steps[3 + s].report.loss, 1e-9)
-          << from.name() << " to " << to.name() << ", step " << s + 4;
+    const RunConfig saved = under(saving("saving-" + std::to_string(i), "float64"), from);
+    run(saved, from_ranks);
+    expect_same(run(under(continued(saved, "resumed-" + std::to_string(i)), to), to_ranks), straight, 3,
+                from.name() + " to " + to.name());
   }
 }
 
 TEST_F(Strategies, ResumeBitForBit) {
   for (const Kind& kind : {kKinds[3], kKinds[6], kKinds[8], kKinds[10]})
     for (const char* dtype : {"float32", "bfloat16"}) {
-      RunConfig saving = tiny("saving-" + kind.name() + dtype, dtype);
-      saving.checkpoint.every = 3;
-      saving.checkpoint.keep = 10;
-      kind.put_into(saving);
-      const Run saved = run(saving, 3);
-      RunConfig config = tiny("resumed-" + kind.name() + dtype, dtype);
-      config.checkpoint.resume = (fs::path(saving.run.directory) / "checkpoints/step-00000003").string();
-      kind.put_into(config);
-      const Run resumed = run(config, 3);
+      const RunConfig config = under(saving("saving-" + kind.name() + dtype, dtype), kind);
+      const Run saved = run(config, 3);
+      const Run resumed = run(under(continued(config, "resumed-" + kind.name() + dtype), kind), 3);
       for (const char* name : {"model.safetensors", "optimizer.safetensors"})
         EXPECT_TRUE(file(saved.outcomes[0].checkpoint, name) == file(resumed.outcomes[0].checkpoint, name))
             << kind.name() << " " << dtype << " " << name;
@@ -96,8 +107,7 @@ TEST_F(Strategies, ResumeBitForBit) {
 
 TEST_F(Strategies, ANanOnOneRankMovesNothingAnywhere) {
   for (const Kind& kind : {kKinds[3], kKinds[4], kKinds[6], kKinds[10]}) {
-    RunConfig config = tiny("nan-" + kind.name());
-    kind.put_into(config);
+    RunConfig config = under(tiny("nan-" + kind.name()), kind);
     config.checkpoint.every = 1;
     config.checkpoint.keep = 10;
     int calls = 0;
@@ -119,8 +129,6 @@ TEST_F(Strategies, ANanOnOneRankMovesNothingAnywhere) {
 }
 
 TEST_F(Strategies, WhatCannotBeIsRefused) {
-  using ::testing::HasSubstr;
-  using testing_runs::config_error_of;
   RunConfig config = tiny("refused");
   config.parallel.strategy = "zero1";
   config.parallel.replicas = 2;
@@ -131,6 +139,9 @@ TEST_F(Strategies, WhatCannotBeIsRefused) {
   config.parallel.strategy = "naive";
   config.parallel.share_parameters = "on";
   EXPECT_THAT(config_error_of([&] { run(config, 2); }), HasSubstr("found stage 0, share_parameters true"));
+  RunConfig limited = under(tiny("limit"), kKinds[10]);
+  limited.parallel.gather_limit_bytes = 20000;  // a block does not fit: said before training
+  EXPECT_THAT(config_error_of([&] { run(limited, 2); }), HasSubstr("gather_limit_bytes"));
 }
 
 }  // namespace

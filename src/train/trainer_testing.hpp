@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "base/error_testing.hpp"
 #include "base/files.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/trainer.hpp"
 #include "isograd/world.hpp"
@@ -72,6 +72,19 @@ class TinyRuns : public ::testing::Test {
     return config;
   }
 
+  // A run that also saves after step 3, and one that continues it from there.
+  RunConfig saving(const std::string& name, const std::string& dtype = "float32") const {
+    RunConfig config = tiny(name, dtype);
+    config.checkpoint.every = 3;
+    config.checkpoint.keep = 10;
+    return config;
+  }
+  RunConfig continued(const RunConfig& saved, const std::string& name) const {
+    RunConfig config = tiny(name, saved.train.dtype);
+    config.checkpoint.resume = saved.run.directory + "/checkpoints/step-00000003";
+    return config;
+  }
+
   struct Run {
     std::vector<Outcome> outcomes;  // by rank
     std::vector<StepEvent> steps;   // of rank 0
@@ -105,14 +118,8 @@ class TinyRuns : public ::testing::Test {
   std::filesystem::path root_;
 };
 
-// The text of the ConfigError, or "no error".
 inline std::string config_error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
+  return error_testing::error_of(work);
 }
 
 }  // namespace isograd::testing_runs

@@ -1,4 +1,5 @@
 // Bytes moved by configured runs are those of the plan's formula, and what moves more is found.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include "full_tests.hpp"
@@ -25,8 +26,15 @@ class Traffic : public testing_runs::TinyVideos {
               {.timeout = std::chrono::seconds(60)});
     return verdict;
   }
-  RunConfig sharded(const std::string& name) const {
-    RunConfig config = tiny(name);
+  static void expect_formula(const RunConfig& config, int ranks, const std::string& where) {
+    const Verdict verdict = verified(config, ranks);
+    SCOPED_TRACE(fmt::format("{}, {} ranks", where, ranks));
+    EXPECT_TRUE(verdict.passed) << to_text(verdict);
+    EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
+    EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
+  }
+  RunConfig sharded(const std::string& name, bool video = false) const {
+    RunConfig config = video ? videos(name) : tiny(name);
     config.model.shape.layers = 3;
     config.parallel.strategy = "zero3";
     config.parallel.share_parameters = "off";
@@ -54,10 +62,7 @@ const Option kOptions[] = {
     {"tied", [](RunConfig& c) { c.model.shape.tied_output = true; }},
     {"one copy", [](RunConfig& c) { c.parallel.share_parameters = "on"; }},
     {"one copy, reduce_once",
-     [](RunConfig& c) {
-       c.parallel.share_parameters = "on";
-       c.parallel.reduce_once = true;
-     }},
+     [](RunConfig& c) { c.parallel.share_parameters = "on", c.parallel.reduce_once = true; }},
     {"one micro-batch", [](RunConfig& c) { c.batch.packs_per_micro_batch = 100; }},
 };
 
@@ -69,29 +74,15 @@ TEST_F(Traffic, OfStage3IsTheFormulas) {
         RunConfig config = sharded("formula");
         option.set(config);
         config.parallel.replicas = replicas;
-        const Verdict verdict = verified(config, ranks);
-        SCOPED_TRACE(::testing::Message()
-                     << option.name << ", " << ranks << " ranks, " << replicas << " replicas");
-        EXPECT_TRUE(verdict.passed) << to_text(verdict);
-        EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
-        EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
+        expect_formula(config, ranks, fmt::format("{}, {} replicas", option.name, replicas));
       }
-}
-
-TEST_F(Traffic, OfStage3OnContextRanksAndOfVideosIsTheFormulas) {
-  for (const char* mode : {"all", "none"})
+  for (const char* mode : {"all", "none"})  // on context ranks, and of videos
     for (const int ranks : {2, 4})
       for (const bool video : {false, true}) {
-        RunConfig config = video ? videos("formula") : sharded("formula");
-        config.parallel.strategy = "zero3";
-        config.parallel.share_parameters = "off";
+        RunConfig config = sharded("formula", video);
         config.parallel.cp_ring = 2;
         config.parallel.cp_fsdp_mode = mode;
-        const Verdict verdict = verified(config, ranks);
-        SCOPED_TRACE(::testing::Message() << mode << ", " << ranks << " ranks, video " << video);
-        EXPECT_TRUE(verdict.passed) << to_text(verdict);
-        EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
-        EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
+        expect_formula(config, ranks, fmt::format("{}, video {}", mode, video));
       }
 }
 
@@ -150,10 +141,7 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
   for (const bool video : {false, true})
     for (const Fault& fault : faults)
       for (const int ranks : {2, 3, 4}) {
-        RunConfig config = video ? videos("twice") : sharded("twice");
-        config.model.shape.layers = 3;
-        config.parallel.strategy = "zero3";
-        config.parallel.share_parameters = "off";
+        RunConfig config = sharded("twice", video);
         config.parallel.tp = ranks == 4 ? 2 : 1;
         config.parallel.reshard_after_forward = fault.name != std::string("a block");
         const Verdict verdict = verified(config, ranks, [&](VerifyProblem& problem, World&) {

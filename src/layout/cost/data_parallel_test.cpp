@@ -112,7 +112,8 @@ TEST(Formulas, ReadAsInThePaper) {
 
 TEST(Plans, RefuseWhatMakesNone) {
   for (void (*const break_one)(DataParallelPlan&) :
-       {+[](DataParallelPlan& plan) { plan.stage = 4; }, +[](DataParallelPlan& plan) { plan.micro_batches = 0; },
+       {+[](DataParallelPlan& plan) { plan.stage = 4; },
+        +[](DataParallelPlan& plan) { plan.micro_batches = 0; },
         +[](DataParallelPlan& plan) { plan.elements[0].shards = 0; },
         +[](DataParallelPlan& plan) { plan.elements[0].whole = kNumel + 1; },
         +[](DataParallelPlan& plan) { plan.elements[0].numel = -1; },
