@@ -178,11 +178,6 @@ void HfWeights::fill(const std::string& name, const at::Tensor& values) const {
   }
 }
 
-void HfWeights::check_values() const {
-  for (const auto& [name, parameter] : DecoderLM::without_values(config_, dtype_)->named())
-    fill(name, at::empty(parameter.sizes(), dtype_));
-}
-
 std::shared_ptr<DecoderLM> HfWeights::model(const DecoderConfig& config) const {
   std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype_));
   for (auto& [name, parameter] : model->impl_->in_order) fill(name, parameter);

@@ -28,8 +28,6 @@ class HfWeights {
   void fill(const std::string& name, const at::Tensor& values) const;
   // Of config()'s shape; the rest of its configuration is `config`.
   std::shared_ptr<DecoderLM> model(const DecoderConfig& config) const;
-  // All of them, for its error; one is in memory at a time.
-  void check_values() const;
 
  private:
   const FoundTensor& fitting(const std::string& name, at::IntArrayRef shape) const;

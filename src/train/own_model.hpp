@@ -1,17 +1,15 @@
 // Files of models that no other library knows: config.json with a shape of our own, model.safetensors.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <filesystem>
-#include <map>
+#include <functional>
 #include <string>
-#include <utility>
 #include <variant>
 #include <vector>
 
 #include "isograd/model.hpp"
+#include "train/build.hpp"
 
 namespace isograd {
 
@@ -24,7 +22,6 @@ struct OwnFamily {
 struct ShapeField {
   std::string key;
   std::variant<std::int64_t*, double*, bool*> value;
-  std::string text() const;
 };
 using ShapeFields = std::vector<ShapeField>;
 
@@ -34,24 +31,10 @@ void write_own_model(const std::filesystem::path& directory, const OwnFamily& fa
 // ConfigError naming file and key where something is missing or does not fit.
 void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
                     const ShapeFields& shape);
-
-// Reads model.safetensors and checks it against config.json. ConfigErrors name the file and the tensor.
-class OwnWeights {
- public:
-  explicit OwnWeights(const std::filesystem::path& directory);
-  // ConfigError unless there are tensors for `layers` layers. Called before memory is allocated for a shape
-  // that the file contradicts.
-  void check_layers(std::int64_t layers) const;
-  void check_shapes(const NamedTensors& described) const;
-  void copy_into(const NamedTensors& named) const;  // checked; and that all values are finite
-  void fill(const std::string& name, const at::Tensor& values) const;  // one of checked shapes, the same
-
- private:
-  [[noreturn]] void refuse(const std::string& name, const std::string& found,
-                           const std::string& expected) const;
-
-  std::filesystem::path file_;
-  std::map<std::string, at::Tensor> saved_;
-};
+// The values of model.safetensors, which must fit the parameters that `describe` gives. It is called after
+// the check that there are tensors for `layers` layers, before memory is taken for a shape that the file
+// contradicts. ConfigErrors name the file and the tensor.
+FillValues open_own_weights(const std::filesystem::path& directory, std::int64_t layers,
+                            const std::function<NamedTensors()>& describe);
 
 }  // namespace isograd

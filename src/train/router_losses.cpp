@@ -9,25 +9,27 @@
 #include "model/experts.hpp"
 
 namespace isograd {
+namespace {
+
+constexpr const char *kBalanceTerm = "balance", *kRouterZTerm = "router_z";
+
+}  // namespace
 
 RouterLosses::RouterLosses(const RunConfig& config, const DecoderConfig& shape)
-    : shape_(shape.experts),
-      weight_(config.loss.balance),
-      z_weight_(config.loss.router_z),
-      scope_(config.loss.balance_scope == "step" ? Scope::kStep : Scope::kMicroBatch) {
+    : shape_(shape.experts), z_weight_(config.loss.router_z) {
   for (std::int64_t layer = 0; layer < shape.layers; ++layer)
     if (shape.has_experts(layer)) layers_.push_back(layer);
-  balance_options_ = {.name = kBalanceTerm,
-                      .experts = shape.experts.count,
-                      .layers = static_cast<std::int64_t>(layers_.size()),
-                      .pooled = config.loss.balance_over == "model",
-                      .weight = weight_,
-                      .scope = scope_};
-  if (weight_ != 0) balance_.emplace(balance_options_, Group::solo());
+  options_ = {.name = kBalanceTerm,
+              .experts = shape.experts.count,
+              .layers = static_cast<std::int64_t>(layers_.size()),
+              .pooled = config.loss.balance_over == "model",
+              .weight = config.loss.balance,
+              .scope = config.loss.balance_scope == "step" ? Scope::kStep : Scope::kMicroBatch};
+  if (options_.weight != 0) balance_.emplace(options_, Group::solo());
 }
 
 void RouterLosses::sum_over(const Group& data) {
-  if (balance_) balance_.emplace(balance_options_, data);
+  if (balance_) balance_.emplace(options_, data);
 }
 
 void RouterLosses::sum_over_stages(const Group& data_and_stages) {
@@ -52,14 +54,15 @@ void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
     if (collecting_) return balance_->collect(chosen);
     terms.push_back(balance_->term(probabilities, chosen));
   }
+  if (collecting_) return;
   // Choices are counted once per micro-batch: the recomputation of a checkpointed block does not call this.
-  for (std::size_t i = 0; i < rows.size() && choices_.defined() && !collecting_; ++i)
+  for (std::size_t i = 0; i < rows.size() && choices_.defined(); ++i)
     choices_[static_cast<std::int64_t>(rows[i])] +=
         at::bincount(outputs.chosen[i].flatten().cpu(), {}, shape_.count);
-  if (z_weight_ == 0 || collecting_) return;
-  // On the device of the logits. Part of a graph on the CPU would have a backward thread of its own there,
-  // and which of the logits' gradients came first, and so the bits of their sum, would change from run to
-  // run.
+  if (z_weight_ == 0) return;
+  // On the device of the logits: part of a graph on the CPU would have a backward thread of its own there,
+  // and the order in which the logits' gradients are added, and so the bits of their sum, would change from
+  // run to run.
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (const at::Tensor& logits : outputs.router_logits)
     sum = sum + logits.to(at::kDouble).logsumexp(1).square().sum();
@@ -86,7 +89,7 @@ void RouterLosses::look_ahead(const MicroBatches& micro_batches, const Group& da
 }
 
 void RouterLosses::count_choices() {
-  choices_ = at::zeros({balance_options_.layers, balance_options_.experts}, at::kLong);
+  choices_ = at::zeros({options_.layers, options_.experts}, at::kLong);
 }
 
 std::vector<double> RouterLosses::take_choices() {
@@ -98,11 +101,10 @@ std::vector<double> RouterLosses::take_choices() {
 std::vector<ExpertLoad> RouterLosses::loads_of(const std::vector<double>& counts) const {
   std::vector<ExpertLoad> loads;
   if (std::ranges::all_of(counts, [](double count) { return count == 0; })) return loads;
-  const auto experts = static_cast<std::size_t>(balance_options_.experts);
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    loads.push_back({.layer = layers_[i]});
-    for (std::size_t e = 0; e < experts; ++e)
-      loads.back().choices.push_back(static_cast<std::int64_t>(counts.at(i * experts + e)));
+  auto count = counts.begin();
+  for (const std::int64_t layer : layers_) {
+    loads.push_back({.layer = layer, .choices = {count, count + options_.experts}});
+    count += options_.experts;
   }
   return loads;
 }
@@ -110,6 +112,60 @@ std::vector<ExpertLoad> RouterLosses::loads_of(const std::vector<double>& counts
 std::string RouterLosses::take_not_finite() {
   if (not_finite_ < 0) return {};
   return fmt::format("the router logits of layer {}", std::exchange(not_finite_, -1));
+}
+
+// ---- plain code ----
+
+std::vector<PlainTerm> plain_router_terms(const RunConfig& config, DecoderLM& model) {
+  std::vector<PlainTerm> terms;
+  const ExpertsShape shape = model.config().experts;
+  if (shape.count == 0) return terms;
+  struct Routing {        // of the whole step
+    at::Tensor places{};  // [layers, E] fp64
+    double tokens = 0;    // of one layer
+  };
+  const auto known = std::make_shared<Routing>();
+  const auto read = [known, &model, experts = shape.count](const MicroBatches& whole) {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> places;
+    known->tokens = 0;
+    for (const Batch& batch : whole) {
+      const auto chosen = model.outputs(batch).chosen;
+      places.resize(chosen.size(), at::zeros({experts}, at::kDouble));
+      for (std::size_t layer = 0; layer < chosen.size(); ++layer)
+        places[layer] = places[layer] + at::one_hot(chosen[layer].cpu(), experts).sum(at::IntArrayRef{0, 1});
+      known->tokens += static_cast<double>(batch.num_tokens());
+    }
+    known->places = places.empty() ? at::zeros({0, experts}, at::kDouble) : at::stack(places);
+  };
+  const auto balance = [known, &model, shape,
+                        pooled = config.loss.balance_over == "model"](const Batch& batch) {
+    const auto logits = model.outputs(batch).router_logits;
+    at::Tensor loss = at::zeros({}, at::kDouble);
+    for (std::size_t layer = 0; layer < logits.size(); ++layer) {
+      const at::Tensor fraction =  // of routed places
+          (pooled ? known->places.mean(0) : known->places[static_cast<std::int64_t>(layer)]) /
+          (known->tokens * static_cast<double>(shape.per_token));
+      const at::Tensor own = logits[layer].to(at::kCPU, at::kDouble);
+      const at::Tensor score = shape.sigmoid ? at::sigmoid(own) : at::softmax(own, 1);
+      const at::Tensor mass = (score / score.sum(1, true)).sum(0);
+      loss = loss + static_cast<double>(shape.count) * fraction.dot(mass) / known->tokens /
+                        static_cast<double>(logits.size());
+    }
+    return loss;
+  };
+  const auto router_z = [&model](const Batch& batch) {
+    const auto logits = model.outputs(batch).router_logits;
+    at::Tensor loss = at::zeros({}, at::kDouble);
+    for (const at::Tensor& own : logits)
+      loss = loss + own.to(at::kCPU, at::kDouble).exp().sum(1).log().pow(2).sum() /
+                        static_cast<double>(logits.size());
+    return loss;
+  };
+  if (config.loss.balance != 0) terms.push_back({"balance", config.loss.balance, Mean::kNone, read, balance});
+  if (config.loss.router_z != 0)
+    terms.push_back({"router_z", config.loss.router_z, Mean::kTokens, {}, router_z});
+  return terms;
 }
 
 }  // namespace isograd

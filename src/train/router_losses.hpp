@@ -2,7 +2,6 @@
 // (docs/experts.md).
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,14 +14,12 @@
 
 namespace isograd {
 
-inline constexpr const char *kBalanceTerm = "balance", *kRouterZTerm = "router_z";
-
 class RouterLosses {
  public:
   RouterLosses(const RunConfig& config, const DecoderConfig& shape);
 
   // Whether the first term needs the routing of the whole step: loss.balance over the step.
-  bool looks_ahead() const { return weight_ != 0 && scope_ == Scope::kStep; }
+  bool looks_ahead() const { return options_.weight != 0 && options_.scope == Scope::kStep; }
   // Sets the ranks over which router statistics are summed: ranks with different data, and with pipeline
   // stages also ranks with other layers; look_ahead() keeps the latter. Stages only if looks_ahead(),
   // because stages compute different micro-batches at a time.
@@ -50,9 +47,8 @@ class RouterLosses {
  private:
   std::vector<std::int64_t> layers_{};  // that have experts
   ExpertsShape shape_;
-  double weight_, z_weight_;
-  Scope scope_;
-  BalanceLossOptions balance_options_{};
+  double z_weight_;
+  BalanceLossOptions options_{};
   std::optional<BalanceLoss> balance_{};
   std::optional<Group> stages_{};
   bool collecting_ = false;
@@ -60,9 +56,8 @@ class RouterLosses {
   std::int64_t not_finite_ = -1;
 };
 
-// Router losses in plain code (router_plain.cpp) for the oracle, which share nothing with RouterLosses or
-// BalanceLoss. Returns the configured ones in the order in which RouterLosses adds them.
-std::vector<PlainTerm> plain_router_terms(const RunConfig& config, const DecoderConfig& shape,
-                                          std::function<DecoderLM&(TaskModel&)> decoder);
+// TaskModel::plain_terms() of `model`, which must outlive them: the configured router losses in plain code
+// that shares nothing with the above.
+std::vector<PlainTerm> plain_router_terms(const RunConfig& config, DecoderLM& model);
 
 }  // namespace isograd

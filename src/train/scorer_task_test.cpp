@@ -1,7 +1,5 @@
 // Runs of a scorer end to end: the same on every layout, saved and continued bit for bit, refused where they
 // cannot be.
-#include "train/scorer_task.hpp"
-
 #include <gmock/gmock.h>
 
 #include "train/trainer_testing.hpp"
@@ -13,77 +11,20 @@ namespace fs = std::filesystem;
 using testing::HasSubstr;
 using testing_runs::config_error_of;
 
-class ScorerRuns : public testing_runs::TinyRuns {
- protected:
-  void SetUp() override {
-    TinyRuns::SetUp();
-    write_table();
-  }
-
-  void write_table() const {
-    std::string csv = "a,b,c,y\n";
-    for (int row = 0; row < 61; ++row)
-      csv += fmt::format("{},{},{},{}\n", row * 37 % 23, row * 11 % 17 * 0.5, row * 7 % 13 - 4,
-                         row % 6 == 0 ? 1 : 0);
-    write_file(root_ / "table.csv", csv);
-  }
-
-  RunConfig scorer(const std::string& name, const std::string& loss = "smooth_ap") const {
-    RunConfig config = tiny(name);
-    config.model = RunConfig{}.model;
-    config.model.kind = "scorer";
-    config.model.scorer_units = 5;
-    config.data = RunConfig{}.data;
-    config.data.table = (root_ / "table.csv").string();
-    config.data.validation_fraction = 0.2;
-    config.batch = RunConfig{}.batch;
-    config.batch.rows_per_step = 25;  // uneven over 2 and 3 ranks; an epoch ends with a short step
-    config.ranking.loss = loss;
-    config.ranking.temperature = 0.3, config.ranking.queue_size = 30, config.ranking.budget = 0.4;
-    config.ranking.quantile = 0.3;
-    config.ranking.compare = false;
-    return config;
-  }
-};
+class ScorerRuns : public testing_runs::TinyRuns {};
 
 // The queue of the loss is a part of what a run is: without it the steps after a resume would rank among
 // fewer rows.
 TEST_F(ScorerRuns, SavedAndReloadedEqualsUninterrupted) {
-  for (const char* loss : {"smooth_ap", "recall_at_quantile", "pauc", "sigmoid_focal", "cross_entropy"})
-    for (const char* strategy : {"bucketed", "zero2", "zero3"})
+  for (const std::string loss : {"smooth_ap", "recall_at_quantile", "pauc", "sigmoid_focal", "cross_entropy"})
+    for (const std::string strategy : {"bucketed", "zero2", "zero3"})
       for (const int ranks : {1, 2, 3}) {
-        if (ranks == 1 && std::string(strategy) != "bucketed") continue;
-        const std::string name = fmt::format("{}-{}-{}", loss, strategy, ranks);
-        RunConfig saving = scorer(name, loss);
-        saving.parallel.strategy = strategy;
-        saving.checkpoint.every = 3;
-        saving.checkpoint.keep = 10;
-        const Run straight = run(saving, ranks);
-        ASSERT_EQ(straight.steps.size(), 7u) << name;
-        RunConfig config = saving;
-        config.run.directory += "-resumed";
-        const fs::path middle = fs::path(saving.run.directory) / "checkpoints/step-00000003";
-        config.checkpoint.resume = middle.string();
-        const Run resumed = run(config, ranks);
-        ASSERT_EQ(resumed.steps.size(), 4u) << name;
-        for (std::size_t i = 0; i < 4; ++i) {
-          EXPECT_EQ(resumed.steps[i].report.loss, straight.steps[3 + i].report.loss) << name;
-          EXPECT_EQ(resumed.steps[i].report.norm, straight.steps[3 + i].report.norm) << name;
-        }
-        std::vector<const char*> files = {"config.json", "model.safetensors", "optimizer.safetensors"};
-        const bool ranks_rows = make_ranking_loss(config, loss, Group::solo()) != nullptr;
-        if (ranks_rows) files.push_back("ranking.safetensors");
-        for (const char* part : files) {
-          EXPECT_TRUE(file(resumed.outcomes[0].checkpoint, part) ==
-                      file(straight.outcomes[0].checkpoint, part))
-              << part << " " << name;
-          EXPECT_EQ(file(middle, part) == file(straight.outcomes[0].checkpoint, part), part == files[0])
-              << part << " " << name << ": what does not move shows nothing";
-        }
-        EXPECT_EQ(*resumed.outcomes[0].validation_loss, *straight.outcomes[0].validation_loss);
-        ASSERT_EQ(resumed.outcomes[0].figures.size(), 3u);
-        for (std::size_t i = 0; i < 3; ++i)
-          EXPECT_EQ(resumed.outcomes[0].figures[i].value, straight.outcomes[0].figures[i].value);
+        if (ranks == 1 && strategy != "bucketed") continue;
+        RunConfig config = scorer(fmt::format("{}-{}-{}", loss, strategy, ranks), loss);
+        config.parallel.strategy = strategy;
+        std::vector<const char*> files = {"model.safetensors", "optimizer.safetensors"};
+        if (loss != "sigmoid_focal" && loss != "cross_entropy") files.push_back("ranking.safetensors");
+        expect_continued_alike(config, ranks, files);
       }
 }
 
@@ -105,13 +46,7 @@ TEST_F(ScorerRuns, HeldTogetherIsTheRunOfOneProcess) {
         config.parallel.tp = tp;
         config.parallel.strategy = strategy;
         const Run found = run(config, ranks);
-        ASSERT_EQ(found.steps.size(), alone.steps.size()) << where;
-        for (std::size_t i = 0; i < alone.steps.size(); ++i) {
-          const StepReport &a = found.steps[i].report, &b = alone.steps[i].report;
-          EXPECT_EQ(a.census.samples, b.census.samples) << where;
-          EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(b.loss)) << where << ", step " << i;
-          EXPECT_NEAR(a.norm, b.norm, 1e-8 * b.norm) << where << ", step " << i;
-        }
+        expect_same_steps(found, alone, 1e-9, 1e-8, where);
         EXPECT_NEAR(*found.outcomes[0].validation_loss, *alone.outcomes[0].validation_loss, 1e-9) << where;
         for (std::size_t i = 0; i < 3; ++i)
           EXPECT_NEAR(found.outcomes[0].figures[i].value, alone.outcomes[0].figures[i].value, 1e-12) << where;
@@ -200,44 +135,33 @@ TEST_F(ScorerRuns, TheComparisonOfAnEarlierRunIsNotWrittenOver) {
 }
 
 TEST_F(ScorerRuns, AnotherRunIsRefusedByKey) {
-  const RunConfig saving = scorer("run");
-  run(saving, 1);
-  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
-    RunConfig config = saving;
-    config.checkpoint.resume = "latest";
-    change(config);
-    return config_error_of([&] { run(config, 2); });
-  };
-  EXPECT_EQ(refused([](RunConfig&) {}), "no error");
-  EXPECT_THAT(refused([](RunConfig& c) { c.ranking.loss = "pauc"; }),
-              HasSubstr("ranking.loss: found pauc; expected smooth_ap"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.ranking.queue_size = 7; }), HasSubstr("ranking.queue_size"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.batch.rows_per_step = 9; }), HasSubstr("batch.rows_per_step"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.model.scorer_units = 9; }), HasSubstr("model.scorer_units"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.run.seed = 4; }), HasSubstr("run.seed"));
-
-  fs::remove(fs::path(saving.run.directory) / "checkpoints/step-00000007/ranking.safetensors");
-  EXPECT_THAT(refused([](RunConfig&) {}), HasSubstr("ranking.safetensors"));
+  RunConfig config = scorer("run");
+  const Run saving = run(config, 1);
+  config.checkpoint.resume = "latest";
+  expect_told(config, {{[](RunConfig&) {}, "no error"},
+                       {[](RunConfig& c) { c.ranking.loss = "pauc"; },
+                        "ranking.loss: found pauc; expected smooth_ap"},
+                       {[](RunConfig& c) { c.ranking.queue_size = 7; }, "ranking.queue_size"},
+                       {[](RunConfig& c) { c.batch.rows_per_step = 9; }, "batch.rows_per_step"},
+                       {[](RunConfig& c) { c.model.scorer_units = 9; }, "model.scorer_units"},
+                       {[](RunConfig& c) { c.run.seed = 4; }, "run.seed"}});
+  fs::remove(saving.outcomes[0].checkpoint / "ranking.safetensors");
+  expect_told(config, {{[](RunConfig&) {}, "ranking.safetensors"}});
 }
 
 TEST_F(ScorerRuns, WhatCannotBeTrainedIsRefusedOnEveryRank) {
-  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
-    RunConfig config = scorer("refused");
-    change(config);
-    return config_error_of([&] { run(config, 2); });
-  };
-  EXPECT_THAT(refused([](RunConfig& c) { c.data.table.clear(); }), HasSubstr("data.table"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.cp_ring = 2; }), HasSubstr("parallel.cp_ring"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.verify.every = 2; }), HasSubstr("verify.every"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_layers = 0; }),
-              HasSubstr("without a hidden layer"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_units = 1; }),
-              HasSubstr("2 ranks for 1 units of a hidden layer"));
-  EXPECT_THAT(refused([](RunConfig& c) {
-                c.parallel.strategy = "zero3";
-                c.parallel.checkpoint_activations = true;
-              }),
-              HasSubstr("fill the loss's queue twice"));
+  expect_told(scorer("refused"),
+              {{[](RunConfig& c) { c.data.table.clear(); }, "data.table"},
+               {[](RunConfig& c) { c.parallel.cp_ring = 2; }, "parallel.cp_ring"},
+               {[](RunConfig& c) { c.verify.every = 2; }, "verify.every"},
+               {[](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_layers = 0; }, "without a hidden layer"},
+               {[](RunConfig& c) { c.parallel.tp = 2, c.model.scorer_units = 1; },
+                "2 ranks for 1 units of a hidden layer"},
+               {[](RunConfig& c) {
+                  c.parallel.strategy = "zero3";
+                  c.parallel.checkpoint_activations = true;
+                },
+                "fill the loss's queue twice"}});
 }
 
 }  // namespace

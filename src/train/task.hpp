@@ -25,23 +25,51 @@
 
 namespace isograd {
 
-// One model of the task's family.
+// A loss term in addition to the first one, in plain code: Σ over micro-batches of `sum` / what `mean` counts
+// in the step.
+struct PlainTerm {
+  std::string name;
+  double weight = 1;
+  Mean mean = Mean::kNone;  // kNone, kTargets or kTokens
+  // Knows the whole step, before the first sum() of it. Not given: needs nothing.
+  std::function<void(const MicroBatches& whole)> prepare{};
+  std::function<at::Tensor(const Batch& batch)> sum{};
+};
+
+// One model of the task's family. Functions that it returns are valid as long as it lives.
 class TaskModel {
  public:
   virtual ~TaskModel() = default;
-  virtual std::vector<std::pair<std::string, at::Tensor>> named() = 0;  // parameters; tied ones once
-  // State that forward changes and that all ranks must have alike, apart from parameters: a running mean, a
-  // queue.
-  virtual std::vector<std::pair<std::string, at::Tensor>> buffers() const { return {}; }
+  virtual NamedTensors named() = 0;  // parameters; tied ones once
+  // State that forward changes and that all ranks must have alike: a running mean, a queue.
+  virtual NamedTensors buffers() const { return {}; }
+  // Writes the run's initial value of a parameter into zero-filled `values` of its shape.
+  virtual void initialize(const std::string& name, at::Tensor& values) const = 0;
   // The model as units for layouts that shard parameters. From now on its blocks run inside their units.
   virtual ModelUnits make_units() = 0;
-  // Sums of the losses of a micro-batch, not yet inside the root's unit. The model outlives it.
+  // Sums of the losses of a micro-batch, not yet inside the root's unit.
   virtual ForwardLossTerms loss() = 0;
-  // Moves parameters that have values. Those on the meta device are created on the device that the layout
-  // is given.
-  virtual void to(at::Device device) = 0;
+  // Plain versions, for verify, of the terms behind the first one, in loss()'s order.
+  virtual std::vector<PlainTerm> plain_terms() { return {}; }
+  // The input of the loss, [T_local, ...]: logits, predictions. Differentiable.
+  virtual at::Tensor outputs(const Batch& batch) = 0;
+  // Moves parameters that have values; those on the meta device are created where the layout is told to.
+  virtual void to(at::Device /*device*/) {}
+  // config.json, model.safetensors and what else goes into a checkpoint. `weights`: those of named(), whole.
+  virtual void write(const std::filesystem::path& directory, const TensorStream& weights) = 0;
+
+  // ---- model parallelism ----
+  // Placements of the whole model's parameters on a grid of model-parallel ranks. Pure.
+  virtual Layout::Named placements(const Grid& grid) = 0;
+  // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
+  // model's values the same on all ranks, or none, and before a layout of it is made.
+  virtual Layout cut(const Mesh& mesh) = 0;
+  // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
+  virtual void attend_over(const Mesh& mesh) = 0;
   // The pipeline that steps go through, after cut(). Null: one stage.
   virtual const Pipeline* pipeline() const { return nullptr; }
+
+  // ---- models with experts ----
   // Experts that are sharded along `ep`, and the number of this rank's layers that have them.
   struct ShardedExperts {
     std::int64_t experts = 0, hidden = 0, layers = 0;  // 0 experts: it has none
@@ -50,8 +78,7 @@ class TaskModel {
   // Collects statistics of a whole step before its first forward, by passes of `forward` (loss() as the run
   // differentiates it). Null: none are needed.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
-  // Counts choices of experts in training forwards from now on: StepOptions::tally. Null: the model has no
-  // experts.
+  // Counts choices of experts in training forwards from now on: StepOptions::tally. Null: it has none.
   virtual Tally tally() { return {}; }
   // Loads from such counts summed over the ranks; empty if all are 0.
   virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*tally*/) const { return {}; }
@@ -62,26 +89,13 @@ class TaskModel {
   virtual std::string take_not_finite() { return {}; }
   // DecoderLM::set_choice_of_experts(), where it has experts; false: it has none.
   virtual bool choose_experts(const DecoderLM::ChooseExperts&) { return false; }
-  // The input of the loss, [T_local, ...]: logits, predictions. Differentiable.
-  virtual at::Tensor outputs(const Batch& batch) = 0;
-  // Placements of the whole model's parameters on a grid of model-parallel ranks. Pure. The default is a
-  // copy on every rank.
-  virtual Layout::Named placements(const Grid& grid);
-  // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
-  // model's values the same on all ranks, or none, and before a layout of it is made.
-  virtual Layout cut(const Mesh& mesh);
-  // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
-  virtual void attend_over(const Mesh& mesh) = 0;
-  // config.json, model.safetensors and what else goes into a checkpoint. `weights`: those of named(), whole.
-  virtual void write(const std::filesystem::path& directory, const TensorStream& weights) = 0;
 };
 
 // A model without values, which come one parameter at a time: no rank need ever hold all of them.
 struct ModelToLayOut {
   std::shared_ptr<TaskModel> model{};
-  FillValues fill{};  // not given: the model has its values
-  std::function<void()>
-      check_values{};  // for fill's error, before anything is made; not given: there is none
+  FillValues fill{};
+  std::function<void()> check_values{};  // for fill's error, before anything is made; null: there is none
 };
 
 // Human-readable facts of a task, and the facts on which the order of its data depends.
@@ -119,18 +133,19 @@ struct Showing {
   bool print_tables = false;          // at the end of the run too
 };
 
-// Key and value of the model's shape, in order.
+// Keys and their values, in order: the shape of a model.
 using ShapeKeys = std::vector<std::pair<std::string, std::string>>;
+// These keys of the configuration, separated by blanks.
+ShapeKeys values_of(const RunConfig& config, const std::string& keys);
 
-// A loss term in addition to the loss of tokens: Σ over micro-batches of `sum` / what `mean` counts in the
-// step.
-struct PlainTerm {
+// The first term that TaskModel::loss() gives, by plain code that shares nothing with it. Neither function
+// given: the cross entropy of logits.
+struct PlainLoss {
   std::string name;
-  double weight = 1;
-  Mean mean = Mean::kNone;  // kNone, kTargets or kTokens
-  // Knows the whole step, before the first sum() of it. Not given: needs nothing.
-  std::function<void(TaskModel& model, const MicroBatches& whole)> prepare{};
-  std::function<at::Tensor(TaskModel& model, const Batch& batch)> sum{};
+  // The loss of each token: DeclaredLoss::per_token.
+  std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)> per_token{};
+  // A loss over the rows of all ranks, which is no sum over tokens: DeclaredLoss::global.
+  std::function<at::Tensor(const at::Tensor& outputs, const at::Tensor& targets)> global{};
 };
 
 class Task {
@@ -138,6 +153,7 @@ class Task {
   explicit Task(RunConfig config) : config_(std::move(config)) {}
   virtual ~Task() = default;
   const RunConfig& config() const { return config_; }
+  std::uint64_t seed() const { return static_cast<std::uint64_t>(config_.run.seed); }
   // The same data under a configuration that splits or trains them differently; nothing is read again.
   virtual std::unique_ptr<Task> under(const RunConfig& config) const = 0;
 
@@ -146,30 +162,31 @@ class Task {
   // One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs. Null when nothing
   // is held out.
   virtual std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const = 0;
-  // Options for splitting a micro-batch over context-parallel ranks: `causal` and `token_cost` of the
-  // model.
-  virtual CutOptions cut_options() const = 0;
+  // Options for splitting a micro-batch over context-parallel ranks: `causal` and `token_cost` of the model.
+  virtual CutOptions cut_options() const { return {}; }
   // The model's attention heads and key heads, which Ulysses splits over ranks.
-  virtual std::pair<std::int64_t, std::int64_t> heads() const = 0;
+  virtual std::pair<std::int64_t, std::int64_t> heads() const { return {1, 1}; }
   virtual TaskFacts facts() const = 0;
   // Human-readable: the samples of step `step` (from 1, as a run counts) and the rank of `ranks` that takes
   // each.
-  virtual std::string describe_step(std::int64_t step, int ranks) const = 0;
-  virtual Baseline baseline(Group& group) const = 0;  // collective
+  std::string describe_step(std::int64_t step, int ranks) const;
+  virtual Baseline baseline(Group& /*group*/) const { return {}; }  // collective
   // FLOPs of the model's forward and backward in the step at `position` of a loader of this task, over all
   // ranks (utilisation.hpp). 0: not counted.
   virtual double step_flops(const BatchLoader&, LoaderPosition) const { return 0; }
 
   // ---- model ----
   // Weights from model.load, or fresh ones by (run.seed, parameter name): the same on every rank.
-  virtual std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const = 0;
-  // Shapes alone: parameters on the meta device, in train.dtype.
-  virtual std::shared_ptr<TaskModel> make_model_without_values() const = 0;
-  // A model for a layout, with the weights of `directory`, or those of make_model() if it is empty.
-  // ConfigError.
-  virtual ModelToLayOut make_model_to_lay_out(const std::filesystem::path& directory) const = 0;
-  // A model of the same shape whose values the caller overwrites.
-  virtual std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const = 0;
+  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const;
+  // A model of the same shape whose values, all 0, the caller overwrites.
+  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const;
+  // A model for a layout, with the weights of the checkpoint `directory`, or those of make_model() if it is
+  // empty. ConfigError.
+  virtual ModelToLayOut make_model_to_lay_out(const std::filesystem::path& directory) const;
+  // Parameters on the meta device: of this run's shape, or of the checkpoint `directory`, with the other
+  // state that it has.
+  virtual std::shared_ptr<TaskModel> shape_model(const std::filesystem::path& directory,
+                                                 at::ScalarType dtype) const = 0;
   // Shape of this run's model and of a checkpoint's. An error names the key that differs.
   virtual ShapeKeys shape() const = 0;
   virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
@@ -177,43 +194,38 @@ class Task {
   // ---- human-readable results ----
   // Figures of the model in addition to its validation loss, by name. Collective.
   virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
-  // A run that a finished one is compared with: in a folder of its own inside run.directory.
-  virtual std::optional<RunConfig> comparison() const { return std::nullopt; }
+  std::optional<RunConfig> comparison() const;  // a run that a finished one is compared with
   // Shows results after the last step, on rank 0 with the whole model. `comparison`: the outcome of the run
   // to compare with, or null.
   virtual bool shows_model() const { return true; }  // by what it computes; else the model need not be whole
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
   // ---- for verify ----
-  // The loss of each token by plain code that shares nothing with TaskModel::loss(): DeclaredLoss::per_token.
-  // Not given: the cross entropy of logits.
-  using PlainLosses = std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)>;
-  virtual PlainLosses plain_losses() const { return {}; }
-  // As above, for a loss over the rows of all ranks, which is no sum over tokens: DeclaredLoss::global.
-  using PlainLoss = std::function<at::Tensor(const at::Tensor& outputs, const at::Tensor& targets)>;
-  virtual PlainLoss plain_loss() const { return {}; }
-  virtual std::string loss_name() const = 0;  // of the first term that TaskModel::loss() gives
-  // Plain versions of the other loss terms, in loss()'s order.
-  virtual std::vector<PlainTerm> plain_terms() const { return {}; }
+  virtual PlainLoss plain_loss() const = 0;
   // The same task with losses that keep nothing between steps, so that a step can be repeated. The state
-  // that they would have kept is computed from `trained`, the whole values of named(); null: from fresh
-  // ones.
+  // that they would have kept is computed from `trained`, the whole values of named(); null: from fresh ones.
   virtual std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* /*trained*/) const {
     return under(config());
   }
   // A step small enough to be verified now and then: a short pack for each rank and one more, so that counts
   // differ and one rank accumulates; other samples at each `step`.
-  virtual RunConfig micro_sized(int ranks, std::int64_t step) const = 0;
+  RunConfig micro_sized(int ranks, std::int64_t step) const;
 
  private:
+  // The next step of a loader of `rank` of describe_step().
+  virtual std::string describe(BatchLoader& loader, int rank) const = 0;
+  // The weights of a directory, whose files are checked first. ConfigError.
+  virtual FillValues open_weights(const std::filesystem::path& directory, at::ScalarType dtype) const = 0;
+  ModelToLayOut to_fill(const std::filesystem::path& directory, at::ScalarType dtype) const;
+
   RunConfig config_;
 };
 
 // Makes the task of model.kind. Collective; ConfigError on every rank if the data is unusable.
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 
-// Task::make_model_without_values() of the run, which reads no more data than that depends on, and no
-// weights: to be looked at, not to be run.
+// Task::shape_model() of the run, which reads no more data than that depends on, and no weights: to be
+// looked at, not to be run.
 std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
 
 // The data position of step `step` of a run (from 1).

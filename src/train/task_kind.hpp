@@ -24,8 +24,8 @@ struct TaskKind {
   const char* samples;  // elements of a global batch: the key is batch.SAMPLES_per_step
   const char* tokens;   // parts of these, which batch.max_tokens_per_rank counts
   const char* smaller;  // human-readable keys that make a micro-batch smaller
-  std::int64_t (*samples_per_step)(const RunConfig& config);
-  std::vector<ConfigKey> (*keys)();  // its own, by section
+  std::int64_t decltype(RunConfig::batch)::*per_step;  // the field of batch.SAMPLES_per_step
+  std::vector<ConfigKey> (*keys)();                    // its own, by section
   // Keys that have no effect in its runs, and its own keys, which have no effect in other runs.
   std::vector<UnusedKeys> unused{}, of_no_other{};
   // Checks of the configuration alone and for a number of ranks. ConfigError.
@@ -38,13 +38,15 @@ struct TaskKind {
   std::string (*accumulation_text)(const RunConfig& config);
   // The views of tp that the model's placements need. Null: none.
   Grid (*view)(const RunConfig& config, const Grid& grid){};
-  // Task::comparison(), by the configuration alone. Null: none.
+  // A run that a finished one is compared with, in a folder inside run.directory. Null: none.
   std::optional<RunConfig> (*comparison)(const RunConfig& config){};
   bool on_gpu = true;       // it supports GPUs
   bool cuts_tokens = true;  // parallel.sequence_parallel has an effect
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);
   // model_without_values() where it depends on no data; null: the task makes it.
   std::shared_ptr<TaskModel> (*model_without_values)(const RunConfig& config){};
+
+  std::int64_t samples_per_step(const RunConfig& config) const { return config.batch.*per_step; }
 };
 
 // Numbers of heads and features of a block that the ranks along tp split.

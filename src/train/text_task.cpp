@@ -1,7 +1,6 @@
 // The decoder language model on text: its configuration keys, rules and task.
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <string>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include "base/refuse.hpp"
-#include "isograd/checkpoint.hpp"
 #include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -184,43 +182,6 @@ std::vector<ConfigKey> text_keys() {
 
 namespace {
 
-// Balances experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3): a bias,
-// which only the choice of experts sees, follows their loads.
-class SelectionBias {
- public:
-  // Starts from the biases in the model that `layout` was made of. `layout` must outlive it. Collective.
-  SelectionBias(DecoderLM& model, DataParallel& layout, double rate);
-  // Raises a bias by `rate` if its expert got less than the mean of its layer, lowers it if more.
-  // `choices`: counts of a step over all ranks, by layer with experts and by expert. Collective; the same
-  // bits on every rank.
-  void move(const std::vector<double>& choices);
-
- private:
-  DataParallel& layout_;
-  double rate_;
-  std::vector<std::pair<std::string, at::Tensor>> biases_{};  // [E] each, whole
-};
-
-SelectionBias::SelectionBias(DecoderLM& model, DataParallel& layout, double rate)
-    : layout_(layout), rate_(rate) {
-  const auto whole = layout.whole_parameters();
-  for (const auto& [name, tensor] : model.named())
-    if (name.ends_with(kSelectionBias)) biases_.emplace_back(name, tensor.detach().cpu().clone());
-}
-
-void SelectionBias::move(const std::vector<double>& choices) {
-  ISOGRAD_INVARIANT(!biases_.empty() && choices.size() % biases_.size() == 0, "counts of other layers");
-  const auto counts = at::tensor(choices, at::kDouble).view({static_cast<std::int64_t>(biases_.size()), -1});
-  std::vector<std::pair<std::string, at::Tensor>> own;
-  for (std::size_t i = 0; i < biases_.size(); ++i) {
-    if (biases_[i].second.numel() == 0) continue;  // in another pipeline stage
-    const at::Tensor of_layer = counts[static_cast<std::int64_t>(i)];
-    biases_[i].second += at::sign(of_layer.mean() - of_layer) * rate_;
-    own.push_back(biases_[i]);
-  }
-  layout_.write(own);
-}
-
 class TextModel : public TaskModel {
  public:
   TextModel(std::shared_ptr<DecoderLM> model, const RunConfig& config,
@@ -231,9 +192,13 @@ class TextModel : public TaskModel {
   }
 
   DecoderLM& decoder() { return *model_; }
-  std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
+  NamedTensors named() override { return model_->named(); }
+  void initialize(const std::string& name, at::Tensor& values) const override {
+    model_->initialize(name, values, static_cast<std::uint64_t>(config_.run.seed));
+  }
   ModelUnits make_units() override { return model_units(*model_, config_); }
   ForwardLossTerms loss() override { return forward_loss(*model_, config_, routers_); }
+  std::vector<PlainTerm> plain_terms() override { return plain_router_terms(config_, *model_); }
   LookAhead look_ahead(const ForwardLossTerms& forward) override {
     if (!routers_ || !routers_->looks_ahead()) return {};
     return [routers = routers_, forward](const MicroBatches& micro_batches, const Group& data) {
@@ -254,10 +219,29 @@ class TextModel : public TaskModel {
     routers_->count_choices();
     return [routers = routers_] { return routers->take_choices(); };
   }
-  void after_update(const std::vector<double>& tally, DataParallel& layout) override {
-    if (!model_->config().experts.sigmoid || config_.loss.selection_bias_rate == 0) return;
-    if (!bias_) bias_.emplace(*model_, layout, config_.loss.selection_bias_rate);
-    bias_->move(tally);
+  // Balances experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3): a bias,
+  // which only the choice of experts sees, rises if its expert got less than the mean of its layer, and falls
+  // if it got more. The same bits on every rank.
+  void after_update(const std::vector<double>& choices, DataParallel& layout) override {
+    const double rate = config_.loss.selection_bias_rate;
+    if (!model_->config().experts.sigmoid || rate == 0) return;
+    if (biases_.empty()) {
+      const auto whole = layout.whole_parameters();
+      for (const auto& [name, tensor] : named())
+        if (name.ends_with(kSelectionBias)) biases_.emplace_back(name, tensor.detach().cpu().clone());
+    }
+    const auto layers = static_cast<std::int64_t>(biases_.size());
+    ISOGRAD_INVARIANT(layers > 0 && choices.size() % biases_.size() == 0, "counts of other layers");
+    const auto counts = at::tensor(choices, at::kDouble).view({layers, -1});
+    NamedTensors own;
+    for (std::int64_t i = 0; i < layers; ++i) {
+      auto& [name, bias] = biases_[static_cast<std::size_t>(i)];
+      if (bias.numel() == 0) continue;  // in another pipeline stage
+      const at::Tensor of_layer = counts[i];
+      bias += at::sign(of_layer.mean() - of_layer) * rate;
+      own.emplace_back(name, bias);
+    }
+    layout.write(own);
   }
   std::vector<ExpertLoad> expert_loads(const std::vector<double>& tally) const override {
     return routers_ ? routers_->loads_of(tally) : std::vector<ExpertLoad>();
@@ -303,43 +287,25 @@ class TextModel : public TaskModel {
   std::shared_ptr<const Tokenizer> tokenizer_;
   std::shared_ptr<RouterLosses> routers_{};  // null: a model without experts
   std::shared_ptr<Pipeline> pipeline_{};     // null: one stage
-  std::optional<SelectionBias> bias_{};      // once something has been trained
+  NamedTensors biases_{};                    // [E] each, whole; once something has been trained
 };
 
 ShapeKeys shape_keys(const DecoderConfig& shape) {
-  ShapeKeys keys;
-  const auto add = [&](const char* key, const auto& value) {
-    keys.emplace_back(key, fmt::format("{}", value));
-  };
-  add("model.family", shape.family);
-  add("model.vocabulary", shape.vocabulary);
-  add("model.hidden", shape.hidden);
-  add("model.layers", shape.layers);
-  add("model.heads", shape.heads);
-  add("model.key_value_heads", shape.key_value_heads);
-  add("model.head_dim", shape.head_dim);
-  add("model.feed_forward", shape.feed_forward);
-  add("model.experts", shape.experts.count);
-  add("model.experts_per_token", shape.experts.count > 0 ? shape.experts.per_token : 0);
-  add("model.expert_feed_forward", shape.experts.feed_forward);
-  add("model.normalise_experts", shape.experts.count == 0 || shape.experts.normalise);
-  add("model.expert_groups", shape.experts.groups);
-  add("model.expert_groups_per_token", shape.experts.groups_per_token);
-  add("model.expert_scale", shape.experts.scale);
-  add("model.shared_expert_feed_forward", shape.experts.shared_feed_forward);
-  add("model.experts_every (layers without experts)",
-      fmt::format("{}", fmt::join(shape.experts.dense_layers, " ")));
-  add("model.max_positions", shape.max_positions);
-  add("model.rope_theta", shape.rope_theta);
-  add("model.rope_scaling.kind", shape.rope_scaling.kind);
-  add("model.rope_scaling.factor", shape.rope_scaling.factor);
-  add("model.attention_bias", shape.attention_bias);
-  add("model.output_bias", shape.output_bias);
-  add("model.mlp_bias", shape.mlp_bias);
-  add("model.query_key_norm", shape.query_key_norm);
-  add("model.norm_epsilon", shape.norm_epsilon);
-  add("model.tied_output", shape.tied_output);
-  add("model.pad", shape.pad);
+  RunConfig config;
+  config.model.shape = shape;
+  auto& experts = config.model.shape.experts;
+  if (experts.count == 0) experts.per_token = 0, experts.normalise = true;
+  ShapeKeys keys =
+      values_of(config,
+                "model.family model.vocabulary model.hidden model.layers model.heads model.key_value_heads "
+                "model.head_dim model.feed_forward model.experts model.experts_per_token "
+                "model.expert_feed_forward model.normalise_experts model.expert_groups "
+                "model.expert_groups_per_token model.expert_scale model.shared_expert_feed_forward "
+                "model.max_positions model.rope_theta model.rope_scaling.kind model.rope_scaling.factor "
+                "model.attention_bias model.output_bias model.mlp_bias model.query_key_norm "
+                "model.norm_epsilon model.tied_output model.pad");
+  keys.emplace_back("model.experts_every (layers without experts)",
+                    fmt::format("{}", fmt::join(experts.dense_layers, " ")));
   return keys;
 }
 
@@ -381,8 +347,6 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   return shape;
 }
 
-constexpr std::int64_t kMicroPack = 64;  // tokens of a pack of Task::micro_sized()
-
 class TextTask : public Task {
  public:
   TextTask(const RunConfig& config, Corpus corpus)
@@ -393,7 +357,10 @@ class TextTask : public Task {
   }
 
   std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    return training_loader(rank, size);
+    LoaderOptions options = loader_options(rank, size);
+    options.packs_per_step = config().batch.packs_per_step;
+    options.shuffle_packs = config().data.shuffle_packs;
+    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
   }
 
   std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
@@ -408,8 +375,7 @@ class TextTask : public Task {
   CutOptions cut_options() const override { return {.token_cost = 6 * shape_.hidden}; }
 
   std::pair<std::int64_t, std::int64_t> heads() const override {
-    const DecoderConfig& shape = shape_;
-    return {shape.heads, shape.key_value_heads};
+    return {shape_.heads, shape_.key_value_heads};
   }
 
   TaskFacts facts() const override {
@@ -421,14 +387,6 @@ class TextTask : public Task {
             .validation_documents = static_cast<std::int64_t>(corpus_.split.validation.size()),
             .num_tokens = corpus_.tokens->num_tokens(),
             .tokenizer = corpus_.tokens->tokenizer_name()};
-  }
-
-  std::string describe_step(std::int64_t step, int ranks) const override {
-    const auto loader = training_loader(0, ranks);
-    const LoaderPosition position = position_of_step(*loader, step);
-    return fmt::format("step {}: step {} of {} of epoch {}\n", step, position.step + 1,
-                       loader->steps_per_epoch(), position.epoch + 1) +
-           describe_packs(loader->packs(position), *corpus_.tokens, corpus_.tokenizer.get());
   }
 
   double step_flops(const BatchLoader& loader, LoaderPosition position) const override {
@@ -447,40 +405,11 @@ class TextTask : public Task {
         .name = "unigram entropy", .of = "of the training text", .value = unigram_entropy(corpus_, group)};
   }
 
-  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
-    const DecoderConfig& shape = shape_;
-    if (!config().model.load.empty()) {
-      const HfWeights weights(config().model.load, dtype);
-      return with(weights.model(marked(weights.config())));
-    }
-    return with(std::make_shared<DecoderLM>(shape, dtype, static_cast<std::uint64_t>(config().run.seed)));
+  std::shared_ptr<TaskModel> shape_model(const fs::path& directory, at::ScalarType dtype) const override {
+    const DecoderConfig shape =
+        directory.empty() ? shape_ : with_marks(read_hf_config(directory), corpus_.tokenizer.get());
+    return std::make_shared<TextModel>(DecoderLM::without_values(shape, dtype), config(), corpus_.tokenizer);
   }
-
-  std::shared_ptr<TaskModel> make_model_without_values() const override {
-    return with(DecoderLM::without_values(shape_, scalar_type(config().train.dtype)));
-  }
-
-  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
-    return with(std::make_shared<DecoderLM>(shape_, dtype, 0));
-  }
-
-  ModelToLayOut make_model_to_lay_out(const fs::path& directory) const override {
-    const fs::path from = directory.empty() ? fs::path(config().model.load) : directory;
-    const at::ScalarType dtype = scalar_type(config().train.dtype);
-    if (from.empty()) {
-      const auto model = DecoderLM::without_values(shape_, dtype);
-      return {.model = with(model),
-              .fill = [model, seed = static_cast<std::uint64_t>(config().run.seed)](const std::string& name,
-                                                                                    at::Tensor& values) {
-                model->initialize(name, values, seed);
-              }};
-    }
-    const auto weights = std::make_shared<const HfWeights>(from, dtype);
-    return {.model = with(DecoderLM::without_values(marked(weights->config()), dtype)),
-            .fill = [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); },
-            .check_values = [weights] { weights->check_values(); }};
-  }
-
   ShapeKeys shape() const override { return shape_keys(shape_); }
   ShapeKeys saved_shape(const fs::path& directory) const override {
     return shape_keys(read_hf_config(directory));
@@ -493,44 +422,28 @@ class TextTask : public Task {
                                 config().sample.prompt,
                                 {.max_tokens = config().sample.tokens,
                                  .temperature = config().sample.temperature,
-                                 .seed = static_cast<std::uint64_t>(config().run.seed)})};
+                                 .seed = seed()})};
   }
 
-  std::string loss_name() const override { return "cross_entropy"; }
-  std::vector<PlainTerm> plain_terms() const override {
-    return plain_router_terms(config(), shape_, [](TaskModel& model) -> DecoderLM& {
-      return static_cast<TextModel&>(model).decoder();
-    });
-  }
-
-  RunConfig micro_sized(int ranks, std::int64_t step) const override {
-    RunConfig micro = config();
-    micro.batch.packs_per_step = ranks + 1;
-    micro.batch.packs_per_micro_batch = 1;
-    micro.data.pack_length = std::min(micro.data.pack_length, kMicroPack);
-    micro.run.seed += step;
-    return micro;
-  }
+  PlainLoss plain_loss() const override { return {.name = "cross_entropy"}; }
 
  private:
-  std::unique_ptr<TextLoader> training_loader(int rank, int size) const {
-    LoaderOptions options = loader_options(rank, size);
-    options.packs_per_step = config().batch.packs_per_step;
-    options.shuffle_packs = config().data.shuffle_packs;
-    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
-  }
   LoaderOptions loader_options(int rank, int size) const {
     return {.pack_length = config().data.pack_length,
             .packs_per_micro_batch = config().batch.packs_per_micro_batch,
-            .seed = static_cast<std::uint64_t>(config().run.seed),
+            .seed = seed(),
             .rank = rank,
             .size = size};
   }
-  DecoderConfig marked(const DecoderConfig& shape) const {
-    return with_marks(shape, corpus_.tokenizer.get());
+  // All packs at once, with the ranks that take them.
+  std::string describe(BatchLoader& loader, int rank) const override {
+    if (rank > 0) return {};
+    return describe_packs(static_cast<TextLoader&>(loader).packs(loader.position()), *corpus_.tokens,
+                          corpus_.tokenizer.get());
   }
-  std::shared_ptr<TaskModel> with(std::shared_ptr<DecoderLM> model) const {
-    return std::make_shared<TextModel>(std::move(model), config(), corpus_.tokenizer);
+  FillValues open_weights(const fs::path& directory, at::ScalarType dtype) const override {
+    const auto weights = std::make_shared<const HfWeights>(directory, dtype);
+    return [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); };
   }
 
   Corpus corpus_;
@@ -577,27 +490,25 @@ constexpr const char* kOnlyOfRouters = "routers are a decoder's (model.kind)";
 void check_router_losses(const RunConfig& config) {
   const auto& loss = config.loss;
   const bool any = loss.balance != 0 || loss.router_z != 0;
-  if (!any && loss.selection_bias_rate == kSelectionBiasRate) return;  // before a model's folder is opened
-  const bool sigmoid = configured_shape(config).experts.sigmoid;
-  if (!sigmoid && loss.selection_bias_rate != kSelectionBiasRate)
+  const bool moves_bias = loss.selection_bias_rate != kSelectionBiasRate;
+  if (!any && !moves_bias) return;  // before a model's folder is opened
+  const DecoderConfig shape = configured_shape(config);
+  if (!shape.experts.sigmoid && moves_bias)
     refuse("loss.selection_bias_rate",
            fmt::format("{}, and routers without a selection bias", loss.selection_bias_rate),
            "a model that has it (model.family = \"dots1\")", "Leave it out");
-  if (sigmoid && loss.router_z != 0)
+  if (shape.experts.sigmoid && loss.router_z != 0)
     refuse("loss.router_z", fmt::format("{}, and routers that score by sigmoids", loss.router_z),
            "routers with a softmax, whose logits it keeps small",
            "Leave it out; loss.balance and loss.selection_bias_rate balance loads");
-  if (any) {
-    const DecoderConfig shape = configured_shape(config);
-    bool routes = false;
-    for (std::int64_t layer = 0; layer < shape.layers; ++layer) routes |= shape.has_experts(layer);
-    if (!routes)
-      refuse(loss.balance != 0 ? "loss.balance" : "loss.router_z",
-             fmt::format("a loss of routers, and {} layers of which none has experts", shape.layers),
-             "a layer that has them",
-             "Leave it out, or set model.experts, a model.family that has them and "
-             "model.experts_every of at most model.layers");
-  }
+  bool routes = false;
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer) routes |= shape.has_experts(layer);
+  if (any && !routes)
+    refuse(loss.balance != 0 ? "loss.balance" : "loss.router_z",
+           fmt::format("a loss of routers, and {} layers of which none has experts", shape.layers),
+           "a layer that has them",
+           "Leave it out, or set model.experts, a model.family that has them and model.experts_every of at "
+           "most model.layers");
   if (any && normalises_by_replica(config))
     refuse("loss.normalise_over",
            "a mean of per-replica means with losses of routers, which are over the whole step",
@@ -619,7 +530,7 @@ const TaskKind& text_kind() {
       .samples = "packs",
       .tokens = "tokens",
       .smaller = "batch.packs_per_micro_batch or data.pack_length",
-      .samples_per_step = [](const RunConfig& config) { return config.batch.packs_per_step; },
+      .per_step = &decltype(RunConfig::batch)::packs_per_step,
       .keys = key_table::text_keys,
       .of_no_other = {{"loss.balance", kOnlyOfRouters},
                       {"loss.router_z", kOnlyOfRouters},

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <mutex>
 #include <string>
@@ -19,6 +20,16 @@
 #include "train/config.hpp"
 
 namespace isograd::testing_runs {
+
+// The text of the ConfigError, or "no error".
+inline std::string config_error_of(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no error";
+}
 
 class TinyRuns : public ::testing::Test {
  protected:
@@ -85,6 +96,27 @@ class TinyRuns : public ::testing::Test {
     return config;
   }
 
+  // A scorer of 61 rows, every sixth of them positive.
+  RunConfig scorer(const std::string& name, const std::string& loss = "smooth_ap") const {
+    std::string csv = "a,b,c,y\n";
+    for (int row = 0; row < 61; ++row)
+      csv += fmt::format("{},{},{},{}\n", row * 37 % 23, row * 11 % 17 * 0.5, row * 7 % 13 - 4,
+                         row % 6 == 0 ? 1 : 0);
+    write_file(root_ / "table.csv", csv);
+    RunConfig config = tiny(name);
+    config.model = {}, config.data = {}, config.batch = {};
+    config.model.kind = "scorer";
+    config.model.scorer_units = 5;
+    config.data.table = (root_ / "table.csv").string();
+    config.data.validation_fraction = 0.2;
+    config.batch.rows_per_step = 25;  // uneven over 2, 3 and 4 ranks; an epoch ends with a short step
+    config.ranking.loss = loss;
+    config.ranking.temperature = 0.3, config.ranking.queue_size = 30, config.ranking.budget = 0.4;
+    config.ranking.quantile = 0.3;
+    config.ranking.compare = false;
+    return config;
+  }
+
   struct Run {
     std::vector<Outcome> outcomes;  // by rank
     std::vector<StepEvent> steps;   // of rank 0
@@ -113,6 +145,62 @@ class TinyRuns : public ::testing::Test {
 
   static std::string file(const std::filesystem::path& checkpoint, const char* name) {
     return read_file(checkpoint / name);
+  }
+
+  // The same samples in each step, and losses and norms within these relative errors.
+  static void expect_same_steps(const Run& found, const Run& expected, double loss, double norm,
+                                const std::string& where) {
+    ASSERT_EQ(found.steps.size(), expected.steps.size()) << where;
+    for (std::size_t i = 0; i < expected.steps.size(); ++i) {
+      const StepReport &a = found.steps[i].report, &b = expected.steps[i].report;
+      EXPECT_EQ(a.census.samples, b.census.samples) << where << ", step " << i + 1;
+      EXPECT_EQ(a.census.targets, b.census.targets) << where << ", step " << i + 1;
+      EXPECT_NEAR(a.loss, b.loss, loss * std::abs(b.loss)) << where << ", step " << i + 1;
+      EXPECT_NEAR(a.norm, b.norm, norm * b.norm) << where << ", step " << i + 1;
+    }
+  }
+
+  // A run of 7 steps that continues from the checkpoint of the third one has the same bits as one without a
+  // break: in its steps, figures and last checkpoint. `files` of that have changed in between.
+  static void expect_continued_alike(RunConfig config, int ranks, const std::vector<const char*>& files) {
+    const std::filesystem::path directory = config.run.directory;
+    const std::string name = directory.filename().string();
+    config.checkpoint.every = 3, config.checkpoint.keep = 10;
+    const Run straight = run(config, ranks);
+    ASSERT_EQ(straight.steps.size(), 7u) << name;
+    const std::filesystem::path middle = directory / "checkpoints/step-00000003";
+    config.run.directory += "-resumed";
+    config.checkpoint.resume = middle.string();
+    const Run resumed = run(config, ranks);
+    ASSERT_EQ(resumed.steps.size(), 4u) << name;
+    for (std::size_t i = 0; i < 4; ++i) {
+      EXPECT_EQ(resumed.steps[i].report.loss, straight.steps[3 + i].report.loss) << name;
+      EXPECT_EQ(resumed.steps[i].report.norm, straight.steps[3 + i].report.norm) << name;
+    }
+    const Outcome &found = resumed.outcomes[0], &expected = straight.outcomes[0];
+    EXPECT_EQ(file(found.checkpoint, "config.json"), file(expected.checkpoint, "config.json")) << name;
+    for (const char* part : files) {
+      EXPECT_TRUE(file(found.checkpoint, part) == file(expected.checkpoint, part)) << part << " " << name;
+      EXPECT_FALSE(file(middle, part) == file(expected.checkpoint, part)) << part << " " << name;
+    }
+    EXPECT_EQ(found.validation_loss, expected.validation_loss) << name;
+    ASSERT_EQ(found.figures.size(), expected.figures.size()) << name;
+    for (std::size_t i = 0; i < expected.figures.size(); ++i)
+      EXPECT_EQ(found.figures[i].value, expected.figures[i].value) << name;
+  }
+
+  // The error of a run on two ranks after a change of its configuration.
+  struct Told {
+    std::function<void(RunConfig&)> change;
+    std::string text;  // a part of the error, or "no error"
+  };
+  static void expect_told(const RunConfig& base, const std::vector<Told>& all) {
+    for (const auto& [change, text] : all) {
+      RunConfig config = base;
+      change(config);
+      const std::string told = config_error_of([&] { run(config, 2); });
+      EXPECT_NE(told.find(text), std::string::npos) << told << "\n" << text;
+    }
   }
 
   std::filesystem::path root_;

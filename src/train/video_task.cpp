@@ -1,4 +1,6 @@
-// The diffusion transformer on videos: its configuration keys, rules and task.
+// The diffusion transformer on videos: its configuration keys, files, model, task and rules.
+#include "train/video_task.hpp"
+
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/repeat_interleave.h>
@@ -6,21 +8,22 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 
 #include "base/markup.hpp"
 #include "base/refuse.hpp"
+#include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
-#include "isograd/model.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
+#include "train/own_model.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
-#include "train/video_model.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -65,6 +68,46 @@ namespace {
 
 using Store = std::shared_ptr<const VideoStore>;
 
+// ---- the files of a model ----
+
+constexpr OwnFamily kVideoFamily{.type = "isograd_video_dit", .run = "a video run"};
+
+ShapeFields fields(VideoDiTConfig& shape) {
+  return {{"patch_elements", &shape.patch_elements},
+          {"hidden", &shape.hidden},
+          {"layers", &shape.layers},
+          {"heads", &shape.heads},
+          {"head_dim", &shape.head_dim},
+          {"feed_forward", &shape.feed_forward},
+          {"max_frames", &shape.max_frames},
+          {"max_height", &shape.max_height},
+          {"max_width", &shape.max_width},
+          {"timestep_features", &shape.timestep_features},
+          {"norm_epsilon", &shape.norm_epsilon}};
+}
+
+VideoDiTConfig read_video_shape(const fs::path& directory) {
+  VideoDiTConfig shape;
+  read_own_shape(directory, kVideoFamily, fields(shape));
+  check(shape);
+  return shape;
+}
+
+// Gates and the initial range follow from other keys.
+ShapeKeys shape_keys(VideoDiTConfig shape) {
+  ShapeKeys keys;
+  for (const auto& [key, value] : fields(shape))
+    keys.emplace_back((key == "timestep_features" ? "video." : "model.") + key,
+                      std::visit([](const auto* number) { return fmt::format("{}", *number); }, value));
+  return keys;
+}
+
+FillValues open_video_weights(const fs::path& directory) {
+  const VideoDiTConfig shape = read_video_shape(directory);
+  return open_own_weights(directory, shape.layers,
+                          [&] { return VideoDiT::without_values(shape, at::kFloat)->named(); });
+}
+
 // ---- the model ----
 
 class VideoModel : public TaskModel {
@@ -77,7 +120,10 @@ class VideoModel : public TaskModel {
                      .overlap = tensor_overlap_named(config.parallel.tensor_overlap)} {}
 
   VideoDiT& transformer() { return *model_; }
-  std::vector<std::pair<std::string, at::Tensor>> named() override { return model_->named(); }
+  NamedTensors named() override { return model_->named(); }
+  void initialize(const std::string& name, at::Tensor& values) const override {
+    model_->initialize(name, values, seed_);
+  }
   ForwardLossTerms loss() override { return flow_matching_loss(*model_, store_, seed_); }
   void write(const fs::path& directory, const TensorStream& weights) override {
     write_video_model(directory, model_->config(), weights);
@@ -93,10 +139,7 @@ class VideoModel : public TaskModel {
                        for (auto& [name, tensor] : model.named()) all.push_back(tensor);
                        return all;
                      }),
-                     .blocks = {},
-                     .initialize = [&model, seed = seed_](const std::string& name, at::Tensor& values) {
-                       model.initialize(name, values, seed);
-                     }};
+                     .blocks = {}};
     for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
       units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
     model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
@@ -114,10 +157,8 @@ class VideoModel : public TaskModel {
   at::Tensor outputs(const Batch& batch) override {
     const at::Tensor data = store_->patches(batch.tokens, at::kDouble);
     const FlowNoise drawn = flow_noise(batch, store_->patch_elements(), seed_);
-    std::vector<std::int64_t> lengths;
-    for (std::size_t f = 1; f < batch.cu_seqlens.size(); ++f)
-      lengths.push_back(batch.cu_seqlens[f] - batch.cu_seqlens[f - 1]);
-    const at::Tensor t = at::repeat_interleave(drawn.times, at::tensor(lengths, at::kLong)).unsqueeze(1);
+    const at::Tensor lengths = at::tensor(batch.cu_seqlens, at::kLong).diff();
+    const at::Tensor t = at::repeat_interleave(drawn.times, lengths).unsqueeze(1);
     return model_->velocity(batch, (data * (1 - t) + drawn.noise * t).to(model_->device(), model_->dtype()),
                             store_->coordinates(batch.tokens), drawn.times);
   }
@@ -145,12 +186,13 @@ class VideoModel : public TaskModel {
 
 // ---- the data ----
 
-VideoOptions video_options(const RunConfig& config) {
-  return {.patterns = config.video.files,
-          .height = config.video.height,
-          .frames_per_second = config.video.frames_per_second,
-          .max_frames = config.video.max_frames,
-          .patch = {config.video.patch_frames, config.video.patch_height, config.video.patch_width}};
+Store open_store(const RunConfig& config) {
+  const auto& video = config.video;
+  return VideoStore::open({.patterns = video.files,
+                           .height = video.height,
+                           .frames_per_second = video.frames_per_second,
+                           .max_frames = video.max_frames,
+                           .patch = {video.patch_frames, video.patch_height, video.patch_width}});
 }
 
 Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
@@ -159,22 +201,22 @@ Split split_videos(std::int64_t videos, double fraction, std::uint64_t seed) {
   held_out = std::clamp<std::int64_t>(held_out, 0, videos - 1);  // one is left to train on
   Split split;
   const auto order = random_permutation(videos, {.seed = seed, .layer = hash_name("held-out videos")});
-  for (std::size_t i = 0; i < order.size(); ++i)
-    (static_cast<std::int64_t>(i) < held_out ? split.validation : split.train).push_back(order[i]);
+  split.validation.assign(order.begin(), order.begin() + held_out);
+  split.train.assign(order.begin() + held_out, order.end());
   std::sort(split.train.begin(), split.train.end());
   std::sort(split.validation.begin(), split.validation.end());
   return split;
 }
 
-// ---- what a run shows at its end ----
+// ---- results: frames of some videos, and the loss of each by length ----
 
 constexpr std::size_t kShown = 4;      // videos whose frames are shown
 constexpr std::size_t kMeasured = 32;  // training videos whose losses are, at most
 constexpr std::int64_t kFrames = 6;    // frames of a video, side by side
 constexpr std::int64_t kGap = 2;       // pixels between them
 constexpr std::int64_t kDraws = 8;     // draws of time and noise per video; its loss is their mean
-constexpr double kTimes[] = {0.3, 0.7,
-                             0.9};  // times to which the shown frames are noised; 0 is data, 1 is noise
+// Times to which the shown frames are noised; 0 is data, 1 is noise.
+constexpr double kTimes[] = {0.3, 0.7, 0.9};
 
 // Indices spread evenly over 0 .. n - 1, including both ends.
 std::vector<std::int64_t> spread(std::int64_t n, std::int64_t most) {
@@ -183,105 +225,94 @@ std::vector<std::int64_t> spread(std::int64_t n, std::int64_t most) {
   for (std::int64_t i = 0; i < parts; ++i) picked.push_back(parts == 1 ? 0 : i * (n - 1) / (parts - 1));
   return picked;
 }
+std::vector<std::int64_t> spread(const std::vector<std::int64_t>& videos, std::size_t most) {
+  auto picked = spread(static_cast<std::int64_t>(videos.size()), static_cast<std::int64_t>(most));
+  for (auto& i : picked) i = videos[static_cast<std::size_t>(i)];
+  return picked;
+}
 
-// One picture of some frames of uint8 [F, H, W, 3].
-std::string strip(const at::Tensor& frames, const std::string& alternative) {
+std::string sizes_text(const VideoGrid& grid) {
+  return fmt::format("{} x {} x {}", grid.t, grid.h, grid.w);
+}
+
+// A row of some frames of uint8 [F, H, W, 3], side by side.
+std::string row_of_frames(const std::string& label, const at::Tensor& frames, const std::string& name) {
   std::vector<at::Tensor> columns;
   for (const std::int64_t f : spread(frames.size(0), kFrames)) {
     if (!columns.empty()) columns.push_back(at::full({frames.size(1), kGap, 3}, 255, at::kByte));
     columns.push_back(frames[f]);
   }
-  return fmt::format("<img alt=\"{}\" src=\"data:image/png;base64,{}\"/>", escape_html(alternative),
+  return fmt::format("<span>{}</span><img alt=\"{}\" src=\"data:image/png;base64,{}\"/>", escape_html(label),
+                     escape_html(label + " frames of " + name),
                      base64(encode_png(at::cat(columns, 1).contiguous())));
 }
 
 std::string frames_html(VideoDiT& model, const VideoStore& store, const std::vector<std::int64_t>& videos,
                         std::uint64_t seed) {
   std::string html;
-  for (const std::int64_t i : spread(static_cast<std::int64_t>(videos.size()), kShown)) {
-    const std::int64_t video = videos[static_cast<std::size_t>(i)];
-    const VideoGrid grid = store.grid(video);
-    html += fmt::format("<h3>{}<span>{} patches, {} x {} x {}</span></h3><div class=\"frames\">",
-                        escape_html(store.name(video)), grid.count(), grid.t, grid.h, grid.w);
-    bool first = true;
+  for (const std::int64_t video : spread(videos, kShown)) {
+    const std::string name = store.name(video);
+    html += fmt::format("<h3>{}<span>{} patches, {}</span></h3><div class=\"frames\">", escape_html(name),
+                        store.num_tokens(video), sizes_text(store.grid(video)));
     for (const double time : kTimes) {
       const PredictedVideo shown = predict_frames(model, store, video, time, seed);
-      const auto row = [&](const std::string& label, const at::Tensor& frames) {
-        html += fmt::format("<span>{}</span>{}", escape_html(label),
-                            strip(frames, label + " frames of " + store.name(video)));
-      };
-      if (first) row("original", shown.original);
-      row(fmt::format("noised, t = {:g}", time), shown.noised);
-      row("prediction", shown.predicted);
-      first = false;
+      if (time == kTimes[0]) html += row_of_frames("original", shown.original, name);
+      html += row_of_frames(fmt::format("noised, t = {:g}", time), shown.noised, name);
+      html += row_of_frames("prediction", shown.predicted, name);
     }
     html += "</div>";
   }
   return html;
 }
 
-struct VideoLoss {
-  std::int64_t video = 0;
-  bool held_out = false;
-  double loss = 0;
-};
+// Runs on one rank that has the whole model.
+Showing show_videos(VideoDiT& model, const VideoStore& store, const Split& split, std::uint64_t seed) {
+  const std::vector<std::int64_t>&trained = split.train, &held_out = split.validation;
+  struct VideoLoss {
+    std::int64_t video, patches;
+    bool held_out;
+    double loss;
+  };
+  std::vector<VideoLoss> losses;
+  const auto measure = [&](const std::vector<std::int64_t>& videos, bool are_held_out) {
+    for (const std::int64_t video : videos) {
+      double sum = 0;
+      for (std::int64_t draw = 0; draw < kDraws; ++draw)
+        sum += flow_matching_token_losses(model, store, video_batch(store, video, draw), seed)
+                   .sum()
+                   .item<double>();
+      const std::int64_t patches = store.num_tokens(video);
+      losses.push_back({video, patches, are_held_out, sum / static_cast<double>(kDraws * patches)});
+    }
+  };
+  measure(held_out, true);
+  measure(spread(trained, kMeasured), false);
+  std::ranges::stable_sort(losses, {}, &VideoLoss::patches);
 
-double mean_loss(VideoDiT& model, const VideoStore& store, std::int64_t video, std::uint64_t seed) {
-  double sum = 0;
-  for (std::int64_t draw = 0; draw < kDraws; ++draw)
-    sum +=
-        flow_matching_token_losses(model, store, video_batch(store, video, draw), seed).sum().item<double>();
-  return sum / static_cast<double>(kDraws * store.grid(video).count());
-}
-
-Chart losses_chart(const VideoStore& store, const std::vector<VideoLoss>& losses) {
   Chart chart{.title = "Loss by length",
               .x_label = "patches of the video",
               .y_label = fmt::format("squared error, mean of {} draws", kDraws),
               .series = {{.name = "held out", .points = {}}, {.name = "trained on", .points = {}}},
               .lines = false};
-  for (const VideoLoss& of : losses)
-    chart.series[of.held_out ? 0 : 1].points.push_back(
-        {static_cast<double>(store.num_tokens(of.video)), of.loss});
-  std::erase_if(chart.series, [](const Series& series) { return series.points.empty(); });
-  return chart;
-}
-
-// Shows frames of some of `videos`: originals, noised, and the model's one-step estimate from that. Shows
-// the loss of each of `held_out` and of some of `trained` by length. Runs on one rank that has the whole
-// model.
-Showing show_videos(VideoDiT& model, const VideoStore& store, const std::vector<std::int64_t>& held_out,
-                    const std::vector<std::int64_t>& trained, std::uint64_t seed) {
-  Showing showing;
-  showing.pictures.push_back(
-      {.title = held_out.empty() ? "Frames" : "Frames of held-out videos",
-       .caption = "Each video as it is; noised to a time t, where 0 is the video and 1 is noise; and what "
-                  "the model takes the video to be when it sees that, in one step.",
-       .html = frames_html(model, store, held_out.empty() ? trained : held_out, seed)});
-  std::vector<VideoLoss> losses;
-  for (const std::int64_t video : held_out)
-    losses.push_back({video, true, mean_loss(model, store, video, seed)});
-  for (const std::int64_t i : spread(static_cast<std::int64_t>(trained.size()), kMeasured)) {
-    const std::int64_t video = trained[static_cast<std::size_t>(i)];
-    losses.push_back({video, false, mean_loss(model, store, video, seed)});
-  }
-  std::stable_sort(losses.begin(), losses.end(), [&](const VideoLoss& a, const VideoLoss& b) {
-    return store.num_tokens(a.video) < store.num_tokens(b.video);
-  });
-  showing.charts.push_back(losses_chart(store, losses));
   ReportTable table{
       .title = "Loss of each video",
       .summary = fmt::format("the mean over a video's patches and {} draws of time and noise", kDraws),
       .columns = {"video", "", "patches", "frames x rows x columns", "loss"},
       .rows = {}};
-  for (const VideoLoss& of : losses) {
-    const VideoGrid grid = store.grid(of.video);
-    table.rows.push_back({store.name(of.video), of.held_out ? "held out" : "trained on",
-                          std::to_string(grid.count()), fmt::format("{} x {} x {}", grid.t, grid.h, grid.w),
-                          fmt::format("{:.4f}", of.loss)});
+  for (const VideoLoss& one : losses) {
+    Series& series = chart.series[one.held_out ? 0 : 1];
+    series.points.push_back({static_cast<double>(one.patches), one.loss});
+    table.rows.push_back({store.name(one.video), series.name, std::to_string(one.patches),
+                          sizes_text(store.grid(one.video)), fmt::format("{:.4f}", one.loss)});
   }
-  showing.tables.push_back(std::move(table));
-  return showing;
+  std::erase_if(chart.series, [](const Series& series) { return series.points.empty(); });
+  return {.pictures = {{.title = held_out.empty() ? "Frames" : "Frames of held-out videos",
+                        .caption = "Each video as it is; noised to a time t, where 0 is the video and 1 is "
+                                   "noise; and what the model takes the video to be when it sees that, in "
+                                   "one step.",
+                        .html = frames_html(model, store, held_out.empty() ? trained : held_out, seed)}},
+          .charts = {std::move(chart)},
+          .tables = {std::move(table)}};
 }
 
 class VideoTask : public Task {
@@ -294,74 +325,37 @@ class VideoTask : public Task {
   }
 
   std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    return std::make_unique<VideoLoader>(store_, split_.train,
-                                         VideoLoaderOptions{.videos_per_step = config().batch.videos_per_step,
-                                                            .tokens_per_micro_batch = most_tokens(),
-                                                            .seed = seed(),
-                                                            .rank = rank,
-                                                            .size = size});
+    return loader(split_.train, config().batch.videos_per_step, true, rank, size);
   }
-
   std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
     if (split_.validation.empty()) return nullptr;
-    return std::make_unique<VideoLoader>(store_, split_.validation,
-                                         VideoLoaderOptions{.videos_per_step = config().train.evaluate_packs,
-                                                            .tokens_per_micro_batch = most_tokens(),
-                                                            .seed = seed(),
-                                                            .shuffle = false,
-                                                            .rank = rank,
-                                                            .size = size});
+    return loader(split_.validation, config().train.evaluate_packs, false, rank, size);
   }
 
   CutOptions cut_options() const override {
     return {.causal = false, .token_cost = 6 * shape_of_model().hidden};
   }
-
   std::pair<std::int64_t, std::int64_t> heads() const override {
     return {shape_of_model().heads, shape_of_model().heads};
   }
 
   TaskFacts facts() const override {
-    const VideoOptions options = video_options(config());
-    std::map<std::string, std::string> order;
-    const auto add = [&](const char* key, const auto& value) { order[key] = fmt::format("{}", value); };
-    add("batch.videos_per_step", config().batch.videos_per_step);
-    add("video.height", options.height);
-    add("video.frames_per_second", options.frames_per_second);
-    add("video.max_frames", options.max_frames);
-    add("video.patch_frames", options.patch.t);
-    add("video.patch_height", options.patch.h);
-    add("video.patch_width", options.patch.w);
+    const ShapeKeys keys =
+        values_of(config(),
+                  "batch.videos_per_step video.height video.frames_per_second video.max_frames "
+                  "video.patch_frames video.patch_height video.patch_width");
+    std::map<std::string, std::string> order(keys.begin(), keys.end());
     order["videos (a checksum of their pixels)"] = fmt::format("{:016x}", store_->fingerprint());
+    const auto& batch = config().batch;
     return {.documents = "videos",
             .tokens = "patches",
             .unit = "squared error",
-            .batch = fmt::format("{} videos", config().batch.videos_per_step),
-            .micro_batch = fmt::format("at most {} patches, or one video", most_tokens()),
+            .batch = fmt::format("{} videos", batch.videos_per_step),
+            .micro_batch = fmt::format("at most {} patches, or one video", batch.tokens_per_micro_batch),
             .train_documents = static_cast<std::int64_t>(split_.train.size()),
             .validation_documents = static_cast<std::int64_t>(split_.validation.size()),
             .num_tokens = store_->num_tokens(),
             .order = std::move(order)};
-  }
-
-  std::string describe_step(std::int64_t step, int ranks) const override {
-    std::string text;
-    for (int rank = 0; rank < ranks; ++rank) {
-      const auto loader = make_loader(rank, ranks);
-      loader->seek(position_of_step(*loader, step));
-      if (rank == 0)
-        text = fmt::format("step {}: step {} of {} of epoch {}\n", step, loader->position().step + 1,
-                           loader->steps_per_epoch(), loader->position().epoch + 1);
-      const MicroBatches batches = loader->next();
-      for (std::size_t i = 0; i < batches.size(); ++i) {
-        text += fmt::format("rank {}, micro-batch {}, {} patches\n", rank, i + 1, batches[i].num_tokens());
-        for (const std::int64_t video : batches[i].sample_ids) {
-          const VideoGrid grid = store_->grid(video);
-          text += fmt::format("  {}: {} x {} x {} patches\n", store_->name(video), grid.t, grid.h, grid.w);
-        }
-      }
-    }
-    return text;
   }
 
   // E‖ε − x0‖² per element for standard normal ε: 1 + the mean square of what is to be predicted.
@@ -379,106 +373,87 @@ class VideoTask : public Task {
             .value = 1 + (sums[0] / sums[1]).item<double>()};
   }
 
-  std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const override {
-    if (!config().model.load.empty()) return with(read_video_model(config().model.load, dtype));
-    return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, seed()));
+  std::shared_ptr<TaskModel> shape_model(const fs::path& directory, at::ScalarType dtype) const override {
+    const VideoDiTConfig shape = directory.empty() ? shape_of_model() : read_video_shape(directory);
+    return std::make_shared<VideoModel>(VideoDiT::without_values(shape, dtype), store_, config());
   }
-  std::shared_ptr<TaskModel> make_model_without_values() const override {
-    return with(VideoDiT::without_values(shape_of_model(), scalar_type(config().train.dtype)));
-  }
-  std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const override {
-    return with(std::make_shared<VideoDiT>(shape_of_model(), dtype, 0));
-  }
-  ModelToLayOut make_model_to_lay_out(const fs::path& directory) const override {
-    const fs::path from = directory.empty() ? fs::path(config().model.load) : directory;
-    const at::ScalarType dtype = scalar_type(config().train.dtype);
-    if (from.empty()) {
-      const auto model = VideoDiT::without_values(shape_of_model(), dtype);
-      return {.model = with(model),
-              .fill = [model, seed = seed()](const std::string& name, at::Tensor& values) {
-                model->initialize(name, values, seed);
-              }};
-    }
-    const auto model = VideoDiT::without_values(read_video_shape(from), dtype);
-    const auto weights = std::make_shared<const OwnWeights>(open_video_weights(from));
-    return {.model = with(model),
-            .fill = [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); },
-            .check_values =
-                [weights, model, dtype] {
-                  for (const auto& [name, parameter] : model->named())
-                    weights->fill(name, at::empty(parameter.sizes(), dtype));
-                }};
-  }
-
-  ShapeKeys shape() const override { return video_shape_keys(shape_of_model()); }
+  ShapeKeys shape() const override { return shape_keys(shape_of_model()); }
   ShapeKeys saved_shape(const fs::path& directory) const override {
-    return video_shape_keys(read_video_shape(directory));
+    return shape_keys(read_video_shape(directory));
   }
 
   Showing show(TaskModel& model, const Outcome&, const Outcome*) const override {
-    return show_videos(static_cast<VideoModel&>(model).transformer(), *store_, split_.validation,
-                       split_.train, seed());
+    return show_videos(static_cast<VideoModel&>(model).transformer(), *store_, split_, seed());
   }
 
   // The mean over a patch of (v − (ε − x0))², from its definition.
-  PlainLosses plain_losses() const override {
-    return [store = store_, seed = seed()](const Batch& batch, const at::Tensor& velocity) {
-      const FlowNoise drawn = flow_noise(batch, store->patch_elements(), seed);
-      const at::Tensor target = drawn.noise - store->patches(batch.tokens, at::kDouble);
-      return (velocity - target.to(velocity.scalar_type())).pow(2).mean(1);
-    };
-  }
-  std::string loss_name() const override { return "flow_matching"; }
-
-  RunConfig micro_sized(int ranks, std::int64_t step) const override {
-    RunConfig micro = config();
-    micro.batch.videos_per_step = ranks + 1;
-    micro.batch.tokens_per_micro_batch = 1;
-    micro.run.seed += step;
-    return micro;
+  PlainLoss plain_loss() const override {
+    return {.name = "flow_matching",
+            .per_token = [store = store_, seed = seed()](const Batch& batch, const at::Tensor& velocity) {
+              const FlowNoise drawn = flow_noise(batch, store->patch_elements(), seed);
+              const at::Tensor target = drawn.noise - store->patches(batch.tokens, at::kDouble);
+              return (velocity - target.to(velocity.scalar_type())).pow(2).mean(1);
+            }};
   }
 
  private:
-  std::uint64_t seed() const { return static_cast<std::uint64_t>(config().run.seed); }
-  std::int64_t most_tokens() const { return config().batch.tokens_per_micro_batch; }
+  std::unique_ptr<VideoLoader> loader(const std::vector<std::int64_t>& videos, std::int64_t per_step,
+                                      bool shuffle, int rank, int size) const {
+    return std::make_unique<VideoLoader>(
+        store_, videos,
+        VideoLoaderOptions{.videos_per_step = per_step,
+                           .tokens_per_micro_batch = config().batch.tokens_per_micro_batch,
+                           .seed = seed(),
+                           .shuffle = shuffle,
+                           .rank = rank,
+                           .size = size});
+  }
+  std::string describe(BatchLoader& loader, int rank) const override {
+    std::string text;
+    int number = 0;
+    for (const Batch& batch : loader.next()) {
+      text += fmt::format("rank {}, micro-batch {}, {} patches\n", rank, ++number, batch.num_tokens());
+      for (const std::int64_t video : batch.sample_ids)
+        text += fmt::format("  {}: {} patches\n", store_->name(video), sizes_text(store_->grid(video)));
+    }
+    return text;
+  }
+  FillValues open_weights(const fs::path& directory, at::ScalarType) const override {
+    return open_video_weights(directory);
+  }
 
   // The model has positions up to the largest video of this data.
   VideoDiTConfig shape_of_model() const {
-    if (!config().model.load.empty()) return loaded_shape();
     const VideoGrid largest = store_->largest();
-    const auto& shape = config().model.shape;
-    VideoDiTConfig made{.patch_elements = store_->patch_elements(),
-                        .hidden = shape.hidden,
-                        .layers = shape.layers,
-                        .heads = shape.heads,
-                        .head_dim = shape.head_dim,
-                        .feed_forward = shape.feed_forward,
-                        .max_frames = largest.t,
-                        .max_height = largest.h,
-                        .max_width = largest.w,
-                        .timestep_features = config().video.timestep_features,
-                        .initializer_range = shape.initializer_range,
-                        .gate_init = config().video.gate_init};
-    check(made);
-    return made;
-  }
-
-  VideoDiTConfig loaded_shape() const {
-    const VideoDiTConfig shape = read_video_shape(config().model.load);
-    const VideoGrid largest = store_->largest();
-    if (shape.patch_elements != store_->patch_elements() || largest.t > shape.max_frames ||
-        largest.h > shape.max_height || largest.w > shape.max_width)
-      refuse(config().model.load + " (model.load)",
-             fmt::format("videos of up to {} x {} x {} patches of {} numbers", largest.t, largest.h,
-                         largest.w, store_->patch_elements()),
-             fmt::format("at most {} x {} x {} patches of {}, as this model was trained on", shape.max_frames,
-                         shape.max_height, shape.max_width, shape.patch_elements),
+    const auto& fresh = config().model.shape;
+    const std::string& load = config().model.load;
+    const std::int64_t elements = store_->patch_elements();
+    if (load.empty()) {
+      const VideoDiTConfig shape{.patch_elements = elements,
+                                 .hidden = fresh.hidden,
+                                 .layers = fresh.layers,
+                                 .heads = fresh.heads,
+                                 .head_dim = fresh.head_dim,
+                                 .feed_forward = fresh.feed_forward,
+                                 .max_frames = largest.t,
+                                 .max_height = largest.h,
+                                 .max_width = largest.w,
+                                 .timestep_features = config().video.timestep_features,
+                                 .initializer_range = fresh.initializer_range,
+                                 .gate_init = config().video.gate_init};
+      check(shape);
+      return shape;
+    }
+    const VideoDiTConfig shape = read_video_shape(load);
+    if (shape.patch_elements != elements || largest.t > shape.max_frames || largest.h > shape.max_height ||
+        largest.w > shape.max_width)
+      refuse(load + " (model.load)",
+             fmt::format("videos of up to {} patches of {} numbers", sizes_text(largest), elements),
+             fmt::format("at most {} patches of {}, as this model was trained on",
+                         sizes_text({shape.max_frames, shape.max_height, shape.max_width}),
+                         shape.patch_elements),
              "Shrink them by video.height and video.max_frames, with the patches of that run");
     return shape;
-  }
-
-  std::shared_ptr<TaskModel> with(std::shared_ptr<VideoDiT> model) const {
-    return std::make_shared<VideoModel>(std::move(model), store_, config());
   }
 
   Store store_;
@@ -497,9 +472,9 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
       if (file.find_first_of("*?[") == std::string::npos && !fs::exists(file))
         refuse("video.files", "no " + file, "a file, a folder or a glob of videos",
                "Check the path; python3 examples/video_clips.py fetches the clips of examples/video.toml");
-    store = VideoStore::open(video_options(config));
+    store = open_store(config);
   });
-  if (!store) store = VideoStore::open(video_options(config));
+  if (!store) store = open_store(config);
   Split split = split_videos(store->num_videos(), config.data.validation_fraction,
                              static_cast<std::uint64_t>(config.run.seed));
   return std::make_unique<VideoTask>(config, std::move(store), std::move(split));
@@ -512,8 +487,8 @@ constexpr const char* kOnlyOfVideos = "model.kind is not \"video\"";
 
 // One video per micro-batch, or all of a rank's at once.
 std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
-  std::vector<RunConfig> all{config};
-  std::int64_t& most_tokens = all.emplace_back(config).batch.tokens_per_micro_batch;
+  std::vector<RunConfig> all{config, config};
+  std::int64_t& most_tokens = all[1].batch.tokens_per_micro_batch;
   most_tokens = most_tokens > 1 ? 1 : kAllTokens;
   return all;
 }
@@ -530,6 +505,16 @@ void check_video_cut(const RunConfig& config, int) {
                                  .others = {{"features of the feed-forward network", shape.feed_forward}}});
 }
 
+// Converts frames, rows or columns to patches; 0: the most that the model supports.
+std::int64_t in_patches(const char* flag, std::int64_t length, std::int64_t patch, std::int64_t most) {
+  if (length == 0) return most;
+  if (length % patch == 0 && length >= patch && length <= most * patch) return length / patch;
+  refuse(fmt::format("{} {}", flag, length),
+         fmt::format("{}, where this model has patches of {}", length, patch),
+         fmt::format("a multiple of {} up to {}", patch, most * patch),
+         fmt::format("Ask for {}", std::clamp((length + patch - 1) / patch * patch, patch, most * patch)));
+}
+
 }  // namespace
 
 const TaskKind& video_kind() {
@@ -538,7 +523,7 @@ const TaskKind& video_kind() {
       .samples = "videos",
       .tokens = "patches",
       .smaller = "batch.tokens_per_micro_batch, video.height or video.max_frames",
-      .samples_per_step = [](const RunConfig& config) { return config.batch.videos_per_step; },
+      .per_step = &decltype(RunConfig::batch)::videos_per_step,
       .keys = key_table::video_keys,
       .unused = {{"model.",
                   kNotOfVideos,
@@ -561,6 +546,67 @@ const TaskKind& video_kind() {
       },
       .make = make_video_task};
   return kind;
+}
+
+// ---- a finished run's model ----
+
+bool is_video_model(const fs::path& directory) {
+  return is_own_model(directory, kVideoFamily);
+}
+
+void write_video_model(const fs::path& directory, VideoDiTConfig shape, const TensorStream& weights) {
+  write_own_model(directory, kVideoFamily, fields(shape), weights);
+}
+
+std::shared_ptr<VideoDiT> read_video_model(const fs::path& directory, at::ScalarType dtype) {
+  const FillValues fill = open_video_weights(directory);
+  auto model = VideoDiT::without_values(read_video_shape(directory), dtype);
+  give_values(model->named(), fill, nullptr, at::kCPU);
+  return model;
+}
+
+std::vector<fs::path> sample_videos(const fs::path& directory, const VideoSampleOptions& options) {
+  if (!fs::exists(directory / "state.json"))
+    refuse(directory.string(), "a video model without a checkpoint's state.json, which says what a patch is",
+           "a checkpoint of a video run", "Name a folder of checkpoints/ as isograd train leaves it");
+  const TrainingState state = open_checkpoint(directory);
+  const auto number = [&](const std::string& key) {
+    const auto found = state.order.find("video." + key);
+    const std::string text = found == state.order.end() ? "nothing" : found->second;
+    double value = -1;
+    std::from_chars(text.data(), text.data() + text.size(), value);
+    if (value >= 0 && value <= 8192) return value;
+    refuse((directory / "state.json").string() + ": video." + key, text, "a number, as a video run leaves it",
+           "Name a checkpoint of a video run");
+  };
+  const auto of_patch = [&](const char* axis) {
+    return std::max<std::int64_t>(1, std::llround(number(axis)));
+  };
+  const auto model = read_video_model(directory, scalar_type(state.dtype));
+  const VideoGrid patch{of_patch("patch_frames"), of_patch("patch_height"), of_patch("patch_width")};
+  const VideoDiTConfig& shape = model->config();
+  if (3 * patch.count() != shape.patch_elements)
+    refuse(directory.string(), fmt::format("patches of {} pixels in state.json", sizes_text(patch)),
+           fmt::format("{} numbers to a patch, as the model has it", shape.patch_elements),
+           "Name a checkpoint as isograd train leaves it");
+  const VideoGrid grid{in_patches("--frames", options.frames, patch.t, shape.max_frames),
+                       in_patches("--height", options.height, patch.h, shape.max_height),
+                       in_patches("--width", options.width, patch.w, shape.max_width)};
+  constexpr double kEveryFrame = 24;  // per second, of a run that took every frame
+  const double taken = number("frames_per_second"), speed = taken > 0 ? taken : kEveryFrame;
+  std::error_code problem;
+  fs::create_directories(options.folder, problem);
+  if (problem)
+    refuse("--out " + options.folder.string(), problem.message(), "a folder that can be made",
+           "Choose another one");
+  std::vector<fs::path> files;
+  for (std::int64_t i = 0; i < options.videos; ++i) {
+    const at::Tensor patches =
+        sample_flow(*model, grid, {.steps = options.steps, .seed = options.seed, .number = i});
+    files.push_back(options.folder / fmt::format("sample-{}.png", i));
+    write_apng(files.back(), unpatchify(to_bytes(patches), grid, patch), speed);
+  }
+  return files;
 }
 
 }  // namespace isograd

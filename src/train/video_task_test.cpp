@@ -7,7 +7,7 @@
 #include "train/build.hpp"
 #include "train/resume.hpp"
 #include "train/task.hpp"
-#include "train/video_model.hpp"
+#include "train/video_task.hpp"
 #include "train/video_testing.hpp"
 
 namespace isograd {
@@ -18,6 +18,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 using testing_runs::kVideoLayouts;
+using testing_runs::VideoLayout;
 using testing_runs::write_video;
 
 class VideoRuns : public testing_runs::TinyVideos {};
@@ -36,13 +37,7 @@ TEST_F(VideoRuns, IsTheRunOfOneProcess) {
       config.loss.kind = mean;
       layout.change(config);
       const Run many = run(config, layout.ranks);
-      ASSERT_EQ(many.steps.size(), 7u) << layout.name;
-      for (std::size_t i = 0; i < 7; ++i) {
-        const StepReport &a = many.steps[i].report, &b = alone.steps[i].report;
-        EXPECT_EQ(a.census.targets, b.census.targets) << layout.name;
-        EXPECT_NEAR(a.loss, b.loss, 1e-9 * b.loss) << layout.name << ", step " << i + 1;
-        EXPECT_NEAR(a.norm, b.norm, 1e-9 * b.norm) << layout.name << ", step " << i + 1;
-      }
+      expect_same_steps(many, alone, 1e-9, 1e-9, layout.name);
       EXPECT_NEAR(*many.outcomes[0].validation_loss, *alone.outcomes[0].validation_loss, 1e-9) << layout.name;
       EXPECT_NEAR(many.outcomes[0].baseline, alone.outcomes[0].baseline, 1e-12);
     }
@@ -58,81 +53,44 @@ TEST_F(VideoRuns, SampleMeanIsAnotherLoss) {
 
 TEST_F(VideoRuns, SavedAndReloadedEqualsUninterrupted) {
   for (const char* dtype : {"float32", "bfloat16"})
-    for (const char* layout : {"two", "ring2", "zero3_checkpointed_ring2"}) {
-      const auto* found = std::find_if(std::begin(kVideoLayouts), std::end(kVideoLayouts),
-                                       [&](const auto& known) { return std::string(layout) == known.name; });
-      RunConfig saving = videos(fmt::format("saving-{}-{}", dtype, layout), dtype);
-      found->change(saving);
-      saving.checkpoint.every = 3;
-      saving.checkpoint.keep = 10;
-      const Run straight = run(saving, found->ranks);
-      RunConfig config = saving;
-      config.run.directory += "-resumed";
-      const fs::path middle = fs::path(saving.run.directory) / "checkpoints/step-00000003";
-      config.checkpoint.resume = middle.string();
-      const Run resumed = run(config, found->ranks);
-      ASSERT_EQ(resumed.steps.size(), 4u);
-      for (std::size_t i = 0; i < 4; ++i)
-        EXPECT_EQ(resumed.steps[i].report.loss, straight.steps[3 + i].report.loss) << layout << " " << dtype;
-      for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json"})
-        EXPECT_TRUE(file(resumed.outcomes[0].checkpoint, name) == file(straight.outcomes[0].checkpoint, name))
-            << name << " " << layout << " " << dtype;
-      EXPECT_FALSE(file(middle, "model.safetensors") ==
-                   file(straight.outcomes[0].checkpoint, "model.safetensors"));
+    for (const char* name : {"two", "ring2", "zero3_checkpointed_ring2"}) {
+      const auto& layout = *std::ranges::find(kVideoLayouts, std::string_view(name), &VideoLayout::name);
+      RunConfig config = videos(fmt::format("saving-{}-{}", dtype, name), dtype);
+      layout.change(config);
+      expect_continued_alike(config, layout.ranks, {"model.safetensors", "optimizer.safetensors"});
     }
 }
 
 TEST_F(VideoRuns, AnotherRunIsRefusedByKey) {
-  const RunConfig saving = videos("run");
-  run(saving, 1);
-  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
-    RunConfig config = saving;
-    config.checkpoint.resume = "latest";
-    change(config);
-    return config_error_of([&] { run(config, 2); });
-  };
-  EXPECT_EQ(refused([](RunConfig&) {}), "no error");
-  EXPECT_THAT(refused([](RunConfig& c) { c.video.height = 8; }),
-              HasSubstr("video.height: found 8; expected 12"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.batch.videos_per_step = 4; }), HasSubstr("batch.videos_per_step"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.video.max_frames = 4; }), HasSubstr("video.max_frames"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.model.shape.hidden = 8; }), HasSubstr("model.hidden"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.run.seed = 4; }), HasSubstr("run.seed"));
-  EXPECT_EQ(refused([](RunConfig& c) { c.batch.tokens_per_micro_batch = 7; }), "no error");
+  RunConfig config = videos("run");
+  run(config, 1);
+  config.checkpoint.resume = "latest";
+  expect_told(config, {{[](RunConfig&) {}, "no error"},
+                       {[](RunConfig& c) { c.video.height = 8; }, "video.height: found 8; expected 12"},
+                       {[](RunConfig& c) { c.batch.videos_per_step = 4; }, "batch.videos_per_step"},
+                       {[](RunConfig& c) { c.video.max_frames = 4; }, "video.max_frames"},
+                       {[](RunConfig& c) { c.model.shape.hidden = 8; }, "model.hidden"},
+                       {[](RunConfig& c) { c.run.seed = 4; }, "run.seed"},
+                       {[](RunConfig& c) { c.batch.tokens_per_micro_batch = 7; }, "no error"}});
   write_video(root_ / "videos/clip0.y4m", 2, 8, 8, 99);
-  EXPECT_THAT(refused([](RunConfig&) {}), HasSubstr("checksum of their pixels"));
+  expect_told(config, {{[](RunConfig&) {}, "checksum of their pixels"}});
 }
 
 TEST_F(VideoRuns, WhatCannotBeTrainedIsRefusedOnEveryRank) {
-  const auto refused = [&](const std::function<void(RunConfig&)>& change) {
-    RunConfig config = videos("refused");
-    change(config);
-    return config_error_of([&] { run(config, 2); });
-  };
-  EXPECT_THAT(refused([](RunConfig& c) { c.video.files = {}; }), HasSubstr("video.files"));
-  EXPECT_THAT(refused([&](RunConfig& c) { c.video.files = {(root_ / "absent.mp4").string()}; }),
-              HasSubstr("absent.mp4"));
   write_file(root_ / "no-video.mp4", "these bytes are no video");
-  EXPECT_THAT(refused([&](RunConfig& c) { c.video.files = {(root_ / "no-video.mp4").string()}; }),
-              HasSubstr("no-video.mp4"));
   write_video(root_ / "one-frame.y4m", 1, 8, 8, 0);
-  EXPECT_THAT(refused([&](RunConfig& c) { c.video.files = {(root_ / "one-frame.y4m").string()}; }),
-              HasSubstr("one-frame.y4m"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.video.timestep_features = 7; }), HasSubstr("timestep_features"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.parallel.cp_ring = 3; }), HasSubstr("parallel.cp_ring"));
-  EXPECT_THAT(refused([](RunConfig& c) {
-                c.parallel.cp_ulysses = 2;
-                c.model.shape.heads = 3;
-              }),
-              HasSubstr("heads"));
-  EXPECT_THAT(refused([](RunConfig& c) { c.batch.videos_per_step = 1; }),
-              AllOf(HasSubstr("more ranks than videos"), HasSubstr("batch.videos_per_step=2")));
-  const RunConfig text = tiny("text");
-  run(text, 1);
-  EXPECT_THAT(refused([&](RunConfig& c) {
-                c.model.load = (fs::path(text.run.directory) / "checkpoints/step-00000007").string();
-              }),
-              HasSubstr("model_type"));
+  std::vector<Told> all;
+  for (const char* file : {"absent.mp4", "no-video.mp4", "one-frame.y4m"})
+    all.push_back({[&, file](RunConfig& c) { c.video.files = {(root_ / file).string()}; }, file});
+  all.push_back({[](RunConfig& c) { c.video.files = {}; }, "video.files"});
+  all.push_back({[](RunConfig& c) { c.video.timestep_features = 7; }, "timestep_features"});
+  all.push_back({[](RunConfig& c) { c.parallel.cp_ring = 3; }, "parallel.cp_ring"});
+  all.push_back({[](RunConfig& c) { c.parallel.cp_ulysses = 2, c.model.shape.heads = 3; }, "heads"});
+  for (const char* part : {"more ranks than videos", "batch.videos_per_step=2"})
+    all.push_back({[](RunConfig& c) { c.batch.videos_per_step = 1; }, part});
+  const std::string text = run(tiny("text"), 1).outcomes[0].checkpoint.string();
+  all.push_back({[&](RunConfig& c) { c.model.load = text; }, "model_type"});
+  expect_told(videos("refused"), all);
 }
 
 TEST_F(VideoRuns, GoesOnFromTheWeightsOfAnotherRun) {

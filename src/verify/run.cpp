@@ -281,15 +281,8 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   made.look_ahead = [model](const ForwardLossTerms& forward) { return model->look_ahead(forward); };
   if (model->choose_experts({}))
     made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) { model->choose_experts(choose); };
-  for (const PlainTerm& term : setting.task->plain_terms())
-    made.more_terms.push_back({.name = term.name,
-                               .sum = [model, term](const Batch& batch) { return term.sum(*model, batch); },
-                               .mean = term.mean,
-                               .weight = term.weight,
-                               .prepare =
-                                   [model, term](const MicroBatches& whole) {
-                                     if (term.prepare) term.prepare(*model, whole);
-                                   }});
+  for (const PlainTerm& term : model->plain_terms())
+    made.more_terms.push_back({term.name, term.sum, term.mean, term.weight, term.prepare});
   made.units = model->make_units();
   made.loss_terms = [model, loss = on_device(setting.device, inside(made.units->root, model->loss()))](
                         const Batch& batch) { return loss(batch); };
@@ -298,13 +291,14 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
 
 DeclaredLoss declared_loss(const std::shared_ptr<const Task>& task, int ranks) {
   const RunConfig& config = task->config();
+  const PlainLoss plain = task->plain_loss();
   DeclaredLoss loss;
-  loss.name = task->loss_name();
-  loss.global = task->plain_loss();
+  loss.name = plain.name;
+  loss.global = plain.global;
   if (loss.global) return loss;
   loss.mean = mean_of(config);
   if (loss.mean == Mean::kFixed) loss.denominator = config.loss.denominator;
-  loss.per_token = task->plain_losses();
+  loss.per_token = plain.per_token;
   if (normalises_by_replica(config))
     loss.replicas = [task, ranks] {
       const RunConfig& own = task->config();
@@ -544,7 +538,7 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
       problem.live_run->choose_experts = [&model = run.run.model](const DecoderLM::ChooseExperts& choose) {
         model.choose_experts(choose);
       };
-    problem.loss.per_token = run.run.task.plain_losses();
+    problem.loss.per_token = run.run.task.plain_loss().per_token;
     if (change) change(problem, own);
   };
   const Verdict verdict =

@@ -1,16 +1,13 @@
 // verify of a scorer: every loss under every strategy is one process's, and an average is named.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <ATen/ATen.h>
 
-#include <fstream>
-
 #include "isograd/trainer.hpp"
-#include "isograd/world.hpp"
 #include "loss/ranking/ranking_testing.hpp"
-#include "train/scorer_task.hpp"
+#include "train/task.hpp"
+#include "train/trainer_testing.hpp"
 #include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
@@ -19,29 +16,14 @@ namespace {
 
 using ::testing::HasSubstr;
 
-class ScorerVerify : public ::testing::Test {
+class ScorerVerify : public testing_runs::TinyRuns {
  protected:
-  ScorerVerify() {
-    folder_ = std::filesystem::temp_directory_path() / ("isograd-scorer-" + std::to_string(getpid()));
-    std::filesystem::create_directories(folder_);
-    std::ofstream csv(folder_ / "t.csv");
-    csv << "a,b,c,y\n";
-    for (int row = 0; row < 61; ++row)
-      csv << (row * 37 % 23) << ',' << (row * 11 % 17) * 0.5 << ',' << (row * 7 % 13) - 4 << ','
-          << (row % 6 == 0) << '\n';
-    config_.data.table = (folder_ / "t.csv").string();
-    config_.data.validation_fraction = 0.2;
-    config_.model.kind = "scorer";
-    config_.model.scorer_units = 5;
-    config_.batch.rows_per_step = 25;  // uneven over 2, 3 and 4 ranks
-    config_.ranking.temperature = 0.3, config_.ranking.queue_size = 30, config_.ranking.budget = 0.4;
-    config_.ranking.quantile = 0.3;
+  void SetUp() override {
+    TinyRuns::SetUp();
+    config_ = scorer("run");
     config_.train.steps = 3;
-    config_.run.directory = (folder_ / "run").string();
   }
-  ~ScorerVerify() override { std::filesystem::remove_all(folder_); }
 
-  std::filesystem::path folder_;
   RunConfig config_;
 };
 
@@ -53,7 +35,7 @@ TEST_F(ScorerVerify, AQueueThatDriftsApartStopsTheRunAndIsNamed) {
   config_.ranking.loss = "smooth_ap";
   config_.verify.checksums_every = 1;
   for (const bool planted : {false, true}) {
-    config_.run.directory = (folder_ / (planted ? "planted" : "right")).string();
+    config_.run.directory = (root_ / (planted ? "planted" : "right")).string();
     std::vector<std::string> said(3);
     std::vector<Outcome> outcomes(3);
     run_ranks(3, [&](World& world) {
@@ -61,11 +43,8 @@ TEST_F(ScorerVerify, AQueueThatDriftsApartStopsTheRunAndIsNamed) {
       TrainerHooks hooks;
       hooks.check = [&](RunningRun& running) {
         if (planted && running.step == 2 && rank == 1) {
-          RankingLoss& loss = *dynamic_cast<RankedTableModel&>(running.run.model).ranking_loss();
-          auto state = loss.state();
-          for (auto& [name, value] : state)
-            if (name == "queue_scores") value.mul_(1 + 1e-6);
-          loss.load_state(state);
+          for (auto& [name, value] : running.run.model.buffers())
+            if (name == "loss.queue_scores") value.mul_(1 + 1e-6);
         }
         return said[rank] = check_running(running);
       };
@@ -136,49 +115,39 @@ TEST_F(ScorerVerify, ABiasSummedAlongTpIsFound) {
   });
 }
 
+// The loss of the rows of the step alone, by another twin.
+void rank_without_queue(VerifyProblem& problem, World&) {
+  problem.loss.global = [](const at::Tensor& logits, const at::Tensor& targets) {
+    const twin::Pool pool{.scores = logits,
+                          .targets = targets,
+                          .iid = {},
+                          .live = {},
+                          .weights = at::ones({targets.numel()}, logits.options().requires_grad(false))};
+    return 1 - twin::smooth_ap(pool, logits.select(1, 0), targets.eq(1), 0.3).value;
+  };
+}
+
 // The museum's B24: gathered, and then averaged. The factor is W, and so it says.
 TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
-  const ScorerData data = open_table(config_);
+  config_.ranking.loss = "smooth_ap";
+  config_.ranking.queue_size = 0;
+  config_.train.dtype = "float64";
   for (const int ranks : {2, 3, 4})
     run_ranks(ranks, [&](World& world) {
-      const auto rows_of = [&](int rank, int size) {
-        return MicroBatches{rows_batch(data, make_row_sampler(config_, data, rank, size).next())};
-      };
-      VerifyProblem problem;
-      problem.updates = 0;
-      problem.make_model = [&](at::ScalarType dtype) {
-        const ScorerModel model = make_scorer(config_, data, "smooth_ap", dtype);
-        const auto loss = make_ranking_loss(config_, "smooth_ap", world.group);
-        loss->eval();
-        VerifyModel made{.named = model.scorer->named(), .logits = {}, .loss_terms = {}};
-        made.logits = [scorer = model.scorer, &data](const Batch& batch) {
-          return scorer->scores(data.features.index_select(0, batch.tokens));
+      const Verdict verdict = verify_run(config_, world, {}, [ranks](VerifyProblem& problem, World& own) {
+        rank_without_queue(problem, own);
+        problem.updates = 0;
+        problem.make_model = [make = problem.make_model, ranks](at::ScalarType dtype) {
+          VerifyModel model = make(dtype);
+          model.loss_terms = [right = model.loss_terms, ranks](const Batch& batch) {
+            LossTerms terms = right(batch);
+            const at::Tensor value = terms[0].sum;  // its value, a W-th of its gradient
+            terms[0].sum = value.detach() + (value - value.detach()) / ranks;
+            return terms;
+          };
+          return model;
         };
-        const auto right = scorer_loss(model, data, "smooth_ap", loss, world.group);
-        made.loss_terms = [right, ranks](const Batch& batch) {
-          LossTerms terms = right(batch);
-          const at::Tensor value = terms[0].sum;  // its value, a W-th of its gradient
-          terms[0].sum = value.detach() + (value - value.detach()) / ranks;
-          return terms;
-        };
-        return made;
-      };
-      problem.local = rows_of(world.rank, world.size);
-      problem.whole = [&] { return rows_of(0, 1); };
-      problem.dtype = at::kDouble;
-      problem.loss.name = "smooth_ap";
-      problem.loss.global = [](const at::Tensor& logits, const at::Tensor& targets) {
-        const twin::Pool pool{.scores = logits,
-                              .targets = targets,
-                              .iid = {},
-                              .live = {},
-                              .weights = at::ones({targets.numel()}, at::kDouble)};
-        return 1 - twin::smooth_ap(pool, logits.select(1, 0), targets.eq(1), 0.3).value;
-      };
-      problem.layouts = {{.name = "bucketed", .make = [](std::vector<NamedParameter> named, Group group) {
-                            return bucketed(std::move(named), std::move(group), {});
-                          }}};
-      const Verdict verdict = verify(problem, world.group);
+      });
       EXPECT_FALSE(verdict.passed);
       if (world.rank != 0) return;
       EXPECT_THAT(verdict.diagnosis,
@@ -191,23 +160,13 @@ TEST_F(ScorerVerify, NamesAnAverageOfGradients) {
 // Planted fault: an oracle that does not know of the queue is not passed, so the queue takes part.
 TEST_F(ScorerVerify, RanksAgainstAFilledQueue) {
   config_.ranking.loss = "smooth_ap";
-  const auto forget = [](VerifyProblem& problem, World&) {
-    problem.loss.global = [](const at::Tensor& logits, const at::Tensor& targets) {
-      const twin::Pool pool{.scores = logits,
-                            .targets = targets,
-                            .iid = {},
-                            .live = {},
-                            .weights = at::ones({targets.numel()}, logits.options().requires_grad(false))};
-      return 1 - twin::smooth_ap(pool, logits.select(1, 0), targets.eq(1), 0.3).value;
-    };
-  };
   for (const std::int64_t queue : {0, 5, 30, 1000})
     for (const bool forgets : {false, true})
       run_ranks(2, [&](World& world) {
         RunConfig config = config_;
         config.ranking.queue_size = queue;
         const Verdict verdict =
-            verify_run(config, world, {}, forgets ? ChangeProblem(forget) : ChangeProblem());
+            verify_run(config, world, {}, forgets ? ChangeProblem(rank_without_queue) : ChangeProblem());
         EXPECT_EQ(verdict.passed, queue == 0 || !forgets) << queue;
       });
 }
@@ -232,7 +191,7 @@ TEST_F(ScorerVerify, IsMinimisedInRowsAndQueue) {
 
 TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
   config_.train.dtype = "float64";
-  config_.train.steps = 6, config_.ranking.queue_size = 10, config_.ranking.compare = false;
+  config_.train.steps = 6, config_.ranking.queue_size = 10;
   std::vector<at::Tensor> wanted;
   for (const auto& [ranks, tp] : {std::pair{1, 1}, {2, 1}, {4, 1}, {4, 2}}) {
     config_.overwrite = ranks > 1;
@@ -253,8 +212,8 @@ TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
         EXPECT_LT((found[i] - wanted[i]).norm().item<double>(), 1e-9 * (1 + wanted[i].norm().item<double>()));
     });
   }
-  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/report.html"));
-  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/metrics.jsonl"));
+  EXPECT_TRUE(std::filesystem::exists(root_ / "run/report.html"));
+  EXPECT_TRUE(std::filesystem::exists(root_ / "run/metrics.jsonl"));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 #include "model/hf_config.hpp"
 #include "model/rotary_table.hpp"
 #include "model/safetensors.hpp"
-#include "train/video_model.hpp"
+#include "train/video_task.hpp"
 
 namespace isograd::fuzz {
 namespace {

@@ -1,4 +1,4 @@
-// The files of a video model, and new videos from them.
+// The files of a model of videos, and new videos from them.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,15 @@
 #include <vector>
 
 #include "isograd/model.hpp"
-#include "train/own_model.hpp"
-#include "train/task.hpp"
 
 namespace isograd {
 
 // config.json with a shape of our own, model.safetensors. ConfigError naming file and key where something is
 // missing or does not fit.
 bool is_video_model(const std::filesystem::path& directory);  // by its config.json
-VideoDiTConfig read_video_shape(const std::filesystem::path& directory);
-OwnWeights open_video_weights(const std::filesystem::path& directory);  // of shapes that fit
 std::shared_ptr<VideoDiT> read_video_model(const std::filesystem::path& directory, at::ScalarType dtype);
 void write_video_model(const std::filesystem::path& directory, VideoDiTConfig shape,
                        const TensorStream& weights);
-ShapeKeys video_shape_keys(VideoDiTConfig shape);
 
 struct VideoSampleOptions {
   std::int64_t videos = 1;
