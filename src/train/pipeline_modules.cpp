@@ -1,6 +1,6 @@
 // A list of modules made and called, stage after stage.
 #include <ATen/ATen.h>
-#include <ATen/core/Tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -9,13 +9,15 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -29,37 +31,24 @@
 namespace isograd {
 namespace {
 
-// Seeds the CPU's default generator, from which a module's values are drawn, and restores it afterwards.
-class Seeded {
- public:
-  explicit Seeded(std::uint64_t seed)
-      : alone_(made_one_at_a_time()), generator_(at::globalContext().defaultGenerator(at::kCPU)) {
-    const std::lock_guard lock(generator_.mutex());
-    before_ = generator_.get_state();
-    generator_.set_current_seed(seed);
-  }
-  ~Seeded() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(before_);
-  }
-  Seeded(const Seeded&) = delete;
-  Seeded& operator=(const Seeded&) = delete;
+using Json = nlohmann::json;
 
- private:
-  static std::mutex& made_one_at_a_time() {  // by ranks that are threads
-    static std::mutex mutex;
-    return mutex;
-  }
-  std::lock_guard<std::mutex> alone_;
-  at::Generator generator_;
-  at::Tensor before_;
-};
+// -1: none of them is it.
+int place_of(const std::vector<at::Tensor>& tensors, const at::Tensor& tensor) {
+  const auto found =
+      std::ranges::find_if(tensors, [&](const at::Tensor& one) { return one.is_same(tensor); });
+  return found == tensors.end() ? -1 : static_cast<int>(found - tensors.begin());
+}
 
-std::vector<std::pair<std::string, at::Tensor>> parameters_of(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, at::Tensor>> all;
-  for (const auto& item : module.named_parameters())
-    if (std::ranges::none_of(all, [&](const auto& known) { return known.second.is_same(item.value()); }))
-      all.emplace_back(item.key(), item.value());
+// Each once, by the first of its names.
+PipelineModel::NamedTensors parameters_of(const torch::nn::Module& module) {
+  PipelineModel::NamedTensors all;
+  std::vector<at::Tensor> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (place_of(seen, item.value()) >= 0) continue;
+    seen.push_back(item.value());
+    all.emplace_back(item.key(), item.value());
+  }
   return all;
 }
 
@@ -68,86 +57,37 @@ std::vector<std::pair<std::string, at::Tensor>> parameters_of(const torch::nn::M
 // A parameter of the whole list, on any rank.
 struct ListedParameter {
   std::string name;     // "<module>.<parameter>", of a tied one the first such
-  std::size_t module;   // place of the module in the list
   std::vector<int> on;  // ranks along pp that have it, ascending
   std::vector<std::int64_t> shape;
   int given = -1;  // which of the given tensors it is, if any
 };
 
-using KeyedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
-std::vector<std::string> split(const std::string& text, char at) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  std::string part;
-  while (std::getline(stream, part, at)) parts.push_back(part);
-  return parts;
-}
-
-std::string line_in_words(const std::string& line) {
-  const auto words = split(line, '\t');
-  return fmt::format("'{}', {} {}{}", words.at(1), words.at(2), words.at(3),
-                     words.at(4) == "1" ? "" : ", frozen");
-}
-
-// "no parameter" where one rank has fewer than the other.
-[[noreturn]] void refuse_module(const std::string& module, int rank, int other,
-                                const std::vector<std::string>& own, const std::vector<std::string>& others) {
-  std::size_t place = 0;
-  while (place < own.size() && place < others.size() && own[place] == others[place]) ++place;
-  const auto said = [&](const std::vector<std::string>& lines) {
-    return place < lines.size() ? line_in_words(lines[place]) : std::string("no such parameter");
-  };
-  refuse(fmt::format("module '{}' of a pipeline", module),
-         fmt::format("{} on rank {}, {} on rank {}", said(own), rank, said(others), other),
-         "the same parameters on all ranks of its stage",
-         "Make it from what all ranks know alike, and freeze the same parameters everywhere");
-}
-
-// The texts of all ranks, by rank. `say` is not collective itself. If it throws a ConfigError on any rank,
-// all ranks throw the one of the first. Collective.
-std::vector<std::string> texts_of_all(Group& group, const std::function<std::string()>& say) {
+// Descriptions of all ranks, by rank. `describe` is not collective itself. If it throws a ConfigError on any
+// rank, all ranks throw the one of the first. Collective.
+std::vector<Json> described_by_all(Group& group, const std::function<Json()>& describe) {
   std::string own;
-  on_every_rank(group, [&] { own = say(); });
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < group.size(); ++rank) texts.push_back(broadcast_text(group, own, rank));
-  return texts;
-}
-
-// The given tensors of the whole list, each once.
-std::vector<at::Tensor> given_tensors(const std::vector<PipelineModule>& list) {
-  std::vector<at::Tensor> all;
-  for (const PipelineModule& module : list)
-    for (const at::Tensor& tensor : module.given)
-      if (std::ranges::none_of(all, [&](const at::Tensor& known) { return known.is_same(tensor); }))
-        all.push_back(tensor);
+  on_every_rank(group, [&] { own = Json{{"modules", describe()}}.dump(); });
+  std::vector<Json> all;
+  for (int rank = 0; rank < group.size(); ++rank)
+    all.push_back(parse_json(broadcast_text(group, own, rank)).value.at("modules"));
   return all;
 }
 
-// One line for each module: the facts that ranks must agree on before any module is made.
-std::string text_of_list(const std::vector<PipelineModule>& list, const std::vector<at::Tensor>& given) {
-  std::string text;
-  for (const PipelineModule& module : list) {
-    text += fmt::format("'{}' of cost {}", module.name, module.cost);
-    for (const at::Tensor& tensor : module.given)
-      text += fmt::format(", given tensor {}", std::ranges::find_if(given, [&](const at::Tensor& known) {
-                                                 return known.is_same(tensor);
-                                               }) - given.begin());
-    text += '\n';
-  }
-  return text;
+// Where two lists first differ: the place, and the element of each there; null where a list is shorter.
+std::tuple<std::size_t, Json, Json> first_difference(const Json& one, const Json& other) {
+  std::size_t place = 0;
+  while (place < one.size() && place < other.size() && one[place] == other[place]) ++place;
+  const auto at = [&](const Json& list) { return place < list.size() ? list[place] : Json(); };
+  return {place, at(one), at(other)};
 }
 
 // ConfigError if a rank's list differs from rank 0's.
-void check_same_lists(const std::vector<std::string>& texts) {
-  const auto first = split(texts.front(), '\n');
-  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
-    const auto other = split(texts[rank], '\n');
-    if (other == first) continue;
-    std::size_t place = 0;
-    while (place < first.size() && place < other.size() && first[place] == other[place]) ++place;
-    const auto said = [&](const auto& lines) {
-      return place < lines.size() ? lines[place] : std::string("nothing more");
+void check_same_lists(const std::vector<Json>& lists) {
+  for (std::size_t rank = 1; rank < lists.size(); ++rank) {
+    if (lists[rank] == lists[0]) continue;
+    const auto [place, first, other] = first_difference(lists[0], lists[rank]);
+    const auto said = [](const Json& line) {
+      return line.is_null() ? std::string("nothing more") : line.get<std::string>();
     };
     refuse(fmt::format("module {} of a pipeline's list", place),
            fmt::format("{} on rank 0, {} on rank {}", said(first), said(other), rank),
@@ -155,57 +95,38 @@ void check_same_lists(const std::vector<std::string>& texts) {
   }
 }
 
-// The parameters of one module, "<key>" to tensor and each tensor once, as lines.
-std::string text_of_module(std::size_t module, const KeyedTensors& parameters,
-                           const std::vector<at::Tensor>& given) {
-  std::string text;
-  for (const auto& [name, tensor] : parameters) {
-    const auto found =
-        std::ranges::find_if(given, [&, of = tensor](const at::Tensor& known) { return known.is_same(of); });
-    text += fmt::format("{}\t{}\t{}\t[{}]\t{}\t{}\n", module, name, c10::toString(tensor.scalar_type()),
-                        fmt::join(tensor.sizes(), ", "), tensor.requires_grad() ? 1 : 0,
-                        found == given.end() ? -1 : found - given.begin());
-  }
-  return text;
-}
-
-// Parses `texts` of all ranks, each with that rank's modules. `pp`: the place of each rank along pp.
-// ConfigError names module, parameter and ranks if two ranks describe a module differently.
-std::vector<ListedParameter> listed_parameters(const std::vector<std::string>& texts,
-                                               const std::vector<int>& pp,
-                                               const std::vector<std::string>& names) {
-  std::vector<std::vector<std::string>> lines;  // by rank
-  for (const std::string& text : texts) lines.push_back(split(text, '\n'));
+// `modules`: Impl::described() of all ranks. `pp`: the place of each rank along pp. ConfigError names module,
+// parameter and ranks if two ranks describe a module differently.
+std::vector<ListedParameter> listed_parameters(const std::vector<Json>& modules, const std::vector<int>& pp,
+                                               const std::vector<PipelineModule>& list) {
   std::vector<ListedParameter> all;
-  for (std::size_t module = 0; module < names.size(); ++module) {
-    // Lines of the first rank that has this module. A module without parameters has no lines.
-    std::map<int, std::pair<std::size_t, std::vector<std::string>>> said;  // by place along pp
-    for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-      std::vector<std::string> own;
-      for (const std::string& line : lines[rank])
-        if (line.starts_with(fmt::format("{}\t", module))) own.push_back(line);
-      const auto [first, is_new] = said.emplace(pp[rank], std::pair(rank, own));
-      if (!is_new && first->second.second != own)
-        refuse_module(names[module], static_cast<int>(first->second.first), static_cast<int>(rank),
-                      first->second.second, own);
+  for (std::size_t module = 0; module < list.size(); ++module) {
+    std::map<int, std::size_t> first_rank;  // by place along pp
+    for (std::size_t rank = 0; rank < modules.size(); ++rank) {
+      const std::size_t first = first_rank.emplace(pp[rank], rank).first->second;
+      const Json &expected = modules[first][module], &found = modules[rank][module];
+      if (found == expected) continue;
+      const auto [place, one, other] = first_difference(expected, found);
+      const auto said = [](const Json& of) {
+        if (of.is_null()) return std::string("no such parameter");
+        return fmt::format("'{}', {} [{}]{}", of["name"].get<std::string>(), of["dtype"].get<std::string>(),
+                           fmt::join(of["shape"].get<std::vector<std::int64_t>>(), ", "),
+                           of["trained"].get<bool>() ? "" : ", frozen");
+      };
+      refuse(fmt::format("module '{}' of a pipeline", list[module].name),
+             fmt::format("{} on rank {}, {} on rank {}", said(one), first, said(other), rank),
+             "the same parameters on all ranks of its stage",
+             "Make it from what all ranks know alike, and freeze the same parameters everywhere");
     }
-    for (const auto& [place, rank_and_lines] : said)
-      for (const std::string& line : rank_and_lines.second) {
-        const auto words = split(line, '\t');
-        ListedParameter one{.name = words.at(1),
-                            .module = module,
-                            .on = {place},
-                            .shape = {},
-                            .given = std::stoi(words.at(5))};
-        for (const std::string& size : split(words.at(3).substr(1, words.at(3).size() - 2), ','))
-          one.shape.push_back(std::stoll(size));
+    for (const auto& [place, rank] : first_rank)
+      for (const Json& of : modules[rank][module]) {
+        const int given = of["given"];
         const auto tied = std::ranges::find_if(
-            all, [&](const ListedParameter& known) { return one.given >= 0 && known.given == one.given; });
-        if (tied == all.end()) {
-          all.push_back(std::move(one));
-        } else if (!std::ranges::binary_search(tied->on, place)) {
+            all, [&](const ListedParameter& known) { return given >= 0 && known.given == given; });
+        if (tied == all.end())
+          all.push_back({.name = of["name"], .on = {place}, .shape = of["shape"], .given = given});
+        else if (!std::ranges::binary_search(tied->on, place))
           tied->on.insert(std::ranges::upper_bound(tied->on, place), place);
-        }
       }
   }
   return all;
@@ -228,7 +149,7 @@ Layout::Named placements_of(const std::vector<ListedParameter>& parameters, cons
 struct PipelineModel::Impl {
   std::vector<PipelineModule> list;
   PipelineModelOptions options;
-  std::vector<at::Tensor> given;
+  std::vector<at::Tensor> given{};     // tensors of the whole list, each once
   std::vector<CallableModule> made{};  // by place in the list; null where this rank has none
   std::shared_ptr<torch::nn::Module> modules = std::make_shared<torch::nn::Module>("model");
   NamedTensors named{};
@@ -236,24 +157,18 @@ struct PipelineModel::Impl {
   std::shared_ptr<Pipeline> pipeline{};
   std::vector<StageLayers> stages{};
 
+  void make(const std::vector<bool>& wanted);
   void make(std::size_t place);
-  void convert(torch::nn::Module& module) const;
-  void drop(const std::vector<bool>& own);
-  void collect();
+  void drop_others(const std::vector<bool>& own);
   void check_shared() const;
-  std::string text() const;
+  Json described_list() const;
+  Json described() const;
   void name(const std::vector<ListedParameter>& listed);
   at::Tensor call(StageLayers which, at::Tensor x, const Batch& batch) const;
-  std::vector<std::string> names() const {
-    std::vector<std::string> all;
-    for (const PipelineModule& module : list) all.push_back(module.name);
-    return all;
-  }
 };
 
 PipelineModel::PipelineModel(std::vector<PipelineModule> list, PipelineModelOptions options)
-    : impl_(
-          std::make_shared<Impl>(Impl{.list = std::move(list), .options = std::move(options), .given = {}})) {
+    : impl_(std::make_shared<Impl>(Impl{.list = std::move(list), .options = std::move(options)})) {
   auto& modules = impl_->list;
   if (modules.empty())
     refuse("a pipeline's list of modules", "none", "one for each stage, or more",
@@ -273,43 +188,55 @@ PipelineModel::PipelineModel(std::vector<PipelineModule> list, PipelineModelOpti
       refuse(where, fmt::format("a cost of {}", module.cost), "a positive number",
              "Give its share of the time, in a unit of all");
     if (!module.make) refuse(where, "nothing that makes it", "a function", "Use pipeline_module()");
+    for (const at::Tensor& tensor : module.given)
+      if (place_of(impl_->given, tensor) < 0) impl_->given.push_back(tensor);
   }
-  impl_->given = given_tensors(modules);
   impl_->made.resize(modules.size());
 }
 
-void PipelineModel::Impl::convert(torch::nn::Module& module) const {
+// Makes a module under the seed of its name.
+void PipelineModel::Impl::make(std::size_t place) {
+  const PipelineModule& one = list[place];
+  CallableModule module;
+  {
+    static std::mutex one_at_a_time;  // ranks that are threads share the CPU's default generator
+    const std::lock_guard alone(one_at_a_time);
+    at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+    const auto locked = [&generator](const auto& work) {
+      const std::lock_guard lock(generator.mutex());
+      return work();
+    };
+    const at::Tensor before = locked([&] { return generator.get_state(); });
+    const auto restore = c10::make_scope_exit([&] { locked([&] { generator.set_state(before); }); });
+    const RandomKey key{.seed = options.seed, .layer = hash_name(one.name)};
+    locked([&] { generator.set_current_seed(random_bits(key, 0)); });
+    module = one.make();
+  }
+  if (!module.module || !module.forward)
+    refuse(fmt::format("module '{}' of a pipeline", one.name), "a null module", "one that is made",
+           "Return it from the function that makes it");
   const at::NoGradGuard no_grad;
-  const auto change = [this](at::Tensor tensor) {
+  const auto convert = [this](at::Tensor tensor) {
     if (!tensor.defined()) return;
     const auto type = options.dtype && tensor.is_floating_point() ? *options.dtype : tensor.scalar_type();
     const at::Tensor changed = tensor.to(options.device, type);
     if (!changed.is_same(tensor)) tensor.set_data(changed);
   };
-  for (const auto& item : module.named_parameters()) change(item.value());
-  for (const auto& item : module.named_buffers()) change(item.value());
-}
-
-void PipelineModel::Impl::make(std::size_t place) {
-  const PipelineModule& one = list[place];
-  const RandomKey key{.seed = options.seed, .layer = hash_name(one.name)};
-  CallableModule module;
-  {
-    const Seeded seeded(random_bits(key, 0));
-    module = one.make();
-    if (module.module) convert(*module.module);
-  }
-  const std::string where = fmt::format("module '{}' of a pipeline", one.name);
-  if (!module.module || !module.forward)
-    refuse(where, "a null module", "one that is made", "Return it from the function that makes it");
+  for (const auto& item : module.module->named_parameters()) convert(item.value());
+  for (const auto& item : module.module->named_buffers()) convert(item.value());
   made[place] = std::move(module);
 }
 
-// Collects the parameters of the modules that this rank keeps.
-void PipelineModel::Impl::collect() {
+// Makes those of `wanted` that do not exist yet, drops the others, and collects the parameters of all.
+void PipelineModel::Impl::make(const std::vector<bool>& wanted) {
+  for (std::size_t place = 0; place < list.size(); ++place)
+    if (wanted[place] && !made[place].module) make(place);
+  drop_others(wanted);
   modules = std::make_shared<torch::nn::Module>("model");
   for (std::size_t place = 0; place < list.size(); ++place)
     if (made[place].module) modules->register_module(list[place].name, made[place].module);
+  check_shared();
+  prepare_module(*modules, Group::solo(), {.accept_dropout = options.accept_dropout});
 }
 
 // A tensor in two modules would diverge if these are on two ranks, which do not know of each other.
@@ -320,9 +247,7 @@ void PipelineModel::Impl::check_shared() const {
     for (const auto& [key, tensor] : parameters_of(*made[place].module)) {
       const std::string name = fmt::format("{}.{}", list[place].name, key);
       const auto [first, is_new] = seen.emplace(tensor.unsafeGetTensorImpl(), std::pair(place, name));
-      const auto gives = [&, of = tensor](std::size_t to) {
-        return std::ranges::any_of(list[to].given, [&](const at::Tensor& one) { return one.is_same(of); });
-      };
+      const auto gives = [&, of = tensor](std::size_t to) { return place_of(list[to].given, of) >= 0; };
       if (is_new || (gives(place) && gives(first->second.first))) continue;
       refuse(fmt::format("parameter '{}'", name),
              fmt::format("the tensor of '{}', of another module", first->second.second),
@@ -333,13 +258,31 @@ void PipelineModel::Impl::check_shared() const {
   }
 }
 
-std::string PipelineModel::Impl::text() const {
-  std::string all;
+// Facts of each module that ranks must agree on before any module is made.
+Json PipelineModel::Impl::described_list() const {
+  Json lines;
+  for (const PipelineModule& module : list) {
+    std::string line = fmt::format("'{}' of cost {}", module.name, module.cost);
+    for (const at::Tensor& tensor : module.given)
+      line += fmt::format(", given tensor {}", place_of(given, tensor));
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+// The parameters of each module of the list; none of those that this rank has not made.
+Json PipelineModel::Impl::described() const {
+  Json all;
   for (std::size_t place = 0; place < list.size(); ++place) {
-    if (!made[place].module) continue;
-    NamedTensors own = parameters_of(*made[place].module);
-    for (auto& [name, tensor] : own) name = fmt::format("{}.{}", list[place].name, name);
-    all += text_of_module(place, own, given);
+    Json own = Json::array();
+    if (made[place].module)
+      for (const auto& [key, tensor] : parameters_of(*made[place].module))
+        own.push_back({{"name", fmt::format("{}.{}", list[place].name, key)},
+                       {"dtype", c10::toString(tensor.scalar_type())},
+                       {"shape", tensor.sizes().vec()},
+                       {"trained", tensor.requires_grad()},
+                       {"given", place_of(given, tensor)}});
+    all.push_back(std::move(own));
   }
   return all;
 }
@@ -348,8 +291,9 @@ std::string PipelineModel::Impl::text() const {
 void PipelineModel::Impl::name(const std::vector<ListedParameter>& listed) {
   named.clear();
   for (const auto& [own_name, tensor] : parameters_of(*modules)) {
-    const auto found = std::ranges::find_if(listed, [&, of = tensor, own = own_name](const auto& one) {
-      return one.name == own || (one.given >= 0 && given[static_cast<std::size_t>(one.given)].is_same(of));
+    const int place = place_of(given, tensor);
+    const auto found = std::ranges::find_if(listed, [&, own = own_name](const ListedParameter& one) {
+      return one.name == own || (place >= 0 && one.given == place);
     });
     ISOGRAD_INVARIANT(found != listed.end(), fmt::format("parameter '{}', which no rank listed", own_name));
     named.emplace_back(found->name, tensor);
@@ -357,7 +301,7 @@ void PipelineModel::Impl::name(const std::vector<ListedParameter>& listed) {
 }
 
 // Modules of other stages, which a whole model was made with.
-void PipelineModel::Impl::drop(const std::vector<bool>& own) {
+void PipelineModel::Impl::drop_others(const std::vector<bool>& own) {
   const at::NoGradGuard no_grad;
   std::set<const c10::TensorImpl*> kept;
   for (std::size_t place = 0; place < list.size(); ++place)
@@ -378,13 +322,8 @@ void PipelineModel::make_all() {
   if (own.pipeline)
     refuse("PipelineModel::make_all", "a model in stages", "one that has not been split",
            "Make another PipelineModel of the same list");
-  for (std::size_t place = 0; place < own.list.size(); ++place)
-    if (!own.made[place].module) own.make(place);
-  own.collect();
-  own.check_shared();
-  prepare_module(*own.modules, Group::solo(), {.accept_dropout = own.options.accept_dropout});
-  const auto listed = listed_parameters({own.text()}, {0}, own.names());
-  own.name(listed);
+  own.make(std::vector<bool>(own.list.size(), true));
+  own.name(listed_parameters({own.described()}, {0}, own.list));
   own.placements.clear();
 }
 
@@ -395,7 +334,7 @@ Layout PipelineModel::split(const Mesh& mesh, PipelineOptions options) {
            "Make another PipelineModel of the same list");
   const auto pipeline = std::make_shared<Pipeline>(mesh, std::move(options));
   Group all = mesh.all();
-  check_same_lists(texts_of_all(all, [&] { return text_of_list(own.list, own.given); }));
+  check_same_lists(described_by_all(all, [&] { return own.described_list(); }));
   const auto modules = static_cast<std::int64_t>(own.list.size());
   if (modules < pipeline->stages())
     refuse("a pipeline's list of modules", fmt::format("{} for {} stages", modules, pipeline->stages()),
@@ -409,19 +348,14 @@ Layout PipelineModel::split(const Mesh& mesh, PipelineOptions options) {
     const StageLayers& which = own.stages[static_cast<std::size_t>(stage)];
     std::fill_n(is_own.begin() + which.begin, which.count, true);
   }
-  const auto texts = texts_of_all(all, [&] {
-    for (std::size_t place = 0; place < own.list.size(); ++place)
-      if (is_own[place] && !own.made[place].module) own.make(place);
-    own.drop(is_own);
-    own.collect();
-    own.check_shared();
-    prepare_module(*own.modules, Group::solo(), {.accept_dropout = own.options.accept_dropout});
-    return own.text();
+  const auto modules_by_rank = described_by_all(all, [&] {
+    own.make(is_own);
+    return own.described();
   });
   std::vector<int> along_pp;
   for (int rank = 0; rank < all.size(); ++rank)
     along_pp.push_back(mesh.grid().has(kStageAxis) ? mesh.grid().place({kStageAxis}, rank) : 0);
-  const auto listed = listed_parameters(texts, along_pp, own.names());
+  const auto listed = listed_parameters(modules_by_rank, along_pp, own.list);
   Group copies = ranks_of_same_parameters(mesh);
   on_every_rank(all, [&] {  // collective over `copies`, all of which find the same
     prepare_module(*own.modules, copies,
