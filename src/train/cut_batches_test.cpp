@@ -15,6 +15,7 @@ namespace isograd {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::HasSubstr;
 
 class Parts : public testing_runs::TinyVideos {
@@ -54,31 +55,25 @@ class Parts : public testing_runs::TinyVideos {
 
 // One data rank's micro-batch is too large: all ranks throw, and no step is made.
 TEST_F(Parts, AreRefusedOnAllRanksAlike) {
-  for (const int ring : {1, 2}) {
-    RunConfig config = uneven(ring);
-    config.batch.max_tokens_per_rank = ring == 1 ? 60 : 36;
-    const Refused found = refused(config, 2 * ring);
-    EXPECT_EQ(found.steps, 0);
-    for (const std::string& said : found.by_rank) {
-      EXPECT_EQ(said, found.by_rank[0]);
-      EXPECT_THAT(said, AllOf(HasSubstr("batch.max_tokens_per_rank"),
-                              HasSubstr(ring == 1 ? "a micro-batch of 96 tokens" : "the longest document"),
-                              HasSubstr(ring == 1 ? "2 context ranks or more" : "3 context ranks or more")));
-    }
-  }
-}
-
-TEST_F(Parts, OfVideosAreRefusedToo) {
-  for (const int ring : {1, 2}) {
-    RunConfig config = videos(fmt::format("ring{}", ring));
+  const auto clips = [&](int ring) {
+    RunConfig config = videos(fmt::format("clips{}", ring));
     config.parallel.cp_ring = ring;
-    config.batch.max_tokens_per_rank = 11;
-    const Refused found = refused(config, 2 * ring);
+    return config;
+  };
+  struct {
+    RunConfig config;
+    std::int64_t most;
+    std::vector<const char*> says;
+  } const cases[] = {{uneven(1), 60, {"a micro-batch of 96 tokens", "2 context ranks or more"}},
+                     {uneven(2), 36, {"the longest document", "3 context ranks or more"}},
+                     {clips(1), 11, {"at most 11 on a rank"}},
+                     {clips(2), 11, {"at most 11 on a rank"}}};
+  for (auto [config, most, says] : cases) {
+    config.batch.max_tokens_per_rank = most;
+    const Refused found = refused(config, 2 * static_cast<int>(config.parallel.cp_ring));
     EXPECT_EQ(found.steps, 0);
-    for (const std::string& said : found.by_rank) {
-      EXPECT_EQ(said, found.by_rank[0]);
-      EXPECT_THAT(said, AllOf(HasSubstr("batch.max_tokens_per_rank"), HasSubstr("at most 11 on a rank")));
-    }
+    EXPECT_THAT(found.by_rank, Each(AllOf(found.by_rank[0], HasSubstr("batch.max_tokens_per_rank"))));
+    for (const char* part : says) EXPECT_THAT(found.by_rank[0], HasSubstr(part));
   }
 }
 
