@@ -4,7 +4,7 @@
 #include "base/shell.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/verify.hpp"
-#include "verify/compare_dumps.hpp"
+#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {

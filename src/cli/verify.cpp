@@ -14,10 +14,8 @@
 #include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "verify/layouts.hpp"
-#include "verify/meshes.hpp"
-#include "verify/minimise.hpp"
-#include "verify/present.hpp"
 #include "verify/run.hpp"
+#include "verify/present.hpp"
 
 namespace isograd {
 namespace {

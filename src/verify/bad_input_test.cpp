@@ -1,12 +1,12 @@
 // What verify cannot judge, and says so; documents that leak; the data of experiments.
-#include "verify/bad_input.hpp"
+#include "verify/reference.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
 #include "toy.hpp"
-#include "verify/digest.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/experiments.hpp"
 
 namespace isograd {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "verify/compared_step.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {

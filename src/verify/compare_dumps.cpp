@@ -1,4 +1,4 @@
-#include "verify/compare_dumps.hpp"
+#include "verify/diagnosis.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,6 @@
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
-#include "verify/compared_step.hpp"
 
 namespace isograd {
 namespace {

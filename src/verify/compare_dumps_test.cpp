@@ -1,5 +1,5 @@
 // Dumps of a step against each other: named when wrong, innocent when right, refused when not comparable.
-#include "verify/compare_dumps.hpp"
+#include "verify/diagnosis.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -7,7 +7,6 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "verify/resolution.hpp"
 
 namespace isograd {
 namespace {

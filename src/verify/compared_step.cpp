@@ -1,4 +1,4 @@
-#include "verify/compared_step.hpp"
+#include "verify/diagnosis.hpp"
 
 #include <algorithm>
 #include <cmath>

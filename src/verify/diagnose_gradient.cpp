@@ -11,12 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "verify/compared_step.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {
 
-constexpr double kNothing = 1e-6;  // of a weight
+constexpr double kNoWeight = 1e-6;  // of a weight
 
 std::vector<std::string> all_names(const ComparedStep& one) {
   std::vector<std::string> names;
@@ -143,7 +143,7 @@ std::string text_of(const ComparedStep& one, const Fitted& fitted) {
     std::vector<std::string> own;  // one where all of a rank's micro-batches have the same
     for (std::size_t c = 0; c < fitted.weights.size(); ++c)
       if (one.cells()[c].rank == rank)
-        own.push_back(fmt::format("{:.6g}", std::abs(fitted.weights[c]) < kNothing ? 0 : fitted.weights[c]));
+        own.push_back(fmt::format("{:.6g}", std::abs(fitted.weights[c]) < kNoWeight ? 0 : fitted.weights[c]));
     if (own.empty()) continue;
     if (std::all_of(own.begin(), own.end(), [&](const auto& weight) { return weight == own[0]; }))
       own.resize(1);
@@ -212,7 +212,7 @@ std::optional<Finding> diagnose_clipped_parts(ComparedStep& one, const std::vect
 // Parts that are not in the sum at all, where the others are as they should be.
 std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std::vector<std::string>& names,
                                               const Fitted& fitted) {
-  const double near = std::max(one.limit(), kNothing);
+  const double near = std::max(one.limit(), kNoWeight);
   std::map<int, std::vector<int>> missing;  // micro-batches by rank
   std::map<int, std::size_t> all;
   for (std::size_t c = 0; c < fitted.weights.size(); ++c) {

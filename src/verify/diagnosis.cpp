@@ -7,7 +7,6 @@
 #include <map>
 #include <set>
 
-#include "verify/compared_step.hpp"
 
 namespace isograd {
 

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <utility>
 
-#include "verify/digest.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/heartbeat.hpp"
 
 namespace isograd {

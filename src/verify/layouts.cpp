@@ -4,12 +4,19 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <set>
 
 #include "base/refuse.hpp"
+#include "isograd/context_parallel.hpp"
+#include "isograd/error.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/group.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
-#include "verify/meshes.hpp"
+#include "verify/present.hpp"
 
 namespace isograd {
 namespace {
@@ -119,6 +126,321 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
   }
   if (names.empty()) choices.push_back({.strategy = config.parallel.strategy});
   return choices;
+}
+
+namespace {
+
+using One = MeshesTried::One;
+
+std::vector<std::int64_t> divisors(std::int64_t number) {
+  std::vector<std::int64_t> all;
+  for (std::int64_t n = 1; n <= number; ++n)
+    if (number % n == 0) all.push_back(n);
+  return all;
+}
+
+std::string name_of(const std::vector<Axis>& axes) {
+  std::vector<std::string> parts;
+  for (const Axis& axis : axes) parts.push_back(fmt::format("{} {}", axis.name, axis.size));
+  return parts.empty() ? "one rank" : fmt::format("{}", fmt::join(parts, " x "));
+}
+
+MeshChoice choice_of(RunConfig config, int ranks) {
+  MeshChoice choice;
+  const Grid grid = grid_of(config, ranks);
+  for (const Axis& axis : grid.axes())
+    if (axis.size > 1) choice.axes.push_back(axis);
+  if (config.parallel.ep > 1) choice.axes.push_back({kExpertAxis, static_cast<int>(config.parallel.ep)});
+  choice.name = name_of(choice.axes);
+  choice.config = std::move(config);
+  return choice;
+}
+
+// Every factorization, admissible or not.
+std::vector<RunConfig> factorizations(const RunConfig& config, int ranks) {
+  const bool sharded = stage_of(config.parallel.strategy) > 0;
+  const bool experts = config.model.shape.experts.count > 0 || !config.model.load.empty();
+  std::vector<RunConfig> all;
+  for (const auto pp : divisors(ranks))
+    for (const auto tp : divisors(ranks / pp))
+      for (const auto ring : divisors(ranks / pp / tp))
+        for (const auto ulysses : divisors(ranks / pp / tp / ring)) {
+          const std::int64_t data_ranks = ranks / pp / tp / ring / ulysses;
+          for (const auto replicas : divisors(sharded ? data_ranks : 1))
+            for (const auto ep : divisors(experts ? ranks / pp / tp : 1)) {
+              RunConfig other = config;
+              auto& parallel = other.parallel;
+              parallel.pp = pp, parallel.tp = tp, parallel.cp_ring = ring, parallel.cp_ulysses = ulysses;
+              parallel.replicas = replicas, parallel.ep = ep;
+              if (config.parallel.pp != pp && config.parallel.pp == 1) parallel.stages_per_rank = 1;
+              if (pp == 1) parallel.stages_per_rank = 1, parallel.schedule = RunConfig{}.parallel.schedule;
+              all.push_back(std::move(other));
+            }
+        }
+  return all;
+}
+
+// Why it cannot be; empty: it can. Read again, so that rules between keys are asked too.
+std::string refusal_of(const RunConfig& config, int ranks, const Heads& heads) {
+  const auto ulysses = static_cast<int>(config.parallel.cp_ulysses);
+  const auto possible = possible_ulysses(heads.first, heads.second);
+  if (ulysses > 1 && std::find(possible.begin(), possible.end(), ulysses) == possible.end())
+    return fmt::format("parallel.cp_ulysses: {} ranks for {} heads and {} key heads", ulysses, heads.first,
+                       heads.second);
+  try {
+    RunConfig read = parse_config(to_toml(config), "the proposed mesh");
+    check(read, ranks);
+    return {};
+  } catch (const ConfigError& error) {
+    return fmt::format("{}: {}", error.text().where, error.text().found);
+  }
+}
+
+// The facts that running a mesh would show, as far as others may show them too.
+std::vector<std::string> shown_by(const std::vector<Axis>& axes) {
+  std::vector<std::string> shown;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    shown.push_back(name_of({axes[i]}));
+    for (std::size_t j = 0; j < i; ++j) shown.push_back(axes[j].name + " and " + axes[i].name);
+  }
+  if (axes.size() == 1) shown.push_back(axes[0].name + " alone");
+  return shown;
+}
+
+// The first, then always one of those that show most of what none has shown yet.
+std::vector<std::size_t> covering(const std::vector<MeshChoice>& all) {
+  std::vector<std::size_t> chosen;
+  std::set<std::string> seen;
+  const auto news = [&](const MeshChoice& mesh) {
+    const auto shown = shown_by(mesh.axes);
+    return std::count_if(shown.begin(), shown.end(), [&](const auto& one) { return !seen.count(one); });
+  };
+  for (std::size_t next = 0; next < all.size();) {
+    chosen.push_back(next);
+    for (const auto& one : shown_by(all[next].axes)) seen.insert(one);
+    const auto most = std::max_element(all.begin(), all.end(),
+                                       [&](const auto& a, const auto& b) { return news(a) < news(b); });
+    next = news(*most) == 0 ? all.size() : static_cast<std::size_t>(most - all.begin());
+  }
+  std::sort(chosen.begin(), chosen.end());
+  return chosen;
+}
+
+bool has_all(const One& mesh, const std::vector<std::string>& axes) {
+  return std::all_of(axes.begin(), axes.end(), [&](const std::string& name) {
+    return std::any_of(mesh.axes.begin(), mesh.axes.end(),
+                       [&](const Axis& axis) { return axis.name == name; });
+  });
+}
+
+std::string names_of(const std::vector<const One*>& meshes) {
+  constexpr std::size_t kShown = 3;
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < std::min(kShown, meshes.size()); ++i) names.push_back(meshes[i]->name);
+  if (meshes.size() > kShown) names.push_back(fmt::format("{} more", meshes.size() - kShown));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+// Axes that failed wherever they came together, and of which each was needed: without it another mesh passed.
+struct Suspect {
+  std::vector<std::string> axes;
+  std::vector<const One*> failed;
+  std::vector<const One*> right_without;  // by axes: passed with all others of them, and not with this one
+};
+
+std::optional<Suspect> suspect(const std::vector<One>& tried, const std::vector<std::string>& axes) {
+  Suspect one{.axes = axes, .failed = {}, .right_without = {}};
+  for (const One& mesh : tried)
+    if (has_all(mesh, axes)) {
+      if (mesh.failed == 0) return std::nullopt;
+      one.failed.push_back(&mesh);
+    }
+  if (one.failed.empty()) return std::nullopt;
+  for (const std::string& axis : axes) {
+    auto others = axes;
+    std::erase(others, axis);
+    const One* best = nullptr;  // with as few other axes as there are
+    for (const One& mesh : tried)
+      if (mesh.failed == 0 && has_all(mesh, others) && !has_all(mesh, {axis}) &&
+          (!best || mesh.axes.size() < best->axes.size()))
+        best = &mesh;
+    if (!best) return std::nullopt;
+    one.right_without.push_back(best);
+  }
+  return one;
+}
+
+std::string sentence(const Suspect& one) {
+  const std::string where = names_of(one.failed);
+  if (one.axes.size() == 1)
+    return fmt::format("wrong along {}: on every mesh with it ({}), right without ({})", one.axes[0], where,
+                       one.right_without[0]->name);
+  std::vector<std::string> right;
+  for (std::size_t i = 0; i < one.axes.size(); ++i) {  // the last axis without, then the one before it
+    const std::size_t without = one.axes.size() - 1 - i;
+    auto others = one.axes;
+    others.erase(others.begin() + static_cast<std::ptrdiff_t>(without));
+    const One& mesh = *one.right_without[without];
+    const bool alone = mesh.axes.size() == others.size();
+    right.push_back(fmt::format("with {} {} ({})", fmt::join(others, " and "),
+                                alone ? "alone" : "without " + one.axes[without], mesh.name));
+  }
+  return fmt::format("right {}, wrong together ({})", fmt::join(right, " and "), where);
+}
+
+// All subsets of so many of these.
+std::vector<std::vector<std::string>> subsets(const std::vector<std::string>& names, std::size_t size) {
+  if (size == 0) return {{}};
+  std::vector<std::vector<std::string>> all;
+  for (std::size_t i = 0; i + size <= names.size(); ++i)
+    for (auto& rest : subsets({names.begin() + static_cast<std::ptrdiff_t>(i) + 1, names.end()}, size - 1)) {
+      rest.insert(rest.begin(), names[i]);
+      all.push_back(std::move(rest));
+    }
+  return all;
+}
+
+}  // namespace
+
+ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads, std::size_t most) {
+  ProposedMeshes proposed;
+  std::vector<MeshChoice> all;
+  std::set<std::string> known;
+  const auto offer = [&](const RunConfig& other) {
+    if (std::string why = refusal_of(other, ranks, heads); !why.empty()) {
+      if (std::find(proposed.refused.begin(), proposed.refused.end(), why) == proposed.refused.end())
+        proposed.refused.push_back(std::move(why));
+      return;
+    }
+    if (normalises_by_replica(config) && other.parallel.replicas != config.parallel.replicas) return;
+    MeshChoice choice = choice_of(other, ranks);
+    if (known.insert(choice.name).second) all.push_back(std::move(choice));
+  };
+  offer(config);
+  for (const RunConfig& other : factorizations(config, ranks)) offer(other);
+  std::vector<std::size_t> chosen(all.size());
+  for (std::size_t i = 0; i < all.size(); ++i) chosen[i] = i;
+  if (all.size() > most) chosen = covering(all);
+  for (std::size_t i = 0; i < all.size(); ++i)
+    if (std::binary_search(chosen.begin(), chosen.end(), i))
+      proposed.run.push_back(std::move(all[i]));
+    else
+      proposed.left.push_back(all[i].name);
+  return proposed;
+}
+
+MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, Verdict& verdict,
+                       const std::function<Verdict(const MeshChoice&)>& verify_mesh) {
+  ProposedMeshes proposed = propose_meshes(config, ranks, heads);
+  MeshesTried meshes;
+  meshes.left = std::move(proposed.left), meshes.refused = std::move(proposed.refused);
+  std::vector<std::string> ended;  // in an error, without a verdict on any layout
+  for (const MeshChoice& mesh : proposed.run) {
+    Verdict own;
+    try {
+      own = verify_mesh(mesh);
+    } catch (const ConfigError& error) {  // on every rank
+      meshes.refused.push_back(fmt::format("{}: {}", error.text().where, error.text().found));
+      continue;
+    }
+    One one{.name = mesh.name, .axes = mesh.axes, .layouts = 0, .failed = 0};
+    one.layouts = std::max<std::int64_t>(1, static_cast<std::int64_t>(own.layouts.size()));
+    for (const LayoutVerdict& layout : own.layouts) one.failed += !layout.passed;
+    if (!own.passed) one.failed = std::max<std::int64_t>(1, one.failed);
+    if (!own.findings.empty())
+      one.finding = fmt::format("{}: {}", own.findings[0].id, own.findings[0].sentence);
+    else if (!own.passed && !own.diagnosis.empty())
+      one.finding = own.diagnosis[0];
+    meshes.tried.push_back(std::move(one));
+    for (Finding& finding : own.findings) finding.sentence = mesh.name + ": " + finding.sentence;
+    for (std::string& statement : own.diagnosis) statement = mesh.name + ": " + statement;
+    if (own.layouts.empty())
+      std::move(own.diagnosis.begin(), own.diagnosis.end(), std::back_inserter(ended));
+    else
+      join(verdict, std::move(own));
+  }
+  if (!ended.empty()) {
+    verdict.passed = false;
+    verdict.ranks = ranks;
+    std::move(ended.begin(), ended.end(), std::back_inserter(verdict.diagnosis));
+  }
+  meshes.admissible = static_cast<std::int64_t>(meshes.tried.size() + meshes.left.size());
+  meshes.guilty = guilty_axes(meshes.tried);
+  return meshes;
+}
+
+std::vector<std::string> guilty_axes(const std::vector<One>& tried) {
+  std::vector<const One*> failed;
+  std::vector<std::string> names;  // of axes, in the order of meshes
+  for (const One& mesh : tried) {
+    if (mesh.failed > 0) failed.push_back(&mesh);
+    for (const Axis& axis : mesh.axes)
+      if (std::find(names.begin(), names.end(), axis.name) == names.end()) names.push_back(axis.name);
+  }
+  if (failed.empty()) return {};
+  if (failed.size() == tried.size() && tried.size() > 1)
+    return {
+        fmt::format("wrong on each of the {} meshes that were run: no axis tells them apart", tried.size())};
+  std::vector<std::string> sentences;
+  std::set<const One*> explained;
+  constexpr std::size_t kMostTogether = 3;
+  for (std::size_t size = 1; size <= kMostTogether && explained.size() < failed.size(); ++size) {
+    std::set<const One*> now;
+    for (const auto& axes : subsets(names, size)) {
+      const auto one = suspect(tried, axes);
+      if (!one || std::all_of(one->failed.begin(), one->failed.end(),
+                              [&](const One* mesh) { return explained.count(mesh) > 0; }))
+        continue;
+      sentences.push_back(sentence(*one));
+      now.insert(one->failed.begin(), one->failed.end());
+    }
+    explained.insert(now.begin(), now.end());
+  }
+  std::vector<const One*> open;
+  for (const One* mesh : failed)
+    if (!explained.count(mesh)) open.push_back(mesh);
+  if (!open.empty())
+    sentences.push_back(fmt::format("wrong on {}, though no axes of it are wrong wherever they come together",
+                                    names_of(open)));
+  return sentences;
+}
+
+ReportTable meshes_table(const Verdict& verdict) {
+  const MeshesTried& meshes = verdict.meshes;
+  ReportTable table;
+  if (meshes.tried.empty()) return table;
+  std::int64_t failed = 0;
+  for (const One& mesh : meshes.tried) {
+    failed += mesh.failed > 0;
+    table.rows.push_back(
+        {mesh.name, mesh.failed == 0 ? "yes" : "NO", mesh.finding.empty() ? "-" : mesh.finding});
+  }
+  for (const std::string& name : meshes.left)
+    table.rows.push_back({name, "not run", "its axes and pairs of axes are those of others"});
+  for (const std::string& why : meshes.refused) table.rows.push_back({"others", "not possible", why});
+  table.title = fmt::format("Meshes of {} ranks, for this model and batch", verdict.ranks);
+  table.columns = {"mesh", "proved", "why"};
+  table.summary =
+      fmt::format("{} of {} that are possible were run, {} of these are proved{}", meshes.tried.size(),
+                  meshes.admissible, static_cast<std::int64_t>(meshes.tried.size()) - failed,
+                  meshes.left.empty() ? std::string() : fmt::format("; {} are left out", meshes.left.size()));
+  table.passed = failed == 0;
+  return table;
+}
+
+void join(Verdict& verdict, Verdict more) {
+  if (verdict.layouts.empty() && verdict.seconds == 0) {
+    verdict = std::move(more);
+    return;
+  }
+  verdict.passed = verdict.passed && more.passed;
+  verdict.batch_agrees = verdict.batch_agrees && more.batch_agrees;
+  verdict.parameters_agree = verdict.parameters_agree && more.parameters_agree;
+  verdict.documents_apart = verdict.documents_apart && more.documents_apart;
+  verdict.seconds += more.seconds;
+  std::move(more.layouts.begin(), more.layouts.end(), std::back_inserter(verdict.layouts));
+  std::move(more.findings.begin(), more.findings.end(), std::back_inserter(verdict.findings));
+  std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
 }
 
 }  // namespace isograd

@@ -1,11 +1,15 @@
-// The layouts that a configured run can be verified on, by name.
+// The layouts and meshes that a configured run can be verified on, by name, and which axes are to blame.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "isograd/verify.hpp"
 #include "isograd/world.hpp"
 #include "train/config.hpp"
 
@@ -34,5 +38,46 @@ std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool
 // one. kAllMeshes (meshes.hpp) asks for none of these.
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world);
+
+// --layout meshes: the configured strategy on other meshes of as many ranks; part of --layout all.
+inline constexpr const char* kAllMeshes = "meshes";
+
+struct MeshChoice {
+  std::string name;        // "tp 2 x dp_shard 2"
+  std::vector<Axis> axes;  // of more than one rank, outermost first, then ep
+  RunConfig config;
+};
+
+struct ProposedMeshes {
+  std::vector<MeshChoice> run;
+  std::vector<std::string> left, refused;  // MeshesTried
+};
+
+// At most this many meshes are run; above it, a covering set: those that cover each axis at each of its
+// sizes, each axis alone and each two axes together, wherever there is a mesh that does.
+inline constexpr std::size_t kMostMeshes = 16;
+
+// Heads of a model's attention, Task::heads().
+using Heads = std::pair<std::int64_t, std::int64_t>;
+
+// Every way to factor `ranks` over pp, dp_replicate, dp_shard, cp_ring, cp_ulysses and tp, with ep where the
+// model may have experts, that the configuration allows, by what check() says of it, and the model: Ulysses
+// deals its heads over ranks. Strategies that do not shard have no replicas beside shards, and a mean of
+// replicas' means keeps its replicas. The configured mesh comes first. Pure: the same on every rank.
+ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads,
+                              std::size_t most = kMostMeshes);
+
+// Runs what is proposed, in order, and adds each verdict to `verdict`. What `verify_mesh` refuses by a
+// ConfigError counts as not admissible; a verdict without layouts, on a step that ended in an error, fails
+// all. Collective, as `verify_mesh` is; rank 0's MeshesTried is complete.
+MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, Verdict& verdict,
+                       const std::function<Verdict(const MeshChoice&)>& verify_mesh);
+
+// The fewest axes that tell the failed meshes from the others: "wrong along tp: ..." or "right with tp alone
+// (tp 4) and with cp_ring alone (cp_ring 4), wrong together: ...". Empty: none failed.
+std::vector<std::string> guilty_axes(const std::vector<MeshesTried::One>& tried);
+
+// Another proof of the same step: its layouts join those of the first.
+void join(Verdict& verdict, Verdict more);
 
 }  // namespace isograd

@@ -1,5 +1,5 @@
 // Which meshes are proposed, which axes are blamed, and a fault that only two axes together have.
-#include "verify/meshes.hpp"
+#include "verify/layouts.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "verify/minimise.hpp"
+#include "verify/run.hpp"
 
 #include <algorithm>
 #include <map>

@@ -1,5 +1,5 @@
 // The search for the smallest failing configuration, with predicates of its own.
-#include "verify/minimise.hpp"
+#include "verify/run.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

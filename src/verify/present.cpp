@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "base/print.hpp"
-#include "verify/compared_step.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {

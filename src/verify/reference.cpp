@@ -1,16 +1,252 @@
 #include "verify/reference.hpp"
 
-#include <algorithm>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
+#include <cctype>
+#include <limits>
+#include <map>
+#include <set>
+
+#include "base/refuse.hpp"
+#include "comm/shm/segment.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
-#include "verify/bad_input.hpp"
 #include "verify/compare.hpp"
 #include "verify/experiments.hpp"
 #include "verify/heartbeat.hpp"
-#include "verify/resolution.hpp"
+#include "verify/oracle.hpp"
 
 namespace isograd {
+namespace {
+
+const Batch* first_with_targets(const MicroBatches& whole) {
+  for (const Batch& batch : whole)
+    if (batch.num_targets() > 0) return &batch;
+  return nullptr;
+}
+
+std::vector<at::Tensor> trainable(const VerifyModel& model) {
+  std::vector<at::Tensor> leaves;
+  for (const auto& [name, tensor] : model.named)
+    if (tensor.requires_grad()) leaves.push_back(tensor);
+  return leaves;
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+// "model.layers.7.mlp" -> 7; -1 where no part of the name is a number.
+int layer_of(const std::string& name) {
+  for (std::size_t at = 0; at < name.size();) {
+    const auto end = std::min(name.find('.', at), name.size());
+    const std::string part = name.substr(at, end - at);
+    if (!part.empty() && part.size() < 7 && part.find_first_not_of("0123456789") == std::string::npos)
+      return std::stoi(part);
+    at = end + 1;
+  }
+  return -1;
+}
+
+constexpr std::int64_t kCopies = 5;  // values, gradients of two runs, the copies compared, one to work in
+
+std::string gigabytes(double bytes) {
+  return bytes < 1e9 ? fmt::format("{:.3g} MB", bytes * 1e-6) : fmt::format("{:.3g} GB", bytes * 1e-9);
+}
+
+}  // namespace
+
+void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole) {
+  const Batch* batch = first_with_targets(whole);
+  if (!batch) return;
+  const auto reject = [](std::string found) {
+    refuse("verify, the model in fp64", std::move(found),
+           "a model that computes in fp64 throughout when it is made in fp64",
+           "Take the types of intermediate results from the parameters instead of naming one");
+  };
+  const auto backward = [&](const VerifyModel& model) {
+    const at::Tensor logits = model.logits(*batch);
+    dense_gradients(logits.to(at::kDouble).square().sum(), trainable(model));
+    return logits.scalar_type();
+  };
+  try {
+    const auto type = backward(in_fp64);
+    if (type != at::kDouble) reject(fmt::format("logits of type {}", c10::toString(type)));
+  } catch (const c10::Error& error) {
+    const std::string message = first_line(error.what_without_backtrace());
+    backward(own);  // an error of the model in its own precision is passed on as it is
+    reject("it fails: " + message);
+  }
+}
+
+std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches& whole) {
+  const Batch* batch = first_with_targets(whole);
+  if (!batch) return "";
+  const auto run = [&] {
+    const at::Tensor logits = model.logits(*batch);
+    auto results = dense_gradients(logits.square().sum(), trainable(model));
+    results.push_back(logits.detach());
+    return results;
+  };
+  const auto first = run(), second = run();
+  const at::Tensor &a = first.back(), &b = second.back();
+  // NaN in the same places is no difference, and is found later.
+  const auto same = [](const at::Tensor& one, const at::Tensor& other) {
+    return one.eq(other).logical_or(one.isnan().logical_and(other.isnan())).all().item<bool>();
+  };
+  if (!same(a, b))
+    return fmt::format("logits differ by up to {:.3g}, {} of {} elements", (a - b).abs().max().item<double>(),
+                       a.ne(b).sum().item<std::int64_t>(), a.numel());
+  for (std::size_t i = 0; i + 1 < first.size(); ++i)
+    if (first[i].defined() && second[i].defined() && !same(first[i], second[i]))
+      return fmt::format("the same logits, another gradient of trainable parameter {}", i);
+  return "";
+}
+
+std::int64_t oracle_bytes(const Initial& initial) {
+  std::int64_t elements = 0;
+  for (const auto& value : initial.values) elements += value.numel();
+  return elements * 8 * kCopies;
+}
+
+void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group) {
+  double available = static_cast<double>(std::numeric_limits<std::int64_t>::max());
+  if (group.rank() == 0)
+    available = problem.memory_bytes > 0 ? static_cast<double>(problem.memory_bytes)
+                                         : static_cast<double>(shm::available_memory());
+  at::Tensor shared = at::full({1}, available, at::kDouble);
+  group.broadcast(shared, 0);
+  available = shared.item<double>();
+  const auto needed = static_cast<double>(oracle_bytes(initial));
+  if (needed <= available) return;
+
+  std::map<int, double> layers;
+  double rest = 0;
+  for (std::size_t i = 0; i < initial.names.size(); ++i) {
+    const auto bytes = static_cast<double>(initial.values[i].numel() * 8 * kCopies);
+    const int layer = layer_of(initial.names[i]);
+    (layer < 0 ? rest : layers[layer]) += bytes;
+  }
+  std::size_t fit = 0;
+  for (const auto& [layer, bytes] : layers)
+    if ((rest += bytes) <= available) ++fit;
+  std::string action = "Verify on a machine with more memory";
+  if (fit > 0)
+    action =
+        fmt::format("Verify {} of the {} layers, which fit (model.layers = {})", fit, layers.size(), fit);
+  refuse("verify, memory for the oracle", gigabytes(available) + " available",
+         gigabytes(needed) + " for parameters and gradients in fp64", action);
+}
+
+namespace {
+
+struct PackRun {
+  at::Tensor logits;
+  std::vector<at::Tensor> gradients;  // of the loss, by parameter
+};
+
+PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch,
+            const DeclaredLoss& declared) {
+  PackRun outcome;
+  const at::Tensor logits = model.logits(batch);
+  outcome.logits = logits.detach();
+  const at::Tensor nll = plain_token_losses(logits, batch, declared).sum();
+  if (nll.requires_grad()) outcome.gradients = dense_gradients(nll, leaves);
+  return outcome;
+}
+
+// Whether b is what a was: to the bit, or where products round by how many tokens share an expert within E1's
+// bound, of the scale s.
+bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit, double scale) {
+  return to_the_bit ? a.equal(b) : (a - b).norm().item<double>() <= Bounds{}.exact * scale;
+}
+
+// s of each gradient, which is not that of its own rounding where it is next to nothing.
+std::vector<double> scales_of(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& leaves) {
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(leaves[i]);
+  return error_scales(gradients);
+}
+
+double largest(const at::Tensor& tensor) {
+  return tensor.numel() ? tensor.abs().max().item<double>() : 0;
+}
+
+}  // namespace
+
+std::string Leak::text() const {
+  return fmt::format(
+      "changing document {} in a pack changes document {}: its logits by {:.3g}{}", perturbed, touched,
+      logits,
+      parameter.empty() ? "" : fmt::format(", the others' gradient of {} by {:.3g}", parameter, gradient));
+}
+
+std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
+                                    const DeclaredLoss& declared) {
+  const std::set<std::int64_t> documents(batch.sample_ids.begin(), batch.sample_ids.end());
+  if (documents.size() < 2) return std::nullopt;
+  std::vector<at::Tensor> leaves;
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : model.named)
+    if (tensor.requires_grad()) {
+      leaves.push_back(tensor);
+      names.push_back(name);
+    }
+  const bool to_the_bit = !model.choose_experts;
+  const std::int64_t vocabulary = model.logits(batch).size(1);
+  // Documents look at what stands before them, or after: the first one is changed, then the last.
+  for (const std::int64_t changed : {batch.sample_ids.front(), batch.sample_ids.back()}) {
+    Batch before = batch, after;
+    before.targets = batch.targets.clone();
+    at::Tensor tokens = batch.tokens.clone();
+    at::Tensor others = at::ones({batch.num_tokens()}, at::kBool);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      if (batch.sample_ids[f] != changed) continue;
+      const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+      before.targets.slice(0, begin, end).fill_(kIgnoreIndex);  // its own loss takes no part
+      at::Tensor own = tokens.slice(0, begin, end);
+      own.copy_(declared.per_token ? own.flip(0) : (own + 1).remainder(vocabulary));
+      others.slice(0, begin, end).fill_(false);
+    }
+    after = before;
+    after.tokens = tokens;
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+      if (batch.sample_ids[f] == changed) perturb_inputs(after, static_cast<std::int64_t>(f));
+    const PackRun first = run(model, leaves, before, declared), second = run(model, leaves, after, declared);
+    Leak leak{.perturbed = changed, .touched = 0, .logits = 0, .parameter = {}, .gradient = 0};
+    bool leaks = false;
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      if (batch.sample_ids[f] == changed) continue;
+      const auto part = [&](const at::Tensor& logits) {
+        return logits.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]);
+      };
+      const double norm = part(first.logits).norm().item<double>();
+      if (same(part(first.logits), part(second.logits), to_the_bit, norm)) continue;
+      const double change = largest(part(first.logits) - part(second.logits));
+      if (!leaks || change > leak.logits) {
+        leak.touched = batch.sample_ids[f];
+        leak.logits = change;
+      }
+      leaks = true;
+    }
+    const auto scales = scales_of(first.gradients, leaves);
+    for (std::size_t i = 0; i < first.gradients.size(); ++i) {
+      const at::Tensor &a = first.gradients[i], &b = second.gradients[i];
+      if (!a.defined() || !b.defined() || same(a, b, to_the_bit, scales[i])) continue;
+      const double change = largest(a - b);
+      if (leak.parameter.empty() || change > leak.gradient) {
+        leak.parameter = names[i];
+        leak.gradient = change;
+      }
+      leaks = true;
+    }
+    if (leaks) return leak;
+  }
+  return std::nullopt;
+}
+
 namespace {
 
 std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {

@@ -1,5 +1,5 @@
 // What a comparison can see: just above what it claims it finds, just below it does not.
-#include "verify/resolution.hpp"
+#include "verify/compare.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -7,8 +7,7 @@
 
 #include <cmath>
 
-#include "verify/compare.hpp"
-#include "verify/compare_dumps.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {

@@ -26,13 +26,11 @@
 #include "parallel/data/unit_plan.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
-#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
-#include "verify/digest.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/layouts.hpp"
-#include "verify/meshes.hpp"
 namespace isograd {
 namespace {
 

@@ -1,5 +1,5 @@
 // Configured runs with planted faults: minimised, on every layout, while training and at the end.
-#include "verify/minimise.hpp"
+#include "verify/run.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

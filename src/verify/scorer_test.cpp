@@ -8,7 +8,6 @@
 #include "loss/ranking/ranking_testing.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
-#include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {

@@ -1,5 +1,5 @@
 // Sums in one pass beside LibTorch's own, in another order.
-#include "verify/sums.hpp"
+#include "verify/compare.hpp"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,6 @@
 #include <ATen/ops/randn.h>
 
 #include "isograd/testing.hpp"
-#include "verify/resolution.hpp"
 
 namespace isograd {
 namespace {

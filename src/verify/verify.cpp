@@ -7,16 +7,14 @@
 
 #include "base/refuse.hpp"
 #include "isograd/verify.hpp"
-#include "verify/bad_input.hpp"
+#include "verify/reference.hpp"
 #include "verify/compare.hpp"
-#include "verify/compared_step.hpp"
-#include "verify/digest.hpp"
+#include "verify/diagnosis.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/experiments.hpp"
 #include "verify/heartbeat.hpp"
 #include "verify/present.hpp"
-#include "verify/reference.hpp"
 #include "verify/replayed_choices.hpp"
-#include "verify/resolution.hpp"
 
 namespace isograd {
 

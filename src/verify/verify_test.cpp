@@ -8,7 +8,7 @@
 
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
-#include "verify/digest.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/heartbeat.hpp"
 #include "verify/oracle.hpp"
 #include "verify/test_problem.hpp"

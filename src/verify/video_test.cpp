@@ -4,7 +4,6 @@
 #include "base/files.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
-#include "verify/minimise.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {

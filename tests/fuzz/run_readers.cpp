@@ -14,7 +14,7 @@
 #include "train/checkpoint_files.hpp"
 #include "train/config.hpp"
 #include "train/metrics.hpp"
-#include "verify/compare_dumps.hpp"
+#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd::fuzz {
