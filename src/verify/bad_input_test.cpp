@@ -6,8 +6,8 @@
 
 #include "isograd/error.hpp"
 #include "toy.hpp"
-#include "verify/layout_run.hpp"
 #include "verify/experiments.hpp"
+#include "verify/layout_run.hpp"
 
 namespace isograd {
 namespace {

@@ -287,8 +287,8 @@ void add_count_causes(const ComparedStep& one, Causes& causes) {
 void add_rank_causes(const ComparedStep& one, Causes& causes) {
   // Ranks that all hold the same gradient have reduced it.
   const auto& views = one.found().ranks;
-  const bool reduced = views.size() > 1 && std::all_of(views.begin(), views.end(),
-                                                       [](const auto& view) { return view.spread == 0; });
+  const bool reduced =
+      views.size() > 1 && std::ranges::all_of(views, [](const auto& view) { return view.spread == 0; });
   for (int rank = 0; rank < one.ranks(); ++rank) {
     if (one.targets_of(rank) == 0 || one.ranks() == 1) continue;
     // Alone what one rank has, as it is before a reduction: multiplied by the ranks for a reducer that

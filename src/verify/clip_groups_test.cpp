@@ -12,27 +12,12 @@ namespace {
 using verify_test::Small;
 using verify_test::verify_on;
 
-// Around an optimizer: what it was wrong about shows in the gradients that it leaves.
-class Passing : public Optimizer {
- public:
-  explicit Passing(std::unique_ptr<Optimizer> inner) : inner_(std::move(inner)) {}
-  void update(std::vector<Bucket>& buckets, double scale) override { inner_->update(buckets, scale); }
-  void set_learning_rate(double rate) override { inner_->set_learning_rate(rate); }
-  double learning_rate() const override { return inner_->learning_rate(); }
-  std::int64_t updates() const override { return inner_->updates(); }
-  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner_->state(buckets); }
-  void set_updates(std::int64_t updates) override { inner_->set_updates(updates); }
-
- protected:
-  std::unique_ptr<Optimizer> inner_;
-};
-
-// The norms' group is multiplied by the coefficient of the others: a thousandth off.
-class MixesGroupsUp final : public Passing {
- public:
-  using Passing::Passing;
+// The norms' group is multiplied by the coefficient of the others: a thousandth off. It shows in the
+// gradients that the clip leaves.
+struct MixesGroupsUp : planted::WrappedOptimizer {
+  using WrappedOptimizer::WrappedOptimizer;
   void update(std::vector<Bucket>& buckets, double scale) override {
-    Passing::update(buckets, scale);
+    inner->update(buckets, scale);
     const at::NoGradGuard no_grad;
     for (Bucket& bucket : buckets)
       for (const Slot& slot : bucket.plan.slots)

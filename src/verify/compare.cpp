@@ -5,9 +5,11 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <tuple>
 
 #include "isograd/error.hpp"
 #include "kernels/threads/parallel_for.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {
@@ -15,26 +17,39 @@ namespace {
 constexpr std::int64_t kBlock = 1 << 14;  // elements that one thread adds up, whatever the number of threads
 constexpr std::size_t kLanes = 8;
 
-// N sums over [begin, end): `add(i, lane)` adds element i to that lane of each. Blocks are added up in their
-// order.
-template <std::size_t N, typename Add>
-std::array<double, N> summed(std::int64_t begin, std::int64_t end, const Add& add) {
+// Between these a sum of squares has neither overflown nor lost anything but what is far below its last bit.
+bool holds(double squares) {
+  constexpr double kLeast = 1e-270, kMost = 1e300;
+  return squares >= kLeast && squares <= kMost;
+}
+
+// N sums over elements [begin, end) of tensors of one size: what `of` says that their elements at one place
+// add to each. Blocks are added up in their order.
+template <std::size_t N, std::size_t M, typename Of>
+std::array<double, N> summed(std::array<at::Tensor, M> tensors, std::int64_t begin, std::int64_t end,
+                             const Of& of) {
+  std::array<const double*, M> values;
+  for (std::size_t m = 0; m < M; ++m) {
+    ISOGRAD_INVARIANT(tensors[m].numel() == tensors[0].numel(), "sums over tensors of other sizes");
+    tensors[m] = tensors[m].to(at::kCPU, at::kDouble).contiguous();  // usually the tensor itself
+    values[m] = tensors[m].template const_data_ptr<double>();
+  }
   const std::int64_t blocks = (end - begin + kBlock - 1) / kBlock;
   std::vector<std::array<double, N>> of_block(static_cast<std::size_t>(std::max<std::int64_t>(blocks, 0)));
   parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t b = first; b < last; ++b) {
       std::array<std::array<double, kLanes>, N> lanes{};
+      const auto add = [&lanes, &of, values](std::int64_t i, std::size_t lane) {
+        const auto more = std::apply([&](const auto*... value) { return of(value[i]...); }, values);
+        for (std::size_t n = 0; n < N; ++n) lanes[n][lane] += more[n];
+      };
       std::int64_t i = begin + b * kBlock;
       const std::int64_t stop = std::min(end, i + kBlock);
       for (; i + static_cast<std::int64_t>(kLanes) <= stop; i += kLanes)
-        for (std::size_t lane = 0; lane < kLanes; ++lane)
-          add(i + static_cast<std::int64_t>(lane), lane, lanes);
-      for (std::size_t lane = 0; i < stop; ++i, ++lane) add(i, lane, lanes);
-      for (std::size_t n = 0; n < N; ++n) {
-        double sum = 0;
-        for (const double lane : lanes[n]) sum += lane;
-        of_block[static_cast<std::size_t>(b)][n] = sum;
-      }
+        for (std::size_t lane = 0; lane < kLanes; ++lane) add(i + static_cast<std::int64_t>(lane), lane);
+      for (std::size_t lane = 0; i < stop; ++i, ++lane) add(i, lane);
+      for (std::size_t n = 0; n < N; ++n)
+        for (const double lane : lanes[n]) of_block[static_cast<std::size_t>(b)][n] += lane;
     }
   });
   std::array<double, N> sums{};
@@ -43,36 +58,14 @@ std::array<double, N> summed(std::int64_t begin, std::int64_t end, const Add& ad
   return sums;
 }
 
-// Where its elements can be read one after the other; usually the tensor itself.
-at::Tensor readable(const at::Tensor& tensor) {
-  return tensor.to(at::kCPU, at::kDouble).contiguous();
-}
-
-void expect_alike(const at::Tensor& a, const at::Tensor& b) {
-  ISOGRAD_INVARIANT(a.numel() == b.numel(), "sums over tensors of other sizes");
-}
-
 }  // namespace
 
-PairSums pair_sums(const at::Tensor& a_, const at::Tensor& b_, std::int64_t begin, std::int64_t end) {
-  const at::Tensor a = readable(a_), b = readable(b_);
-  expect_alike(a, b);
-  const auto *x = a.const_data_ptr<double>(), *y = b.const_data_ptr<double>();
-  const auto sums = summed<6>(begin, end, [x, y](std::int64_t i, std::size_t lane, auto& lanes) {
-    const double own = x[i], other = y[i], apart = own - other;
-    lanes[0][lane] += own * own;
-    lanes[1][lane] += other * other;
-    lanes[2][lane] += own * other;
-    lanes[3][lane] += apart * apart;
-    lanes[4][lane] += apart * own;
-    lanes[5][lane] += apart * other;
+PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end) {
+  const auto sums = summed<6, 2>({a, b}, begin, end, [](double x, double y) {
+    const double apart = x - y;
+    return std::array{x * x, y * y, x * y, apart * apart, apart * x, apart * y};
   });
-  return {.own = sums[0],
-          .other = sums[1],
-          .product = sums[2],
-          .apart = sums[3],
-          .along_own = sums[4],
-          .along_other = sums[5]};
+  return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
 }
 
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) {
@@ -81,61 +74,21 @@ PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) {
 
 FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at::Tensor& value,
                  std::int64_t begin, std::int64_t end) {
-  const at::Tensor e = readable(error), d = readable(direction), v = readable(value);
-  expect_alike(e, d);
-  expect_alike(e, v);
-  const auto *x = e.const_data_ptr<double>(), *y = d.const_data_ptr<double>(),
-             *z = v.const_data_ptr<double>();
-  const auto sums = summed<4>(begin, end, [x, y, z](std::int64_t i, std::size_t lane, auto& lanes) {
-    lanes[0][lane] += x[i] * y[i];
-    lanes[1][lane] += y[i] * y[i];
-    lanes[2][lane] += x[i] * x[i];
-    lanes[3][lane] += z[i] * z[i];
+  const auto sums = summed<4, 3>({error, direction, value}, begin, end, [](double e, double d, double v) {
+    return std::array{e * d, d * d, e * e, v * v};
   });
-  return {.error_direction = sums[0],
-          .direction = sums[1],
-          .error = sums[2],
-          .value = sums[3],
-          .elements = static_cast<double>(end - begin)};
+  return {sums[0], sums[1], sums[2], sums[3], static_cast<double>(end - begin)};
 }
 
-double squares_apart(const at::Tensor& a_, const at::Tensor& b_, double factor) {
-  const at::Tensor a = readable(a_), b = readable(b_);
-  expect_alike(a, b);
-  const auto *x = a.const_data_ptr<double>(), *y = b.const_data_ptr<double>();
-  return summed<1>(0, a.numel(), [x, y, factor](std::int64_t i, std::size_t lane, auto& lanes) {
-    const double apart = x[i] - factor * y[i];
-    lanes[0][lane] += apart * apart;
+double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor) {
+  return summed<1, 2>({a, b}, 0, a.numel(), [factor](double x, double y) {
+    const double apart = x - factor * y;
+    return std::array{apart * apart};
   })[0];
 }
 
-double squares_missing(const at::Tensor& whole_, const std::vector<at::Tensor>& parts_) {
-  const at::Tensor whole = readable(whole_);
-  std::vector<at::Tensor> parts;
-  std::vector<const double*> of_part;
-  for (const at::Tensor& part : parts_) {
-    expect_alike(part, whole);
-    parts.push_back(readable(part));
-    of_part.push_back(parts.back().const_data_ptr<double>());
-  }
-  const auto* x = whole.const_data_ptr<double>();
-  return summed<1>(0, whole.numel(), [x, &of_part](std::int64_t i, std::size_t lane, auto& lanes) {
-    double sum = 0;
-    for (const double* part : of_part) sum += part[i];
-    lanes[0][lane] += (sum - x[i]) * (sum - x[i]);
-  })[0];
-}
-
-double squares(const at::Tensor& tensor_) {
-  const at::Tensor tensor = readable(tensor_);
-  const auto* x = tensor.const_data_ptr<double>();
-  return summed<1>(0, tensor.numel(),
-                   [x](std::int64_t i, std::size_t lane, auto& lanes) { lanes[0][lane] += x[i] * x[i]; })[0];
-}
-
-bool holds(double squares) {
-  constexpr double kLeast = 1e-270, kMost = 1e300;
-  return squares >= kLeast && squares <= kMost;
+double squares(const at::Tensor& tensor) {
+  return summed<1, 1>({tensor}, 0, tensor.numel(), [](double x) { return std::array{x * x}; })[0];
 }
 
 namespace {
@@ -160,21 +113,11 @@ std::vector<FitSums> cut(const Tensors& parameters, const SumsOf& sums_of) {
   return pieces;
 }
 
-std::vector<FitSums> pieces_of(const Tensors& errors, const Tensors& direction, const Tensors& values) {
-  return cut(errors, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
-    return fit_sums(errors[i], direction[i], values[i], begin, end);
-  });
-}
-
 // Sums of gradient − reference along the reference.
 std::vector<FitSums> pieces_between(const Tensors& gradient, const Tensors& reference) {
   return cut(reference, [&](std::size_t i, std::int64_t begin, std::int64_t end) {
     const PairSums sums = pair_sums(gradient[i], reference[i], begin, end);
-    return FitSums{.error_direction = sums.along_other,
-                   .direction = sums.other,
-                   .error = sums.apart,
-                   .value = sums.other,
-                   .elements = static_cast<double>(end - begin)};
+    return FitSums{sums.along_other, sums.other, sums.apart, sums.other, static_cast<double>(end - begin)};
   });
 }
 
@@ -214,16 +157,6 @@ std::vector<FitSums> scaled(std::vector<FitSums> pieces, double more) {
   return pieces;
 }
 
-// ‖e − share · d‖ of ‖d‖.
-double left_of(const std::vector<FitSums>& pieces, double share) {
-  double left = 0, all = 0;
-  for (const FitSums& piece : pieces) {
-    left += piece.error - 2 * share * piece.error_direction + share * share * piece.direction;
-    all += piece.direction;
-  }
-  return std::sqrt(std::max(left, 0.0) / all);
-}
-
 // `allowed`: what the scale of pieces may be off by, from them and their fit.
 using AllowedScale = std::function<double(const std::vector<FitSums>& pieces, const Along& fitted)>;
 
@@ -232,7 +165,13 @@ AllowedScale allowed_of_whole(double unit, double alone = 0) {
 }
 AllowedScale allowed_of_one(double allowed) {
   return [=](const auto& pieces, const Along& fitted) {
-    return allowed + 4 * fitted.scatter + 2 * left_of(pieces, fitted.share);
+    double left = 0, all = 0;  // ‖e − share · d‖², ‖d‖²
+    for (const FitSums& piece : pieces) {
+      left += piece.error - 2 * fitted.share * piece.error_direction +
+              fitted.share * fitted.share * piece.direction;
+      all += piece.direction;
+    }
+    return allowed + 4 * fitted.scatter + 2 * std::sqrt(std::max(left, 0.0) / all);
   };
 }
 
@@ -256,7 +195,10 @@ WholeScale test(const std::vector<FitSums>& pieces, double unit, const AllowedSc
 }  // namespace
 
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit) {
-  return fit(pieces_of(errors, direction, values), unit);
+  const auto sums_of = [&](std::size_t i, std::int64_t begin, std::int64_t end) {
+    return fit_sums(errors[i], direction[i], values[i], begin, end);
+  };
+  return fit(cut(errors, sums_of), unit);
 }
 
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit) {
@@ -275,28 +217,6 @@ WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& refer
 bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                          double allowed) {
   return held_to(pieces_between({gradient}, {reference}), unit, allowed_of_one(allowed)).passed;
-}
-
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
-                            const PairSums& sums) {
-  // Relative to the gradient: a square of its own size may be no number.
-  const bool known = holds(sums.own) && holds(std::max({sums.own, sums.other, sums.apart}));
-  const double unit = known ? std::sqrt(sums.own) : norm_of(gradient);
-  if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
-  const PairSums relative =
-      known ? PairSums{.own = 1, .apart = sums.apart / sums.own, .along_own = sums.along_own / sums.own}
-            : pair_sums(gradient / unit, reference / unit);
-  const double square = relative.own, cross = relative.along_own;
-  allowed /= unit;
-  // ‖e + δ g‖² = allowed²
-  const double rest = relative.apart - allowed * allowed;
-  if (!(rest <= 0)) return 0;  // fails as it is
-  if (!(square > 0)) return std::numeric_limits<double>::infinity();
-  return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
-}
-
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed) {
-  return smallest_scale_error(gradient, reference, allowed, pair_sums(gradient, reference));
 }
 
 // The root of a sum of squares; where that is no number, of what `made` gives, relative to its largest
@@ -320,11 +240,9 @@ double distance(const at::Tensor& a, const at::Tensor& b, double factor) {
 }
 
 double missing_in(const Tensors& parts, const at::Tensor& whole) {
-  return root_of(squares_missing(whole, parts), [&] {
-    at::Tensor left = -whole;
-    for (const at::Tensor& part : parts) left = left + part;
-    return left;
-  });
+  at::Tensor sum = at::zeros_like(whole);
+  for (const at::Tensor& part : parts) sum.add_(part);
+  return distance(sum, whole);
 }
 
 bool all_finite(const at::Tensor& tensor) {
@@ -353,6 +271,46 @@ namespace {
 
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
 
+// The smallest δ for which (1 + δ) g or (1 − δ) g is further than `allowed` (a norm) from the reference;
+// infinity where the reference is zero. `sums` of both.
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
+                            const PairSums& sums) {
+  // Relative to the gradient: a square of its own size may be no number.
+  const bool known = holds(sums.own) && holds(std::max({sums.own, sums.other, sums.apart}));
+  const double unit = known ? std::sqrt(sums.own) : norm_of(gradient);
+  if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
+  const PairSums relative =
+      known ? PairSums{.own = 1, .apart = sums.apart / sums.own, .along_own = sums.along_own / sums.own}
+            : pair_sums(gradient / unit, reference / unit);
+  const double square = relative.own, cross = relative.along_own;
+  allowed /= unit;
+  // ‖e + δ g‖² = allowed²
+  const double rest = relative.apart - allowed * allowed;
+  if (!(rest <= 0)) return 0;  // fails as it is
+  if (!(square > 0)) return std::numeric_limits<double>::infinity();
+  return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
+}
+
+// Remembers the parameter that used most of its allowance. A NaN counts as the worst.
+void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& comparison) {
+  const auto share = [](double error, double allowed) { return error > 0 ? error / allowed : 0.0; };
+  const double share_now = share(comparison.error, comparison.allowed);
+  if (grade.worst.empty() || std::isnan(comparison.error) ||
+      (!std::isnan(grade.error) && share_now > share(grade.error, grade.allowed))) {
+    grade.worst = parameter.name;
+    grade.error = comparison.error;
+    grade.allowed = comparison.allowed;
+  }
+  if (!comparison.passed) ++grade.failed;
+}
+
+}  // namespace
+
+double in_scales(double difference, double scale) {
+  if (!std::isfinite(scale)) return kNothing;         // nothing is small against it
+  return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
+}
+
 Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale, double allowed) {
   Comparison result;
   const PairSums sums = pair_sums(gradient, reference);
@@ -377,34 +335,6 @@ Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, doub
   return result;
 }
 
-bool close(double value, double expected, double relative) {
-  return std::abs(value - expected) <= relative * std::abs(expected);  // false for NaN
-}
-
-// Remembers the parameter that used most of its allowance. A NaN counts as the worst.
-void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& comparison) {
-  const auto share = [](double error, double allowed) { return error > 0 ? error / allowed : 0.0; };
-  const double share_now = share(comparison.error, comparison.allowed);
-  if (grade.worst.empty() || std::isnan(comparison.error) ||
-      (!std::isnan(grade.error) && share_now > share(grade.error, grade.allowed))) {
-    grade.worst = parameter.name;
-    grade.error = comparison.error;
-    grade.allowed = comparison.allowed;
-  }
-  if (!comparison.passed) ++grade.failed;
-}
-
-}  // namespace
-
-double in_scales(double difference, double scale) {
-  if (!std::isfinite(scale)) return kNothing;         // nothing is small against it
-  return difference == 0 ? 0.0 : difference / scale;  // a gradient that is zero everywhere has s = 0
-}
-
-double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale) {
-  return in_scales(distance(gradient, reference), scale);
-}
-
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
   Bounds bounds;
   // bf16 parameters have fp32 gradients: that is the type of the sums.
@@ -416,14 +346,13 @@ Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
   return bounds;
 }
 
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor) {
+std::vector<double> error_scales(const Tensors& reference, double floor) {
   std::vector<double> norms;
   for (const auto& gradient : reference) norms.push_back(norm_of(gradient));
   return error_scales(reference, norms, floor);
 }
 
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference, const std::vector<double>& norms,
-                                 double floor) {
+std::vector<double> error_scales(const Tensors& reference, const std::vector<double>& norms, double floor) {
   double elements = 0;
   for (const auto& gradient : reference) elements += static_cast<double>(gradient.numel());
   const double root_mean_square = elements > 0 ? norm_of(norms) / std::sqrt(elements) : 0;
@@ -438,47 +367,20 @@ bool held_to_floor(double norm, double scale) {
   return norm < scale * (1 - 0x1p-40) || norm == 0;  // the norm may have been added up in another order
 }
 
-Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
-                         const Bounds& bounds) {
-  return compare(gradient, reference, scale, bounds.exact);
-}
-
-Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
-                           double alone_error, const Bounds& bounds) {
-  return compare(gradient, reference, scale,
-                 kRoundingFactor * alone_error + bounds.unit_roundoff * std::sqrt(bounds.sum_length));
-}
-
-double error_that_allows(double error, const Bounds& bounds) {
-  return (error - bounds.unit_roundoff * std::sqrt(bounds.sum_length)) / 4;
-}
-
-bool unclipped_norms_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
-  return std::isnan(oracle.unclipped_norm) ||
-         close(figures.unclipped_norm, oracle.unclipped_norm, bounds.exact);
-}
-
-bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds) {
-  return figures.targets == oracle.targets && figures.tokens == oracle.tokens &&
-         close(figures.loss, oracle.loss, bounds.exact) && close(figures.norm, oracle.norm, bounds.exact) &&
-         close(figures.clip_coefficient, oracle.clip_coefficient, bounds.exact) &&
-         unclipped_norms_agree(figures, oracle, bounds);
-}
-
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
-                                     const StepFigures& alone, const Bounds& bounds) {
+                                     const Bounds& bounds, const StepFigures* alone) {
   std::vector<OtherFigure> off;
-  const auto hold = [&](const char* name, double found, double expected, double one_process) {
-    const double allowed =
-        std::fmax(bounds.figures * std::abs(expected), kRoundingFactor * std::abs(one_process - expected));
+  const auto hold = [&](const char* name, double StepFigures::*of) {
+    const double found = figures.*of, expected = oracle.*of;
+    double allowed = (alone ? bounds.figures : bounds.exact) * std::abs(expected);
+    if (alone) allowed = std::fmax(allowed, kRoundingFactor * std::abs(alone->*of - expected));
     if (!std::isfinite(found) || !(std::abs(found - expected) <= allowed))
       off.push_back({.name = name, .found = found, .expected = expected, .allowed = allowed});
   };
-  hold("loss", figures.loss, oracle.loss, alone.loss);
-  hold("norm", figures.norm, oracle.norm, alone.norm);
-  if (!std::isnan(oracle.unclipped_norm))
-    hold("unclipped_norm", figures.unclipped_norm, oracle.unclipped_norm, alone.unclipped_norm);
-  hold("clip_coefficient", figures.clip_coefficient, oracle.clip_coefficient, alone.clip_coefficient);
+  hold("loss", &StepFigures::loss);
+  hold("norm", &StepFigures::norm);
+  if (!std::isnan(oracle.unclipped_norm)) hold("unclipped_norm", &StepFigures::unclipped_norm);
+  hold("clip_coefficient", &StepFigures::clip_coefficient);
   const auto count = [&](const char* name, std::int64_t found, std::int64_t expected) {
     if (found != expected)
       off.push_back(
@@ -546,8 +448,7 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
       "right and one g1 does not do, the worst of up to {}, each from parameters an ulp away; scale of the "
       "whole gradient within 4 (u + its standard error + one process's own), u = {:.2g}; counts equal, loss, "
       "norm and clip coefficient to {:g} of themselves or 4 times what one process is off by",
-      precision, bounds.unit_roundoff * std::sqrt(bounds.sum_length), precision,
-      bounds.unit_roundoff * std::sqrt(bounds.sum_length), kMostDraws, bounds.unit, bounds.figures);
+      precision, bounds.sums(), precision, bounds.sums(), kMostDraws, bounds.unit, bounds.figures);
   layout.e3.bound = "the same bits when the step is made again, and on every rank";
   for (const auto& parameter : layout.parameters) {
     note(layout.e1, parameter, parameter.exact);
@@ -560,7 +461,7 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
   layout.e2.scale = scale;
   note_resolution(layout.e1, layout.parameters, true);
   if (!exact_run) note_resolution(layout.e2, layout.parameters, false);
-  layout.figures_agree = figures_agree(layout.exact, oracle, bounds);
+  layout.figures_agree = figures_off(layout.exact, oracle, bounds).empty();
   const auto state = [](bool passed) { return passed ? Grade::State::kPassed : Grade::State::kFailed; };
   layout.e1.state = state(layout.e1.failed == 0 && layout.figures_agree);
   // A run in fp64 has nothing to say within rounding that E1 does not say more sharply.

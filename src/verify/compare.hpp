@@ -1,9 +1,10 @@
-// The numbers of a comparison: sums over large tensors, the scale of errors along a direction, bounds and grades
-// (DESIGN.md, the four grades).
+// The numbers of a comparison: sums over large tensors, the scale of errors along a direction, bounds and
+// grades (DESIGN.md, the four grades).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -13,18 +14,20 @@
 
 namespace isograd {
 
-// Sums over two vectors a and b, and a − b.
+using Tensors = std::vector<at::Tensor>;  // by parameter, fp64
+
+// Sums over elements `begin` to `end` of two fp64 tensors a and b of one shape, in one pass over memory; the
+// same bits on any number of threads.
 struct PairSums {
   double own = 0, other = 0;              // ⟨a, a⟩, ⟨b, b⟩
   double product = 0;                     // ⟨a, b⟩
   double apart = 0;                       // ⟨a − b, a − b⟩
   double along_own = 0, along_other = 0;  // ⟨a − b, a⟩, ⟨a − b, b⟩
 };
-// The sums over elements `begin` to `end` of two fp64 tensors of one shape.
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end);
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b);
 
-// Sums over three vectors e, d and v.
+// The same over three tensors e, d and v.
 struct FitSums {
   double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
   double elements = 0;
@@ -32,59 +35,46 @@ struct FitSums {
 FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at::Tensor& value,
                  std::int64_t begin, std::int64_t end);
 
-// Σ (a − factor · b)².
-double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor);
-// Σ (Σ_c parts[c] − whole)²: what is missing in the parts.
-double squares_missing(const at::Tensor& whole, const std::vector<at::Tensor>& parts);
 double squares(const at::Tensor& tensor);
+double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor);  // Σ (a − factor · b)²
+double squares_missing(const at::Tensor& whole, const Tensors& parts);  // Σ (Σ_c parts[c] − whole)²
 
-// Between these a sum of squares has neither overflown nor lost anything but what is far below its last bit.
-bool holds(double squares);
-
-using Tensors = std::vector<at::Tensor>;  // by parameter, fp64
-
-// How far errors lie along a direction, over all parameters together: rounding averages out there.
-struct Along {
-  double share = 0;    // 0: not at all; 1: as far as the whole direction
-  double scatter = 0;  // standard error of `share`, from how much pieces of the parameters differ
-};
-
-// Fits errors by a multiple of `direction`, of the same shapes. Each parameter is cut into up to 16 pieces; a
-// piece counts by the inverse of the mean square of its error, which is at least that of numbers of the size
-// of `values` rounded once to a type with unit round-off `unit`. A direction that is zero everywhere: {0,
-// inf}.
-Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
-
-// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). What multiplies a gradient
-// is rounded once for each factor, always in the same direction for all elements: four of them are allowed
-// for. `alone`: how far off one process is in the same precision (Along::share), where that is known: a loss
-// may round a factor of all its elements further, as a ranking loss does.
-WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
-// Only whether it passes.
-bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);
-
-// As test_scale(), for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors
-// that one parameter's elements share count as few, and a few may lie along the gradient by chance: not more
-// than twice as far as across it. That covers r² ≤ r, by which a right gradient looks too small against a
-// reference that is itself off by a share r of its norm, in no particular direction.
-WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
-                             double allowed);
-bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
-                         double allowed);
-
-// The smallest δ for which (1 + δ) g or (1 − δ) g is further than `allowed` (a norm) from the reference;
-// infinity where the reference is zero.
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed);
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
-                            const PairSums& sums);  // of both
-
-// Also where a square would over- or underflow.
+// The roots of these, also where a square would over- or underflow.
 double norm_of(const at::Tensor& tensor);
 double norm_of(const Tensors& tensors);
 double norm_of(const std::vector<double>& norms);                              // of all parts together
 double distance(const at::Tensor& a, const at::Tensor& b, double factor = 1);  // ‖a − factor · b‖
 double missing_in(const Tensors& parts, const at::Tensor& whole);              // ‖Σ parts − whole‖
 bool all_finite(const at::Tensor& tensor);
+
+// How far errors lie along a direction, over all parameters together: rounding averages out there.
+struct Along {
+  double share = 0;    // 0: not at all; 1: as far as the whole direction
+  double scatter = 0;  // standard error of `share`, from how much pieces of the parameters differ
+};
+// Fits errors by a multiple of `direction`. Each parameter is cut into up to 16 pieces; a piece counts by the
+// inverse of the mean square of its error, which is at least that of numbers of the size of `values` rounded
+// once to a type with unit round-off `unit`. A direction that is zero everywhere: {0, inf}.
+Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
+
+// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). Each factor of a gradient
+// is rounded once, in the same direction for all elements: four of them are allowed for. `alone`: how far off
+// one process is in the same precision (Along::share): a ranking loss, for one, rounds a common factor
+// further.
+WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
+bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);  // only whether it passes
+
+// The same for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors that its
+// elements share count as few, and a few may lie along the gradient by chance: not more than twice as far as
+// across it. That covers r² ≤ r, by which a right gradient looks too small against a reference that is itself
+// off by a share r of its norm, in no particular direction.
+WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
+                             double allowed);
+bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
+                         double allowed);
+
+// How many times one process's rounding a run of the same precision may be off.
+constexpr double kRoundingFactor = 4;
 
 // The numbers that the bounds of one layout depend on.
 struct Bounds {
@@ -96,52 +86,40 @@ struct Bounds {
   // 1e-4: a sum of n terms, one after another, may be off by n u of itself, 1,700 terms of one micro-batch.
   double figures = 1e-4;
   double sum_length = 1;  // W · G
+
+  double sums() const { return unit_roundoff * std::sqrt(sum_length); }
+  // E2. alone_error = ‖g32 − g64‖ / s, g32 the run of one process in the same precision.
+  double rounded(double alone_error) const { return kRoundingFactor * alone_error + sums(); }
+  double alone_that_allows(double error) const { return (error - sums()) / kRoundingFactor; }
 };
 // `ranks` and the largest number of micro-batches on a rank, for a run in `dtype`.
 Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches);
 
-// s of each parameter: max(‖g64‖, floor · RMS · √numel).
+// s of each parameter: max(‖g64‖, floor · RMS · √numel). `norms`: ‖g64‖.
 constexpr double kFloor = 1e-3;
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference, double floor = kFloor);
-std::vector<double> error_scales(const std::vector<at::Tensor>& reference, const std::vector<double>& norms,
-                                 double floor);  // norms: of them
-// s is not ‖g64‖ but its floor; also where both are zero.
-bool held_to_floor(double norm, double scale);
+std::vector<double> error_scales(const Tensors& reference, double floor = kFloor);
+std::vector<double> error_scales(const Tensors& reference, const std::vector<double>& norms, double floor);
+bool held_to_floor(double norm, double scale);  // s is its floor, not ‖g64‖; also where both are zero
 
-// E1. `gradient` and `reference` are fp64, of one shape.
-Comparison compare_exact(const at::Tensor& gradient, const at::Tensor& reference, double scale,
-                         const Bounds& bounds);
-// How many times one process's rounding a run of the same precision may be off.
-constexpr double kRoundingFactor = 4;
-// E2. alone_error = ‖g32 − g64‖ / s, g32 the run of one process in the same precision.
-Comparison compare_rounded(const at::Tensor& gradient, const at::Tensor& reference, double scale,
-                           double alone_error, const Bounds& bounds);
-// The alone_error under which an error is just allowed.
-double error_that_allows(double error, const Bounds& bounds);
-double relative_error(const at::Tensor& gradient, const at::Tensor& reference, double scale);
 double in_scales(double difference, double scale);  // 0 where there is none; NaN against infinity
+// ‖gradient − reference‖ ≤ allowed · scale; both fp64, of one shape.
+Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale, double allowed);
 
-// One run of one process is a sample of what rounding costs, and a poor one: a parameter's elements share the
-// rounding of what lies behind them, so that many may count as few. Two runs' errors over n independent
-// numbers have the ratio of an F(n, n) distribution: over one number one is more than 4 times the other in 16
-// of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one process therefore makes the
-// step again up to so many times, each from parameters an ulp away (reference.hpp), and the largest error
-// counts: a layout whose error is one more draw of a single number exceeds 4 times that in fewer than 2 of a
-// million.
+// One run of one process is a poor sample of what rounding costs: a parameter's elements share the rounding
+// of what lies behind them, so that many may count as few, and over one number one of two runs is more than 4
+// times the other in 16 of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one
+// process therefore makes the step again up to so many times, each from parameters an ulp away
+// (reference.hpp), and the largest error counts: a layout whose error is one more draw of a single number
+// exceeds 4 times that in fewer than 2 of a million.
 constexpr int kMostDraws = 16;
-// Parameters of fewer elements than this are held to the largest error of all of them, where there is one
-// run.
+// With one run, parameters of fewer elements than this are held to the largest error of all of them.
 constexpr std::int64_t kMeasurable = 16;
 
-// The norm before the clip of groups to `bounds.exact` relative, where there are groups.
-bool unclipped_norms_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
-// Counts equal; loss, norms and clip coefficient to `bounds.exact` relative.
-bool figures_agree(const StepFigures& figures, const StepFigures& oracle, const Bounds& bounds);
-
-// The figures of a run in lower precision that are further from the oracle than `bounds.figures` of
-// themselves, and than 4 times what one process in that precision is; counts that are not equal.
+// The figures of a step that are further from the oracle's than rounding explains: than `bounds.exact` of
+// themselves or, with `alone`, the figures of one process in the run's precision, than `bounds.figures` of
+// themselves and 4 times what that process is off by. Counts must be equal.
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
-                                     const StepFigures& alone, const Bounds& bounds);
+                                     const Bounds& bounds, const StepFigures* alone = nullptr);
 
 // Fills in e1, e2, e3 and `passed` from the parameters, the figures and, in a run that is not exact, the
 // scale of the whole gradient. `precision` is "fp32", ...

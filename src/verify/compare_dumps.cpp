@@ -28,8 +28,7 @@ std::string common_prefix(const StepDump& found, const StepDump& expected) {
     const auto fits = [&](const auto& item) {
       return item.first.starts_with(prefix) && names.contains(item.first.substr(prefix.size()));
     };
-    if (!names.contains(first) && std::all_of(found.gradients.begin(), found.gradients.end(), fits))
-      return prefix;
+    if (!names.contains(first) && std::ranges::all_of(found.gradients, fits)) return prefix;
   }
   return {};
 }
@@ -206,8 +205,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
   if (alone.precision != found.precision)
     reject(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
   if (names_of(alone) != names_of(expected)) reject("other parameters than in " + names.expected);
-  const RunAgain never;
-  ComparedStep one({.found = alone, .expected = expected}, {}, never);
+  ComparedStep one({.found = alone, .expected = expected});
   const auto findings = diagnose(one);
   if (!findings.empty()) reject("no right step of one process: " + findings[0].sentence);
   if (!one.same())
@@ -280,16 +278,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   layout.exact = layout.rounded = pair.found.figures;
   const bool names_agree =
       names_of(pair.found) == names_of(expected) && one.parameters().size() == expected.gradients.size();
-  for (const ComparedStep::Parameter& compared : one.parameters()) {
-    ParameterVerdict parameter;
-    parameter.name = compared.name;
-    parameter.elements = compared.expected.numel();
-    parameter.norm = compared.norm;
-    parameter.by_floor = compared.by_floor;
-    parameter.alone_error = compared.alone_error;
-    parameter.exact = parameter.rounded = compared.comparison;
-    layout.parameters.push_back(std::move(parameter));
-  }
+  layout.parameters = verdicts_of(one);
   const std::string& precision = one.precision();
   judge(layout, expected, one, alone.has_value(), precision);
   if (precision != pair.found.precision)
@@ -352,8 +341,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     result.findings.push_back(
         {finding_id::unknown, "the step is not the expected one, in no way that has a name"});
   const auto unknown = [](const Finding& finding) { return finding.id == finding_id::unknown; };
-  if (!one.allowance().exact && expected.moves.empty() &&
-      std::any_of(result.findings.begin(), result.findings.end(), unknown))
+  if (!one.allowance().exact && expected.moves.empty() && std::ranges::any_of(result.findings, unknown))
     result.notices.push_back(fmt::format(
         "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no bound on "
         "rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses that jump)",
@@ -362,7 +350,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
   verdict.layouts.push_back(std::move(layout));
 
   if (expected.shares.empty()) {
-    if (std::any_of(result.findings.begin(), result.findings.end(), unknown))
+    if (std::ranges::any_of(result.findings, unknown))
       result.notices.push_back(
           names.expected +
           " holds no shares of ranks and micro-batches; with them wrong weights can be named (docs/verify.md)");

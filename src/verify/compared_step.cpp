@@ -1,11 +1,9 @@
-#include "verify/diagnosis.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <set>
 
-#include "verify/compare.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {
@@ -22,7 +20,7 @@ Bounds bounds_of(const StepDump& found, at::ScalarType type) {
   for (const auto& [axis, size] : found.axes) ranks *= size;
   std::int64_t rounds = 1;
   for (const auto& own : found.counts) {
-    const auto held = std::count_if(own.begin(), own.end(), [](auto count) { return count > 0; });
+    const auto held = std::ranges::count_if(own, [](auto count) { return count > 0; });
     rounds = std::max<std::int64_t>(rounds, held);
     holders += held > 0;
   }
@@ -40,18 +38,17 @@ constexpr double kUnitsOfMatrix = 32;
 
 }  // namespace
 
-const std::string& coarser_precision(const StepDump& one, const StepDump& other) {
+const std::string& ComparedStep::precision() const {
   const auto place = [](const std::string& precision) {
     return precision == "bf16" ? 3 : precision == "fp16" ? 2 : precision == "fp64" ? 0 : 1;
   };
-  return place(other.precision) > place(one.precision) ? other.precision : one.precision;
+  return place(expected().precision) > place(found().precision) ? expected().precision : found().precision;
 }
 
 ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& again)
     : pair_(std::move(pair)), grid_(pair_.found.axes), setting_(setting), again_(again) {
-  std::map<std::string, at::Tensor> own, by_one;
-  for (const auto& [name, tensor] : found().gradients) own[name] = tensor;
-  for (const auto& [name, tensor] : pair_.alone) by_one[name] = tensor;
+  const std::map<std::string, at::Tensor> own(found().gradients.begin(), found().gradients.end()),
+      by_one(pair_.alone.begin(), pair_.alone.end());
   const at::ScalarType type = type_of(precision());
   allowance_.exact = type == at::kDouble;
   allowance_.bounds = bounds_of(found(), type);
@@ -100,11 +97,7 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
     for (std::size_t j = 0; j < counts_[rank].size(); ++j) {
       const double targets = counts_[rank][j];
       by_rank_.back() += targets;
-      if (targets > 0)
-        cells_.push_back({.rank = static_cast<int>(rank),
-                          .micro_batch = static_cast<int>(j),
-                          .targets = targets,
-                          .part = {}});
+      if (targets > 0) cells_.push_back({static_cast<int>(rank), static_cast<int>(j), targets, {}});
     }
     targets_ += by_rank_.back();
   }
@@ -139,8 +132,7 @@ void ComparedStep::allow(double most_alone) {
       const bool few = parameter.expected.numel() < kMeasurable;
       allowed = measured ? std::min(4 * (few ? most_alone : parameter.alone_error) + sums, widest) : widest;
     }
-    parameter.comparison =
-        compare_exact(parameter.found, parameter.expected, parameter.scale, Bounds{.exact = allowed});
+    parameter.comparison = compare(parameter.found, parameter.expected, parameter.scale, allowed);
     apart_.push_back(parameter.scale > 0 && std::isfinite(parameter.scale)
                          ? parameter.comparison.error * parameter.scale
                          : distance(parameter.found, parameter.expected));
@@ -247,9 +239,8 @@ Along ComparedStep::between(const Prediction& from, const Prediction& to) const 
 }
 
 static bool uniform(const std::vector<double>& weights) {
-  return std::all_of(weights.begin(), weights.end(), [&](double weight) {
-    return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]);
-  });
+  return std::ranges::all_of(
+      weights, [&](double weight) { return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]); });
 }
 
 bool ComparedStep::can_weight(const std::vector<double>& weights) {
@@ -285,16 +276,14 @@ std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weig
 }
 
 bool ComparedStep::finite() const {
-  return std::all_of(parameters_.begin(), parameters_.end(),
-                     [](const Parameter& parameter) { return all_finite(parameter.found); });
+  return std::ranges::all_of(parameters_, all_finite, &Parameter::found);
 }
 bool ComparedStep::finite_loss() const {
-  const auto& broken = found().not_numbers;
-  return !std::isinf(found().figures.loss) && !contains(broken, "loss");
+  return !std::isinf(found().figures.loss) && !contains(found().not_numbers, "loss");
 }
 
 int ComparedStep::holders() const {
-  return static_cast<int>(std::count_if(by_rank_.begin(), by_rank_.end(), [](auto n) { return n > 0; }));
+  return static_cast<int>(std::ranges::count_if(by_rank_, [](double targets) { return targets > 0; }));
 }
 int ComparedStep::home_of(int rank) const {
   const auto& [one, other] = setting_.swapped;
@@ -341,8 +330,8 @@ bool ComparedStep::find_parts() {
     alone.reference_only = true;
     const auto pair = again_(alone);
     if (!pair) return false;
-    std::map<std::string, at::Tensor> gradients;
-    for (const auto& [name, tensor] : pair->expected.gradients) gradients[name] = tensor;
+    const auto& named = pair->expected.gradients;
+    const std::map<std::string, at::Tensor> gradients(named.begin(), named.end());
     // Alone, its tokens are all there are: its mean is over its own.
     for (const auto& parameter : parameters_) {
       const at::Tensor part = gradients.at(parameter.name).to(at::kDouble);
@@ -366,16 +355,17 @@ std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain
   return ComparedStep(std::move(*pair), setting, again);
 }
 
-std::vector<double> weights_of(const ComparedStep& one, const Cause& cause) {
-  std::vector<double> weights;
-  for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));
-  if (weights.empty()) weights.push_back(cause.weight(one, {}));
-  return weights;
-}
-
-std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
-                                        const std::vector<std::string>& names) {
-  return one.weighted(weights_of(one, cause), names);
+std::vector<ParameterVerdict> verdicts_of(const ComparedStep& one) {
+  std::vector<ParameterVerdict> verdicts;
+  for (const ComparedStep::Parameter& compared : one.parameters())
+    verdicts.push_back({.name = compared.name,
+                        .elements = compared.expected.numel(),
+                        .norm = compared.norm,
+                        .by_floor = compared.by_floor,
+                        .alone_error = compared.alone_error,
+                        .exact = compared.comparison,
+                        .rounded = compared.comparison});
+  return verdicts;
 }
 
 std::string text_of(const ComparedStep& one, const Experiment& experiment) {
@@ -402,7 +392,7 @@ std::string list_names(const std::vector<std::string>& names) {
 }
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
+  return std::ranges::find(names, name) != names.end();
 }
 
 }  // namespace isograd

@@ -1,4 +1,5 @@
-// The gradient is right: what else of the step may be wrong, and whether either dump contradicts itself.
+// The gradient is right: what else of the step may be wrong, and whether either dump contradicts itself. A
+// step that contradicts itself is no right one, and no reference.
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -11,6 +12,8 @@
 
 namespace isograd {
 namespace {
+
+using Parameter = ComparedStep::Parameter;
 
 double norm_recorded_for(const StepDump& dump) {
   std::vector<double> norms;
@@ -35,6 +38,41 @@ std::vector<Finding> diagnose_own_norm(const StepDump& dump, const char* side, d
                        side, own)}};
 }
 
+// On how many ranks elements count, the least and the most.
+std::pair<std::int64_t, std::int64_t> times_owned(const StepDump& dump) {
+  std::int64_t least = 1, most = 1;
+  for (const auto& [low, high] : dump.owners) least = std::min(least, low), most = std::max(most, high);
+  return {least, most};
+}
+
+// Owners of elements, and the norms of what ranks own, against the norm of all.
+std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
+                                            double limit) {
+  const auto [least, most] = times_owned(dump);
+  if (least != 1 || most != 1)
+    return {{finding_id::elements_not_owned_once,
+             fmt::format("elements count on {} to {} ranks{}", least, most, side)}};
+  std::vector<double> owned;
+  double largest = 0;
+  for (const auto& rank : dump.ranks) {
+    owned.push_back(rank.owned_norm);
+    largest = std::fmax(largest, rank.owned_norm);
+  }
+  std::size_t along = 1;
+  for (const auto& [axis, size] : dump.axes) along *= static_cast<std::size_t>(size);
+  const bool all = !owned.empty() && owned.size() >= std::max(dump.counts.size(), along) &&
+                   std::ranges::none_of(owned, [](double own) { return std::isnan(own); });
+  // Parts of a gradient whose elements count once make it up. Where nobody says how often each counts, it may
+  // be more than once, but not less; and no part is larger than all of them.
+  const double sum = all ? norm_of(owned) : NAN;
+  const bool once = all && !dump.owners.empty() && !close_together(sum, norm, limit);
+  if (once || sum < norm * (1 - limit) || largest > norm * (1 + limit))
+    return {{finding_id::norm_differs,
+             fmt::format("the ranks' parts{} do not make up the gradient's norm of {:.9g}", side, norm),
+             {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
+  return {};
+}
+
 // The amount that an update took away from one parameter.
 struct Update {
   std::string name;
@@ -48,17 +86,21 @@ struct Update {
     return off(multiple) <= limit * std::max(std::abs(multiple) * norm, floor);
   }
   double ratio() const { return ((applied / norm) * (gradient / norm)).sum().item<double>(); }
+  // Whether lying within `limit` of a direction is no chance: of n elements at random that has a probability
+  // below limit^(n - 1).
+  bool has_direction(double limit) const {
+    constexpr double kByChance = 1e-9;
+    return std::pow(limit, static_cast<double>(gradient.numel()) - 1) <= kByChance;
+  }
 };
 
-// Parameters with the largest gradients for their number of elements come first: their ratios are known best.
 std::vector<Update> updates_in(const ComparedStep& one, bool of_found, double coefficient) {
   const StepDump& dump = of_found ? one.found() : one.expected();
-  std::map<std::string, at::Tensor> applied;
-  for (const auto& [name, tensor] : dump.applied) applied[name] = tensor;
+  const std::map<std::string, at::Tensor> applied(dump.applied.begin(), dump.applied.end());
   std::vector<Update> updates;
   double elements = 0;
   std::vector<double> norms, taken;
-  for (const ComparedStep::Parameter& parameter : one.parameters()) {
+  for (const Parameter& parameter : one.parameters()) {
     const auto own = applied.find(parameter.name);
     if (own == applied.end() || own->second.sizes() != parameter.expected.sizes()) continue;
     Update update{.name = parameter.name,
@@ -74,27 +116,15 @@ std::vector<Update> updates_in(const ComparedStep& one, bool of_found, double co
   }
   const double usual = (std::isnan(coefficient) ? norm_of(taken) : coefficient * norm_of(norms)) /
                        std::sqrt(std::max(elements, 1.0));
-  const auto density = [](const Update& update) {
-    return update.norm / std::sqrt(std::max(1.0, static_cast<double>(update.gradient.numel())));
-  };
   for (Update& update : updates)
     update.floor = usual * std::sqrt(static_cast<double>(update.gradient.numel()));
-  std::stable_sort(updates.begin(), updates.end(),
-                   [&](const Update& a, const Update& b) { return density(a) > density(b); });
   return updates;
-}
-
-// Whether lying within `limit` of a direction is no chance: of n elements at random that has a probability
-// below limit^(n - 1).
-bool has_direction(const Update& update, double limit) {
-  constexpr double kByChance = 1e-9;
-  return std::pow(limit, static_cast<double>(update.gradient.numel()) - 1) <= kByChance;
 }
 
 // The parameter whose gradient, times the coefficient, is taken away from this one, with either sign.
 const Update* whose(const Update& update, const std::vector<Update>& all, double coefficient, double limit) {
   constexpr std::size_t kNearest = 4;  // by their norms: what is another's has its norm
-  if (std::isnan(coefficient) || !has_direction(update, limit)) return nullptr;
+  if (std::isnan(coefficient) || !update.has_direction(limit)) return nullptr;
   std::vector<std::pair<double, const Update*>> candidates;
   for (const Update& other : all) {
     const double apart = std::abs(std::abs(coefficient) * other.norm - update.applied_norm);
@@ -102,8 +132,7 @@ const Update* whose(const Update& update, const std::vector<Update>& all, double
         apart <= limit * update.applied_norm)
       candidates.emplace_back(apart, &other);
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::ranges::stable_sort(candidates, {}, &std::pair<double, const Update*>::first);
   candidates.resize(std::min(kNearest, candidates.size()));
   for (const auto& [apart, other] : candidates)
     for (const double sign : {1.0, -1.0})
@@ -112,114 +141,50 @@ const Update* whose(const Update& update, const std::vector<Update>& all, double
   return nullptr;
 }
 
-// The figures of a dump of this precision come from sums of many numbers.
-double own_tolerance(const StepDump& dump) {
-  constexpr double kExact = 1e-9;
-  if (dump.precision == "fp64") return kExact;
-  const bool half = dump.precision == "bf16" || dump.precision == "fp16";
-  return bounds_for(half ? at::kBFloat16 : at::kFloat, 1, 1).figures;
+// Parameters by the multiple of their gradient that is applied.
+using Groups = std::vector<std::pair<double, std::vector<std::string>>>;
+
+template <class Same>
+void note_group(Groups& groups, const Update& update, const Same& same) {
+  auto group = std::ranges::find_if(groups, [&](const auto& known) { return same(known.first); });
+  if (group == groups.end()) group = groups.insert(groups.end(), {update.ratio(), {}});
+  group->second.push_back(update.name);
 }
 
-// The shares of `dump`, by the parameters of both sides, against the gradient that they are parts of.
-std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& dump, const char* side,
-                                     bool of_found, std::vector<std::string>* notices) {
-  if (dump.shares.empty()) return {};
-  std::size_t missing = 0;
-  for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
-    for (std::size_t i = 0; i < dump.counts[rank].size(); ++i)
-      if (dump.counts[rank][i] > 0 &&
-          (rank >= dump.shares.size() || i >= dump.shares[rank].size() || dump.shares[rank][i].empty()))
-        ++missing;
-  const auto say = [&](std::string text) {
-    if (notices) notices->push_back(std::move(text));
-  };
-  if (missing > 0) {
-    say(fmt::format(
-        "the shares{} are not complete, {} micro-batches with targets have none: wrong weights of "
-        "ranks and micro-batches are not told",
-        side, missing));
-    return {};
-  }
-  std::map<std::string, std::vector<at::Tensor>> parts;
-  for (const auto& rank : dump.shares)
-    for (const auto& share : rank)
-      for (const auto& [name, tensor] : share) parts[name].push_back(tensor.to(at::kDouble));
-  std::vector<std::string> others, blurred;
-  double worst = 0;
-  for (const ComparedStep::Parameter& parameter : one.parameters()) {
-    const Tensors& own = parts[parameter.name];
-    const double off = missing_in(own, of_found ? parameter.found : parameter.expected);
-    if (off <= one.limit() * parameter.scale) continue;
-    std::vector<double> sizes = {parameter.scale};
-    for (const at::Tensor& part : own) sizes.push_back(norm_of(part));
-    // Each share is rounded by itself, and may be larger than their sum.
-    const bool rounded = off <= one.limit() * norm_of(sizes);
-    (rounded ? blurred : others).push_back(parameter.name);
-    if (!rounded) worst = std::fmax(worst, off / parameter.scale);
-  }
-  if (!others.empty())
-    return {{finding_id::shares_differ,
-             fmt::format("the shares{} of ranks and micro-batches do not add up to the gradient: {}", side,
-                         list_names(others)),
-             {fmt::format("{:.3g} of it is left, {:.3g} allowed", worst, one.limit())}}};
-  if (!blurred.empty())
-    say(fmt::format(
-        "the shares{} cancel and add up to the gradient only within their own rounding ({}): wrong "
-        "weights of ranks and micro-batches are not told",
-        side, list_names(blurred)));
-  return {};
+std::string text_of_group(double ratio, const std::vector<std::string>& names) {
+  return fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names));
 }
 
-}  // namespace
-
-std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
-                                            double limit) {
-  std::int64_t least = 1, most = 1;
-  for (const auto& [low, high] : dump.owners) {
-    least = std::min(least, low);
-    most = std::max(most, high);
-  }
-  if (least != 1 || most != 1)
-    return {{finding_id::elements_not_owned_once,
-             fmt::format("elements count on {} to {} ranks{}", least, most, side)}};
-  std::vector<double> owned;
-  bool all = !dump.ranks.empty();
-  double largest = 0;
-  for (const auto& rank : dump.ranks) {
-    owned.push_back(rank.owned_norm);
-    all = all && !std::isnan(rank.owned_norm);
-    largest = std::fmax(largest, rank.owned_norm);
-  }
-  std::size_t ranks = dump.counts.size(), along = 1;
-  for (const auto& [axis, size] : dump.axes) along *= static_cast<std::size_t>(size);
-  all = all && owned.size() >= std::max(ranks, along);
-  // Parts of a gradient whose elements count once make it up. Where nobody says how often each counts, it may
-  // be more than once, but not less; and no part is larger than all of them.
-  const double sum = all ? norm_of(owned) : NAN;
-  const bool once = all && !dump.owners.empty() && !close_together(sum, norm, limit);
-  if (once || sum < norm * (1 - limit) || largest > norm * (1 + limit))
-    return {{finding_id::norm_differs,
-             fmt::format("the ranks' parts{} do not make up the gradient's norm of {:.9g}", side, norm),
-             {fmt::format("norms of parts: {:.6g}", fmt::join(owned, ", "))}}};
-  return {};
-}
+// What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
+struct OwnUpdate {
+  std::vector<std::string> wrong;  // parameters
+  std::vector<Finding> findings;   // one, where there are any
+};
 
 // Weight decay and momentum take away what is no multiple of the gradient, and dumps do not record them:
 // where both dumps say what was taken away they are compared with each other, and only what neither of the
 // two can make is held against one of them. Where the other says nothing of it, it has to be the format's
-// update of plain SGD: the coefficient times the gradient.
+// update of plain SGD: the coefficient times the gradient. `notices` reports a part that is no multiple.
 OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices) {
   const StepDump &dump = of_found ? one.found() : one.expected(),
                  &other = of_found ? one.expected() : one.found();
   OwnUpdate result;
   if (dump.applied.empty()) return result;
   const bool alone = other.applied.empty();
-  const double limit = 10 * own_tolerance(dump);
+  constexpr double kExact = 1e-9;  // the figures of a dump of this precision come from sums of many numbers
+  const bool half = dump.precision == "bf16" || dump.precision == "fp16";
+  const double limit =
+      10 * (dump.precision == "fp64" ? kExact : bounds_for(half ? at::kBFloat16 : at::kFloat, 1, 1).figures);
   double coefficient = dump.figures.clip_coefficient;
   const bool recorded = !std::isnan(coefficient);
-  const std::vector<Update> updates = updates_in(one, of_found, coefficient);
+  // Parameters with the largest gradients for their number of elements come first: their ratios are known
+  // best.
+  std::vector<Update> updates = updates_in(one, of_found, coefficient);
+  std::ranges::stable_sort(updates, std::greater<>(), [](const Update& update) {
+    return update.norm / std::sqrt(std::max(1.0, static_cast<double>(update.gradient.numel())));
+  });
 
-  std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
+  Groups groups;
   std::vector<const Update*> bent, small;
   bool some_right = false;
   for (const Update& update : updates) {
@@ -227,19 +192,12 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
       some_right = some_right || !update.small;
       continue;
     }
-    if (update.small) {
+    if (update.small)
       small.push_back(&update);
-      continue;
-    }
-    const double ratio = update.ratio();
-    if (!update.is(ratio, limit) || (!alone && !has_direction(update, limit))) {
+    else if (!update.is(update.ratio(), limit) || (!alone && !update.has_direction(limit)))
       bent.push_back(&update);
-      continue;
-    }
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&](const auto& known) { return update.is(known.first, limit); });
-    if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
-    group->second.push_back(update.name);
+    else
+      note_group(groups, update, [&](double ratio) { return update.is(ratio, limit); });
   }
   // A clip only makes shorter, and takes nothing away altogether.
   const auto clips = [&](double ratio) { return ratio > limit && ratio <= 1 + limit; };
@@ -251,25 +209,23 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
     apart = apart && clips(ratio);
     as_it_is = as_it_is && std::abs(ratio - 1) <= limit;
     if (!recorded && !several && clips(ratio)) continue;
-    evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
+    evidence.push_back(text_of_group(ratio, names));
     result.wrong.insert(result.wrong.end(), names.begin(), names.end());
   }
   // Nobody says how much is applied, but all agree: what is too small for a ratio of its own goes by it.
   if (!recorded && groups.size() == 1) coefficient = groups[0].first;
   const auto hold = [&](const Update& update) {
     const bool multiple = update.small && update.is(update.norm > 0 ? update.ratio() : 0, limit) &&
-                          (alone || has_direction(update, limit));
-    if (!multiple) {
-      const Update* from = whose(update, updates, coefficient, limit);
-      if (!alone && !from) {
-        mixed.push_back(update.name);
-        return;
-      }
-      evidence.push_back(from ? fmt::format("{} is lowered by the update of {}", update.name, from->name)
-                              : fmt::format("no multiple of the gradient: {}", update.name));
-    } else {
-      evidence.push_back(fmt::format("its gradient is next to nothing, its update is not: {}", update.name));
+                          (alone || update.has_direction(limit));
+    const Update* from = multiple ? nullptr : whose(update, updates, coefficient, limit);
+    if (!multiple && !alone && !from) {
+      mixed.push_back(update.name);
+      return;
     }
+    evidence.push_back(
+        multiple ? fmt::format("its gradient is next to nothing, its update is not: {}", update.name)
+        : from   ? fmt::format("{} is lowered by the update of {}", update.name, from->name)
+                 : fmt::format("no multiple of the gradient: {}", update.name));
     apart = as_it_is = false;
     result.wrong.push_back(update.name);
   };
@@ -302,34 +258,50 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
   return result;
 }
 
-double norm_to_expect(const ComparedStep& one, double limit) {
-  const double recorded = one.expected().figures.norm, own = norm_recorded_for(one.expected());
-  return close_together(recorded, own, limit) ? recorded : one.norm();  // not for NaN
-}
-
-std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
-                                             std::vector<std::string>* notices) {
-  std::vector<Finding> findings;
-  const auto add = [&](std::vector<Finding> more) {
-    std::move(more.begin(), more.end(), std::back_inserter(findings));
+// The shares of `dump`, by the parameters of both sides, against the gradient that they are parts of.
+std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& dump, const char* side,
+                                     bool of_found, std::vector<std::string>* notices) {
+  if (dump.shares.empty()) return {};
+  std::size_t missing = 0;
+  for (std::size_t rank = 0; rank < dump.counts.size(); ++rank)
+    for (std::size_t i = 0; i < dump.counts[rank].size(); ++i)
+      if (dump.counts[rank][i] > 0 &&
+          (rank >= dump.shares.size() || i >= dump.shares[rank].size() || dump.shares[rank][i].empty()))
+        ++missing;
+  const auto say = [&](std::string text) {
+    if (notices) notices->push_back(text + ": wrong weights of ranks and micro-batches are not told");
   };
-  const StepDump &found = one.found(), &expected = one.expected();
-  constexpr const char* kTheirs = " of the reference";
-  add(diagnose_own_norm(found, "", limit));
-  add(diagnose_own_norm(expected, kTheirs, limit));
-  add(diagnose_parts_of_norm(expected, kTheirs, norm_recorded_for(expected), limit));
-  add(diagnose_counts(found, ""));
-  add(diagnose_counts(expected, kTheirs));
-  if (expected.figures.clip_coefficient > 1 + limit)
-    add({{finding_id::clip_differs,
-          fmt::format("a clip coefficient of {:.9g}{} is reported: no clip makes longer",
-                      expected.figures.clip_coefficient, kTheirs)}});
-  add(diagnose_shares(one, found, "", true, notices));
-  add(diagnose_shares(one, expected, kTheirs, false, notices));
-  return findings;
+  if (missing > 0) {
+    say(fmt::format("the shares{} are not complete, {} micro-batches with targets have none", side, missing));
+    return {};
+  }
+  std::map<std::string, Tensors> parts;
+  for (const auto& rank : dump.shares)
+    for (const auto& share : rank)
+      for (const auto& [name, tensor] : share) parts[name].push_back(tensor.to(at::kDouble));
+  std::vector<std::string> others, blurred;
+  double worst = 0;
+  for (const Parameter& parameter : one.parameters()) {
+    const Tensors& own = parts[parameter.name];
+    const double off = missing_in(own, of_found ? parameter.found : parameter.expected);
+    if (off <= one.limit() * parameter.scale) continue;
+    std::vector<double> sizes = {parameter.scale};
+    for (const at::Tensor& part : own) sizes.push_back(norm_of(part));
+    // Each share is rounded by itself, and may be larger than their sum.
+    const bool rounded = off <= one.limit() * norm_of(sizes);
+    (rounded ? blurred : others).push_back(parameter.name);
+    if (!rounded) worst = std::fmax(worst, off / parameter.scale);
+  }
+  if (!others.empty())
+    return {{finding_id::shares_differ,
+             fmt::format("the shares{} of ranks and micro-batches do not add up to the gradient: {}", side,
+                         list_names(others)),
+             {fmt::format("{:.3g} of it is left, {:.3g} allowed", worst, one.limit())}}};
+  if (!blurred.empty())
+    say(fmt::format("the shares{} cancel and add up to the gradient only within their own rounding ({})",
+                    side, list_names(blurred)));
+  return {};
 }
-
-namespace {
 
 // The ranks' norms: of the whole gradient, and (`owned`, by rank) of the elements that a rank owns.
 struct Norms {
@@ -341,35 +313,26 @@ struct Norms {
       owned.push_back(rank.owned_norm);
     }
   }
-  bool all_found() const { return found.size() > 1 && found.size() == owned.size(); }
 };
 
-// By rank, the norm of what is owned by the ranks at its place along `axis`; nothing where the axes do not
-// say which these are.
-std::vector<double> norms_without(const ComparedStep& one, const Norms& norms, const std::string& axis) {
-  const Grid& grid = one.grid();
-  if (grid.ranks() != static_cast<int>(norms.owned.size())) return {};
-  const AxisSet others = without(grid.names(), one.axis_set(axis));
-  std::vector<double> result;
-  for (int rank = 0; rank < grid.ranks(); ++rank) {
-    double squares = 0;
-    for (const int other : grid.ranks_along(others, rank)) {
-      const double own = norms.owned[static_cast<std::size_t>(other)];
-      squares += own * own;
-    }
-    result.push_back(std::sqrt(squares));
-  }
-  return result;
-}
-
-// In words, the parts of which `is` holds: those that ranks own or, along an axis, their sums over the others
-// (every part comes as often there as there are ranks at its place).
+// In words, the parts of which `is` holds: those that ranks own or, along an axis, what is owned by the ranks
+// at each one's place along it (every part comes as often there as there are ranks at its place).
 template <class Is>
 std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, const char* owned,
                                    const char* along, const Is& is) {
   if (is(norms.owned)) return owned;
-  for (const std::string& axis : long_axes(one))
-    if (is(norms_without(one, norms, axis))) return fmt::format(fmt::runtime(along), name_of(one, axis));
+  const Grid& grid = one.grid();
+  for (const std::string& axis : long_axes(one)) {
+    std::vector<double> parts;  // none where the axes do not say which ranks these are
+    const AxisSet others = without(grid.names(), one.axis_set(axis));
+    for (int rank = 0; rank < grid.ranks() && grid.ranks() == static_cast<int>(norms.owned.size()); ++rank) {
+      double squares = 0;
+      for (const int other : grid.ranks_along(others, rank))
+        squares += std::pow(norms.owned[static_cast<std::size_t>(other)], 2);
+      parts.push_back(std::sqrt(squares));
+    }
+    if (is(parts)) return fmt::format(fmt::runtime(along), name_of(one, axis));
+  }
   return std::nullopt;
 }
 
@@ -385,8 +348,8 @@ std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& 
     const auto ranks = static_cast<double>(norms.found.size());
     double all = 0, rest = 0;  // squares
     for (const double norm : norms.found) all += norm * norm;
-    for (const ComparedStep::Parameter& parameter : one.parameters()) {
-      const bool is_cut = std::any_of(one.found().cut.begin(), one.found().cut.end(), [&](const auto& cut) {
+    for (const Parameter& parameter : one.parameters()) {
+      const bool is_cut = std::ranges::any_of(one.found().cut, [&](const auto& cut) {
         return cut.name == parameter.name && cut.axis.name == axis;
       });
       if (!is_cut) rest += std::pow(norm_of(parameter.found), 2);
@@ -401,41 +364,31 @@ std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& 
   return std::nullopt;
 }
 
-// "elements count on 1 to 2 ranks, as many as lie along tp (2)".
-std::string times_counted(const ComparedStep& one, std::int64_t least, std::int64_t most) {
-  std::string text = fmt::format("elements count on {} to {} ranks", least, most), axes;
-  for (const std::string& axis : long_axes(one))
-    if (most > 1 && one.size_of(axis) == static_cast<double>(most))
-      axes += (axes.empty() ? "" : " or ") + name_of(one, axis);
-  return axes.empty() ? text : text + ", as many as lie along " + axes;
-}
-
-// Parameters of which some element counts nowhere.
-std::vector<std::string> not_counted(const StepDump& dump) {
+// Parameters of which some element counts nowhere, "..., which are cut along ep (2): ..." where all of them
+// are.
+std::string not_counted(const StepDump& dump) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < std::min(dump.owners.size(), dump.gradients.size()); ++i)
     if (dump.owners[i].first < 1) names.push_back(dump.gradients[i].first);
-  return names;
-}
-
-// ", which are cut along ep (2): each rank along it has others", where all of them are.
-std::string cut_along(const StepDump& dump, const std::vector<std::string>& names) {
-  std::optional<Axis> axis;
+  const std::string text = fmt::format("elements of {} count nowhere", list_names(names));
+  const Axis* axis = nullptr;
   for (const std::string& name : names) {
-    const auto cut = std::find_if(dump.cut.begin(), dump.cut.end(), [&](const auto& each) {
+    const auto cut = std::ranges::find_if(dump.cut, [&](const auto& each) {
       return each.name == name && (!axis || each.axis.name == axis->name);
     });
-    if (cut == dump.cut.end()) return {};
-    axis = cut->axis;
+    if (cut == dump.cut.end()) return text;
+    axis = &cut->axis;
   }
-  if (!axis) return {};
-  return fmt::format(", which are cut along {} ({}): what one rank does not count no other has", axis->name,
-                     axis->size);
+  if (!axis) return text;
+  return fmt::format("{}, which are cut along {} ({}): what one rank does not count no other has", text,
+                     axis->name, axis->size);
 }
 
 std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   const double limit = tolerance(one);
-  const double expected = norm_to_expect(one, limit);
+  // The norm that the reference recorded, or its gradient's where it is another one.
+  double expected = one.expected().figures.norm;
+  if (!close_together(expected, norm_recorded_for(one.expected()), limit)) expected = one.norm();  // also NaN
   const Norms norms(one.found());
   double found = one.found().figures.norm;
   if (std::isnan(found) && !norms.found.empty()) found = norms.found[0];
@@ -444,45 +397,44 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
     right = right && close_together(norm, expected, limit);
     agree = agree && close_together(norm, norms.found[0], limit);
   }
-  std::int64_t least = 1, most = 1;
-  for (const auto& [low, high] : one.found().owners) {
-    least = std::min(least, low);
-    most = std::max(most, high);
-  }
-  const auto once = times_counted(one, least, most);
   if (right) return diagnose_parts_of_norm(one.found(), "", expected, limit);
+
+  const auto [least, most] = times_owned(one.found());
+  // "elements count on 1 to 2 ranks, as many as lie along tp (2)".
+  std::string once = fmt::format("elements count on {} to {} ranks", least, most), axes;
+  for (const std::string& axis : long_axes(one))
+    if (most > 1 && one.size_of(axis) == static_cast<double>(most))
+      axes += (axes.empty() ? ", as many as lie along " : " or ") + name_of(one, axis);
+  once += axes;
   const double ratio = found / expected;
-  const auto numbers = fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g})", found, expected, ratio);
-  if (!agree && norms.all_found())
+  const auto finding = [&](const char* id, const std::string& how, std::vector<std::string> evidence = {}) {
+    return std::vector<Finding>{
+        {id, fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g}){}", found, expected, ratio, how),
+         std::move(evidence)}};
+  };
+  if (!agree && norms.found.size() == norms.owned.size())
     for (const auto& how :
          {made_of(one, norms, "each rank has the norm of the part it keeps",
                   "squares are not summed over {}, whose ranks each have the norm of their own part",
                   [&](const std::vector<double>& own) {
-                    return own.size() == norms.found.size() &&
-                           std::equal(own.begin(), own.end(), norms.found.begin(),
-                                      [&](double a, double b) { return close_together(a, b, limit); });
+                    return std::ranges::equal(
+                        own, norms.found, [&](double a, double b) { return close_together(a, b, limit); });
                   }),
           cut_not_summed(one, norms, expected, limit)})
       if (how)
-        return {{finding_id::norm_of_own_shard,
-                 numbers + ": " + *how,
-                 {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))}}};
-  if (!agree) return {{finding_id::norm_differs, numbers + ", and other norms on other ranks"}};
-  if (most > 1 && close_together(found, norm_of(norms.owned), limit))
-    return {{finding_id::norm_counts_replicas,
-             numbers + ": " + once,
-             {fmt::format("ratio² = {:.9g}", ratio * ratio)}}};
-  if (least < 1 && close_together(found, norm_of(norms.owned), limit))
-    return {{finding_id::norm_misses_elements,
-             fmt::format("{}: elements of {} count nowhere{}", numbers, list_names(not_counted(one.found())),
-                         cut_along(one.found(), not_counted(one.found()))),
-             {once}}};
-  const std::string factor = factors_of(one, ratio * ratio);
-  if (!factor.empty())
-    return {
-        {finding_id::norm_counts_replicas,
-         fmt::format("{}: the square is {} times too large: {}", numbers, ratio_text(ratio * ratio), factor),
-         {once}}};
+        return finding(finding_id::norm_of_own_shard, ": " + *how,
+                       {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))});
+  if (!agree) return finding(finding_id::norm_differs, ", and other norms on other ranks");
+  const bool owned = close_together(found, norm_of(norms.owned), limit);
+  if (most > 1 && owned)
+    return finding(finding_id::norm_counts_replicas, ": " + once,
+                   {fmt::format("ratio² = {:.9g}", ratio * ratio)});
+  if (least < 1 && owned)
+    return finding(finding_id::norm_misses_elements, ": " + not_counted(one.found()), {once});
+  if (const std::string factor = factors_of(one, ratio * ratio); !factor.empty())
+    return finding(finding_id::norm_counts_replicas,
+                   fmt::format(": the square is {} times too large: {}", ratio_text(ratio * ratio), factor),
+                   {once});
   const auto mean = made_of(
       one, norms, "the mean of the norms of the ranks' parts",
       "the mean over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
@@ -492,48 +444,45 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   const auto largest =
       made_of(one, norms, "the largest of the norms of the ranks' parts",
               "the largest over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
-                return parts.size() > 1 &&
-                       close_together(found, *std::max_element(parts.begin(), parts.end()), limit);
+                return parts.size() > 1 && close_together(found, std::ranges::max(parts), limit);
               });
   if (mean || largest)
-    return {{mean ? finding_id::norms_averaged : finding_id::norm_of_largest_part,
-             numbers + ": " + (mean ? *mean : *largest),
-             {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))}}};
+    return finding(mean ? finding_id::norms_averaged : finding_id::norm_of_largest_part,
+                   ": " + (mean ? *mean : *largest),
+                   {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))});
   Tensors own_gradient;
   for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
-  const bool of_own = close_together(found, norm_of(own_gradient), limit);
-  return {{finding_id::norm_differs,
-           numbers + (of_own ? ": that is the norm of the gradient found, whose size is off, though this "
-                               "precision hides in which parameters"
-                             : ""),
-           {one.found().owners.empty() ? "" : once}}};
+  return finding(finding_id::norm_differs,
+                 close_together(found, norm_of(own_gradient), limit)
+                     ? ": that is the norm of the gradient found, whose size is off, though this precision "
+                       "hides in which parameters"
+                     : "",
+                 {one.found().owners.empty() ? "" : once});
 }
 
 // Recorded values that are not finite: nobody could act on them.
-std::vector<Finding> diagnose_not_finite(const ComparedStep& one) {
+std::vector<Finding> diagnose_not_finite_figures(const ComparedStep& one) {
   std::vector<std::string> broken;
   for (const auto& [side, dump] : {std::pair{"", &one.found()}, {" of the reference", &one.expected()}}) {
-    std::vector<std::string> keys = dump->not_numbers;
-    const StepFigures& figures = dump->figures;
-    for (const auto& [key, value] : {std::pair{"loss", figures.loss},
-                                     {"norm", figures.norm},
-                                     {"clip_coefficient", figures.clip_coefficient}})
-      if (std::isinf(value)) keys.emplace_back(key);
-    for (const auto& [name, value] : dump->terms)
-      if (std::isinf(value)) keys.push_back("terms." + name);
-    for (const auto& [name, value] : dump->scales)
-      if (std::isinf(value)) keys.push_back("scales." + name);
+    for (const auto& key : dump->not_numbers) broken.push_back(key + side);
+    const auto note = [&](const std::string& key, double value) {
+      if (std::isinf(value)) broken.push_back(key + side);
+    };
+    note("loss", dump->figures.loss);
+    note("norm", dump->figures.norm);
+    note("clip_coefficient", dump->figures.clip_coefficient);
+    for (const auto& [name, value] : dump->terms) note("terms." + name, value);
+    for (const auto& [name, value] : dump->scales) note("scales." + name, value);
     for (std::size_t r = 0; r < dump->ranks.size(); ++r) {
       const StepDump::RankView& rank = dump->ranks[r];
-      for (const auto& [key, value] : {std::pair{"norm", rank.norm},
-                                       {"owned_norm", rank.owned_norm},
-                                       {"spread", rank.spread},
-                                       {"bytes_moved", rank.bytes_moved}})
-        if (std::isinf(value)) keys.push_back(fmt::format("ranks.{}.{}", r, key));
+      const std::string in = fmt::format("ranks.{}.", r);
+      note(in + "norm", rank.norm);
+      note(in + "owned_norm", rank.owned_norm);
+      note(in + "spread", rank.spread);
+      note(in + "bytes_moved", rank.bytes_moved);
     }
     for (const auto& [name, applied] : dump->applied)
-      if (!all_finite(applied)) keys.push_back("applied " + name);
-    for (const auto& key : keys) broken.push_back(key + side);
+      if (!all_finite(applied)) broken.push_back("applied " + name + side);
   }
   if (broken.empty()) return {};
   return {{finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken))}};
@@ -613,51 +562,39 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
 // How the gradient was applied.
 std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<std::string>& unbelieved) {
   const double own = one.found().figures.clip_coefficient;
-  const double limit = tolerance(one);
+  const double limit = tolerance(one), wide = 10 * limit;
   // Where the reference has none: what the run itself says it did.
   const double expected = one.expected().figures.clip_coefficient;
   const double coefficient = std::isnan(expected) ? own : expected;
-  std::vector<std::pair<double, std::vector<std::string>>> groups;  // applied / gradient
-  std::vector<std::string> bent;                                    // applied in another direction
-  auto others = applied_otherwise(one, coefficient, 10 * limit, unbelieved);
+  Groups groups;
+  std::vector<std::string> bent;  // applied in another direction
+  auto others = applied_otherwise(one, coefficient, wide, unbelieved);
   const bool as_reference = others.empty() && one.expected().applied.size() > unbelieved.size();
-  for (std::size_t i = 0; i < one.found().applied.size() && !as_reference; ++i) {
-    const auto& [name, tensor] = one.found().applied[i];
-    for (const auto& parameter : one.parameters()) {
-      // A gradient of next to nothing has no ratio.
-      if (parameter.name != name || parameter.expected.eq(0).all().item<bool>() ||
-          parameter.expected.norm().item<double>() < parameter.scale / 2)
-        continue;
-      // Against the run's own gradient, whose rounding it shares.
-      const at::Tensor applied = tensor.to(at::kDouble);
-      const double ratio =
-          ((applied * parameter.found).sum() / parameter.found.square().sum()).item<double>();
-      auto group = std::find_if(groups.begin(), groups.end(),
-                                [&](const auto& g) { return close_together(g.first, ratio, 10 * limit); });
-      if (group == groups.end()) group = groups.insert(groups.end(), {ratio, {}});
-      group->second.push_back(name);
-      if (!(distance(applied, parameter.found, ratio) <=
-            10 * limit * std::abs(ratio) * norm_of(parameter.found)))
-        bent.push_back(name);
+  if (!as_reference)  // against the run's own gradient, whose rounding it shares
+    for (const Update& update : updates_in(one, true, coefficient)) {
+      if (update.small) continue;
+      const double ratio = update.ratio();
+      note_group(groups, update, [&](double known) { return close_together(known, ratio, wide); });
+      if (!(update.off(ratio) <= wide * std::abs(ratio) * update.norm)) bent.push_back(update.name);
     }
-  }
   // Nobody says how much is applied, but all agree: what is too small for a ratio of its own goes by it.
   if (std::isnan(coefficient) && groups.size() == 1 && bent.empty())
-    others = applied_otherwise(one, groups[0].first, 10 * limit, unbelieved);
+    others = applied_otherwise(one, groups[0].first, wide, unbelieved);
   const auto numbers = fmt::format("expected coefficient {:.9g}, reported {:.9g}", coefficient, own);
   // A clip only makes shorter, and takes nothing away altogether; and the coefficient is what it reports.
   bool clips = bent.empty();
   std::vector<std::string> evidence = {numbers};
   for (const auto& [ratio, names] : groups) {
-    clips = clips && ratio <= 1 + 10 * limit && ratio > 10 * limit;
-    evidence.push_back(fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names)));
+    clips = clips && ratio <= 1 + wide && ratio > wide;
+    evidence.push_back(text_of_group(ratio, names));
   }
+  const auto all_apply = [&](double multiple) {
+    return groups.size() == 1 && close_together(groups[0].first, multiple, wide);
+  };
   const bool reports = close_together(own, coefficient, limit) && coefficient > 0;
   const bool wrong =
-      groups.size() > 1 || !bent.empty() ||
-      (groups.size() == 1 && reports && !close_together(groups[0].first, coefficient, 10 * limit));
-  if (wrong && (reports || !bent.empty()) &&
-      (!clips || (groups.size() == 1 && !close_together(groups[0].first, 1, 10 * limit)))) {
+      groups.size() > 1 || !bent.empty() || (groups.size() == 1 && reports && !all_apply(coefficient));
+  if (wrong && (reports || !bent.empty()) && (!clips || (groups.size() == 1 && !all_apply(1)))) {
     const std::string how =
         !bent.empty() ? "is no multiple of the gradient, in " + list_names(bent)
         : groups.size() == 1
@@ -668,16 +605,14 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
                          reports ? "and the clip coefficient are" : "is", how),
              evidence}};
   }
-  if (groups.size() > 1) {
+  if (groups.size() > 1)
     return {{finding_id::groups_clipped_apart,
              fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "
                          "their own",
                          groups.size()),
              evidence}};
-  }
-  if (groups.size() == 1 && !std::isnan(coefficient) &&
-      !close_together(groups[0].first, coefficient, 10 * limit)) {
-    if (close_together(groups[0].first, 1, 10 * limit))
+  if (groups.size() == 1 && !std::isnan(coefficient) && !all_apply(coefficient)) {
+    if (all_apply(1))
       return {{finding_id::clip_not_applied,
                "the gradient is applied as it is, though its norm exceeds the limit",
                {numbers}}};
@@ -716,7 +651,29 @@ std::vector<Finding> diagnose_traffic(const ComparedStep& one) {
                    rounds ? fmt::format(": {} micro-batches, each reduced", one.most_micro_batches()) : "")}};
 }
 
+void append(std::vector<Finding>& findings, std::vector<Finding> more) {
+  std::ranges::move(more, std::back_inserter(findings));
+}
+
 }  // namespace
+
+std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
+                                             std::vector<std::string>* notices) {
+  const StepDump &found = one.found(), &expected = one.expected();
+  constexpr const char* kTheirs = " of the reference";
+  std::vector<Finding> findings = diagnose_own_norm(found, "", limit);
+  append(findings, diagnose_own_norm(expected, kTheirs, limit));
+  append(findings, diagnose_parts_of_norm(expected, kTheirs, norm_recorded_for(expected), limit));
+  append(findings, diagnose_counts(found, ""));
+  append(findings, diagnose_counts(expected, kTheirs));
+  if (expected.figures.clip_coefficient > 1 + limit)
+    findings.push_back({finding_id::clip_differs,
+                        fmt::format("a clip coefficient of {:.9g}{} is reported: no clip makes longer",
+                                    expected.figures.clip_coefficient, kTheirs)});
+  append(findings, diagnose_shares(one, found, "", true, notices));
+  append(findings, diagnose_shares(one, expected, kTheirs, false, notices));
+  return findings;
+}
 
 std::vector<std::string> other_terms(const ComparedStep& one) {
   const double least = floor_of_terms(one);
@@ -736,22 +693,20 @@ double tolerance(const ComparedStep& one) {
 }
 
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices) {
-  std::vector<Finding> findings = diagnose_not_finite(one);
+  std::vector<Finding> findings = diagnose_not_finite_figures(one);
   if (!findings.empty()) return findings;  // nothing was updated
   findings = diagnose_loss(one);
   const auto norm = diagnose_norm(one);
-  findings.insert(findings.end(), norm.begin(), norm.end());
+  append(findings, norm);
   OwnUpdate reference = diagnose_own_update(one, false, notices);
   const auto clip = diagnose_clip(one, reference.wrong);
   for (const auto& finding : clip)
     // A wrong norm makes a wrong coefficient: said once.
     if (norm.empty() || finding.id == finding_id::groups_clipped_apart) findings.push_back(finding);
   // An update that both dumps agree on contradicts both of their gradients alike.
-  if (clip.empty())
-    for (auto& finding : diagnose_own_update(one, true, nullptr).findings)
-      findings.push_back(std::move(finding));
-  for (auto& finding : reference.findings) findings.push_back(std::move(finding));
-  for (auto& finding : diagnose_traffic(one)) findings.push_back(std::move(finding));
+  if (clip.empty()) append(findings, diagnose_own_update(one, true, nullptr).findings);
+  append(findings, std::move(reference.findings));
+  append(findings, diagnose_traffic(one));
   return findings;
 }
 

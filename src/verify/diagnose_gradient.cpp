@@ -16,7 +16,9 @@
 namespace isograd {
 namespace {
 
-constexpr double kNoWeight = 1e-6;  // of a weight
+using Parameter = ComparedStep::Parameter;
+
+constexpr double kNoWeight = 1e-6;
 
 std::vector<std::string> all_names(const ComparedStep& one) {
   std::vector<std::string> names;
@@ -32,6 +34,14 @@ bool logs_as(const Cause& cause, const ComparedStep& one) {
   const double times = cause.loss == Cause::Loss::kRight ? 1 : cause.weight(one, {});
   const bool is = std::abs(found / expected - times) <= std::max(one.limit(), 1e-9) * times;
   return cause.loss == Cause::Loss::kNotScaled ? !is || times == 1 : is;
+}
+
+// The weight of each of cells(); where nothing is known of counts, one weight.
+std::vector<double> weights_of(const ComparedStep& one, const Cause& cause) {
+  std::vector<double> weights;
+  for (const auto& cell : one.cells()) weights.push_back(cause.weight(one, cell));
+  if (weights.empty()) weights.push_back(cause.weight(one, {}));
+  return weights;
 }
 
 // Whether the cause explains the named parameters of this step. Nothing: it cannot be told.
@@ -52,31 +62,26 @@ std::string subject(const ComparedStep& one, const std::vector<std::string>& nam
                      list_names(names));
 }
 
-// Whether what is off keeps its direction.
-bool multiples(const ComparedStep& one, const std::vector<std::string>& names) {
-  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
-    const auto& parameter = one.parameters()[i];
-    if (one.shows(i) && contains(names, parameter.name) &&
-        !(parameter.comparison.cosine >= 1 - std::max(one.limit() * one.limit() / 2, 1e-12)))
-      return false;
-  }
-  return true;
+// The named parameters in which something would show.
+std::vector<const Parameter*> shown(const ComparedStep& one, const std::vector<std::string>& names) {
+  std::vector<const Parameter*> parameters;
+  for (std::size_t i = 0; i < one.parameters().size(); ++i)
+    if (one.shows(i) && contains(names, one.parameters()[i].name)) parameters.push_back(&one.parameters()[i]);
+  return parameters;
 }
 
 bool same_ids(const std::vector<Cause>& causes) {
-  return std::all_of(causes.begin(), causes.end(), [&](const Cause& c) { return c.id == causes[0].id; });
+  return std::ranges::all_of(causes, [&](const Cause& cause) { return cause.id == causes[0].id; });
 }
 
 // Ratios, cosine and error of the named parameters, in words.
 std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& names) {
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
-  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
-    const auto& parameter = one.parameters()[i];
-    if (!one.shows(i) || !contains(names, parameter.name)) continue;
-    low = std::fmin(low, parameter.comparison.ratio);
-    high = std::fmax(high, parameter.comparison.ratio);
-    cosine = std::fmin(cosine, parameter.comparison.cosine);
-    error = std::fmax(error, parameter.comparison.error);
+  for (const Parameter* parameter : shown(one, names)) {
+    low = std::fmin(low, parameter->comparison.ratio);
+    high = std::fmax(high, parameter->comparison.ratio);
+    cosine = std::fmin(cosine, parameter->comparison.cosine);
+    error = std::fmax(error, parameter->comparison.error);
   }
   return fmt::format("ratios {:.6g} to {:.6g}, cosine from {:.6g}, largest error {:.3g} of its scale", low,
                      high, cosine, error);
@@ -85,8 +90,8 @@ std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& 
 // An action for the reader where nothing can be run again.
 std::string would_tell(const std::vector<Cause>& fitting) {
   const auto has = [&](const char* part) {
-    return std::any_of(fitting.begin(), fitting.end(),
-                       [&](const Cause& cause) { return cause.id.find(part) != std::string::npos; });
+    return std::ranges::any_of(fitting,
+                               [&](const Cause& cause) { return cause.id.find(part) != std::string::npos; });
   };
   std::vector<std::string> ways;
   if (has("micro_batch") || has("accumul")) ways.emplace_back("another number of micro-batches");
@@ -145,8 +150,7 @@ std::string text_of(const ComparedStep& one, const Fitted& fitted) {
       if (one.cells()[c].rank == rank)
         own.push_back(fmt::format("{:.6g}", std::abs(fitted.weights[c]) < kNoWeight ? 0 : fitted.weights[c]));
     if (own.empty()) continue;
-    if (std::all_of(own.begin(), own.end(), [&](const auto& weight) { return weight == own[0]; }))
-      own.resize(1);
+    if (std::ranges::count(own, own[0]) == std::ssize(own)) own.resize(1);
     text += fmt::format("{}{}", text.empty() ? "" : ", ", fmt::join(own, " and "));
   }
   return fmt::format("nearest weights of the ranks' parts: {}; {:.3g} of the gradient stays unexplained",
@@ -182,11 +186,12 @@ std::optional<Finding> diagnose_clipped_parts(ComparedStep& one, const std::vect
     if (!sum.empty()) by_rank.push_back({weight, norm_of(sum), rank});
   }
   const auto& parts = one_each ? by_rank : by_cell;
-  double most = 0;
-  for (const Part& part : parts) most = std::max(most, part.weight);
   // The longest part as it is added: all that are shortened have that length.
-  double limit = 0;
-  for (const Part& part : parts) limit = std::max(limit, part.weight * part.norm);
+  double most = 0, limit = 0;
+  for (const Part& part : parts) {
+    most = std::max(most, part.weight);
+    limit = std::max(limit, part.weight * part.norm);
+  }
   std::size_t shortened = 0, kept = 0;
   for (const Part& part : parts) {
     if (!(part.weight > 0)) return std::nullopt;
@@ -247,7 +252,7 @@ constexpr double kTold = 1.0 / 32, kLeans = 1.0 / 8;
 void prefer_nearest(ComparedStep& one, std::vector<Cause>& fitting, const std::vector<std::string>& names) {
   if (one.allowance().exact) return;
   std::vector<Prediction> predictions;
-  for (const Cause& cause : fitting) predictions.push_back(*prediction_of(one, cause, names));
+  for (const Cause& cause : fitting) predictions.push_back(*one.weighted(weights_of(one, cause), names));
   for (std::size_t a = 0; a < fitting.size(); ++a)
     for (std::size_t b = 0; b < fitting.size();) {
       const Along along = a == b ? Along{} : one.between(predictions[a], predictions[b]);
@@ -267,8 +272,7 @@ std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector
   for (const auto& parameter : one.parameters()) {
     if (!contains(names, parameter.name)) continue;
     const auto& sums = one.found().peer_sums;
-    const auto peers =
-        std::find_if(sums.begin(), sums.end(), [&](const auto& sum) { return sum.name == parameter.name; });
+    const auto peers = std::ranges::find(sums, parameter.name, &StepDump::PeerSum::name);
     if (peers == sums.end()) return std::nullopt;
     const double off = (peers->sum.to(at::kDouble) - parameter.expected).norm().item<double>();
     if (!(off <= one.spread_allowed() * parameter.scale)) return std::nullopt;
@@ -283,27 +287,10 @@ std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector
       {fmt::format("the sum of what these ranks have is right; as given: {}", numbers_of(one, names))}};
 }
 
-// Documents to change: the first and the last of all, and the ends of the middle.
-std::vector<std::int64_t> candidates(const ComparedStep& one) {
-  const auto& all = one.expected().samples;
-  const std::set<std::int64_t> ids(all.begin(), all.end());
-  const std::vector<std::int64_t> sorted(ids.begin(), ids.end());
-  if (sorted.size() < 2) return {};
-  std::vector<std::int64_t> chosen;
-  for (const std::size_t place : {std::size_t{0}, sorted.size() / 2, sorted.size() - 1, std::size_t{1}})
-    if (std::find(chosen.begin(), chosen.end(), sorted[place]) == chosen.end() && sorted[place] >= 0)
-      chosen.push_back(sorted[place]);
-  return chosen;
-}
-
-std::map<std::string, at::Tensor> by_name(const StepDump::Named& named) {
-  return {named.begin(), named.end()};
-}
-
 // The parameter whose gradient changes most from one dump to the other; empty: no bit does.
 std::pair<std::string, double> change(const StepDump::Named& before, const StepDump::Named& after) {
   std::pair<std::string, double> most;
-  const auto other = by_name(after);
+  const std::map<std::string, at::Tensor> other(after.begin(), after.end());
   for (const auto& [name, tensor] : before) {
     const auto match = other.find(name);
     if (match == other.end() || tensor.equal(match->second)) continue;
@@ -314,7 +301,15 @@ std::pair<std::string, double> change(const StepDump::Named& before, const StepD
 }
 
 std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& again) {
-  for (const std::int64_t document : candidates(one)) {
+  const auto& all = one.expected().samples;
+  const std::set<std::int64_t> ids(all.begin(), all.end());
+  const std::vector<std::int64_t> sorted(ids.begin(), ids.end());
+  if (sorted.size() < 2) return std::nullopt;
+  // The first and the last of all, and the ends of the middle; of few some are the same.
+  std::set<std::int64_t> tried;
+  for (const std::size_t place : {std::size_t{0}, sorted.size() / 2, sorted.size() - 1, std::size_t{1}}) {
+    const std::int64_t document = sorted[place];
+    if (document < 0 || !tried.insert(document).second) continue;
     Experiment setting{.muted_document = document};
     const auto before = again(setting);
     setting.perturbed = true;
@@ -335,32 +330,29 @@ std::optional<Finding> diagnose_leak(const ComparedStep& one, const RunAgain& ag
 
 std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAgain& again,
                                             const std::string& subject, std::vector<std::string>& evidence) {
-  struct Removal {
-    Experiment setting;
-    std::string without;
-  };
-  std::vector<Removal> removals;
+  std::vector<std::pair<Experiment, std::string>> removals;  // and what each takes away
   if (one.most_micro_batches() > 1)
-    removals.push_back(
-        {{.one_micro_batch = true}, fmt::format("accumulation ({})", one.most_micro_batches())});
+    removals.emplace_back(Experiment{.one_micro_batch = true},
+                          fmt::format("accumulation ({})", one.most_micro_batches()));
   const auto& axes = one.found().axes;
   for (std::size_t i = 0; axes.size() > 1 && i < axes.size(); ++i) {
-    std::string others;
+    std::vector<std::string> others;
     for (std::size_t j = 0; j < axes.size(); ++j)
-      if (j != i && axes[j].size > 1)
-        others += fmt::format("{}{} ({})", others.empty() ? "" : " and ", axes[j].name, axes[j].size);
-    if (!others.empty()) removals.push_back({{.only_axis = static_cast<int>(i)}, others});
+      if (j != i && axes[j].size > 1) others.push_back(fmt::format("{} ({})", axes[j].name, axes[j].size));
+    if (!others.empty())
+      removals.emplace_back(Experiment{.only_axis = static_cast<int>(i)},
+                            fmt::format("{}", fmt::join(others, " and ")));
   }
   std::vector<std::string> needed;  // without each of these all is right
-  for (const Removal& removal : removals) {
-    const auto other = made_under(removal.setting, again);
+  for (const auto& [setting, without] : removals) {
+    const auto other = made_under(setting, again);
     if (!other) continue;
     const bool right = other->same() && other->finite();
     evidence.push_back(fmt::format(
-        "{}: {}", text_of(one, removal.setting),
+        "{}: {}", text_of(one, setting),
         right ? fmt::format("all {} parameters are right", other->parameters().size())
               : fmt::format("{} of {} parameters off", other->off().size(), other->parameters().size())));
-    if (right && !contains(needed, removal.without)) needed.push_back(removal.without);
+    if (right && !contains(needed, without)) needed.push_back(without);
   }
   if (needed.size() == 1) evidence.push_back("it takes " + needed[0] + " to be wrong");
   if (needed.size() < 2) return std::nullopt;
@@ -370,20 +362,12 @@ std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAg
                  evidence};
 }
 
-double ratio_in(const ComparedStep& one, const std::string& name) {
-  for (const auto& parameter : one.parameters())
-    if (parameter.name == name) return parameter.comparison.ratio;
-  return NAN;
-}
-
 // The one ratio of all the named parameters, if there is one and it is not 1.
 std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>& names) {
   Tensors errors, direction;
-  for (std::size_t i = 0; i < one.parameters().size(); ++i) {
-    const auto& parameter = one.parameters()[i];
-    if (!one.shows(i) || !contains(names, parameter.name)) continue;
-    errors.push_back(parameter.found - parameter.expected);
-    direction.push_back(parameter.expected);
+  for (const Parameter* parameter : shown(one, names)) {
+    errors.push_back(parameter->found - parameter->expected);
+    direction.push_back(parameter->expected);
   }
   const Along along_itself = along(errors, direction, direction, one.allowance().bounds.unit);
   const double ratio = 1 + along_itself.share;
@@ -438,26 +422,23 @@ std::string hints_of(const ComparedStep& one, double ratio, bool all) {
 // Where these are the parameters that are cut along one axis, and all of them: that axis.
 std::optional<Axis> axis_of_cut(const ComparedStep& one, const std::vector<std::string>& names) {
   const auto& cut = one.found().cut;
-  const auto along =
-      std::find_if(cut.begin(), cut.end(), [&](const auto& each) { return contains(names, each.name); });
-  if (along == cut.end()) return std::nullopt;
-  std::size_t as_well = 0;
-  for (const auto& each : cut) {
-    if (each.axis.name != along->axis.name) continue;
-    if (!contains(names, each.name)) return std::nullopt;
-    ++as_well;
-  }
-  if (as_well != names.size()) return std::nullopt;
-  return along->axis;
+  const auto first = std::ranges::find_if(cut, [&](const auto& each) { return contains(names, each.name); });
+  if (first == cut.end()) return std::nullopt;
+  std::size_t along = 0;
+  for (const auto& each : cut)
+    if (each.axis.name == first->axis.name) {
+      if (!contains(names, each.name)) return std::nullopt;
+      ++along;
+    }
+  if (along != names.size()) return std::nullopt;
+  return first->axis;
 }
 
 // The axes along which ranks have parts of parameters: "tp (2)".
 std::vector<Axis> axes_of_cuts(const ComparedStep& one) {
   std::vector<Axis> axes;
   for (const auto& each : one.found().cut)
-    if (std::none_of(axes.begin(), axes.end(),
-                     [&](const Axis& known) { return known.name == each.axis.name; }))
-      axes.push_back(each.axis);
+    if (std::ranges::find(axes, each.axis.name, &Axis::name) == axes.end()) axes.push_back(each.axis);
   return axes;
 }
 
@@ -534,12 +515,9 @@ std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>
     if (one.targets_of(rank) > 0) holders.push_back(rank);
   // The missing part may be the rank's, or that of the data it has.
   for (const Cause& cause : fitting) {
-    if (cause.id != finding_id::missing_data_part) continue;
-    for (const int other : holders)
-      if (other != cause.rank) {
-        all.push_back({.swapped = {cause.rank, other}});
-        break;
-      }
+    const auto other = std::ranges::find_if(holders, [&](int rank) { return rank != cause.rank; });
+    if (cause.id == finding_id::missing_data_part && other != holders.end())
+      all.push_back({.swapped = {cause.rank, *other}});
   }
   if (holders.size() > 1) all.push_back({.empty_rank = holders.back()});
   const auto& axes = one.found().axes;
@@ -551,13 +529,12 @@ std::vector<Experiment> trials(const ComparedStep& one, const std::vector<Cause>
 
 Finding diagnose_not_finite(ComparedStep& one) {
   std::vector<std::string> broken;
-  for (const auto& parameter : one.parameters())
+  std::size_t reached = 0;
+  for (const Parameter& parameter : one.parameters()) {
     if (!parameter.found.isfinite().all().item<bool>()) broken.push_back(parameter.name);
-  const auto reached = std::count_if(
-      one.parameters().begin(), one.parameters().end(),
-      [](const auto& parameter) { return parameter.expected.ne(0).any().template item<bool>(); });
-  const bool everywhere = static_cast<std::ptrdiff_t>(broken.size()) >= reached;
-  if (one.silent() && everywhere)
+    reached += parameter.expected.ne(0).any().item<bool>();
+  }
+  if (one.silent() && broken.size() >= reached)
     return {finding_id::not_finite_empty_micro_batch,
             "not finite in any parameter, and a micro-batch has no target: a mean over none is zero by zero",
             {"to make sure: leave that micro-batch out and compare again"}};
@@ -586,10 +563,11 @@ Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std:
       else
         dropped += " not " + cause.id + ";";
     }
+    const auto first = std::ranges::find(other->parameters(), names[0], &Parameter::name);
+    const double ratio = first == other->parameters().end() ? NAN : first->comparison.ratio;
     evidence.push_back(fmt::format("{}: ratio of {} {:.6g}, {} of {} parameters off;{}",
-                                   text_of(one, setting), names[0], ratio_in(*other, names[0]),
-                                   other->off().size(), other->parameters().size(),
-                                   dropped.empty() ? " still fits" : dropped));
+                                   text_of(one, setting), names[0], ratio, other->off().size(),
+                                   other->parameters().size(), dropped.empty() ? " still fits" : dropped));
     fitting = std::move(still);
     tried.any = true;
     tried.emptied = tried.emptied || setting.empty_rank >= 0 || setting.only_axis >= 0;
@@ -603,24 +581,24 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
                     const std::optional<Fitted>& fitted, std::vector<std::string> evidence) {
   Finding finding;
   finding.id = finding_id::unknown;
-  finding.sentence =
-      fmt::format("unknown pattern: {}; {}: {}",
-                  multiples(one, names) ? fmt::format("each of {} of {} parameters has a factor of its own",
-                                                      names.size(), one.parameters().size())
-                                        : fmt::format("the direction of {} of {} parameters differs",
-                                                      names.size(), one.parameters().size()),
-                  numbers_of(one, names), list_names(names));
+  // Whether what is off keeps its direction.
+  const bool multiples = std::ranges::all_of(shown(one, names), [&](const Parameter* parameter) {
+    return parameter->comparison.cosine >= 1 - std::max(one.limit() * one.limit() / 2, 1e-12);
+  });
+  finding.sentence = fmt::format(
+      fmt::runtime(multiples ? "unknown pattern: each of {} of {} parameters has a factor of its own; {}: {}"
+                             : "unknown pattern: the direction of {} of {} parameters differs; {}: {}"),
+      names.size(), one.parameters().size(), numbers_of(one, names), list_names(names));
   // A forward that is another one along the axes on which ranks hold the model together changes the loss too.
-  const auto together = axes_of_cuts(one);
   const double loss = one.found().figures.loss, right = one.expected().figures.loss;
+  std::vector<std::string> together;
+  for (const Axis& axis : axes_of_cuts(one)) together.push_back(fmt::format("{} ({})", axis.name, axis.size));
   std::string along;
   if (!together.empty() && std::abs(loss - right) > std::max(one.limit(), 1e-9) * std::abs(right)) {
-    for (const Axis& axis : together)
-      along += fmt::format("{}{} ({})", along.empty() ? "" : " and ", axis.name, axis.size);
     along = fmt::format(
         "a forward that computes another loss along {} ({:.9g}, expected {:.9g}): a bias or a "
         "residual that is added before reduce_from_tp(), once by each rank, or one left out",
-        along, loss, right);
+        fmt::join(together, " and "), loss, right);
     finding.sentence += "; perhaps " + along;
   }
   if (const auto terms = other_terms(one); !terms.empty())
@@ -678,17 +656,18 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
     }
   }
   if (nearer.empty()) {
-    if (ambiguous && !hidden.empty())
-      for (const auto& numbers : hidden)
+    for (const auto& numbers : hidden)
+      if (ambiguous)
         ambiguous->push_back(
             "not told from the right gradient in this precision: " + numbers +
             "; a run in fp32, --alone with the same micro-batches or more uneven counts tell");
     return {};
   }
   prefer_nearest(one, nearer, names);
-  const bool sure = same_ids(nearer) && std::all_of(nearer.begin(), nearer.end(), [&](const Cause& cause) {
-                      return one.between(right, *prediction_of(one, cause, names)).scatter <= kTold;
-                    });
+  const bool sure =
+      same_ids(nearer) && std::ranges::all_of(nearer, [&](const Cause& cause) {
+        return one.between(right, *one.weighted(weights_of(one, cause), names)).scatter <= kTold;
+      });
   std::string text = "all parameters: " + nearer[0].sentence;
   for (std::size_t i = 1; i < nearer.size(); ++i) text += "; or " + nearer[i].sentence;
   if (!sure && same_ids(nearer)) text += "; or rounding that looks like it";
@@ -742,8 +721,11 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
     return (cause.id == finding_id::missing_data_part && !tried.swapped) ||
            (cause.id == finding_id::averaged_over_holders && !tried.emptied && one.holders() == one.ranks());
   };
-  if (!std::all_of(fitting.begin(), fitting.end(), is_twin)) std::erase_if(fitting, is_twin);
-  Finding finding;
+  if (!std::ranges::all_of(fitting, is_twin)) std::erase_if(fitting, is_twin);
+  const auto with_evidence = [&](Finding finding) -> std::vector<Finding> {
+    finding.evidence.insert(finding.evidence.begin(), evidence.begin(), evidence.end());
+    return {finding};
+  };
   if (!fitting.empty()) {
     const bool decided = same_ids(fitting);
     std::string text;
@@ -754,28 +736,21 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
       else
         text += (text.empty() ? "" : "; or ") + cause.sentence;
     }
-    finding.id = decided ? fitting[0].id : finding_id::undecided;
     // A mistake of counts or of the mesh reaches all parameters: of a few with one ratio only that is known.
-    const auto ratio = scale_of(one, names);
-    if (!all && ratio) {
+    if (const auto ratio = all ? std::nullopt : scale_of(one, names)) {
       if (auto term = diagnose_term(one, names, *ratio)) return {*term};
-      finding = some_scaled(one, names, *ratio);
-    } else {
-      const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
-      finding.sentence = subject(one, names) + verb + text;
+      return with_evidence(some_scaled(one, names, *ratio));
     }
-    if (!decided && finding.id == finding_id::undecided) evidence.push_back(would_tell(fitting));
-    finding.evidence = evidence;
-    return {finding};
+    if (!decided) evidence.push_back(would_tell(fitting));
+    const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
+    return with_evidence(
+        {decided ? fitting[0].id : finding_id::undecided, subject(one, names) + verb + text});
   }
 
   if (auto term = diagnose_term(one, names)) return {*term};
 
   if (again) {
-    if (auto leak = diagnose_leak(one, again)) {
-      leak->evidence.insert(leak->evidence.begin(), evidence.begin(), evidence.end());
-      return {*leak};
-    }
+    if (const auto leak = diagnose_leak(one, again)) return with_evidence(*leak);
     if (auto together = diagnose_composition(one, again, subject(one, names), evidence)) return {*together};
   }
 
@@ -784,41 +759,33 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
     if (const auto ratio = scale_of(one, all_names(one)); ratio && *ratio != 0)
       names = all_names(one), all = true;
   if (const auto ratio = scale_of(one, names)) {
-    finding = some_scaled(one, names, *ratio);
+    Finding finding = some_scaled(one, names, *ratio);
     if (*ratio == 0)
       finding.id = finding_id::gradient_lost;
     else if (all)
       finding.id = finding_id::scaled_by_factor;
-    finding.evidence = evidence;
     const auto fitted = all && !one.allowance().exact ? fit_weights(one, names) : std::nullopt;
     if (fitted && nearer_to_other_weights(*fitted, *ratio)) {
       finding.id = finding_id::undecided;
       finding.sentence +=
           "; or parts of ranks or micro-batches with weights of their own, which rounding hides in " +
           one.precision();
-      finding.evidence.push_back(text_of(one, *fitted));
-      finding.evidence.push_back("to tell: --alone with the same micro-batches, or a run in fp32");
+      evidence.push_back(text_of(one, *fitted));
+      evidence.push_back("to tell: --alone with the same micro-batches, or a run in fp32");
     }
-    return {finding};
+    return with_evidence(finding);
   }
   const auto fitted = fit_weights(one, names);
-  if (fitted && one.allowance().exact ? fitted->left <= 1e-8 : fitted && fitted->left <= one.limit())
-    for (auto&& told :
+  if (fitted && fitted->left <= (one.allowance().exact ? 1e-8 : one.limit()))
+    for (const auto& told :
          {diagnose_missing_parts(one, names, *fitted), diagnose_clipped_parts(one, names, *fitted)})
-      if (told) {
-        finding = *told;
-        finding.evidence.insert(finding.evidence.begin(), evidence.begin(), evidence.end());
-        return {finding};
-      }
-  if (const char* type = coarser_type(one)) {
-    finding.id = finding_id::rounding;
-    finding.sentence = fmt::format(
-        "{}: every element is a number of {}, in a run in {}: summed or reduced in a "
-        "coarser type than the run's; {}",
-        subject(one, names), type, one.found().precision, numbers_of(one, names));
-    finding.evidence = evidence;
-    return {finding};
-  }
+      if (told) return with_evidence(*told);
+  if (const char* type = coarser_type(one))
+    return with_evidence(
+        {finding_id::rounding,
+         fmt::format("{}: every element is a number of {}, in a run in {}: summed or reduced in a "
+                     "coarser type than the run's; {}",
+                     subject(one, names), type, one.found().precision, numbers_of(one, names))});
   return {unexplained(one, names, all, fitted, std::move(evidence))};
 }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <set>
-
 
 namespace isograd {
 
@@ -54,13 +54,15 @@ AxisSet present(const Grid& grid, AxisSet along) {
   return along;
 }
 
-// kNotRecorded where it is not known.
-static std::int64_t targets_of(const StepDump& dump) {
-  if (dump.figures.targets != kNotRecorded || dump.counts.empty()) return dump.figures.targets;
-  std::int64_t sum = 0;
-  for (const auto& rank : dump.counts)
-    for (const auto count : rank) sum += count;
+// Of all ranks and micro-batches; kNotRecorded where there are no counts.
+static std::int64_t counted_targets(const StepDump& dump) {
+  std::int64_t sum = dump.counts.empty() ? kNotRecorded : 0;
+  for (const auto& rank : dump.counts) sum = std::accumulate(rank.begin(), rank.end(), sum);
   return sum;
+}
+
+static std::int64_t targets_of(const StepDump& dump) {
+  return dump.figures.targets == kNotRecorded ? counted_targets(dump) : dump.figures.targets;
 }
 
 bool counted_several_times(const StepDump& found, const StepDump& expected) {
@@ -84,11 +86,8 @@ std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {
   if (dump.figures.tokens != kNotRecorded && reported > dump.figures.tokens)
     return contradicts(fmt::format("{} targets of {} tokens are reported{}: each target is a token", reported,
                                    dump.figures.tokens, side));
-  if (reported == kNotRecorded || dump.counts.empty()) return {};
-  std::int64_t sum = 0;
-  for (const auto& rank : dump.counts)
-    for (const auto count : rank) sum += count;
-  if (sum == reported) return {};
+  const std::int64_t sum = counted_targets(dump);
+  if (reported == kNotRecorded || dump.counts.empty() || sum == reported) return {};
   return contradicts(
       fmt::format("{} targets are reported{}, but the counts of ranks and micro-batches add up to {}; the "
                   "gradient is right",
@@ -99,12 +98,9 @@ namespace {
 
 std::vector<Finding> diagnose_names(const RunPair& pair) {
   std::vector<Finding> findings;
-  const auto by_name = [](const StepDump& dump) {
-    std::map<std::string, at::Tensor> map;
-    for (const auto& [name, tensor] : dump.gradients) map[name] = tensor;
-    return map;
-  };
-  const auto found = by_name(pair.found), expected = by_name(pair.expected);
+  using ByName = std::map<std::string, at::Tensor>;
+  const ByName found(pair.found.gradients.begin(), pair.found.gradients.end()),
+      expected(pair.expected.gradients.begin(), pair.expected.gradients.end());
   std::vector<std::string> missing, extra, reshaped;
   for (const auto& [name, tensor] : expected) {
     const auto match = found.find(name);
@@ -228,9 +224,8 @@ std::vector<Finding> diagnose_start_of(const StepDump& dump, const char* side,
     if (differs) ranks.push_back(std::to_string(r));
   }
   if (parameters.empty()) return {};
-  const auto in_order = std::find_if(dump.gradients.begin(), dump.gradients.end(), [&](const auto& gradient) {
-    return parameters.contains(gradient.first);
-  });
+  const auto in_order = std::ranges::find_if(
+      dump.gradients, [&](const auto& gradient) { return parameters.contains(gradient.first); });
   return {
       {finding_id::initial_parameters_differ,
        fmt::format("{} of {} parameters differ over the ranks{} before the step, first {}: nothing else was "
@@ -251,19 +246,16 @@ std::vector<Finding> diagnose_start(const StepDump& found, const StepDump& expec
   return diagnose_start_of(expected, " of the reference", {});
 }
 
-bool same_bits(const StepDump& a, const StepDump& b, std::vector<std::string>& differing) {
-  for (std::size_t i = 0; i < std::min(a.gradients.size(), b.gradients.size()); ++i)
-    if (!a.gradients[i].second.equal(b.gradients[i].second)) differing.push_back(a.gradients[i].first);
-  return differing.empty();
-}
-
 std::vector<Finding> diagnose_repeat(const ComparedStep& one, const RunAgain& again) {
   if (!again) return {};
   const auto repeated = again(Experiment{});
   if (!repeated) return {};
+  const auto &before = one.found().gradients, &after = repeated->found.gradients;
   std::vector<std::string> differing;
+  for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i)
+    if (!before[i].second.equal(after[i].second)) differing.push_back(before[i].first);
   // NaN is not equal to itself: what is not finite is named as that.
-  if (!one.finite() || same_bits(one.found(), repeated->found, differing)) return {};
+  if (!one.finite() || differing.empty()) return {};
   return {{finding_id::not_repeatable,
            fmt::format("the same step made twice gives different bits: {}", list_names(differing)),
            {fmt::format("run again as given: {} of {} parameters changed", differing.size(),
@@ -275,10 +267,8 @@ std::vector<Finding> diagnose_replicas(const ComparedStep& one, const StepDump& 
                                        const RunAgain& again) {
   const auto& ranks = dump.ranks;
   if (ranks.empty()) return {};
-  const auto holder =
-      std::find_if(ranks.begin(), ranks.end(), [](const auto& rank) { return !rank.gradients.empty(); });
-  const std::vector<std::uint64_t> none;
-  const auto& first = holder == ranks.end() ? none : holder->gradients;
+  const auto holder = std::ranges::find_if(ranks, [](const auto& rank) { return !rank.gradients.empty(); });
+  const auto first = holder == ranks.end() ? std::vector<std::uint64_t>() : holder->gradients;
   std::set<std::string> names;
   double spread = 0;
   bool apart = false;  // by what the ranks say, with checksums or without
@@ -339,35 +329,28 @@ std::string wrong_axes(const ComparedStep& one, const RunAgain& again, std::vect
 // Whether what is wrong goes away in other circumstances; they were chosen because they take one cause away.
 std::vector<Finding> diagnose_without(const ComparedStep& one, const RunAgain& again) {
   if (!again || (one.same() && one.finite_loss())) return {};
-  const auto vanishes = [&](const Experiment& setting) -> std::optional<Finding> {
+  const auto vanishes = [&](const Experiment& setting, const char* id, const char* sentence) {
     const auto other = made_under(setting, again);
     if (!other || !other->same() || !other->finite() || !other->finite_loss() ||
         !diagnose_samples(other->found(), other->expected()).empty())
-      return std::nullopt;
-    const auto& loss = one.found().figures.loss;
-    return Finding{"",
-                   "",
-                   {fmt::format("{}: all {} parameters are right (as given: {} are not, loss {:.9g}, "
-                                "expected {:.9g})",
-                                setting.text(), other->parameters().size(), one.off().size(), loss,
-                                one.expected().figures.loss)}};
+      return std::vector<Finding>();
+    return std::vector<Finding>{
+        {id,
+         sentence,
+         {fmt::format("{}: all {} parameters are right (as given: {} are not, loss {:.9g}, expected {:.9g})",
+                      setting.text(), other->parameters().size(), one.off().size(), one.found().figures.loss,
+                      one.expected().figures.loss)}}};
   };
   if (one.finite() && one.finite_loss()) {
-    if (auto finding = vanishes({.without_noise = true})) {
-      finding->id = finding_id::noise_depends_on_layout;
-      finding->sentence =
-          "the difference vanishes without dropout: random numbers depend on the rank or layout" +
-          wrong_axes(one, again, finding->evidence);
-      return {*finding};
-    }
-  } else if (one.silent()) {
-    if (auto finding = vanishes({.without_silent = true})) {
-      finding->id = finding_id::not_finite_empty_micro_batch;
-      finding->sentence = "not finite: a micro-batch without a target divides zero by zero";
-      return {*finding};
-    }
+    auto noise =
+        vanishes({.without_noise = true}, finding_id::noise_depends_on_layout,
+                 "the difference vanishes without dropout: random numbers depend on the rank or layout");
+    for (Finding& finding : noise) finding.sentence += wrong_axes(one, again, finding.evidence);
+    return noise;
   }
-  return {};
+  if (!one.silent()) return {};
+  return vanishes({.without_silent = true}, finding_id::not_finite_empty_micro_batch,
+                  "not finite: a micro-batch without a target divides zero by zero");
 }
 
 std::vector<Finding> diagnose_resume(const RunPair& pair, const RunAgain& again, const std::string& how) {
@@ -405,8 +388,8 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
     return findings;
   }
   if (ended_by(diagnose_start(pair.found, pair.expected))) return findings;
-  const bool nothing = std::all_of(one.parameters().begin(), one.parameters().end(),
-                                   [](const auto& parameter) { return parameter.norm == 0; });
+  const bool nothing =
+      std::ranges::all_of(one.parameters(), [](auto& parameter) { return parameter.norm == 0; });
   if (nothing) {
     ended_by(
         {{finding_id::no_gradient,

@@ -1,5 +1,6 @@
-// From two dumps of one step, and from what happens when it is made again in other circumstances, to a name for
-// the mistake. What fits no known mistake is called unknown and given with its numbers; nothing is guessed.
+// From two dumps of one step, and from what happens when it is made again in other circumstances, to a name
+// for the mistake. What fits no known mistake is called unknown and given with its numbers; nothing is
+// guessed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -125,8 +126,6 @@ ISOGRAD_FINDINGS(ISOGRAD_ID)
 #undef ISOGRAD_ID
 }  // namespace finding_id
 
-AxisSet present(const Grid& grid, AxisSet along);  // those of `along` that the grid has
-
 // The same step in other circumstances. All defaults: exactly the same again.
 struct Experiment {
   // Targets that carry loss: as given; equally many in every micro-batch that has any; another, uneven number
@@ -161,22 +160,12 @@ struct RunPair {
   bool assigned_otherwise = false;
   // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
   std::vector<double> alone_rounding{};
-  // A part that was asked for alone has the weight that it has in the whole step.
-  bool of_whole = false;
+  bool of_whole = false;  // a part that was asked for alone has the weight that it has in the whole step
 };
 
 // Makes the step again; nothing: this cannot be run.
 using RunAgain = std::function<std::optional<RunPair>(const Experiment&)>;
-
-// Empty: the pair shows the same step. The first finding names the cause; others follow where several things
-// are wrong. ids are those of kDiagnoses.
-// `ambiguous` receives the mistakes that this precision does not tell from the right gradient.
-std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = {},
-                              std::vector<std::string>* ambiguous = nullptr);
-// As above, for a pair that is compared already.
-class ComparedStep;
-std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = {},
-                              std::vector<std::string>* ambiguous = nullptr);
+inline const RunAgain kNeverAgain{};
 
 struct Diagnosis {
   const char* id;
@@ -186,6 +175,8 @@ extern const std::vector<Diagnosis> kDiagnoses;
 
 // "2", "1/3", "0.70710678": integers and their inverses up to 4096 by name, others as numbers.
 std::string ratio_text(double ratio);
+
+AxisSet present(const Grid& grid, AxisSet along);  // those of `along` that the grid has
 
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
 
@@ -210,12 +201,10 @@ struct Prediction {
   std::vector<double> growth;
 };
 
-// The precision of that one of two dumps that rounds more.
-const std::string& coarser_precision(const StepDump& one, const StepDump& other);
-
+// Two dumps of one step, aligned by parameter, and what each micro-batch alone adds to the right gradient.
 class ComparedStep {
  public:
-  ComparedStep(RunPair pair, Experiment setting, const RunAgain& again);
+  explicit ComparedStep(RunPair pair, Experiment setting = {}, const RunAgain& again = kNeverAgain);
 
   struct Parameter {
     std::string name;
@@ -237,9 +226,7 @@ class ComparedStep {
   const RunPair& pair() const { return pair_; }
   const StepDump& found() const { return pair_.found; }
   const StepDump& expected() const { return pair_.expected; }
-  const Experiment& setting() const { return setting_; }
-  // The coarser precision of the two; the bounds are for it.
-  const std::string& precision() const { return coarser_precision(found(), expected()); }
+  const std::string& precision() const;  // the coarser of the two; the bounds are for it
 
   // The parameters of the same name and shape on both sides.
   const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -280,11 +267,9 @@ class ComparedStep {
   double targets() const { return targets_; }
   double targets_of(int rank) const { return by_rank_.at(static_cast<std::size_t>(rank)); }
   int ranks() const { return static_cast<int>(by_rank_.size()); }
-  int holders() const;  // ranks that have targets
-  // The rank that has this one's data as given.
-  int home_of(int rank) const;
-  // The axes that the run names; none: of one rank.
-  const Grid& grid() const { return grid_; }
+  int holders() const;                        // ranks that have targets
+  int home_of(int rank) const;                // the rank that has this one's data as given
+  const Grid& grid() const { return grid_; }  // the axes that the run names; none: of one rank
   // The axes that a subject's axis stands for: kAllRanks and kContextRanks are several; none where there is
   // none of that name.
   AxisSet axis_set(const std::string& axis) const;
@@ -336,6 +321,17 @@ class ComparedStep {
 // The step made again in other circumstances; nothing: it cannot be made.
 std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain& again);
 
+// What a verdict says of each compared parameter; both of its comparisons are the dumps'.
+std::vector<ParameterVerdict> verdicts_of(const ComparedStep& one);
+
+// Empty: the pair shows the same step. The first finding names the cause; others follow where several things
+// are wrong. ids are those of kDiagnoses. `ambiguous` receives the mistakes that this precision does not tell
+// from the right gradient.
+std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = kNeverAgain,
+                              std::vector<std::string>* ambiguous = nullptr);
+std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = kNeverAgain,
+                              std::vector<std::string>* ambiguous = nullptr);
+
 // A mistake, as the weights of the gradient's parts relative to the right weight, which is 1 everywhere.
 struct Cause {
   using Weight = std::function<double(const ComparedStep&, const ComparedStep::Cell&)>;
@@ -352,17 +348,6 @@ std::vector<Cause> causes_of(const ComparedStep& one);
 // an axis.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);
 
-// The weight of each of cells(); where nothing is known of counts, one weight.
-std::vector<double> weights_of(const ComparedStep& one, const Cause& cause);
-
-// The gradient that the cause would make of the named parameters, the others being right.
-std::optional<Prediction> prediction_of(ComparedStep& one, const Cause& cause,
-                                        const std::vector<std::string>& names);
-// Where the gradient found is the right one within rounding, but may as well be a known mistake's that moves
-// it by less: findings where it lies nearer to the mistake; `ambiguous` receives those that cannot be told
-// apart.
-std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous);
-
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected);
 // A dump whose counts do not add up to its targets, or which has a gradient without any; `side`: " of the
@@ -371,32 +356,21 @@ std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again);
+// The gradient found is the right one within rounding, but may as well be a known mistake's that moves it by
+// less: findings where it lies nearer to the mistake; `ambiguous` receives those that cannot be told apart.
+std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous);
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
-// The terms of the loss that both sides recorded and that are not alike, with their values.
-std::vector<std::string> other_terms(const ComparedStep& one);
-// The error allowed in figures that come from sums of many numbers.
-double tolerance(const ComparedStep& one);
-
 // Contradictions inside each dump: norms, owners, counts, shares. `notices` reports the checks that missing
-// shares do not allow. (diagnose_contradictions.cpp)
+// shares do not allow.
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
-// The amount that an update takes away by one dump, against the gradient and the clip coefficient of the same
-// dump.
-struct OwnUpdate {
-  std::vector<std::string> wrong;  // parameters
-  std::vector<Finding> findings;   // one, where there are any
-};
-// `notices` reports a part that is no multiple of the gradient, as weight decay makes it.
-OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices);
-// Owners of elements, and the norms of what ranks own, against the norm of all.
-std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* side, double norm,
-                                            double limit);
-// The norm that the reference recorded, or its gradient's where it is another one.
-double norm_to_expect(const ComparedStep& one, double limit);
+// The terms of the loss that both sides recorded and that are not alike, with their values.
+std::vector<std::string> other_terms(const ComparedStep& one);
+double tolerance(
+    const ComparedStep& one);  // the error allowed in figures that come from sums of many numbers
 
 // The axes of more than one rank, then kContextRanks and kAllRanks where several make them up: along which
 // something may be multiplied, divided or left out. And one of them in words: "dp_shard (4)".
@@ -408,24 +382,22 @@ std::string factors_of(const ComparedStep& one, double value);
 std::string text_of(const ComparedStep& one, const Experiment& experiment);
 std::string list_names(const std::vector<std::string>& names);
 bool contains(const std::vector<std::string>& names, const std::string& name);
-// By `limit` of the larger one; not for NaN.
-bool close_together(double a, double b, double limit);
+bool close_together(double a, double b, double limit);  // by `limit` of the larger one; not for NaN
 
 struct DumpNames {
   std::string found, expected;
 };
-
 struct DumpComparison {
   Verdict verdict;  // one layout, named after `found`
   std::vector<Finding> findings;
   std::vector<std::string> notices;  // what was done to the dumps before they were compared
 };
 
-// `found` against `expected`, the step of one process or of a trainer that is known to be right. Both in
-// fp64: E1. Otherwise E2; with `alone`, the step of one process in the precision of `found`, with its bound,
-// and without it with what right steps were seen to be off (Allowance). Nothing is claimed of what a dump
-// does not record; whatever is found wrong fails the verdict. ConfigError unless `alone` has the parameters
-// of `expected`, in fp64 there.
+// `found` against `expected`, the step of one process or of a trainer that is known to be right: the table,
+// the grade and the diagnosis that verify gives. Both in fp64: E1. Otherwise E2; with `alone`, the step of
+// one process in the precision of `found`, with its bound, and without it with what right steps were seen to
+// be off (Allowance). Nothing is claimed of what a dump does not record; whatever is found wrong fails the
+// verdict. ConfigError unless `alone` has the parameters of `expected`, in fp64 there.
 DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
                              std::optional<StepDump> alone = {});
 

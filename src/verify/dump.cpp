@@ -44,7 +44,7 @@ json describe(const StepDump& dump) {
   const StepFigures& figures = dump.figures;
   const auto recorded = [&](const std::string& key, double value) {
     const auto& broken = dump.not_numbers;
-    return !std::isnan(value) || std::find(broken.begin(), broken.end(), key) != broken.end();
+    return !std::isnan(value) || std::ranges::find(broken, key) != broken.end();
   };
   const auto put = [&](const char* key, double value) {
     if (recorded(key, value)) object[key] = number(value);
@@ -131,30 +131,28 @@ class StepReader {
       if (std::isnan(value)) dump.not_numbers.push_back(key);
       return value;
     };
-    const auto figure = [&](const char* key) { return note(key, find(key)); };
     const auto positive = [&](const char* key) {
-      const double value = figure(key);
+      const double value = note(key, find(key));
       if (value < 0) bad(key, show(object_[key]), "0 or more");
       return value;
     };
-    dump.figures = {.loss = figure("loss"),
+    const auto numbers = [&](const char* key, const char* expected, auto& into) {
+      if (const json* value = find(key, &json::is_object, expected))
+        for (const auto& [name, number] : value->items())
+          into.emplace_back(name, note(fmt::format("{}.{}", key, name), &number));
+    };
+    dump.figures = {.loss = note("loss", find("loss")),
                     .targets = integer("targets", kNotRecorded),
                     .tokens = integer("tokens", kNotRecorded),
                     .norm = positive("norm"),
                     .clip_coefficient = positive("clip_coefficient")};
-    if (const auto* value = find("samples")) {
+    if (const auto* value = entries("samples", &json::is_array, "a list of whole numbers"))
       dump.samples = integers("samples", *value, -kMostInteger);
-      expect_entries("samples", *value);
-    }
-    std::sort(dump.samples.begin(), dump.samples.end());
-    if (const auto* value = find("counts")) {
-      if (!value->is_array() || value->size() > kMostRanks)
-        bad("counts", show(*value), "for each rank a list of its micro-batches' targets");
-      expect_entries("counts", *value);
+    std::ranges::sort(dump.samples);
+    if (const auto* value =
+            entries("counts", &json::is_array, "for each rank a list of its micro-batches' targets"))
       for (const auto& rank : *value) dump.counts.push_back(integers("counts", rank, 0));
-    }
-    if (const auto* value = find("axes")) {
-      if (!value->is_object()) bad("axes", show(*value), "sizes by name, {\"dp_shard\": 4}");
+    if (const auto* value = find("axes", &json::is_object, "sizes by name, {\"dp_shard\": 4}")) {
       std::int64_t all = 1;
       for (const auto& [axis, size] : value->items()) {
         const std::int64_t ranks = whole("axes." + axis, size);
@@ -170,58 +168,33 @@ class StepReader {
         bad("precision", show(*value), "\"fp64\", \"fp32\", \"bf16\" or \"fp16\"");
       dump.precision = value->get<std::string>();
     }
-    if (const auto* value = find("parameters")) {
-      if (!value->is_array()) bad("parameters", show(*value), "the names in the model's order");
+    if (const auto* value = find("parameters", &json::is_array, "the names in the model's order"))
       for (const auto& name : *value) {
         if (!name.is_string()) bad("parameters", show(name), "names");
         order_.push_back(name.get<std::string>());
       }
-    }
-    if (const auto* value = find("terms")) {
-      if (!value->is_object()) bad("terms", show(*value), "values by name");
-      for (const auto& [name, term] : value->items())
-        dump.terms.emplace_back(name, note("terms." + name, &term));
-    }
-    if (const auto* value = find("scales")) {
-      if (!value->is_object()) bad("scales", show(*value), "factors by name, {\"learning_rate\": 0.1}");
-      for (const auto& [name, factor] : value->items())
-        dump.scales.emplace_back(name, note("scales." + name, &factor));
-    }
-    if (const auto* value = find("owners")) {
-      if (!value->is_array()) bad("owners", show(*value), "for each parameter the least and the most");
-      expect_entries("owners", *value);
+    numbers("terms", "values by name", dump.terms);
+    numbers("scales", "factors by name, {\"learning_rate\": 0.1}", dump.scales);
+    if (const auto* value = entries("owners", &json::is_array, "for each parameter the least and the most"))
       for (const auto& pair : *value) {
         const auto two = integers("owners", pair, 0);
         if (two.size() != 2) bad("owners", show(pair), "[least, most]");
         dump.owners.emplace_back(two[0], two[1]);
       }
-    }
     dump.moves = lengths("moves");
     dump.rounding = lengths("rounding");
-    if (const auto* value = find("ranks")) {
-      if (!value->is_array() || value->size() > kMostRanks)
-        bad("ranks", show(*value), "what each rank says for itself");
-      expect_entries("ranks", *value);
-      for (const auto& rank : *value) {
-        const std::string place = fmt::format("ranks.{}.", dump.ranks.size());
-        dump.ranks.push_back(rank_view(rank, place, note));
-      }
-    }
-    if (const auto* value = find("peers")) {
-      if (!value->is_object()) bad("peers", show(*value), "axes by name, {\"norm.weight\": \"tp\"}");
-      expect_entries("peers", *value);
+    if (const auto* value = entries("ranks", &json::is_array, "what each rank says for itself"))
+      for (const auto& rank : *value)
+        dump.ranks.push_back(rank_view(rank, fmt::format("ranks.{}.", dump.ranks.size()), note));
+    if (const auto* value = entries("peers", &json::is_object, "axes by name, {\"norm.weight\": \"tp\"}"))
       for (const auto& [name, axes] : value->items()) {
         if (!axes.is_string())
           bad("peers." + name, show(axes), "the axes along which its copies lie, \"tp\"");
         dump.peer_sums.push_back({name, axes.get<std::string>(), {}});
       }
-    }
-    if (const auto* value = find("findings")) {
-      if (!value->is_array())
-        bad("findings", show(*value), "[{\"id\": \"updates_differ\", \"sentence\": ...}]");
-      expect_entries("findings", *value);
+    if (const auto* value =
+            entries("findings", &json::is_array, "[{\"id\": \"updates_differ\", \"sentence\": ...}]"))
       for (const auto& finding : *value) dump.findings.push_back(finding_of(finding, dump.findings.size()));
-    }
     expect_ranks(dump);
     refuse_others(object_, seen_, "");
     return dump;
@@ -244,6 +217,22 @@ class StepReader {
     return place == object_.end() ? nullptr : &*place;
   }
 
+  using Kind = bool (json::*)() const noexcept;
+  const json* find(const char* key, Kind is, const char* expected) {
+    const json* value = find(key);
+    if (value && !(value->*is)()) bad(key, show(*value), expected);
+    return value;
+  }
+
+  // The same of a list that is not empty, nor longer than there can be ranks.
+  const json* entries(const char* key, Kind is, const char* expected) {
+    const json* value = find(key, is, expected);
+    if (value) expect_entries(key, *value);
+    const std::string by_rank = key;
+    if (value && value->size() > kMostRanks && (by_rank == "counts" || by_rank == "ranks"))
+      bad(key, show(*value), expected);
+    return value;
+  }
   // An empty list is not what was not recorded: that has no key.
   void expect_entries(const std::string& key, const json& list) const {
     if (list.empty()) bad(key, "an empty list", "entries, or no such key where they were not recorded");
@@ -277,10 +266,8 @@ class StepReader {
 
   // For each parameter a finite length, 0 or more.
   std::vector<double> lengths(const char* key) {
-    const json* value = find(key);
+    const json* value = entries(key, &json::is_array, "a list of numbers, one for each parameter");
     if (!value) return {};
-    if (!value->is_array()) bad(key, show(*value), "a list of numbers, one for each parameter");
-    expect_entries(key, *value);
     std::vector<double> result;
     for (const auto& entry : *value) {
       result.push_back(real(key, entry));
@@ -338,8 +325,7 @@ class StepReader {
       return found->get<std::string>();
     };
     Finding finding{text("id"), text("sentence"), {}};
-    if (std::none_of(kDiagnoses.begin(), kDiagnoses.end(),
-                     [&](auto& known) { return finding.id == known.id; }))
+    if (std::ranges::none_of(kDiagnoses, [&](auto& known) { return finding.id == known.id; }))
       bad(in + "id", show(entry["id"]), "a name of docs/museum.md");
     refuse_others(entry, {"id", "sentence"}, in);
     return finding;

@@ -10,8 +10,8 @@
 #include <tuple>
 #include <utility>
 
-#include "verify/layout_run.hpp"
 #include "verify/heartbeat.hpp"
+#include "verify/layout_run.hpp"
 
 namespace isograd {
 namespace {
@@ -26,9 +26,9 @@ void keep_targets(Batch& batch, std::int64_t keep) {
 
 void change_counts(DataByRank& data, Experiment::Counts counts) {
   std::int64_t least = 0;
-  for (const auto& batches : data)
-    for (const Batch& batch : batches)
-      if (const auto own = batch.num_targets(); own > 0) least = least ? std::min(least, own) : own;
+  for (const auto& rank : counts_of(data))
+    for (const std::int64_t own : rank)
+      if (own > 0) least = least ? std::min(least, own) : own;
   for (std::size_t rank = 0; rank < data.size(); ++rank)
     for (std::size_t j = 0; j < data[rank].size(); ++j) {
       Batch& batch = data[rank][j];
@@ -42,16 +42,15 @@ void change_counts(DataByRank& data, Experiment::Counts counts) {
 void mute(DataByRank& data, std::int64_t document, bool perturbed) {
   for (auto& batches : data)
     for (Batch& batch : batches) {
-      if (std::find(batch.sample_ids.begin(), batch.sample_ids.end(), document) == batch.sample_ids.end())
-        continue;
+      if (std::ranges::find(batch.sample_ids, document) == batch.sample_ids.end()) continue;
       batch.targets = batch.targets.clone();
       batch.tokens = batch.tokens.clone();
       for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
         if (batch.sample_ids[f] != document) continue;
-        const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
-        batch.targets.slice(0, begin, end).fill_(kIgnoreIndex);
+        of_fragment(batch.targets, batch, f).fill_(kIgnoreIndex);
         if (!perturbed) continue;
-        batch.tokens.slice(0, begin, end).copy_(batch.tokens.slice(0, begin, end).roll(1));
+        at::Tensor tokens = of_fragment(batch.tokens, batch, f);
+        tokens.copy_(tokens.roll(1));
         perturb_inputs(batch, static_cast<std::int64_t>(f));
       }
     }
@@ -59,53 +58,45 @@ void mute(DataByRank& data, std::int64_t document, bool perturbed) {
 
 void count_samples(DataByRank& data) {
   std::map<std::int64_t, std::int64_t> targets;
-  const auto each = [&](const auto& visit) {
-    for (auto& batches : data)
-      for (Batch& batch : batches) visit(batch);
-  };
-  each([&](Batch& batch) {
-    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
-      targets[batch.sample_ids[f]] += batch.targets.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])
-                                          .ne(kIgnoreIndex)
-                                          .sum()
-                                          .template item<std::int64_t>();
-  });
-  each([&](Batch& batch) {
-    batch.sample_targets.clear();
-    for (auto id : batch.sample_ids) batch.sample_targets.push_back(targets[id]);
-  });
+  for (const auto& batches : data)
+    for (const Batch& batch : batches)
+      for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
+        targets[batch.sample_ids[f]] +=
+            of_fragment(batch.targets, batch, f).ne(kIgnoreIndex).sum().item<std::int64_t>();
+  for (auto& batches : data)
+    for (Batch& batch : batches) {
+      batch.sample_targets.clear();
+      for (auto id : batch.sample_ids) batch.sample_targets.push_back(targets[id]);
+    }
 }
 
-// A batch as tensors alone: its numbers, its lists, its tensors, then its inputs.
-c10::List<at::Tensor> tensors_of(const Batch& batch) {
-  const auto list = [](const std::vector<std::int64_t>& values) { return at::tensor(values, at::kLong); };
-  const auto flat = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1})
+c10::IValue packed(const Batch& batch) {
+  const auto flat = [&](const at::Tensor& tensor) {  // cloned: a view would take its whole storage along
+    return tensor.defined() ? tensor.to(at::kCPU, at::kLong).reshape({-1}).clone()
                             : at::zeros({batch.num_tokens()}, at::kLong);
   };
-  const bool weighted = batch.weights.defined();
-  c10::List<at::Tensor> all;
-  for (const at::Tensor& tensor :
-       {list({batch.draw, weighted}), list(batch.cu_seqlens), list(batch.sample_ids),
-        list(batch.sample_targets), flat(batch.tokens), flat(batch.targets), flat(batch.positions),
-        weighted ? batch.weights.to(at::kCPU, at::kDouble) : at::empty({0}, at::kDouble)})
-    all.push_back(tensor.clone());  // a view would take its whole storage along
+  c10::List<at::Tensor> inputs;
   for (const at::Tensor& input : batch.inputs)
-    all.push_back(input.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous));
-  return all;
+    inputs.push_back(input.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous));
+  const bool weighted = batch.weights.defined();
+  return c10::ivalue::Tuple::create(
+      {batch.draw, weighted, batch.cu_seqlens, batch.sample_ids, batch.sample_targets, flat(batch.tokens),
+       flat(batch.targets), flat(batch.positions),
+       weighted ? batch.weights.to(at::kCPU, at::kDouble).clone() : at::empty({0}, at::kDouble), inputs});
 }
 
-Batch batch_of(const std::vector<at::Tensor>& all) {
-  const auto list = [&](std::size_t place) {
-    const auto* values = all.at(place).const_data_ptr<std::int64_t>();
-    return std::vector<std::int64_t>(values, values + all[place].numel());
-  };
+Batch unpacked(const c10::IValue& value) {
+  const auto& all = value.toTupleRef().elements();
   Batch batch;
-  batch.draw = list(0)[0];
-  batch.cu_seqlens = list(1), batch.sample_ids = list(2), batch.sample_targets = list(3);
-  batch.tokens = all.at(4), batch.targets = all.at(5), batch.positions = all.at(6);
-  if (list(0)[1] != 0) batch.weights = all.at(7);
-  batch.inputs.assign(all.begin() + 8, all.end());
+  batch.draw = all[0].toInt();
+  batch.cu_seqlens = all[2].toIntVector();
+  batch.sample_ids = all[3].toIntVector();
+  batch.sample_targets = all[4].toIntVector();
+  batch.tokens = all[5].toTensor();
+  batch.targets = all[6].toTensor();
+  batch.positions = all[7].toTensor();
+  if (all[1].toBool()) batch.weights = all[8].toTensor();
+  batch.inputs = all[9].toTensorVector();
   return batch;
 }
 
@@ -114,16 +105,13 @@ std::vector<Axis> axes_under_test(const LayoutUnderTest& layout, const Group& gr
   return layout.axes.empty() ? std::vector<Axis>{{"the ranks", group.size()}} : layout.axes;
 }
 
-bool any_part(const DataByRank& data) {
-  for (const auto& batches : data)
-    for (const Batch& batch : batches)
-      if (batch.cut) return true;
-  return false;
-}
-
-// A run of our own records all of them.
-void note_not_numbers(StepDump& dump) {
-  dump.not_numbers.clear();
+// Fills in what a step in fp64 reports of itself.
+void note_step(const LayoutRun::RecordedStep& made, StepDump& dump) {
+  dump.precision = "fp64";
+  dump.gradients = made.named();
+  dump.figures = made.figures;
+  dump.terms = made.terms;
+  dump.not_numbers.clear();  // a run of our own records all of them
   const auto note = [&](const std::string& key, double value) {
     if (std::isnan(value)) dump.not_numbers.push_back(key);
   };
@@ -136,20 +124,19 @@ void note_not_numbers(StepDump& dump) {
 }  // namespace
 
 DataByRank gather_batches(const MicroBatches& local, Group& group) {
-  c10::List<c10::List<at::Tensor>> batches;
-  for (const Batch& batch : local) batches.push_back(tensors_of(batch));
-  std::vector<char> own = torch::jit::pickle_save(batches);
+  std::vector<c10::IValue> batches;
+  for (const Batch& batch : local) batches.push_back(packed(batch));
+  std::vector<char> own = torch::jit::pickle_save(c10::ivalue::Tuple::create(std::move(batches)));
   const auto size = static_cast<std::int64_t>(own.size());
   const at::Tensor sizes = group.all_gather_rows(at::full({1}, size, at::kLong));
   const at::Tensor all = group.all_gather_rows(at::from_blob(own.data(), {size}, at::kByte));
-  DataByRank data;
+  DataByRank data(static_cast<std::size_t>(group.size()));
   const char* next = reinterpret_cast<const char*>(all.const_data_ptr<std::uint8_t>());
   for (int rank = 0; rank < group.size(); ++rank) {
     const char* begin = std::exchange(next, next + sizes[rank].item<std::int64_t>());
     const c10::IValue theirs = torch::jit::pickle_load({begin, next});
-    data.emplace_back();
-    for (const c10::IValue& batch : theirs.toListRef())
-      data.back().push_back(batch_of(batch.toTensorVector()));
+    for (const c10::IValue& batch : theirs.toTupleRef().elements())
+      data[static_cast<std::size_t>(rank)].push_back(unpacked(batch));
   }
   return data;
 }
@@ -169,44 +156,38 @@ Batch joined(const MicroBatches& batches) {
   Batch whole;
   whole.draw = batches.front().draw;  // of one step all have the same
   std::vector<at::Tensor> tokens, targets, positions, weights;
-  const bool any_weights =
-      std::any_of(batches.begin(), batches.end(), [](const Batch& batch) { return batch.weights.defined(); });
+  std::vector<std::vector<at::Tensor>> inputs;
+  const bool weighted =
+      std::ranges::any_of(batches, [](const Batch& batch) { return batch.weights.defined(); });
   for (const Batch& batch : batches) {
     const std::int64_t offset = whole.cu_seqlens.back();
     tokens.push_back(batch.tokens);
     targets.push_back(batch.targets);
     positions.push_back(batch.positions);
-    if (batch.weights.defined())
-      weights.push_back(batch.weights);
-    else if (any_weights)
-      weights.push_back(at::ones({batch.num_tokens()}, at::kDouble));
+    if (weighted)
+      weights.push_back(batch.weights.defined() ? batch.weights
+                                                : at::ones({batch.num_tokens()}, at::kDouble));
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
       whole.cu_seqlens.push_back(offset + batch.cu_seqlens[f + 1]);
     whole.sample_ids.insert(whole.sample_ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
+    inputs.resize(std::max(inputs.size(), batch.inputs.size()));  // batches without fragment may have none
+    for (std::size_t i = 0; i < batch.inputs.size(); ++i) inputs[i].push_back(batch.inputs[i]);
   }
   whole.tokens = at::cat(tokens);
   whole.targets = at::cat(targets);
   whole.positions = at::cat(positions);
-  if (!weights.empty()) whole.weights = at::cat(weights);
-  // Batches without fragment may have none.
-  const auto one =
-      std::find_if(batches.begin(), batches.end(), [](const Batch& batch) { return !batch.inputs.empty(); });
-  for (std::size_t i = 0; one != batches.end() && i < one->inputs.size(); ++i) {
-    std::vector<at::Tensor> parts;
-    for (const Batch& batch : batches)
-      if (!batch.inputs.empty()) parts.push_back(batch.inputs[i]);
-    whole.inputs.push_back(at::cat(parts));
-  }
+  if (weighted) whole.weights = at::cat(weights);
+  for (const auto& parts : inputs) whole.inputs.push_back(at::cat(parts));
   return whole;
 }
 
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
   const auto at = [&](std::int64_t fragment) { return batch.cu_seqlens[static_cast<std::size_t>(fragment)]; };
-  Batch part;
-  part.draw = batch.draw;
   const auto cut = [&](const at::Tensor& tensor) {
     return tensor.defined() ? tensor.slice(0, at(first), at(last)) : tensor;
   };
+  Batch part;
+  part.draw = batch.draw;
   part.tokens = cut(batch.tokens);
   part.targets = cut(batch.targets);
   part.positions = cut(batch.positions);
@@ -240,8 +221,7 @@ void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, Ste
     at::Tensor weights = batch.targets.ne(kIgnoreIndex).to(at::kDouble);
     if (batch.weights.defined()) weights = at::where(weights.ne(0), batch.weights.to(at::kDouble), weights);
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
-      visit(batch.sample_ids[f],
-            weights.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]).sum().item<double>());
+      visit(batch.sample_ids[f], of_fragment(weights, batch, f).sum().item<double>());
   };
   std::map<std::int64_t, double> whole;
   for (const auto& batches : data)
@@ -272,7 +252,7 @@ std::vector<std::int64_t> samples_of(const MicroBatches& batches) {
       if (batch.sample_ids[f] != kPaddingSample && pieces[f].begin == 0 && pieces[f].length > 0)
         ids.push_back(batch.sample_ids[f]);
   }
-  std::sort(ids.begin(), ids.end());
+  std::ranges::sort(ids);
   return ids;
 }
 
@@ -281,11 +261,11 @@ std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& g
   const at::Tensor all = group.all_gather_rows(at::tensor(own, at::kLong));
   std::vector<std::int64_t> ids(all.const_data_ptr<std::int64_t>(),
                                 all.const_data_ptr<std::int64_t>() + all.numel());
-  std::sort(ids.begin(), ids.end());
+  std::ranges::sort(ids);
   return ids;
 }
 
-MicroBatches all_of(const DataByRank& data) {
+static MicroBatches all_of(const DataByRank& data) {
   MicroBatches all;
   for (const auto& batches : data) all.insert(all.end(), batches.begin(), batches.end());
   return all;
@@ -303,28 +283,22 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   if (experiment.empty_rank >= 0) at(experiment.empty_rank).clear();
   if (experiment.counts != Experiment::Counts::kAsGiven) change_counts(result, experiment.counts);
   if (experiment.muted_document >= 0) mute(result, experiment.muted_document, experiment.perturbed);
-  if (experiment.split_micro_batches) {
-    bool any = false;
-    for (auto& batches : result) {
+  bool changed = false;
+  for (auto& batches : result)
+    if (experiment.split_micro_batches) {
       MicroBatches pieces;
       for (const Batch& batch : batches) {
         const std::int64_t middle = batch.num_fragments() / 2;
-        any = any || middle > 0;
+        changed = changed || middle > 0;
         if (middle > 0) pieces.push_back(fragments_of(batch, 0, middle));
         pieces.push_back(fragments_of(batch, middle, batch.num_fragments()));
       }
       batches = std::move(pieces);
+    } else if (experiment.one_micro_batch && batches.size() > 1) {
+      changed = true;
+      batches = {joined(batches)};
     }
-    if (!any) return std::nullopt;
-  }
-  if (experiment.one_micro_batch) {
-    bool several = false;
-    for (auto& batches : result) {
-      several = several || batches.size() > 1;
-      if (batches.size() > 1) batches = {joined(batches)};
-    }
-    if (!several) return std::nullopt;
-  }
+  if ((experiment.split_micro_batches || experiment.one_micro_batch) && !changed) return std::nullopt;
   if (experiment.without_silent)
     for (auto& batches : result)
       std::erase_if(batches, [](const Batch& batch) { return batch.num_targets() == 0; });
@@ -347,8 +321,7 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   }
   count_samples(result);
   for (const auto& counts : counts_of(result))
-    for (auto count : counts)
-      if (count > 0) return result;
+    if (std::ranges::any_of(counts, [](std::int64_t count) { return count > 0; })) return result;
   return std::nullopt;
 }
 
@@ -380,11 +353,7 @@ std::vector<std::uint64_t> checksums_of(const Initial& initial) {
   std::vector<at::Tensor> values;
   for (std::size_t i = 0; i < initial.values.size(); ++i)
     if (initial.trainable[i]) values.push_back(initial.values[i]);
-  const at::Tensor bits = digest(values);
-  std::vector<std::uint64_t> checksums;
-  for (std::int64_t i = 0; i < bits.numel(); ++i)
-    checksums.push_back(std::bit_cast<std::uint64_t>(bits[i].item<std::int64_t>()));
-  return checksums;
+  return checksums(digest(values));
 }
 
 StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDump& found,
@@ -402,9 +371,10 @@ StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDum
   dump.counted = found.counted;
   dump.axes = found.axes;
   dump.precision = "fp64";
-  dump.ranks.push_back({.initial = checksums_of(initial), .gradients = {}});
-  dump.ranks[0].norm = oracle.figures.norm;
-  dump.ranks[0].owned_norm = oracle.figures.norm;
+  dump.ranks.push_back({.initial = checksums_of(initial),
+                        .gradients = {},
+                        .owned_norm = oracle.figures.norm,
+                        .norm = oracle.figures.norm});
   if (bytes_needed > 0) dump.ranks[0].bytes_moved = bytes_needed;
   return dump;
 }
@@ -413,12 +383,7 @@ void Investigation::describe(const LayoutRun::RecordedStep& made, StepDump& dump
   exact_.describe(made, checksums_of(initial_), dump);
   dump.precision = "fp64";
   dump.axes = axes_under_test(layout_, group_);
-  if (group_.rank() != 0) return;
-  for (std::size_t i = 0; i < made.names.size(); ++i)
-    dump.gradients.emplace_back(made.names[i], made.gradients[i]);
-  dump.figures = made.figures;
-  dump.terms = made.terms;
-  note_not_numbers(dump);
+  if (group_.rank() == 0) note_step(made, dump);
 }
 
 Investigation::StepData Investigation::step_data_of(const VerifyProblem& problem, Group counting) {
@@ -433,8 +398,7 @@ Investigation::StepData Investigation::step_data_of(const VerifyProblem& problem
       counting.all_gather(at::full({1}, problem.shared_samples->data_rank, at::kLong)).reshape({-1});
   for (int rank = 0; rank < counting.size(); ++rank)
     step_data.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
-  const auto first =
-      std::find(step_data.data_rank.begin(), step_data.data_rank.end(), problem.shared_samples->data_rank);
+  const auto first = std::ranges::find(step_data.data_rank, problem.shared_samples->data_rank);
   const bool contributes = first - step_data.data_rank.begin() == counting.rank();
   const DataByRank all =
       gather_batches(contributes ? problem.shared_samples->whole : MicroBatches{}, counting);
@@ -478,18 +442,18 @@ bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, c
   return true;
 }
 
-std::vector<Finding> Investigation::diagnose(RunPair pair, bool failed) {
+std::vector<Finding> Investigation::diagnose(std::optional<ComparedStep>& compared, bool failed) {
   at::Tensor asks = at::zeros({1}, at::kLong);
   std::vector<Finding> findings;
   if (group_.rank() == 0) {
-    findings = isograd::diagnose(pair);
+    findings = isograd::diagnose(*compared);
     if (problem_.experiments && (failed || !findings.empty())) asks.fill_(1);
   }
   group_.broadcast(asks, 0);
   if (asks.item<std::int64_t>() == 0) return findings;
   step_data_ = step_data_of(problem_, problem_.counting(group_));
   if (group_.rank() == 0) {
-    findings = isograd::diagnose(pair, [&](const Experiment& experiment) {
+    findings = isograd::diagnose(compared->pair(), [&](const Experiment& experiment) {
       share_experiment(experiment, group_);
       return again(experiment);
     });
@@ -531,7 +495,8 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
     Experiment experiment = asked;
     experiment.only_rank = experiment.only_micro_batch = -1;
     // Parts of ranks that share samples can only be run as they were cut, by whoever made the problem.
-    if (any_part(step_data.data) && !as_given) return std::nullopt;
+    const auto is_part = [](const Batch& batch) { return batch.cut != nullptr; };
+    if (std::ranges::any_of(all_of(step_data.data), is_part) && !as_given) return std::nullopt;
     if (!by_data_rank(experiment, step_data)) return std::nullopt;
     assigned = arrange(step_data.data, experiment);
     if (assigned) of = all_of(*assigned);
@@ -585,12 +550,7 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   const int place = asked.ranks > 0 ? group.rank() : counting.rank();
   const LayoutRun::RecordedStep made = run.step(as_given ? problem.local : part_of(place));
   if (asked.ranks > 0) run.describe(made, checksums_of(initial_), pair.found);
-  pair.found.precision = "fp64";
-  for (std::size_t i = 0; i < made.names.size(); ++i)
-    pair.found.gradients.emplace_back(made.names[i], made.gradients[i]);
-  pair.found.figures = made.figures;
-  pair.found.terms = made.terms;
-  note_not_numbers(pair.found);
+  note_step(made, pair.found);
   return pair;
 }
 

@@ -25,8 +25,11 @@ void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, Ste
 // Ids of the samples in fragments, sorted, once for each fragment.
 std::vector<std::int64_t> samples_of(const MicroBatches& batches);
 std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& group);  // collective
-MicroBatches all_of(const DataByRank& data);
 
+// A tensor over the tokens of the batch, of one fragment alone: a view.
+inline at::Tensor of_fragment(const at::Tensor& tensor, const Batch& batch, std::size_t fragment) {
+  return tensor.slice(0, batch.cu_seqlens[fragment], batch.cu_seqlens[fragment + 1]);
+}
 // Makes the fragment's row of each of Batch::inputs another one, of its type and in its range if whole
 // numbers.
 void perturb_inputs(Batch& batch, std::int64_t fragment);
@@ -54,8 +57,9 @@ class Investigation {
 
   // Fills in what the step said, on rank 0, and what the ranks have. Collective.
   void describe(const LayoutRun::RecordedStep& made, StepDump& dump);
-  // Collective; the answer is rank 0's. `failed` (rank 0's) says whether it is worth experiments.
-  std::vector<Finding> diagnose(RunPair pair, bool failed);
+  // Collective; the answer is rank 0's, which gives the step as compared. `failed` (rank 0's) says whether it
+  // is worth experiments.
+  std::vector<Finding> diagnose(std::optional<ComparedStep>& compared, bool failed);
 
  private:
   // A step's data before any cut, by data rank, and which of them each place in `counting` works on: of ranks

@@ -5,6 +5,7 @@
 
 #include "isograd/optimizer.hpp"
 #include "isograd/verify.hpp"
+#include "planted.hpp"
 #include "verify/present.hpp"
 #include "verify/test_problem.hpp"
 
@@ -16,108 +17,48 @@ using ::testing::HasSubstr;
 using verify_test::Small;
 using verify_test::verify_on;
 
-// ---- wrong normalisers ----
-
-// Each rank divides by its own tokens, then by the number of ranks: the mean of per-rank means.
-class MeanOfRankMeans : public TokenMean {
- public:
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop_requested) override {
-    rank_ = static_cast<std::size_t>(data.rank());
-    return TokenMean::count(micro_batches, data, stop_requested);
-  }
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value = static_cast<double>(census.targets_by_rank[rank_]) *
-                  static_cast<double>(census.targets_by_rank.size());
-    return wrong;
-  }
-
- private:
-  std::size_t rank_ = 0;
-};
-
-// The count is this rank's own.
-class UnreducedCount : public MeanOfRankMeans {
- public:
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = MeanOfRankMeans::denominator(census);
-    wrong.value /= static_cast<double>(census.targets_by_rank.size());
-    return wrong;
-  }
-};
-
 // ---- wrong layouts: the naive one with something done to it ----
 
-class Wrapped : public DataParallel {
- public:
-  explicit Wrapped(std::unique_ptr<DataParallel> inner) : inner_(std::move(inner)) {}
-  void zero_gradients() override { inner_->zero_gradients(); }
-  void begin_backward(bool last) override { inner_->begin_backward(last); }
-  void finish_reduction() override { inner_->finish_reduction(); }
-  std::vector<Bucket>& buckets() override { return inner_->buckets(); }
-  const Mesh& mesh() const override { return inner_->mesh(); }
-
- protected:
-  std::unique_ptr<DataParallel> inner_;
-};
-
-class Averages : public Wrapped {
- public:
-  using Wrapped::Wrapped;
+struct ForgetsOne : planted::Wrapped {
+  std::string name;
+  ForgetsOne(std::unique_ptr<DataParallel> inner_, std::string name_)
+      : Wrapped(std::move(inner_)), name(std::move(name_)) {}
   void finish_reduction() override {
-    inner_->finish_reduction();
-    for (auto& view : views()) view.gradient.div_(mesh().all().size());
+    inner->begin_backward(true);  // the naive layout puts its gradients into the buckets then
+    at::Tensor local;
+    for (auto& view : views())
+      if (view.name == name) local = view.gradient.clone();
+    inner->finish_reduction();
+    for (auto& view : views())
+      if (view.name == name) view.gradient.copy_(local);
   }
 };
 
-class ForgetsOne : public Wrapped {
- public:
-  ForgetsOne(std::unique_ptr<DataParallel> inner, std::string name)
-      : Wrapped(std::move(inner)), name_(std::move(name)) {}
-  void finish_reduction() override {
-    inner_->begin_backward(true);  // the naive layout puts its gradients into the buckets then
-    for (auto& view : views())
-      if (view.name == name_) local_ = view.gradient.clone();
-    inner_->finish_reduction();
-    for (auto& view : views())
-      if (view.name == name_) view.gradient.copy_(local_);
-  }
-
- private:
-  std::string name_;
-  at::Tensor local_;
-};
-
-class SumsNothing : public Wrapped {
- public:
+struct SumsNothing : planted::Wrapped {
   using Wrapped::Wrapped;
-  void finish_reduction() override { inner_->begin_backward(true); }
+  void finish_reduction() override { inner->begin_backward(true); }
 };
 
 // Rank 1 misses the last bit of what the others have: replicas drift apart.
-class DriftsOnRankOne : public Wrapped {
- public:
+struct DriftsOnRankOne : planted::Wrapped {
   using Wrapped::Wrapped;
   void finish_reduction() override {
-    inner_->finish_reduction();
+    inner->finish_reduction();
     if (mesh().all().rank() == 1) views()[0].gradient.view({-1}).narrow(0, 0, 1).mul_(1 + 1e-6);
   }
 };
 
-class NeverTheSame : public Wrapped {
- public:
+struct NeverTheSame : planted::Wrapped {
+  int steps = 0;
   using Wrapped::Wrapped;
   void finish_reduction() override {
-    inner_->finish_reduction();
-    views()[2].gradient.mul_(1 + 1e-7 * ++steps_);
+    inner->finish_reduction();
+    views()[2].gradient.mul_(1 + 1e-7 * ++steps);
   }
-
- private:
-  int steps_ = 0;
 };
 
 template <class Layout, class... Arguments>
-std::function<void(VerifyProblem&, World&)> with_layout(Arguments... arguments) {
+ChangeProblem with_layout(Arguments... arguments) {
   return [=](VerifyProblem& problem, World&) {
     problem.layouts = {{"fault", [=](auto parameters, Group group) {
                           return std::make_unique<Layout>(naive(std::move(parameters), group), arguments...);
@@ -130,11 +71,20 @@ void with_normalizer(VerifyProblem& problem, World&) {
   problem.make_normalizer = [] { return std::make_unique<Wrong>(); };
 }
 
+// The loss that is logged gets more of itself, its gradient does not.
+void add_to_loss(VerifyModel& model, double more) {
+  model.loss_terms = [inner = model.loss_terms, more](const Batch& batch) {
+    LossTerms terms = inner(batch);
+    for (auto& term : terms) term.sum = term.sum + more * term.sum.detach();
+    return terms;
+  };
+}
+
 class FaultAtRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, FaultAtRanks, ::testing::Values(2, 3, 4, 5));
 
 TEST_P(FaultAtRanks, MeanOfPerRankMeansIsFound) {
-  const Verdict verdict = verify_on(GetParam(), Small{}, with_normalizer<MeanOfRankMeans>);
+  const Verdict verdict = verify_on(GetParam(), Small{}, with_normalizer<planted::MeanOfRankMeans>);
   EXPECT_FALSE(verdict.passed);
   const LayoutVerdict& layout = verdict.layouts.at(0);
   EXPECT_EQ(layout.e1.state, Grade::State::kFailed);
@@ -144,7 +94,7 @@ TEST_P(FaultAtRanks, MeanOfPerRankMeansIsFound) {
 }
 
 TEST_P(FaultAtRanks, ACountThatIsNotReducedIsFound) {
-  const Verdict verdict = verify_on(GetParam(), Small{}, with_normalizer<UnreducedCount>);
+  const Verdict verdict = verify_on(GetParam(), Small{}, with_normalizer<planted::CountNotReduced>);
   EXPECT_FALSE(verdict.passed);
   // Uneven ranks: about W times the gradient, in another direction.
   const Comparison& first = verdict.layouts.at(0).parameters.at(0).exact;
@@ -155,7 +105,7 @@ TEST_P(FaultAtRanks, ACountThatIsNotReducedIsFound) {
 
 TEST_P(FaultAtRanks, AveragedGradientsAreNamedWithTheirRatio) {
   const int ranks = GetParam();
-  const Verdict verdict = verify_on(ranks, Small{}, with_layout<Averages>());
+  const Verdict verdict = verify_on(ranks, Small{}, with_layout<planted::Averages>());
   EXPECT_FALSE(verdict.passed);
   for (const auto& parameter : verdict.layouts.at(0).parameters)
     EXPECT_NEAR(parameter.exact.ratio * ranks, 1, 1e-9) << parameter.name;
@@ -202,11 +152,9 @@ TEST(Fault, AStepThatDoesNotRepeatIsFound) {
 
 TEST(Fault, InitialParametersThatDependOnTheRankAreFound) {
   const Verdict verdict = verify_on(3, Small{}, [](VerifyProblem& problem, World& world) {
-    problem.make_model = [make = problem.make_model, rank = world.rank](at::ScalarType dtype) {
-      VerifyModel model = make(dtype);
+    verify_test::change_model(problem, [rank = world.rank](VerifyModel& model) {
       if (rank == 2) model.named[3].second.detach().view({-1}).narrow(0, 0, 1).add_(1e-3);
-      return model;
-    };
+    });
   });
   EXPECT_FALSE(verdict.passed);
   EXPECT_THAT(verdict.diagnosis,
@@ -242,16 +190,9 @@ TEST(Fault, ALossThatIsWrongInTheRunsPrecisionAloneIsFoundFromTheBoundOn) {
     for (const double of_bound : {0.8, 1.2}) {
       const double more = bound * of_bound;
       const Verdict verdict = verify_on(2, Small{.dtype = dtype}, [more](VerifyProblem& problem, World&) {
-        problem.make_model = [make = problem.make_model, more](at::ScalarType type) {
-          VerifyModel model = make(type);
-          if (type == at::kDouble) return model;
-          model.loss_terms = [inner = model.loss_terms, more](const Batch& batch) {
-            LossTerms terms = inner(batch);
-            for (auto& term : terms) term.sum = term.sum + more * term.sum.detach();
-            return terms;
-          };
-          return model;
-        };
+        verify_test::change_model(problem, [more](VerifyModel& model) {
+          if (model.named[0].second.scalar_type() != at::kDouble) add_to_loss(model, more);
+        });
       });
       EXPECT_EQ(verdict.passed, of_bound < 1) << c10::toString(dtype) << "\n" << to_text(verdict);
       if (of_bound > 1) {
@@ -265,15 +206,7 @@ TEST(Fault, ALossThatIsWrongInTheRunsPrecisionAloneIsFoundFromTheBoundOn) {
 // right.
 TEST(Fault, ALossThatIsNotWhatWasDifferentiatedIsFound) {
   const Verdict verdict = verify_on(2, Small{}, [](VerifyProblem& problem, World&) {
-    problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
-      VerifyModel model = make(dtype);
-      model.loss_terms = [inner = model.loss_terms](const Batch& batch) {
-        LossTerms terms = inner(batch);
-        for (auto& term : terms) term.sum = term.sum + term.sum.detach();
-        return terms;
-      };
-      return model;
-    };
+    verify_test::change_model(problem, [](VerifyModel& model) { add_to_loss(model, 1); });
   });
   EXPECT_FALSE(verdict.passed);
   EXPECT_EQ(verdict.layouts.at(0).e1.failed, 0);

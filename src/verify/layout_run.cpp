@@ -31,6 +31,12 @@ at::Tensor digest(const std::vector<at::Tensor>& tensors) {
   return digests;
 }
 
+std::vector<std::uint64_t> checksums(const at::Tensor& digests) {
+  const at::Tensor list = digests.contiguous();
+  const auto* bits = list.const_data_ptr<std::int64_t>();
+  return {bits, bits + list.numel()};
+}
+
 std::vector<std::size_t> differing_over_ranks(const at::Tensor& digests, Group& group) {
   const at::Tensor all = group.all_gather(digests);  // [W, P]
   const at::Tensor same = all.eq(all.select(0, 0)).all(0);
@@ -318,6 +324,12 @@ LayoutRun::RecordedStep LayoutRun::step(const MicroBatches& local) {
   return made;
 }
 
+StepDump::Named LayoutRun::RecordedStep::named() const {
+  StepDump::Named all;
+  for (std::size_t i = 0; i < names.size(); ++i) all.emplace_back(names[i], gradients[i]);
+  return all;
+}
+
 std::vector<at::Tensor> LayoutRun::parameters() {
   std::vector<at::Tensor> values;
   for (auto& [name, master] : whole_views(&DataParallel::View::master)) values.push_back(std::move(master));
@@ -339,8 +351,7 @@ std::vector<std::pair<std::string, at::Tensor>> LayoutRun::whole_views(at::Tenso
   };
   for (const auto& [name, tensor] : model_.named) {
     if (!tensor.requires_grad()) continue;
-    const auto own =
-        std::find_if(views.begin(), views.end(), [&](const auto& one) { return one.name == name; });
+    const auto own = std::ranges::find_if(views, [&](const auto& one) { return one.name == name; });
     all.emplace_back(name, copied(whole(name, own == views.end() ? none(tensor) : (*own).*of)));
   }
   return all;
@@ -398,17 +409,11 @@ void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64
   for (auto value : initial) start.push_back(std::bit_cast<std::int64_t>(value));
   const at::Tensor starts = group_.all_gather(at::tensor(start, at::kLong));
   const at::Tensor digests = group_.all_gather(bits);
-  const auto list = [](const at::Tensor& row) {
-    std::vector<std::uint64_t> values;
-    for (std::int64_t i = 0; i < row.numel(); ++i)
-      values.push_back(std::bit_cast<std::uint64_t>(row[i].item<std::int64_t>()));
-    return values;
-  };
   for (std::size_t r = 0; r < ranks; ++r) {
     const auto row = static_cast<std::int64_t>(r);
     const auto number = [&](int column) { return numbers[row][column].item<double>(); };
-    dump.ranks[r] = {.initial = list(starts[row]),
-                     .gradients = list(digests[row]),
+    dump.ranks[r] = {.initial = checksums(starts[row]),
+                     .gradients = checksums(digests[row]),
                      .spread = number(0),
                      .owned_norm = number(1),
                      .norm = number(2),

@@ -14,6 +14,7 @@ namespace isograd {
 
 // A hash of the bytes of each tensor, [P] int64.
 at::Tensor digest(const std::vector<at::Tensor>& tensors);
+std::vector<std::uint64_t> checksums(const at::Tensor& digests);
 
 // Indices of the tensors whose digests differ on some rank. Collective.
 std::vector<std::size_t> differing_over_ranks(const at::Tensor& digests, Group& group);
@@ -65,6 +66,7 @@ class LayoutRun {
     std::vector<at::Tensor> gradients;  // copies on the CPU, as the step left them; whole
     std::vector<std::pair<std::string, double>> terms;
     double bytes_moved = 0;
+    StepDump::Named named() const;
   };
   // Collective over the group.
   RecordedStep step(const MicroBatches& local);

@@ -16,6 +16,7 @@
 #include "isograd/group.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
@@ -65,8 +66,7 @@ LayoutChoice parse_layout(const std::string& text) {
     const std::string part = text.substr(begin, end - begin);
     begin = end + 1;
     if (first) {
-      const auto names = strategy_names();
-      if (std::find(names.begin(), names.end(), part) == names.end()) refuse_layout(text);
+      if (!contains(strategy_names(), part)) refuse_layout(text);
       choice.strategy = part;
     } else if (part == "share=on" || part == "share=off") {
       choice.share_parameters = part == "share=on";
@@ -183,8 +183,7 @@ std::vector<RunConfig> factorizations(const RunConfig& config, int ranks) {
 // Why it cannot be; empty: it can. Read again, so that rules between keys are asked too.
 std::string refusal_of(const RunConfig& config, int ranks, const Heads& heads) {
   const auto ulysses = static_cast<int>(config.parallel.cp_ulysses);
-  const auto possible = possible_ulysses(heads.first, heads.second);
-  if (ulysses > 1 && std::find(possible.begin(), possible.end(), ulysses) == possible.end())
+  if (ulysses > 1 && !splits_heads(heads, ulysses))
     return fmt::format("parallel.cp_ulysses: {} ranks for {} heads and {} key heads", ulysses, heads.first,
                        heads.second);
   try {
@@ -208,37 +207,25 @@ std::vector<std::string> shown_by(const std::vector<Axis>& axes) {
 }
 
 // The first, then always one of those that show most of what none has shown yet.
-std::vector<std::size_t> covering(const std::vector<MeshChoice>& all) {
-  std::vector<std::size_t> chosen;
+std::set<std::size_t> covering(const std::vector<MeshChoice>& all) {
+  std::set<std::size_t> chosen;
   std::set<std::string> seen;
   const auto news = [&](const MeshChoice& mesh) {
-    const auto shown = shown_by(mesh.axes);
-    return std::count_if(shown.begin(), shown.end(), [&](const auto& one) { return !seen.count(one); });
+    return std::ranges::count_if(shown_by(mesh.axes), [&](const auto& one) { return !seen.contains(one); });
   };
   for (std::size_t next = 0; next < all.size();) {
-    chosen.push_back(next);
+    chosen.insert(next);
     for (const auto& one : shown_by(all[next].axes)) seen.insert(one);
-    const auto most = std::max_element(all.begin(), all.end(),
-                                       [&](const auto& a, const auto& b) { return news(a) < news(b); });
+    const auto most = std::ranges::max_element(all, {}, news);
     next = news(*most) == 0 ? all.size() : static_cast<std::size_t>(most - all.begin());
   }
-  std::sort(chosen.begin(), chosen.end());
   return chosen;
 }
 
 bool has_all(const One& mesh, const std::vector<std::string>& axes) {
-  return std::all_of(axes.begin(), axes.end(), [&](const std::string& name) {
-    return std::any_of(mesh.axes.begin(), mesh.axes.end(),
-                       [&](const Axis& axis) { return axis.name == name; });
+  return std::ranges::all_of(axes, [&](const std::string& name) {
+    return std::ranges::find(mesh.axes, name, &Axis::name) != mesh.axes.end();
   });
-}
-
-std::string names_of(const std::vector<const One*>& meshes) {
-  constexpr std::size_t kShown = 3;
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < std::min(kShown, meshes.size()); ++i) names.push_back(meshes[i]->name);
-  if (meshes.size() > kShown) names.push_back(fmt::format("{} more", meshes.size() - kShown));
-  return fmt::format("{}", fmt::join(names, ", "));
 }
 
 // Axes that failed wherever they came together, and of which each was needed: without it another mesh passed.
@@ -271,7 +258,9 @@ std::optional<Suspect> suspect(const std::vector<One>& tried, const std::vector<
 }
 
 std::string sentence(const Suspect& one) {
-  const std::string where = names_of(one.failed);
+  std::vector<std::string> failed;
+  for (const One* mesh : one.failed) failed.push_back(mesh->name);
+  const std::string where = list_names(failed);
   if (one.axes.size() == 1)
     return fmt::format("wrong along {}: on every mesh with it ({}), right without ({})", one.axes[0], where,
                        one.right_without[0]->name);
@@ -302,14 +291,18 @@ std::vector<std::vector<std::string>> subsets(const std::vector<std::string>& na
 
 }  // namespace
 
+bool splits_heads(const Heads& heads, int ulysses) {
+  const auto possible = possible_ulysses(heads.first, heads.second);
+  return std::ranges::find(possible, ulysses) != possible.end();
+}
+
 ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads, std::size_t most) {
   ProposedMeshes proposed;
   std::vector<MeshChoice> all;
   std::set<std::string> known;
   const auto offer = [&](const RunConfig& other) {
     if (std::string why = refusal_of(other, ranks, heads); !why.empty()) {
-      if (std::find(proposed.refused.begin(), proposed.refused.end(), why) == proposed.refused.end())
-        proposed.refused.push_back(std::move(why));
+      if (!contains(proposed.refused, why)) proposed.refused.push_back(std::move(why));
       return;
     }
     if (normalises_by_replica(config) && other.parallel.replicas != config.parallel.replicas) return;
@@ -318,11 +311,10 @@ ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& h
   };
   offer(config);
   for (const RunConfig& other : factorizations(config, ranks)) offer(other);
-  std::vector<std::size_t> chosen(all.size());
-  for (std::size_t i = 0; i < all.size(); ++i) chosen[i] = i;
-  if (all.size() > most) chosen = covering(all);
+  const bool few = all.size() <= most;
+  const auto chosen = few ? std::set<std::size_t>() : covering(all);
   for (std::size_t i = 0; i < all.size(); ++i)
-    if (std::binary_search(chosen.begin(), chosen.end(), i))
+    if (few || chosen.contains(i))
       proposed.run.push_back(std::move(all[i]));
     else
       proposed.left.push_back(all[i].name);
@@ -355,14 +347,14 @@ MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, V
     for (Finding& finding : own.findings) finding.sentence = mesh.name + ": " + finding.sentence;
     for (std::string& statement : own.diagnosis) statement = mesh.name + ": " + statement;
     if (own.layouts.empty())
-      std::move(own.diagnosis.begin(), own.diagnosis.end(), std::back_inserter(ended));
+      std::ranges::move(own.diagnosis, std::back_inserter(ended));
     else
       join(verdict, std::move(own));
   }
   if (!ended.empty()) {
     verdict.passed = false;
     verdict.ranks = ranks;
-    std::move(ended.begin(), ended.end(), std::back_inserter(verdict.diagnosis));
+    std::ranges::move(ended, std::back_inserter(verdict.diagnosis));
   }
   meshes.admissible = static_cast<std::int64_t>(meshes.tried.size() + meshes.left.size());
   meshes.guilty = guilty_axes(meshes.tried);
@@ -375,7 +367,7 @@ std::vector<std::string> guilty_axes(const std::vector<One>& tried) {
   for (const One& mesh : tried) {
     if (mesh.failed > 0) failed.push_back(&mesh);
     for (const Axis& axis : mesh.axes)
-      if (std::find(names.begin(), names.end(), axis.name) == names.end()) names.push_back(axis.name);
+      if (!contains(names, axis.name)) names.push_back(axis.name);
   }
   if (failed.empty()) return {};
   if (failed.size() == tried.size() && tried.size() > 1)
@@ -388,20 +380,19 @@ std::vector<std::string> guilty_axes(const std::vector<One>& tried) {
     std::set<const One*> now;
     for (const auto& axes : subsets(names, size)) {
       const auto one = suspect(tried, axes);
-      if (!one || std::all_of(one->failed.begin(), one->failed.end(),
-                              [&](const One* mesh) { return explained.count(mesh) > 0; }))
+      if (!one || std::ranges::all_of(one->failed, [&](auto* mesh) { return explained.contains(mesh); }))
         continue;
       sentences.push_back(sentence(*one));
       now.insert(one->failed.begin(), one->failed.end());
     }
     explained.insert(now.begin(), now.end());
   }
-  std::vector<const One*> open;
+  std::vector<std::string> open;
   for (const One* mesh : failed)
-    if (!explained.count(mesh)) open.push_back(mesh);
+    if (!explained.contains(mesh)) open.push_back(mesh->name);
   if (!open.empty())
     sentences.push_back(fmt::format("wrong on {}, though no axes of it are wrong wherever they come together",
-                                    names_of(open)));
+                                    list_names(open)));
   return sentences;
 }
 
@@ -438,9 +429,9 @@ void join(Verdict& verdict, Verdict more) {
   verdict.parameters_agree = verdict.parameters_agree && more.parameters_agree;
   verdict.documents_apart = verdict.documents_apart && more.documents_apart;
   verdict.seconds += more.seconds;
-  std::move(more.layouts.begin(), more.layouts.end(), std::back_inserter(verdict.layouts));
-  std::move(more.findings.begin(), more.findings.end(), std::back_inserter(verdict.findings));
-  std::move(more.diagnosis.begin(), more.diagnosis.end(), std::back_inserter(verdict.diagnosis));
+  std::ranges::move(more.layouts, std::back_inserter(verdict.layouts));
+  std::ranges::move(more.findings, std::back_inserter(verdict.findings));
+  std::ranges::move(more.diagnosis, std::back_inserter(verdict.diagnosis));
 }
 
 }  // namespace isograd

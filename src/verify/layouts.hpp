@@ -60,6 +60,8 @@ inline constexpr std::size_t kMostMeshes = 16;
 // Heads of a model's attention, Task::heads().
 using Heads = std::pair<std::int64_t, std::int64_t>;
 
+bool splits_heads(const Heads& heads, int ulysses);  // over so many ranks of Ulysses
+
 // Every way to factor `ranks` over pp, dp_replicate, dp_shard, cp_ring, cp_ulysses and tp, with ep where the
 // model may have experts, that the configuration allows, by what check() says of it, and the model: Ulysses
 // deals its heads over ranks. Strategies that do not shard have no replicas beside shards, and a mean of

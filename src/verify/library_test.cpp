@@ -36,10 +36,14 @@ struct Mine : torch::nn::Module {
   }
 };
 
-VerifyModel mine(at::ScalarType dtype) {
-  auto model = std::make_shared<Mine>();
+template <class Model>
+VerifyModel in_type(at::ScalarType dtype, std::shared_ptr<Model> model) {
   model->to(dtype);
-  return verify_model(model, [](Mine& self, const Batch& batch) { return self.logits(batch.tokens); });
+  return verify_model(model, [](Model& self, const Batch& batch) { return self.logits(batch.tokens); });
+}
+
+VerifyModel mine(at::ScalarType dtype) {
+  return in_type(dtype, std::make_shared<Mine>());
 }
 
 // `count` batches of 4, 9, 14, ... tokens.
@@ -70,11 +74,7 @@ struct Averaging : Mine {
 };
 
 TEST(Library, BuffersThatRanksChangeApartAreNoPass) {
-  const auto averaging = [](at::ScalarType dtype) {
-    auto model = std::make_shared<Averaging>();
-    model->to(dtype);
-    return verify_model(model, [](Averaging& self, const Batch& batch) { return self.logits(batch.tokens); });
-  };
+  const auto averaging = [](at::ScalarType dtype) { return in_type(dtype, std::make_shared<Averaging>()); };
   EXPECT_TRUE(verify(averaging, batches_of(3), verify_layouts({"bucketed"}), {.ranks = 1}).passed);
   for (int ranks : {2, 3}) {
     const Verdict verdict =
@@ -87,14 +87,6 @@ TEST(Library, BuffersThatRanksChangeApartAreNoPass) {
     }
   }
 }
-
-struct CountOfOneRank : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]);
-    return wrong;
-  }
-};
 
 // One weight under two names, and an embedding whose gradient is sparse: right modules both.
 struct Tied : torch::nn::Module {
@@ -114,11 +106,7 @@ struct Tied : torch::nn::Module {
 TEST(Library, TiedWeightsAndSparseGradientsAreProven) {
   for (const bool sparse : {false, true})
     for (const int ranks : {1, 3}) {
-      const auto make = [&](at::ScalarType dtype) {
-        auto model = std::make_shared<Tied>(sparse);
-        model->to(dtype);
-        return verify_model(model, [](Tied& self, const Batch& batch) { return self.logits(batch.tokens); });
-      };
+      const auto make = [&](at::ScalarType dtype) { return in_type(dtype, std::make_shared<Tied>(sparse)); };
       const auto sharded = [&](at::ScalarType dtype) {
         auto model = std::make_shared<Tied>(sparse);
         model->to(dtype);
@@ -130,9 +118,9 @@ TEST(Library, TiedWeightsAndSparseGradientsAreProven) {
         EXPECT_THAT(verify(each, batches_of(5), layouts, {.ranks = ranks}), EqualsSingleDevice())
             << "sparse " << sparse << ", " << ranks << " ranks";
         if (ranks == 1) continue;
-        const Verdict wrong =
-            verify(each, batches_of(5), verify_layouts({"bucketed"}),
-                   {.ranks = ranks, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
+        const Verdict wrong = verify(
+            each, batches_of(5), verify_layouts({"bucketed"}),
+            {.ranks = ranks, .make_normalizer = [] { return std::make_unique<planted::CountNotReduced>(); }});
         EXPECT_FALSE(wrong.passed) << "a planted mistake";
       }
     }
@@ -171,9 +159,7 @@ TEST(Library, MistakesAlongTpAreNamed) {
   const auto verified = [](AlongTp::Mistake mistake, std::vector<Axis> axes) {
     const auto make = [mistake](at::ScalarType dtype) {
       auto model = std::make_shared<AlongTp>(mistake);
-      model->to(dtype);
-      VerifyModel made =
-          verify_model(model, [](AlongTp& self, const Batch& batch) { return self.logits(batch.tokens); });
+      VerifyModel made = in_type(dtype, model);
       made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
       return made;
     };
@@ -215,13 +201,13 @@ TEST_P(LibraryAtRanks, AModelOfOnesOwnEqualsASingleDevice) {
 TEST(Library, AWrongLoopIsFoundAndTheMatcherSaysWhat) {
   const Verdict verdict =
       verify(mine, batches_of(6), verify_layouts({"bucketed"}),
-             {.ranks = 3, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
+             {.ranks = 3, .make_normalizer = [] { return std::make_unique<planted::CountNotReduced>(); }});
   EXPECT_THAT(verdict, Not(EqualsSingleDevice()));
-  testing::StringMatchResultListener said;
-  EXPECT_FALSE(testing::ExplainMatchResult(EqualsSingleDevice(), verdict, &said));
+  ::testing::StringMatchResultListener said;
+  EXPECT_FALSE(::testing::ExplainMatchResult(EqualsSingleDevice(), verdict, &said));
   EXPECT_THAT(said.str(), HasSubstr("parity FAIL: 3 ranks != 1 device"));
   EXPECT_THAT(said.str(), HasSubstr("<scale>"));
-  EXPECT_THAT(testing::PrintToString(verdict), HasSubstr("parity FAIL"));
+  EXPECT_THAT(::testing::PrintToString(verdict), HasSubstr("parity FAIL"));
 }
 
 // The gradient of the first step is right whatever becomes of its update: the default follows two.
@@ -253,8 +239,7 @@ TEST(Library, ModelsThatDrawFromTheGlobalGeneratorTakeRankZerosValues) {
         auto model = std::make_shared<Mine>();
         at::NoGradGuard no_grad;
         for (auto& parameter : model->parameters()) parameter.copy_(at::randn(parameter.sizes()));
-        model->to(dtype);
-        return verify_model(model, [](Mine& self, const Batch& batch) { return self.logits(batch.tokens); });
+        return in_type(dtype, model);
       };
       const Verdict verdict =
           verify(make, batches_of(5), verify_layouts({"bucketed"}), {.ranks = 3, .updates = 0});
@@ -270,11 +255,7 @@ TEST(Library, BuffersThatAreDrawnTakeRankZerosValues) {
       return at::linear(at::tanh(at::embedding(table, tokens) * scale + shift), output);
     }
   };
-  const auto make = [](at::ScalarType dtype) {
-    auto model = std::make_shared<Projected>();
-    model->to(dtype);
-    return verify_model(model, [](Projected& self, const Batch& batch) { return self.logits(batch.tokens); });
-  };
+  const auto make = [](at::ScalarType dtype) { return in_type(dtype, std::make_shared<Projected>()); };
   for (const int ranks : {1, 3}) {
     const Verdict verdict =
         verify(make, batches_of(5), verify_layouts({"bucketed"}), {.ranks = ranks, .updates = 0});
@@ -343,7 +324,7 @@ TEST(Page, StandsAloneEscapesAndExplains) {
   const verify_test::ScratchFolder folder;
   Verdict verdict =
       verify(mine, batches_of(5), verify_layouts({"bucketed", "zero2"}),
-             {.ranks = 2, .make_normalizer = [] { return std::make_unique<CountOfOneRank>(); }});
+             {.ranks = 2, .make_normalizer = [] { return std::make_unique<planted::CountNotReduced>(); }});
   verdict.layouts[0].name = "<script>alert(1)</script>";
   verdict.layouts[1].parameters[0].exact.error = std::nan("");
   verdict.layouts[1].parameters[0].exact.ratio = std::nan("");

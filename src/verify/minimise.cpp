@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string_view>
 
 #include "data/corpus.hpp"
@@ -128,8 +129,7 @@ constexpr Simpler kFirst[] = {
      [](RunConfig& c) {
        if (c.batch.tokens_per_micro_batch != kAllTokens) c.batch.tokens_per_micro_batch = 1;
      }},
-    {kVideos, [](RunConfig& c) { c.data.validation_fraction = 0; }},
-    {kRows, [](RunConfig& c) { c.data.validation_fraction = 0; }},
+    {"video scorer", [](RunConfig& c) { c.data.validation_fraction = 0; }},
 };
 
 constexpr Simpler kSimpler[] = {
@@ -210,24 +210,27 @@ class Search {
   bool shrink(const Size& size) {
     const std::int64_t before = size.get(best_);
     std::int64_t passes = size.least(best_), fails = before;
-    const auto with = [&](std::int64_t value) {
+    if (passes >= fails) return false;
+    const auto still_fails = [&](std::int64_t value) {
       Trial trial = best_;
       size.set(trial, value);
-      return trial;
+      return take(trial);
     };
-    if (passes >= fails) return false;
-    if (take(with(passes))) return true;
+    if (still_fails(passes)) return true;
     while (fails - passes > 1) {
       const std::int64_t middle = passes + (fails - passes) / 2;
-      (take(with(middle)) ? fails : passes) = middle;
+      (still_fails(middle) ? fails : passes) = middle;
     }
     return fails < before;
   }
 
-  bool shrink_ranks() {
-    for (int ranks = 1; ranks < best_.ranks; ++ranks) {
+  // The first of these values, up to the one in use, with which it still fails.
+  template <typename Values, typename Of>
+  bool shrink_to_first(const Values& values, const Of& of) {
+    for (const auto& value : values) {
       Trial trial = best_;
-      trial.ranks = ranks;
+      if (of(trial) == value) return false;
+      of(trial) = value;
       if (take(trial)) return true;
     }
     return false;
@@ -258,25 +261,18 @@ class Search {
     return to_toml(trial.config) != to_toml(best_.config) && take(trial);
   }
 
-  bool simplify_strategy() {
-    for (const auto& strategy : strategy_names()) {  // simplest first
-      if (strategy == best_.config.parallel.strategy) return false;
-      Trial trial = best_;
-      trial.config.parallel.strategy = strategy;
-      if (take(trial)) return true;
-    }
-    return false;
-  }
-
   bool round() {
     bool changed = false;
     if (concerns(kVideos, best_.config)) changed = shrink_files();
     for (const Size& size : kSizes)
       if (concerns(size.runs, best_.config) && (!size.of_shape || best_.config.model.load.empty()))
         changed = shrink(size) || changed;
-    changed = shrink_ranks() || changed;
+    std::vector<int> fewer(static_cast<std::size_t>(best_.ranks));
+    std::iota(fewer.begin(), fewer.end(), 1);
+    changed = shrink_to_first(fewer, [](Trial& trial) -> int& { return trial.ranks; }) || changed;
     for (const Simpler& simpler : kSimpler) changed = simplify(simpler) || changed;
-    changed = simplify_strategy() || changed;
+    const auto strategy = [](Trial& trial) -> std::string& { return trial.config.parallel.strategy; };
+    changed = shrink_to_first(strategy_names(), strategy) || changed;  // simplest first
     return changed;
   }
 
@@ -308,7 +304,7 @@ std::optional<Minimised> minimise_run(const RunConfig& config, int ranks,
               {.timeout = std::chrono::duration_cast<std::chrono::milliseconds>(timeout)});
     return failure;
   };
-  const bool all = std::find(layouts.begin(), layouts.end(), kAllLayouts) != layouts.end();
+  const bool all = std::ranges::find(layouts, kAllLayouts) != layouts.end();
   std::vector<LayoutChoice> choices;
   for (const auto& name : layouts)
     if (name != kAllLayouts) choices.push_back(parse_layout(name));

@@ -201,14 +201,11 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
     Batch before = batch, after;
     before.targets = batch.targets.clone();
     at::Tensor tokens = batch.tokens.clone();
-    at::Tensor others = at::ones({batch.num_tokens()}, at::kBool);
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
       if (batch.sample_ids[f] != changed) continue;
-      const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
-      before.targets.slice(0, begin, end).fill_(kIgnoreIndex);  // its own loss takes no part
-      at::Tensor own = tokens.slice(0, begin, end);
+      of_fragment(before.targets, batch, f).fill_(kIgnoreIndex);  // its own loss takes no part
+      at::Tensor own = of_fragment(tokens, batch, f);
       own.copy_(declared.per_token ? own.flip(0) : (own + 1).remainder(vocabulary));
-      others.slice(0, begin, end).fill_(false);
     }
     after = before;
     after.tokens = tokens;
@@ -219,16 +216,11 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
     bool leaks = false;
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
       if (batch.sample_ids[f] == changed) continue;
-      const auto part = [&](const at::Tensor& logits) {
-        return logits.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]);
-      };
-      const double norm = part(first.logits).norm().item<double>();
-      if (same(part(first.logits), part(second.logits), to_the_bit, norm)) continue;
-      const double change = largest(part(first.logits) - part(second.logits));
-      if (!leaks || change > leak.logits) {
-        leak.touched = batch.sample_ids[f];
-        leak.logits = change;
-      }
+      const at::Tensor one = of_fragment(first.logits, batch, f),
+                       other = of_fragment(second.logits, batch, f);
+      if (same(one, other, to_the_bit, one.norm().item<double>())) continue;
+      const double change = largest(one - other);
+      if (!leaks || change > leak.logits) leak.touched = batch.sample_ids[f], leak.logits = change;
       leaks = true;
     }
     const auto scales = scales_of(first.gradients, leaves);
@@ -236,10 +228,7 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
       const at::Tensor &a = first.gradients[i], &b = second.gradients[i];
       if (!a.defined() || !b.defined() || same(a, b, to_the_bit, scales[i])) continue;
       const double change = largest(a - b);
-      if (leak.parameter.empty() || change > leak.gradient) {
-        leak.parameter = names[i];
-        leak.gradient = change;
-      }
+      if (leak.parameter.empty() || change > leak.gradient) leak.parameter = names[i], leak.gradient = change;
       leaks = true;
     }
     if (leaks) return leak;
@@ -287,12 +276,10 @@ MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint6
 
 // Rank 0's places, on every rank.
 std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group) {
-  at::Tensor count = at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong);
+  at::Tensor places = at::tensor(std::vector<std::int64_t>(own.begin(), own.end()), at::kLong);
+  at::Tensor count = at::full({1}, places.numel(), at::kLong);
   group.broadcast(count, 0);
-  at::Tensor places = at::empty({count.item<std::int64_t>()}, at::kLong);
-  if (group.rank() == 0)
-    for (std::size_t i = 0; i < own.size(); ++i)
-      places[static_cast<std::int64_t>(i)] = static_cast<std::int64_t>(own[i]);
+  if (group.rank() != 0) places = at::empty({count.item<std::int64_t>()}, at::kLong);
   if (places.numel() > 0) group.broadcast(places, 0);
   return {places.data_ptr<std::int64_t>(), places.data_ptr<std::int64_t>() + places.numel()};
 }
@@ -353,7 +340,7 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
       if (group.rank() == 0) {
         expected.push_back(reference.oracle.gradients[next]);
         off.push_back(gradient.to(at::kDouble) - expected.back());
-        error = relative_error(gradient.to(at::kDouble), expected.back(), reference.scales[next]);
+        error = in_scales(norm_of(off.back()), reference.scales[next]);
       }
     }
     reference.alone_error.push_back(error);
@@ -361,14 +348,12 @@ Reference make_reference(const VerifyProblem& problem, const Initial& initial, G
   }
   reference.alone_figures = reference.oracle.figures;
   if (rounds) {
-    const StepFigures& own = alone.figures;
-    at::Tensor numbers = at::tensor(
-        std::vector<double>{own.loss, own.norm, own.clip_coefficient, own.unclipped_norm}, at::kDouble);
-    group.broadcast(numbers, last);
-    reference.alone_figures.loss = numbers[0].item<double>();
-    reference.alone_figures.norm = numbers[1].item<double>();
-    reference.alone_figures.clip_coefficient = numbers[2].item<double>();
-    reference.alone_figures.unclipped_norm = numbers[3].item<double>();
+    for (double StepFigures::*of : {&StepFigures::loss, &StepFigures::norm, &StepFigures::clip_coefficient,
+                                    &StepFigures::unclipped_norm}) {
+      at::Tensor number = at::full({1}, alone.figures.*of, at::kDouble);
+      group.broadcast(number, last);
+      reference.alone_figures.*of = number.item<double>();
+    }
   }
   if (!off.empty())
     reference.alone_scale = along(off, expected, expected, bounds_for(problem.dtype, 1, 1).unit).share;
@@ -382,24 +367,19 @@ std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial
   at::Tensor pieces = at::full({1}, static_cast<std::int64_t>(problem.local.size()), at::kLong);
   group.all_reduce(pieces);
   const int last = group.size() - 1;
-  std::vector<MicroBatches> parts;
-  if (group.rank() == last) {
-    if (problem.loss.replicas)
-      parts = problem.loss.replicas();
-    else
-      parts = {problem.alone ? problem.alone() : problem.whole()};
-  }
+  std::vector<MicroBatches> whole;
+  if (group.rank() == last) whole = parts(problem, problem.alone ? problem.alone() : problem.whole());
   std::vector<double> errors(places.size(), 0.0);
   at::Tensor again = at::ones({1}, at::kLong);
   for (std::uint64_t draw = 0; draw < kMostDraws && again.item<std::int64_t>() != 0; ++draw) {
     at::Tensor differences = at::zeros({static_cast<std::int64_t>(places.size())}, at::kDouble);
     Heartbeat heartbeat(group, problem.stop);
     if (group.rank() == last) {
-      std::vector<MicroBatches> cut = parts;
+      std::vector<MicroBatches> cut = whole;
       // A loss over the rows of all ranks has its rows in one global micro-batch.
       if (!problem.loss.global)
         for (MicroBatches& part : cut)
-          part = cut_anew(part, split_rows(pieces.item<std::int64_t>(), static_cast<int>(parts.size()))[0],
+          part = cut_anew(part, split_rows(pieces.item<std::int64_t>(), static_cast<int>(whole.size()))[0],
                           draw);
       const Initial nudged = initial.nudged(draw);
       const auto gradients = [&](const VerifyModel& model) {

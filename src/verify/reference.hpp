@@ -1,5 +1,5 @@
-// The reference of a layout: the oracle's step, and that of one process in the run's precision; and checks of the
-// input that end a verdict before anything is claimed.
+// The reference of a layout: the oracle's step, and that of one process in the run's precision; and checks of
+// the input that end a verdict before anything is claimed.
 #pragma once
 
 #include <optional>

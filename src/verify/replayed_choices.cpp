@@ -141,7 +141,7 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
     const auto [first, last] = rows_.equal_range(keys[t]);
     if (first == last) continue;
     std::vector<std::int64_t> natural(own, own + each);
-    std::sort(natural.begin(), natural.end());
+    std::ranges::sort(natural);
     // Not 0 where the run chose what its own scores like less: no rounding does that.
     const double astray = apart_from_best(score, experts, scores, natural);
     double least = HUGE_VAL;  // how far scores are apart that would have to agree for a recorded choice

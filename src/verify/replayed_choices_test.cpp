@@ -11,12 +11,12 @@
 namespace isograd {
 namespace {
 
-struct Case {
+struct RoutingCase {
   std::int64_t experts, each, groups, of_groups;
 };
-constexpr Case kCases[] = {{5, 2, 1, 1}, {8, 1, 1, 1}, {8, 3, 4, 2}, {12, 4, 3, 2}, {6, 3, 3, 3}};
+constexpr RoutingCase kCases[] = {{5, 2, 1, 1}, {8, 1, 1, 1}, {8, 3, 4, 2}, {12, 4, 3, 2}, {6, 3, 3, 3}};
 
-std::vector<std::int64_t> best_of(const std::vector<double>& scores, const Case& of) {
+std::vector<std::int64_t> best_of(const std::vector<double>& scores, const RoutingCase& of) {
   // Sigmoids keep the order; a bias of what they leave makes them these scores.
   const at::Tensor bias = at::tensor(scores, at::kDouble) - 0.5;
   const Routing routing = route(at::zeros({1, of.experts}, at::kDouble),
@@ -36,7 +36,7 @@ TEST(ReplayedChoices, NoSmallerErrorOfScoresExplainsAnotherChoice) {
   std::mt19937_64 random(20261125);
   std::uniform_real_distribution<double> uniform(0, 1);
   int others = 0;
-  for (const Case& of : kCases)
+  for (const RoutingCase& of : kCases)
     for (int round = 0; round < 200; ++round) {
       const ExpertScores kind{.values = {}, .groups = of.groups, .groups_per_token = of.of_groups};
       const auto scores_of = [&](double center, double width) {

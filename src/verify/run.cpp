@@ -26,13 +26,18 @@
 #include "parallel/data/unit_plan.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/memory.hpp"
+#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/layouts.hpp"
+
 namespace isograd {
 namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
 // The elements that ZeRO-3 gathers of the model, whose parameters are this rank's part of it: each unit, with
 // the padding of its flat storage. Counted here and not asked of the layout, because the layout is what is
@@ -96,111 +101,86 @@ struct KeptPiece {
   std::int64_t cut = 0;  // which of the parts along the axes that the parameter is cut along
 };
 
-std::int64_t cut_of(const std::string& parameter, const Layout* placed) {
-  AxisSet axes;
-  if (placed)
-    for (const Cut& each : placed->parameter(parameter).placement.cuts) axes.insert(each.axis);
-  return axes.empty() ? 0 : placed->mesh().place(axes);
-}
-
 // Each parameter as it is computed with, and its fp32 master, in the model's order, so that ranks with other
-// buckets or other parts of the model say as much as all. Nothing stands for what this rank has none of.
-std::vector<KeptPiece> kept_pieces(const std::vector<std::pair<std::string, at::Tensor>>& named,
-                                   DataParallel& layout, const Layout* placed) {
+// buckets or other parts of the model say as much as all; then buffers. Nothing stands for what this rank has
+// none of.
+std::vector<KeptPiece> kept_pieces(const Named& named, const Named& buffers, DataParallel& layout,
+                                   const Layout* placed) {
   std::vector<KeptPiece> pieces;
   std::map<std::string, std::size_t> place_of;
   const at::Tensor nothing = at::empty({0});
   const bool readable = dynamic_cast<FullySharded*>(&layout) == nullptr;
   for (std::size_t i = 0; i < named.size(); ++i) {
     const auto& [name, tensor] = named[i];
-    const std::int64_t cut = cut_of(name, placed);
+    AxisSet axes;
+    if (placed)
+      for (const Cut& each : placed->parameter(name).placement.cuts) axes.insert(each.axis);
+    const std::int64_t cut = axes.empty() ? 0 : placed->mesh().place(axes);
     place_of[name] = pieces.size();
     pieces.push_back({i, name, 0, readable ? tensor.numel() : 0, readable ? tensor : nothing, cut});
     pieces.push_back({i, name + " (its fp32 master)", 0, 0, nothing, cut});
   }
-  const auto keep = [](KeptPiece& piece, const Bucket& bucket, const Slot& slot, const at::Tensor& flat) {
-    const Range part = within(bucket.held, slot);
-    piece.begin = part.begin - slot.offset, piece.end = part.end - slot.offset;
-    piece.bits = flat.narrow(0, part.size() > 0 ? part.begin - bucket.held.begin : 0, part.size());
-  };
   for (const Bucket& bucket : layout.buckets())
     for (const Slot& slot : bucket.plan.slots) {
+      const auto keep = [&](KeptPiece& piece, const at::Tensor& flat) {
+        const Range part = within(bucket.held, slot);
+        piece.begin = part.begin - slot.offset, piece.end = part.end - slot.offset;
+        piece.bits = flat.narrow(0, part.size() > 0 ? part.begin - bucket.held.begin : 0, part.size());
+      };
       const std::size_t place = place_of.at(slot.name);
-      if (!readable) keep(pieces[place], bucket, slot, bucket.parameters);
+      if (!readable) keep(pieces[place], bucket.parameters);
       if (bucket.master.scalar_type() != bucket.parameters.scalar_type())
-        keep(pieces[place + 1], bucket, slot, bucket.master);
+        keep(pieces[place + 1], bucket.master);
     }
+  for (const auto& [name, buffer] : buffers)
+    pieces.push_back({named.size(), name + " (a buffer)", 0, buffer.numel(), buffer.detach().flatten()});
   return pieces;
 }
 
-// Ranks that keep the same weights must keep the same bits.
-struct Divergence {
-  std::string parameter;                // or buffer: the first in the model's order
-  std::size_t differing = 0;            // parameters and buffers
-  std::vector<std::vector<int>> camps;  // ranks that agree with one another about it; the largest camp first
+// Where ranks that keep the same weights do not keep the same bits: how many parameters differ, the first in
+// the model's order, and which ranks agree about it, the largest camp first; empty: nowhere. Collective; the
+// same answer on every rank. An XXH3 of each piece that this rank keeps is held against those of the ranks
+// that keep the same part. `named` is the rank's model, readable unless the layout shards parameters;
+// `placed` says which part of the whole one it is, null: all of it; `buffers` are whole on every rank.
+std::string divergence(const Named& named, const Named& buffers, DataParallel& layout, const Layout* placed) {
+  Group group = layout.mesh().all();
+  const std::vector<KeptPiece> pieces = kept_pieces(named, buffers, layout, placed);
+  std::vector<at::Tensor> bits;
+  for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
+  const at::Tensor digests = digest(bits);
+  std::vector<std::int64_t> own;
+  for (std::size_t i = 0; i < pieces.size(); ++i)
+    own.insert(own.end(),
+               {pieces[i].begin, pieces[i].end, pieces[i].cut, digests.const_data_ptr<std::int64_t>()[i]});
+  const at::Tensor all = group.all_gather(at::tensor(own, at::kLong)).contiguous();  // [W, pieces · 4]
+  const auto* value = all.const_data_ptr<std::int64_t>();
 
-  std::string text() const;
-};
-
-std::string Divergence::text() const {
+  const KeptPiece* first = nullptr;
+  std::vector<std::vector<int>> camps;
+  std::size_t differing = 0;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    std::map<std::array<std::int64_t, 3>, std::map<std::int64_t, std::vector<int>>> by_part;
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto* entry = value + static_cast<std::size_t>(rank) * own.size() + i * 4;
+      if (entry[0] < entry[1]) by_part[{entry[2], entry[0], entry[1]}][entry[3]].push_back(rank);
+    }
+    const auto apart = std::ranges::find_if(by_part, [](const auto& part) { return part.second.size() > 1; });
+    if (apart == by_part.end()) continue;
+    ++differing;
+    if (first && pieces[i].order >= first->order) continue;
+    first = &pieces[i];
+    camps.clear();
+    for (const auto& [hash, ranks] : apart->second) camps.push_back(ranks);
+    std::ranges::sort(camps, {}, [](const std::vector<int>& camp) {
+      return std::pair(-static_cast<std::ptrdiff_t>(camp.size()), camp[0]);
+    });
+  }
+  if (!first) return {};
   std::vector<std::string> sides;
   for (const auto& camp : camps)
     sides.push_back(fmt::format("rank{} {}", camp.size() == 1 ? "" : "s", fmt::join(camp, ", ")));
   return fmt::format("replicas differ in {} parameter{}, first {}: {}", differing, differing == 1 ? "" : "s",
-                     parameter, fmt::join(sides, " against "));
-}
-
-// Collective: an XXH3 of each parameter that this rank keeps (the whole where ranks keep the whole, otherwise
-// its part of a shard, with the fp32 master of bf16 ones) against those of the ranks that keep the same part.
-// `named` is the rank's model, readable unless the layout shards parameters; `placed` says which part of the
-// whole one it is, null: all of it; `buffers` are whole on every rank. The same answer on every rank.
-std::optional<Divergence> find_divergence(const std::vector<std::pair<std::string, at::Tensor>>& named,
-                                          const std::vector<std::pair<std::string, at::Tensor>>& buffers,
-                                          DataParallel& layout, const Layout* placed) {
-  Group group = layout.mesh().all();
-  std::vector<KeptPiece> pieces = kept_pieces(named, layout, placed);
-  for (const auto& [name, buffer] : buffers)
-    pieces.push_back({named.size(), name + " (a buffer)", 0, buffer.numel(), buffer.detach().flatten()});
-  std::vector<at::Tensor> bits;
-  for (const KeptPiece& piece : pieces) bits.push_back(piece.bits);
-  const at::Tensor digests = digest(bits);
-  constexpr std::size_t kColumns = 4;
-  at::Tensor rows = at::empty({static_cast<std::int64_t>(pieces.size()), kColumns}, at::kLong);
-  auto* row = rows.data_ptr<std::int64_t>();
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    *row++ = pieces[i].begin;
-    *row++ = pieces[i].end;
-    *row++ = digests.const_data_ptr<std::int64_t>()[i];
-    *row++ = pieces[i].cut;
-  }
-  const at::Tensor all = group.all_gather(rows).contiguous();  // [W, pieces, kColumns]
-  const auto* value = all.const_data_ptr<std::int64_t>();
-
-  std::optional<Divergence> found;
-  std::size_t first = 0, differing = 0;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    std::map<std::array<std::int64_t, 3>, std::map<std::int64_t, std::vector<int>>> by_part;
-    for (int rank = 0; rank < group.size(); ++rank) {
-      const auto* entry = value + (static_cast<std::size_t>(rank) * pieces.size() + i) * kColumns;
-      if (entry[0] < entry[1]) by_part[{entry[3], entry[0], entry[1]}][entry[2]].push_back(rank);
-    }
-    for (const auto& [part, by_bits] : by_part) {
-      if (by_bits.size() == 1) continue;
-      ++differing;
-      if (!found || pieces[i].order < first) {
-        first = pieces[i].order;
-        found = Divergence{.parameter = pieces[i].name, .camps = {}};
-        for (const auto& [hash, ranks] : by_bits) found->camps.push_back(ranks);
-        std::sort(found->camps.begin(), found->camps.end(), [](const auto& a, const auto& b) {
-          return std::pair(-static_cast<std::ptrdiff_t>(a.size()), a[0]) <
-                 std::pair(-static_cast<std::ptrdiff_t>(b.size()), b[0]);
-        });
-      }
-      break;
-    }
-  }
-  if (found) found->differing = differing;
-  return found;
+                     first->name, fmt::join(sides, " against "));
 }
 
 // The axes along which ranks differ, and those that samples are assigned along.
@@ -316,11 +296,7 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
                                int ranks) {
   const bool sharded = stage_of(config.parallel.strategy) > 0;
   if (normalises_by_replica(config) || (axis == "dp_shard" && !sharded)) return std::nullopt;
-  if (axis == "cp_ulysses") {
-    const auto [heads, key_value_heads] = task.heads();
-    const auto possible = possible_ulysses(heads, key_value_heads);
-    if (std::find(possible.begin(), possible.end(), ranks) == possible.end()) return std::nullopt;
-  }
+  if (axis == "cp_ulysses" && !splits_heads(task.heads(), ranks)) return std::nullopt;
   if (axis == "tp" && ranks > task.heads().first) return std::nullopt;
   if (axis == kStageAxis && ranks != config.parallel.pp) return std::nullopt;  // other stages: another run
   RunConfig other = config;
@@ -397,8 +373,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
 Verdict verify_step(const KeptTask& task, World& world, const MakeModel& model,
                     const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
                     const std::string& suffix = {}) {
-  const VerifyProblem problem = problem_of(task, world, model, layouts, change, suffix);
-  return verify(problem, world.group);
+  return verify(problem_of(task, world, model, layouts, change, suffix), world.group);
 }
 
 // The values of named(), at this moment. Collective where ranks hold the model together.
@@ -442,9 +417,7 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
                    const ChangeProblem& change, const TakeDump& take_dump, const LayoutBegins& begins) {
   check_same_configuration(config, world.group);
-  const auto asked = [&](const char* name) {
-    return std::find(layouts.begin(), layouts.end(), name) != layouts.end();
-  };
+  const auto asked = [&](const char* name) { return std::ranges::find(layouts, name) != layouts.end(); };
   std::int64_t begun = 0, total = 0;  // layouts, of all proofs
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
     problem.updates = kUpdates;
@@ -511,9 +484,9 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
   World& world = run.run.world;
   const auto due = [&](std::int64_t every) { return every > 0 && run.step % every == 0; };
   if (due(config.verify.checksums_every) && world.size > 1)
-    if (const auto divergence =
-            find_divergence(run.run.model.named(), run.run.model.buffers(), run.layout, run.run.placed))
-      return divergence->text();
+    if (auto text = divergence(run.run.model.named(), run.run.model.buffers(), run.layout, run.run.placed);
+        !text.empty())
+      return text;
   if (!due(config.verify.every)) return {};
   const KeptTask micro = run.run.task.under(run.run.task.micro_sized(world.size, run.step));
   const MakeModel as_now = [&] {

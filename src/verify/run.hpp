@@ -1,5 +1,5 @@
-// verify for a configured run: the same data, model and layout that `isograd train` would use; and the smallest
-// configuration that still fails.
+// verify for a configured run: the same data, model and layout that `isograd train` would use; and the
+// smallest configuration that still fails.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Configured runs with planted faults: minimised, on every layout, while training and at the end.
+// The search for the smallest failing configuration, with predicates of its own; and configured runs with
+// planted faults: minimised, on every layout, while training and at the end.
 #include "verify/run.hpp"
 
 #include <gmock/gmock.h>
@@ -9,9 +10,11 @@
 #include "base/files.hpp"
 #include "full_tests.hpp"
 #include "isograd/error.hpp"
+#include "planted.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 #include "verify/layouts.hpp"
+#include "verify/test_problem.hpp"
 
 namespace isograd {
 namespace {
@@ -19,20 +22,112 @@ namespace {
 using ::testing::Contains;
 using ::testing::HasSubstr;
 
+using verify_test::verify_on;
+
+RunConfig large() {
+  RunConfig config;
+  config.model.shape.layers = 12;
+  config.model.shape.hidden = 384;
+  config.model.shape.heads = 12;
+  config.model.shape.key_value_heads = 4;
+  config.model.shape.head_dim = 32;
+  config.model.shape.feed_forward = 1000;
+  config.batch.packs_per_step = 37;
+  config.batch.packs_per_micro_batch = 2;
+  config.data.pack_length = 500;
+  config.parallel.strategy = "zero2";
+  config.parallel.replicas = 2;
+  return config;
+}
+
+TEST(Minimise, FindsTheSmallestOfEverything) {
+  int asked = 0;
+  const auto found = minimise({large(), 8}, [&](const Trial&) {
+    ++asked;
+    return std::string("always");
+  });
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->tried, asked);
+  const RunConfig& config = found->trial.config;
+  EXPECT_EQ(found->trial.ranks, 1);
+  EXPECT_EQ(config.model.shape.layers, 1);
+  EXPECT_EQ(config.model.shape.hidden, 1);
+  EXPECT_EQ(config.model.shape.heads, 1);
+  EXPECT_EQ(config.model.shape.head_dim, 2);
+  EXPECT_EQ(config.model.shape.feed_forward, 1);
+  EXPECT_EQ(config.batch.packs_per_step, 1);
+  EXPECT_EQ(config.data.pack_length, 2);
+  EXPECT_EQ(config.parallel.strategy, "naive");
+  EXPECT_EQ(config.parallel.replicas, 1);
+  EXPECT_FALSE(config.parallel.overlap);
+  EXPECT_THAT(found->changes, Contains("ranks 8 -> 1"));
+  EXPECT_THAT(found->changes, Contains("model.layers 12 -> 1"));
+}
+
+TEST(Minimise, KeepsExactlyWhatTheFailureNeeds) {
+  // Needs 5 packs a step at least, 3 ranks or more, 2 layers, zero2, more than one micro-batch and 17 tokens.
+  const auto fails = [](const Trial& trial) -> std::string {
+    const auto& batch = trial.config.batch;
+    const bool failing = batch.packs_per_step >= 5 && trial.ranks >= 3 &&
+                         trial.config.model.shape.layers >= 2 && trial.config.parallel.strategy == "zero2" &&
+                         batch.packs_per_micro_batch * trial.ranks < batch.packs_per_step &&
+                         trial.config.data.pack_length >= 17;
+    return failing ? "planted" : "";
+  };
+  const auto found = minimise({large(), 8}, fails);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->failure, "planted");
+  EXPECT_EQ(fails(found->trial), "planted");
+  EXPECT_EQ(found->trial.ranks, 3);
+  EXPECT_EQ(found->trial.config.batch.packs_per_step, 5);
+  EXPECT_EQ(found->trial.config.model.shape.layers, 2);
+  EXPECT_EQ(found->trial.config.data.pack_length, 17);
+  EXPECT_EQ(found->trial.config.model.shape.hidden, 1);
+  EXPECT_EQ(found->trial.config.parallel.strategy, "zero2");
+  EXPECT_LT(found->tried, 200);
+}
+
+TEST(Minimise, NeverTakesAnotherFailureOrAnImpossibleConfiguration) {
+  const auto fails = [](const Trial& trial) -> std::string {
+    if (trial.config.model.shape.layers < 3)
+      throw ConfigError({.where = "here", .found = "few", .expected = "many", .action = "Do"});
+    return trial.config.model.shape.hidden < 100 ? "another" : "this";
+  };
+  const auto found = minimise({large(), 4}, fails);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->failure, "this");
+  EXPECT_EQ(found->trial.config.model.shape.hidden, 100);
+  EXPECT_EQ(found->trial.config.model.shape.layers, 3);
+}
+
+TEST(Minimise, HasNothingToDoWhereNothingFailsAndStopsWhenTold) {
+  EXPECT_FALSE(minimise({large(), 4}, [](const Trial&) { return std::string(); }));
+  int asked = 0;
+  const auto found = minimise(
+      {large(), 8},
+      [&](const Trial&) {
+        ++asked;
+        return std::string("always");
+      },
+      7);
+  ASSERT_TRUE(found);
+  EXPECT_EQ(asked, 7);
+  EXPECT_EQ(found->tried, 7);
+}
+
+TEST(Minimise, TheFileSaysTheSameAsTheTrial) {
+  const auto found = minimise({large(), 8}, [](const Trial&) { return std::string("always"); });
+  const std::string text = minimised_toml(*found, "small.toml");
+  EXPECT_THAT(text, HasSubstr("isograd verify small.toml --ranks 1"));
+  EXPECT_EQ(to_toml(parse_config(text, "small.toml")), to_toml(found->trial.config));
+}
+
+// ---- on real runs ----
+
 class RunsVerified : public testing_runs::TinyRuns {};
 
-// Every rank divides by its own tokens, then by the number of ranks.
-struct RankMeans : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value = static_cast<double>(census.targets_by_rank[static_cast<std::size_t>(census.rank)]) *
-                  static_cast<double>(census.targets_by_rank.size());
-    return wrong;
-  }
-};
-
 const ChangeProblem kPlanted = [](VerifyProblem& problem, World&) {
-  problem.make_normalizer = [] { return std::make_unique<RankMeans>(); };
+  problem.make_normalizer = [] { return std::make_unique<planted::MeanOfRankMeans>(); };
 };
 
 TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
@@ -50,12 +145,7 @@ TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
   write_file(file, minimised_toml(*found, file.string()));
   const RunConfig read = load_config(file);
   const auto passes = [&](const ChangeProblem& change) {
-    bool passed = false;
-    run_ranks(found->trial.ranks, [&](World& world) {
-      const Verdict verdict = verify_run(read, world, {}, change);
-      if (world.rank == 0) passed = verdict.passed;
-    });
-    return passed;
+    return verify_on(found->trial.ranks, read, {}, change).passed;
   };
   EXPECT_FALSE(passes(kPlanted));
   EXPECT_TRUE(passes({}));
@@ -65,11 +155,7 @@ TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
 // Four ranks are proved as processes, by tests/test_verify_more.py.
 TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
   for (const int ranks : full_tests() ? std::vector<int>{1, 2, 4} : std::vector<int>{1, 2}) {
-    Verdict verdict;
-    run_ranks(ranks, [&](World& world) {
-      Verdict own = verify_run(tiny("all"), world, {kAllLayouts});
-      if (world.rank == 0) verdict = std::move(own);
-    });
+    const Verdict verdict = verify_on(ranks, tiny("all"), {kAllLayouts});
     EXPECT_TRUE(verdict.passed) << to_text(verdict);
     // naive, overlapped, bucketed with and without one copy, three sharded ones with 1, 2, 4 replicas, those
     // that leave shards also with one copy; all of it twice: another accumulation.
@@ -86,35 +172,22 @@ TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
     EXPECT_EQ(names.size(), verdict.layouts.size());
     EXPECT_THAT(to_text(verdict), HasSubstr(ranks == 1 ? "error" : "after 2 updates of AdamW"));
   }
-  run_ranks(2, [&](World& world) {
-    const Verdict verdict = verify_run(tiny("all"), world, {kAllLayouts}, kPlanted);
-    EXPECT_FALSE(verdict.passed);
-    if (world.rank != 0) return;
-    for (const auto& layout : verdict.layouts) EXPECT_FALSE(layout.passed) << layout.name;
-  });
+  const Verdict verdict = verify_on(2, tiny("all"), {kAllLayouts}, kPlanted);
+  EXPECT_FALSE(verdict.passed);
+  for (const auto& layout : verdict.layouts) EXPECT_FALSE(layout.passed) << layout.name;
 }
 
 // ---- wrong updates of right gradients ----
 
-bool is_sharded(const std::vector<Bucket>& buckets) {
-  return std::any_of(buckets.begin(), buckets.end(),
-                     [](const Bucket& bucket) { return bucket.held.size() < bucket.plan.numel; });
-}
-
 // Does something to the updates of layouts whose optimizers see shards.
-struct WrongOnShards : Optimizer {
-  std::unique_ptr<Optimizer> inner;
-  explicit WrongOnShards(std::unique_ptr<Optimizer> inner_) : inner(std::move(inner_)) {}
+struct WrongOnShards : planted::WrappedOptimizer {
+  using WrappedOptimizer::WrappedOptimizer;
   virtual void wrong(std::vector<Bucket>& buckets, double gradient_scale) = 0;
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     inner->update(buckets, gradient_scale);
-    if (is_sharded(buckets)) wrong(buckets, gradient_scale);
+    const auto is_shard = [](const Bucket& bucket) { return bucket.held.size() < bucket.plan.numel; };
+    if (std::ranges::any_of(buckets, is_shard)) wrong(buckets, gradient_scale);
   }
-  void set_learning_rate(double rate) override { inner->set_learning_rate(rate); }
-  double learning_rate() const override { return inner->learning_rate(); }
-  std::int64_t updates() const override { return inner->updates(); }
-  OptimizerState state(const std::vector<Bucket>& buckets) override { return inner->state(buckets); }
-  void set_updates(std::int64_t updates) override { inner->set_updates(updates); }
 };
 struct UpdatesTwice : WrongOnShards {
   using WrongOnShards::WrongOnShards;
@@ -141,14 +214,9 @@ void with_optimizer(VerifyProblem& problem, World&) {
 // What the configured layout does not show is found on those that have it, and only there.
 TEST_F(RunsVerified, UpdatesThatOnlyShardsGetWrongAreFoundOnEveryLayoutThatShards) {
   const auto on = [&](const std::vector<std::string>& layouts, const ChangeProblem& change) {
-    Verdict verdict;
-    run_ranks(2, [&](World& world) {
-      RunConfig config = tiny("updates");
-      config.parallel.share_parameters = "off";  // bucketed: every rank updates everything
-      Verdict own = verify_run(config, world, layouts, change);
-      if (world.rank == 0) verdict = std::move(own);
-    });
-    return verdict;
+    RunConfig config = tiny("updates");
+    config.parallel.share_parameters = "off";  // bucketed: every rank updates everything
+    return verify_on(2, config, layouts, change);
   };
   struct Fault {
     ChangeProblem plant;
@@ -191,11 +259,7 @@ TEST_F(RunsVerified, OnEveryLayoutOfContextRanks) {
       RunConfig config = tiny("context");
       config.parallel.cp_ring = ranks == 3 ? 3 : 2;
       config.parallel.cp_fsdp_mode = mode;
-      Verdict verdict;
-      run_ranks(ranks, [&](World& world) {
-        Verdict own = verify_run(config, world, {kAllLayouts});
-        if (world.rank == 0) verdict = std::move(own);
-      });
+      const Verdict verdict = verify_on(ranks, config, {kAllLayouts});
       EXPECT_TRUE(verdict.passed) << to_text(verdict);
       EXPECT_GE(verdict.layouts.size(), 7u) << ranks << ", " << mode;
       // Every cp group has several packs, which are cut into micro-batches otherwise, too.
@@ -272,6 +336,15 @@ TEST_F(RunsVerified, ChecksChangeNothing) {
     }
 }
 
+// The check of a run; rank 0 tells what it answers.
+auto saying(std::string& said, World& world) {
+  return [&said, &world](RunningRun& running) {
+    const std::string text = check_running(running);
+    if (world.rank == 0) said = text;
+    return text;
+  };
+}
+
 // What goes wrong only in the run itself: a fresh layout and forward of the same weights are right.
 TEST_F(RunsVerified, AFaultOfTheRunsOwnForwardIsSeenAndNamed) {
   for (const char* strategy : {"bucketed", "zero3"})
@@ -289,11 +362,7 @@ TEST_F(RunsVerified, AFaultOfTheRunsOwnForwardIsSeenAndNamed) {
             return terms;
           };
         };
-        hooks.check = [&said, &world](RunningRun& running) {
-          const std::string text = check_running(running);
-          if (world.rank == 0) said = text;
-          return text;
-        };
+        hooks.check = saying(said, world);
       });
       EXPECT_EQ(result.outcomes[0].end, Outcome::End::kRefuted) << strategy << " " << dtype;
       EXPECT_EQ(result.outcomes[0].steps, 3);
@@ -317,11 +386,7 @@ TEST_F(RunsVerified, ALossThatOnlyTheRunItselfReportsIsSeenAndNamed) {
           return terms;
         };
       };
-      hooks.check = [&said, &world](RunningRun& running) {
-        const std::string text = check_running(running);
-        if (world.rank == 0) said = text;
-        return text;
-      };
+      hooks.check = saying(said, world);
     });
     EXPECT_EQ(result.outcomes[0].end, Outcome::End::kRefuted) << dtype;
     EXPECT_EQ(result.outcomes[0].steps, 3);

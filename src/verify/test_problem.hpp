@@ -16,6 +16,7 @@
 #include "isograd/verify.hpp"
 #include "isograd/world.hpp"
 #include "train/build.hpp"
+#include "verify/run.hpp"
 
 namespace isograd::verify_test {
 
@@ -142,21 +143,44 @@ inline VerifyProblem problem_of(const Small& small, const World& world) {
   return problem;
 }
 
-// Rank 0's verdict of `ranks` thread ranks; `change` plants what is to be planted, on every rank.
-inline Verdict verify_on(int ranks, const Small& small,
-                         const std::function<void(VerifyProblem&, World&)>& change = {}) {
+// Rank 0's verdict of a step on `ranks` thread ranks; all of them agree on whether it passes.
+inline Verdict verdict_of(int ranks, const std::function<Verdict(World&)>& verify_here) {
   Verdict verdict;
   std::vector<int> passed(static_cast<std::size_t>(ranks));
-  run_ranks(ranks, [&](World& world) {
-    VerifyProblem problem = problem_of(small, world);
-    if (change) change(problem, world);
-    Verdict own = verify(problem, world.group);
-    passed[static_cast<std::size_t>(world.rank)] = own.passed;
-    if (world.rank == 0) verdict = std::move(own);
-  });
+  run_ranks(ranks,
+            [&](World& world) {
+              Verdict own = verify_here(world);
+              passed[static_cast<std::size_t>(world.rank)] = own.passed;
+              if (world.rank == 0) verdict = std::move(own);
+            },
+            {.timeout = std::chrono::seconds(60)});
   for (int answer : passed)
     if (answer != passed[0]) throw std::runtime_error("the ranks do not agree on the verdict");
   return verdict;
+}
+
+// Of the small model; `change` plants what is to be planted, on every rank.
+inline Verdict verify_on(int ranks, const Small& small, const ChangeProblem& change = {}) {
+  return verdict_of(ranks, [&](World& world) {
+    VerifyProblem problem = problem_of(small, world);
+    if (change) change(problem, world);
+    return verify(problem, world.group);
+  });
+}
+
+// Of a configured run.
+inline Verdict verify_on(int ranks, const RunConfig& config, const std::vector<std::string>& layouts = {},
+                         const ChangeProblem& change = {}) {
+  return verdict_of(ranks, [&](World& world) { return verify_run(config, world, layouts, change); });
+}
+
+// The models of a problem, changed after they are made.
+inline void change_model(VerifyProblem& problem, const std::function<void(VerifyModel&)>& change) {
+  problem.make_model = [make = problem.make_model, change](at::ScalarType dtype) {
+    VerifyModel model = make(dtype);
+    change(model);
+    return model;
+  };
 }
 
 }  // namespace isograd::verify_test

@@ -5,6 +5,7 @@
 #include "full_tests.hpp"
 #include "train/video_testing.hpp"
 #include "verify/run.hpp"
+#include "verify/test_problem.hpp"
 
 namespace isograd {
 namespace {
@@ -14,17 +15,10 @@ using ::testing::HasSubstr;
 class Traffic : public testing_runs::TinyVideos {
  protected:
   static Verdict verified(const RunConfig& config, int ranks, const ChangeProblem& change = {}) {
-    Verdict verdict;
-    run_ranks(ranks,
-              [&](World& world) {
-                Verdict own = verify_run(config, world, {}, [&](VerifyProblem& problem, World& here) {
-                  problem.updates = 0;
-                  if (change) change(problem, here);
-                });
-                if (world.rank == 0) verdict = std::move(own);
-              },
-              {.timeout = std::chrono::seconds(60)});
-    return verdict;
+    return verify_test::verify_on(ranks, config, {}, [&](VerifyProblem& problem, World& world) {
+      problem.updates = 0;
+      if (change) change(problem, world);
+    });
   }
   static void expect_formula(const RunConfig& config, int ranks, const std::string& where) {
     const Verdict verdict = verified(config, ranks);
@@ -65,6 +59,12 @@ const Option kOptions[] = {
      [](RunConfig& c) { c.parallel.share_parameters = "on", c.parallel.reduce_once = true; }},
     {"one micro-batch", [](RunConfig& c) { c.batch.packs_per_micro_batch = 100; }},
 };
+
+void expect_formula(const Verdict& verdict) {
+  EXPECT_TRUE(verdict.passed) << to_text(verdict);
+  EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
+  EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
+}
 
 TEST_F(Traffic, OfStage3IsTheFormulas) {
   for (const Option& option : kOptions)
@@ -145,11 +145,7 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
         config.parallel.tp = ranks == 4 ? 2 : 1;
         config.parallel.reshard_after_forward = fault.name != std::string("a block");
         const Verdict verdict = verified(config, ranks, [&](VerifyProblem& problem, World&) {
-          problem.make_model = [make = problem.make_model, &fault](at::ScalarType dtype) {
-            VerifyModel model = make(dtype);
-            fault.plant(*model.units);
-            return model;
-          };
+          verify_test::change_model(problem, [&fault](VerifyModel& model) { fault.plant(*model.units); });
         });
         SCOPED_TRACE(::testing::Message() << fault.name << ", " << ranks << " ranks, video " << video);
         EXPECT_FALSE(verdict.passed);
@@ -165,11 +161,7 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
 // What is gathered but not trained has no formula here: nothing is claimed of it.
 TEST_F(Traffic, OfFrozenParametersIsNotClaimed) {
   const Verdict verdict = verified(sharded("frozen"), 2, [](VerifyProblem& problem, World&) {
-    problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
-      VerifyModel model = make(dtype);
-      model.named[0].second.requires_grad_(false);
-      return model;
-    };
+    verify_test::change_model(problem, [](auto& model) { model.named[0].second.requires_grad_(false); });
   });
   EXPECT_TRUE(verdict.passed) << to_text(verdict);
   EXPECT_EQ(verdict.layouts.at(0).bytes_needed, 0);

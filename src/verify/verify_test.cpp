@@ -8,8 +8,8 @@
 
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
-#include "verify/layout_run.hpp"
 #include "verify/heartbeat.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
 #include "verify/test_problem.hpp"
 
@@ -85,7 +85,7 @@ TEST_P(VerifyAtRanks, TheDoubledBatchHasTheSameGradient) {
   EXPECT_FALSE(verdict.passed);
 }
 
-std::function<void(VerifyProblem&, World&)> with_loss(DeclaredLoss loss) {
+ChangeProblem with_loss(DeclaredLoss loss) {
   return [loss](VerifyProblem& problem, World&) {
     problem.loss = loss;
     problem.layouts = {bucketed_layout(), naive_layout()};
@@ -224,7 +224,7 @@ TEST(Heartbeat, ALongOracleDoesNotTripTheTimeout) {
 }
 
 TEST(Verify, RefusesWhatItCannotJudge) {
-  const auto refused = [](const std::function<void(VerifyProblem&, World&)>& change) {
+  const auto refused = [](const ChangeProblem& change) {
     try {
       verify_on(2, Small{}, change);
     } catch (const ConfigError& error) {
@@ -239,11 +239,9 @@ TEST(Verify, RefusesWhatItCannotJudge) {
               }),
               HasSubstr("without a valid target"));
   EXPECT_THAT(refused([](VerifyProblem& problem, World&) {
-                problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
-                  VerifyModel model = make(dtype);
+                verify_test::change_model(problem, [](VerifyModel& model) {
                   for (auto& [name, tensor] : model.named) tensor.requires_grad_(false);
-                  return model;
-                };
+                });
               }),
               HasSubstr("without trainable parameters"));
 }

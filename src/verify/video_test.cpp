@@ -2,9 +2,11 @@
 #include <gmock/gmock.h>
 
 #include "base/files.hpp"
+#include "planted.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
 #include "verify/run.hpp"
+#include "verify/test_problem.hpp"
 
 namespace isograd {
 namespace {
@@ -13,16 +15,9 @@ using testing_runs::kVideoLayouts;
 
 class VideosVerified : public testing_runs::TinyVideos {
  protected:
-  Verdict verified(const RunConfig& config, int ranks, const std::vector<std::string>& layouts = {},
-                   const ChangeProblem& change = {}) const {
-    Verdict verdict;
-    run_ranks(ranks,
-              [&](World& world) {
-                Verdict own = verify_run(config, world, layouts, change);
-                if (world.rank == 0) verdict = std::move(own);
-              },
-              {.timeout = std::chrono::seconds(60)});
-    return verdict;
+  static Verdict verified(const RunConfig& config, int ranks, const std::vector<std::string>& layouts = {},
+                          const ChangeProblem& change = {}) {
+    return verify_test::verify_on(ranks, config, layouts, change);
   }
 };
 
@@ -59,11 +54,7 @@ TEST_F(VideosVerified, MeansOfReplicas) {
 // What changes the product's loss or the oracle's outputs, on every rank.
 ChangeProblem changed(std::function<void(VerifyModel&, World&)> change) {
   return [change](VerifyProblem& problem, World& world) {
-    problem.make_model = [make = problem.make_model, change, &world](at::ScalarType dtype) {
-      VerifyModel model = make(dtype);
-      change(model, world);
-      return model;
-    };
+    verify_test::change_model(problem, [change, &world](VerifyModel& model) { change(model, world); });
   };
 }
 
@@ -163,21 +154,12 @@ TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
 }
 
 TEST_F(VideosVerified, AFailureIsMinimisedToAConfigurationThatFailsByItself) {
-  struct MeanOfRankMeans : TokenMean {
-    Denominator denominator(const Census& census) const override {
-      Denominator wrong = TokenMean::denominator(census);
-      const auto own = census.targets_by_rank[static_cast<std::size_t>(census.rank)];
-      wrong.value = static_cast<double>(std::max<std::int64_t>(1, own) *
-                                        static_cast<std::int64_t>(census.targets_by_rank.size()));
-      return wrong;
-    }
-  };
-  const ChangeProblem planted = [](VerifyProblem& problem, World&) {
-    problem.make_normalizer = [] { return std::make_unique<MeanOfRankMeans>(); };
+  const ChangeProblem fault = [](VerifyProblem& problem, World&) {
+    problem.make_normalizer = [] { return std::make_unique<planted::MeanOfRankMeans>(); };
   };
   RunConfig config = without_text(videos("big"));
   config.model.shape.layers = 2;
-  const auto found = minimise_run(config, 3, {"zero1"}, planted);
+  const auto found = minimise_run(config, 3, {"zero1"}, fault);
   ASSERT_TRUE(found);
   EXPECT_EQ(found->failure, "mean_of_rank_means");
   EXPECT_EQ(found->trial.ranks, 2);
@@ -189,7 +171,7 @@ TEST_F(VideosVerified, AFailureIsMinimisedToAConfigurationThatFailsByItself) {
   const auto file = root_ / "small.toml";
   write_file(file, minimised_toml(*found, file.string()));
   const RunConfig read = load_config(file);
-  EXPECT_FALSE(verified(read, found->trial.ranks, {}, planted).passed);
+  EXPECT_FALSE(verified(read, found->trial.ranks, {}, fault).passed);
   EXPECT_TRUE(verified(read, found->trial.ranks).passed);
   EXPECT_FALSE(minimise_run(config, 2, {"bucketed"}));
 }
