@@ -4,7 +4,7 @@
     torch.distributed.init_process_group("isograd")  # collectives over shared memory, between the ranks of one host
 
 docs/python.md of the repository is the guide, with a page for each topic. Importing raises ImportError, with both versions,
-beside another torch than the package was built with.
+with another torch than the package was built with.
 """
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from ._native import load as _load
 
 _load()  # gives torch.distributed the backend "isograd"
 
-from ._errors import ConfigError, PeerError  # noqa: E402
-from ._native.isograd_comm import checksum, empty_shared  # noqa: E402
-from .clip import clip_grad_norm_  # noqa: E402
-from .cross_entropy import LinearCrossEntropy, linear_cross_entropy  # noqa: E402
-from .means import Deferred, FixedDenominator, SampleMean, Step, TokenMean, WeightedMean  # noqa: E402
+from ._native.isograd_comm import ConfigError, PeerError, checksum, empty_shared  # noqa: E402
+from .gradients import all_reduce_gradients, clip_grad_norm_, sum_gradients  # noqa: E402
+from .losses import (Deferred, FixedDenominator, LinearCrossEntropy, SampleMean, Step, TokenMean, WeightedMean,  # noqa: E402
+                     linear_cross_entropy)
 from .proving import prove  # noqa: E402
-from .reduction import all_reduce_gradients, sum_gradients  # noqa: E402
-from ._verdict import Verdict  # noqa: E402
-from .watching import watch  # noqa: E402
+from .watching import Verdict, watch  # noqa: E402
 
 __all__ = ["ConfigError", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
            "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",

@@ -1,8 +1,8 @@
-"""Small exchanges between the ranks of a process group or of a device mesh, for counts and sums of a few numbers."""
+"""Errors, and small exchanges between the ranks of a process group or of a device mesh."""
 from __future__ import annotations
 
 import io
-from typing import Any, Iterable, Union
+from typing import Any, Callable, Iterable, NoReturn, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._native.isograd_comm import ConfigError
+
 Buffer = Union[bytearray, memoryview]
 Group = Union[ProcessGroup, DeviceMesh, None]
 Parameters = Union[nn.Module, Iterable[torch.Tensor]]
+_MOST_NUMBERS = 8  # that `agreed` exchanges
+
+
+def refuse(where: str, found: str, expected: str, action: str) -> NoReturn:
+    """Raises a ConfigError in its parts (docs/errors.md)."""
+    raise ConfigError(f"{where}: found {found}; expected {expected}. {action}.")
 
 
 def listed(parameters: Parameters) -> list[torch.Tensor]:
-    """Of a module, a list or one tensor; a tied parameter once."""
+    """The parameters of a module, a list or one tensor; a tied one once."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     found = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
@@ -25,17 +33,27 @@ def listed(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """This rank's part of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def groups_of(group: Group) -> list[ProcessGroup]:
-    """Groups to go through one after the other: of a mesh one for each axis. None: the world, if there is one."""
+    """The groups of several ranks that an exchange passes one after the other: one for each axis of a mesh. None: the world."""
     if isinstance(group, DeviceMesh):
-        return [group.get_group(axis) for axis in range(group.ndim)]
-    if group is not None:
-        return [group]
-    return [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
+        groups = [group.get_group(axis) for axis in range(group.ndim)]
+    elif group is not None:
+        groups = [group]
+    else:
+        groups = [dist.group.WORLD] if dist.is_available() and dist.is_initialized() else []
+    return [each for each in groups if dist.get_world_size(each) > 1]
+
+
+def size_of(group: Group) -> int:
+    """How many ranks the group or mesh has; 1 where there is none."""
+    size = 1
+    for each in groups_of(group):
+        size *= dist.get_world_size(each)
+    return size
 
 
 def device_of(group: ProcessGroup) -> torch.device:
@@ -47,22 +65,62 @@ def device_of(group: ProcessGroup) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def _parts(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
+    """`tensor` of each rank, of one shape."""
+    held = tensor.to(device_of(group)).contiguous()
+    parts = [torch.empty_like(held) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, held, group=group)
+    return parts
+
+
 def gather(values: torch.Tensor, group: Group) -> torch.Tensor:
     """values [n] of each rank -> [ranks, n], on the CPU, on every rank. Collective: n and the dtype are the same."""
     rows = values.unsqueeze(0)
     for each in groups_of(group):
-        held = rows.to(device_of(each)).contiguous()
-        parts = [torch.empty_like(held) for _ in range(dist.get_world_size(each))]
-        dist.all_gather(parts, held, group=each)
-        rows = torch.cat(parts).cpu()
+        rows = torch.cat(_parts(rows, each)).cpu()
     return rows
 
 
+def gather_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """rows [n, k] of each rank, each with its own n -> all rows, rank by rank. Collective."""
+    for each in groups_of(group):
+        counts = gather(torch.tensor([rows.size(0)]), each).flatten().tolist()
+        filled = torch.cat([rows, rows.new_zeros(max(counts) - rows.size(0), rows.size(1))])
+        rows = torch.cat([part[:count].cpu() for part, count in zip(_parts(filled, each), counts)])
+    return rows
+
+
+def all_sum(value: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over all ranks, in place where the device allows it. Collective."""
+    for each in groups_of(group):
+        held = value.to(device_of(each))
+        dist.all_reduce(held, group=each)
+        value = held.to(value.device)
+    return value
+
+
+def agreed(where: str, make: Callable[[], Sequence[float]], group: Group) -> torch.Tensor:
+    """The numbers that `make` gives on each rank, [ranks, 8] fp64. Collective. ConfigError, on every rank: one refuses its input."""
+    row, problem = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64), None  # exact below 2^53
+    try:
+        own = make()
+        row[1:1 + len(own)] = torch.tensor(own, dtype=torch.float64)
+    except Exception as error:
+        row[0], problem = 1, error
+    rows = gather(row, group)
+    if problem is not None:
+        raise problem
+    if refused := rows[:, 0].nonzero().flatten().tolist():
+        raise ConfigError(f"{where}: found that rank {refused[0]} refuses its input; expected input that every rank can take. "
+                          "Look at that rank's own message.")
+    return rows[:, 1:]
+
+
 def gather_objects(value: Any, to: int | None = None) -> list[Any]:
-    """What each rank of the world has, on all of them or on rank `to` alone (elsewhere an empty list). Collective.
+    """The value of each rank of the world, on all of them or on rank `to` alone (elsewhere an empty list). Collective.
 
     Numbers, texts, tensors, and lists, tuples and dictionaries of them: PyTorch's loader with weights_only makes nothing
-    else, and runs no code of whoever sent it, as PyTorch's own collectives of objects do.
+    else, and runs no code of the sender, as PyTorch's own collectives of objects do.
     """
     if not groups_of(None):
         return [value]
@@ -72,7 +130,7 @@ def gather_objects(value: Any, to: int | None = None) -> list[Any]:
 
 
 def gather_bytes(data: Buffer, to: int | None = None) -> list[memoryview]:
-    """The bytes of each rank of the world, one or more, on the ranks that `gather_objects` says. Collective."""
+    """The bytes of each rank of the world, one or more, on the ranks that `gather_objects` names. Collective."""
     groups = groups_of(None)
     if not groups:
         return [memoryview(data)]
@@ -93,24 +151,3 @@ def gather_bytes(data: Buffer, to: int | None = None) -> list[memoryview]:
         if other is not part:
             part.copy_(other)
     return [memoryview(one)[:size] for one, size in zip(arrived, sizes)]
-
-
-def gather_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
-    """rows [n, k] of each rank, n its own -> all rows, rank by rank. Collective."""
-    for each in groups_of(group):
-        counts = gather(torch.tensor([rows.size(0)]), each).flatten().tolist()
-        filled = torch.cat([rows, rows.new_zeros(max(counts) - rows.size(0), rows.size(1))])
-        held = filled.to(device_of(each)).contiguous()
-        parts = [torch.empty_like(held) for _ in counts]
-        dist.all_gather(parts, held, group=each)
-        rows = torch.cat([part[:count].cpu() for part, count in zip(parts, counts)])
-    return rows
-
-
-def all_sum(value: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over all ranks, in place where the device allows it. Collective."""
-    for each in groups_of(group):
-        held = value.to(device_of(each))
-        dist.all_reduce(held, group=each)
-        value = held.to(value.device)
-    return value

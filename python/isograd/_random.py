@@ -1,7 +1,7 @@
 """The generators that a step may draw from, and whether one process's loss depends on them.
 
-A reference that draws (dropout in whatever form, noise, layers that are left out) is another one each time it is made. Its
-noise would look like rounding, and what hides in it would pass.
+A reference that draws (dropout in whatever form, noise, layers that are left out) differs each time. Its noise would look
+like rounding, and mistakes that hide in it would pass.
 """
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from typing import Any, Callable, Iterator, Mapping, NoReturn
 import torch
 from torch import nn
 
-from ._assemble import gradient_of, plain_name
-from ._errors import refuse
+from ._groups import refuse
+from ._tensors import gradient_of, plain_name
 
-WHERE = "isograd.watch"
 CURE = "Switch off for this step what draws (p = 0, or eval() on that module), or seed it with the sample, in `loss` and in the step"
 States = dict[str, Any]
 TRIES = 64  # of a loss that draws without showing it: what is drawn may seldom have an effect (a layer left out in 1 of 20)
@@ -37,7 +36,7 @@ def _devices() -> Any:
 
 
 def states() -> States:
-    """Of the generators that everything draws from unless it has its own, by name."""
+    """States of the generators that everything draws from unless it has its own, by name."""
     found: States = {"torch": torch.get_rng_state(), "Python's random": random.getstate()}
     if numpy := _numpy():
         found["numpy.random"] = numpy.get_state()
@@ -59,7 +58,7 @@ def restore(to: States) -> None:
 
 
 def seed(number: int) -> None:
-    """All of them; not by torch.manual_seed, which would also seed a device that comes into use later."""
+    """Seeds all of them; not by torch.manual_seed, which would also seed a device that comes into use later."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
     if numpy := _numpy():
@@ -161,36 +160,33 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
         loss = make()
         loss.backward()
         after = states()
-        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items()}, \
-            moved(before, after), after
+        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items()}, moved(before, after), after
 
-    def compare(loss: torch.Tensor, other: torch.Tensor) -> None:
+    def refuse_random(found: str) -> NoReturn:
+        """Says where it draws, which takes the sample's forward once more."""
+        begin(1)
+        with Draws().of(dict(model.named_modules())) as draws:
+            make()
+        where = f"of {', '.join(drew)}, first in {draws.first or 'the loss or backward'}" if drew else \
+            "that is none of torch's, Python's or numpy's own, or it depends on what an earlier call left"
+        refuse("isograd.watch", f"a loss that is random: of one sample made twice, from the same weights and buffers, its loss is "
+               f"{float(loss):.9g} and {found}; it draws from a generator {where}",
+               "the same loss and gradient each time, since no other process draws the same numbers", CURE)
+
+    def compare(other: torch.Tensor) -> None:
         if not apart({"": loss}, {"": other})[""] <= allowed:
-            _refuse(f"its loss is {float(loss):.9g} and {float(other):.9g}", model, make, begin, drew)
+            refuse_random(f"{float(other):.9g}")
 
     loss, gradients, drew, after = made(1)
     again, others, _, later = made(2)
-    compare(loss, again)
+    compare(again)
     for name, share in apart(gradients, others).items():
         if not share <= allowed:
-            _refuse(f"its loss is {float(loss):.9g} and the gradient of {name} is off by {share:.1e} of its norm", model, make,
-                    begin, drew)
+            refuse_random(f"the gradient of {name} is off by {share:.1e} of its norm")
     model.zero_grad(set_to_none=True)
     unseeded = [name for name in drew if not _same(after[name], later[name])]  # else it sets the state by itself
     for number in range(3, TRIES + 1 if unseeded else 3):
         begin(number)
-        compare(loss, make().detach())
+        compare(make().detach())
     begin(1)
     return unseeded
-
-
-def _refuse(found: str, model: nn.Module, make: Callable[[], torch.Tensor], begin: Callable[[int], States],
-            drew: list[str]) -> NoReturn:
-    """Says where it draws, which takes the sample's forward once more."""
-    begin(1)
-    with Draws().of(dict(model.named_modules())) as draws:
-        make()
-    where = f"of {', '.join(drew)}, first in {draws.first or 'the loss or backward'}" if drew else \
-        "that is none of torch's, Python's or numpy's own, or it depends on what an earlier call left"
-    refuse(WHERE, f"a loss that is random: of one sample made twice, from the same weights and buffers, {found}; it draws from "
-           f"a generator {where}", "the same loss and gradient each time, since no other process draws the same numbers", CURE)

@@ -1,20 +1,55 @@
-"""What one step of a trainer did, taken as it goes by: no communication, so that the step stays what it is."""
+"""What one step of a trainer did, recorded without communication, so that the step stays what it is.
+
+Gradients before clipping, what optimizers took, norm and limit; and of each parameter whether an optimizer holds it, whether
+it moved, and alike on every rank. An optimizer's arithmetic is not repeated: a parameter that moved was updated by something;
+where one did not move and there is no reason for it, that is a finding.
+"""
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import sys
-from typing import Any, Callable, Collection, Iterator, Mapping
+from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.utils.clip_grad as torch_clip
 from torch import nn
+from torch.optim import Adam, AdamW, Optimizer, SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import clip as own_clip
-from ._assemble import gradient_of, held, plain, trained
+from . import gradients as own_clip
+from ._groups import local
+from ._native.isograd_comm import checksum
 from ._random import Draws, moved, states
-from ._updates import Updates, held_by, sums_of
+from ._tensors import gradient_of, held, plain, plain_name, trained, whole
+
+Finding = dict[str, str]  # id, sentence
+MOST_NAMES = 6
+# Why a parameter may stay where it is in a right step. Nothing is proven of its update then.
+EXCUSES = {"rate": "a learning rate of 0", "zero": "a gradient of 0", "rounding": "an update that rounding may hide",
+           "waits": "the optimizer did not step", "elsewhere": "another optimizer holds it, which did not step",
+           "masters": "its optimizer holds other tensors, perhaps copies in fp32", "unknown": "no optimizer was seen to step"}
+
+
+def sums_of(model: nn.Module) -> dict[str, str]:
+    """Checksums of what this rank holds of the trained parameters. No communication."""
+    return {name: checksum(local(p.detach()).cpu()) for name, p in trained(model).items()}
+
+
+def held_by(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+    """The trained parameters in its groups, each with its group."""
+    names = {id(p): name for name, p in parameters.items()}
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(Exception):  # a wrapper that has no groups holds nothing that is known
+        for group in optimizer.param_groups:
+            found.update((names[id(p)], group) for p in group["params"] if id(p) in names)
+    return found
+
+
+def live() -> list[Any]:
+    """Every optimizer of this process that something still refers to."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
 
 
 class Recording:
@@ -30,12 +65,15 @@ class Recording:
         self.autocast: torch.dtype | None = None
         self.draws = Draws()  # in the model's forward
         self.drew: list[str] = []  # generators that the whole step drew from
-        self.updates = Updates(model, optimizer)
+        self.before: dict[str, str] = {}  # checksums of what this rank holds of the parameters
+        self.by: dict[str, tuple[Any, dict[str, Any], float]] = {}  # the last optimizer that stepped, its group, the rate then
+        self.steps: dict[str, int] = {}
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
         self.midway = False  # clipped more than once, with forwards in between, and no update
         self._forwards = self._clipped_at = 0
         self._apart = False  # groups of parameters are clipped one after the other
+        self._others = False  # the optimizer that was given stepped and holds none of the parameters
 
     def take(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
         """The gradients as they are now, unless they are taken already; names: of these parameters alone."""
@@ -49,6 +87,11 @@ class Recording:
         self.take()
         self.applied = {name: self.applied[name] if name in self.applied else held(g) for name, g in self._now()}
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped."""
+        return bool(self.by) or self._others
+
     def _now(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, gradient_of(p)) for name, p in trained(self.model).items()]
 
@@ -58,7 +101,7 @@ class Recording:
         everything = {id(p) for p in trained(self.model).values() if p.grad is not None}
         if not math.isfinite(max_norm):
             return
-        self.midway = self.midway or (self.clips > 0 and self._forwards > self._clipped_at and not self.updates.any)
+        self.midway = self.midway or (self.clips > 0 and self._forwards > self._clipped_at and not self.stepped)
         self._clipped_at = self._forwards
         if self.clips > 0 or not everything <= {id(p) for p in parameters}:
             self._apart = True  # no norm of these is the gradient's
@@ -87,8 +130,7 @@ class Recording:
 
         return given[:1], {**named, "closure": made}
 
-    def stepped(self, optimizer: Any, *_: Any) -> None:
-        """After it."""
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._inside:
             self._inside = None
 
@@ -101,11 +143,14 @@ class Recording:
         if float(getattr(optimizer, "found_inf", None) or 0) > 0:
             return  # and to skip the update
         for name, g in self._now():
-            if name in groups and name in self.updates.by:
+            if name in groups and name in self.by:
                 self.applied[name] += g * scale
             elif name in groups or not (in_backward or name in self.applied):
                 self.applied[name] = held(g).mul_(scale) if scale != 1.0 else held(g)
-        self.updates.stepped(optimizer, groups)
+        for name, group in groups.items():
+            self.by[name] = optimizer, group, float(group.get("lr", float("nan")))
+            self.steps[name] = self.steps.get(name, 0) + 1
+        self._others = self._others or not groups
 
     def forward(self, *_: Any) -> None:
         self._forwards += torch.is_grad_enabled()
@@ -115,12 +160,12 @@ class Recording:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """While this lasts PyTorch's and isograd's clipping, the optimizer and the model's forward tell of themselves."""
+        """Records PyTorch's and isograd's clipping, the optimizers and the model's forward meanwhile."""
         with contextlib.ExitStack() as undo:
-            _replace(undo, torch_clip, "_clip_grads_with_norm_", self._told_by_torch)
-            _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._told_by_torch)
-            _replace(undo, torch_clip, "_group_tensors_by_device_and_dtype", self._told_of_values)
-            _replace(undo, torch.amp.GradScaler, "step", self._told_by_scaler)
+            _replace(undo, torch_clip, "_clip_grads_with_norm_", self._norm_clip)
+            _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
+            _replace(undo, torch_clip, "_group_tensors_by_device_and_dtype", self._value_clip)
+            _replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
             for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
@@ -128,13 +173,13 @@ class Recording:
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))
-            # All optimizers tell: the one that was given may be a wrapper, or not the one that steps.
+            # Of all optimizers: the one that was given may be a wrapper, or not the one that steps.
             undo.callback(register_optimizer_step_pre_hook(self.stepping).remove)
-            undo.callback(register_optimizer_step_post_hook(self.stepped).remove)
-            self.updates.before = sums_of(self.model)
+            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            self.before = sums_of(self.model)
             yield
 
-    def _told_by_torch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _norm_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *arguments: Any, **more: Any) -> Any:
             some = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             self.clipping(some, float(max_norm), total_norm)
@@ -142,7 +187,7 @@ class Recording:
 
         return clip
 
-    def _told_by_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
             before = scaler.get_scale()
             result = original(scaler, optimizer, *arguments, **named)
@@ -153,7 +198,7 @@ class Recording:
 
         return step
 
-    def _told_of_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _value_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """clip_grad_value_ calls this first, under whatever name a trainer has imported it."""
         def grouped(*arguments: Any, **named: Any) -> Any:
             if sys._getframe(1).f_code.co_name == "clip_grad_value_":
@@ -162,8 +207,153 @@ class Recording:
 
         return grouped
 
+    def states(self) -> dict[str, str]:
+        """By parameter: "moved", "still", "unheld", or a key of EXCUSES."""
+        after, parameters = sums_of(self.model), trained(self.model)
+        given = held_by(self.optimizer, parameters)
+        others = None
+        found = {}
+        for name, p in parameters.items():
+            if after[name] != self.before.get(name):
+                found[name] = "moved"
+            elif name in self.by:
+                found[name] = self._excuse(name, p, self.applied[name])
+            elif name in given:
+                found[name] = "waits"
+            else:
+                if others is None:
+                    others = {held for each in live() for held in held_by(each, parameters)}
+                found[name] = "elsewhere" if name in others and not self._others else self._unheld(bool(given), self.applied[name])
+        return found
+
+    def _excuse(self, name: str, p: torch.Tensor, taken: torch.Tensor) -> str:
+        """The state of a parameter that an optimizer took and that has not moved."""
+        optimizer, group, rate = self.by[name]
+        value, gradient = local(p.detach()), local(taken)
+        if rate == 0:
+            return "rate"
+        if not bool(gradient.any()):
+            return "zero"
+        state = optimizer.state.get(p, {})
+        if type(optimizer) is SGD:
+            way = state.get("momentum_buffer")
+            way = gradient if way is None else local(way)
+        elif type(optimizer) in (Adam, AdamW) and "exp_avg" in state:
+            root = local(state.get("max_exp_avg_sq", state["exp_avg_sq"])).sqrt()
+            way = local(state["exp_avg"]) / (root + float(group["eps"]))
+        else:
+            return "rounding"
+        seen = abs(rate) * way.abs().double() > 8 * torch.finfo(p.dtype).eps * value.abs().double()
+        return "still" if bool(seen.any()) else "rounding"
+
+    def _unheld(self, holds_others: bool, gradient: torch.Tensor) -> str:
+        """The state of a parameter that has not moved and that no optimizer holds."""
+        if self.optimizer is None and not self.by:
+            return "unknown"
+        if not bool(local(gradient).any()):
+            return "zero"  # a layer that nothing uses may be left out
+        if holds_others or self.by:
+            return "unheld"
+        groups = getattr(self.optimizer, "param_groups", None)
+        if not groups:
+            return "unknown"
+        lower = all(p.dtype in (torch.bfloat16, torch.float16) for p in trained(self.model).values())
+        masters = lower and all(p.dtype == torch.float32 for group in groups for p in group["params"])
+        return "masters" if masters else "unheld"
+
 
 def _replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[[Any], Any]) -> None:
     original = getattr(module, name)
     setattr(module, name, by(original))
     undo.callback(setattr, module, name, original)
+
+
+def _names(names: Iterable[str]) -> str:
+    """The first of them, and how many more."""
+    all_names = list(names)
+    more = len(all_names) - MOST_NAMES
+    return ", ".join(all_names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
+    """Findings, and in a sentence what is proven of the update.
+
+    everyone: of each rank "stepped", "midway", "states" by parameter, and its checksums "initial", "gradients", "taken" (of the
+    gradients that the optimizer took) and "after", by parameter.
+    """
+    findings: list[Finding] = []
+
+    def find(where: bool, name: str, sentence: str) -> None:
+        if where:
+            findings.append({"id": name, "sentence": sentence})
+
+    stepped = [rank for rank, one in enumerate(everyone) if one["stepped"]]
+    idle = [rank for rank in range(len(everyone)) if stepped and rank not in stepped]
+    find(bool(idle), "updates_differ", f"{_ranks(idle)} did not update, {_ranks(stepped)} did: call optimizer.step() on every "
+         "rank or on none")
+    find(any(one["midway"] for one in everyone), "clipped_before_reduction", "gradients were clipped more than once, while those "
+         "of micro-batches were still added up: clip once, after the last backward")
+    states: dict[str, list[str]] = {}
+    for one in everyone:
+        for name, state in one["states"].items():
+            states.setdefault(name, []).append(state)
+    unheld = [name for name, some in states.items() if "unheld" in some and "moved" not in some]
+    find(bool(unheld), "not_in_optimizer", f"no group of the optimizer holds {_names(unheld)} ({len(unheld)} of {len(states)} "
+         "trained parameters), which did not move: make it of the parameters of this very model, after fully_shard and every "
+         "other thing that replaces them; freeze with requires_grad_(False) what is to stay")
+    still = [name for name, some in states.items() if "still" in some]
+    find(bool(still), "not_updated", f"the optimizer stepped with a gradient for {_names(still)} and no bit of it changed, where "
+         "rounding could not hide it: look for what writes parameters after the update, or for tensors that the model no longer "
+         "computes with")
+    apart = _apart(everyone) if not idle else {}
+    for first, others in list(apart.values())[:1]:
+        find(True, "updates_differ", f"ranks took the same gradient and hold other parameters after the update: {_names(apart)}, on "
+             f"{_ranks(others)} other ones than on rank {first}; give every rank the same groups, learning rate, weight decay and "
+             "optimizer state")
+    after: dict[str, str] = {}
+    alike = all(after.setdefault(name, bits) == bits for one in everyone for name, bits in one["after"].items())
+    return findings, _proven(states, bool(stepped), len(everyone) > 1 and not idle and alike)
+
+
+def _apart(everyone: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, list[int]]]:
+    """Parameters that differ after the update and did not before it, nor in what was taken: a rank, and those unlike it."""
+    found: dict[str, tuple[int, list[int]]] = {}
+    for name in dict.fromkeys(name for one in everyone for name in one["states"]):
+        here = [(rank, one) for rank, one in enumerate(everyone) if name in one["after"]]
+        if any(one[key][name] != here[0][1][key][name] for _, one in here for key in ("initial", "gradients", "taken")):
+            continue
+        others = [rank for rank, one in here if one["after"][name] != here[0][1]["after"][name]]
+        if others:
+            found[name] = here[0][0], others
+    return found
+
+
+def _proven(states: Mapping[str, Sequence[str]], stepped: bool, alike: bool) -> str:
+    moved = [name for name, some in states.items() if "moved" in some]
+    others: dict[str, list[str]] = {}
+    for name, some in states.items():
+        if name not in moved and some[0] in EXCUSES:
+            others.setdefault(some[0], []).append(name)
+    if not moved and not stepped:
+        return f"not looked at: {EXCUSES['waits' if 'waits' in others else 'unknown']} inside the block"
+    said = f"{len(moved)} of {len(states)} trained parameters moved{', alike on every rank' if alike and moved else ''}"
+    return said + "".join(f"; nothing is proven of {_names(names)}: {EXCUSES[why]}" for why, names in others.items())
+
+
+def checksums_after(model: nn.Module) -> dict[str, str]:
+    """Of the whole parameters. Collective over the mesh of a DTensor."""
+    return {name: checksum(whole(p)) for name, p in trained(model).items()}
+
+
+def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[Finding]:
+    """A finding where the model that `make_model` makes and the one of the run, which trains `names`, freeze other parameters."""
+    made = {plain_name(name): p.requires_grad for name, p in model.named_parameters()}
+    said = [f"{what} {', '.join(some[:5])}{' and more' if len(some) > 5 else ''}" for what, some in (
+        ("does not train", [name for name, trains in made.items() if trains and name not in names]),
+        ("trains", [name for name in names if not made.get(name, True)])) if some]
+    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says otherwise: correct "
+             "requires_grad in the run, or set it in make_model too where that is meant"}] if said else []

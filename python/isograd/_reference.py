@@ -1,22 +1,29 @@
-"""The whole step on one process, sample after sample: what a run is compared with. Shares no code with the means."""
+"""The whole step on one process, sample after sample, that a run is compared with. Shares no code with the means."""
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Mapping, NoReturn, Sequence, Union
+import math
+import os
+import pathlib
+import socket
+import time
+from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence, Union
 
 import torch
 from torch import nn
 
 from . import _random
-from ._assemble import gradient_of, plain_name
-from ._checks import too_large
-from ._errors import refuse
-from ._samples import in_precision
+from ._groups import refuse
+from ._tensors import copied, gradient_of, in_precision, plain_name
 
 Loss = Callable[[nn.Module, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]
 Mean = Union[str, float]
+Gradients = Mapping[str, torch.Tensor]
 LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only their sum is kept
+MOST_DRAWS = 16  # as `isograd verify` makes
+FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
+SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/verify.md)
 
 
 @dataclasses.dataclass
@@ -39,6 +46,56 @@ class Reference:
         return sum(float(g.double().square().sum()) for g in self.gradients.values()) ** 0.5
 
 
+# Memory and processors.
+def available() -> int | None:
+    """Free bytes of memory; None where the system does not say."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def fits_in_memory(free: int | None, needed: int, what: str, action: str) -> None:
+    """Refuses what rank 0 cannot hold."""
+    if free is not None and needed > free:
+        refuse("isograd.watch", f"{what} needs {needed / 2**30:.3g} GiB", f"no more than the {free / 2**30:.3g} GiB that are free", action)
+
+
+def place() -> tuple[str, int]:
+    """This rank's host, and its threads."""
+    return socket.gethostname(), torch.get_num_threads()
+
+
+def idle_threads(places: Sequence[tuple[str, int]]) -> int:
+    """The threads of all ranks of this host, which wait for this one; at most as many as it has processors."""
+    here, own = place()
+    return max(own, min(sum(count for host, count in places if host == here), len(os.sched_getaffinity(0))))
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[Callable[[], None]]:
+    """PyTorch works with `number` threads, then with as many as before: at once if the function that is yielded, called now
+    and then, finds that they get less than three quarters of their processors. Where other processes compute, threads that
+    meet at each product are several times slower than one."""
+    before = torch.get_num_threads()
+    since: list[tuple[float, float]] = []  # the first call: before it one thread works (a model is copied)
+
+    def look() -> None:
+        now, used = time.perf_counter(), time.process_time()
+        if not since:
+            since.append((now, used))
+        wall = now - since[0][0]
+        if number > before and wall > 0.2 and used - since[0][1] < 0.75 * number * wall:
+            torch.set_num_threads(before)
+
+    torch.set_num_threads(number)
+    try:
+        yield look
+    finally:
+        torch.set_num_threads(before)
+
+
 def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence[str]) -> nn.Module:
     """`model` with the run's parameters and buffers. ConfigError: it has others."""
     own = {plain_name(name): p for name, p in model.named_parameters()}
@@ -58,29 +115,21 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence
     return model
 
 
-def set_modes(model: nn.Module, training: bool, others: Mapping[str, bool]) -> nn.Module:
-    """`model` in the modes of the one that is trained: in one of them but for `others`, by name."""
-    model.train(training)
-    for name, module in model.named_modules():
-        module.training = others.get(plain_name(name), training)
-    return model
-
-
-def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[Any]]], mean: Mean,
+def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[Any]]], mean: Mean,
                 dtype: torch.dtype, autocast: torch.dtype | None = None, shares: bool = True,
                 after_each: Callable[[], None] = lambda: None, own: torch.dtype | None = None) -> Reference:
-    """`dealt`: [rank][micro-batch] -> samples; after_each: called after each. The model's gradients are left empty.
+    """`batch`: [rank][micro-batch] -> samples; after_each: called after each. The model's gradients are left empty.
 
     Each sample begins with the same states of all generators, which the caller keeps. own: the precision of the run that the
     step is the reference of: a random loss is refused, for which the first sample is made twice, and the first that draws.
     """
     model = model.to(dtype)
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    cells = [(rank, j) for rank, micros in enumerate(dealt) for j in range(len(micros))]
+    cells = [(rank, j) for rank, micros in enumerate(batch) for j in range(len(micros))]
     shares = shares and len(cells) * sum(p.nbytes for p in named.values()) <= LARGEST_SHARES
     parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     total: dict[str, torch.Tensor] = {}
-    counts = [[0] * len(micros) for micros in dealt]
+    counts = [[0] * len(micros) for micros in batch]
     value, with_loss = 0.0, 0
 
     def made(sample: Any) -> tuple[torch.Tensor, int]:
@@ -94,7 +143,7 @@ def one_process(model: nn.Module, loss: Loss, dealt: Sequence[Sequence[Sequence[
     for rank, j in cells:
         model.zero_grad(set_to_none=True)
         doubtful: list[Any] = []
-        for sample in dealt[rank][j]:
+        for sample in batch[rank][j]:
             _random.seed(0)
             pinned = pinned or _random.states()
             with draws.of({"": model}):
@@ -164,8 +213,8 @@ def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autoc
 
 def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, own: torch.dtype | None) -> NoReturn:
     """Says what `loss` or its derivative raised; that fp64 is the cause where the sample can be made in the run's precision."""
-    if too_large(error):
-        refuse("isograd.prove", f"a sample whose forward does not fit in one process beside the model: {error}",
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        refuse("isograd.prove", f"a sample whose forward does not fit in one process with the model: {error}",
                "memory for one sample at a time", "Watch shorter samples, or checkpoint activations in the model")
     said = f"{type(error).__name__}: {error}"
     if dtype == torch.float64 and own not in (None, dtype):
@@ -181,3 +230,57 @@ def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: 
     refuse("isograd.prove", f"an exception in the loss of a sample: {said}", "its losses, one for each target",
            "Look at its traceback (above, on rank 0): `loss` is called there alone, with a plain copy of the model and each "
            "sample, on the CPU")
+
+
+# A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step. One process in the
+# run's precision is then one draw of many, and further from fp64 than any sum rounds. Two things are measured, on one process,
+# from parameters that are moved by what rounding is worth:
+#   moves:    how far the gradient in fp64 goes. Rounding of a sum of n terms is that of its weights, each by about sqrt(n) u of
+#             itself (Higham and Mary, A new approach to probabilistic rounding error analysis, 2019); sums are kept in fp32, and
+#             a weight is rounded once in the run's precision. No run in that precision knows the parameters more exactly, so that
+#             none can be held to less; the run is one more draw, of which four times the most is allowed, as of rounding.
+#   rounding: how far one process in that precision is from fp64 there: the largest of several draws.
+def distances(one: Gradients, other: Gradients) -> dict[str, float]:
+    """Of each parameter the norm of the difference, in fp64."""
+    return {name: float((g.double() - other[name].double()).norm()) for name, g in one.items()}
+
+
+def nudged(model: nn.Module, draw: int, unit: float) -> nn.Module:
+    """A copy in fp64 whose trained parameters are each moved by what rounding in a type of unit round-off `unit` is worth."""
+    other = copied(model).double()
+    random = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            terms = parameter.numel() // max(1, parameter.shape[0]) if parameter.dim() > 1 else 1
+            worth = unit + 2.0**-24 * terms**0.5
+            parameter.mul_(1 + worth * torch.randn(parameter.shape, generator=random, dtype=torch.float64))
+    return other
+
+
+def measure_jumps(model: nn.Module, step: Callable[[nn.Module, torch.dtype], Gradients], precision: torch.dtype, found: Gradients,
+            right: Gradients) -> tuple[list[float], list[float]] | None:
+    """(moves, rounding) by parameter, from as many draws as it takes to cover `found`, at most MOST_DRAWS; None: no jump.
+
+    found, right: the run's gradient and that of one process in fp64.
+    """
+    unit = torch.finfo(precision).eps / 2
+    off = distances(found, right)
+    if not all(map(math.isfinite, off.values())):
+        return None  # no jump of a derivative does that
+    smooth = {name: SMOOTH * unit * float(g.double().norm()) for name, g in right.items()}
+    moves, rounding = dict.fromkeys(off, 0.0), dict.fromkeys(off, 0.0)
+    for draw in range(MOST_DRAWS):
+        there = nudged(model, draw, unit)
+        exact = {name: g.clone() for name, g in step(there, torch.float64).items()}
+        moved, rounded = distances(exact, right), distances(step(there, precision), exact)
+        if not all(map(math.isfinite, [*moved.values(), *rounded.values()])):
+            return None  # and this bounds nothing
+        for name in off:
+            moves[name], rounding[name] = max(moves[name], moved[name]), max(rounding[name], rounded[name])
+        if all(off[name] <= max(smooth[name], 4 * min(moves[name], rounding[name])) for name in off):
+            break
+        if draw + 1 >= FEWEST_DRAWS and all(moves[name] <= smooth[name] for name in off):
+            break
+    if all(moves[name] <= smooth[name] for name in off):
+        return None
+    return list(moves.values()), list(rounding.values())

@@ -2,34 +2,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from ._errors import refuse
-from ._groups import Group, all_sum
-from ._replicated import agreed, computed, kind_of, problem_of, size_of
+from ._groups import Group, all_sum, size_of
+from ._native.isograd_comm import target_range
+from ._replicated import ReplicatedLoss, computed, floating
 
 
-class _Focal(nn.Module):
-    def __init__(self, gamma: float, reduction: str, group: Group, grad_reduction: str, reductions: Sequence[str]) -> None:
+class _Focal(ReplicatedLoss):
+    def __init__(self, gamma: float, reduction: str, group: Group, grad_reduction: str) -> None:
         super().__init__()
-        self._check("gamma", gamma, 0 <= gamma < math.inf, "a number >= 0")
-        self._check("reduction", reduction, reduction in reductions, ", ".join(reductions))
-        self._check("grad_reduction", grad_reduction, grad_reduction in ("sum", "mean"), '"sum" or "mean"')
+        self._check(gamma=gamma, grad_reduction=grad_reduction)
         self.gamma, self.reduction, self.group, self.grad_reduction = gamma, reduction, group, grad_reduction
-
-    def _check(self, name: str, found: Any, holds: bool, expected: str) -> None:
-        if not holds:
-            refuse(type(self).__name__, f"{name}={found!r}", expected, f"Set {name} so")
-
-    def _said(self, found: str, expected: str, action: str) -> str:
-        return problem_of(type(self).__name__, found, expected, action)
-
-    def _agreed(self, problem: str | None, classes: int, scores: torch.Tensor, weights: torch.Tensor | None) -> None:
-        agreed(type(self).__name__, problem, [scores.numel(), classes, kind_of(scores), int(weights is not None)], self.group)
 
     def _whole(self, losses: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
         """losses: of this rank's elements, weighted; mass: what of them the mean is over. The whole loss, own gradient."""
@@ -60,22 +47,13 @@ class SigmoidFocalLoss(_Focal):
 
     def __init__(self, *, alpha: float = 0.25, gamma: float = 2.0, reduction: str = "mean", group: Group = None,
                  grad_reduction: str = "sum") -> None:
-        super().__init__(gamma, reduction, group, grad_reduction, ("mean", "sum", "none"))
-        self._check("alpha", alpha, 0 <= alpha <= 1 or alpha == -1, "from 0 to 1, or -1 for none")
+        super().__init__(gamma, reduction, group, grad_reduction)
+        self._check(reduction=reduction)
+        self._expect(0 <= alpha <= 1 or alpha == -1, f"alpha={alpha!r}", "from 0 to 1, or -1 for none", "Set alpha so")
         self.alpha = alpha
 
     def forward(self, scores: torch.Tensor, targets: torch.Tensor, sample_weight: torch.Tensor | None = None) -> torch.Tensor:
-        problem = None
-        if kind_of(scores) < 0 or targets.shape != scores.shape:
-            problem = self._said(f"scores {tuple(scores.shape)} in {scores.dtype} and targets {tuple(targets.shape)}",
-                                 "floating scores, and as many targets", "Give one target for each score")
-        elif targets.numel() and not bool(((targets >= 0) & (targets <= 1)).all()):
-            problem = self._said("targets outside [0, 1]", "0, 1 or between", "Change the targets")
-        elif sample_weight is not None and (not scores.dim() or sample_weight.shape[:1] != scores.shape[:1]
-                                            or sample_weight.dim() > scores.dim()):
-            problem = self._said(f"sample_weight of shape {tuple(sample_weight.shape)}",
-                                 f"first dimension {tuple(scores.shape[:1])}", "Give one for each row")
-        self._agreed(problem, 1, scores, sample_weight)
+        self._agree(lambda: self._check_input(scores, targets, sample_weight), 1, scores, sample_weight)
         x, y = computed(scores), targets.to(computed(scores).dtype)
         entropy = F.binary_cross_entropy_with_logits(x, y, reduction="none")
         if self.gamma > 0:  # 1 - p_t by its logarithm: no cancellation, and a slope where it is 0
@@ -87,6 +65,16 @@ class SigmoidFocalLoss(_Focal):
             weights = sample_weight.reshape(*sample_weight.shape, *[1] * (x.dim() - sample_weight.dim())).to(x).expand_as(x)
             losses, mass = losses * weights, weights.sum(dtype=torch.float64)
         return self._elements(losses) if self.reduction == "none" else self._whole(losses, mass)
+
+    def _check_input(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> None:
+        self._expect(floating(scores) and targets.shape == scores.shape,
+                     f"scores {tuple(scores.shape)} in {scores.dtype} and targets {tuple(targets.shape)}",
+                     "floating scores, and as many targets", "Give one target for each score")
+        self._expect(bool(((targets >= 0) & (targets <= 1)).all()), "targets outside [0, 1]", "0, 1 or between", "Change the targets")
+        if weights is not None:
+            self._expect(scores.dim() > 0 and weights.shape[:1] == scores.shape[:1] and weights.dim() <= scores.dim(),
+                         f"sample_weight of shape {tuple(weights.shape)}", f"first dimension {tuple(scores.shape[:1])}",
+                         "Give one for each row")
 
 
 class SoftmaxFocalLoss(_Focal):
@@ -103,15 +91,17 @@ class SoftmaxFocalLoss(_Focal):
     def __init__(self, *, alpha: Sequence[float] | None = None, gamma: float = 2.0, reduction: str = "mean",
                  label_smoothing: float = 0.0, ignore_index: int = -100, background_class: int = 0, group: Group = None,
                  grad_reduction: str = "sum") -> None:
-        super().__init__(gamma, reduction, group, grad_reduction, ("mean", "sum", "none", "mean_positive"))
-        self._check("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "from 0 to below 1")
-        self._check("alpha", alpha, all(0 <= a < math.inf for a in alpha or ()), "finite weights >= 0")
+        super().__init__(gamma, reduction, group, grad_reduction)
+        self._check(label_smoothing=label_smoothing)
+        self._expect(reduction in ("mean", "sum", "none", "mean_positive"), f"reduction={reduction!r}",
+                     '"mean", "sum", "none" or "mean_positive"', "Set reduction so")
+        self._expect(all(0 <= a < math.inf for a in alpha or ()), f"alpha={alpha!r}", "finite weights >= 0", "Set alpha so")
         self.alpha = None if alpha is None else tuple(alpha)
         self.label_smoothing, self.ignore_index, self.background_class = label_smoothing, ignore_index, background_class
 
     def forward(self, scores: torch.Tensor, targets: torch.Tensor, sample_weight: torch.Tensor | None = None) -> torch.Tensor:
-        problem = self._problem(scores, targets, sample_weight)
-        self._agreed(problem, scores.size(1) if scores.dim() > 1 else 0, scores, sample_weight)
+        self._agree(lambda: self._check_input(scores, targets, sample_weight), scores.size(1) if scores.dim() > 1 else 0, scores,
+                    sample_weight)
         x = computed(scores).movedim(1, -1)  # [n, ..., C]
         valid = targets != self.ignore_index
         x, y = x[valid], targets[valid]
@@ -133,17 +123,17 @@ class SoftmaxFocalLoss(_Focal):
         counted = weights[y != self.background_class] if self.reduction == "mean_positive" else weights
         return self._whole(losses, counted.sum(dtype=torch.float64))
 
-    def _problem(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> str | None:
-        if kind_of(scores) < 0 or scores.dim() < 2 or targets.shape != scores[:, 0].shape or targets.is_floating_point():
-            return self._said(f"scores {tuple(scores.shape)} in {scores.dtype} and targets {tuple(targets.shape)}",
-                              "[n, C, ...] floating and [n, ...] integers", "Give one target for each row of scores")
+    def _check_input(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> None:
+        self._expect(floating(scores) and scores.dim() > 1 and targets.shape == scores[:, 0].shape
+                     and not targets.is_floating_point(),
+                     f"scores {tuple(scores.shape)} in {scores.dtype} and targets {tuple(targets.shape)}",
+                     "[n, C, ...] floating and [n, ...] integers", "Give one target for each row of scores")
         classes = scores.size(1)
-        known = targets[targets != self.ignore_index]
-        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < classes:
-            return self._said(f"targets from {int(known.min())} to {int(known.max())}", f"0 to {classes - 1}",
-                              "Change the targets, or set ignore_index")
-        if self.alpha is not None and len(self.alpha) != classes:
-            return self._said(f"{len(self.alpha)} weights in alpha", f"{classes}", "Give one for each class")
-        if weights is not None and weights.shape != targets.shape:
-            return self._said(f"sample_weight of shape {tuple(weights.shape)}", f"{tuple(targets.shape)}", "Give one for each")
-        return None
+        low, high = target_range(targets, self.ignore_index) or (0, 0)
+        self._expect(0 <= low <= high < max(classes, 1), f"targets from {low} to {high}", f"0 to {classes - 1}",
+                     "Change the targets, or set ignore_index")
+        self._expect(self.alpha is None or len(self.alpha) == classes, f"{len(self.alpha or ())} weights in alpha", f"{classes}",
+                     "Give one for each class")
+        self._expect(weights is None or weights.shape == targets.shape,
+                     f"sample_weight of shape {tuple(weights.shape)}" if weights is not None else "", f"{tuple(targets.shape)}",
+                     "Give one for each")

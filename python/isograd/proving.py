@@ -1,4 +1,4 @@
-"""isograd.prove: a step that can be made again, so that what its verdict leaves open is tried."""
+"""isograd.prove: a step that can be repeated, so that what its verdict leaves open is tried."""
 from __future__ import annotations
 
 import copy
@@ -9,22 +9,12 @@ import torch
 from torch import nn
 
 from . import _random
-from ._assemble import held, whole
-from ._checks import place_along
-from ._errors import refuse
-from ._groups import gather_bytes
-from ._samples import like, on_cpu
-from ._verdict import Verdict
-from .watching import watch
+from ._groups import gather_bytes, gather_objects, refuse
+from ._tensors import held, like, on_cpu, whole
+from .watching import Verdict, place_along, watch
 
 MicroBatches = Sequence[Sequence[Any]]
 Step = Callable[[nn.Module, torch.optim.Optimizer, MicroBatches], Union[float, torch.Tensor, None]]
-
-
-class _Again(watch):
-    """The step made once more, recorded and not compared."""
-
-    compares = False
 
 
 def prove(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batches: MicroBatches,
@@ -43,12 +33,6 @@ def prove(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, *, mic
     were before, gradients are None. Errors are those of `watch`; and ConfigError: the step fails and gives another gradient
     when it is made again.
     """
-    with _random.kept():
-        return _proved(step, model, optimizer, micro_batches, experiments, empty, options)
-
-
-def _proved(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: MicroBatches, experiments: bool,
-            empty: Any, options: dict[str, Any]) -> Verdict:
     values = [(tensor, held(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
     state = copy.deepcopy(optimizer.state_dict())
 
@@ -58,9 +42,11 @@ def _proved(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, micr
                 tensor.copy_(value)
         optimizer.load_state_dict(copy.deepcopy(state))
 
-    def made(kind: type[watch], batch: MicroBatches, **more: Any) -> watch:
+    def made(batch: MicroBatches, compares: bool = True, **more: Any) -> watch:
         try:
-            with kind(model, optimizer, micro_batches=batch, **{**options, **more}) as taken:
+            opened = watch(model, optimizer, micro_batches=batch, **{**options, **more})
+            opened.compares = compares
+            with opened as taken:
                 loss = step(model, optimizer, batch)
                 if loss is not None:
                     taken.log(loss=float(loss))
@@ -68,23 +54,23 @@ def _proved(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, micr
             restore()
         return taken
 
-    try:
-        first = made(watch, micro_batches)
-        verdict = first.verdict
-        assert verdict is not None
-        if not _right(verdict):
-            _check_repeatable(first, made(_Again, micro_batches))
-        if experiments and not _right(verdict):
-            for title, batch, more in _others(micro_batches, first, empty):
+    with _random.kept():
+        try:
+            first = made(micro_batches)
+            verdict = first.verdict
+            assert verdict is not None
+            if not _right(verdict):
+                _check_repeatable(first, made(micro_batches, compares=False))
+            for title, batch, more in _others(micro_batches, first, empty) if experiments and not _right(verdict) else ():
                 try:
-                    other = made(watch, batch, report=None, folder=None, **more).verdict
+                    other = made(batch, report=None, folder=None, **more).verdict
                 except Exception as error:  # on some ranks PeerError: they leave it together
                     verdict.notes.append(f"{title}: not to be made: {type(error).__name__}: {error}")
                     break
                 assert other is not None
                 verdict.notes.append(f"{title}: {'PASS' if _right(other) else 'FAIL ' + ', '.join(other.findings)}")
-    finally:
-        optimizer.zero_grad(set_to_none=True)
+        finally:
+            optimizer.zero_grad(set_to_none=True)
     return verdict
 
 
@@ -101,7 +87,7 @@ def _check_repeatable(first: watch, second: watch) -> None:
     for name, share in _random.apart(ones, others).items():
         if not share <= max(worst, min(0.1, 1e3 * torch.finfo(ones[name].dtype).eps)):
             worst, where = share, name
-    found = first._exchange((worst, where))
+    found = gather_objects((worst, where))
     worst, where = max(found)
     if worst > 0.0:
         refuse("isograd.prove", f"a step that gives another gradient when it is made again: {where} is off by {worst:.1e}",
@@ -110,10 +96,10 @@ def _check_repeatable(first: watch, second: watch) -> None:
 
 
 def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple[str, MicroBatches, dict[str, Any]]]:
-    """Batches that tell causes apart, with what `watch` is to be told of each; as many of them on every rank."""
+    """Batches that distinguish causes, each with options of `watch`; as many of them on every rank."""
     found: list[tuple[str, MicroBatches, dict[str, Any]]] = []
     everything = [sample for micro in micro_batches for sample in micro]
-    if max(first._exchange(len(micro_batches))) > 1:
+    if max(gather_objects(len(micro_batches))) > 1:
         found.append(("with one micro-batch a rank", [everything], {}))
     if first.size == 1:
         return found
@@ -122,7 +108,7 @@ def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple
     if same:  # here each copy counts, whatever its id
         found.append(("with the same sample on every rank", [[like(same[0], everything)]], {"ids": None}))
     if empty is not None:
-        places = first._exchange(place_along(first.data, first.rank))
+        places = gather_objects(place_along(first.data, first.rank))
         emptied = places[first.rank] == max(places)
         found.append(("with the last rank emptied", [[empty]] if emptied else [everything], {}))
     return found

@@ -8,17 +8,13 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 
-from ._errors import refuse
-from ._groups import Group
+from ._groups import Group, size_of
 from ._native.isograd_comm import RankingLoss as _Cpp, target_range
-from ._replicated import Given, agreed, backend_of, kind_of, pooled, problem_of
-
-_INTERPOLATIONS = ("linear", "lower", "higher", "nearest", "midpoint")
+from ._replicated import Given, ReplicatedLoss, backend_of, floating, pooled
 
 
-class RankingLoss(nn.Module):
+class RankingLoss(ReplicatedLoss):
     """What the ranking losses share.
 
     num_classes:    1: targets 0 and 1; more: targets 0 to C - 1, each class against the rest.
@@ -41,8 +37,8 @@ class RankingLoss(nn.Module):
     are not finite make value and gradient NaN on every rank. No second derivatives. ConfigError, on every rank: what one of
     them is given does not fit. state_dict() holds the queue, the temperature and the number of forwards.
 
-    Work is dealt out over the ranks of a process group with a backend for the CPU; over another, or a mesh of several axes,
-    all rows go to each rank, which ranks them all.
+    The ranks of a process group with a backend for the CPU share the work; over another, or a mesh of several axes, each rank
+    gets all rows and ranks them all.
     """
 
     def __init__(self, *, num_classes: int = 1, temperature: float = 0.01, reduction: str = "mean", ignore_index: int = -100,
@@ -50,26 +46,15 @@ class RankingLoss(nn.Module):
                  max_pool_size: int = 0, seed: int = 0, check_queue: bool = False, thresholds: str = "auto",
                  timeout: float = 600.0, **own: Any) -> None:
         super().__init__()
-        self._check("num_classes", num_classes, num_classes >= 1, "at least 1")
-        self._check("temperature", temperature, 1.2e-38 <= temperature < math.inf, "a number above 1.2e-38")
-        self._check("reduction", reduction, reduction in ("mean", "sum", "none"), '"mean", "sum" or "none"')
-        self._check("grad_reduction", grad_reduction, grad_reduction in ("sum", "mean"), '"sum" or "mean"')
-        self._check("queue_size", queue_size, queue_size >= 0, "0 or more")
-        self._check("max_pool_size", max_pool_size, max_pool_size >= 0, "0 or more")
-        self._check("seed", seed, 0 <= seed < 1 << 64, "0 to 2^64 - 1")
-        self._check("thresholds", thresholds, thresholds in ("auto", "gather", "select"), '"auto", "gather" or "select"')
         self.num_classes, self.reduction, self.ignore_index = num_classes, reduction, ignore_index
         self.group, self.grad_reduction, self.timeout = group, grad_reduction, timeout
         self._options = {"num_classes": num_classes, "temperature": temperature, "reduction": reduction,
                          "ignore_index": ignore_index, "queue_size": queue_size, "update_queue_in_eval": update_queue_in_eval,
                          "max_pool_size": max_pool_size, "seed": seed, "check_queue": check_queue, "thresholds": thresholds, **own}
+        self._check(grad_reduction=grad_reduction, **self._options)
         self._cpp: _Cpp | None = None  # made in the first forward, which may wait for ranks
         self._state: list[tuple[str, torch.Tensor]] | None = None  # that it begins with
-        self._dealt = True
-
-    def _check(self, name: str, found: Any, holds: bool, expected: str) -> None:
-        if not holds:
-            refuse(type(self).__name__, f"{name}={found!r}", expected, f"Set {name} so")
+        self._over_ranks = True
 
     @property
     def temperature(self) -> float:
@@ -77,7 +62,7 @@ class RankingLoss(nn.Module):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._check("temperature", value, 1.2e-38 <= value < math.inf, "a number above 1.2e-38")
+        self._check(temperature=value)
         self._options["temperature"] = value
         if self._cpp:
             self._cpp.temperature = value
@@ -103,8 +88,8 @@ class RankingLoss(nn.Module):
 
     def _made(self) -> _Cpp:
         if self._cpp is None:
-            self._dealt, backend = backend_of(self.group)
-            options = {**self._options, "grad_reduction": self.grad_reduction if self._dealt else "sum"}
+            self._over_ranks, backend = backend_of(self.group)
+            options = {**self._options, "grad_reduction": self.grad_reduction if self._over_ranks else "sum"}
             self._cpp = _Cpp(type(self)._name(), options, backend, self.timeout)
             if self._state:
                 self._cpp.load_state(self._state)
@@ -116,48 +101,45 @@ class RankingLoss(nn.Module):
 
     def forward(self, scores: torch.Tensor, targets: torch.Tensor, sample_weight: torch.Tensor | None = None,
                 iid_mask: torch.Tensor | None = None) -> torch.Tensor:
-        agreed(type(self).__name__, self._problem(scores, targets, sample_weight, iid_mask),
-               [len(scores) if scores.dim() else 0, self.num_classes, kind_of(scores), int(sample_weight is not None),
-                int(iid_mask is not None)], self.group)
+        self._agree(lambda: self._check_input(scores, targets, sample_weight, iid_mask), self.num_classes, scores, sample_weight,
+                    iid_mask)
         cpp = self._made()
-        if self._dealt:
+        if self._over_ranks:
             return cpp.evaluate(scores, targets, sample_weight, iid_mask, self.training)[0]
-        pool = pooled(scores, targets, sample_weight, iid_mask, self.ignore_index, self.group)
-        rows = pool.scores.requires_grad_(scores.requires_grad and torch.is_grad_enabled())
-        value = cpp.evaluate(rows, pool.targets, None if sample_weight is None else pool.weights,
-                             None if iid_mask is None else pool.iid, self.training)[0]
+        kept = targets != self.ignore_index
+        given = {name: tensor for name, tensor in (("weight", sample_weight), ("iid", iid_mask)) if tensor is not None}
+        rows, (label, *columns), own = pooled(scores, kept, [targets, *given.values()], self.group)
+        extras = dict(zip(given, columns))
+        rows.requires_grad_(scores.requires_grad and torch.is_grad_enabled())
+        value = cpp.evaluate(rows, label.long(), extras.get("weight"), extras["iid"] > 0 if "iid" in extras else None,
+                             self.training)[0]
         slopes = torch.zeros_like(scores, dtype=rows.dtype)
         if value.requires_grad:
-            slopes[pool.kept] = torch.autograd.grad(value.sum(), rows)[0][pool.own]
+            slopes[kept] = torch.autograd.grad(value.sum(), rows)[0][own]
         if not bool(torch.isfinite(rows).all()):
             slopes.fill_(math.nan)
         if self.grad_reduction == "mean":
-            slopes *= pool.ranks
-        given: torch.Tensor = Given.apply(scores, value.detach(), slopes)
-        return given
+            slopes *= size_of(self.group)
+        result: torch.Tensor = Given.apply(scores, value.detach(), slopes)
+        return result
 
-    def _problem(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None,
-                 iid_mask: torch.Tensor | None) -> str | None:
-        def said(found: str, expected: str, action: str) -> str:
-            return problem_of(type(self).__name__, found, expected, action)
-
-        if scores.dim() != 2 or scores.size(1) != self.num_classes or kind_of(scores) < 0:
-            return said(f"scores of shape {tuple(scores.shape)} in {scores.dtype}", f"[n, {self.num_classes}] floating",
-                        "Give a column of scores for each class")
-        if targets.shape != scores.shape[:1] or targets.is_floating_point():
-            return said(f"targets of shape {tuple(targets.shape)} in {targets.dtype}", f"[{len(scores)}] integers",
-                        "Give one target for each row")
-        known = target_range(targets, self.ignore_index)
+    def _check_input(self, scores: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None,
+                     iid_mask: torch.Tensor | None) -> None:
+        self._expect(scores.dim() == 2 and scores.size(1) == self.num_classes and floating(scores),
+                     f"scores of shape {tuple(scores.shape)} in {scores.dtype}", f"[n, {self.num_classes}] floating",
+                     "Give a column of scores for each class")
+        self._expect(targets.shape == scores.shape[:1] and not targets.is_floating_point(),
+                     f"targets of shape {tuple(targets.shape)} in {targets.dtype}", f"[{len(scores)}] integers",
+                     "Give one target for each row")
         most = max(self.num_classes - 1, 1)
-        if known and not 0 <= known[0] <= known[1] <= most:
-            return said(f"targets from {known[0]} to {known[1]}", f"0 to {most}, or {self.ignore_index}",
-                        "Change the targets, or set ignore_index")
-        if weights is not None and (weights.shape != targets.shape or not bool((torch.isfinite(weights) & (weights >= 0)).all())):
-            return said("sample_weight that does not fit", f"[{len(scores)}] finite numbers >= 0", "Give one for each row")
-        if iid_mask is not None and (iid_mask.shape != targets.shape or iid_mask.dtype != torch.bool):
-            return said(f"iid_mask of shape {tuple(iid_mask.shape)} in {iid_mask.dtype}", f"[{len(scores)}] bool",
-                        "Give one for each row")
-        return None
+        low, high = target_range(targets, self.ignore_index) or (0, 0)
+        self._expect(0 <= low <= high <= most, f"targets from {low} to {high}", f"0 to {most}, or {self.ignore_index}",
+                     "Change the targets, or set ignore_index")
+        self._expect(weights is None or weights.shape == targets.shape and bool((torch.isfinite(weights) & (weights >= 0)).all()),
+                     "sample_weight that does not fit", f"[{len(scores)}] finite numbers >= 0", "Give one for each row")
+        self._expect(iid_mask is None or iid_mask.shape == targets.shape and iid_mask.dtype == torch.bool,
+                     f"iid_mask of shape {tuple(iid_mask.shape)} in {iid_mask.dtype}" if iid_mask is not None else "",
+                     f"[{len(scores)}] bool", "Give one for each row")
 
 
 class SmoothAPLoss(RankingLoss):
@@ -172,8 +154,6 @@ class RecallAtQuantileLoss(RankingLoss):
 
     def __init__(self, *, quantile: float = 0.005, interpolation: str = "higher", **options: Any) -> None:
         super().__init__(quantile=quantile, interpolation=interpolation, **options)
-        self._check("quantile", quantile, 0 < quantile < 1, "a number between 0 and 1")
-        self._check("interpolation", interpolation, interpolation in _INTERPOLATIONS, ", ".join(_INTERPOLATIONS))
 
 
 class PAUCAtBudgetLoss(RankingLoss):
@@ -193,10 +173,4 @@ class PAUCAtBudgetLoss(RankingLoss):
         super().__init__(temperature=temperature, alpha=alpha, beta=beta, surrogate=surrogate, n_knots=n_knots,
                          tau_scale=tau_scale, budget_basis=budget_basis, pos_numerator=pos_numerator,
                          interpolation=interpolation, **options)
-        self._check("alpha, beta", (alpha, beta), 0 <= alpha < beta <= 1, "0 <= alpha < beta <= 1")
-        self._check("surrogate", surrogate, surrogate in ("trapezoid", "pairwise"), '"trapezoid" or "pairwise"')
-        self._check("n_knots", n_knots, n_knots >= 2, "at least 2")
-        self._check("tau_scale", tau_scale, tau_scale in ("iqr", "band"), '"iqr" or "band"')
-        self._check("budget_basis", budget_basis, budget_basis in ("fpr", "population"), '"fpr" or "population"')
-        self._check("pos_numerator", pos_numerator, pos_numerator in ("pool", "live"), '"pool" or "live"')
-        self._check("interpolation", interpolation, interpolation in _INTERPOLATIONS, ", ".join(_INTERPOLATIONS))
+        self._expect(0 <= alpha < beta <= 1, f"alpha={alpha!r} and beta={beta!r}", "0 <= alpha < beta <= 1", "Set them so")

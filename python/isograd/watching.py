@@ -1,4 +1,4 @@
-"""isograd.watch: one step of a trainer, beside the same step on one device."""
+"""isograd.watch: one step of a trainer, compared with the same step on one device."""
 from __future__ import annotations
 
 import contextlib
@@ -9,29 +9,76 @@ import json
 import math
 import pathlib
 import pickle
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from . import _checks, _random, _updates
-from ._assemble import assembled, copied, held, owned_norm, plain, plain_name, ranks, spread, summed, trained, whole
-from ._dumps import add_to_step, write_dump
-from ._errors import ConfigError, PeerError, refuse
-from ._groups import Buffer, Group, gather_bytes, gather_objects
-from ._jumps import measure
-from ._recording import Recording
-from ._reference import LARGEST_SHARES, Loss, Mean, Reference, fill, one_process, set_modes
-from ._samples import digest, on_cpu
-from ._verdict import Verdict, compare
+from . import _random, _reference
+from ._groups import Buffer, Group, gather_bytes, gather_objects, refuse
+from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
+from ._recording import Recording, checksums_after, frozen_otherwise, judge
+from ._reference import Loss, Mean, Reference, one_process
+from ._tensors import (assembled, copied, digest, held, on_cpu, owned_norm, plain, plain_name, ranks, spread, summed, trained,
+                       whole)
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
+_WHERE = "isograd.watch"
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
+Finding = dict[str, str]
+Batch = Sequence[Sequence[Sequence[Any]]]  # [place along data][micro-batch] -> samples
+
+
+@dataclasses.dataclass
+class Verdict:
+    """passed: the gradient is that of one device, and nothing that was recorded with it is wrong.
+
+    text:     what the command `isograd compare` prints.
+    json:     the same for programs (docs/verify.md).
+    findings: names of the diagnoses, as docs/museum.md has them: "mean_of_rank_means".
+    notes:    what was not compared, or was noticed in addition.
+    folder:   the dumps, where they were to be kept.
+    update:   what is proven of the optimizer's update, in a sentence.
+    bounded:  the step of one process in the run's precision was a bound, or was not asked to be one.
+    """
+
+    passed: bool
+    text: str
+    json: dict[str, Any]
+    notes: list[str] = dataclasses.field(default_factory=list)
+    folder: str | None = None
+    bounded: bool = True
+    update: str = "not looked at"
+
+    @property
+    def findings(self) -> list[str]:
+        return list(dict.fromkeys(finding["id"] for finding in self.json.get("findings", [])))
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        return self.text.rstrip("\n") + f"\nupdate: {self.update}" + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def compare(run: dict[str, Any], reference: dict[str, Any], alone: dict[str, Any] | None, report: str | None,
+            folder: str | None) -> Verdict:
+    """The verdict of `isograd compare`. Keys are those of step.json (docs/verify.md), and tensors by name."""
+    try:
+        passed, text, said = _compare(run, reference, alone, report, folder)
+        return Verdict(passed, text, json.loads(said))
+    except ConfigError as error:
+        if alone is None:
+            raise
+        problem = error
+    verdict = compare(run, reference, None, report, folder)  # rounding of one process that is no bound: the wider one holds
+    verdict.bounded = False
+    verdict.notes.append(f"the step of one process in the run's precision is no bound: {problem}")
+    return verdict
 
 
 class watch:
@@ -45,7 +92,7 @@ class watch:
     model:         as you train it: plain, DDP, FSDP2 (fully_shard), DTensors, torch.compile; or a pipeline's stage.
     optimizer:     whose groups hold the parameters and whose step() the gradient goes to; others that step inside the block
                    are seen too. None: the gradient is taken at the step of whichever steps, else at the end of the block.
-    micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles. None: `add` tells it.
+    micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles. None: each comes by `add`.
     loss:          loss(model, sample) -> the losses of its targets, one for each, or (their sum, how many). Called on
                    rank 0 alone, with a plain model in fp64 and a sample in fp64, on the CPU.
     make_model:    () -> the model before it was wrapped; needed where it is sharded, else a copy is made.
@@ -53,8 +100,8 @@ class watch:
                    their mean; a number: the sum over that.
     ids:           sample -> an integer; samples of one id are one sample, which counts once.
     data:          group or mesh of the ranks that see different samples; None: all do.
-    stages:        every rank has other parameters, under the names of the whole model.
-    max_norm:      what the step clips to, where it clips with code of its own: PyTorch's and isograd's is seen.
+    stages:        each rank has its own parameters, under the names of the whole model.
+    max_norm:      what the step clips to, where it clips with its own code: PyTorch's and isograd's clipping is seen.
     precision:     "fp32", "bf16", ...; None: that of the parameters, of autocast or of FSDP2's policy.
     reference:     the type of the reference; torch.float64 finds most.
     alone:         also make the step on one process in the run's precision: a sharper bound.
@@ -63,8 +110,8 @@ class watch:
 
     ConfigError, on every rank: models or sample lists do not fit together, the loss is random (dropout, noise: rank 0
     makes a sample twice, from other states of all generators) or takes statistics over the batch, it raises an exception,
-    the model does not run in fp64. The generators go on from where the step left them. PeerError: another rank failed in the step. An exception in the block is passed on, and
-    no rank waits for the one that failed.
+    the model does not run in fp64. The generators go on from where the step left them. PeerError: another rank failed in
+    the step. An exception in the block is passed on, and no rank waits for the one that failed.
     """
 
     compares = True
@@ -77,7 +124,7 @@ class watch:
                  folder: str | None = None, timeout: float = 600.0) -> None:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.micro_batches: Sequence[Sequence[Any]] = [] if micro_batches is None else micro_batches
-        self._come: list[list[Any]] | None = [] if micro_batches is None else None
+        self._added: list[list[Any]] | None = [] if micro_batches is None else None
         self.make_model, self.mean, self.ids, self.data, self.stages = make_model, mean, ids, data, stages
         self.precision, self.reference, self.alone = precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
@@ -86,7 +133,7 @@ class watch:
         self.recording.max_norm = max_norm
         self._logged: dict[str, Any] = {}
         self._notes: list[str] = []
-        self._unproven: list[dict[str, str]] = []
+        self._unproven: list[Finding] = []
         self._copy: nn.Module | None = None  # of rank 0, as it is before the step
         self._hooks = contextlib.ExitStack()
 
@@ -99,81 +146,113 @@ class watch:
 
     def add(self, micro_batch: Sequence[Any]) -> None:
         """The samples of a micro-batch as it comes, before its backward, where micro_batches were not given."""
-        if self._come is None:
-            refuse("isograd.watch", "micro_batches and then another by `add`", "one of both", "Leave out micro_batches=")
-        self._come.append([on_cpu(sample) for sample in micro_batch])
+        if self._added is None:
+            refuse(_WHERE, "micro_batches and then another by `add`", "one of both", "Leave out micro_batches=")
+        self._added.append([on_cpu(sample) for sample in micro_batch])
 
     def before_clipping(self) -> None:
-        """Call it where you clip with code of your own; PyTorch's and isograd's clipping is seen without it."""
+        """Call it where you clip with your own code; PyTorch's and isograd's clipping is seen without it."""
         self.recording.take()
 
     # The beginning: everything that could not be compared is refused before the step.
     def __enter__(self) -> watch:
-        self.rank, self.size = ranks()
-        everyone = self._agreed(self._prepared)
-        _checks.same_models([told for told, *_ in everyone], self.stages)
         global _turns
-        _turns = max(turn for _, turn, *_ in everyone)  # a rank may have watched something alone
-        self._threads = _checks.idle_threads([place for _, _, place, _ in everyone])
-        self._modes = {name: mode for *_, modes in reversed(everyone) for name, mode in modes.items()}
+        self.rank, self.size = ranks()
+        shapes, turns, places, modes = zip(*self._agreed(self._prepared))
+        _same_models(shapes, self.stages)
+        _turns = max(turns)  # a rank may have watched something alone
         self._turn = f"isograd/watch/{_turns}"
+        self._threads = _reference.idle_threads(places)
+        self._modes = {name: mode for own in reversed(modes) for name, mode in own.items()}
         parameters = {name: held(p) for name, p in trained(self.model).items()}
         rest = {plain_name(name): value for name, value in
                 [*plain(self.model).named_parameters(), *plain(self.model).named_buffers(remove_duplicate=False)]
                 if plain_name(name) not in parameters}
         self._initial, sums = assembled({**parameters, **rest}, self.stages)
         self._sums = sums[:len(parameters)]
-        if self._come is None:
+        if self._added is None:
             self._samples = self._gathered_samples()
         self._hooks.enter_context(self.recording.attached())
         return self
 
-    def _prepared(self) -> tuple[_checks.Told, int, _checks.Place, dict[str, bool]]:
-        told = _checks.of_rank(self)
+    def _prepared(self) -> tuple[dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
+        """Shapes of this rank's parameters, its turn, host and threads, and the modules that are not in the model's mode."""
+        shapes = self._checked()
         if self.rank == 0 and self.make_model is None:
             self._copy = copy.deepcopy(plain(self.model))
-        return told, _turns + 1, _checks.place(), _checks.other_modes(self.model)
+        return shapes, _turns + 1, _reference.place(), {
+            plain_name(name): module.training for name, module in plain(self.model).named_modules()
+            if module.training != self.model.training}
+
+    def _checked(self) -> dict[str, tuple[int, ...]]:
+        """Refuses what this rank can see by itself."""
+        if not isinstance(self.micro_batches, (list, tuple)) or not all(isinstance(m, list) for m in self.micro_batches):
+            refuse(_WHERE, "micro_batches that are no lists of samples", "[micro-batch][sample], each micro-batch a list",
+                   "Write [[sample, ...]] for a step of one micro-batch, [list(zip(x, y))] for tensors of a batch")
+        if not (self.mean in ("token", "sample") if isinstance(self.mean, str) else self.mean > 0):
+            refuse(_WHERE, f"mean={self.mean!r}", '"token", "sample" or a number above zero', "Say what the loss is divided by")
+        if self.precision not in (None, *PRECISIONS.values()):
+            refuse(_WHERE, f"precision={self.precision!r}", ", ".join(PRECISIONS.values()), "Leave it out, or give one of these")
+        parameters = trained(self.model)
+        if not parameters:
+            refuse(_WHERE, "a model without a parameter that is trained", "one to differentiate", "Give it the trained model")
+        sharded = [name for name, p in parameters.items() if isinstance(p, DTensor)]
+        if self.make_model is None and (sharded or self.stages):
+            refuse(_WHERE, f"a model that is sharded over ranks ({sharded[0] if sharded else 'stages'}) and no make_model",
+                   "a way to make the whole model on one process", "Give make_model=lambda: Model(...), before it is wrapped")
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                refuse(_WHERE, f"dropout of {module.p} in {name or 'the model'}", "a step that gives the same when it is repeated",
+                       "Set p = 0 or call eval() on it for this step: no other process draws the same numbers")
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                refuse(_WHERE, f"statistics over the batch in {name or 'the model'} ({type(module).__name__})",
+                       "a loss that is a sum over samples", "Call eval() on it for this step: its loss depends on how the batch "
+                       "is split, and no split is one device's")
+        return {name: tuple(p.shape) for name, p in parameters.items()}
 
     def _agreed(self, make: Callable[[], Any]) -> list[Any]:
-        """What `make` gives on each rank; what one rank cannot do ends it on all. Collective."""
+        """The result of `make` on each rank; what one rank cannot do ends it on all. Collective."""
         problem, made = None, None
         try:
             made = make()
         except Exception as error:
             problem = error
-        everyone = self._exchange((None if problem is None else f"{type(problem).__name__}: {problem}", made))
+        everyone = gather_objects((None if problem is None else f"{type(problem).__name__}: {problem}", made))
         if problem is not None:
             raise problem
-        _checks.refused_by_none([said for said, _ in everyone])
-        return [told for _, told in everyone]
-
-    def _exchange(self, value: Any) -> list[Any]:
-        return gather_objects(value)
+        for rank, (text, _) in enumerate(everyone):
+            if text is not None:
+                raise ConfigError(f"{_WHERE}: found that rank {rank} refuses its part: {text}; expected a step "
+                                  "that every rank can make. Look at that rank's own message.")
+        return [result for _, result in everyone]
 
     def _gathered_samples(self) -> list[Buffer]:
-        """By rank along data: [micro-batch] -> samples, pickled, on rank 0. They are objects of the user's own classes, and
-        come through the process group of the run that they train: what it is trusted with already."""
+        """By place along data: [micro-batch] -> samples, pickled, on rank 0. They are objects of the user's own classes, and
+        come through the process group of the run that they train, which is trusted already."""
         own: list[bytearray] = []
 
-        def told() -> tuple[int, list[list[str]], int, int | None]:
+        def described() -> tuple[int, list[list[str]], int, int | None]:
             mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
             own.append(bytearray(pickle.dumps(mine)))
             digests = [[digest(sample) for sample in micro] for micro in mine]
-            return _checks.place_along(self.data, self.rank), digests, len(own[0]), _checks.available()
+            return place_along(self.data, self.rank), digests, len(own[0]), _reference.available()
 
-        everyone = self._agreed(told)
+        everyone = self._agreed(described)
         self._places = [where for where, *_ in everyone]
-        dealt = {where: said for where, said, *_ in everyone}
-        _checks.batch_fits_in_memory(sum(len(micro) for said in dealt.values() for micro in said),
-                                     max(size for *_, size, _ in everyone), self.size, everyone[0][-1])
-        place, first = self._places[self.rank], dict[int, int]()
-        for rank, (where, said, *_) in enumerate(everyone):
-            if said != everyone[first.setdefault(where, rank)][1]:
-                refuse("isograd.watch", f"other samples on rank {rank} than on rank {first[where]}, which is at the same "
-                       "place along the data axes", "the same samples where a model is cut", "Give `data` the axes along "
-                       "which samples differ, or change the sampler")
-        self._unproven = _checks.same_samples([dealt[where] for where in sorted(dealt)], self.data)
-        gathered = gather_bytes(own[0] if first[place] == self.rank else bytearray(1), to=0)
+        by_place = {where: digests for where, digests, *_ in everyone}
+        count = sum(len(micro) for digests in by_place.values() for micro in digests)
+        _reference.fits_in_memory(  # as they arrive, and as objects
+            everyone[0][-1], 2 * self.size * max(size for *_, size, _ in everyone),
+            f"a batch of {count:,} samples, whose gathering on one process", "Watch a step of fewer samples, or let a sample be "
+            "what its data are read by (a path, an index) and `loss` read it")
+        first = dict[int, int]()
+        for rank, (where, digests, *_) in enumerate(everyone):
+            if digests != everyone[first.setdefault(where, rank)][1]:
+                refuse(_WHERE, f"other samples on rank {rank} than on rank {first[where]}, which is at the same place along the "
+                       "data axes", "the same samples where a model is sharded", "Give `data` the axes along which samples "
+                       "differ, or change the sampler")
+        self._unproven = _same_samples([by_place[where] for where in sorted(by_place)], self.data)
+        gathered = gather_bytes(own[0] if first[self._places[self.rank]] == self.rank else bytearray(1), to=0)
         return [gathered[first[where]] for where in sorted(first)] if self.rank == 0 else []
 
     # The end.
@@ -188,47 +267,44 @@ class watch:
         taken.end()
         if not self.compares:
             return
-        if self._come is not None:
-            self.micro_batches = self._come
+        if self._added is not None:
+            self.micro_batches = self._added
             self._samples = self._gathered_samples()
-        gradients, sums = assembled(taken.gradients or {}, self.stages)
-        steps = max(taken.updates.steps.values(), default=1)
-        did = self._exchange((taken.updates.any, taken.max_norm is not None or steps > 1, taken.norm is not None, taken.skipped))
-        if all(skipped > 0 for *_, skipped in did):
-            refuse("isograd.watch", f"a step that GradScaler left out, for the gradient is not finite at its scale of {taken.skipped:g}",
-                   "a step with a gradient", "Watch a later one: the scale is halved each time. Where it goes on the gradient itself "
-                   "is not finite: watch a step without GradScaler")
+        own = taken.gradients or {}
+        gradients, sums = assembled(own, self.stages)
+        several = max(taken.steps.values(), default=1) > 1
+        stepped, limited, known, skipped = zip(*gather_objects(
+            (taken.stepped, taken.max_norm is not None or several, taken.norm is not None, taken.skipped)))
+        if all(scale > 0 for scale in skipped):
+            refuse(_WHERE, f"a step that GradScaler left out, for the gradient is not finite at its scale of {taken.skipped:g}",
+                   "a step with a gradient", "Watch a later one: the scale is halved each time. Where it goes on the gradient "
+                   "itself is not finite: watch a step without GradScaler")
         # Collective for DTensors: on all ranks or on none.
-        applied, later = (assembled(taken.applied, self.stages) if all(stepped for stepped, *_ in did) and
-                          any(limited for _, limited, *_ in did) else (None, sums))
-        norm = float(whole(taken.norm)) if taken.norm is not None and all(known for _, _, known, _ in did) else None
-        own = {"norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(taken.gradients or {})}
-        said = self._exchange({"initial": self._sums, "gradients": sums,
-                               **{name: value for name, value in own.items() if value is not None}})
-        ends = self._exchange(later)
-        self._drew = self._exchange((sorted(taken.draws.names), taken.drew))  # from which generators, by rank
-        names = list(taken.gradients or {})
-        updated = self._exchange({"stepped": taken.updates.any, "midway": taken.midway, "states": taken.updates.states(taken.applied),
-                                  "initial": dict(zip(names, self._sums)), "gradients": dict(zip(names, sums)),
-                                  "taken": dict(zip(names, later)), "after": _updates.after(self.model)})
-        if _differ([one["gradients"] for one in said]) and not _differ(ends) and not self.stages and steps == 1:
+        applied, later = assembled(taken.applied, self.stages) if all(stepped) and any(limited) else (None, sums)
+        norm = float(whole(taken.norm)) if taken.norm is not None and all(known) else None
+        everyone = gather_objects({
+            "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
+            "after": checksums_after(self.model), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
+            "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(own),
+            "drew": (sorted(taken.draws.names), taken.drew)})  # from which generators: the forward, the step
+        views = [{"initial": list(one["initial"].values()), "gradients": list(one["gradients"].values()),
+                  **{key: one[key] for key in ("norm", "logged_norm", "owned_norm")}} for one in everyone]
+        ends = [list(one["taken"].values()) for one in everyone]
+        if _differ([view["gradients"] for view in views]) and not _differ(ends) and not self.stages and not several:
             # Ranks held parts when they clipped, and the same sum when they updated.
             self._notes.append("ranks clipped before gradients were summed: those of the update are compared")
             gradients, applied, taken.max_norm = applied or {}, None, None
-            said = [{**one, "gradients": end} for one, end in zip(said, ends)]
-            for one in said:
-                one.pop("norm", None)
-                one.pop("owned_norm", None)
-        parts = self._parts(taken.gradients or {}, [one["gradients"] for one in said])
-        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, said, parts, updated))
+            for view, end in zip(views, ends):
+                view.update(gradients=end, norm=None, owned_norm=None)
+        parts = self._parts(own, [view["gradients"] for view in views])
+        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
 
     def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
-        """By rank, on rank 0: gradients of which ranks hold other ones. Collective."""
+        """By rank, on rank 0: those gradients that differ between ranks. Collective."""
         differing = [] if self.stages else [name for name, *found in zip(own, *sums) if len(set(found)) > 1]
-        if self.size == 1 or sum(own[name].numel() * 8 for name in differing) * self.size > LARGEST_SHARES:
+        if self.size == 1 or sum(own[name].numel() * 8 for name in differing) * self.size > _reference.LARGEST_SHARES:
             return []
-        mine = {name: whole(own[name]) for name in differing}
-        return gather_objects(mine, to=0)
+        return gather_objects({name: whole(own[name]) for name in differing}, to=0)
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store() if self.size > 1 else None
@@ -244,18 +320,18 @@ class watch:
             try:
                 said = _get(store, f"{self._turn}/{other}", self.timeout).decode()
             except Exception as error:
-                raise PeerError(f"isograd.watch: found rank {other} not at the end of its step after "
-                                f"{self.timeout:g} s; expected every rank there. Look at what it does ({error}).") from None
+                raise PeerError(f"{_WHERE}: found rank {other} not at the end of its step after {self.timeout:g} s; expected "
+                                f"every rank there. Look at what it does ({error}).") from None
             if said != "done":
-                raise PeerError(f"isograd.watch: found that rank {other} {said}; expected a step that ends on "
-                                "every rank. Look at that rank's own message.")
+                raise PeerError(f"{_WHERE}: found that rank {other} {said}; expected a step that ends on every rank. Look at "
+                                "that rank's own message.")
 
     def _from_rank_0(self, make: Callable[[], Verdict]) -> Verdict:
         """Rank 0's verdict, or its error, on every rank: the others wait without a collective, which could run out."""
         store, key = self._store(), f"{self._turn}/verdict"
         if self.rank == 0:
             try:
-                with _random.kept():  # of the user, whose run goes on as if nobody had watched it
+                with _random.kept():  # the user's generators, whose run goes on as if nobody had watched it
                     made: Any = make()
             except Exception as error:
                 made = error
@@ -269,130 +345,178 @@ class watch:
                 raise made
             return made
         try:
-            told = json.loads(_get(store, key, self.timeout))  # no pickle: others on the host may write into the store
-            made = None if "error" in told else Verdict(**told)
+            answer = json.loads(_get(store, key, self.timeout))  # no pickle: others on the host may write into the store
+            made = None if "error" in answer else Verdict(**answer)
             store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
-            raise PeerError(f"isograd.watch: found no verdict of rank 0 after {self.timeout:g} s; expected it to "
-                            f"make the step on one process and to compare. Look at rank 0, or give timeout= ({error}).") \
-                from None
+            raise PeerError(f"{_WHERE}: found no verdict of rank 0 after {self.timeout:g} s; expected it to make the step on one "
+                            f"process and to compare. Look at rank 0, or give timeout= ({error}).") from None
         if made is None:
-            said = str(told["error"])
-            raise ConfigError(said if told.get("refused") else f"isograd.watch: found that rank 0 could not "
-                              f"compare: {said}; expected two dumps. See rank 0")
+            text = str(answer["error"])
+            raise ConfigError(text if answer.get("refused") else
+                              f"{_WHERE}: found that rank 0 could not compare: {text}; expected a verdict. See rank 0")
         return made
 
     # Rank 0 alone.
-    def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, said: list[dict[str, Any]],
-                  parts: list[dict[str, torch.Tensor]], updated: list[dict[str, Any]]) -> Verdict:
+    def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],
+                  views: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
+        if precision == "fp64" and any(g.dtype != torch.float64 for g in gradients.values()):
+            refuse(_WHERE, "a gradient in another type than fp64", "fp64, as precision= says: what was rounded proves nothing there",
+                   "Leave out precision=")
         own = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
         batch = [pickle.loads(some) for some in self._samples]
         numbers = [self.ids(s) if self.ids else i for i, s in enumerate(s for micros in batch for m in micros for s in m)]
         once = _once(batch, numbers) if self.ids else batch
-        notes = self._notes + (_checks.notes(batch) if self.ids is None else [])
         model = self.make_model() if self.make_model else self._copy
         assert model is not None
-        findings, update = _updates.judge(updated)
-        findings += _checks.frozen_otherwise(model, names) + self._unproven
-        model = set_modes(fill(model.cpu(), self._initial, names), self.model.training, self._modes)
-        _checks.fits_in_memory(model, self.reference)
-        with _checks.threads(self._threads) as look:  # in fp64 their number makes no difference that is looked at
+        findings, update = judge(everyone)
+        findings += frozen_otherwise(model, names) + self._unproven
+        model = _reference.fill(model.cpu(), self._initial, names)
+        model.train(self.model.training)
+        for name, module in model.named_modules():
+            module.training = self._modes.get(plain_name(name), module.training)
+        count = sum(p.numel() for p in model.parameters())  # two copies, the gradient and a share of it
+        _reference.fits_in_memory(_reference.available(), 5 * count * self.reference.itemsize,
+                                  f"a model of {count:,} parameters, whose step on one process, without activations,",
+                                  "Watch a smaller model of the same code, or give reference=torch.float32")
+        with _reference.threads(self._threads) as look:  # in fp64 their number makes no difference that is compared
             right = one_process(copied(model), self.loss, once, self.mean, self.reference, after_each=look, own=own)
-        counts = right.counts if once is batch else _counts(batch, once, numbers, right.counts)
-        limit = self.recording.max_norm
-        axes = self._axes(len(batch))
-        clipped_by = said[0].get("norm", said[0].get("logged_norm"))
-        for one in said:
-            _keep_the_wrong_norm(one, right.norm)
-        norm = said[0].get("norm")
-        for one, part in zip(said, parts):
-            one["spread"] = spread(part, parts[0])
+            self._threads = torch.get_num_threads()
+        limit, axes = self.recording.max_norm, self._axes(len(batch))
+        clipped_by = views[0]["logged_norm"] if views[0]["norm"] is None else views[0]["norm"]
+        for view in views:
+            view["norm"] = _wrong_norm([view["norm"], view.pop("logged_norm")], right.norm)
+        for view, part in zip(views, parts):
+            view["spread"] = spread(part, parts[0])
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
-        peers = summed(alike) if len(alike) > 1 else {}
-        step = {"samples": numbers or None, "counts": counts, "parameters": names, "precision": precision,
-                "loss": self._logged.get("loss"), "targets": self._logged.get("targets"),
-                "tokens": self._logged.get("tokens"), "axes": axes, "norm": norm,
-                "peers": dict.fromkeys(peers, list(axes)[-1]) or None,
-                "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else said,
-                "findings": findings or None}
-        alone = self.alone and own != self.reference
+        run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
+               "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
+               # What the ranks counted is known where nothing was taken twice.
+               "counts": right.counts if once is batch or len(set(numbers)) == len(numbers) else None,
+               "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else views, "findings": findings,
+               **{key: self._logged.get(key) for key in ("loss", "targets", "tokens")}}
+
+        def dump(step: Reference, dtype: torch.dtype) -> dict[str, Any]:
+            coefficient = _coefficient(limit, step.norm)
+            factor = 1.0 if coefficient is None else coefficient
+            return {"gradients": step.gradients, "shares": step.shares, "samples": list(dict.fromkeys(numbers)),
+                    "applied": None if applied is None else {name: factor * g for name, g in step.gradients.items()},
+                    "counts": step.counts, "loss": step.loss, "targets": step.targets, "norm": step.norm,
+                    "precision": PRECISIONS[dtype], "clip_coefficient": coefficient}
 
         def rounded(of: nn.Module) -> Reference:
             autocast = own if self.recording.autocast else None
             return one_process(of, self.loss, once, self.mean, torch.float32 if autocast else own, autocast, shares=False)
 
-        with tempfile.TemporaryDirectory(prefix="isograd-") as scratch, ThreadPoolExecutor(1) as writer:
-            folder = pathlib.Path(scratch) / "step"
-            written = [writer.submit(write_dump, folder / "run", gradients, step, applied, peers=peers), writer.submit(
-                self._write, folder / "one_process", right, once, numbers, limit, applied is not None, self.reference)]
-            if alone:
-                self._write(folder / "alone", rounded(model), once, numbers, limit, applied is not None, own)
-            for each in written:
-                each.result()
-            right.shares.clear()
-            verdict = compare(folder, alone, self.report, self._threads)
-            if alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
-                fresh = fill(model.double(), self._initial, names)
-                measured = measure(fresh, lambda of, dtype: (
-                    rounded(of) if dtype != torch.float64 else
-                    one_process(of, self.loss, once, self.mean, dtype, shares=False)).gradients, own, gradients, right.gradients)
-                if measured is not None:
-                    add_to_step(folder / "one_process", moves=measured[0])
-                    add_to_step(folder / "alone", rounding=measured[1])
-                    verdict = compare(folder, alone, self.report, self._threads)
-            if self.folder:
-                kept = pathlib.Path(self.folder)
-                kept.mkdir(parents=True, exist_ok=True)
-                for file in folder.iterdir():
-                    _checks.replace(file, kept / file.name)
-                verdict.folder = str(kept)
-        in_forward, in_step = ([(rank, of) for rank, of in enumerate(every) if of] for every in zip(*self._drew))
+        def again(of: nn.Module, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+            return (rounded(of) if dtype != torch.float64 else
+                    one_process(of, self.loss, once, self.mean, dtype, shares=False)).gradients
+
+        report, folder = (str(pathlib.Path(path).resolve()) if path else None for path in (self.report, self.folder))
+        reference = dump(right, self.reference)
+        alone = dump(rounded(model), own) if self.alone and own != self.reference else None
+        with _reference.threads(self._threads):
+            verdict = compare(run, reference, alone, report, folder)
+        if alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
+            fresh = _reference.fill(model.double(), self._initial, names)
+            if measured := _reference.measure_jumps(fresh, again, own, gradients, right.gradients):
+                reference["moves"], alone["rounding"] = measured
+                with _reference.threads(self._threads):
+                    verdict = compare(run, reference, alone, report, folder)
+        verdict.folder, verdict.update = str(self.folder) if self.folder else None, update
+        verdict.notes += self._notes + (_duplicates(batch) if self.ids is None else [])
+        self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
+        return verdict
+
+    def _judge_randomness(self, verdict: Verdict, right: Reference, drew: list[tuple[list[str], list[str]]]) -> None:
+        """Refuses, or notes, a step that draws random numbers where the reference draws none; drew: by rank in forward and step."""
+        in_forward, in_step = ([(rank, ", ".join(names)) for rank, names in enumerate(every) if names] for every in zip(*drew))
         if not verdict.passed and in_forward and not right.draws:
-            rank, drew = in_forward[0]
-            refuse(_random.WHERE, f"a model whose forward draws random numbers on rank {rank} (from a generator of "
-                   f"{', '.join(drew)}), where that of the reference draws none", "a model that draws in neither",
+            rank, generators = in_forward[0]
+            refuse(_WHERE, f"a model whose forward draws random numbers on rank {rank} (from a generator of {generators}), where "
+                   "that of the reference draws none", "a model that draws in neither",
                    f"{_random.CURE}; take off a hook that draws and that make_model leaves out")
         if "unknown" in verdict.findings and in_step and not right.draws:
-            rank, drew = in_step[0]
-            notes.append(f"the step draws random numbers on rank {rank} (from a generator of {', '.join(drew)}), and the loss of "
-                         "the reference draws none: where they go into the gradient, no other process makes the same one")
-        verdict.update = update
-        verdict.notes += notes
+            rank, generators = in_step[0]
+            verdict.notes.append(f"the step draws random numbers on rank {rank} (from a generator of {generators}), and the loss of "
+                                 "the reference draws none: where they go into the gradient, no other process makes the same one")
         if right.unseeded:
             verdict.notes.append(f"the loss draws from a generator of {', '.join(right.unseeded)}: of {_random.TRIES} times that a "
                                  "sample was made, from other states, it was the same each time")
-        return verdict
-
-    def _write(self, folder: pathlib.Path, step: Reference, dealt: list[list[list[Any]]], numbers: list[int],
-               limit: float | None, applied: bool, dtype: torch.dtype) -> None:
-        coefficient = _coefficient(limit, step.norm)
-        factor = 1.0 if coefficient is None else coefficient
-        seen = list(dict.fromkeys(numbers)) if self.ids else numbers
-        write_dump(folder, step.gradients, {
-            "samples": seen or None, "counts": step.counts, "parameters": list(step.gradients), "loss": step.loss,
-            "precision": PRECISIONS[dtype], "targets": step.targets, "norm": step.norm, "clip_coefficient": coefficient},
-            {name: factor * g for name, g in step.gradients.items()} if applied else None, step.shares)
 
     def _precision(self) -> str:
         policies = {getattr(getattr(m, "_get_fsdp_state", lambda: None)(), "_mp_policy", None) for m in self.model.modules()}
         lowest = {p.dtype for p in trained(self.model).values()} | {getattr(policy, "param_dtype", None) for policy in policies}
         lowest.add(self.recording.autocast)
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            if dtype in lowest:
-                return PRECISIONS[dtype]
-        return "fp64"
+        return next((PRECISIONS[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in lowest), "fp64")
 
-    def _axes(self, dealt: int) -> dict[str, int]:
+    def _axes(self, places: int) -> dict[str, int]:
         if isinstance(self.data, DeviceMesh) and self.data.mesh_dim_names:
             axes = dict(zip(self.data.mesh_dim_names, self.data.shape))
         else:
             sharded = any(hasattr(m, "set_gradient_divide_factor") for m in self.model.modules())
-            axes = {"dp_shard" if sharded else "dp_replicate": dealt}
-        if self.size > dealt:
-            axes["pp" if self.stages else "tp"] = self.size // dealt
+            axes = {"dp_shard" if sharded else "dp_replicate": places}
+        if self.size > places:
+            axes["pp" if self.stages else "tp"] = self.size // places
         return axes
+
+
+def place_along(data: Group, rank: int) -> int:
+    """This rank's number among those that see different samples."""
+    if data is None:
+        return rank
+    if isinstance(data, DeviceMesh):
+        place = 0
+        for axis, size in enumerate(data.shape):
+            place = place * size + data.get_local_rank(axis)
+        return place
+    if (place := dist.get_rank(data)) < 0:
+        refuse(_WHERE, f"`data` as a group without rank {rank}", "this rank's own group of those that see other samples",
+               "Give each rank the group that it is in")
+    return place
+
+
+def _same_models(everyone: Sequence[dict[str, tuple[int, ...]]], stages: bool) -> None:
+    """Refuses models that are not the same on every rank. everyone: by rank, shapes by name."""
+    for rank, shapes in enumerate(everyone):
+        first = everyone[0]
+        if not stages and shapes != first:
+            name = next(name for name in {**first, **shapes} if shapes.get(name) != first.get(name))
+            refuse(_WHERE, f"another model on rank {rank} than on rank 0: {name} is {shapes.get(name, 'not there')} "
+                   f"and {first.get(name, 'not there')}", "the same model on every rank",
+                   "Build it from the same configuration; stages=True where ranks hold stages of a pipeline")
+
+
+def _duplicates(batch: Batch) -> list[str]:
+    """A note on samples that are there more than once: nothing says that this is a mistake."""
+    seen: dict[str, int] = {}
+    for rank, micros in enumerate(batch):
+        for sample in (sample for micro in micros for sample in micro):
+            if (other := seen.setdefault(digest(sample), rank)) != rank:
+                return [f"ranks {other} and {rank} hold a sample of the same content; it counts twice, also on one device. "
+                        "Where that is a sampler's padding give ids=: a sample then counts once there"]
+    return []
+
+
+def _same_samples(batch: Batch, data: Group) -> list[Finding]:
+    """A finding where all ranks along an axis of `data` have the same samples: a step that leaves out the reduction over them
+    has the same gradient. batch: by place along data, the digests of the samples of each micro-batch."""
+    have = [sorted(sample for micro in micros for sample in micro) for micros in batch]
+    axes: list[tuple[str, int]] = [("", len(have))]
+    if isinstance(data, DeviceMesh) and data.ndim > 1:
+        axes = list(zip(data.mesh_dim_names or [f"axis {i}" for i in range(data.ndim)], data.shape))
+    findings = []
+    stride = len(have)
+    for name, size in axes:
+        outer, stride = stride, stride // size
+        if size > 1 and any(have) and all(some == have[at // outer * outer + at % stride] for at, some in enumerate(have)):
+            where = f"all {size} ranks along {name}" if name else f"all {size} ranks"
+            findings.append({"id": "reduction_not_proven", "sentence": f"{where} have the same samples: a step that does not "
+                             "reduce its gradient over them has the same one, so that nothing is proven of the reduction; give "
+                             "each rank samples of its own, and `data` the axes along which they differ"})
+    return findings
 
 
 def _get(store: Any, key: str, seconds: float) -> bytes:
@@ -400,11 +524,10 @@ def _get(store: Any, key: str, seconds: float) -> bytes:
     return bytes(store.get(key))
 
 
-def _keep_the_wrong_norm(one: dict[str, Any], right: float) -> None:
-    """Keeps as "norm" the one that is further from the right one: the norm that a rank clipped by or the one that it logs."""
-    some = [one.pop(key) for key in ("norm", "logged_norm") if key in one]
-    if some:
-        one["norm"] = max(some, key=lambda norm: abs(norm - right) if math.isfinite(norm) else math.inf)
+def _wrong_norm(norms: Sequence[float | None], right: float) -> float | None:
+    """The norm that is further from the right one: that which a rank clipped by or that which it logs."""
+    return max((norm for norm in norms if norm is not None), default=None,
+               key=lambda norm: abs(norm - right) if math.isfinite(norm) else math.inf)
 
 
 def _differ(sums: list[list[str]]) -> bool:
@@ -418,10 +541,9 @@ def _coefficient(limit: float | None, norm: float | None) -> float | None:
     return 1.0 if coefficient >= 1.0 else coefficient  # NaN where the norm is
 
 
-def _once(batch: list[list[list[Any]]], numbers: list[int]) -> list[list[list[Any]]]:
+def _once(batch: Batch, numbers: list[int]) -> list[list[list[Any]]]:
     """The batch with each sample where it comes first."""
-    seen: set[int] = set()
-    left = iter(numbers)
+    left, seen = iter(numbers), set[int]()
 
     def new(number: int) -> bool:
         known = number in seen
@@ -429,9 +551,3 @@ def _once(batch: list[list[list[Any]]], numbers: list[int]) -> list[list[list[An
         return not known
 
     return [[[sample for sample in micro if new(next(left))] for micro in micros] for micros in batch]
-
-
-def _counts(batch: list[list[list[Any]]], once: list[list[list[Any]]], numbers: list[int],
-            counts: list[list[int]]) -> list[list[int]] | None:
-    """What the ranks counted is known where nothing was taken twice."""
-    return counts if len(set(numbers)) == len(numbers) else None

@@ -10,5 +10,6 @@ void bind_timing(pybind11::module_& module);
 // Of heads without logits.
 void bind_losses(pybind11::module_& module);
 void bind_ranking(pybind11::module_& module);
+void bind_verdict(pybind11::module_& module);
 
 }  // namespace isograd::python

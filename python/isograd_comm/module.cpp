@@ -134,6 +134,7 @@ PYBIND11_MODULE(isograd_comm, module) {
   bind_timing(module);
   bind_losses(module);
   bind_ranking(module);
+  bind_verdict(module);
 
   // Futures call Python functions from a thread of ours, which must not need the interpreter once it ends.
   py::module_::import("atexit").attr("register")(

@@ -125,19 +125,6 @@ def tensor_parallel(rank, summed, factor=1.0):
     return said(step.verdict)
 
 
-def tensor_parallel_right(rank):
-    return tensor_parallel(rank, True)
-
-
-def tensor_parallel_norm_not_summed(rank):
-    return tensor_parallel(rank, False)
-
-
-def tensor_parallel_norm_wrong_on_each(rank):
-    """No sum of these is right."""
-    return tensor_parallel(rank, False, 1.5)
-
-
 class Stages(nn.Module):
     def __init__(self):
         super().__init__()
@@ -179,14 +166,6 @@ def pipeline(rank, scaled):
                        stages=True) as step:
         schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
     return said(step.verdict)
-
-
-def pipeline_right(rank):
-    return pipeline(rank, True)
-
-
-def pipeline_micro_batches_summed(rank):
-    return pipeline(rank, False)
 
 
 def own_clipping(rank):
@@ -233,10 +212,6 @@ def sparse_embedding(rank, reduced=True):
     return {**said(step.verdict), "sparse": model[0].weight.grad.is_sparse, "update": step.verdict.update}
 
 
-def sparse_embedding_not_reduced(rank):
-    return sparse_embedding(rank, False)
-
-
 def without_shares(rank):
     """Above LARGEST_SHARES only the sum of the micro-batches' gradients is kept: what is wrong is found, and not why."""
     most = isograd._reference.LARGEST_SHARES
@@ -265,21 +240,11 @@ def counted_and_divided_again(rank, model, by):
     return said(step.verdict)
 
 
-def divided_by_the_wrapper_too(rank):
-    """DDP averages: nobody called sum_gradients."""
-    return counted_and_divided_again(rank, DistributedDataParallel(make_model()), 1)
-
-
-def divided_by_the_accumulation_too(rank):
-    """As Accelerate's and transformers' backward do."""
-    return counted_and_divided_again(rank, summing(), 3)
-
-
 def threads_without_processors(rank):
     """Rank 0 takes the threads of ranks that wait, until it finds that they get nothing: here it sleeps.
     What comes before the first look, when the model is copied, says nothing of that."""
     found = []
-    with isograd._checks.threads(2) as look:
+    with isograd._reference.threads(2) as look:
         time.sleep(0.3)
         look()
         found.append(torch.get_num_threads())
@@ -323,58 +288,55 @@ def watched(rank, model=None, batch=None, step=None, **more):
         (step or (lambda: batch_loss(model, samples(rank), "mean").backward()))()
 
 
-def fails(rank):
-    if rank == 1:
-        raise ValueError("out of cheese")
+def raised(error):
+    raise error
 
 
-def not_repeatable(rank):
-    def step(model, optimizer, micro_batches):
-        optimizer.zero_grad()
-        x, y = micro_batches[0][0]
-        F.cross_entropy(model(x + torch.randn_like(x)), y).backward()
+def proved_with(spoil):
+    """A step that `spoil` changes: of its model, its input and how often it was made before."""
+    def proved(rank):
+        made = []
 
-    model = make_model()
-    isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
+        def step(model, optimizer, micro_batches):
+            optimizer.zero_grad()
+            x, y = (torch.cat(column) for column in zip(*micro_batches[0]))
+            noise = spoil(None, x, len(made))
+            F.cross_entropy(model(x if noise is None else x + noise), y).backward()
+            spoil(model, None, len(made))
+            made.append(None)
+
+        model = make_model()
+        isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
+    return proved
 
 
-def not_finite_again(rank):
+def noise(model, x, before):
+    return None if x is None else torch.randn_like(x)
+
+
+def not_finite_again(model, x, before):
     """Each time another gradient, of which the second is not finite."""
-    made = []
-
-    def step(model, optimizer, micro_batches):
-        optimizer.zero_grad()
-        batch_loss(model, micro_batches[0], "mean").backward()
-        made.append(None)
-        if len(made) > 1:
-            next(model.parameters()).grad[0] = float("nan")
-
-    model = make_model()
-    isograd.prove(step, model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=[samples(rank)], loss=sample_loss)
+    if model is not None and before > 0:
+        next(model.parameters()).grad[0] = float("nan")
 
 
 def raises(model, sample):
-    if len(sample[1]) > 4:
-        raise IndexError("no such row")
-    return sample_loss(model, sample)
+    return sample_loss(model, sample) if len(sample[1]) <= 4 else raised(IndexError("no such row"))
 
 
 def raises_in_backward(model, sample):
-    def fail(grad):
-        raise IndexError("no such column")
-
     losses = sample_loss(model, sample)
-    losses.register_hook(fail)
+    losses.register_hook(lambda grad: raised(IndexError("no such column")))
     return losses
 
 
 def too_large(rank, free, **more):
-    available = isograd._checks.available
-    isograd._checks.available = lambda: free
+    available = isograd._reference.available
+    isograd._reference.available = lambda: free
     try:
         watched(rank, **more)
     finally:
-        isograd._checks.available = available
+        isograd._reference.available = available
 
 
 def activations_too_large(model, sample):
@@ -399,24 +361,30 @@ BAD = {
     "too_large": lambda rank: too_large(rank, 8000, micro_batches=[samples(rank, (1,))]),
     "batch_too_large": lambda rank: too_large(rank, 1000),
     "sample_too_large": lambda rank: watched(rank, loss=activations_too_large),
-    "not_repeatable": not_repeatable,
-    "not_finite_again": not_finite_again,
+    "not_repeatable": proved_with(noise),
+    "not_finite_again": proved_with(not_finite_again),
     "raises": lambda rank: watched(rank, loss=raises),
     "raises_in_backward": lambda rank: watched(rank, loss=raises_in_backward),
     "mean": lambda rank: watched(rank, mean="average"),
     "nothing_trained": lambda rank: watched(rank, make_model().requires_grad_(False), step=lambda: None),
-    "a_rank_fails": lambda rank: watched(rank, step=lambda: fails(rank), timeout=20),
+    "a_rank_fails": lambda rank: watched(rank, step=lambda: rank and raised(ValueError("out of cheese")), timeout=20),
 }
-GOOD = [prove_leaves_everything_as_it_was, prove_tries_other_batches, tensor_parallel_right, tensor_parallel_norm_not_summed,
-        tensor_parallel_norm_wrong_on_each,
-        pipeline_right, pipeline_micro_batches_summed, own_clipping, sample_twice_is_noted, samples_are_objects,
-        sparse_embedding, sparse_embedding_not_reduced,
-        an_experiment_that_cannot_be_made, without_shares, divided_by_the_wrapper_too, divided_by_the_accumulation_too,
-        threads_without_processors]
+GOOD = {case.__name__: case for case in (
+    prove_leaves_everything_as_it_was, prove_tries_other_batches, own_clipping, sample_twice_is_noted, samples_are_objects,
+    sparse_embedding, an_experiment_that_cannot_be_made, without_shares, threads_without_processors)} | {
+    "tensor_parallel_right": lambda rank: tensor_parallel(rank, True),
+    "tensor_parallel_norm_not_summed": lambda rank: tensor_parallel(rank, False),
+    "tensor_parallel_norm_wrong_on_each": lambda rank: tensor_parallel(rank, False, 1.5),  # no sum of these is right
+    "pipeline_right": lambda rank: pipeline(rank, True),
+    "pipeline_micro_batches_summed": lambda rank: pipeline(rank, False),
+    "sparse_embedding_not_reduced": lambda rank: sparse_embedding(rank, False),
+    # DDP averages: nobody called sum_gradients. And as Accelerate's and transformers' backward do.
+    "divided_by_the_wrapper_too": lambda rank: counted_and_divided_again(rank, DistributedDataParallel(make_model()), 1),
+    "divided_by_the_accumulation_too": lambda rank: counted_and_divided_again(rank, summing(), 3)}
 
 
 def run(rank):
-    found = {case.__name__: case(rank) for case in GOOD}
+    found = {name: case(rank) for name, case in GOOD.items()}
     for name, case in BAD.items():
         try:
             case(rank)

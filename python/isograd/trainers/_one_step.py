@@ -1,4 +1,4 @@
-"""One step of a loop that is somebody else's: its micro-batches are told as they come, and it is made once."""
+"""One step of another library's loop: its micro-batches come one by one, and it is made once."""
 from __future__ import annotations
 
 import copy
@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._assemble import plain, trained
-from .._errors import refuse
+from .._tensors import plain, trained
+from .._groups import refuse
 from .._reference import Loss
-from .._verdict import Verdict
-from ..watching import watch
+from ..watching import Verdict, watch
 
 Split = Callable[[Any], Sequence[Any]]
 
@@ -77,6 +76,16 @@ def unpatched(model: nn.Module) -> nn.Module:
     return own
 
 
+class HasVerdict:
+    """A StepCheck of a loop. verdict: None until the step was made."""
+
+    _step: OneStep
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self._step.verdict
+
+
 class OneStep:
     """Opens `watch` when a loop comes to its step `step`, counted from 1, and holds the verdict afterwards."""
 
@@ -121,7 +130,7 @@ class OneStep:
                 "numbers of micro-batches, the same sample on every rank and a rank without targets")
 
     def abandon(self, error: BaseException) -> None:
-        """The step failed here: the other ranks are told."""
+        """The step failed here: tells the other ranks."""
         opened, self._watch = self._watch, None
         if opened is not None:
             opened.__exit__(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""A loop of one's own over accelerate.Accelerator: one step of it beside the same on one device.
+"""A loop of one's own over accelerate.Accelerator: one step of it compared with the same on one device.
 
     from isograd.trainers.accelerate import StepCheck
 
@@ -16,11 +16,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from .._reference import Loss
-from .._verdict import Verdict
-from ._one_step import OneStep, Split
+from ._one_step import HasVerdict, OneStep, Split
 
 
-class StepCheck:
+class StepCheck(HasVerdict):
     """Compares one step of a loop with the same step on one device.
 
     model, optimizer: what accelerator.prepare gave.
@@ -29,7 +28,7 @@ class StepCheck:
                       `isograd.trainers.transformers`.
 
     The step ends, and is compared, inside the optimizer's step(); what the loop logs is its own and is not compared.
-    Errors are those of `watch`. verdict: None until the step was made.
+    Errors are those of `watch`.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, loss: Loss,
@@ -39,15 +38,10 @@ class StepCheck:
         self._made = 0  # updates
         getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._stepped)
 
-    @property
-    def verdict(self) -> Verdict | None:
-        return self._step.verdict
-
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches, each a micro-batch of this rank.
 
-        Where the loop ends inside the step (an exception in it or in the loader, `break`), the other ranks are told, and
-        end with PeerError.
+        Where the loop ends inside the step (an exception in it or in the loader, `break`), the other ranks end with PeerError.
         """
         try:
             for batch in loader:
@@ -56,7 +50,7 @@ class StepCheck:
                 if self._step.open:
                     self._step.add(batch)
                 yield batch
-        except GeneratorExit:  # what raised in the loop's body is not told to its iterator
+        except GeneratorExit:  # an iterator does not learn what raised in the loop's body
             self._step.abandon(RuntimeError("the loop ended before the step did (see that rank's own error)"))
             raise
         except BaseException as error:

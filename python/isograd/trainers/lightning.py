@@ -1,4 +1,4 @@
-"""lightning.pytorch.Trainer: one step of its loop beside the same on one device.
+"""lightning.pytorch.Trainer: one step of its loop compared with the same on one device.
 
     from isograd.trainers.lightning import StepCheck
 
@@ -15,13 +15,12 @@ try:
 except ImportError:  # the same under its older name
     from pytorch_lightning.callbacks import Callback
 
-from .._errors import refuse
+from .._groups import refuse
 from .._reference import Loss
-from .._verdict import Verdict
-from ._one_step import OneStep, Split
+from ._one_step import HasVerdict, OneStep, Split
 
 
-class StepCheck(Callback):
+class StepCheck(HasVerdict, Callback):
     """Compares one step of automatic optimization with the same step on one device.
 
     loss:   loss(module, sample) as `isograd.watch` has it; `module` is a copy of the LightningModule without a trainer.
@@ -29,17 +28,12 @@ class StepCheck(Callback):
             in `isograd.trainers.transformers`.
     logged: name of the metric that is this step's loss, of callback_metrics; None: no log is compared.
 
-    Errors are those of `watch`, and come out of fit(); ConfigError: several optimizers, manual optimization. verdict:
-    None until the step was made.
+    Errors are those of `watch`, and come out of fit(); ConfigError: several optimizers, manual optimization.
     """
 
     def __init__(self, *, loss: Loss, step: int = 1, samples: Split | None = None, logged: str | None = None,
                  **options: Any) -> None:
         self._step, self._logged = OneStep("lightning's Trainer", loss, step, samples, options), logged
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self._step.verdict
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step + 1 == self._step.step and not self._step.open:

@@ -1,4 +1,4 @@
-"""transformers.Trainer and what is built on it, TRL's SFTTrainer: one step of its loop beside the same on one device.
+"""transformers.Trainer and what is built on it, TRL's SFTTrainer: one step of its loop compared with the same on one device.
 
     from isograd.trainers.transformers import StepCheck
 
@@ -17,10 +17,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .._errors import refuse
+from .._groups import refuse
 from .._reference import Loss
-from .._verdict import Verdict
-from ._one_step import OneStep, Split
+from ._one_step import HasVerdict, OneStep, Split
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -41,7 +40,7 @@ def causal_lm_loss(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
     return F.cross_entropy(logits[valid], targets[valid], reduction="none")
 
 
-class StepCheck(TrainerCallback):
+class StepCheck(HasVerdict, TrainerCallback):
     """Compares one step of `trainer`, a transformers.Trainer or SFTTrainer, with the same step on one device.
 
     trainer:    before train() is called; the callback adds itself.
@@ -52,8 +51,8 @@ class StepCheck(TrainerCallback):
     options:    those of `isograd.watch`: mean, ids, data, report, folder, reference, ...
 
     The gradient before clipping, what the optimizer takes, and, where the trainer logs at this step and has logged at
-    the one before, its `loss` and `grad_norm`. verdict: None until the step was made. Errors are those of `watch`, and
-    come out of train(); ConfigError: another model without loss=.
+    the one before, its `loss` and `grad_norm`. Errors are those of `watch`, and come out of train(); ConfigError: another
+    model without loss=.
     """
 
     def __init__(self, trainer: Trainer, *, loss: Loss | None = None, step: int = 1, samples: Split | None = None,
@@ -77,10 +76,6 @@ class StepCheck(TrainerCallback):
 
         trainer.training_step = training_step
         trainer.add_callback(self)
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self._step.verdict
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._logged = state.global_step

@@ -1,28 +1,28 @@
 """Means over the whole batch, for a PyTorch loop of any kind: count before the first backward, divide once, then only sum.
 
     mean = isograd.TokenMean(group)            # the ranks that see different tokens
-    isograd.sum_gradients(model)               # DDP and FSDP2 average unless they are told
+    isograd.sum_gradients(model)               # DDP and FSDP2 average by default
     step = mean.count(batch.targets for batch in micro_batches)
     for batch in micro_batches:
         step.scale(cross_entropy(model(batch.tokens), batch.targets, reduction="sum")).backward()
 
-Then the gradient is that of one device on the whole batch, however it is dealt to ranks and micro-batches
+Then the gradient is that of one device on the whole batch, however it is assigned to ranks and micro-batches
 (docs/losses.md has the reasons). `count` is collective: every rank of `group` calls it once a step, one without data
 too. `group` is a process group, or a device mesh of all axes along which tokens differ; None is the world.
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Iterable, Sequence, Union
 
 import torch
 
-from ._errors import ConfigError, refuse
-from ._groups import Group, all_sum, gather, gather_rows
+from ._groups import Group, agreed, all_sum, gather_rows, refuse
+from ._native.isograd_comm import linear_cross_entropy as _fused
 
 Counts = Union[torch.Tensor, int]
 IGNORED = -100
-_COUNTED, _WEIGHED, _REFUSED = range(3)
 
 
 class Step:
@@ -37,7 +37,7 @@ class Step:
                  weights: Sequence[torch.Tensor] | None = None) -> None:
         self.denominator, self.targets, self.global_micro_batches = denominator, targets, global_micro_batches
         self._group, self._weights = group, weights
-        self._shares: list[torch.Tensor] = []  # where they are: read one by one they would hold up a GPU
+        self._shares: list[torch.Tensor] = []  # on their device: to read each at once would hold up a GPU
 
     @property
     def gradient_scale(self) -> float:
@@ -49,7 +49,12 @@ class Step:
 
         ConfigError: it is no single number, or one of 16 bits, in which the denominator would be rounded.
         """
-        _check_sum(loss_sum)
+        if loss_sum.numel() != 1:
+            refuse("Step.scale", f"losses of shape {tuple(loss_sum.shape)}", "their sum, a single number",
+                   'Take reduction="sum"; a mean would be divided twice')
+        if loss_sum.dtype not in (torch.float32, torch.float64):
+            refuse("Step.scale", f"a sum in {loss_sum.dtype}", "fp32 or fp64, for 1/N would be rounded with it",
+                   "Compute the loss from logits.float()")
         share = loss_sum / self.denominator if self.denominator > 0 else loss_sum * 0.0
         self._shares.append(share.detach())
         return share
@@ -80,9 +85,13 @@ class TokenMean:
 
     def count(self, targets: Iterable[Counts]) -> Step:
         """Of each micro-batch of this rank, in order: its targets, of any shape, or how many are valid. Collective."""
-        with _Exchange("TokenMean.count", self.group) as exchange:
-            exchange.counts = [self.own(each) for each in targets]
-        return Step(self.group, exchange.targets, int(exchange.targets), exchange.global_micro_batches)
+        def own() -> tuple[float, float]:
+            counts = [self.own(each) for each in targets]
+            return sum(counts), len(counts)
+
+        rows = agreed("TokenMean.count", own, self.group)
+        count = float(rows[:, 0].sum())
+        return Step(self.group, count, int(count), int(rows[:, 1].max()))
 
     def own(self, targets: Union[Counts, float]) -> int:
         """How many targets of a micro-batch are valid."""
@@ -109,9 +118,12 @@ class WeightedMean:
 
         A target without loss has weight 0. `scale` takes Σ w_i ℓ_i.
         """
-        with _Exchange("WeightedMean.count", self.group) as exchange:
-            exchange.weights = [self.own(each) for each in weights]
-        return Step(self.group, exchange.weight, 0, exchange.global_micro_batches)
+        def own() -> tuple[float, float]:
+            sums = [self.own(each) for each in weights]
+            return math.fsum(sums), len(sums)
+
+        rows = agreed("WeightedMean.count", own, self.group)
+        return Step(self.group, float(rows[:, 0].sum()), 0, int(rows[:, 1].max()))
 
     def own(self, weights: Union[torch.Tensor, float]) -> float:
         """The sum of a micro-batch's weights, in fp64."""
@@ -132,13 +144,11 @@ class FixedDenominator:
 
     def count(self, micro_batches: Iterable[object] = ()) -> Step:
         """Counts the micro-batches, and compares D between the ranks. Collective."""
-        with _Exchange("FixedDenominator.count", self.group) as exchange:
-            exchange.weights = [self.denominator]
-            exchange.rounds_here = sum(1 for _ in micro_batches)
-        if float(exchange.rows[:, _WEIGHED].max()) != float(exchange.rows[:, _WEIGHED].min()):
-            refuse("FixedDenominator.count", f"the denominators {exchange.rows[:, _WEIGHED].tolist()} by rank",
-                   "one number", "Give every rank the same")
-        return Step(self.group, self.denominator, 0, exchange.global_micro_batches)
+        rows = agreed("FixedDenominator.count", lambda: (self.denominator, sum(1 for _ in micro_batches)), self.group)
+        if float(rows[:, 0].max()) != float(rows[:, 0].min()):
+            refuse("FixedDenominator.count", f"the denominators {rows[:, 0].tolist()} by rank", "one number",
+                   "Give every rank the same")
+        return Step(self.group, self.denominator, 0, int(rows[:, 1].max()))
 
 
 class SampleMean:
@@ -158,37 +168,37 @@ class SampleMean:
         """
         ids: list[torch.Tensor] = []
         valid: list[torch.Tensor] = []
-        with _Exchange("SampleMean.count", self.group) as exchange:
+
+        def own() -> tuple[float, float, float]:
             for each, wanted in zip(samples, targets, strict=True):
                 ids.append(each)
                 valid.append(self.valid(each, wanted))
-            here = self.lengths(ids, valid)
-            exchange.counts = [int(each.sum()) for each in valid]
-            exchange.weights = [float(here.size(0))]
-        count = exchange.weight
+            return sum(int(each.sum()) for each in valid), self.lengths(ids, valid).size(0), len(valid)
+
+        rows = agreed("SampleMean.count", own, self.group)
+        lengths, count = self.lengths(ids, valid), float(rows[:, 1].sum())
         if self.cut:
-            rows = gather_rows(here, self.group)
-            names, place = rows[:, 0].unique(return_inverse=True)
-            lengths = torch.zeros(len(names), dtype=torch.int64).index_add_(0, place, rows[:, 1])
-            here, count = torch.stack([names, lengths], 1), float(len(names))
-        return Step(self.group, count, int(exchange.targets), exchange.global_micro_batches,
-                    [self.shares(i, v, here) for i, v in zip(ids, valid)])
+            pieces = gather_rows(lengths, self.group)
+            names, place = pieces[:, 0].unique(return_inverse=True)
+            whole = torch.zeros(len(names), dtype=torch.int64).index_add_(0, place, pieces[:, 1])
+            lengths, count = torch.stack([names, whole], 1), float(len(names))
+        return Step(self.group, count, int(rows[:, 0].sum()), int(rows[:, 2].max()),
+                    [self.shares(i, v, lengths) for i, v in zip(ids, valid)])
 
     def valid(self, samples: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Which tokens carry loss, bool."""
         _check_integers("SampleMean.count", "samples", samples)
         _check_integers("SampleMean.count", "targets", targets)
         if samples.shape != targets.shape:
-            refuse("SampleMean.count", f"samples {tuple(samples.shape)} and targets {tuple(targets.shape)}",
-                   "one id for each target", "Give both in the shape of the losses")
+            refuse("SampleMean.count", f"samples {tuple(samples.shape)} and targets {tuple(targets.shape)}", "one shape",
+                   "Give each token its sample")
         return targets != self.ignore_index
 
     @staticmethod
     def lengths(ids: Sequence[torch.Tensor], valid: Sequence[torch.Tensor]) -> torch.Tensor:
         """[samples, 2] on the CPU: id and valid targets of each sample with any."""
         flat = torch.cat([torch.zeros(0, dtype=torch.int64), *(i[v].reshape(-1).long().cpu() for i, v in zip(ids, valid))])
-        names, counts = flat.unique(return_counts=True)
-        return torch.stack([names, counts], 1)
+        return torch.stack(flat.unique(return_counts=True), 1)
 
     @staticmethod
     def shares(ids: torch.Tensor, valid: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -237,41 +247,47 @@ class Deferred:
         return self.mean.count(calls)
 
 
-class _Exchange:
-    """What each rank counted, as one small all-gather; input that one rank refuses is refused on all."""
-
-    def __init__(self, where: str, group: Group) -> None:
-        self.where, self.group = where, group
-        self.counts: Sequence[int] = ()
-        self.weights: Sequence[float] = ()
-        self.rounds_here: int | None = None
-
-    def __enter__(self) -> _Exchange:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # interrupted, as others are too
-        rounds = self.rounds_here if self.rounds_here is not None else max(len(self.counts), len(self.weights))
-        own = [float(sum(self.counts)), math.fsum(self.weights), float(error is not None), float(rounds)]
-        self.rows = gather(torch.tensor(own, dtype=torch.float64), self.group)  # exact below 2^53
-        refused = self.rows[:, _REFUSED].nonzero().flatten().tolist()
-        if error is None and refused:
-            raise ConfigError(f"{self.where}: found input that rank {refused[0]} refuses; expected input "
-                              "that every rank can count. Look at that rank's own message.")
-        self.targets, self.weight = float(self.rows[:, _COUNTED].sum()), float(self.rows[:, _WEIGHED].sum())
-        self.global_micro_batches = int(self.rows[:, -1].max())
-
-
-def _check_sum(loss_sum: torch.Tensor) -> None:
-    if loss_sum.numel() != 1:
-        refuse("Step.scale", f"losses of shape {tuple(loss_sum.shape)}", "their sum, a single number",
-               'Take reduction="sum"; a mean would be divided twice')
-    if loss_sum.dtype not in (torch.float32, torch.float64):
-        refuse("Step.scale", f"a sum in {loss_sum.dtype}", "fp32 or fp64, for 1/N would be rounded with it",
-               "Compute the loss from logits.float()")
-
-
 def _check_integers(where: str, what: str, values: torch.Tensor) -> None:
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         refuse(where, f"{what} in {values.dtype}", "integers", "Give class or token numbers, ignore_index where none")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCrossEntropy:
+    """Of the tokens with a target and a weight above 0.
+
+    sum:               differentiable: Σ w (loss + z · lse²), lse = log Σ exp of a token's logits.
+    cross_entropy:     detached: Σ w loss. z_loss: detached: Σ w lse², without the coefficient.
+    log_probabilities: detached: log p of each target, of the targets' shape; 0 where there is none.
+    """
+
+    sum: torch.Tensor
+    cross_entropy: torch.Tensor
+    z_loss: torch.Tensor
+    log_probabilities: torch.Tensor
+
+
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
+                         weights: torch.Tensor | None = None, bias: torch.Tensor | None = None, ignore_index: int = IGNORED,
+                         label_smoothing: float = 0.0, z_loss: float = 0.0) -> LinearCrossEntropy:
+    """F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum"), 2 to 64 MiB of logits at a time.
+
+    hidden [..., H], weight [V, H], bias [V]: of one of fp64, fp32, bf16 on one device. targets [...]: int64, in [0, V) or
+    ignore_index. weights [...]: of the tokens, constants of 0 or more, or a mask. label_smoothing in [0, 1]: as PyTorch's.
+    z_loss: the coefficient of the squared log-partition.
+
+    Divide it yourself: TokenMean().scale(loss.sum). Gradients are made in the forward and multiplied by a scalar in
+    backward; that of weight is added up in fp32 (fp64 in fp64). First derivatives only.
+
+    ConfigError: targets outside the vocabulary, weights that are negative or not finite, shapes or types that do not fit;
+    a backward with create_graph is a RuntimeError.
+    """
+    if ignore_index != IGNORED and bool((targets == IGNORED).any()):
+        refuse("isograd.linear_cross_entropy", f"targets of {IGNORED} with ignore_index={ignore_index}",
+               "targets in [0, V), or ignore_index", f"Give the ignored tokens {ignore_index} alone")
+    kept = targets if ignore_index == IGNORED else targets.masked_fill(targets == ignore_index, IGNORED)
+    if hidden.dim() > 2 and hidden.shape[:-1] == targets.shape:
+        hidden, kept = hidden.flatten(0, -2), kept.flatten()
+        weights = weights.flatten() if weights is not None and weights.shape == targets.shape else weights
+    found = _fused(hidden, weight, kept, weights, bias, label_smoothing, z_loss)
+    return LinearCrossEntropy(*found[:3], found[3].view(targets.shape))
