@@ -4,20 +4,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from problem import IGNORED, Problem
 from trainers import ByHand, Ddp, Fsdp, Hybrid, Trainer
-from trial import Trial, all_at_once, one_by_one
-
-
-class DdpUnusedParameter(Ddp):
-    options = {"find_unused_parameters": True}
+from trial import Trial, all_at_once, one_by_one, planted
 
 
 class DdpPrefixedNames(Ddp):
     def finish(self, gradients, records):
         return super().finish({f"module.{name}": g for name, g in gradients.items()}, records)
-
-
-class DdpBucketViews(Ddp):
-    options = {"gradient_as_bucket_view": True, "find_unused_parameters": True, "bucket_cap_mb": 0.002}
 
 
 class FlatAllReduce(ByHand):
@@ -33,21 +25,6 @@ class FlatAllReduce(ByHand):
             p.grad.copy_(part.view_as(p))
 
 
-class BatchPermuted(Trainer):
-    """The ranks, and the samples within each, come in the opposite order."""
-
-    def deal(self):
-        return [[samples[::-1] for samples in micros[::-1]] for micros in super().deal()[::-1]]
-
-
-class DealtOtherwise(Trainer):
-    """Samples are dealt like cards; the reference takes them one by one."""
-
-    def deal(self):
-        samples = self.problem.samples()
-        return [[samples[rank::self.problem.ranks]] for rank in range(self.problem.ranks)]
-
-
 class SummedInPairs(Trainer):
     """The last rank first, in pairs: another order of the sums."""
 
@@ -56,16 +33,6 @@ class SummedInPairs(Trainer):
         while len(parts) > 1:
             parts = [{n: a[n] + b[n] for n in a} for a, b in zip(parts[::2], parts[1::2])] + parts[len(parts) // 2 * 2:]
         return parts[0]
-
-
-class ChunkedLossPadded(Trainer):
-    """The loss in chunks of 16 positions, samples in rows filled up with padding."""
-
-    padded = True
-
-    def cross_entropy(self, logits, targets):
-        return torch.cat([F.cross_entropy(l, t, ignore_index=IGNORED, reduction="none")
-                          for l, t in zip(logits.split(16), targets.split(16))])
 
 
 uneven, accumulated = ((3,), (1,), (2,)), ((1, 2, 1), (2, 1))
@@ -82,9 +49,11 @@ TRIALS = [
     Trial(Ddp, Problem("mlp", accumulated), "no_sync, micro-batches of uneven number and size", alone=True,
           title="DdpAccumulated"),
     Trial(Ddp, Problem("transformer", uneven, empty_ranks=(1,)), "a rank without a target", title="DdpEmptyRank"),
-    Trial(DdpUnusedParameter, Problem("transformer", uneven, extras=("unused",)), "a parameter that nothing uses"),
+    planted("DdpUnusedParameter", Ddp, Problem("transformer", uneven, extras=("unused",)), "a parameter that nothing uses",
+            options={"find_unused_parameters": True}),
     Trial(DdpPrefixedNames, Problem("mlp", uneven), "names with module. before them"),
-    Trial(DdpBucketViews, Problem("convolution", ((9,), (4,), (7,))), "small buckets, gradients are views of them"),
+    planted("DdpBucketViews", Ddp, Problem("convolution", ((9,), (4,), (7,))), "small buckets, gradients are views of them",
+            options={"gradient_as_bucket_view": True, "find_unused_parameters": True, "bucket_cap_mb": 0.002}),
     Trial(Fsdp, Problem("transformer", ((2,), (3,))), "FSDP2, tied embedding", title="FsdpTied"),
     Trial(Fsdp, Problem("mlp", four), "sizes that four ranks do not divide", title="FsdpOddShards"),
     Trial(Fsdp, Problem("mlp", uneven, precision="bf16"), "gathered in bf16, reduced in fp32", alone=True,
@@ -95,9 +64,11 @@ TRIALS = [
     Trial(Fsdp, Problem("transformer", ((1, 2, 1), (2, 1, 1)), extras=("checkpointed",)),
           "accumulation, blocks computed again in backward", title="FsdpAccumulatedCheckpointed"),
     Trial(FlatAllReduce, Problem("transformer", four), "one flat all-reduce; ranks give their hashes"),
-    Trial(BatchPermuted, Problem("transformer", accumulated), "the batch in the opposite order"),
-    Trial(DealtOtherwise, Problem("mlp", ((2,), (2,), (2,))), "samples dealt otherwise than in the reference",
-          reference_deal=one_by_one),
+    planted("BatchPermuted", Trainer, Problem("transformer", accumulated), "ranks, and samples within each, in the opposite order",
+            deal=lambda self: [[samples[::-1] for samples in micros[::-1]] for micros in Trainer.deal(self)[::-1]]),
+    planted("DealtOtherwise", Trainer, Problem("mlp", ((2,), (2,), (2,))), "each rank takes every third sample; the reference takes "
+            "them one by one", reference_deal=one_by_one,
+            deal=lambda self: [[self.problem.samples()[rank::self.problem.ranks]] for rank in range(self.problem.ranks)]),
     Trial(Trainer, Problem("transformer", ((1, 1, 1, 1), (1, 1, 1, 1))), "other micro-batches than the reference",
           alone=True, reference_deal=all_at_once, title="SplitOtherwise"),
     Trial(SummedInPairs, Problem("convolution", ((3,), (2,), (4,), (1,), (2,))), "another order of sums"),
@@ -114,7 +85,10 @@ TRIALS = [
           title="GradientNearlyZero"),
     Trial(Ddp, Problem("transformer", uneven, dropout=0.2, mean="sample"), "dropout keyed by sample",
           title="DropoutBySample"),
-    Trial(ChunkedLossPadded, Problem("transformer", ((3,), (2,)), precision="bf16"), "chunked loss, padded rows",
-          alone=True),
+    planted("ChunkedLossPadded", Trainer, Problem("transformer", ((3,), (2,)), precision="bf16"), "the loss in chunks of 16 "
+            "positions, samples in rows filled up with padding", alone=True, padded=True,
+            cross_entropy=lambda self, logits, targets: torch.cat([
+                F.cross_entropy(l, t, ignore_index=IGNORED, reduction="none")
+                for l, t in zip(logits.split(16), targets.split(16))])),
     Trial(Ddp, Problem("mlp", uneven, extras=("trained",)), "after five updates", title="AfterUpdates"),
 ]

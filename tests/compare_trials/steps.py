@@ -7,17 +7,23 @@ import torch.distributed as dist
 from problem import Problem, num_targets
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainers import ByHand, Ddp, Fsdp
-from trial import Trial
+from trial import Trial, planted
 
 
 def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-# Which parameters an optimizer holds.
-class OptimizerOfAnotherModel(Ddp):
-    def make_optimizer(self, model):
-        return torch.optim.SGD(trained(self.make_model(0)), lr=0.1)
+def sgd(parameters, lr=0.1):
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(trained(model), lr=0.1, **options)
+
+
+def without(model, word):
+    return [p for name, p in model.named_parameters() if word not in name]
 
 
 class OptimizerBeforeSharding(Fsdp):
@@ -29,11 +35,6 @@ class OptimizerBeforeSharding(Fsdp):
         return torch.optim.AdamW(self.early, lr=0.1)
 
 
-class HeadNotInOptimizer(Ddp):
-    def make_optimizer(self, model):
-        return torch.optim.SGD([p for name, p in model.named_parameters() if "head" not in name], lr=0.1)
-
-
 class FrozenByMistake(Ddp):
     def make_model(self, rank):
         model = super().make_model(rank)
@@ -41,22 +42,8 @@ class FrozenByMistake(Ddp):
         return model
 
 
-# Who updates, and by how much.
-class RankDoesNotStep(Ddp):
-    def update(self, model):
-        if dist.get_rank() != 1:
-            super().update(model)
-
-
-class ShardDoesNotStep(Fsdp):
-    def update(self, model):
-        if dist.get_rank() != 1:
-            super().update(model)
-
-
-class LearningRateOfRank(Ddp):
-    def make_optimizer(self, model):
-        return torch.optim.SGD(trained(model), lr=0.1 / (1 + dist.get_rank()))
+def all_but_rank_1(base):
+    return lambda self, model: base.update(self, model) if dist.get_rank() != 1 else None
 
 
 class StateOnRankZeroAlone(Ddp):
@@ -117,11 +104,6 @@ class SeveralOptimizers(Ddp):
             optimizer.zero_grad()
 
 
-class AdamDecaysWhatHasNoGradient(Fsdp):
-    def make_optimizer(self, model):
-        return torch.optim.AdamW(trained(model), lr=0.1, weight_decay=0.1)
-
-
 class WarmUp(Fsdp):
     def make_optimizer(self, model):
         optimizer = torch.optim.AdamW(trained(model), lr=0.1)
@@ -133,33 +115,17 @@ class WarmUp(Fsdp):
         self.schedule.step()
 
 
-class StepsLater(Ddp):
-    def update(self, model):
-        """The gradient is kept for the next micro-batches."""
-
-
-class Foreach(Ddp):
-    implementation = {"foreach": True}
-
-    def make_optimizer(self, model):
-        return torch.optim.AdamW(trained(model), lr=0.1, **self.implementation)
-
-
-class Fused(Foreach):
-    implementation = {"fused": True}
-
-
-class FusedShards(Fsdp):
-    implementation = {"fused": True}
-    make_optimizer = Foreach.make_optimizer
-
-
-class Scaled(Foreach):
+class Scaled(Ddp):
     """The loss is multiplied by GradScaler, the gradient divided by it before or in the update."""
+
+    implementation = {"foreach": True}
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def make_optimizer(self, model):
+        return adamw(model, **self.implementation)
 
     def loss(self, nll, micro, rank, j):
         return self.scaler.scale(super().loss(nll, micro, rank, j))
@@ -176,30 +142,12 @@ class Scaled(Foreach):
         self.scaler.update()
 
 
-class ScaledAndFused(Scaled):
-    implementation = {"fused": True}
-
-
-class UnusedInNoGroup(Ddp):
-    """A layer that no loss reaches is not in the optimizer."""
-
-    options = {"find_unused_parameters": True}
-
-    def make_optimizer(self, model):
-        return torch.optim.SGD([p for name, p in model.named_parameters() if "unused" not in name], lr=0.1)
-
-
 class SecondLoop(Ddp):
     """Another loop trains the head, with an optimizer of its own that does not step here."""
 
     def make_optimizer(self, model):
         self.other = torch.optim.SGD(trained(model.module.head), lr=0.1)
         return torch.optim.SGD(trained(model.module.layers), lr=0.1)
-
-
-class ZeroRedundancy(Ddp):
-    def make_optimizer(self, model):
-        return ZeroRedundancyOptimizer(trained(model), torch.optim.AdamW, process_group=self.groups.first[self.ranks], lr=0.1)
 
 
 class Wrapped:
@@ -210,16 +158,6 @@ class Wrapped:
 
     def step(self):
         self.inner.step()
-
-
-class OptimizerInAWrapper(Ddp):
-    def make_optimizer(self, model):
-        return Wrapped(super().make_optimizer(model))
-
-
-class RateBelowRounding(Ddp):
-    def make_optimizer(self, model):
-        return torch.optim.SGD(trained(model), lr=1e-7)
 
 
 class Masters(Ddp):
@@ -250,14 +188,19 @@ class UpdatedByHand(Ddp):
 
 uneven, two = ((3,), (1,), (2,)), ((2,), (3,))
 TRIALS = [
-    Trial(OptimizerOfAnotherModel, Problem("mlp", two), "the optimizer is another model's", ("not_in_optimizer",)),
+    planted("OptimizerOfAnotherModel", Ddp, Problem("mlp", two), "the optimizer is another model's", ("not_in_optimizer",),
+            make_optimizer=lambda self, model: sgd(trained(self.make_model(0)))),
     Trial(OptimizerBeforeSharding, Problem("mlp", two, max_norm=0.1), "the optimizer is made, then fully_shard replaces the "
           "parameters", ("not_in_optimizer",)),
-    Trial(HeadNotInOptimizer, Problem("mlp", uneven, max_norm=0.1), "no group has the head", ("not_in_optimizer",)),
+    planted("HeadNotInOptimizer", Ddp, Problem("mlp", uneven, max_norm=0.1), "no group has the head", ("not_in_optimizer",),
+            make_optimizer=lambda self, model: sgd(without(model, "head"))),
     Trial(FrozenByMistake, Problem("mlp", two), "one weight is frozen, and make_model trains it", ("frozen_otherwise",)),
-    Trial(RankDoesNotStep, Problem("mlp", uneven, max_norm=0.1), "rank 1 leaves out step()", ("updates_differ",)),
-    Trial(ShardDoesNotStep, Problem("mlp", uneven, max_norm=0.1), "the same: FSDP2", ("updates_differ",)),
-    Trial(LearningRateOfRank, Problem("mlp", two), "each rank has a learning rate of its own", ("updates_differ",)),
+    planted("RankDoesNotStep", Ddp, Problem("mlp", uneven, max_norm=0.1), "rank 1 leaves out step()", ("updates_differ",),
+            update=all_but_rank_1(Ddp)),
+    planted("ShardDoesNotStep", Fsdp, Problem("mlp", uneven, max_norm=0.1), "the same: FSDP2", ("updates_differ",),
+            update=all_but_rank_1(Fsdp)),
+    planted("LearningRateOfRank", Ddp, Problem("mlp", two), "each rank has a learning rate of its own", ("updates_differ",),
+            make_optimizer=lambda self, model: sgd(trained(model), 0.1 / (1 + dist.get_rank()))),
     Trial(StateOnRankZeroAlone, Problem("mlp", uneven), "rank 0 alone resumes with the optimizer's state",
           ("updates_differ",)),
     Trial(PutBackAfterUpdate, Problem("mlp", two), "after step() one weight is what it was", ("not_updated",)),
@@ -266,19 +209,25 @@ TRIALS = [
     Trial(SameSamplesAndNoReduction, Problem("mlp", ((2,), (2,), (2,))), "ranks read the same samples, and nothing is "
           "reduced", ("reduction_not_proven",)),
     Trial(SeveralOptimizers, Problem("mlp", uneven, max_norm=0.1), "two optimizers, each zeroes its gradients"),
-    Trial(AdamDecaysWhatHasNoGradient, Problem("transformer", uneven, extras=("gate",)), "AdamW moves what has a gradient of 0"),
+    planted("AdamDecaysWhatHasNoGradient", Fsdp, Problem("transformer", uneven, extras=("gate",)), "AdamW moves what has a gradient "
+            "of 0", make_optimizer=lambda self, model: adamw(model, weight_decay=0.1)),
     Trial(WarmUp, Problem("mlp", uneven), "a learning rate of 0"),
-    Trial(StepsLater, Problem("mlp", two), "the optimizer steps after the block"),
-    Trial(Foreach, Problem("mlp", two), "AdamW, foreach"),
-    Trial(Fused, Problem("mlp", two), "AdamW, fused"),
-    Trial(FusedShards, Problem("mlp", uneven), "the same: FSDP2"),
+    planted("StepsLater", Ddp, Problem("mlp", two), "the optimizer steps after the block", update=lambda self, model: None),
+    *[planted(name, base, Problem("mlp", deal), about, make_optimizer=make) for name, base, deal, about, make in (
+        ("Foreach", Ddp, two, "AdamW, foreach", lambda self, model: adamw(model, foreach=True)),
+        ("Fused", Ddp, two, "AdamW, fused", lambda self, model: adamw(model, fused=True)),
+        ("FusedShards", Fsdp, uneven, "the same: FSDP2", lambda self, model: adamw(model, fused=True)),
+        ("ZeroRedundancy", Ddp, uneven, "ZeroRedundancyOptimizer", lambda self, model: ZeroRedundancyOptimizer(
+            trained(model), torch.optim.AdamW, process_group=self.groups.first[self.ranks], lr=0.1)),
+        ("OptimizerInAWrapper", Ddp, two, "an object that has an optimizer", lambda self, model: Wrapped(
+            Ddp.make_optimizer(self, model))))],
     Trial(Scaled, Problem("mlp", two, max_norm=0.1), "GradScaler, unscaled before the clip"),
-    Trial(ScaledAndFused, Problem("mlp", two), "GradScaler, the fused update divides"),
-    Trial(UnusedInNoGroup, Problem("transformer", two, extras=("unused",)), "a layer that nothing uses is in no group"),
+    planted("ScaledAndFused", Scaled, Problem("mlp", two), "GradScaler, the fused update divides", implementation={"fused": True}),
+    planted("UnusedInNoGroup", Ddp, Problem("transformer", two, extras=("unused",)), "a layer that nothing uses is in no group",
+            options={"find_unused_parameters": True}, make_optimizer=lambda self, model: sgd(without(model, "unused"))),
     Trial(SecondLoop, Problem("mlp", two), "another loop trains the head"),
-    Trial(ZeroRedundancy, Problem("mlp", uneven), "ZeroRedundancyOptimizer"),
-    Trial(OptimizerInAWrapper, Problem("mlp", two), "an object that has an optimizer"),
-    Trial(RateBelowRounding, Problem("mlp", two, precision="bf16_parameters"), "bf16 does not hold so small an update"),
+    planted("RateBelowRounding", Ddp, Problem("mlp", two, precision="bf16_parameters"), "bf16 does not hold so small an update",
+            make_optimizer=lambda self, model: sgd(trained(model), 1e-7)),
     Trial(Masters, Problem("mlp", two, precision="bf16_parameters"), "copies in fp32 are updated"),
     Trial(UpdatedByHand, Problem("mlp", two), "no optimizer"),
 ]

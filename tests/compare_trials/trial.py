@@ -24,6 +24,11 @@ class Trial:
         return bool(self.names)
 
 
+def planted(name, base, problem, about, names=(), alone=False, reference_deal=None, **changes):
+    """A trial of `base` with some of its methods and attributes replaced."""
+    return Trial(type(name, (base,), changes), problem, about, names, alone, reference_deal)
+
+
 def one_by_one(problem):
     """Each sample a micro-batch of one rank."""
     return [[[sample] for sample in problem.samples()]]
