@@ -72,6 +72,15 @@ def warm(installed):
     return warm_python.python(str(installed))
 
 
+def run_python(python, *arguments, timeout=300, **variables):
+    """What a program of tests/python_package, or another one, prints on standard output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=ROOT / "tests/python_package",
+                          capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: left out of the default suite, for time (docs/testing.md)")
     config.addinivalue_line("markers", "both_backends: runs with each backend in the default suite too")

@@ -9,77 +9,23 @@ import subprocess
 import sys
 
 import pytest
+from conftest import BINARY, ROOT
+from run_files import text_tables, write_run, write_video
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+BUILD = BINARY.parent.parent
 STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
 LIMIT = 240
 
-COMMON = """
-[run]
-directory = "{folder}/run"
-[train]
-steps = 3
-evaluate_every = 2
-evaluate_packs = 2
-dtype = "{dtype}"
-[parallel]
-timeout_seconds = 60
-"""
-TEXT = COMMON + """
-[data]
-text = ["{folder}/text"]
-cache = "{folder}/cache"
-pack_length = 32
-validation_fraction = 0.2
-[batch]
-packs_per_step = 5
-packs_per_micro_batch = 1
-[model]
-hidden = 16
-layers = 2
-heads = 4
-key_value_heads = 2
-head_dim = 4
-feed_forward = 24
-max_positions = 64
-[loss]
-kind = "sample_mean"
-[sample]
-tokens = 8
-"""
-VIDEO = COMMON + """
-[data]
-validation_fraction = 0.2
-[batch]
-videos_per_step = 5
-tokens_per_micro_batch = 30
-[model]
-kind = "video"
-hidden = 16
-layers = 2
-heads = 4
-head_dim = 4
-feed_forward = 24
-initializer_range = 0.1
-[video]
-files = ["{folder}/videos"]
-height = 12
-frames_per_second = 0
-patch_height = 4
-patch_width = 4
-timestep_features = 8
-gate_init = 0.5
-"""
-
-
-def write_video(path, frames, rows, columns, seed):
-    """Uncompressed (YUV4MPEG2)."""
-    data = f"YUV4MPEG2 W{columns} H{rows} F8:1 Ip A1:1 C444\n".encode()
-    for frame in range(frames):
-        data += b"FRAME\n" + bytes((60 + 5 * x + 3 * y + 7 * seed + 40 * plane + 9 * frame) % 256
-                                   for plane in range(3) for y in range(rows) for x in range(columns))
-    path.write_bytes(data)
+COMMON = {"run": {"directory": "{folder}/run"}, "train": {"steps": 3, "evaluate_every": 2, "evaluate_packs": 2},
+          "data": {"validation_fraction": 0.2}, "parallel": {"timeout_seconds": 60}}
+TABLES = {
+    "text": text_tables(5, 1, 32, (16, 2, 4, 2, 4, 24), **COMMON, model={"max_positions": 64}, loss={"kind": "sample_mean"},
+                        sample={"tokens": 8}),
+    "video": {**COMMON, "batch": {"videos_per_step": 5, "tokens_per_micro_batch": 30},
+              "model": {"kind": "video", "hidden": 16, "layers": 2, "heads": 4, "head_dim": 4, "feed_forward": 24,
+                        "initializer_range": 0.1},
+              "video": {"files": ["{folder}/videos"], "height": 12, "frames_per_second": 0, "patch_height": 4, "patch_width": 4,
+                        "timestep_features": 8, "gate_init": 0.5}}}
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +46,7 @@ def folder(tmp_path_factory):
 
 
 def config(folder, kind, dtype="float32"):
-    path = folder / f"{kind}-{dtype}.toml"
-    path.write_text((TEXT if kind == "text" else VIDEO).format(folder=folder, dtype=dtype))
-    return path
+    return write_run(folder / f"{kind}-{dtype}.toml", TABLES[kind], train={"dtype": dtype})
 
 
 def isograd(*arguments, gpu=True):

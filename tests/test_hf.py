@@ -1,29 +1,18 @@
 """Our models and transformers' own, from the same directories: logits, loss and gradients."""
 import functools
+import importlib
 import json
-import os
-import pathlib
 import subprocess
 import types
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import modeling_rope_utils
-from transformers.models.dots1 import modeling_dots1
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen2_moe import modeling_qwen2_moe
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe
-from transformers import (AutoConfig, AutoModelForCausalLM, Dots1Config, Dots1ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
-                          MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config,
-                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+import transformers
+from conftest import BINARY
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+FAMILIES = ("dots1", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 VOCABULARY, FRAGMENTS, LENGTH = 97, 3, 40
 
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
@@ -44,56 +33,51 @@ ROPE = {
                              beta_fast=None, beta_slow=0, mscale=None, mscale_all_dim=0.5),
 }
 CASES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama-tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
-    "llama-one-key-head": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=1)),
-    "llama-all-heads": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
-    "llama-biases": (LlamaForCausalLM, LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
-    "llama-wide-heads": (LlamaForCausalLM, LlamaConfig, dict(head_dim=24, rms_norm_eps=1e-3)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "qwen3-biases-tied": (Qwen3ForCausalLM, Qwen3Config, dict(attention_bias=True, tie_word_embeddings=True)),
-    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
-    "mistral-wide-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=64)),
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama-one-key-head": ("Llama", dict(num_key_value_heads=1)),
+    "llama-all-heads": ("Llama", dict(num_key_value_heads=4)),
+    "llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True)),
+    "llama-wide-heads": ("Llama", dict(head_dim=24, rms_norm_eps=1e-3)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-biases-tied": ("Qwen3", dict(attention_bias=True, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(sliding_window=None)),
+    "mistral-wide-window": ("Mistral", dict(sliding_window=64)),
     # Windows that LENGTH tokens just reach.
-    "mistral-window": (MistralForCausalLM, MistralConfig, dict(sliding_window=40)),
-    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config, dict(use_sliding_window=True, sliding_window=40, max_window_layers=1)),
-    "qwen3-window": (Qwen3ForCausalLM, Qwen3Config, dict(use_sliding_window=True, sliding_window=40, max_window_layers=0)),
+    "mistral-window": ("Mistral", dict(sliding_window=40)),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=40, max_window_layers=1)),
+    "qwen3-window": ("Qwen3", dict(use_sliding_window=True, sliding_window=40, max_window_layers=0)),
     # Its row of the embedding has no gradient as an input; tied, it has the output layer's.
-    "llama-pad": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=5)),
-    "llama-pad-tied": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=5, tie_word_embeddings=True)),
-    "llama-pad-from-the-end": (LlamaForCausalLM, LlamaConfig, dict(pad_token_id=-1)),
-    "qwen2-pad-tied": (Qwen2ForCausalLM, Qwen2Config, dict(pad_token_id=0, tie_word_embeddings=True)),
-    "qwen3-pad": (Qwen3ForCausalLM, Qwen3Config, dict(pad_token_id=96)),
-    "mistral-pad": (MistralForCausalLM, MistralConfig, dict(pad_token_id=5, sliding_window=None)),
-    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4)),
-    "mixtral-window-top-3": (MixtralForCausalLM, MixtralConfig,
-                             dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=40)),
-    "qwen2-moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig, dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+    "llama-pad": ("Llama", dict(pad_token_id=5)),
+    "llama-pad-tied": ("Llama", dict(pad_token_id=5, tie_word_embeddings=True)),
+    "llama-pad-from-the-end": ("Llama", dict(pad_token_id=-1)),
+    "qwen2-pad-tied": ("Qwen2", dict(pad_token_id=0, tie_word_embeddings=True)),
+    "qwen3-pad": ("Qwen3", dict(pad_token_id=96)),
+    "mistral-pad": ("Mistral", dict(pad_token_id=5, sliding_window=None)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4)),
+    "mixtral-window-top-3": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=40)),
+    "qwen2-moe": ("Qwen2Moe", dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
                                                            shared_expert_intermediate_size=40)),
-    "qwen2-moe-dense-layer": (Qwen2MoeForCausalLM, Qwen2MoeConfig,
-                              dict(num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True,
+    "qwen2-moe-dense-layer": ("Qwen2Moe", dict(num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24, norm_topk_prob=True,
                                    shared_expert_intermediate_size=40, mlp_only_layers=[1])),
-    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)),
-    "qwen3-moe-every-other": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
-                              dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
+    "qwen3-moe": ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)),
+    "qwen3-moe-every-other": ("Qwen3Moe", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True,
                                    decoder_sparse_step=2, tie_word_embeddings=True)),
-    "dots1": (Dots1ForCausalLM, Dots1Config,
-              dict(n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)),
-    "dots1-groups": (Dots1ForCausalLM, Dots1Config,
-                     dict(n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4,
+    "dots1": ("Dots1", dict(n_routed_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1)),
+    "dots1-groups": ("Dots1", dict(n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4,
                           topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1,
                           attention_bias=True)),
     # Longer sequences than max_position_embeddings: the scaling depends on the length.
-    "dynamic-beyond": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=ROPE["dynamic"], max_position_embeddings=24)),
-    **{f"rope-{name}": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=rope)) for name, rope in ROPE.items()},
+    "dynamic-beyond": ("Llama", dict(rope_parameters=ROPE["dynamic"], max_position_embeddings=24)),
+    **{f"rope-{name}": ("Llama", dict(rope_parameters=rope)) for name, rope in ROPE.items()},
 }
 
 
 @functools.cache
 def probe_process():
-    return subprocess.Popen([BUILD / "bin/hf_probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen([BINARY.parent / "hf_probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def probe(*arguments):
@@ -108,12 +92,16 @@ def probe(*arguments):
     return types.SimpleNamespace(returncode=status, stderr=process.stdout.read(length).decode())
 
 
+def class_of(family, kind="ForCausalLM"):
+    return getattr(transformers, family + kind)
+
+
 def make(case):
-    model_class, config_class, changes = CASES[case]
+    family, changes = CASES[case]
     # transformers fills in rope_parameters in place.
     changes = {key: dict(value) if isinstance(value, dict) else value for key, value in changes.items()}
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SMALL, **changes}))
+    model = class_of(family)(class_of(family, "Config")(**{**SMALL, **changes}))
     with torch.no_grad():  # norms and biases away from one and zero, so that leaving one out cannot pass
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -176,11 +164,10 @@ def test_logits_and_gradients_of_what_transformers_wrote(case, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_what_we_wrote(case, tmp_path):
-    model_class = CASES[case][0]
     make(case).config.save_pretrained(tmp_path / "config")
     created = probe("create", tmp_path / "config/config.json", tmp_path / "model", 5)
     assert created.returncode == 0, created.stderr
-    model, report = model_class.from_pretrained(tmp_path / "model", output_loading_info=True)
+    model, report = class_of(CASES[case][0]).from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()), report
     assert model.dtype == torch.float32
     tokens = tokens_for(tmp_path)
@@ -196,9 +183,9 @@ def test_transformers_loads_several_files_of_ours(tmp_path):
         created = probe("create", tmp_path / "config/config.json", tmp_path / folder, 5, *file_bytes)
         assert created.returncode == 0, created.stderr
     assert len(list((tmp_path / "several").glob("model-*-of-*.safetensors"))) > 2
-    several, report = CASES[case][0].from_pretrained(tmp_path / "several", output_loading_info=True)
+    several, report = class_of(CASES[case][0]).from_pretrained(tmp_path / "several", output_loading_info=True)
     assert not any(report.values()), report
-    whole = CASES[case][0].from_pretrained(tmp_path / "whole")
+    whole = class_of(CASES[case][0]).from_pretrained(tmp_path / "whole")
     for (name, theirs), (_, ours) in zip(several.named_parameters(), whole.named_parameters(), strict=True):
         assert torch.equal(theirs, ours), name
 
@@ -215,9 +202,8 @@ def wide(monkeypatch):
 
         def __getattr__(self, name):
             return getattr(torch, name)
-    for module in (modeling_dots1, modeling_llama, modeling_mistral, modeling_mixtral, modeling_qwen2, modeling_qwen2_moe, modeling_qwen3,
-                   modeling_qwen3_moe, modeling_rope_utils):
-        monkeypatch.setattr(module, "torch", Wide())
+    for module in ("modeling_rope_utils", *(f"models.{family}.modeling_{family}" for family in FAMILIES)):
+        monkeypatch.setattr(importlib.import_module(f"transformers.{module}"), "torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)  # quotients of whole numbers
     yield

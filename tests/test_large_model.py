@@ -1,7 +1,7 @@
 """A model that no rank could hold: made, trained, saved, resumed on another mesh, and never whole on any rank.
 
 Memory is what the ranks have together, private and shared (proportional set size, sampled), over their number. What
-a rank has beside its shards (the process, its libraries, one unit's values, activations) does not grow with the
+a rank has in addition to its shards (the process, its libraries, one unit's values, activations) does not grow with the
 layers, so that models of two sizes are compared: what the larger one takes beyond the smaller one.
 """
 import pathlib
@@ -12,7 +12,7 @@ import time
 import pytest
 from safetensors import safe_open
 
-from test_train import LIMIT, Workplace, finish, ranks_of
+from test_train import Workplace, finish, ranks_of
 
 MB = 1e6
 HIDDEN, FORWARD, VOCABULARY = 512, 1536, 258
@@ -45,12 +45,11 @@ def peak_of(command, ranks):
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        status, out = finish(process)
+        out = finish(process)
     finally:
         done.set()
         watcher.join()
         process.kill()
-    assert status == 0, out
     return most[0], out
 
 
@@ -81,7 +80,7 @@ def test_no_rank_ever_holds_the_model(tmp_path):
         made[layers], _ = peak_of(place.command("made", ranks=4, **settings(layers)), 4)
         first = place.checkpoints("made")[0]
         assert first.name == "step-00000001"
-        # Two rows of tp beside two shards: each rank has half of half.
+        # Two rows of tp with two shards: each rank has half of half.
         resumed[layers], out = peak_of(place.command("resumed", ranks=4, **settings(
             layers, parallel__tp=2, checkpoint__resume=str(first))), 4)
         loss = [row["loss"] for name in ("made", "resumed") for row in place.metrics(name) if row.get("step") == 2 and "loss" in row]

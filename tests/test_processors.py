@@ -11,13 +11,12 @@ import sys
 import pytest
 
 import processors
-from test_verify import BUILD, config  # noqa: F401  (a fixture)
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from conftest import BINARY, ROOT
+from test_verify import config  # noqa: F401  (a fixture)
 
 
 def isograd(*arguments, **variables):
-    return subprocess.run([BUILD / "bin/isograd", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True,
+    return subprocess.run([BINARY, *map(str, arguments)], cwd=ROOT, text=True, capture_output=True,
                           timeout=300, env={**os.environ, **variables})
 
 
@@ -87,7 +86,7 @@ def test_a_choice_of_products_that_does_not_exist_is_named(config):  # noqa: F81
 
 def test_ranks_that_multiply_otherwise_are_refused(config):  # noqa: F811
     """Copies of one parameter would be apart after an update."""
-    otherwise = f"export ISOGRAD_PRODUCTS=$([ $RANK = 0 ] && echo blas || echo onednn); exec '{BUILD}/bin/isograd' verify '{config}'"
+    otherwise = f"export ISOGRAD_PRODUCTS=$([ $RANK = 0 ] && echo blas || echo onednn); exec '{BINARY}' verify '{config}'"
     done = isograd("launch", "-n", 2, "--", "bash", "-c", otherwise)
     assert done.returncode == 2
     assert "ISOGRAD_PRODUCTS" in done.stderr and "onednn on rank 1, blas on rank 0" in done.stderr

@@ -5,65 +5,30 @@ ISOGRAD_FULL_TESTS=1: every case in both types, and on one rank too; else every 
 """
 import itertools
 import json
-import os
 import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import BINARY, ROOT
+from conftest import BINARY, run_python
+from test_ranking import FULL, focal_cases, make_step, numbers, options_of_ranking
 
-FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
 # Of the largest element of a value or gradient; of 1 where that is less. fp32: sums of some 40 terms of a unit roundoff.
 ALLOWED = {"float64": 1e-12, "float32": 4e-6}
 
 
-def options_of_ranking():
-    yield "SmoothAPLoss", {"temperature": 0.5}
-    yield "SmoothAPLoss", {"temperature": 0.05}
-    for mode in ("linear", "lower", "higher", "nearest", "midpoint"):
-        yield "RecallAtQuantileLoss", {"temperature": 0.3, "quantile": 0.2, "quantile_interpolation": mode}
-    for surrogate, scale, basis in itertools.product(("trapezoid", "pairwise"), ("iqr", "band"), ("fpr", "population")):
-        yield "PAUCAtBudgetLoss", {"temperature": 0.5, "alpha": 0.05, "beta": 0.5, "n_knots": 4, "surrogate": surrogate,
-                                   "tau_scale": scale, "budget_basis": basis}
-
-
 def made_cases():
+    """Those of test_ranking.py, which has them in C++ on one process, with queues and rows of several ranks."""
     rng = np.random.default_rng(5)
-
-    def step(shape, targets, weights, iid=False):
-        scores = np.round(rng.normal(size=shape) * 8) / 8  # with ties
-        found = {"scores": scores.tolist(), "targets": targets.tolist()}
-        if iid:
-            found["iid"] = (rng.random(targets.shape) < 0.7).astype(int).tolist()
-        return {**found, "weight": rng.random(targets.shape).astype(np.float32).tolist()} if weights else found
-
     for (loss, options), classes, (reduction, weights, queue) in itertools.product(
             options_of_ranking(), (1, 3), (("mean", True, 0), ("none", False, 32))):
-        steps = []
-        for rows in (40, 9, 1):
-            targets = (rng.random(rows) < 0.3).astype(int) if classes == 1 else rng.integers(0, classes, rows)
-            targets[rng.random(rows) < 0.2] = -100
-            steps.append(step((rows, classes), targets, weights, iid=queue > 0))
-        live = {"pos_numerator": "live"} if queue and loss == "PAUCAtBudgetLoss" else {}
+        if options.get("pos_numerator") == "live" and not queue:
+            continue
+        steps = [make_step(rng, rows, classes, ties=True, ignored=True, empty_class=False, weights=weights, iid=queue > 0)
+                 for rows in (40, 9, 1)]
         yield {"loss": loss, "steps": steps,
-               "options": {"num_classes": classes, "queue_size": queue, "reduction": reduction, **live, **options}}
-    for alpha, gamma, reduction, weights in itertools.product((-1, 0.25), (0.0, 0.5, 2.0), ("mean", "sum", "none"), (False, True)):
-        targets = [rng.integers(0, 2, (9, 3)).astype(float), rng.random((9, 3)).astype(np.float32)]
-        steps = [step((9, 3), of, False) for of in targets]
-        for one in steps if weights else []:
-            one["weight"] = rng.random((9, 1)).astype(np.float32).tolist()
-        yield {"loss": "SigmoidFocalLoss", "steps": steps, "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}}
-    for alpha, gamma, smoothing, reduction, weights in itertools.product(
-            (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 2.0), (0.0, 0.1), ("mean", "none", "mean_positive"), (False, True)):
-        steps = []
-        for shape in ((9, 4), (6, 4, 5)):
-            targets = rng.integers(0, 4, (shape[0], *shape[2:]))
-            targets[rng.random(targets.shape) < 0.2] = -100
-            steps.append(step(shape, targets, weights))
-        yield {"loss": "SoftmaxFocalLoss", "steps": steps,
-               "options": {"gamma": gamma, "reduction": reduction, "label_smoothing": smoothing, "background_class": 1,
-                           **({} if alpha is None else {"alpha": alpha})}}
+               "options": {"num_classes": classes, "queue_size": queue, "reduction": reduction, **options}}
+    yield from itertools.islice(focal_cases(rng), 0, None, 3)
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +37,9 @@ def found(warm, tmp_path_factory):
     cases = [{**case, "dtype": dtype} for number, case in enumerate(made_cases()) for third, dtype in enumerate(ALLOWED)
              if FULL or number % 3 == third]
     (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([str(warm), "-W", "ignore", str(ROOT / "tests/python_package/losses.py"),
-                           str(folder / "cases.json"), *(["1"] if FULL else []), "2", "3"],
-                          env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ours = run_python(warm, "losses.py", folder / "cases.json", *(["1"] if FULL else []), "2", "3")
     subprocess.run([BINARY.parent / "ranking_probe", folder / "cases.json", folder / "said.json"], check=True, timeout=120)
-    return cases, json.loads((folder / "said.json").read_text()), json.loads(done.stdout)
-
-
-def numbers(values):
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
+    return cases, json.loads((folder / "said.json").read_text()), json.loads(ours)
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, 3])

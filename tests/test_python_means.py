@@ -1,21 +1,15 @@
-"""The package's means and norm on ranks, beside one process in fp64: tests/python_package has the programs."""
+"""Means, norm and linear_cross_entropy of the package, compared with one process in fp64: tests/python_package has the programs."""
 import json
-import os
-import subprocess
+import re
 
 import pytest
-from conftest import ROOT
+from conftest import run_python
 
-PROGRAMS = ROOT / "tests/python_package"
 U32 = 2.0**-24
 
 
 def run(python, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=PROGRAMS,
-                          capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_python(python, *arguments))
 
 
 def worst(ranks):
@@ -149,3 +143,47 @@ def test_input_that_one_rank_refuses_is_refused_on_all(warm):
     assert "targets in torch.float32" in second[0]
     assert "rank 1 refuses" in first[0] and "rank 1 refuses" in third[0]
     assert all("found the denominators [1.0, 2.0, 3.0] by rank" in said[1] for said in (first, second, third))
+
+
+# ---- isograd.linear_cross_entropy: the formula in fp64, token after token ----
+
+# Of the largest element. 37 tokens and 29 logits are added up; bf16 rounds each gradient and product of a tile once, 2^-8.
+ALLOWED = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 3e-2}
+
+
+@pytest.fixture(scope="module")
+def cross_entropy(warm):
+    return run(warm, "cross_entropy.py")
+
+
+@pytest.mark.parametrize("dtype", ALLOWED)
+def test_value_and_gradients_are_those_of_the_plain_pair(cross_entropy, dtype):
+    assert len(cross_entropy[dtype]) == 9
+    for name, apart in cross_entropy[dtype].items():
+        assert apart.pop("shapes")
+        assert max(apart.values()) <= ALLOWED[dtype], (name, apart)
+
+
+def test_leading_dimensions_are_tokens_too(cross_entropy):
+    assert cross_entropy["leading"].pop("shapes") and max(cross_entropy["leading"].values()) <= ALLOWED["float64"]
+
+
+def test_a_smoothing_that_is_off_by_a_thousandth_shows(cross_entropy):
+    assert min(cross_entropy["fault"][name] for name in ("sum", "gradient_0", "gradient_1")) > 1e-5
+
+
+def test_a_tied_weight_gets_both_parts(cross_entropy):
+    assert cross_entropy["tied"] <= ALLOWED["float64"] and cross_entropy["no_gradient"] is False
+
+
+@pytest.mark.parametrize("name, parts", {
+    "target": ["targets[0] = 1028", "vocabulary"], "shape": ["hidden [T, H] and weight [V, H]"], "type": ["of one type"],
+    "negative": ["weights"], "smoothing": ["label_smoothing"], "bias": ["bias [V]"], "length": ["targets"],
+    "hidden_index": ["-100", "ignore_index"]}.items())
+def test_bad_input_is_refused(cross_entropy, name, parts):
+    said = cross_entropy["refused"][name]
+    assert said and re.match("ConfigError (?!ConfigError)", said) and all(part in said for part in parts), said
+
+
+def test_a_second_derivative_is_refused(cross_entropy):
+    assert "create_graph" in cross_entropy["refused"]["twice"]

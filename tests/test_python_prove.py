@@ -9,7 +9,7 @@ import socket
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 PROGRAMS = ROOT / "tests/python_package"
 FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
@@ -59,18 +59,10 @@ UPDATES = {
 MORE = {"RankLeftOut": ["replicas_differ"], "TieLost": ["unknown"], "MaskedPositionsCounted": ["unknown"]}
 
 
-def run(python, *arguments, **more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
-    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=PROGRAMS,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def watched(warm):
     """All trials of one number of ranks go through the same processes."""
-    return json.loads(run(warm, "watched.py", *([] if FULL else [*MISTAKES, *RIGHT])))
+    return json.loads(run_python(warm, "watched.py", *([] if FULL else [*MISTAKES, *RIGHT])))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -122,7 +114,7 @@ def test_the_guide_lists_what_was_tried():
 @pytest.fixture(scope="module")
 def cases(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept")
-    found = json.loads(run(warm, "cases.py", FOLDER=str(folder)))
+    found = json.loads(run_python(warm, "cases.py", FOLDER=str(folder)))
     return found, folder
 
 
@@ -273,7 +265,7 @@ except RuntimeError as error:
 
 
 def test_one_process_and_nothing_but_torch_will_do(installed):
-    assert run(installed, "-c", ONLY_TORCH, PYTHONPATH=str(PROGRAMS / "only_torch")) == "True Numpy is not available\n"
+    assert run_python(installed, "-c", ONLY_TORCH, PYTHONPATH=str(PROGRAMS / "only_torch")) == "True Numpy is not available\n"
 
 
 CLOSURE = """
@@ -339,12 +331,12 @@ for make, step in ((in_backward, backward), (in_backward, thrice),
 
 def test_optimizers_that_step_in_backward_by_a_closure_or_not_at_all(warm):
     moved = "4 of 4 trained parameters moved"
-    assert run(warm, "-c", STEPS).splitlines() == [f"True [] {moved}", f"False ['scaled_by_factor'] {moved}", f"True [] {moved}",
+    assert run_python(warm, "-c", STEPS).splitlines() == [f"True [] {moved}", f"False ['scaled_by_factor'] {moved}", f"True [] {moved}",
                                                    "True", "True"]
 
 
 def test_micro_batches_are_told_as_they_come_and_closures_make_gradients(warm):
-    assert run(warm, "-c", CLOSURE).splitlines() == ["True True", "False True"]
+    assert run_python(warm, "-c", CLOSURE).splitlines() == ["True True", "False True"]
 
 
 LEAVES = """
@@ -395,10 +387,10 @@ if rank == 1:  # as anyone can who reaches the port
     assert dist.distributed_c10d._get_default_store().get(key) == pickle.dumps(Runs())
 model = torch.nn.Linear(3, 1)
 def loss(model, sample):
-    time.sleep(2)  # the planted verdict is there before rank 0's
+    time.sleep(0.5)  # the planted verdict is there before rank 0's
     return model(sample).square().sum(), 1
 try:
-    with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=loss, timeout=8) as step:
+    with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=loss, timeout=4) as step:
         model(torch.ones(3)).square().sum().backward()
 except isograd.PeerError as error:
     print("no verdict" if "found no verdict of rank 0" in str(error) else error, flush=True)
@@ -417,7 +409,7 @@ def test_a_pickle_in_the_store_is_not_executed(warm, tmp_path):
 
 
 def test_the_demo_names_the_mistake_and_passes_the_cure_with_nothing_but_torch(installed):
-    said = run(installed, "-m", "isograd.demo", PYTHONPATH=str(PROGRAMS / "only_torch"))
+    said = run_python(installed, "-m", "isograd.demo", PYTHONPATH=str(PROGRAMS / "only_torch"))
     wrong, right = said.split("== Counted first, summed")
     assert "diagnosis (mean_of_rank_means)" in wrong and "with the same sample on every rank: PASS" in wrong
     assert "parity PASS" in right and "diagnosis" not in right
@@ -431,10 +423,10 @@ def test_the_quick_start_is_pasted_and_catches_its_mistake(warm, tmp_path):
     (tmp_path / "both.py").write_text("import os, sys\nfor name in sys.argv[1:]:\n"
                                       "    if os.environ['RANK'] == '0':\n        print('==', name, flush=True)\n"
                                       "    exec(compile(open(name).read(), name, 'exec'), {'__name__': '__main__'})\n")
-    names = {"train.py": script, "right.py": mended(script, cure)}
+    names = {"train.py": script, "right.py": corrected(script, cure)}
     for name, text in names.items():
         (tmp_path / name).write_text(text)
-    said = run(warm, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "both.py",
+    said = run_python(warm, "-m", "torch.distributed.run", "--nproc-per-node", "2", tmp_path / "both.py",
                *(tmp_path / name for name in names))
     numbers = re.compile(r"-?\d+(\.\d+)?(e[-+]\d+)?")
     for name, part in zip(names, re.split(r"== \S+right.py\n", said, maxsplit=1), strict=True):
@@ -443,10 +435,127 @@ def test_the_quick_start_is_pasted_and_catches_its_mistake(warm, tmp_path):
             assert " ".join(numbers.sub("#", line).split()) in " ".join(numbers.sub("#", part).split()), said
 
 
-def mended(script, cure):
+def corrected(script, cure):
     """The script with the cure's lines: what stands between its comments `# in place of: LINE`."""
     for line, instead in re.findall(r"# in place of: (.*)\n((?:(?!# in place of).*\n)*)", cure):
         at, = [found for found in script.splitlines() if found.strip() == line]
         indent = at[:len(at) - len(at.lstrip())]
         script = script.replace(at + "\n", "".join(indent + new + "\n" for new in instead.rstrip("\n").split("\n")))
     return script
+
+
+# ---- a loss whose derivative jumps, some of whose units lie at zero ----
+
+@pytest.fixture(scope="module")
+def jumps(warm):
+    return json.loads(run_python(warm, "jumps.py"))
+
+
+def test_a_right_step_raises_no_alarm_where_units_turn_on_and_off(jumps):
+    """The planted fault of this test: without what is measured the same step fails, and the verdict says why it may."""
+    assert jumps["right"]["passed"] and jumps["right"]["moves"] and jumps["right"]["rounding"], jumps["right"]["text"]
+    assert "the right gradient itself moves, by up to" in jumps["right"]["text"]
+    without = jumps["not_measured"]
+    assert not without["passed"] and without["said"] == ["unknown"] and not without["moves"], without["text"]
+    assert "compare a run in fp64" in without["text"]
+
+
+def test_jumps_that_hide_a_tenth_of_a_gradient_are_no_pass(jumps):
+    """Twelve of 64 units at zero."""
+    many = jumps["many_at_zero"]
+    assert not many["passed"] and many["said"] == ["unresolved"] and many["moves"], many["text"]
+    assert "0.weight, 0.bias. Compare a run in fp64" in many["text"].splitlines()[0], many["text"]
+
+
+def test_no_note_names_what_the_model_may_not_have(jumps):
+    assert [name for name, one in jumps.items() if "ReLU" in one["text"]] == []
+
+
+def test_in_fp64_nothing_is_measured_and_all_is_proved(jumps):
+    assert jumps["in_fp64"]["passed"] and not jumps["in_fp64"]["moves"], jumps["in_fp64"]["text"]
+
+
+@pytest.mark.parametrize("name, said", [("rank_means", "mean_of_rank_means"), ("scaled", None), ("lost", None)])
+def test_mistakes_are_found_beside_jumps(jumps, name, said):
+    assert not jumps[name]["passed"], jumps[name]["text"]
+    assert said is None or jumps[name]["said"] == [said], jumps[name]["text"]
+
+
+def test_a_smooth_loss_keeps_its_bounds(jumps):
+    assert jumps["smooth"]["passed"] and not jumps["smooth"]["moves"], jumps["smooth"]["text"]
+    noisy = jumps["smooth_and_noisy"]
+    assert not noisy["passed"] and not noisy["moves"] and noisy["said"] == ["unknown"], noisy["text"]
+
+
+# ---- models that draw random numbers: refused where another process would draw others; the run's generators go on ----
+
+TORCH, PYTHON, NUMPY, OWN = "of torch,", "of Python's random,", "of numpy.random,", "that is none of torch's"
+# Settings of python_package/random_models.py, and what the refusal names.
+REFUSED = {
+    "functional_dropout": TORCH + " first in body (Body)",
+    "alpha_dropout": TORCH,
+    "feature_dropout": TORCH,
+    "dropout_module": "dropout of 0.2 in body.1",
+    "encoder_layer": "dropout of 0.1 in body.dropout",
+    "attention": TORCH + " first in body.a (MultiheadAttention)",
+    "scaled_dot_product": TORCH,
+    "attention_dropout_of_llama": TORCH + " first in model.layers.0.self_attn (LlamaAttention)",
+    "neftune": TORCH + " first in e (Embedding)",
+    "neftune_while_trained_alone": "forward draws random numbers on rank 0 (from a generator of torch)",
+    "lstm": TORCH + " first in body.cell (LSTM)",
+    "gru": TORCH,
+    "weight_dropout": TORCH,
+    "drop_path": TORCH,
+    "layer_left_out_seldom": PYTHON,
+    "layer_left_out_seldom_by_torch": TORCH,
+    "of_longer_samples_alone": TORCH,
+    "numpy_noise": NUMPY,
+    "sampled": TORCH,
+    "gumbel": TORCH,
+    "router_jitter": TORCH,
+    "shuffled": TORCH,
+    "rounded_at_random": TORCH,
+    "leaky_at_random": TORCH,
+    "pooled_at_random": TORCH,
+    "checkpointed": TORCH,
+    "targets_chosen": PYTHON + " first in the loss",
+    "tokens_replaced": TORCH + " first in the loss",
+    "gradient_noise": "the gradient of body.up.weight is off by",
+    "own_generator": OWN,
+    "own_numpy_generator": OWN,
+    "system_noise": OWN,
+    "sharded": TORCH,
+    "in_fp64": TORCH,
+    "proved": TORCH,
+}
+# What is drawn is the same for a sample wherever it is, has no effect, or nothing is drawn.
+JUDGED = ["keyed_by_sample", "keyed_in_the_model", "keyed_by_its_own_generator", "module_in_evaluation",
+          "model_in_evaluation", "no_dropout_in_attention", "no_attention_dropout_in_llama", "drawn_without_effect",
+          "proved_keyed_by_sample"]
+
+
+@pytest.fixture(scope="module")
+def random_models(warm):
+    return json.loads(run_python(warm, "random_models.py"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_random_model_is_refused_by_name(random_models, name):
+    """With a gradient thrown away, too: the noise of a random reference would hide it."""
+    for passed, said, _ in (random_models[name]["right"], random_models[name]["mistaken"]):
+        assert passed is None and said.startswith("isograd.watch: found ") and REFUSED[name] in said, said
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_model_that_draws_the_same_for_a_sample_is_judged(random_models, name):
+    (right, said, _), (mistaken, wrong, _) = random_models[name]["right"], random_models[name]["mistaken"]
+    assert right and mistaken is False and "gradient_lost" in wrong, said + wrong
+    assert ("the loss draws from a generator" in said) == (name == "drawn_without_effect"), said
+
+
+def test_the_generators_of_the_run_go_on_as_if_nobody_watched(random_models):
+    assert [name for name, one in random_models.items() if not one["kept"]] == []
+
+
+def test_all_settings_are_listed(random_models):
+    assert list(random_models) == [*REFUSED, *JUDGED] and len(random_models) >= 25

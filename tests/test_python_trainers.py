@@ -3,12 +3,11 @@
 The loops are those of tests/trials, nine of its cells.
 """
 import json
-import os
 import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 LIBRARIES = ("accelerate", "lightning", "transformers", "trl")
 # What the trainers do as they come, and with one option or kind of batch that makes the step another one.
@@ -17,12 +16,6 @@ CELLS = {
     "trl-2-4-packed-DDP": [], "trl-by-rank-2-1-padded-DDP": ["mean_of_rank_means"],
     "accelerate-2-4-even-DDP": [], "accelerate-2-4-padded-DDP": ["mean_of_micro_batch_means"],
     "lightning-2-4-even-DDP": [], "lightning-2-4-uneven-DDP": ["mean_of_micro_batch_means"], "lightning-2-1-even-FSDP2": []}
-
-
-def run(python, program, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([str(python), "-W", "ignore", str(program), *map(str, arguments)], env=environment,
-                          capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +30,7 @@ def libraries(installed):
 @pytest.fixture(scope="module")
 def card(libraries, tmp_path_factory):
     said = tmp_path_factory.mktemp("card") / "said.json"
-    done = run(libraries, ROOT / "tests/trials/run.py", "--json", said, *CELLS)
-    assert said.exists(), done.stdout + done.stderr
+    run_python(libraries, ROOT / "tests/trials/run.py", "--json", said, *CELLS, timeout=900, HF_HUB_OFFLINE="1")
     return json.loads(said.read_text())
 
 
@@ -62,9 +54,7 @@ def test_the_page_says_the_same():
 
 @pytest.fixture(scope="module")
 def cases(libraries):
-    done = run(libraries, ROOT / "tests/python_package/trainer_cases.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_python(libraries, "trainer_cases.py", HF_HUB_OFFLINE="1"))
 
 
 @pytest.mark.parametrize("name, said", {

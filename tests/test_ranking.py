@@ -7,7 +7,6 @@ test here that shows the difference.
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import warnings
 
@@ -15,10 +14,9 @@ import imbalanced_losses
 import numpy as np
 import pytest
 import torch
+from conftest import BINARY, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
-
+FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
 # Of values and of gradients: in fp64 of the largest element; in fp32 of that or of 1, and what the package's own fp32
 # is off its fp64 comes on top (gradients of saturated sigmoids are differences of rounded numbers there).
 ALLOWED = {"float32": 1e-6, "float64": 1e-9}
@@ -27,14 +25,14 @@ ALLOWED = {"float32": 1e-6, "float64": 1e-9}
 def probe(tmp_path, cases):
     cases_file, results_file = tmp_path / "cases.json", tmp_path / "results.json"
     cases_file.write_text(json.dumps(cases))
-    run = subprocess.run([BUILD / "bin/ranking_probe", cases_file, results_file], capture_output=True, text=True,
+    run = subprocess.run([BINARY.parent / "ranking_probe", cases_file, results_file], capture_output=True, text=True,
                          timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(results_file.read_text())
 
 
 def numbers(values):
-    return np.array([np.nan if v is None else v for v in values])
+    return np.array([np.nan if v is None else v for v in values], dtype=float)
 
 
 def make_step(rng, rows, classes, *, ties, ignored, empty_class, weights, iid, dtype=np.float32):
@@ -151,7 +149,7 @@ def test_ranking_losses_without_a_queue(tmp_path, classes, ties):
     print("worst", compare(tmp_path, cases))
 
 
-STEPS_WITH_QUEUE = 50 if os.environ.get("ISOGRAD_FULL_TESTS") else 20  # 20 turn a queue of 37 rows over three times
+STEPS_WITH_QUEUE = 50 if FULL else 20  # 20 turn a queue of 37 rows over three times
 
 
 @pytest.mark.parametrize("classes", [1, 3])
@@ -168,20 +166,17 @@ def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     print("worst", compare(tmp_path, cases))
 
 
-def test_focal_losses(tmp_path):
-    rng = np.random.default_rng(3)
-    cases = []
+def focal_cases(rng):
+    def step(scores, targets, weights):
+        found = {"scores": scores.astype(np.float32).tolist(), "targets": targets.tolist()}
+        return found if weights is None else {**found, "weight": rng.random(weights).astype(np.float32).tolist()}
+
     for alpha, gamma, reduction, weights in itertools.product((-1, 0.25, 0.8), (0.0, 1.0, 2.0, 3.5),
                                                               ("mean", "sum", "none"), (False, True)):
-        steps = []
-        for soft in (False, True):
-            scores = (rng.normal(size=(7, 3)) * 3).astype(np.float32)
-            targets = rng.random((7, 3)) if soft else rng.integers(0, 2, (7, 3))
-            steps.append({"scores": scores.tolist(), "targets": targets.astype(np.float32).tolist()})
-            if weights:
-                steps[-1]["weight"] = rng.random((7, 1)).astype(np.float32).tolist()
-        cases.append({"loss": "SigmoidFocalLoss", "dtype": "float32", "steps": steps,
-                      "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}})
+        steps = [step(rng.normal(size=(7, 3)) * 3, targets.astype(np.float32), (7, 1) if weights else None)
+                 for targets in (rng.integers(0, 2, (7, 3)), rng.random((7, 3)))]
+        yield {"loss": "SigmoidFocalLoss", "dtype": "float32", "steps": steps,
+               "options": {"alpha": alpha, "gamma": gamma, "reduction": reduction}}
     for alpha, gamma, smoothing, reduction, weights in itertools.product(
             (None, [0.5, 1.0, 2.0, 0.25]), (0.0, 1.0, 2.0, 10.0), (0.0, 0.1),
             ("mean", "sum", "none", "mean_positive"), (False, True)):
@@ -189,15 +184,14 @@ def test_focal_losses(tmp_path):
         for shape in ((9, 4), (3, 4, 5)):
             targets = rng.integers(0, 4, (shape[0], *shape[2:]))
             targets[rng.random(targets.shape) < 0.2] = -100
-            steps.append({"scores": (rng.normal(size=shape) * 2).astype(np.float32).tolist(),
-                          "targets": targets.tolist()})
-            if weights:
-                steps[-1]["weight"] = rng.random(targets.shape).astype(np.float32).tolist()
-        options = {"gamma": gamma, "reduction": reduction, "label_smoothing": smoothing, "background_class": 1}
-        if alpha is not None:
-            options["alpha"] = alpha
-        cases.append({"loss": "SoftmaxFocalLoss", "dtype": "float32", "steps": steps, "options": options})
-    print("worst", compare(tmp_path, cases))
+            steps.append(step(rng.normal(size=shape) * 2, targets, targets.shape if weights else None))
+        yield {"loss": "SoftmaxFocalLoss", "dtype": "float32", "steps": steps, "options": {
+            "gamma": gamma, "reduction": reduction, "label_smoothing": smoothing, "background_class": 1,
+            **({} if alpha is None else {"alpha": alpha})}}
+
+
+def test_focal_losses(tmp_path):
+    print("worst", compare(tmp_path, list(focal_cases(np.random.default_rng(3)))))
 
 
 # Where the package is wrong, or means something else (docs/ranking.md, "Exceptions").
@@ -284,7 +278,7 @@ def scorer_table(tmp_path):
 
 
 def isograd(verb, *sets, ranks=2):
-    command = [BUILD / "bin/isograd", verb, ROOT / "examples/ranking.toml", "--ranks", str(ranks)]
+    command = [BINARY, verb, ROOT / "examples/ranking.toml", "--ranks", str(ranks)]
     return subprocess.run([*command, *(part for each in sets for part in ("--set", each))], capture_output=True,
                           text=True, timeout=120)
 

@@ -1,45 +1,11 @@
 """TensorBoard reads what a run wrote: every value, and after a resume no step of a future that was not taken."""
 import json
-import os
-import pathlib
 import subprocess
 
 import pytest
+from conftest import BINARY
+from run_files import text_tables, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
-
-CONFIG = """
-[run]
-directory = "{folder}/run"
-[data]
-text = ["{folder}/text"]
-cache = "{folder}/cache"
-pack_length = 32
-validation_fraction = 0.2
-[batch]
-packs_per_step = 2
-[model]
-hidden = 16
-layers = 1
-heads = 2
-key_value_heads = 1
-head_dim = 8
-feed_forward = 24
-max_positions = 64
-[train]
-steps = 6
-evaluate_every = 3
-evaluate_packs = 2
-[checkpoint]
-every = 3
-keep = 10
-[verify]
-at_end = false
-[sample]
-tokens = 0
-"""
 
 TAGS = {"train/loss": "loss", "train/norm": "norm", "train/clip_coefficient": "clip_coefficient",
         "train/learning_rate": "learning_rate", "speed/tokens_per_second": "tokens_per_second",
@@ -71,8 +37,10 @@ def test_tensorboard_reads_a_run_and_its_continuation(tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(12):
         (tmp_path / "text" / f"{i}.txt").write_text("some words " * (3 + i))
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG.format(folder=tmp_path))
+    config = write_run(tmp_path / "run.toml", text_tables(
+        2, 2, 32, (16, 1, 2, 1, 8, 24), data={"validation_fraction": 0.2}, model={"max_positions": 64},
+        train={"steps": 6, "evaluate_every": 3, "evaluate_packs": 2}, checkpoint={"every": 3, "keep": 10},
+        verify={"at_end": False}, sample={"tokens": 0}))
     train(config)
     assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
 

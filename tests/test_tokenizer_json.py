@@ -2,7 +2,6 @@
 import json
 import os
 import pathlib
-import re
 import struct
 import subprocess
 import sys
@@ -11,10 +10,10 @@ import numpy
 import pytest
 import tokenizers
 import torch
+from conftest import BINARY
+from run_files import text_tables, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-ISOGRAD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
 TEXTS = ["the gradient of many ranks", "is the gradient of one rank", "ünïcode, and 数 too\n", "a" * 300]
 
 
@@ -48,39 +47,14 @@ def read_shard(path):
     return data[64:64 + name].decode(), [ids[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
 
 
-CONFIG = """
-[run]
-directory = "{folder}/run"
-[data]
-text = ["{folder}/text"]
-tokenizer = "{folder}/tokenizer.json"
-cache = "{folder}/cache"
-pack_length = 32
-[batch]
-packs_per_step = 5
-packs_per_micro_batch = 1
-[model]
-vocabulary = 300
-hidden = 32
-layers = 1
-heads = 2
-key_value_heads = 1
-head_dim = 16
-feed_forward = 48
-max_positions = 64
-[train]
-steps = 4
-evaluate_every = 0
-[verify]
-at_end = false
-[sample]
-prompt = "the gradient"
-tokens = 8
-"""
+CONFIG = text_tables(
+    5, 1, 32, (32, 1, 2, 1, 16, 48), data={"tokenizer": "{folder}/tokenizer.json"},
+    model={"vocabulary": 300, "max_positions": 64}, train={"steps": 4, "evaluate_every": 0}, verify={"at_end": False},
+    sample={"prompt": "the gradient", "tokens": 8})
 
 
 def isograd(*arguments, **variables):
-    return subprocess.run([str(ISOGRAD), *map(str, arguments)], capture_output=True, text=True, timeout=120,
+    return subprocess.run([str(BINARY), *map(str, arguments)], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHON": sys.executable, **variables})
 
 
@@ -96,7 +70,7 @@ def documents_of(folder):
 
 @pytest.fixture()
 def run(corpus):
-    (corpus / "run.toml").write_text(CONFIG.format(folder=corpus))
+    write_run(corpus / "run.toml", CONFIG)
     return corpus
 
 
@@ -244,7 +218,7 @@ def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
     if ends == "none":  # and the tokenizer's end token is what a model trained with it ends texts with
         assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
 
-    (run / "load.toml").write_text(re.sub(r"\[model\].*?\n\[", "[", CONFIG.format(folder=run), flags=re.DOTALL))
+    write_run(run / "load.toml", {table: keys for table, keys in CONFIG.items() if table != "model"})
     loads = ("--set", "model.load={0}", "--set", "data.tokenizer={0}/tokenizer.json", "--set")
     ok("train", run / "load.toml", "--ranks", 2, *(each.format(folder) for each in loads), "train.steps=2")
     checkpoint = run / "run/checkpoints/step-00000002"
@@ -282,7 +256,7 @@ def test_a_sample_is_shown_while_it_is_generated_by_one_thread(run):
     """Threads that wait for one another at every small product made it many times slower."""
     folder = llama_folder(run, max_position_embeddings=100000)
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    process = subprocess.Popen([ISOGRAD, "sample", folder, "--tokens", "50000"], stdout=subprocess.PIPE,
+    process = subprocess.Popen([BINARY, "sample", folder, "--tokens", "50000"], stdout=subprocess.PIPE,
                                env={**environment, "PYTHON": sys.executable})
     try:
         assert process.stdout.read(100)
@@ -347,7 +321,7 @@ def test_nothing_of_the_working_folder_is_executed(run, tmp_path):
     python.chmod(0o755)
 
     def pack(out, chosen):
-        return subprocess.run([str(ISOGRAD), "data", "pack", str(run / "text"), "--tokenizer", str(run / "tokenizer.json"),
+        return subprocess.run([str(BINARY), "data", "pack", str(run / "text"), "--tokenizer", str(run / "tokenizer.json"),
                                "--out", str(run / out)], capture_output=True, text=True, timeout=120, cwd=place,
                               env={**os.environ, "PYTHON": chosen})
     done = pack("ours", sys.executable)

@@ -1,60 +1,31 @@
-"""`isograd train` as processes: what it prints and leaves behind, and what happens to it from outside.
-
-Runs are tiny (one layer, width 32, packs of 64), so that each takes a second or two. The binary comes from
-ISOGRAD_BUILD_DIR (default build/release).
+"""`isograd train` as processes: what it prints and leaves behind, and what happens to it from outside: signals, lost and hung
+ranks, readers, folders and disks that go away. Runs are tiny (one layer, width 32, packs of 64): each takes a second or two.
 """
+import contextlib
+import errno
 import json
 import math
 import os
 import pathlib
 import random
 import re
+import resource
+import shlex
+import shutil
+import signal
 import subprocess
 import time
 
 import pytest
+from conftest import BINARY
+from run_files import text_tables, write_run
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
 LIMIT = 60  # seconds; a run that takes longer hangs
 
-CONFIG = """
-[run]
-directory = "{run}"
-seed = 5
-[data]
-text = ["{text}"]
-cache = "{cache}"
-pack_length = 64
-validation_fraction = 0.2
-[batch]
-packs_per_step = 6
-packs_per_micro_batch = 2
-[model]
-hidden = 32
-layers = 1
-heads = 2
-key_value_heads = 1
-head_dim = 16
-feed_forward = 48
-max_positions = 128
-[train]
-steps = 12
-evaluate_every = 4
-evaluate_packs = 3
-[schedule]
-peak = 0.01
-warmup = 2
-[checkpoint]
-every = 4
-[parallel]
-timeout_seconds = 20
-[verify]
-at_end = false
-[sample]
-prompt = "ab"
-tokens = 8
-"""
+CONFIG = text_tables(
+    6, 2, 64, (32, 1, 2, 1, 16, 48), run={"seed": 5}, data={"validation_fraction": 0.2}, model={"max_positions": 128},
+    train={"steps": 12, "evaluate_every": 4, "evaluate_packs": 3}, schedule={"peak": 0.01, "warmup": 2}, checkpoint={"every": 4},
+    parallel={"timeout_seconds": 20}, verify={"at_end": False}, sample={"prompt": "ab", "tokens": 8})
 
 
 class Workplace:
@@ -69,17 +40,18 @@ class Workplace:
             (self.text / f"{i:03}.txt").write_text(words)
 
     def config(self, name="run"):
-        path = self.folder / f"{name}.toml"
-        path.write_text(CONFIG.format(run=self.folder / name, text=self.text, cache=self.folder / "cache"))
-        return path
+        return write_run(self.folder / f"{name}.toml", CONFIG, run={"directory": str(self.folder / name)})
 
     def command(self, name="run", ranks=2, **changes):
         sets = [x for key, value in changes.items() for x in ("--set", f"{key.replace('__', '.')}={value}")]
         return [str(BINARY), "train", str(self.config(name)), "--ranks", str(ranks), "--backend", self.backend,
                 *sets]
 
-    def run(self, *args, **kwargs):
-        return subprocess.run(self.command(*args, **kwargs), capture_output=True, text=True, timeout=LIMIT)
+    def run(self, *args, status=0, **kwargs):
+        """Standard output and errors of a run that ends with that status."""
+        done = subprocess.run(self.command(*args, **kwargs), capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout, done.stderr
 
     def start(self, *args, **kwargs):
         """A run without end in the background, in its own session; returned once it trains."""
@@ -110,14 +82,35 @@ class Workplace:
                 break  # being written
         return rows
 
+    def steps(self, name="run"):
+        return [row for row in self.metrics(name) if row.get("loss") is not None]
+
     def checkpoints(self, name="run"):
-        folder = self.folder / name / "checkpoints"
-        return sorted(path for path in folder.glob("step-*")) if folder.exists() else []
+        return sorted((self.folder / name / "checkpoints").glob("step-*"))
+
+    def last_saved(self):
+        return int(self.checkpoints()[-1].name[5:])
+
+    def trains_on(self, process, steps=0):
+        """Returns once it has made more than so many further steps."""
+        before = len(self.metrics())
+        self.wait(process, lambda: len(self.metrics()) > before + steps)
+
+    def saved(self, steps, name="run"):
+        """The checkpoints are those of these steps, and whole."""
+        assert [path.name for path in self.checkpoints(name)] == [f"step-{step:08}" for step in steps]
+        assert all(whole(path) for path in self.checkpoints(name))
 
 
 @pytest.fixture
 def place(tmp_path, backend):
     return Workplace(tmp_path, backend)
+
+
+@pytest.fixture
+def shm(tmp_path):
+    """mpirun is a reader of its own, and ends survivors itself."""
+    return Workplace(tmp_path, "shm")
 
 
 def ranks_of(process):
@@ -139,9 +132,15 @@ def ranks_of(process):
     return [found[rank] for rank in sorted(found)]
 
 
-def finish(process):
+def finish(process, status=0):
+    """What it printed."""
     out, _ = process.communicate(timeout=LIMIT)
-    return process.returncode, out
+    assert process.returncode == status, out
+    return out
+
+
+def stopped_after(out):
+    return int(re.search(r"stopped after step (\d+)", out).group(1))
 
 
 def whole(checkpoint):
@@ -155,79 +154,67 @@ def whole(checkpoint):
     return True
 
 
-def test_trains_and_says_what_it_did(place):
-    done = place.run()
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
-    rows = place.metrics()
-    steps = [row for row in rows if row.get("loss") is not None]
+def test_trains_and_says_what_it_did_and_a_damaged_checkpoint_is_named(place):
+    text = "".join(place.run())
+    steps = place.steps()
     assert [row["step"] for row in steps] == list(range(1, 13))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    assert [row["step"] for row in rows if row.get("validation_loss") is not None] == [4, 8, 12]
+    assert [row["step"] for row in place.metrics() if row.get("validation_loss") is not None] == [4, 8, 12]
     for word in ("validation loss", "unigram entropy", "tokens/s", "sample", "report", "checkpoint"):
         assert word in text
     html = (place.folder / "run/report.html").read_text()
     assert "<svg" in html and "pack_length" in html
-    assert [path.name for path in place.checkpoints()] == ["step-00000008", "step-00000012"]
-    assert all(whole(path) for path in place.checkpoints())
+    place.saved([8, 12])
+    first, last = place.checkpoints()
+    weights = last / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    _, said = place.run(checkpoint__resume="latest", train__steps=14, status=2)
+    assert f"{weights}: found checksum" in said and f"resume from {first}" in said
+    place.run(checkpoint__resume=first, train__steps=14)
 
 
-@pytest.mark.parametrize("strategy, keeps, rounds", [("bucketed", "16Ψ", 1), ("zero1", "8Ψ + 8Ψ/N", 1),
-                                                     ("zero2", "4Ψ + 12Ψ/N", 2)])
-def test_memory_and_traffic_stand_beside_the_formulas(place, strategy, keeps, rounds):
-    """Two micro-batches a step: zero2 sends gradients twice."""
-    result = place.run(train__steps=3, run__memory="true", parallel__strategy=strategy, batch__packs_per_step=8,
-                       parallel__share_parameters="off", model__hidden=64)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"keeps {keeps}" in result.stderr
-    rows = [re.split(r"\s{2,}", line.strip()) for line in result.stderr.splitlines()]
+ZERO3 = dict(parallel__strategy="zero3")
+BF16 = dict(train__dtype="bfloat16", train__fp32_gradients="false")
+
+
+@pytest.mark.parametrize("changes, keeps, rounds", [
+    (dict(parallel__strategy="bucketed"), "16Ψ", 1), (dict(parallel__strategy="zero1"), "8Ψ + 8Ψ/N", 1),
+    (dict(parallel__strategy="zero2"), "4Ψ + 12Ψ/N", 2),  # two micro-batches a step: gradients are sent twice
+    # The root stays whole from forward to the end of backward; with reshard_after_forward = false everything does.
+    (ZERO3, "", 0), (ZERO3 | dict(parallel__reshard_after_forward="false"), "", 0),
+    (ZERO3 | dict(parallel__share_parameters="auto"), "", 0),  # MPI: not shared
+    (ZERO3 | BF16, "", 0), (dict(parallel__strategy="zero1") | BF16, "", 0)], ids=str)
+def test_memory_and_traffic_are_those_of_the_formulas(place, changes, keeps, rounds):
+    _, text = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
+                        **{"parallel__share_parameters": "off", **changes})
+    assert not keeps or f"keeps {keeps}" in text
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
     measured = [list(map(float, row[1:])) for row in rows if re.fullmatch(r"rank \d", row[0])]
     assert len(measured) == 2
     for row in measured:
         parameters, gradients, masters, state, total, other, passing, sent = row
-        assert total == pytest.approx(formula[4], rel=0.03)
-        assert passing > 0
+        assert total == pytest.approx(formula[4], rel=0.03) and (passing > 0 or not keeps)
         assert sent == pytest.approx(formula[5], rel=0.03)  # the counts and the norm travel too
-    psi = formula[0] / 4  # in millions of parameters, in fp32
-    assert formula[5] == pytest.approx(psi * 4 * (rounds + 1) / 2, abs=0.01)
+    if rounds:
+        psi = formula[0] / 4  # in millions of parameters, in fp32
+        assert formula[5] == pytest.approx(psi * 4 * (rounds + 1) / 2, abs=0.01)
+    gathered = re.search(r"gathered: at most ([\d.]+) MB of parameters at a time, of ([\d.]+) that", text)
+    assert (gathered is not None) == ("zero3" in changes.values() and "one copy of the parameters: keeps" not in text)
+    assert not gathered or 0 < float(gathered[1]) <= float(gathered[2])
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_bytes_to_experts_are_printed_beside_the_formula(place, ranks):
+def test_bytes_to_experts_are_those_of_the_formula(place, ranks):
     """Each rank its own, as its tokens' choices are uneven."""
-    result = place.run(ranks=ranks, train__steps=2, run__memory="true", parallel__ep=ranks, model__family="qwen3_moe",
-                       model__query_key_norm="true", model__experts=5, model__expert_feed_forward=24, loss__balance=0.01)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("to other ranks' experts and back")]
+    _, text = place.run(ranks=ranks, train__steps=2, run__memory="true", parallel__ep=ranks, model__family="qwen3_moe",
+                        model__query_key_norm="true", model__experts=5, model__expert_feed_forward=24, loss__balance=0.01)
+    (line,) = [line for line in text.splitlines() if line.startswith("to other ranks' experts and back")]
     sent = re.findall(r"rank (\d): (\d+) \((\d+)\)", line)
     assert [int(rank) for rank, _, _ in sent] == list(range(ranks))
     assert all(int(measured) == int(formula) > 0 for _, measured, formula in sent)
-
-
-def test_memory_under_zero3_and_with_bf16_gradients(place):
-    """The root stays whole from forward to the end of backward; with reshard_after_forward = false everything does."""
-    zero3 = dict(parallel__strategy="zero3")
-    for more in (zero3, zero3 | dict(parallel__reshard_after_forward="false"),
-                 zero3 | dict(parallel__share_parameters="auto"),  # MPI: not shared
-                 zero3 | dict(train__dtype="bfloat16", train__fp32_gradients="false"),
-                 dict(parallel__strategy="zero1", train__dtype="bfloat16", train__fp32_gradients="false")):
-        options = dict(parallel__share_parameters="off") | more
-        result = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
-                           run__directory=place.folder / ("memory-" + "-".join(f"{k}-{v}" for k, v in more.items())), **options)
-        assert result.returncode == 0, result.stdout + result.stderr
-        rows = [re.split(r"\s{2,}", line.strip()) for line in result.stderr.splitlines()]
-        (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
-        measured = [list(map(float, row[1:])) for row in rows if re.fullmatch(r"rank \d", row[0])]
-        assert len(measured) == 2
-        gathered = re.search(r"gathered: at most ([\d.]+) MB of parameters at a time, of ([\d.]+) that", result.stderr)
-        shared = "one copy of the parameters: keeps" in result.stderr
-        assert (gathered is not None) == ("zero3" in more.values() and not shared)
-        if gathered:
-            assert 0 < float(gathered[1]) <= float(gathered[2])
-        for row in measured:
-            assert row[4] == pytest.approx(formula[4], rel=0.03)
-            assert row[7] == pytest.approx(formula[5], rel=0.03)
 
 
 def test_a_trained_model_gives_the_same_loss_in_transformers(place):
@@ -243,8 +230,7 @@ def test_a_trained_model_gives_the_same_loss_in_transformers(place):
     body = "".join(random.Random(3).choice("abcdefg ") for _ in range(62))
     for i in range(20):
         (place.text / f"{i}.txt").write_text(body)
-    done = place.run(train__steps=20)
-    assert done.returncode == 0, done.stdout + done.stderr
+    place.run(train__steps=20)
     ours = [row["validation_loss"] for row in place.metrics() if row.get("validation_loss") is not None][-1]
     model = AutoModelForCausalLM.from_pretrained(place.checkpoints()[-1], dtype=torch.float32)
     tokens = torch.tensor([[256, *body.encode(), 257]])
@@ -254,61 +240,322 @@ def test_a_trained_model_gives_the_same_loss_in_transformers(place):
     assert theirs < math.log(258) - 0.5, "nothing was learnt: the comparison would show little"
 
 
-def test_a_damaged_checkpoint_is_named(place):
-    assert place.run().returncode == 0
-    last = place.checkpoints()[-1]
-    weights = last / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    done = place.run(checkpoint__resume="latest", train__steps=14)
-    assert done.returncode == 2
-    assert f"{weights}: found checksum" in done.stderr
-    assert f"resume from {place.checkpoints()[0]}" in done.stderr
-    done = place.run(checkpoint__resume=place.checkpoints()[0], train__steps=14)
-    assert done.returncode == 0, done.stderr
-
-
 def test_divergence_fails_and_keeps_the_checkpoint(place):
-    done = place.run(optimizer__kind="sgd", schedule__peak=1e12, schedule__warmup=0, train__max_norm=0,
-                     checkpoint__every=1, train__steps=200, train__evaluate_every=0)
-    text = done.stdout + done.stderr
-    assert done.returncode == 1, text
+    text = "".join(place.run(optimizer__kind="sgd", schedule__peak=1e12, schedule__warmup=0, train__max_norm=0,
+                             checkpoint__every=1, train__steps=200, train__evaluate_every=0, status=1))
     assert "not finite" in text and "nothing was updated" in text
     assert all(whole(path) for path in place.checkpoints())
 
 
 def test_context_ranks_say_how_level_their_cuts_are(place):
     """With the first step, in the summary and in the report; without context ranks there is nothing to say."""
-    done = place.run(parallel__cp_ring=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("first step: cut over 2 ring ranks: tokens ") == 1
-    (said,) = re.findall(r"^context ranks +highest cost (([\d.]+) of the mean, ([\d.]+) at worst)$", done.stdout, re.M)
+    out, text = place.run(parallel__cp_ring=2)
+    assert text.count("first step: cut over 2 ring ranks: tokens ") == 1
+    (said,) = re.findall(r"^context ranks +highest cost (([\d.]+) of the mean, ([\d.]+) at worst)$", out, re.M)
     assert 1 <= float(said[1]) <= float(said[2]) < 2
     html = (place.folder / "run/report.html").read_text()
     assert "highest cost" in html and said[0] in html
-    done = place.run("alone")
-    assert done.returncode == 0 and "highest cost" not in done.stdout
+    assert "highest cost" not in place.run("alone")[0]
 
 
-def test_a_document_longer_than_the_context_groups_memory_is_refused(place):
-    """On all ranks of all context groups, before the step, in one message."""
-    for ranks, axes in ((4, {"parallel__cp_ring": 2}), (2, {})):
-        done = place.run(ranks=ranks, batch__max_tokens_per_rank=20, **axes)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert done.stderr.count("ConfigError") == 1 and "batch.max_tokens_per_rank" in done.stderr, done.stderr
-        assert "context ranks or more" in done.stderr and "at most 20 on a rank" in done.stderr
-        assert not place.metrics()
+@pytest.mark.parametrize("ranks, changes, parts", [
+    (2, {"model__vocabulary": 200}, ["model.vocabulary"]), (3, {"batch__packs_per_step": 2}, ["batch.packs_per_step"]),
+    (2, {"data__text": '["no/such/absent"]'}, ["absent"]), (2, {"data__pack_length": 0}, ["data.pack_length"]),
+    # A document that is longer than the memory of a context group: on all ranks of all groups, in one message.
+    *[(ranks, {"batch__max_tokens_per_rank": 20, **axes}, ["batch.max_tokens_per_rank", "context ranks or more", "at most 20 on a rank"])
+      for ranks, axes in ((4, {"parallel__cp_ring": 2}), (2, {}))]], ids=str)
+def test_bad_input_is_refused_before_training(place, ranks, changes, parts):
+    _, said = place.run(ranks=ranks, status=2, **changes)
+    assert all(part in said for part in parts) and said.count("ConfigError") == 1, said
+    assert not place.metrics()
 
 
-def test_bad_input_is_refused_before_training(place):
-    cases = {
-        "model.vocabulary": place.run(model__vocabulary=200),
-        "batch.packs_per_step": place.run(ranks=3, batch__packs_per_step=2),
-        "absent": place.run(data__text=f'["{place.folder}/absent"]'),
-        "data.pack_length": place.run(data__pack_length=0),
-    }
-    for word, done in cases.items():
-        assert done.returncode == 2, f"{word}: {done.returncode}\n{done.stdout}{done.stderr}"
-        assert word in done.stderr, done.stderr
-        assert not place.metrics()
+# ---- readers and ranks that go away: on one host ----
+
+def through_a_shell(redirection, command):
+    return subprocess.run(["sh", "-c", f'exec "$@" {redirection}', "sh", *map(str, command)], capture_output=True,
+                          text=True, timeout=LIMIT)
+
+
+def is_complete(shm, name="run"):
+    """A run of all 12 steps, and nothing that it prints in any of its files."""
+    shm.saved([8, 12], name)
+    assert len(shm.steps(name)) == 12 and (shm.folder / name / "report.html").exists()
+    for path in (shm.folder / name).rglob("*"):
+        assert not path.is_file() or not re.search(rb"step 12/12|tokens/s on ", path.read_bytes()), path
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_outlives_the_reader_of_what_it_prints(shm, ranks):
+    """`isograd train ... 2>&1 | head`: it trains on, saves as it would, and its status is that of the run."""
+    process = shm.start(ranks=ranks, checkpoint__every=10)  # a line is printed with each checkpoint
+    process.stdout.close()
+    shm.trains_on(process, 50)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(LIMIT) == 0
+    assert shm.checkpoints()[-1].name == f"step-{shm.steps()[-1]['step']:08}" and whole(shm.checkpoints()[-1])
+    process = subprocess.Popen(shm.command("short", ranks=ranks), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process.stdout.close()  # before the first line
+    assert process.wait(LIMIT) == 0
+    assert is_complete(shm, "short")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full", ">/dev/full"])
+def test_a_run_whose_standard_streams_are_closed_or_full(shm, redirection, ranks):
+    """A closed one is not a file of the run's that is opened next. A full disk has its status, the run is whole."""
+    done = through_a_shell(redirection, shm.command(ranks=ranks))
+    assert done.returncode == (2 if redirection == ">/dev/full" else 0), done.stdout + done.stderr
+    assert is_complete(shm)
+    if redirection == ">/dev/full":
+        assert done.stderr.count("ConfigError") == 1 and "standard output" in done.stderr, done.stderr
+
+
+def test_a_verb_that_leaves_no_files_must_print_somewhere(shm):
+    for redirection in (">&-", ">/dev/full"):
+        done = through_a_shell(redirection, [BINARY, "config", shm.config()])
+        assert done.returncode == 2 and done.stderr.count("standard output") == 1, done.stderr
+
+
+def test_a_launcher_outlives_the_reader_of_its_ranks(tmp_path):
+    script = 'for i in 1 2 3 4 5 6 7 8; do echo $i; sleep 0.1; done; : > "$0/$RANK"'
+    process = subprocess.Popen([BINARY, "launch", "-n", "2", "--prefix", "--", "sh", "-c", script, tmp_path],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(LIMIT) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.parametrize("victim, changes", [
+    (0, {}), (2, {}), (1, {"parallel__strategy": "zero3"}),
+    (0, {"parallel__pp": 3, "model__layers": 3}), (2, {"parallel__pp": 3, "model__layers": 3})])
+def test_a_terminal_is_told_of_a_lost_rank_in_a_few_lines(shm, victim, changes):
+    """Which one, in what, what the others waited in, how to continue; the last operations are in a file."""
+    process = shm.start(ranks=3, checkpoint__every=20, **changes)
+    shm.wait(process, lambda: len(shm.checkpoints()) > 0)
+    lost = ranks_of(process)[victim]
+    os.kill(lost, signal.SIGKILL)
+    out = finish(process, 3)
+    told = [line for line in out.splitlines() if line and not line.startswith(("step ", "saved ", "continuing "))]
+    told = told[next(i for i, line in enumerate(told) if re.match("isograd: |rank ", line)):]
+    assert len(told) <= 5, out
+    survivors = {0, 1, 2} - {victim}
+    (error,) = [line for line in told if "PeerError" in line]
+    operation = r"(?:\w+ #\d+(?: to rank \d)?|recv from rank \d)"
+    said = re.match(rf"isograd: rank (\d): PeerError: after step \d+: {operation} of group '.*' on rank \1 of 3.*: "
+                    rf"found rank {victim} \(host .*, pid {lost}\) has ended; ", error)
+    assert said and int(said[1]) in survivors, out
+    (other,) = survivors - {int(said[1])}
+    assert re.search(rf"^isograd: rank {other} waited: after step \d+: {operation} of group '", out, re.M), out
+    assert f"rank {victim} (pid {lost}) was killed by signal 9" in out
+    operations = shm.folder / "run/last_operations.txt"
+    assert re.search(rf"^isograd: the last operations of rank \d in group '.*': {operations}$", out, re.M), out
+    assert re.search(r"^  #\d+ ", operations.read_text(), re.M)
+    command = shlex.split(re.search(r"; to continue: (isograd .*) \(from the last checkpoint", error).group(1))
+    done = subprocess.run([BINARY, *command[1:], "--set", f"train.steps={shm.last_saved() + 3}"], capture_output=True, text=True,
+                          timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rank_that_is_lost_before_a_checkpoint_says_that_there_is_none(shm):
+    process = shm.start(ranks=2)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    out = finish(process, 3)
+    assert "; no checkpoint had been saved yet." in out, out
+
+
+def test_data_that_is_cut_short_in_mid_run_is_named(shm):
+    """Instead of a SIGBUS without words, or of zeros that are trained on."""
+    process = shm.start(ranks=1, checkpoint__every=5)
+    (shard,) = [path for path in (shm.folder / "cache").rglob("*") if path.suffix in (".bin", ".isograd")]
+    size = shard.stat().st_size
+    os.truncate(shard, 0)
+    out = finish(process, 2)
+    assert out.count("ConfigError") == 1 and str(shard) in out, out
+    assert "found 0 bytes: it was truncated" in out and f"the {size} bytes" in out, out
+    assert whole(shm.checkpoints()[-1])
+
+
+# ---- ended from outside ----
+
+def test_sigterm_saves_and_the_printed_command_continues_bit_for_bit(place):
+    """As it is printed, also where --set changed what the file says, and a shell would change the folder's name."""
+    stopped = place.folder / "stopped $(false) here"
+    process = place.start("run", schedule__kind="constant", run__directory=stopped)
+    ends = []
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGTERM)
+        out = finish(process)
+        ends.append(stopped_after(out))
+        assert [path.name for path in place.checkpoints(stopped)][-1] == f"step-{ends[-1]:08}"
+        command = shlex.split(re.search(r"to continue: (isograd .*)", out).group(1))
+        assert command[0] == "isograd"
+        if len(ends) == 1:
+            process = subprocess.Popen([str(BINARY), *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                       text=True, start_new_session=True)
+            place.wait(process, lambda: len(place.metrics(stopped)) > ends[0] + 20)
+    assert 5 < ends[0] < ends[1] - 20
+    assert not (place.folder / "run").exists()
+    place.run("straight", schedule__kind="constant", train__steps=ends[1], train__evaluate_every=0, checkpoint__every=0)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [place.checkpoints(run)[-1] / name for run in (stopped, "straight")]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+    losses = [{row["step"]: row["loss"] for row in place.steps(run)} for run in (stopped, "straight")]
+    assert len(losses[0]) == ends[1] and losses[0] == losses[1]
+
+
+def test_a_hang_up_saves_as_sigterm_does(place):
+    process = place.start()
+    os.kill(process.pid, signal.SIGHUP)
+    out = finish(process)
+    place.saved([stopped_after(out)])
+
+
+@pytest.mark.both_backends
+def test_a_rank_killed_during_start_ends_the_run_at_once(place):
+    """Long before the launcher's grace (10 s), whatever it was doing then."""
+    for delay in (0, 0.05, 0.3, 1.0):
+        process = subprocess.Popen(place.command(f"start-{delay}", ranks=3, train__steps=1000000), text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        place.wait(process, lambda: len(ranks_of(process)) == 3)
+        time.sleep(delay)
+        started = time.time()
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        out = finish(process, 3)
+        if place.backend == "shm":
+            assert time.time() - started < 5, out
+            assert "rank 1" in out and "signal 9" in out, out
+            assert len(re.findall("PeerError", out)) <= 1, out
+
+
+def test_two_runs_in_one_folder(place):
+    process = place.start()
+    _, said = place.run(train__steps=1, status=2)
+    assert "another run that is writing there" in said and f"process {ranks_of(process)[0]}" in said, said
+    place.trains_on(process)
+    os.kill(process.pid, signal.SIGTERM)
+    finish(process)
+    rows = [row["step"] for row in place.steps()]
+    assert rows == list(range(1, len(rows) + 1)), "metrics were lost"
+
+
+def remove_while_written_to(folder):
+    """As `rm -r` given again: the run may make a file between the listing of a folder and its removal."""
+    for _ in range(100):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+        if not folder.exists():
+            return
+    raise AssertionError(f"{folder} is filled again and again")
+
+
+def test_a_folder_removed_in_mid_run_is_an_error(place):
+    process = place.start()
+    remove_while_written_to(place.folder / "run")
+    out = finish(process, 2)
+    # The folder is emptied file by file: a step may end where its metrics are gone and the folder is not yet.
+    removed = r"(a folder that|a folder whose LOCK|a file that) was removed (or moved )?while the run wrote to it"
+    assert re.search(removed, out) and out.count("ConfigError") == 1, out
+    assert not (place.folder / "run").exists()
+
+
+def test_a_full_disk_has_one_status_whatever_was_being_written(place):
+    process = place.start(train__steps=100000)
+    for rank in ranks_of(process):
+        room = (place.folder / "run/metrics.jsonl").stat().st_size + 2000
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (room, room))
+    out = finish(process, 2)
+    assert out.count("ConfigError") == 1 and "metrics.jsonl" in out or "tfevents" in out, out
+
+
+def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(place):
+    """The launcher and every rank get it from the terminal, and the ranks a second time from the launcher."""
+    process = place.start(ranks=3)
+    os.killpg(process.pid, signal.SIGINT)
+    out = finish(process)
+    place.saved([stopped_after(out)])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ctrl_c_skips_the_proof_at_the_end(place, ranks):
+    """Which says how long it takes; the checkpoint is whole by then. Many short micro-batches, so that it takes a while."""
+    process = subprocess.Popen(place.command(ranks=ranks, verify__at_end="true", train__steps=2, train__evaluate_every=0,
+                                             data__pack_length=8, batch__packs_per_step=300, batch__packs_per_micro_batch=1),
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    said = ""
+    while "proving the gradient" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    assert re.search(r"about [\dm .]+s; Ctrl-C skips it", said), said
+    place.saved([2])
+    os.killpg(process.pid, signal.SIGINT)
+    out = finish(process)
+    assert out.count("skipped by a signal: nothing is proved") == 1 and "PASS" not in out, out
+    assert "skipped by a signal" in (place.folder / "run/report.html").read_text()
+
+
+@pytest.mark.both_backends
+def test_a_second_signal_ends_at_once(place):
+    process = place.start()
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGSTOP)  # so that the first wish cannot be carried out
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(1.3)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(ranks[0], signal.SIGCONT)
+    started = time.time()
+    process.communicate(timeout=LIMIT)
+    assert process.returncode != 0 and time.time() - started < 15
+
+
+@pytest.mark.both_backends
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
+    process = place.start(ranks=3, checkpoint__every=50)
+    place.wait(process, lambda: len(place.checkpoints()) > 0)
+    ranks = ranks_of(process)
+    assert len(ranks) == 3
+    started = time.time()
+    os.kill(ranks[rank], signal.SIGKILL)
+    out = finish(process, 3)
+    assert time.time() - started < 20, "the others waited for longer than the timeout"
+    # Only shm knows who is missing; mpirun ends the survivors itself.
+    assert place.backend != "shm" or re.search(rf"rank {rank}\b", out), out
+    assert whole(place.checkpoints()[-1])
+    place.run(checkpoint__resume="latest", train__steps=place.last_saved() + 3, ranks=2)
+
+
+@pytest.mark.both_backends
+def test_a_hung_rank_ends_the_run_within_the_timeout(place):
+    process = place.start(parallel__timeout_seconds=5)
+    ranks = ranks_of(process)
+    started = time.time()
+    os.kill(ranks[1], signal.SIGSTOP)
+    try:
+        out = finish(process, 3)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[1], signal.SIGKILL)
+    # The timeout and the end of the others; mpirun takes its time. No grace for one that cannot use it.
+    assert time.time() - started < (12 if place.backend == "shm" else 33)
+    assert re.search(r"rank 1\b" if place.backend == "shm" else "not complete within 5000 ms", out), out
+
+
+def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole(place):
+    process = place.start(checkpoint__every=20, train__steps=100000)
+    place.wait(process, lambda: len(place.checkpoints()) > 0)
+    for rank in ranks_of(process):
+        # As if the disk had this much room left for any one file: metrics fit, weights do not.
+        resource.prlimit(rank, resource.RLIMIT_FSIZE, (60000, 60000))
+    out = finish(process, 2)
+    assert "ConfigError" in out and "step-" in out, out
+    assert place.checkpoints() and all(whole(path) for path in place.checkpoints())
+    assert not list((place.folder / "run/checkpoints").glob(".*")), "leftovers"
+    place.run(checkpoint__resume="latest", train__steps=place.last_saved() + 3)

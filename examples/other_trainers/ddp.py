@@ -1,8 +1,9 @@
-"""One step of PyTorch's DDP as a dump: torchrun --nproc-per-node 3 ddp.py --loss mean --dump dumps/ddp
+"""One step of PyTorch's DDP, or of FSDP2, as a dump: torchrun --nproc-per-node 3 ddp.py --loss mean --dump dumps/ddp
 
 --loss mean: each rank's loss is the mean over its own targets, as most code has it. With packs of different lengths the
     average of those means is not the mean over all targets, and neither is its gradient.
---loss sum: each rank's sum is divided by the targets of all ranks. DDP averages over the ranks, hence the world size.
+--loss sum: each rank's sum is divided by the targets of all ranks. Both average over the ranks, hence the world size.
+--fsdp2: gradients are sharded, so each is gathered for the dump.
 """
 import argparse
 import os
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from isograd_dump import write_dump
 from model_and_data import PRECISION, cross_entropy, make_model, num_targets, pack_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -40,14 +43,6 @@ def dump(folder, gradients, loss, axis, dtype, tokens, targets, samples):
                    axes={axis: len(counts)}, precision=PRECISION[dtype])
 
 
-def arguments(description):
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loss", choices=["mean", "sum"], required=True)
-    parser.add_argument("--dump", required=True)
-    parser.add_argument("--dtype", default="float32")
-    return parser.parse_args()
-
-
 def leave():
     """Ends this process at once, after all ranks came here.
 
@@ -62,14 +57,26 @@ def leave():
 
 
 def main():
-    options = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loss", choices=["mean", "sum"], required=True)
+    parser.add_argument("--dump", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--fsdp2", action="store_true")
+    options = parser.parse_args()
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(make_model(getattr(torch, options.dtype)))
+    wrapped = model = make_model(getattr(torch, options.dtype))
+    if options.fsdp2:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(model)
     tokens, targets, samples = pack_of(dist.get_rank())
-    loss = local_loss(model, options.loss, tokens, targets)
+    loss = local_loss(wrapped, options.loss, tokens, targets)
     loss.backward()
-    gradients = {name: p.grad for name, p in model.module.named_parameters()}
-    dump(options.dump, gradients, loss, "dp_replicate", options.dtype, tokens, targets, samples)
+    gradients = {name: p.grad.full_tensor() if options.fsdp2 else p.grad for name, p in model.named_parameters()}  # collective
+    axis = "dp_shard" if options.fsdp2 else "dp_replicate"
+    dump(options.dump, gradients, loss, axis, options.dtype, tokens, targets, samples)
     leave()
 
 

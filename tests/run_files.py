@@ -1,0 +1,31 @@
+"""What a small run reads: a configuration, documents, videos."""
+import json
+
+
+def merged(tables, more):
+    return {table: {**tables.get(table, {}), **more.get(table, {})} for table in {**tables, **more}}
+
+
+def text_tables(packs, micro_batch, length, model, **more):
+    """A decoder on the documents in {folder}/text. model: hidden, layers, heads, key_value_heads, head_dim, feed_forward."""
+    sizes = dict(zip(("hidden", "layers", "heads", "key_value_heads", "head_dim", "feed_forward"), model))
+    return merged({"run": {"directory": "{folder}/run"},
+                   "data": {"text": ["{folder}/text"], "cache": "{folder}/cache", "pack_length": length},
+                   "batch": {"packs_per_step": packs, "packs_per_micro_batch": micro_batch}, "model": sizes}, more)
+
+
+def write_run(path, tables, **more):
+    """`tables`, {table: {key: value}}, and `more` of them as TOML; "{folder}" in a value is path's folder."""
+    path.write_text("".join(f"[{table}]\n" + "".join(
+        f"{key} = {json.dumps(value)}\n".replace("{folder}", str(path.parent)) for key, value in keys.items())
+        for table, keys in merged(tables, more).items()))
+    return path
+
+
+def write_video(path, frames, rows, columns, seed):
+    """Uncompressed (YUV4MPEG2): a gradient that moves."""
+    data = f"YUV4MPEG2 W{columns} H{rows} F8:1 Ip A1:1 C444\n".encode()
+    for frame in range(frames):
+        data += b"FRAME\n" + bytes((7 * x + 5 * y + 3 * frame + 11 * seed + 40 * plane) % 256
+                                   for plane in range(3) for y in range(rows) for x in range(columns))
+    path.write_bytes(data)
