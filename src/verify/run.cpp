@@ -27,7 +27,6 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
-#include "train/peers.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/task_kind.hpp"
