@@ -4,12 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <numeric>
 
 #include "base/account.hpp"
 #include "base/refuse.hpp"
-#include "comm/call_site.hpp"
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "kernels/reduce.hpp"
@@ -17,8 +15,18 @@
 namespace isograd {
 namespace {
 
-using namespace hosts;
+using queue::Part;
+using queue::Stage;
 using Tensors = std::vector<at::Tensor>;
+
+// Places whose messages two operations might confuse have separate tags.
+enum Place : int { kReduceWithin, kExchange, kReturn, kGatherWithin };
+
+constexpr int kFirstTag = 32760;  // every MPI has tags up to 32767
+
+constexpr int tag_of(Place place) {
+  return kFirstTag + place;
+}
 
 // 16-bit floats as float32; other tensors are returned as they are.
 at::Tensor widened(const at::Tensor& tensor) {
@@ -37,7 +45,7 @@ void combine(const shm::Reduction& reduction, const Tensors& of_hosts, const at:
 
 std::vector<Part> of(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
   std::vector<Part> parts;
-  for (auto& work : works) parts.push_back({std::move(work), ""});
+  for (auto& work : works) parts.push_back({std::move(work)});
   return parts;
 }
 
@@ -57,7 +65,9 @@ void end_with(std::vector<Stage>& stages, std::function<void()> more) {
 HostsBackend::HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts,
                            const std::vector<std::string>& names, std::string group,
                            std::chrono::milliseconds timeout)
-    : c10d::Backend(parts.all->getRank(), parts.all->getSize()), group_(std::move(group)), timeout_(timeout) {
+    : c10d::Backend(parts.all->getRank(), parts.all->getSize()),
+      group_(std::move(group)),
+      name_("shm+" + parts.all->getBackendName()) {
   auto links = std::make_shared<Links>();
   links->parts = parts;
   std::vector<int> seen;  // host numbers in the order of their first ranks
@@ -84,21 +94,16 @@ HostsBackend::HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts,
   ISOGRAD_INVARIANT(!parts.reducing == (links->here() == 1), "shared memory of another group");
   links->hosts = std::move(hosts);
   links_ = links;
-  queue_ = std::make_shared<hosts::Queue>(group_, [parts](const std::string& reason) {
+  const auto give_up = [parts](const std::string& reason) {
     for (const auto& within : {parts.reducing, parts.gathering})
       if (within) within->poison(reason);
     try {
       parts.all->abort();
     } catch (...) {  // a backend without abort(): its peers have its own timeout
     }
-  });
-}
-
-void HostsBackend::give_up(const std::string& reason) noexcept {
-  try {
-    queue_->fail(reason);
-  } catch (...) {  // no memory for the reason: the peers' timeouts remain
-  }
+  };
+  queue_ = std::make_shared<queue::Queue>(
+      queue::Queue::Names{group_, name_, rank_, size_, /*peers_know_more=*/true}, timeout, give_up);
 }
 
 HostsBackend::Splits HostsBackend::Links::cut(std::int64_t numel) const {
@@ -115,46 +120,20 @@ std::vector<Part> HostsBackend::Links::exchange(const Tensors& to_hosts, const T
     const int rank = members[other][static_cast<std::size_t>(place)];
     if (from_hosts[other].numel() > 0) {
       Tensors into{from_hosts[other]};
-      begun.push_back(
-          {parts.all->recv(into, rank, tag), fmt::format("host {} (rank {})", names[other], rank)});
+      begun.push_back({queue::polled(parts.all->recv(into, rank, tag)),
+                       fmt::format("host {} (rank {})", names[other], rank)});
     }
     if (to_hosts[other].numel() > 0) {
       Tensors from{to_hosts[other]};
-      begun.push_back({parts.all->send(from, rank, tag), ""});
+      begun.push_back({queue::polled(parts.all->send(from, rank, tag))});
       hosts->add_across(static_cast<std::int64_t>(from[0].nbytes()));
     }
   }
   return begun;
 }
 
-std::string HostsBackend::where(const char* operation) {
-  const std::lock_guard lock(sequence_mutex_);
-  std::string text = fmt::format("{} #{} of group '{}' (shm+mpi) on rank {} of {}", operation, sequence_++,
-                                 group_, rank_, size_);
-  if (const CallSite site = current_call_site(); site.file)
-    text += fmt::format(" at {}:{}", std::filesystem::path(site.file).filename().string(), site.line);
-  return text;
-}
-
-HostsBackend::Works HostsBackend::work(std::shared_ptr<Operation> operation,
-                                       std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<hosts::QueueWork>(queue_, std::move(operation), rank_,
-                                               timeout == c10d::kUnsetTimeout ? timeout_ : timeout);
-}
-
-HostsBackend::Works HostsBackend::staged(std::string where, std::vector<hosts::Stage> stages,
-                                         std::chrono::milliseconds timeout) {
-  return work(queue_->begin(std::move(where), std::move(stages)), timeout);
-}
-
-HostsBackend::Works HostsBackend::followed(const char* operation, const std::function<Works()>& begin,
-                                           std::chrono::milliseconds timeout) {
-  return work(queue_->follow(where(operation), begin), timeout);
-}
-
-shm::Reduction HostsBackend::reduction(const char* operation, const at::Tensor& tensor,
+shm::Reduction HostsBackend::reduction(const shm::Arguments& check, const at::Tensor& tensor,
                                        const c10d::ReduceOp& op) const {
-  const shm::Arguments check(operation, group_, rank_, size_);
   const auto reduction = check.reduction(tensor, op);
   using kernels::Combine;
   if (reduction.combine == Combine::kAverage || reduction.combine == Combine::kScaledSum)
@@ -164,63 +143,16 @@ shm::Reduction HostsBackend::reduction(const char* operation, const at::Tensor& 
 }
 
 void HostsBackend::check_tag(const char* operation, int tag) const {
-  if (tag < hosts::kFirstTag) return;
-  refuse(fmt::format("{} in group '{}' (shm+mpi)", operation, group_), fmt::format("tag {}", tag),
-         fmt::format("0 to {}: above are the group's own messages", hosts::kFirstTag - 1),
-         "Choose another tag");
+  if (tag < kFirstTag) return;
+  arguments(operation).refuse(fmt::format("tag {}", tag),
+                              fmt::format("0 to {}: above are the group's own messages", kFirstTag - 1),
+                              "Choose another tag");
 }
 
 at::Tensor HostsBackend::empty_shared(std::int64_t numel, at::ScalarType dtype) {
   if (!links_->parts.reducing) return at::zeros({numel}, at::TensorOptions(dtype));
   count_shared(numel * static_cast<std::int64_t>(c10::elementSize(dtype)));
   return links_->parts.reducing->empty_shared(numel, dtype);
-}
-
-HostsBackend::Works HostsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return followed(
-      "reduce", [&] { return links_->parts.all->reduce(tensors, options); }, options.timeout);
-}
-
-HostsBackend::Works HostsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return followed(
-      "broadcast", [&] { return links_->parts.all->broadcast(tensors, options); }, options.timeout);
-}
-
-HostsBackend::Works HostsBackend::gather(Lists& outputs, Tensors& inputs,
-                                         const c10d::GatherOptions& options) {
-  return followed(
-      "gather", [&] { return links_->parts.all->gather(outputs, inputs, options); }, options.timeout);
-}
-
-HostsBackend::Works HostsBackend::scatter(Tensors& outputs, Lists& inputs,
-                                          const c10d::ScatterOptions& options) {
-  return followed(
-      "scatter", [&] { return links_->parts.all->scatter(outputs, inputs, options); }, options.timeout);
-}
-
-HostsBackend::Works HostsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits,
-                                                Splits& input_splits, const c10d::AllToAllOptions& options) {
-  return followed(
-      "all_to_all",
-      [&] { return links_->parts.all->alltoall_base(output, input, output_splits, input_splits, options); },
-      options.timeout);
-}
-
-HostsBackend::Works HostsBackend::send(Tensors& tensors, int to, int tag) {
-  check_tag("send", tag);
-  return followed(
-      "send", [&] { return links_->parts.all->send(tensors, to, tag); }, c10d::kUnsetTimeout);
-}
-
-HostsBackend::Works HostsBackend::recv(Tensors& tensors, int from, int tag) {
-  check_tag("recv", tag);
-  return followed(
-      "recv", [&] { return links_->parts.all->recv(tensors, from, tag); }, c10d::kUnsetTimeout);
-}
-
-HostsBackend::Works HostsBackend::barrier(const c10d::BarrierOptions& options) {
-  return followed(
-      "barrier", [&] { return links_->parts.all->barrier(options); }, options.timeout);
 }
 
 HostsBackend::Lists HostsBackend::Links::by_host(const Tensors& of_ranks) const {
@@ -261,11 +193,11 @@ Stage HostsBackend::Links::sum_between(Tensors sums, at::Tensor own, const shm::
 // back.
 HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::NoGradGuard no_graph;
-  const shm::Arguments check("all_reduce", group_, rank_, size_);
+  const auto check = arguments("all_reduce");
   const at::Tensor tensor = check.only(tensors);
   check.piece(tensor);
   const at::Tensor flat = widened(tensor).view(-1);
-  const auto reduction = this->reduction("all_reduce", flat, options.reduceOp);
+  const auto reduction = this->reduction(check, flat, options.reduceOp);
   const auto links = links_;
   const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
   const Tensors pieces = cut_up(flat, links->cut(flat.numel()));
@@ -288,7 +220,7 @@ HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::Allred
                         return of({links->parts.gathering->allgather(outputs, input)});
                       }});
   if (!flat.is_alias_of(tensor)) end_with(stages, [tensor, flat] { tensor.view(-1).copy_(flat); });
-  return staged(where("all_reduce"), std::move(stages), options.timeout);
+  return queue_->begin("all_reduce", std::move(stages), options.timeout);
 }
 
 // Where all hosts have the same number of ranks, each piece belongs to one rank of the other host, and the
@@ -297,14 +229,14 @@ HostsBackend::Works HostsBackend::allreduce(Tensors& tensors, const c10d::Allred
 HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& options) {
   const at::NoGradGuard no_graph;
-  const shm::Arguments check("reduce_scatter", group_, rank_, size_);
+  const auto check = arguments("reduce_scatter");
   check.piece(input), check.piece(output);
   check.cut(input, output);
   const auto links = links_;
   const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
   const std::int64_t part = output.numel();
   const at::Tensor flat = widened(input).view(-1);
-  const auto reduction = this->reduction("reduce_scatter", flat, options.reduceOp);
+  const auto reduction = this->reduction(check, flat, options.reduceOp);
   const Tensors slices = flat.split(part);
 
   Lists pieces = links->by_host(slices);  // by host, then by rank of this host
@@ -337,14 +269,14 @@ HostsBackend::Works HostsBackend::_reduce_scatter_base(at::Tensor& output, at::T
   } else if (!direct) {
     end_with(stages, [output, own] { output.view(-1).copy_(own); });
   }
-  return staged(where("reduce_scatter"), std::move(stages), options.timeout);
+  return queue_->begin("reduce_scatter", std::move(stages), options.timeout);
 }
 
 // The reverse of reduce_scatter: lanes exchange parts between hosts, then each host's ranks gather them.
 HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::AllgatherOptions& options) {
   const at::NoGradGuard no_graph;
-  const shm::Arguments check("all_gather", group_, rank_, size_);
+  const auto check = arguments("all_gather");
   check.piece(input), check.piece(output);
   check.cut(output, input);
   const auto links = links_;
@@ -396,7 +328,7 @@ HostsBackend::Works HostsBackend::_allgather_base(at::Tensor& output, at::Tensor
         for (std::size_t j = 0; j < parts[i].size(); ++j)
           parts[i][j].copy_(wholes[i].narrow(0, static_cast<std::int64_t>(j) * part, part));
     };
-  return staged(where("all_gather"), std::move(stages), options.timeout);
+  return queue_->begin("all_gather", std::move(stages), options.timeout);
 }
 
 }  // namespace isograd

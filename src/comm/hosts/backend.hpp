@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/hosts/queue.hpp"
+#include "comm/queue.hpp"
 #include "comm/shm/backend.hpp"
 
 namespace isograd {
@@ -80,10 +80,10 @@ class HostsBackend final : public c10d::Backend {
   HostsBackend(Parts parts, std::shared_ptr<HostsOfGroup> hosts, const std::vector<std::string>& names,
                std::string group, std::chrono::milliseconds timeout);
 
-  const std::string getBackendName() const override { return "shm+mpi"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  const std::string getBackendName() const override { return name_; }  // "shm+mpi"
+  void setTimeout(std::chrono::milliseconds timeout) override { queue_->set_timeout(timeout); }
   void abort() override { give_up("this rank has given the group up"); }
-  void give_up(const std::string& reason) noexcept;
+  void give_up(const std::string& reason) noexcept { queue_->fail(reason); }
 
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override;
   // All parts must be equal.
@@ -92,15 +92,35 @@ class HostsBackend final : public c10d::Backend {
   Works _allgather_base(at::Tensor& output, at::Tensor& input,
                         const c10d::AllgatherOptions& options = {}) override;
 
-  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override;
-  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override;
-  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override;
-  Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options = {}) override;
+  // Passed on to `all`.
+  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override {
+    return pass_on("reduce", &c10d::Backend::reduce, options.timeout, tensors, options);
+  }
+  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override {
+    return pass_on("broadcast", &c10d::Backend::broadcast, options.timeout, tensors, options);
+  }
+  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override {
+    return pass_on("gather", &c10d::Backend::gather, options.timeout, outputs, inputs, options);
+  }
+  Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options = {}) override {
+    return pass_on("scatter", &c10d::Backend::scatter, options.timeout, outputs, inputs, options);
+  }
   Works alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
-                      const c10d::AllToAllOptions& options = {}) override;
-  Works send(Tensors& tensors, int to, int tag) override;
-  Works recv(Tensors& tensors, int from, int tag) override;
-  Works barrier(const c10d::BarrierOptions& options = {}) override;
+                      const c10d::AllToAllOptions& options = {}) override {
+    return pass_on("all_to_all", &c10d::Backend::alltoall_base, options.timeout, output, input, output_splits,
+                   input_splits, options);
+  }
+  Works send(Tensors& tensors, int to, int tag) override {
+    check_tag("send", tag);
+    return pass_on("send", &c10d::Backend::send, c10d::kUnsetTimeout, tensors, to, tag);
+  }
+  Works recv(Tensors& tensors, int from, int tag) override {
+    check_tag("recv", tag);
+    return pass_on("recv", &c10d::Backend::recv, c10d::kUnsetTimeout, tensors, from, tag);
+  }
+  Works barrier(const c10d::BarrierOptions& options = {}) override {
+    return pass_on("barrier", &c10d::Backend::barrier, options.timeout, options);
+  }
 
   // Collective: zero-filled memory that the ranks of this host share, so that they sum it in place.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype);
@@ -125,26 +145,30 @@ class HostsBackend final : public c10d::Backend {
     Lists by_host(const Tensors& of_ranks) const;
     // Stages of sums. sum_within sums pieces[i] over the ranks of this host into sums[i]. sum_between sums
     // this lane's sums of all hosts into `own`, which may be this host's sum.
-    hosts::Stage sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const;
-    hosts::Stage sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const;
+    queue::Stage sum_within(Lists pieces, Tensors sums, const c10d::ReduceOp& op) const;
+    queue::Stage sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const;
     // Sends to_hosts[h] to this lane's rank on each other host h and receives from_hosts[h] from it.
-    std::vector<hosts::Part> exchange(const Tensors& to_hosts, const Tensors& from_hosts, int tag) const;
+    std::vector<queue::Part> exchange(const Tensors& to_hosts, const Tensors& from_hosts, int tag) const;
   };
 
-  std::string where(const char* operation);
-  Works work(std::shared_ptr<hosts::Operation> operation, std::chrono::milliseconds timeout);
-  Works staged(std::string where, std::vector<hosts::Stage> stages, std::chrono::milliseconds timeout);
-  Works followed(const char* operation, const std::function<Works()>& begin,
-                 std::chrono::milliseconds timeout);
-  shm::Reduction reduction(const char* operation, const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  template <typename Method, typename... Arguments>
+  Works pass_on(const char* operation, Method method, std::chrono::milliseconds timeout,
+                Arguments&... arguments) {
+    return queue_->follow(
+        operation,
+        [&](const std::string&) { return queue::polled((links_->parts.all.get()->*method)(arguments...)); },
+        timeout);
+  }
+  shm::Arguments arguments(const char* operation) const {
+    return {operation, group_, rank_, size_, name_.c_str()};
+  }
+  shm::Reduction reduction(const shm::Arguments& check, const at::Tensor& tensor,
+                           const c10d::ReduceOp& op) const;
   void check_tag(const char* operation, int tag) const;
 
-  std::string group_;
-  std::chrono::milliseconds timeout_;
+  std::string group_, name_;
   std::shared_ptr<const Links> links_;
-  std::shared_ptr<hosts::Queue> queue_;
-  std::uint64_t sequence_ = 0;
-  std::mutex sequence_mutex_;
+  std::shared_ptr<queue::Queue> queue_;
 };
 
 }  // namespace isograd

@@ -66,8 +66,9 @@ std::string shape(const at::Tensor& tensor) {
 
 void Arguments::refuse(const std::string& found, const std::string& expected,
                        const std::string& action) const {
-  isograd::refuse(fmt::format("{} of group '{}' (shm) on rank {} of {}", operation_, group_, rank_, size_),
-                  found, expected, action);
+  isograd::refuse(
+      fmt::format("{} of group '{}' ({}) on rank {} of {}", operation_, group_, backend_, rank_, size_),
+      found, expected, action);
 }
 
 Region Arguments::piece(const at::Tensor& tensor) const {
@@ -90,18 +91,33 @@ const at::Tensor& Arguments::only(const Tensors& tensors) const {
   return tensors[0];
 }
 
-std::vector<Region> Arguments::list(const std::vector<Tensors>& lists, const at::Tensor& like,
-                                    std::int64_t count) const {
+void Arguments::as_many(std::size_t outputs, std::size_t inputs) const {
+  if (outputs == inputs) return;
+  refuse(fmt::format("{} outputs for {} inputs", outputs, inputs), "as many outputs as inputs",
+         "Give one output for each input");
+}
+
+void Arguments::same_size(const at::Tensor& whole, const at::Tensor& own) const {
+  if (whole.numel() == own.numel()) return;
+  refuse(fmt::format("an output of {} elements for this rank's part of {}", whole.numel(), own.numel()),
+         "as many elements", "Size the outputs after the ranks' parts");
+}
+
+void Arguments::one_for_each(const Tensors& tensors) const {
+  if (tensors.size() == static_cast<std::size_t>(size_)) return;
+  refuse(fmt::format("a list of {} tensors", tensors.size()), fmt::format("{}, one for each rank", size_),
+         "Give one tensor for each rank");
+}
+
+const Tensors& Arguments::one_list(const std::vector<Tensors>& lists) const {
   if (lists.size() != 1) refuse(fmt::format("{} lists of tensors", lists.size()), "one", "Give one list");
-  return list(lists[0], like, count);
+  one_for_each(lists[0]);
+  return lists[0];
 }
 
 std::vector<Region> Arguments::list(const Tensors& tensors, const at::Tensor& like,
                                     std::int64_t count) const {
-  if (tensors.size() != static_cast<std::size_t>(size_)) {
-    refuse(fmt::format("a list of {} tensors", tensors.size()), fmt::format("{}, one for each rank", size_),
-           "Give one tensor for each rank");
-  }
+  one_for_each(tensors);
   std::vector<Region> pieces;
   for (const at::Tensor& tensor : tensors) {
     pieces.push_back(piece(tensor));

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
@@ -13,19 +14,22 @@ namespace isograd::shm {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Checks the arguments of one call.
+// Checks the arguments of one call of a backend.
 class Arguments {
  public:
-  Arguments(const char* operation, const std::string& group, int rank, int size)
-      : operation_(operation), group_(group), rank_(rank), size_(size) {}
+  Arguments(std::string_view operation, const std::string& group, int rank, int size,
+            const char* backend = "shm")
+      : operation_(operation), group_(group), backend_(backend), rank_(rank), size_(size) {}
 
   // Raw memory. The tensor must be contiguous and on the CPU.
   Region piece(const at::Tensor& tensor) const;
   const at::Tensor& only(const Tensors& tensors) const;
-  // One tensor for each rank, with `like`'s type. `count` >= 0: each must have this number of elements.
-  std::vector<Region> list(const std::vector<Tensors>& lists, const at::Tensor& like,
-                           std::int64_t count) const;
-  std::vector<Region> list(const Tensors& tensors, const at::Tensor& like, std::int64_t count) const;
+  void as_many(std::size_t outputs, std::size_t inputs) const;
+  void same_size(const at::Tensor& whole, const at::Tensor& own) const;  // of this rank's part
+  void one_for_each(const Tensors& tensors) const;                       // a list of one tensor for each rank
+  const Tensors& one_list(const std::vector<Tensors>& lists) const;      // the only list, one_for_each
+  // The memory of such a list, with `like`'s type. `count` >= 0: each must have this number of elements.
+  std::vector<Region> list(const Tensors& tensors, const at::Tensor& like, std::int64_t count = -1) const;
   // Equal parts of one tensor; `part` has the size of one.
   std::vector<Region> cut(const at::Tensor& whole, const at::Tensor& part) const;
   // Parts of `splits[r]` rows; equal parts without splits.
@@ -42,8 +46,9 @@ class Arguments {
                            const std::string& action) const;
 
  private:
-  const char* operation_;
+  std::string_view operation_;
   const std::string& group_;
+  const char* backend_;
   int rank_, size_;
 };
 

@@ -35,9 +35,16 @@ ShmBackend::Works ShmBackend::work(std::vector<Task> tasks, c10d::OpType type, T
                                       timeout == c10d::kUnsetTimeout ? timeout_ : timeout);
 }
 
-ShmBackend::Task ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op,
-                                            const char* operation) {
-  const auto check = arguments(operation);
+ShmBackend::Works ShmBackend::several(std::size_t count, c10d::OpType type, Tensors results,
+                                      std::chrono::milliseconds timeout,
+                                      const std::function<Task(std::size_t)>& start_one) {
+  std::vector<Task> tasks;
+  for (std::size_t i = 0; i < count; ++i) tasks.push_back(start_one(i));
+  return work(std::move(tasks), type, std::move(results), timeout);
+}
+
+ShmBackend::Task ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  const auto check = arguments("all_reduce");
   const Region piece = check.piece(tensor);
   return start(shm::all_reduce(piece.data, tensor.numel(), code_of(tensor), check.reduction(tensor, op)),
                {tensor});
@@ -45,16 +52,13 @@ ShmBackend::Task ShmBackend::all_reduce_one(const at::Tensor& tensor, const c10d
 
 ShmBackend::Works ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const at::Tensor& tensor = arguments("all_reduce").only(tensors);
-  return work({all_reduce_one(tensor, options.reduceOp, "all_reduce")}, c10d::OpType::ALLREDUCE, tensors,
-              options.timeout);
+  return work({all_reduce_one(tensor, options.reduceOp)}, c10d::OpType::ALLREDUCE, tensors, options.timeout);
 }
 
 ShmBackend::Works ShmBackend::allreduce_coalesced(Tensors& tensors,
                                                   const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<Task> tasks;
-  for (const at::Tensor& tensor : tensors)
-    tasks.push_back(all_reduce_one(tensor, options.reduceOp, "all_reduce"));
-  return work(std::move(tasks), c10d::OpType::ALLREDUCE_COALESCED, tensors, options.timeout);
+  return several(tensors.size(), c10d::OpType::ALLREDUCE_COALESCED, tensors, options.timeout,
+                 [&](std::size_t i) { return all_reduce_one(tensors[i], options.reduceOp); });
 }
 
 ShmBackend::Works ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -84,13 +88,8 @@ ShmBackend::Works ShmBackend::barrier(const c10d::BarrierOptions& options) {
 
 ShmBackend::Task ShmBackend::all_gather_list(const Tensors& outputs, const at::Tensor& input) {
   const auto check = arguments("all_gather");
-  auto places = check.list(outputs, input, -1);
-  const at::Tensor& own = outputs[static_cast<std::size_t>(rank_)];
-  if (own.numel() != input.numel()) {
-    check.refuse(
-        fmt::format("an output of {} elements for this rank's input of {}", own.numel(), input.numel()),
-        "as many elements", "Size the outputs after the ranks' inputs");
-  }
+  auto places = check.list(outputs, input);
+  check.same_size(outputs[static_cast<std::size_t>(rank_)], input);
   const Region piece = check.piece(input);
   check.check_disjoint(piece, places);
   Tensors used = outputs;
@@ -102,36 +101,28 @@ ShmBackend::Works ShmBackend::allgather(Lists& outputs, Tensors& inputs,
                                         const c10d::AllgatherOptions& options) {
   const auto check = arguments("all_gather");
   const at::Tensor& input = check.only(inputs);
-  if (outputs.size() != 1) {
-    check.refuse(fmt::format("{} lists of outputs", outputs.size()), "one", "Give one list");
-  }
-  return work({all_gather_list(outputs[0], input)}, c10d::OpType::ALLGATHER, outputs[0], options.timeout);
+  return work({all_gather_list(check.one_list(outputs), input)}, c10d::OpType::ALLGATHER, outputs[0],
+              options.timeout);
 }
 
 // As above, with the outputs sorted by rank first.
 ShmBackend::Works ShmBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                   const c10d::AllgatherOptions& options) {
-  const auto check = arguments("all_gather");
-  std::vector<Task> tasks;
+  std::vector<Tensors> lists(inputs.size());
   Tensors results;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    Tensors list;
     for (const Tensors& of_rank : outputs) {
-      if (of_rank.size() != inputs.size()) {
-        check.refuse(fmt::format("{} outputs of a rank for {} inputs", of_rank.size(), inputs.size()),
-                     "one output for each input", "Give each rank as many outputs as there are inputs");
-      }
-      list.push_back(of_rank[i]);
+      arguments("all_gather").as_many(of_rank.size(), inputs.size());
+      lists[i].push_back(of_rank[i]);
     }
-    tasks.push_back(all_gather_list(list, inputs[i]));
-    results.insert(results.end(), list.begin(), list.end());
+    results.insert(results.end(), lists[i].begin(), lists[i].end());
   }
-  return work(std::move(tasks), c10d::OpType::ALLGATHER_COALESCED, std::move(results), options.timeout);
+  return several(inputs.size(), c10d::OpType::ALLGATHER_COALESCED, std::move(results), options.timeout,
+                 [&](std::size_t i) { return all_gather_list(lists[i], inputs[i]); });
 }
 
-ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::Tensor& input,
-                                            const char* operation) {
-  const auto check = arguments(operation);
+ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::Tensor& input) {
+  const auto check = arguments("all_gather");
   const Region piece = check.piece(input);
   auto places = check.cut(output, input);
   check.check_disjoint(piece, places);
@@ -140,21 +131,14 @@ ShmBackend::Task ShmBackend::all_gather_one(const at::Tensor& output, const at::
 
 ShmBackend::Works ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                               const c10d::AllgatherOptions& options) {
-  return work({all_gather_one(output, input, "all_gather")}, c10d::OpType::_ALLGATHER_BASE, {output},
-              options.timeout);
+  return work({all_gather_one(output, input)}, c10d::OpType::_ALLGATHER_BASE, {output}, options.timeout);
 }
 
 ShmBackend::Works ShmBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                               const c10d::AllgatherOptions& options) {
-  if (outputs.size() != inputs.size()) {
-    arguments("all_gather")
-        .refuse(fmt::format("{} outputs for {} inputs", outputs.size(), inputs.size()),
-                "as many outputs as inputs", "Give one output for each input");
-  }
-  std::vector<Task> tasks;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    tasks.push_back(all_gather_one(outputs[i], inputs[i], "all_gather"));
-  return work(std::move(tasks), c10d::OpType::ALLGATHER_COALESCED, outputs, options.timeout);
+  arguments("all_gather").as_many(outputs.size(), inputs.size());
+  return several(inputs.size(), c10d::OpType::ALLGATHER_COALESCED, outputs, options.timeout,
+                 [&](std::size_t i) { return all_gather_one(outputs[i], inputs[i]); });
 }
 
 ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
@@ -162,13 +146,8 @@ ShmBackend::Works ShmBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
   const auto check = arguments("reduce_scatter");
   const at::Tensor& output = check.only(outputs);
   const Region to = check.piece(output);
-  auto pieces = check.list(inputs, output, -1);
-  const at::Tensor& own = inputs[0][static_cast<std::size_t>(rank_)];
-  if (own.numel() != output.numel()) {
-    check.refuse(
-        fmt::format("an output of {} elements for this rank's part of {}", output.numel(), own.numel()),
-        "as many elements", "Size the output after this rank's part");
-  }
+  auto pieces = check.list(check.one_list(inputs), output);
+  check.same_size(output, inputs[0][static_cast<std::size_t>(rank_)]);
   check.check_disjoint(to, pieces);
   Tensors used = inputs[0];
   used.push_back(output);
@@ -205,15 +184,9 @@ ShmBackend::Works ShmBackend::reduce_scatter_with_squares(const at::Tensor& outp
 
 ShmBackend::Works ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                               const c10d::ReduceScatterOptions& options) {
-  if (outputs.size() != inputs.size()) {
-    arguments("reduce_scatter")
-        .refuse(fmt::format("{} outputs for {} inputs", outputs.size(), inputs.size()),
-                "as many outputs as inputs", "Give one output for each input");
-  }
-  std::vector<Task> tasks;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    tasks.push_back(reduce_scatter_one(outputs[i], inputs[i], options.reduceOp));
-  return work(std::move(tasks), torch_versions::kReduceScatterCoalesced, outputs, options.timeout);
+  arguments("reduce_scatter").as_many(outputs.size(), inputs.size());
+  return several(inputs.size(), torch_versions::kReduceScatterCoalesced, outputs, options.timeout,
+                 [&](std::size_t i) { return reduce_scatter_one(outputs[i], inputs[i], options.reduceOp); });
 }
 
 ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -223,7 +196,7 @@ ShmBackend::Works ShmBackend::gather(Lists& outputs, Tensors& inputs, const c10d
   std::vector<Region> places;
   Tensors used{input}, results;
   if (rank_ == root) {
-    places = check.list(outputs, input, input.numel());
+    places = check.list(check.one_list(outputs), input, input.numel());
     check.check_disjoint(check.piece(input), places);
     results = outputs[0];
     used.insert(used.end(), results.begin(), results.end());
@@ -240,7 +213,7 @@ ShmBackend::Works ShmBackend::scatter(Tensors& outputs, Lists& inputs, const c10
   std::vector<Region> pieces;
   Tensors used{output};
   if (rank_ == root) {
-    pieces = check.list(inputs, output, output.numel());
+    pieces = check.list(check.one_list(inputs), output, output.numel());
     check.check_disjoint(check.piece(output), pieces);
     used.insert(used.end(), inputs[0].begin(), inputs[0].end());
   }
@@ -264,9 +237,9 @@ ShmBackend::Works ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& inpu
 ShmBackend::Works ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                        const c10d::AllToAllOptions& options) {
   const auto check = arguments("all_to_all");
-  if (inputs.empty()) check.refuse("an empty list of inputs", "one tensor for each rank", "Give one each");
-  auto places = check.list(outputs, inputs[0], -1);
-  auto pieces = check.list(inputs, inputs[0], -1);
+  check.one_for_each(inputs);
+  auto places = check.list(outputs, inputs[0]);
+  auto pieces = check.list(inputs, inputs[0]);
   check.check_disjoint(pieces, places);
   Tensors used = outputs;
   used.insert(used.end(), inputs.begin(), inputs.end());

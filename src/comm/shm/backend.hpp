@@ -86,8 +86,10 @@ class ShmBackend final : public c10d::Backend {
   Task start(Task task, Tensors used);
   at::Tensor allocate(std::int64_t numel, at::ScalarType dtype, shm::Engine::Copies copies);
   Works work(std::vector<Task> tasks, c10d::OpType type, Tensors results, std::chrono::milliseconds timeout);
-  Task all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
-  Task all_gather_one(const at::Tensor& output, const at::Tensor& input, const char* operation);
+  Works several(std::size_t count, c10d::OpType type, Tensors results, std::chrono::milliseconds timeout,
+                const std::function<Task(std::size_t)>& start_one);
+  Task all_reduce_one(const at::Tensor& tensor, const c10d::ReduceOp& op);
+  Task all_gather_one(const at::Tensor& output, const at::Tensor& input);
   Task all_gather_list(const Tensors& outputs, const at::Tensor& input);
   Task reduce_scatter_one(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op,
                           std::shared_ptr<double> squares = nullptr);
