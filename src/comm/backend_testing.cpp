@@ -12,9 +12,6 @@ using c10d::ReduceOp;
 using Tensors = std::vector<at::Tensor>;
 using Sizes = std::vector<std::int64_t>;
 
-constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
-                                     at::kInt,    at::kShort, at::kChar,     at::kByte, at::kBool};
-
 // 1 to 3, depending on rank, slot and index. These are exact in every type, and so are products of 4 and,
 // rounded once, of more.
 at::Tensor numbers(int rank, int slot, std::int64_t count, at::ScalarType type) {
@@ -23,11 +20,16 @@ at::Tensor numbers(int rank, int slot, std::int64_t count, at::ScalarType type) 
   return type == at::kBool ? mixed.eq(0) : (mixed + 1).to(type);
 }
 
-at::Tensor combined(const Tensors& inputs, const ReduceOp& op, double factor) {
+// The factor of a rank in a scaled sum.
+double factor_of(int rank) {
+  return 0.5 * (rank + 1);
+}
+
+at::Tensor combined(const Tensors& inputs, const ReduceOp& op) {
   const at::ScalarType type = inputs[0].scalar_type();
   const bool logical = type == at::kBool, floating = at::isFloatingType(type);
   at::Tensor all = at::stack(inputs).to(floating ? at::kDouble : at::kLong);
-  if (op.op_ == ReduceOp::PREMUL_SUM) all = all * factor;
+  for (int r = 0; r < all.size(0) && op.op_ == ReduceOp::PREMUL_SUM; ++r) all[r].mul_(factor_of(r));
   at::Tensor result;
   switch (op.op_) {
     case ReduceOp::MAX:
@@ -61,18 +63,18 @@ at::Tensor combined(const Tensors& inputs, const ReduceOp& op, double factor) {
 
 class Check {
  public:
-  explicit Check(c10d::Backend& backend)
-      : backend_(backend), rank_(backend.getRank()), size_(backend.getSize()) {}
+  Check(c10d::Backend& backend, const BackendCases& cases)
+      : backend_(backend), cases_(cases), rank_(backend.getRank()), size_(backend.getSize()) {}
 
   std::vector<std::string> run() {
-    for (const at::ScalarType type : kTypes) {
+    for (const at::ScalarType type : cases_.types) {
       type_ = type;
       for (const std::int64_t count : {0, 1, 7, 1000}) {
         count_ = count;
         reductions();
         copies();
         uneven();
-        messages();
+        if (size_ > 1) messages();
       }
     }
     wait("barrier", backend_.barrier());
@@ -80,8 +82,16 @@ class Check {
   }
 
  private:
-  at::Tensor own(int slot, std::int64_t count) const { return numbers(rank_, slot, count, type_); }
-  at::Tensor room(std::int64_t count) const { return at::zeros({count}, at::TensorOptions(type_)); }
+  at::Tensor own(int slot, std::int64_t count) { return placed(numbers(rank_, slot, count, type_)); }
+  at::Tensor room(std::int64_t count) { return placed(at::zeros({count}, at::TensorOptions(type_))); }
+  at::Tensor placed(const at::Tensor& content) {
+    if (!cases_.memory.defined()) return content;
+    const auto bytes = static_cast<std::int64_t>(content.nbytes());
+    if (used_ + bytes > cases_.memory.numel()) used_ = 0;
+    const at::Tensor place = cases_.memory.narrow(0, used_, bytes).view(type_);
+    used_ += (bytes + 63) / 64 * 64;
+    return place.copy_(content);
+  }
   std::int64_t width(int rank) const { return count_ == 0 ? 0 : (count_ + 3 * rank) % 11; }
 
   Tensors from_all(int slot, std::int64_t count) const {
@@ -106,14 +116,14 @@ class Check {
                                                          {"min", ReduceOp::MIN},
                                                          {"product", ReduceOp::PRODUCT}};
     if (type_ != at::kBool) ops.push_back({"avg", ReduceOp::AVG});
-    if (floating) ops.push_back({"premul_sum", torch_versions::pre_mul_sum(0.5)});
+    if (floating) ops.push_back({"premul_sum", torch_versions::pre_mul_sum(factor_of(rank_))});
     if (!floating)
       ops.insert(ops.end(), {{"band", ReduceOp::BAND}, {"bor", ReduceOp::BOR}, {"bxor", ReduceOp::BXOR}});
     for (const auto& [name, op] : ops) reduction(name, op);
   }
 
   void reduction(const std::string& name, const ReduceOp& op) {
-    const at::Tensor expected = combined(from_all(0, count_), op, 0.5);
+    const at::Tensor expected = combined(from_all(0, count_), op);
     Tensors tensors{own(0, count_)};
     c10d::AllreduceOptions all;
     all.reduceOp = op;
@@ -125,7 +135,7 @@ class Check {
     coalesced.reduceOp = op;
     wait("all_reduce_coalesced", backend_.allreduce_coalesced(several, coalesced));
     expect("all_reduce_coalesced " + name, several[0], expected);
-    expect("all_reduce_coalesced " + name, several[1], combined(from_all(1, 3), op, 0.5));
+    expect("all_reduce_coalesced " + name, several[1], combined(from_all(1, 3), op));
 
     c10d::ReduceOptions to_root;
     to_root.reduceOp = op;
@@ -136,7 +146,7 @@ class Check {
 
     c10d::ReduceScatterOptions scatter;
     scatter.reduceOp = op;
-    const at::Tensor whole = combined(from_all(2, count_ * size_), op, 0.5);
+    const at::Tensor whole = combined(from_all(2, count_ * size_), op);
     at::Tensor input = own(2, count_ * size_), output = room(count_);
     wait("reduce_scatter", backend_._reduce_scatter_base(output, input, scatter));
     expect("_reduce_scatter_base " + name, output, whole.narrow(0, rank_ * count_, count_));
@@ -148,14 +158,14 @@ class Check {
     wait("reduce_scatter", backend_.reduce_scatter_tensor_coalesced(outputs, inputs, scatter));
     expect("reduce_scatter_tensor_coalesced " + name, outputs[0], whole.narrow(0, rank_ * count_, count_));
     expect("reduce_scatter_tensor_coalesced " + name, outputs[1],
-           combined(from_all(3, size_), op, 0.5).narrow(0, rank_, 1));
+           combined(from_all(3, size_), op).narrow(0, rank_, 1));
 
     Tensors parts;
     for (int r = 0; r < size_; ++r) parts.push_back(own(4 + r, width(r)));
     std::vector<Tensors> lists{parts};
     Tensors part{room(width(rank_))};
     wait("reduce_scatter", backend_.reduce_scatter(part, lists, scatter));
-    expect("reduce_scatter of lists " + name, part[0], combined(from_all(4 + rank_, width(rank_)), op, 0.5));
+    expect("reduce_scatter of lists " + name, part[0], combined(from_all(4 + rank_, width(rank_)), op));
   }
 
   void copies() {
@@ -181,10 +191,9 @@ class Check {
     at::Tensor exchanged = room(count_ * size_), mine = own(5, count_ * size_);
     Sizes none;
     wait("all_to_all", backend_.alltoall_base(exchanged, mine, none, none));
-    for (int r = 0; r < size_; ++r) {
+    for (int r = 0; r < size_; ++r)
       expect("alltoall_base", exchanged.narrow(0, r * count_, count_),
              numbers(r, 5, count_ * size_, type_).narrow(0, rank_ * count_, count_));
-    }
   }
 
   void uneven() {
@@ -259,7 +268,9 @@ class Check {
   }
 
   c10d::Backend& backend_;
+  const BackendCases& cases_;
   const int rank_, size_;
+  std::int64_t used_ = 0;  // bytes of the memory
   at::ScalarType type_ = at::kFloat;
   std::int64_t count_ = 0;
   std::vector<std::string> problems_;
@@ -267,8 +278,8 @@ class Check {
 
 }  // namespace
 
-std::vector<std::string> check_backend(c10d::Backend& backend) {
-  return Check(backend).run();
+std::vector<std::string> check_backend(c10d::Backend& backend, const BackendCases& cases) {
+  return Check(backend, cases).run();
 }
 
 }  // namespace isograd::testing

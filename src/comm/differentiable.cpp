@@ -2,9 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <numeric>
 
+#include "comm/gradient_place.hpp"
 #include "comm/linear_map.hpp"
 
 namespace isograd {
@@ -191,6 +193,27 @@ at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
     // The result has no elements. Adding it keeps the graph of a second backward.
     return gradient.new_zeros(gradient.sizes()) + send(group, gradient, from, tag).sum();
   });
+}
+
+// ---- a parameter's gradient in its final memory ---------------------------------------------------------
+
+namespace impl = torch::autograd::impl;
+
+GradientPlace::Taken take_gradient_place(const at::Tensor& parameter, at::ScalarType type) {
+  if (!parameter.defined() || !parameter.is_leaf() || !parameter.requires_grad()) return {};
+  auto* place = dynamic_cast<GradientPlace*>(impl::post_acc_grad_hooks(parameter).get());
+  if (!place) return {};
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  if (!asked || !asked->empty()) return {};  // autograd::grad() lists the nodes whose gradients it returns
+  const auto node = impl::try_get_grad_accumulator(parameter);
+  if (!node || !node->tensor_pre_hooks().empty() || !node->pre_hooks().empty() || !node->post_hooks().empty())
+    return {};
+  return place->take(parameter, type);
+}
+
+at::Tensor gradient_in(const at::Tensor& memory, const at::Tensor& parameter) {
+  if (memory.scalar_type() == parameter.scalar_type()) return memory;
+  return at::empty(parameter.sizes(), parameter.options().layout(at::kSparse));
 }
 
 }  // namespace isograd::differentiable

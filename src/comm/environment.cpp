@@ -35,9 +35,8 @@ std::optional<int> number(const char* name, int low, int high) {
   if (!text) return std::nullopt;
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  if (error != std::errc() || end != text->data() + text->size() || value < low || value > high) {
+  if (error != std::errc() || end != text->data() + text->size() || value < low || value > high)
     refuse_environment(fmt::format("{}={}", name, *text), fmt::format("a number from {} to {}", low, high));
-  }
   return value;
 }
 
@@ -57,26 +56,22 @@ constexpr Names kSrun{Launcher::kSrun, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "
 std::optional<RankEnvironment> read(const Names& names) {
   const auto size = number(names.size, 1, kMostRanks), rank = number(names.rank, 0, kMostRanks);
   if (!size && (!rank || names.launcher == Launcher::kSrun)) return std::nullopt;
-  if (!size || !rank) {
+  if (!size || !rank)
     refuse_environment(
         fmt::format("{} without {}", size ? names.size : names.rank, size ? names.rank : names.size),
         "both or neither");
-  }
-  if (*rank >= *size) {
+  if (*rank >= *size)
     refuse_environment(fmt::format("{}={} with {}={}", names.rank, *rank, names.size, *size),
                        fmt::format("{} below {}", names.rank, names.size));
-  }
   const auto local_rank = number(names.local_rank, 0, kMostRanks);
   const auto local_size = names.local_size ? number(names.local_size, 1, kMostRanks) : std::nullopt;
-  if (local_size && *local_size > *size) {
+  if (local_size && *local_size > *size)
     refuse_environment(fmt::format("{}={} with {}={}", names.local_size, *local_size, names.size, *size),
                        fmt::format("at most {}", names.size));
-  }
-  if (local_rank && *local_rank >= local_size.value_or(*size)) {
+  if (local_rank && *local_rank >= local_size.value_or(*size))
     refuse_environment(fmt::format("{}={} of {} ranks on this host", names.local_rank, *local_rank,
                                    local_size.value_or(*size)),
                        "a lower number");
-  }
   RankEnvironment environment;
   environment.launcher = names.launcher;
   environment.rank = *rank;
@@ -99,10 +94,9 @@ std::optional<RankEnvironment> read_mpirun() {
   auto environment = read(kOpenMpi);
   if (!environment) environment = read(kPmi);
   const auto pmix = number("PMIX_RANK", 0, kMostRanks);
-  if (environment && pmix && *pmix != environment->rank) {
+  if (environment && pmix && *pmix != environment->rank)
     refuse_environment(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank),
                        "one rank");
-  }
   if (!environment) return environment;
   for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"}) {
     if (environment->session_folder.empty()) environment->session_folder = variable(name).value_or("");
@@ -114,10 +108,9 @@ std::optional<RankEnvironment> read_mpirun() {
 std::optional<RankEnvironment> read_srun() {
   auto environment = read(kSrun);
   if (!environment) {
-    if (number("PMIX_RANK", 0, kMostRanks)) {
+    if (number("PMIX_RANK", 0, kMostRanks))
       refuse_environment("PMIX_RANK without the number of ranks",
                          "the other variables that mpirun or srun set");
-    }
     return environment;
   }
   auto hosts = number("SLURM_STEP_NUM_NODES", 1, kMostRanks);
@@ -164,12 +157,11 @@ std::optional<RankEnvironment> read_rank_environment() {
     auto other = read_mpirun();
     if (!other) other = read_srun();
     if (environment && other && other->size > 1 &&
-        (other->size != environment->size || other->rank != environment->rank)) {
+        (other->size != environment->size || other->rank != environment->rank))
       refuse_environment(fmt::format("RANK={} and WORLD_SIZE={} in rank {} of {} of {}", environment->rank,
                                      environment->size, other->rank, other->size,
                                      other->launcher == Launcher::kSrun ? "srun" : "mpirun"),
                          "one rank");
-    }
     // A launcher of a single process may have started the one that sets RANK.
     if (other && (!environment || other->size == environment->size)) environment = other;
   }
@@ -187,9 +179,8 @@ std::optional<RankEnvironment> read_rank_environment() {
 
 void check_mpi(const RankEnvironment& environment) {
   if (environment.launcher != Launcher::kVariables || variable("OMPI_COMM_WORLD_SIZE") ||
-      variable("PMI_SIZE") || variable("PMIX_RANK")) {
+      variable("PMI_SIZE") || variable("PMIX_RANK"))
     return;
-  }
   refuse("the environment of this rank",
          fmt::format("RANK={} and WORLD_SIZE={}, and no mpirun", environment.rank, environment.size),
          "ranks that mpirun or srun started, which the backend 'mpi' needs",
@@ -197,14 +188,12 @@ void check_mpi(const RankEnvironment& environment) {
 }
 
 void check_one_host(const RankEnvironment& environment) {
-  if (environment.local_size != 0 && environment.local_size != environment.size) {
+  if (environment.local_size != 0 && environment.local_size != environment.size)
     refuse_environment(fmt::format("{} of {} ranks on this host", environment.local_size, environment.size),
                        "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
-  }
-  if (environment.hosts > 1) {
+  if (environment.hosts > 1)
     refuse_environment(fmt::format("{} hosts", environment.hosts),
                        "all ranks on one host, which the shm backend needs (--backend shm+mpi does not)");
-  }
   const bool address = !environment.address.empty(), port = environment.port != 0;
   if ((address && port) || !local_store_name(environment, 0).empty()) return;
   refuse_environment(address ? "no MASTER_PORT" : "no MASTER_ADDR", "where the store listens");

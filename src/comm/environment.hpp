@@ -26,6 +26,8 @@ struct RankEnvironment {
   std::string attempt = "0";  // differs between restarts of the same ranks, which may share a store
 };
 
+constexpr int kStatusPeerLost = 3;  // exit status of a rank that lost another (docs/errors.md)
+
 // Set by launch_ranks(): the name of the store that the launcher hosts.
 inline constexpr const char* kLaunchedVariable = "ISOGRAD_STORE";
 

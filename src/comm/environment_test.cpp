@@ -7,7 +7,7 @@
 
 #include <cstdlib>
 
-#include "comm/listen.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 

@@ -1,5 +1,6 @@
-// Every operation of Group on thread ranks. Values encode (rank, operation, index), so that a permutation, a
-// lost chunk or a stale buffer is detected.
+// Group on thread ranks: many operations at once, memory of every kind, bad arguments (matrix_test has every
+// operation of every type and size). Values encode (rank, operation, index), so that a permutation, a lost
+// chunk or a stale buffer is detected.
 #include "isograd/group.hpp"
 
 #include <ATen/ATen.h>
@@ -20,9 +21,6 @@ namespace {
 using ::testing::HasSubstr;
 
 const std::vector<int> kSizes = {1, 2, 3, 4, 5, 8};
-const std::vector<std::int64_t> kNumels = {0, 1, 7, 1000, (1 << 20) + 3};
-const std::vector<at::ScalarType> kNumbers = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf,
-                                              at::kLong,   at::kInt,   at::kByte};
 
 // Small whole numbers: sums over eight ranks are exact in every type (8 * 15 < 128).
 at::Tensor encode(int rank, int slot, std::int64_t numel, at::ScalarType dtype) {
@@ -40,38 +38,12 @@ at::Tensor combined(int size, int slot, std::int64_t numel, at::ScalarType dtype
   return result;
 }
 
-// The whole matrix would take minutes, so the largest size runs with one type and few ranks, and all types
-// run below it.
-std::vector<std::int64_t> numels_for(at::ScalarType dtype, int size) {
-  auto numels = kNumels;
-  if (dtype != (size % 2 ? at::kFloat : at::kBFloat16) || size > 5) numels.pop_back();
-  return numels;
-}
-
-TEST(AllReduce, CombinesOrdinaryTensorsOfEveryTypeAndSize) {
-  for (int size : kSizes) {
-    run_ranks(size, [&](World& world) {
-      int slot = 0;
-      for (auto dtype : kNumbers) {
-        for (auto numel : numels_for(dtype, size)) {
-          for (auto op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin}) {
-            at::Tensor tensor = encode(world.rank, ++slot, numel, dtype);
-            world.group.all_reduce(tensor, op);
-            ASSERT_TRUE(at::equal(tensor, combined(size, slot, numel, dtype, op)))
-                << size << " ranks, rank " << world.rank << ", " << dtype << " x " << numel;
-          }
-        }
-      }
-    });
-  }
-}
-
 TEST(AllReduce, CombinesSharedBuffersInPlace) {
   for (int size : kSizes) {
     run_ranks(size, [&](World& world) {
       int slot = 0;
-      for (auto dtype : kNumbers) {
-        for (auto numel : numels_for(dtype, size)) {
+      for (auto dtype : {at::kFloat, at::kBFloat16}) {
+        for (std::int64_t numel : {1, 1000, 200'001}) {
           at::Tensor buffer = world.group.empty_shared(numel, dtype);
           ASSERT_EQ(buffer.numel(), numel);
           ASSERT_EQ(buffer.count_nonzero().item<std::int64_t>(), 0);
@@ -197,25 +169,13 @@ TEST(Broadcast, EveryRootEveryType) {
   }
 }
 
-TEST(AllGather, StacksInRankOrder) {
-  for (int size : kSizes) {
+TEST(AllGather, OfScalarsAndOfEmptyTensorsHasTheirShape) {
+  for (int size : kSizes)
     run_ranks(size, [&](World& world) {
-      for (auto numel : {0, 1, 7, 1000, 200'001}) {
-        for (bool shared : {false, true}) {
-          at::Tensor input =
-              shared ? world.group.empty_shared(numel, at::kLong) : at::empty({numel}, at::kLong);
-          input.copy_(encode(world.rank, 3, numel, at::kLong));
-          const at::Tensor output = world.group.all_gather(input);
-          input.zero_();
-          ASSERT_EQ(output.sizes(), (std::vector<std::int64_t>{size, numel}));
-          for (int r = 0; r < size; ++r) ASSERT_TRUE(at::equal(output[r], encode(r, 3, numel, at::kLong)));
-        }
-      }
       ASSERT_EQ(world.group.all_gather(at::full({}, world.rank)).sizes(), (std::vector<std::int64_t>{size}));
       ASSERT_EQ(world.group.all_gather(at::zeros({2, 0, 3})).sizes(),
                 (std::vector<std::int64_t>{size, 2, 0, 3}));
     });
-  }
 }
 
 TEST(Barrier, NobodyPassesBeforeAllHaveCome) {

@@ -7,7 +7,6 @@
 #include <cstdlib>
 
 #include "comm/hosts/meeting.hpp"
-#include "comm/hosts/siblings.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "comm/hosts/backend.hpp"
-#include "comm/hosts/siblings.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/wrappers_testing.hpp"
 #include "isograd/world.hpp"
 
@@ -66,8 +66,8 @@ class HostGroups {
     HostsBackend::Parts parts{options_.wrapped(over(ranks, "all")), nullptr, nullptr};
     if (here.size() > 1)
       parts.reducing = over(here, "summing on " + host), parts.gathering = over(here, "gathering on " + host);
-    Group group(c10::make_intrusive<HostsBackend>(parts, hosts, names_, name, options_.timeout), name,
-                options_.timeout, tested);
+    Group group(make_over_hosts(parts, hosts, names_, name, options_.timeout), name, options_.timeout,
+                tested);
     hosts->restart();
     return {group, hosts};
   }

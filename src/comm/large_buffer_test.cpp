@@ -56,9 +56,8 @@ TEST_P(LargeBuffers, AreReducedScatteredBroadcastAndSent) {
   const bool shared = GetParam();
   const std::int64_t bytes = buffer_bytes(), half = bytes / kLargeBufferRanks;
   const std::uint64_t needed = static_cast<std::uint64_t>(bytes) * kLargeBufferRanks * 2;
-  if (const auto available = shm::available_memory(); available < needed) {
+  if (const auto available = shm::available_memory(); available < needed)
     GTEST_SKIP() << "missing: memory (" << available << " bytes available, " << needed << " needed)";
-  }
   run_ranks(kLargeBufferRanks, [&](World& world) {
     const at::Tensor tensor =
         shared ? world.group.empty_shared(bytes, at::kByte) : at::empty(bytes, at::kByte);

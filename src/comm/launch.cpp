@@ -1,52 +1,130 @@
 // Ranks as processes: starting them, passing signals and output on, ending all when one fails.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <optional>
+#include <ranges>
+#include <sstream>
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
 #include "comm/hosts/meeting.hpp"
-#include "comm/launch_process.hpp"
-#include "comm/listen.hpp"
-#include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
+
+extern char** environ;
 
 namespace isograd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Texts = std::vector<std::string>;
 
-// A port for programs whose rank 0 serves its own store, such as torch.distributed's. Nobody listens there
-// yet.
-int free_port() {
-  const Listener listener = listen_on("127.0.0.1", 0);
-  ::close(listener.descriptor);
-  return listener.port;
+// ---- one process -----------------------------------------------------------------------------------------
+
+struct Child {
+  pid_t pid = -1;
+  int pidfd = -1;  // -1 on old kernels: polled by time
+  bool running = false;
+  bool stopped = false;       // stopped by a signal, so it cannot end by itself
+  int status = 0;             // of waitpid
+  bool asked_to_end = false;  // after another rank failed
+  bool ended_by_us = false;   // and that ended it
+};
+
+constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP};
+
+// The file for execve(). ConfigError when PATH has no such executable.
+std::string find_program(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(name.find('/') != std::string::npos ? "" : path ? path : "/usr/bin:/bin");
+  Texts candidates;
+  for (std::string folder; std::getline(folders, folder, ':');)
+    candidates.push_back((folder.empty() ? "." : folder) + "/" + name);
+  if (name.find('/') != std::string::npos) candidates = {name};
+  for (const std::string& candidate : candidates)
+    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
+  refuse("starting ranks", fmt::format("no program '{}'", name),
+         "an executable file, or a name found in PATH", "Check the command after --");
 }
 
-std::vector<std::string> rank_environment(int rank, int ranks, int port, const std::string& store) {
-  std::vector<std::string> variables = {fmt::format("RANK={}", rank),
-                                        fmt::format("LOCAL_RANK={}", rank),
-                                        fmt::format("WORLD_SIZE={}", ranks),
-                                        fmt::format("LOCAL_WORLD_SIZE={}", ranks),
-                                        "MASTER_ADDR=127.0.0.1",
-                                        fmt::format("MASTER_PORT={}", port),
-                                        fmt::format("{}={}", kLaunchedVariable, store)};
-  if (!std::getenv("OMP_NUM_THREADS")) variables.push_back("OMP_NUM_THREADS=1");
-  return environment_with(std::move(variables));
+// This process's environment with `replaced` (NAME=value) and one thread for each rank, without the variables
+// that say which rank this process is.
+Texts environment_with(Texts replaced) {
+  if (!std::getenv("OMP_NUM_THREADS")) replaced.push_back("OMP_NUM_THREADS=1");
+  const Texts ours = replaced;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string variable = *entry, name = variable.substr(0, variable.find('='));
+    const bool known =
+        std::ranges::any_of(ours, [&](const std::string& other) { return other.starts_with(name + "="); });
+    if (!known && !says_rank(name)) replaced.push_back(variable);
+  }
+  return replaced;
+}
+
+std::vector<char*> pointers(const Texts& texts) {
+  std::vector<char*> list;
+  for (const std::string& text : texts) list.push_back(const_cast<char*>(text.c_str()));
+  list.push_back(nullptr);
+  return list;
+}
+
+// Starts `program` in its own process group, so that a terminal's Ctrl-C reaches it only through us. The
+// kernel kills it if the launcher dies. `out` and `err` become its output (-1: inherited) and are closed
+// here. `name` is used in the ConfigError when no process can be created.
+Child start_process(const std::string& program, const Texts& command, const Texts& environment, int out,
+                    int err, const std::string& name) {
+  const auto variables = pointers(environment), arguments = pointers(command);
+  const pid_t launcher = ::getpid();
+  struct sigaction hang_up {};
+  ::sigaction(SIGHUP, nullptr, &hang_up);
+  const bool outlives_hang_up = hang_up.sa_handler == SIG_IGN;  // nohup
+  const pid_t pid = ::fork();
+  if (pid == 0) {  // async-signal-safe calls only: other threads of the launcher may hold any lock
+    ::setpgid(0, 0);
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != launcher) ::_exit(kStatusPeerLost);
+    sigset_t none;
+    sigemptyset(&none);
+    ::sigprocmask(SIG_SETMASK, &none, nullptr);
+    for (int signal : kForwardedSignals)
+      if (signal != SIGHUP || !outlives_hang_up) ::signal(signal, SIG_DFL);
+    ::signal(SIGPIPE, SIG_DFL);
+    const int null = ::open("/dev/null", O_RDONLY);  // a background process group may not read the terminal
+    if (null >= 0) ::dup2(null, STDIN_FILENO);
+    if (out >= 0) ::dup2(out, STDOUT_FILENO);
+    if (err >= 0) ::dup2(err, STDERR_FILENO);
+    ::execve(program.c_str(), arguments.data(), variables.data());
+    constexpr char kMessage[] = "launch: the command could not be executed\n";
+    (void)!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
+    ::_exit(2);
+  }
+  const int error = errno;
+  if (out >= 0) ::close(out);
+  if (err >= 0) ::close(err);
+  if (pid < 0)
+    refuse("starting " + name, fmt::format("fork failed: {}", std::strerror(error)),
+           "room for one more process", "Start fewer ranks, or raise the limit on processes (ulimit -u)");
+  ::setpgid(pid, pid);  // parent and child both call it, because either may run first
+  return {.pid = pid, .pidfd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)), .running = true};
 }
 
 std::string how_it_ended(int status) {
@@ -55,52 +133,208 @@ std::string how_it_ended(int status) {
   return fmt::format("ended with status {}", WEXITSTATUS(status));
 }
 
-// The signals and the output of the processes under way: ranks, or mpirun.
-class Relay {
+// ---- signals and output ----------------------------------------------------------------------------------
+
+// Makes a pipe. ConfigError when there are no free file descriptors.
+void make_pipe(int ends[2], const std::string& where, const std::string& expected) {
+  if (::pipe2(ends, O_CLOEXEC) != 0)
+    refuse(where, fmt::format("no pipe: {}", std::strerror(errno)), expected,
+           "Raise the limit on open files (ulimit -n)");
+  ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
+}
+
+// One counter for each of kForwardedSignals. The pipe wakes the loop.
+std::atomic<int> arrived[3];
+std::atomic<int> wake_pipe{-1};
+
+void on_signal(int signal) {
+  const int kept = errno;
+  for (int i = 0; i < 3; ++i)
+    if (kForwardedSignals[i] == signal) arrived[i].fetch_add(1);
+  const char byte = 0;
+  if (wake_pipe.load() >= 0) (void)!::write(wake_pipe.load(), &byte, 1);
+  errno = kept;
+}
+
+// Catches kForwardedSignals while it lives, and ignores SIGPIPE, so that ranks do not end because nobody
+// reads the launcher's output. A process may have one at a time.
+class SignalScope {
  public:
-  explicit Relay(const LaunchOptions& options) {
-    if (options.prefix_output) output_ = std::make_unique<OutputForwarder>();
+  SignalScope() {
+    make_pipe(pipe_, "starting ranks", "a few free file descriptors");
+    ::fcntl(pipe_[1], F_SETFL, O_NONBLOCK);
+    for (auto& count : arrived) count = 0;
+    wake_pipe = pipe_[1];
+    struct sigaction action {};
+    action.sa_handler = on_signal;
+    sigemptyset(&action.sa_mask);
+    for (int i = 0; i < 3; ++i) {
+      ::sigaction(kForwardedSignals[i], &action, &before_[i]);
+      // nohup: the ranks must survive the hang-up too.
+      if (kForwardedSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
+        ::sigaction(SIGHUP, &before_[i], nullptr);
+    }
+    action.sa_handler = SIG_DFL;  // if it were ignored, waitpid() could not report how a rank ended
+    ::sigaction(SIGCHLD, &action, &child_before_);
+    action.sa_handler = SIG_IGN;
+    ::sigaction(SIGPIPE, &action, &pipe_before_);
+  }
+  ~SignalScope() {
+    for (int i = 0; i < 3; ++i) ::sigaction(kForwardedSignals[i], &before_[i], nullptr);
+    ::sigaction(SIGCHLD, &child_before_, nullptr);
+    ::sigaction(SIGPIPE, &pipe_before_, nullptr);
+    wake_pipe = -1;
+    for (const int end : pipe_) ::close(end);
+  }
+  SignalScope(const SignalScope&) = delete;
+  SignalScope& operator=(const SignalScope&) = delete;
+
+  // For poll(): readable once a signal has arrived.
+  int readable() const { return pipe_[0]; }
+  // Calls `pass_on` once for each signal that has arrived since the last call.
+  void take(const std::function<void(int signal)>& pass_on) {
+    char bytes[64];
+    while (::read(pipe_[0], bytes, sizeof(bytes)) > 0) {
+    }
+    for (int i = 0; i < 3; ++i)
+      for (int n = arrived[i].exchange(0); n > 0; --n) pass_on(kForwardedSignals[i]);
   }
 
-  // Null: the ranks write to the launcher's output.
-  OutputForwarder* output() { return output_.get(); }
-  // The last signal that was passed on; 0: none.
-  int user_signal() const { return user_signal_; }
+ private:
+  int pipe_[2] = {-1, -1};
+  struct sigaction before_[3]{};
+  struct sigaction child_before_ {};
+  struct sigaction pipe_before_ {};
+};
+
+// Forwards the output of rank processes line by line, with the rank as a prefix.
+class OutputForwarder {
+ public:
+  ~OutputForwarder() {
+    for (const Stream& stream : streams_)
+      if (stream.from >= 0) ::close(stream.from);
+  }
+  // Makes pipes for a rank. Returns the ends for its stdout and stderr, which the caller closes after the
+  // start.
+  std::pair<int, int> open(int rank) {
+    int ends[2] = {-1, -1};
+    for (int i = 0; i < 2; ++i) {
+      int both[2];
+      try {
+        make_pipe(both, fmt::format("the output of rank {}", rank),
+                  "two free file descriptors for each rank");
+      } catch (...) {
+        if (ends[0] >= 0) ::close(ends[0]);
+        throw;
+      }
+      streams_.push_back({rank, both[0], i + 1, {}});
+      ends[i] = both[1];
+    }
+    return {ends[0], ends[1]};
+  }
+  void add_to(std::vector<pollfd>& waited) const {
+    for (const Stream& stream : streams_) waited.push_back({stream.from, POLLIN, 0});
+  }
+  // Forwards the lines that have arrived, without waiting.
+  void forward() {
+    for (Stream& stream : streams_) read(stream);
+  }
+  // Forwards the rest, including a last line without a line feed.
+  void finish() {
+    forward();
+    for (Stream& stream : streams_)
+      if (!stream.rest.empty()) write(stream, std::exchange(stream.rest, {}) + "\n");
+  }
+  // errno of a failed write (a full disk); 0: none failed, or nobody reads any more.
+  int write_error() const { return write_error_; }
+
+ private:
+  struct Stream {
+    int rank;
+    int from;  // read end, non-blocking; -1: closed
+    int to;    // 1 or 2
+    std::string rest;
+  };
+
+  void read(Stream& stream) {
+    char bytes[4096];
+    while (stream.from >= 0) {
+      const ssize_t n = ::read(stream.from, bytes, sizeof(bytes));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return;  // nothing more for now
+      if (n == 0) ::close(std::exchange(stream.from, -1));
+      stream.rest.append(bytes, static_cast<std::size_t>(n));
+      for (std::size_t end; (end = stream.rest.find('\n')) != std::string::npos;) {
+        write(stream, stream.rest.substr(0, end + 1));
+        stream.rest.erase(0, end + 1);
+      }
+    }
+  }
+
+  void write(const Stream& stream, const std::string& line) {
+    const std::string text = fmt::format("[{}] {}", stream.rank, line);
+    for (std::size_t at = 0; at < text.size();) {
+      const ssize_t n = ::write(stream.to, text.data() + at, text.size() - at);
+      if (n < 0 && errno != EINTR) {
+        if (errno != EPIPE) write_error_ = errno;
+        return;
+      }
+      if (n > 0) at += static_cast<std::size_t>(n);
+    }
+  }
+
+  std::vector<Stream> streams_;
+  int write_error_ = 0;
+};
+
+// The signals and the output of the processes under way: ranks, or mpirun.
+struct Relay {
+  explicit Relay(const LaunchOptions& options) {
+    if (options.prefix_output) output.emplace();
+  }
 
   // Waits until something may have happened. The poll returns often enough for ended ranks and deadlines,
   // even without pidfds.
   void wait(const std::vector<Child>& children, const std::function<void(int signal)>& pass_on) {
-    std::vector<pollfd> waited{{signals_.readable(), POLLIN, 0}};
+    std::vector<pollfd> waited{{signals.readable(), POLLIN, 0}};
     for (const Child& child : children) waited.push_back({child.running ? child.pidfd : -1, POLLIN, 0});
-    if (output_) output_->add_to(waited);
+    if (output) output->add_to(waited);
     ::poll(waited.data(), waited.size(), 100);
-    if (output_) output_->forward();
-    signals_.take([&](int signal) {
-      user_signal_ = signal;
+    if (output) output->forward();
+    signals.take([&](int signal) {
+      user_signal = signal;
       pass_on(signal);
     });
   }
 
- private:
-  SignalScope signals_;
-  std::unique_ptr<OutputForwarder> output_;
-  int user_signal_ = 0;
+  SignalScope signals{};
+  std::optional<OutputForwarder> output{};  // none: the ranks write to the launcher's output
+  int user_signal = 0;                      // the last signal that was passed on; 0: none
 };
+
+// ---- ranks that we start ---------------------------------------------------------------------------------
+
+Texts rank_environment(int rank, int ranks, int port, const std::string& store) {
+  return environment_with({fmt::format("RANK={}", rank), fmt::format("LOCAL_RANK={}", rank),
+                           fmt::format("WORLD_SIZE={}", ranks), fmt::format("LOCAL_WORLD_SIZE={}", ranks),
+                           "MASTER_ADDR=127.0.0.1", fmt::format("MASTER_PORT={}", port),
+                           fmt::format("{}={}", kLaunchedVariable, store)});
+}
 
 class Launch {
  public:
-  Launch(const std::vector<std::string>& command, const LaunchOptions& options)
-      : options_(options), relay_(options) {
-    const std::string program = find_program(command[0]);
-    const std::string store = new_store_name();
+  Launch(const Texts& command, const LaunchOptions& options) : options_(options), relay_(options) {
+    const std::string program = find_program(command[0]), store = new_store_name();
     store_ = std::make_unique<LocalStoreServer>(store);
-    const int port = free_port();
-    OutputForwarder* output = relay_.output();
+    // A port for programs whose rank 0 serves its own store, such as torch.distributed's. Nobody listens
+    // there yet.
+    const Listener free = listen_on("127.0.0.1", 0);
+    ::close(free.descriptor);
     try {
       for (int rank = 0; rank < options.ranks; ++rank) {
-        const auto [out, err] = output ? output->open(rank) : std::pair{-1, -1};
+        const auto [out, err] = relay_.output ? relay_.output->open(rank) : std::pair{-1, -1};
         children_.push_back(start_process(program, command,
-                                          rank_environment(rank, options.ranks, port, store), out, err,
+                                          rank_environment(rank, options.ranks, free.port, store), out, err,
                                           fmt::format("rank {} of {}", rank, options.ranks)));
       }
     } catch (...) {
@@ -109,11 +343,9 @@ class Launch {
       throw;
     }
   }
-
   ~Launch() {
-    for (const Child& child : children_) {
+    for (const Child& child : children_)
       if (child.pidfd >= 0) ::close(child.pidfd);
-    }
   }
 
   int run() {
@@ -122,35 +354,28 @@ class Launch {
       reap();
       end_the_others();
     }
-    if (OutputForwarder* output = relay_.output()) {
-      output->finish();
-      if (output->write_error() != 0 && status() == 0)
-        refuse("the output of the ranks", std::strerror(output->write_error()), "a place to write to",
+    if (relay_.output) {
+      relay_.output->finish();
+      if (const int error = relay_.output->write_error(); error != 0 && status() == 0)
+        refuse("the output of the ranks", std::strerror(error), "a place to write to",
                "Send the output elsewhere");
     }
     return status();
   }
 
  private:
-  bool running() const {
-    return std::any_of(children_.begin(), children_.end(), [](const Child& child) { return child.running; });
-  }
+  bool running() const { return std::ranges::any_of(children_, &Child::running); }
 
   void signal_all(int signal) {
-    for (const Child& child : children_) {
+    for (const Child& child : children_)
       if (child.running) ::kill(-child.pid, signal);
-    }
   }
-
-  static void end(Child& child, int signal) {
-    child.asked_to_end = true;
-    ::kill(-child.pid, signal);
-  }
-
   void end_all(int signal) {
-    for (Child& child : children_) {
-      if (child.running) end(child, signal);
-    }
+    for (Child& child : children_) child.asked_to_end |= child.running;
+    signal_all(signal);
+  }
+  bool killed(int status) const {  // by a signal that the user did not send
+    return WIFSIGNALED(status) && WTERMSIG(status) != relay_.user_signal;
   }
 
   void reap() {
@@ -165,31 +390,27 @@ class Launch {
       child.status = status;
       child.ended_by_us = child.asked_to_end && WIFSIGNALED(status) &&
                           (WTERMSIG(status) == SIGTERM || WTERMSIG(status) == SIGKILL);
-      const bool failed = WIFSIGNALED(status) || WEXITSTATUS(status) != 0;
-      const bool by_user = WIFSIGNALED(status) && WTERMSIG(status) == relay_.user_signal();
-      if (WIFSIGNALED(status) && !child.ended_by_us && !by_user) {
-        print(stderr, fmt::format("rank {} (pid {}) {}\n", rank, child.pid, how_it_ended(status)));
-      }
-      if (failed && !failed_) {
-        failed_ = true;
-        first_failure_ = static_cast<int>(rank);
-        failed_at_ = Clock::now();
-        // Without this, ranks that wait for the failed rank to join would wait for their whole timeout.
-        store_->set(kLaunchFailed, fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status)));
-      }
+      const std::string ended = fmt::format("rank {} (pid {}) {}", rank, child.pid, how_it_ended(status));
+      if (killed(status) && !child.ended_by_us) print(stderr, ended + "\n");
+      if (status == 0 || first_failure_ >= 0) continue;
+      first_failure_ = static_cast<int>(rank);
+      failed_at_ = Clock::now();
+      // Without this, ranks that wait for the failed rank to join would wait for their whole timeout.
+      store_->set(kLaunchFailed, ended);
     }
   }
 
   // After a failure: `grace` to end by themselves, then SIGTERM, then SIGKILL. A stopped rank cannot end by
   // itself.
   void end_the_others() {
-    if (!failed_ || !running()) return;
+    if (first_failure_ < 0 || !running()) return;
     for (std::size_t rank = 0; rank < children_.size(); ++rank) {
       Child& child = children_[rank];
       if (!child.running || !child.stopped || child.asked_to_end) continue;
       print(stderr, fmt::format("rank {} failed and rank {} (pid {}) is stopped: ending it\n", first_failure_,
                                 rank, child.pid));
-      end(child, SIGKILL);
+      child.asked_to_end = true;
+      ::kill(-child.pid, SIGKILL);
     }
     const auto elapsed = Clock::now() - failed_at_;
     if (ending_ == Ending::kNotYet && elapsed >= options_.grace) {
@@ -204,31 +425,26 @@ class Launch {
   }
 
   int status() const {
-    int first = 0;
-    bool lost = false;
     for (const Child& child : children_) {
       if (child.ended_by_us) continue;
-      const bool by_user = WIFSIGNALED(child.status) && WTERMSIG(child.status) == relay_.user_signal();
-      if (WIFSIGNALED(child.status) && !by_user) lost = true;
-      if (!WIFSIGNALED(child.status) && WEXITSTATUS(child.status) == kStatusPeerLost) lost = true;
+      const bool lost_a_peer = WIFEXITED(child.status) && WEXITSTATUS(child.status) == kStatusPeerLost;
+      if (lost_a_peer || killed(child.status)) return kStatusPeerLost;
     }
-    if (lost) return kStatusPeerLost;
-    if (first_failure_ >= 0) {
-      const int status = children_[static_cast<std::size_t>(first_failure_)].status;
-      first = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-    }
-    return first;
+    if (first_failure_ < 0) return 0;
+    const int status = children_[static_cast<std::size_t>(first_failure_)].status;
+    return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   }
 
   const LaunchOptions options_;
   Relay relay_;
   std::unique_ptr<LocalStoreServer> store_;
   std::vector<Child> children_;
-  bool failed_ = false;
-  int first_failure_ = -1;
+  int first_failure_ = -1;  // the rank; -1: none has failed
   Clock::time_point failed_at_;
   enum class Ending { kNotYet, kAsked, kKilled } ending_ = Ending::kNotYet;
 };
+
+// ---- ranks that mpirun starts ----------------------------------------------------------------------------
 
 // The child processes of `parent`. On one host mpirun itself starts the ranks.
 std::vector<pid_t> children_of(pid_t parent) {
@@ -238,75 +454,41 @@ std::vector<pid_t> children_of(pid_t parent) {
     const pid_t pid = static_cast<pid_t>(std::atoi(entry.path().filename().c_str()));
     std::string text;
     if (pid <= 0 || !std::getline(std::ifstream(entry.path() / "stat"), text)) continue;
+    std::istringstream fields(text.substr(text.rfind(')') + 1));  // the name before it may contain anything
+    char state = 'Z';
     pid_t above = 0;
-    char state = 0;
-    const auto name_end = text.rfind(')');  // the name before it may contain anything
-    if (name_end == std::string::npos ||
-        std::sscanf(text.c_str() + name_end + 1, " %c %d", &state, &above) != 2) {
-      continue;
-    }
-    if (above == parent && state != 'Z') found.push_back(pid);
+    if (fields >> state >> above && above == parent && state != 'Z') found.push_back(pid);
   }
   return found;
 }
 
-// Wraps the command so that each rank's output goes to our pipes. mpirun's own tags appear in the middle of
-// lines that are written in parts. The pipes are opened through /proc, because mpirun passes no descriptors
-// on.
-class PipedCommand {
- public:
-  PipedCommand(OutputForwarder& output, int ranks) {
-    script_ = "case ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} in";
-    const auto path = [this](int end) {
-      ends_.push_back(end);
-      return fmt::format("/proc/{}/fd/{}", ::getpid(), end);
-    };
-    for (int rank = 0; rank < ranks; ++rank) {
-      const auto [out, err] = output.open(rank);
-      script_ += fmt::format(" {}) exec \"$@\" >{} 2>{};;", rank, path(out), path(err));
-    }
-    script_ += " esac";
-  }
-  ~PipedCommand() {
-    for (const int end : ends_) ::close(end);
-  }
-  PipedCommand(const PipedCommand&) = delete;
-  PipedCommand& operator=(const PipedCommand&) = delete;
-  std::vector<std::string> shell() const { return {"/bin/sh", "-c", script_, "sh"}; }
-
- private:
-  std::string script_;
-  std::vector<int> ends_;
-};
-
-std::vector<std::string> mpirun_environment() {
-  std::vector<std::string> variables;
-  if (!std::getenv("OMP_NUM_THREADS")) variables.push_back("OMP_NUM_THREADS=1");
-  if (::geteuid() == 0) {  // Open MPI refuses root otherwise; our caller has already chosen it
-    for (const char* name : {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-                             "PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"}) {
-      variables.push_back(fmt::format("{}=1", name));
-    }
-  }
-  return environment_with(std::move(variables));
-}
-
 // mpirun starts the ranks and ends all of them when one fails. Signals, output and the exit status are
 // handled here.
-int launch_through_mpirun(const std::vector<std::string>& command, const LaunchOptions& options) {
-  std::vector<std::string> arguments = mpi::launcher(options.ranks);
+int launch_through_mpirun(const Texts& command, const LaunchOptions& options) {
+  Texts arguments = mpi::launcher(options.ranks), variables;
   const std::string mpirun = find_program(arguments[0]);
   find_program(command[0]);  // our error is shorter than mpirun's
+  if (::geteuid() == 0)      // Open MPI refuses root otherwise; our caller has already chosen it
+    variables = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", "PRTE_ALLOW_RUN_AS_ROOT=1",
+                 "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"};
 
   Relay relay(options);
-  OutputForwarder* output = relay.output();
-  std::optional<PipedCommand> piped;
-  if (output) {
-    const auto shell = piped.emplace(*output, options.ranks).shell();
-    arguments.insert(arguments.end(), shell.begin(), shell.end());
+  std::vector<int> ends;
+  if (relay.output) {
+    // A shell sends each rank's output to our pipes: mpirun's own tags appear in the middle of lines that are
+    // written in parts. The pipes are opened through /proc, because mpirun passes no descriptors on.
+    std::string script = "case ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} in";
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      const auto [out, err] = relay.output->open(rank);
+      script +=
+          fmt::format(" {0}) exec \"$@\" >/proc/{1}/fd/{2} 2>/proc/{1}/fd/{3};;", rank, ::getpid(), out, err);
+      ends.insert(ends.end(), {out, err});
+    }
+    arguments.insert(arguments.end(), {"/bin/sh", "-c", script + " esac", "sh"});
   }
   arguments.insert(arguments.end(), command.begin(), command.end());
-  const std::vector<Child> children{start_process(mpirun, arguments, mpirun_environment(), -1, -1, "mpirun")};
+  const std::vector<Child> children{
+      start_process(mpirun, arguments, environment_with(variables), -1, -1, "mpirun")};
   const Child& child = children[0];
   int status = 0;
   do {
@@ -318,10 +500,11 @@ int launch_through_mpirun(const std::vector<std::string>& command, const LaunchO
     });
   } while (::waitpid(child.pid, &status, WNOHANG) != child.pid);
   if (child.pidfd >= 0) ::close(child.pidfd);
-  if (output) output->finish();
+  if (relay.output) relay.output->finish();
+  for (const int end : ends) ::close(end);
 
   const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  if (code <= 128 || code == 128 + relay.user_signal()) return code;
+  if (code <= 128 || code == 128 + relay.user_signal) return code;
   print(stderr, fmt::format("a rank under mpirun was killed by signal {} ({})\n", code - 128,
                             ::strsignal(code - 128)));
   return kStatusPeerLost;
@@ -329,16 +512,14 @@ int launch_through_mpirun(const std::vector<std::string>& command, const LaunchO
 
 }  // namespace
 
-int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options) {
-  if (options.ranks < 1 || command.empty()) {
+int launch_ranks(const Texts& command, const LaunchOptions& options) {
+  if (options.ranks < 1 || command.empty())
     refuse("starting ranks", command.empty() ? "no command" : fmt::format("{} ranks", options.ranks),
            "a command and 1 rank or more", "Use -n N -- COMMAND");
-  }
   if (through_mpi(options.backend)) return launch_through_mpirun(command, options);
-  if (options.backend != "shm" && options.backend != "nccl") {
+  if (options.backend != "shm" && options.backend != "nccl")
     refuse("starting ranks", fmt::format("the backend '{}'", options.backend),
            "'shm', 'mpi', 'shm+mpi' or 'nccl'", "Use --backend shm, mpi, shm+mpi or nccl");
-  }
   return Launch(command, options).run();
 }
 

@@ -14,7 +14,7 @@
 
 #include "comm/environment.hpp"
 #include "comm/launch_testing.hpp"
-#include "comm/listen.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 

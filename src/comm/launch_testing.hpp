@@ -59,9 +59,8 @@ class Launch : public ::testing::Test {
   }
   std::string left(const std::string& name) const { return read(folder_ / name); }
   bool wait_for(const std::string& name) const {
-    for (int i = 0; i < 1000 && !fs::exists(folder_ / name); ++i) {
+    for (int i = 0; i < 1000 && !fs::exists(folder_ / name); ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
     return fs::exists(folder_ / name);
   }
 

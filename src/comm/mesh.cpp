@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/refuse.hpp"
-#include "comm/hosts/siblings.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

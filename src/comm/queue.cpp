@@ -7,11 +7,10 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <limits>
 #include <thread>
 
-#include "comm/call_site.hpp"
+#include "comm/call.hpp"
 #include "comm/shm/work.hpp"
 #include "isograd/error.hpp"
 
@@ -125,13 +124,9 @@ bool poll_until(const std::function<bool()>& done, std::chrono::milliseconds tim
 }
 
 std::shared_ptr<Operation> Queue::made(const std::string& name, std::vector<Stage> stages) {
-  const auto& [group, backend, rank, size, peers_know_more] = names_;
-  auto operation = std::make_shared<Operation>(Operation{
-      fmt::format("{} #{} of group '{}' ({}) on rank {} of {}", name, sequence_, group, backend, rank, size),
-      sequence_++, std::move(stages)});
-  if (const CallSite site = current_call_site(); site.file)
-    operation->where +=
-        fmt::format(" at {}:{}", std::filesystem::path(site.file).filename().string(), site.line);
+  const std::string numbered = fmt::format("{} #{}", name, sequence_);
+  const Call call(numbered, names_.group, names_.rank, names_.size, names_.backend.c_str());
+  auto operation = std::make_shared<Operation>(Operation{call.where(), sequence_++, std::move(stages)});
   if (!failure_.empty())
     throw PeerError({.where = operation->where,
                      .found = fmt::format("a group that failed earlier: {}", failure_),

@@ -129,12 +129,11 @@ void change(at::Tensor tensor, int rank, std::size_t step) {
 
 at::Tensor combine(const Tensors& parts, ReduceOp op) {
   at::Tensor result = parts[0].clone();
-  for (std::size_t r = 1; r < parts.size(); ++r) {
+  for (std::size_t r = 1; r < parts.size(); ++r)
     result = op == ReduceOp::kSum       ? result + parts[r]
              : op == ReduceOp::kProduct ? result * parts[r]
              : op == ReduceOp::kMax     ? at::maximum(result, parts[r])
                                         : at::minimum(result, parts[r]);
-  }
   return result;
 }
 
@@ -333,9 +332,8 @@ TEST(RandomSequences, AgreeWithTheSequentialModel) {
       const RankState& right = expected[static_cast<std::size_t>(world.rank)];
       for (std::size_t b = 0; b < kBuffers; ++b) wrong += !at::equal(state.buffers[b], right.buffers[b]);
       wrong += state.results.size() != right.results.size();
-      for (std::size_t i = 0; i < std::min(state.results.size(), right.results.size()); ++i) {
+      for (std::size_t i = 0; i < std::min(state.results.size(), right.results.size()); ++i)
         wrong += !at::equal(state.results[i], right.results[i]);
-      }
     });
     RC_ASSERT(wrong.load() == 0);
   });

@@ -1,5 +1,3 @@
-#include "comm/self_test.hpp"
-
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -14,19 +12,12 @@ namespace isograd {
 namespace {
 
 using Rows = Group::Rows;
+using Answer = std::function<double(std::int64_t index)>;
 
 // Input values: below 4093, so that sums over 4096 ranks are exact, and too fine for 16 bits.
 double value(int rank, int slot, std::int64_t index) {
   return static_cast<double>((rank * 1009 + slot * 101 + index * 7 + 1) % 4093);
 }
-
-struct Finding {
-  int question = 0;  // the number of the collective
-  std::int64_t index = 0;
-  double found = 0, expected = 0;
-};
-
-using Answer = std::function<double(std::int64_t index)>;
 
 class Exam {
  public:
@@ -35,13 +26,16 @@ class Exam {
   void run() {
     reductions();
     copies();
-    parts();
-    messages();
+    parts_and_messages();
     barrier();
     agree();
   }
 
  private:
+  // What a rank found first: whether there is anything, the number of the collective, the element, its value
+  // and the right one.
+  using Finding = std::array<double, 5>;
+
   int rank() const { return group_.rank(); }
   int size() const { return group_.size(); }
 
@@ -73,37 +67,32 @@ class Exam {
     }
   }
   void note(std::int64_t index, double found, double expected) {
-    if (!finding_) finding_ = Finding{static_cast<int>(names_.size()) - 1, index, found, expected};
+    if (finding_[0] == 0)
+      finding_ = {1, static_cast<double>(names_.size() - 1), static_cast<double>(index), found, expected};
   }
 
-  double sum(int slot, std::int64_t index) const {
-    double result = 0;
-    for (int r = 0; r < size(); ++r) result += value(r, slot, index);
-    return result;
-  }
-  double extreme(int slot, std::int64_t index, bool largest) const {
+  // Every rank's value of this element, combined.
+  double combined(int slot, std::int64_t index, ReduceOp op = ReduceOp::kSum) const {
     double result = value(0, slot, index);
     for (int r = 1; r < size(); ++r) {
       const double other = value(r, slot, index);
-      result = largest ? std::max(result, other) : std::min(result, other);
+      result = op == ReduceOp::kSum   ? result + other
+               : op == ReduceOp::kMax ? std::max(result, other)
+                                      : std::min(result, other);
     }
     return result;
   }
 
   void reductions() {
     const std::int64_t numel = 2 * size() + 3;
-    ask("all_reduce(sum)", [&](int slot) {
-      const at::Tensor x = input(numel, slot);
-      group_.all_reduce(x);
-      check(x, [&](auto i) { return sum(slot, i); });
-    });
-    for (const bool largest : {true, false}) {
-      ask(largest ? "all_reduce(max)" : "all_reduce(min)", [&](int slot) {
+    for (const auto& one : {std::pair("all_reduce(sum)", ReduceOp::kSum),
+                            {"all_reduce(max)", ReduceOp::kMax},
+                            {"all_reduce(min)", ReduceOp::kMin}})
+      ask(one.first, [&](int slot) {
         const at::Tensor x = input(numel, slot);
-        group_.all_reduce(x, largest ? ReduceOp::kMax : ReduceOp::kMin);
-        check(x, [&](auto i) { return extreme(slot, i, largest); });
+        group_.all_reduce(x, one.second);
+        check(x, [&](auto i) { return combined(slot, i, one.second); });
       });
-    }
     ask("all_reduce(product)", [&](int) {  // of each element, one rank has a factor
       const auto factor = [](auto i) { return static_cast<double>(i % 7 + 2); };
       const at::Tensor x = tensor(numel, [&](auto i) { return i % size() == rank() ? factor(i) : 1; });
@@ -114,18 +103,17 @@ class Exam {
     ask("reduce(sum)", [&](int slot) {
       const at::Tensor x = input(numel, slot);
       group_.reduce(x, root);
-      check(x, [&](auto i) { return rank() == root ? sum(slot, i) : value(rank(), slot, i); });
+      check(x, [&](auto i) { return rank() == root ? combined(slot, i) : value(rank(), slot, i); });
     });
-    for (const std::int64_t rest : {0, 1}) {
+    for (const std::int64_t rest : {0, 1})
       ask(rest ? "reduce_scatter(sum) of uneven rows" : "reduce_scatter(sum)", [&](int slot) {
         const Rows rows = split_rows(3 * size() + rest, size());
         const at::Tensor x = input(3 * size() + rest, slot);
         const at::Tensor output = blank(rows[static_cast<std::size_t>(rank())]);
         group_.reduce_scatter_async(output, x, ReduceOp::kSum, rows).wait();
         const std::int64_t first = 3 * rank() + (rank() > 0 ? rest : 0);  // rank 0 has the extra row
-        check(output, [&](auto i) { return sum(slot, first + i); });
+        check(output, [&](auto i) { return combined(slot, first + i); });
       });
-    }
   }
 
   void copies() {
@@ -162,28 +150,22 @@ class Exam {
     });
   }
 
-  void parts() {
+  void parts_and_messages() {
     ask("all_to_all", [&](int slot) {
       const at::Tensor output = blank(2 * size());
       group_.all_to_all_async(output, input(2 * size(), slot)).wait();
       check(output, [&](auto i) { return value(static_cast<int>(i / 2), slot, 2 * rank() + i % 2); });
     });
     ask("all_to_all of uneven rows", [&](int slot) {  // every rank sends 1 + r % 2 rows to rank r
-      const std::int64_t mine = 1 + rank() % 2;
-      Rows to, from(static_cast<std::size_t>(size()), mine);
-      std::int64_t total = 0, first = 0;
-      for (int r = 0; r < size(); ++r) {
-        to.push_back(1 + r % 2);
-        if (r < rank()) first += to.back();
-        total += to.back();
-      }
+      const auto rows_to = [](std::int64_t r) { return 1 + r % 2; };
+      const auto rows_before = [](std::int64_t r) { return r + r / 2; };
+      Rows to, from(static_cast<std::size_t>(size()), rows_to(rank()));
+      for (int r = 0; r < size(); ++r) to.push_back(rows_to(r));
+      const std::int64_t mine = rows_to(rank()), first = rows_before(rank());
       const at::Tensor output = blank(mine * size());
-      group_.all_to_all_async(output, input(total, slot), from, to).wait();
+      group_.all_to_all_async(output, input(rows_before(size()), slot), from, to).wait();
       check(output, [&](auto i) { return value(static_cast<int>(i / mine), slot, first + i % mine); });
     });
-  }
-
-  void messages() {
     ask("send and recv", [&](int slot) {
       const int left = (rank() + size() - 1) % size(), right = (rank() + 1) % size();
       const at::Tensor output = blank(5);
@@ -226,65 +208,54 @@ class Exam {
 
   // Any collective may be the wrong one, so each rank's finding is sent in two ways.
   void agree() {
-    constexpr int kFields = 5;
-    at::Tensor mine = at::zeros({kFields}, at::kDouble);
-    if (finding_) {
-      auto* fields = mine.data_ptr<double>();
-      fields[0] = 1;
-      fields[1] = finding_->question;
-      fields[2] = static_cast<double>(finding_->index);
-      fields[3] = finding_->found;
-      fields[4] = finding_->expected;
-    }
-    at::Tensor summed = at::zeros({size(), kFields}, at::kDouble), gathered = summed.clone();
+    const at::Tensor mine = at::tensor(at::ArrayRef<double>(finding_), at::kDouble).to(device_);
+    const at::Tensor gathered = at::zeros({size(), mine.numel()}, mine.options());
+    const at::Tensor summed = gathered.clone();
     summed[rank()].copy_(mine);
-    summed = summed.to(device_);
     ask("agreement", [&](int) { group_.all_reduce(summed); });
-    gathered = gathered.to(device_);
-    ask("agreement", [&](int) { group_.all_gather_async(gathered, mine.to(device_)).wait(); });
-    const auto sum_failed = report(gathered.cpu());
-    const bool sum_is_wrong = sum_failed && names_[static_cast<std::size_t>(sum_failed->second.question)] ==
-                                                std::string_view("all_reduce(sum)");
-    auto verdict = sum_is_wrong ? sum_failed : report(summed.cpu());
-    if (!verdict) verdict = sum_failed;
-    if (!verdict && finding_) verdict = {rank(), *finding_};
-    if (verdict) fail(verdict->first, verdict->second);
+    ask("agreement", [&](int) { group_.all_gather_async(gathered, mine).wait(); });
+    const int by_gather = first_with_finding(gathered), by_sum = first_with_finding(summed);
+    const bool sum_is_wrong = by_gather >= 0 && name_of(at_rank(gathered, by_gather)) == "all_reduce(sum)";
+    if (by_sum >= 0 && !sum_is_wrong) fail(by_sum, at_rank(summed, by_sum));
+    if (by_gather >= 0) fail(by_gather, at_rank(gathered, by_gather));
+    if (finding_[0] != 0) fail(rank(), finding_);
   }
 
-  // The first rank with a finding, and the finding.
-  std::optional<std::pair<int, Finding>> report(const at::Tensor& findings) const {
+  static Finding at_rank(const at::Tensor& findings, int rank) {
+    Finding finding;
+    std::copy_n(findings.cpu().data_ptr<double>() + finding.size() * static_cast<std::size_t>(rank),
+                finding.size(), finding.begin());
+    return finding;
+  }
+  std::string_view name_of(const Finding& finding) const {
+    return names_[static_cast<std::size_t>(finding[1])];
+  }
+  int first_with_finding(const at::Tensor& findings) const {  // -1: none
     for (int r = 0; r < size(); ++r) {
-      const double* fields = findings.data_ptr<double>() + 5 * r;
-      const bool sound =
-          fields[0] == 1 && fields[1] >= 0 && fields[1] < static_cast<double>(names_.size()) - 2;
-      if (!sound) continue;
-      return {{r, Finding{static_cast<int>(fields[1]), static_cast<std::int64_t>(fields[2]), fields[3],
-                          fields[4]}}};
+      const Finding finding = at_rank(findings, r);
+      const bool names_a_collective = finding[1] >= 0 && finding[1] < static_cast<double>(names_.size()) - 2;
+      if (finding[0] == 1 && names_a_collective) return r;
     }
-    return {};
+    return -1;
   }
 
   [[noreturn]] void fail(int where, const Finding& finding) const {
-    const std::string_view name = names_[static_cast<std::size_t>(finding.question)];
-    std::string found =
-        fmt::format("{} gave {} in element {} on rank {}", name, finding.found, finding.index, where);
-    std::string expected = fmt::format("{}", finding.expected);
-    if (name == "barrier") {
-      found = fmt::format("rank {} left the barrier {} us before rank {} came", where, -finding.found,
-                          finding.index);
-      expected = "nobody to leave before all have come";
-    }
+    const bool barrier = name_of(finding) == "barrier";
+    const auto index = static_cast<std::int64_t>(finding[2]);
     throw PeerError(
         {.where = fmt::format("self-test of group '{}' on rank {} of {}", group_.name(), rank(), size()),
-         .found = std::move(found),
-         .expected = std::move(expected),
+         .found = barrier ? fmt::format("rank {} left the barrier {} us before rank {} came", where,
+                                        -finding[3], index)
+                          : fmt::format("{} gave {} in element {} on rank {}", name_of(finding), finding[3],
+                                        index, where),
+         .expected = barrier ? "nobody to leave before all have come" : fmt::format("{}", finding[4]),
          .action = "Do not train with this backend: its results are wrong. Try another version of it"});
   }
 
   Group group_;
   c10::Device device_;
   std::vector<const char*> names_;  // of the collectives asked so far
-  std::optional<Finding> finding_;  // this rank's first
+  Finding finding_{};               // this rank's first
 };
 
 }  // namespace

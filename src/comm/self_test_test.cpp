@@ -1,5 +1,5 @@
 // Faults planted in one collective at a time: the self-test of a group must name it, on every rank.
-#include "comm/self_test.hpp"
+#include "comm/group_impl.hpp"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -99,9 +99,8 @@ class Faulty final : public PassingOn {
   }
   Works alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
                       const c10d::AllToAllOptions& options) override {
-    if (!here(Operation::kAllToAll)) {
+    if (!here(Operation::kAllToAll))
       return PassingOn::alltoall_base(output, input, output_splits, input_splits, options);
-    }
     at::Tensor mine = input.clone(), all = output.clone();
     if (fault_ == Fault::kDrops && rank_ == 1) mine.zero_();
     return spoiled(PassingOn::alltoall_base(all, mine, output_splits, input_splits, options), all, output);

@@ -23,13 +23,11 @@
 #include "comm/group_impl.hpp"
 #include "comm/hosts/backend.hpp"
 #include "comm/hosts/meeting.hpp"
-#include "comm/hosts/siblings.hpp"
-#include "comm/listen.hpp"
-#include "comm/local_store.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "comm/relayed.hpp"
 #include "comm/shm/backend.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -38,15 +36,13 @@ namespace {
 constexpr const char* kWorldName = "world";
 
 void check(const JoinOptions& options) {
-  if (options.backend != "shm" && !through_mpi(options.backend) && options.backend != "nccl") {
+  if (options.backend != "shm" && !through_mpi(options.backend) && options.backend != "nccl")
     refuse("the backend of the world's group", fmt::format("'{}'", options.backend),
            "'shm', 'mpi', 'shm+mpi' or 'nccl'",
            "Use --backend shm, or wrap a backend of your own in a Group");
-  }
-  if (options.timeout.count() < 1) {
+  if (options.timeout.count() < 1)
     refuse("the timeout of the world's group", fmt::format("{} ms", options.timeout.count()), "1 ms or more",
            "Raise it");
-  }
 }
 
 c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int join,
@@ -80,9 +76,10 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
 
 // Rethrows the error of a rank thread, with the rank in front and the same type.
 [[noreturn]] void rethrow(int rank, const std::exception_ptr& error) {
+  const std::string prefix = fmt::format("rank {}: ", rank);
   const auto with_rank = [&](const Error& original) {
     ErrorText text = original.text();
-    text.where = fmt::format("rank {}: {}", rank, text.where);
+    text.where = prefix + text.where;
     return text;
   };
   try {
@@ -94,7 +91,7 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
   } catch (const BrokenInvariant& original) {
     throw BrokenInvariant(with_rank(original));
   } catch (const std::exception& original) {
-    throw std::runtime_error(fmt::format("rank {}: {}", rank, original.what()));
+    throw std::runtime_error(prefix + original.what());
   }
 }
 
@@ -180,8 +177,7 @@ struct WorldMaker {
             timeout);
       };
       parts.reducing = within("summing"), parts.gathering = within("gathering");
-      backend = c10::make_intrusive<HostsBackend>(std::move(parts), hosts, membership.hosts.hosts.names, name,
-                                                  timeout);
+      backend = make_over_hosts(std::move(parts), hosts, membership.hosts.hosts.names, name, timeout);
     }
     Group group = Group::Impl::make_group(std::move(backend), std::move(messages), name, timeout, options);
     hosts->restart();
@@ -208,9 +204,10 @@ struct WorldMaker {
 Group mesh_subgroup(const World& world, const Grid& grid, const std::vector<int>& ranks,
                     const std::string& name) {
   const Hosts hosts = hosts_of(world);
-  const bool as_ever = ranks.size() == 1 || hosts.count() == 1 || siblings_split_alike(grid, hosts, ranks);
-  return as_ever ? world.subgroup(ranks, name)
-                 : WorldMaker::subgroup(world, ranks, name, {}, /*by_hosts=*/false);
+  const bool use_default_backend =
+      ranks.size() == 1 || hosts.count() == 1 || siblings_split_alike(grid, hosts, ranks);
+  return use_default_backend ? world.subgroup(ranks, name)
+                             : WorldMaker::subgroup(world, ranks, name, {}, /*by_hosts=*/false);
 }
 
 Hosts hosts_of(const World& world) {
@@ -231,12 +228,11 @@ Group World::subgroup(const std::vector<int>& ranks, const std::string& name, Gr
   const auto own = std::find(ranks.begin(), ranks.end(), rank);
   const std::set<int> distinct(ranks.begin(), ranks.end());
   if (own == ranks.end() || distinct.size() != ranks.size() || *distinct.begin() < 0 ||
-      *distinct.rbegin() >= size) {
+      *distinct.rbegin() >= size)
     refuse(fmt::format("making group '{}' on rank {} of {}", name, rank, size),
            fmt::format("ranks {}", fmt::join(ranks, ", ")),
            fmt::format("different ranks from 0 to {}, {} among them", size - 1, rank),
            "Make a group on its members only");
-  }
   if (ranks.size() == 1) return Group::solo();
   return WorldMaker::subgroup(*this, ranks, name, options, /*by_hosts=*/true);
 }
@@ -262,14 +258,13 @@ World join(const JoinOptions& options) {
     identify_host();  // refuse a bad ISOGRAD_HOST before anybody waits
     check_mpi(*environment);
     const mpi::Rank found = mpi::start(options.timeout);
-    if (found.rank != environment->rank || found.size != environment->size) {
+    if (found.rank != environment->rank || found.size != environment->size)
       refuse("joining through MPI",
              fmt::format("rank {} of {} where the launcher says {} of {}", found.rank, found.size,
                          environment->rank, environment->size),
              "a launcher that this MPI understands",
              "Start the ranks with the mpirun of the MPI isograd was built with, or with the right "
              "srun --mpi=...");
-    }
     return WorldMaker::make(nullptr, environment->rank, environment->size, options);
   }
   check_one_host(*environment);
@@ -286,13 +281,10 @@ World join(const JoinOptions& options) {
 
 void run_ranks(int size, const std::function<void(World&)>& body, const JoinOptions& options) {
   check(options);
-  if (options.backend != "shm") {
+  if (options.backend != "shm")
     refuse("run_ranks", fmt::format("the backend '{}'", options.backend), "'shm', as ranks are threads here",
            "Start processes for other backends: isograd launch --backend mpi");
-  }
-  if (size < 1) {
-    refuse("run_ranks", fmt::format("{} ranks", size), "1 or more", "Ask for at least one rank");
-  }
+  if (size < 1) refuse("run_ranks", fmt::format("{} ranks", size), "1 or more", "Ask for at least one rank");
   auto store = c10::make_intrusive<c10d::HashStore>();
   struct Failure {
     int rank = -1;
@@ -316,10 +308,8 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
       bool is_peer_error = false;
       try {
         throw;
-      } catch (const PeerError& known) {
-        reason = known.what(), is_peer_error = true;
       } catch (const std::exception& known) {
-        reason = known.what();
+        reason = known.what(), is_peer_error = dynamic_cast<const PeerError*>(&known) != nullptr;
       } catch (...) {
         error = std::make_exception_ptr(std::runtime_error(reason));
       }

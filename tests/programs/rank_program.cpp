@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -13,7 +14,6 @@
 #include <fstream>
 #include <iostream>
 #include <map>
-#include <numeric>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -57,61 +57,6 @@ at::Tensor encode(int rank, std::int64_t numel) {
   return at::arange(numel, at::kDouble).add(1000.0 * rank);
 }
 
-// The operations that move something of each rank's own: what is wrong, or nothing. Rank a has (a + b) % 3
-// rows for rank b.
-std::string check_exchanges(Group& group) {
-  const int rank = group.rank(), size = group.size(), root = size - 1;
-  std::string wrong;
-  const auto expect = [&](const char* name, const at::Tensor& found, const at::Tensor& expected) {
-    if (!at::equal(found, expected)) wrong += fmt::format("wrong {} ", name);
-  };
-  const auto rows_of = [](int r, std::int64_t count) { return encode(r, 2 * count).view({count, 2}); };
-  const auto from_all = [&](auto&& part) {
-    std::vector<at::Tensor> parts;
-    for (int r = 0; r < size; ++r) parts.push_back(part(r));
-    return at::cat(parts);
-  };
-  const double ranks = size, all_ranks = 1000.0 * size * (size - 1) / 2;
-
-  at::Tensor reduced = encode(rank, 9);
-  group.reduce(reduced, root);
-  expect("reduce", reduced, rank == root ? encode(0, 9).mul(ranks).add(all_ranks) : encode(rank, 9));
-  expect("all_gather_rows", group.all_gather_rows(rows_of(rank, rank)),
-         from_all([&](int r) { return rows_of(r, r); }));
-  const auto rows = split_rows(7, size);
-  const std::int64_t begin = std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0});
-  expect("reduce_scatter", group.reduce_scatter(rows_of(rank, 7)),
-         rows_of(0, 7).mul(ranks).add(all_ranks).narrow(0, begin, rows[static_cast<std::size_t>(rank)]));
-  const at::Tensor gathered = group.gather(encode(rank, 4), root);
-  if (rank == root) expect("gather", gathered, from_all([](int r) { return encode(r, 4); }).view({size, 4}));
-  at::Tensor part = at::zeros({3}, at::kDouble);
-  group.scatter(part, rank == root ? encode(7, 3 * size).view({size, 3}) : at::Tensor(), root);
-  expect("scatter", part, encode(7, 3 * size).narrow(0, 3 * rank, 3));
-  expect("all_to_all", group.all_to_all(rows_of(rank, size)),
-         from_all([&](int r) { return rows_of(r, size).narrow(0, rank, 1); }));
-  const auto sent = [](int from, int to) { return encode(10 * from + to, (from + to) % 3); };
-  Group::Rows in, out;
-  std::vector<at::Tensor> mine;
-  for (int r = 0; r < size; ++r) {
-    mine.push_back(sent(rank, r));
-    in.push_back(mine.back().numel());
-    out.push_back((r + rank) % 3);
-  }
-  expect("uneven all_to_all", group.all_to_all(at::cat(mine), out, in),
-         from_all([&](int r) { return sent(r, rank); }));
-  Pending sending = group.send_async(encode(rank, 11), (rank + 1) % size, 5);
-  at::Tensor message = at::zeros({11}, at::kDouble);
-  group.recv(message, (rank + size - 1) % size, 5);
-  sending.wait();
-  expect("recv", message, encode((rank + size - 1) % size, 11));
-  at::Tensor halves = at::full({5}, rank + 1, at::kBFloat16), flags = at::full({3}, rank == root, at::kBool);
-  group.all_reduce(halves);
-  group.all_reduce(flags);
-  expect("bf16 all_reduce", halves, at::full({5}, size * (size + 1) / 2, at::kBFloat16));
-  expect("bool all_reduce", flags, at::ones({3}, at::kBool));
-  return wrong;
-}
-
 // Every operation once, with the right answers known.
 int check_operations(const Arguments& arguments) {
   World world = join_by_backend();
@@ -131,11 +76,13 @@ int check_operations(const Arguments& arguments) {
   bool right =
       at::equal(plain, expected) && at::equal(shared, expected) && at::equal(sent, encode(size - 1, 77));
   for (int r = 0; r < size; ++r) right = right && at::equal(gathered[r], encode(r, 5));
-  const std::string more = size > 1 ? check_exchanges(group) : "";
-  right = right && more.empty();
-  leave(arguments.at(0), fmt::format("{}.done", world.rank),
-        fmt::format("{} threads={} host={}", right ? "right" : "wrong " + more, at::get_num_threads(),
-                    world.host));
+  const auto wrong =
+      testing::check_operations(group, {.numels = {11}, .dtypes = {at::kDouble, at::kBFloat16, at::kBool}});
+  right = right && wrong.empty();
+  leave(
+      arguments.at(0), fmt::format("{}.done", world.rank),
+      fmt::format("{} threads={} host={}", right ? "right" : fmt::format("wrong {}", fmt::join(wrong, "; ")),
+                  at::get_num_threads(), world.host));
   return right ? 0 : 1;
 }
 

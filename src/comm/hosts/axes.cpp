@@ -7,7 +7,7 @@
 
 #include "base/number_ranges.hpp"
 #include "base/refuse.hpp"
-#include "comm/hosts/siblings.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 

@@ -16,7 +16,7 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
-#include "comm/local_store.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

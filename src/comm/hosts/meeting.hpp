@@ -1,4 +1,5 @@
-// Which host a rank is on, which ranks share a host, and how the ranks of one host find each other.
+// Which host a rank is on, which ranks share a host, how the ranks of one host find each other, and the
+// corresponding groups of a mesh on hosts.
 #pragma once
 
 #include <chrono>
@@ -41,5 +42,16 @@ HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const s
 // The store of this rank's host, which its first rank serves. Null: no other rank is on this host.
 c10::intrusive_ptr<c10d::Store> meet_on_host(const HostsOfWorld& world, int rank,
                                              std::chrono::milliseconds timeout);
+
+// Whether the groups that correspond to `ranks` elsewhere in the grid are split among hosts in the same way.
+// Their sums are then added in the same order. This fails where a host ends between ranks along tp: one copy
+// of a norm weight is summed over data ranks of which two share a host, and the next copy over data ranks of
+// which two others do.
+bool siblings_split_alike(const Grid& grid, const Hosts& hosts, const std::vector<int>& ranks);
+
+// World::subgroup() of ranks of a mesh. Where corresponding groups are split differently, only MPI carries
+// the group. Its order of a sum does not depend on hosts, so copies of one gradient keep the same bits.
+Group mesh_subgroup(const World& world, const Grid& grid, const std::vector<int>& ranks,
+                    const std::string& name);
 
 }  // namespace isograd

@@ -22,9 +22,9 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
-#include "comm/launch_process.hpp"
+#include "comm/call.hpp"
+#include "comm/environment.hpp"
 #include "comm/queue.hpp"
-#include "comm/shm/arguments.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::mpi {
@@ -129,9 +129,7 @@ void check(int code, const std::string& where) {
 
 using c10d::OpType;
 using queue::Works;
-using shm::Arguments;
 using shm::Region;
-using shm::Tensors;
 using Sizes = std::vector<std::int64_t>;
 
 struct Communicator {
@@ -221,7 +219,7 @@ void* data_of(const at::Tensor& tensor, std::int64_t element = 0) {
 }
 
 // For copies only the width of the numbers matters.
-MPI_Datatype copied_type(const at::Tensor& tensor, const Arguments& check) {
+MPI_Datatype copied_type(const at::Tensor& tensor, const Call& check) {
   switch (tensor.element_size()) {
     case 1:
       return MPI_UINT8_T;
@@ -265,8 +263,7 @@ void distribute(const at::Tensor& flat, const Tensors& tensors) {
 
 Sizes counts_of(const std::vector<Region>& parts, const at::Tensor& of) {
   Sizes counts;
-  for (const Region& part : parts)
-    counts.push_back(static_cast<std::int64_t>(part.bytes) / of.element_size());
+  for (const Region& part : parts) counts.push_back(static_cast<std::int64_t>(part.bytes) / of.itemsize());
   return counts;
 }
 
@@ -279,7 +276,7 @@ struct Operand {
   bool mean;
 };
 
-Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const Arguments& check) {
+Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const Call& check) {
   using kernels::Combine, kernels::Number;
   const auto [number, combine, factor] = check.reduction(tensor, op);
   const bool wide = number == Number::kBFloat16 || number == Number::kFloat16;
@@ -332,55 +329,55 @@ class MpiBackend final : public c10d::Backend {
   // ---- reductions ----
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override {
     return start("all_reduce", OpType::ALLREDUCE, tensors, options.timeout,
-                 [&](Call& call) { all_reduce(call, call.check.only(tensors), options.reduceOp); });
+                 [&](Issued& issued) { all_reduce(issued, issued.check.only(tensors), options.reduceOp); });
   }
   Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override {
     return start("all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, options.timeout,
-                 [&](Call& call) {
-                   for (const at::Tensor& tensor : tensors) all_reduce(call, tensor, options.reduceOp);
+                 [&](Issued& issued) {
+                   for (const at::Tensor& tensor : tensors) all_reduce(issued, tensor, options.reduceOp);
                  });
   }
   // An all-reduce, of a copy where the result does not belong.
   Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override {
-    return start("reduce", OpType::REDUCE, tensors, options.timeout, [&](Call& call) {
-      const at::Tensor& tensor = call.check.only(tensors);
-      call.check.piece(tensor);
-      all_reduce(call, rank_ == call.check.root(options.rootRank) ? tensor : tensor.clone(),
+    return start("reduce", OpType::REDUCE, tensors, options.timeout, [&](Issued& issued) {
+      const at::Tensor& tensor = issued.check.only(tensors);
+      issued.check.piece(tensor);
+      all_reduce(issued, rank_ == issued.check.root(options.rootRank) ? tensor : tensor.clone(),
                  options.reduceOp);
     });
   }
   Works reduce_scatter(Tensors& outputs, Lists& inputs,
                        const c10d::ReduceScatterOptions& options = {}) override {
-    return start("reduce_scatter", OpType::REDUCE_SCATTER, outputs, options.timeout, [&](Call& call) {
-      const at::Tensor& output = call.check.only(outputs);
-      const Tensors& parts = call.check.one_list(inputs);
-      call.check.same_size(output, parts[own()]);
-      reduce_scatter_parts(call, output, joined(parts), sizes_of(parts), options.reduceOp);
+    return start("reduce_scatter", OpType::REDUCE_SCATTER, outputs, options.timeout, [&](Issued& issued) {
+      const at::Tensor& output = issued.check.only(outputs);
+      const Tensors& parts = issued.check.one_list(inputs);
+      issued.check.same_size(output, parts[own()]);
+      reduce_scatter_parts(issued, output, joined(parts), sizes_of(parts), options.reduceOp);
     });
   }
   Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                              const c10d::ReduceScatterOptions& options = {}) override {
     return start("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout,
-                 [&](Call& call) { reduce_scatter_even(call, output, input, options.reduceOp); });
+                 [&](Issued& issued) { reduce_scatter_even(issued, output, input, options.reduceOp); });
   }
   Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::ReduceScatterOptions& options = {}) override {
     return start("reduce_scatter_coalesced", torch_versions::kReduceScatterCoalesced, outputs,
-                 options.timeout, [&](Call& call) {
-                   call.check.as_many(outputs.size(), inputs.size());
+                 options.timeout, [&](Issued& issued) {
+                   issued.check.as_many(outputs.size(), inputs.size());
                    for (std::size_t i = 0; i < inputs.size(); ++i)
-                     reduce_scatter_even(call, outputs[i], inputs[i], options.reduceOp);
+                     reduce_scatter_even(issued, outputs[i], inputs[i], options.reduceOp);
                  });
   }
 
   // ---- copies ----
   Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override {
-    return start("broadcast", OpType::BROADCAST, tensors, options.timeout, [&](Call& call) {
-      const at::Tensor& tensor = call.check.only(tensors);
-      call.check.piece(tensor);
-      const int root = call.check.root(options.rootRank);
-      const MPI_Datatype type = copied_type(tensor, call.check);
-      in_pieces(call, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+    return start("broadcast", OpType::BROADCAST, tensors, options.timeout, [&](Issued& issued) {
+      const at::Tensor& tensor = issued.check.only(tensors);
+      issued.check.piece(tensor);
+      const int root = issued.check.root(options.rootRank);
+      const MPI_Datatype type = copied_type(tensor, issued.check);
+      in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         return MPI_Ibcast(data, count, type, root, comm, request);
       });
     });
@@ -388,13 +385,13 @@ class MpiBackend final : public c10d::Backend {
   Works _allgather_base(at::Tensor& output, at::Tensor& input,
                         const c10d::AllgatherOptions& options = {}) override {
     return start("all_gather", OpType::_ALLGATHER_BASE, {output}, options.timeout,
-                 [&](Call& call) { all_gather_even(call, output, input); });
+                 [&](Issued& issued) { all_gather_even(issued, output, input); });
   }
   Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                         const c10d::AllgatherOptions& options = {}) override {
-    return start("all_gather_coalesced", OpType::COALESCED, outputs, options.timeout, [&](Call& call) {
-      call.check.as_many(outputs.size(), inputs.size());
-      for (std::size_t i = 0; i < inputs.size(); ++i) all_gather_even(call, outputs[i], inputs[i]);
+    return start("all_gather_coalesced", OpType::COALESCED, outputs, options.timeout, [&](Issued& issued) {
+      issued.check.as_many(outputs.size(), inputs.size());
+      for (std::size_t i = 0; i < inputs.size(); ++i) all_gather_even(issued, outputs[i], inputs[i]);
     });
   }
   // The tensors of a list may differ in size.
@@ -405,61 +402,61 @@ class MpiBackend final : public c10d::Backend {
                             const c10d::AllgatherOptions& options = {}) override {
     Tensors results;
     for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
-    return start("all_gather", OpType::ALLGATHER, results, options.timeout, [&](Call& call) {
-      call.check.as_many(outputs.size(), inputs.size());
+    return start("all_gather", OpType::ALLGATHER, results, options.timeout, [&](Issued& issued) {
+      issued.check.as_many(outputs.size(), inputs.size());
       for (std::size_t i = 0; i < inputs.size(); ++i) {
-        call.check.piece(inputs[i]);
-        call.check.one_for_each(outputs[i]);
-        call.check.same_size(outputs[i][own()], inputs[i]);
+        issued.check.piece(inputs[i]);
+        issued.check.one_for_each(outputs[i]);
+        issued.check.same_size(outputs[i][own()], inputs[i]);
         // Every rank gets the same elements.
-        exchange_lists(call, outputs[i], inputs[i], Sizes(ranks(), inputs[i].numel()), false);
+        exchange_lists(issued, outputs[i], inputs[i], Sizes(ranks(), inputs[i].numel()), false);
       }
     });
   }
   Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override {
     const Tensors results = outputs.empty() ? Tensors{} : outputs[0];
-    return start("gather", OpType::GATHER, results, options.timeout, [&](Call& call) {
-      const at::Tensor& input = call.check.only(inputs);
-      call.check.piece(input);
-      const int root = call.check.root(options.rootRank);
-      exchange_lists(call, rank_ == root ? call.check.one_list(outputs) : Tensors{}, input,
+    return start("gather", OpType::GATHER, results, options.timeout, [&](Issued& issued) {
+      const at::Tensor& input = issued.check.only(inputs);
+      issued.check.piece(input);
+      const int root = issued.check.root(options.rootRank);
+      exchange_lists(issued, rank_ == root ? issued.check.one_list(outputs) : Tensors{}, input,
                      only_of(root, input.numel()));
     });
   }
   Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options = {}) override {
-    return start("scatter", OpType::SCATTER, outputs, options.timeout, [&](Call& call) {
-      const at::Tensor& output = call.check.only(outputs);
-      call.check.piece(output);
-      const int root = call.check.root(options.rootRank);
-      const Tensors parts = rank_ == root ? call.check.one_list(inputs) : Tensors{};
-      exchange(call, output, only_of(root, output.numel()),
+    return start("scatter", OpType::SCATTER, outputs, options.timeout, [&](Issued& issued) {
+      const at::Tensor& output = issued.check.only(outputs);
+      issued.check.piece(output);
+      const int root = issued.check.root(options.rootRank);
+      const Tensors parts = rank_ == root ? issued.check.one_list(inputs) : Tensors{};
+      exchange(issued, output, only_of(root, output.numel()),
                parts.empty() ? at::empty({0}, output.options()) : joined(parts), sizes_of(parts));
     });
   }
   // Splits are numbers of rows (dim 0). Without splits the parts are equal.
   Works alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_splits, Sizes& input_splits,
                       const c10d::AllToAllOptions& options = {}) override {
-    return start("all_to_all", OpType::ALLTOALL_BASE, {output}, options.timeout, [&](Call& call) {
-      call.check.same_type(output, input);
-      exchange(call, output, counts_of(call.check.cut_rows(output, output_splits), output), input,
-               counts_of(call.check.cut_rows(input, input_splits), input));
+    return start("all_to_all", OpType::ALLTOALL_BASE, {output}, options.timeout, [&](Issued& issued) {
+      issued.check.same_type(output, input);
+      exchange(issued, output, counts_of(issued.check.cut_rows(output, output_splits), output), input,
+               counts_of(issued.check.cut_rows(input, input_splits), input));
     });
   }
   Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override {
-    return start("all_to_all", OpType::ALLTOALL, outputs, options.timeout, [&](Call& call) {
-      call.check.one_for_each(outputs), call.check.one_for_each(inputs);
-      exchange_lists(call, outputs, joined(inputs), sizes_of(inputs));
+    return start("all_to_all", OpType::ALLTOALL, outputs, options.timeout, [&](Issued& issued) {
+      issued.check.one_for_each(outputs), issued.check.one_for_each(inputs);
+      exchange_lists(issued, outputs, joined(inputs), sizes_of(inputs));
     });
   }
 
   // ---- messages and the barrier ----
   Works send(Tensors& tensors, int to, int tag) override {
     return start(fmt::format("send to rank {}", to), OpType::SEND, tensors, c10d::kUnsetTimeout,
-                 [&](Call& call) {
-                   const at::Tensor& tensor = call.check.only(tensors);
-                   call.check.piece(tensor), call.check.peer(to);
-                   const MPI_Datatype type = copied_type(tensor, call.check);
-                   in_pieces(call, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+                 [&](Issued& issued) {
+                   const at::Tensor& tensor = issued.check.only(tensors);
+                   issued.check.piece(tensor), issued.check.peer(to);
+                   const MPI_Datatype type = copied_type(tensor, issued.check);
+                   in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
                      return MPI_Isend(data, count, type, to, tag, comm, request);
                    });
                  });
@@ -472,13 +469,13 @@ class MpiBackend final : public c10d::Backend {
   }
   Works barrier(const c10d::BarrierOptions& options = {}) override {
     return start("barrier", OpType::BARRIER, {}, options.timeout,
-                 [&](Call& call) { call.requests.add(MPI_Ibarrier); });
+                 [&](Issued& issued) { issued.requests.add(MPI_Ibarrier); });
   }
 
  private:
-  struct Call {
+  struct Issued {
     Requests& requests;
-    const Arguments check;
+    const Call check;
   };
 
   std::size_t own() const { return static_cast<std::size_t>(rank_); }
@@ -490,130 +487,131 @@ class MpiBackend final : public c10d::Backend {
   }
 
   Works start(const std::string& name, OpType type, Tensors results, std::chrono::milliseconds timeout,
-              const std::function<void(Call&)>& issue) {
+              const std::function<void(Issued&)>& issue) {
     const at::NoGradGuard no_graph;
     const auto begin = [&](const std::string& where) {
       auto requests = c10::make_intrusive<Requests>(communicator_, where, type, std::move(results));
-      Call call{*requests, {name, name_, rank_, size_, "mpi"}};
+      Issued issued{*requests, {name, name_, rank_, size_, "mpi"}};
       const CallScope scope;
-      issue(call);
+      issue(issued);
       return requests;
     };
     return queue_->follow(name, begin, timeout);
   }
 
-  int count(std::int64_t elements, const Arguments& check) const {
+  int count(std::int64_t elements, const Call& check) const {
     if (elements <= most_elements_) return static_cast<int>(elements);
     check.refuse(fmt::format("{} elements", elements),
-                 fmt::format("at most {} in one call of MPI", most_elements_),
-                 "Call it for parts of the tensor");
+                 fmt::format("at most {} in one issued of MPI", most_elements_),
+                 "Issued it for parts of the tensor");
   }
 
   // Makes a request for each piece of at most most_elements, and one for an empty tensor.
-  void in_pieces(Call& call, const at::Tensor& tensor,
+  void in_pieces(Issued& issued, const at::Tensor& tensor,
                  const std::function<int(void*, int, MPI_Comm, MPI_Request*)>& issue) const {
     std::int64_t begin = 0;
     do {
       const std::int64_t piece = std::min(tensor.numel() - begin, most_elements_);
-      call.requests.add([&](MPI_Comm comm, MPI_Request* request) {
+      issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
         return issue(data_of(tensor, begin), static_cast<int>(piece), comm, request);
       });
       begin += piece;
     } while (begin < tensor.numel());
   }
 
-  void all_reduce(Call& call, const at::Tensor& tensor, const c10d::ReduceOp& op) {
-    call.check.piece(tensor);
-    const Operand form = operand(tensor, op, call.check);
-    call.requests.keep({form.tensor});
-    in_pieces(call, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+  void all_reduce(Issued& issued, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    issued.check.piece(tensor);
+    const Operand form = operand(tensor, op, issued.check);
+    issued.requests.keep({form.tensor});
+    in_pieces(issued, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
       return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
     });
-    call.requests.finish.push_back(
+    issued.requests.finish.push_back(
         [form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
   }
 
-  void reduce_scatter_even(Call& call, const at::Tensor& output, const at::Tensor& input,
+  void reduce_scatter_even(Issued& issued, const at::Tensor& output, const at::Tensor& input,
                            const c10d::ReduceOp& op) {
-    call.check.piece(output);
-    reduce_scatter_parts(call, output, input, counts_of(call.check.cut(input, output), output), op);
+    issued.check.piece(output);
+    reduce_scatter_parts(issued, output, input, counts_of(issued.check.cut(input, output), output), op);
   }
-  void reduce_scatter_parts(Call& call, const at::Tensor& output, const at::Tensor& input,
+  void reduce_scatter_parts(Issued& issued, const at::Tensor& output, const at::Tensor& input,
                             const Sizes& counts, const c10d::ReduceOp& op) {
-    const Operand form = operand(input, op, call.check);
+    const Operand form = operand(input, op, issued.check);
     // PyTorch may pass a part of the input as output.
     const bool direct = form.tensor.scalar_type() == output.scalar_type() && !overlap(output, form.tensor);
     const at::Tensor combined = direct ? output : at::empty({output.numel()}, form.tensor.options());
-    call.requests.keep({form.tensor, combined});
-    const int* numbers = parts(call, counts).first;
-    call.requests.add([&](MPI_Comm comm, MPI_Request* request) {
+    issued.requests.keep({form.tensor, combined});
+    const int* numbers = parts(issued, counts).first;
+    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
       return MPI_Ireduce_scatter(data_of(form.tensor), data_of(combined), numbers, form.type, form.operation,
                                  comm, request);
     });
-    call.requests.finish.push_back(
+    issued.requests.finish.push_back(
         [form, combined, output, size = size_] { deliver(form, combined, output, size); });
   }
 
-  void all_gather_even(Call& call, const at::Tensor& output, at::Tensor input) {
-    call.check.piece(input);
-    const bool in_place = input.data_ptr() == call.check.cut(output, input)[own()].data;
+  void all_gather_even(Issued& issued, const at::Tensor& output, at::Tensor input) {
+    issued.check.piece(input);
+    const bool in_place = input.data_ptr() == issued.check.cut(output, input)[own()].data;
     if (!in_place && overlap(output, input)) input = input.clone();
-    call.requests.keep({input});
-    const int each = count(input.numel(), call.check);
-    const MPI_Datatype type = copied_type(input, call.check);
-    call.requests.add([&](MPI_Comm comm, MPI_Request* request) {
+    issued.requests.keep({input});
+    const int each = count(input.numel(), issued.check);
+    const MPI_Datatype type = copied_type(input, issued.check);
+    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
       return MPI_Iallgather(in_place ? MPI_IN_PLACE : data_of(input), each, type, data_of(output), each, type,
                             comm, request);
     });
   }
 
   // The counts and displacements of consecutive parts, or of the same elements for each rank.
-  std::pair<const int*, const int*> parts(Call& call, const Sizes& counts, bool consecutive = true) const {
+  std::pair<const int*, const int*> parts(Issued& issued, const Sizes& counts,
+                                          bool consecutive = true) const {
     std::vector<int> numbers(ranks(), 0), begins = numbers;
     std::int64_t total = 0;
     for (std::size_t r = 0; r < counts.size(); ++r) {
-      numbers[r] = count(counts[r], call.check);
-      begins[r] = consecutive ? count(total, call.check) : 0;
+      numbers[r] = count(counts[r], issued.check);
+      begins[r] = consecutive ? count(total, issued.check) : 0;
       total += counts[r];
     }
-    return {call.requests.keep(std::move(numbers)), call.requests.keep(std::move(begins))};
+    return {issued.requests.keep(std::move(numbers)), issued.requests.keep(std::move(begins))};
   }
   // Sends input_counts[r] elements to rank r. No counts: no elements.
-  void exchange(Call& call, const at::Tensor& output, const Sizes& output_counts, at::Tensor input,
+  void exchange(Issued& issued, const at::Tensor& output, const Sizes& output_counts, at::Tensor input,
                 const Sizes& input_counts, bool consecutive = true) {
     if (overlap(output, input)) input = input.clone();
-    call.requests.keep({input, output});
-    const auto [sent, sent_begins] = parts(call, input_counts, consecutive);
-    const auto [received, received_begins] = parts(call, output_counts);
-    const MPI_Datatype type = copied_type(input, call.check);
-    call.requests.add([&](MPI_Comm comm, MPI_Request* request) {
+    issued.requests.keep({input, output});
+    const auto [sent, sent_begins] = parts(issued, input_counts, consecutive);
+    const auto [received, received_begins] = parts(issued, output_counts);
+    const MPI_Datatype type = copied_type(input, issued.check);
+    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
       return MPI_Ialltoallv(data_of(input), sent, sent_begins, type, data_of(output), received,
                             received_begins, type, comm, request);
     });
   }
   // As above, into one tensor for each rank, or into none.
-  void exchange_lists(Call& call, const Tensors& outputs, const at::Tensor& input, const Sizes& input_counts,
-                      bool consecutive = true) {
+  void exchange_lists(Issued& issued, const Tensors& outputs, const at::Tensor& input,
+                      const Sizes& input_counts, bool consecutive = true) {
     const Sizes counts = sizes_of(outputs);
     const at::Tensor flat =
         at::empty({std::accumulate(counts.begin(), counts.end(), std::int64_t{0})}, input.options());
-    exchange(call, flat, counts, input, input_counts, consecutive);
-    call.requests.finish.push_back([flat, outputs] { distribute(flat, outputs); });
+    exchange(issued, flat, counts, input, input_counts, consecutive);
+    issued.requests.finish.push_back([flat, outputs] { distribute(flat, outputs); });
   }
 
   Works receive(Tensors& tensors, int from, int tag, const std::string& name, OpType type) {
-    return start(name, type, tensors, c10d::kUnsetTimeout, [&](Call& call) {
-      const at::Tensor& tensor = call.check.only(tensors);
-      call.check.piece(tensor);
+    return start(name, type, tensors, c10d::kUnsetTimeout, [&](Issued& issued) {
+      const at::Tensor& tensor = issued.check.only(tensors);
+      issued.check.piece(tensor);
       if (from == MPI_ANY_SOURCE)
-        count(tensor.numel(), call.check);  // pieces could come from different ranks
+        count(tensor.numel(), issued.check);  // pieces could come from different ranks
       else
-        call.check.peer(from);
-      const MPI_Datatype element = copied_type(tensor, call.check);
-      in_pieces(call, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+        issued.check.peer(from);
+      const MPI_Datatype element = copied_type(tensor, issued.check);
+      in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         return MPI_Irecv(data, count, element, from, tag, comm, request);
       });
-      call.requests.finish.push_back([&requests = call.requests, element, expected = tensor.numel()] {
+      issued.requests.finish.push_back([&requests = issued.requests, element, expected = tensor.numel()] {
         std::int64_t total = 0;
         for (const MPI_Status& status : requests.statuses) {
           int count = 0;
@@ -739,15 +737,13 @@ Rank start(std::chrono::milliseconds timeout) {
          .action = "See which rank does not start, or raise parallel.timeout_seconds"});
   }
   check(kept.code, "joining through MPI");
-  if (kept.ours && kept.level < MPI_THREAD_SERIALIZED) {
-    refuse("joining through MPI", "an MPI that only the thread which initialised it may call",
+  if (kept.ours && kept.level < MPI_THREAD_SERIALIZED)
+    refuse("joining through MPI", "an MPI that only the thread which initialised it may issued",
            "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE",
            "Use an MPI that was built with support for threads");
-  }
-  if (!kept.running) {
+  if (!kept.running)
     refuse("joining through MPI", "MPI that is finalised", "a process that has not begun to exit",
            "Join earlier");
-  }
   Rank rank;
   MPI_Comm_rank(kept.control, &rank.rank);
   MPI_Comm_size(kept.control, &rank.size);

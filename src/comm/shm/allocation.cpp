@@ -112,9 +112,8 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
 
   // All ranks measure before any takes memory, and all use the smallest number, so they agree.
   std::uint64_t available = ~std::uint64_t{0};
-  for (const Payload& each : exchange(stage(0), dtype, count, {{available_memory()}}, timeout)) {
+  for (const Payload& each : exchange(stage(0), dtype, count, {{available_memory()}}, timeout))
     available = std::min(available, each.words[0]);
-  }
   const std::uint64_t all_bytes =
       Allocation::segment_bytes(bytes) +
       Allocation::segment_bytes(one ? 0 : bytes) * static_cast<std::uint64_t>(size_ - 1);

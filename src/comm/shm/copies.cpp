@@ -7,17 +7,9 @@
 
 #include "comm/shm/engine.hpp"
 #include "comm/shm/operation.hpp"
-#include "comm/shm/sizes.hpp"
 
 namespace isograd::shm {
 namespace {
-
-std::vector<Extent> extents_of(const std::vector<Region>& inputs, const std::vector<Region>& outputs) {
-  std::vector<Extent> extents;
-  add_extents(inputs, false, extents);
-  add_extents(outputs, true, extents);
-  return extents;
-}
 
 void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
@@ -35,7 +27,7 @@ class Copies : public Operation {
     return chunks_of(input_.bytes, engine().options().chunk_bytes);
   }
   void set_chunks(bool any_staged) override {
-    length_ = any_staged ? engine().options().chunk_bytes : ~std::uint64_t{0} >> 1;
+    length_ = any_staged ? engine().options().chunk_bytes : kWhole;
   }
   void copy_in(std::uint64_t chunk) override {
     const Region part = part_of(input_, chunk, length_);
@@ -80,29 +72,27 @@ class Gather final : public Copies {
   bool is_source(int) const override { return true; }
 };
 
-// Each source has a part for each rank. A staged chunk holds a piece of each part, in order. A rank's part
-// for itself is copied directly.
+// Each source has a piece for each rank. A rank's piece for itself is copied directly.
 class Parts final : public Operation {
  public:
-  Parts(Fingerprint print, std::vector<Region> outputs, std::vector<Region> inputs, Region hull, bool is_root)
+  Parts(Fingerprint print, std::vector<Region> outputs, std::vector<Region> inputs, bool waits)
       : Operation(print, extents_of(inputs, outputs)),
         outputs_(std::move(outputs)),
         inputs_(std::move(inputs)),
-        hull_(hull),
-        waits_(print.kind == Kind::kAllToAll || is_root) {}
+        waits_(waits) {}
 
  private:
   bool is_source(int rank) const override {
     return fingerprint_.kind == Kind::kAllToAll || rank == fingerprint_.root;
   }
   bool waits_for_all() const override { return waits_; }
-  std::uint64_t source_bytes() const override { return hull_.bytes; }
-  const std::byte* source_data() const override { return hull_.data; }
-  void write_spans(Span* spans) const override { list_spans(inputs_, hull_, spans); }
-
-  std::uint64_t staged_part() const { return part_bytes(engine().options().chunk_bytes, size()); }
-  std::uint64_t staged_chunks() const override { return chunks_of(largest_of(inputs_), staged_part()); }
-  void set_chunks(bool any_staged) override { part_ = any_staged ? staged_part() : ~std::uint64_t{0} >> 1; }
+  std::uint64_t source_bytes() const override { return inputs_.hull.bytes; }
+  const std::byte* source_data() const override { return inputs_.hull.data; }
+  void write_spans(Span* spans) const override { inputs_.write_spans(spans); }
+  std::uint64_t staged_chunks() const override { return inputs_.staged_chunks(engine()); }
+  void set_chunks(bool any_staged) override {
+    inputs_.part = any_staged ? Pieces::staged_part(engine()) : kWhole;
+  }
 
   void check_spans() override {
     for (int r = 0; r < size(); ++r) {
@@ -117,25 +107,18 @@ class Parts final : public Operation {
     }
   }
 
-  void copy_in(std::uint64_t chunk) override { copy_parts_in(inputs_, chunk, part_, engine()); }
+  void copy_in(std::uint64_t chunk) override { inputs_.copy_in(chunk, engine()); }
   void work(std::uint64_t chunk) override {
-    const auto self = static_cast<std::uint64_t>(rank());
     for (int r = 0; r < size(); ++r) {
       if (!is_source(r)) continue;
-      const Region to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, part_);
-      if (to.bytes == 0) continue;
-      const std::byte* from = r == rank() ? part_of(inputs_[self], chunk, part_).data
-                              : staged(r) ? chunk_data(r, chunk, 0) + self * part_
-                                          : chunk_data(r, chunk, span_for_me(r).offset + chunk * part_);
-      copy_bytes(to.data, from, to.bytes);
+      const Region to = part_of(outputs_[static_cast<std::size_t>(r)], chunk, inputs_.part);
+      if (to.bytes > 0) copy_bytes(to.data, piece_for_me(inputs_, r, chunk), to.bytes);
     }
   }
 
   std::vector<Region> outputs_;  // by source
-  std::vector<Region> inputs_;   // by destination rank
-  Region hull_;
+  Pieces inputs_;                // by destination rank
   bool waits_;
-  std::uint64_t part_ = 0;
 };
 
 // No data except the payload of the announcement.
@@ -187,17 +170,15 @@ OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t
                          int root, int size) {
   std::vector<Region> outputs(static_cast<std::size_t>(size));
   outputs[static_cast<std::size_t>(root)] = output;
-  const Region hull = hull_of(inputs);
   const bool is_root = !inputs.empty();
   return std::make_shared<Parts>(
       Fingerprint{.kind = Kind::kScatter, .dtype = dtype, .root = root, .count = count}, std::move(outputs),
-      std::move(inputs), hull, is_root);
+      std::move(inputs), is_root);
 }
 
 OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype) {
-  const Region hull = hull_of(inputs);
   return std::make_shared<Parts>(Fingerprint{.kind = Kind::kAllToAll, .dtype = dtype}, std::move(outputs),
-                                 std::move(inputs), hull, true);
+                                 std::move(inputs), true);
 }
 
 OperationPointer barrier() {

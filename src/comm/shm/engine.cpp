@@ -198,10 +198,9 @@ std::shared_ptr<Segment> Engine::open(c10d::Store& store, int owner, const Segme
     for (const auto begin = Clock::now(); Clock::now() - begin < kMoment;) {
       throw_if_given_up(store);
       const auto dead = watch_->dead();
-      if (std::find(dead.begin(), dead.end(), owner) != dead.end()) {
+      if (std::find(dead.begin(), dead.end(), owner) != dead.end())
         throw_not_joined(describe(owner, members_[static_cast<std::size_t>(owner)]) +
                          " ended before it had joined");
-      }
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     throw;
@@ -276,9 +275,8 @@ bool Engine::advance_all() {
     if (task.complete_) continue;  // still listed after another task failed
     // A task is not asked while there is no slot, because hundreds may be waiting for one.
     bool may_start = task.started_ || task.can_start();
-    for (std::size_t j = 0; j < i && may_start && !task.started_; ++j) {
+    for (std::size_t j = 0; j < i && may_start && !task.started_; ++j)
       may_start = under_way_[j]->complete_ || !task.must_follow(*under_way_[j]);
-    }
     try {
       moved |= task.advance(may_start, staging_free);
     } catch (const std::exception& error) {  // after any exception the task cannot continue from the middle
@@ -368,9 +366,8 @@ void Engine::wait(Task& task, std::chrono::milliseconds timeout) {
       const Listener listener(control_->bell);
       moved = step(task);
       // Other groups have other bells.
-      if (moved == Moved::kNothing) {
+      if (moved == Moved::kNothing)
         control_->bell.sleep(listener.seen, busy.size() > 1 ? kShortNapNanoseconds : kNapNanoseconds);
-      }
     }
     if (moved == Moved::kComplete) return;
     // A short timeout is exact to one nap. Checking the peers costs some system calls.

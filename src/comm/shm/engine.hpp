@@ -13,9 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/shm/channel.hpp"
 #include "comm/shm/control.hpp"
-#include "comm/shm/history.hpp"
 #include "comm/shm/members.hpp"
 #include "comm/shm/message.hpp"
 #include "comm/shm/segment.hpp"

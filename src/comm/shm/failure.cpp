@@ -1,16 +1,55 @@
 // How an Engine handles a lost, late, stopped or disagreeing peer: it reports the peer's name to every rank.
+#include <fcntl.h>
+#include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <iterator>
+#include <mutex>
 
 #include "base/print.hpp"
 #include "comm/operations_file.hpp"
 #include "comm/relayed.hpp"
 #include "comm/shm/engine.hpp"
 #include "isograd/error.hpp"
+
+namespace isograd {
+namespace {
+
+std::mutex files_mutex;
+std::list<std::filesystem::path> files;  // files of the OperationsFiles that exist
+
+}  // namespace
+
+OperationsFile::OperationsFile(std::filesystem::path file) {
+  const std::lock_guard lock(files_mutex);
+  place_ = files.insert(files.end(), std::move(file));
+}
+
+OperationsFile::~OperationsFile() {
+  const std::lock_guard lock(files_mutex);
+  files.erase(place_);
+}
+
+std::string OperationsFile::keep(const std::string& text) {
+  const std::lock_guard lock(files_mutex);
+  if (files.empty()) return {};
+  const std::string name = files.back().string();
+  const int file =
+      ::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
+  if (file < 0) return {};
+  const std::string all = fmt::format("{:%Y-%m-%d %H:%M:%S} UTC: {}", fmt::gmtime(std::time(nullptr)), text);
+  const ssize_t written =
+      ::write(file, all.data(), all.size());  // one call, so that the ranks' texts do not mix
+  ::close(file);
+  return written == static_cast<ssize_t>(all.size()) ? name : std::string();
+}
+
+}  // namespace isograd
 
 namespace isograd::shm {
 namespace {

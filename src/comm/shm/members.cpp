@@ -15,8 +15,8 @@
 
 #include "base/refuse.hpp"
 #include "comm/hosts/meeting.hpp"
-#include "comm/local_store.hpp"
 #include "comm/relayed.hpp"
+#include "comm/store.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::shm {
@@ -56,9 +56,8 @@ bool gone(const ProcessStatus& status, const MemberInfo& member) {
 std::string write(const MemberInfo& info) {
   std::ostringstream out;
   out << kVersion << '\n' << info.host << '\n' << info.machine << '\n' << info.pid << ' ' << info.started;
-  for (const SegmentId* id : {&info.staging, &info.control}) {
+  for (const SegmentId* id : {&info.staging, &info.control})
     out << ' ' << id->pid << ' ' << id->descriptor << ' ' << id->inode << ' ' << id->bytes;
-  }
   return out.str();
 }
 
@@ -72,15 +71,13 @@ MemberInfo read(const std::string& text, int rank, const std::string& group) {
     std::getline(in, info.host);
     std::getline(in, info.machine);
     in >> info.pid >> info.started;
-    for (SegmentId* id : {&info.staging, &info.control}) {
+    for (SegmentId* id : {&info.staging, &info.control})
       in >> id->pid >> id->descriptor >> id->inode >> id->bytes;
-    }
   }
-  if (version != kVersion || !in) {
+  if (version != kVersion || !in)
     refuse(fmt::format("joining group '{}'", group),
            fmt::format("rank {} uses version {} of the protocol", rank, version),
            fmt::format("version {}", kVersion), "Start all ranks with the same build of isograd");
-  }
   return info;
 }
 
@@ -118,12 +115,11 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
         return true;
       });
       if (missing.empty()) break;
-      if (const std::string reason = given_up(store); !reason.empty()) {
+      if (const std::string reason = given_up(store); !reason.empty())
         throw RelayedError({.where = where,
                             .found = reason,
                             .expected = "every rank to join",
                             .action = "Fix what that rank reports, then start all ranks again"});
-      }
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
         for (int r : missing) names += fmt::format("{}{}", names.empty() ? "" : ", ", r);

@@ -1,16 +1,48 @@
 // Send and Receive: the two ends of a message in a Channel.
+//
+// A channel carries messages from one rank to another. It is in the sender's segment, before its staging
+// buffers. The memory order is that of control.hpp: data first, then a token that the reader acquires.
+//
+// A message has a number, counted per channel, and an envelope that the sender posts. The receiver takes the
+// first envelope with the right tag. Small data is in the envelope. Data inside an allocation of the group is
+// read in place. Other data goes through the channel's ring, one accepted message at a time.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <set>
 
-#include "comm/shm/channel.hpp"
+#include "comm/shm/control.hpp"
 #include "comm/shm/task.hpp"
 
 namespace isograd::shm {
 
-class Receive;
+struct Envelope {
+  static constexpr std::uint64_t kInline = 1024;  // bytes of a message that travel in the envelope
+
+  alignas(64) std::atomic<std::uint64_t> posted;    // by the sender: message number + 1
+  alignas(64) std::atomic<std::uint64_t> finished;  // by the receiver: message number + 1, all data taken
+  // Published by `posted`:
+  alignas(64) std::int32_t tag;
+  std::int8_t dtype;
+  std::int64_t count;
+  std::uint64_t bytes;
+  Location location;
+  SiteText site;
+  alignas(64) std::byte data[kInline];
+};
+
+struct Channel {
+  static constexpr std::uint64_t kEnvelopes = 16;
+
+  alignas(64) std::atomic<std::uint64_t> accepted;  // by the receiver: number + 1 of the message in the ring
+  alignas(64) std::atomic<std::uint64_t> written;   // by the sender: bytes put into the ring, ever
+  alignas(64) std::atomic<std::uint64_t> read;      // by the receiver: bytes taken out of it, ever
+  Envelope envelopes[kEnvelopes];
+
+  Envelope& envelope(std::uint64_t number) { return envelopes[number % kEnvelopes]; }
+};
+static_assert(sizeof(Channel) % 64 == 0);
 
 // The record of the messages from one other rank.
 struct Inbox {
@@ -18,60 +50,15 @@ struct Inbox {
   std::set<std::uint64_t> taken;  // later messages that are matched, set aside or finished
   // Small messages, by number, that filled all envelopes while a receive waited for another tag.
   std::map<std::uint64_t, std::shared_ptr<Envelope>> set_aside;
-  Receive* in_ring = nullptr;  // the receive whose data is in the ring now
+  const Task* in_ring = nullptr;  // the receive whose data is in the ring now
 };
 
 // Complete when its memory may be reused, possibly before the message is received.
-class Send final : public Task {
- public:
-  Send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int to, int tag);
-  std::string name() const override;
-  std::string call() const override;
-  std::vector<int> awaited() const override;
+std::shared_ptr<Task> send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
+                           int to, int tag);
 
- private:
-  void enter() override;
-  bool can_start() override;
-  bool advance(bool may_start, bool staging_free) override;
-  bool is_message() const override { return true; }
-  void post(Envelope& envelope);
-  Channel& channel() const;
-
-  const std::byte* data_;
-  std::uint64_t bytes_;
-  int tag_;
-  Location local_;
-  std::uint64_t written_ = 0;  // bytes written to the ring
-};
-
-class Receive final : public Task {
- public:
-  // from = -1: any rank; the first message with this tag is taken.
-  Receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int from, int tag);
-  std::string name() const override;
-  std::string call() const override;
-  std::vector<int> awaited() const override;
-  bool any_will_do() const override { return fingerprint_.root < 0 && !started_; }
-  int source() const { return source_; }  // valid once matched
-
- private:
-  void enter() override {}
-  bool must_follow(const Task& earlier) const override;
-  bool advance(bool may_start, bool staging_free) override;
-  bool is_message() const override { return true; }
-  bool match(int from);
-  bool claimed(int from) const;
-  void set_aside(Inbox& inbox, Channel& way);
-  void check(const Envelope& envelope);
-  bool take(const Envelope& envelope);  // true once all data is here
-  Channel& channel() const;
-
-  std::byte* data_;
-  std::uint64_t bytes_;
-  int tag_;
-  int source_ = -1;
-  std::uint64_t read_ = 0;          // bytes read from the ring
-  std::shared_ptr<Envelope> copy_;  // of a message that was set aside
-};
+// from = -1: any rank; the first message with this tag is taken.
+std::shared_ptr<Task> receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
+                              int from, int tag);
 
 }  // namespace isograd::shm

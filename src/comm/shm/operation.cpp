@@ -90,13 +90,12 @@ bool Operation::agree() {
       all = false;
       continue;
     }
-    if (theirs.fingerprint != fingerprint_) {
+    if (theirs.fingerprint != fingerprint_)
       engine().fail(
           *this,
           fmt::format("the ranks disagreed: rank {} called {}, rank {} called {}", rank(), call(), r,
                       call_of(theirs.fingerprint) + at(theirs.site)),
           "Make every rank call the same operations with the same sizes and types in the same order");
-    }
     if (!is_source(r)) continue;
     any_staged |= theirs.location.allocation == Location::kPrivate;
     most = std::max(most, theirs.chunks);
@@ -122,9 +121,8 @@ std::uint64_t Operation::least_ready() const {
 
 std::uint64_t Operation::least_done() const {
   std::uint64_t least = kEverything;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size(); ++r)
     least = std::min(least, step_of(slot(r).done.load(std::memory_order_acquire), number_));
-  }
   return least;
 }
 
@@ -185,6 +183,83 @@ std::vector<int> Operation::awaited() const {
     if (late && r != rank()) ranks.push_back(r);
   }
   return ranks;
+}
+
+std::uint64_t hash_if_uneven(const std::vector<Region>& pieces) {
+  bool even = true;
+  std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a word at a time
+  for (const Region& piece : pieces) {
+    even &= piece.bytes == pieces.front().bytes;
+    hash = (hash ^ piece.bytes) * 0x100000001b3;
+  }
+  return even ? 0 : hash | 1;
+}
+
+std::vector<Extent> extents_of(const std::vector<Region>& inputs, const std::vector<Region>& outputs) {
+  std::vector<Extent> extents;
+  const auto add = [&](const std::vector<Region>& pieces, bool written) {
+    bool first = true;
+    for (const Region& piece : pieces) {
+      if (piece.bytes == 0) continue;
+      if (!first && extents.back().begin + extents.back().bytes == piece.data)
+        extents.back().bytes += piece.bytes;
+      else
+        extents.push_back({piece.data, piece.bytes, written});
+      first = false;
+    }
+  };
+  add(inputs, false);
+  add(outputs, true);
+  return extents;
+}
+
+Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part) {
+  const std::uint64_t begin = std::min(piece.bytes, chunk * part);
+  return {piece.data + begin, std::min(part, piece.bytes - begin)};
+}
+
+Pieces::Pieces(std::vector<Region> by_rank) : of_rank(std::move(by_rank)) {
+  std::byte *begin = nullptr, *end = nullptr;
+  for (const Region& piece : of_rank) {
+    if (piece.bytes == 0) continue;
+    if (!begin || piece.data < begin) begin = piece.data;
+    if (!end || piece.data + piece.bytes > end) end = piece.data + piece.bytes;
+  }
+  hull = {begin, static_cast<std::uint64_t>(end - begin)};
+}
+
+std::uint64_t Pieces::staged_part(const Engine& engine) {
+  constexpr std::uint64_t kLine = 64, kElement = 8;
+  const std::uint64_t part = engine.options().chunk_bytes / static_cast<std::uint64_t>(engine.size());
+  return part >= kLine ? part / kLine * kLine : part / kElement * kElement;
+}
+
+std::uint64_t Pieces::staged_chunks(const Engine& engine) const {
+  std::uint64_t largest = 0;
+  for (const Region& piece : of_rank) largest = std::max(largest, piece.bytes);
+  return chunks_of(largest, staged_part(engine));
+}
+
+void Pieces::write_spans(Span* spans) const {
+  for (const Region& piece : of_rank)
+    *spans++ = {piece.bytes ? static_cast<std::uint64_t>(piece.data - hull.data) : 0, piece.bytes};
+}
+
+void Pieces::copy_in(std::uint64_t chunk, Engine& engine) const {
+  std::byte* staging = engine.staging(engine.rank(), chunk);
+  for (std::size_t r = 0; r < of_rank.size(); ++r) {
+    const Region piece = part_of(of_rank[r], chunk, part);
+    if (static_cast<int>(r) == engine.rank() || piece.bytes == 0) continue;
+    engine.reserve(staging + r * part, piece.bytes);
+    std::memcpy(staging + r * part, piece.data, piece.bytes);
+  }
+}
+
+const std::byte* Operation::piece_for_me(const Pieces& own, int rank, std::uint64_t chunk) const {
+  const auto self = static_cast<std::uint64_t>(this->rank());
+  if (rank == this->rank()) return part_of(own.of_rank[self], chunk, own.part).data;
+  return staged(rank) ? chunk_data(rank, chunk, 0) + self * own.part
+                      : chunk_data(rank, chunk, span_for_me(rank).offset + chunk * own.part);
 }
 
 }  // namespace isograd::shm

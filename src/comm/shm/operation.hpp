@@ -13,6 +13,8 @@
 
 namespace isograd::shm {
 
+struct Pieces;
+
 class Operation : public Task {
  public:
   std::string name() const final;
@@ -42,6 +44,8 @@ class Operation : public Task {
   }
   const OperationSlot& slot(int rank) const;
   const Span& span_for_me(int rank) const;
+  // Another rank's chunk of its piece for this rank, or this rank's own.
+  const std::byte* piece_for_me(const Pieces& own, int rank, std::uint64_t chunk) const;
   int rank() const;
   int size() const;
 
@@ -81,6 +85,40 @@ struct Reduction {
   kernels::Number number;
   kernels::Combine combine;
   double factor = 1;  // multiplies this rank's data, for kScaledSum
+};
+
+// ---- parts: each rank's part of one buffer or of several --------------------------------------------------
+
+// The number of chunks of `length` for `amount`; at least 1.
+inline std::uint64_t chunks_of(std::uint64_t amount, std::uint64_t length) {
+  return amount == 0 ? 1 : (amount + length - 1) / length;
+}
+
+// 0 when all pieces have the same size; otherwise a hash of all sizes.
+std::uint64_t hash_if_uneven(const std::vector<Region>& pieces);
+
+// The memory that is read and the memory that is written. Adjacent pieces become one extent; gaps are left
+// out.
+std::vector<Extent> extents_of(const std::vector<Region>& inputs, const std::vector<Region>& outputs);
+
+// Chunk number `chunk` of a piece that is split into chunks of `part` bytes.
+Region part_of(const Region& piece, std::uint64_t chunk, std::uint64_t part);
+
+constexpr std::uint64_t kWhole = ~std::uint64_t{0} >> 1;  // bytes of a chunk that is not staged
+
+// The pieces that a source has for each rank. A staged chunk holds a part of each piece, in order; the piece
+// for this rank itself is not staged.
+struct Pieces {
+  explicit Pieces(std::vector<Region> by_rank);
+  // Whole cache lines of a staged chunk for each rank if there is room.
+  static std::uint64_t staged_part(const Engine& engine);
+  std::uint64_t staged_chunks(const Engine& engine) const;
+  void write_spans(Span* spans) const;  // each piece's place in the hull
+  void copy_in(std::uint64_t chunk, Engine& engine) const;
+
+  std::vector<Region> of_rank;
+  Region hull;             // from the first byte of the non-empty pieces to the last
+  std::uint64_t part = 0;  // bytes of a chunk for one rank
 };
 
 using OperationPointer = std::shared_ptr<Operation>;

@@ -6,7 +6,6 @@
 
 #include "comm/shm/engine.hpp"
 #include "comm/shm/operation.hpp"
-#include "comm/shm/sizes.hpp"
 #include "kernels/flat.hpp"
 
 namespace isograd::shm {
@@ -122,14 +121,12 @@ class AllReduce final : public Reducing {
   std::int64_t length_ = 0;  // elements of a chunk
 };
 
-// A staged chunk holds a part for each rank, in order. The own part is not staged.
 class ReduceScatter final : public Reducing {
  public:
-  ReduceScatter(std::vector<Region> pieces, Region hull, Region output, std::int8_t dtype,
-                Reduction reduction, std::shared_ptr<double> squares)
-      : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, output), reduction),
+  ReduceScatter(std::vector<Region> pieces, Region output, std::int8_t dtype, Reduction reduction,
+                std::shared_ptr<double> squares)
+      : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, {output}), reduction),
         pieces_(std::move(pieces)),
-        hull_(hull),
         output_(output.data),
         squares_(std::move(squares)) {
     if (squares_) *squares_ = 0;
@@ -143,38 +140,27 @@ class ReduceScatter final : public Reducing {
     const std::int64_t count = sizes ? 0 : static_cast<std::int64_t>(pieces.front().bytes) / width;
     return {.kind = Kind::kReduceScatter, .dtype = dtype, .count = count, .sizes = sizes};
   }
-  static std::vector<Extent> extents_of(const std::vector<Region>& pieces, const Region& output) {
-    std::vector<Extent> extents;
-    add_extents(pieces, false, extents);
-    add_extents({output}, true, extents);
-    return extents;
-  }
-  std::uint64_t source_bytes() const override { return hull_.bytes; }
-  const std::byte* source_data() const override { return hull_.data; }
-  void write_spans(Span* spans) const override { list_spans(pieces_, hull_, spans); }
-
-  std::uint64_t staged_part() const { return part_bytes(engine().options().chunk_bytes, size()); }
-  std::uint64_t staged_chunks() const override { return chunks_of(largest_of(pieces_), staged_part()); }
+  std::uint64_t source_bytes() const override { return pieces_.hull.bytes; }
+  const std::byte* source_data() const override { return pieces_.hull.data; }
+  void write_spans(Span* spans) const override { pieces_.write_spans(spans); }
+  std::uint64_t staged_chunks() const override { return pieces_.staged_chunks(engine()); }
   void set_chunks(bool any_staged) override {
-    part_ = any_staged ? staged_part() : std::max<std::uint64_t>(1, largest_of(pieces_));
+    pieces_.part = any_staged ? Pieces::staged_part(engine()) : kWhole;
   }
 
-  void copy_in(std::uint64_t chunk) override { copy_parts_in(pieces_, chunk, part_, engine()); }
+  void copy_in(std::uint64_t chunk) override { pieces_.copy_in(chunk, engine()); }
   void work(std::uint64_t chunk) override {
-    const auto self = static_cast<std::uint64_t>(rank());
-    const Region mine = part_of(pieces_[self], chunk, part_);
+    const Region& own = pieces_.of_rank[static_cast<std::size_t>(rank())];
+    const Region mine = part_of(own, chunk, pieces_.part);
     if (mine.bytes == 0) return;
     places_.clear();
-    for (int r = 0; r < size(); ++r) {
-      places_.push_back(r == rank() ? mine.data
-                        : staged(r) ? chunk_data(r, chunk, 0) + self * part_
-                                    : chunk_data(r, chunk, span_for_me(r).offset + chunk * part_));
-    }
-    void* output = output_ + chunk * part_;
+    for (int r = 0; r < size(); ++r)
+      places_.push_back(const_cast<std::byte*>(piece_for_me(pieces_, r, chunk)));
+    void* output = output_ + chunk * pieces_.part;
     const auto count = static_cast<std::int64_t>(mine.bytes) / width_;
     if (!squares_) return combine(0, count, &output, 1);
     // Runs start at the output's start whatever its chunks are, so the bits do not depend on chunks.
-    const auto first = static_cast<std::int64_t>(chunk * part_) / width_;
+    const auto first = static_cast<std::int64_t>(chunk * pieces_.part) / width_;
     for (std::int64_t at = 0; at < count;) {
       const std::int64_t end =
           std::min(count, at + kernels::kSquaresRun - (first + at) % kernels::kSquaresRun);
@@ -182,7 +168,7 @@ class ReduceScatter final : public Reducing {
       at = end;
       if ((first + at) % kernels::kSquaresRun == 0) square_until(first + at);
     }
-    const auto all = static_cast<std::int64_t>(pieces_[self].bytes) / width_;
+    const auto all = static_cast<std::int64_t>(own.bytes) / width_;
     if (first + count == all) square_until(all);
   }
 
@@ -198,10 +184,8 @@ class ReduceScatter final : public Reducing {
     squared_ = end;
   }
 
-  std::vector<Region> pieces_;  // by rank
-  Region hull_;
+  Pieces pieces_;  // by rank
   std::byte* output_;
-  std::uint64_t part_ = 0;  // bytes of a chunk that belong to one rank
   std::shared_ptr<double> squares_;
   std::int64_t squared_ = 0;  // elements
 };
@@ -219,9 +203,7 @@ OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, 
 
 OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
                                 Reduction reduction, std::shared_ptr<double> squares) {
-  const Region hull = hull_of(pieces);
-  return std::make_shared<ReduceScatter>(std::move(pieces), hull, output, dtype, reduction,
-                                         std::move(squares));
+  return std::make_shared<ReduceScatter>(std::move(pieces), output, dtype, reduction, std::move(squares));
 }
 
 }  // namespace isograd::shm

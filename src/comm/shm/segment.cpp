@@ -49,12 +49,11 @@ std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
 
 std::byte* map_shared(int descriptor, std::uint64_t bytes, const std::string& purpose) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (data == MAP_FAILED) {
+  if (data == MAP_FAILED)
     isograd::refuse("shared memory for " + purpose,
                     fmt::format("mapping {} failed: {}", gigabytes(bytes), std::strerror(errno)),
                     "address space for the buffers of all ranks",
                     "Raise the limit on address space (ulimit -v) or use smaller buffers");
-  }
   return static_cast<std::byte*>(data);
 }
 
@@ -131,9 +130,8 @@ std::shared_ptr<Segment> Segment::create(std::uint64_t bytes, std::uint64_t at_o
   const auto refuse = [&](const std::string& what, int error) { refuse_memory(purpose, what, error, bytes); };
   // Growing a file beyond this limit would raise a signal instead of an error.
   rlimit limit{};
-  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur) {
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
     refuse(fmt::format("a limit on file sizes (ulimit -f) of {}", gigabytes(limit.rlim_cur)), EFBIG);
-  }
   std::shared_ptr<Segment> segment(new Segment);
   segment->descriptor_ = ::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->descriptor_ < 0) refuse("memfd_create failed", errno);

@@ -9,6 +9,13 @@
 #include "comm/shm/engine.hpp"
 
 namespace isograd::shm {
+namespace {
+
+bool is_message(const Fingerprint& print) {
+  return print.kind == Kind::kSend || print.kind == Kind::kReceive;
+}
+
+}  // namespace
 
 bool Task::must_follow(const Task& earlier) const {
   for (const Extent& mine : extents_) {
@@ -86,6 +93,44 @@ SiteText to_text(const CallSite& site) {
   *end++ = ':';
   while (count > 0) *end++ = digits[--count];
   *end = 0;
+  return text;
+}
+
+void History::begin(const Fingerprint& fingerprint, const CallSite& site, std::uint64_t number) {
+  entries_[count_++ % kLength] = {fingerprint, site, number};
+}
+
+std::string History::text(const std::vector<std::shared_ptr<Task>>& under_way) const {
+  const auto open = [&](const Entry& entry) {
+    return std::any_of(under_way.begin(), under_way.end(), [&](const auto& task) {
+      return task->fingerprint() == entry.fingerprint &&
+             (task->number() == entry.number || is_message(entry.fingerprint));
+    });
+  };
+  const auto same_call = [](const Entry& a, const Entry& b) {
+    return a.fingerprint == b.fingerprint && a.site.file == b.site.file && a.site.line == b.site.line;
+  };
+  std::string text;
+  const std::uint64_t oldest = count_ > kLength ? count_ - kLength : 0;
+  for (std::uint64_t i = oldest; i < count_;) {
+    const Entry& first = entries_[i % kLength];
+    const bool is_open = open(first);
+    std::uint64_t end = i + 1;
+    while (end < count_ && same_call(entries_[end % kLength], first) &&
+           open(entries_[end % kLength]) == is_open)
+      ++end;
+    const std::uint64_t last = entries_[(end - 1) % kLength].number;
+    std::string which;
+    if (!is_message(first.fingerprint)) {
+      which = first.number == last ? fmt::format("#{} ", first.number)
+                                   : fmt::format("#{} to #{} ", first.number, last);
+    } else if (end - i > 1) {
+      which = fmt::format("{} times ", end - i);
+    }
+    text += fmt::format("  {}{}{}{}\n", which, call_of(first.fingerprint), at(to_text(first.site)),
+                        is_open ? ", under way" : "");
+    i = end;
+  }
   return text;
 }
 

@@ -2,6 +2,7 @@
 // (message.hpp). It is a state machine that polling advances.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -49,6 +50,7 @@ class Task {
   // The ranks that this one waits for; if `any_will_do`, for one of them.
   virtual std::vector<int> awaited() const = 0;
   virtual bool any_will_do() const { return false; }
+  virtual int source() const { return -1; }  // of a message that is received
 
   // The tensors, kept alive until the task is destroyed.
   std::shared_ptr<void> keep_alive;
@@ -81,6 +83,26 @@ class Task {
   Engine* engine_ = nullptr;
   std::vector<Extent> extents_;
   std::chrono::steady_clock::time_point polled_since_;
+};
+
+// The last operations of a rank in a group, for error messages.
+class History {
+ public:
+  static constexpr std::size_t kLength = 64;
+
+  // Cheap: it stores a few words per call.
+  void begin(const Fingerprint& fingerprint, const CallSite& site, std::uint64_t number);
+  // Oldest first, runs of the same call on one line. Operations in `under_way` are marked as incomplete.
+  std::string text(const std::vector<std::shared_ptr<Task>>& under_way) const;
+
+ private:
+  struct Entry {
+    Fingerprint fingerprint;
+    CallSite site;
+    std::uint64_t number = 0;
+  };
+  std::array<Entry, kLength> entries_;
+  std::uint64_t count_ = 0;
 };
 
 // "all_reduce(sum) of 12 Float"; for a message "send of 12 Float".

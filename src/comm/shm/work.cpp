@@ -1,8 +1,96 @@
 #include "comm/shm/work.hpp"
 
-#include "comm/shm/progress_thread.hpp"
+#include <sched.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <functional>
+#include <thread>
 
 namespace isograd {
+namespace shm {
+namespace {
+
+// Advances `engine`. Called until it returns true; must not throw.
+struct Item {
+  std::shared_ptr<Engine> engine;
+  std::function<bool()> poll;
+};
+
+// Advances operations for which nobody waits. A c10d Future must complete by itself (PyTorch's DDP expects
+// that). The first future starts the thread; isograd itself needs none.
+class ProgressThread {
+ public:
+  void add(Item item) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      arrived_.push_back(std::move(item));
+      if (process_ != ::getpid()) {  // the first call, or the first after a fork, which copies no threads
+        process_ = ::getpid();
+        std::thread([this] { run(); }).detach();
+      }
+    }
+    wake_.notify_one();
+  }
+
+  void stop() {
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    wake_.notify_one();
+    if (process_ == ::getpid()) stopped_signal_.wait(lock, [&] { return stopped_; });
+  }
+
+ private:
+  void run() {
+    using SteadyClock = std::chrono::steady_clock;
+    std::vector<Item> items;
+    auto last_moved = SteadyClock::now();
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        if (items.empty()) wake_.wait(lock, [&] { return stopping_ || !arrived_.empty(); });
+        if (stopping_) {
+          new auto(std::move(items));  // never freed: their callbacks' owners may already be destroyed
+          stopped_ = true;
+          stopped_signal_.notify_all();
+          return;
+        }
+        for (Item& item : arrived_) items.push_back(std::move(item));
+        arrived_.clear();
+      }
+      if (std::erase_if(items, [](Item& item) { return item.poll(); }) > 0) {
+        last_moved = SteadyClock::now();
+      } else if (SteadyClock::now() - last_moved < std::chrono::microseconds(50)) {
+        ::sched_yield();
+      } else {
+        // New items and other groups do not ring this bell, so the sleep is short.
+        items.front().engine->nap(std::chrono::microseconds(items.size() > 1 ? 200 : 500));
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<Item> arrived_;
+  pid_t process_ = -1;
+  std::condition_variable stopped_signal_;
+  bool stopping_ = false, stopped_ = false;
+};
+
+// Outlives every static destructor, because its thread is not joined.
+ProgressThread& background() {
+  static auto* thread = new ProgressThread;
+  return *thread;
+}
+
+}  // namespace
+
+void stop_background() {
+  background().stop();
+}
+
+}  // namespace shm
 
 ShmWork::ShmWork(std::shared_ptr<shm::Engine> engine, Tasks tasks, int rank, c10d::OpType type,
                  std::vector<at::Tensor> results, std::chrono::milliseconds timeout)
@@ -80,15 +168,14 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
     } else {
       // The work must outlive its operation even if the caller drops it.
       auto self = c10::intrusive_ptr<ShmWork>::reclaim_copy(this);
-      shm::poll_in_background(engine_, [self] { return self->isCompleted(); });
+      shm::background().add({engine_, [self] { return self->isCompleted(); }});
     }
   }
   return future_;
 }
 
 int ShmWork::sourceRank() const {
-  const auto* receive = tasks_.empty() ? nullptr : dynamic_cast<const shm::Receive*>(tasks_[0].get());
-  return receive ? receive->source() : c10d::Work::sourceRank();
+  return tasks_.empty() ? c10d::Work::sourceRank() : tasks_[0]->source();
 }
 
 std::uint64_t ShmWork::getSequencenumber() const {

@@ -42,4 +42,12 @@ class ShmWork final : public c10d::Work {
   bool future_ended_ = false;
 };
 
+namespace shm {
+
+// For a process that is about to end: returns when no future is polled any more. Unfinished operations stay
+// as they are. A program whose futures call back into an interpreter must call this while the interpreter
+// runs.
+void stop_background();
+
+}  // namespace shm
 }  // namespace isograd

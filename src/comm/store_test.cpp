@@ -1,5 +1,5 @@
 // The store and the memory of one host's ranks: access by other users, and when memory is reserved.
-#include "comm/local_store.hpp"
+#include "comm/store.hpp"
 
 #include <ATen/ATen.h>
 #include <fcntl.h>

@@ -1,7 +1,9 @@
-#include "comm/local_store.hpp"
+#include "comm/store.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/random.h>
@@ -11,6 +13,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
@@ -20,54 +23,10 @@ namespace isograd {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Bytes = std::vector<std::uint8_t>;
 
-// A message is its length and its fields. Each field is a length and its bytes.
-constexpr std::uint32_t kLongest = 64 << 20;
+constexpr std::uint32_t kLongestMessage = 64 << 20;  // of a message
 constexpr std::size_t kMostConnections = 1 << 16;
-
-void put_length(std::string& to, std::size_t length) {
-  const auto word = static_cast<std::uint32_t>(length);
-  to.append(reinterpret_cast<const char*>(&word), sizeof(word));
-}
-
-std::string encode(const std::vector<std::string>& fields) {
-  std::string body, message;
-  for (const std::string& field : fields) {
-    put_length(body, field.size());
-    body += field;
-  }
-  put_length(message, body.size());
-  return message + body;
-}
-
-// One message taken from the front of `bytes`. Empty: it is incomplete. Bad: its lengths contradict.
-struct Decoded {
-  bool whole = false, bad = false;
-  std::vector<std::string> fields{};
-};
-
-Decoded decode(std::string& bytes) {
-  const auto length_at = [&](std::size_t at) {
-    std::uint32_t word = 0;
-    std::memcpy(&word, bytes.data() + at, sizeof(word));
-    return word;
-  };
-  constexpr std::size_t kWord = sizeof(std::uint32_t);
-  Decoded decoded;
-  if (bytes.size() < kWord) return decoded;
-  const std::uint32_t body = length_at(0);
-  decoded.bad = body > kLongest;
-  if (decoded.bad || bytes.size() < kWord + body) return decoded;
-  for (std::size_t at = kWord, end = kWord + body; at < end;) {
-    decoded.bad = end - at < kWord || end - at - kWord < length_at(at);
-    if (decoded.bad) return decoded;
-    decoded.fields.push_back(bytes.substr(at + kWord, length_at(at)));
-    at += kWord + length_at(at);
-  }
-  bytes.erase(0, kWord + body);
-  decoded.whole = true;
-  return decoded;
-}
 
 sockaddr_un address_of(const std::string& name, socklen_t& length) {
   sockaddr_un address{};
@@ -86,19 +45,77 @@ uid_t user_of(int socket) {
   return peer.uid;
 }
 
-std::vector<std::uint8_t> bytes_of(const std::string& text) {
+Bytes bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
 }
 
-std::string text_of(const std::vector<std::uint8_t>& bytes) {
+std::string text_of(const Bytes& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 
-std::int64_t number_of(const std::string& text) {
-  return text.empty() ? 0 : std::strtoll(text.c_str(), nullptr, 10);
+std::string length_of(const std::string& text) {
+  const auto word = static_cast<std::uint32_t>(text.size());
+  return {reinterpret_cast<const char*>(&word), sizeof(word)};
+}
+
+std::chrono::milliseconds left_until(Clock::time_point deadline) {
+  return std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
 }
 
 }  // namespace
+
+void Wire::put(const Fields& fields) {
+  std::string body;
+  for (const std::string& field : fields) body += length_of(field) + field;
+  if (body.size() > kLongestMessage)
+    throw std::length_error(fmt::format("a message of {} bytes", body.size()));
+  bytes_ += length_of(body) + body;
+}
+
+bool Wire::take(Fields& fields) {
+  constexpr std::size_t kWord = sizeof(std::uint32_t);
+  const auto length_at = [&](std::size_t at) -> std::size_t {
+    std::uint32_t word = 0;
+    std::memcpy(&word, bytes_.data() + at, kWord);
+    return word;
+  };
+  if (bytes_.size() - at_ < kWord) return false;
+  const std::size_t body = length_at(at_), end = at_ + kWord + body;
+  if (body > kLongestMessage) throw std::length_error("a message that is too long");
+  if (bytes_.size() < end) return false;
+  fields.clear();
+  for (std::size_t at = at_ + kWord; at < end; at += kWord + fields.back().size()) {
+    if (end - at < kWord || end - at - kWord < length_at(at)) throw std::length_error("a message cut short");
+    fields.push_back(bytes_.substr(at + kWord, length_at(at)));
+  }
+  drop(kWord + body);
+  return true;
+}
+
+// Erases only once the rest is shorter than what is erased, so that the cost stays linear.
+void Wire::drop(std::size_t taken) {
+  at_ += taken;
+  if (at_ < bytes_.size() - at_) return;
+  bytes_.erase(0, at_);
+  at_ = 0;
+}
+
+bool Wire::send(int socket) {
+  if (empty()) return true;
+  const ssize_t n = ::send(socket, bytes_.data() + at_, bytes_.size() - at_, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (n < 0) return errno == EAGAIN || errno == EINTR;
+  drop(static_cast<std::size_t>(n));
+  return true;
+}
+
+bool Wire::receive(int socket) {
+  char bytes[65536];
+  errno = 0;
+  const ssize_t n = ::recv(socket, bytes, sizeof(bytes), MSG_DONTWAIT);
+  if (n <= 0) return errno == EAGAIN || errno == EINTR;
+  bytes_.append(bytes, static_cast<std::size_t>(n));
+  return true;
+}
 
 struct LocalStoreServer::Connection {
   explicit Connection(int accepted) : socket(accepted) {}
@@ -106,7 +123,7 @@ struct LocalStoreServer::Connection {
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   const int socket;
-  std::string in, out;
+  Wire in, out;
 };
 
 LocalStoreServer::LocalStoreServer(const std::string& name, uid_t owner) : owner_(owner) {
@@ -117,10 +134,10 @@ LocalStoreServer::LocalStoreServer(const std::string& name, uid_t owner) : owner
       ::listen(listening_, 1024) != 0 || ::pipe2(wake_, O_CLOEXEC | O_NONBLOCK) != 0) {
     const int problem = errno;
     if (listening_ >= 0) ::close(listening_);
-    isograd::refuse(fmt::format("the store of the ranks, {}", name), std::strerror(problem),
-                    "a name that no other run on this host uses, and free file descriptors",
-                    "End the run that uses it, choose another MASTER_PORT, or raise the limit on open files "
-                    "(ulimit -n)");
+    refuse(fmt::format("the store of the ranks, {}", name), std::strerror(problem),
+           "a name that no other run on this host uses, and free file descriptors",
+           "End the run that uses it, choose another MASTER_PORT, or raise the limit on open files "
+           "(ulimit -n)");
   }
   // Block signals here: other threads handle them.
   sigset_t all, before;
@@ -137,12 +154,16 @@ LocalStoreServer::~LocalStoreServer() {
   for (const int descriptor : {listening_, wake_[0], wake_[1]}) ::close(descriptor);
 }
 
-void LocalStoreServer::set(const std::string& key, std::string value) {
-  const std::lock_guard lock(mutex_);
-  values_[key] = std::move(value);
-}
-
 void LocalStoreServer::serve() {
+  const auto goes_on = [this](Connection& connection) {
+    try {
+      if (!connection.in.receive(connection.socket)) return false;
+      for (Wire::Fields request; connection.in.take(request);) connection.out.put(reply_to(request));
+      return connection.out.send(connection.socket);
+    } catch (const std::exception&) {  // this is no request
+      return false;
+    }
+  };
   for (;;) {
     std::vector<pollfd> waited{{wake_[0], POLLIN, 0}, {listening_, POLLIN, 0}};
     for (const auto& connection : connections_)
@@ -150,12 +171,9 @@ void LocalStoreServer::serve() {
           {connection->socket, static_cast<short>(connection->out.empty() ? POLLIN : POLLIN | POLLOUT), 0});
     ::poll(waited.data(), waited.size(), -1);
     if (waited[0].revents != 0) return;
-    for (std::size_t i = connections_.size(); i-- > 0;) {
-      if (waited[i + 2].revents == 0) continue;
-      Connection& connection = *connections_[i];
-      if (!take_in(connection) || !answer(connection))
+    for (std::size_t i = connections_.size(); i-- > 0;)
+      if (waited[i + 2].revents != 0 && !goes_on(*connections_[i]))
         connections_.erase(connections_.begin() + static_cast<std::ptrdiff_t>(i));
-    }
     if (waited[1].revents == 0) continue;
     const int socket = ::accept4(listening_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (socket < 0) {  // for example out of descriptors: wait before the next try
@@ -168,63 +186,23 @@ void LocalStoreServer::serve() {
   }
 }
 
-bool LocalStoreServer::take_in(Connection& connection) {
-  char bytes[16384];
-  for (;;) {
-    const ssize_t n = ::recv(connection.socket, bytes, sizeof(bytes), 0);
-    if (n == 0) return false;
-    if (n < 0) return errno == EAGAIN || errno == EINTR;
-    connection.in.append(bytes, static_cast<std::size_t>(n));
-    for (;;) {
-      const Decoded request = decode(connection.in);
-      if (request.bad) return false;
-      if (!request.whole) break;
-      connection.out += encode(reply_to(request.fields));
-    }
-  }
-}
-
-bool LocalStoreServer::answer(Connection& connection) {
-  while (!connection.out.empty()) {
-    const ssize_t n = ::send(connection.socket, connection.out.data(), connection.out.size(), MSG_NOSIGNAL);
-    if (n < 0) return errno == EAGAIN || errno == EINTR;
-    connection.out.erase(0, static_cast<std::size_t>(n));
-  }
-  return true;
-}
-
 // A request is a verb and its arguments. An empty reply is possible.
-LocalStoreServer::Fields LocalStoreServer::reply_to(const Fields& request) {
-  const std::lock_guard lock(mutex_);
-  const std::size_t n = request.size();
-  const std::string verb = n > 0 ? request[0] : "";
-  if (verb == "set" && n == 3) {
-    values_[request[1]] = request[2];
+Wire::Fields LocalStoreServer::reply_to(const Wire::Fields& request) {
+  const std::string& verb = request.at(0);
+  const auto argument = [&](std::size_t i) { return request.at(i); };
+  const auto value = [&](std::size_t i) { return bytes_of(request.at(i)); };
+  if (verb == "set") {
+    values_->set(argument(1), value(2));
     return {};
   }
-  if (verb == "get" && n == 2) {
-    const auto found = values_.find(request[1]);
-    return found == values_.end() ? Fields{} : Fields{found->second};
-  }
-  if (verb == "add" && n == 3) {
-    std::string& value = values_[request[1]];
-    return {value = std::to_string(number_of(value) + number_of(request[2]))};
-  }
-  if (verb == "compare" &&
-      n == 4) {  // as c10d's: sets the value when the key is absent and the expected value is empty
-    const auto found = values_.find(request[1]);
-    if (found == values_.end() && !request[2].empty()) return {request[2]};
-    if (found == values_.end() || found->second == request[2]) return {values_[request[1]] = request[3]};
-    return {found->second};
-  }
-  if (verb == "delete" && n == 2) return {std::to_string(values_.erase(request[1]))};
-  if (verb == "count" && n == 1) return {std::to_string(values_.size())};
-  if (verb == "check")
-    return {std::all_of(request.begin() + 1, request.end(),
-                        [&](const std::string& key) { return values_.contains(key); })
-                ? "1"
-                : "0"};
-  return {};
+  if (verb == "get")
+    return values_->check({argument(1)}) ? Wire::Fields{text_of(values_->get(argument(1)))} : Wire::Fields{};
+  if (verb == "add") return {std::to_string(values_->add(argument(1), std::stoll(argument(2))))};
+  if (verb == "compare") return {text_of(values_->compareSet(argument(1), value(2), value(3)))};
+  if (verb == "delete") return {std::to_string(values_->deleteKey(argument(1)))};
+  if (verb == "count") return {std::to_string(values_->getNumKeys())};
+  if (verb == "check") return {std::to_string(values_->check({request.begin() + 1, request.end()}))};
+  throw std::invalid_argument(verb);
 }
 
 LocalStore::LocalStore(std::string name, std::chrono::milliseconds timeout,
@@ -264,7 +242,7 @@ c10::intrusive_ptr<c10d::Store> LocalStore::clone() {
 }
 
 // The server answers every request at once, so a wait means that it is lost or stopped.
-std::vector<std::string> LocalStore::ask(const std::vector<std::string>& request) {
+Wire::Fields LocalStore::ask(const Wire::Fields& request) {
   const std::lock_guard lock(mutex_);
   const auto deadline = Clock::now() + timeout_;
   const auto lost = [&](const std::string& found) {
@@ -275,60 +253,43 @@ std::vector<std::string> LocalStore::ask(const std::vector<std::string>& request
                      .action = "See whether the launcher or rank 0 still runs, then start all ranks again"});
   };
   if (socket_ < 0) lost("a connection that has ended");
-  const auto wait_for = [&](short events) {
-    pollfd waited{socket_, events, 0};
-    for (;;) {
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  try {
+    Wire in, out;
+    out.put(request);
+    for (Wire::Fields reply;;) {
+      if (in.take(reply)) return reply;
+      const bool sends = !out.empty();
+      pollfd waited{socket_, static_cast<short>(sends ? POLLOUT : POLLIN), 0};
+      const auto left = left_until(deadline).count();
       if (left <= 0) lost(fmt::format("none within {} ms", timeout_.count()));
-      const int ready = ::poll(&waited, 1, static_cast<int>(std::min<std::int64_t>(left, 1 << 30)));
-      if (ready > 0) return;
-      if (ready < 0 && errno != EINTR) lost(std::strerror(errno));
+      if (::poll(&waited, 1, static_cast<int>(std::min<std::int64_t>(left, 1 << 30))) <= 0) continue;
+      if (!(sends ? out.send(socket_) : in.receive(socket_)))
+        lost(errno == 0 ? "a connection that has ended" : std::strerror(errno));
     }
-  };
-  const std::string message = encode(request);
-  if (message.size() > kLongest) lost(fmt::format("a message of {} bytes", message.size()));
-  for (std::size_t sent = 0; sent < message.size();) {
-    wait_for(POLLOUT);
-    const ssize_t n =
-        ::send(socket_, message.data() + sent, message.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
-    if (n > 0) sent += static_cast<std::size_t>(n);
+  } catch (const std::length_error& error) {
+    lost(error.what());
   }
-  std::string received;
-  for (;;) {
-    const Decoded reply = decode(received);
-    if (reply.bad) lost("an answer that cannot be read");
-    if (reply.whole) return reply.fields;
-    wait_for(POLLIN);
-    char bytes[16384];
-    const ssize_t n = ::recv(socket_, bytes, sizeof(bytes), MSG_DONTWAIT);
-    if (n == 0) lost("a connection that has ended");
-    if (n < 0 && errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
-    if (n > 0) received.append(bytes, static_cast<std::size_t>(n));
-  }
+  return {};
 }
 
-void LocalStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {
+void LocalStore::set(const std::string& key, const Bytes& value) {
   ask({"set", key, text_of(value)});
 }
 
-std::vector<std::uint8_t> LocalStore::compareSet(const std::string& key,
-                                                 const std::vector<std::uint8_t>& expected,
-                                                 const std::vector<std::uint8_t>& desired) {
+Bytes LocalStore::compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) {
   return bytes_of(ask({"compare", key, text_of(expected), text_of(desired)}).at(0));
 }
 
-std::vector<std::uint8_t> LocalStore::get(const std::string& key) {
+Bytes LocalStore::get(const std::string& key) {
   const auto deadline = Clock::now() + timeout_;
   for (;;) {
-    const auto found = ask({"get", key});
-    if (!found.empty()) return bytes_of(found[0]);
-    wait({key}, std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()));
+    if (const auto found = ask({"get", key}); !found.empty()) return bytes_of(found[0]);
+    wait({key}, left_until(deadline));
   }
 }
 
 std::int64_t LocalStore::add(const std::string& key, std::int64_t value) {
-  return number_of(ask({"add", key, std::to_string(value)}).at(0));
+  return std::stoll(ask({"add", key, std::to_string(value)}).at(0));
 }
 
 bool LocalStore::deleteKey(const std::string& key) {
@@ -336,13 +297,13 @@ bool LocalStore::deleteKey(const std::string& key) {
 }
 
 bool LocalStore::check(const std::vector<std::string>& keys) {
-  std::vector<std::string> request{"check"};
+  Wire::Fields request{"check"};
   request.insert(request.end(), keys.begin(), keys.end());
   return ask(request).at(0) == "1";
 }
 
 std::int64_t LocalStore::getNumKeys() {
-  return number_of(ask({"count"}).at(0));
+  return std::stoll(ask({"count"}).at(0));
 }
 
 void LocalStore::wait(const std::vector<std::string>& keys) {
@@ -367,8 +328,8 @@ void LocalStore::wait(const std::vector<std::string>& keys, const std::chrono::m
 std::string new_store_name() {
   std::uint8_t bytes[16];
   if (::getrandom(bytes, sizeof(bytes), 0) != static_cast<ssize_t>(sizeof(bytes)))
-    isograd::refuse("starting ranks", fmt::format("no random numbers: {}", std::strerror(errno)),
-                    "getrandom() of the kernel", "Start on a kernel that has it");
+    refuse("starting ranks", fmt::format("no random numbers: {}", std::strerror(errno)),
+           "getrandom() of the kernel", "Start on a kernel that has it");
   std::string name = "isograd-";
   for (const std::uint8_t byte : bytes) name += fmt::format("{:02x}", byte);
   return name;
@@ -383,6 +344,41 @@ bool first_of_launch(const std::string& what) {
   } catch (const std::exception&) {  // the launcher has ended, so nobody else can report
     return true;
   }
+}
+
+Listener listen_on(const std::string& address, int port) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* list = nullptr;
+  std::string trouble;
+  if (const int error = ::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &list);
+      error != 0) {
+    trouble = ::gai_strerror(error);
+  }
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(list, ::freeaddrinfo);
+  for (const addrinfo* entry = list; entry; entry = entry->ai_next) {
+    const int descriptor = ::socket(entry->ai_family, entry->ai_socktype | SOCK_CLOEXEC, entry->ai_protocol);
+    if (descriptor < 0) {
+      trouble = std::strerror(errno);
+      continue;
+    }
+    const int yes = 1;
+    ::setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+    sockaddr_storage bound{};
+    socklen_t length = sizeof(bound);
+    if (::bind(descriptor, entry->ai_addr, entry->ai_addrlen) == 0 && ::listen(descriptor, 1024) == 0 &&
+        ::getsockname(descriptor, reinterpret_cast<sockaddr*>(&bound), &length) == 0) {
+      const in_port_t chosen = bound.ss_family == AF_INET
+                                   ? reinterpret_cast<sockaddr_in*>(&bound)->sin_port
+                                   : reinterpret_cast<sockaddr_in6*>(&bound)->sin6_port;
+      return {descriptor, ntohs(chosen)};
+    }
+    trouble = std::strerror(errno);
+    ::close(descriptor);
+  }
+  refuse(fmt::format("the store of the ranks at {}:{}", address, port), trouble,
+         "an address of this host and a free port", "Choose another MASTER_ADDR or MASTER_PORT");
 }
 
 }  // namespace isograd

@@ -1,17 +1,16 @@
-// A store for the ranks of one host: an abstract Unix socket, which accepts only processes of the same user.
-// LibTorch's TCPStore would answer any process that reaches its port.
+// Where ranks meet. On one host: an abstract Unix socket, which accepts only processes of the same user
+// (LibTorch's TCPStore would answer any process that reaches its port). Elsewhere: a TCPStore on one address.
 #pragma once
 
 #include <sys/types.h>
 #include <unistd.h>
 
 #include <chrono>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 namespace isograd {
@@ -25,22 +24,38 @@ class LocalStoreServer {
   ~LocalStoreServer();
   LocalStoreServer(const LocalStoreServer&) = delete;
   LocalStoreServer& operator=(const LocalStoreServer&) = delete;
-  void set(const std::string& key, std::string value);
+  void set(const std::string& key, const std::string& value) { values_->set(key, value); }
 
  private:
   struct Connection;
-  using Fields = std::vector<std::string>;
   void serve();
-  bool take_in(Connection& connection);  // false: the connection has ended
-  bool answer(Connection& connection);
-  Fields reply_to(const Fields& request);
+  std::vector<std::string> reply_to(const std::vector<std::string>& request);
 
   uid_t owner_;
   int listening_ = -1, wake_[2] = {-1, -1};
-  std::mutex mutex_;
-  std::map<std::string, std::string> values_;
+  c10::intrusive_ptr<c10d::Store> values_ = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::unique_ptr<Connection>> connections_;
   std::thread thread_;
+};
+
+// Messages on their way through a socket. A message is its length and its fields. Each field is a length and
+// its bytes.
+class Wire {
+ public:
+  using Fields = std::vector<std::string>;
+  void put(const Fields& fields);
+  // The next message, if it is whole. Throws std::length_error when its lengths contradict.
+  bool take(Fields& fields);
+  // Sends or receives what is possible without waiting. False, with errno (0: closed): the connection has
+  // ended.
+  bool send(int socket);
+  bool receive(int socket);
+  bool empty() const { return at_ == bytes_.size(); }
+
+ private:
+  void drop(std::size_t taken);
+  std::string bytes_;
+  std::size_t at_ = 0;  // the first byte that is still needed
 };
 
 class LocalStore : public c10d::Store {
@@ -67,7 +82,7 @@ class LocalStore : public c10d::Store {
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
 
  private:
-  std::vector<std::string> ask(const std::vector<std::string>& request);
+  Wire::Fields ask(const Wire::Fields& request);
 
   std::string name_;
   std::shared_ptr<LocalStoreServer> server_;
@@ -85,5 +100,14 @@ inline constexpr const char* kLaunchFailed = "launch/failed";
 // Whether this process is the first of its launch to claim `what`, so that one of several ranks with the same
 // failure reports it. True where none of our launchers serves a store, or it does not answer.
 bool first_of_launch(const std::string& what);
+
+struct Listener {
+  int descriptor = -1;  // the caller closes it or passes it on
+  int port = 0;
+};
+
+// Listens on `address` (a name or number) only, where LibTorch's store would listen on every interface. port
+// 0: any free one. ConfigError when it cannot.
+Listener listen_on(const std::string& address, int port);
 
 }  // namespace isograd
