@@ -67,7 +67,7 @@ ALLOWED = [
     ("src/data/sampler.cpp", "length * (options_.rank + 1) / options_.size", "assigns samples to ranks"),
     ("src/data/describe.cpp", "store.num_tokens()", "the average length of a document, for display"),
     ("src/train/build.cpp", "count[token]", "the unigram entropy of the corpus, for display"),
-    ("src/model/attention/views.hpp", "return q.size(1) / k.size(1)", "query heads of each key head"),
+    ("src/model/attention/kernel.hpp", "return q.size(1) / k.size(1)", "query heads of each key head"),
     ("src/model/fused.cpp", "wide.pow(2).mean(-1", "RMSNorm: the mean square of a row, over its channels"),
     ("src/train/step.cpp", "options_.max_norm).div(norm + 1e-6)", "the clip coefficient, on a device"),
     ("src/verify/compared_step.cpp", "cell.targets / targets_", "the diagnosis: a micro-batch's part of the reference"),

@@ -300,7 +300,7 @@ TEST(Context, AModelWithoutContextAttentionRefusesParts) {
   const Batch whole = make_step(kLayouts[0], 1, 1)[0][0];
   DecoderLM model(small_decoder(1), at::kFloat, 3);
   const Batch part = cut_batch(whole, cut_documents(whole.cu_seqlens, {.ring = 2}), 0);
-  EXPECT_THAT(testing::config_error_of([&] { model.hidden(part); }),
+  EXPECT_THAT(error_testing::error_of([&] { model.hidden(part); }),
               HasSubstr("a part of a batch that is cut over 2 context ranks"));
 }
 

@@ -19,7 +19,7 @@
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/attention/attention.hpp"
-#include "model/attention/cudnn.hpp"
+#include "model/attention/kernel.hpp"
 #include "model/fused.hpp"
 #include "train/router_losses.hpp"
 
@@ -574,19 +574,18 @@ double milliseconds_of(const std::function<at::Tensor()>& work) {
 int check_long_attention(at::Device device) {
   constexpr std::int64_t kTokens = 8192;
   const AttentionCase one = attention_case(kTokens, 32, 8, 128, device);
+  const Qkv of{one.q, one.k, one.v};
   const at::Tensor cu_seqlens = at::tensor({std::int64_t{0}, kTokens}, at::kInt).to(device);
   const at::NoGradGuard no_grad;
   int failed = 0;
   for (const bool by_cudnn : {true, false}) {
     const auto forward = [&] {
-      return by_cudnn ? cudnn::attend(one.q, one.k, one.v, true)
-                      : fragments::attend(one.q, one.k, one.v, cu_seqlens, kTokens, true);
+      return by_cudnn ? cudnn::attend(of, true) : fragments::attend(of, cu_seqlens, kTokens, true);
     };
     const auto forwarded = forward();
     const auto backward = [&] {
-      return by_cudnn ? cudnn::attend_backward(one.q, one.k, one.v, one.gradient, forwarded, true)
-                      : fragments::attend_backward(one.q, one.k, one.v, one.gradient, forwarded, cu_seqlens,
-                                                   kTokens, true);
+      return by_cudnn ? cudnn::attend_backward(of, one.gradient, forwarded, true)
+                      : fragments::attend_backward(of, one.gradient, forwarded, cu_seqlens, kTokens, true);
     };
     const auto wanted = backward();
     bool same = true;
@@ -612,7 +611,7 @@ int check_attention(World& world, at::Device device) {
              {0, 256}, {0, 640}, {0, 256, 512}, {0, 100, 130, 384}, {0, 200}})
       for (const bool causal : {true, false}) {
         const AttentionCase one = attention_case(cu_seqlens.back(), heads, key_heads, dim, device);
-        by_cudnn = by_cudnn || cudnn::serves(one.q, one.k, one.v, causal);
+        by_cudnn = by_cudnn || cudnn::serves({one.q, one.k, one.v}, causal);
         for (const bool planted : {false, true}) {
           ++compared;
           if (attention_agrees(one, cu_seqlens, causal, planted) != planted) continue;

@@ -33,8 +33,7 @@ struct ContextCut {
   std::int64_t tokens_of(int of_rank) const;
 };
 
-// Fragment f has positions cu_seqlens[f] .. cu_seqlens[f+1] - 1; attention never crosses it. May be empty (F
-// = 0).
+// Fragment f is positions cu_seqlens[f] .. cu_seqlens[f+1] - 1; attention never crosses it. F may be 0.
 struct Batch {
   at::Tensor tokens;                         // [T_local] int64
   at::Tensor targets;                        // [T_local] int64, the next token of the sample, or kIgnoreIndex
@@ -43,18 +42,15 @@ struct Batch {
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
   std::int64_t draw = 0;  // the step: a key of the forward's randomness, with seed, sample and position
-  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Each token's loss is multiplied by its
-  // weight. Normalizer::prepare() replaces them where the mean needs others (w_i / T_b under the sample
-  // mean).
+  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Normalizer::prepare() replaces them where the
+  // mean needs others (w_i / T_b under the sample mean).
   at::Tensor weights;
-  // Samples that are not token sequences (docs/own_data.md): each [F, ...], row f for fragment f. None in a
-  // padding batch.
+  // Samples that are no token sequences (docs/own_data.md): each [F, ...]. None in a padding batch.
   std::vector<at::Tensor> inputs;
   // Not null: one context rank's part. Fragment f is piece f of cut->own(), its positions start where the
   // piece begins, and attention reaches the rest of the document.
   std::shared_ptr<const ContextCut> cut;
-  // Set by Normalizer::prepare() for further terms: the caller's weights, and w_i / T_b where samples are
-  // counted.
+  // Set by Normalizer::prepare() for further terms: the caller's weights, and w_i / T_b for sample means.
   at::Tensor given_weights, sample_weights;
   // Set by to_device(): cu_seqlens there, [F + 1] int32, and the largest position (-1: not known).
   at::Tensor cu_seqlens_on_device;
@@ -68,8 +64,7 @@ struct Batch {
   std::int64_t num_targets() const;
 };
 
-// Copies to `device`, for a GPU through pinned memory, overlapped. Counting needs the CPU: move what
-// Normalizer::prepare() returned.
+// Copies to `device`, for a GPU by pinned memory. Counting needs the CPU: move what prepare() returned.
 Batch to_device(const Batch& batch, at::Device device);
 
 Batch empty_batch();  // no tokens; tensors of the right types

@@ -57,8 +57,8 @@ struct SamplerOptions {
   bool drop_last = false;
 };
 
-// An epoch is a permutation of the samples, split into steps; every sample comes once: none is repeated to
-// make ranks even (museum B25). Steps do not depend on the number of ranks.
+// An epoch is a permutation of the samples, split into steps; every sample comes once, on any number of
+// ranks.
 class Sampler {
  public:
   // ConfigError: options out of range, or drop_last with fewer samples than a step takes.
@@ -97,8 +97,7 @@ class Tokenizer {
   virtual std::vector<std::uint32_t> encode(std::string_view text) const = 0;
   // Special tokens and ids outside the vocabulary decode to nothing, invalid byte sequences to U+FFFD.
   virtual std::string decode(std::span<const std::uint32_t> tokens) const = 0;
-  // Writes its files into a checkpoint's folder under the names that transformers knows, with unchanged
-  // copies of the others that transformers reads with a tokenizer. The default writes nothing.
+  // Writes its files into a checkpoint's folder, as transformers names them, with copies of related ones.
   virtual void write(const std::filesystem::path& /*directory*/) const {}
 };
 
@@ -165,8 +164,7 @@ class TokenStore {
 std::string describe(const TokenStore& store, const Tokenizer* tokenizer = nullptr,
                      std::int64_t documents = 3);
 
-// By (seed, document), the same on any number of ranks; above 0 at least one document on either side.
-// ConfigError unless 0 <= validation_fraction < 1.
+// By (seed, document); above 0 at least one document on either side. ConfigError unless 0 <= fraction < 1.
 struct Split {
   std::vector<std::int64_t> train;
   std::vector<std::int64_t> validation;
@@ -266,8 +264,8 @@ class VideoStore {
   std::string name(std::int64_t video) const;
   std::uint64_t fingerprint() const;  // of all pixels and shapes
 
-  // `tokens` [T] int64: first_token(video) + position, by frame, row, column of patches (ConfigError: no
-  // such). [T, 3 · pt · ph · pw] in [−1, 1], by frame, row, column, colour.
+  // `tokens` [T] int64: first_token(video) + position (ConfigError: no such) -> [T, 3 · pt · ph · pw] in [−1,
+  // 1].
   at::Tensor patches(const at::Tensor& tokens, at::ScalarType dtype) const;
   at::Tensor coordinates(const at::Tensor& tokens) const;  // [T, 3] int64: frame, row, column of patches
 

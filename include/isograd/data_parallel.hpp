@@ -24,8 +24,7 @@ struct DataParallelOptions {
   // values); names the first difference.
   bool check_parameters = true;
   // ZeRO stage (Rajbhandari et al. 2020). 0: every rank keeps everything. 1: the optimizer's state is
-  // sharded. 2: gradients too; each micro-batch's are reduced at once, so ranks make equally many. 3:
-  // fully_shard().
+  // sharded. 2: gradients too, reduced in each micro-batch, so ranks make equally many. 3: fully_shard().
   int stage = 0;
   // Data axes along which ranks keep shards; along the others they are replicas. Missing axes are ignored.
   AxisSet sharded = kShardedAxes;
@@ -37,20 +36,17 @@ struct DataParallelOptions {
   bool fp32_gradients = true;
   // Stage 2 keeps whole gradients until the last micro-batch: one reduction per step, at stage 1's memory.
   bool reduce_once = false;
-  // Keeps the rank's summed gradients, masters and state of parameters on a device in host memory: the CPU
-  // computes norms and updates, and publish_parameters() copies them back. ConfigError: they are in host
-  // memory.
+  // Keeps a rank's summed gradients, masters and state of parameters on a device in host memory; the CPU
+  // computes norms and updates, publish_parameters() copies them back. ConfigError: no device.
   bool offload = false;
 
   // Speed
   std::int64_t bucket_bytes = 25 << 20;       // of gradients
   std::int64_t first_bucket_bytes = 1 << 20;  // of the first bucket to be complete; 0: like the others
   bool overlap = true;  // reduce a bucket as soon as its gradients are complete, inside backward
-  // With overlap: reduce in the order in which buckets became complete in the first step. No bit depends on
-  // it.
+  // With overlap: reduce in the order in which buckets became complete in the first step; the same bits.
   bool learn_order = true;
-  // Parameters' names in the order in which buckets are filled (bucket_order()); empty: the reverse of
-  // `parameters`. The norm's last bit depends on it.
+  // Parameters in the order in which buckets are filled (bucket_order()); the norm's last bit depends on it.
   std::vector<std::string> order{};
 };
 
@@ -60,14 +56,12 @@ class HeldValues {
   virtual ~HeldValues() = default;
   // Stable: buckets never move or change. Parameters unfrozen later get new buckets, appended.
   virtual std::vector<Bucket>& buckets() = 0;
-  // Counts are summed over mesh().counting(); norms, stops and reports over mesh().all(); a bucket over the
-  // axes that it carries.
+  // Counts are summed over counting(), norms, stops and reports over all(), a bucket over its own axes.
   virtual const Mesh& mesh() const = 0;
 
   // Gathers `shard`, [held.size()] on each rank, into [numel] on all. Collective unless bucket.whole().
   at::Tensor gather_whole(const Bucket& bucket, const at::Tensor& shard);
-  // While the result lives, the model's own tensors are whole and can be read. Collective where parameters
-  // are sharded, elsewhere null. Release it before the next update.
+  // While the result lives, the model's tensors are whole. Collective where sharded, elsewhere null.
   virtual std::shared_ptr<const void> whole_parameters() {
     take_over_writes({});
     return nullptr;
@@ -131,8 +125,7 @@ class DataParallel : public HeldValues, public ReplayedBackward {
   virtual void zero_gradients() = 0;
   virtual void begin_backward(bool last) = 0;
   virtual void finish_reduction() = 0;
-  // Also calls `reduced` with each bucket as soon as its gradients are final and still in the cache.
-  // `squares`: owned_squares(bucket), if the reduction computed them.
+  // Also calls `reduced` with each final bucket. `squares`: owned_squares(bucket), if the reduction has them.
   using Reduced = std::function<void(const Bucket&, std::optional<double> squares)>;
   virtual void finish_reduction_with(const Reduced& reduced);
   virtual void publish_parameters() {}

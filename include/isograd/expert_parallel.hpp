@@ -13,8 +13,7 @@ namespace isograd {
 
 class DecoderLM;
 
-// Experts are sharded along this factor of a view of data axes: grid.viewed({"dp_shard"}, {{"edp", 2}, {"ep",
-// 4}}).
+// Experts are sharded along this factor of a view: grid.viewed({"dp_shard"}, {{"edp", 2}, {"ep", 4}}).
 inline constexpr const char* kExpertAxis = "ep";
 // Name of the group along it that carries only tokens to experts and back (Mesh::along).
 inline constexpr const char* kExpertGroup = "experts";

@@ -50,8 +50,8 @@ class UnitHandle {
                   "isograd::Sharded<Block> block(register_module(...)), and call block(x)");
   }
 
-  // body(inputs) with whole parameters; with checkpointing again in backward. Every tensor that needs a
-  // gradient must be an input or a parameter (ConfigError).
+  // body(inputs) with whole parameters. ConfigError: a tensor with gradient that is no input and no
+  // parameter.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const Body& body) const;
   bool bound() const;
   bool plain() const;  // no layout and no output dtype: run() is body(inputs)
@@ -191,8 +191,7 @@ struct ModelUnits {
 struct FullyShardOptions {
   // Behaviour. No option changes the gradient.
   bool check_parameters = true;  // refuse ranks whose models differ, naming the first difference
-  // Frees blocks after forward and gathers them again for backward: 3 Psi of communication instead of 2 Psi.
-  // The root stays whole meanwhile.
+  // Frees blocks after forward and gathers them again: 3 Psi of communication, not 2. The root stays whole.
   bool reshard_after_forward = true;
   bool reshard_root = false;
   // Blocks keep only their inputs and compute forward again in backward, with the same random numbers: the
@@ -223,8 +222,7 @@ struct FullyShardOptions {
   bool prefetch = true;  // gathers the next block while this one computes, if the limit allows it
 };
 
-// True on this thread in a forward that comes in addition to the one that counts (checkpointing, look_ahead):
-// it must not update buffers.
+// True on this thread in an extra forward (checkpointing): it must not update buffers.
 bool recomputing();
 // recomputing() is true on this thread while an object of this class exists.
 class Recomputing {
@@ -242,8 +240,7 @@ class FullySharded : public DataParallel {
  public:
   virtual std::int64_t gathered_bytes() const = 0;       // of parameters that are whole now
   virtual std::int64_t most_gathered_bytes() const = 0;  // highest value so far
-  // Upper bound: what stays whole between forward and backward and the two largest other units (one without
-  // prefetch).
+  // Bound: what stays whole until backward ends, and the two largest other units (one without prefetch).
   virtual std::int64_t gather_bound_bytes() const = 0;
   // Elements of trained parameters that stay whole from forward to the end of backward, with padding.
   virtual std::int64_t whole_numel() const = 0;

@@ -42,8 +42,8 @@ struct CrossEntropyOptions {
   VocabularyShard shard{};
 };
 
-// Σ −log softmax(logits)[target]; logits [T, V], targets [T] int64. First derivatives only; the gradient may
-// overwrite logits that nothing else uses.
+// Σ −log softmax(logits)[target]; logits [T, V], targets [T]. Differentiable once; may overwrite unused
+// logits.
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets);
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                              const CrossEntropyOptions& options);
@@ -65,8 +65,7 @@ struct LinearCrossEntropyOptions {
   at::Tensor bias{};  // [V]; undefined: none
   VocabularyShard shard{};
 
-  // Speed. 0: a tile of logits takes half the size of the weight's gradient, 2 to 64 MiB. A tile narrower
-  // than the vocabulary costs a fourth matrix product.
+  // Speed. 0: tiles take half the weight gradient's size, 2 to 64 MiB; narrow ones cost a fourth product.
   std::int64_t tile_tokens = 0;
   std::int64_t tile_vocabulary = 0;
 };
@@ -107,8 +106,7 @@ struct PolicyGradientOptions {
   at::Tensor weights{};  // [T]; undefined: all 1. Prompt tokens and padding: 0
   // [T], of the policy that sampled. Undefined: no ratio, ℓ = −A log p (REINFORCE, Williams 1992).
   at::Tensor old_log_probabilities{};
-  // PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7): the ratio's limits [1 − low, 1 + high]. Negative:
-  // off.
+  // PPO (Schulman et al. 2017, 1707.06347, eq. 7): the ratio's limits [1 − low, 1 + high]. Negative: off.
   double clip_low = -1;
   double clip_high = -1;
 };
@@ -124,8 +122,8 @@ struct PolicyLoss {
 PolicyLoss policy_gradient(const at::Tensor& log_probabilities, const at::Tensor& advantages,
                            const PolicyGradientOptions& options = {});
 
-// Σ_i w_i (exp(d_i) − d_i − 1), d = reference − log p: an estimate of KL(policy ‖ reference) (GRPO, Shao et
-// al. 2024, arXiv 2402.03300, eq. 4).
+// Σ_i w_i (exp(d_i) − d_i − 1), d = reference − log p ≈ KL(policy ‖ reference) (GRPO, arXiv 2402.03300, eq.
+// 4).
 at::Tensor reference_kl_sum(const at::Tensor& log_probabilities,
                             const at::Tensor& reference_log_probabilities, const at::Tensor& weights = {});
 
@@ -152,8 +150,8 @@ struct LossTerm {
   Mean mean = Mean::kStep;
   double weight = 1;
   double denominator = 1;  // kFixed
-  // The value is already the whole loss on every rank (a gathered ranking loss) and is logged once. Its
-  // gradients must still sum to the right one.
+  // Already the whole loss on every rank (a ranking loss), logged once; its gradients must still sum up
+  // right.
   bool replicated = false;
   // Uses statistics of the whole step (BalanceLoss), so it cannot be part of a deferred mean.
   bool of_whole_step = false;
@@ -181,8 +179,7 @@ struct Census {
   std::int64_t global_micro_batches = 0;  // most micro-batches of any rank: the step's global micro-batches
   std::int64_t call_micro_batches = 0;    // of the last call of a deferred step; otherwise the same number
   double weights = 0;                     // Σ w_i over valid targets; = targets where no batch has weights
-  // For sample means only: samples with T_b > 0, each once; those without a valid token, dropped (a split one
-  // counts on each of its ranks).
+  // For sample means: samples with T_b > 0, each once; those without valid token (a split one on each rank).
   std::int64_t samples = 0, silent = 0;
   std::int64_t cut = 0;                                     // samples that are split over several ranks
   std::vector<double> weights_by_rank{};                    // [W]
@@ -309,8 +306,7 @@ bool debug_build();
 
 // ---- for your own training loop ----
 
-// Valid targets of all micro-batches and ranks of the data axes. Collective: one all-reduce before any
-// forward.
+// Valid targets of all micro-batches and ranks of the data axes. One all-reduce, before any forward.
 std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data);
 
 // For a loss that is a mean over this micro-batch's `local_valid` tokens. Value: Σ over ranks of mean_loss ·
@@ -321,9 +317,8 @@ std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data);
 at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
                                     std::int64_t global_valid, Group& data);
 
-// Sums gradients over `context`: ranks that hold other parts of the same samples and are not in the
-// gradients' own reduction. Once a step, after the last backward. Collective, with the same parameters in the
-// same order.
+// Sums gradients over ranks that hold other parts of the same samples and are not in the gradients' own
+// reduction. Once a step, after the last backward. Collective.
 void sync_context_gradients(const std::vector<at::Tensor>& parameters, Group& context);
 
 // Deferred normalisation without Step (examples/own_loop/deferred_loop.cpp): begin_call(), and raw_loss() and

@@ -42,8 +42,7 @@ struct TensorStream {
 // Makes a stream of existing tensors; larger element types first, otherwise in the given order.
 TensorStream stream_of(NamedTensors tensors);
 
-// The reference language model: Llama, and its relatives Qwen2, Qwen3 and Mistral. Attention, which never
-// crosses a fragment of the batch, and the hooks of parallel axes come in as arguments.
+// The reference language model: Llama and relatives. Attention and parallel hooks come in as arguments.
 
 // Rotary embedding scaling as in Hugging Face's `rope_scaling` / `rope_parameters`.
 struct RopeScaling {
@@ -114,8 +113,7 @@ struct DecoderConfig {
   // Tokens that end a text, as in transformers' generate(): generation_config.json's, else config.json's.
   std::vector<std::int64_t> ends() const;
   bool has_experts(std::int64_t layer) const;
-  // The family whose attention and norms it has: mistral for mixtral, qwen2 for qwen2_moe, qwen3 for the
-  // rest.
+  // The family whose attention and norms it has: mistral for mixtral, qwen2 for qwen2_moe, else qwen3.
   std::string dense_family() const;
 };
 // ConfigError on impossible combinations (heads, head_dim, biases that the family does not have, ...).
@@ -124,26 +122,49 @@ void check(const DecoderConfig& config);
 // Outputs of a decoder for a batch, before the output layer.
 struct DecoderOutputs {
   at::Tensor hidden;  // [T_local, hidden], after the last norm
-  // By layer with experts in this forward, ascending: its index, router logits [T_local, experts], chosen
-  // experts [T_local, k].
+  // By layer with experts, ascending: index, router logits [T_local, experts], chosen experts [T_local, k].
   std::vector<std::int64_t> routed{};
   std::vector<at::Tensor> router_logits{}, chosen{};
   at::Tensor passed_on{};  // instead of `hidden`, for a stage before the last: Pipeline::pass_on()
 };
 
+// What the reference models have in common.
+class ReferenceModel : public torch::nn::Module {
+ public:
+  // Writes the constructor's value of parameter `name` into zero-filled `values` of its shape.
+  virtual void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const = 0;
+  NamedTensors named() const { return named_; }  // in registration order, tied ones once (first name)
+  std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
+
+  // Attention within the batch's documents: q [T_local, H, D], k and v [T_local, Hkv, D] (after rotary
+  // embedding). Not set: variable_length_attention, which refuses batches split over context ranks
+  // (Batch::cut).
+  using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
+                                             const at::Tensor& v)>;
+  void set_attention(Attention attention) { attention_ = std::move(attention); }
+  ModelHooks& hooks() const { return *hooks_; }  // of model parallelism (src/model/hooks.hpp)
+
+ protected:
+  explicit ReferenceModel(std::string blocks);
+  NamedTensors named_;
+  Attention attention_;
+  std::shared_ptr<ModelHooks> hooks_;
+
+ private:
+  std::string blocks_;  // before a block's index in its parameters' names
+};
+
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
-class DecoderLM : public torch::nn::Module {
+class DecoderLM : public ReferenceModel {
  public:
   // Values are keyed by (seed, parameter name): weights normal(0, initializer_range), norms one, biases zero.
   DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed);
   // Makes a model on the meta device, without memory, for a layout that gives each rank its shard.
   static std::shared_ptr<DecoderLM> without_values(const DecoderConfig& config, at::ScalarType dtype);
-  // Writes the constructor's value of parameter `name` into zero-filled `values` of its shape.
-  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
   ~DecoderLM() override;
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const override;
   const DecoderConfig& config() const;
-  // Differentiable once. ConfigError: a token outside the vocabulary, a document longer than the window, a
-  // batch that contradicts itself.
+  // Differentiable once. ConfigError: an unknown token, a document beyond the window, a contradictory batch.
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
   DecoderOutputs outputs(const Batch& batch);
@@ -152,8 +173,6 @@ class DecoderLM : public torch::nn::Module {
   const at::Tensor& output_weight() const;
   // The part of the vocabulary that output_weight()'s rows and logits()' columns are, for a loss.
   const VocabularyShard& vocabulary() const;
-  // Parameters in registration order; tied output appears once, under the embedding's name.
-  std::vector<std::pair<std::string, at::Tensor>> named();
 
   // Wraps the forward of each block, for layouts that gather and free parameters. `stream` is [T_local,
   // hidden]; `block` may be called again and returns the stream and, with experts, the router's logits.
@@ -161,19 +180,10 @@ class DecoderLM : public torch::nn::Module {
   using AroundBlock = std::function<std::vector<at::Tensor>(std::int64_t layer, const at::Tensor& stream,
                                                             const BlockForward& block)>;
   void set_around_block(AroundBlock around);
-  std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
-
-  // Causal attention within documents: q [T_local, H, D], k and v [T_local, Hkv, D] after rotary embedding.
-  // Not set: variable_length_attention, which refuses batches split over context ranks (Batch::cut).
-  using Attention = std::function<at::Tensor(const Batch& batch, const at::Tensor& q, const at::Tensor& k,
-                                             const at::Tensor& v)>;
-  void set_attention(Attention attention);
-  // Chooses the experts of each token instead of the `likeliest` [T, k], e.g. to compare runs that round
-  // differently. Weights stay the router's.
+  // Chooses the experts of each token instead of the `likeliest` [T, k]; weights stay the router's.
   using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
                                                  const ExpertScores& scores, const at::Tensor& likeliest)>;
   void set_choice_of_experts(ChooseExperts choose);
-  ModelHooks& hooks() const;  // of model parallelism (src/model/hooks.hpp)
 
  private:
   struct Impl;
@@ -187,9 +197,8 @@ class DecoderLM : public torch::nn::Module {
                                              const std::function<void(std::uint32_t)>& on_token);
 };
 
-// Hugging Face directories: config.json, generation_config.json, model.safetensors (or a sharded index).
-// ConfigError: an unsupported key that changes the mathematics, truncated files, wrong shapes, missing,
-// unexpected or infinite tensors.
+// Hugging Face directories. ConfigError: an unsupported key that changes the mathematics, truncated files,
+// wrong shapes, missing, unexpected or infinite tensors.
 DecoderConfig read_hf_config(const std::filesystem::path& directory);
 void write_hf(const std::filesystem::path& directory, DecoderLM& model);
 // For a stream with the model's names: one file, or several of at most `file_bytes` with an index.
@@ -205,8 +214,7 @@ struct SampleOptions {
   double top_p = 1.0;
   std::uint64_t seed = 0;
 };
-// Samples after `prompt` (not empty) until one of DecoderConfig::ends() or max_tokens; keys and values are
-// cached.
+// Samples after `prompt` (not empty) until one of ends() or max_tokens; keys and values are cached.
 std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
                                     const SampleOptions& options,
                                     const std::function<void(std::uint32_t)>& on_token = {});
@@ -237,19 +245,17 @@ void check(const VideoDiTConfig& config);
 // inside each fragment. Positions sum three embeddings, for frame, row and column (NaViT, arXiv 2307.06304).
 // Blocks: layer norm modulated by the timestep, attention with normalised queries and keys (arXiv
 // 2403.03206), GELU network.
-class VideoDiT : public torch::nn::Module {
+class VideoDiT : public ReferenceModel {
  public:
   // As in DecoderLM; see also gate_init.
   VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, std::uint64_t seed);
   // Makes a model on the meta device, without memory.
   static std::shared_ptr<VideoDiT> without_values(const VideoDiTConfig& config, at::ScalarType dtype);
-  // Writes the constructor's value of parameter `name` into zero-filled `values` of its shape.
-  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
   ~VideoDiT() override;
+  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const override;
   const VideoDiTConfig& config() const;
   at::ScalarType dtype() const;
-  at::Device device() const;                                // of its parameters
-  std::vector<std::pair<std::string, at::Tensor>> named();  // in registration order
+  at::Device device() const;  // of its parameters
 
   // Velocity [T_local, E] in the model's dtype. `noised` [T_local, E], on the model's device; `coordinates`
   // [T_local, 3] int64: frame, row, column; `times` [F] in [0, 1]. Differentiable once. ConfigError:
@@ -262,12 +268,6 @@ class VideoDiT : public torch::nn::Module {
   using AroundBlock = std::function<at::Tensor(std::int64_t layer, const at::Tensor& stream,
                                                const at::Tensor& condition, const BlockForward& block)>;
   void set_around_block(AroundBlock around);
-  std::vector<at::Tensor> block_parameters(std::int64_t layer) const;
-
-  // Full attention within videos, e.g. ContextAttention(mesh, /*causal=*/false); otherwise as in DecoderLM.
-  using Attention = DecoderLM::Attention;
-  void set_attention(Attention attention);
-  ModelHooks& hooks() const;
 
  private:
   struct Impl;
@@ -291,8 +291,7 @@ FlowNoise flow_noise(const Batch& batch, std::int64_t elements, std::uint64_t se
 ForwardLossTerms flow_matching_loss(VideoDiT& model, std::shared_ptr<const VideoStore> store,
                                     std::uint64_t seed);
 
-// The term's summands [T_local] in fp64, without weights and gradient; 0 without target. Collective like the
-// loss.
+// The term's summands [T_local] in fp64, no weights, no gradient; 0 without target. Collective like the loss.
 at::Tensor flow_matching_token_losses(VideoDiT& model, const VideoStore& store, const Batch& batch,
                                       std::uint64_t seed);
 

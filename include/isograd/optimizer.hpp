@@ -14,8 +14,7 @@
 
 namespace isograd {
 
-// By name ("exp_avg", ...), one flat tensor per bucket, [held.size()]: the state itself, which may be
-// overwritten.
+// By name ("exp_avg", ...), a flat tensor per bucket, [held.size()]: the state itself, to read and overwrite.
 using OptimizerState = std::map<std::string, std::vector<at::Tensor>>;
 
 class Optimizer {
@@ -39,8 +38,7 @@ class Optimizer {
   // Empty where the optimizer has none (SGD without momentum).
   virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
   virtual void set_updates(std::int64_t updates) = 0;
-  // By parameter: updates that it missed because it was frozen or had not joined. They do not count for the
-  // bias correction, as in PyTorch.
+  // By parameter: updates missed while frozen or not joined; they do not count for the bias correction.
   using Missed = std::map<std::string, std::int64_t>;
   virtual Missed missed_updates() const { return {}; }
   virtual void set_missed_updates(Missed /*missed*/) {}
@@ -62,8 +60,7 @@ struct SgdOptions {
 };
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options);
 
-// Warm-up: (step + 1) / (warmup + 1) of the peak in the first `warmup` steps; then constant, or cosine to
-// `floor` × peak at `total`.
+// Warm-up: (step + 1) / (warmup + 1) of the peak; then constant, or cosine to `floor` × peak at `total`.
 struct Schedule {
   enum class Kind { kConstant, kCosine } kind = Kind::kCosine;
   double peak = 3e-4;
@@ -96,8 +93,7 @@ class OwnedSquares {
   void add(const Bucket& bucket);
   void add(const Bucket& bucket, const Slot& slot);  // one parameter only
   void add(double squares) { sum_ += squares; }      // computed by a reduction
-  // The sum as one fp64 number on the device (undefined: none there), which arrives when `readings` are read.
-  // This object must not move until then.
+  // The sum, fp64 on the device (undefined: none there), once `readings` are read. Must not move until then.
   at::Tensor complete(Readings& readings);
   double value();  // waits for squares that have not arrived
 

@@ -1,5 +1,4 @@
-// Parameters: their placement on a grid's axes, the layout of a whole model, flat buckets, bytes of a
-// strategy.
+// Parameters: placement on a grid's axes, the layout of a whole model, flat buckets, bytes of a strategy.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -31,11 +30,9 @@ Range owned_slice(std::int64_t numel, int rank, int size, std::int64_t alignment
 struct Cut {
   std::string axis;
   int dim = 0;
-  // Consecutive blocks of the dimension, each sharded separately (e.g. query, key and value heads). Usually
-  // one.
+  // Consecutive blocks of the dimension, each sharded separately (e.g. queries, keys, values). Usually one.
   std::vector<std::int64_t> blocks;
-  // [block][place along the axis]: rows of a block that a rank has, in the order of ranks; may differ, also
-  // 0.
+  // [block][place along the axis]: rows of a block that a rank has, in the order of ranks; also 0.
   std::vector<std::vector<std::int64_t>> rows;
 
   bool operator==(const Cut&) const = default;
@@ -74,8 +71,7 @@ void check_placement(const std::string& name, const Placement& placement, const 
 
 // The functions below expect a placement that check_placement() accepts.
 
-// Axes along which ranks hold the same elements; where it is sharded along a factor of a view, the view's
-// other factors.
+// Axes along which ranks hold the same elements; of a view, the factors along which it is not sharded.
 AxisSet copies(const Placement& placement, const Grid& grid);
 
 SyncAxes sync_axes(const Placement& placement, const Grid& grid);
@@ -213,8 +209,7 @@ std::vector<BucketPlan> plan_buckets(const std::vector<NamedParameter>& paramete
                                      std::int64_t first_bucket_bytes = 0,
                                      const std::vector<std::size_t>& order = {});
 
-// One rank's flat part of a bucket: all of it, or a shard. Norms, optimizers and checkpoints use nothing
-// else.
+// A rank's flat part of a bucket, all or a shard. Norms, optimizers and checkpoints use nothing else.
 struct Bucket {
   BucketPlan plan;
   Range owned;        // elements of the bucket that this rank counts in norms: each element has one owner

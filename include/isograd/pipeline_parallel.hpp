@@ -1,5 +1,4 @@
-// Pipeline parallelism: schedules as data, their execution, and models in stages
-// (docs/pipeline-parallelism.md).
+// Pipeline parallelism: schedules as data, their execution, models in stages.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -29,8 +28,7 @@ struct PipelineAction {
     kBackward,         // gradients of the stage's input and of its parameters
     kBackwardInputs,   // gradient of the stage's input; the parameters' follow
     kBackwardWeights,  // gradients of its parameters
-    // Transfers to the neighbouring stages' ranks. A send ends at once, a receive when the tensor has
-    // arrived.
+    // Transfers to neighbouring stages' ranks. A send ends at once, a receive when the tensor is there.
     kSendOutput,
     kReceiveInput,
     kSendGradient,
@@ -76,8 +74,8 @@ PipelineTable with_transfers(const PipelineTable& table);
 // True where backwards are split in two.
 bool has_halves(const PipelineTable& table);
 
-// PyTorch's notation: "2F0" is the forward of micro-batch 0 in stage 2; B backward, I and W its halves for
-// inputs and weights; SEND_F, RECV_F, SEND_B, RECV_B.
+// PyTorch's notation: "2F0" is the forward of micro-batch 0 in stage 2; B, I, W, SEND_F, RECV_F, SEND_B,
+// RECV_B.
 std::string to_text(const PipelineAction& action);
 
 // {"name": ..., "stages": 4, "micro_batches": 8, "ranks": [["0F0", ...], ...]}
@@ -107,16 +105,14 @@ struct PipelineTimeline {
   double length = 0;
   std::vector<double> busy;    // by rank
   std::vector<int> most_live;  // by rank: peak number of micro-batches (per stage) with kept activations
-  // By rank: peak memory of these in units of what one forward keeps; a micro-batch between the halves of its
-  // backward counts `between_halves`.
+  // By rank: peak memory in units of a forward's; between the halves of a backward `between_halves`.
   std::vector<double> most_kept;
 
   double bubble() const;  // fraction of all ranks' time that is spent waiting
 };
 
-// Checks as check_pipeline() does, in time proportional to the actions. `between_halves`: what a micro-batch
-// keeps between the halves of its backward, in units of its forward's: M_W / M_B of Qi et al. (2023), section
-// 3.
+// Checks as check_pipeline(). `between_halves`: what a micro-batch keeps between the halves of its backward,
+// in units of its forward's: M_W / M_B of Qi et al. (2023), section 3.
 PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves = 1);
 
 // Draws the timeline as text (one line per stage, at most 160 columns after its name) or as SVG.
@@ -166,8 +162,7 @@ class Pipeline {
   const std::vector<int>& own_stages() const;  // of this rank, ascending
   int rank_of(int stage) const;
 
-  // The stage that runs. Outside of a step: the rank's only stage, or that of look_at() (ConfigError without
-  // it).
+  // The stage that runs; outside of a step the rank's only stage, or that of look_at() (ConfigError without).
   int stage() const;
   bool in_step() const;
   // Outside of a step: the next forward is that of this stage of the rank.
@@ -175,9 +170,8 @@ class Pipeline {
   bool is_first() const { return stage() == 0; }
   bool is_last() const { return stage() + 1 == stages(); }
 
-  // The previous stage's output for this micro-batch; its gradient goes back there. ConfigError that names
-  // both stages: other sizes (-1: any; not given: not checked), a second call in a forward. PeerError: that
-  // stage is in a later step.
+  // The previous stage's output for this micro-batch; its gradient goes back. ConfigError naming both stages:
+  // other sizes (-1: any; not given: not checked), a second call. PeerError: that stage is in a later step.
   at::Tensor receive(at::IntArrayRef sizes = {});
   // Sends to the next stage; returns a zero, [] of fp64, for the loss.
   at::Tensor pass_on(const at::Tensor& output);
@@ -272,8 +266,7 @@ concept ModuleHolder = requires {
   typename Module::ContainedType;
 };
 
-// pipeline_module<Block>(8, 16) makes a Block(8, 16) on the ranks that need it; tensors among them are
-// `given`.
+// pipeline_module<Block>(8, 16) makes a Block(8, 16) on ranks that need it; tensors among them are `given`.
 template <typename Module, typename... Arguments>
 PipelineModule pipeline_module(Arguments... arguments) {
   PipelineModule one;

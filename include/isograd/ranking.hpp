@@ -97,12 +97,9 @@ struct RankingResult {
   RankingDiagnostics diagnostics{};
 };
 
-struct RankingPool;      // src/loss/ranking/pool.hpp
-struct RankingExchange;  // src/loss/ranking/pool.hpp
-template <typename T>
-struct ClassPool;
+struct RankingPool;  // src/loss/ranking/pool.hpp
+struct RankingCore;  // src/loss/ranking/cores.hpp
 struct ClassResult;
-struct RateRule;
 
 // Base of the ranking losses. The pool is the rows of all ranks, in the order of ranks, then the queue; rows
 // whose target is ignore_index take no part. The value is the whole loss on every rank ("replicated" in
@@ -135,14 +132,7 @@ class RankingLoss : public torch::nn::Module {
   Group& group() { return group_; }
 
  protected:
-  RankingLoss(std::string name, RankingOptions options, Group group);
-  virtual bool deals_out_work() const = 0;
-  virtual std::uint64_t fingerprint() const = 0;  // hash of the subclass's own options
-  virtual std::optional<RateRule> rates() const;  // for losses that need only thresholds
-  // Computes one class; see cores.hpp.
-  virtual ClassResult compute(const ClassPool<float>& pool, float* gradient) const = 0;
-  virtual ClassResult compute(const ClassPool<double>& pool, double* gradient) const = 0;
-
+  RankingLoss(std::string name, RankingOptions options, Group group, RankingCore core);
   void check(bool holds, const std::string& key, const std::string& found, const std::string& expected) const;
 
  private:
@@ -155,6 +145,7 @@ class RankingLoss : public torch::nn::Module {
   std::string name_;
   RankingOptions options_;
   Group group_;
+  std::shared_ptr<const RankingCore> core_;
   at::Tensor queue_scores_;         // [Q, C] fp64
   at::Tensor queue_labels_;         // [Q] int64; -1: not filled
   at::Tensor queue_iid_;            // [Q] bool
@@ -170,12 +161,6 @@ class RankingLoss : public torch::nn::Module {
 class SmoothAPLoss final : public RankingLoss {
  public:
   explicit SmoothAPLoss(RankingOptions options = {}, Group group = Group::solo());
-
- private:
-  bool deals_out_work() const override { return true; }
-  std::uint64_t fingerprint() const override { return 1; }
-  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
-  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
 };
 
 struct RecallOptions : RankingOptions {
@@ -187,15 +172,6 @@ struct RecallOptions : RankingOptions {
 class RecallAtQuantileLoss final : public RankingLoss {
  public:
   explicit RecallAtQuantileLoss(RecallOptions options = {}, Group group = Group::solo());
-
- private:
-  bool deals_out_work() const override { return false; }
-  std::uint64_t fingerprint() const override;
-  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
-  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
-  std::optional<RateRule> rates() const override;
-  double quantile_;
-  Interpolation interpolation_;
 };
 
 struct PAUCOptions : RankingOptions {
@@ -214,15 +190,6 @@ struct PAUCOptions : RankingOptions {
 class PAUCAtBudgetLoss final : public RankingLoss {
  public:
   explicit PAUCAtBudgetLoss(PAUCOptions options = {}, Group group = Group::solo());
-
- private:
-  bool deals_out_work() const override { return pairwise_; }
-  std::uint64_t fingerprint() const override;
-  ClassResult compute(const ClassPool<float>& pool, float* gradient) const override;
-  ClassResult compute(const ClassPool<double>& pool, double* gradient) const override;
-  std::optional<RateRule> rates() const override;
-  PAUCOptions band_;
-  bool pairwise_;
 };
 
 struct SigmoidFocalOptions {

@@ -1,5 +1,4 @@
-// Tensor parallelism: a model's matrices are sharded over the ranks along `tp`, which hold the same batch and
-// compute one loss together (docs/tensor-parallelism.md).
+// Tensor parallelism: ranks along `tp` hold the same batch and shards of the matrices, and compute one loss.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -45,9 +44,8 @@ at::Tensor gather_from_sequence(Group tp, const at::Tensor& cut, const Group::Ro
 at::Tensor gather_tokens(Group tp, const at::Tensor& cut, const Group::Rows& rows = {});
 at::Tensor split_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows = {});
 
-// Checks by checksums that tensors are what the table says (PeerError on every rank), one small collective
-// per call. For all ranks of this process; on by default without optimization or where ISOGRAD_CHECK_SEAMS is
-// set.
+// Checks by checksums that tensors are what the table says (PeerError on every rank), one small collective a
+// call, in this process. On by default without optimization or where ISOGRAD_CHECK_SEAMS is set.
 void check_tp_regions(bool on);
 
 // How to shard the parameters whose name matches; `*` stands for any characters.
@@ -82,9 +80,8 @@ Layout::Named cut_placements(const std::vector<std::pair<std::string, at::Tensor
 // The part of the vocabulary that this rank's rows of `name` [V, H] are, for embedding_part() and losses.
 VocabularyShard vocabulary_shard(const Layout& layout, const std::string& name);
 
-// Rows of the tokens [T] that are in this rank's shard [V_local, H] of an embedding, zeros for the others: a
-// part, for reduce_from_tp() or reduce_scatter_to_sequence(). The row of `pad` gets no gradient; -1: no such
-// row.
+// Rows of the tokens [T] in this rank's shard [V_local, H], zeros for the others: a part, for
+// reduce_from_tp() or reduce_scatter_to_sequence(). The row of `pad` gets no gradient; -1: no such row.
 at::Tensor embedding_part(const at::Tensor& weight, const at::Tensor& tokens, const VocabularyShard& shard,
                           std::int64_t pad = -1);
 

@@ -132,6 +132,11 @@ ParsedJson<Json> parse_json(std::string_view text, JsonRules rules) {
   return builder.take();
 }
 
+std::string brief(const nlohmann::json& value) {
+  const std::string text = value.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  return text.size() <= kShown ? text : text.substr(0, kShown) + "...";
+}
+
 template ParsedJson<nlohmann::json> parse_json(std::string_view, JsonRules);
 template ParsedJson<nlohmann::ordered_json> parse_json(std::string_view, JsonRules);
 

@@ -35,4 +35,7 @@ ParsedJson<Json> parse_json(std::string_view text, JsonRules rules = {});
 extern template ParsedJson<nlohmann::json> parse_json(std::string_view, JsonRules);
 extern template ParsedJson<nlohmann::ordered_json> parse_json(std::string_view, JsonRules);
 
+// A value in a message: ASCII, cut short.
+std::string brief(const nlohmann::json& value);
+
 }  // namespace isograd

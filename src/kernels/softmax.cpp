@@ -20,25 +20,6 @@ struct Computing<Bfloat16> {
   using type = float;
 };
 
-ISOGRAD_ALWAYS_INLINE float load(float x) {
-  return x;
-}
-ISOGRAD_ALWAYS_INLINE double load(double x) {
-  return x;
-}
-ISOGRAD_ALWAYS_INLINE float load(Bfloat16 x) {
-  return to_float(x);
-}
-ISOGRAD_ALWAYS_INLINE void store(float x, float* to) {
-  *to = x;
-}
-ISOGRAD_ALWAYS_INLINE void store(double x, double* to) {
-  *to = x;
-}
-ISOGRAD_ALWAYS_INLINE void store(float x, Bfloat16* to) {
-  *to = to_bfloat16(x);
-}
-
 template <typename T>
 ISOGRAD_ALWAYS_INLINE RowSum row_sum(const T* row, std::int64_t vocabulary) {
   using C = typename Computing<T>::type;

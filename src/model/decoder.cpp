@@ -32,25 +32,11 @@ void check_batch(const Batch& batch, std::int64_t vocabulary) {
 
 }  // namespace
 
-DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type)
-    : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat) {}
+DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type, const ModelHooks& of)
+    : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat), hooks(of) {}
 
-void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
-  RegisterUnder register_under(root);
-  const auto parameter = [&](const std::string& name, at::IntArrayRef shape, bool trained = true) {
-    const at::ScalarType type = trained || dtype == at::kDouble ? dtype : at::kFloat;
-    const at::Tensor tensor =
-        at::empty(shape, at::TensorOptions().dtype(type).device(device)).requires_grad_(trained);
-    register_under(name, tensor);
-    in_order.emplace_back(name, tensor);
-    return tensor;
-  };
-  const auto linear = [&](const std::string& name, std::int64_t out, std::int64_t in, bool bias) {
-    Linear result;
-    result.weight = parameter(name + ".weight", {out, in});
-    if (bias) result.bias = parameter(name + ".bias", {out});
-    return result;
-  };
+void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device, NamedTensors& in_order) {
+  ParameterMaker parameter(root, at::TensorOptions(dtype).device(device), in_order);
   const std::int64_t hidden = config.hidden, inner = config.feed_forward;
   const std::int64_t queries = config.heads * config.head_dim,
                      keys = config.key_value_heads * config.head_dim;
@@ -58,10 +44,10 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
     const std::string prefix = fmt::format("model.layers.{}.", layer), attention = prefix + "self_attn.";
     Block block;
-    block.q = linear(attention + "q_proj", queries, hidden, config.attention_bias);
-    block.k = linear(attention + "k_proj", keys, hidden, config.attention_bias);
-    block.v = linear(attention + "v_proj", keys, hidden, config.attention_bias);
-    block.o = linear(attention + "o_proj", hidden, queries, config.output_bias);
+    block.q = parameter.linear(attention + "q_proj", queries, hidden, config.attention_bias);
+    block.k = parameter.linear(attention + "k_proj", keys, hidden, config.attention_bias);
+    block.v = parameter.linear(attention + "v_proj", keys, hidden, config.attention_bias);
+    block.o = parameter.linear(attention + "o_proj", hidden, queries, config.output_bias);
     if (config.query_key_norm) {
       block.q_norm = parameter(attention + "q_norm.weight", {config.head_dim});
       block.k_norm = parameter(attention + "k_norm.weight", {config.head_dim});
@@ -69,9 +55,9 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
     if (config.has_experts(layer)) {
       block.mixture = create_mixture(config, prefix + "mlp.", parameter);
     } else {
-      block.gate = linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
-      block.up = linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
-      block.down = linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
+      block.gate = parameter.linear(prefix + "mlp.gate_proj", inner, hidden, config.mlp_bias);
+      block.up = parameter.linear(prefix + "mlp.up_proj", inner, hidden, config.mlp_bias);
+      block.down = parameter.linear(prefix + "mlp.down_proj", hidden, inner, config.mlp_bias);
     }
     block.input_norm = parameter(prefix + "input_layernorm.weight", {hidden});
     block.post_attention_norm = parameter(prefix + "post_attention_layernorm.weight", {hidden});
@@ -79,15 +65,6 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device) {
   }
   norm = parameter("model.norm.weight", {hidden});
   if (!config.tied_output) head = parameter("lm_head.weight", {config.vocabulary, hidden});
-}
-
-void DecoderLM::Impl::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
-  const at::NoGradGuard no_grad;
-  if (values.dim() == 1) {
-    values.fill_(name.ends_with("bias") ? 0 : 1);
-    return;
-  }
-  fill_normal(values, config.initializer_range, seed, name);
 }
 
 std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream,
@@ -198,16 +175,17 @@ at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
   return linears(hidden, {output()}, {at::Tensor()})[0];
 }
 
-DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device) {
+DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device)
+    : ReferenceModel("model.layers.") {
   check(config);
   check_model_dtype(dtype);
-  impl_ = std::make_unique<Impl>(config, dtype);
-  impl_->create(*this, device);
+  impl_ = std::make_unique<Impl>(config, dtype, *hooks_);
+  impl_->create(*this, device, named_);
 }
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, std::uint64_t seed)
     : DecoderLM(config, dtype) {
-  for (auto& [name, tensor] : impl_->in_order) impl_->initialize(name, tensor, seed);
+  for (auto& [name, tensor] : named_) initialize(name, tensor, seed);
 }
 
 std::shared_ptr<DecoderLM> DecoderLM::without_values(const DecoderConfig& config, at::ScalarType dtype) {
@@ -215,7 +193,11 @@ std::shared_ptr<DecoderLM> DecoderLM::without_values(const DecoderConfig& config
 }
 
 void DecoderLM::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
-  impl_->initialize(name, values, seed);
+  const at::NoGradGuard no_grad;
+  if (values.dim() == 1)
+    values.fill_(name.ends_with("bias") ? 0 : 1);
+  else
+    fill_normal(values, config().initializer_range, seed, name);
 }
 
 DecoderLM::~DecoderLM() = default;
@@ -227,12 +209,7 @@ const DecoderConfig& DecoderLM::config() const {
 DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
   const auto device = impl_->embedding.device();
-  if (batch.cut && !impl_->given_attention)
-    refuse(
-        "batch for the model",
-        fmt::format("a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
-                    batch.cut->pieces.size()),
-        "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
+  check_attention(batch, static_cast<bool>(attention_));
   std::vector<std::int64_t> lengths;  // of the documents, of which this batch may hold parts
   for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
     lengths.push_back(batch.cut ? batch.cut->document_length(batch.cut->own().at(f).document)
@@ -250,11 +227,9 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   const auto [cos, sin] =
       impl_->rotary.at(batch.positions, batch.cu_seqlens, lengths, batch.largest_position);
   BlockPass pass{.cos = cos.to(device), .sin = sin.to(device), .attend = {}};
-  if (impl_->given_attention)
-    pass.attend = [given = impl_->given_attention, batch](std::int64_t, const at::Tensor& q,
-                                                          const at::Tensor& k, const at::Tensor& v) {
-      return given(batch, q, k, v);
-    };
+  if (attention_)
+    pass.attend = [given = attention_, batch](std::int64_t, const at::Tensor& q, const at::Tensor& k,
+                                              const at::Tensor& v) { return given(batch, q, k, v); };
   else
     pass.attend = [batch](std::int64_t, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
       return variable_length_attention(q, k, v, batch);
@@ -286,35 +261,15 @@ const at::Tensor& DecoderLM::output_weight() const {
 }
 
 const VocabularyShard& DecoderLM::vocabulary() const {
-  return impl_->hooks.tensor.vocabulary;
-}
-
-std::vector<std::pair<std::string, at::Tensor>> DecoderLM::named() {
-  return impl_->in_order;
+  return hooks_->tensor.vocabulary;
 }
 
 void DecoderLM::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
 }
 
-ModelHooks& DecoderLM::hooks() const {
-  return impl_->hooks;
-}
-
-void DecoderLM::set_attention(Attention attention) {
-  impl_->given_attention = std::move(attention);
-}
-
 void DecoderLM::set_choice_of_experts(ChooseExperts choose) {
   impl_->given_experts = std::move(choose);
-}
-
-std::vector<at::Tensor> DecoderLM::block_parameters(std::int64_t layer) const {
-  std::vector<at::Tensor> parameters;
-  const std::string prefix = fmt::format("model.layers.{}.", layer);
-  for (const auto& [name, tensor] : impl_->in_order)
-    if (name.starts_with(prefix)) parameters.push_back(tensor);
-  return parameters;
 }
 
 }  // namespace isograd

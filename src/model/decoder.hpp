@@ -2,14 +2,48 @@
 #pragma once
 
 #include <functional>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "isograd/model.hpp"
+#include "model/experts.hpp"
 #include "model/hooks.hpp"
-#include "model/mixture.hpp"
 #include "model/parameters.hpp"
-#include "model/rotary_table.hpp"
 
 namespace isograd {
+
+// Frequencies [head_dim/2] of a sequence of `length` positions, and the factor on cosines and sines, by the
+// formulas of Hugging Face's modeling_rope_utils in the given type. Only `dynamic` depends on the length, and
+// only beyond max_positions.
+std::pair<at::Tensor, double> rotary_frequencies(const DecoderConfig& config, std::int64_t length,
+                                                 at::ScalarType type);
+
+// Cosines and sines of the positions seen so far; may be used by several threads.
+class RotaryTable {
+ public:
+  RotaryTable(const DecoderConfig& config, at::ScalarType type) : config_(config), type_(type) {}
+
+  // Whether positions of a sequence of that length turn by angles of their own.
+  bool depends_on_length(std::int64_t length) const;
+  // cos and sin [T, head_dim/2] at `positions` [T]. Where the length matters, that of a fragment's document
+  // decides
+  // (`lengths` [F]; not given: what its positions reach). `largest_position` saves waiting for a GPU; -1:
+  // looked up.
+  std::pair<at::Tensor, at::Tensor> at(const at::Tensor& positions,
+                                       const std::vector<std::int64_t>& cu_seqlens,
+                                       const std::vector<std::int64_t>& lengths = {},
+                                       std::int64_t largest_position = -1);
+
+ private:
+  std::pair<at::Tensor, at::Tensor> compute(const at::Tensor& positions, std::int64_t length) const;
+
+  const DecoderConfig config_;
+  const at::ScalarType type_;
+  std::mutex mutex_;
+  std::vector<at::Tensor> earlier_;  // shorter ones, which recorded kernels may still read
+  at::Tensor cos_, sin_;             // [positions so far, head_dim/2], of lengths up to max_positions
+};
 
 struct Block {
   at::Tensor input_norm, post_attention_norm;  // [hidden]
@@ -34,12 +68,10 @@ struct BlockPass {
 };
 
 struct DecoderLM::Impl {
-  Impl(const DecoderConfig& shape, at::ScalarType dtype);
+  Impl(const DecoderConfig& shape, at::ScalarType dtype, const ModelHooks& hooks);
 
   // Creates the parameters (values unset) and registers them below `root` under Hugging Face's names.
-  void create(torch::nn::Module& root, at::Device device);
-  // normal(0, initializer_range) for matrices, one for norms, zero for biases.
-  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const;
+  void create(torch::nn::Module& root, at::Device device, NamedTensors& in_order);
 
   DecoderOutputs outputs(const at::Tensor& tokens, const BlockPass& pass) const;
   at::Tensor embed(const at::Tensor& tokens) const;  // [T, hidden]
@@ -68,13 +100,17 @@ struct DecoderLM::Impl {
   RotaryTable rotary;
   at::Tensor embedding;  // [vocabulary, hidden]
   std::vector<Block> blocks;
-  at::Tensor norm;                                           // [hidden]
-  at::Tensor head;                                           // [vocabulary, hidden]; undefined when tied
-  std::vector<std::pair<std::string, at::Tensor>> in_order;  // all parameters, by name
-  AroundBlock around;                                        // empty: nothing
-  ModelHooks hooks;
-  Attention given_attention;    // empty: within fragments, on one device
+  at::Tensor norm;              // [hidden]
+  at::Tensor head;              // [vocabulary, hidden]; undefined when tied
+  AroundBlock around;           // empty: nothing
+  const ModelHooks& hooks;      // the model's
   ChooseExperts given_experts;  // empty: the likeliest
 };
+
+// A token drawn from softmax(logits / temperature), among the top_k likeliest and, of those, the fewest that
+// together have top_p, by the random number of (options.seed, position). ConfigError when a logit is NaN or
+// +∞.
+std::uint32_t draw_token(const std::vector<double>& logits, const SampleOptions& options,
+                         std::uint64_t position);
 
 }  // namespace isograd

@@ -5,9 +5,9 @@
 
 #include "isograd/error.hpp"
 #include "model/attention/attention.hpp"
+#include "model/decoder.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/fused.hpp"
-#include "model/rotary_table.hpp"
 
 namespace isograd {
 namespace {
@@ -121,18 +121,12 @@ TEST(DecoderLM, ParametersCarryHuggingFaceNames) {
   DecoderConfig config = small_config("llama");
   config.layers = 1;
   DecoderLM model(config, at::kFloat, 1);
-  const std::vector<std::string> names = {"model.embed_tokens.weight",
-                                          "model.layers.0.self_attn.q_proj.weight",
-                                          "model.layers.0.self_attn.k_proj.weight",
-                                          "model.layers.0.self_attn.v_proj.weight",
-                                          "model.layers.0.self_attn.o_proj.weight",
-                                          "model.layers.0.mlp.gate_proj.weight",
-                                          "model.layers.0.mlp.up_proj.weight",
-                                          "model.layers.0.mlp.down_proj.weight",
-                                          "model.layers.0.input_layernorm.weight",
-                                          "model.layers.0.post_attention_layernorm.weight",
-                                          "model.norm.weight",
-                                          "lm_head.weight"};
+  std::vector<std::string> names = {"model.embed_tokens.weight"};
+  for (const char* name :
+       {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+        "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"})
+    names.push_back(fmt::format("model.layers.0.{}.weight", name));
+  names.insert(names.end(), {"model.norm.weight", "lm_head.weight"});
   std::vector<std::string> found;
   for (const auto& item : model.named_parameters()) {
     EXPECT_TRUE(item.value().is_same(model.named()[found.size()].second)) << item.key();
@@ -185,24 +179,15 @@ TEST(DecoderLM, FrozenParametersAndEmptyBatches) {
 TEST(DecoderLM, BadBatchesAndShapesAreRefused) {
   const DecoderConfig config = small_config("llama");
   DecoderLM model(config, at::kFloat, 1);
-  const auto message = [](const std::function<void()>& work) -> std::string {
-    try {
-      work();
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no error";
-  };
-  Batch batch = make_batch({4}, config.vocabulary, 1);
-  batch.tokens[2] = config.vocabulary;
-  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("vocabulary of 61"));
-  batch = make_batch({4}, config.vocabulary, 1);
-  batch.cu_seqlens.back() = 3;
-  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("do not fit together"));
-  batch = make_batch({4}, config.vocabulary, 1);
-  batch.positions[0] = -1;
-  EXPECT_THAT(message([&] { model.logits(batch); }), HasSubstr("negative position"));
-
+  const std::pair<std::function<void(Batch&)>, const char*> batches[] = {
+      {[&](Batch& batch) { batch.tokens[2] = config.vocabulary; }, "vocabulary of 61"},
+      {[](Batch& batch) { batch.cu_seqlens.back() = 3; }, "do not fit together"},
+      {[](Batch& batch) { batch.positions[0] = -1; }, "negative position"}};
+  for (const auto& [change, found] : batches) {
+    Batch batch = make_batch({4}, config.vocabulary, 1);
+    change(batch);
+    EXPECT_THAT(message_of([&] { model.logits(batch); }), HasSubstr(found));
+  }
   struct Case {
     const char* key;
     std::function<void(DecoderConfig&)> change;
@@ -224,7 +209,7 @@ TEST(DecoderLM, BadBatchesAndShapesAreRefused) {
        }) {
     DecoderConfig broken = config;
     change(broken);
-    EXPECT_THAT(message([&] { DecoderLM(broken, at::kFloat, 1); }), HasSubstr(key));
+    EXPECT_THAT(message_of([&] { DecoderLM(broken, at::kFloat, 1); }), HasSubstr(key));
   }
   EXPECT_THROW(DecoderLM(config, at::kHalf, 1), ConfigError);
 }

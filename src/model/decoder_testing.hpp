@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "isograd/error.hpp"
+#include "base/error_testing.hpp"
 #include "isograd/model.hpp"
 #include "isograd/random.hpp"
 
@@ -73,14 +73,8 @@ inline void perturb(DecoderLM& model, std::uint64_t seed) {
   }
 }
 
-// The text of the ConfigError that `work` throws.
 inline std::string message_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
+  return error_testing::error_of(work);
 }
 
 }  // namespace isograd

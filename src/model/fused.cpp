@@ -26,15 +26,18 @@ bool has_rows(const at::Tensor& x) {
                         x.scalar_type() == at::kBFloat16);
 }
 
-// Calls `work(T*, C*)` with null pointers that carry the types of the rows' kernels.
+// Calls work.template operator()<T, C>(begin, end) for ranges of [0, count) on LibTorch's threads, with the
+// types of the rows' kernels: stored and computed in.
 template <typename Work>
-void with_types(const at::Tensor& x, Work work) {
-  if (x.scalar_type() == at::kDouble)
-    work(static_cast<double*>(nullptr), static_cast<double*>(nullptr));
-  else if (x.scalar_type() == at::kFloat)
-    work(static_cast<float*>(nullptr), static_cast<float*>(nullptr));
-  else
-    work(static_cast<kernels::Bfloat16*>(nullptr), static_cast<float*>(nullptr));
+void for_ranges(const at::Tensor& x, std::int64_t count, std::int64_t grain, const Work& work) {
+  parallel_for(0, count, grain, [&](std::int64_t begin, std::int64_t end) {
+    if (x.scalar_type() == at::kDouble)
+      work.template operator()<double, double>(begin, end);
+    else if (x.scalar_type() == at::kFloat)
+      work.template operator()<float, float>(begin, end);
+    else
+      work.template operator()<kernels::Bfloat16, float>(begin, end);
+  });
 }
 
 template <typename T>
@@ -55,13 +58,9 @@ std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Te
   const std::int64_t width = weight.numel(), rows = x.numel() / width;
   at::Tensor y = at::empty(x.sizes(), x.options()),
              scale = at::empty({rows}, x.options().dtype(computing_type(x)));
-  with_types(x, [&](auto* t, auto* c) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    using C = std::remove_pointer_t<decltype(c)>;
-    parallel_for(0, rows, kChunk, [&](std::int64_t begin, std::int64_t end) {
-      rows::rms_norm(data<T>(x) + begin * width, data<T>(weight), end - begin, width, epsilon,
-                     data<T>(y) + begin * width, data<C>(scale) + begin);
-    });
+  for_ranges(x, rows, kChunk, [&]<typename T, typename C>(std::int64_t begin, std::int64_t end) {
+    rows::rms_norm(data<T>(x) + begin * width, data<T>(weight), end - begin, width, epsilon,
+                   data<T>(y) + begin * width, data<C>(scale) + begin);
   });
   return {y, scale};
 }
@@ -80,46 +79,32 @@ variable_list norm_backward(AutogradContext* ctx, const at::Tensor& gradient, co
   at::Tensor dx, sums;
   if (ctx->needs_input_grad(0)) dx = at::empty(x.sizes(), x.options());
   if (ctx->needs_input_grad(1)) sums = at::zeros({chunks, width}, scale.options());
-  with_types(x, [&](auto* t, auto* c) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    using C = std::remove_pointer_t<decltype(c)>;
-    parallel_for(0, chunks, 1, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t chunk = first; chunk < last; ++chunk) {
-        const std::int64_t begin = chunk * kChunk, count = std::min(kChunk, rows - begin), at = begin * width;
-        rows::rms_norm_backward(data<T>(dy) + at, data<T>(x) + at, data<T>(weight), data<C>(scale) + begin,
-                                kept.defined() ? data<T>(kept) + at : nullptr, count, width,
-                                dx.defined() ? data<T>(dx) + at : nullptr,
-                                sums.defined() ? data<C>(sums) + chunk * width : nullptr);
-      }
-    });
+  for_ranges(x, chunks, 1, [&]<typename T, typename C>(std::int64_t first, std::int64_t last) {
+    for (std::int64_t chunk = first; chunk < last; ++chunk) {
+      const std::int64_t begin = chunk * kChunk, count = std::min(kChunk, rows - begin), at = begin * width;
+      rows::rms_norm_backward(data<T>(dy) + at, data<T>(x) + at, data<T>(weight), data<C>(scale) + begin,
+                              kept.defined() ? data<T>(kept) + at : nullptr, count, width,
+                              dx.defined() ? data<T>(dx) + at : nullptr,
+                              sums.defined() ? data<C>(sums) + chunk * width : nullptr);
+    }
   });
   return {dx, sums.defined() ? sums.sum(0).to(weight.scalar_type()) : at::Tensor(), at::Tensor()};
 }
 
-class RmsNorm : public torch::autograd::Function<RmsNorm> {
- public:
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
-                            double epsilon) {
-    const auto [y, scale] = norm_forward(x, weight, epsilon);
-    ctx->save_for_backward({x, weight, scale});
-    return y;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    return norm_backward(ctx, gradients[0], {});
-  }
-};
-
-class RmsNormAndResidual : public torch::autograd::Function<RmsNormAndResidual> {
+// y, and with the residual x itself: the gradients of both uses of x are added in one pass.
+template <bool kAndResidual>
+class RmsNorm : public torch::autograd::Function<RmsNorm<kAndResidual>> {
  public:
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight,
                                double epsilon) {
     const auto [y, scale] = norm_forward(x, weight, epsilon);
     ctx->save_for_backward({x, weight, scale});
+    if constexpr (!kAndResidual) return {y};
     ctx->set_materialize_grads(false);
     return {y, x};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    return norm_backward(ctx, gradients[0], gradients[1]);
+    return norm_backward(ctx, gradients[0], kAndResidual ? gradients[1] : at::Tensor());
   }
 };
 
@@ -127,14 +112,10 @@ at::Tensor rotated(const at::Tensor& x, const at::Tensor& cos, const at::Tensor&
   if (!x.is_cpu()) return gpu::rotary(x, cos, sin, direction);
   const std::int64_t heads = x.size(1), dim = x.size(2), half = dim / 2, stride = x.stride(0);
   at::Tensor y = at::empty(x.sizes(), x.options());
-  with_types(x, [&](auto* t, auto* c) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    using C = std::remove_pointer_t<decltype(c)>;
-    parallel_for(0, x.size(0), kChunk, [&](std::int64_t begin, std::int64_t end) {
-      rows::rotate(data<T>(x) + begin * stride, stride, data<C>(cos) + begin * half,
-                   data<C>(sin) + begin * half, end - begin, heads, dim, direction,
-                   data<T>(y) + begin * heads * dim);
-    });
+  for_ranges(x, x.size(0), kChunk, [&]<typename T, typename C>(std::int64_t begin, std::int64_t end) {
+    rows::rotate(data<T>(x) + begin * stride, stride, data<C>(cos) + begin * half,
+                 data<C>(sin) + begin * half, end - begin, heads, dim, direction,
+                 data<T>(y) + begin * heads * dim);
   });
   return y;
 }
@@ -165,11 +146,8 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
     ctx->save_for_backward({gate, up});
     if (!gate.is_cpu()) return gpu::swiglu(gate, up);
     at::Tensor y = at::empty(gate.sizes(), gate.options());
-    with_types(gate, [&](auto* t, auto*) {
-      using T = std::remove_pointer_t<decltype(t)>;
-      parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-        rows::swiglu(data<T>(gate) + begin, data<T>(up) + begin, end - begin, data<T>(y) + begin);
-      });
+    for_ranges(gate, gate.numel(), kGrain, [&]<typename T, typename>(std::int64_t begin, std::int64_t end) {
+      rows::swiglu(data<T>(gate) + begin, data<T>(up) + begin, end - begin, data<T>(y) + begin);
     });
     return y;
   }
@@ -183,12 +161,9 @@ class SwiGlu : public torch::autograd::Function<SwiGlu> {
       return {dgate, dup};
     }
     at::Tensor dgate = at::empty(gate.sizes(), gate.options()), dup = at::empty(up.sizes(), up.options());
-    with_types(gate, [&](auto* t, auto*) {
-      using T = std::remove_pointer_t<decltype(t)>;
-      parallel_for(0, gate.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
-        rows::swiglu_backward(data<T>(dy) + begin, data<T>(gate) + begin, data<T>(up) + begin, end - begin,
-                              data<T>(dgate) + begin, data<T>(dup) + begin);
-      });
+    for_ranges(gate, gate.numel(), kGrain, [&]<typename T, typename>(std::int64_t begin, std::int64_t end) {
+      rows::swiglu_backward(data<T>(dy) + begin, data<T>(gate) + begin, data<T>(up) + begin, end - begin,
+                            data<T>(dgate) + begin, data<T>(dup) + begin);
     });
     return {dgate, dup};
   }
@@ -265,7 +240,7 @@ const differentiable::Separable<Linears, LinearOnto> kLinearsAreSeparable;
 
 // On other devices, and where a GPU's kernels do not take the width, LibTorch's own.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
-  if (has_norm(x, weight)) return RmsNorm::apply(x.contiguous(), weight.contiguous(), epsilon);
+  if (has_norm(x, weight)) return RmsNorm<false>::apply(x.contiguous(), weight.contiguous(), epsilon)[0];
   return x.is_cpu() ? naive_twin::rms_norm(x, weight, epsilon)
                     : at::rms_norm(x, {weight.numel()}, weight, epsilon);
 }
@@ -273,7 +248,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilo
 std::pair<at::Tensor, at::Tensor> rms_norm_and_residual(const at::Tensor& x, const at::Tensor& weight,
                                                         double epsilon) {
   if (!has_norm(x, weight)) return {rms_norm(x, weight, epsilon), x};
-  const auto both = RmsNormAndResidual::apply(x.contiguous(), weight.contiguous(), epsilon);
+  const auto both = RmsNorm<true>::apply(x.contiguous(), weight.contiguous(), epsilon);
   return {both[0], both[1]};
 }
 
@@ -287,16 +262,18 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return by_kernel ? SwiGlu::apply(gate.contiguous(), up.contiguous()) : naive_twin::swiglu(gate, up);
 }
 
-std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
-                                const std::vector<at::Tensor>& biases) {
+Biases::Biases(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& biases) {
   ISOGRAD_INVARIANT(weights.size() == biases.size(), "a bias (or none) for each weight");
-  std::vector<at::Tensor> present;
-  std::vector<std::int64_t> has_bias;
   for (const auto& bias : biases) {
-    has_bias.push_back(bias.defined());
+    has.push_back(bias.defined());
     if (bias.defined()) present.push_back(bias);
   }
-  return Linears::apply(x.contiguous(), at::TensorList(weights), at::TensorList(present), has_bias);
+}
+
+std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
+                                const std::vector<at::Tensor>& biases) {
+  const Biases given(weights, biases);
+  return Linears::apply(x.contiguous(), at::TensorList(weights), at::TensorList(given.present), given.has);
 }
 
 at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,

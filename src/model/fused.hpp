@@ -1,6 +1,5 @@
-// The differentiable pieces of a block. On the CPU each is one pass over memory or one matrix product, on
-// a GPU too where it has kernels for them (gpu/); else, and under `naive_twin`, the same written out in plain
-// ATen. Differentiable once: a second
+// The differentiable pieces of a block. On the CPU, and on GPUs where there are kernels for them (gpu/), each
+// is one pass over memory or one matrix product; else, and under `naive_twin`, plain ATen. A second
 // derivative throws.
 #pragma once
 
@@ -29,6 +28,13 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 // Several projections of one x [T, in]: x Wᵢᵀ + bᵢ, weights [outᵢ, in]; an undefined bias is none.
 std::vector<at::Tensor> linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                                 const std::vector<at::Tensor>& biases);
+
+// Biases as an autograd function takes them: those there are, and which weights have one.
+struct Biases {
+  Biases(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& biases);
+  std::vector<at::Tensor> present{};
+  std::vector<std::int64_t> has{};
+};
 
 // residual + x Wᵀ + b.
 at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at::Tensor& weight,

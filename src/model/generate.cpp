@@ -7,7 +7,6 @@
 #include "isograd/random.hpp"
 #include "model/attention/attention.hpp"
 #include "model/decoder.hpp"
-#include "model/generate.hpp"
 
 namespace isograd {
 namespace {
@@ -131,10 +130,10 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
     at::Tensor last = at::zeros({config.vocabulary}, at::kDouble);
     if (hidden.defined()) {
       last = impl.logits(hidden.narrow(0, hidden.size(0) - 1, 1));
-      if (impl.hooks.tensor.whole_logits) last = impl.hooks.tensor.whole_logits(last);
+      if (model.hooks().tensor.whole_logits) last = model.hooks().tensor.whole_logits(last);
       last = last.view(-1).to(at::kCPU, at::kDouble);
     }
-    if (impl.hooks.pipeline.of_last_stage) last = impl.hooks.pipeline.of_last_stage(last);
+    if (model.hooks().pipeline.of_last_stage) last = model.hooks().pipeline.of_last_stage(last);
     const double* logits = last.const_data_ptr<double>();
     const std::uint32_t token =
         draw_token({logits, logits + last.numel()}, options, static_cast<std::uint64_t>(answer.size()));

@@ -1,4 +1,4 @@
-#include "model/generate.hpp"
+#include "model/decoder.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,16 +1,17 @@
+// config.json of a Hugging Face directory: tables of keys that are read, written and named in messages.
 #include "model/hf_config.hpp"
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
+#include <variant>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "model/hf_experts.hpp"
-#include "model/json_reader.hpp"
 
 namespace isograd {
 namespace {
@@ -20,69 +21,184 @@ using nlohmann::ordered_json;
 
 // Keys that say how a model was made, stored or is used (generation included, as older files have it), and
 // nothing about what it computes: transformers' code of these families reads none of them.
-const std::set<std::string> kHarmless = {"_name_or_path",
-                                         "name_or_path",
-                                         "architectures",
-                                         "transformers_version",
-                                         "torch_dtype",
-                                         "dtype",
-                                         "use_cache",
-                                         "return_dict",
-                                         "output_attentions",
-                                         "output_hidden_states",
-                                         "id2label",
-                                         "label2id",
-                                         "problem_type",
-                                         "chunk_size_feed_forward",
-                                         "_commit_hash",
-                                         "_attn_implementation",
-                                         "attn_implementation",
-                                         "_attn_implementation_autoset",
-                                         "tokenizer_class",
-                                         "torchscript",
-                                         "finetuning_task",
-                                         "max_sequence_length",
-                                         "model_max_length",
-                                         "is_llama_config",
-                                         "transformers.js_config",
-                                         "unsloth_fixed",
-                                         "unsloth_version",
-                                         "bad_words_ids",
-                                         "begin_suppress_tokens",
-                                         "decoder_start_token_id",
-                                         "diversity_penalty",
-                                         "do_sample",
-                                         "early_stopping",
-                                         "encoder_no_repeat_ngram_size",
-                                         "exponential_decay_length_penalty",
-                                         "forced_bos_token_id",
-                                         "forced_eos_token_id",
-                                         "length_penalty",
-                                         "max_length",
-                                         "min_length",
-                                         "no_repeat_ngram_size",
-                                         "num_beam_groups",
-                                         "num_beams",
-                                         "num_return_sequences",
-                                         "output_scores",
-                                         "prefix",
-                                         "remove_invalid_values",
-                                         "repetition_penalty",
-                                         "return_dict_in_generate",
-                                         "sep_token_id",
-                                         "suppress_tokens",
-                                         "task_specific_params",
-                                         "temperature",
-                                         "top_k",
-                                         "top_p",
-                                         "typical_p"};
+constexpr std::string_view kHarmless =
+    " _name_or_path name_or_path architectures transformers_version torch_dtype dtype use_cache"
+    " return_dict output_attentions output_hidden_states id2label label2id problem_type"
+    " chunk_size_feed_forward _commit_hash _attn_implementation attn_implementation"
+    " _attn_implementation_autoset tokenizer_class torchscript finetuning_task max_sequence_length"
+    " model_max_length is_llama_config transformers.js_config unsloth_fixed unsloth_version bad_words_ids"
+    " begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping"
+    " encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id"
+    " forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups"
+    " num_beams num_return_sequences output_scores prefix remove_invalid_values repetition_penalty"
+    " return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature top_k top_p"
+    " typical_p ";
+
+// Reads an untrusted JSON object key by key; keys that nobody asked for are refused.
+class JsonReader {
+ public:
+  // `where` stands in front of keys in messages. Keeps a reference to `object`.
+  JsonReader(const json& object, std::string where) : object_(object), where_(std::move(where)) {}
+
+  [[noreturn]] void bad(const std::string& key, const std::string& found, const std::string& expected) const {
+    refuse(
+        where_ + key, found, expected,
+        "Use a model that isograd computes to the letter: Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE, "
+        "Qwen3-MoE or dots1, with full attention or a sliding window that documents fit into");
+  }
+  [[noreturn]] void bad_value(const std::string& key, const std::string& expected) const {
+    bad(key, has(key) ? brief(object_[key]) : "no such key", expected);
+  }
+
+  bool has(const std::string& key) const { return object_.contains(key); }
+  // Null counts as absent.
+  const json* find(const std::string& key) {
+    const json* found = value(key);
+    return found && found->is_null() ? nullptr : found;
+  }
+  // Without `absent` the key must be there. Null is refused, as transformers does where a number, flag or
+  // text must be; ask find() first where it may stand for "none".
+  std::int64_t integer(const std::string& key, std::optional<std::int64_t> absent = {}) {
+    constexpr std::int64_t kMost = std::int64_t{1} << 53;
+    return get(key, absent, "a whole number", [](const json& found) {
+      return found.is_number_integer() &&
+             !(found.is_number_unsigned() && found.get<std::uint64_t>() > kMost) &&
+             found.get<std::int64_t>() >= -kMost;
+    });
+  }
+  double number(const std::string& key, std::optional<double> absent = {}) {
+    return get(key, absent, "a number",
+               [](const json& found) { return found.is_number() && std::isfinite(found.get<double>()); });
+  }
+  bool flag(const std::string& key, std::optional<bool> absent = {}) {
+    return get(key, absent, "true or false", [](const json& found) { return found.is_boolean(); });
+  }
+  std::string text(const std::string& key, std::optional<std::string> absent = {}) {
+    return get(key, absent, "a text", [](const json& found) { return found.is_string(); });
+  }
+  // A key that would change the mathematics: only this value will do, null, or no such key.
+  void only(const std::string& key, const json& wanted) {
+    const json* found = find(key);
+    if (found && *found != wanted) bad_value(key, brief(wanted) + ", or no such key");
+  }
+  void finish(std::string_view harmless) const {
+    for (const auto& [key, value] : object_.items())
+      if (!seen_.contains(key) && harmless.find(" " + key + " ") == std::string_view::npos)
+        bad_value(key, "no such key: it may change what the model computes");
+  }
+
+ private:
+  const json* value(const std::string& key) {  // null included; nullptr: no such key
+    seen_.insert(key);
+    const auto place = object_.find(key);
+    return place == object_.end() ? nullptr : &*place;
+  }
+  template <typename T, typename Fits>
+  T get(const std::string& key, const std::optional<T>& absent, const char* expected, const Fits& fits) {
+    const json* found = value(key);
+    if (!found && absent) return *absent;
+    if (!found || !fits(*found)) bad_value(key, expected);
+    return found->get<T>();
+  }
+
+  const json& object_;
+  std::string where_;
+  std::set<std::string> seen_;
+};
+
+// A number or flag of a shape: its name in the messages of check() and in config.json. Without `absent` the
+// file must have it.
+template <typename Shape>
+struct Key {
+  const char *own, *file;
+  std::variant<std::int64_t Shape::*, double Shape::*, bool Shape::*> member;
+  std::optional<double> absent{};
+
+  void read(JsonReader& reader, Shape& shape) const {
+    const auto as = [&](auto type) {
+      return absent ? std::optional(static_cast<decltype(type)>(*absent)) : std::nullopt;
+    };
+    if (const auto* whole = std::get_if<std::int64_t Shape::*>(&member))
+      shape.** whole = reader.integer(file, as(std::int64_t{}));
+    else if (const auto* number = std::get_if<double Shape::*>(&member))
+      shape.** number = reader.number(file, as(double{}));
+    else
+      shape.*std::get<bool Shape::*>(member) = reader.flag(file, as(bool{}));
+  }
+  void write(ordered_json& object, const Shape& shape) const {
+    std::visit([&](const auto of) { object[file] = shape.*of; }, member);
+  }
+};
+
+using C = DecoderConfig;
+using E = ExpertsShape;
+
+const std::vector<Key<C>> kSizes = {{"vocabulary", "vocab_size", &C::vocabulary},
+                                    {"hidden", "hidden_size", &C::hidden},
+                                    {"layers", "num_hidden_layers", &C::layers},
+                                    {"heads", "num_attention_heads", &C::heads}};
+const std::vector<Key<C>> kHeads = {{"key_value_heads", "num_key_value_heads", &C::key_value_heads},
+                                    {"head_dim", "head_dim", &C::head_dim}};
+std::vector<Key<C>> other_keys(const std::string& family) {
+  return {{"feed_forward", "intermediate_size", &C::feed_forward},
+          {"max_positions", "max_position_embeddings", &C::max_positions},
+          {"norm_epsilon", "rms_norm_eps", &C::norm_epsilon, family == "mixtral" ? 1e-5 : 1e-6},
+          {"tied_output", "tie_word_embeddings", &C::tied_output, 0},
+          {"initializer_range", "initializer_range", &C::initializer_range, 0.02}};
+}
+
+std::vector<Key<E>> expert_keys(const std::string& family) {
+  const bool dots = family == "dots1", mixtral = family == "mixtral";
+  std::vector<Key<E>> keys = {
+      {"experts",
+       dots      ? "n_routed_experts"
+       : mixtral ? "num_local_experts"
+                 : "num_experts",
+       &E::count},
+      {"experts_per_token", "num_experts_per_tok", &E::per_token},
+      {"expert_feed_forward", mixtral ? "intermediate_size" : "moe_intermediate_size", &E::feed_forward}};
+  if (!mixtral) keys.push_back({"normalise_experts", "norm_topk_prob", &E::normalise, 0});
+  if (dots) {
+    keys.push_back({"expert_groups", "n_group", &E::groups, 1});
+    keys.push_back({"expert_groups_per_token", "topk_group", &E::groups_per_token, 1});
+    keys.push_back({"expert_scale", "routed_scaling_factor", &E::scale, 1});
+  }
+  return keys;
+}
+
+// The name in config.json of a key of check(). Others have the same name in both.
+std::string key_in_file(const std::string& key, const std::string& family) {
+  for (const auto& keys : {kSizes, kHeads, other_keys(family)})
+    for (const auto& one : keys)
+      if (key == one.own) return one.file;
+  for (const auto& one : expert_keys(family))
+    if (key == one.own) return one.file;
+  const bool dots = family == "dots1";
+  const std::pair<const char*, const char*> more[] = {
+      {"family", "model_type"},
+      {"heads * head_dim", "num_attention_heads * head_dim"},
+      {"bos", "bos_token_id"},
+      {"eos", "eos_token_id"},
+      {"pad", "pad_token_id"},
+      {"full_layers", "max_window_layers"},
+      {"rope_scaling.kind", "rope_scaling.rope_type"},
+      {"rope_scaling.low_frequency_factor", "rope_scaling.low_freq_factor"},
+      {"rope_scaling.high_frequency_factor", "rope_scaling.high_freq_factor"},
+      {"low_frequency_factor", "low_freq_factor"},
+      {"rope_scaling.original_max_positions", "rope_scaling.original_max_position_embeddings"},
+      {"shared_expert_feed_forward", dots ? "n_shared_experts" : "shared_expert_intermediate_size"},
+      {"dense_layers", dots ? "first_k_dense_replace" : "mlp_only_layers"}};
+  for (const auto& [own, file] : more)
+    if (key == own) return file;
+  return key;
+}
 
 bool is_qwen(const std::string& family) {
   return family == "qwen2" || family == "qwen3";
 }
 
 void read_scaling(const json& object, const std::string& where, DecoderConfig& config) {
-  if (!object.is_object()) isograd::refuse(where, brief(object), "an object or null", "Correct config.json");
+  if (!object.is_object()) refuse(where, brief(object), "an object or null", "Correct config.json");
   JsonReader reader(object, where + ".");
   RopeScaling& scaling = config.rope_scaling;
   const std::string old_kind = reader.text("type", "default");
@@ -130,7 +246,7 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
       scaling.attention_factor = magnitude(scale) / magnitude(all);
     }
   }
-  reader.finish({"finetuned"});  // of the first models with yarn; transformers says that it does not know it
+  reader.finish(" finetuned ");  // of the first models with yarn; transformers says that it does not know it
 }
 
 // transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. Where both have
@@ -230,42 +346,88 @@ void read_ends(JsonReader& reader, DecoderConfig& config) {
   }
 }
 
-// Keys of check() under their names in config.json. Others have the same name in both.
-std::string key_in_file(const std::string& key, const std::string& family) {
-  const bool dots = family == "dots1", mixtral = family == "mixtral";
-  const std::map<std::string, std::string> names = {
-      {"family", "model_type"},
-      {"vocabulary", "vocab_size"},
-      {"hidden", "hidden_size"},
-      {"layers", "num_hidden_layers"},
-      {"heads", "num_attention_heads"},
-      {"key_value_heads", "num_key_value_heads"},
-      {"heads * head_dim", "num_attention_heads * head_dim"},
-      {"feed_forward", "intermediate_size"},
-      {"max_positions", "max_position_embeddings"},
-      {"norm_epsilon", "rms_norm_eps"},
-      {"bos", "bos_token_id"},
-      {"eos", "eos_token_id"},
-      {"pad", "pad_token_id"},
-      {"full_layers", "max_window_layers"},
-      {"rope_scaling.kind", "rope_scaling.rope_type"},
-      {"rope_scaling.low_frequency_factor", "rope_scaling.low_freq_factor"},
-      {"rope_scaling.high_frequency_factor", "rope_scaling.high_freq_factor"},
-      {"low_frequency_factor", "low_freq_factor"},
-      {"rope_scaling.original_max_positions", "rope_scaling.original_max_position_embeddings"},
-      {"experts", dots      ? "n_routed_experts"
-                  : mixtral ? "num_local_experts"
-                            : "num_experts"},
-      {"experts_per_token", "num_experts_per_tok"},
-      {"expert_feed_forward", mixtral ? "intermediate_size" : "moe_intermediate_size"},
-      {"shared_expert_feed_forward", dots ? "n_shared_experts" : "shared_expert_intermediate_size"},
-      {"normalise_experts", "norm_topk_prob"},
-      {"dense_layers", dots ? "first_k_dense_replace" : "mlp_only_layers"},
-      {"expert_groups", "n_group"},
-      {"expert_groups_per_token", "topk_group"},
-      {"expert_scale", "routed_scaling_factor"}};
-  const auto found = names.find(key);
-  return found == names.end() ? key : found->second;
+// Layers without experts: those that are named, and all but every `step`-th.
+std::vector<std::int64_t> read_dense_layers(JsonReader& reader, std::int64_t layers) {
+  const std::int64_t step = reader.integer("decoder_sparse_step", 1);
+  if (step < 1) reader.bad_value("decoder_sparse_step", "at least 1");
+  std::vector<bool> dense(static_cast<std::size_t>(layers));
+  for (std::int64_t layer = 0; layer < layers; ++layer)
+    dense[static_cast<std::size_t>(layer)] = (layer + 1) % step != 0;
+  if (const json* named = reader.find("mlp_only_layers")) {
+    if (!named->is_array()) reader.bad_value("mlp_only_layers", "a list of layers");
+    for (const json& layer : *named) {
+      if (!layer.is_number_integer()) reader.bad_value("mlp_only_layers", "a list of layers");
+      const auto at = layer.get<std::int64_t>();  // others name no layer
+      if (at >= 0 && at < layers) dense[static_cast<std::size_t>(at)] = true;
+    }
+  }
+  std::vector<std::int64_t> result;
+  for (std::int64_t layer = 0; layer < layers; ++layer)
+    if (dense[static_cast<std::size_t>(layer)]) result.push_back(layer);
+  return result;
+}
+
+// Under the name that a family's own files have, or another that transformers reads as the same.
+std::int64_t read_count(JsonReader& reader, const char* own, const char* alias) {
+  if (!reader.has(alias)) return reader.integer(own);
+  const std::int64_t count = reader.integer(alias);
+  if (reader.has(own) && reader.integer(own) != count)
+    reader.bad_value(own, fmt::format("{}, that of {}, which is another name of the same", count, alias));
+  return count;
+}
+
+// Keys of a family that has experts; family, layers and feed_forward are known.
+void read_experts(JsonReader& reader, DecoderConfig& config) {
+  ExpertsShape& experts = config.experts;
+  const bool dots = config.family == "dots1", mixtral = config.family == "mixtral";
+  for (const auto& key : expert_keys(config.family))
+    if (key.own == std::string_view("experts"))
+      experts.count = read_count(reader, key.file, mixtral ? "num_experts" : "num_local_experts");
+    else
+      key.read(reader, experts);
+  if (dots) {
+    experts.sigmoid = true;
+    const std::int64_t shared = reader.integer("n_shared_experts");
+    constexpr std::int64_t kMost = std::int64_t{1} << 28;  // check() refuses wider ones
+    if (shared < 1 || shared > kMost || experts.feed_forward > kMost)
+      reader.bad_value("n_shared_experts", "at least 1");
+    experts.shared_feed_forward = shared * experts.feed_forward;
+    const std::int64_t dense = reader.integer("first_k_dense_replace", 0);
+    if (dense < 0 || dense >= config.layers)
+      reader.bad_value("first_k_dense_replace", "0 or more, and one that leaves a layer with experts");
+    for (std::int64_t layer = 0; layer < dense; ++layer) experts.dense_layers.push_back(layer);
+    // Of the published files; transformers' code reads neither.
+    reader.only("moe_layer_freq", 1);
+    reader.only("scoring_func", "noaux_tc");
+  } else {
+    if (config.family == "qwen2_moe") {
+      experts.shared_feed_forward = reader.integer("shared_expert_intermediate_size");
+      reader.only("qkv_bias", true);
+    }
+    if (!mixtral) experts.dense_layers = read_dense_layers(reader, config.layers);
+    if (static_cast<std::int64_t>(experts.dense_layers.size()) == config.layers)
+      reader.bad_value("decoder_sparse_step", "one that leaves a layer with experts");
+    reader.only("router_jitter_noise", 0.0);
+    reader.number("router_aux_loss_coef", 0.001);  // the weight of a balance term, which is off below
+  }
+  reader.only("output_router_logits", false);
+}
+
+void write_experts(ordered_json& object, const DecoderConfig& config) {
+  const ExpertsShape& experts = config.experts;
+  for (const auto& key : expert_keys(config.family)) key.write(object, experts);
+  object["output_router_logits"] = false;
+  if (config.family == "dots1") {
+    object["n_shared_experts"] = experts.shared_feed_forward / experts.feed_forward;
+    object["first_k_dense_replace"] = experts.dense_layers.size();
+  } else if (config.family != "mixtral") {
+    object["decoder_sparse_step"] = 1;
+    object["mlp_only_layers"] = experts.dense_layers;
+    if (experts.shared_feed_forward > 0) {
+      object["shared_expert_intermediate_size"] = experts.shared_feed_forward;
+      object["qkv_bias"] = true;
+    }
+  }
 }
 
 ErrorText in_words_of_the_file(ErrorText said, const std::string& where, const std::string& family) {
@@ -318,10 +480,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   const bool has_experts = family != config.family;
   if (family != "llama" && family != "mistral" && !is_qwen(family))
     reader.bad_value("model_type", "llama, qwen2, qwen3, mistral, mixtral, qwen2_moe, qwen3_moe or dots1");
-  config.vocabulary = reader.integer("vocab_size");
-  config.hidden = reader.integer("hidden_size");
-  config.layers = reader.integer("num_hidden_layers");
-  config.heads = reader.integer("num_attention_heads");
+  for (const auto& key : kSizes) key.read(reader, config);
   // Where transformers would fill in a number of its own, the file must say it.
   const auto is_none = [&](const char* key) { return reader.has(key) && !reader.find(key); };
   config.key_value_heads = config.family != "mistral" && is_none("num_key_value_heads") ? config.heads
@@ -330,11 +489,7 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
   if (config.heads <= 0) reader.bad_value("num_attention_heads", "at least 1");
   config.head_dim = config.family == "qwen3" || reader.find("head_dim") ? reader.integer("head_dim")
                                                                         : config.hidden / config.heads;
-  config.feed_forward = reader.integer("intermediate_size");
-  config.max_positions = reader.integer("max_position_embeddings");
-  config.norm_epsilon = reader.number("rms_norm_eps", config.family == "mixtral" ? 1e-5 : 1e-6);
-  config.tied_output = reader.flag("tie_word_embeddings", false);
-  config.initializer_range = reader.number("initializer_range", 0.02);
+  for (const auto& key : other_keys(config.family)) key.read(reader, config);
   read_rotary(reader, where, config);
   read_window(reader, config);
   read_ends(reader, config);
@@ -387,26 +542,17 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
   }
   ordered_json object{
       {"architectures", {name + (config.family.ends_with("_moe") ? "Moe" : "") + "ForCausalLM"}},
-      {"model_type", config.family},
-      {"vocab_size", config.vocabulary},
-      {"hidden_size", config.hidden},
-      {"num_hidden_layers", config.layers},
-      {"num_attention_heads", config.heads},
-      {"num_key_value_heads", config.key_value_heads},
-      {"head_dim", config.head_dim},
-      {"intermediate_size", config.feed_forward},
-      {"hidden_act", "silu"},
-      {"max_position_embeddings", config.max_positions},
-      {"rms_norm_eps", config.norm_epsilon},
-      {"tie_word_embeddings", config.tied_output},
-      {"initializer_range", config.initializer_range},
-      {"attention_dropout", 0.0},
-      {"bos_token_id", token(config.bos)},
-      {"eos_token_id", ends},
-      {"pad_token_id", token(config.pad)},
-      {"dtype", type},
-      {"torch_dtype", type},
-      {"use_cache", true}};
+      {"model_type", config.family}};
+  for (const auto& keys : {kSizes, kHeads, other_keys(config.family)})
+    for (const auto& key : keys) key.write(object, config);
+  object.update({{"hidden_act", "silu"},
+                 {"attention_dropout", 0.0},
+                 {"bos_token_id", token(config.bos)},
+                 {"eos_token_id", ends},
+                 {"pad_token_id", token(config.pad)},
+                 {"dtype", type},
+                 {"torch_dtype", type},
+                 {"use_cache", true}});
   if (family == "llama" || family == "qwen3") object["attention_bias"] = config.attention_bias;
   if (family == "llama") object["mlp_bias"] = config.mlp_bias;
   if (family == "mistral" || is_qwen(family)) object["sliding_window"] = nullptr;

@@ -25,6 +25,13 @@ class HuggingFace : public ::testing::Test {
   void write_weights(const std::map<std::string, at::Tensor>& tensors) {
     write_safetensors(folder_ / "model.safetensors", {tensors.begin(), tensors.end()});
   }
+  // The tensors of a written model, by name.
+  std::map<std::string, at::Tensor> written(DecoderLM& model) {
+    write_hf(folder_, model);
+    auto tensors = read_safetensors(folder_ / "model.safetensors");
+    for (auto& [name, tensor] : tensors) tensor = tensor.clone();
+    return tensors;
+  }
   // The error that reading gives.
   std::string error() {
     return message_of([&] { read_hf(folder_, at::kFloat); });
@@ -56,9 +63,7 @@ TEST_F(HuggingFace, WhatIsWrittenComesBack) {
 
 TEST_F(HuggingFace, ShardsAreReadAndTheirIndexIsChecked) {
   DecoderLM model(small_config("llama"), at::kFloat, 1);
-  write_hf(folder_, model);
-  auto tensors = read_safetensors(folder_ / "model.safetensors");
-  for (auto& [name, tensor] : tensors) tensor = tensor.clone();
+  const auto tensors = written(model);
   fs::remove(folder_ / "model.safetensors");
   json map;
   std::vector<std::pair<std::string, at::Tensor>> parts[2];
@@ -136,50 +141,40 @@ TEST_F(HuggingFace, LargeModelsAreWrittenAsSeveralFiles) {
 
 TEST_F(HuggingFace, WeightsThatDoNotFitAreNamed) {
   DecoderLM model(small_config("llama"), at::kFloat, 1);
-  write_hf(folder_, model);
-  auto whole = read_safetensors(folder_ / "model.safetensors");
-  for (auto& [name, tensor] : whole) tensor = tensor.clone();
+  const auto whole = written(model);
   const std::string key = "model.layers.1.mlp.up_proj.weight";
 
-  auto broken = whole;
-  broken.erase(key);
-  write_weights(broken);
-  EXPECT_THAT(error(), AllOf(HasSubstr(key), HasSubstr("no such tensor")));
-  broken = whole;
-  broken["model.layers.1.mlp.up_proj.bias"] = at::ones({48});
-  write_weights(broken);
-  EXPECT_THAT(error(), AllOf(HasSubstr("up_proj.bias"), HasSubstr("no place for")));
-  broken = whole;
-  broken[key] = broken[key].t().contiguous();
-  write_weights(broken);
-  EXPECT_THAT(error(), AllOf(HasSubstr(key), HasSubstr("[32, 48]"), HasSubstr("[48, 32]")));
-  broken = whole;
-  broken[key] = broken[key].to(at::kChar);
-  write_weights(broken);
-  EXPECT_THAT(error(), AllOf(HasSubstr(key), HasSubstr("quantised")));
-  broken = whole;
-  broken["model.embed_tokens.weight"] = at::ones({60, 32});
-  write_weights(broken);
-  EXPECT_THAT(error(), AllOf(HasSubstr("60 rows"), HasSubstr("61, the vocab_size")));
-  broken = whole;
-  for (const auto& [name, tensor] : whole)
-    if (name.starts_with("model.layers.1.")) broken.erase(name);
-  write_weights(broken);
-  EXPECT_THAT(error(),
-              AllOf(HasSubstr("model.layers.1.input_layernorm.weight"), HasSubstr("weights of 1 layers")));
-  broken = whole;
-  broken["model.layers.2.mlp.up_proj.weight"] = whole[key];
-  write_weights(broken);
-  EXPECT_THAT(error(),
-              AllOf(HasSubstr("model.layers.2.mlp.up_proj.weight"), HasSubstr("weights of 3 layers")));
-  broken = whole;
-  broken["model.layers.99999999999999999999.mlp.up_proj.weight"] = whole[key];
-  write_weights(broken);
-  EXPECT_THAT(error(), HasSubstr("model.layers.99999999999999999999.mlp.up_proj.weight"));
-  broken = whole;
-  broken["model.layers.0.self_attn.rotary_emb.inv_freq"] = at::ones({4});  // as old files have it
-  write_weights(broken);
-  EXPECT_EQ(error(), "no error");
+  using Tensors = std::map<std::string, at::Tensor>;
+  struct Case {
+    std::function<void(Tensors&)> plant;
+    std::vector<std::string> found;
+  };
+  for (const auto& [plant, found] : std::vector<Case>{
+           {[&](Tensors& of) { of.erase(key); }, {key, "no such tensor"}},
+           {[](Tensors& of) { of["model.layers.1.mlp.up_proj.bias"] = at::ones({48}); },
+            {"up_proj.bias", "no place for"}},
+           {[&](Tensors& of) { of[key] = of[key].t().contiguous(); }, {key, "[32, 48]", "[48, 32]"}},
+           {[&](Tensors& of) { of[key] = of[key].to(at::kChar); }, {key, "quantised"}},
+           {[](Tensors& of) {
+              of["model.embed_tokens.weight"] = at::ones({60, 32});
+            },
+            {"60 rows", "61, the vocab_size"}},
+           {[](Tensors& of) {
+              std::erase_if(of, [](auto& one) { return one.first.starts_with("model.layers.1."); });
+            },
+            {"model.layers.1.input_layernorm.weight", "weights of 1 layers"}},
+           {[&](Tensors& of) { of["model.layers.2.mlp.up_proj.weight"] = of[key]; },
+            {"model.layers.2.mlp.up_proj.weight", "weights of 3 layers"}},
+           {[&](Tensors& of) { of["model.layers.99999999999999999999.mlp.up_proj.weight"] = of[key]; },
+            {"model.layers.99999999999999999999.mlp.up_proj.weight"}},
+           // As old files have it.
+           {[](Tensors& of) { of["model.layers.0.self_attn.rotary_emb.inv_freq"] = at::ones({4}); },
+            {"no error"}}}) {
+    Tensors broken = whole;
+    plant(broken);
+    write_weights(broken);
+    for (const std::string& text : found) EXPECT_THAT(error(), HasSubstr(text));
+  }
 
   const std::string bytes = read_file(folder_ / "model.safetensors");
   write_file(folder_ / "model.safetensors", bytes.substr(0, bytes.size() - 5));
@@ -192,13 +187,11 @@ TEST_F(HuggingFace, WeightsThatDoNotFitAreNamed) {
 
 TEST_F(HuggingFace, WeightsThatAreNotFiniteAreNamed) {
   DecoderLM model(small_config("llama"), at::kFloat, 1);
-  write_hf(folder_, model);
-  auto whole = read_safetensors(folder_ / "model.safetensors");
-  for (auto& [name, tensor] : whole) tensor = tensor.clone();
+  const auto whole = written(model);
   const std::string key = "model.layers.1.mlp.up_proj.weight";
   for (const double value : {std::nan(""), -std::numeric_limits<double>::infinity()}) {
     auto broken = whole;
-    broken[key] = whole[key].clone();
+    broken[key] = whole.at(key).clone();
     broken[key][3][5] = value, broken[key][4][0] = value;
     write_weights(broken);
     EXPECT_THAT(error(), AllOf(HasSubstr(key), HasSubstr("2 of 1536 values that are not finite"),
@@ -206,7 +199,7 @@ TEST_F(HuggingFace, WeightsThatAreNotFiniteAreNamed) {
   }
   // Finite in the file, but not in the run's type.
   auto wide = whole;
-  wide[key] = whole[key].to(at::kDouble);
+  wide[key] = whole.at(key).to(at::kDouble);
   wide[key][0][0] = 1e300;
   write_weights(wide);
   EXPECT_THAT(error(), AllOf(HasSubstr(key), HasSubstr("not finite as Float")));
@@ -217,9 +210,7 @@ TEST_F(HuggingFace, ATiedModelTakesACopyOfItsEmbeddingOnly) {
   DecoderConfig config = small_config("llama");
   config.tied_output = true;
   DecoderLM model(config, at::kFloat, 1);
-  write_hf(folder_, model);
-  auto whole = read_safetensors(folder_ / "model.safetensors");
-  for (auto& [name, tensor] : whole) tensor = tensor.clone();
+  auto whole = written(model);
   whole["lm_head.weight"] = whole["model.embed_tokens.weight"];
   write_weights(whole);
   EXPECT_EQ(error(), "no error");

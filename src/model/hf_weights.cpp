@@ -9,9 +9,7 @@
 #include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
-#include "model/hf_experts.hpp"
 #include "model/hf_weights.hpp"
-#include "model/json_reader.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
 
@@ -27,6 +25,65 @@ constexpr const char* kHead = "lm_head.weight";
                       const std::string& expected) {
   refuse(file.string() + (tensor.empty() ? "" : ": " + tensor), found, expected,
          "Use weights that belong to the config.json beside them");
+}
+
+// Experts' weights are stacked here ([experts, out, in]), gate and up apart. Files have a tensor for each
+// expert (transformers 4, and what transformers 5 saves; ours too), or gate and up of all experts in one
+// (transformers 5 in memory).
+const std::string kStacked = ".mlp.experts.", kRouter = ".mlp.gate.weight";
+
+bool is_stacked(const std::string& parameter) {
+  return parameter.find(kStacked) != std::string::npos;
+}
+
+// A parameter that is not stacked, or expert `expert` of one that is.
+std::string name_in_file(const DecoderConfig& config, const std::string& parameter,
+                         std::int64_t expert = -1) {
+  const bool mixtral = config.family == "mixtral";
+  if (!is_stacked(parameter)) {
+    const auto at = parameter.find(kRouter);
+    if (!mixtral || at == std::string::npos) return parameter;
+    return parameter.substr(0, at) + ".block_sparse_moe.gate.weight";
+  }
+  const auto at = parameter.find(kStacked);
+  const std::string prefix = parameter.substr(0, at), role = parameter.substr(at + kStacked.size());
+  if (!mixtral) return fmt::format("{}.mlp.experts.{}.{}.weight", prefix, expert, role);
+  const char* numbered = role == "gate_proj" ? "w1" : role == "up_proj" ? "w3" : "w2";
+  return fmt::format("{}.block_sparse_moe.experts.{}.{}.weight", prefix, expert, numbered);
+}
+
+// The tensor of all experts that a stacked parameter is a part of, and which half of its rows: 0, 1, or -1:
+// all.
+std::pair<std::string, int> fused_name(const std::string& parameter) {
+  const auto at = parameter.find(kStacked) + kStacked.size();
+  const std::string prefix = parameter.substr(0, at), role = parameter.substr(at);
+  if (role == "down_proj") return {parameter, -1};
+  return {prefix + "gate_up_proj", role == "gate_proj" ? 0 : 1};
+}
+
+// Stacked weights one expert after another, by the names of files.
+TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights) {
+  TensorStream stream;
+  std::vector<bool> stacked;
+  for (const TensorStream::Entry& entry : weights.entries) {
+    stacked.push_back(is_stacked(entry.name));
+    if (!stacked.back()) {
+      stream.entries.push_back({name_in_file(config, entry.name), entry.dtype, entry.shape});
+      continue;
+    }
+    for (std::int64_t expert = 0; expert < entry.shape.front(); ++expert)
+      stream.entries.push_back({name_in_file(config, entry.name, expert),
+                                entry.dtype,
+                                {entry.shape.begin() + 1, entry.shape.end()}});
+  }
+  stream.each = [each = weights.each, stacked](const TensorStream::Take& take) {
+    std::size_t next = 0;
+    each([&](const at::Tensor& tensor) {
+      if (!stacked.at(next++)) return take(tensor);
+      for (std::int64_t expert = 0; expert < tensor.size(0); ++expert) take(tensor[expert]);
+    });
+  };
+  return stream;
 }
 
 std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
@@ -180,7 +237,7 @@ void HfWeights::fill(const std::string& name, const at::Tensor& values) const {
 
 std::shared_ptr<DecoderLM> HfWeights::model(const DecoderConfig& config) const {
   std::shared_ptr<DecoderLM> model(new DecoderLM(config, dtype_));
-  for (auto& [name, parameter] : model->impl_->in_order) fill(name, parameter);
+  for (auto& [name, parameter] : model->named_) fill(name, parameter);
   return model;
 }
 

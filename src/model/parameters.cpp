@@ -1,9 +1,9 @@
 #include "model/parameters.hpp"
-#include "base/refuse.hpp"
 
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "kernels/threads/parallel_for.hpp"
+#include "model/hooks.hpp"
 
 namespace isograd {
 namespace {
@@ -23,7 +23,7 @@ void fill(at::Tensor& values, double range, const RandomKey& key) {
 
 }  // namespace
 
-torch::nn::Module& RegisterUnder::module(const std::string& name) {
+torch::nn::Module& ParameterMaker::module(const std::string& name) {
   if (const auto known = made_.find(name); known != made_.end()) return *known->second;
   const auto dot = name.rfind('.');
   const std::string own = dot == std::string::npos ? name : name.substr(dot + 1);
@@ -31,11 +31,41 @@ torch::nn::Module& RegisterUnder::module(const std::string& name) {
   return *(made_[name] = parent.register_module(own, std::make_shared<torch::nn::Module>(own)).get());
 }
 
-void RegisterUnder::operator()(const std::string& name, const at::Tensor& parameter) {
+at::Tensor ParameterMaker::operator()(const std::string& name, at::IntArrayRef shape, bool trained) {
+  const bool widens = !trained && options_.dtype() != at::kDouble;
+  const at::Tensor made =
+      at::empty(shape, widens ? options_.dtype(at::kFloat) : options_).requires_grad_(trained);
   const auto dot = name.rfind('.');
   module(dot == std::string::npos ? "" : name.substr(0, dot))
-      .register_parameter(dot == std::string::npos ? name : name.substr(dot + 1), parameter,
-                          parameter.requires_grad());
+      .register_parameter(dot == std::string::npos ? name : name.substr(dot + 1), made, trained);
+  in_order_.emplace_back(name, made);
+  return made;
+}
+
+Linear ParameterMaker::linear(const std::string& name, std::int64_t out, std::int64_t in, bool bias) {
+  Linear made{.weight = (*this)(name + ".weight", {out, in}), .bias = {}};
+  if (bias) made.bias = (*this)(name + ".bias", {out});
+  return made;
+}
+
+void check_attention(const Batch& batch, bool has_attention) {
+  if (batch.cut && !has_attention)
+    refuse(
+        "batch for the model",
+        fmt::format("a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
+                    batch.cut->pieces.size()),
+        "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
+}
+
+ReferenceModel::ReferenceModel(std::string blocks)
+    : hooks_(std::make_shared<ModelHooks>()), blocks_(std::move(blocks)) {}
+
+std::vector<at::Tensor> ReferenceModel::block_parameters(std::int64_t layer) const {
+  std::vector<at::Tensor> parameters;
+  const std::string prefix = fmt::format("{}{}.", blocks_, layer);
+  for (const auto& [name, tensor] : named_)
+    if (name.starts_with(prefix)) parameters.push_back(tensor);
+  return parameters;
 }
 
 void fill_normal(at::Tensor& values, double range, std::uint64_t seed, const std::string& name) {

@@ -1,4 +1,4 @@
-#include "model/rotary_table.hpp"
+#include "model/decoder.hpp"
 
 #include <bit>
 #include <cmath>

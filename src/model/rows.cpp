@@ -8,31 +8,14 @@
 namespace isograd::rows {
 
 using kernels::Bfloat16;
+using kernels::load;
 using kernels::processor_level;
+using kernels::store;
 
 namespace {
 
 constexpr int kLanes = 32;
 constexpr std::int64_t kTile = 512;  // elements whose exponentials stay in the first-level cache
-
-ISOGRAD_ALWAYS_INLINE float load(float x) {
-  return x;
-}
-ISOGRAD_ALWAYS_INLINE double load(double x) {
-  return x;
-}
-ISOGRAD_ALWAYS_INLINE float load(Bfloat16 x) {
-  return to_float(x);
-}
-ISOGRAD_ALWAYS_INLINE void store(float x, float* to) {
-  *to = x;
-}
-ISOGRAD_ALWAYS_INLINE void store(double x, double* to) {
-  *to = x;
-}
-ISOGRAD_ALWAYS_INLINE void store(float x, Bfloat16* to) {
-  *to = kernels::to_bfloat16(x);
-}
 
 template <typename C>
 ISOGRAD_ALWAYS_INLINE C folded(C* lanes) {

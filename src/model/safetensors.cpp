@@ -9,7 +9,6 @@
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "model/json_reader.hpp"
 
 namespace isograd {
 namespace {

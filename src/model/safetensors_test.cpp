@@ -76,26 +76,27 @@ TEST_F(Safetensors, ShapesWhoseStridesOverflowAreRefused) {
 
 TEST_F(Safetensors, EveryDtypeComesBackWithItsBytes) {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  for (auto type : {at::kBool,
-                    at::kByte,
-                    at::kChar,
-                    at::kUInt16,
-                    at::kShort,
-                    at::kUInt32,
-                    at::kInt,
-                    at::kUInt64,
-                    at::kLong,
-                    at::kHalf,
-                    at::kBFloat16,
-                    at::kFloat,
-                    at::kDouble,
-                    at::kComplexFloat,
-                    at::kFloat8_e4m3fn,
-                    at::kFloat8_e5m2,
-                    at::kFloat8_e4m3fnuz,
-                    at::kFloat8_e5m2fnuz,
-                    at::kFloat8_e8m0fnu,
-                    at::kFloat4_e2m1fn_x2}) {
+  constexpr at::ScalarType kTypes[] = {at::kBool,
+                                       at::kByte,
+                                       at::kChar,
+                                       at::kUInt16,
+                                       at::kShort,
+                                       at::kUInt32,
+                                       at::kInt,
+                                       at::kUInt64,
+                                       at::kLong,
+                                       at::kHalf,
+                                       at::kBFloat16,
+                                       at::kFloat,
+                                       at::kDouble,
+                                       at::kComplexFloat,
+                                       at::kFloat8_e4m3fn,
+                                       at::kFloat8_e5m2,
+                                       at::kFloat8_e4m3fnuz,
+                                       at::kFloat8_e5m2fnuz,
+                                       at::kFloat8_e8m0fnu,
+                                       at::kFloat4_e2m1fn_x2};
+  for (const at::ScalarType type : kTypes) {
     at::Tensor tensor = at::empty({3, 5}, type);
     auto* bytes = static_cast<std::uint8_t*>(tensor.mutable_data_ptr());
     for (std::size_t i = 0; i < tensor.nbytes(); ++i)

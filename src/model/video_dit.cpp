@@ -69,99 +69,64 @@ struct DiTBlock {
 }  // namespace
 
 void check(const VideoDiTConfig& config) {
-  const auto wrong = [](const char* key, const std::string& found, const std::string& expected) {
-    refuse(std::string("model.") + key, found, expected, "Correct the model's shape");
-  };
-  constexpr std::int64_t kMost = std::int64_t{1} << 28;  // bytes of a product of two stay far from overflow
-  const std::pair<const char*, std::int64_t> sizes[] = {{"patch_elements", config.patch_elements},
-                                                        {"hidden", config.hidden},
-                                                        {"layers", config.layers},
-                                                        {"heads", config.heads},
-                                                        {"feed_forward", config.feed_forward},
-                                                        {"max_frames", config.max_frames},
-                                                        {"max_height", config.max_height},
-                                                        {"max_width", config.max_width}};
-  for (const auto& [key, value] : sizes)
-    if (value < 1 || value > kMost) wrong(key, std::to_string(value), fmt::format("1 to {}", kMost));
-  if (config.head_dim < 0 || config.head_dim > kMost)
-    wrong("head_dim", std::to_string(config.head_dim), "0 (hidden / heads) or more");
-  if (config.heads * config.head_dim > kMost)
-    wrong("heads", std::to_string(config.heads), fmt::format("heads * head_dim up to {}", kMost));
-  if (config.head_dim == 0 && config.hidden % config.heads != 0)
-    wrong("hidden", std::to_string(config.hidden), fmt::format("a multiple of heads, {}", config.heads));
-  if (config.timestep_features < 2 || config.timestep_features % 2 != 0 || config.timestep_features > kMost)
-    wrong("timestep_features", std::to_string(config.timestep_features), "an even number, 2 or more");
-  if (!(config.norm_epsilon > 0) || !std::isfinite(config.norm_epsilon))
-    wrong("norm_epsilon", fmt::format("{}", config.norm_epsilon), "a number above 0");
-  if (!(config.initializer_range >= 0) || !std::isfinite(config.initializer_range))
-    wrong("initializer_range", fmt::format("{}", config.initializer_range), "0 or more");
-  if (!std::isfinite(config.gate_init))
-    wrong("gate_init", fmt::format("{}", config.gate_init), "a finite number");
+  want_size("patch_elements", config.patch_elements);
+  want_size("hidden", config.hidden);
+  want_size("layers", config.layers);
+  want_size("heads", config.heads);
+  want_size("feed_forward", config.feed_forward);
+  want_size("max_frames", config.max_frames);
+  want_size("max_height", config.max_height);
+  want_size("max_width", config.max_width);
+  want(config.head_dim >= 0, "head_dim", config.head_dim, "0 (hidden / heads) or more");
+  if (config.head_dim > 0) want_size("head_dim", config.head_dim);
+  if (config.head_dim > 0) want_size("heads * head_dim", config.heads * config.head_dim);
+  want(config.head_dim > 0 || config.hidden % config.heads == 0, "hidden", config.hidden,
+       fmt::format("a multiple of heads, {}", config.heads));
+  want_size("timestep_features", config.timestep_features);
+  want(config.timestep_features % 2 == 0, "timestep_features", config.timestep_features,
+       "an even number, 2 or more");
+  want(config.norm_epsilon > 0 && std::isfinite(config.norm_epsilon), "norm_epsilon", config.norm_epsilon,
+       "a number above 0");
+  want(config.initializer_range >= 0 && std::isfinite(config.initializer_range), "initializer_range",
+       config.initializer_range, "0 or more");
+  want(std::isfinite(config.gate_init), "gate_init", config.gate_init, "a finite number");
 }
 
 struct VideoDiT::Impl {
   const VideoDiTConfig config;
   const at::ScalarType dtype;
-  std::vector<std::pair<std::string, at::Tensor>> in_order{};
+  const ModelHooks& hooks;  // the model's
+  const Attention& given_attention;
   Linear patch{}, time_in{}, time_out{}, final_modulation{}, final_linear{};
   at::Tensor frame{}, row{}, column{};  // [max_frames, hidden], ...
   std::vector<DiTBlock> blocks{};
   AroundBlock around{};  // empty: nothing
-  Attention given_attention{};
-  ModelHooks hooks{};
 
-  void create(torch::nn::Module& root, at::Device device) {
-    RegisterUnder register_under(root);
-    const auto parameter = [&](const std::string& name, at::IntArrayRef shape) {
-      const at::Tensor tensor =
-          at::empty(shape, at::TensorOptions().dtype(dtype).device(device)).requires_grad_();
-      register_under(name, tensor);
-      in_order.emplace_back(name, tensor);
-      return tensor;
-    };
-    const auto linear = [&](const std::string& name, std::int64_t out, std::int64_t in) {
-      return Linear{parameter(name + ".weight", {out, in}), parameter(name + ".bias", {out})};
-    };
+  void create(torch::nn::Module& root, at::Device device, NamedTensors& in_order) {
+    ParameterMaker parameter(root, at::TensorOptions(dtype).device(device), in_order);
     const std::int64_t hidden = config.hidden, dim = config.width_of_head(), inner = config.heads * dim;
-    patch = linear("patch_embedding", hidden, config.patch_elements);
+    patch = parameter.linear("patch_embedding", hidden, config.patch_elements);
     frame = parameter("frame_embedding.weight", {config.max_frames, hidden});
     row = parameter("row_embedding.weight", {config.max_height, hidden});
     column = parameter("column_embedding.weight", {config.max_width, hidden});
-    time_in = linear("timestep.in", hidden, config.timestep_features);
-    time_out = linear("timestep.out", hidden, hidden);
+    time_in = parameter.linear("timestep.in", hidden, config.timestep_features);
+    time_out = parameter.linear("timestep.out", hidden, hidden);
     for (std::int64_t layer = 0; layer < config.layers; ++layer) {
       const std::string prefix = fmt::format("blocks.{}.", layer);
       DiTBlock block;
-      block.modulation = linear(prefix + "modulation", 6 * hidden, hidden);
-      block.q = linear(prefix + "attention.q", inner, hidden);
-      block.k = linear(prefix + "attention.k", inner, hidden);
-      block.v = linear(prefix + "attention.v", inner, hidden);
+      block.modulation = parameter.linear(prefix + "modulation", 6 * hidden, hidden);
+      block.q = parameter.linear(prefix + "attention.q", inner, hidden);
+      block.k = parameter.linear(prefix + "attention.k", inner, hidden);
+      block.v = parameter.linear(prefix + "attention.v", inner, hidden);
       block.q_norm = parameter(prefix + "attention.q_norm.weight", {dim});
       block.k_norm = parameter(prefix + "attention.k_norm.weight", {dim});
-      block.o = linear(prefix + "attention.o", hidden, inner);
-      block.in = linear(prefix + "feed_forward.in", config.feed_forward, hidden);
-      block.out = linear(prefix + "feed_forward.out", hidden, config.feed_forward);
+      block.o = parameter.linear(prefix + "attention.o", hidden, inner);
+      block.in = parameter.linear(prefix + "feed_forward.in", config.feed_forward, hidden);
+      block.out = parameter.linear(prefix + "feed_forward.out", hidden, config.feed_forward);
       blocks.push_back(std::move(block));
     }
-    final_modulation = linear("final.modulation", 2 * hidden, hidden);
-    final_linear = linear("final.linear", config.patch_elements, hidden);
-  }
-
-  void initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
-    const at::NoGradGuard no_grad;
-    if (name.ends_with(".bias")) {
-      values.zero_();
-      if (name.starts_with("blocks.") && name.ends_with(".modulation.bias"))
-        for (const std::int64_t gate : {2, 5})
-          values.narrow(0, gate * config.hidden, config.hidden).fill_(config.gate_init);
-    } else if (values.dim() == 1) {
-      values.fill_(1);
-    } else if (config.gate_init == 0 &&
-               (name.ends_with("modulation.weight") || name == "final.linear.weight")) {
-      values.zero_();
-    } else {
-      fill_normal(values, config.initializer_range, seed, name);
-    }
+    final_modulation = parameter.linear("final.modulation", 2 * hidden, hidden);
+    final_linear = parameter.linear("final.linear", config.patch_elements, hidden);
   }
 
   at::Tensor norm(const at::Tensor& x) const {
@@ -208,12 +173,7 @@ struct VideoDiT::Impl {
                       times.sizes()),
              fmt::format("[{0}, {1}], [{0}, 3] int64 and [{2}]", count, config.patch_elements, fragments),
              "Pass what belongs to the batch, cut into the patches that the model was made for");
-    if (batch.cut && !given_attention)
-      refuse(where,
-             fmt::format(
-                 "a part of a batch that is cut over {} context ranks, and attention that knows no ranks",
-                 batch.cut->pieces.size()),
-             "attention over the context ranks", "Give the model a ContextAttention (set_attention)");
+    check_attention(batch, static_cast<bool>(given_attention));
     if (count == 0) return;
     const at::Tensor places = coordinates.cpu(), most = places.amax(0), least = places.amin(0);
     const at::Tensor largest =
@@ -228,16 +188,18 @@ struct VideoDiT::Impl {
   }
 };
 
-VideoDiT::VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, at::Device device) {
+VideoDiT::VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, at::Device device)
+    : ReferenceModel("blocks.") {
   check(config);
   check_model_dtype(dtype);
-  impl_ = std::make_unique<Impl>(Impl{.config = config, .dtype = dtype});
-  impl_->create(*this, device);
+  impl_ = std::make_unique<Impl>(
+      Impl{.config = config, .dtype = dtype, .hooks = *hooks_, .given_attention = attention_});
+  impl_->create(*this, device, named_);
 }
 
 VideoDiT::VideoDiT(const VideoDiTConfig& config, at::ScalarType dtype, std::uint64_t seed)
     : VideoDiT(config, dtype) {
-  for (auto& [name, tensor] : impl_->in_order) impl_->initialize(name, tensor, seed);
+  for (auto& [name, tensor] : named_) initialize(name, tensor, seed);
 }
 
 std::shared_ptr<VideoDiT> VideoDiT::without_values(const VideoDiTConfig& config, at::ScalarType dtype) {
@@ -245,7 +207,20 @@ std::shared_ptr<VideoDiT> VideoDiT::without_values(const VideoDiTConfig& config,
 }
 
 void VideoDiT::initialize(const std::string& name, at::Tensor& values, std::uint64_t seed) const {
-  impl_->initialize(name, values, seed);
+  const at::NoGradGuard no_grad;
+  if (name.ends_with(".bias")) {
+    values.zero_();
+    if (name.starts_with("blocks.") && name.ends_with(".modulation.bias"))
+      for (const std::int64_t gate : {2, 5})
+        values.narrow(0, gate * config().hidden, config().hidden).fill_(config().gate_init);
+  } else if (values.dim() == 1) {
+    values.fill_(1);
+  } else if (config().gate_init == 0 &&
+             (name.ends_with("modulation.weight") || name == "final.linear.weight")) {
+    values.zero_();
+  } else {
+    fill_normal(values, config().initializer_range, seed, name);
+  }
 }
 
 VideoDiT::~VideoDiT() = default;
@@ -260,10 +235,6 @@ at::ScalarType VideoDiT::dtype() const {
 
 at::Device VideoDiT::device() const {
   return impl_->frame.device();
-}
-
-std::vector<std::pair<std::string, at::Tensor>> VideoDiT::named() {
-  return impl_->in_order;
 }
 
 at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
@@ -311,22 +282,6 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
 
 void VideoDiT::set_around_block(AroundBlock around) {
   impl_->around = std::move(around);
-}
-
-std::vector<at::Tensor> VideoDiT::block_parameters(std::int64_t layer) const {
-  std::vector<at::Tensor> parameters;
-  const std::string prefix = fmt::format("blocks.{}.", layer);
-  for (const auto& [name, tensor] : impl_->in_order)
-    if (name.starts_with(prefix)) parameters.push_back(tensor);
-  return parameters;
-}
-
-void VideoDiT::set_attention(Attention attention) {
-  impl_->given_attention = std::move(attention);
-}
-
-ModelHooks& VideoDiT::hooks() const {
-  return impl_->hooks;
 }
 
 }  // namespace isograd

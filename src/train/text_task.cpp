@@ -16,7 +16,7 @@
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/hf_weights.hpp"
-#include "model/mixture.hpp"
+#include "model/experts.hpp"
 #include "train/build.hpp"
 #include "train/compose.hpp"
 #include "train/evaluate.hpp"

@@ -13,7 +13,6 @@
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "isograd/verify.hpp"
-#include "model/json_reader.hpp"
 #include "model/safetensors.hpp"
 #include "verify/diagnosis.hpp"
 

@@ -8,7 +8,7 @@
 #include "fuzz/reader_parts.hpp"
 #include "isograd/model.hpp"
 #include "model/hf_config.hpp"
-#include "model/rotary_table.hpp"
+#include "model/decoder.hpp"
 #include "model/safetensors.hpp"
 #include "train/video_task.hpp"
 

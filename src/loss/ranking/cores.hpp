@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -65,6 +66,18 @@ template <typename T>
 ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient);
 template <typename T>
 ClassResult mean_rate(const ClassPool<T>& pool, const RateRule& rule, T* gradient);
+
+// One of the losses: what it computes of a class, and what else its base needs to know.
+struct RankingCore {
+  template <typename Compute>
+  explicit RankingCore(Compute each) : single(each), exact(each) {}
+
+  std::function<ClassResult(const ClassPool<float>&, float*)> single;
+  std::function<ClassResult(const ClassPool<double>&, double*)> exact;
+  std::uint64_t fingerprint = 1;    // hash of its own options
+  bool shards_work = false;         // over the ranks
+  std::optional<RateRule> rates{};  // of a loss that needs only thresholds
+};
 
 // Such a loss in steps, so that the rows may lie on several ranks: the scores that thresholds are quantiles
 // of, and which quantiles; sums over rows, which add up over ranks; the result.

@@ -166,8 +166,12 @@ void refuse_cold(const std::string& where, const std::vector<ClassResult>& class
 
 }  // namespace
 
-RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
-    : torch::nn::Module(name), name_(std::move(name)), options_(options), group_(std::move(group)) {
+RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group, RankingCore core)
+    : torch::nn::Module(name),
+      name_(std::move(name)),
+      options_(options),
+      group_(std::move(group)),
+      core_(std::make_shared<const RankingCore>(std::move(core))) {
   const auto number = [](auto value) { return fmt::format("{}", value); };
   check(options_.num_classes > 0, "num_classes", number(options_.num_classes), "1 or more");
   check(options_.queue_size >= 0, "queue_size", number(options_.queue_size), "0 or more");
@@ -185,10 +189,6 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group)
   position_ = register_buffer("position", at::zeros({2}, at::kLong));
   temperature_ = register_buffer("temperature", at::full({1}, options_.temperature, at::kDouble));
   without_value_.assign(static_cast<std::size_t>(options_.num_classes), 0);
-}
-
-std::optional<RateRule> RankingLoss::rates() const {
-  return std::nullopt;
 }
 
 void RankingLoss::check(bool holds, const std::string& key, const std::string& found,
@@ -341,7 +341,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
                              "{} {} {} {} {} {} {} {} {} {}", name_, classes, options_.queue_size,
                              temperature(), static_cast<int>(options_.reduction), options_.max_pool_size,
                              static_cast<int>(options_.grad_reduction), static_cast<int>(options_.thresholds),
-                             options_.seed, fingerprint())),
+                             options_.seed, core_->fingerprint)),
                          .forwards = forwards_made(position_),
                          .wants_gradient = differentiable,
                          .updates_queue = updates};
@@ -358,7 +358,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
   const std::vector<std::int64_t> queued =
       updates ? rows_for_queue(counts.total()) : std::vector<std::int64_t>();
   const at::ScalarType type = computing_type(local.scores.scalar_type());
-  const std::optional<RateRule> rule = rates();
+  const std::optional<RateRule>& rule = core_->rates;
   // Decided from what all ranks know alike.
   const bool selects =
       rule && selects_thresholds(options_, *rule, counts, type, queued.size(), group_.size());
@@ -387,8 +387,13 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
     const std::vector<std::int64_t> chosen = subsample(pool);
     const auto run = [&](auto zero) {
       using T = decltype(zero);
-      return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, deals_out_work(), group_,
-                                [&](const ClassPool<T>& view, T* own) { return compute(view, own); });
+      return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, core_->shards_work,
+                                group_, [&](const ClassPool<T>& view, T* own) {
+                                  if constexpr (std::is_same_v<T, float>)
+                                    return core_->single(view, own);
+                                  else
+                                    return core_->exact(view, own);
+                                });
     };
     computed = type == at::kDouble ? run(double()) : run(float());
     refuse_cold(name_, computed.classes, temperature());

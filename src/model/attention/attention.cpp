@@ -4,10 +4,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "model/attention/cudnn.hpp"
 #include "model/attention/kernel.hpp"
-#include "model/attention/products.hpp"
-#include "model/attention/views.hpp"
 
 namespace isograd {
 namespace {
@@ -80,45 +77,47 @@ at::Tensor hidden_by(const at::Tensor& cu_seqlens, std::int64_t tokens, bool cau
       .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
 }
 
-// Neither computes nor keeps a T×T matrix, but where fragments are known on the device alone (`on_device`,
+enum Way : std::int64_t { kCudnn, kFragments, kMask, kTiles, kProducts };
+
+// Neither computes nor keeps a T×T matrix, except where fragments are known on the device alone (`on_device`,
 // their cu_seqlens) and no kernel reads them there: then the scores of all tokens, a slice at a time.
 class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::vector<std::int64_t>& cu_seqlens,
                             const std::optional<at::Tensor>& on_device, bool causal) {
+    const Qkv of{q, k, v};
+    const Way way = is_one_fragment(cu_seqlens) && cudnn::serves(of, causal) ? kCudnn
+                    : on_device && fragments::has_kernel(q, k, causal)       ? kFragments
+                    : on_device                                              ? kMask
+                    : has_tile_kernel(q, k, causal)                          ? kTiles
+                                                                             : kProducts;
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
-    const bool by_cudnn = is_one_fragment(cu_seqlens) && cudnn::serves(q, k, v, causal);
-    ctx->saved_data["by_cudnn"] = by_cudnn;
-    if (by_cudnn) {
-      const fragments::Attended attended = cudnn::attend(q, k, v, causal);
-      ctx->save_for_backward({q, k, v, attended.out, attended.log_sums});
-      return attended.out;
-    }
-    if (on_device && fragments::has_kernel(q, k, causal)) {
+    ctx->saved_data["way"] = static_cast<std::int64_t>(way);
+    if (way == kCudnn || way == kFragments) {
       const fragments::Attended attended =
-          fragments::attend(q, k, v, *on_device, longest_of(cu_seqlens), causal);
-      ctx->save_for_backward(
-          {q, k, v, attended.out, attended.log_sums, attended.seed, attended.offset, *on_device});
+          way == kCudnn ? cudnn::attend(of, causal)
+                        : fragments::attend(of, *on_device, longest_of(cu_seqlens), causal);
+      ctx->save_for_backward({q, k, v, attended.out, attended.log_sums, attended.seed, attended.offset,
+                              on_device.value_or(at::Tensor())});
       return attended.out;
     }
     at::Tensor out = at::empty(q.sizes(), q.options());
-    if (on_device) {
-      products::attend_fragments(
-          q, k, v, {all_of(q, causal)}, out, products::kScores,
-          hidden_by(*on_device, q.size(0), causal, accumulating_type(q.scalar_type())));
+    const auto type = accumulating_type(q.scalar_type());
+    if (way == kMask) {
+      products::attend_fragments(of, {all_of(q, causal)}, out, products::kScores,
+                                 hidden_by(*on_device, q.size(0), causal, type));
       ctx->save_for_backward({q, k, v, *on_device});
       return out;
     }
     const auto tiles = tiles_of(cu_seqlens, causal);
-    if (has_tile_kernel(q, k, causal)) {
-      const at::Tensor log_sums =
-          at::empty({q.size(0), q.size(1)}, q.options().dtype(accumulating_type(q.scalar_type())));
-      for (const Tile& tile : tiles) attend_tile(q, k, v, tile, rows_of(out, tile), rows_of(log_sums, tile));
+    if (way == kTiles) {
+      const at::Tensor log_sums = at::empty({q.size(0), q.size(1)}, q.options().dtype(type));
+      for (const Tile& tile : tiles) attend_tile(of, tile, rows_of(out, tile), rows_of(log_sums, tile));
       ctx->save_for_backward({q, k, v, out, log_sums});
     } else {
-      products::attend_fragments(q, k, v, tiles, out);
+      products::attend_fragments(of, tiles, out);
       ctx->save_for_backward({q, k, v});
     }
     return out;
@@ -127,51 +126,42 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     ISOGRAD_INVARIANT(!at::GradMode::is_enabled(),
                       "a second derivative of attention, which is not supported");
-    const auto saved = ctx->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2];
-    const bool causal = ctx->saved_data["causal"].toBool();
-    const auto cu_seqlens = ctx->saved_data["cu_seqlens"].toIntVector();
-    const at::Tensor gradient = gradients[0].contiguous();
-    if (ctx->saved_data["by_cudnn"].toBool()) {
-      const auto result =
-          cudnn::attend_backward(q, k, v, gradient, {.out = saved[3], .log_sums = saved[4]}, causal);
-      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
-    }
-    if (saved.size() == 8) {
-      const auto result =
-          fragments::attend_backward(q, k, v, gradient, {saved[3], saved[4], saved[5], saved[6]}, saved[7],
-                                     longest_of(cu_seqlens), causal);
-      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
-    }
-    const AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
-                                    at::empty(v.sizes(), v.options())};
-    if (saved.size() == 4) {
-      products::attend_fragments_backward(
-          q, k, v, gradient, {all_of(q, causal)}, result, products::kScores,
-          hidden_by(saved[3], q.size(0), causal, accumulating_type(q.scalar_type())));
-      return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
-    }
-    const auto tiles = tiles_of(cu_seqlens, causal);
-    if (saved.size() == 3) {  // without `out` and its log-sums
-      products::attend_fragments_backward(q, k, v, gradient, tiles, result);
-    } else {
-      for (const Tile& tile : tiles) {
-        const AttendedGradient attended{rows_of(saved[3], tile), rows_of(saved[4], tile),
-                                        rows_of(gradient, tile)};
-        attend_tile_backward(q, k, v, attended, tile, result, /*adds=*/false);
-      }
-    }
+    const Qkv result = gradients_of(ctx, gradients[0].contiguous());
     return {result.q, result.k, result.v, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static Qkv gradients_of(AutogradContext* ctx, const at::Tensor& gradient) {
+    const auto saved = ctx->get_saved_variables();
+    const Qkv of{saved[0], saved[1], saved[2]};
+    const bool causal = ctx->saved_data["causal"].toBool();
+    const auto way = static_cast<Way>(ctx->saved_data["way"].toInt());
+    const auto cu_seqlens = ctx->saved_data["cu_seqlens"].toIntVector();
+    if (way == kCudnn)
+      return cudnn::attend_backward(of, gradient, {.out = saved[3], .log_sums = saved[4]}, causal);
+    if (way == kFragments)
+      return fragments::attend_backward(of, gradient, {saved[3], saved[4], saved[5], saved[6]}, saved[7],
+                                        longest_of(cu_seqlens), causal);
+    const Qkv result{at::empty(of.q.sizes(), of.q.options()), at::empty(of.k.sizes(), of.k.options()),
+                     at::empty(of.v.sizes(), of.v.options())};
+    const auto tiles = tiles_of(cu_seqlens, causal);
+    if (way == kMask)
+      products::attend_fragments_backward(
+          of, gradient, {all_of(of.q, causal)}, result, products::kScores,
+          hidden_by(saved[3], of.q.size(0), causal, accumulating_type(of.q.scalar_type())));
+    else if (way == kProducts)
+      products::attend_fragments_backward(of, gradient, tiles, result);
+    else
+      for (const Tile& tile : tiles)
+        attend_tile_backward(of, {rows_of(saved[3], tile), rows_of(saved[4], tile), rows_of(gradient, tile)},
+                             tile, result, /*adds=*/false);
+    return result;
   }
 };
 
 at::Tensor dense_rows(const at::Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
-
-}  // namespace
-
-namespace {
 
 constexpr std::int64_t kMostTokensOfAMask = 4096;
 

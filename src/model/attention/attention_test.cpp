@@ -9,7 +9,7 @@
 
 #include "isograd/error.hpp"
 #include "kernels/matmul/product.hpp"
-#include "model/attention/products.hpp"
+#include "model/attention/kernel.hpp"
 
 namespace isograd {
 namespace {
@@ -145,9 +145,9 @@ std::vector<at::Tensor> by_products(const Problem& p, const std::vector<std::int
                      .k_length = cut[f + 1] - cut[f],
                      .causal = causal});
   at::Tensor out = at::full_like(p.q, NAN);
-  products::attend_fragments(p.q, p.k, p.v, tiles, out, scores);
-  const AttentionGradients of{at::full_like(p.q, NAN), at::full_like(p.k, NAN), at::full_like(p.v, NAN)};
-  products::attend_fragments_backward(p.q, p.k, p.v, p.weight, tiles, of, scores);
+  products::attend_fragments({p.q, p.k, p.v}, tiles, out, scores);
+  const Qkv of{at::full_like(p.q, NAN), at::full_like(p.k, NAN), at::full_like(p.v, NAN)};
+  products::attend_fragments_backward({p.q, p.k, p.v}, p.weight, tiles, of, scores);
   return {out, of.q, of.k, of.v};
 }
 

@@ -1,4 +1,4 @@
-#include "model/attention/blocks.hpp"
+#include "model/attention/kernel.hpp"
 
 #include <ATen/ATen.h>
 
@@ -12,7 +12,6 @@
 #include "kernels/matmul/brgemm.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "kernels/transpose.hpp"
-#include "model/attention/views.hpp"
 
 // FlashAttention's recurrences (Dao 2023, arXiv 2307.08691, algorithms 1 and 2), one head at a time: softmax
 // over blocks of keys with the maximum and the sum so far, and backward from the saved log-sums.
@@ -86,12 +85,12 @@ struct Work {
   std::int64_t dim, groups, key_heads;
   float scale;
 
-  Work(const Tile& of, const at::Tensor& q, const at::Tensor& k)
-      : tile(of),
-        dim(q.size(2)),
-        groups(queries_per_key(q, k)),
-        key_heads(k.size(1)),
-        scale(static_cast<float>(1 / std::sqrt(static_cast<double>(q.size(2))))) {}
+  Work(const Tile& tile_, const Qkv& of)
+      : tile(tile_),
+        dim(of.q.size(2)),
+        groups(queries_per_key(of.q, of.k)),
+        key_heads(of.k.size(1)),
+        scale(static_cast<float>(1 / std::sqrt(static_cast<double>(of.q.size(2))))) {}
 
   // Calls `each` (fragment, key head) on LibTorch's threads, with a thread's memory of as many floats.
   template <typename F>
@@ -114,9 +113,8 @@ struct Work {
 
 }  // namespace
 
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            const at::Tensor& out, const at::Tensor& log_sums) {
-  const Work work(tile, q, k);
+void attend(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums) {
+  const Work work(tile, of);
   const bool at_once = tile.k_length <= kGathered;
   const std::int64_t dim = work.dim, all_keys = at_once ? (tile.k_length + kKeys - 1) / kKeys * kKeys : kKeys;
   const std::int64_t floats = 2 * all_keys * dim + kQueries * (2 * dim + kKeys + 3);
@@ -132,8 +130,8 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
     const auto gather_block = [&](std::int64_t key, float* turned, float* values) {
       const std::int64_t row = tile.k_row + fragment * tile.k_length + key,
                          count = std::min(kKeys, tile.k_length - key);
-      gather_turned(head_of(k, row, key_head), count, dim, turned, kKeys);
-      gather(head_of(v, row, key_head), count, dim, values);
+      gather_turned(head_of(of.k, row, key_head), count, dim, turned, kKeys);
+      gather(head_of(of.v, row, key_head), count, dim, values);
     };
     if (at_once)
       for (std::int64_t key = 0; key < tile.k_length; key += kKeys)
@@ -142,7 +140,7 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
       for (std::int64_t begin = 0; begin < tile.q_length; begin += kQueries) {
         const std::int64_t rows = work.queries_from(begin), filled = filled_up(rows),
                            place = fragment * tile.q_length + begin;
-        gather(head_of(q, tile.q_row + place, head), rows, dim, queries);
+        gather(head_of(of.q, tile.q_row + place, head), rows, dim, queries);
         std::fill_n(max, rows, -std::numeric_limits<float>::infinity());
         std::fill_n(sum, rows, 0.f);
         for (std::int64_t key = 0, count; (count = work.keys_from(key, begin)) > 0; key += kKeys) {
@@ -169,10 +167,9 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   });
 }
 
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, const AttentionGradients& gradients,
+void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile, const Qkv& gradients,
                      bool adds) {
-  const Work work(tile, q, k);
+  const Work work(tile, of);
   const std::int64_t dim = work.dim, all_keys = std::min(filled_up(tile.k_length), kGathered);
   const std::int64_t floats = 4 * all_keys * dim + 5 * kQueries * dim + 3 * kQueries * kKeys + 2 * kQueries;
   work.for_each_head(floats, [&](std::int64_t fragment, std::int64_t key_head, float* memory) {
@@ -190,15 +187,15 @@ void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     for (std::int64_t first = 0; first < tile.k_length; first += kGathered) {
       const std::int64_t k_row = tile.k_row + fragment * tile.k_length + first,
                          gathered = std::min(kGathered, tile.k_length - first);
-      gather(head_of(k, k_row, key_head), gathered, dim, keys);
-      gather(head_of(v, k_row, key_head), gathered, dim, values);
+      gather(head_of(of.k, k_row, key_head), gathered, dim, keys);
+      gather(head_of(of.v, k_row, key_head), gathered, dim, values);
       std::fill_n(dkeys, all_keys * dim, 0.f), std::fill_n(dvalues, all_keys * dim, 0.f);
       for (std::int64_t head = key_head * work.groups; head < (key_head + 1) * work.groups; ++head)
         // The queries before the first of these keys see none of them.
         for (std::int64_t begin = tile.causal ? first : 0; begin < tile.q_length; begin += kQueries) {
           const std::int64_t rows = work.queries_from(begin), filled = filled_up(rows),
                              place = fragment * tile.q_length + begin;
-          const Head<const float> of_queries = head_of(q, tile.q_row + place, head),
+          const Head<const float> of_queries = head_of(of.q, tile.q_row + place, head),
                                   of_gradient = head_of(attended.gradient, place, head),
                                   of_out = head_of(attended.out, place, head),
                                   of_logs = head_of(attended.log_sums, place, head);

@@ -1,9 +1,8 @@
-#include "model/attention/cudnn.hpp"
+#include "model/attention/kernel.hpp"
 
 #include <algorithm>
 
 #include "isograd/error.hpp"
-#include "model/attention/views.hpp"
 
 #ifdef ISOGRAD_WITH_CUDNN
 #include <ATen/cudnn/Handle.h>
@@ -174,7 +173,8 @@ std::mutex& mutex() {
   return one;
 }
 
-Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal) {
+Sizes sizes_of(const Qkv& of, bool causal) {
+  const auto& [q, k, v] = of;
   return {.device = q.device().index(),
           .tokens = q.size(0),
           .heads = q.size(1),
@@ -228,19 +228,21 @@ void run(const fe::graph::Graph& graph, std::int64_t bytes, const at::Tensor& li
 
 }  // namespace
 
-bool serves(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal) {
+bool serves(const Qkv& of, bool causal) {
+  const auto& [q, k, v] = of;
   const auto type = q.scalar_type();
   if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) || q.size(2) % 8 != 0 || q.size(2) > 128 ||
       q.size(0) == 0 || q.size(0) % kTokenStep != 0 || !is_aligned(q) || !is_aligned(k) || !is_aligned(v) ||
       key_heads_at_a_time(q.size(0), q.size(1), k.size(1)) == 0)
     return false;
   const c10::DeviceGuard guard(q.device());
-  return plans_for(sizes_of(q, k, v, causal)) != nullptr;
+  return plans_for(sizes_of(of, causal)) != nullptr;
 }
 
-fragments::Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal) {
+fragments::Attended attend(const Qkv& of, bool causal) {
+  const auto& [q, k, v] = of;
   const c10::DeviceGuard guard(q.device());
-  const Plans& plans = *plans_for(sizes_of(q, k, v, causal));
+  const Plans& plans = *plans_for(sizes_of(of, causal));
   fragments::Attended result{.out = at::empty(q.sizes(), q.options()),
                              .log_sums = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat))};
   run(*plans.forward, plans.forward_bytes, q,
@@ -252,14 +254,14 @@ fragments::Attended attend(const at::Tensor& q, const at::Tensor& k, const at::T
   return result;
 }
 
-AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& given, const fragments::Attended& attended,
-                                   bool causal) {
+Qkv attend_backward(const Qkv& of, const at::Tensor& given, const fragments::Attended& attended,
+                    bool causal) {
+  const auto& [q, k, v] = of;
   const c10::DeviceGuard guard(q.device());
   const at::Tensor gradient = is_aligned(given) ? given : given.clone();
-  const Plans& plans = *plans_for(sizes_of(q, k, v, causal));
-  AttentionGradients result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
-                            at::empty(v.sizes(), v.options())};
+  const Plans& plans = *plans_for(sizes_of(of, causal));
+  Qkv result{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+             at::empty(v.sizes(), v.options())};
   const std::int64_t tokens = q.size(0), dim = q.size(2), group = queries_per_key(q, k);
   for (std::int64_t key_head = 0; key_head < k.size(1); key_head += plans.key_heads) {
     const std::int64_t keys = key_head * dim, queries = keys * group;
@@ -279,14 +281,13 @@ AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, con
 
 #else  // without cuDNN nobody calls the rest
 
-bool serves(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool) {
+bool serves(const Qkv&, bool) {
   return false;
 }
-fragments::Attended attend(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool) {
+fragments::Attended attend(const Qkv&, bool) {
   ISOGRAD_INVARIANT(false, "a build without cuDNN");
 }
-AttentionGradients attend_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                   const fragments::Attended&, bool) {
+Qkv attend_backward(const Qkv&, const at::Tensor&, const fragments::Attended&, bool) {
   ISOGRAD_INVARIANT(false, "a build without cuDNN");
 }
 

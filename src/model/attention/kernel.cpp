@@ -4,8 +4,6 @@
 #include <ATen/Context.h>
 
 #include "kernels/matmul/product.hpp"
-#include "model/attention/blocks.hpp"
-#include "model/attention/views.hpp"
 
 namespace isograd {
 namespace {
@@ -64,8 +62,8 @@ class InOneOrder {
              fills_ = context_.deterministicFillUninitializedMemory();
 };
 
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            const at::Tensor& out, const at::Tensor& log_sums) {
+void attend(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums) {
+  const auto& [q, k, v] = of;
   const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
   const Rows own{0, tile.count, tile.q_length};
   const auto result =
@@ -75,9 +73,9 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   put(std::get<1>(result).transpose(1, 2), batch(log_sums, own), false);  // [count, H, q_length]
 }
 
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, const AttentionGradients& gradients,
+void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile, const Qkv& gradients,
                      bool adds) {
+  const auto& [q, k, v] = of;
   const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
   const Rows own{0, tile.count, tile.q_length};
   const at::Tensor log_sums = batch(attended.log_sums, own).transpose(1, 2).contiguous();
@@ -107,10 +105,10 @@ bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
   return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
 }
 
-void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-                 const at::Tensor& out, const at::Tensor& log_sums) {
-  if (!q.is_cpu()) return flash::attend(q, k, v, tile, out, log_sums);
-  if (goes_by_blocks(q)) return blocks::attend(q, k, v, tile, out, log_sums);
+void attend_tile(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums) {
+  const auto& [q, k, v] = of;
+  if (!q.is_cpu()) return flash::attend(of, tile, out, log_sums);
+  if (goes_by_blocks(q)) return blocks::attend(of, tile, out, log_sums);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {
     const auto [part, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -120,11 +118,11 @@ void attend_tile(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
   }
 }
 
-void attend_tile_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const AttendedGradient& attended, const Tile& tile,
-                          const AttentionGradients& gradients, bool adds) {
-  if (!q.is_cpu()) return flash::attend_backward(q, k, v, attended, tile, gradients, adds);
-  if (goes_by_blocks(q)) return blocks::attend_backward(q, k, v, attended, tile, gradients, adds);
+void attend_tile_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile,
+                          const Qkv& gradients, bool adds) {
+  const auto& [q, k, v] = of;
+  if (!q.is_cpu()) return flash::attend_backward(of, attended, tile, gradients, adds);
+  if (goes_by_blocks(q)) return blocks::attend_backward(of, attended, tile, gradients, adds);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {
     const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -143,17 +141,17 @@ bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
   return q.is_cuda() && q.size(0) > 0 && has_tile_kernel(q, k, causal);
 }
 
-Attended attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
-                std::int64_t longest, bool causal) {
+Attended attend(const Qkv& of, const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
+  const auto& [q, k, v] = of;
   const auto result =
       at::_flash_attention_forward(q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal,
                                    /*return_debug_mask=*/false);
   return {std::get<0>(result), std::get<1>(result), std::get<2>(result), std::get<3>(result)};
 }
 
-AttentionGradients attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const at::Tensor& gradient, const Attended& attended,
-                                   const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
+Qkv attend_backward(const Qkv& of, const at::Tensor& gradient, const Attended& attended,
+                    const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
+  const auto& [q, k, v] = of;
   const flash::InOneOrder guard;
   const auto [dq, dk, dv] = at::_flash_attention_backward(gradient, q, k, v, attended.out, attended.log_sums,
                                                           cu_seqlens, cu_seqlens, longest, longest, 0.0,

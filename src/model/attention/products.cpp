@@ -1,12 +1,10 @@
-#include "model/attention/products.hpp"
+#include "model/attention/kernel.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <cmath>
 #include <limits>
-
-#include "model/attention/views.hpp"
 
 namespace isograd::products {
 namespace {
@@ -30,17 +28,16 @@ struct Operands {
   at::Tensor hidden;  // [L, L]: −∞ where a query must not see a key of its own slice; for causal tiles
   at::Tensor given;   // [T, T] in its place, for all slices
 
-  Operands(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& of,
-           std::int64_t most_scores = kScores, at::Tensor hidden_by_caller = {})
+  Operands(const Qkv& x, const Tile& of, std::int64_t most_scores = kScores, at::Tensor hidden_by_caller = {})
       : tile(of),
-        groups(queries_per_key(q, k)),
+        groups(queries_per_key(x.q, x.k)),
         queries(std::min(
             tile.q_length,
-            std::max(kFewestQueries, at::divup(most_scores, tile.count * q.size(1) * tile.k_length)))),
-        scale(1 / std::sqrt(static_cast<double>(q.size(2)))),
-        type(accumulating_type(q.scalar_type())),
-        keys(batches(k)),
-        values(batches(v)),
+            std::max(kFewestQueries, at::divup(most_scores, tile.count * x.q.size(1) * tile.k_length)))),
+        scale(1 / std::sqrt(static_cast<double>(x.q.size(2)))),
+        type(accumulating_type(x.q.scalar_type())),
+        keys(batches(x.k)),
+        values(batches(x.v)),
         given(std::move(hidden_by_caller)) {
     if (!tile.causal || given.defined()) return;
     hidden = at::full({queries, queries}, -std::numeric_limits<double>::infinity(), keys.options()).triu_(1);
@@ -101,22 +98,19 @@ void for_each_slice(const Operands& operands, F&& work) {
 
 }  // namespace
 
-void attend_fragments(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores,
+void attend_fragments(const Qkv& of, const std::vector<Tile>& tiles, at::Tensor& out, std::int64_t scores,
                       const at::Tensor& hidden) {
   for (const Tile& tile : tiles)
-    for_each_slice(Operands(q, k, v, tile, scores, hidden), [&](const Slice& slice) {
-      const at::Tensor weights = at::softmax(slice.scores(slice.joined(q)), 2);
+    for_each_slice(Operands(of, tile, scores, hidden), [&](const Slice& slice) {
+      const at::Tensor weights = at::softmax(slice.scores(slice.joined(of.q)), 2);
       slice.of(out).copy_(slice.apart(at::bmm(weights, slice.values())));
     });
 }
 
-void attend_fragments_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                               const at::Tensor& gradient, const std::vector<Tile>& tiles,
-                               const AttentionGradients& gradients, std::int64_t scores,
-                               const at::Tensor& hidden) {
+void attend_fragments_backward(const Qkv& of, const at::Tensor& gradient, const std::vector<Tile>& tiles,
+                               const Qkv& gradients, std::int64_t scores, const at::Tensor& hidden) {
   for (const Tile& tile : tiles) {
-    const Operands operands(q, k, v, tile, scores, hidden);
+    const Operands operands(of, tile, scores, hidden);
     at::Tensor of_keys, of_values;  // [F · Hkv, k_length, D]
     const auto add = [](at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, double alpha) {
       if (!sum.defined())
@@ -125,7 +119,7 @@ void attend_fragments_backward(const at::Tensor& q, const at::Tensor& k, const a
         sum.narrow(1, 0, a.size(1)).baddbmm_(a, b, /*beta=*/1, alpha);
     };
     for_each_slice(operands, [&](const Slice& slice) {
-      const at::Tensor queries = slice.joined(q), own = slice.joined(gradient);
+      const at::Tensor queries = slice.joined(of.q), own = slice.joined(gradient);
       const at::Tensor weights = at::softmax(slice.scores(queries), 2);
       const at::Tensor of_weights = at::bmm(own, slice.values().transpose(1, 2));
       const at::Tensor of_scores = at::_softmax_backward_data(of_weights, weights, 2, operands.type);
@@ -138,21 +132,20 @@ void attend_fragments_backward(const at::Tensor& q, const at::Tensor& k, const a
   }
 }
 
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            Attended& attended) {
-  for_each_slice(Operands(q, k, v, tile), [&](const Slice& slice) {
-    const at::Tensor scores = slice.scores(slice.joined(q)), log_sums = at::logsumexp(scores, {2}, true);
+void attend(const Qkv& of, const Tile& tile, Attended& attended) {
+  for_each_slice(Operands(of, tile), [&](const Slice& slice) {
+    const at::Tensor scores = slice.scores(slice.joined(of.q)), log_sums = at::logsumexp(scores, {2}, true);
     const at::Tensor part = at::bmm((scores - log_sums).exp_(), slice.values());
     merge(slice.apart(part), slice.apart(log_sums).squeeze(4), slice.of(attended.out),
           slice.of(attended.log_sums).squeeze(4));
   });
 }
 
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
-  const Operands operands(q, k, v, tile);
+void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile,
+                     const Qkv& gradients) {
+  const Operands operands(of, tile);
   for_each_slice(operands, [&](const Slice& slice) {
-    const at::Tensor queries = slice.joined(q), gradient = slice.joined(attended.gradient);
+    const at::Tensor queries = slice.joined(of.q), gradient = slice.joined(attended.gradient);
     const at::Tensor log_sums = slice.joined(attended.log_sums);  // [F · Hkv, groups · L, 1]
     const at::Tensor weights = (slice.scores(queries) - log_sums).exp_();
     const at::Tensor mean = (gradient * slice.joined(attended.out)).sum(2, true);

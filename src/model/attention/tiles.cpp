@@ -6,7 +6,6 @@
 #include <unordered_map>
 
 #include "model/attention/kernel.hpp"
-#include "model/attention/products.hpp"
 
 namespace isograd {
 namespace {
@@ -110,25 +109,23 @@ void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, a
   sums.copy_(both);
 }
 
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            Attended& attended) {
-  if (!q.is_cpu()) return products::attend(q, k, v, tile, attended);
+void attend(const Qkv& of, const Tile& tile, Attended& attended) {
+  if (!of.q.is_cpu()) return products::attend(of, tile, attended);
   const auto own = [&](const at::Tensor& x) { return x.narrow(0, tile.q_row, tile.count * tile.q_length); };
   const at::Tensor out = own(attended.out), log_sums = own(attended.log_sums);
-  const at::Tensor part = at::empty(out.sizes(), q.options());
+  const at::Tensor part = at::empty(out.sizes(), of.q.options());
   const at::Tensor part_sums = at::empty(log_sums.sizes(), out.options());
-  attend_tile(q, k, v, tile, part, part_sums);
+  attend_tile(of, tile, part, part_sums);
   merge(part, part_sums, out, log_sums);
 }
 
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
-  if (!q.is_cpu()) return products::attend_backward(q, k, v, attended, tile, gradients);
+void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile,
+                     const Qkv& gradients) {
+  if (!of.q.is_cpu()) return products::attend_backward(of, attended, tile, gradients);
   const auto own = [&](const at::Tensor& x) { return x.narrow(0, tile.q_row, tile.count * tile.q_length); };
   attend_tile_backward(
-      q, k, v,
-      {own(attended.out), own(attended.log_sums).to(gradients.q.scalar_type()), own(attended.gradient)}, tile,
-      gradients, /*adds=*/true);
+      of, {own(attended.out), own(attended.log_sums).to(gradients.q.scalar_type()), own(attended.gradient)},
+      tile, gradients, /*adds=*/true);
 }
 
 }  // namespace isograd

@@ -1,5 +1,5 @@
-// Attention of some queries to some keys: the part of softmax(q kᵀ / √D) v that one block of keys gives,
-// merged with the other blocks' parts by log-sum-exp. For devices that hold parts of documents.
+// Attention of some queries to some keys, merged with other blocks' parts by log-sum-exp: for devices that
+// hold parts of documents.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,11 +44,17 @@ std::int64_t num_scores(const std::vector<Tile>& tiles);
 // fp64 for fp64, else fp32: what parts are merged and gradients added up in.
 at::ScalarType accumulating_type(at::ScalarType type);
 
-// What queries have got from the keys they met so far.
+// q [T, H, D], k and v [N, Hkv, D], H a multiple of Hkv (query head h reads key head h / (H / Hkv)), heads
+// dense, rows any distance apart; or gradients of these.
+struct Qkv {
+  at::Tensor q, k, v;
+};
+
+// Of queries and the keys they met so far.
 struct Attended {
   at::Tensor out;  // [T, H, D] in the accumulating type; zeros before the first key
   // [T, H] log Σ exp(score); −∞ before the first key. In fp64 while parts are merged: fp32 would round it
-  // anew with each part, by more than the weights themselves, and `out` would be no mean of values any more.
+  // with each part, by more than the weights themselves, and `out` would no longer be a mean of values.
   at::Tensor log_sums;
 
   static Attended nothing(const at::Tensor& q);
@@ -57,26 +63,17 @@ struct Attended {
 // Merges `part` [..., D], whose log-sums are `log_sums` [...], into what was there.
 void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, at::Tensor sums);
 
-// Merges one tile into `attended`. q [T, H, D], k and v [N, Hkv, D], H a multiple of Hkv (query head h reads
-// key head h / (H / Hkv)), the last dim dense. No gradient. Scores are never kept: by kernel.hpp on the CPU,
-// elsewhere by products.hpp.
-void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Tile& tile,
-            Attended& attended);
+// Merges one tile into `attended`; scores are never kept. No gradient.
+void attend(const Qkv& of, const Tile& tile, Attended& attended);
 
-// Where gradients are added up: dq [T, H, D], dk and dv [N, Hkv, D], in the accumulating type.
-struct AttentionGradients {
-  at::Tensor q, k, v;
-};
-
-// What queries keep for backward: all keys' `out` in q's type and `log_sums`, and the gradient of `out`. Here
+// What queries keep for backward: `out` of all keys in q's type, `log_sums`, and the gradient of `out`. Here
 // log-sums may be in the accumulating type: rounded once, they add a third of the error of fp32 scores.
 struct AttendedGradient {
   at::Tensor out, log_sums, gradient;  // [T, H, D], [T, H], [T, H, D]
 };
 
-// Adds one tile's part of the gradients. Summed over all tiles they are those of the whole: with the global
-// log-sums every weight exp(score − log_sum) is final.
-void attend_backward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients);
+// Adds one tile's part of the gradients, in the accumulating type. Summed over all tiles they are those of
+// the whole: with the global log-sums every weight exp(score − log_sum) is final.
+void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile, const Qkv& gradients);
 
 }  // namespace isograd

@@ -1,5 +1,5 @@
 #include "model/attention/tiles.hpp"
-#include "model/attention/products.hpp"
+#include "model/attention/kernel.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -112,7 +112,7 @@ std::vector<at::Tensor> in_parts(const TiledProblem& problem, bool causal, int p
     std::vector<Span> spans;
     at::Tensor rows;  // in the whole
     Attended attended;
-    AttentionGradients gradients;
+    Qkv gradients;
   };
   std::vector<Holder> holders(static_cast<std::size_t>(parts));
   std::vector<std::vector<std::int64_t>> rows(holders.size());
@@ -143,7 +143,7 @@ std::vector<at::Tensor> in_parts(const TiledProblem& problem, bool causal, int p
   for (Holder& mine : holders) {
     for (const Holder& other : holders)
       for (const Tile& tile : tiles_between(mine.spans, other.spans, causal))
-        attend_tile(part(problem.q, mine), part(problem.k, other), part(problem.v, other), tile,
+        attend_tile(Qkv{part(problem.q, mine), part(problem.k, other), part(problem.v, other)}, tile,
                     mine.attended);
     results[0].index_copy_(0, mine.rows, mine.attended.out);
   }
@@ -151,10 +151,10 @@ std::vector<at::Tensor> in_parts(const TiledProblem& problem, bool causal, int p
     for (Holder& other : holders) {
       const AttendedGradient attended{mine.attended.out.to(problem.q.scalar_type()), mine.attended.log_sums,
                                       part(problem.gradient, mine)};
-      AttentionGradients gradients{mine.gradients.q, other.gradients.k, other.gradients.v};
+      Qkv gradients{mine.gradients.q, other.gradients.k, other.gradients.v};
       for (const Tile& tile : tiles_between(mine.spans, other.spans, causal))
-        backward_tile(part(problem.q, mine), part(problem.k, other), part(problem.v, other), attended, tile,
-                      gradients);
+        backward_tile(Qkv{part(problem.q, mine), part(problem.k, other), part(problem.v, other)}, attended,
+                      tile, gradients);
     }
   for (const Holder& mine : holders) {
     results[1].index_copy_(0, mine.rows, mine.gradients.q);
@@ -196,11 +196,11 @@ TEST(Tiles, PartsMergedAreTheWhole) {
 // The log-sums must be the merged ones: a block's own give it all the weight.
 TEST(Tiles, OwnLogSumsInBackwardAreSeen) {
   const auto problem = make_problem(2, 2, at::kDouble, 2);
-  const auto wrong = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const AttendedGradient& attended, const Tile& tile, AttentionGradients& gradients) {
-    Attended own = Attended::nothing(q);
-    attend(q, k, v, tile, own);
-    attend_backward(q, k, v, {attended.out, own.log_sums, attended.gradient}, tile, gradients);
+  const auto wrong = [](const Qkv& of, const AttendedGradient& attended, const Tile& tile,
+                        const Qkv& gradients) {
+    Attended own = Attended::nothing(of.q);
+    attend(of, tile, own);
+    attend_backward(of, {attended.out, own.log_sums, attended.gradient}, tile, gradients);
   };
   const auto wanted = whole(problem, true), results = in_parts(problem, true, 3, attend, wrong);
   EXPECT_LT(relative_distance(results[0], wanted[0]), 1e-13);
@@ -216,9 +216,9 @@ TEST(Tiles, LongOnes) {
     const auto run = [&](auto&& forward, auto&& backward) {
       const Tile tile{0, 600, 0, 600, causal, 1};
       Attended attended = Attended::nothing(q);
-      forward(q, k, v, tile, attended);
-      AttentionGradients gradients{at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
-      backward(q, k, v, AttendedGradient{attended.out, attended.log_sums, gradient}, tile, gradients);
+      forward(Qkv{q, k, v}, tile, attended);
+      Qkv gradients{at::zeros_like(q), at::zeros_like(k), at::zeros_like(v)};
+      backward(Qkv{q, k, v}, AttendedGradient{attended.out, attended.log_sums, gradient}, tile, gradients);
       return std::vector{attended.out, gradients.q, gradients.k, gradients.v};
     };
     const auto ours = run(attend, attend_backward), twin = run(products::attend, products::attend_backward);

@@ -95,7 +95,7 @@ TEST(ContextAttention, NobodyWaitsForARankAtFault) {
               if (faulty == 0 && std::string(fault.name) == "another rank's part") continue;  // its own
               Input in = input_of(cut, world.rank);
               if (world.rank == faulty) fault.plant(in);
-              const std::string said = config_error_of([&] { attention(in.batch, in.q, in.k, in.v); });
+              const std::string said = error_of([&] { attention(in.batch, in.q, in.k, in.v); });
               // What each finds right by itself is compared with rank 0's.
               const std::string wanted =
                   world.rank == faulty
@@ -116,10 +116,10 @@ TEST(ContextAttention, EveryLayersHeadsAreChecked) {
     const ContextCut cut = cut_documents({0, kTokens}, {.ulysses = 4});
     const Input first = input_of(cut, world.rank, 8), second = input_of(cut, world.rank, 6);
     attention(first.batch, first.q, first.k, first.v);
-    EXPECT_THAT(config_error_of([&] { attention(first.batch, second.q, second.k, second.v); }),
+    EXPECT_THAT(error_of([&] { attention(first.batch, second.q, second.k, second.v); }),
                 HasSubstr("Use cp_ulysses 3 or 6, and cp_ring for the rest"));
     const at::Tensor keys = first.k.slice(1, 0, 3);
-    EXPECT_THAT(config_error_of([&] { attention(first.batch, first.q.slice(1, 0, 6), keys, keys); }),
+    EXPECT_THAT(error_of([&] { attention(first.batch, first.q.slice(1, 0, 6), keys, keys); }),
                 HasSubstr("cp_ulysses 4 for 6 query heads and 3 key heads"));
     EXPECT_TRUE(attention(first.batch, first.q, first.k, first.v).equal(at::ones_like(first.q)));
   });

@@ -13,9 +13,8 @@
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "model/attention/attention.hpp"
-#include "model/attention/views.hpp"
+#include "model/attention/kernel.hpp"
 #include "parallel/context/ring.hpp"
-#include "parallel/context/ulysses.hpp"
 
 namespace isograd {
 namespace {
@@ -24,6 +23,71 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 const char* const kWhere = "attention over context ranks";
+
+// ---- Ulysses: an all-to-all turns this rank's tokens of all heads into all tokens of this rank's heads ----
+// `rows[i]`: tokens of rank i of the group, T_local here, T together. H divides by the group's size; key
+// heads divide by it or it by them: then a key head goes to each of the size / Hkv ranks whose queries read
+// it. Collective.
+
+// x [T_local, heads, D] -> [size, T_local, heads/size, D], each rank's heads; where there are fewer heads
+// than ranks, the one head that each rank reads.
+at::Tensor by_rank(const at::Tensor& x, int parts) {
+  const std::int64_t heads = x.size(1);
+  const at::Tensor enough = heads < parts ? x.repeat_interleave(parts / heads, 1) : x;
+  return enough.reshape({x.size(0), parts, std::max<std::int64_t>(1, heads / parts), x.size(2)})
+      .transpose(0, 1);
+}
+
+Group::Rows equal(const Group& group, const Group::Rows& rows) {
+  return Group::Rows(rows.size(), rows[static_cast<std::size_t>(group.rank())]);
+}
+
+// [size, T_local, h, D] to [T, h, D]
+at::Tensor spread(Group& group, const Group::Rows& rows, const at::Tensor& parts) {
+  return group.all_to_all(parts.contiguous().flatten(0, 1), rows, equal(group, rows));
+}
+
+// [T, h, D] to [size, T_local, h, D]
+at::Tensor collect(Group& group, const Group::Rows& rows, const at::Tensor& x) {
+  const at::Tensor all = group.all_to_all(x.contiguous(), equal(group, rows), rows);
+  return all.view({group.size(), rows[static_cast<std::size_t>(group.rank())], x.size(1), x.size(2)});
+}
+
+// [size, T_local, h, D] to [T_local, size · h, D]
+at::Tensor side_by_side(const at::Tensor& parts) {
+  return parts.transpose(0, 1).reshape({parts.size(1), parts.size(0) * parts.size(2), parts.size(3)});
+}
+
+// [T_local, H, D] and [T_local, Hkv, D] -> [T, H/size, D] and [T, max(1, Hkv/size), D].
+Qkv to_heads(Group& ulysses, const Group::Rows& rows, const Qkv& tokens) {
+  const int size = ulysses.size();
+  const at::Tensor q = by_rank(tokens.q, size), k = by_rank(tokens.k, size), v = by_rank(tokens.v, size);
+  const at::Tensor all = spread(ulysses, rows, at::cat({q, k, v}, 2));
+  const auto parts = all.split_with_sizes({q.size(2), k.size(2), v.size(2)}, 1);
+  return {parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous()};
+}
+
+// Its adjoint, for gradients: copies of a key head are summed, in the order of the ranks.
+Qkv from_heads(Group& ulysses, const Group::Rows& rows, const Qkv& gradients, std::int64_t key_value_heads) {
+  const at::Tensor all = collect(ulysses, rows, at::cat({gradients.q, gradients.k, gradients.v}, 1));
+  const auto parts = all.split_with_sizes({gradients.q.size(1), gradients.k.size(1), gradients.v.size(1)}, 2);
+  const auto of_keys = [&](const at::Tensor& x) {
+    const at::Tensor heads = side_by_side(x);
+    if (heads.size(1) == key_value_heads) return heads;
+    return heads.view({heads.size(0), key_value_heads, heads.size(1) / key_value_heads, heads.size(2)})
+        .sum(2);
+  };
+  return {side_by_side(parts[0]), of_keys(parts[1]), of_keys(parts[2])};
+}
+
+// Attention's output [T, H/size, D] -> [T_local, H, D], and its gradient the other way.
+at::Tensor to_tokens(Group& ulysses, const Group::Rows& rows, const at::Tensor& out) {
+  return side_by_side(collect(ulysses, rows, out));
+}
+
+at::Tensor from_tokens(Group& ulysses, const Group::Rows& rows, const at::Tensor& gradient) {
+  return spread(ulysses, rows, by_rank(gradient, ulysses.size()));
+}
 
 // What one call needs, kept for its backward.
 struct Call final : torch::CustomClassHolder {
@@ -40,9 +104,9 @@ at::Tensor dense_heads(const at::Tensor& x) {
 struct Function : torch::autograd::Function<Function> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const c10::intrusive_ptr<Call>& call) {
-    Heads heads{dense_heads(q), dense_heads(k), dense_heads(v)};
+    Qkv heads{dense_heads(q), dense_heads(k), dense_heads(v)};
     if (call->ulysses.size() > 1) heads = to_heads(call->ulysses, call->rows, heads);
-    const Attended attended = ring_attend(call->ring, call->plan, heads.q, heads.k, heads.v);
+    const Attended attended = ring_attend(call->ring, call->plan, heads);
     const at::Tensor out = attended.out.to(q.scalar_type());
     ctx->save_for_backward(
         {heads.q, heads.k, heads.v, out, attended.log_sums.to(attended.out.scalar_type())});
@@ -59,9 +123,8 @@ struct Function : torch::autograd::Function<Function> {
     Call& call = *static_cast<Call*>(capsule.get());
     const at::Tensor gradient = call.ulysses.size() > 1 ? from_tokens(call.ulysses, call.rows, gradients[0])
                                                         : gradients[0].contiguous();
-    const AttentionGradients sums = ring_attend_backward(call.ring, call.plan, saved[0], saved[1], saved[2],
-                                                         {saved[3], saved[4], gradient});
-    Heads result{sums.q, sums.k, sums.v};
+    Qkv result = ring_attend_backward(call.ring, call.plan, {saved[0], saved[1], saved[2]},
+                                      {saved[3], saved[4], gradient});
     if (call.ulysses.size() > 1)
       result = from_heads(call.ulysses, call.rows, result, ctx->saved_data["key_value_heads"].toInt());
     const auto type = saved[0].scalar_type();
@@ -216,6 +279,11 @@ struct ContextAttention::Impl {
     cut = given;
   }
 };
+
+ContextGroups context_groups(const Mesh& mesh) {
+  const auto group = [&](const AxisSet& axes) { return mesh.along(axes, "attention"); };
+  return {.context = group(kContextAxes), .ring = group({"cp_ring"}), .ulysses = group({"cp_ulysses"})};
+}
 
 ContextAttention::ContextAttention(const ContextGroups& groups, bool causal)
     : impl_(std::make_shared<Impl>(Impl{groups.context, groups.ring, groups.ulysses, causal, nullptr, {}})) {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "base/error_testing.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::testing {
 
@@ -92,15 +92,6 @@ inline std::shared_ptr<const ContextCut> joined_across_shards(const ContextCut& 
   return wrong;
 }
 
-// What a ConfigError said, or "no error".
-template <typename F>
-std::string config_error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using error_testing::error_of;
 
 }  // namespace isograd::testing

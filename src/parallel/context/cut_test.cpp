@@ -159,23 +159,22 @@ TEST(ContextCut, ManyShortDocumentsAreNotCut) {
 
 TEST(ContextCut, BadInputIsNamed) {
   const CutOptions two{.ring = 2};
-  EXPECT_THAT(config_error_of([&] { cut_documents({0, 5, 3, 9}, two); }), HasSubstr("[0, 5, 3, 9]"));
-  EXPECT_THAT(config_error_of([&] { cut_documents({2, 5}, two); }), HasSubstr("ascend from 0"));
-  EXPECT_THAT(config_error_of([&] { cut_documents({}, two); }), HasSubstr("ascend from 0"));
-  EXPECT_THAT(config_error_of([&] { cut_documents({0, 5}, {.ring = 0}); }), HasSubstr("axes of 1 or more"));
+  EXPECT_THAT(error_of([&] { cut_documents({0, 5, 3, 9}, two); }), HasSubstr("[0, 5, 3, 9]"));
+  EXPECT_THAT(error_of([&] { cut_documents({2, 5}, two); }), HasSubstr("ascend from 0"));
+  EXPECT_THAT(error_of([&] { cut_documents({}, two); }), HasSubstr("ascend from 0"));
+  EXPECT_THAT(error_of([&] { cut_documents({0, 5}, {.ring = 0}); }), HasSubstr("axes of 1 or more"));
 
   const Batch whole = make_batch({5, 4});
   Batch short_one = whole;
   short_one.cu_seqlens = {0, 5, 8};  // nine tokens
-  EXPECT_THAT(config_error_of([&] {
+  EXPECT_THAT(error_of([&] {
                 cut_batch(short_one, cut_documents({0, 5, 8}, two), 0);
               }),
               HasSubstr("9 tokens, 9 targets, 9 positions, cu_seqlens ending at 8"));
   const ContextCut cut = cut_documents(whole.cu_seqlens, two);
-  EXPECT_THAT(config_error_of([&] { cut_batch(cut_batch(whole, cut, 0), cut, 0); }),
-              HasSubstr("Cut it once"));
+  EXPECT_THAT(error_of([&] { cut_batch(cut_batch(whole, cut, 0), cut, 0); }), HasSubstr("Cut it once"));
 
-  const std::string much = config_error_of([] {
+  const std::string much = error_of([] {
     cut_documents(ends_of({10, 4000, 30}), {.ring = 4, .most_tokens = 512});
   });
   EXPECT_THAT(much, HasSubstr("the longest document, 1, has 4000 of 4040"));
@@ -183,7 +182,7 @@ TEST(ContextCut, BadInputIsNamed) {
 
   // What a rank gets counts, padding included: 9 tokens of 18, filled up to 16.
   const auto padded = [](std::int64_t most_tokens, std::int64_t length = 18) {
-    return config_error_of([&] {
+    return error_of([&] {
       cut_documents({0, length}, {.ring = 2, .pad_to_multiple = 16, .most_tokens = most_tokens});
     });
   };

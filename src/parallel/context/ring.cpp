@@ -162,14 +162,13 @@ RingPlan make_ring_plan(const std::vector<std::vector<Span>>& blocks, int rank, 
   return plan;
 }
 
-Attended ring_attend(Group ring, const RingPlan& plan, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v) {
-  Attended attended = Attended::nothing(q);
-  TravellingKeys keys(std::move(ring), plan, k, v);
+Attended ring_attend(Group ring, const RingPlan& plan, const Qkv& own) {
+  Attended attended = Attended::nothing(own.q);
+  TravellingKeys keys(std::move(ring), plan, own.k, own.v);
   for (std::size_t hop = 0; hop < plan.hops.size(); ++hop) {
     keys.send_for(hop);
     for (const Tile& tile : plan.hops[hop].tiles) {
-      attend(q, keys.k(), keys.v(), tile, attended);
+      attend({own.q, keys.k(), keys.v()}, tile, attended);
       keys.progress();
     }
     keys.arrive_after(hop);
@@ -177,15 +176,15 @@ Attended ring_attend(Group ring, const RingPlan& plan, const at::Tensor& q, cons
   return attended;
 }
 
-AttentionGradients ring_attend_backward(Group ring, const RingPlan& plan, const at::Tensor& q,
-                                        const at::Tensor& k, const at::Tensor& v,
-                                        const AttendedGradient& attended) {
-  const auto options = q.options().dtype(accumulating_type(q.scalar_type()));
-  AttentionGradients own{at::zeros(q.sizes(), options), at::zeros(k.sizes(), options),
-                         at::zeros(v.sizes(), options)};
-  const auto buffer = [&](std::int64_t rows) { return at::zeros({rows, 2, k.size(1), k.size(2)}, options); };
+Qkv ring_attend_backward(Group ring, const RingPlan& plan, const Qkv& of, const AttendedGradient& attended) {
+  const auto options = of.q.options().dtype(accumulating_type(of.q.scalar_type()));
+  const Qkv own{at::zeros(of.q.sizes(), options), at::zeros(of.k.sizes(), options),
+                at::zeros(of.v.sizes(), options)};
+  const auto buffer = [&](std::int64_t rows) {
+    return at::zeros({rows, 2, of.k.size(1), of.k.size(2)}, options);
+  };
   const int left = neighbour(plan.rank, -1, plan.size), right = neighbour(plan.rank, 1, plan.size);
-  TravellingKeys keys(ring, plan, k, v);
+  TravellingKeys keys(ring, plan, of.k, of.v);
   at::Tensor leaving;  // gradients on their way to the right neighbour
   Pending sending;
   for (std::size_t i = 0; i < plan.hops.size(); ++i) {
@@ -197,9 +196,9 @@ AttentionGradients ring_attend_backward(Group ring, const RingPlan& plan, const 
       received = buffer(hop.received_rows);
       receiving = ring.recv_async(received, left, kGradientsTag);
     }
-    AttentionGradients to{own.q, i > 0 ? part.select(1, 0) : own.k, i > 0 ? part.select(1, 1) : own.v};
+    const Qkv to{own.q, i > 0 ? part.select(1, 0) : own.k, i > 0 ? part.select(1, 1) : own.v};
     for (const Tile& tile : hop.tiles) {
-      attend_backward(q, keys.k(), keys.v(), attended, tile, to);
+      attend_backward({of.q, keys.k(), keys.v()}, attended, tile, to);
       keys.progress();
     }
     if (hop.gradient_rows > 0) {

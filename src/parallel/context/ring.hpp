@@ -45,12 +45,8 @@ struct RingPlan {
 RingPlan make_ring_plan(const std::vector<std::vector<Span>>& blocks, int rank, bool causal);
 
 // q [T, H, D], k and v [T, Hkv, D] of this rank's block. Collective over the ring, like its backward.
-Attended ring_attend(Group ring, const RingPlan& plan, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v);
-
+Attended ring_attend(Group ring, const RingPlan& plan, const Qkv& own);
 // Gradients of this rank's q, k and v from those of all ranks' outputs.
-AttentionGradients ring_attend_backward(Group ring, const RingPlan& plan, const at::Tensor& q,
-                                        const at::Tensor& k, const at::Tensor& v,
-                                        const AttendedGradient& attended);
+Qkv ring_attend_backward(Group ring, const RingPlan& plan, const Qkv& own, const AttendedGradient& attended);
 
 }  // namespace isograd

@@ -1,4 +1,4 @@
-// A table carried out: whose turn it is, and what travels between stages.
+// Runs a table: which stage computes, and what travels between stages.
 #include "isograd/pipeline_parallel.hpp"
 
 #include <ATen/ATen.h>
@@ -9,13 +9,12 @@
 #include <chrono>
 #include <cmath>
 #include <compare>
+#include <deque>
 #include <map>
 
 #include "base/refuse.hpp"
 #include "comm/linear_map.hpp"
 #include "isograd/error.hpp"
-#include "parallel/pipeline/agreement.hpp"
-#include "parallel/pipeline/outbox.hpp"
 
 namespace isograd {
 namespace {
@@ -59,6 +58,147 @@ at::Tensor empty_header() {
 Header& header_in(const at::Tensor& numbers) {
   return *static_cast<Header*>(numbers.mutable_data_ptr());
 }
+
+std::int64_t digest_of(const PipelineTable& table) {
+  std::uint64_t sum = 0xcbf29ce484222325;  // FNV-1a
+  const auto add = [&](int number) { sum = (sum ^ static_cast<std::uint32_t>(number)) * 0x100000001b3; };
+  add(table.stages), add(table.micro_batches);
+  for (const int rank : table.rank_of_stage) add(rank);
+  for (const auto& actions : table.ranks) {
+    add(static_cast<int>(actions.size()));
+    for (const auto& [kind, stage, micro_batch] : actions)
+      add(static_cast<int>(kind)), add(stage), add(micro_batch);
+  }
+  return static_cast<std::int64_t>(sum >> 1);
+}
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::vector<std::string> texts;
+  for (const std::int64_t size : sizes) texts.push_back(size < 0 ? "any" : std::to_string(size));
+  return fmt::format("[{}]", fmt::join(texts, ", "));
+}
+
+// ConfigError on every rank: one without a stage, or the first with another table than rank 0's. Collective
+// along pp.
+void check_same_table(const PipelineTable& table, Group ranks) {
+  for (int rank = 0; rank < ranks.size(); ++rank)
+    if (std::ranges::find(table.rank_of_stage, rank) == table.rank_of_stage.end())
+      refuse(fmt::format("the schedule '{}'", table.name), fmt::format("no stage on rank {} along pp", rank),
+             "one on each rank at least", "Deal the stages to all ranks, or start fewer along pp");
+  if (ranks.size() == 1) return;
+  const at::Tensor all = ranks.all_gather(at::full({1}, digest_of(table), at::kLong));  // [ranks, 1]
+  for (int rank = 1; rank < ranks.size(); ++rank)
+    if (!all[rank].equal(all[0]))
+      refuse("the schedule of a pipeline",
+             fmt::format("another table on rank {} along pp than on rank 0", rank),
+             "the same one on all of them", "Give every rank the same PipelineOptions");
+}
+
+// ConfigError unless what `stage` was given by the one before has these sizes, -1 where any will do.
+void check_sizes(const at::Tensor& given, const std::vector<std::int64_t>& sizes, int stage,
+                 std::int64_t micro_batch) {
+  const at::IntArrayRef found = given.sizes();
+  const bool fits =
+      std::equal(found.begin(), found.end(), sizes.begin(), sizes.end(),
+                 [](std::int64_t own, std::int64_t wanted) { return wanted < 0 || own == wanted; });
+  if (fits) return;
+  refuse(fmt::format("stage {} of a pipeline", stage),
+         fmt::format("{} from stage {}, {}", text_of(found), stage - 1,
+                     micro_batch < 0 ? "outside of a step" : fmt::format("of micro-batch {}", micro_batch)),
+         text_of(sizes), "Make the two stages agree on what goes between them");
+}
+
+// ConfigError after a forward that did not call receive() or pass_on() as its stage must.
+void check_exchanged(bool received, bool passed_on, int stage, int stages, std::int64_t micro_batch) {
+  const auto refuse_forward = [&](const char* call, int other) {
+    refuse(
+        fmt::format("stage {} of a pipeline", stage),
+        fmt::format("a forward of micro-batch {} without a call of {}", micro_batch, call),
+        fmt::format("one, because stage {} {}", other, other < stage ? "has passed something on" : "waits"),
+        "Call it in every forward of the stage, whatever the micro-batch holds");
+  };
+  if (stage > 0 && !received) refuse_forward("receive()", stage - 1);
+  if (stage + 1 < stages && !passed_on) refuse_forward("pass_on()", stage + 1);
+}
+
+// What a rank sends to other stages. A message from ordinary memory flows through a ring that its sender must
+// fill, and a sender that computes the next action does not. So messages are copied into slots of shared
+// memory, which the receiver reads by itself (src/comm/shm/README.md). The slots are as many and as large as
+// the steps before needed; a message without a slot goes from its own memory.
+class Outbox {
+ public:
+  explicit Outbox(Group ranks) : ranks_(std::move(ranks)) {}
+
+  // `values` contiguous; they may be changed after the call.
+  void send(const at::Tensor& values, int to) {
+    forget_what_was_taken();
+    const auto bytes = static_cast<std::int64_t>(values.nbytes());
+    const std::int64_t slot = values.is_cpu() ? free_slot(bytes) : -1;
+    at::Tensor from = values;
+    if (slot >= 0) {
+      used_[static_cast<std::size_t>(slot)] = true;
+      from = memory_[slot].narrow(0, 0, bytes).view(values.scalar_type()).view(values.sizes());
+      from.copy_(values);
+    }
+    sent_.push_back({ranks_.send_async(from, to), slot, bytes});
+    if (!values.is_cpu() || bytes <= kSmall) return;
+    largest_ = std::max(largest_, bytes);
+    const auto large = std::ranges::count_if(sent_, [](const Sent& one) { return one.bytes > kSmall; });
+    most_under_way_ = std::max(most_under_way_, static_cast<std::int64_t>(large));
+  }
+  void wait_for_last() {
+    if (!sent_.empty()) sent_.back().pending.wait();
+  }
+  // Waits until all that was sent has been taken.
+  void wait() {
+    for (Sent& one : sent_) one.pending.wait();
+    sent_.clear();
+    used_.assign(used_.size(), false);
+  }
+  // Collective, with nothing under way: memory for all that this step sent.
+  void grow() {
+    at::Tensor wanted = at::tensor({most_under_way_, largest_}, at::kLong);
+    ranks_.all_reduce(wanted, ReduceOp::kMax);
+    const auto slots = wanted[0].item<std::int64_t>();
+    const std::int64_t bytes = (wanted[1].item<std::int64_t>() + kAlignment - 1) / kAlignment * kAlignment;
+    const auto enough = [&](std::int64_t has, std::int64_t of) { return memory_.defined() && has >= of; };
+    if (slots == 0 || bytes == 0 ||
+        (enough(static_cast<std::int64_t>(used_.size()), slots) && enough(memory_.size(1), bytes)))
+      return;
+    memory_ = at::Tensor();  // given back before more is taken
+    memory_ = ranks_.empty_shared(slots * bytes, at::kByte).view({slots, bytes});
+    used_.assign(static_cast<std::size_t>(slots), false);
+  }
+
+ private:
+  static constexpr std::int64_t kAlignment = 64;  // bytes, for any type
+  static constexpr std::int64_t kSmall = 1024;    // bytes that travel with a message's announcement
+  struct Sent {
+    Pending pending;
+    std::int64_t slot;  // -1: from its own memory
+    std::int64_t bytes;
+  };
+
+  void forget_what_was_taken() {
+    std::erase_if(sent_, [&](Sent& one) {
+      if (!one.pending.progress()) return false;
+      if (one.slot >= 0) used_[static_cast<std::size_t>(one.slot)] = false;
+      return true;
+    });
+  }
+  std::int64_t free_slot(std::int64_t bytes) {
+    if (!memory_.defined() || bytes > memory_.size(1) || bytes <= kSmall) return -1;
+    const auto found = std::find(used_.begin(), used_.end(), false);
+    return found == used_.end() ? -1 : found - used_.begin();
+  }
+
+  Group ranks_;
+  std::deque<Sent> sent_{};
+  at::Tensor memory_{};  // [slots, bytes of each], uint8
+  std::vector<bool> used_{};
+  std::int64_t largest_ = 0;         // bytes of a message, ever
+  std::int64_t most_under_way_ = 0;  // messages, ever
+};
 
 }  // namespace
 

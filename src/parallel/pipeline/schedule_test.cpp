@@ -280,39 +280,39 @@ class PipelineContradictions : public ::testing::Test {
 
 TEST_F(PipelineContradictions, AreNamed) {
   EXPECT_EQ(found_in(right), "no error");
-  PipelineTable wrong = right;
-  std::erase(wrong.ranks[1], at(Kind::kBackward, 1, 2));
-  EXPECT_THAT(found_in(wrong), HasSubstr("no 1B2 on rank 1"));
-  wrong = right;
-  wrong.ranks[1].push_back(at(Kind::kForward, 1, 0));
-  EXPECT_THAT(found_in(wrong), HasSubstr("1F0 on rank 1 a second time"));
-  wrong = right;
-  wrong.ranks[0].push_back(at(Kind::kForward, 1, 0));
-  EXPECT_THAT(found_in(wrong), AllOf(HasSubstr("1F0 on rank 0"), HasSubstr("stage 1 on rank 1")));
-  wrong = right;
-  wrong.ranks[2].push_back(at(Kind::kForward, 2, 4));
-  EXPECT_THAT(found_in(wrong), HasSubstr("2F4 on rank 2"));
-  wrong = right;
-  wrong.ranks[2].push_back(at(Kind::kForward, 3, 0));
-  EXPECT_THAT(found_in(wrong), HasSubstr("stages 0 to 2"));
-  wrong = right;
-  std::swap(wrong.ranks[2][0], wrong.ranks[2][1]);
-  EXPECT_THAT(found_in(wrong), HasSubstr("2B0 on rank 2 before 2F0"));
-  wrong = right;
-  wrong.ranks[2].push_back(at(Kind::kBackwardWeights, 2, 0));
-  EXPECT_THAT(found_in(wrong), HasSubstr("2W0 on rank 2 and 2B0"));
-  wrong = right;
-  wrong.rank_of_stage[1] = 7;
-  EXPECT_THAT(found_in(wrong), HasSubstr("stage 1 on rank 7"));
-  wrong = make_pipeline("zb-h1", 2, 1, 3);
-  std::erase(wrong.ranks[1], at(Kind::kBackwardWeights, 1, 1));
-  EXPECT_THAT(found_in(wrong), HasSubstr("no 1W1 on rank 1"));
-  wrong = with_transfers(right);
-  std::erase(wrong.ranks[0], at(Kind::kSendOutput, 0, 3));
-  EXPECT_THAT(found_in(wrong), HasSubstr("no 0SEND_F3 on rank 0"));
-  wrong = with_transfers(right);
-  std::erase(wrong.ranks[1], at(Kind::kReceiveInput, 1, 3));
-  EXPECT_THAT(found_in(wrong), HasSubstr("1F3 on rank 1 before 1RECV_F3"));
+  const PipelineTable halves = make_pipeline("zb-h1", 2, 1, 3), sent = with_transfers(right);
+  const auto without = [](int rank, Kind kind, int stage, int i) {
+    return [=](PipelineTable& table) {
+      std::erase(table.ranks[static_cast<std::size_t>(rank)], at(kind, stage, i));
+    };
+  };
+  const auto with = [](int rank, Kind kind, int stage, int i) {
+    return [=](PipelineTable& table) {
+      table.ranks[static_cast<std::size_t>(rank)].push_back(at(kind, stage, i));
+    };
+  };
+  struct Case {
+    const PipelineTable& right;
+    std::function<void(PipelineTable&)> plant;
+    const char* found;
+  };
+  for (const auto& [table, plant, found] :
+       std::vector<Case>{{right, without(1, Kind::kBackward, 1, 2), "no 1B2 on rank 1"},
+                         {right, with(1, Kind::kForward, 1, 0), "1F0 on rank 1 a second time"},
+                         {right, with(0, Kind::kForward, 1, 0), "1F0 on rank 0, stage 1 on rank 1"},
+                         {right, with(2, Kind::kForward, 2, 4), "2F4 on rank 2"},
+                         {right, with(2, Kind::kForward, 3, 0), "stages 0 to 2"},
+                         {right, [](auto& wrong) { std::swap(wrong.ranks[2][0], wrong.ranks[2][1]); },
+                          "2B0 on rank 2 before 2F0"},
+                         {right, with(2, Kind::kBackwardWeights, 2, 0), "2W0 on rank 2 and 2B0"},
+                         {right, [](auto& wrong) { wrong.rank_of_stage[1] = 7; }, "stage 1 on rank 7"},
+                         {halves, without(1, Kind::kBackwardWeights, 1, 1), "no 1W1 on rank 1"},
+                         {sent, without(0, Kind::kSendOutput, 0, 3), "no 0SEND_F3 on rank 0"},
+                         {sent, without(1, Kind::kReceiveInput, 1, 3), "1F3 on rank 1 before 1RECV_F3"}}) {
+    PipelineTable wrong = table;
+    plant(wrong);
+    EXPECT_THAT(found_in(wrong), HasSubstr(found));
+  }
 }
 
 // Rank 1 wants the second micro-batch's gradient before it has passed on the first one's output.
@@ -380,18 +380,18 @@ TEST(PipelineText, IsReadOrRefused) {
       R"({"stages": 2, "micro_batches": 1, "ranks": [["0F0", "0B0"], ["1F0", "1I0", "1W0"]]})";
   EXPECT_EQ(pipeline_from_json(right, "mine.json").name, "mine.json");
   EXPECT_EQ(pipeline_from_json(right, "mine.json").rank_of_stage, (std::vector<int>{0, 1}));
-  EXPECT_THAT(refused("[]"), HasSubstr("mine.json"));
-  EXPECT_THAT(refused(R"({"stages": 2})"), HasSubstr("no micro_batches"));
-  EXPECT_THAT(refused(R"({"stages": 0, "micro_batches": 1, "ranks": [[]]})"), HasSubstr("stages 0"));
-  EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1, "ranks": [["0X0"]]})"), HasSubstr("0X0"));
-  EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1, "ranks": [["0F99999999999"]]})"),
-              HasSubstr("99999999999"));
-  EXPECT_THAT(refused(R"({"stages": 2, "micro_batches": 1, "ranks": [["0F0", "0B0"]]})"),
-              HasSubstr("no action of stage 1"));
-  EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1000000, "ranks": [["0F0", "0B0"]]})"),
-              HasSubstr("2 actions for 1 stages and 1000000 micro-batches"));
-  EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1, "rank": []})"), HasSubstr("'rank'"));
-  EXPECT_THAT(refused(R"({"stages": 1, "micro_batches": 1, "ranks": [["0B0", "0F0"]]})"), HasSubstr("0B0"));
+  for (const auto& [text, found] : std::vector<std::pair<const char*, const char*>>{
+           {"[]", "mine.json"},
+           {R"({"stages": 2})", "no micro_batches"},
+           {R"({"stages": 0, "micro_batches": 1, "ranks": [[]]})", "stages 0"},
+           {R"({"stages": 1, "micro_batches": 1, "ranks": [["0X0"]]})", "0X0"},
+           {R"({"stages": 1, "micro_batches": 1, "ranks": [["0F99999999999"]]})", "99999999999"},
+           {R"({"stages": 2, "micro_batches": 1, "ranks": [["0F0", "0B0"]]})", "no action of stage 1"},
+           {R"({"stages": 1, "micro_batches": 1000000, "ranks": [["0F0", "0B0"]]})",
+            "2 actions for 1 stages and 1000000 micro-batches"},
+           {R"({"stages": 1, "micro_batches": 1, "rank": []})", "'rank'"},
+           {R"({"stages": 1, "micro_batches": 1, "ranks": [["0B0", "0F0"]]})", "0B0"}})
+    EXPECT_THAT(refused(text), HasSubstr(found));
 }
 
 // In time in proportion to the stages, on a rank each or all on one.

@@ -1,13 +1,16 @@
-// Tables as text, and back.
+// Tables as text and back, and timelines in the terminal and as SVG.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
+#include <map>
 #include <optional>
 #include <utility>
 
 #include "base/json.hpp"
+#include "base/markup.hpp"
 #include "base/refuse.hpp"
 #include "isograd/pipeline_parallel.hpp"
 
@@ -16,21 +19,28 @@ namespace {
 
 using Kind = PipelineAction::Kind;
 
-constexpr std::pair<Kind, const char*> kLetters[] = {
-    {Kind::kForward, "F"},           {Kind::kBackward, "B"},
-    {Kind::kBackwardInputs, "I"},    {Kind::kBackwardWeights, "W"},
-    {Kind::kSendOutput, "SEND_F"},   {Kind::kReceiveInput, "RECV_F"},
-    {Kind::kSendGradient, "SEND_B"}, {Kind::kReceiveGradient, "RECV_B"}};
+struct Look {
+  Kind kind;
+  const char* letters;
+  const char* colour = "";  // of what computes
+};
+constexpr Look kLooks[] = {{Kind::kForward, "F", "#7aa6d8"},        {Kind::kBackward, "B", "#6fb98f"},
+                           {Kind::kBackwardInputs, "I", "#8fcfac"}, {Kind::kBackwardWeights, "W", "#e0b36a"},
+                           {Kind::kSendOutput, "SEND_F"},           {Kind::kReceiveInput, "RECV_F"},
+                           {Kind::kSendGradient, "SEND_B"},         {Kind::kReceiveGradient, "RECV_B"}};
+
+const Look& look_of(const PipelineAction& action) {
+  return *std::ranges::find(kLooks, action.kind, &Look::kind);
+}
 
 std::optional<PipelineAction> action_of(const std::string& text) {
   const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
   const auto begin = std::find_if_not(text.begin(), text.end(), is_digit);
   const auto end = std::find_if(begin, text.end(), is_digit);
   const std::string letters(begin, end);
-  const auto kind = std::find_if(std::begin(kLetters), std::end(kLetters),
-                                 [&](const auto& one) { return letters == one.second; });
-  if (kind == std::end(kLetters)) return std::nullopt;
-  PipelineAction action{.kind = kind->first};
+  const auto look = std::ranges::find_if(kLooks, [&](const Look& one) { return letters == one.letters; });
+  if (look == std::end(kLooks)) return std::nullopt;
+  PipelineAction action{.kind = look->kind};
   const auto number = [](const std::string& digits, int& value) {
     const char* last = digits.data() + digits.size();
     const auto [stop, problem] = std::from_chars(digits.data(), last, value);
@@ -41,12 +51,25 @@ std::optional<PipelineAction> action_of(const std::string& text) {
   return sound ? std::optional(action) : std::nullopt;
 }
 
+std::string label_of(const PipelineAction& action) {
+  return fmt::format("{}{}", look_of(action).letters, action.micro_batch);
+}
+
+// What each rank computes in each of its stages, ascending.
+using Computed = std::vector<std::pair<PipelineAction, PipelineTimeline::Span>>;
+std::vector<std::map<int, Computed>> by_stage(const PipelineTable& table, const PipelineTimeline& timeline) {
+  std::vector<std::map<int, Computed>> ranks(table.ranks.size());
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
+    for (std::size_t i = 0; i < table.ranks[rank].size(); ++i)
+      if (const PipelineAction& action = table.ranks[rank][i]; !action.is_transfer())
+        ranks[rank][action.stage].emplace_back(action, timeline.spans[rank][i]);
+  return ranks;
+}
+
 }  // namespace
 
 std::string to_text(const PipelineAction& action) {
-  const auto kind = std::find_if(std::begin(kLetters), std::end(kLetters),
-                                 [&](const auto& one) { return action.kind == one.first; });
-  return fmt::format("{}{}{}", action.stage, kind->second, action.micro_batch);
+  return fmt::format("{}{}{}", action.stage, look_of(action).letters, action.micro_batch);
 }
 
 std::string to_json(const PipelineTable& table) {
@@ -127,6 +150,81 @@ PipelineTable pipeline_from_json(const std::string& text, const std::string& whe
         "a forward and a backward of each micro-batch in each stage");
   check_pipeline(table);
   return table;
+}
+
+std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline) {
+  constexpr double kMostColumns = 160;
+  const auto ranks = by_stage(table, timeline);
+  double scale = 0;  // columns of a unit of time: every label fits with a space, if there are enough for that
+  for (const auto& stages : ranks)
+    for (const auto& [stage, computed] : stages)
+      for (const auto& [action, span] : computed)
+        if (const double length = span.end - span.begin; length > 0)
+          scale = std::max(scale, static_cast<double>(label_of(action).size() + 1) / length);
+  scale = timeline.length > 0 ? std::min(scale, kMostColumns / timeline.length) : 0;
+  const auto column = [&](double time) { return static_cast<std::size_t>(std::lround(time * scale)); };
+  std::string text;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    std::string of_rank(column(timeline.length), '.');  // it waits
+    for (const auto& [stage, computed] : ranks[rank])
+      for (const auto& [action, span] : computed) {
+        const std::size_t begin = column(span.begin), end = column(span.end);
+        of_rank.replace(begin, end - begin, end - begin, ' ');
+      }
+    for (const auto& [stage, computed] : ranks[rank]) {
+      std::string row = of_rank;
+      for (const auto& [action, span] : computed) {
+        const std::size_t begin = column(span.begin), end = column(span.end);
+        const std::string label = label_of(action).substr(0, end - begin);
+        row.replace(begin, label.size(), label);
+      }
+      text += fmt::format("rank {:<3} stage {:<3} {}\n", rank, stage, row);
+    }
+  }
+  return text;
+}
+
+std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline) {
+  constexpr double kLeft = 120, kWidth = kPictureWidth - 140, kRow = 24, kTop = 40;
+  const double unit = timeline.length > 0 ? kWidth / timeline.length : 0;
+  std::string body;
+  double y = kTop;
+  const auto text = [&](double x, double at, const char* anchor, const std::string& what) {
+    body +=
+        fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, at, anchor, what);
+  };
+  const auto stages = by_stage(table, timeline);
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
+    for (const auto& [stage, computed] : stages[rank]) {
+      text(kLeft - 8, y + 16, "end", fmt::format("rank {}, stage {}", rank, stage));
+      body += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#f1f1ee\"/>\n", kLeft, y,
+                          kWidth, kRow - 2);
+      for (const auto& [action, span] : computed) {
+        const double x = kLeft + span.begin * unit, wide = (span.end - span.begin) * unit;
+        body += fmt::format(
+            "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" "
+            "stroke=\"#fff\"><title>{}: {:.4g} to {:.4g}</title></rect>\n",
+            x, y, wide, kRow - 2, look_of(action).colour, to_text(action), span.begin, span.end);
+        const std::string label = label_of(action);
+        if (wide >= 7.0 * static_cast<double>(label.size())) text(x + wide / 2, y + 15, "middle", label);
+      }
+      y += kRow;
+    }
+    y += 4;
+  }
+  const double height = y + 24;
+  std::string head = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 "
+      "{0} {1}\" font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" "
+      "height=\"100%\" fill=\"#fff\"/>\n",
+      kPictureWidth, height);
+  head += fmt::format(
+      "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} "
+      "%</text>\n",
+      kLeft, escape_html(table.name), table.stages, table.micro_batches, 100 * timeline.bubble());
+  text(kLeft, y + 14, "start", "0");
+  text(kLeft + kWidth, y + 14, "end", fmt::format("{:.4g}", timeline.length));
+  return head + body + "</svg>\n";
 }
 
 }  // namespace isograd

@@ -230,17 +230,11 @@ TensorHooks stream_hooks(const Group& tp, const TensorParallelOptions& options) 
     // Without a gradient of x on any rank there is nothing to sum; checks are copy_to_tp()'s.
     if (overlap == TensorOverlap::kNone || (!sequence && (!x.requires_grad() || tp_regions_are_checked())))
       return linears(input(x, tokens), weights, biases);
-    ISOGRAD_INVARIANT(weights.size() == biases.size(), "a bias (or none) for each weight");
-    std::vector<at::Tensor> present;
-    std::vector<std::int64_t> has_bias;
-    for (const at::Tensor& bias : biases) {
-      has_bias.push_back(bias.defined());
-      if (bias.defined()) present.push_back(bias);
-    }
+    const Biases given(weights, biases);
     // Other ranks need this one in the backward even if nobody here asks for a gradient.
     return ColumnParallel::apply(
-        x.contiguous(), differentiable::anchor(), at::TensorList(weights), at::TensorList(present), has_bias,
-        c10::make_intrusive<Tokens>(tp, sequence ? rows_of(tokens) : Group::Rows{}, overlap));
+        x.contiguous(), differentiable::anchor(), at::TensorList(weights), at::TensorList(given.present),
+        given.has, c10::make_intrusive<Tokens>(tp, sequence ? rows_of(tokens) : Group::Rows{}, overlap));
   };
   hooks.row_parallel = [tp, overlap, rows_of, output = hooks.region_output](const at::Tensor& x,
                                                                             const at::Tensor& weight) {

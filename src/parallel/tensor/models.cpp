@@ -30,56 +30,52 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
   return KeyHeads::kCutWithCopies;
 }
 
-// What becomes of each parameter, by its Hugging Face name.
-std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
-  if (ranks_along_tp(grid) == 1) return {};
-  const KeyHeads keys = key_heads_of(model.config(), grid);
-  const std::int64_t head = model.config().head_dim;
+// A rule per parameter: the first row whose text occurs in its name, but not of a row-parallel weight for its
+// bias. What no row names (norms, routers, biases added to the stream) works on this rank's tokens under
+// sequence parallelism.
+std::vector<CutRule> by_rows(const NamedTensors& named, const std::vector<CutRule>& rows,
+                             const TensorParallelOptions& options) {
   std::vector<CutRule> rules;
-  for (const auto& [name, tensor] : model.named()) {
-    const bool is_bias = name.ends_with(".bias");
-    if (is_any_of(name, {".experts."})) {  // [experts, out, in]
-      rules.push_back(cut_along(name, is_any_of(name, {"down_proj"}) ? 2 : 1));
-    } else if (is_any_of(name, {"q_norm", "k_norm"})) {
-      rules.push_back(summed_along(name));  // works on this rank's heads
-    } else if (is_any_of(name, {"q_proj"})) {
-      rules.push_back(cut_along(name, 0, head));
-    } else if (is_any_of(name, {"k_proj", "v_proj"})) {
-      CutRule rule = cut_along(name, 0, head);
-      if (keys == KeyHeads::kCutWithCopies) rule.axis = kHeads, rule.summed = {kCopies};
-      rules.push_back(keys == KeyHeads::kWhole ? summed_along(name) : rule);
-    } else if (is_any_of(name, {"gate_proj", "up_proj", "embed_tokens", "lm_head"})) {
-      rules.push_back(cut_along(name, 0));
-    } else if (is_any_of(name, {"o_proj", "down_proj"}) && !is_bias) {
-      rules.push_back(cut_along(name, 1, is_any_of(name, {"o_proj"}) ? head : 1));
-    } else if (options.sequence_parallel) {
-      // Norms, routers, biases added to the stream: of this rank's tokens.
-      rules.push_back(summed_along(name));
-    }
+  for (const auto& [name, tensor] : named) {
+    const auto row = std::ranges::find_if(rows, [&, &of = name](const CutRule& one) {
+      return of.find(one.name) != std::string::npos && !(one.dim == 1 && of.ends_with(".bias"));
+    });
+    if (row == rows.end() && !options.sequence_parallel) continue;
+    rules.push_back(row == rows.end() ? summed_along(name) : *row);
+    rules.back().name = name;
   }
   return rules;
 }
 
+// By Hugging Face names. Norms of queries and keys work on this rank's heads.
+std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorParallelOptions& options) {
+  if (ranks_along_tp(grid) == 1) return {};
+  const KeyHeads lie = key_heads_of(model.config(), grid);
+  const std::int64_t head = model.config().head_dim;
+  const auto of_keys = [&](const char* name) {
+    if (lie == KeyHeads::kWhole) return summed_along(name);
+    CutRule rule = cut_along(name, 0, head);
+    if (lie == KeyHeads::kCutWithCopies) rule.axis = kHeads, rule.summed = {kCopies};
+    return rule;
+  };
+  return by_rows(
+      model.named(),
+      {cut_along(".experts.down_proj", 2), cut_along(".experts.", 1),  // [experts, out, in]
+       summed_along("q_norm"), summed_along("k_norm"), cut_along("q_proj", 0, head), of_keys("k_proj"),
+       of_keys("v_proj"), cut_along("gate_proj", 0), cut_along("up_proj", 0), cut_along("embed_tokens", 0),
+       cut_along("lm_head", 0), cut_along("o_proj", 1, head), cut_along("down_proj", 1)},
+      options);
+}
+
 std::vector<CutRule> rules_of(VideoDiT& model, const Grid& grid, const TensorParallelOptions& options) {
-  std::vector<CutRule> rules;
-  if (ranks_along_tp(grid) == 1) return rules;
+  if (ranks_along_tp(grid) == 1) return {};
   const std::int64_t head = model.config().width_of_head();
-  for (const auto& [name, tensor] : model.named()) {
-    const bool is_bias = name.ends_with(".bias");
-    if (is_any_of(name, {"q_norm", "k_norm"}))
-      rules.push_back(summed_along(name));  // works on this rank's heads
-    else if (is_any_of(name, {"attention.q.", "attention.k.", "attention.v."}))
-      rules.push_back(cut_along(name, 0, head));
-    else if (is_any_of(name, {"feed_forward.in."}))
-      rules.push_back(cut_along(name, 0));
-    else if (is_any_of(name, {"attention.o."}) && !is_bias)
-      rules.push_back(cut_along(name, 1, head));
-    else if (is_any_of(name, {"feed_forward.out."}) && !is_bias)
-      rules.push_back(cut_along(name, 1));
-    else if (options.sequence_parallel)
-      rules.push_back(summed_along(name));  // works on this rank's tokens: modulations and embeddings too
-  }
-  return rules;
+  return by_rows(model.named(),
+                 {summed_along("q_norm"), summed_along("k_norm"), cut_along("attention.q.", 0, head),
+                  cut_along("attention.k.", 0, head), cut_along("attention.v.", 0, head),
+                  cut_along("feed_forward.in.", 0), cut_along("attention.o.", 1, head),
+                  cut_along("feed_forward.out.", 1)},
+                 options);
 }
 
 // Which key heads this rank's query heads read, where it has all of them.
@@ -117,7 +113,7 @@ Layout cut_decoder(DecoderLM& model, const Mesh& mesh, const TensorParallelOptio
   TensorHooks hooks = stream_hooks(tp, options);
   const VocabularyShard inputs = vocabulary_shard(layout, "model.embed_tokens.weight");
   hooks.embed = [output = hooks.region_output, inputs](const at::Tensor& weight, const at::Tensor& tokens,
-                                              std::int64_t pad) {
+                                                       std::int64_t pad) {
     return output(embedding_part(weight, tokens, inputs, pad));
   };
   hooks.vocabulary = config.tied_output ? inputs : vocabulary_shard(layout, "lm_head.weight");

@@ -37,7 +37,7 @@ std::vector<int> differing(const at::Tensor& tensor, Group& tp) {
 }
 
 [[noreturn]] void refuse_tensor(const char* function, const std::string& found, const std::string& expected,
-                              const std::string& action) {
+                                const std::string& action) {
   throw PeerError(
       {.where = fmt::format("{}()", function), .found = found, .expected = expected, .action = action});
 }
@@ -54,16 +54,17 @@ void expect_same(const at::Tensor& tensor, Group& tp, const char* function, cons
 void expect_parts(const at::Tensor& tensor, Group& tp, const char* function) {
   if (!checking || !differing(tensor, tp).empty() || tensor.count_nonzero().item<std::int64_t>() == 0) return;
   refuse_tensor(function, fmt::format("the same tensor on all {} ranks along {}", tp.size(), tp.name()),
-              "each rank's part of a sum",
-              "Cut the weight of the product before it along its inputs, or leave this call out: what "
-              "is whole already would be counted once for each rank");
+                "each rank's part of a sum",
+                "Cut the weight of the product before it along its inputs, or leave this call out: what "
+                "is whole already would be counted once for each rank");
 }
 
 Group::Rows rows_of(const at::Tensor& whole, const Group& tp, const Group::Rows& rows, const char* function) {
   if (rows.empty()) return split_rows(whole.size(0), tp.size());
   const auto sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
   if (static_cast<int>(rows.size()) != tp.size() || sum != whole.size(0))
-    refuse(fmt::format("{}()", function), fmt::format("{} numbers of rows that add up to {}", rows.size(), sum),
+    refuse(fmt::format("{}()", function),
+           fmt::format("{} numbers of rows that add up to {}", rows.size(), sum),
            fmt::format("one for each of {} ranks, {} together", tp.size(), whole.size(0)),
            "Pass the rows that each rank has");
   return rows;
@@ -74,26 +75,39 @@ at::Tensor own_rows(const at::Tensor& whole, const Group::Rows& rows, int rank) 
   return whole.narrow(0, begin, rows[static_cast<std::size_t>(rank)]);
 }
 
-at::Tensor summed(Group& tp, const at::Tensor& x) {
-  at::Tensor sum = x.clone(at::MemoryFormat::Contiguous);
-  tp.all_reduce(sum);
-  return sum;
+enum class Exchanged { kNothing, kSum, kGather, kScatter, kOwnRows };
+
+// One direction of a function of the table in tensor_parallel.hpp; `rows` of each rank, where tokens are
+// split.
+at::Tensor exchanged(Exchanged how, Group& tp, const at::Tensor& x, const Group::Rows& rows) {
+  if (how == Exchanged::kNothing) return at::alias(x);
+  if (how == Exchanged::kOwnRows) return own_rows(x, rows, tp.rank()).clone();
+  if (how == Exchanged::kSum) {
+    at::Tensor sum = x.clone(at::MemoryFormat::Contiguous);
+    tp.all_reduce(sum);
+    return sum;
+  }
+  const bool gathers = how == Exchanged::kGather;
+  auto sizes = x.sizes().vec();
+  sizes.at(0) = gathers ? std::accumulate(rows.begin(), rows.end(), std::int64_t{0})
+                        : rows[static_cast<std::size_t>(tp.rank())];
+  at::Tensor result = at::empty(sizes, x.options());
+  if (gathers)
+    tp.all_gather_rows_async(result, x, rows).wait();
+  else
+    tp.reduce_scatter_async(result, x, ReduceOp::kSum, rows).wait();
+  return result;
 }
 
-at::Tensor gathered(Group& tp, const at::Tensor& x, const Group::Rows& rows) {
-  auto sizes = x.sizes().vec();
-  sizes.at(0) = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-  at::Tensor whole = at::empty(sizes, x.options());
-  tp.all_gather_rows_async(whole, x, rows).wait();
-  return whole;
-}
-
-at::Tensor scattered(Group& tp, const at::Tensor& x, const Group::Rows& rows) {
-  auto sizes = x.sizes().vec();
-  sizes.at(0) = rows[static_cast<std::size_t>(tp.rank())];
-  at::Tensor own = at::empty(sizes, x.options());
-  tp.reduce_scatter_async(own, x, ReduceOp::kSum, rows).wait();
-  return own;
+at::Tensor region_map(const char* function, Group tp, const at::Tensor& x, const Group::Rows& rows,
+                      Exchanged forward, Exchanged backward) {
+  return apply_map(
+      x, [tp, rows, forward](const at::Tensor& in) mutable { return exchanged(forward, tp, in, rows); },
+      [tp, rows, backward, function](const at::Tensor& gradient) mutable {
+        if (backward == Exchanged::kNothing || backward == Exchanged::kOwnRows)
+          expect_same(gradient, tp, function, "the gradient of the output");
+        return exchanged(backward, tp, gradient, rows);
+      });
 }
 
 Group::Rows asked(Group& tp, const at::Tensor& split) {
@@ -119,48 +133,32 @@ at::Tensor copy_to_tp(Group tp, const at::Tensor& same) {
   if (tp.size() == 1) return same;
   expect_same(same, tp, "copy_to_tp", "the input");
   if (!same.requires_grad()) return same;  // on no rank then
-  return apply_map(
-      same, [](const at::Tensor& x) { return at::alias(x); },
-      [tp](const at::Tensor& gradient) mutable { return summed(tp, gradient); });
+  return region_map("copy_to_tp", tp, same, {}, Exchanged::kNothing, Exchanged::kSum);
 }
 
 at::Tensor reduce_from_tp(Group tp, const at::Tensor& part) {
   if (tp.size() == 1) return part;
   expect_parts(part, tp, "reduce_from_tp");
-  return apply_map(
-      part, [tp](const at::Tensor& x) mutable { return summed(tp, x); },
-      [tp](const at::Tensor& gradient) mutable {
-        expect_same(gradient, tp, "reduce_from_tp", "the gradient of the output");
-        return at::alias(gradient);
-      });
+  return region_map("reduce_from_tp", tp, part, {}, Exchanged::kSum, Exchanged::kNothing);
 }
 
 at::Tensor reduce_scatter_to_sequence(Group tp, const at::Tensor& part, const Group::Rows& rows) {
+  constexpr const char* kName = "reduce_scatter_to_sequence";
   if (tp.size() == 1) return part;
-  expect_parts(part, tp, "reduce_scatter_to_sequence");
-  const Group::Rows each = rows_of(part, tp, rows, "reduce_scatter_to_sequence");
-  return apply_map(
-      part, [tp, each](const at::Tensor& x) mutable { return scattered(tp, x, each); },
-      [tp, each](const at::Tensor& gradient) mutable { return gathered(tp, gradient, each); });
+  expect_parts(part, tp, kName);
+  return region_map(kName, tp, part, rows_of(part, tp, rows, kName), Exchanged::kScatter, Exchanged::kGather);
 }
 
 at::Tensor gather_from_sequence(Group tp, const at::Tensor& split, const Group::Rows& rows) {
   if (tp.size() == 1) return split;
-  const Group::Rows each = rows.empty() ? asked(tp, split) : rows;
-  return apply_map(
-      split, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
-      [tp, each](const at::Tensor& gradient) mutable { return scattered(tp, gradient, each); });
+  return region_map("gather_from_sequence", tp, split, rows.empty() ? asked(tp, split) : rows,
+                    Exchanged::kGather, Exchanged::kScatter);
 }
 
 at::Tensor gather_tokens(Group tp, const at::Tensor& split, const Group::Rows& rows) {
   if (tp.size() == 1) return split;
-  const Group::Rows each = rows.empty() ? asked(tp, split) : rows;
-  return apply_map(
-      split, [tp, each](const at::Tensor& x) mutable { return gathered(tp, x, each); },
-      [tp, each](const at::Tensor& gradient) mutable {
-        expect_same(gradient, tp, "gather_tokens", "the gradient of the output");
-        return own_rows(gradient, each, tp.rank()).clone();
-      });
+  return region_map("gather_tokens", tp, split, rows.empty() ? asked(tp, split) : rows, Exchanged::kGather,
+                    Exchanged::kOwnRows);
 }
 
 at::Tensor split_tokens(Group tp, const at::Tensor& same, const Group::Rows& rows) {
@@ -168,9 +166,7 @@ at::Tensor split_tokens(Group tp, const at::Tensor& same, const Group::Rows& row
   expect_same(same, tp, "split_tokens", "the input");
   const Group::Rows each = rows_of(same, tp, rows, "split_tokens");
   if (!same.requires_grad()) return own_rows(same, each, tp.rank());
-  return apply_map(
-      same, [tp, each](const at::Tensor& x) { return own_rows(x, each, tp.rank()).clone(); },
-      [tp, each](const at::Tensor& gradient) mutable { return gathered(tp, gradient, each); });
+  return region_map("split_tokens", tp, same, each, Exchanged::kOwnRows, Exchanged::kGather);
 }
 
 }  // namespace isograd

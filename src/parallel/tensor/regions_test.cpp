@@ -130,12 +130,17 @@ TEST(SeamsChecked, NameWhatIsNotTheSameAndWhatIsNoPart) {
     EXPECT_THAT(said([&] { copy_to_tp(tp, own); }),
                 AllOf(HasSubstr("copy_to_tp()"), HasSubstr("of rank 1"), HasSubstr("differs from rank 0's")));
     EXPECT_THAT(said([&] { split_tokens(tp, own); }), HasSubstr("split_tokens()"));
-    EXPECT_THAT(said([&] { reduce_from_tp(tp, same); }), AllOf(HasSubstr("reduce_from_tp()"), HasSubstr("all 3 ranks")));
-    EXPECT_THAT(said([&] { reduce_scatter_to_sequence(tp, same); }), HasSubstr("reduce_scatter_to_sequence()"));
+    EXPECT_THAT(said([&] { reduce_from_tp(tp, same); }),
+                AllOf(HasSubstr("reduce_from_tp()"), HasSubstr("all 3 ranks")));
+    EXPECT_THAT(said([&] { reduce_scatter_to_sequence(tp, same); }),
+                HasSubstr("reduce_scatter_to_sequence()"));
     const at::Tensor part = own.clone().requires_grad_();
     EXPECT_THAT(said([&] { (reduce_from_tp(tp, part) * own).sum().backward(); }),
                 HasSubstr("the gradient of the output of rank 1"));
-    EXPECT_EQ(said([&] { copy_to_tp(tp, same), reduce_from_tp(tp, own), reduce_from_tp(tp, at::zeros({2, 2})); }), "no error");
+    EXPECT_EQ(said([&] {
+                copy_to_tp(tp, same), reduce_from_tp(tp, own), reduce_from_tp(tp, at::zeros({2, 2}));
+              }),
+              "no error");
   });
   check_tp_regions(false);
 }
@@ -147,7 +152,10 @@ TEST(SeamsRefused, RowsThatDoNotAddUp) {
                   split_tokens(tp, numbers({6, 2}, 1), {3, 2});
                 }),
                 AllOf(HasSubstr("add up to 5"), HasSubstr("6 together")));
-    EXPECT_THAT(error_of([&] { reduce_scatter_to_sequence(tp, numbers({6, 2}, 1), {6}); }), HasSubstr("1 numbers"));
+    EXPECT_THAT(error_of([&] {
+                  reduce_scatter_to_sequence(tp, numbers({6, 2}, 1), {6});
+                }),
+                HasSubstr("1 numbers"));
   });
 }
 
