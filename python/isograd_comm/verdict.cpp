@@ -5,7 +5,7 @@
 
 #include "base/files.hpp"
 #include "isograd_comm/bindings.hpp"
-#include "verify/compare_dumps.hpp"
+#include "verify/compare.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
