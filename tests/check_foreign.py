@@ -26,7 +26,6 @@ ALLOWED = [
     ("src/base/waiting.cpp", PRINTING, "the sequence that clears its own line"),
     ("src/bench/", PRINTING, "numbers, and names that are written down in the code"),
     ("src/cli/sample.cpp", PRINTING, "a sample goes as it is where no terminal is"),
-    ("src/train/progress.cpp", PRINTING, "the sequence that clears its own line"),
 ]
 WRONG = ['const auto j = nlohmann::json::parse(text);', 'auto o = json::parse(t, nullptr, false);', 'fmt::print("x");',
          'std::puts(name.c_str());', 'std::cerr << name;', 'std::fprintf(stderr, "%s", s);',

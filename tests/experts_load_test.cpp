@@ -289,8 +289,8 @@ TEST_F(ExpertsLoad, IsInMetricsTheReportAndOnTheTerminal) {
   const std::string said = named + ", without a token in the last 7 logged steps";
   EXPECT_THAT(printed,
               AllOf(HasSubstr("dead experts      " + said), HasSubstr("load of experts   at most ")));
-  EXPECT_THAT(report_of(own), AllOf(HasSubstr("<h2>Load by expert over time</h2>"), HasSubstr(said),
-                                    HasSubstr("class=\"heat h0\""), HasSubstr("<h2>Experts by layer</h2>")));
+  EXPECT_THAT(report_of(own), AllOf(HasSubstr("<h3>Load of experts<"), HasSubstr(said),
+                                    HasSubstr("<h2>Experts by layer</h2>")));
 
   std::string events;
   for (const auto& file : fs::directory_iterator(fs::path(own.run.directory) / "tensorboard"))
@@ -312,7 +312,7 @@ TEST_F(ExpertsLoad, OfAModelWithoutExpertsIsNowhere) {
   const Run result = run(config, 2);
   EXPECT_TRUE(result.steps.back().expert_loads.empty());
   EXPECT_TRUE(result.steps.back().report.tally.empty());
-  EXPECT_THAT(report_of(config), Not(AnyOf(HasSubstr("Load by expert"), HasSubstr("Dead experts"))));
+  EXPECT_THAT(report_of(config), Not(AnyOf(HasSubstr("Load of experts"), HasSubstr("Dead experts"))));
   EXPECT_THAT(read_file(fs::path(config.run.directory) / "metrics.jsonl"), Not(HasSubstr("experts")));
 }
 

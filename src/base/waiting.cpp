@@ -22,11 +22,6 @@ std::string human_seconds(double seconds) {
   return fmt::format("{}d {:02}h", whole / 86400, whole / 3600 % 24);
 }
 
-int terminal_columns(std::FILE* out) {
-  winsize size{};
-  return ioctl(fileno(out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
-}
-
 std::optional<double> seconds_left(std::int64_t number, std::int64_t total, double elapsed, double of_this,
                                    double expected) {
   const auto done = static_cast<double>(number - 1);
@@ -36,12 +31,51 @@ std::optional<double> seconds_left(std::int64_t number, std::int64_t total, doub
          each * static_cast<double>(std::max<std::int64_t>(total - number, 0));
 }
 
-Waiting::Waiting(std::string part, std::int64_t total, double expected_seconds, WaitingOptions options)
-    : part_(std::move(part)),
-      total_(total),
-      expected_(expected_seconds),
-      options_(options),
-      terminal_(options.terminal.value_or(isatty(fileno(options.out)) != 0)) {}
+StatusLine::StatusLine(const StatusOptions& options)
+    : options_(options), terminal_(options.terminal.value_or(isatty(fileno(options.out)) != 0)) {}
+
+int StatusLine::columns() const {
+  winsize size{};
+  if (options_.columns) return *options_.columns;
+  if (!terminal_) return 160;
+  return ioctl(fileno(options_.out), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+StatusLine::Clock::time_point StatusLine::due() const {
+  const std::chrono::duration<double> pause(terminal_ ? options_.redraw_seconds : options_.plain_seconds);
+  return drawn_at_ ? *drawn_at_ + std::chrono::duration_cast<Clock::duration>(pause)
+                   : Clock::time_point::min();
+}
+
+void StatusLine::draw(const std::string& text) {
+  if (terminal_) std::fputs("\r\033[K", options_.out);
+  print(options_.out, terminal_ ? text : text + "\n");
+  std::fflush(options_.out);
+  drawn_ = terminal_, text_ = text, drawn_at_ = Clock::now();
+}
+
+void StatusLine::clear() {
+  if (drawn_) std::fputs("\r\033[K", options_.out);
+  drawn_ = false;
+  std::fflush(options_.out);
+}
+
+void StatusLine::line(const std::string& text) {
+  const bool moving = drawn_;
+  clear();
+  print(options_.out, text + "\n");
+  if (moving) draw(text_);
+  std::fflush(options_.out);
+}
+
+void StatusLine::finish() {
+  if (drawn_) print(options_.out, "\n");
+  drawn_ = false;
+  std::fflush(options_.out);
+}
+
+Waiting::Waiting(std::string part, std::int64_t total, double expected_seconds, StatusOptions options)
+    : part_(std::move(part)), total_(total), expected_(expected_seconds), status_(options) {}
 
 Waiting::~Waiting() {
   end();
@@ -55,26 +89,21 @@ Waiting::~Waiting() {
 
 void Waiting::begin(std::int64_t number, const std::string& what) {
   const std::lock_guard lock(mutex_);
-  const auto now = Clock::now();
+  begun_ = Clock::now();
   if (!thread_.joinable()) {
-    start_ = now;
+    start_ = begun_;
     thread_ = std::thread([this] { keep_drawing(); });
   }
   number_ = number;
   what_ = printable(what);
-  begun_ = now;
   under_way_ = true;
-  const double pause = terminal_ ? 0 : options_.plain_seconds;
-  if (!shown_ || std::chrono::duration<double>(now - *shown_).count() >= pause) draw();
+  if (status_.terminal() || begun_ >= status_.due()) draw();
 }
 
 void Waiting::end() {
   const std::lock_guard lock(mutex_);
   under_way_ = false;
-  if (!drawn_) return;
-  std::fputs("\r\033[K", options_.out);
-  std::fflush(options_.out);
-  drawn_ = false;
+  status_.clear();
 }
 
 std::string Waiting::line() const {
@@ -92,30 +121,15 @@ std::string Waiting::line() const {
 }
 
 void Waiting::draw() {
-  shown_ = Clock::now();
-  if (!terminal_) {
-    print(options_.out, line() + "\n");
-  } else {
-    const auto most =
-        static_cast<std::size_t>(std::max(10, options_.columns.value_or(terminal_columns(options_.out)) - 2));
-    std::fputs("\r\033[K", options_.out);
-    print(options_.out, printable(line(), most));
-    drawn_ = true;
-  }
-  std::fflush(options_.out);
+  const auto most = static_cast<std::size_t>(std::max(10, status_.columns() - 2));
+  status_.draw(status_.terminal() ? printable(line(), most) : line());
 }
 
 void Waiting::keep_drawing() {
   std::unique_lock lock(mutex_);
-  const std::chrono::duration<double> pause(terminal_ ? options_.redraw_seconds : options_.plain_seconds);
   while (!over_) {
-    const auto next = shown_.value_or(Clock::now()) + std::chrono::duration_cast<Clock::duration>(pause);
-    changed_.wait_until(lock, next);
-    if (over_ || Clock::now() < next) continue;
-    if (under_way_)
-      draw();
-    else
-      shown_ = Clock::now();
+    if (under_way_ && Clock::now() >= status_.due()) draw();
+    changed_.wait_until(lock, under_way_ ? status_.due() : Clock::now() + std::chrono::seconds(1));
   }
 }
 

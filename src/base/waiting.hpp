@@ -1,5 +1,4 @@
-// Progress of a long command: how many parts are done, and the estimated rest. On a terminal one line is
-// updated; elsewhere it prints one line at once and one every half minute.
+// Progress of a long command on a terminal or in a log.
 #pragma once
 
 #include <chrono>
@@ -13,31 +12,52 @@
 
 namespace isograd {
 
-struct WaitingOptions {
+struct StatusOptions {
   std::FILE* out = stderr;
-  std::optional<bool> terminal = {};  // not given: whether `out` is one
-  std::optional<int> columns = {};    // not given: read from the terminal for each line
-  double plain_seconds = 30, redraw_seconds = 1;
+  std::optional<bool> terminal = {};              // not given: whether `out` is one
+  std::optional<int> columns = {};                // not given: read from the terminal for each line
+  double redraw_seconds = 1, plain_seconds = 30;  // at most this often, on a terminal and elsewhere
 };
 
+// One line that is redrawn in place on a terminal, plain lines elsewhere (files, CI).
+class StatusLine {
+ public:
+  using Clock = std::chrono::steady_clock;
+  explicit StatusLine(const StatusOptions& options);
+  bool terminal() const { return terminal_; }
+  int columns() const;            // of the terminal; 160 elsewhere
+  Clock::time_point due() const;  // when the next line may be drawn
+  void draw(const std::string& text);
+  void line(const std::string& text);  // stays above the redrawn line
+  void clear();                        // removes the redrawn line
+  void finish();                       // leaves it there, and the cursor on the next line
+
+ private:
+  StatusOptions options_;
+  bool terminal_, drawn_ = false;
+  std::string text_;
+  std::optional<Clock::time_point> drawn_at_{};
+};
+
+// How many parts of a command are done, and the estimated rest; renewed by a thread.
 class Waiting {
  public:
   // "layout", 7: "layout 3 of 7"; total 0: unknown. `expected_seconds` of a part is used for the estimate
   // while none is done; 0: unknown.
-  Waiting(std::string part, std::int64_t total, double expected_seconds = 0, WaitingOptions options = {});
-  ~Waiting();  // removes the updated line
+  Waiting(std::string part, std::int64_t total, double expected_seconds = 0, StatusOptions options = {});
+  ~Waiting();  // removes the redrawn line
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
 
   // Starts the next part and completes the previous one. `what` goes through printable().
   void begin(const std::string& what) { begin(number_ + 1, what); }
-  void begin(std::int64_t number,
-             const std::string& what);  // 0: before the first part, "7 layouts: ..."
+  // 0: before the first part, "7 layouts: ..."
+  void begin(std::int64_t number, const std::string& what);
   // Completes the part. Other lines may be printed until the next one begins.
   void end();
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = StatusLine::Clock;
   void draw();
   void keep_drawing();
   std::string line() const;
@@ -45,10 +65,9 @@ class Waiting {
   std::string part_, what_;
   std::int64_t total_, number_ = 0;
   double expected_;
-  WaitingOptions options_;
-  bool terminal_, drawn_ = false, under_way_ = false, over_ = false;
+  StatusLine status_;
+  bool under_way_ = false, over_ = false;
   Clock::time_point start_ = Clock::now(), begun_ = start_;
-  std::optional<Clock::time_point> shown_{};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::thread thread_{};
@@ -60,6 +79,5 @@ std::optional<double> seconds_left(std::int64_t number, std::int64_t total, doub
                                    double expected);
 
 std::string human_seconds(double seconds);  // 0.4s, 12s, 3m 05s, 2h 07m, 3d 04h
-int terminal_columns(std::FILE* out);       // 80 if unknown
 
 }  // namespace isograd

@@ -29,6 +29,7 @@ bool drawable(const Point& point) {
 
 struct Axis {
   double low = 0, high = 1, tick = 0.2;
+  bool log = false;  // numbers are powers of ten
 };
 
 // The smallest of 1, 2, 5 times a power of ten that gives at most `most` ticks.
@@ -39,8 +40,9 @@ double round_tick(double span, int most) {
   return 10 * power;
 }
 
-Axis make_axis(double low, double high, int ticks, bool whole) {
+Axis make_axis(double low, double high, int ticks, bool whole, bool log) {
   if (!(low <= high)) return {};  // nothing to draw
+  if (log) low = std::floor(low), high = std::max(low + 1, std::ceil(high)), whole = true;
   if (high - low <= 1e-9 * std::max(std::abs(low), std::abs(high))) {
     const double around = low == 0 || whole ? std::max(1.0, 0.05 * std::abs(low)) : 0.05 * std::abs(low);
     low -= around;
@@ -48,11 +50,14 @@ Axis make_axis(double low, double high, int ticks, bool whole) {
   }
   double tick = round_tick(high - low, ticks);
   if (whole) tick = std::max(tick, 1.0);
-  return {low, high, tick};
+  return {low, high, tick, log};
 }
 
 // All ticks of an axis have one unit, and as many digits as neighbours need to differ.
 std::string tick_label(double value, const Axis& axis) {
+  if (axis.log)
+    return value >= -3 && value < 4 ? fmt::format("{:g}", std::pow(10, value))
+                                    : fmt::format("1e{:.0f}", value);
   if (std::abs(value) < 1e-9 * axis.tick) return "0";
   const double largest = std::max(std::abs(axis.low), std::abs(axis.high));
   if (largest < 1e-3 || largest >= 1e18) return fmt::format("{:.3g}", value);
@@ -118,11 +123,28 @@ Frame frame_of(const Chart& chart) {
       high = std::max(high, value);
     }
   if (chart.from_zero && low > 0) low = 0;
-  Frame frame{make_axis(left, right, kTicksAcross, whole), make_axis(low, high, kTicksUp, false)};
+  Frame frame{make_axis(left, right, kTicksAcross, whole, chart.log_x),
+              make_axis(low, high, kTicksUp, false, chart.log_y)};
   const double room = 0.04 * (frame.y.high - frame.y.low);
   frame.y.high += room;
   if (!(chart.from_zero && low == 0)) frame.y.low -= room;
   return frame;
+}
+
+// Powers of ten in place of the values of logarithmic axes.
+Chart on_axes(Chart chart) {
+  for (Series& series : chart.series)
+    for (Point& point : series.points) {
+      if (chart.log_x) point.x = std::log10(point.x);
+      if (chart.log_y) point.y = std::log10(point.y);
+    }
+  return chart;
+}
+
+// A line of text. `kind`: its CSS class; `anchor`: "start", "middle" or "end"; `text`: escaped.
+std::string svg_text(const char* kind, double x, double y, const char* anchor, const std::string& text) {
+  return fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", kind, x, y,
+                     anchor, text);
 }
 
 // Keeps at most four points per pixel column: first, lowest, highest and last, in order. The picture is the
@@ -145,29 +167,29 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
   return result;
 }
 
-// `line_class`: "line", or "raw" where a median is drawn over it. `marks`: of points and of what cannot be
-// drawn.
+// `line_class`: "line", or "raw" where a median is drawn over it. `marks`: of points and of values that
+// cannot be drawn.
 std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines,
                          const char* line_class = "line", bool marks = true) {
   std::string path, markers;
-  const auto place = [&](const Point& point) {  // points off the scale are drawn on its border
-    return fmt::format("{:.1f} {:.1f}", frame.px(point.x),
-                       frame.py(std::clamp(point.y, frame.y.low, frame.y.high)));
+  const auto mark = [&](const Point& point, const std::string& element) {
+    const std::string text = point.label.empty()
+                                 ? fmt::format("{}: {:.6g} at {:.10g}", series.name, point.y, point.x)
+                                 : point.label;
+    const auto tag = element.substr(1, element.find(' ') - 1);
+    markers += fmt::format("{}><title>{}</title></{}>", element, escape_html(text), tag);
   };
   const bool few = series.points.size() <= kFewPoints || !lines;
   std::vector<Point> piece;
   const auto finish_piece = [&] {
     const auto points = thinned(piece, frame);
     for (std::size_t i = 0; i < points.size() && points.size() > 1 && lines; ++i)
-      path += (i == 0 ? "M" : "L") + place(points[i]);
-    if (few || piece.size() == 1)
-      for (const auto& point : piece)
-        if (frame.shows(point))
-          markers += fmt::format(
-              "<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"><title>{}: {:.6g} at "
-              "{:.10g}</title></circle>",
-              colour, frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : "3.2",
-              escape_html(series.name), point.y, point.x);
+      path += fmt::format("{}{:.1f} {:.1f}", i == 0 ? "M" : "L", frame.px(points[i].x),
+                          frame.py(std::clamp(points[i].y, frame.y.low, frame.y.high)));
+    for (const Point& point : piece)
+      if ((few || piece.size() == 1) && frame.shows(point))
+        mark(point, fmt::format("<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"", colour,
+                                frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : "3.2"));
     piece.clear();
   };
   std::size_t crosses = 0;
@@ -175,19 +197,15 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
     if (drawable(point)) {
       piece.push_back(point);
       if (frame.shows(point) || ++crosses > kMostCrosses) continue;
-      const bool above = point.y > frame.y.high;
-      markers += fmt::format(
-          "<path class=\"off c{}\" d=\"M{:.1f} {:.1f}l4 {}h-8z\"><title>{}: {:.6g} at {:.10g}</title></path>",
-          colour, frame.px(point.x), above ? kTop - 7 : kTop + kInnerHeight + 7, above ? 6 : -6,
-          escape_html(series.name), point.y, point.x);
+      const bool above = point.y > frame.y.high;  // drawn on the border
+      mark(point, fmt::format("<path class=\"off c{}\" d=\"M{:.1f} {:.1f}l4 {}h-8z\"", colour,
+                              frame.px(point.x), above ? kTop - 7 : kTop + kInnerHeight + 7, above ? 6 : -6));
       continue;
     }
     finish_piece();
     if (!std::isfinite(point.x) || ++crosses > kMostCrosses) continue;
-    const double x = frame.px(point.x), y = kTop + kInnerHeight - 6;
-    markers += fmt::format(
-        "<path class=\"cross\" d=\"M{:.1f} {:.1f}l6 6m0 -6l-6 6\"><title>{}: {} at {:.10g}</title></path>",
-        x - 3, y - 3, escape_html(series.name), point.y, point.x);
+    mark(point, fmt::format("<path class=\"cross\" d=\"M{:.1f} {:.1f}l6 6m0 -6l-6 6\"", frame.px(point.x) - 3,
+                            kTop + kInnerHeight - 9));
   }
   finish_piece();
   if (!path.empty()) path = fmt::format("<path class=\"{} c{}\" d=\"{}\"/>", line_class, colour, path);
@@ -272,24 +290,16 @@ OffScale off_scale(const Chart& chart) {
   return found;
 }
 
-std::string svg_text(const char* kind, double x, double y, const char* anchor, const std::string& text) {
-  return fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", kind, x, y,
-                     anchor, text);
-}
-
-std::string svg(const Chart& chart) {
+std::string svg(const Chart& given) {
+  const Chart chart = on_axes(given);
   const Frame frame = frame_of(chart);
-  std::string text = fmt::format("<svg viewBox=\"0 0 {:.0f} {:.0f}\" role=\"img\" aria-label=\"{}\">", kWidth,
-                                 kHeight, escape_html(chart.title));
-  bool empty = true;
-  for (const auto& series : chart.series)
-    empty = empty && std::none_of(series.points.begin(), series.points.end(), drawable);
-  if (empty) {
-    text += fmt::format(
-        "<text class=\"label\" x=\"{}\" y=\"{}\" text-anchor=\"middle\">no value that could be drawn</text>",
-        kWidth / 2, kHeight / 2);
-    return text + "</svg>";
-  }
+  std::string text = fmt::format(
+      "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
+      kWidth, kHeight, escape_html(chart.title));
+  if (std::ranges::none_of(chart.series,
+                           [](const Series& series) { return std::ranges::any_of(series.points, drawable); }))
+    return text + svg_text("label", kWidth / 2, kHeight / 2, "middle", "no value that could be drawn") +
+           "</svg>";
   text += drawn_axes(chart, frame);
   for (const auto& [name, value] : chart.marks)
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),

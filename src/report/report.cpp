@@ -10,20 +10,29 @@
 #include "base/files.hpp"
 #include "base/markup.hpp"
 #include "base/paths.hpp"
+#include "base/print.hpp"
 
 namespace isograd {
 namespace {
 
 // Colours of series are chosen to differ for colour-blind readers too (after Okabe and Ito).
-constexpr const char* kStyle = R"css(
+constexpr const char* kChartStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
 --good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
---c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;
---h1:#1f64a8;--h2:#74b0d6;--h3:#c3dbea;--h4:#e9e8e2;--h5:#fbcf9f;--h6:#ee8f45;--h7:#ad3e0a}
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f}
 @media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
 --good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
---c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;
---h1:#6cb8f0;--h2:#3d7fb0;--h3:#2b4b64;--h4:#3b4047;--h5:#66482b;--h6:#ad642a;--h7:#ff9a52}}
+--c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0}}
+.tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
+.grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
+.over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
+.mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
+.line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
+.raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
+.dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
+.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
+)css";
+constexpr const char* kPageStyle = R"css(
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);line-height:1.5;
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
@@ -48,22 +57,12 @@ figcaption span{max-width:100%;overflow:hidden;text-overflow:ellipsis;white-spac
 figcaption b{color:var(--ink);font-weight:600;font-variant-numeric:tabular-nums}
 i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle;background:currentColor}
 svg{display:block;width:100%;height:auto;overflow:visible}
-.tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
-.over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
-.mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
-.line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
-.raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
-.dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
-.heat{shape-rendering:crispEdges}.h0{fill:var(--ink)}.h1{fill:var(--h1)}.h2{fill:var(--h2)}.h3{fill:var(--h3)}.h4{fill:var(--h4)}
-.h5{fill:var(--h5)}.h6{fill:var(--h6)}.h7{fill:var(--h7)}.cell{font-size:11px;fill:var(--ink)}.far{fill:var(--page)}
-.c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
 .wide{overflow:auto;max-height:560px;border:1px solid var(--rule);border-radius:10px;
 background:linear-gradient(90deg,var(--card) 40%,transparent) 0 0/48px 100% no-repeat local,
 linear-gradient(270deg,var(--card) 40%,transparent) 100% 0/48px 100% no-repeat local,
 linear-gradient(90deg,var(--shade),transparent) 0 0/12px 100% no-repeat scroll,
 linear-gradient(270deg,var(--shade),transparent) 100% 0/12px 100% no-repeat scroll,var(--card)}
-.hint{display:none;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}.hint-0{display:block}
+.hint{margin:0 2px;overflow:hidden;font-size:12.5px;color:var(--soft)}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);vertical-align:top}
 th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;vertical-align:bottom;box-shadow:0 1px var(--rule)}
@@ -83,7 +82,7 @@ p.summary{margin:0 0 10px;color:var(--soft);overflow-wrap:anywhere}
 pre{margin:0;padding:14px 16px;background:var(--card);border:1px solid var(--rule);border-radius:10px;
 font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre-wrap;overflow-wrap:anywhere;tab-size:4}
 summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
-@media (max-width:560px){main{padding:24px 14px 48px}.tick,.label,.cell{font-size:14.5px}figure{padding:12px 10px 6px}
+@media (max-width:560px){main{padding:24px 14px 48px}.tick,.label{font-size:14.5px}figure{padding:12px 10px 6px}
 .charts{margin-top:22px}.frames{grid-template-columns:1fr}.frames img{height:auto;max-height:88px}th,td{padding:6px 9px}}
 @media print{.wide{max-height:none;overflow:visible}figure,pre{break-inside:avoid}}
 )css";
@@ -118,33 +117,29 @@ constexpr double kLongWidth = 160;        // pixels that such a column has at le
 constexpr std::size_t kSentences = 120;   // characters from which a narrow cell would fill the screen
 constexpr double kSentencesWidth = 440;   // pixels that such a column has at least (.sentences)
 constexpr std::size_t kRowsInSight = 15;  // of a table, which scrolls beyond its height
-constexpr int kHintSteps[] = {480, 640, 800, 960, 1120};  // widths of the page below which a hint may show
 
-// Below which width of the page something `width` pixels wide scrolls: one of kHintSteps, or 0, at any.
-int hint_step(double width) {
-  constexpr double kMargins = 50;
-  for (const int step : kHintSteps)
-    if (width + kMargins <= step) return step;
-  return width <= 1030 ? kHintSteps[std::size(kHintSteps) - 1] : 0;
-}
-
+// Shown on screens that are narrower than something `width` pixels wide with the page's margins.
 std::string hint(double width, const char* what) {
-  constexpr double kNarrowest = 360;  // of a page on a screen of 390
+  constexpr double kNarrowest = 360, kMargins = 50, kPage = 1030;
   if (width <= kNarrowest) return {};
-  return fmt::format("<p class=\"hint hint-{}\">{} is wider than the screen: scroll it sideways →</p>\n",
-                     hint_step(width), what);
-}
-
-std::string hint_style() {
-  std::string css;
-  for (const int step : kHintSteps)
-    css += fmt::format("@media (max-width:{0}px){{.hint-{0}{{display:block}}}}\n", step);
-  return css;
+  return fmt::format(
+      "<p class=\"hint\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n",
+      width > kPage ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins), what);
 }
 
 std::size_t characters(const std::string& text) {
   return static_cast<std::size_t>(std::count_if(
       text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; }));
+}
+
+// Shortens a long name at its beginning, because the end is more specific.
+std::string elided(const std::string& text, std::size_t width) {
+  if (characters(text) <= width) return text;
+  std::string end;
+  for (std::size_t at = text.size(); at-- > 0 && characters(end) + 1 < width;)
+    end.insert(end.begin(), text[at]);
+  while (!end.empty() && (end.front() & 0xc0) == 0x80) end.erase(end.begin());  // an incomplete character
+  return "…" + end;
 }
 
 std::size_t longest_word(const std::string& text) {
@@ -163,6 +158,65 @@ std::string last_value(const Series& series) {
 }
 
 }  // namespace
+
+std::string text_table(TextRows rows, const TextTable& style) {
+  std::vector<std::size_t> width;
+  std::vector<bool> right;
+  std::size_t all = style.indent;
+  for (auto& row : rows) {
+    width.resize(std::max(width.size(), row.size())), right.resize(width.size(), true);
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      row[i] = printable(row[i]);
+      width[i] = std::max(width[i], characters(row[i]));
+      right[i] = i > 0 && right[i] && (&row == &rows.front() || numeric(row[i]));
+    }
+  }
+  for (const std::size_t each : width) all += each + 2;
+  constexpr std::size_t kLeastName = 12;
+  if (all - 2 > style.most_columns)
+    width[0] = std::max(kLeastName, width[0] - std::min(width[0], all - 2 - style.most_columns));
+  std::string text;
+  for (auto& row : rows) {
+    std::string line(style.indent, ' ');
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::string cell = i == 0 ? elided(row[0], width[0]) : row[i];
+      const std::string padding(width[i] - std::min(width[i], characters(cell)), ' ');
+      line += (i == 0 ? "" : "  ") + (right[i] ? padding + cell : cell + padding);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
+}
+
+std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts) {
+  constexpr double kWide = 460, kTall = 300, kHead = 50;  // of a chart with its title; of the legend
+  const std::size_t columns = std::clamp<std::size_t>(charts.size(), 1, 3);
+  std::string text = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:g} {:g}\" font-family=\"system-ui, sans-serif\">\n"
+      "<title>{}</title>\n<style>{}text{{fill:currentColor}}</style>\n"
+      "<rect width=\"100%\" height=\"100%\" fill=\"var(--card)\"/>\n",
+      static_cast<double>(columns) * kWide,
+      kHead + static_cast<double>((charts.size() + columns - 1) / columns) * kTall, escape_html(title),
+      kChartStyle);
+  const auto write = [&](double x, double y, const std::string& kind, const std::string& words) {
+    text += fmt::format("<text x=\"{:.0f}\" y=\"{:.0f}\" class=\"{}\">{}</text>\n", x, y, kind,
+                        escape_html(words));
+  };
+  double x = 24;
+  for (std::size_t i = 0; !charts.empty() && i < charts.front().series.size(); ++i) {
+    const std::string& name = charts.front().series[i].name;
+    write(x, 28, fmt::format("c{}", i % 6), "— " + name);
+    x += 46 + 8 * static_cast<double>(name.size());
+  }
+  for (std::size_t i = 0; i < charts.size(); ++i) {
+    const double left = static_cast<double>(i % columns) * kWide + 10,
+                 top = kHead + static_cast<double>(i / columns) * kTall;
+    write(left + 58, top + 16, "label", charts[i].title + ", " + charts[i].y_label);
+    text += fmt::format("<g transform=\"translate({:.0f} {:.0f})\">{}</g>\n", left, top + 24, svg(charts[i]));
+  }
+  return text + "</svg>\n";
+}
 
 Report::Report(std::string title, std::string subtitle)
     : title_(std::move(title)), subtitle_(std::move(subtitle)) {}
@@ -190,8 +244,8 @@ void Report::chart(Chart chart) {
   std::size_t bad = 0;
   for (std::size_t i = 0; i < chart.series.size(); ++i) {
     const auto& series = chart.series[i];
-    legend += fmt::format("<span title=\"{0}\"><i class=\"c{1}\"></i>{0} <b>{2}</b></span>",
-                          escape_html(series.name), i % 6, last_value(series));
+    legend += fmt::format("<span title=\"{0}\"><i class=\"c{1}\"></i>{0}{2}</span>", escape_html(series.name),
+                          i % 6, chart.lines ? fmt::format(" <b>{}</b>", last_value(series)) : "");
     for (const auto& point : series.points) bad += !std::isfinite(point.y);
     if (i == 0 && draws_median(chart))
       legend += fmt::format("<span>median of {} {} <b>{}</b></span>",
@@ -243,8 +297,7 @@ void Report::table(const std::string& title, const std::string& summary,
     html += fmt::format("<p class=\"summary\">{}</p>\n", with_breaks(escape_html(summary)));
   html += hint(width, "This table");
   const bool cut = rows.size() > kRowsInSight;
-  if (cut)
-    html += fmt::format("<p class=\"hint hint-0\">{} rows: scroll down in the table ↓</p>\n", rows.size());
+  if (cut) html += fmt::format("<p class=\"hint\">{} rows: scroll down in the table ↓</p>\n", rows.size());
   html += std::string("<div class=\"wide") + (cut ? "" : " whole") + "\"><table><thead>" +
           cells(headings, "th") + "</thead><tbody>\n";
   for (const auto& row : rows) html += cells(row, "td");
@@ -298,7 +351,7 @@ std::string Report::html() const {
       "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src "
       "data:; style-src 'unsafe-inline'\">\n"
       "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<main>\n<header><h1>{0}</h1>\n{2}{3}</header>\n{4}{5}{6}</main>\n</body>\n</html>\n",
-      escape_html(title_), kStyle + hint_style(),
+      escape_html(title_), std::string(kChartStyle) + kPageStyle,
       subtitle_.empty() ? "" : fmt::format("<p class=\"subtitle\">{}</p>\n", escape_html(subtitle_)),
       verdicts_, facts_.empty() ? "" : "<dl class=\"facts\">\n" + facts_ + "</dl>\n", body_,
       in_charts_ ? "</div>\n" : "");

@@ -13,12 +13,12 @@ namespace isograd {
 
 struct Point {
   double x = 0, y = 0;
+  std::string label = {};  // shown for the point in place of its series and numbers
 };
 
 struct Series {
   std::string name;
-  std::vector<Point>
-      points;  // ascending x; a y that is not finite leaves a gap and is counted below the chart
+  std::vector<Point> points;  // ascending x; a y that is not finite leaves a gap and is counted
 };
 
 struct Chart {
@@ -32,7 +32,16 @@ struct Chart {
   // The running median of the first series is drawn over it, and the y axis shows what the medians of all
   // series span: values far off are marked at its border and counted, and squeeze nothing.
   bool smooth = false;
+  bool log_x = false, log_y = false;  // a value of 0 or less is then not drawn; for charts without marks
 };
+
+// The first row is the heading. Columns are as wide as their widest cell, those of numbers are right-aligned.
+using TextRows = std::vector<std::vector<std::string>>;
+struct TextTable {
+  std::size_t indent = 0;
+  std::size_t most_columns = std::string::npos;  // of a line: the first cell is elided to keep to it
+};
+std::string text_table(TextRows rows, const TextTable& style = {});
 
 class Report {
  public:
@@ -69,8 +78,8 @@ class Report {
 };
 
 std::string svg(const Chart& chart);
-// A line of text in a picture. `kind`: its CSS class; `anchor`: "start", "middle" or "end"; `text`: escaped.
-std::string svg_text(const char* kind, double x, double y, const char* anchor, const std::string& text);
+// A file of its own with all charts, whose series have the same names.
+std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding
 // Each point's median over median_reach() neighbours on both sides. Values that cannot be drawn are kept
 // and ignored.

@@ -5,11 +5,13 @@
 #include <sys/stat.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
+#include <numeric>
+#include <span>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
@@ -21,34 +23,94 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
-template <typename Number>
-void put(nlohmann::ordered_json& json, const char* name, const std::optional<Number>& value) {
-  if (!value) return;
-  if constexpr (std::is_same_v<Number, double>) {
-    if (!std::isfinite(*value)) {
-      json[name] = nullptr;  // JSON has no NaN and no infinity
-      return;
+using LoadRows = std::vector<const MetricRow*>;
+
+// All fields of a row but the step and the loads of experts: the name in the log, the tag of TensorBoard
+// (empty: not there; behind a "/": the values' names follow), and the value.
+template <class Row, class Each>
+void each_field(Row& row, Each&& each) {
+  each("loss", "train/loss", row.loss);
+  each("perplexity", "train/perplexity", row.perplexity);
+  each("norm", "train/norm", row.norm);
+  each("clip_coefficient", "train/clip_coefficient", row.clip_coefficient);
+  each("norms", "train/norm/", row.part_norms);
+  each("clip_groups", "train/", row.clipped);
+  each("learning_rate", "train/learning_rate", row.learning_rate);
+  each("tokens", "", row.tokens);
+  each("targets", "", row.targets);
+  each("tokens_per_second", "speed/tokens_per_second", row.tokens_per_second);
+  each("mfu", "speed/mfu", row.mfu);
+  each("seconds", "speed/seconds", row.seconds);
+  each("exposed_seconds", "speed/exposed_seconds", row.exposed_seconds);
+  each("bytes_across_hosts", "speed/bytes_across_hosts", row.bytes_across_hosts);
+  each("updated", "", row.updated);
+  each("validation_loss", "validation/loss", row.validation_loss);
+  each("validation_perplexity", "validation/perplexity", row.validation_perplexity);
+  each("validation_targets", "", row.validation_targets);
+  each("figures", "validation/", row.figures);
+}
+
+// JSON has no NaN and no infinity: the library writes them as null.
+struct ToJson {
+  nlohmann::ordered_json& json;
+  template <typename Number>
+  void operator()(const char* name, const char*, const std::optional<Number>& value) {
+    if (value) json[name] = *value;
+  }
+  void operator()(const char* name, const char*, const std::vector<TermValue>& values) {
+    for (const TermValue& each : values) json[name][each.name] = each.value;
+  }
+  void operator()(const char* name, const char*, const std::vector<ClippedGroup>& groups) {
+    for (const ClippedGroup& group : groups)
+      json[name][group.pattern] = {{"norm", group.norm}, {"clip_coefficient", group.coefficient}};
+  }
+};
+
+struct FromJson {
+  const nlohmann::json& json;
+  static double number(const nlohmann::json& value) {
+    return value.is_null() ? std::numeric_limits<double>::quiet_NaN() : value.get<double>();
+  }
+  template <typename Number>
+  void operator()(const char* name, const char*, std::optional<Number>& value) {
+    const auto found = json.find(name);
+    if (found == json.end()) return;
+    if constexpr (std::is_same_v<Number, double>)
+      value = number(*found);
+    else
+      value = found->is_null() ? Number{} : found->template get<Number>();
+  }
+  void operator()(const char* name, const char*, std::vector<TermValue>& values) {
+    if (const auto found = json.find(name); found != json.end())
+      for (const auto& [key, value] : found->items()) values.push_back({key, number(value)});
+  }
+  void operator()(const char* name, const char*, std::vector<ClippedGroup>& groups) {
+    const auto or_else = [](const nlohmann::json& of, const char* key, double otherwise) {
+      return of.contains(key) ? number(of[key]) : otherwise;
+    };
+    if (const auto found = json.find(name); found != json.end())
+      for (const auto& [pattern, own] : found->items())
+        groups.push_back({pattern, or_else(own, "norm", 0), or_else(own, "clip_coefficient", 1)});
+  }
+};
+
+struct ToEvents {
+  EventFile& events;
+  std::int64_t step;
+  template <typename Number>
+  void operator()(const char*, const std::string& tag, const std::optional<Number>& value) {
+    if (value && !tag.empty()) events.scalar(tag, step, static_cast<double>(*value));
+  }
+  void operator()(const char*, const std::string& tag, const std::vector<TermValue>& values) {
+    for (const TermValue& each : values) events.scalar(tag + each.name, step, each.value);
+  }
+  void operator()(const char*, const std::string& tag, const std::vector<ClippedGroup>& groups) {
+    for (const ClippedGroup& group : groups) {
+      events.scalar(tag + "norm/" + group.pattern, step, group.norm);
+      events.scalar(tag + "clip_coefficient/" + group.pattern, step, group.coefficient);
     }
   }
-  json[name] = *value;
-}
-
-template <typename Number>
-void get(const nlohmann::json& json, const char* name, std::optional<Number>& value) {
-  const auto found = json.find(name);
-  if (found == json.end()) return;
-  if (found->is_null())
-    value = std::numeric_limits<Number>::has_quiet_NaN ? std::numeric_limits<Number>::quiet_NaN() : Number{};
-  else
-    value = found->get<Number>();
-}
-
-std::vector<TermValue> named_values(const nlohmann::json& json) {
-  std::vector<TermValue> values;
-  for (const auto& [name, value] : json.items())
-    values.push_back({name, value.is_null() ? std::nan("") : value.get<double>()});
-  return values;
-}
+};
 
 // The rows before a resume, without those of later steps, which the resume makes obsolete.
 std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
@@ -77,34 +139,9 @@ void keep_others_out(std::FILE* log, const fs::path& file) {
 }  // namespace
 
 std::string to_json_line(const MetricRow& row) {
-  nlohmann::ordered_json json;
-  json["step"] = row.step;
-  put(json, "loss", row.loss);
-  put(json, "perplexity", row.perplexity);
-  put(json, "norm", row.norm);
-  put(json, "clip_coefficient", row.clip_coefficient);
-  for (const TermValue& part : row.part_norms)
-    put(json["norms"], part.name.c_str(), std::optional(part.value));
-  for (const ClippedGroup& group : row.clipped) {
-    auto& own = json["clip_groups"][group.pattern];
-    put(own, "norm", std::optional(group.norm));
-    put(own, "clip_coefficient", std::optional(group.coefficient));
-  }
-  put(json, "learning_rate", row.learning_rate);
-  put(json, "tokens", row.tokens);
-  put(json, "targets", row.targets);
-  put(json, "tokens_per_second", row.tokens_per_second);
-  put(json, "mfu", row.mfu);
-  put(json, "seconds", row.seconds);
-  put(json, "exposed_seconds", row.exposed_seconds);
-  put(json, "bytes_across_hosts", row.bytes_across_hosts);
-  put(json, "updated", row.updated);
-  put(json, "validation_loss", row.validation_loss);
-  put(json, "validation_perplexity", row.validation_perplexity);
-  put(json, "validation_targets", row.validation_targets);
+  nlohmann::ordered_json json = {{"step", row.step}};
+  each_field(row, ToJson{json});
   if (!row.expert_loads.empty()) json["experts"] = experts_json(row.expert_loads, row.dead);
-  for (const TermValue& figure : row.figures)
-    put(json["figures"], figure.name.c_str(), std::optional(figure.value));
   return json.dump() + "\n";
 }
 
@@ -126,34 +163,10 @@ std::vector<MetricRow> read_metrics(const fs::path& file) {
       if (!problem.empty()) refuse(problem);
       MetricRow row;
       row.step = json.at("step").get<std::int64_t>();
-      get(json, "loss", row.loss);
-      get(json, "perplexity", row.perplexity);
-      get(json, "norm", row.norm);
-      get(json, "clip_coefficient", row.clip_coefficient);
-      if (const auto norms = json.find("norms"); norms != json.end()) row.part_norms = named_values(*norms);
-      if (const auto groups = json.find("clip_groups"); groups != json.end())
-        for (const auto& [pattern, own] : groups->items()) {
-          std::optional<double> norm, coefficient;
-          get(own, "norm", norm), get(own, "clip_coefficient", coefficient);
-          row.clipped.push_back({pattern, norm.value_or(0), coefficient.value_or(1)});
-        }
-      get(json, "learning_rate", row.learning_rate);
-      get(json, "tokens", row.tokens);
-      get(json, "targets", row.targets);
-      get(json, "tokens_per_second", row.tokens_per_second);
-      get(json, "mfu", row.mfu);
-      get(json, "seconds", row.seconds);
-      get(json, "exposed_seconds", row.exposed_seconds);
-      get(json, "bytes_across_hosts", row.bytes_across_hosts);
-      get(json, "updated", row.updated);
-      get(json, "validation_loss", row.validation_loss);
-      get(json, "validation_perplexity", row.validation_perplexity);
-      get(json, "validation_targets", row.validation_targets);
+      each_field(row, FromJson{json});
       if (const auto experts = json.find("experts"); experts != json.end())
         if (const std::string trouble = read_experts(*experts, row.expert_loads, row.dead); !trouble.empty())
           refuse(trouble);
-      if (const auto figures = json.find("figures"); figures != json.end())
-        row.figures = named_values(*figures);
       rows.push_back(row);
     } catch (const nlohmann::json::exception& error) {
       refuse(error.what());
@@ -186,6 +199,11 @@ Metrics::~Metrics() {
 }
 
 void Metrics::append(MetricRow row) {
+  each_field(row, ToEvents{events_, row.step});
+  for (const ExpertLoad& load : row.expert_loads)
+    events_.scalar(fmt::format("experts/max_over_mean/layer_{}", load.layer), row.step, load.max_over_mean());
+  if (!row.expert_loads.empty())
+    events_.scalar("experts/dead", row.step, static_cast<double>(row.dead.count()));
   const std::string line = to_json_line(row);
   rows_.push_back(std::move(row));
   if (std::fwrite(line.data(), 1, line.size(), log_) != line.size() || std::fflush(log_) != 0)
@@ -200,34 +218,10 @@ std::optional<double> Metrics::perplexity_of(double loss) const {
 
 void Metrics::step(const StepEvent& event) {
   const StepReport& report = event.report;
-  const auto perplexity = perplexity_of(report.loss);
-  events_.scalar("train/loss", event.step, report.loss);
-  if (perplexity) events_.scalar("train/perplexity", event.step, *perplexity);
-  events_.scalar("train/norm", event.step, report.norm);
-  events_.scalar("train/clip_coefficient", event.step, report.clip_coefficient);
-  for (const TermValue& part : report.part_norms)
-    events_.scalar("train/norm/" + part.name, event.step, part.value);
-  for (const ClippedGroup& group : event.clipped) {
-    events_.scalar("train/norm/" + group.pattern, event.step, group.norm);
-    events_.scalar("train/clip_coefficient/" + group.pattern, event.step, group.coefficient);
-  }
-  events_.scalar("train/learning_rate", event.step, event.learning_rate);
-  events_.scalar("speed/tokens_per_second", event.step, event.tokens_per_second);
-  if (event.mfu) events_.scalar("speed/mfu", event.step, *event.mfu);
-  events_.scalar("speed/seconds", event.step, event.seconds);
-  events_.scalar("speed/exposed_seconds", event.step, event.exposed_seconds);
-  if (event.bytes_across_hosts)
-    events_.scalar("speed/bytes_across_hosts", event.step, static_cast<double>(*event.bytes_across_hosts));
   idle_.step(event.expert_loads);
-  const DeadExperts dead = event.expert_loads.empty() ? DeadExperts() : idle_.dead();
-  for (const ExpertLoad& load : event.expert_loads)
-    events_.scalar(fmt::format("experts/max_over_mean/layer_{}", load.layer), event.step,
-                   load.max_over_mean());
-  if (!event.expert_loads.empty())
-    events_.scalar("experts/dead", event.step, static_cast<double>(dead.count()));
   append({.step = event.step,
           .loss = report.loss,
-          .perplexity = perplexity,
+          .perplexity = perplexity_of(report.loss),
           .norm = report.norm,
           .clip_coefficient = report.clip_coefficient,
           .learning_rate = event.learning_rate,
@@ -242,7 +236,7 @@ void Metrics::step(const StepEvent& event) {
           .bytes_across_hosts = event.bytes_across_hosts,
           .updated = report.updated,
           .expert_loads = event.expert_loads,
-          .dead = dead});
+          .dead = event.expert_loads.empty() ? DeadExperts() : idle_.dead()});
 }
 
 void Metrics::evaluation(const Evaluation& evaluation) {
@@ -251,12 +245,7 @@ void Metrics::evaluation(const Evaluation& evaluation) {
     row.validation_loss = evaluation.loss;
     row.validation_perplexity = perplexity_of(evaluation.loss);
     row.validation_targets = evaluation.targets;
-    events_.scalar("validation/loss", evaluation.step, evaluation.loss);
-    if (row.validation_perplexity)
-      events_.scalar("validation/perplexity", evaluation.step, *row.validation_perplexity);
   }
-  for (const TermValue& figure : evaluation.figures)
-    events_.scalar("validation/" + figure.name, evaluation.step, figure.value);
   append(std::move(row));
 }
 
@@ -268,32 +257,109 @@ std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double ba
       if (row.*field) result.points.push_back({static_cast<double>(row.step), *(row.*field)});
     return result;
   };
-  Chart loss{.title = "Loss",
-             .x_label = "step",
-             .y_label = words.unit,
-             .series = {series("training", &MetricRow::loss)},
-             .smooth = true};
+  const auto chart = [](const char* title, const std::string& unit, Series shown, bool smooth) {
+    return Chart{.title = title,
+                 .x_label = "step",
+                 .y_label = unit,
+                 .series = {std::move(shown)},
+                 .from_zero = true,
+                 .smooth = smooth};
+  };
+  Chart loss = chart("Loss", words.unit, series("training", &MetricRow::loss), true);
+  loss.from_zero = false;
   if (auto validation = series("validation", &MetricRow::validation_loss); !validation.points.empty())
     loss.series.push_back(std::move(validation));
   if (baseline > 0) loss.marks = {{words.baseline, baseline}};
-  return {std::move(loss),
-          {.title = "Gradient norm",
-           .x_label = "step",
-           .y_label = "before clipping",
-           .series = {series("norm", &MetricRow::norm)},
-           .from_zero = true,
-           .smooth = true},
-          {.title = "Throughput",
-           .x_label = "step",
-           .y_label = words.tokens + "/s, all ranks",
-           .series = {series(words.tokens + "/s", &MetricRow::tokens_per_second)},
-           .from_zero = true,
-           .smooth = true},
-          {.title = "Learning rate",
-           .x_label = "step",
-           .y_label = "",
-           .series = {series("learning rate", &MetricRow::learning_rate)},
-           .from_zero = true}};
+  return {std::move(loss), chart("Gradient norm", "before clipping", series("norm", &MetricRow::norm), true),
+          chart("Throughput", words.tokens + "/s, all ranks",
+                series(words.tokens + "/s", &MetricRow::tokens_per_second), true),
+          chart("Learning rate", "", series("learning rate", &MetricRow::learning_rate), false)};
+}
+
+std::vector<const MetricRow*> rows_with_loads(const std::vector<MetricRow>& rows) {
+  LoadRows found;
+  const auto same = [](const MetricRow& a, const MetricRow& b) {
+    return std::ranges::equal(a.expert_loads, b.expert_loads, [](const ExpertLoad& x, const ExpertLoad& y) {
+      return x.layer == y.layer && x.choices.size() == y.choices.size();
+    });
+  };
+  for (auto row = rows.rbegin(); row != rows.rend(); ++row)
+    if (!row->expert_loads.empty() && (found.empty() || same(*row, *found.front()))) found.push_back(&*row);
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+Chart load_chart(const LoadRows& rows) {
+  constexpr std::size_t kMostCurves = 6;
+  Chart chart{.title = "Load of experts",
+              .x_label = "step",
+              .y_label = "most chosen over mean",
+              .series = {},
+              .marks = {{"even", 1}}};
+  const std::size_t layers = rows.back()->expert_loads.size();
+  if (layers <= kMostCurves)
+    for (const ExpertLoad& load : rows.back()->expert_loads)
+      chart.series.push_back({.name = fmt::format("layer {}", load.layer), .points = {}});
+  else
+    chart.series = {{.name = "highest of the layers", .points = {}}, {.name = "their median", .points = {}}};
+  for (const MetricRow* row : rows) {
+    std::vector<double> values;
+    for (const ExpertLoad& load : row->expert_loads) values.push_back(load.max_over_mean());
+    if (layers > kMostCurves) {
+      std::sort(values.begin(), values.end());
+      values = {values.back(), values[values.size() / 2]};
+    }
+    for (std::size_t i = 0; i < values.size(); ++i)
+      chart.series[i].points.push_back({static_cast<double>(row->step), values[i]});
+  }
+  return chart;
+}
+
+ReportTable load_table(const LoadRows& rows) {
+  const MetricRow &first = *rows.front(), &end = *rows.back();
+  const std::size_t recent = std::min<std::size_t>(rows.size(), kDeadAfter);
+  ReportTable table{
+      .title = "Experts by layer",
+      .summary = fmt::format(
+          "The most chosen expert's choices over the mean of all; the last columns are of the last "
+          "{} logged steps together, with an even share as 1. Dead experts: {}.",
+          recent, dead_in_words(end)),
+      .columns = {"layer", fmt::format("step {}", first.step), fmt::format("step {}", end.step),
+                  fmt::format("last {}", recent), "least chosen", "most chosen", "without a token"},
+      .rows = {}};
+  for (std::size_t layer = 0; layer < end.expert_loads.size(); ++layer) {
+    std::vector<double> shares(end.expert_loads[layer].choices.size());
+    for (const MetricRow* row : std::span(rows).last(recent))
+      for (std::size_t e = 0; e < shares.size(); ++e)
+        shares[e] += static_cast<double>(row->expert_loads[layer].choices[e]);
+    const double all = std::accumulate(shares.begin(), shares.end(), 0.0);
+    std::string dead;
+    for (std::size_t e = 0; e < shares.size(); ++e) {
+      if (shares[e] == 0) dead += fmt::format("{}{}", dead.empty() ? "" : ", ", e);
+      shares[e] *= all > 0 ? static_cast<double>(shares.size()) / all : 0;
+    }
+    const auto least = std::ranges::min_element(shares), most = std::ranges::max_element(shares);
+    const auto named = [&](const auto& which) {
+      return fmt::format("expert {} ({:.2f})", which - shares.begin(), *which);
+    };
+    table.rows.push_back({std::to_string(end.expert_loads[layer].layer),
+                          fmt::format("{:.2f}", first.expert_loads[layer].max_over_mean()),
+                          fmt::format("{:.2f}", end.expert_loads[layer].max_over_mean()),
+                          fmt::format("{:.2f}", *most), named(least), named(most),
+                          dead.empty() ? "none" : dead});
+  }
+  return table;
+}
+
+std::string last_load(const std::vector<ExpertLoad>& loads) {
+  const auto most = std::ranges::max_element(loads, {}, &ExpertLoad::max_over_mean);
+  return fmt::format("at most {:.2f} of the mean (layer {})", most->max_over_mean(), most->layer);
+}
+
+std::string dead_in_words(const MetricRow& row) {
+  const std::string steps = fmt::format("in the last {} logged steps", row.dead.steps);
+  if (row.dead.count() == 0) return "none, each had tokens " + steps;
+  return fmt::format("{}, without a token {}", name_dead(row.dead, row.expert_loads), steps);
 }
 
 }  // namespace isograd

@@ -86,4 +86,14 @@ struct ChartWords {
 std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
                                    const ChartWords& words = {});
 
+// Selects the rows of a log that say the load of experts: those with the same layers and experts as the last
+// one that has any. Empty: no row has any. The next two take them, at least one.
+std::vector<const MetricRow*> rows_with_loads(const std::vector<MetricRow>& rows);
+Chart load_chart(const std::vector<const MetricRow*>& rows);  // max over mean of layers, over time
+ReportTable load_table(const std::vector<const MetricRow*>& rows);
+
+// "at most 1.32 of the mean (layer 3)", and "none" or the names of experts.
+std::string last_load(const std::vector<ExpertLoad>& loads);
+std::string dead_in_words(const MetricRow& row);
+
 }  // namespace isograd

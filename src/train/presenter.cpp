@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -19,9 +20,7 @@
 #include "isograd/pipeline_parallel.hpp"
 #include "report/report.hpp"
 #include "train/device.hpp"
-#include "train/load_picture.hpp"
 #include "train/metrics.hpp"
-#include "train/progress.hpp"
 #include "train/rank_zero.hpp"
 #include "train/resume.hpp"
 #include "train/run_folder.hpp"
@@ -31,6 +30,18 @@ namespace isograd {
 namespace fs = std::filesystem;
 namespace {
 
+// "━━━━━━──────": as many columns, two bytes of UTF-8 more each.
+std::string drawn_bar(double part, int columns) {
+  const int full = static_cast<int>(std::lround(std::clamp(part, 0.0, 1.0) * columns));
+  std::string text;
+  for (int i = 0; i < columns; ++i) text += i < full ? "━" : "─";
+  return text;
+}
+
+// Moves slowly enough to be read, fast enough to follow a change of speed.
+constexpr double kSmoothing = 0.1;
+constexpr int kShortestBar = 10, kLongestBar = 30;
+
 std::string nats(double value) {
   return fmt::format("{:.4f}", value);
 }
@@ -38,10 +49,6 @@ std::string nats(double value) {
 std::string below(double loss, double entropy) {
   const double percent = 100 * (1 - loss / entropy);
   return fmt::format("{:.1f} % {}", std::abs(percent), percent >= 0 ? "below" : "above");
-}
-
-std::string over_the_mean(const Outcome::Balance& balance) {
-  return fmt::format("{:.3f} of the mean, {:.3f} at worst", balance.mean, balance.worst);
 }
 
 std::string percent(double part) {
@@ -64,36 +71,25 @@ std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
   return "";
 }
 
-std::string exposed_share(const Outcome& outcome) {
-  return percent(outcome.exposed) + " of the time, not hidden behind computation";
-}
-
 // ---- when the ranks of a pipeline computed what ----
 
 using ActionKind = PipelineAction::Kind;
 
 // Average times of each stage's forward and backward, or of the two halves of backward.
 PipelineTimes times_of(const Pipeline::Measured& measured) {
-  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0),
-                counts = times;  // how often each was computed
-  const auto of_kind = [](PipelineTimes& of, ActionKind kind) -> std::vector<double>& {
-    return kind == ActionKind::kForward           ? of.forward
-           : kind == ActionKind::kBackwardWeights ? of.backward_weights
-                                                  : of.backward_inputs;
-  };
+  PipelineTimes times = uniform_times(measured.table.stages, 0, 0, 0);
+  std::map<const double*, double> often;  // how often each was computed
   for (std::size_t rank = 0; rank < measured.table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < measured.table.ranks[rank].size(); ++i) {
       const PipelineAction& action = measured.table.ranks[rank][i];
       if (action.is_transfer()) continue;
-      const auto stage = static_cast<std::size_t>(action.stage);
+      auto& of_kind = action.kind == ActionKind::kForward           ? times.forward
+                      : action.kind == ActionKind::kBackwardWeights ? times.backward_weights
+                                                                    : times.backward_inputs;
+      double& mean = of_kind[static_cast<std::size_t>(action.stage)];
       const PipelineTimeline::Span span = measured.timeline.spans[rank][i];
-      of_kind(times, action.kind)[stage] += span.end - span.begin;
-      of_kind(counts, action.kind)[stage] += 1;
+      mean += (span.end - span.begin - mean) / ++often[&mean];
     }
-  for (const ActionKind kind :
-       {ActionKind::kForward, ActionKind::kBackwardInputs, ActionKind::kBackwardWeights})
-    for (std::size_t stage = 0; stage < times.forward.size(); ++stage)
-      if (const double often = of_kind(counts, kind)[stage]; often > 0) of_kind(times, kind)[stage] /= often;
   return times;
 }
 
@@ -157,6 +153,94 @@ std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const
 
 }  // namespace
 
+std::string human_count(double count) {
+  if (!std::isfinite(count)) return "–";
+  const char* const units[] = {"", "k", "M", "G", "T", "P", "E"};
+  std::size_t unit = 0;
+  while (std::abs(count) >= 999.5 && unit + 1 < std::size(units)) {
+    count /= 1000;
+    ++unit;
+  }
+  if (unit == 0) return fmt::format("{:.0f}", count);
+  const int decimals = std::abs(count) < 9.995 ? 2 : std::abs(count) < 99.95 ? 1 : 0;
+  return fmt::format("{:.{}f}{}", count, decimals, units[unit]);
+}
+
+std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
+                          int columns, bool bar, const std::string& tokens, bool perplexity) {
+  const std::string step = fmt::format("step {}/{}", event.step, event.total);
+  // In the order in which a narrow terminal may do without them, the last first.
+  std::vector<std::string> parts = {fmt::format("loss {:.4f}", event.report.loss),
+                                    fmt::format("norm {:.3g}", event.report.norm),
+                                    fmt::format("{} {}/s", human_count(event.tokens_per_second), tokens)};
+  if (event.mfu) parts.push_back(fmt::format("MFU {:.0f} %", 100 * *event.mfu));
+  parts.push_back(human_seconds(seconds_left) + " left");
+  if (perplexity) parts.push_back(fmt::format("perplexity {:.4g}", std::exp(event.report.loss)));
+  if (!event.report.finite) parts.insert(parts.begin(), "not finite: nothing updated");
+  if (validation_loss) parts.push_back(fmt::format("validation {:.4f}", *validation_loss));
+  std::string text = step;
+  auto width = static_cast<int>(step.size());
+  for (const auto& part : parts) {
+    const auto wide = static_cast<int>(std::count_if(part.begin(), part.end(), [](char c) {
+      return (static_cast<unsigned char>(c) & 0xc0) != 0x80;  // bytes that begin a character
+    }));
+    if (width + 2 + wide > columns) break;
+    text += "  " + part;
+    width += 2 + wide;
+  }
+  // Tens of columns, so that the bar keeps its length while numbers change theirs.
+  const int room = std::min(kLongestBar, (columns - width - 2) / 10 * 10);
+  if (!bar || room < kShortestBar) return text;
+  const double done =
+      event.total > 0 ? static_cast<double>(event.step) / static_cast<double>(event.total) : 1.0;
+  return drawn_bar(done, room) + "  " + text;
+}
+
+Progress::Progress(std::string tokens, bool perplexity, const StatusOptions& options)
+    : status_(options), tokens_(std::move(tokens)), perplexity_(perplexity) {}
+
+Progress::~Progress() {
+  finish();
+}
+
+void Progress::draw() {
+  if (!last_) return;
+  const bool bar = status_.terminal();
+  const double left = static_cast<double>(last_->total - last_->step) * smooth_seconds_;
+  status_.draw(progress_line(*last_, validation_loss_, left, status_.columns() - (bar ? 1 : 0), bar, tokens_,
+                             perplexity_));
+}
+
+void Progress::step(const StepEvent& event) {
+  const bool first = averaged_ == 0, last = event.step >= event.total;
+  ++averaged_;
+  // A plain mean at first, an exponential one later. The first step warms caches up: the second replaces it.
+  const double weight =
+      std::max(kSmoothing, 1.0 / static_cast<double>(std::max<std::int64_t>(averaged_ - 1, 1)));
+  smooth_seconds_ += weight * (event.seconds - smooth_seconds_);
+  last_ = event;
+  if (first || last || !event.report.finite || StatusLine::Clock::now() >= status_.due()) draw();
+}
+
+void Progress::evaluation(const Evaluation& evaluation) {
+  if (evaluation.targets > 0) validation_loss_ = evaluation.loss;
+  if (status_.terminal()) return draw();
+  std::string text = fmt::format("step {}", evaluation.step);
+  if (evaluation.targets > 0)
+    text += fmt::format("  validation loss {:.4f} over {} targets", evaluation.loss, evaluation.targets);
+  if (evaluation.targets > 0 && perplexity_)
+    text += fmt::format("  perplexity {:.4g}", std::exp(evaluation.loss));
+  for (const TermValue& figure : evaluation.figures)
+    text += fmt::format("  {} {:.4f}", figure.name, figure.value);
+  line(text);
+}
+
+void Progress::finish() {
+  if (status_.terminal()) draw();
+  status_.finish();
+  last_.reset();
+}
+
 int Outcome::exit_status() const {
   const bool passed =
       std::all_of(tables.begin(), tables.end(), [](const auto& table) { return table.passed; });
@@ -167,7 +251,7 @@ struct Presenter::Impl {
   RunConfig config;
   RunFacts facts;
   fs::path directory;
-  Progress progress{{.tokens = facts.task.tokens, .perplexity = facts.task.perplexity}};
+  Progress progress{facts.task.tokens, facts.task.perplexity};
   std::unique_ptr<Metrics> metrics{};
   std::vector<std::string> notices{};
 
@@ -211,14 +295,18 @@ struct Presenter::Impl {
     return fmt::format(fmt::runtime(text), below(loss, facts.baseline.value), facts.baseline.name);
   }
 
-  static std::string as_text(const ReportTable& table) {
-    std::string text = fmt::format("\n{}: {}\n", printable(table.title), printable(table.summary));
-    for (const auto& cell : table.columns) text += fmt::format("{:<26}", printable(cell));
-    for (const auto& row : table.rows) {
-      text += '\n';
-      for (const auto& cell : row) text += fmt::format("{:<26}", printable(cell));
-    }
-    return text + "\n";
+  // Rows of the summary and of the report.
+  TextRows of_ranks(const Outcome& outcome) const {
+    TextRows rows;
+    if (outcome.mfu) rows.push_back({"MFU", utilisation(*outcome.mfu)});
+    if (facts.ranks > 1)
+      rows.push_back(
+          {"communication", percent(outcome.exposed) + " of the time, not hidden behind computation"});
+    if (!facts.hosts.empty()) rows.push_back({"across hosts", across_hosts()});
+    if (outcome.balance)
+      rows.push_back({"context ranks", fmt::format("highest cost {:.3f} of the mean, {:.3f} at worst",
+                                                   outcome.balance->mean, outcome.balance->worst)});
+    return rows;
   }
 
   void print_summary(const Outcome& outcome, const Showing& showing) const {
@@ -237,11 +325,7 @@ struct Presenter::Impl {
       row(facts.baseline.name.c_str(),
           fmt::format("{} {} {}", nats(facts.baseline.value), task.unit, facts.baseline.of));
     row("speed", fmt::format("{} {}/s on {}", human_count(outcome.tokens_per_second), task.tokens, layout()));
-    if (outcome.mfu) row("MFU", utilisation(*outcome.mfu));
-    if (facts.ranks > 1) row("communication", exposed_share(outcome));
-    if (!facts.hosts.empty()) row("across hosts", across_hosts());
-    if (outcome.balance)
-      row("context ranks", fmt::format("highest cost {}", over_the_mean(*outcome.balance)));
+    for (const auto& each : of_ranks(outcome)) row(each[0].c_str(), each[1]);
     if (const auto loads = rows_with_loads(metrics->rows()); !loads.empty()) {
       row("load of experts",
           fmt::format("{}, in step {}", last_load(loads.back()->expert_loads), loads.back()->step));
@@ -254,7 +338,12 @@ struct Presenter::Impl {
     row("report", outcome.report.string());
     if (!outcome.sample.empty()) text += "sample\n" + outcome.sample + "\n";
     if (showing.print_tables)
-      for (const auto& table : showing.tables) text += as_text(table);
+      for (const auto& table : showing.tables) {
+        TextRows rows = table.rows;
+        rows.insert(rows.begin(), table.columns);
+        text +=
+            fmt::format("\n{}: {}\n{}", printable(table.title), printable(table.summary), text_table(rows));
+      }
     print(stdout, text);
     std::fflush(stdout);
   }
@@ -296,7 +385,7 @@ struct Presenter::Impl {
       report.chart(std::move(chart));
     if (!loads.empty()) {
       report.chart(load_chart(loads));
-      report_loads(report, loads);
+      report.table(load_table(loads));
     }
     for (const auto& picture : showing.pictures)
       report.figure(picture.title, picture.caption, picture.html, picture.width);
@@ -321,18 +410,11 @@ struct Presenter::Impl {
                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
                  {"skipped steps", std::to_string(outcome.skipped)},
                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
-    if (facts.ranks > 1) about.rows.push_back({"communication", exposed_share(outcome)});
-    if (!facts.hosts.empty()) {
-      about.rows.push_back({"hosts", facts.hosts});
-      about.rows.push_back({"bytes across hosts", across_hosts()});
-    }
-    if (outcome.balance)
-      about.rows.push_back({"context ranks", "highest cost " + over_the_mean(*outcome.balance)});
+    if (!facts.hosts.empty()) about.rows.push_back({"hosts", facts.hosts});
+    for (auto& row : of_ranks(outcome)) about.rows.push_back(std::move(row));
     if (outcome.mfu)
       about.rows.push_back(
-          {"model FLOPs (MFU)",
-           "utilisation " + utilisation(*outcome.mfu) +
-               "; the model needs 6 FLOPs a token and weight, 12 an attended pair, head and channel"});
+          {"model FLOPs", "6 a token and weight, 12 an attended pair, head and channel (of the MFU)"});
     for (const std::string& text : config.train.clip_groups)
       about.rows.push_back({"clipped separately", text + clipped_last(text)});
     report.table(std::move(about));

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/waiting.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/trainer.hpp"
 #include "isograd/world.hpp"
@@ -16,6 +17,42 @@
 #include "train/utilisation.hpp"
 
 namespace isograd {
+
+// The moving line.
+class Progress {
+ public:
+  // `tokens`: what samples consist of. `perplexity`: exp(loss) is shown too. A plain line is written for the
+  // first and the last step in any case.
+  explicit Progress(std::string tokens = "tokens", bool perplexity = false,
+                    const StatusOptions& options = {.redraw_seconds = 0.1, .plain_seconds = 5});
+  ~Progress();  // leaves the cursor on a fresh line
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void step(const StepEvent& event);
+  void evaluation(const Evaluation& evaluation);
+  void line(const std::string& text) { status_.line(text); }  // stays above the moving line
+  void finish();  // the last state of the moving line stays; further lines follow it
+
+ private:
+  void draw();
+
+  StatusLine status_;
+  std::string tokens_;
+  bool perplexity_;
+  std::optional<StepEvent> last_;
+  std::optional<double> validation_loss_;
+  double smooth_seconds_ = 0;  // of a step, exponentially averaged
+  std::int64_t averaged_ = 0;
+};
+
+// "step 40/200  loss 2.3456  norm 0.81  12.3k tokens/s  MFU 31 %  1m 05s left  perplexity 10.4"; with a bar
+// of `columns` in all where there is room for one. `tokens`: what they are called. No control characters.
+std::string progress_line(const StepEvent& event, std::optional<double> validation_loss, double seconds_left,
+                          int columns, bool bar, const std::string& tokens = "tokens",
+                          bool perplexity = false);
+
+std::string human_count(double count);  // 12.3k, 4.56M
 
 // Facts that do not change during a run.
 struct RunFacts {

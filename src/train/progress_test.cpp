@@ -1,4 +1,4 @@
-#include "train/progress.hpp"
+#include "train/presenter.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -70,7 +70,8 @@ TEST(Progress, NotFiniteIsSaidFirst) {
 TEST(Progress, TerminalLineRenewsItself) {
   Capture capture;
   {
-    Progress progress({.out = capture.file, .terminal = true, .columns = 100, .redraw_seconds = 0});
+    Progress progress("tokens", false,
+                      {.out = capture.file, .terminal = true, .columns = 100, .redraw_seconds = 0});
     progress.step(event(1, 3));
     progress.line("saved");
     progress.step(event(2, 3));
@@ -87,7 +88,7 @@ TEST(Progress, TerminalLineRenewsItself) {
 TEST(Progress, PlainOutputHasNoControlsAndFewLines) {
   Capture capture;
   {
-    Progress progress({.out = capture.file, .terminal = false, .plain_seconds = 3600});
+    Progress progress("tokens", false, {.out = capture.file, .terminal = false, .plain_seconds = 3600});
     for (std::int64_t step = 1; step <= 1000; ++step) progress.step(event(step, 1000));
     progress.evaluation({.step = 1000, .loss = 1.5, .targets = 77});
   }
@@ -101,7 +102,7 @@ TEST(Progress, PlainOutputHasNoControlsAndFewLines) {
 TEST(Progress, TimeLeftFollowsTheSteps) {
   Capture capture;
   {
-    Progress progress({.out = capture.file, .terminal = false, .plain_seconds = 0});
+    Progress progress("tokens", false, {.out = capture.file, .terminal = false, .plain_seconds = 0});
     StepEvent first = event(1, 101);
     first.seconds = 60;  // the first step warms caches up and must not spoil the estimate for long
     progress.step(first);

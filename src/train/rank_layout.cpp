@@ -13,6 +13,7 @@
 
 #include "base/number_ranges.hpp"
 #include "base/print.hpp"
+#include "report/report.hpp"
 #include "base/refuse.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
@@ -78,46 +79,12 @@ PersistentBytes kept_of(std::int64_t numel, std::int64_t held, const PlannedBuck
 
 constexpr std::size_t kColumns = 100;  // of a line
 
-using Rows = std::vector<std::vector<std::string>>;
-
 std::size_t length(const std::string& text) {
   return static_cast<std::size_t>(utf8::distance(text.begin(), text.end()));
 }
 
-// Shortens a long name at its beginning, because the end is more specific.
-std::string elided(const std::string& text, std::size_t width) {
-  if (length(text) <= width) return text;
-  auto begin = text.end();
-  for (std::size_t left = width - 1; left > 0; --left) utf8::prior(begin, text.begin());
-  return "…" + std::string(begin, text.end());
-}
-
-// The first row is the heading. Columns named in `left` are aligned left; the first gives way where lines
-// would become too long.
-std::string table(Rows rows, const std::vector<std::size_t>& left) {
-  std::vector<std::size_t> width(rows.front().size());
-  for (auto& row : rows)
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      row[i] = printable(row[i]);
-      width[i] = std::max(width[i], length(row[i]));
-    }
-  std::size_t others = 0;
-  for (std::size_t i = 1; i < width.size(); ++i) others += width[i] + 2;
-  constexpr std::size_t kLeastName = 12;
-  if (others + width[0] > kColumns) width[0] = std::max(kLeastName, kColumns - std::min(kColumns, others));
-  std::string text;
-  for (auto& row : rows) {
-    std::string line;
-    row[0] = elided(row[0], width[0]);
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      const bool to_the_left = std::find(left.begin(), left.end(), i) != left.end();
-      line += fmt::format(fmt::runtime(to_the_left ? "{}{:<{}}" : "{}{:>{}}"), i == 0 ? "" : "  ", row[i],
-                          width[i]);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
-  return text;
+std::string table(TextRows rows) {
+  return text_table(std::move(rows), {.most_columns = kColumns});
 }
 
 // The first of many, and how many more there are.
@@ -196,7 +163,7 @@ std::string mesh_text(const RunLayout& run) {
     sharded.insert(bucket.sharded.begin(), bucket.sharded.end());
   for (const LaidParameter& parameter : run.layout.parameters)
     for (const Cut& one : parameter.placement.cuts) cut.insert(one.axis);
-  Rows rows{{"axis", "size", "data", "parameters", "hosts", "ranks"}};
+  TextRows rows{{"axis", "size", "data", "parameters", "hosts", "ranks"}};
   const bool several_hosts = run.hosts.count() > 1;
   const std::vector<std::string> across = axes_across(grid, run.hosts);
   for (const Axis& axis : grid.axes()) {
@@ -215,7 +182,7 @@ std::string mesh_text(const RunLayout& run) {
   std::string text = wrapped(printable(run.description));
   text += fmt::format("{} rank{}, seen from rank {}\n\n", grid.ranks(), grid.ranks() == 1 ? "" : "s",
                       run.layout.rank);
-  text += table(std::move(rows), {0, 2, 3, 4, 5});
+  text += table(std::move(rows));
   if (several_hosts) text += wrapped(printable(hosts_text(grid, run.hosts) + "."));
   for (const std::string& said : said_of_hosts(grid, run.hosts)) text += wrapped(printable(said) + ".");
   const AxisSet data = data_axes(grid);
@@ -229,14 +196,14 @@ std::string mesh_text(const RunLayout& run) {
 
 std::string parameters_text(const RankLayout& layout) {
   // One table for all parameters that are cut, copied, summed and sharded alike, in the order of the first.
-  std::vector<std::pair<std::string, Rows>> tables;
+  std::vector<std::pair<std::string, TextRows>> tables;
   for (const LaidParameter& parameter : layout.parameters) {
     const std::string head =
         fmt::format("  cut along      {}\n  copied along   {}\n  summed along   {}\n  sharded along  {}\n",
                     cuts_text(parameter.placement), words(parameter.sync.copies, layout.grid),
                     words(parameter.sync.summed, layout.grid),
                     words(layout.buckets[parameter.bucket].sharded, layout.grid));
-    auto found = std::ranges::find(tables, head, &std::pair<std::string, Rows>::first);
+    auto found = std::ranges::find(tables, head, &std::pair<std::string, TextRows>::first);
     if (found == tables.end())
       found =
           tables.insert(found, {head, {{"parameter", "whole", "here", "owners", "held", "owned", "bytes"}}});
@@ -253,12 +220,12 @@ std::string parameters_text(const RankLayout& layout) {
   }
   std::string text;
   for (auto& [head, rows] : tables)
-    text += fmt::format("\nParameters on rank {}\n{}{}", layout.rank, head, table(rows, {0, 1, 2, 3}));
+    text += fmt::format("\nParameters on rank {}\n{}{}", layout.rank, head, table(rows));
   return text;
 }
 
 std::string buckets_text(const RankLayout& layout) {
-  Rows rows{{"bucket", "parameters", "elements", "padding", "held", "owners"}};
+  TextRows rows{{"bucket", "parameters", "elements", "padding", "held", "owners"}};
   for (std::size_t b = 0; b < layout.buckets.size(); ++b) {
     const LaidBucket& bucket = layout.buckets[b];
     std::vector<std::string> owners;
@@ -269,12 +236,12 @@ std::string buckets_text(const RankLayout& layout) {
                     std::to_string(bucket.planned.plan.numel), std::to_string(bucket.padding),
                     range(bucket.held), listed(owners, 2)});
   }
-  return "\n" + table(std::move(rows), {0, 5});
+  return "\n" + table(std::move(rows));
 }
 
 std::string totals_text(const RunLayout& run) {
   const RankLayout& layout = run.layout;
-  Rows rows{{"bytes", "parameters", "gradients", "masters", "state", "total"}};
+  TextRows rows{{"bytes", "parameters", "gradients", "masters", "state", "total"}};
   const auto row = [&](std::string head, const PersistentBytes& kept) {
     rows.push_back({std::move(head), std::to_string(kept.parameters), std::to_string(kept.gradients),
                     std::to_string(kept.master), std::to_string(kept.state), std::to_string(kept.total())});
@@ -282,7 +249,7 @@ std::string totals_text(const RunLayout& run) {
   row("padding", layout.padding);
   row(fmt::format("rank {}", layout.rank), layout.total);
   row("formula", persistent_bytes(run.plan));
-  return "\n" + table(std::move(rows), {0}) +
+  return "\n" + table(std::move(rows)) +
          wrapped(fmt::format("{}, {}", kept_by_formula(run.plan), symbols(run.plan)));
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "base/print.hpp"
+#include "report/report.hpp"
 #include "verify/diagnosis.hpp"
 
 namespace isograd {
@@ -56,22 +57,8 @@ std::vector<std::string> columns(const Verdict& verdict, const LayoutVerdict& la
   return names;
 }
 
-// Left-aligned names, right-aligned numbers.
 std::string aligned(std::vector<std::vector<std::string>> rows) {
-  for (auto& row : rows)
-    for (auto& cell : row) cell = printable(cell);
-  std::vector<std::size_t> width;
-  for (const auto& row : rows) {
-    width.resize(std::max(width.size(), row.size()));
-    for (std::size_t i = 0; i < row.size(); ++i) width[i] = std::max(width[i], row[i].size());
-  }
-  std::string text;
-  for (const auto& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i)
-      text += i == 0 ? fmt::format("  {:<{}}", row[i], width[i]) : fmt::format("  {:>{}}", row[i], width[i]);
-    text += '\n';
-  }
-  return text;
+  return text_table(std::move(rows), {.indent = 2});
 }
 
 // Figures that were not recorded are left out.
@@ -111,26 +98,21 @@ const LayoutVerdict* worst_layout(const Verdict& verdict) {
 
 using json = nlohmann::ordered_json;
 
-// JSON has no NaN and no infinity: a number that is not finite is written as null.
-json number_or_null(double value) {
-  return std::isfinite(value) ? json(value) : json(nullptr);
-}
-
+// JSON has no NaN and no infinity: the library writes them as null.
 json to_json(const Grade& grade) {
   json object = {{"state", state_name(grade.state)}, {"bound", grade.bound}};
   if (grade.state == Grade::State::kNotClaimed) return object;
   object["failed"] = grade.failed;
   if (!grade.worst.empty()) object["worst"] = grade.worst;
   if (grade.allowed > 0) {
-    object["error"] = number_or_null(grade.error);
+    object["error"] = grade.error;
     object["allowed"] = grade.allowed;
   }
   if (grade.scale.tested)
-    object["scale"] = {{"error", number_or_null(grade.scale.error)},
-                       {"allowed", number_or_null(grade.scale.allowed)},
-                       {"passed", grade.scale.passed}};
-  object["finds"] = {{"uniform_scale", number_or_null(grade.uniform_found)},
-                     {"single_scale", number_or_null(grade.single_found)},
+    object["scale"] = {
+        {"error", grade.scale.error}, {"allowed", grade.scale.allowed}, {"passed", grade.scale.passed}};
+  object["finds"] = {{"uniform_scale", grade.uniform_found},
+                     {"single_scale", grade.single_found},
                      {"least_in", grade.single_least}};
   object["held_to_floor"] = grade.by_floor;
   object["unseen"] = grade.unseen;
@@ -139,11 +121,11 @@ json to_json(const Grade& grade) {
 
 json to_json(const StepFigures& figures) {
   const auto count = [](std::int64_t value) { return value == kNotRecorded ? json(nullptr) : json(value); };
-  json object = {{"loss", number_or_null(figures.loss)},
+  json object = {{"loss", figures.loss},
                  {"targets", count(figures.targets)},
                  {"tokens", count(figures.tokens)},
-                 {"norm", number_or_null(figures.norm)},
-                 {"clip_coefficient", number_or_null(figures.clip_coefficient)}};
+                 {"norm", figures.norm},
+                 {"clip_coefficient", figures.clip_coefficient}};
   if (!std::isnan(figures.unclipped_norm)) object["unclipped_norm"] = figures.unclipped_norm;
   return object;
 }
@@ -151,20 +133,20 @@ json to_json(const StepFigures& figures) {
 json to_json(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
   const Comparison& comparison = shown(parameter, layout);
   return {{"name", parameter.name},
-          {"ratio", number_or_null(comparison.ratio)},
-          {"cosine", number_or_null(comparison.cosine)},
-          {"error", number_or_null(comparison.error)},
+          {"ratio", comparison.ratio},
+          {"cosine", comparison.cosine},
+          {"error", comparison.error},
           {"allowed", comparison.allowed},
           {"passed", good(parameter, layout)},
           {"elements", parameter.elements},
-          {"norm", number_or_null(parameter.norm)},
+          {"norm", parameter.norm},
           {"run_precision",
-           {{"ratio", number_or_null(parameter.rounded.ratio)},
-            {"cosine", number_or_null(parameter.rounded.cosine)},
-            {"error", number_or_null(parameter.rounded.error)},
-            {"allowed", number_or_null(parameter.rounded.allowed)},
-            {"one_process_error", number_or_null(parameter.alone_error)}}},
-          {"scale_found", number_or_null(comparison.scale_found)},
+           {{"ratio", parameter.rounded.ratio},
+            {"cosine", parameter.rounded.cosine},
+            {"error", parameter.rounded.error},
+            {"allowed", parameter.rounded.allowed},
+            {"one_process_error", parameter.alone_error}}},
+          {"scale_found", comparison.scale_found},
           {"held_to_floor", parameter.by_floor},
           {"same_bits", parameter.repeats},
           {"replicas_agree", parameter.replicas_agree},
@@ -460,8 +442,8 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
       entry["trajectories"].push_back({{"optimizer", trajectory.optimizer},
                                        {"updates", trajectory.updates},
                                        {"worst", trajectory.worst},
-                                       {"error", number_or_null(trajectory.error)},
-                                       {"allowed", number_or_null(trajectory.allowed)},
+                                       {"error", trajectory.error},
+                                       {"allowed", trajectory.allowed},
                                        {"passed", trajectory.passed}});
     if (layout.bytes_moved > 0) entry["bytes_moved"] = layout.bytes_moved;
     if (layout.bytes_needed > 0) entry["bytes_needed"] = layout.bytes_needed;
@@ -469,7 +451,7 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
       entry["choices_of_experts"] = {{"made", layout.choices.tokens},
                                      {"flipped", layout.choices.flipped},
                                      {"wrong", layout.choices.wrong},
-                                     {"margin", number_or_null(layout.choices.margin)}};
+                                     {"margin", layout.choices.margin}};
     if (verdict.layouts.size() == 1)
       grades = entry;
     else
