@@ -30,7 +30,7 @@ def text(*patterns):
 
 def counts():
     code, commands, headers = text("src/**/*.cpp", "src/**/*.hpp", "python/**/*.py", "python/**/*.cpp"), text("src/cli/*.cpp"), text("include/isograd/*.hpp")
-    benches = text("src/bench/verbs.cpp")  # the table of `isograd bench`
+    benches = text("src/bench/**/*.?pp")  # the table of `isograd bench`
     diagnoses = (ROOT / "docs/museum.md").read_text().partition("## All diagnoses")[2]
     exported = re.findall(r'"(\w+)"', (ROOT / "python/isograd/__init__.py").read_text().partition("__all__")[2])
     functions = re.findall(r"^(?!#|//|using|namespace|  |\}|return)[\w:<>,&*\[\] ]+?\b(\w+)\([^;{]*\)?[^;{]*[;{]", headers, re.M)

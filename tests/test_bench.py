@@ -50,69 +50,93 @@ def test_a_bench_says_how_far_it_is():
 RECORD = {"bench", "case", "ours", "peer", "peer_name", "unit", "ratio", "processor"}
 
 
-def check_ratio(record):
-    larger_is_better = record["unit"] in ("tokens/s", "GB/s")
-    ours, peer = record["ours"], record["peer"]
-    assert record["ratio"] == pytest.approx(ours / peer if larger_is_better else peer / ours, rel=1e-9)
+def compared(tmp_path, *arguments, of="step", more=()):
+    """The records of a comparison that ends well, and its output. `more`: fields that each record has besides."""
+    done = bench(*arguments, "--json", tmp_path / "records.json", of=of)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOT COMPARABLE" not in done.stdout
+    records = json.loads((tmp_path / "records.json").read_text())
+    for record in records:
+        assert set(record) == RECORD | set(more) and record["bench"] == of
+        ours, peer = record["ours"], record["peer"]
+        larger_is_better = record["unit"] in ("tokens/s", "GB/s")
+        assert record["ratio"] == pytest.approx(ours / peer if larger_is_better else peer / ours, rel=1e-9)
+    return records, done.stdout
+
+
+def not_compared(*arguments, of="step"):
+    """The output of a comparison whose sides compute different things."""
+    done = bench(*arguments, of=of)
+    assert done.returncode == 1 and "NOT COMPARABLE" in done.stdout, done.stdout + done.stderr
+    return done.stdout
+
+
+def python_that(tmp_path, *lines):
+    """A Python that runs these lines of a shell in place of a peer. What it is asked first, with -c, it answers: whether it has
+    the peer's packages."""
+    python = tmp_path / "python"
+    python.write_text("\n".join(["#!/bin/sh", f'if [ "$3" = -c ]; then exec "{sys.executable}" "$@"; fi', *lines, ""]))
+    python.chmod(0o755)
+    return python
+
+
+def broken_peer(tmp_path, name, right, wrong):
+    """A Python that runs the named peer with a mistake, whatever script it is given."""
+    script = (ROOT / "bench/peers" / name).read_text()
+    assert script.replace(right, wrong) != script
+    for sibling in (ROOT / "bench/peers").glob("*.py"):  # which it may import
+        (tmp_path / sibling.name).write_text(sibling.read_text())
+    (tmp_path / "broken.py").write_text(script.replace(right, wrong))
+    # The arguments before the script's own are -W ignore SCRIPT.
+    return python_that(tmp_path, f'shift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"')
+
+
+def full(*values, **options):
+    return pytest.param(*values, marks=pytest.mark.full, **options)
 
 
 def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     """The peer starts from our weights through a Hugging Face directory: equal losses over several optimizer
     steps mean equal models, gradients, clipping and AdamW."""
-    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--json", tmp_path / "step.json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    (record,) = json.loads((tmp_path / "step.json").read_text())
-    assert set(record) == RECORD | {"exposed_ms", "products_ms"} and record["bench"] == "step"
+    (record,), _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.2, more={"exposed_ms", "products_ms"})
     assert record["unit"] == "tokens/s" and record["products_ms"] > 0
     assert record["exposed_ms"] == 0  # nobody to wait for
     assert record["peer_name"] == "PyTorch eager"
-    check_ratio(record)
-    assert "NOT COMPARABLE" not in result.stdout
     of_two = bench("--case", "tiny", "--ranks", 1, "--threads", 2, "--seconds", 0.2)
     assert of_two.returncode == 0 and "tiny, 1 rank of 2 threads" in of_two.stdout, of_two.stdout + of_two.stderr
 
 
 def test_every_product_of_a_step_is_timed_by_every_library(tmp_path):
     """The fastest of each cannot be slower than the rule, which names the library of each."""
-    result = bench("--case", "tiny", "--json", tmp_path / "product.json", of="product")
-    assert result.returncode == 0, result.stdout + result.stderr
-    (record,) = json.loads((tmp_path / "product.json").read_text())
-    assert set(record) == RECORD and record["bench"] == "product" and record["unit"] == "ms"
-    assert 0 < record["peer"] <= record["ours"]
-    check_ratio(record)
+    (record,), said = compared(tmp_path, "--case", "tiny", of="product")
+    assert record["unit"] == "ms" and 0 < record["peer"] <= record["ours"]
     has_brgemm = not processors.missing("avx2") and os.environ.get("ISOGRAD_PROCESSOR") != "scalar"
     for name in ("of weights", "scores"):
-        assert re.search(f"{name} .* {'brgemm' if has_brgemm else 'blas'}", result.stdout), result.stdout
+        assert re.search(f"{name} .* {'brgemm' if has_brgemm else 'blas'}", said), said
 
 
 @pytest.mark.full
 def test_compiled_pytorch_takes_part(tmp_path):
     """One process, compiled whole; its losses and norms agree as the others' do."""
-    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--compiled", "--json", tmp_path / "step.json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "step.json").read_text())
+    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--compiled",
+                          more={"exposed_ms", "products_ms"})
     assert [record["peer_name"] for record in records] == ["PyTorch eager", "PyTorch compiled"]
 
 
-@pytest.mark.parametrize("level", [level if level == "avx2" else pytest.param(level, marks=pytest.mark.full)
-                                   for level in sorted(processors.LEVELS)])
+@pytest.mark.parametrize("level", [level if level == "avx2" else full(level) for level in sorted(processors.LEVELS)])
 def test_every_side_is_held_to_a_lesser_processor(tmp_path, level):
     """--as: the libraries' own variables, also of the peer's process; said in each record."""
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nenv >> {tmp_path}/environment\nexec {sys.executable} \"$@\"\n")
-    python.chmod(0o755)
-    result = bench("--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--as", level, "--json", tmp_path / "step.json",
-                   "--python", python)
+    python = python_that(tmp_path, f'env >> {tmp_path}/environment\nexec {sys.executable} "$@"')
+    arguments = ["--case", "tiny", "--ranks", 1, "--seconds", 0.2, "--as", level, "--python", python]
     if processors.missing(level):
-        assert result.returncode == 2 and "a level that the processor has" in result.stderr
+        done = bench(*arguments)
+        assert done.returncode == 2 and "a level that the processor has" in done.stderr
         return
-    assert result.returncode == 0, result.stdout + result.stderr
+    (record,), said = compared(tmp_path, *arguments, more={"exposed_ms", "products_ms"})
     variables = processors.LEVELS[level]
     seen = (tmp_path / "environment").read_text().splitlines()
     assert {f"{name}={value}" for name, value in variables.items()} <= set(seen)
-    (record,) = json.loads((tmp_path / "step.json").read_text())
-    assert record["processor"] in result.stdout.splitlines()[0]
+    assert record["processor"] in said.splitlines()[0]
     for part in (f"isograd {level}", f"oneDNN {variables['ONEDNN_MAX_CPU_ISA']}",
                  f"MKL {variables['MKL_ENABLE_INSTRUCTIONS']}"):
         assert part in record["processor"]
@@ -120,123 +144,69 @@ def test_every_side_is_held_to_a_lesser_processor(tmp_path, level):
 
 def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     """All of them take part in one run and agree in losses and gradient norms."""
-    result = bench("--case", "tiny", "--ranks", 2, "--seconds", 0.2, "--json", tmp_path / "step.json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "step.json").read_text())
+    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 2, "--seconds", 0.2, more={"exposed_ms", "products_ms"})
     strategies = {record["case"] for record in records}
     assert {"tiny, 2 ranks, stage 0", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
             "tiny, 2 ranks, ZeRO-3", "tiny, 2 ranks, shared parameters",
             "tiny, 2 ranks, ZeRO-3, shared parameters"} <= strategies
     peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
     assert len(records) == len(strategies) * len(peers)
-    for record in records:
-        assert set(record) == RECORD | {"exposed_ms", "products_ms"} and record["unit"] == peers[record["peer_name"]]
-        assert record["exposed_ms"] > 0
-        check_ratio(record)
+    assert all(record["exposed_ms"] > 0 and record["unit"] == peers[record["peer_name"]] for record in records)
 
 
-# What a Python is asked first, with -c: whether it has the peer's packages.
-ASKED = f'if [ "$3" = -c ]; then exec "{sys.executable}" "$@"; fi\n'
-
-
-def broken_peer(tmp_path, name, right, wrong):
-    """A Python that runs the named peer with a mistake, whatever script it is given."""
-    script = (ROOT / "bench/peers" / name).read_text()
-    broken = script.replace(right, wrong)
-    assert broken != script
-    for sibling in (ROOT / "bench/peers").glob("*.py"):  # which it may import
-        (tmp_path / sibling.name).write_text(sibling.read_text())
-    (tmp_path / "broken.py").write_text(broken)
-    python = tmp_path / "python"
-    # The arguments before the script's own are -W ignore SCRIPT.
-    python.write_text(f'#!/bin/sh\n{ASKED}shift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"\n')
-    python.chmod(0o755)
-    return python
-
-
-@pytest.mark.parametrize("right, wrong, arguments", [
-    ("torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1)),
-    ('lr=c["learning_rate"]', 'lr=2 * c["learning_rate"]', ("--ranks", 1)),
-    ('losses=(total / ranks).tolist()', 'losses=(total / ranks).tolist()[:1]', ("--ranks", 1)),
-    # AdamW hides the factor from the losses; the norm tells it.
-    pytest.param("set_force_sum_reduction_for_comms(True)",
-                 "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
-                 ("--ranks", 2, "--strategy", "stage-0"), marks=pytest.mark.full),
-], ids=["rotary embedding", "optimizer", "one of three losses", "fsdp2 divides by another number"])
-def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, right, wrong, arguments):
-    python = broken_peer(tmp_path, "llama_step.py", right, wrong)
-    result = bench("--case", "tiny", *arguments, "--seconds", 0.2, "--python", python)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "NOT COMPARABLE" in result.stdout
-
-
-def test_a_model_that_ranks_hold_together_is_compared_with_parallelize_module(tmp_path):
-    """One batch for all five sides, equal losses and norms over several optimizer steps."""
-    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "tensor.json", of="tensor")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "tensor.json").read_text())
-    assert len(records) == 8 and {record["peer_name"] for record in records} == {
-        "isograd, one rank", "PyTorch tensor parallel over Gloo", "one PyTorch process"}
-    for record in records:
-        assert set(record) == RECORD and record["bench"] == "tensor" and record["unit"] == "ms"
-        check_ratio(record)
-
-
-def test_a_model_in_stages_is_compared_with_pytorchs_pipelining(tmp_path):
-    """Two ranks hold half of the layers each: equal losses and norms over optimizer steps."""
-    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "pipeline.json", of="pipeline")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "pipeline.json").read_text())
-    assert {record["peer_name"] for record in records} == {
-        "isograd, one rank", "PyTorch pipelining, 1F1B over Gloo", "one PyTorch process"}
-    for record in records:
-        assert set(record) == RECORD and record["bench"] == "pipeline" and record["unit"] == "ms"
-        check_ratio(record)
-
-
-def test_a_mixture_of_experts_is_compared_with_transformers_and_with_an_all_to_all_over_gloo(tmp_path):
-    """One rank on one batch, two with batches and experts of their own: equal losses and norms over optimizer steps."""
-    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "expert.json", of="expert")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "expert.json").read_text())
-    assert {record["peer_name"] for record in records} == {
-        "transformers' Mixtral", "transformers' Mixtral, looping", "PyTorch, all-to-all over Gloo, FSDP2", "isograd, all experts on each rank",
-        "experts dealt to ranks, in halves"}
-    for record in records:
-        assert set(record) == RECORD and record["bench"] == "expert" and record["unit"] == "ms"
-        check_ratio(record)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("of, script, right, wrong, whose", [
-    ("tensor", "llama_step.py", 'lr=c["learning_rate"]', 'lr=c["learning_rate"] * (2 if mode == "tp" else 1)',
-     "PyTorch tensor parallel over Gloo"),
-    ("pipeline", "pipeline_step.py", "    dist.all_reduce(square)\n", "", "PyTorch pipelining"),
-    ("expert", "experts_step.py", "torch._foreach_div_(own, dist.get_world_size())", "pass", "PyTorch, all-to-all"),
-], ids=["learning rate", "a stage clipped by its own norm", "experts' gradients not divided by the ranks"])
-def test_ranks_of_a_peer_that_compute_something_else_together_are_not_compared(tmp_path, of, script, right, wrong, whose):
-    python = broken_peer(tmp_path, script, right, wrong)
-    result = bench("--case", "tiny", "--seconds", 0.2, "--python", python, of=of)
-    assert result.returncode == 1, result.stdout + result.stderr
-    # The line names the peer, or the side of ours that it is compared with, and the peer.
-    assert re.search(f"NOT COMPARABLE: (.* differs from )?{re.escape(whose)}", result.stdout), result.stdout
+# Of a model on several ranks: the peers of the tiny case. Equal losses and norms over several optimizer steps.
+@pytest.mark.parametrize("of, peers", [
+    ("tensor", {"isograd, one rank", "PyTorch tensor parallel over Gloo", "one PyTorch process"}),
+    ("pipeline", {"isograd, one rank", "PyTorch pipelining, 1F1B over Gloo", "one PyTorch process"}),
+    ("expert", {"transformers' Mixtral", "transformers' Mixtral, looping", "PyTorch, all-to-all over Gloo, FSDP2",
+                "isograd, all experts on each rank", "experts dealt to ranks, in halves"})])
+def test_a_model_on_several_ranks_is_compared_with_pytorchs(tmp_path, of, peers):
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.2, of=of)
+    assert {record["peer_name"] for record in records} == peers and {record["unit"] for record in records} == {"ms"}
+    assert of != "tensor" or len(records) == 8
 
 
 @pytest.mark.full
 def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
-    result = bench("--case", "shared-tiny", "--seconds", 0.2, "--json", tmp_path / "shared.json", of="expert")
-    assert result.returncode == 0, result.stdout + result.stderr
-    records = json.loads((tmp_path / "shared.json").read_text())
+    records, _ = compared(tmp_path, "--case", "shared-tiny", "--seconds", 0.2, of="expert")
     assert {record["case"] for record in records} == {
         "shared-tiny, 2 ranks, experts dealt, the shared one meanwhile",
         "shared-tiny, 2 ranks, experts dealt to ranks, in halves"}
-    for record in records:
-        assert set(record) == RECORD and record["bench"] == "expert"
-        check_ratio(record)
+
+
+LEARNING_RATE = 'lr=c["learning_rate"]'
+
+
+@pytest.mark.parametrize("of, script, right, wrong, arguments, whose", [
+    pytest.param("step", "llama_step.py", "torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1), "",
+                 id="rotary embedding"),
+    pytest.param("step", "llama_step.py", LEARNING_RATE, 'lr=2 * c["learning_rate"]', ("--ranks", 1), "", id="optimizer"),
+    pytest.param("step", "llama_step.py", "losses=(total / ranks).tolist()", "losses=(total / ranks).tolist()[:1]",
+                 ("--ranks", 1), "", id="one of three losses"),
+    # AdamW hides the factor from the losses; the norm tells it.
+    full("step", "llama_step.py", "set_force_sum_reduction_for_comms(True)",
+         "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
+         ("--ranks", 2, "--strategy", "stage-0"), "", id="fsdp2 divides by another number"),
+    # The line names the peer, or the side of ours that it is compared with, and the peer.
+    full("tensor", "llama_step.py", LEARNING_RATE, 'lr=c["learning_rate"] * (2 if mode == "tp" else 1)', (),
+         "PyTorch tensor parallel over Gloo", id="learning rate of tensor parallelism"),
+    full("pipeline", "pipeline_step.py", "    dist.all_reduce(square)\n", "", (), "PyTorch pipelining",
+         id="a stage clipped by its own norm"),
+    full("expert", "experts_step.py", "torch._foreach_div_(own, dist.get_world_size())", "pass", (), "PyTorch, all-to-all",
+         id="experts' gradients not divided by the ranks"),
+    full("optim", "optim_step.py", LEARNING_RATE, 'lr=1.01 * c["learning_rate"]', ("--ranks", 2), "",
+         id="learning rate of updates"),
+    full("optim", "optim_step.py", '"weight_decay": c["weight_decay"]', '"weight_decay": 0.0', ("--ranks", 2), "",
+         id="weight decay"),
+    pytest.param("optim", "optim_step.py", 'for r in range(c["ranks"])', "for r in range(1)", ("--ranks", 2), "",
+                 id="one rank's gradient"),
+    full("context", "context_parallel.py", "targets = (tokens * 31 + 1)", "targets = (tokens * 29 + 1)", ("--peer",), "",
+         id="other targets")])
+def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, of, script, right, wrong, arguments, whose):
+    python = broken_peer(tmp_path, script, right, wrong)
+    case = "tiny one" if of == "context" else "tiny"
+    said = not_compared("--case", case, *arguments, "--seconds", 0.2, "--python", python, of=of)
+    assert re.search(f"NOT COMPARABLE: (.* differs from )?{re.escape(whose)}", said), said
 
 
 def test_experts_that_the_peer_cannot_deal_evenly_are_refused():
@@ -245,34 +215,15 @@ def test_experts_that_the_peer_cannot_deal_evenly_are_refused():
 
 
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
-    result = bench("--case", "tiny", "--seconds", 0.2, "--json", tmp_path / "optim.json", of="optim")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "optim.json").read_text())
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.2, of="optim")
     assert [record["case"] for record in records[::2]] == [
         "tiny, 1 rank, one rank", "tiny, 2 ranks, shared parameters", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, stage 0"]
     for record in records:
-        assert set(record) == RECORD and record["bench"] == "optim"
         assert record["unit"] == ("GB/s" if record["peer_name"] == "triad" else "ms")
-        check_ratio(record)
-
-
-@pytest.mark.parametrize("right, wrong", [
-    pytest.param('lr=c["learning_rate"]', 'lr=1.01 * c["learning_rate"]', marks=pytest.mark.full),
-    pytest.param('"weight_decay": c["weight_decay"]', '"weight_decay": 0.0', marks=pytest.mark.full),
-    ('for r in range(c["ranks"])', 'for r in range(1)'),
-], ids=["learning rate", "weight decay", "one rank's gradient"])
-def test_a_peer_that_updates_otherwise_is_not_compared(tmp_path, right, wrong):
-    python = broken_peer(tmp_path, "optim_step.py", right, wrong)
-    result = bench("--case", "tiny", "--ranks", 2, "--seconds", 0.2, "--python", python, of="optim")
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "NOT COMPARABLE" in result.stdout
 
 
 def test_a_peer_that_ends_is_named(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{ASKED}exit 1\n")
-    python.chmod(0o755)
+    python = python_that(tmp_path, "exit 1")
     result = bench("--case", "tiny", "--ranks", 1, "--python", python)
     assert result.returncode == 2
     assert f"side 'eager' ({python})" in result.stderr and "PYTHON" in result.stderr
@@ -312,37 +263,24 @@ without_module = pytest.mark.skipif((BUILD / "python/isograd_comm.missing").exis
 @without_module
 def test_collectives_are_compared_with_gloo_and_memcpy(tmp_path):
     """Each contestant's first result is checked against the closed form; the figures are written twice."""
-    files = {kind: tmp_path / f"comm.{kind}" for kind in ("json", "svg")}
-    command = [BUILD / "bin/isograd", "bench", "comm", "--quick", "--patience", "0.01", "--operation", "barrier",
-               "--operation", "reduce_scatter", "--operation", "round_trip"]
-    for kind, file in files.items():
-        command += [f"--{kind}", file]
-    result = subprocess.run([*map(str, command)], cwd=ROOT, text=True, capture_output=True, timeout=300,
-                            env=warm_python.for_peers())
-    assert result.returncode == 0, result.stdout + result.stderr
-    records = json.loads(files["json"].read_text())
-    for record in records:
-        assert set(record) == RECORD
-        assert record["bench"] == "comm" and record["unit"] == "us"
-        assert record["ratio"] == pytest.approx(record["peer"] / record["ours"], rel=1e-9)
+    records, said = compared(tmp_path, "--quick", "--patience", "0.01", "--operation", "barrier", "--operation", "reduce_scatter",
+                             "--operation", "round_trip", "--svg", tmp_path / "comm.svg", of="comm")
+    assert {record["unit"] for record in records} == {"us"}
     cases = {record["case"] for record in records}
     assert "reduce_scatter fp32 64 KB, 2 ranks, ordinary tensors" in cases
     assert "barrier, 2 ranks, shared memory" in cases
     assert {record["peer_name"] for record in records} - {"MPI"} == {"Gloo", "memcpy", "its c10d backend"}
-    assert "reduce_scatter fp32 4 MB" in result.stdout and " ns " in result.stdout
-    ElementTree.fromstring(files["svg"].read_text())
+    assert "reduce_scatter fp32 4 MB" in said and " ns " in said
+    picture = ElementTree.fromstring((tmp_path / "comm.svg").read_text())
+    assert "reduce_scatter, fp32, 2 ranks, µs" in {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
 
 
 @without_module
-@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("wrapper", ["ddp", full("fsdp2")])
 def test_wrapped_steps_differ_in_the_backends_name_alone(tmp_path, wrapper):
-    result = subprocess.run([BUILD / "bin/isograd", "bench", "wrapped", "--case", wrapper, "--size", "tiny", "--seconds",
-                             "0.2", "--json", tmp_path / "wrapped.json"], cwd=ROOT, text=True, capture_output=True,
-                            timeout=300, env=warm_python.for_peers())
-    assert result.returncode == 0, result.stdout + result.stderr  # equal losses, bit by bit
-    (record,) = json.loads((tmp_path / "wrapped.json").read_text())
-    assert record["bench"] == "wrapped" and record["peer_name"] == "Gloo" and record["unit"] == "ms"
-    assert record["floor"] > 0 and " limit " in result.stdout
+    (record,), said = compared(tmp_path, "--case", wrapper, "--size", "tiny", "--seconds", "0.2", of="wrapped",
+                               more={"floor"})  # equal losses, bit by bit
+    assert record["peer_name"] == "Gloo" and record["unit"] == "ms" and record["floor"] > 0 and " limit" in said
 
 
 def wrapped_stub(tmp_path, losses):
@@ -356,17 +294,13 @@ while all([pipe.read(1) for pipe in go]):
         print(name, file=turns)
     print(json.dumps({{"seconds": [1e-3], "losses": {losses!r}[name]}}), file=done, flush=True)
 """)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n{ASKED}shift 3\nexec "{sys.executable}" -S "{tmp_path}/stub.py" "$@"\n')
-    python.chmod(0o755)
-    return python
+    python = python_that(tmp_path, f'shift 3\nexec "{sys.executable}" -S "{tmp_path}/stub.py" "$@"')
+    return ["--case", "ddp", "--size", "tiny", "--seconds", 0.1, "--python", python]
 
 
 @without_module
 def test_no_side_of_the_wrapped_steps_always_comes_last(tmp_path):
-    python = wrapped_stub(tmp_path, {"ours": [1.0], "peer": [1.0], "floor": []})
-    result = bench("--case", "ddp", "--size", "tiny", "--seconds", 0.1, "--python", python, of="wrapped")
-    assert result.returncode == 0, result.stdout + result.stderr
+    compared(tmp_path, *wrapped_stub(tmp_path, {"ours": [1.0], "peer": [1.0], "floor": []}), of="wrapped", more={"floor"})
     turns = (tmp_path / "turns").read_text().split()
     rounds = [turns[i:i + 3] for i in range(3, len(turns), 3)]  # the first warms up
     assert len(rounds) >= 3 and all(sorted(each) == ["floor", "ours", "peer"] for each in rounds)
@@ -377,42 +311,24 @@ def test_no_side_of_the_wrapped_steps_always_comes_last(tmp_path):
 @without_module
 @pytest.mark.parametrize("theirs", [[1.0], [], [1.0] * 9 + [2.0], [1.0] * 11])
 def test_a_side_that_reports_some_of_the_losses_is_not_compared(tmp_path, theirs):
-    python = wrapped_stub(tmp_path, {"ours": [1.0] * 10, "peer": theirs, "floor": []})
-    result = bench("--case", "ddp", "--size", "tiny", "--seconds", 0.1, "--python", python, of="wrapped")
-    assert result.returncode == 1 and "NOT COMPARABLE" in result.stdout, result.stdout + result.stderr
+    not_compared(*wrapped_stub(tmp_path, {"ours": [1.0] * 10, "peer": theirs, "floor": []}), of="wrapped")
 
 
 @without_module
 def test_a_collective_with_a_wrong_result_ends_the_comparison(tmp_path):
     """The script that makes the groups is replaced by one whose Gloo has its ranks in reverse."""
-    script = (ROOT / "bench/peers/collectives.py").read_text()
     reverse = 'dist.ProcessGroupGloo(dist.PrefixStore("reverse", store), size - 1 - rank, size, TIMEOUT)'
-    broken = script.replace("dist.group.WORLD._get_backend(CPU)", reverse)
-    assert broken != script
-    (tmp_path / "broken.py").write_text(broken)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n{ASKED}shift 3\nexec "{warm_python.python()}" "{tmp_path}/broken.py" "$@"\n')
-    python.chmod(0o755)
-    result = subprocess.run([BUILD / "bin/isograd", "bench", "comm", "--quick", "--patience", "0.01", "--operation",
-                             "all_to_all", "--python", python], cwd=ROOT, text=True, capture_output=True, timeout=300,
-                            env=warm_python.for_peers())
+    python = broken_peer(tmp_path, "collectives.py", "dist.group.WORLD._get_backend(CPU)", reverse)
+    result = bench("--quick", "--patience", "0.01", "--operation", "all_to_all", "--python", python, of="comm")
     assert result.returncode == 2, result.stdout
     assert "gave a wrong result" in result.stderr
 
 
 def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
-    result = bench("--case", "tiny", "--seconds", 0.1, "--json", tmp_path / "loss.json", of="loss")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    records = json.loads((tmp_path / "loss.json").read_text())
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, of="loss")
     assert [(r["unit"], r["peer_name"].split()[0]) for r in records] == [
         ("tokens/s", "LibTorch"), ("MiB", "LibTorch"), ("tokens/s", "isograd"), ("MiB", "isograd")]
-    for record in records:
-        assert set(record) == RECORD
-        assert record["bench"] == "loss" and record["case"] == "tiny"
-        better = record["ours"] / record["peer"] if record["unit"] == "tokens/s" else record["peer"] / record["ours"]
-        assert record["ratio"] == pytest.approx(better, rel=1e-9)
-    assert bench("--case", "huge", of="loss").returncode == 2
+    assert {record["case"] for record in records} == {"tiny"}
 
 
 def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, monkeypatch):
@@ -424,50 +340,27 @@ def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, mo
 
 def test_a_ring_is_compared_with_pytorchs(tmp_path):
     """The same document, weights and chunks: equal losses and gradient norms."""
-    result = bench("--case", "tiny one", "--seconds", 0.1, "--ranks", 2, "--peer", "--json",
-                   tmp_path / "context.json", of="context")
-    assert result.returncode == 0, result.stdout + result.stderr
-    records = [record for record in json.loads((tmp_path / "context.json").read_text())
-               if record["peer_name"] == "PyTorch's ring attention over Gloo"]
-    assert [record["case"] for record in records] == ["tiny one", "tiny one, least"]
-    for record in records:
-        check_ratio(record)
+    records, _ = compared(tmp_path, "--case", "tiny one", "--seconds", 0.1, "--ranks", 2, "--peer", of="context")
+    assert [record["case"] for record in records if record["peer_name"] == "PyTorch's ring attention over Gloo"] == [
+        "tiny one", "tiny one, least"]
     result = bench("--case", "tiny one", "--ranks", 3, "--peer", of="context")
     assert result.returncode == 2 and "twice which divides the tokens" in result.stderr
 
 
-@pytest.mark.full
-def test_a_ring_that_computes_something_else_is_not_compared(tmp_path):
-    python = broken_peer(tmp_path, "context_parallel.py", "targets = (tokens * 31 + 1)", "targets = (tokens * 29 + 1)")
-    result = bench("--case", "tiny one", "--seconds", 0.1, "--peer", "--python", python, of="context")
-    assert result.returncode == 1 and "NOT COMPARABLE" in result.stdout, result.stdout + result.stderr
-
-
 def test_context_ranks_are_compared_with_one(tmp_path):
-    result = bench("--case", "tiny", "--seconds", 0.1, "--ranks", 4, "--ulysses", 2, "--json", tmp_path / "context.json",
-                   of="context")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout and "cut over 2 ring ranks" in result.stdout
-    records = json.loads((tmp_path / "context.json").read_text())
+    records, said = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, "--ranks", 4, "--ulysses", 2, of="context")
+    assert "cut over 2 ring ranks" in said
     assert {record["unit"] for record in records} == {"ms", "ms of the busiest processor", "MiB"}
-    for record in records:
-        assert set(record) == RECORD and record["bench"] == "context"
-        check_ratio(record)
 
 
 def test_packs_are_compared_with_their_sum_of_squares_and_the_best_cut(tmp_path):
     """One number of tokens, different sums of squared lengths: the share, the time of each unit of it, and all of
     one rank's time divided evenly."""
-    result = bench("--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.1, "--json",
-                   tmp_path / "context.json", of="context")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "NOT COMPARABLE" not in result.stdout
-    shares = re.findall(r"sum len\^2 ([\d.]+) of one document's", result.stdout)
+    records, said = compared(tmp_path, "--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.1, of="context")
+    shares = re.findall(r"sum len\^2 ([\d.]+) of one document's", said)
     assert shares == ["0.5000", "0.3750"]
-    records = json.loads((tmp_path / "context.json").read_text())
     best = [record for record in records if record["case"].endswith(", best cut")]
     assert [record["case"] for record in best] == ["tiny pack 2, best cut", "tiny pack 3, best cut"]
-    for record, share in zip(best, shares):
-        check_ratio(record)
+    for record in best:
         alone = next(r["peer"] for r in records if r["case"] == record["case"][:11] and r["unit"] == "ms")
         assert record["peer"] == pytest.approx(alone / 2)

@@ -98,14 +98,7 @@ def experts_of(model):
 def wrap(model, mode, ranks, c):
     if mode.startswith("transformers"):
         return lambda tokens: model(input_ids=tokens).logits
-    from torch.distributed.fsdp import fully_shard
-    own = set(experts_of(model))
-    for block in model.model["layers"]:
-        fully_shard(block, ignored_params=own)
-    fully_shard(model, ignored_params=own)
-    for module in (*model.model["layers"], model):
-        module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean; FSDP2 then divides by itself
-    return model
+    return llama_step.shard(model, ignored_params=set(experts_of(model)))
 
 
 def clip(model, max_norm):
@@ -124,17 +117,7 @@ def clip(model, max_norm):
 
 
 def optimizer_for(model, c, mode):
-    if mode.startswith("transformers"):
-        return llama_step.optimizer_for(model, c, mode)
-    own = experts_of(model)
-    ids = set(map(id, own))
-    rest = [p for p in model.parameters() if id(p) not in ids]
-    decay = c["weight_decay"]
-    groups = [{"params": own, "weight_decay": decay},
-              {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},
-              {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=c["learning_rate"], betas=(c["beta1"], c["beta2"]), eps=c["epsilon"],
-                             fused=True)
+    return llama_step.optimizer_for(model, c, mode, () if mode.startswith("transformers") else experts_of(model))
 
 
 if __name__ == "__main__":

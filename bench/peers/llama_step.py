@@ -1,12 +1,16 @@
-"""The training step of `isograd bench step` and `bench tensor` in PyTorch: eager on one rank, DDP, FSDP2 or tensor
-parallelism (with its sequence parallelism) over Gloo on several.
+"""The training step of `isograd bench step`, `tensor` and `wrapped` in PyTorch: eager on one rank, DDP, FSDP2 or tensor
+parallelism (with its sequence parallelism) over Gloo, or another backend, on several.
 
 Written as a careful PyTorch user would: F.scaled_dot_product_attention, F.cross_entropy, fused AdamW with weight
 decay on matrices only, gradients as bucket views, set_to_none. It starts from the same weights (a Hugging Face
 directory) and sees the same tokens as isograd, so its losses and gradient norms must agree; the caller checks that.
 
-    python llama_step.py EXCHANGE RANKS SIDE MODE   as turns.py tells; MODE: eager, compiled, autocast, autocast-compiled,
-                                                    ddp, ddp-compiled, fsdp2 or tp
+    python llama_step.py EXCHANGE RANKS SIDE MODE [BACKEND [MODULE]]   as turns.py tells
+
+MODE: eager, compiled, autocast, autocast-compiled, ddp, ddp-compiled, fsdp2 or tp. BACKEND: gloo; isograd, with the folder
+of isograd_comm; or fake, PyTorch's backend that does nothing, whose step is what the wrapper takes with collectives that
+take no time. Its numbers mean nothing, so it gives none.
+
 EXCHANGE holds
     case.json     shapes, learning rate, steps per turn
     model/        config.json, model.safetensors
@@ -18,6 +22,7 @@ ranks computes what rank 0 sees: one process with the tokens of one rank.
 import itertools
 import json
 import os
+import sys
 import time
 
 import torch
@@ -122,12 +127,27 @@ def make_model(exchange, c, mode, rank, ranks):
     return model
 
 
-def optimizer_for(model, c, mode):
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": c["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+def optimizer_for(model, c, mode, apart=()):
+    """Weight decay on matrices only. `apart`: matrices in a group of their own."""
+    ids = set(map(id, apart))
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    groups = [{"params": [p for p in rest if p.dim() >= 2], "weight_decay": c["weight_decay"]},
+              {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
+    if apart:
+        groups.append({"params": apart, "weight_decay": c["weight_decay"]})
     return torch.optim.AdamW(groups, lr=c["learning_rate"], betas=(c["beta1"], c["beta2"]), eps=c["epsilon"],
                              fused=mode != "tp", foreach=mode == "tp")  # fused takes no DTensor on the CPU
+
+
+def shard(model, **options):
+    """FSDP2 by block."""
+    from torch.distributed.fsdp import fully_shard
+    modules = (*model.model["layers"], model)
+    for module in modules:
+        fully_shard(module, **options)
+    for module in modules:
+        module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean; FSDP2 then divides by itself
+    return model
 
 
 def cut(model, ranks):
@@ -162,14 +182,7 @@ def wrap(model, mode, ranks, c):
             block.compile()
     if mode in ("ddp", "ddp-compiled"):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if mode == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-        for block in model.model["layers"]:
-            fully_shard(block)
-        fully_shard(model)
-        for module in (*model.model["layers"], model):
-            module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean; FSDP2 then divides by itself
-    return model
+    return shard(model) if mode == "fsdp2" else model
 
 
 def backward(trained, batch, c):
@@ -214,46 +227,41 @@ class Masters:
 
 
 def profile_steps(device, steps, step):
-    """The figures that profile_steps() of src/bench/cases/step_side.cpp gives for our steps."""
+    """What profile_steps() of src/bench/cases/step_side.cpp records of our steps."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        begin = time.time_ns()
         for _ in range(steps):
             step()
         issued = time.time_ns()
         time.sleep(0.002)  # apart in time from the wait with which the profiler ends
-    waiting = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-               "cuStreamSynchronize", "cuCtxSynchronize"}
-    kernels, busy, end = {}, [], issued
-    count = waits = copies = 0
-    for event in profiler.profiler.kineto_results.events():
-        name, start, stop = event.name(), event.start_ns(), event.end_ns()
-        if event.device_type() == torch.autograd.DeviceType.CPU:
-            waits += name in waiting and start < issued + 1_000_000
-            continue
-        busy.append((start, stop))
-        end = max(end, stop)
-        times = kernels.setdefault(name, [0, 0])
-        times[0] += 1
-        times[1] += stop - start
-        copies += name.startswith("Memcpy DtoH")
-        count += not name.startswith("Mem")
-    covered = until = 0
-    for start, stop in sorted(busy):
-        covered += max(0, stop - max(start, until))
-        until = max(until, stop)
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:15]
-    return {"kernels": count / steps, "waits": waits / steps, "copies_to_host": copies / steps,
-            "busy_ms": covered / steps / 1e6, "step_ms": (end - begin) / steps / 1e6, "idle": 1 - covered / (end - begin),
-            "top": [{"name": name[:120], "count": n / steps, "ms": ns / steps / 1e6} for name, (n, ns) in longest],
-            "peak_bytes": torch.cuda.max_memory_allocated()}
+    events = [[event.device_type() == torch.autograd.DeviceType.CPU, event.name()[:120], event.start_ns(), event.end_ns()]
+              for event in profiler.profiler.kineto_results.events()]
+    return {"steps": steps, "issued": issued, "events": events, "peak_bytes": torch.cuda.max_memory_allocated()}
 
 
-def run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward):
+def meet(rank, backend, module):
+    how = {}
+    if backend == "isograd":
+        sys.path.insert(0, module)
+        import isograd_comm  # noqa: F401  (registers the backend)
+    elif backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        how = {"store": FakeStore()}
+        torch.set_flush_denormal(True)  # what nobody gathered may be any bits
+    rank.meet(backend, **how)
+
+
+def leave_as_it_is(_, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def run_rank(rank, mode, backend, module, make_model, wrap, clip, optimizer_for, backward):
     """`clip` returns how to read the norm, outside of what is timed."""
     exchange, ranks, c = rank.exchange, rank.ranks, rank.case()
     torch.set_num_threads(c["threads"])
@@ -265,13 +273,15 @@ def run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward):
     if on_gpu:
         torch.cuda.set_device(device)
     if ranks > 1:
-        rank.meet("nccl" if on_gpu else "gloo")
+        meet(rank, "nccl" if on_gpu else backend, module)
     model = make_model(exchange, c, mode, rank.rank, ranks).to(device)
     c["autocast"] = mode.startswith("autocast")
     in_bf16 = c["dtype"] == "bfloat16" and not c["autocast"]
     if in_bf16:
         model.bfloat16()
     trained = wrap(model, mode, ranks, c)
+    if backend == "fake" and mode == "ddp":  # its own way asks for a result, which this backend has not
+        trained.register_comm_hook(None, leave_as_it_is)
     updated = Masters(model) if in_bf16 else model
     optimizer = optimizer_for(updated, c, mode)
     tokens = torch.frombuffer(bytearray((exchange / "tokens.bin").read_bytes()), dtype=torch.int64)
@@ -300,6 +310,9 @@ def run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward):
             rank.answer(seconds=[], losses=[], profile=profile_steps(device, 3, train))
             continue
         steps = [turns.timed(train) for _ in range(c["steps_per_turn"])]
+        if backend == "fake":
+            rank.answer(seconds=[seconds for seconds, _ in steps], losses=[])
+            continue
         total = torch.tensor([loss for _, (loss, _) in steps], dtype=torch.float64, device=device)
         if ranks > 1:  # equal token counts on all ranks: the mean of the ranks' means is the global mean
             dist.all_reduce(total)
@@ -308,7 +321,8 @@ def run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward):
 
 
 def main(make_model=make_model, wrap=wrap, clip=clip, optimizer_for=optimizer_for, backward=backward):
-    turns.main(lambda rank, mode: run_rank(rank, mode, make_model, wrap, clip, optimizer_for, backward))
+    turns.main(lambda rank, mode, backend="gloo", module="":
+               run_rank(rank, mode, backend, module, make_model, wrap, clip, optimizer_for, backward))
 
 
 if __name__ == "__main__":

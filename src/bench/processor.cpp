@@ -9,8 +9,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <tuple>
-#include <utility>
 
 #include "base/refuse.hpp"
 #include "bench/runner.hpp"
@@ -20,28 +18,13 @@
 namespace isograd {
 namespace {
 
-constexpr const char* kOwn = "ISOGRAD_PROCESSOR";
-
-// tests/processors.py holds the tests to the same.
-struct Level {
-  const char* name;
-  std::vector<std::pair<const char*, const char*>> variables;
-};
-const std::vector<Level>& levels() {
-  static const std::vector<Level> all = [] {
-    std::vector<Level> made;
-    for (const auto& [name, torch, one_dnn, mkl] : {std::tuple{"scalar", "default", "SSE41", "SSE4_2"},
-                                                    {"avx2", "avx2", "AVX2", "AVX2"},
-                                                    {"avx512", "avx512", "AVX512_CORE", "AVX512"}})
-      made.push_back({name,
-                      {{kOwn, name},
-                       {"ATEN_CPU_CAPABILITY", torch},
-                       {"ONEDNN_MAX_CPU_ISA", one_dnn},
-                       {"MKL_ENABLE_INSTRUCTIONS", mkl}}});
-    return made;
-  }();
-  return all;
-}
+// The variables that hold isograd, LibTorch, oneDNN and MKL to a level. tests/processors.py holds the tests
+// to the same.
+constexpr const char* kVariables[] = {"ISOGRAD_PROCESSOR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
+                                      "MKL_ENABLE_INSTRUCTIONS"};
+constexpr const char* kLevels[][4] = {{"scalar", "default", "SSE41", "SSE4_2"},
+                                      {"avx2", "avx2", "AVX2", "AVX2"},
+                                      {"avx512", "avx512", "AVX512_CORE", "AVX512"}};
 
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
@@ -56,11 +39,6 @@ std::string name_of_processor() {
   return "unknown";
 }
 
-int cores_of_process() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
-}
-
 }  // namespace
 
 std::string processor_text() {
@@ -68,30 +46,31 @@ std::string processor_text() {
     const std::string to = variable(by);
     return to.empty() ? "" : fmt::format(", {} {}", library, to);
   };
+  cpu_set_t cores;
   return fmt::format("{}, {} cores; kernels: isograd {}, LibTorch {}{}{}", name_of_processor(),
-                     cores_of_process(), levels()[static_cast<std::size_t>(kernels::processor_level())].name,
-                     at::get_cpu_capability(), held("oneDNN", "ONEDNN_MAX_CPU_ISA"),
-                     held("MKL", "MKL_ENABLE_INSTRUCTIONS"));
+                     sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 0,
+                     kLevels[kernels::processor_level()][0], at::get_cpu_capability(),
+                     held("oneDNN", kVariables[2]), held("MKL", kVariables[3]));
 }
 
 std::vector<std::string> processor_levels() {
   std::vector<std::string> names;
-  for (const Level& level : levels()) names.emplace_back(level.name);
+  for (const auto& level : kLevels) names.emplace_back(level[0]);
   return names;
 }
 
 void run_as(const std::string& level, const std::vector<std::string>& arguments) {
-  const auto found = std::find_if(levels().begin(), levels().end(),
-                                  [&](const Level& candidate) { return candidate.name == level; });
-  ISOGRAD_INVARIANT(found != levels().end(), level);
-  const auto is_set = [](const auto& pair) { return variable(pair.first) == pair.second; };
-  if (std::all_of(found->variables.begin(), found->variables.end(), is_set)) return;
-  unsetenv(kOwn);
-  if (const int best = kernels::processor_level(); found - levels().begin() > best)
-    refuse("isograd bench --as",
-           level + " on a processor of level " + levels()[static_cast<std::size_t>(best)].name,
+  const auto* found =
+      std::ranges::find(kLevels, level, [](const auto& each) { return std::string(each[0]); });
+  ISOGRAD_INVARIANT(found != std::end(kLevels), level);
+  bool set = true;
+  for (std::size_t i = 0; i < std::size(kVariables); ++i) set = set && variable(kVariables[i]) == (*found)[i];
+  if (set) return;
+  unsetenv(kVariables[0]);
+  if (const int best = kernels::processor_level(); found - kLevels > best)
+    refuse("isograd bench --as", level + " on a processor of level " + kLevels[best][0],
            "a level that the processor has", "Choose a lower one");
-  for (const auto& [name, value] : found->variables) setenv(name, value, 1);
+  for (std::size_t i = 0; i < std::size(kVariables); ++i) setenv(kVariables[i], (*found)[i], 1);
   std::vector<std::string> copies = arguments;
   copies.insert(copies.begin(), "isograd");
   std::vector<char*> pointers;

@@ -1,7 +1,11 @@
-// The parts of all benchmarks: turns, statistics, agreement of the sides, records, and the exchange folder.
+// The parts that all benchmarks share: sides that take turns, statistics, agreement of the sides, records and
+// tables.
 #pragma once
 
+#include <sys/types.h>
+
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -13,7 +17,7 @@
 #include "base/python.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
-#include "bench/contestant.hpp"
+#include "report/report.hpp"
 
 namespace isograd {
 
@@ -34,6 +38,8 @@ struct Bench {
     record(of, ours, peer, peer_name, unit, peer / ours);
   }
   void refuse_comparison(const std::string& why);  // prints NOT COMPARABLE
+  void say(const std::string& text);               // prints and flushes it
+  void say(TextRows rows) { say(text_table(std::move(rows), {.indent = 2})); }
 
   // Progress, in parts that take `seconds` each.
   void expect(std::ptrdiff_t parts, double seconds, const char* part = "case") {
@@ -60,7 +66,8 @@ std::vector<std::string> names_of(const std::vector<Case>& all) {
   for (const Case& one : all) names.push_back(one.name);
   return names;
 }
-std::string ranks_text(int ranks);  // "1 rank", "2 ranks"
+std::string ranks_text(int ranks);                // "1 rank", "2 ranks"
+std::string fixed(double value, int digits = 2);  // with that many digits behind the point
 
 inline constexpr double kMiB = 1 << 20;
 
@@ -68,7 +75,8 @@ double quantile(std::vector<double> values, double q);
 inline double median(const std::vector<double>& values) {
   return quantile(values, 0.5);
 }
-double spread(const std::vector<double>& values);  // (third − first quartile) / median; 0 for no values
+// (third − first quartile) / median, "2.3%"; of no values 0.
+std::string spread(const std::vector<double>& values);
 double seconds_of(const std::function<void()>& work);
 // Growth of this process's resident set at its peak. ConfigError on behalf of `bench` without Linux's account
 // of it.
@@ -77,12 +85,13 @@ double relative_difference(double a, double b);  // infinite for a NaN
 // The largest of any element; infinite for lists of different lengths and for empty ones.
 double relative_difference(const std::vector<double>& a, const std::vector<double>& b);
 
-// The order of turns in a round: A B C, C B A, B C A, A C B, ... No side always comes first or last, so that
-// a machine's slow moments fall on all.
-std::vector<std::size_t> turn_order(std::size_t round, std::size_t sides);
-// Rounds of one turn of each side, as long as more(number of rounds) says.
+// Rounds of one turn of each side, as long as more(number of rounds) says. The order is A B C, C B A, B C A,
+// A C B, ...: no side always comes first or last, so that a machine's slow moments fall on all.
 void by_turns(std::size_t sides, const std::function<bool(std::size_t round)>& more,
               const std::function<void(std::size_t side)>& turn);
+// The seconds of each turn of each side.
+std::vector<std::vector<double>> race(const std::vector<std::function<double()>>& sides,
+                                      const std::function<bool(std::size_t round)>& more);
 // True until that many seconds are over from now on, and for the first `fewest` rounds.
 std::function<bool(std::size_t)> until(double seconds, std::size_t fewest = 3);
 
@@ -121,33 +130,86 @@ Side our_side(const std::string& verb, const std::string& name, const std::strin
 Side peer_side(const std::string& python, const std::string& script, const std::string& name,
                const std::string& title, int ranks, std::vector<std::string> more = {});
 
-std::unique_ptr<Contestant> start(const Side& side, const std::filesystem::path& exchange);
+// The report of a side about one turn: one line of JSON with these names.
+struct Turn {
+  std::vector<double> seconds{};  // of each step
+  std::vector<double> losses{};
+  std::vector<double> norms{};    // of the whole gradient; empty where a side does not report them
+  std::vector<double> exposed{};  // seconds of each step that waited for communication; empty likewise
+  std::vector<double> parts{};    // e.g. seconds of the parts of a step, medians of the turn; empty likewise
+  nlohmann::json profile{};       // of a profiled turn: device_figures()
+};
+inline constexpr char kTimedTurn = 'g', kProfiledTurn = 'p';
+
+// Starts a side and talks to it through named pipes in the exchange folder: NAME.go.R, one byte a turn for
+// each rank, so that a waiting side sleeps in the kernel and leaves the cores to the other; NAME.done, one
+// line of JSON a turn. Its output goes to NAME.log.
+class Contestant {
+ public:
+  Contestant(const Side& side, const std::filesystem::path& exchange);
+  ~Contestant();  // end of file tells it to stop; killed if it does not
+  Contestant(const Contestant&) = delete;
+  Contestant& operator=(const Contestant&) = delete;
+
+  void start(char kind = kTimedTurn);
+  Turn answer();  // ConfigError with the end of its output when it ended or was silent for ten minutes
+  Turn turn() {
+    start();
+    return answer();
+  }
+
+ private:
+  bool running();
+  [[noreturn]] void fail(const std::string& found);
+
+  std::string where_;
+  std::filesystem::path log_;
+  pid_t process_ = -1;
+  std::vector<int> go_;
+  int done_ = -1;
+  std::string unread_;
+};
+
+// The other end of the pipes, in our sides.
+class TurnPipes {
+ public:
+  // ConfigError where bench made none. Only rank 0 answers.
+  TurnPipes(const std::filesystem::path& exchange, const std::string& name, int rank);
+  bool wait();  // sleeps until the next turn; false: there is none
+  bool profiled() const { return turn_ == kProfiledTurn; }  // this turn is for the profiler, and not timed
+  void answer(const Turn& turn);
+
+ private:
+  using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+  int turn_ = 0;
+  File go_, done_;
+};
 
 struct SideResult {
   Side side;
-  Turn first{};                             // warms up; what it computed is compared
-  std::vector<double> seconds{}, losses{};  // of every step after it
-  std::vector<double> rounds{};             // the median of each turn after it
-  std::vector<double> exposed{};            // as Turn's, after the first
-  std::vector<std::vector<double>> parts{};
-  std::string profile{};  // Turn's; empty where none was asked for
+  Turn first{};                              // warms up; what it computed is compared
+  std::vector<double> seconds{}, losses{};   // of every step after it
+  std::vector<double> rounds{};              // the median of each turn after it
+  std::vector<double> exposed{};             // as Turn's, after the first
+  std::vector<std::vector<double>> parts{};  // the values of each part
+  nlohmann::json profile{};                  // Turn's; null where none was asked for
 
   double median() const { return quantile(seconds, 0.5); }
-  std::vector<double> median_parts() const;
 };
 
 // The first turn of each, then rounds until `seconds` are over. `on_device`: the first turns run at once,
 // because torch.compile takes a minute in them, and a profiled turn comes last.
 std::vector<SideResult> take_turns(const std::vector<Side>& sides, const std::filesystem::path& exchange,
-                                   double seconds, bool on_device = false);
+                                   double seconds, bool on_device = false, std::size_t fewest_rounds = 3);
 
 // How many times as fast ours is: by the medians, and the lowest and highest of single rounds.
 struct Ratio {
   double median = 0, lowest = 0, highest = 0;
+  std::string text() const;  // "1.20 (1.10 .. 1.30)"
 };
 Ratio faster(const SideResult& ours, const SideResult& peer);
 
-// By how much the first turns of two sides differ, or may differ for their times to mean anything.
+// By how much the first turns of two sides may differ for their times to mean anything.
 struct Agreement {
   double first_loss = 1e-4, losses = 1e-3, norm = 1e-3;
 };

@@ -3,17 +3,12 @@
 // one formula.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
 #include "bench/cases/step_case.hpp"
-#include "bench/cases/verbs.hpp"
-#include "bench/runner.hpp"
+#include "bench/verbs.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
@@ -31,40 +26,19 @@ constexpr std::int64_t kUpdatesPerTurn = 5;
 // A power of two makes whole numbers parameters or gradients: all that is summed before the norm is exact.
 constexpr double kParameterUnit = 0x1p-14, kGradientUnit = 0x1p-20;
 
-struct OptimCase {
-  std::string name;
-  bool standard = true;
-  std::vector<std::vector<std::int64_t>> shapes{};
+using Shapes = std::vector<std::vector<std::int64_t>>;
 
-  std::int64_t numel() const {
-    std::int64_t sum = 0;
-    for (const auto& shape : shapes) sum += c10::multiply_integers(shape);
-    return sum;
-  }
-};
-
-// The parameters of a Llama, as DecoderLM registers them.
-OptimCase llama(const std::string& name, bool standard, std::int64_t vocabulary, std::int64_t hidden,
-                std::int64_t feed_forward, std::int64_t layers) {
-  OptimCase of{.name = name, .standard = standard};
-  of.shapes.push_back({vocabulary, hidden});
-  for (std::int64_t layer = 0; layer < layers; ++layer) {
-    of.shapes.push_back({hidden});
-    for (int i = 0; i < 4; ++i) of.shapes.push_back({hidden, hidden});
-    of.shapes.push_back({hidden});
-    for (int i = 0; i < 2; ++i) of.shapes.push_back({feed_forward, hidden});
-    of.shapes.push_back({hidden, feed_forward});
-  }
-  of.shapes.push_back({hidden});
-  of.shapes.push_back({vocabulary, hidden});
-  return of;
+std::int64_t numel_of(const Shapes& shapes) {
+  std::int64_t sum = 0;
+  for (const auto& shape : shapes) sum += c10::multiply_integers(shape);
+  return sum;
 }
 
-// "communication": the 43 M parameters of bench step's case of that name. "tiny" shows that it works.
-const std::vector<OptimCase>& optim_cases() {
-  static const std::vector<OptimCase> cases = {llama("communication", true, 256, 768, 2048, 6),
-                                               llama("tiny", false, 131, 48, 128, 2)};
-  return cases;
+// The parameters of two models of `bench step`. "tiny" shows that it works.
+std::vector<StepCase> optim_cases() {
+  auto all = chosen(step_cases("step"), {"communication", "tiny"});
+  for (StepCase& of : all) of.standard = of.name != "tiny";
+  return all;
 }
 
 // [numel] whole numbers in [-509, 509], a function of the element's place among all parameters and of `salt`
@@ -103,25 +77,26 @@ double allowed_difference(const std::vector<double>& ours, const std::vector<dou
   return sum;
 }
 
-// By how much the parameters after the first turn differ, and may.
-std::pair<double, double> compare_parameters(const std::filesystem::path& exchange, const SideResult& ours,
-                                             const SideResult& peer) {
-  const MappedFile a(exchange / (ours.side.name + ".parameters")),
-      b(exchange / (peer.side.name + ".parameters"));
-  if (a.size() != b.size()) return {HUGE_VAL, 0};
-  const auto* x = reinterpret_cast<const float*>(a.data());
-  const auto* y = reinterpret_cast<const float*>(b.data());
-  const std::size_t count = a.size() / sizeof(float);
-  double largest = 0, found = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    largest = std::fmax(largest, std::fabs(y[i]));
-    const double difference = std::fabs(static_cast<double>(x[i]) - y[i]);
-    found = std::isnan(difference) ? HUGE_VAL : std::max(found, difference);
-  }
-  // A norm in fp32 is off by √count roundings (they are as often up as down); more is another norm.
-  const bool same_norms = relative_difference(ours.first.norms, peer.first.norms) <=
-                          std::sqrt(static_cast<double>(count)) * 0x1p-24;
-  return {found, same_norms ? allowed_difference(ours.first.norms, peer.first.norms, largest) : 0};
+// Why the parameters after the first turn differ by more than they may; empty where they do not.
+std::string difference_of_parameters(const std::filesystem::path& exchange, const SideResult& ours,
+                                     const SideResult& peer) {
+  const auto read = [&](const SideResult& side) {
+    const MappedFile file(exchange / (side.side.name + ".parameters"));
+    return at::from_blob(const_cast<std::uint8_t*>(file.data()), static_cast<std::int64_t>(file.size()) / 4,
+                         at::kFloat)
+        .to(at::kDouble);
+  };
+  const at::Tensor a = read(ours), b = read(peer);
+  if (a.numel() != b.numel()) return fmt::format("{} parameters, and {}", a.numel(), b.numel());
+  const double found = (a - b).abs().max().item<double>(),
+               norms = relative_difference(ours.first.norms, peer.first.norms);
+  // A norm in fp32 is off by √numel roundings (they are as often up as down); more is another norm.
+  const double allowed =
+      norms <= std::sqrt(static_cast<double>(a.numel())) * 0x1p-24
+          ? allowed_difference(ours.first.norms, peer.first.norms, b.abs().max().item<double>())
+          : 0;
+  if (found <= allowed) return "";
+  return fmt::format("parameters differ by {:.2g}, {:.2g} allowed; norms by {:.2g}", found, allowed, norms);
 }
 
 // Bytes of a parameter (read or written, 4 at a time) that all ranks move together.
@@ -138,12 +113,15 @@ double bytes_per_parameter(const std::string& side, int ranks) {
   return sum + 4 + kUpdate + 8 * (w - 1);  // ZeRO-1: updated parameters are copied
 }
 
-void compare_updates(Bench& bench, const OptimCase& of, int ranks) {
+void compare_updates(Bench& bench, const StepCase& of, int ranks) {
   const std::string of_ranks = of.name + ", " + ranks_text(ranks);
   bench.begin(of_ranks);
   const ExchangeFolder exchange;
+  Shapes shapes;
+  DecoderLM model(of.shape, at::kFloat, 1);
+  for (const auto& [name, tensor] : model.named()) shapes.push_back(tensor.sizes().vec());
   nlohmann::ordered_json description = {
-      {"name", of.name}, {"ranks", ranks}, {"shapes", of.shapes}, {"updates_per_turn", kUpdatesPerTurn}};
+      {"ranks", ranks}, {"shapes", shapes}, {"updates_per_turn", kUpdatesPerTurn}};
   description.update(update_description());
   write_case(exchange.path(), description);
   std::vector<Side> sides;
@@ -158,43 +136,37 @@ void compare_updates(Bench& bench, const OptimCase& of, int ranks) {
   const auto results = take_turns(sides, exchange.path(), bench.options.seconds);
   bench.end();
   const SideResult &memory = results.back(), &peer = results[results.size() - 2];
-  const auto millions = static_cast<double>(of.numel()) / 1e6;
+  const auto millions = static_cast<double>(numel_of(shapes)) / 1e6;
   const auto gigabytes = [&](const SideResult& result) {
     return bytes_per_parameter(result.side.name, ranks) * millions / 1e3 / result.median();
   };
-  fmt::print("{}, {:.1f} M parameters\n", of_ranks, millions);
+  TextRows rows{{fmt::format("{}, {:.1f} M parameters", of_ranks, millions), "ms", "spread", "GB/s", "ratio",
+                 "sum", "norm", "update", "publication"}};
+  std::vector<std::string> problems;
   for (const SideResult& result : results) {
-    fmt::print("  {:<40} {:>8.2f} {:>6.1f}% {:>8.1f}", result.side.title, result.median() * 1e3,
-               100 * spread(result.seconds), gigabytes(result));
-    if (&result == &peer || &result == &memory) {
-      fmt::print("\n");
-      continue;
-    }
+    rows.push_back({result.side.title, fixed(result.median() * 1e3), spread(result.seconds),
+                    fixed(gigabytes(result), 1)});
+    if (&result == &peer || &result == &memory) continue;
     const Ratio ratio = faster(result, peer);
-    const auto parts = result.median_parts();
-    fmt::print(
-        "   {:>5.2f}  {:.2f} .. {:.2f} in {}\n    sum {:.2f}, norm {:.2f}, update {:.2f}, publication "
-        "{:.2f}\n",
-        ratio.median, ratio.lowest, ratio.highest, result.rounds.size(), parts.at(0) * 1e3, parts.at(1) * 1e3,
-        parts.at(2) * 1e3, parts.at(3) * 1e3);
-    if (const auto [found, allowed] = compare_parameters(exchange.path(), result, peer); !(found <= allowed))
-      bench.refuse_comparison(fmt::format("parameters differ by {:.2g}, {:.2g} allowed; norms by {:.2g}",
-                                          found, allowed,
-                                          relative_difference(result.first.norms, peer.first.norms)));
+    rows.back().push_back(ratio.text());
+    for (const auto& part : result.parts) rows.back().push_back(fixed(median(part) * 1e3));
+    if (auto why = difference_of_parameters(exchange.path(), result, peer); !why.empty())
+      problems.push_back(why);
     const std::string name = of_ranks + ", " + result.side.title;
     bench.record(name, result.median() * 1e3, peer.median() * 1e3, kPyTorchUpdate, "ms", ratio.median);
     bench.record(name, gigabytes(result), gigabytes(memory), "triad", "GB/s",
                  gigabytes(result) / gigabytes(memory));
   }
-  std::fflush(stdout);
+  bench.say(rows);
+  for (const std::string& why : problems) bench.refuse_comparison(why);
 }
 
 // One rank's parameters under a strategy, and the gradients that it will be given.
 class Problem {
  public:
-  Problem(const OptimCase& of, const std::string& strategy, World& world) : group_(world.group) {
+  Problem(const Shapes& shapes, const std::string& strategy, World& world) : group_(world.group) {
     std::int64_t offset = 0;
-    for (const auto& shape : of.shapes) {
+    for (const auto& shape : shapes) {
       const std::int64_t numel = c10::multiply_integers(shape);
       auto parameter = pattern(offset, numel, 0).mul_(kParameterUnit).view(shape).requires_grad_(true);
       parameters_.push_back({"p" + std::to_string(parameters_.size()), parameter, parameter.dim() >= 2});
@@ -253,36 +225,40 @@ class Problem {
   std::vector<std::vector<double>> parts_ = std::vector<std::vector<double>>(4);
 };
 
-}  // namespace
-
-std::vector<std::string> bench_optim_cases() {
-  return names_of(optim_cases());
-}
-
 void bench_optim(Bench& bench) {
-  fmt::print(
-      "ms from gradients to updated parameters, fp32, one thread a rank; median, quartile spread, bytes that "
-      "all\n"
-      "ranks read and write by that time, and how much faster than PyTorch, whose processes sum nothing\n"
-      "  {:<40} {:>8} {:>7} {:>8}   {:>5}  {}\n",
-      "", "ms", "spread", "GB/s", "ratio", "single rounds");
-  std::fflush(stdout);
+  bench.say(
+      "ms from gradients to updated parameters, fp32, one thread a rank; median, quartile spread, bytes that all\n"
+      "ranks read and write by that time, how much faster than PyTorch, whose processes sum nothing (lowest ..\n"
+      "highest of single rounds), and the ms of the parts\n");
   const auto cases = chosen(optim_cases(), bench.options.cases);
   bench.expect(std::ssize(cases) * std::ssize(bench.options.rank_counts), bench.options.seconds);
-  for (const OptimCase& of : cases)
+  for (const StepCase& of : cases)
     for (const int ranks : bench.options.rank_counts) compare_updates(bench, of, ranks);
+}
+
+}  // namespace
+
+BenchVerb optim_verb() {
+  return verb(
+      "optim", "Sum, norm, clip and AdamW, compared with PyTorch's fused AdamW and a triad",
+      "A ratio above 1 means that isograd is faster, or nearer to the memory's limit.\n" +
+          status("the parameters of the two"),
+      {.seconds = 30}, {"torch"}, bench_optim,
+      {rank_counts("numbers of ranks; 1 and 2", 1, 64), cases("which sizes", names_of(optim_cases()))},
+      ", for each case and number of ranks");
 }
 
 void run_optim_rank(const std::filesystem::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   World world = join();
-  const OptimCase of = chosen(optim_cases(), {read_case(exchange).at("name").get<std::string>()}).at(0);
+  const auto shapes = read_case(exchange).at("shapes").get<Shapes>();
   std::unique_ptr<Problem> problem;
   std::vector<at::Tensor> abc;  // of the triad, which is as long in all as the parameters
   if (name == "triad")
-    for (int i = 0; i < 3; ++i) abc.push_back(at::ones({split_rows(of.numel(), world.size)[world.rank]}));
+    for (int i = 0; i < 3; ++i)
+      abc.push_back(at::ones({split_rows(numel_of(shapes), world.size)[world.rank]}));
   else
-    problem = std::make_unique<Problem>(of, name, world);
+    problem = std::make_unique<Problem>(shapes, name, world);
 
   TurnPipes pipes(exchange, name, world.rank);
   std::int64_t update = 0;
@@ -303,10 +279,9 @@ void run_optim_rank(const std::filesystem::path& exchange, const std::string& na
     world.group.all_reduce(slowest, ReduceOp::kMax);
     std::copy_n(slowest.const_data_ptr<double>(), seconds.size(), seconds.begin());
     if (first && problem && world.rank == 0) problem->write_parameters(exchange / (name + ".parameters"));
-    pipes.answer({{"seconds", seconds},
-                  {"losses", nlohmann::json::array()},
-                  {"norms", norms},
-                  {"parts", problem ? problem->median_parts() : std::vector<double>{}}});
+    pipes.answer({.seconds = seconds,
+                  .norms = norms,
+                  .parts = problem ? problem->median_parts() : std::vector<double>{}});
   }
 }
 

@@ -2,16 +2,11 @@
 // takes time.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 
-#include <algorithm>
-#include <cstdio>
-#include <iterator>
-#include <utility>
+#include <array>
 
 #include "bench/cases/step_case.hpp"
-#include "bench/cases/verbs.hpp"
-#include "bench/runner.hpp"
+#include "bench/verbs.hpp"
 #include "kernels/matmul/product.hpp"
 
 namespace isograd {
@@ -125,28 +120,27 @@ void time_product(StepProduct& of) {
   std::vector<at::Tensor> places;
   for (int i = 0; i < (of.a_turned ? copies : 1); ++i) places.push_back(at::zeros({of.m, of.n}));
   double spent = 0;
-  const auto sweep = [&](std::size_t library) {
-    multiplier() = kLibraries[library];
-    const double seconds = seconds_of([&] {
-      for (std::size_t i = 0; i < operands.size(); ++i) {
-        const auto& [a, b] = operands[i];
-        at::Tensor& into = places[i % places.size()];
-        if (kLibraries[library] == Multiplier::kOneDnn)
-          into = product(a, b);
-        else
-          multiply_into(into, a, b);
-      }
+  std::vector<std::function<double()>> sweeps;
+  for (const Multiplier library : kLibraries)
+    sweeps.push_back([&, library] {
+      multiplier() = library;
+      const double seconds = seconds_of([&] {
+        for (std::size_t i = 0; i < operands.size(); ++i) {
+          const auto& [a, b] = operands[i];
+          at::Tensor& into = places[i % places.size()];
+          if (library == Multiplier::kOneDnn)
+            into = product(a, b);
+          else
+            multiply_into(into, a, b);
+        }
+      });
+      spent += seconds;
+      return seconds / copies;
     });
-    spent += seconds;
-    return seconds / copies;
-  };
-  std::vector<double> times[std::size(kLibraries)];
-  for (std::size_t i = 0; i < std::size(kLibraries); ++i) sweep(i);  // prepare themselves
+  race(sweeps, [](std::size_t round) { return round == 0; });  // prepare themselves
   spent = 0;
-  by_turns(
-      std::size(kLibraries), [&](std::size_t round) { return spent < kSeconds || round < kFewest; },
-      [&](std::size_t i) { times[i].push_back(sweep(i)); });
-  for (std::size_t i = 0; i < std::size(kLibraries); ++i) of.seconds[i] = median(times[i]);
+  const auto times = race(sweeps, [&](std::size_t round) { return spent < kSeconds || round < kFewest; });
+  for (std::size_t i = 0; i < times.size(); ++i) of.seconds[i] = median(times[i]);
   multiplier() = Multiplier::kByRule;
   of.rule =
       of.in_attention && !products_by_brgemm() ? Multiplier::kBlas : multiplier_of(operands.front().first);
@@ -164,9 +158,10 @@ StepProducts timed_products(const StepCase& step_case, int expert_ranks) {
 }
 
 std::vector<StepCase> cases_with_products() {
-  std::vector<StepCase> cases = step_cases();
+  std::vector<StepCase> cases = step_cases("step");
   for (StepCase& one : cases) one.standard = one.name != "tiny";
-  cases.push_back(find_step_case("expert-even"));
+  cases.push_back(find_step_case("expert", "even"));
+  cases.back().name = "expert-even";
   return cases;
 }
 
@@ -174,28 +169,41 @@ void compare_products(Bench& bench, const StepCase& step_case) {
   bench.begin(step_case.name);
   const StepProducts products = timed_products(step_case, 1);
   bench.end();
-  fmt::print("{}, {} tokens a step\n  {:<10} {:>5} {:>6} {:>6} {:>7}  {:>8} {:>8} {:>8}  {}\n",
-             step_case.name, step_case.tokens(), "", "m", "n", "k", "times", "BLAS", "oneDNN", "brgemm",
-             "by the rule");
+  TextRows rows{{fmt::format("{}, {} tokens a step", step_case.name, step_case.tokens()), "m", "n", "k",
+                 "times", "BLAS", "oneDNN", "brgemm", "by the rule"}};
   double rule = 0, fastest = 0, by[std::size(kLibraries)] = {};
   for (const StepProduct& one : products) {
     rule += one.times * one.by_rule(), fastest += one.times * one.fastest();
-    for (std::size_t i = 0; i < std::size(by); ++i) by[i] += one.times * one.seconds[i];
+    rows.push_back({one.name});
+    for (const auto number : {one.m, one.n, one.k, static_cast<std::int64_t>(one.times)})
+      rows.back().push_back(std::to_string(number));
+    for (std::size_t i = 0; i < std::size(by); ++i) {
+      by[i] += one.times * one.seconds[i];
+      rows.back().push_back(fixed(one.gflops(i), 1));
+    }
     const double loss = one.by_rule() / one.fastest() - 1;
-    fmt::print("  {:<10} {:>5} {:>6} {:>6} {:>7}  {:>8.1f} {:>8.1f} {:>8.1f}  {}{}\n", one.name, one.m, one.n,
-               one.k, one.times, one.gflops(0), one.gflops(1), one.gflops(2), name_of(one.rule),
-               loss > 0.05 ? fmt::format(", {:.0f} % slower", 100 * loss) : "");
+    rows.back().push_back(fmt::format("{}{}", name_of(one.rule),
+                                      loss > 0.05 ? fmt::format(", {:.0f} % slower", 100 * loss) : ""));
   }
-  fmt::print(
+  bench.say(rows);
+  bench.say(fmt::format(
       "  all of a step: {:.1f} ms by the rule, {:.1f} ms by the fastest of each, {:.1f} ms by BLAS, {:.1f} "
-      "ms by oneDNN, "
-      "{:.1f} ms by brgemm\n",
-      rule * 1e3, fastest * 1e3, by[0] * 1e3, by[1] * 1e3, by[2] * 1e3);
+      "ms by oneDNN, {:.1f} ms by brgemm\n",
+      rule * 1e3, fastest * 1e3, by[0] * 1e3, by[1] * 1e3, by[2] * 1e3));
   const auto* best = std::ranges::min_element(by);
   if (*best < 0.97 * rule)
-    fmt::print("  ISOGRAD_PRODUCTS={} is faster on this processor\n", name_of(kLibraries[best - by]));
-  std::fflush(stdout);
+    bench.say(
+        fmt::format("  ISOGRAD_PRODUCTS={} is faster on this processor\n", name_of(kLibraries[best - by])));
   bench.record_less(step_case.name, rule * 1e3, fastest * 1e3, "the fastest of each", "ms");
+}
+
+void bench_product(Bench& bench) {
+  bench.say(
+      "matrix products of a step, fp32, one thread: GFLOP/s of each library, operands out of the cache. Those of\n"
+      "attention (scores, scoresT, outputs, of keys) are its kernel's blocks, in the cache.\n");
+  const auto cases = chosen(cases_with_products(), bench.options.cases);
+  bench.expect(std::ssize(cases), 0);
+  for (const StepCase& step_case : cases) compare_products(bench, step_case);
 }
 
 }  // namespace
@@ -206,18 +214,12 @@ double fastest_products(const StepCase& step_case, int expert_ranks) {
   return seconds;
 }
 
-std::vector<std::string> bench_product_cases() {
-  return names_of(cases_with_products());
-}
-
-void bench_product(Bench& bench) {
-  fmt::print(
-      "matrix products of a step, fp32, one thread: GFLOP/s of each library, operands out of the cache. "
-      "Those of\n"
-      "attention (scores, scoresT, outputs, of keys) are its kernel's blocks, in the cache.\n");
-  const auto cases = chosen(cases_with_products(), bench.options.cases);
-  bench.expect(std::ssize(cases), 0);
-  for (const StepCase& step_case : cases) compare_products(bench, step_case);
+BenchVerb product_verb() {
+  return verb(
+      "product", "Each matrix product of a step by BLAS, oneDNN and brgemm, and which of them isograd takes",
+      "ISOGRAD_PRODUCTS=blas, =onednn or =brgemm has one of them multiply in fp32, in every verb.\n"
+      "Status: 0 measured, 2 bad input.",
+      {}, {}, bench_product, {cases("whose step", names_of(cases_with_products()))}, nullptr, nullptr);
 }
 
 }  // namespace isograd

@@ -2,13 +2,9 @@
 // large pool on two ranks, and what a forward and backward sends.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
-
-#include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
-#include "bench/cases/verbs.hpp"
-#include "bench/runner.hpp"
+#include "bench/verbs.hpp"
 #include "isograd/ranking.hpp"
 #include "isograd/world.hpp"
 
@@ -46,54 +42,46 @@ Rows make_rows(std::int64_t count, std::int64_t positives) {
   return rows;
 }
 
-void print_ranking_case(const RankingCase& of, const std::string& how) {
-  fmt::print("{} ({} rows, {} positives, fp32, {})\n", of.name, of.rows, of.positives, how);
+// The loss and the norm of its gradient.
+std::vector<double> differentiate(RankingLoss& loss, const Rows& rows) {
+  rows.scores.mutable_grad().reset();
+  const at::Tensor value = loss.forward(rows.scores, rows.targets);
+  value.backward();
+  return {value.item<double>(), rows.scores.grad().norm().item<double>()};
 }
-void print_time(const std::string& name, const std::vector<double>& seconds, const std::string& more) {
-  fmt::print("  {:<34} {:>9.4f} s {:>5.1f}%  {}\n", name, median(seconds), 100 * spread(seconds), more);
+
+std::string heading(const RankingCase& of, std::size_t rounds) {
+  return fmt::format("{} ({} rows, {} positives, fp32, one thread, forward and backward; {} rounds)", of.name,
+                     of.rows, of.positives, rounds);
 }
 
 void smooth_ap(Bench& bench, const RankingCase& of) {
   const ExchangeFolder exchange;
   const Rows rows = make_rows(of.rows, of.positives);
   write_case(exchange.path(), {{"rows", of.rows}, {"temperature", RankingOptions().temperature}});
-  const auto write = [&](const char* name, const at::Tensor& values) {
+  for (const auto& [name, values] :
+       {std::pair{"scores.f32", rows.scores.detach()}, {"labels.u8", rows.targets.to(at::kByte)}})
     write_file(exchange.path() / name,
                std::string(static_cast<const char*>(values.const_data_ptr()), values.nbytes()));
-  };
-  write("scores.f32", rows.scores.detach()), write("labels.u8", rows.targets.to(at::kByte));
   SmoothAPLoss loss(no_queue<RankingOptions>());
-  double value = 0, norm = 0;
-  const auto run = [&](const Rows& on) {
-    on.scores.mutable_grad().reset();
-    const at::Tensor result = loss.forward(on.scores, on.targets);
-    result.backward();
-    value = result.item<double>(), norm = on.scores.grad().norm().item<double>();
-  };
-  run(make_rows(2000, 100));  // code and scratch memory of the libraries
-  const double memory = peak_growth("ranking", [&] { run(rows); });
-
-  const auto peer =
-      start(peer_side(bench.options.python, "ranking_losses.py", "peer", kPackage, 1), exchange.path());
-  const Turn first = peer->turn(600);
-  std::vector<double> ours, theirs;
-  by_turns(2, until(bench.options.seconds), [&](std::size_t i) {
-    if (i == 0)
-      ours.push_back(seconds_of([&] { run(rows); }));
-    else
-      theirs.push_back(peer->turn(600).seconds.at(0));
-  });
+  differentiate(loss, make_rows(2000, 100));  // code and scratch memory of the libraries
+  std::vector<double> values;
+  const double memory = peak_growth("ranking", [&] { values = differentiate(loss, rows); });
+  Contestant peer(peer_side(bench.options.python, "ranking_losses.py", "peer", kPackage, 1), exchange.path());
+  const Turn first = peer.turn();
+  const auto seconds = race({[&] { return seconds_of([&] { differentiate(loss, rows); }); },
+                             [&] { return peer.turn().seconds.at(0); }},
+                            until(bench.options.seconds));
   bench.end();
-  const double peer_memory = first.parts.at(0);
-  print_ranking_case(of, fmt::format("one thread, forward and backward; {} rounds", ours.size()));
-  print_time("isograd", ours, fmt::format("{:>9.1f} MiB", memory / kMiB));
-  print_time(
-      kPackage, theirs,
-      fmt::format("{:>9.1f} MiB   {:.2f} times ours", peer_memory / kMiB, median(theirs) / median(ours)));
-  bench.record_less(of.name, median(ours), median(theirs), kPackage, "s");
+  const double ours = median(seconds[0]), theirs = median(seconds[1]), peer_memory = first.parts.at(0);
+  bench.say(
+      {{heading(of, seconds[0].size()), "s", "spread", "MiB", "times ours"},
+       {"isograd", fixed(ours, 4), spread(seconds[0]), fixed(memory / kMiB, 1)},
+       {kPackage, fixed(theirs, 4), spread(seconds[1]), fixed(peer_memory / kMiB, 1), fixed(theirs / ours)}});
+  bench.record_less(of.name, ours, theirs, kPackage, "s");
   bench.record_less(of.name, memory / kMiB, peer_memory / kMiB, kPackage, "MiB");
   // fp32 sums of 10^5 terms on their side.
-  const double off = relative_difference({value, norm}, {first.losses.at(0), first.norms.at(0)});
+  const double off = relative_difference(values, {first.losses.at(0), first.norms.at(0)});
   if (off > 1e-4)
     bench.refuse_comparison(fmt::format("loss or gradient norm differ by {:.2g} (1e-4 allowed)", off));
 }
@@ -102,115 +90,106 @@ void thresholds(Bench& bench, const RankingCase& of) {
   const Rows rows = make_rows(of.rows, of.positives);
   RecallAtQuantileLoss recall(no_queue<RecallOptions>());
   PAUCAtBudgetLoss pauc(no_queue<PAUCOptions>());
-  const auto differentiate = [&](RankingLoss& loss) {
-    rows.scores.mutable_grad().reset();
-    loss.forward(rows.scores, rows.targets).backward();
-  };
-  const std::vector<std::pair<std::string, std::function<void()>>> sides = {
-      {"RecallAtQuantileLoss", [&] { differentiate(recall); }},
-      {"PAUCAtBudgetLoss, trapezoid", [&] { differentiate(pauc); }},
-      {"one sort (at::sort of the scores)", [&] { at::sort(rows.scores.detach().squeeze(1)); }}};
-  std::vector<std::vector<double>> seconds(sides.size());
-  for (const auto& [name, run] : sides) run();
-  by_turns(sides.size(), until(bench.options.seconds / 3, 5),
-           [&](std::size_t side) { seconds[side].push_back(seconds_of(sides[side].second)); });
+  const Names names = {"RecallAtQuantileLoss", "PAUCAtBudgetLoss, trapezoid",
+                       "one sort (at::sort of the scores)"};
+  const std::vector<std::function<double()>> sides = {
+      [&] { return seconds_of([&] { differentiate(recall, rows); }); },
+      [&] { return seconds_of([&] { differentiate(pauc, rows); }); },
+      [&] { return seconds_of([&] { at::sort(rows.scores.detach().squeeze(1)); }); }};
+  race(sides, [](std::size_t round) { return round == 0; });
+  const auto seconds = race(sides, until(bench.options.seconds / 3, 5));
   bench.end();
-  print_ranking_case(of, fmt::format("one thread, forward and backward; {} rounds", seconds[0].size()));
+  TextRows table{{heading(of, seconds[0].size()), "s", "spread", "sorts"}};
   const double sort = median(seconds.back());
-  for (std::size_t i = 0; i < sides.size(); ++i) {
-    print_time(sides[i].first, seconds[i], fmt::format(" {:.2f} sorts", median(seconds[i]) / sort));
-    if (i + 1 < sides.size())
-      bench.record_less(of.name + ", " + sides[i].first, median(seconds[i]), sort, "one sort", "s");
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const double own = median(seconds[i]);
+    table.push_back({names[i], fixed(own, 4), spread(seconds[i]), fixed(own / sort)});
+    if (i + 1 < names.size()) bench.record_less(of.name + ", " + names[i], own, sort, "one sort", "s");
   }
+  bench.say(table);
 }
 
 void large(Bench& bench, const RankingCase& of) {
   const Rows rows = make_rows(of.rows, of.positives);
-  double seconds = 0, value = 0;
-  std::int64_t moved = 0;
+  double seconds = 0, value = 0, moved = 0;
   const double memory = peak_growth("ranking", [&] {
     run_ranks(2, [&](World& world) {
       const std::int64_t half = of.rows / 2;
-      const at::Tensor scores =
-          rows.scores.detach().narrow(0, half * world.rank, half).clone().requires_grad_(true);
-      const at::Tensor targets = rows.targets.narrow(0, half * world.rank, half);
+      const auto own = [&](const at::Tensor& all) {
+        return all.detach().narrow(0, half * world.rank, half).clone();
+      };
+      const Rows mine{own(rows.scores).requires_grad_(true), own(rows.targets)};
       SmoothAPLoss loss(no_queue<RankingOptions>(), world.group);
       world.group.barrier();
       const std::int64_t before = world.group.traffic().bytes();
-      const double own = seconds_of([&] {
-        const at::Tensor result = loss.forward(scores, targets);
-        result.backward();
-        if (world.rank == 0) value = result.item<double>();
-      });
-      if (world.rank == 0) seconds = own, moved = world.group.traffic().bytes() - before;
+      double result = 0;
+      const double took = seconds_of([&] { result = differentiate(loss, mine).front(); });
+      if (world.rank == 0)
+        seconds = took, value = result, moved = static_cast<double>(world.group.traffic().bytes() - before);
     });
   });
   bench.end();
   const double pairs = 5.0 * static_cast<double>(of.rows) * static_cast<double>(of.positives);
-  print_ranking_case(of, "2 ranks of one thread, forward and backward, once");
-  fmt::print(
-      "  SmoothAPLoss {:.2f} s, loss {:.6f}; peak memory of both ranks together {:.0f} MiB, where 5 bytes a "
-      "pair\n"
+  bench.say(fmt::format(
+      "{} ({} rows, {} positives, fp32, 2 ranks of one thread, forward and backward, once)\n"
+      "  SmoothAPLoss {:.2f} s, loss {:.6f}; peak memory of both ranks together {:.0f} MiB, where 5 bytes a pair\n"
       "  would be {:.0f} MiB; each rank sends {:.1f} MiB\n",
-      seconds, value, memory / kMiB, pairs / kMiB, static_cast<double>(moved) / kMiB);
+      of.name, of.rows, of.positives, seconds, value, memory / kMiB, pairs / kMiB, moved / kMiB));
   bench.record_less(of.name, memory / kMiB, pairs / kMiB, "5 bytes a pair, computed", "MiB");
 }
 
 // Traffic of one forward and backward, next to what docs/ranking.md says is the least.
-void print_traffic() {
+void say_traffic(Bench& bench) {
   static constexpr int kRanks = 2;
   static constexpr std::int64_t kRows = 1000;
-  fmt::print(
+  bench.say(fmt::format(
       "collectives of a forward and backward, 2 ranks, {} rows, fp32, one class, as a ring sends them\n",
-      kRows);
+      kRows));
   run_ranks(kRanks, [&](World& world) {
-    auto recall = no_queue<RecallOptions>();
-    auto trapezoid = no_queue<PAUCOptions>(), pairwise = trapezoid;
+    auto recall = no_queue<RecallOptions>(), selected_recall = recall;
+    auto trapezoid = no_queue<PAUCOptions>(), pairwise = trapezoid, selected_trapezoid = trapezoid;
     pairwise.surrogate = PAUCOptions::Surrogate::kPairwise, pairwise.beta = 0.1;
-    auto selected_trapezoid = trapezoid;
-    auto selected_recall = recall;
     selected_trapezoid.thresholds = selected_recall.thresholds = Thresholds::kSelect;
+    const auto part = [](std::int64_t whole) { return whole * (kRanks - 1) / kRanks; };
+    const std::int64_t gathered = part(88 * kRanks) + part(5 * kRows),
+                       divided = gathered + part(4 * (kRows + 3 * kRanks));
+    // Statistics that agree in their first digits share counts.
+    const auto selected = [&](std::int64_t statistics) {
+      return part(88 * kRanks) + part(2 * 4 * 2049) + part(2 * 4 * 2048 * statistics) +
+             part(2 * 4 * 1024 * statistics) + part(2 * 8 * 7);
+    };
     struct Kind {
       std::shared_ptr<RankingLoss> loss;
-      bool divided = false;         // each rank computes a part of the pairs
-      std::int64_t statistics = 0;  // that thresholds are selected by; 0: rows are gathered
+      const char* how;
+      int calls;
+      std::int64_t bytes;
+      const char* bound = "least";
     };
-    const std::vector<Kind> losses = {
-        {std::make_shared<SmoothAPLoss>(no_queue<RankingOptions>(), world.group), true},
-        {std::make_shared<RecallAtQuantileLoss>(recall, world.group)},
-        {std::make_shared<RecallAtQuantileLoss>(selected_recall, world.group), false, 1},
-        {std::make_shared<PAUCAtBudgetLoss>(trapezoid, world.group)},
-        {std::make_shared<PAUCAtBudgetLoss>(selected_trapezoid, world.group), false, 4},
-        {std::make_shared<PAUCAtBudgetLoss>(pairwise, world.group), true}};
-    for (const auto& [loss, divided, statistics] : losses) {
-      const at::Tensor scores = at::randn({kRows / kRanks, 1}).requires_grad_(true);
-      const at::Tensor targets = at::arange(kRows / kRanks).remainder(10).eq(0).to(at::kLong);
-      const Traffic before = world.group.traffic();
-      loss->forward(scores, targets).backward();
-      const Traffic after = world.group.traffic();
-      std::int64_t calls = 0;
-      for (const auto& [name, operation] : after.operations) {
-        const auto was = before.operations.find(name);
-        calls += operation.calls - (was == before.operations.end() ? 0 : was->second.calls);
-      }
-      if (world.rank != 0) continue;
-      const auto part = [](std::int64_t whole) { return whole * (kRanks - 1) / kRanks; };
-      std::int64_t least = part(88 * kRanks);
-      if (statistics == 0) least += part(5 * kRows);
-      if (divided) least += part(4 * (kRows + 3 * kRanks));
-      if (statistics > 0)  // statistics that agree in their first digits share counts
-        least += part(2 * 4 * 2049) + part(2 * 4 * 2048 * statistics) + part(2 * 4 * 1024 * statistics) +
-                 part(2 * 8 * 7);
-      fmt::print("  {:<48} {} collectives, {} bytes; the documented {}: {}, {}\n",
-                 loss->name() + (divided          ? " (work dealt out)"
-                                 : statistics > 0 ? " (thresholds selected)"
-                                                  : " (gathered)"),
-                 calls, after.bytes() - before.bytes(), statistics > 1 ? "most" : "least",
-                 statistics > 0 ? 5
-                 : divided      ? 3
-                                : 2,
-                 least);
+    const Kind kinds[] = {
+        {std::make_shared<SmoothAPLoss>(no_queue<RankingOptions>(), world.group), "work divided", 3, divided},
+        {std::make_shared<RecallAtQuantileLoss>(recall, world.group), "gathered", 2, gathered},
+        {std::make_shared<RecallAtQuantileLoss>(selected_recall, world.group), "thresholds selected", 5,
+         selected(1)},
+        {std::make_shared<PAUCAtBudgetLoss>(trapezoid, world.group), "gathered", 2, gathered},
+        {std::make_shared<PAUCAtBudgetLoss>(selected_trapezoid, world.group), "thresholds selected", 5,
+         selected(4), "most"},
+        {std::make_shared<PAUCAtBudgetLoss>(pairwise, world.group), "work divided", 3, divided}};
+    TextRows table{{"", "collectives", "bytes", "documented", "of them", ""}};
+    for (const auto& [loss, how, calls, bytes, bound] : kinds) {
+      const Rows rows{at::randn({kRows / kRanks, 1}).requires_grad_(true),
+                      at::arange(kRows / kRanks).remainder(10).eq(0).to(at::kLong)};
+      const auto all_calls = [&] {
+        std::int64_t sum = 0;
+        for (const auto& [name, operation] : world.group.traffic().operations) sum += operation.calls;
+        return sum;
+      };
+      const std::int64_t calls_before = all_calls(), bytes_before = world.group.traffic().bytes();
+      differentiate(*loss, rows);
+      table.push_back({fmt::format("{} ({})", loss->name(), how), std::to_string(all_calls() - calls_before),
+                       std::to_string(world.group.traffic().bytes() - bytes_before), std::to_string(calls),
+                       std::to_string(bytes), bound});
     }
+    if (world.rank == 0) bench.say(table);
   });
 }
 
@@ -218,12 +197,6 @@ const std::vector<RankingCase> kRankingCases = {{"tiny", 2000, 100, smooth_ap, f
                                                 {"smooth_ap", 100000, 1000, smooth_ap, true, true},
                                                 {"thresholds", 1000000, 5000, thresholds},
                                                 {"large", 1000000, 5000, large}};
-
-}  // namespace
-
-std::vector<std::string> bench_ranking_cases() {
-  return names_of(kRankingCases);
-}
 
 void bench_ranking(Bench& bench) {
   at::set_num_threads(1);
@@ -234,9 +207,16 @@ void bench_ranking(Bench& bench) {
   for (const RankingCase& of : cases) {
     bench.begin(of.name);
     of.run(bench, of);
-    std::fflush(stdout);
   }
-  print_traffic();
+  say_traffic(bench);
+}
+
+}  // namespace
+
+BenchVerb ranking_verb() {
+  return verb("ranking", "Ranking losses compared with the package imbalanced-losses, and with one sort",
+              kSpeedOrMemory + status("the losses or gradients"), {.seconds = 24}, {}, bench_ranking,
+              {cases("which", names_of(kRankingCases))}, "", "imbalanced-losses");
 }
 
 }  // namespace isograd

@@ -1,74 +1,108 @@
 // `isograd bench step`, `tensor`, `expert` and `pipeline`: sides that take turns over whole training steps.
-#include <fmt/format.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <iterator>
-#include <nlohmann/json.hpp>
+#include <map>
+#include <set>
 
 #include "base/refuse.hpp"
 #include "bench/cases/step_case.hpp"
-#include "bench/cases/verbs.hpp"
-#include "bench/runner.hpp"
+#include "bench/verbs.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {
 namespace {
 
-struct Peer {
-  std::string name, title, mode;
-  bool alone = false;  // one process, with the tokens of one rank
-};
-const std::vector<Peer> kPeers = {{"ddp", "PyTorch DDP over Gloo", "ddp"},
-                                  {"fsdp2", "PyTorch FSDP2 over Gloo", "fsdp2"},
-                                  {"single", "one PyTorch process", "eager", true}};
-const std::vector<Peer> kCompiledPeers = {
-    {"ddp-compiled", "DDP over compiled blocks", "ddp-compiled"},
-    {"single-compiled", "one compiled PyTorch process", "compiled", true}};
 // Peers of one rank. Autocast computes in bf16 what the others keep in it, with fp32 masters.
-const std::vector<Peer> kAlone = {{"eager", "PyTorch eager", "eager"},
-                                  {"compiled", "PyTorch compiled", "compiled"},
-                                  {"autocast", "PyTorch eager, autocast", "autocast"},
-                                  {"autocast-compiled", "PyTorch compiled, autocast", "autocast-compiled"}};
+struct Peer {
+  std::string name, title;
+};
+const std::vector<Peer> kAlone = {{"eager", "PyTorch eager"},
+                                  {"compiled", "PyTorch compiled"},
+                                  {"autocast", "PyTorch eager, autocast"},
+                                  {"autocast-compiled", "PyTorch compiled, autocast"}};
 
 // Sides that compute the same step.
 struct Compared {
   std::string name, text;  // of records; printed after it
+  std::string verb;        // whose case it is
   const StepCase& step_case;
   int ranks;  // whose tokens there are
   std::vector<Side> sides;
-  std::size_t ours;       // this number of first sides have rows with ratios
-  std::size_t peers;      // from this one on they are compared with
-  std::size_t reference;  // the side whose losses and norms are the right ones
-  bool rates = false;     // in tokens a second, with what ours waited for
+  std::size_t peers;   // from this one on they are compared with
+  bool rates = false;  // in tokens a second, with what ours waited for
   bool with_products = false;
   StepSetting setting{};
 };
 
-nlohmann::ordered_json profile_of(const SideResult& result) {
-  return result.profile.empty() ? nlohmann::ordered_json::object()
-                                : nlohmann::ordered_json::parse(result.profile);
-}
-
-// Prints what the device did in a step of each side.
-void print_device(const std::vector<SideResult>& results, double flops) {
-  fmt::print("  {:<40} {:>8} {:>7} {:>9} {:>8} {:>8} {:>9}\n", "", "TFLOP/s", "kernels", "waits", "to host",
-             "idle", "peak MiB");
-  for (const SideResult& result : results) {
-    const auto found = profile_of(result);
-    const auto number = [&](const char* key) { return found.value(key, 0.0); };
-    fmt::print("  {:<40} {:>8.1f} {:>7.0f} {:>9.1f} {:>8.1f} {:>6.1f} % {:>9.0f} {}\n", result.side.title,
-               flops * result.side.ranks / result.median() / 1e12, number("kernels"), number("waits"),
-               number("copies_to_host"), 100 * number("idle"), number("peak_bytes") / (1 << 20),
-               found.value("problem", ""));
+// Figures of one step, of what a side recorded under a profiler (profile_steps() of step_side.cpp and of
+// bench/peers/llama_step.py): {"kernels", "waits" (calls in which the host waits for the device),
+// "copies_to_host", "busy_ms" (some kernel or copy runs), "step_ms" (from the first kernel on), "idle" (share
+// of the step in which none does), "gaps": the four a step that are longest, {"ms", "before", "after"},
+// "top": the 15 kernels that take longest, {"name", "count", "ms"}, "peak_bytes"}, or {"problem"}.
+nlohmann::ordered_json device_figures(const nlohmann::json& profile) {
+  nlohmann::ordered_json found = nlohmann::ordered_json::object();
+  if (profile.empty()) return found;
+  found["peak_bytes"] = profile.value("peak_bytes", 0.0);
+  if (profile.contains("problem")) return found["problem"] = profile["problem"], found;
+  struct Event {
+    std::string name;
+    double begin = 0, end = 0;
+  };
+  std::vector<Event> busy;
+  std::map<std::string, std::pair<double, double>> kernels;  // how often, ns
+  double waits = 0, copies = 0, count = 0;
+  const double steps = profile.at("steps");
+  const auto issued = profile.at("issued").get<std::int64_t>();  // ns since then
+  double end = 0;
+  for (const auto& [on_host, name, from, to] :
+       profile.at("events").get<std::vector<std::tuple<bool, std::string, std::int64_t, std::int64_t>>>()) {
+    const auto begins = static_cast<double>(from - issued), ends = static_cast<double>(to - issued);
+    // Calls of the runtime that return when the device has done something.
+    static const std::set<std::string> kWaits = {"cudaStreamSynchronize", "cudaDeviceSynchronize",
+                                                 "cudaEventSynchronize",  "cudaMemcpy",
+                                                 "cuStreamSynchronize",   "cuCtxSynchronize"};
+    if (on_host) {
+      waits += kWaits.contains(name) && begins < 1e6;
+      continue;
+    }
+    busy.push_back({name, begins, ends});
+    end = std::max(end, ends);
+    kernels[name].first += 1, kernels[name].second += ends - begins;
+    copies += name.starts_with("Memcpy DtoH"), count += !name.starts_with("Mem");
   }
+  std::ranges::sort(busy, {}, &Event::begin);
+  std::vector<std::tuple<double, std::string, std::string>> gaps;
+  // Before the first kernel the profiler starts, which takes milliseconds.
+  const double start = busy.empty() ? 0 : busy.front().begin, length = end - start;
+  double covered = 0, until = start;
+  std::string last;
+  for (const Event& each : busy) {
+    if (each.begin > until) gaps.emplace_back(each.begin - until, last, each.name);
+    covered += std::max(0.0, each.end - std::max(each.begin, until));
+    if (each.end > until) until = each.end, last = each.name;
+  }
+  found["kernels"] = count / steps, found["waits"] = waits / steps, found["copies_to_host"] = copies / steps;
+  found["busy_ms"] = covered / steps / 1e6, found["step_ms"] = length / steps / 1e6;
+  found["idle"] = length > 0 ? 1 - covered / length : 1;
+  std::ranges::sort(gaps, std::greater());
+  gaps.resize(std::min(gaps.size(), 4 * static_cast<std::size_t>(steps)));
+  found["gaps"] = found["top"] = nlohmann::ordered_json::array();
+  for (const auto& [ns, before, after] : gaps)
+    found["gaps"].push_back(
+        {{"ms", ns / 1e6}, {"before", before.substr(0, 60)}, {"after", after.substr(0, 60)}});
+  std::vector<std::pair<std::string, std::pair<double, double>>> longest(kernels.begin(), kernels.end());
+  std::ranges::sort(longest, std::greater(), [](const auto& kernel) { return kernel.second.second; });
+  longest.resize(std::min<std::size_t>(longest.size(), 15));
+  for (const auto& [name, each] : longest)
+    found["top"].push_back(
+        {{"name", name}, {"count", each.first / steps}, {"ms", each.second / steps / 1e6}});
+  return found;
 }
 
 void compare_steps(Bench& bench, const Compared& compared) {
   const StepCase& of = compared.step_case;
   bench.begin(compared.name);
   const ExchangeFolder exchange;
-  write_step(exchange.path(), of, compared.ranks, compared.setting);
+  write_step(exchange.path(), compared.verb, of, compared.ranks, compared.setting);
   const bool on_gpu = compared.setting.device == "cuda";
   const auto results = take_turns(compared.sides, exchange.path(), bench.options.seconds, on_gpu);
   // Now that all sides are gone.
@@ -82,29 +116,30 @@ void compare_steps(Bench& bench, const Compared& compared) {
   const auto rate = [&](const SideResult& result, int ranks) {
     return static_cast<double>(of.tokens() * ranks) / result.median();
   };
-  fmt::print("{}{}\n  {:<40} {:>9} {:>7}", compared.name, compared.text, "", "ms", "spread");
-  if (compared.rates) fmt::print(" {:>9} {:>8}", "tokens/s", "waits");
+  // A side with a row is ours and not the last; the first that is not ours computes what is right.
+  const auto theirs = std::ranges::find_if_not(compared.sides, &Side::is_ours);
+  const auto isograds = static_cast<std::size_t>(std::ranges::count_if(compared.sides, &Side::is_ours));
+  const SideResult& reference =
+      results[std::min(static_cast<std::size_t>(theirs - compared.sides.begin()), results.size() - 1)];
+  TextRows rows{{compared.name + compared.text, "ms", "spread"}};
+  if (compared.rates) rows[0].insert(rows[0].end(), {"tokens/s", "waits"});
   for (std::size_t i = compared.peers; i < results.size(); ++i)
-    fmt::print("  {:>20}", "x " + results[i].side.name);
+    rows[0].push_back("x " + results[i].side.name);
   for (std::size_t i = 0; i < results.size(); ++i) {
     const SideResult& mine = results[i];
     const double exposed = mine.exposed.empty() ? 0 : median(mine.exposed) * 1e3;
-    fmt::print("\n  {:<40} {:>9.2f} {:>6.1f}%", mine.side.title, mine.median() * 1e3,
-               100 * spread(mine.seconds));
+    rows.push_back({mine.side.title, fixed(mine.median() * 1e3), spread(mine.seconds)});
     if (compared.rates)
-      fmt::print(" {:>9.0f} {:>8}", rate(mine, mine.side.ranks),
-                 mine.exposed.empty() ? "" : fmt::format("{:.2f}", exposed));
-    for (std::size_t other = compared.peers; i < compared.ours && other < results.size(); ++other) {
-      if (other == i) {
-        fmt::print("  {:>20}", "");
-        continue;
-      }
+      rows.back().insert(rows.back().end(),
+                         {fixed(rate(mine, mine.side.ranks), 0), mine.exposed.empty() ? "" : fixed(exposed)});
+    const std::string name =
+        mine.side.title == "isograd" ? compared.name : compared.name + ", " + mine.side.title;
+    for (std::size_t other = compared.peers;
+         i < std::min(isograds, results.size() - 1) && other < results.size(); ++other) {
       const SideResult& peer = results[other];
       const Ratio ratio = faster(mine, peer);
-      fmt::print("  {:>20}",
-                 fmt::format("{:.2f} ({:.2f} .. {:.2f})", ratio.median, ratio.lowest, ratio.highest));
-      const std::string name =
-          mine.side.title == "isograd" ? compared.name : compared.name + ", " + mine.side.title;
+      rows.back().push_back(other == i ? "" : ratio.text());
+      if (other == i) continue;
       // A process alone has fewer tokens in a step: the time of the step is what counts.
       auto& record = compared.rates && !peer.side.other_tokens
                          ? bench.record(name, rate(mine, mine.side.ranks), rate(peer, mine.side.ranks),
@@ -112,88 +147,44 @@ void compare_steps(Bench& bench, const Compared& compared) {
                          : bench.record(name, mine.median() * 1e3, peer.median() * 1e3, peer.side.title, "ms",
                                         ratio.median);
       if (compared.rates && products > 0) record["products_ms"] = products * 1e3;
-      if (on_gpu) {
-        record["device"] = "cuda";
-        record["dtype"] = compared.setting.dtype;
-        record["ours_ms"] = mine.median() * 1e3, record["peer_ms"] = peer.median() * 1e3;
-        record["flops"] = flops * mine.side.ranks;
-        record["ours_device"] = profile_of(mine);
-        record["peer_device"] = profile_of(peer);
-      }
+      if (on_gpu)
+        record.update({{"device", "cuda"},
+                       {"dtype", compared.setting.dtype},
+                       {"ours_ms", mine.median() * 1e3},
+                       {"peer_ms", peer.median() * 1e3},
+                       {"flops", flops * mine.side.ranks},
+                       {"ours_device", device_figures(mine.profile)},
+                       {"peer_device", device_figures(peer.profile)}});
       if (compared.rates && !mine.exposed.empty()) record["exposed_ms"] = exposed;
     }
   }
-  fmt::print("\n");
+  bench.say(rows);
   if (products > 0)
-    fmt::print("  {:<40} {:>9.2f}  {:.0f} % of the step of {}\n", "a rank's products alone", products * 1e3,
-               100 * products / results.front().median(), results.front().side.title);
-  if (on_gpu) print_device(results, flops);
+    bench.say(fmt::format("  a rank's products alone: {:.2f} ms, {:.0f} % of the step of {}\n",
+                          products * 1e3, 100 * products / results.front().median(),
+                          results.front().side.title));
+  if (on_gpu) {
+    TextRows device{{"", "TFLOP/s", "kernels", "waits", "to host", "idle", "peak MiB", ""}};
+    for (const SideResult& result : results) {
+      const auto found = device_figures(result.profile);
+      const auto figure = [&](const char* key, double factor, int digits) {
+        return fixed(factor * found.value(key, 0.0), digits);
+      };
+      device.push_back({result.side.title, fixed(flops * result.side.ranks / result.median() / 1e12, 1),
+                        figure("kernels", 1, 0), figure("waits", 1, 1), figure("copies_to_host", 1, 1),
+                        figure("idle", 100, 1) + " %", figure("peak_bytes", 1 / kMiB, 0),
+                        found.value("problem", "")});
+    }
+    bench.say(device);
+  }
   // bf16 has 8 bits: one rounding of the first loss, eight of what follows.
   constexpr double kRounding = 1.0 / 256;
   const Agreement allowed =
       compared.setting.dtype == "float32" ? Agreement{} : Agreement{kRounding, 8 * kRounding, 8 * kRounding};
   for (const SideResult& result : results)
     if (!result.side.other_tokens)
-      if (const auto why = disagreement(result, results[compared.reference], allowed); !why.empty())
+      if (const auto why = disagreement(result, reference, allowed); !why.empty())
         bench.refuse_comparison(why);
-  std::fflush(stdout);
-}
-
-std::vector<Peer> peers_of(int ranks, const BenchOptions& options) {
-  std::vector<Peer> peers;
-  if (ranks == 1) {
-    std::ranges::copy_if(kAlone, std::back_inserter(peers), [&](const Peer& peer) {
-      if (!options.peers.empty()) return std::ranges::count(options.peers, peer.name) > 0;
-      if (peer.mode.ends_with("compiled") && !options.compiled) return false;
-      return !peer.mode.starts_with("autocast") || options.dtype == "bfloat16";
-    });
-    return peers;
-  }
-  peers = kPeers;
-  if (options.compiled) peers.insert(peers.end(), kCompiledPeers.begin(), kCompiledPeers.end());
-  return peers;
-}
-
-std::vector<Strategy> strategies_of(int ranks, const BenchOptions& options) {
-  if (ranks == 1) return {find_strategy("stage-0")};
-  auto all = chosen(strategies(), options.strategies);
-  // Parameters on a GPU cannot be in host memory.
-  if (options.strategies.empty() && options.device == "cuda")
-    std::erase_if(all, [](const Strategy& strategy) { return strategy.options.share_parameters; });
-  return all;
-}
-
-// Cases of one model that ranks compute together.
-struct TogetherCase {
-  std::string name, step_case, text;
-  bool standard = true;
-};
-const std::string kTinyText = "to see that the comparison works";
-std::vector<TogetherCase> sizes_of(const std::string& verb) {
-  const std::string text = "one batch for all ranks";
-  return {{"communication", verb + "-64", text},
-          {"middle", verb + "-512", text},
-          {"compute", verb + "-2048", text},
-          {"tiny", verb + "-tiny", kTinyText, false}};
-}
-const std::vector<TogetherCase> kTensorCases = sizes_of("tensor"), kPipelineCases = sizes_of("pipeline");
-const std::vector<TogetherCase> kTensorOverlapCases = {
-    {"overlap-communication", "tensor-64", "one batch for all ranks"},
-    {"overlap-middle", "tensor-512", "one batch for all ranks"},
-    {"overlap-compute", "tensor-2048", "one batch for all ranks"}};
-const std::vector<TogetherCase> kExpertCases = {
-    {"even", "expert-even", "each rank's; they go where an untrained router sends them"},
-    {"uneven", "expert-uneven", "each rank's; a quarter of the experts computes all"},
-    {"tiny", "expert-tiny", kTinyText, false}};
-const std::vector<TogetherCase> kExpertOverlapCases = {
-    {"shared", "expert-shared", "each rank's; in addition to the others an expert computes all"},
-    {"shared-tiny", "expert-shared-tiny", kTinyText, false}};
-
-std::vector<std::string> names_of_both(const std::vector<TogetherCase>& cases,
-                                       const std::vector<TogetherCase>& more) {
-  std::vector<std::string> names = names_of(cases);
-  std::ranges::copy(names_of(more), std::back_inserter(names));
-  return names;
 }
 
 Side ours(const std::string& strategy, int ranks, const std::string& title = "") {
@@ -203,188 +194,208 @@ Side alone() {
   return ours("stage-0", 1, "isograd, one rank");
 }
 
-struct Together {
-  std::vector<TogetherCase> cases;
-  std::vector<int> rank_counts;
-  bool own_batches;  // of each rank; otherwise all see one
-  std::function<std::vector<Side>(int ranks)> sides;
-  std::size_t ours = 0, peers = 0;  // as Compared's; `ours` 0: isograd's, but not the last
-};
-
-void compare_all(Bench& bench, const std::string& of, const std::vector<Together>& all) {
-  fmt::print(
-      "whole training steps of {}, fp32, one thread a rank: median, quartile spread, and how much\nfaster "
-      "than each other "
-      "side (lowest .. highest of single rounds)\n",
-      of);
-  std::fflush(stdout);
-  std::ptrdiff_t parts = 0;
-  for (const Together& one : all)
-    parts += std::ssize(chosen(one.cases, bench.options.cases)) * std::ssize(one.rank_counts);
-  bench.expect(parts, bench.options.seconds);
-  for (const Together& one : all)
-    for (const TogetherCase& each : chosen(one.cases, bench.options.cases))
-      for (const int ranks : one.rank_counts) {
-        const StepCase& step_case = find_step_case(each.step_case);
-        std::vector<Side> sides = one.sides(ranks);
-        const auto isograds = static_cast<std::size_t>(std::ranges::count_if(sides, &Side::is_ours));
-        const std::size_t last = sides.size() - 1;
-        const std::string tokens =
-            step_case.micro_batches == 1
-                ? fmt::format("{} tokens", step_case.tokens())
-                : fmt::format("{} micro-batches of {} tokens", step_case.micro_batches, step_case.tokens());
-        compare_steps(bench, {.name = each.name + ", " + ranks_text(ranks),
-                              .text = fmt::format(", {}: {}", tokens, each.text),
-                              .step_case = step_case,
-                              .ranks = one.own_batches ? ranks : 1,
-                              .sides = std::move(sides),
-                              .ours = one.ours > 0 ? one.ours : std::min(isograds, last),
-                              .peers = one.peers,
-                              .reference = last,
-                              .with_products = one.own_batches});
-      }
-}
-
-}  // namespace
-
-std::vector<std::string> bench_step_peers() {
-  return names_of(kAlone);
-}
-std::vector<std::string> bench_step_strategies() {
-  std::vector<std::string> names;
-  for (const Strategy& strategy : strategies())
-    if (strategy.parallel == Strategy::Parallel::kData) names.push_back(strategy.name);
-  return names;
-}
-std::vector<std::string> bench_tensor_cases() {
-  return names_of_both(kTensorCases, kTensorOverlapCases);
-}
-std::vector<std::string> bench_expert_cases() {
-  return names_of_both(kExpertCases, kExpertOverlapCases);
-}
-std::vector<std::string> bench_pipeline_cases() {
-  return names_of(kPipelineCases);
+std::vector<Side> sides_of_step(const BenchOptions& options, int ranks) {
+  std::vector<Side> sides;
+  if (ranks == 1) sides.push_back(ours("stage-0", 1, "isograd"));
+  for (const Strategy& strategy : chosen(strategies(), options.strategies)) {
+    if (ranks == 1 || strategy.parallel != Strategy::Parallel::kData) continue;
+    // Parameters on a GPU cannot be in host memory.
+    if (options.strategies.empty() && options.device == "cuda" && strategy.options.share_parameters) continue;
+    sides.push_back(ours(strategy.name, ranks));
+  }
+  const auto add = [&](const std::string& name, const std::string& title, int processes,
+                       const std::string& mode) {
+    sides.push_back(peer_side(options.python, "llama_step.py", name, title, processes, {mode}));
+    sides.back().other_tokens = processes != ranks;
+  };
+  if (ranks == 1) {
+    for (const auto& [name, title] : kAlone)
+      if (options.peers.empty() ? (options.compiled || !name.ends_with("compiled")) &&
+                                      (options.dtype == "bfloat16" || !name.starts_with("autocast"))
+                                : std::ranges::count(options.peers, name) > 0)
+        add(name, title, 1, name);
+    return sides;
+  }
+  add("ddp", "PyTorch DDP over Gloo", ranks, "ddp");
+  add("fsdp2", "PyTorch FSDP2 over Gloo", ranks, "fsdp2");
+  add("single", "one PyTorch process", 1, "eager");
+  if (options.compiled) {
+    add("ddp-compiled", "DDP over compiled blocks", ranks, "ddp-compiled");
+    add("single-compiled", "one compiled PyTorch process", 1, "compiled");
+  }
+  return sides;
 }
 
 void bench_step(Bench& bench) {
   const BenchOptions& options = bench.options;
   const bool one_thread = options.threads == 1, in_bf16 = options.dtype == "bfloat16";
-  fmt::print(
-      "whole training steps, {}, {} thread{} a rank: median, quartile spread, ms of it that a rank waited "
-      "for\n"
+  bench.say(fmt::format(
+      "whole training steps, {}, {} thread{} a rank: median, quartile spread, ms of it that a rank waited for\n"
       "communication, and how much faster than each peer (lowest .. highest of single rounds)\n",
-      in_bf16 ? "bf16 with fp32 masters" : "fp32", options.threads, one_thread ? "" : "s");
-  std::fflush(stdout);
-  const auto cases = chosen(step_cases(), options.cases);
+      in_bf16 ? "bf16 with fp32 masters" : "fp32", options.threads, one_thread ? "" : "s"));
+  const auto cases = chosen(step_cases("step"), options.cases);
   bench.expect(std::ssize(cases) * std::ssize(options.rank_counts), options.seconds);
   for (const StepCase& step_case : cases)
     for (const int ranks : options.rank_counts) {
-      std::vector<Side> sides;
-      for (const Strategy& strategy : strategies_of(ranks, options))
-        sides.push_back(ours(strategy.name, ranks, ranks == 1 ? "isograd" : strategy.title));
-      const std::size_t count = sides.size();
-      for (const Peer& peer : peers_of(ranks, options)) {
-        sides.push_back(peer_side(options.python, "llama_step.py", peer.name, peer.title,
-                                  peer.alone ? 1 : ranks, {peer.mode}));
-        sides.back().other_tokens = peer.alone;
-      }
+      const std::vector<Side> sides = sides_of_step(options, ranks);
       const std::string threads = one_thread ? "" : fmt::format(" of {} threads", options.threads);
       compare_steps(
           bench, {.name = fmt::format("{}, {}{}{}", step_case.name, ranks_text(ranks), threads,
                                       in_bf16 ? ", bf16" : ""),
                   .text = fmt::format(", {} tokens a step", step_case.tokens() * ranks),
+                  .verb = "step",
                   .step_case = step_case,
                   .ranks = ranks,
-                  .sides = std::move(sides),
-                  .ours = count,
-                  .peers = count,
-                  .reference = count,
+                  .sides = sides,
+                  .peers = static_cast<std::size_t>(std::ranges::count_if(sides, &Side::is_ours)),
                   .rates = true,
                   .with_products = options.device == "cpu" && one_thread && !in_bf16,
                   .setting = {.device = options.device, .dtype = options.dtype, .threads = options.threads}});
     }
 }
 
+// One model on several ranks. `sides` of a case on that many ranks (none: it is not compared on them), and
+// the first that others are compared with. `own_batches`: of each rank; otherwise all see one.
+struct Together {
+  std::vector<Side> sides{};
+  std::size_t peers = 0;
+};
+void compare_together(Bench& bench, const std::string& what, const std::vector<int>& rank_counts,
+                      bool own_batches,
+                      const std::function<Together(const StepCase& of, int ranks)>& together) {
+  bench.say(fmt::format(
+      "whole training steps of {}, fp32, one thread a rank: median, quartile spread, and how much\nfaster than each "
+      "other side (lowest .. highest of single rounds)\n",
+      what));
+  std::vector<Compared> all;
+  const auto cases = chosen(step_cases(bench.name), bench.options.cases);
+  for (const StepCase& of : cases)
+    for (const int ranks : rank_counts)
+      if (auto [sides, peers] = together(of, ranks); !sides.empty())
+        all.push_back({.name = of.name + ", " + ranks_text(ranks),
+                       .text = fmt::format(
+                           ", {}{} tokens: {}",
+                           of.micro_batches == 1 ? "" : fmt::format("{} micro-batches of ", of.micro_batches),
+                           of.tokens(), of.text),
+                       .verb = bench.name,
+                       .step_case = of,
+                       .ranks = own_batches ? ranks : 1,
+                       .sides = std::move(sides),
+                       .peers = peers,
+                       .with_products = own_batches});
+  bench.expect(std::ssize(all), bench.options.seconds);
+  for (const Compared& compared : all) compare_steps(bench, compared);
+}
+
+Side theirs(const Bench& bench, const char* script, const std::string& mode, const std::string& title,
+            int ranks) {
+  return peer_side(bench.options.python, script, mode, title, ranks, {mode});
+}
+
 void bench_tensor(Bench& bench) {
-  const auto theirs = [&](const std::string& mode, const std::string& title, int ranks) {
-    return peer_side(bench.options.python, "llama_step.py", mode, title, ranks, {mode});
-  };
-  compare_all(bench, "one model on one batch",
-              {{.cases = kTensorCases,
-                .rank_counts = {bench.options.ranks},
-                .own_batches = false,
-                .sides =
-                    [&](int ranks) {
-                      return std::vector<Side>{ours("tensor", ranks), ours("tensor-whole", ranks), alone(),
-                                               theirs("tp", "PyTorch tensor parallel over Gloo", ranks),
-                                               theirs("eager", "one PyTorch process", 1)};
-                    },
-                .ours = 3,
-                .peers = 2},
-               // Without a peer: what an overlap gains, or costs.
-               {.cases = kTensorOverlapCases,
-                .rank_counts = {bench.options.ranks},
-                .own_batches = false,
-                .sides =
-                    [](int ranks) {
-                      std::vector<Side> sides;
-                      for (const char* strategy : {"tensor-weights", "tensor-tokens", "tensor-whole-weights",
-                                                   "tensor", "tensor-whole"})
-                        sides.push_back(ours(strategy, ranks));
-                      return sides;
-                    },
-                .ours = 5,
-                .peers = 3}});
+  compare_together(
+      bench, "one model on one batch", {bench.options.ranks}, false,
+      [&](const StepCase& of, int ranks) -> Together {
+        if (!of.name.starts_with("overlap"))
+          return {{ours("tensor", ranks), ours("tensor-whole", ranks), alone(),
+                   theirs(bench, "llama_step.py", "tp", "PyTorch tensor parallel over Gloo", ranks),
+                   theirs(bench, "llama_step.py", "eager", "one PyTorch process", 1)},
+                  2};
+        // Without a peer: what an overlap gains, or costs.
+        Together sides{.peers = 3};
+        for (const char* strategy :
+             {"tensor-weights", "tensor-tokens", "tensor-whole-weights", "tensor", "tensor-whole"})
+          sides.sides.push_back(ours(strategy, ranks));
+        return sides;
+      });
 }
 
 void bench_expert(Bench& bench) {
-  if (find_step_case(kExpertCases[0].step_case).shape.experts.count % bench.options.ranks != 0)
+  if (step_cases("expert")[0].shape.experts.count % bench.options.ranks != 0)
     refuse("isograd bench expert --ranks", std::to_string(bench.options.ranks),
            "2, 4 or 8: the PyTorch peer assigns its 8 experts evenly", "Choose one of them");
-  const auto theirs = [&](const std::string& mode, const std::string& title, int ranks) {
-    return peer_side(bench.options.python, "experts_step.py", mode, title, ranks, {mode});
-  };
-  compare_all(bench, "a mixture of 8 experts, 2 to a token",
-              {{.cases = kExpertCases,
-                .rank_counts = {1, bench.options.ranks},
-                .own_batches = true,
-                .sides =
-                    [&](int ranks) {
-                      if (ranks == 1)
-                        return std::vector<Side>{
-                            alone(), theirs("transformers-loop", "transformers' Mixtral, looping", 1),
-                            theirs("transformers", "transformers' Mixtral", 1)};
-                      return std::vector<Side>{ours("expert", ranks), ours("expert-halves", ranks),
-                                               ours("stage-0", ranks, "isograd, all experts on each rank"),
-                                               theirs("ep", "PyTorch, all-to-all over Gloo, FSDP2", ranks)};
-                    },
-                .peers = 1},
-               // Without a peer: what an overlap gains, or costs.
-               {.cases = kExpertOverlapCases,
-                .rank_counts = {bench.options.ranks},
-                .own_batches = true,
-                .sides = [](int ranks) -> std::vector<Side> {
-                  return {ours("expert-shared", ranks), ours("expert-halves", ranks), ours("expert", ranks)};
-                }}});
+  compare_together(
+      bench, "a mixture of 8 experts, 2 to a token", {1, bench.options.ranks}, true,
+      [&](const StepCase& of, int ranks) -> Together {
+        if (of.name.starts_with("shared"))  // without a peer: what an overlap gains, or costs
+          return ranks == 1 ? Together{}
+                            : Together{{ours("expert-shared", ranks), ours("expert-halves", ranks),
+                                        ours("expert", ranks)},
+                                       1};
+        if (ranks == 1)
+          return {{alone(),
+                   theirs(bench, "experts_step.py", "transformers-loop", "transformers' Mixtral, looping", 1),
+                   theirs(bench, "experts_step.py", "transformers", "transformers' Mixtral", 1)},
+                  1};
+        return {{ours("expert", ranks), ours("expert-halves", ranks),
+                 ours("stage-0", ranks, "isograd, all experts on each rank"),
+                 theirs(bench, "experts_step.py", "ep", "PyTorch, all-to-all over Gloo, FSDP2", ranks)},
+                1};
+      });
 }
 
 void bench_pipeline(Bench& bench) {
-  const auto theirs = [&](const std::string& mode, const std::string& title, int ranks) {
-    return peer_side(bench.options.python, "pipeline_step.py", mode, title, ranks, {mode});
-  };
-  compare_all(bench, "one model in stages",
-              {{.cases = kPipelineCases,
-                .rank_counts = {bench.options.ranks},
-                .own_batches = false,
-                .sides =
-                    [&](int ranks) {
-                      return std::vector<Side>{ours("pipeline-1f1b", ranks), ours("pipeline-zb-h1", ranks),
-                                               alone(),
-                                               theirs("1f1b", "PyTorch pipelining, 1F1B over Gloo", ranks),
-                                               theirs("eager", "one PyTorch process", 1)};
-                    },
-                .ours = 3,
-                .peers = 2}});
+  compare_together(
+      bench, "one model in stages", {bench.options.ranks}, false,
+      [&](const StepCase&, int ranks) -> Together {
+        return {{ours("pipeline-1f1b", ranks), ours("pipeline-zb-h1", ranks), alone(),
+                 theirs(bench, "pipeline_step.py", "1f1b", "PyTorch pipelining, 1F1B over Gloo", ranks),
+                 theirs(bench, "pipeline_step.py", "eager", "one PyTorch process", 1)},
+                2};
+      });
+}
+
+BenchVerb model_parallel(const std::string& name, const std::string& about, const std::string& axis,
+                         Names packages, void (*run)(Bench&)) {
+  return verb(name, about, kSpeed + status("losses or norms"), {}, std::move(packages), run,
+              {ranks("along " + axis, 2, 8), cases("which of them", names_of(step_cases(name)))},
+              ", for each case");
+}
+
+}  // namespace
+
+BenchVerb step_verb() {
+  Names names;
+  for (const Strategy& strategy : strategies())
+    if (strategy.parallel == Strategy::Parallel::kData) names.push_back(strategy.name);
+  BenchOption strategy =
+      choice("--strategy", &BenchOptions::strategies,
+             "of several ranks, may be repeated; unless given stage-0, zero-1, zero-2, zero-3,\n"
+             "shared, zero-3-shared and stage-0-late. zero-1-late, zero-2-late, zero-3-late and\n"
+             "shared-late are without overlap, too",
+             std::move(names));
+  strategy.lists_choices = false;
+  return verb("step", "Whole training steps: each of our strategies, PyTorch alone, its DDP and its FSDP2",
+              kSpeed + status("losses or norms"), {}, {"torch"}, bench_step,
+              {rank_counts("numbers of ranks to compare; 1 and 2", 1, 256),
+               cases("which sizes", names_of(step_cases("step"))), strategy,
+               flag("--compiled", &BenchOptions::compiled,
+                    "torch.compile takes part: one process, and DDP over compiled blocks"),
+               choice("--peer", &BenchOptions::peers,
+                      "of one rank, in place of eager (and compiled); bfloat16: of autocast too; repeatable",
+                      names_of(kAlone)),
+               choice("--dtype", &BenchOptions::dtype, "float32, or bfloat16 with fp32 masters",
+                      {"float32", "bfloat16"}),
+               number("--threads", &BenchOptions::threads, "of each rank, and of PyTorch's", 1, 1024, ""),
+               choice("--device", &BenchOptions::device, "cpu, or cuda: a GPU for each rank, over NCCL",
+                      {"cpu", "cuda"})},
+              ", for each case and number of ranks");
+}
+BenchVerb tensor_verb() {
+  return model_parallel(
+      "tensor", "One model on several ranks, compared with PyTorch's parallelize_module and one process",
+      "tp", {"torch"}, bench_tensor);
+}
+BenchVerb expert_verb() {
+  return model_parallel(
+      "expert", "A mixture of experts, compared with transformers' own and PyTorch's all-to-all over Gloo",
+      "ep", {"torch", "transformers"}, bench_expert);
+}
+BenchVerb pipeline_verb() {
+  // torch.distributed.pipelining imports numpy.
+  return model_parallel(
+      "pipeline", "A model in stages, compared with torch.distributed.pipelining over Gloo and one process",
+      "pp", {"torch", "numpy"}, bench_pipeline);
 }
 
 }  // namespace isograd

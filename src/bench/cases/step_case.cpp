@@ -1,12 +1,9 @@
 #include "bench/cases/step_case.hpp"
 
-#include <fmt/ranges.h>
-
 #include <cmath>
-#include <nlohmann/json.hpp>
+#include <map>
 
 #include "base/files.hpp"
-#include "base/refuse.hpp"
 #include "bench/runner.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
@@ -30,7 +27,6 @@ DecoderConfig shape(std::int64_t hidden, std::int64_t layers, std::int64_t heads
   config.initializer_range = 1 / std::sqrt(static_cast<double>(hidden));
   return config;
 }
-const DecoderConfig kTinyShape = shape(64, 2, 4, 2, 16, 128);
 
 // The form of Mixtral: each of two out of eight experts computes a token.
 DecoderConfig mixture(DecoderConfig config) {
@@ -72,123 +68,110 @@ std::vector<std::int64_t> make_sequence(std::int64_t length, std::uint64_t index
   return tokens;
 }
 
-template <typename One>
-const One& find(std::initializer_list<const std::vector<One>*> lists, const std::string& name,
-                const char* where) {
-  std::vector<std::string> names;
-  for (const auto* list : lists)
-    for (const One& one : *list) {
-      if (one.name == name) return one;
-      names.push_back(one.name);
-    }
-  refuse(where, name, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
-}
-
 }  // namespace
 
-const std::vector<StepCase>& step_cases() {
-  static const std::vector<StepCase> cases = {
-      // The model of examples/first_light.toml.
-      {"small", shape(192, 4, 6, 3, 32, 512, true), 4, 256, 8},
-      // Matrix products dominate.
-      {"medium", shape(512, 6, 8, 8, 64, 1408), 1, 512, 2},
-      // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
-      {"communication", shape(768, 6, 12, 12, 64, 2048), 1, 64, 5},
-      // Attention and products over many tokens; few parameters.
-      {"compute", shape(256, 4, 4, 4, 64, 704), 1, 2048, 1},
-      // For a GPU: every kernel takes longer than starting it. On one core a step takes minutes.
-      {"large", shape(2048, 4, 16, 16, 128, 5632), 1, 2048, 4, false},
-      // The shapes of one layer of Llama 3 8B. 258 words instead of 128,256, so that the layer is what is
-      // timed.
-      {"8B-layer", shape(4096, 1, 32, 8, 128, 14336), 1, 8192, 1, false},
-      // Shows in a few seconds that the comparison works; its ratio means nothing.
-      {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false},
-  };
-  return cases;
+const std::vector<StepCase>& step_cases(const std::string& verb) {
+  static const std::map<std::string, std::vector<StepCase>> all = [] {
+    const DecoderConfig tiny = shape(64, 2, 4, 2, 16, 128), model = shape(512, 6, 8, 8, 64, 1408),
+                        shallow = shape(512, 4, 8, 8, 64, 1408), experts = shape(256, 4, 4, 4, 64, 512);
+    const std::string works = "to see that the comparison works", one = "one batch for all ranks";
+    return std::map<std::string, std::vector<StepCase>>{
+        {"step",
+         {// The model of examples/first_light.toml.
+          {"small", shape(192, 4, 6, 3, 32, 512, true), 4, 256, 8},
+          // Matrix products dominate.
+          {"medium", model, 1, 512, 2},
+          // Many parameters, few tokens: clip, optimizer and, on several ranks, communication dominate.
+          {"communication", shape(768, 6, 12, 12, 64, 2048), 1, 64, 5},
+          // Attention and products over many tokens; few parameters.
+          {"compute", shape(256, 4, 4, 4, 64, 704), 1, 2048, 1},
+          // For a GPU: every kernel takes longer than starting it. On one core a step takes minutes.
+          {"large", shape(2048, 4, 16, 16, 128, 5632), 1, 2048, 4, false},
+          // The shapes of one layer of Llama 3 8B. 258 words instead of 128,256, so that the layer is what is
+          // timed.
+          {"8B-layer", shape(4096, 1, 32, 8, 128, 14336), 1, 8192, 1, false},
+          // Shows in a few seconds that the comparison works; its ratio means nothing.
+          {"tiny", shape(64, 2, 4, 2, 16, 128, true), 2, 32, 3, false}}},
+        // Untied, because PyTorch's peer shards a tied matrix twice. overlap-: compares what is computed
+        // while
+        // tokens travel.
+        {"tensor",
+         {{"communication", model, 1, 64, 10, true, one},
+          {"middle", model, 1, 512, 2, true, one},
+          {"compute", shallow, 1, 2048, 1, true, one},
+          {"tiny", tiny, 2, 32, 3, false, works},
+          {"overlap-communication", model, 1, 64, 10, true, one},
+          {"overlap-middle", model, 1, 512, 2, true, one},
+          {"overlap-compute", shallow, 1, 2048, 1, true, one}}},
+        {"expert",
+         {{"even", mixture(experts), 1, 512, 4, true,
+           "each rank's; they go where an untrained router sends them"},
+          {"uneven", mixture(experts), 1, 512, 4, true, "each rank's; a quarter of the experts computes all",
+           1, true},
+          {"tiny", mixture(tiny), 2, 32, 3, false, works},
+          {"shared", with_shared_expert(experts), 1, 512, 4, true,
+           "each rank's; in addition to the others an expert computes all"},
+          {"shared-tiny", with_shared_expert(tiny), 2, 32, 3, false, works}}},
+        {"pipeline",
+         {{"communication", model, 1, 64, 2, true, one, 8},
+          {"middle", model, 1, 512, 1, true, one, 8},
+          {"compute", shallow, 1, 2048, 1, true, one, 8},
+          {"tiny", tiny, 1, 32, 3, false, works, 4}}}};
+  }();
+  return all.at(verb);
 }
 
-const std::vector<StepCase>& model_parallel_cases() {
-  const DecoderConfig model = shape(512, 6, 8, 8, 64, 1408), shallow = shape(512, 4, 8, 8, 64, 1408),
-                      experts = shape(256, 4, 4, 4, 64, 512);
-  static const std::vector<StepCase> cases = {
-      // Tensor parallelism, one batch for all ranks; untied, because PyTorch's peer shards a tied matrix
-      // twice.
-      {"tensor-tiny", kTinyShape, 2, 32, 3},
-      {"tensor-64", model, 1, 64, 10},
-      {"tensor-512", model, 1, 512, 2},
-      {"tensor-2048", shallow, 1, 2048, 1},
-      {"expert-tiny", mixture(kTinyShape), 2, 32, 3},
-      {"expert-even", mixture(experts), 1, 512, 4},
-      {"expert-uneven", mixture(experts), 1, 512, 4, true, 1, true},
-      {"expert-shared-tiny", with_shared_expert(kTinyShape), 2, 32, 3},
-      {"expert-shared", with_shared_expert(experts), 1, 512, 4},
-      // Stages of a pipeline, one batch of several micro-batches for all ranks.
-      {"pipeline-tiny", kTinyShape, 1, 32, 3, true, 4},
-      {"pipeline-64", model, 1, 64, 2, true, 8},
-      {"pipeline-512", model, 1, 512, 1, true, 8},
-      {"pipeline-2048", shallow, 1, 2048, 1, true, 8},
-  };
-  return cases;
-}
-
-const StepCase& find_step_case(const std::string& name) {
-  return find({&step_cases(), &model_parallel_cases()}, name, "bench step --case");
+StepCase find_step_case(const std::string& verb, const std::string& name) {
+  return chosen(step_cases(verb), {name}).at(0);
 }
 
 const std::vector<Strategy>& strategies() {
   using enum Strategy::Parallel;
-  constexpr auto kNone = TensorOverlap::kNone;
+  using Tensor = TensorOverlap;
+  constexpr auto kNone = Tensor::kNone;
   const auto usual = ExpertParallelOptions().overlap;
   static const std::vector<Strategy> all = {
-      {"stage-0", "stage 0", {.stage = 0}},
-      {"zero-1", "ZeRO-1", {.stage = 1}},
-      {"zero-2", "ZeRO-2", {.stage = 2}},
-      {"zero-3", "ZeRO-3", {.stage = 3}},
-      {"shared", "shared parameters", {.share_parameters = true}},
-      {"zero-3-shared", "ZeRO-3, shared parameters", {.stage = 3, .share_parameters = true}},
-      {"stage-0-late", "stage 0, no overlap", {.stage = 0, .overlap = false}},
-      {"zero-1-late", "ZeRO-1, no overlap", {.stage = 1, .overlap = false}, false},
-      {"zero-2-late", "ZeRO-2, no overlap", {.stage = 2, .overlap = false}, false},
-      {"zero-3-late", "ZeRO-3, no prefetch", {.stage = 3, .overlap = false}, false},
-      {"shared-late", "shared, no overlap", {.share_parameters = true, .overlap = false}, false},
-      {"tensor", "tensor, sequence parallel", {}, false, kSequence},
-      {"tensor-whole", "tensor, whole tokens", {}, false, kWholeTokens},
-      {"tensor-weights",
-       "sequence parallel, weights meanwhile",
-       {},
-       false,
-       kSequence,
-       TensorOverlap::kWeights},
-      {"tensor-tokens", "sequence parallel, tokens meanwhile", {}, false, kSequence, TensorOverlap::kTokens},
-      {"tensor-whole-weights",
-       "whole tokens, weights meanwhile",
-       {},
-       false,
-       kWholeTokens,
-       TensorOverlap::kWeights},
-      {"expert", "experts dealt to ranks", {}, false, kExperts},
+      {"stage-0", "stage 0", kData, {.stage = 0}},
+      {"zero-1", "ZeRO-1", kData, {.stage = 1}},
+      {"zero-2", "ZeRO-2", kData, {.stage = 2}},
+      {"zero-3", "ZeRO-3", kData, {.stage = 3}},
+      {"shared", "shared parameters", kData, {.share_parameters = true}},
+      {"zero-3-shared", "ZeRO-3, shared parameters", kData, {.stage = 3, .share_parameters = true}},
+      {"stage-0-late", "stage 0, no overlap", kData, {.stage = 0, .overlap = false}},
+      {"zero-1-late", "ZeRO-1, no overlap", kData, {.stage = 1, .overlap = false}, false},
+      {"zero-2-late", "ZeRO-2, no overlap", kData, {.stage = 2, .overlap = false}, false},
+      {"zero-3-late", "ZeRO-3, no prefetch", kData, {.stage = 3, .overlap = false}, false},
+      {"shared-late", "shared, no overlap", kData, {.share_parameters = true, .overlap = false}, false},
+      {"tensor", "tensor, sequence parallel", kSequence},
+      {"tensor-whole", "tensor, whole tokens", kWholeTokens},
+      {"tensor-weights", "sequence parallel, weights meanwhile", kSequence, {}, true, Tensor::kWeights},
+      {"tensor-tokens", "sequence parallel, tokens meanwhile", kSequence, {}, true, Tensor::kTokens},
+      {"tensor-whole-weights", "whole tokens, weights meanwhile", kWholeTokens, {}, true, Tensor::kWeights},
+      {"expert", "experts dealt to ranks", kExperts},
       {"expert-shared",
        "experts dealt, the shared one meanwhile",
-       {},
-       false,
        kExperts,
+       {},
+       true,
        kNone,
        ExpertOverlap::kShared},
       {"expert-halves",
        "experts dealt to ranks, in halves",
-       {},
-       false,
        kExperts,
+       {},
+       true,
        kNone,
        ExpertOverlap::kHalves},
-      {"pipeline-1f1b", "stages, 1f1b", {}, false, kStages, kNone, usual, "1f1b"},
-      {"pipeline-zb-h1", "stages, zb-h1", {}, false, kStages, kNone, usual, "zb-h1"},
+      {"pipeline-1f1b", "stages, 1f1b", kStages, {}, true, kNone, usual, "1f1b"},
+      {"pipeline-zb-h1", "stages, zb-h1", kStages, {}, true, kNone, usual, "zb-h1"},
   };
   return all;
 }
 
 const Strategy& find_strategy(const std::string& name) {
-  return find({&strategies()}, name, "isograd bench --strategy");
+  const auto found = std::ranges::find(strategies(), name, &Strategy::name);
+  ISOGRAD_INVARIANT(found != strategies().end(), name);
+  return *found;
 }
 
 AdamWOptions bench_adamw() {
@@ -217,10 +200,11 @@ nlohmann::ordered_json model_description(const DecoderConfig& config) {
           {"experts_per_token", config.experts.per_token}};
 }
 
-void write_step(const std::filesystem::path& exchange, const StepCase& step_case, int ranks,
-                const StepSetting& setting) {
+void write_step(const std::filesystem::path& exchange, const std::string& verb, const StepCase& step_case,
+                int ranks, const StepSetting& setting) {
   const DecoderConfig& config = step_case.shape;
   nlohmann::ordered_json description = {
+      {"verb", verb},
       {"name", step_case.name},
       {"ranks", ranks},
       {"device", setting.device},

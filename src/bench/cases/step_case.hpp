@@ -22,23 +22,23 @@ struct StepCase {
   std::int64_t length = 256;        // tokens of a sequence
   std::int64_t steps_per_turn = 1;  // about a second of one core
   bool standard = true;             // part of a run without --case
+  std::string text{};               // printed after it
   std::int64_t micro_batches = 1;   // of a step
   bool one_quarter = false;         // of the experts of each layer computes all tokens
 
   std::int64_t tokens() const { return sequences * length; }  // of a micro-batch
 };
-const std::vector<StepCase>& step_cases();                // of `bench step`
-const std::vector<StepCase>& model_parallel_cases();      // of `bench tensor`, `expert` and `pipeline`
-const StepCase& find_step_case(const std::string& name);  // in both; ConfigError names the cases
+const std::vector<StepCase>& step_cases(const std::string& verb);  // "step", "tensor", "expert", "pipeline"
+StepCase find_step_case(const std::string& verb, const std::string& name);
 
 // How ranks of ours divide the work.
 struct Strategy {
   enum class Parallel { kData, kWholeTokens, kSequence, kExperts, kStages };
   std::string name;   // --strategy
   std::string title;  // human-readable
+  Parallel parallel = Parallel::kData;
   DataParallelOptions options{};
   bool standard = true;  // part of a run without --strategy
-  Parallel parallel = Parallel::kData;
   TensorOverlap tensor_overlap = TensorOverlap::kNone;
   ExpertOverlap expert_overlap = ExpertParallelOptions().overlap;
   std::string schedule{};  // of stages
@@ -47,7 +47,7 @@ struct Strategy {
   bool one_batch() const { return parallel != Parallel::kData && parallel != Parallel::kExperts; }
 };
 const std::vector<Strategy>& strategies();
-const Strategy& find_strategy(const std::string& name);  // ConfigError names them
+const Strategy& find_strategy(const std::string& name);
 
 AdamWOptions bench_adamw();
 inline constexpr double kBenchMaxNorm = 1.0;
@@ -61,8 +61,8 @@ struct StepSetting {
   int threads = 1;                // of each rank
 };
 // Fills `exchange` with case.json, model/ and tokens.bin for that many ranks.
-void write_step(const std::filesystem::path& exchange, const StepCase& step_case, int ranks,
-                const StepSetting& setting = {});
+void write_step(const std::filesystem::path& exchange, const std::string& verb, const StepCase& step_case,
+                int ranks, const StepSetting& setting);
 // This rank's steps, in order, from tokens.bin.
 std::vector<MicroBatches> read_steps(const std::filesystem::path& exchange, const StepCase& step_case,
                                      int rank, int ranks);
@@ -70,8 +70,9 @@ std::vector<MicroBatches> read_steps(const std::filesystem::path& exchange, cons
 // Seconds of a rank's matrix products alone, each by the fastest library for it (product.cpp).
 double fastest_products(const StepCase& step_case, int expert_ranks = 1);
 
-// Our sides, on each rank: turns until there are none (step_side.cpp, optim.cpp).
+// Our sides, on each rank: turns until there are none (step_side.cpp, optim.cpp, context.cpp).
 void run_step_rank(const std::filesystem::path& exchange, const std::string& strategy);
 void run_optim_rank(const std::filesystem::path& exchange, const std::string& name);
+void run_context_rank(const std::filesystem::path& exchange, const std::string& name);
 
 }  // namespace isograd

@@ -5,15 +5,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <functional>
-#include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
-#include <utility>
 
 #include "base/memory.hpp"
 #include "bench/cases/step_case.hpp"
@@ -86,68 +81,18 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
           inside(units.root, forward)};
 }
 
-namespace impl = torch::profiler::impl;
-namespace profiler = torch::autograd::profiler;
-
-using Nanoseconds = std::int64_t;
-
-Nanoseconds now_ns() {
-  using namespace std::chrono;
-  return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
-}
-
-// Calls of the runtime that return when the device has done something.
-bool is_wait(const std::string& name) {
-  static const std::set<std::string> waits = {"cudaStreamSynchronize", "cudaDeviceSynchronize",
-                                              "cudaEventSynchronize",  "cudaMemcpy",
-                                              "cuStreamSynchronize",   "cuCtxSynchronize"};
-  return waits.contains(name);
-}
-
-struct Kernel {
-  std::int64_t count = 0;
-  Nanoseconds time = 0;
-};
-
-struct Interval {
-  Nanoseconds begin = 0, end = 0;
-  std::string name{};
-};
-struct Gap {
-  Nanoseconds length = 0;
-  std::string before{}, after{};  // the kernels around it
-};
-struct Covered {
-  Nanoseconds time = 0;     // that at least one of the intervals covers
-  std::vector<Gap> gaps{};  // the longest first
-};
-Covered covered(std::vector<Interval> intervals) {
-  std::ranges::sort(intervals, {}, &Interval::begin);
-  Covered result;
-  Nanoseconds until = 0;
-  std::string last;
-  for (const Interval& each : intervals) {
-    if (!last.empty() && each.begin > until) result.gaps.push_back({each.begin - until, last, each.name});
-    result.time += std::max<Nanoseconds>(0, each.end - std::max(each.begin, until));
-    if (each.end > until) until = each.end, last = each.name;
-  }
-  std::ranges::sort(result.gaps, std::ranges::greater(), &Gap::length);
-  return result;
-}
-
 void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
-// Runs `step` that many times under LibTorch's profiler. Figures are those of one step: {"kernels", "waits"
-// (calls in which the host waits for the device), "copies_to_host", "busy_ms" (some kernel or copy runs),
-// "step_ms" (from the first kernel on), "idle" (share of the step in which none does), "gaps": the four a
-// step that are longest, {"ms", "before", "after"}, "peak_bytes" (of LibTorch's allocator), "top": the 15
-// kernels that take longest, {"name", "count", "ms"}}, or {"problem": why there are none}. Empty on a CPU.
-nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
-                                     const std::function<void()>& step) {
-  nlohmann::ordered_json found = nlohmann::ordered_json::object();
-  if (device.is_cpu()) return found;
+// Runs `step` that many times under LibTorch's profiler, for device_figures(): {"steps", "issued" (the time
+// in ns when the host had issued all), "events": [[on the host, name, begin, end]...], "peak_bytes" (of
+// LibTorch's allocator)}, or {"problem": why there are none}. Empty on a CPU.
+nlohmann::json profile_steps(c10::Device device, std::int64_t steps, const std::function<void()>& step) {
+  namespace impl = torch::profiler::impl;
+  namespace profiler = torch::autograd::profiler;
+  if (device.is_cpu()) return nlohmann::json::object();
+  nlohmann::json profile = {{"steps", steps}, {"events", nlohmann::json::array()}};
   synchronize(device);
   auto* const allocator = c10::getDeviceAllocator(device.type());
   allocator->resetPeakStats(device.index());
@@ -156,69 +101,28 @@ nlohmann::ordered_json profile_steps(c10::Device device, std::int64_t steps,
     const std::set<impl::ActivityType> activities{impl::ActivityType::CUDA};
     profiler::prepareProfiler(config, activities);
     profiler::enableProfiler(config, activities);
-    Nanoseconds begin = now_ns();
     for (std::int64_t i = 0; i < steps; ++i) step();
-    const Nanoseconds issued = now_ns();
+    profile["issued"] = std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
     // Apart in time, so that the profiler's clock tells the steps' waits from this one.
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     synchronize(device);
-    const auto result = profiler::disableProfiler();
-
-    std::map<std::string, Kernel> kernels;
-    std::vector<Interval> busy;
-    std::int64_t count = 0, waits = 0, copies = 0;
-    Nanoseconds end = issued;
-    for (const auto& event : result->events()) {
-      const std::string name = event.name();
-      const auto from = static_cast<Nanoseconds>(event.startNs()),
-                 to = static_cast<Nanoseconds>(event.endNs());
-      if (event.deviceType() == c10::kCPU) {
-        waits += is_wait(name) && from < issued + 1'000'000 ? 1 : 0;
-        continue;
-      }
-      busy.push_back({from, to, name});
-      end = std::max(end, to);
-      Kernel& kernel = kernels[name];
-      ++kernel.count, kernel.time += to - from;
-      copies += name.starts_with("Memcpy DtoH") ? 1 : 0;
-      count += name.starts_with("Mem") ? 0 : 1;
-    }
-    const auto each = [&](auto value) { return static_cast<double>(value) / static_cast<double>(steps); };
-    // Before the first kernel the profiler starts, which takes milliseconds.
-    if (!busy.empty()) begin = std::ranges::min_element(busy, {}, &Interval::begin)->begin;
-    const Covered intervals = covered(std::move(busy));
-    const auto busy_ns = static_cast<double>(intervals.time);
-    found["kernels"] = each(count), found["waits"] = each(waits), found["copies_to_host"] = each(copies);
-    found["busy_ms"] = each(busy_ns) / 1e6, found["step_ms"] = each(end - begin) / 1e6;
-    found["idle"] = 1 - busy_ns / static_cast<double>(end - begin);
-    found["gaps"] = nlohmann::ordered_json::array();
-    for (std::size_t i = 0;
-         i < std::min<std::size_t>(intervals.gaps.size(), 4 * static_cast<std::size_t>(steps)); ++i)
-      found["gaps"].push_back({{"ms", static_cast<double>(intervals.gaps[i].length) / 1e6},
-                               {"before", intervals.gaps[i].before.substr(0, 60)},
-                               {"after", intervals.gaps[i].after.substr(0, 60)}});
-    std::vector<std::pair<std::string, Kernel>> longest(kernels.begin(), kernels.end());
-    std::sort(longest.begin(), longest.end(),
-              [](const auto& a, const auto& b) { return a.second.time > b.second.time; });
-    constexpr std::size_t kShown = 15;
-    if (longest.size() > kShown) longest.resize(kShown);
-    found["top"] = nlohmann::ordered_json::array();
-    for (const auto& [name, kernel] : longest)
-      found["top"].push_back(
-          {{"name", name.substr(0, 120)}, {"count", each(kernel.count)}, {"ms", each(kernel.time) / 1e6}});
+    for (const auto& event : profiler::disableProfiler()->events())
+      profile["events"].push_back(
+          {event.deviceType() == c10::kCPU, event.name().substr(0, 120), event.startNs(), event.endNs()});
   } catch (const std::exception& error) {
-    found["problem"] = std::string(error.what()).substr(0, 500);
+    profile["problem"] = std::string(error.what()).substr(0, 500);
   }
   const auto bytes = allocator->getDeviceStats(device.index()).allocated_bytes;
-  found["peak_bytes"] = bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].peak;
-  return found;
+  profile["peak_bytes"] = bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)].peak;
+  return profile;
 }
 
 struct OurSide {
   std::string verb;
   void (*run_rank)(const std::filesystem::path& exchange, const std::string& name);
 };
-const OurSide kSides[] = {{"step-ours", run_step_rank}, {"optim-ours", run_optim_rank}};
+const OurSide kSides[] = {
+    {"step-ours", run_step_rank}, {"optim-ours", run_optim_rank}, {"context-ours", run_context_rank}};
 
 }  // namespace
 
@@ -230,7 +134,8 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   World world = join({.backend = on_gpu ? "nccl" : "shm"});
   const at::Device device =
       on_gpu ? at::Device(at::kCUDA, static_cast<at::DeviceIndex>(world.rank)) : at::Device(at::kCPU);
-  const StepCase& step_case = find_step_case(description.at("name").get<std::string>());
+  const StepCase step_case =
+      find_step_case(description.at("verb").get<std::string>(), description.at("name").get<std::string>());
   const Strategy& strategy = find_strategy(name);
   const auto steps = read_steps(exchange, step_case, strategy.one_batch() ? 0 : world.rank,
                                 strategy.one_batch() ? 1 : world.size);
@@ -251,26 +156,21 @@ void run_step_rank(const std::filesystem::path& exchange, const std::string& nam
   const auto in_a_turn = description.at("steps_per_turn").get<std::int64_t>();
   const auto train = [&] { return step(steps[next++ % steps.size()]); };
   while (pipes.wait()) {
-    std::vector<double> seconds, losses, norms, exposed;
+    Turn turn;
     world.group.barrier();
-    if (pipes.profiled()) {
-      constexpr std::int64_t kProfiled = 3;
-      pipes.answer(
-          {{"seconds", seconds}, {"losses", losses}, {"profile", profile_steps(device, kProfiled, train)}});
-      continue;
-    }
-    for (std::int64_t i = 0; i < in_a_turn; ++i) {
+    if (pipes.profiled()) turn.profile = profile_steps(device, 3, train);
+    for (std::int64_t i = 0; !pipes.profiled() && i < in_a_turn; ++i) {
       const double waited = layout->exposed_seconds();
       StepReport report;
-      seconds.push_back(seconds_of([&] {
+      turn.seconds.push_back(seconds_of([&] {
         report = train();
         synchronize(device);
       }));
-      losses.push_back(report.loss);
-      norms.push_back(report.norm);
-      exposed.push_back(layout->exposed_seconds() - waited);
+      turn.losses.push_back(report.loss);
+      turn.norms.push_back(report.norm);
+      turn.exposed.push_back(layout->exposed_seconds() - waited);
     }
-    pipes.answer({{"seconds", seconds}, {"losses", losses}, {"norms", norms}, {"exposed", exposed}});
+    pipes.answer(turn);
   }
 }
 
