@@ -6,12 +6,12 @@ def merged(tables, more):
     return {table: {**tables.get(table, {}), **more.get(table, {})} for table in {**tables, **more}}
 
 
-def text_tables(packs, micro_batch, length, model, **more):
-    """A decoder on the documents in {folder}/text. model: hidden, layers, heads, key_value_heads, head_dim, feed_forward."""
-    sizes = dict(zip(("hidden", "layers", "heads", "key_value_heads", "head_dim", "feed_forward"), model))
+def text_tables(packs, micro_batch, length, sizes, **more):
+    """A decoder on the documents in {folder}/text. sizes: hidden, layers, heads, key_value_heads, head_dim, feed_forward."""
+    model = dict(zip(("hidden", "layers", "heads", "key_value_heads", "head_dim", "feed_forward"), sizes))
     return merged({"run": {"directory": "{folder}/run"},
                    "data": {"text": ["{folder}/text"], "cache": "{folder}/cache", "pack_length": length},
-                   "batch": {"packs_per_step": packs, "packs_per_micro_batch": micro_batch}, "model": sizes}, more)
+                   "batch": {"packs_per_step": packs, "packs_per_micro_batch": micro_batch}, "model": model}, more)
 
 
 def write_run(path, tables, **more):

@@ -7,32 +7,30 @@ import argparse
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT / "examples/other_trainers"))
+sys.path[:0] = [str(ROOT / "examples/other_trainers"), str(ROOT / "tests/python_package")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import mistakes  # noqa: E402
 import right  # noqa: E402
 from isograd_dump import write_dump  # noqa: E402
+from ranks import on_ranks  # noqa: E402
 from reference import one_device  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from trainers import TIMEOUT, Groups  # noqa: E402
+from trainers import Groups  # noqa: E402
 
-WORLD = 4  # processes; a trial of fewer ranks takes the first
+WORLD = 4  # processes
 NAMED_RIGHTLY = 0.85  # of all mistakes; an expected `undecided` does not count
 NO_NAME = ("undecided", "unknown", "unresolved", "norm_differs")  # say that no name is known: not wrong, right where expected
 PLANTED = 1e-5  # of the right value: more in fp64 is a mistake, less is rounding and the parameters' own digits
@@ -54,38 +52,16 @@ def run_trainer(trial, folder, groups=None):
             write(folder / side, result)
 
 
-def process(rank, trials, folder, store):
-    """One of WORLD ranks: all trials that want processes, one after the other."""
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
-                                timeout=TIMEOUT)
+def run_processes(trials, folder):
+    """Processes of one group go through all trials that want some; a trial of fewer ranks takes the first."""
+    def run(rank):
         groups = Groups()
         for trial in trials:
             if rank < trial.problem.ranks:
                 run_trainer(trial, folder / trial.name, groups)
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    sys.stderr.flush()
-    os._exit(0)  # Gloo's threads may abort a process that is taken down in order
 
-
-def run_processes(trials, folder):
-    if not trials:
-        return
-    context = multiprocessing.get_context("fork")  # before this process has threads of its own
-    ranks = [context.Process(target=process, args=(rank, trials, folder, folder / "store")) for rank in range(WORLD)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(600)
-    for rank in ranks:
-        if rank.is_alive():
-            rank.kill()
-    if any(rank.exitcode for rank in ranks):
-        sys.exit(f"trials: ranks ended with {[rank.exitcode for rank in ranks]} (above)")
+    if trials:
+        on_ranks(WORLD, run, seconds=600)
 
 
 def distance(mine, one):

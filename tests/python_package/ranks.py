@@ -32,7 +32,7 @@ def _rank(rank, size, store, run, results, backend):
     os._exit(0)  # Gloo's threads may abort a process that is taken down in order
 
 
-def on_ranks(size, run, backend="gloo"):
+def on_ranks(size, run, backend="gloo", seconds=120):
     """[what run(rank) gave], a list over the ranks; SystemExit where one failed."""
     context = multiprocessing.get_context("fork")  # before this process has threads of its own
     results = context.Queue()
@@ -41,7 +41,7 @@ def on_ranks(size, run, backend="gloo"):
                  for rank in range(size)]
         for rank in ranks:
             rank.start()
-        found, deadline = {}, time.monotonic() + 120
+        found, deadline = {}, time.monotonic() + seconds
         while len(found) < size and time.monotonic() < deadline and not any(rank.exitcode for rank in ranks):
             with contextlib.suppress(queue.Empty):
                 found.update([results.get(timeout=0.2)])
