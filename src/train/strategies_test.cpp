@@ -51,7 +51,10 @@ class Strategies : public testing_runs::TinyRuns {
     parallel.first_bucket_bytes = 1024;
     return config;
   }
-  // `skip`: steps made before a resume. fp64; the bound is that of Resume.AtAnotherNumberOfRanks.
+  // `skip`: steps made before a resume. Layouts differ in rounding only; AdamW's trajectory is comparable in
+  // fp64 (each element's step depends on the sign of tiny gradients below that). u = 1.1e-16, some 1e3
+  // operations deep, times AdamW's amplification of small gradients over the steps: 1e-9 leaves two orders of
+  // room and is far below one step's change of the loss (1e-3).
   static void expect_same(const Run& found, const Run& expected, std::size_t skip, const std::string& where) {
     ASSERT_EQ(found.steps.size() + skip, expected.steps.size()) << where;
     for (std::size_t i = 0; i < found.steps.size(); ++i) {
@@ -62,12 +65,17 @@ class Strategies : public testing_runs::TinyRuns {
     }
     EXPECT_NEAR(*found.outcomes[0].validation_loss, *expected.outcomes[0].validation_loss, 1e-9) << where;
     EXPECT_EQ(found.outcomes[0].sample, expected.outcomes[0].sample) << where;
+    EXPECT_NEAR(found.outcomes[0].baseline, expected.outcomes[0].baseline, 1e-13) << where;
+    EXPECT_EQ(found.evaluations.back().targets, expected.evaluations.back().targets) << where;
   }
 };
 
 TEST_F(Strategies, AreTheRunOfOneProcess) {
   const Run one = run(under(tiny("one", "float64"), {"bucketed", "auto"}), 1);
-  EXPECT_GT(std::abs(one.steps[0].report.loss - one.steps[6].report.loss), 1e-3);
+  for (std::size_t i : {1u, 4u, 6u})
+    EXPECT_GT(std::abs(one.steps[0].report.loss - one.steps[i].report.loss), 1e-5)
+        << "a step would not be seen";
+  EXPECT_LT(*one.outcomes[0].validation_loss, one.evaluations[0].loss) << "nothing was learnt";
   for (const Kind& kind : kKinds)
     for (int ranks : {1, 2, 3, 4, 5}) {
       if (ranks % kind.replicas != 0 || (ranks > 4 && kind.strategy != "zero3")) continue;
@@ -80,9 +88,9 @@ TEST_F(Strategies, AreTheRunOfOneProcess) {
 // Saved under one strategy and number of ranks, continued under another.
 TEST_F(Strategies, LoadOneAnothersCheckpoints) {
   const Run straight = run(under(tiny("straight", "float64"), {"bucketed", "auto"}), 1);
-  const std::vector<std::pair<Kind, int>> places = {{kKinds[6], 3}, {kKinds[3], 2},  {kKinds[5], 4},
-                                                    {kKinds[7], 4}, {kKinds[10], 3}, {kKinds[0], 2},
-                                                    {kKinds[12], 2}};
+  const std::vector<std::pair<Kind, int>> places = {{kKinds[6], 3}, {kKinds[3], 2}, {kKinds[3], 1},
+                                                    {kKinds[5], 4}, {kKinds[7], 4}, {kKinds[10], 3},
+                                                    {kKinds[0], 2}, {kKinds[12], 2}};
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto& [from, from_ranks] = places[i];
     const auto& [to, to_ranks] = places[(i + 1) % places.size()];
@@ -103,29 +111,6 @@ TEST_F(Strategies, ResumeBitForBit) {
         EXPECT_TRUE(file(saved.outcomes[0].checkpoint, name) == file(resumed.outcomes[0].checkpoint, name))
             << kind.name() << " " << dtype << " " << name;
     }
-}
-
-TEST_F(Strategies, ANanOnOneRankMovesNothingAnywhere) {
-  for (const Kind& kind : {kKinds[3], kKinds[4], kKinds[6], kKinds[10]}) {
-    RunConfig config = under(tiny("nan-" + kind.name()), kind);
-    config.checkpoint.every = 1;
-    config.checkpoint.keep = 10;
-    int calls = 0;
-    const Run stopped = run(config, 3, [&](World& world, TrainerHooks& hooks) {
-      if (world.rank != 2) return;
-      hooks.wrap_forward = [&](ForwardLossTerms forward) {
-        return [&, forward](const Batch& batch) {
-          LossTerms terms = forward(batch);
-          if (terms[0].sum.requires_grad() && batch.num_tokens() > 0 && ++calls > 6)
-            terms[0].sum = terms[0].sum * std::nan("");
-          return terms;
-        };
-      };
-    });
-    for (const Outcome& outcome : stopped.outcomes)
-      EXPECT_EQ(outcome.end, Outcome::End::kDiverged) << kind.name();
-    EXPECT_LT(stopped.outcomes[0].steps, 7);
-  }
 }
 
 TEST_F(Strategies, WhatCannotBeIsRefused) {
