@@ -272,14 +272,6 @@ PipelineOptions pipeline_options(const RunConfig& config) {
           .table = std::nullopt};
 }
 
-StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally) {
-  return {.max_norm = config.train.clip_groups.empty() ? config.train.max_norm : 0,
-          .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
-          .look_ahead = std::move(look_ahead),
-          .tally = std::move(tally),
-          .capture = config.parallel.cuda_graphs && config.model.kind == "decoder"};
-}
-
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
   if (config.optimizer.kind == "adamw") {
     AdamWOptions options = config.optimizer.adamw;
@@ -291,15 +283,6 @@ std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
                 .momentum = config.optimizer.momentum,
                 .weight_decay = config.optimizer.adamw.weight_decay});
   refuse("optimizer.kind", config.optimizer.kind, "adamw or sgd", "Choose one of them");
-}
-
-ClippingOptimizer make_clipping_optimizer(const RunConfig& config, const Group& all) {
-  auto inner = make_optimizer(config);
-  auto groups = clip_groups_of(config, "train.clip_groups");
-  if (groups.empty()) return {.optimizer = std::move(inner)};
-  auto clips = std::make_unique<ClipsGroups>(std::move(inner), std::move(groups), config.train.max_norm, all);
-  const ClipsGroups* asked = clips.get();
-  return {.optimizer = std::move(clips), .clips = asked};
 }
 
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {

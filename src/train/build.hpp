@@ -61,16 +61,7 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
 PipelineOptions pipeline_options(const RunConfig& config);
-// `look_ahead` and `tally`: TaskModel's.
-StepOptions step_options(const RunConfig& config, LookAhead look_ahead, Tally tally = {});
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
-// As make_optimizer(), wrapped so that it clips groups of parameters where the run configures some. Norms
-// are taken over `all` ranks. `clips` reports what the last update did; null: no groups.
-struct ClippingOptimizer {
-  std::unique_ptr<Optimizer> optimizer;
-  const ClipsGroups* clips = nullptr;  // `optimizer` itself
-};
-ClippingOptimizer make_clipping_optimizer(const RunConfig& config, const Group& all);
 Schedule make_schedule(const RunConfig& config);
 
 // -Σ p log p over the training documents' targets, nats per token: the loss of a model that knows only how

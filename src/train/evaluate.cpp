@@ -8,19 +8,6 @@
 #include "isograd/error.hpp"
 
 namespace isograd {
-
-std::optional<Evaluation> evaluate(BatchLoader* loader,
-                                   const std::function<MicroBatches(MicroBatches)>& own_parts,
-                                   const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
-                                   std::int64_t step) {
-  if (!loader) return std::nullopt;
-  loader->seek({});
-  Evaluation result = evaluate(forward, mean, layout, own_parts(loader->next()));
-  if (result.targets == 0) return std::nullopt;
-  result.step = step;
-  return result;
-}
-
 namespace {
 
 // The tokens given to the model. Nothing follows an end token; an empty prompt starts a document.

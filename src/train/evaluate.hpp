@@ -20,13 +20,6 @@ namespace isograd {
 Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
                     MicroBatches micro_batches);
 
-// Collective. The first step of `loader` (all of a validation loader), of which `own_parts` are this rank's,
-// under the same normaliser as training. Nothing when there is no loader or no valid target.
-std::optional<Evaluation> evaluate(BatchLoader* loader,
-                                   const std::function<MicroBatches(MicroBatches)>& own_parts,
-                                   const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
-                                   std::int64_t step);
-
 // ConfigError when the model would not see the prompt, or could not go on with it: the tokenizer makes no
 // token of it, or it fills the model's positions or its sliding window. `where`: the key or flag that holds
 // it.

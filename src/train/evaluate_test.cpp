@@ -14,23 +14,6 @@
 namespace isograd {
 namespace {
 
-class Fixed final : public BatchLoader {
- public:
-  explicit Fixed(MicroBatches batches) : batches_(std::move(batches)) {}
-  std::int64_t steps_per_epoch() const override { return 1; }
-  MicroBatches next() override { return batches_; }
-  MicroBatches whole_step(LoaderPosition) const override { return batches_; }
-  LoaderPosition position() const override { return {}; }
-  void seek(LoaderPosition) override {}
-
- private:
-  MicroBatches batches_;
-};
-
-MicroBatches same(MicroBatches batches) {
-  return batches;
-}
-
 // Letters of three bytes with one token per byte, so that a decoding of some tokens ends inside a letter.
 class Letters final : public Tokenizer {
  public:
@@ -78,12 +61,7 @@ TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
     const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
       return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
     };
-    Fixed loader(held_out[rank]);
-    const auto loss = [&] {
-      const auto evaluation = evaluate(&loader, same, forward, mean, *layout, 3);
-      EXPECT_EQ(evaluation->step, 3);
-      return evaluation->loss;
-    };
+    const auto loss = [&] { return evaluate(forward, mean, *layout, held_out[rank]).loss; };
     Step step(forward, *layout, mean, *optimizer, {.max_norm = 0});
     EXPECT_NEAR(loss(), expected, 1e-12);
     const MicroBatches& own = trained[rank];
@@ -104,12 +82,11 @@ TEST(Evaluate, CountsAReplicatedTermOnce) {
     toy::Model model;
     auto layout = bucketed(trainable_parameters(model.named()), world.group);
     NoDenominator mean;
-    Fixed loader({toy::make_batch({4}, world.rank)});
     const ForwardLossTerms forward = [&](const Batch&) -> LossTerms {
       return {{"whole", at::full({}, 5.0), Mean::kNone, 2.0, 1, /*replicated=*/true},
               {"share", at::full({}, 1.0 + world.rank), Mean::kNone}};
     };
-    EXPECT_EQ(evaluate(&loader, same, forward, mean, *layout, 0)->loss, 2 * 5 + 1 + 2 + 3);
+    EXPECT_EQ(evaluate(forward, mean, *layout, {toy::make_batch({4}, world.rank)}).loss, 2 * 5 + 1 + 2 + 3);
   });
 }
 

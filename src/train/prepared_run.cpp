@@ -28,8 +28,12 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
   if (accepted) accepted();
   Group& group = world.group;
   task = make_task(config, group);
-  ClippingOptimizer made = make_clipping_optimizer(config, group);
-  optimizer = std::move(made.optimizer), clips = made.clips;
+  optimizer = make_optimizer(config);
+  if (auto groups = clip_groups_of(config, "train.clip_groups"); !groups.empty()) {
+    auto clipping =
+        std::make_unique<ClipsGroups>(std::move(optimizer), std::move(groups), config.train.max_norm, group);
+    clips = clipping.get(), optimizer = std::move(clipping);
+  }
   normalizer = make_normalizer(config, world.size);
   mesh.emplace(world, grid_of(config, world.size));
   parts.emplace(*task, *mesh, group);
@@ -53,11 +57,15 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
   forward = on_device(device, inside(units->root, model->loss()));
   if (wrap_forward) forward = wrap_forward(forward);
   look_ahead = model->look_ahead(forward);
-  StepOptions options =
-      step_options(config, look_ahead, memory ? memory->remembering(model->tally()) : model->tally());
+  StepOptions options{
+      .max_norm = clips ? 0 : config.train.max_norm,
+      .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
+      .look_ahead = look_ahead,
+      .tally = memory ? memory->remembering(model->tally()) : model->tally()};
   options.norm_parts = norm_parts_;
   // Experts' rows vary, and memory is measured in mid-pass.
-  options.capture = options.capture && !options.tally && !memory;
+  options.capture =
+      config.parallel.cuda_graphs && config.model.kind == "decoder" && !options.tally && !memory;
   if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
   step_ = std::make_unique<Step>(forward, *layout, *normalizer, *optimizer, std::move(options));
 }
@@ -98,8 +106,12 @@ StepReport PreparedRun::step(bool stop_requested) {
 }
 
 std::optional<Evaluation> PreparedRun::evaluate() {
-  const auto own_parts = [this](const MicroBatches& whole) { return parts->of(whole); };
-  return isograd::evaluate(validation.get(), own_parts, forward, *normalizer, *layout, state.step);
+  if (!validation) return std::nullopt;
+  validation->seek({});  // its first step is all that is held out
+  Evaluation result = isograd::evaluate(forward, *normalizer, *layout, parts->of(validation->next()));
+  if (result.targets == 0) return std::nullopt;
+  result.step = state.step;
+  return result;
 }
 
 std::filesystem::path PreparedRun::save() {
@@ -107,7 +119,11 @@ std::filesystem::path PreparedRun::save() {
   const WriteModel write = [this](const std::filesystem::path& directory, const TensorStream& weights) {
     model->write(directory, weights);
   };
-  return save_checkpoint(save_options(config, placed()), state, write, *layout, *optimizer);
+  const SaveOptions options{.root = checkpoint_root(config),
+                            .keep = config.checkpoint.keep,
+                            .placed = placed(),
+                            .makes_folders = false};  // a run's folder that was deleted is not made anew
+  return save_checkpoint(options, state, write, *layout, *optimizer);
 }
 
 }  // namespace isograd

@@ -27,7 +27,7 @@ class PreparedRun {
   // The next step of the data, at the schedule's learning rate. A step that is not finite counts as made only
   // where the run skips it (train.on_non_finite). Collective.
   StepReport step(bool stop_requested = false);
-  // The validation loss; nothing where nothing is held out. Collective.
+  // The validation loss under the run's normaliser; nothing where nothing is held out. Collective.
   std::optional<Evaluation> evaluate();
   // Saves a checkpoint and returns its folder. Collective.
   std::filesystem::path save();

@@ -34,13 +34,6 @@ fs::path checkpoint_root(const RunConfig& config) {
   return fs::path(config.run.directory) / "checkpoints";
 }
 
-SaveOptions save_options(const RunConfig& config, const Layout* placed) {
-  return {.root = checkpoint_root(config),
-          .keep = config.checkpoint.keep,
-          .placed = placed,
-          .makes_folders = false};
-}
-
 Resumed resume_run(const Task& task, Group& group) {
   const RunConfig& config = task.config();
   Resumed resumed;

@@ -30,8 +30,6 @@ std::string schedule_change(const TrainingState& then, const RunConfig& now);
 
 // Folder of a run's checkpoints.
 std::filesystem::path checkpoint_root(const RunConfig& config);
-// Options for saving a run's checkpoints. A deleted run folder is not recreated. `placed` as in SaveOptions.
-SaveOptions save_options(const RunConfig& config, const Layout* placed);
 
 // File in run.directory with the whole configuration: the TOML file, --set and flags.
 inline constexpr const char* kRunConfig = "config.toml";
