@@ -266,12 +266,6 @@ Schedule make_schedule(const RunConfig& config) {
   return schedule;
 }
 
-PipelineOptions pipeline_options(const RunConfig& config) {
-  return {.schedule = config.parallel.schedule,
-          .stages_of_rank = static_cast<int>(config.parallel.stages_per_rank),
-          .table = std::nullopt};
-}
-
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config) {
   if (config.optimizer.kind == "adamw") {
     AdamWOptions options = config.optimizer.adamw;

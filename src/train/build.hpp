@@ -16,7 +16,6 @@
 #include "isograd/loss.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/parameters.hpp"
-#include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "train/compose.hpp"
 #include "train/config.hpp"
@@ -60,7 +59,6 @@ std::unique_ptr<Normalizer> make_normalizer(Mean mean, double fixed, const Norma
 // The configured mean.
 std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 
-PipelineOptions pipeline_options(const RunConfig& config);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 

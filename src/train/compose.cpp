@@ -74,6 +74,12 @@ TensorParallelOptions tensor_options(const RunConfig& config) {
           .overlap = tensor_overlap_named(config.parallel.tensor_overlap)};
 }
 
+PipelineOptions pipeline_options(const RunConfig& config) {
+  return {.schedule = config.parallel.schedule,
+          .stages_of_rank = static_cast<int>(config.parallel.stages_per_rank),
+          .table = std::nullopt};
+}
+
 // ---- the layout of a run ----
 
 // The options of a strategy by its name, for all stages except 3. ConfigError: no such strategy, stage 3 of a

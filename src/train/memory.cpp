@@ -141,16 +141,12 @@ ElementBytes element_bytes(at::ScalarType parameters, int states) {
   return {.parameter = rounded ? 2 : 4, .gradient = 4, .master = rounded ? 4 : 0, .state = 4 * states};
 }
 
-std::string kept_by_formula(const DataParallelPlan& plan) {
-  return fmt::format("{}: keeps {}",
-                     plan.share_parameters ? std::string("one copy of the parameters")
-                                           : fmt::format("ZeRO stage {}", plan.stage),
-                     persistent_formula(plan));
-}
-
-std::string symbols(const DataParallelPlan& plan) {
+std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more) {
+  const std::string strategy = plan.share_parameters ? std::string("one copy of the parameters")
+                                                     : fmt::format("ZeRO stage {}", plan.stage);
   const SharedElements& all = plan.elements.at(0);
-  std::string text = fmt::format("with Ψ = {} parameters", all.numel);
+  std::string text = fmt::format("{}: keeps {}{}, with Ψ = {} parameters", strategy, persistent_formula(plan),
+                                 more, all.numel);
   if (all.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", all.whole);
   if (all.shards > 1) text += fmt::format(", N = {}", all.shards);
   if (all.replicas > 1) text += fmt::format(", R = {}", all.replicas);
@@ -190,11 +186,10 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
   add("formula", persistent_bytes(plan), "", "", by_schedule ? "" : megabytes(sent.total()));
-  text += kept_by_formula(plan);
   // Along tp, one rank's parameters are summed over different ranks.
   text +=
-      config.parallel.tp > 1 ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan));
-  text += ", " + symbols(plan);
+      kept_by_formula(plan, config.parallel.tp > 1 ? ", of rank 0's part"
+                                                   : fmt::format(", sends {} a step", traffic_formula(plan)));
   if (use.to_experts) {
     text += "\nto other ranks' experts and back, with gradients, bytes sent (and by formula):";
     for (int rank = 0; rank < group.size(); ++rank) {

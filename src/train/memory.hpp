@@ -73,10 +73,8 @@ class MemoryWatch {
 // Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
 ElementBytes element_bytes(at::ScalarType parameters, int states);
 
-// The formula of the kept bytes, "ZeRO stage 2: keeps 4Ψ + 12Ψ/N", and its symbols, "with Ψ = 93
-// parameters, N = 4".
-std::string kept_by_formula(const DataParallelPlan& plan);
-std::string symbols(const DataParallelPlan& plan);
+// "ZeRO stage 2: keeps 4Ψ + 12Ψ/N" and its symbols, "with Ψ = 93 parameters, N = 4"; `more` goes between.
+std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "");
 
 // The table of `isograd train --memory`: a line for each rank, then the formulas. For a tensor-parallel
 // model the formulas are those of rank 0's part. Collective; only rank 0 gets the text.

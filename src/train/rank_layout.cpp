@@ -249,8 +249,7 @@ std::string totals_text(const RunLayout& run) {
   row("padding", layout.padding);
   row(fmt::format("rank {}", layout.rank), layout.total);
   row("formula", persistent_bytes(run.plan));
-  return "\n" + table(std::move(rows)) +
-         wrapped(fmt::format("{}, {}", kept_by_formula(run.plan), symbols(run.plan)));
+  return "\n" + table(std::move(rows)) + wrapped(kept_by_formula(run.plan));
 }
 
 // ---- for programs: docs/layout.md has the keys ----

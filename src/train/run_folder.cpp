@@ -85,13 +85,7 @@ std::vector<fs::path> event_files(const fs::path& directory) {
   return found;
 }
 
-}  // namespace
-
-fs::path json_log_of(const RunConfig& config) {
-  return config.run.json_log.empty() ? fs::path(config.run.directory) / "metrics.jsonl"
-                                     : fs::path(config.run.json_log);
-}
-
+// Files of an earlier run in run.directory that a new run would overwrite; empty: none.
 std::string earlier_run(const RunConfig& config) {
   const fs::path directory = config.run.directory, log = json_log_of(config);
   std::string found;
@@ -106,6 +100,13 @@ std::string earlier_run(const RunConfig& config) {
   std::error_code error;
   if (fs::exists(directory / "report.html", error)) add("report.html");
   return found;
+}
+
+}  // namespace
+
+fs::path json_log_of(const RunConfig& config) {
+  return config.run.json_log.empty() ? fs::path(config.run.directory) / "metrics.jsonl"
+                                     : fs::path(config.run.json_log);
 }
 
 void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& from) {

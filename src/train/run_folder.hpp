@@ -53,9 +53,6 @@ inline constexpr const char* kLastOperations = "last_operations.txt";
 // Times of each rank's computations in a run with pipeline stages (show_stages() in presenter.cpp).
 inline constexpr const char* kStageTrace = "stages.json";
 
-// Files of an earlier run in run.directory that a new run would overwrite; empty: none.
-std::string earlier_run(const RunConfig& config);
-
 // File for the metrics of a run.
 std::filesystem::path json_log_of(const RunConfig& config);
 
