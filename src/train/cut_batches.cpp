@@ -41,31 +41,24 @@ MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_ba
 }
 
 CutBatches::CutBatches(const Task& task, const Mesh& mesh, Group world)
-    : task_(task),
-      mesh_(mesh),
-      world_(std::move(world)),
-      options_(cut_options(task, mesh)),
-      most_tokens_(task.config().batch.max_tokens_per_rank) {
-  options_.most_tokens = most_tokens_;
+    : task_(task), mesh_(mesh), world_(std::move(world)), options_(cut_options(task, mesh)) {
+  options_.most_tokens = task.config().batch.max_tokens_per_rank;
 }
 
 MicroBatches CutBatches::of(const MicroBatches& whole) {
-  const bool shared = mesh_.size(kContextAxes) > 1;
-  const auto take = [&] {
-    if (shared) return cut_micro_batches(whole, options_, mesh_.place(kContextAxes));
-    for (const Batch& batch : whole) check_memory(batch, task_.config());
-    return whole;
-  };
-  if (most_tokens_ == 0) return shared ? take() : whole;
-  MicroBatches parts;
+  MicroBatches parts = whole;
   std::optional<ErrorText> problem;
   try {
-    parts = take();
+    if (mesh_.size(kContextAxes) > 1)
+      parts = cut_micro_batches(whole, options_, mesh_.place(kContextAxes));
+    else if (options_.most_tokens > 0)
+      for (const Batch& batch : whole) check_memory(batch, task_.config());
   } catch (const ConfigError& error) {
+    if (options_.most_tokens == 0) throw;
     problem = error.text();
     problem->where = "batch.max_tokens_per_rank";
   }
-  throw_agreed(world_, problem);
+  if (options_.most_tokens > 0) throw_agreed(world_, problem);
   return parts;
 }
 

@@ -32,7 +32,6 @@ class CutBatches {
   const Mesh& mesh_;
   Group world_;
   CutOptions options_;
-  std::int64_t most_tokens_;
   std::string first_step_{};
   bool first_ = true;
   double sum_ = 0, worst_ = 0, cuts_ = 0;
