@@ -104,7 +104,7 @@ class TinyRuns : public ::testing::Test {
                          row % 6 == 0 ? 1 : 0);
     write_file(root_ / "table.csv", csv);
     RunConfig config = tiny(name);
-    config.model = {}, config.data = {}, config.batch = {};
+    config.model = {}, config.data = {}, config.batch = {}, config.sample = {};
     config.model.kind = "scorer";
     config.model.scorer_units = 5;
     config.data.table = (root_ / "table.csv").string();
