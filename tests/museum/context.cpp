@@ -26,7 +26,7 @@ Axes axes_for(int ranks) {
   return {.ring = ranks};
 }
 
-// What an exhibit puts in place of the right thing.
+// The parts that an exhibit replaces.
 struct Wrong {
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Mesh&)> layout{};
   std::function<std::unique_ptr<Normalizer>(const Mesh&)> mean{};
@@ -43,7 +43,7 @@ DecoderConfig shape() {
   return config;
 }
 
-// Two packs more than ranks, so that some rank accumulates however they are dealt.
+// Two packs more than ranks, so that some rank accumulates however they are assigned.
 MicroBatches packs(int ranks) {
   MicroBatches all;
   std::int64_t sample = 0;
@@ -167,7 +167,7 @@ DecoderLM::Attention joins_across_shards(ContextAttention right) {
   };
 }
 
-std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
+Plant plants(Wrong wrong) {
   return [wrong = std::move(wrong)](VerifyProblem& problem, World& world) {
     problem = context_problem(world, axes_for(world.size), wrong);
   };
@@ -180,95 +180,25 @@ void cut_over_context(VerifyProblem& problem, World& world) {
 }
 
 void add_context(std::vector<Exhibit>& list) {
-  list.push_back(
-      {.id = "B3c",
-       .title = "token count not reduced over context ranks",
-       .mistake = "The count is summed over the ranks that see other samples, and not over those that see "
-                  "other parts of the same ones; gradients are summed over both.",
-       .who = "Context parallelism added to a trainer that counts over its data-parallel group.",
-       .number = "About cp where parts hold equally many targets, another direction where they do not (a "
-                 "prompt lies in the first parts).",
-       .diagnosis = "count_not_reduced",
-       .plant = plants({.mean = [](const Mesh& mesh) {
-         return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/false);
-       }})});
-  list.push_back(
-      {.id = "B5",
-       .title = "tokens counted on peers too",
-       .mistake =
-           "The token count is summed over ranks that share their samples, each of which has counted "
-           "all of them: the loss is divided by too much. (Shown with the context axes; tensor-parallel "
-           "peers make the same numbers.)",
-       .who = "Trainers that all-reduce the count over all ranks.",
-       .number = "Loss and every gradient are 1/cp, the token count in the log is cp times too large.",
-       .diagnosis = "counted_on_peers",
-       .plant = plants({.mean = [](const Mesh& mesh) {
-         return std::make_unique<planted::CountsPeers>(mesh.size(kContextAxes));
-       }})});
-  list.push_back(
-      {.id = "B6c",
-       .title = "the loss in the log multiplied by cp",
-       .mistake =
-           "The loss that is logged is that of the whole sample on every context rank, and summed over "
-           "them. The gradient is right.",
-       .who = "Context parallelism whose ranks report the gathered loss.",
-       .number = "Loss ratio cp, gradient ratio 1.",
-       .diagnosis = "loss_scaled",
-       .plant = plants({.log_multiplied = true})});
-  list.push_back(
-      {.id = "B7c",
-       .title = "mean of means over context ranks",
-       .mistake = "Each context rank has the mean over the targets in its own parts, and these means are "
-                  "averaged: right where documents are cut into equally many targets.",
-       .who = "Context ranks put into a reducer that averages, under a mean loss.",
-       .number = "No constant ratio; per-token weights are 1/(n_k cp), n_k what place k has in all.",
-       .diagnosis = "mean_of_rank_means",
-       .plant = plants({.mean = [](const Mesh& mesh) {
-         return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/true);
-       }})});
-  list.push_back(
-      {.id = "B19",
-       .title = "context-parallel gradients averaged",
-       .mistake = "Context ranks are put into the data-parallel group of a reducer that averages, or their "
-                  "gradients are averaged beside it: each has a part of the sample's tokens, and parts are "
-                  "summed.",
-       .who = "Context parallelism added to a trainer built on DDP or FSDP.",
-       .number = "Every gradient is 1/cp; the loss in the log is right.",
-       .diagnosis = "averaged_over_axis",
-       .plant = plants({.layout = [](auto right, const Mesh& mesh) {
-         return std::make_unique<AveragesOverContext>(std::move(right), mesh.size(kContextAxes));
-       }})});
-  list.push_back(
-      {.id = "B20b",
-       .title = "documents attend to each other across a shard boundary",
-       .mistake = "The boundary between two documents is lost where they lie on different context ranks: the "
-                  "second is taken for the first one's continuation.",
-       .who = "Context parallelism that passes keys on without the documents' ends.",
-       .number = "Changing document A changes document B's gradient, in this layout alone.",
-       .diagnosis = "documents_leak",
-       .plant = plants({.attention = joins_across_shards})});
-  list.push_back(
-      {.id = "B23",
-       .title = "right alone, wrong together",
-       .mistake = "Gradients are summed over the context ranks after every micro-batch, into the buffer that "
-                  "goes on accumulating: earlier micro-batches are summed again and again. Without "
-                  "accumulation it is right, and so it is without context ranks.",
-       .who = "Context parallelism and gradient accumulation, each tested by itself.",
-       .number = "Right in every layout with one of the two features; with both, the micro-batches' "
-                 "weights are powers of cp.",
-       .diagnosis = "reduced_while_accumulating",
-       .plant = plants({.layout = [](auto right, const Mesh&) {
-         return std::make_unique<SumsAgain>(std::move(right), kContextAxes);
-       }})});
-  list.push_back(
-      {.id = "B26bc",
-       .title = "dropout keyed by the place in a shard",
-       .mistake = "Random numbers are keyed by the sample and by the position in the part of it that this "
-                  "rank has, so that the tokens of later parts drop what those of the first one drop.",
-       .who = "Counter-based dropout brought to ranks that hold parts of a document.",
-       .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
-       .diagnosis = "noise_depends_on_layout",
-       .plant = plants({.noise = keyed_by(0), .noise_by_place = true})});
+  list.push_back({.id = "B3c", .plant = plants({.mean = [](const Mesh& mesh) {
+                                 return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/false);
+                               }})});
+  list.push_back({.id = "B5", .plant = plants({.mean = [](const Mesh& mesh) {
+                                return std::make_unique<planted::CountsPeers>(mesh.size(kContextAxes));
+                              }})});
+  list.push_back({.id = "B6c", .plant = plants({.log_multiplied = true})});
+  list.push_back({.id = "B7c", .plant = plants({.mean = [](const Mesh& mesh) {
+                                 return std::make_unique<CountOfOnePlace>(mesh, /*averaged=*/true);
+                               }})});
+  list.push_back({.id = "B19", .plant = plants({.layout = [](auto right, const Mesh& mesh) {
+                                 return std::make_unique<AveragesOverContext>(std::move(right),
+                                                                              mesh.size(kContextAxes));
+                               }})});
+  list.push_back({.id = "B20b", .plant = plants({.attention = joins_across_shards})});
+  list.push_back({.id = "B23", .plant = plants({.layout = [](auto right, const Mesh&) {
+                                 return std::make_unique<SumsAgain>(std::move(right), kContextAxes);
+                               }})});
+  list.push_back({.id = "B26bc", .plant = plants({.noise = keyed_by(0), .noise_by_place = true})});
 }
 
 }  // namespace isograd::museum

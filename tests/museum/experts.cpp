@@ -1,5 +1,5 @@
-// Mistakes on the expert axis: B13, B18, B22 and B26. A small decoder whose experts are dealt to ranks with
-// tokens of their own.
+// Mistakes on the expert axis: B13, B18, B22 and B26. A small decoder whose experts are assigned to ranks
+// with tokens of their own.
 #include <cmath>
 
 #include "isograd/expert_parallel.hpp"
@@ -9,7 +9,7 @@
 namespace isograd::museum {
 namespace {
 
-// What an exhibit puts in place of the right thing.
+// The parts that an exhibit replaces.
 struct Wrong {
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const Grid&)> layout{};
   double term_factor = 1;  // of the routers' term, on every rank
@@ -43,7 +43,7 @@ at::Tensor router_z(DecoderLM&, const DecoderOutputs& outputs, const Batch& batc
 }
 
 VerifyProblem expert_problem(World& world, const Wrong& wrong) {
-  HeldTogether how{.name = "experts dealt",
+  HeldTogether how{.name = "experts assigned",
                    .grid = grid_of(world.size),
                    .shape = shape(wrong.experts),
                    .noise = wrong.noise};
@@ -59,7 +59,7 @@ VerifyProblem expert_problem(World& world, const Wrong& wrong) {
   return problem_of(world, std::move(how));
 }
 
-std::function<void(VerifyProblem&, World&)> plants(Wrong wrong) {
+Plant plants(Wrong wrong) {
   return [wrong = std::move(wrong)](VerifyProblem& problem, World& world) {
     problem = expert_problem(world, wrong);
   };
@@ -98,7 +98,7 @@ bool of_experts(const Bucket& bucket) {
   return !bucket.plan.slots.empty() && bucket.plan.slots[0].name.find(".experts.") != std::string::npos;
 }
 
-// B18ge: experts' elements are dealt to all data ranks, as dense ones are, of which each has a copy.
+// B18ge: experts' elements are assigned to all data ranks, as dense ones are, of which each has a copy.
 struct OwnedLikeDense : planted::Wrapped {
   explicit OwnedLikeDense(std::unique_ptr<DataParallel> inner_) : Wrapped(std::move(inner_)) {
     for (Bucket& bucket : buckets())
@@ -143,111 +143,39 @@ void deal_over_experts(VerifyProblem& problem, World& world) {
 }
 
 void add_experts(std::vector<Exhibit>& list) {
+  list.push_back({.id = "B13", .plant = plants(multiplied([](const Grid& grid) -> double {
+                                 return grid.size({kExpertAxis});
+                               }))});
+  list.push_back({.id = "B13d", .plant = plants(multiplied([](const Grid& grid) -> double {
+                                  return 1.0 / grid.size({kExpertAxis});
+                                }))});
   list.push_back(
-      {.id = "B13",
-       .title = "expert gradients multiplied by ep",
-       .mistake = "Each rank's experts have seen the tokens of all ranks along ep, so that their gradients "
-                  "are sums already; a factor of ep \"restores\" what an average would have taken.",
-       .who = "Trainers that carry a factor for expert gradients beside a reducer that averages.",
-       .number = "The ratio ep on experts, all others are 1.",
-       .diagnosis = "cut_parameters_scaled",
-       .plant = plants(multiplied([](const Grid& grid) -> double { return grid.size({kExpertAxis}); }))});
-  list.push_back(
-      {.id = "B13d",
-       .title = "expert gradients divided by ep",
-       .mistake = "Expert gradients are averaged over the ranks that dense parameters are averaged over, "
-                  "though only the copies along edp were added up.",
-       .who = "Reducers with one divide factor for dense and expert parameters.",
-       .number = "The ratio 1/ep on experts, all others are 1.",
-       .diagnosis = "cut_parameters_scaled",
-       .plant =
-           plants(multiplied([](const Grid& grid) -> double { return 1.0 / grid.size({kExpertAxis}); }))});
-  list.push_back({.id = "B13w",
-                  .title = "expert gradients multiplied by all ranks",
-                  .mistake = "The factor that undoes an average over data ranks is applied to experts too, "
-                             "whose gradients nobody averages.",
-                  .who = "Trainers whose one scale for all gradients is the number of ranks.",
-                  .number = "The ratio W on experts, all others are 1.",
-                  .diagnosis = "cut_parameters_scaled",
-                  .plant = plants(multiplied([](const Grid& grid) -> double { return grid.ranks(); }))});
-  list.push_back({.id = "B13g",
-                  .title = "expert gradients not divided by accumulation",
-                  .mistake = "Dense gradients are divided by the number of micro-batches in their reducer, "
-                             "those of experts, which go another way, are not.",
-                  .who = "Trainers that reduce experts apart from the rest.",
-                  .number = "The ratio G on experts, all others are 1.",
-                  .diagnosis = "cut_parameters_scaled",
-                  .plant = plants(multiplied(micro_batches))});
-  list.push_back({.id = "B13o",
-                  .title = "idle experts skipped by the optimizer",
-                  .mistake = "An expert that no token of the step chose has no gradient, and the optimizer "
-                             "passes it by: its decay and its moments stand still, where one process with "
-                             "stacked weights moves them.",
-                  .who = "One parameter for each expert, whose .grad stays None.",
-                  .number = "Gradients agree; after updates with decay the idle experts differ.",
-                  .diagnosis = "optimizer_differs",
-                  .plant = [](VerifyProblem& problem, World& world) {
-                    problem = expert_problem(world, {.experts = 48});
-                    problem.wrap_optimizer = [](std::unique_ptr<Optimizer> inner) {
-                      return std::make_unique<SkipsIdleExperts>(std::move(inner));
-                    };
+      {.id = "B13w", .plant = plants(multiplied([](const Grid& grid) -> double { return grid.ranks(); }))});
+  list.push_back({.id = "B13g", .plant = plants(multiplied(micro_batches))});
+  list.push_back({.id = "B13o", .plant = then(plants({.experts = 48}), [](VerifyProblem& problem, World&) {
+                                  problem.wrap_optimizer = [](auto inner) {
+                                    return std::make_unique<SkipsIdleExperts>(std::move(inner));
+                                  };
+                                })});
+  list.push_back({.id = "B18be", .plant = then(plants({}), [](VerifyProblem& problem, World&) {
+                                   problem.clipping = OwnClipping{
+                                       .norm = [mesh = *problem.mesh](std::vector<Bucket>& buckets, Group&) {
+                                         return norm_without_other_experts(mesh, buckets);
+                                       }};
+                                 })});
+  list.push_back({.id = "B18ge",
+                  .plant = plants({.layout = [](auto right, const Grid&) -> std::unique_ptr<DataParallel> {
+                    return std::make_unique<OwnedLikeDense>(std::move(right));
+                  }})});
+  list.push_back({.id = "B22e", .plant = [](VerifyProblem& problem, World& world) {
+                    problem = expert_problem(world, {.term_factor = static_cast<double>(world.size)});
                   }});
-  list.push_back({.id = "B18be",
-                  .title = "experts of other ranks not in the norm",
-                  .mistake = "Squares of experts are summed over the ranks that hold copies of them, and not "
-                             "over ep, whose ranks hold other ones.",
-                  .who = "Norms that leave out the sum over ep that the staged recipe asks for.",
-                  .number = "A norm that is too small by the other ranks' experts, and another one along ep.",
-                  .diagnosis = "norm_of_own_shard",
-                  .plant = [](VerifyProblem& problem, World& world) {
-                    problem = expert_problem(world, {});
-                    problem.clipping =
-                        OwnClipping{.norm = [mesh = *problem.mesh](std::vector<Bucket>& buckets, Group&) {
-                          return norm_without_other_experts(mesh, buckets);
-                        }};
-                  }});
-  list.push_back(
-      {.id = "B18ge",
-       .title = "experts under-counted",
-       .mistake = "Each data rank counts its slice of its experts, as it counts one of dense "
-                  "parameters, whose copies count the rest; along ep nobody has a copy.",
-       .who = "Norms that take all data ranks for replicas of every parameter.",
-       .number = "A norm that is too small by most of the experts' squares, the same on all ranks.",
-       .diagnosis = "norm_misses_elements",
-       .plant = plants({.layout = [](auto right, const Grid&) -> std::unique_ptr<DataParallel> {
-         return std::make_unique<OwnedLikeDense>(std::move(right));
-       }})});
-  list.push_back(
-      {.id = "B22e",
-       .title = "a router's loss multiplied by the ranks",
-       .mistake = "The routers' z-loss is multiplied by the number of ranks, for an average over them that "
-                  "the gradient's sum does not take.",
-       .who = "Mixture-of-experts trainers whose auxiliary loss brings its own scale.",
-       .number = "What the routers' loss reaches is off by its share; the term is W times too large.",
-       .diagnosis = "term_scaled",
-       .plant = [](VerifyProblem& problem, World& world) {
-         problem = expert_problem(world, {.term_factor = static_cast<double>(world.size)});
-       }});
   list.push_back({.id = "B22r",
-                  .title = "a router cut off from the loss",
-                  .mistake = "The weights by which experts' outputs are added up come through a gather that "
-                             "autograd does not know.",
-                  .who = "Dispatch code that exchanges routing weights by a plain collective.",
-                  .number = "The routers' gradients are zero, all others are right.",
-                  .diagnosis = "gradient_lost",
                   .plant = plants({.layout = [](auto right, const Grid&) -> std::unique_ptr<DataParallel> {
                                      return std::make_unique<Multiplies>(std::move(right), ".mlp.gate.", 0);
                                    },
                                    .with_term = false})});
-  list.push_back({.id = "B26be",
-                  .title = "dropout that ranks of experts draw by themselves",
-                  .mistake =
-                      "Random numbers are keyed by the rank along ep, whose ranks see other samples: a "
-                      "sample's dropout depends on where it lies.",
-                  .who = "Generators seeded with the rank, as B26b's, beside experts dealt to ranks.",
-                  .number = "Gradients differ, each run is reproducible, and without dropout all is well.",
-                  .diagnosis = "noise_depends_on_layout",
-                  .plant = [](VerifyProblem& problem, World& world) {
+  list.push_back({.id = "B26be", .plant = [](VerifyProblem& problem, World& world) {
                     plants({.noise = keyed_by(static_cast<std::uint64_t>(world.rank) + 1)})(problem, world);
                   }});
 }

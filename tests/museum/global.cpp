@@ -47,16 +47,7 @@ void rank_all_rows(VerifyProblem& problem, World& world) {
 }
 
 void add_global(std::vector<Exhibit>& list) {
-  list.push_back({.id = "B24",
-                  .title = "gathered ranking loss under a gradient average",
-                  .mistake =
-                      "Each rank ranks the rows of all ranks and differentiates its own; the trainer then "
-                      "averages the gradients over the ranks, where they must be summed.",
-                  .who = "Contrastive and ranking losses with an all-gather in trainers built on DDP, whose "
-                         "reducer averages.",
-                  .number = "Every gradient is 1/W of one process's; the loss in the log is right.",
-                  .diagnosis = "averaged_over_axis",
-                  .plant = [](VerifyProblem& problem, World& world) {
+  list.push_back({.id = "B24", .plant = [](VerifyProblem& problem, World& world) {
                     rank_all_rows(problem, world);
                     with_layout<planted::Averages>(problem);
                   }});

@@ -107,8 +107,7 @@ int table() {
 void catalogue() {
   fmt::print(
       "# The museum of biased gradients\n\n"
-      "Mistakes that real trainers shipped. Each is put in through the seam of the right "
-      "component\n"
+      "Mistakes that real trainers shipped. Each is put into the component that it concerns\n"
       "(`tests/museum/`), and `isograd verify` has to name it. `./dev museum ID` runs one, "
       "`./dev museum` all of\n"
       "them. This page is written by `./dev museum --markdown`.\n\n"

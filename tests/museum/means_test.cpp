@@ -140,22 +140,22 @@ void declare(VerifyProblem& problem, World& world, const Setting& setting) {
   problem.whole = [all] { return all; };
 }
 
-using Plant = std::function<void(VerifyProblem&, World&, Mean)>;
+using PlantUnder = std::function<void(VerifyProblem&, World&, Mean)>;
 
-Plant divides(Divides::By by, bool each = false) {
+PlantUnder divides(Divides::By by, bool each = false) {
   return [by, each](VerifyProblem& p, World&, Mean mean) {
     p.make_normalizer = [=] { return std::make_unique<Divides>(mean, by, each); };
   };
 }
 // In the problem of an exhibit that has one of its own.
-Plant divides_in(const char* exhibit, Divides::By by) {
+PlantUnder divides_in(const char* exhibit, Divides::By by) {
   return [exhibit, by](VerifyProblem& p, World& world, Mean mean) {
     find(exhibit)->plant(p, world);
     divides(by)(p, world, mean);
   };
 }
 template <class Layout>
-Plant counted_layout(double (*number)(const Counted&)) {
+PlantUnder counted_layout(double (*number)(const Counted&)) {
   return [number](VerifyProblem& p, World&, Mean mean) {
     auto counted = std::make_shared<Counted>();
     p.make_normalizer = [=] {
@@ -167,8 +167,8 @@ Plant counted_layout(double (*number)(const Counted&)) {
 }
 
 // In place of exhibits whose normaliser or count is that of tokens, and causes that no exhibit has.
-const std::map<std::string, Plant>& own_plants() {
-  static const std::map<std::string, Plant> plants = {
+const std::map<std::string, PlantUnder>& own_plants() {
+  static const std::map<std::string, PlantUnder> plants = {
       {"B1", divides([](const Counted& c) { return c.own_micro_batches * c.ranks; }, true)},
       {"B2", divides([](const Counted& c) { return c.all / c.rounds; })},
       {"B3", divides([](const Counted& c) { return c.own; })},

@@ -1,4 +1,4 @@
-// The museum of biased gradients: mistakes that real trainers shipped, each put in through the seam of the
+// The museum of biased gradients: mistakes that real trainers shipped, each put into the interface of the
 // right component, and what verify must say of it. No product room knows this library; the command line's
 // `museum` verb and the tests do.
 #pragma once
@@ -12,15 +12,19 @@
 
 namespace isograd::museum {
 
+// Puts the wrong component into the right problem, on every rank.
+using Plant = std::function<void(VerifyProblem&, World&)>;
+
+// Its texts are in catalogue.json; the code that plants it, in the file of its family.
 struct Exhibit {
   std::string id{}, title{};
   std::string mistake{};    // what is done, and why that is another gradient
   std::string who{};        // who makes it
   std::string number{};     // what one would see
   std::string diagnosis{};  // its class (kDiagnoses)
+  std::string words{};      // what else it is named by: an axis, some parameters
   std::function<bool(int ranks)> exists = [](int ranks) { return ranks > 1; };
-  // Puts the wrong component into the right problem, on every rank.
-  std::function<void(VerifyProblem&, World&)> plant{};
+  Plant plant{};
 };
 
 // All of them, in the order of the catalogue.

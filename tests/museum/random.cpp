@@ -71,7 +71,7 @@ struct RandomModel {
   }
 };
 
-// Documents of random lengths, dealt to random ranks and micro-batches: some of those get none.
+// Documents of random lengths, assigned to random ranks and micro-batches: some of those get none.
 std::vector<MicroBatches> random_step(Dice dice, int ranks) {
   const std::int64_t accumulation = 1 + dice.below(4);
   std::vector<MicroBatches> by_rank(static_cast<std::size_t>(ranks));
@@ -90,7 +90,7 @@ std::vector<MicroBatches> random_step(Dice dice, int ranks) {
   return by_rank;
 }
 
-// Of targets that the model has words for.
+// Targets become ones that the model has words for.
 void fit_vocabulary(std::vector<MicroBatches>& by_rank, std::int64_t vocabulary) {
   for (auto& batches : by_rank)
     for (Batch& batch : batches)

@@ -99,79 +99,34 @@ int replicas_of(int ranks) {
 }
 
 void add_reduction(std::vector<Exhibit>& list) {
-  list.push_back({.id = "B14",
-                  .title = "an average that silently sums",
-                  .mistake =
-                      "The trainer asks the backend for an average; the backend's reduce-scatter sums. "
-                      "(isograd asks no backend for an average, and tests every collective against known "
-                      "answers before the first step.)",
-                  .who = "Collective libraries whose reduce-scatter ignores the operation.",
-                  .number = "Every parameter has the ratio W.",
-                  .diagnosis = "multiplied_by_axis",
-                  .plant = [](VerifyProblem& p, World&) { with_normalizer<ExpectsAnAverage>(p); }});
-  list.push_back({.id = "B15",
-                  .title = "hybrid sharding divides by the shards",
-                  .mistake =
-                      "The fully-sharded path divides by all ranks, the hybrid-sharded one by the ranks of a "
-                      "replica.",
-                  .who = "Reducers with a divide factor for each of two code paths.",
-                  .number = "Every parameter has the ratio R, the number of replicas.",
-                  .diagnosis = "multiplied_by_axis",
-                  .plant = [](VerifyProblem& p, World& world) {
+  list.push_back({.id = "B14", .plant = normalizer<ExpectsAnAverage>()});
+  list.push_back({.id = "B15", .plant = [](VerifyProblem& p, World& world) {
                     const int replicas = replicas_of(world.size), shards = world.size / replicas;
                     with_normalizer<ExpectsAnAverage>(p);
                     with_layout<DividesByTheShards>(p, shards);
                     p.layouts[0].axes = {{"dp_replicate", replicas}, {"dp_shard", shards}};
                   }});
-  list.push_back(
-      {.id = "B16",
-       .title = "replicas are not summed where a shard is whole",
-       .mistake = "A hybrid mesh whose shard axis has size 1 takes the path of plain sharding, which has "
-                  "nothing to do: the all-reduce over replicas never runs.",
-       .who = "Hybrid sharding on a mesh nobody tried.",
-       .number = "Each replica goes its own way: checksums of gradients and parameters differ over ranks.",
-       .diagnosis = "not_summed_over_axis",
-       .plant = [](VerifyProblem& p, World& world) {
-         with_layout<NeverReduces>(p);
-         p.layouts[0].axes = {{"dp_replicate", world.size}, {"dp_shard", 1}};
-         p.layouts[0].traffic = nullptr;
-       }});
-  list.push_back(
-      {.id = "B17",
-       .title = "buffer reused while its reduction is in flight",
-       .mistake = "The next micro-batch writes into the gradient buffer before the reduction has read it.",
-       .who = "Overlapped reducers with one buffer too few.",
-       .number = "The same step gives other numbers from run to run.",
-       .diagnosis = "not_repeatable",
-       .plant = [](VerifyProblem& p, World&) { with_layout<ReusesTheBuffer>(p); }});
-  list.push_back(
-      {.id = "B28",
-       .title = "reduced after every micro-batch",
-       .mistake = "The all-reduce of replicated gradients runs after every micro-batch instead of once.",
-       .who = "Accumulation without no_sync.",
-       .number = "Right values; G times the bytes.",
-       .diagnosis = "reduced_every_micro_batch",
-       .plant = [](VerifyProblem& p, World&) { with_layout<ReducesEachMicroBatch>(p); }});
-  list.push_back(
-      {.id = "B29",
-       .title = "tested at two ranks only",
-       .mistake = "Each rank adds the parts up in another order. Sums of two terms commute, so that two "
-                  "ranks agree bit for bit; three do not, and replicas drift apart.",
-       .who = "Tests with two ranks.",
-       .number = "Nothing at W = 2; replicas that differ in their last bits at W = 3, 4, 5, 8.",
-       .diagnosis = "sum_order_depends_on_rank",
-       .exists = [](int ranks) { return ranks > 2; },
-       .plant =
-           [](VerifyProblem& p, World& world) {
-             with_layout<SumsFromItself>(p);
-             auto by_rank = toy::make_step(world.size, 2);  // three terms take three ranks with data
-             for (std::size_t rank = 0; rank < by_rank.size(); ++rank)
-               if (by_rank[rank].empty())
-                 by_rank[rank] = {toy::make_batch({6, 9}, 1000 + static_cast<std::int64_t>(rank))};
-             p.local = by_rank[static_cast<std::size_t>(world.rank)];
-             p.whole = [by_rank] { return MicroBatches{toy::concatenate(by_rank)}; };
-             p.layouts[0].traffic = nullptr;
-           }});
+  list.push_back({.id = "B16", .plant = [](VerifyProblem& p, World& world) {
+                    with_layout<NeverReduces>(p);
+                    p.layouts[0].axes = {{"dp_replicate", world.size}, {"dp_shard", 1}};
+                    p.layouts[0].traffic = nullptr;
+                  }});
+  list.push_back({.id = "B17", .plant = layout<ReusesTheBuffer>()});
+  list.push_back({.id = "B28", .plant = layout<ReducesEachMicroBatch>()});
+  list.push_back({.id = "B29",
+                  .exists = [](int ranks) { return ranks > 2; },
+                  .plant =
+                      [](VerifyProblem& p, World& world) {
+                        with_layout<SumsFromItself>(p);
+                        auto by_rank =
+                            toy::make_step(world.size, 2);  // three terms take three ranks with data
+                        for (std::size_t rank = 0; rank < by_rank.size(); ++rank)
+                          if (by_rank[rank].empty())
+                            by_rank[rank] = {toy::make_batch({6, 9}, 1000 + static_cast<std::int64_t>(rank))};
+                        p.local = by_rank[static_cast<std::size_t>(world.rank)];
+                        p.whole = [by_rank] { return MicroBatches{toy::concatenate(by_rank)}; };
+                        p.layouts[0].traffic = nullptr;
+                      }});
 }
 
 }  // namespace isograd::museum

@@ -1,5 +1,10 @@
 #include "museum/room.hpp"
 
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "isograd/error.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/random.hpp"
 #include "verify/diagnosis.hpp"
@@ -247,6 +252,13 @@ void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem) {
   };
 }
 
+Plant then(Plant first, Plant second) {
+  return [first, second](VerifyProblem& problem, World& world) {
+    first(problem, world);
+    second(problem, world);
+  };
+}
+
 Verdict show(const Exhibit* exhibit, int ranks) {
   Verdict verdict;
   run_ranks(ranks, [&](World& world) {
@@ -263,26 +275,33 @@ std::string first_finding(const Verdict& verdict) {
   return verdict.passed ? "pass" : "fail";
 }
 
+namespace {
+
+const nlohmann::json& catalogue() {
+  static const auto read = nlohmann::json::parse(read_file(ISOGRAD_MUSEUM_CATALOGUE));
+  return read;
+}
+
+}  // namespace
+
 const std::vector<Exhibit>& exhibits() {
   static const std::vector<Exhibit> all = [] {
-    std::vector<Exhibit> list;
-    add_normalisation(list);
-    add_reduction(list);
-    add_norms(list);
-    add_data(list);
-    add_global(list);
-    add_context(list);
-    add_tensor(list);
-    add_experts(list);
-    add_pipeline(list);
-    // "B18a" -> 18, 'a'
-    const auto place = [](const std::string& id) {
-      std::size_t end = 0;
-      const int number = std::stoi(id.substr(1), &end);
-      return std::make_pair(number, id.substr(1 + end));
-    };
-    std::stable_sort(list.begin(), list.end(),
-                     [&](const Exhibit& a, const Exhibit& b) { return place(a.id) < place(b.id); });
+    std::vector<Exhibit> planted, list;
+    for (const auto add : {add_normalisation, add_reduction, add_norms, add_data, add_global, add_context,
+                           add_tensor, add_experts, add_pipeline})
+      add(planted);
+    for (const auto& entry : catalogue().at("exhibits")) {
+      const auto own = std::ranges::find(planted, entry.at("id").get<std::string>(), &Exhibit::id);
+      ISOGRAD_INVARIANT(own != planted.end(), "an exhibit that nobody makes");
+      list.push_back(*own);
+      entry.at("title").get_to(list.back().title);
+      entry.at("mistake").get_to(list.back().mistake);
+      entry.at("who").get_to(list.back().who);
+      entry.at("number").get_to(list.back().number);
+      entry.at("diagnosis").get_to(list.back().diagnosis);
+      list.back().words = entry.value("words", "");
+    }
+    ISOGRAD_INVARIANT(list.size() == planted.size(), "an exhibit that no catalogue describes");
     return list;
   }();
   return all;
@@ -295,72 +314,12 @@ const Exhibit* find(const std::string& id) {
 }
 
 const std::vector<ExhibitClass>& shared_classes() {
-  static const std::vector<ExhibitClass> classes = {
-      {"count_not_reduced",
-       {"B3", "B3c", "B4"},
-       "a count of fewer ranks than hold data: the same numbers where ranks hold equally much"},
-      {"mean_of_rank_means", {"B7", "B7c"}, "a mean of means: over data ranks, or over context ranks"},
-      {"noise_depends_on_layout",
-       {"B26b", "B26bc", "B26be", "B26bp", "B26bt"},
-       "random numbers keyed by the rank: for samples of its own, beside experts or not, for parts of "
-       "samples, for a stage, for what tp ranks all have"},
-      {"summed_over_micro_batches",
-       {"B2", "B10", "B32"},
-       "micro-batches that are added up and not divided by their number: sums of the step's mean, or means; "
-       "on data ranks, or in stages"},
-      {"gradient_scaled_by_count",
-       {"B8", "B8p"},
-       "a loss that is divided for the log alone: in a loop, or on the last stage"},
-      {"accumulation_rescaled",
-       {"B9", "B9p"},
-       "a buffer that is scaled again with every backward: of all parameters, or of a stage's"},
-      {"multiplied_by_axis",
-       {"B14", "B15"},
-       "a sum over an axis where the loss expects an average: the axis is another one"},
-      {"averaged_over_axis",
-       {"B19", "B24"},
-       "an average over an axis where parts are summed: the axis is another one"},
-      {"not_summed_over_axis",
-       {"B16", "B16p", "B21", "B21k"},
-       "parts that stay on their ranks: of whole gradients, of a tied embedding's ends, of norms, of copied "
-       "key heads"},
-      {"counted_on_peers",
-       {"B5", "B5p", "B5t"},
-       "peers that count what another has counted: the axis is another one"},
-      {"norm_counts_replicas",
-       {"B18a", "B18ap", "B18ar", "B18at"},
-       "copies counted: of all elements, by each replica of shards, of those that tp copies, of an embedding "
-       "in two stages"},
-      {"norm_of_own_shard",
-       {"B18b", "B18be", "B18bp", "B18bt"},
-       "a part's norm: of a shard, of the own experts beside what is dense, of the rows that tp gives a "
-       "rank, "
-       "of a stage"},
-      {"norm_of_largest_part",
-       {"B18f", "B18fp", "B18ft"},
-       "a maximum where squares are summed: over shards, stages, or tensor-parallel ranks"},
-      {"norms_averaged",
-       {"B18c", "B18cp", "B18ct"},
-       "norms of parts averaged: of shards, of stages, or of the rows that tp gives a rank"},
-      {"loss_scaled",
-       {"B6", "B6c", "B6p", "B6t"},
-       "a log that is summed over ranks which have it already: the axis is another one"},
-      {"groups_clipped_apart",
-       {"B18e", "B18ep"},
-       "a coefficient for each group: of parameters, or for each stage"},
-      {"reduced_while_accumulating",
-       {"B23", "B23t"},
-       "sums of sums: over ranks that share samples, or of parts along tp"},
-      {"term_scaled",
-       {"B22", "B22e", "B22g", "B22t"},
-       "a term multiplied: by ranks with other data, or with the same, or by accumulation"},
-      {"cut_parameters_scaled",
-       {"B13", "B13d", "B13g", "B13w"},
-       "one factor too many, or its inverse: of ep, of all ranks, of accumulation"},
-      {"documents_leak",
-       {"B20a", "B20b"},
-       "the same mistake within a pack and across the boundary of two shards"},
-  };
+  static const std::vector<ExhibitClass> classes = [] {
+    std::vector<ExhibitClass> list;
+    for (const auto& entry : catalogue().at("one diagnosis for several"))
+      list.push_back({entry.at("diagnosis"), entry.at("exhibits"), entry.at("why")});
+    return list;
+  }();
   return classes;
 }
 

@@ -55,7 +55,7 @@ void cut_over_context(VerifyProblem& problem, World& world);
 // Or one whose matrices are cut over all ranks, which see the same packs.
 void cut_over_tensor(VerifyProblem& problem, World& world);
 
-// Or one whose experts are dealt to ranks that see different packs.
+// Or one whose experts are assigned to ranks that see different packs.
 void deal_over_experts(VerifyProblem& problem, World& world);
 
 // Or one whose layers lie in stages; with a tied embedding two stages on each rank, and its ends on two ranks
@@ -121,8 +121,18 @@ double mean_over(Group group, double norm);
 // B18f: the largest of them.
 double largest_over(Group group, double norm);
 
-// Of a hybrid of replicas and shards on so many ranks: two replicas, where that leaves shards.
+// Replicas of a hybrid of replicas and shards: two, where that leaves shards.
 int replicas_of(int ranks);
+
+// Loops that clip by a norm of their own making: of what a rank owns, the mean of these, the largest of them.
+using NormOf = std::function<double(std::vector<Bucket>&, Group&)>;
+Plant clips_by(NormOf norm);
+double whole_norm(std::vector<Bucket>& buckets, Group& group);  // the right one
+double own_norm(std::vector<Bucket>& buckets, Group& group);
+double mean_of_own_norms(std::vector<Bucket>& buckets, Group& group);
+double largest_of_own_norms(std::vector<Bucket>& buckets, Group& group);
+
+Plant then(Plant first, Plant second);
 
 // The layout `Wrong`, around the plain one.
 template <class Wrong, class... Arguments>
@@ -135,6 +145,14 @@ void with_layout(VerifyProblem& problem, Arguments... arguments) {
 template <class Wrong>
 void with_normalizer(VerifyProblem& problem) {
   problem.make_normalizer = [] { return std::make_unique<Wrong>(); };
+}
+template <class Wrong>
+Plant layout() {
+  return [](VerifyProblem& problem, World&) { with_layout<Wrong>(problem); };
+}
+template <class Wrong>
+Plant normalizer() {
+  return [](VerifyProblem& problem, World&) { with_normalizer<Wrong>(problem); };
 }
 
 }  // namespace isograd::museum
