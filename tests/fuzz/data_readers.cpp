@@ -15,7 +15,7 @@
 #include "data/table.hpp"
 #include "data/video.hpp"
 #include "data/video_testing.hpp"
-#include "fuzz/reader_parts.hpp"
+#include "fuzz/readers.hpp"
 #include "isograd/data.hpp"
 #include "isograd/error.hpp"
 
@@ -152,7 +152,7 @@ void read_video(const fs::path& file) {
   look_at(decode_video(file, options));
 }
 
-// Of files that name a video which is there, which none of them may reach.
+// Files that name an existing video, which no reader may follow.
 void prepare_playlists(const fs::path& folder) {
   const fs::path video = folder.parent_path() / "of-playlists.mkv";
   testing::write_video(video, testing::numbered_frames(6, 16, 24));

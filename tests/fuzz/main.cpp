@@ -9,8 +9,11 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -22,7 +25,6 @@
 
 #include "base/files.hpp"
 #include "base/print.hpp"
-#include "fuzz/mutate.hpp"
 #include "fuzz/readers.hpp"
 #include "isograd/error.hpp"
 
@@ -36,6 +38,149 @@ namespace {
 
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
+
+// ---- changes of a sound file: what disks, networks and enemies do, and what counts and offsets are prone to
+// ----
+
+// Numbers by (seed, count): the same on every machine, unlike the standard's distributions.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t bits() {  // SplitMix64 (Steele, Lea and Flood 2014)
+    std::uint64_t z = state_ += 0x9E3779B97F4A7C15;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+    return z ^ (z >> 31);
+  }
+  std::size_t below(std::size_t end) { return end == 0 ? 0 : bits() % end; }
+  bool one_in(std::size_t many) { return below(many) == 0; }
+
+ private:
+  std::uint64_t state_;
+};
+
+constexpr std::size_t kLargestInput = std::size_t{1} << 20;
+
+// The ends of types, their neighbours, and products that overflow.
+constexpr std::uint64_t kEnds[] = {0,          1,          2,          127,        128,        255,
+                                   256,        32767,      32768,      65535,      65536,      0x7FFFFFFF,
+                                   0x80000000, 0xFFFFFFFF, 1ull << 32, 1ull << 40, 1ull << 53, 1ull << 60,
+                                   1ull << 61, 1ull << 62, 1ull << 63, ~0ull,      ~0ull - 7};
+constexpr std::string_view kNumbers =
+    "0 -1 1e400 -0.0 1e-400 4294967296 9007199254740993 1152921504606846976 9223372036854775807 "
+    "9223372036854775808 18446744073709551615 18446744073709551616 99999999999999999999999999 nan inf 1.5 null "
+    "true \"\" [] {} ";
+
+std::string any_number(Random& random) {
+  std::vector<std::string> words;
+  for (std::size_t begin = 0; begin < kNumbers.size(); begin = kNumbers.find(' ', begin) + 1)
+    words.emplace_back(kNumbers.substr(begin, kNumbers.find(' ', begin) - begin));
+  return words[random.below(words.size())];
+}
+
+// Headers decide, and they stand at the beginning.
+std::size_t place(const std::string& text, Random& random) {
+  const std::size_t size = text.size() + 1;
+  return random.one_in(2) ? random.below(size) : random.below(std::min<std::size_t>(size, 512));
+}
+
+std::size_t length(const std::string& text, std::size_t at, Random& random) {
+  const std::size_t most = random.one_in(4) ? text.size() : 16;
+  return std::min(text.size() - at, 1 + random.below(most));
+}
+
+void put_end(std::string& text, std::size_t at, Random& random) {
+  std::uint64_t value = kEnds[random.below(std::size(kEnds))];
+  if (random.one_in(3)) value = text.size() + random.below(5) - 2;
+  const std::size_t bytes = std::min<std::size_t>(std::size_t{1} << random.below(4), text.size() - at);
+  const bool big_endian = random.one_in(3);
+  for (std::size_t i = 0; i < bytes; ++i)
+    text[at + i] = static_cast<char>(value >> (8 * (big_endian ? bytes - 1 - i : i)));
+}
+
+// A decimal number in the text becomes another.
+bool replace_number(std::string& text, Random& random) {
+  const std::size_t from = place(text, random);
+  const std::size_t at = text.find_first_of("0123456789", from);
+  if (at == std::string::npos) return false;
+  std::size_t end = at;
+  while (end < text.size() && std::isdigit(static_cast<unsigned char>(text[end]))) ++end;
+  text.replace(at, end - at, any_number(random));
+  return true;
+}
+
+void change(std::string& text, const std::string& other, const std::vector<std::string>& words,
+            Random& random) {
+  const std::size_t at = std::min(place(text, random), text.size());
+  const std::size_t count = text.empty() ? 0 : length(text, at, random);
+  const auto word = [&] { return words.empty() ? std::string("\0", 1) : words[random.below(words.size())]; };
+  switch (random.below(15)) {
+    case 0:
+    case 1:
+      if (at < text.size()) text[at] = static_cast<char>(text[at] ^ (1 << random.below(8)));
+      break;
+    case 2:
+      if (at < text.size()) text[at] = static_cast<char>(random.bits());
+      break;
+    case 3: {
+      std::string noise(1 + random.below(16), '\0');
+      for (char& c : noise) c = static_cast<char>(random.bits());
+      text.insert(at, noise);
+      break;
+    }
+    case 4:
+      text.erase(at, count);
+      break;
+    case 5:
+      text.insert(place(text, random), text.substr(at, count));
+      break;
+    case 6:
+      if (at < text.size()) put_end(text, at, random);
+      break;
+    case 7:
+    case 8:
+      if (!replace_number(text, random)) text.insert(at, word());
+      break;
+    case 9:
+      text.insert(at, word());
+      break;
+    case 10:
+      text.replace(at, count, word());
+      break;
+    case 11:
+      text.resize(at);
+      break;
+    case 12: {  // the end of another file of the kind
+      const std::size_t from = std::min(place(other, random), other.size());
+      text = text.substr(0, at) + other.substr(from);
+      break;
+    }
+    case 13: {  // a part or a word many times: nesting, long names, long lists
+      const std::string part = random.one_in(2) ? word() : text.substr(at, std::min<std::size_t>(count, 64));
+      std::string many;
+      for (std::size_t i = 1 + random.below(random.one_in(4) ? 20'000 : 200);
+           i > 0 && many.size() < kLargestInput; --i)
+        many += part;
+      text.insert(at, many);
+      break;
+    }
+    default:
+      std::fill_n(text.begin() + static_cast<std::ptrdiff_t>(at), count, random.one_in(2) ? '\0' : '\xff');
+  }
+}
+
+// One to eight changes of `sound`; `other` is another sound file of the kind, `words` are what its format is
+// made of.
+std::string mutated(const std::string& sound, const std::string& other, const std::vector<std::string>& words,
+                    Random& random) {
+  std::string text = sound;
+  for (std::size_t changes = random.one_in(3) ? 1 : 1 + random.below(8); changes > 0; --changes)
+    change(text, other, words, random);
+  if (text.size() > kLargestInput) text.resize(kLargestInput);
+  return text;
+}
+
+// ---- the program ----
 
 constexpr std::uint64_t kBatch = 1000;  // inputs of one child
 
@@ -177,7 +322,7 @@ class Fuzzer {
     Random random(options_.seed * 0x9E3779B97F4A7C15 + input);
     const Sound &sound = files[random.below(files.size())], &other = files[random.below(files.size())];
     std::string bytes = mutated(sound.bytes, other.bytes, reader.words, random);
-    if (reader.mend && random.one_in(2)) bytes = reader.mend(std::move(bytes));
+    if (reader.repair && random.one_in(2)) bytes = reader.repair(std::move(bytes));
     put(sound.file, bytes);
     return sound;
   }
@@ -315,27 +460,17 @@ class Fuzzer {
 
 Options options_of(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    if (i + 1 == argc)
-      throw std::runtime_error(
-          "usage: isograd_fuzz [--inputs N] [--seed S] [--only READER] [--input I] [--seconds S] "
-          "[--megabytes M]");
-    const std::string value = argv[++i];
-    if (name == "--inputs")
-      options.inputs = std::stoull(value);
-    else if (name == "--seed")
-      options.seed = std::stoull(value);
-    else if (name == "--only")
-      options.only = value;
-    else if (name == "--seconds")
-      options.cpu_seconds = std::stod(value);
-    else if (name == "--megabytes")
-      options.megabytes = std::stoull(value);
-    else if (name == "--input")
-      options.input = std::stoll(value);
-    else
-      throw std::runtime_error("unknown flag " + name);
+  CLI::App program("Changed files for every reader of foreign files.", "isograd_fuzz");
+  program.add_option("--inputs", options.inputs);
+  program.add_option("--seed", options.seed);
+  program.add_option("--only", options.only)->type_name("READER");
+  program.add_option("--input", options.input, "this one alone");
+  program.add_option("--seconds", options.cpu_seconds, "CPU time of one input");
+  program.add_option("--megabytes", options.megabytes);
+  try {
+    program.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(program.exit(error) == 0 ? 0 : 2);
   }
   return options;
 }

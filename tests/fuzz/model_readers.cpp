@@ -5,7 +5,7 @@
 
 #include "base/files.hpp"
 #include "base/json.hpp"
-#include "fuzz/reader_parts.hpp"
+#include "fuzz/readers.hpp"
 #include "isograd/model.hpp"
 #include "model/hf_config.hpp"
 #include "model/decoder.hpp"

@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "base/files.hpp"
-#include "fuzz/reader_parts.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::fuzz {
@@ -28,6 +27,17 @@ std::uint64_t look_at(const at::Tensor& tensor) {
 const std::vector<std::string> kJson = {
     "{",    "}",  "[",     "]",           "{\"a\":", "[[",           "\"", ",",  ":",
     "null", "-1", "1e999", "\"\\ud800\"", "\\u0000", "\xEF\xBB\xBF", "{}", "[]", "18446744073709551616"};
+
+std::vector<std::string> lines_of(const fs::path& file, std::size_t most) {
+  std::vector<std::string> lines;
+  const std::string text = read_file(file);
+  for (std::size_t begin = 0; begin < text.size() && lines.size() < most;) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
 
 std::vector<std::string> with(std::vector<std::string> words, std::initializer_list<const char*> more) {
   words.insert(words.end(), more.begin(), more.end());

@@ -7,7 +7,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/pattern.hpp"
-#include "fuzz/reader_parts.hpp"
+#include "fuzz/readers.hpp"
 #include "isograd/error.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "train/build.hpp"
@@ -76,14 +76,7 @@ void read_configuration(const fs::path& file) {
 
 // The file's lines as the command line's --set.
 void read_overrides(const fs::path& file) {
-  std::vector<std::string> lines;
-  const std::string text = read_file(file);
-  for (std::size_t begin = 0; begin < text.size() && lines.size() < 100;) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  parse_config("", "", lines);
+  parse_config("", "", lines_of(file, 100));
 }
 
 StepDump a_dump(double factor) {
@@ -137,13 +130,8 @@ void read_pipeline(const fs::path& file) {
 
 // Its lines as patterns, each against the names of a model, and as groups of a configuration.
 void read_patterns(const fs::path& file) {
-  const std::string text = read_file(file);
   RunConfig config;
-  for (std::size_t begin = 0; begin < text.size() && config.train.clip_groups.size() < 20;) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    config.train.clip_groups.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
+  config.train.clip_groups = lines_of(file, 20);
   const std::vector<std::pair<std::string, at::Tensor>> named{
       {"model.layers.0.mlp.up_proj.weight", at::zeros({1}).requires_grad_()},
       {std::string(300, 'a') + "b", at::zeros({1}).requires_grad_()}};
