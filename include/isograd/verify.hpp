@@ -40,8 +40,7 @@ struct StepFigures {
   std::int64_t tokens = 0;
   double norm = 0;  // of the whole gradient, before clipping
   double clip_coefficient = 1;
-  // For a step that clips groups separately (`norm` and gradient are then those after the clip): norm before
-  // the clip.
+  // The norm before groups are clipped separately; `norm` and gradient are then those after it.
   double unclipped_norm = std::numeric_limits<double>::quiet_NaN();
 };
 
@@ -59,44 +58,38 @@ struct Finding {
 struct StepDump {
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
-  // Whole (not sharded), summed over ranks and micro-batches as the optimizer would see them, before
-  // clipping.
+  // Whole (not sharded), summed over ranks and micro-batches, before clipping.
   Named gradients;
   StepFigures figures;
   std::vector<std::int64_t> samples;  // sorted ids of the samples; an id occurs as often as it was counted
   std::vector<std::vector<std::int64_t>> counts;  // [rank][micro-batch] targets that carry loss
-  // [rank][micro-batch] what the declared mean counts, if that is not targets: "samples" (a part of a sample
-  // counts as its fraction of the targets), "weights". Not written to files.
+  // [rank][micro-batch] what the declared mean counts, if that is not targets: "samples" (also in fractions),
+  // "weights". Not written to files.
   std::vector<std::vector<double>> amounts{};
   std::string counted{};
   std::vector<Axis> axes;  // {"dp_shard", 4}, ..., outermost first
   std::string precision;   // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // each term of the loss, without its weight
-  // Recorded figures that are not numbers, by their keys in step.json ("loss", "norm", "clip_coefficient",
-  // "terms.NAME", "scales.NAME", "ranks.0.norm"): a NaN of any other means not recorded.
+  // Keys in step.json ("loss", "terms.NAME", "ranks.0.norm") of recorded figures that are not numbers: a NaN
+  // of any other means not recorded.
   std::vector<std::string> not_numbers{};
   // The trainer's own factors that a gradient may have been multiplied by: {"learning_rate", 0.1}, ...
   std::vector<std::pair<std::string, double>> scales{};
-  // The decrease of each parameter in one update of plain SGD with learning rate 1: the applied gradient,
-  // after clipping.
+  // The decrease of each parameter in one update of plain SGD with learning rate 1, after clipping.
   Named applied;
-  // By parameter, on how many ranks an element counts in norms: minimum and maximum over its elements.
-  // Correct: 1 and 1.
+  // By parameter, on how many ranks an element counts in norms, at least and at most. Correct: 1 and 1.
   std::vector<std::pair<std::int64_t, std::int64_t>> owners;
 
-  // By parameter, for a reference: how far its gradient moves when parameters move by rounding in the run's
-  // precision: the largest ‖g64(p + Δp) − g64(p)‖ of several Δp. For a loss whose derivative jumps (ReLU)
-  // this is far more than the rounding of sums; no run in that precision can distinguish such gradients, so
-  // this much is allowed. Empty: only the usual bound.
+  // By parameter, for a reference: the largest ‖g64(p + Δp) − g64(p)‖ of several Δp of the size of rounding
+  // in the run's precision. For a loss whose derivative jumps (ReLU) this is far more than the rounding of
+  // sums, and is allowed. Empty: only the usual bound.
   std::vector<double> moves{};
-  // By parameter, for one process in a lower precision: the largest distance of several runs from the same
-  // step in fp64.
+  // By parameter, for one process in a lower precision: the largest distance of several runs from fp64.
   std::vector<double> rounding{};
 
-  // One rank's own values.
   struct RankView {
-    // xxHash of the bits of each parameter before the step, and of each gradient on this rank.
+    // xxHash of the bits of each parameter before the step, and of each gradient, on this rank.
     std::vector<std::uint64_t> initial, gradients;
     double spread = 0;  // largest ‖g − g of rank 0‖ / ‖g of rank 0‖ over the parameters
     double owned_norm = std::numeric_limits<double>::quiet_NaN();   // of the elements that this rank owns
@@ -105,8 +98,8 @@ struct StepDump {
   };
   std::vector<RankView> ranks;
 
-  // For parameters whose copies differ between ranks with the same batch: their sum over these ranks, and the
-  // axes of these ranks.
+  // For parameters whose copies differ between ranks with the same batch: the sum over the ranks along
+  // `axes`.
   struct PeerSum {
     std::string name, axes;
     at::Tensor sum;
@@ -119,28 +112,25 @@ struct StepDump {
   };
   std::vector<CutParameter> cut{};
 
-  // Findings of the recorder itself, e.g. a parameter that no optimizer holds. Ids as in a diagnosis; without
-  // evidence.
+  // Findings of the recorder itself, without evidence, e.g. a parameter that no optimizer holds.
   std::vector<Finding> findings{};
 
-  // [rank][micro-batch] the part of `gradients` from these tokens; all of them sum to it. With it, wrong
-  // weights can be identified where the step cannot be repeated. Empty where there are no tokens.
+  // [rank][micro-batch] the part of `gradients` from these tokens: identifies wrong weights where the step
+  // cannot be repeated. Empty where there are no tokens.
   std::vector<std::vector<Named>> shares{};
 };
 
-// A dump as a directory: gradients.safetensors and step.json, and, if recorded, applied.safetensors and
-// share-RANK-MICROBATCH.safetensors (docs/verify.md). Written to a temporary name and renamed. Replaces an
-// earlier dump of that name; ConfigError for any other directory.
+// A dump as a directory (docs/verify.md), written to a temporary name and renamed. Replaces an earlier dump
+// of that name; ConfigError for any other directory.
 void write_dump(const StepDump& dump, const std::filesystem::path& directory);
 
-// Reads tensors as fp64, in the recorded order, else by name. The files are not trusted: ConfigError names
-// the file and the key on anything that is not a dump.
+// Reads tensors as fp64, in the recorded order, else by name. ConfigError names the file and the key on
+// anything that is not a dump.
 StepDump read_dump(const std::filesystem::path& directory);
 
 // ---- the problem ----
 
-// A further term of the loss, as the oracle computes it: weight · Σ over the step of `sum` / what `mean`
-// counts.
+// A further term of the loss for the oracle: weight · Σ over the step of `sum` / what `mean` counts.
 struct OracleTerm {
   std::string name;
   std::function<at::Tensor(const Batch&)> sum;  // scalar, differentiable
@@ -150,8 +140,8 @@ struct OracleTerm {
   std::function<void(const MicroBatches& whole)> prepare{};
 };
 
-// A model for verify. The oracle differentiates `logits` (or other outputs, DeclaredLoss::per_token) with its
-// own loss; the step under test differentiates `loss_terms`. The functions keep the model alive.
+// The oracle differentiates `logits` (or other outputs, DeclaredLoss::per_token) with its own loss; the step
+// under test differentiates `loss_terms`. The functions keep the model alive.
 struct VerifyModel {
   std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones by the first name
   std::function<at::Tensor(const Batch&)> logits;         // [T, V]
@@ -162,18 +152,18 @@ struct VerifyModel {
   std::function<void()> without_noise{};  // turns dropout off, if there is any
   // Buffers that forward may change; ranks must change them equally.
   std::vector<std::pair<std::string, at::Tensor>> buffers{};
-  // For model parallelism: replaces parameters by this rank's shards, as isograd::cut() does, after which
-  // forward communicates. Used for layouts under test; the oracle's model stays whole.
+  // For model parallelism: replaces parameters by this rank's shards, as isograd::cut() does. Only for
+  // layouts under test; the oracle's model stays whole.
   std::function<Layout(const Mesh&)> cut{};
   std::shared_ptr<const Layout> placed{};  // result of `cut`; set before a layout under test is made
   // For pipelines, after `cut`: returns options of steps that go through the stages. Not given: unchanged.
   std::function<StepOptions(StepOptions options)> through{};
   // Returns StepOptions::look_ahead of steps that differentiate this forward. Not given: none.
   std::function<LookAhead(const ForwardLossTerms& forward)> look_ahead{};
-  // For models with experts (DecoderLM::set_choice_of_experts). Rounding may decide a near tie between
-  // experts, so in the run's precision the oracle's choices are replayed, and rounding must explain each.
-  // Products of such models also round by how many tokens share an expert, so documents in a pack are
-  // compared within E1's bound, not by bits.
+  // For models with experts (DecoderLM::set_choice_of_experts). Rounding may decide a near tie, so in the
+  // run's precision the oracle's choices are replayed, and rounding must explain each other one. Such models
+  // also round by how many tokens share an expert: documents in a pack are compared within E1's bound, not by
+  // bits.
   std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};
 };
 
@@ -189,13 +179,12 @@ struct LayoutUnderTest {
   // Instead of `make`, for layouts that need more than the trainable parameters.
   std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
   std::vector<Axis> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
-  // Bytes that this rank should send for gradients and parameters in a step of `rounds` micro-batches in this
-  // precision, with and without the padding of flat storage (not every layout sends it). {0, 0} or not given:
-  // not claimed.
+  // Bytes that this rank should send in a step of `rounds` micro-batches in this precision, with and without
+  // the padding of flat storage. {0, 0} or not given: not claimed.
   std::function<std::pair<double, double>(DataParallel& layout, std::int64_t rounds, at::ScalarType dtype)>
       traffic{};
-  // For experiments: the same step with all ranks along this axis, other sizes 1 and only this layout; null
-  // where that is impossible. Called on every rank, with the same answer.
+  // For experiments: the same step with all ranks along this axis and only this layout; null where that is
+  // impossible. The same answer on every rank.
   std::function<std::shared_ptr<VerifyProblem>(const std::string& axis)> along{};
 };
 
@@ -220,41 +209,39 @@ using OptimizerOptions = std::variant<SgdOptions, AdamWOptions>;
 struct DeclaredLoss {
   Mean mean = Mean::kTargets;  // kTargets, kSamples, kWeights, kFixed or kNone
   double denominator = 1;      // kFixed
-  // For means of replicas: the whole step as the replicas see it; called on rank 0. The loss is the mean of
-  // their own means, over those that count anything. Not given: one mean over `whole`.
+  // For means of replicas' means: the whole step as the replicas see it; called on rank 0. Replicas that
+  // count nothing are left out. Not given: one mean over `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
 
-  // Loss of each token [T] from the model's outputs [T, ...], by the oracle's own plain code, instead of the
-  // cross entropy of logits. Tokens without target are left out afterwards. `name` is human-readable.
+  // Loss of each token [T] from the model's outputs [T, ...], by plain code, instead of the cross entropy of
+  // logits. Tokens without target are left out afterwards.
   std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)> per_token{};
 
-  // A loss over the rows of all ranks that is no sum over tokens: the oracle's own plain code, from the
-  // logits and targets of one global micro-batch. The step's loss is the mean over these. `name` is
-  // human-readable.
+  // A loss over the rows of all ranks that is no sum over tokens, by plain code from the logits and targets
+  // of one global micro-batch. The step's loss is the mean over these.
   std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& targets)> global{};
-  std::string name{};
+  std::string name{};  // human-readable, of per_token or global
 
   std::string text() const;  // "token mean", "mean of per-replica sample means", ...
 };
 
-// Receives the dumps of "oracle" and of each layout by name in fp64, and of "alone" and "NAME, fp32" in the
-// run's precision. Called on rank 0.
+// Receives, on rank 0, the dumps of "oracle" and of each layout by name in fp64, and of "alone" and
+// "NAME, fp32" in the run's precision.
 using TakeDump = std::function<void(const std::string& name, const StepDump& dump)>;
 
 // One step to prove. Each rank fills in its own.
 struct VerifyProblem {
-  // Makes a fresh model in the given dtype. Values of `dtype` (below) are copied into the fp64 models, so
-  // that all runs begin with the same bits.
+  // Makes a fresh model. Values of `dtype` (below) are copied into the fp64 models, so that all runs begin
+  // with the same bits.
   MakeVerifyModel make_model;
-  MicroBatches local;                      // this rank's part of the step; may be empty
-  std::optional<SharedSamples> shared_samples{};  // how `local` was split; without it, only the given split is run
-  std::function<MicroBatches()> whole;     // the whole step, for the oracle; called on rank 0
-  std::function<MicroBatches()> alone;  // the whole step in one process's micro-batches, called on the last
-                                        // rank; not given: `whole`
+  MicroBatches local;  // this rank's part of the step; may be empty
+  std::optional<SharedSamples>
+      shared_samples{};                 // how `local` was split; without it, only the given split is run
+  std::function<MicroBatches()> whole;  // the whole step, for the oracle; called on rank 0
+  std::function<MicroBatches()> alone;  // in one process's micro-batches; last rank; not given: `whole`
   at::ScalarType dtype = at::kFloat;    // the run's precision
   StepOptions step;
-  // Groups to clip separately; step.max_norm is the limit of the others. Gradients are then compared after
-  // the clip, so that they show the norms of their groups.
+  // Groups to clip separately; step.max_norm is the limit of the others. Gradients are compared after that.
   std::vector<ClipGroup> clip_groups{};
   std::vector<LayoutUnderTest> layouts;
   DeclaredLoss loss;
@@ -262,21 +249,20 @@ struct VerifyProblem {
   MakeNormalizer make_normalizer;
 
   std::optional<OwnClipping> clipping{};
-  // Parameters are compared after this many updates in fp64, of plain SGD and of `optimizer`: an error of the
-  // first update shows in the second step. 0: not compared.
+  // Parameters are compared after this many updates in fp64, of plain SGD and of `optimizer`. 0: not
+  // compared.
   int updates = 2;
   OptimizerOptions optimizer = AdamWOptions{};
   // Wraps the optimizers of the run under test.
   std::function<std::unique_ptr<Optimizer>(std::unique_ptr<Optimizer>)> wrap_optimizer{};
 
   std::int64_t memory_bytes = 0;  // limit of the oracle; 0: the machine's free memory
-  bool probe_documents =
-      true;                 // checks for leaks between documents, on rank 0's first micro-batch with several
-  bool experiments = true;  // after a failure, repeats the step in other circumstances to find the cause
+  bool probe_documents = true;    // looks for leaks between documents in rank 0's first pack of several
+  bool experiments = true;        // repeats a failed step in other circumstances to find the cause
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
-  // Called on every rank between pieces of the work (a micro-batch or a step each). True on any rank:
-  // verify() throws VerifyStopped on all. Given on all ranks or on none.
+  // Called on every rank between micro-batches and steps. True on any rank: verify() throws VerifyStopped on
+  // all. Given on all ranks or on none.
   std::function<bool()> stop{};
   // Called on rank 0 with the name of each layout that begins.
   std::function<void(const std::string& layout)> progress{};
@@ -291,8 +277,7 @@ struct VerifyProblem {
     std::function<StepOptions(StepOptions options)> through{};                     // VerifyModel::through
   };
   std::optional<LiveRun> live_run{};
-  // Needed where ranks along some axes hold the same batch; data axes are those along which they differ. Not
-  // given: every rank has different data.
+  // Needed where ranks along some axes hold the same batch. Not given: every rank has different data.
   std::optional<Mesh> mesh{};
   Group counting(const Group& all) const { return mesh ? mesh->counting() : all; }
   // Makes the group of these ranks, for experiments on fewer; collective over them.
@@ -307,8 +292,7 @@ struct Comparison {
   double error = 0;     // ‖g − g64‖ / s
   double allowed = 0;   // in the same unit
   double residual = 0;  // ‖g − ρ g64‖ / s: not explained by a scale
-  // Smallest error of this parameter's scale that would not pass; from 1 on, a lost gradient would pass (from
-  // 2, also a flipped sign).
+  // Smallest error of this parameter's scale that would not pass; from 1 on, a lost gradient would pass.
   double scale_found = 0;
   bool passed = false;
 };
@@ -332,7 +316,7 @@ struct ParameterVerdict {
   Comparison rounded;          // E2: the layout in the run's precision
   bool replicas_agree = true;  // same bits on every rank, in both precisions
   bool repeats = true;         // E3: same bits when the step is repeated
-  // In fp64: minimum and maximum over the elements of how many ranks count one in norms. Correct: 1 and 1.
+  // In fp64, how many ranks count an element in norms, at least and at most. Correct: 1 and 1.
   std::int64_t owners_least = 1, owners_most = 1;
   std::uint64_t checksum = 0;  // xxHash of rank 0's gradient in the run's precision
 };
@@ -354,12 +338,11 @@ struct Grade {
   double error = 0, allowed = 0;  // of that parameter
   std::int64_t failed = 0;        // parameters outside their bound
   WholeScale scale{};             // E2 only
-  // Smallest errors of scale that would be found, among parameters with s equal to their own norm: of all
-  // parameters together, and of any single one (worst case, with its name).
+  // Smallest errors of scale that would be found among parameters with s equal to their own norm: of all
+  // together, and of any single one (worst case, with its name).
   double uniform_found = 0, single_found = 0;
   std::string single_least{};
-  // Parameters whose gradient is below the floor of s; and those of them whose complete loss would not be
-  // seen.
+  // Parameters whose gradient is below the floor of s; those of them whose complete loss would not be seen.
   std::vector<std::string> by_floor{}, unseen{};
 };
 
@@ -433,9 +416,8 @@ struct Verdict {
 // Collective over `group`. Runs (a) the oracle: a plain-LibTorch step on rank 0 in fp64, which shares the
 // model's forward with the product but no normaliser, reducer, norm or cross-entropy code; (b) the same in
 // the run's precision; (c) each layout in fp64, and twice in the run's precision. Rank 0's verdict is
-// complete; other ranks have `passed`, `ranks` and `precision`. While one rank works alone the others wait in
-// short collectives, so only one micro-batch must fit in the group's timeout. ConfigError when the model has
-// no trainable parameter or the step no target.
+// complete; other ranks have `passed`, `ranks` and `precision`. One micro-batch of one process must fit in
+// the group's timeout. ConfigError when the model has no trainable parameter or the step no target.
 Verdict verify(const VerifyProblem& problem, Group& group);
 
 const char* state_name(Grade::State state);  // "pass", "fail", "not claimed"
@@ -452,30 +434,25 @@ ReportTable to_table(const Verdict& verdict);
 
 struct VerifyOptions {
   int ranks = 2;
-  // Axes of the ranks, the outermost first, e.g. {{"dp_shard", 2}, {"tp", 2}}; they determine the number of
-  // ranks. Batches are assigned along the data axes, and VerifyModel::cut gets the mesh. Not given: `ranks`
-  // with different data.
+  // Axes of the ranks, the outermost first, e.g. {{"dp_shard", 2}, {"tp", 2}}: batches are assigned along the
+  // data axes, and VerifyModel::cut gets the mesh. Not given: `ranks` with different data.
   std::vector<Axis> axes{};
   at::ScalarType dtype = at::kFloat;  // the run's precision
   StepOptions step{};
   DeclaredLoss loss{};
   MakeNormalizer make_normalizer{};  // of the loop under test; not given: the one that `loss` names
-  // Parameters are compared after this many updates of plain SGD and of `optimizer`. 0: only the first step's
-  // gradient is compared.
-  int updates = 2;
+  int updates = 2;                   // VerifyProblem::updates
   OptimizerOptions optimizer = AdamWOptions{};
 };
 
 // A model under token cross entropy: named parameters, and a function that returns logits [T, V] of a batch.
-// `units`: what ZeRO-3 shards separately (its root is the whole model); not given: all parameters are one
-// unit.
+// `units`: what ZeRO-3 shards separately; not given: all parameters are one unit.
 VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
                          std::function<at::Tensor(const Batch&)> logits,
                          std::optional<ModelUnits> units = {});
 
 // A module; `logits(*module, batch)` returns its logits. Initial values may be random: all ranks take rank
-// 0's. Under zero3 the whole module is one unit, even where members of it are Sharded; the next overload
-// proves their own gathering.
+// 0's. Under zero3 the whole module is one unit, also where members of it are Sharded.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;

@@ -85,7 +85,7 @@ TEST(BadInput, ARandomModel) {
   EXPECT_TRUE(answer.verdict.layouts.empty());
 }
 
-// Of the two runs of the oracle the first is not finite, or a gradient of the second.
+// The first of two runs of the oracle is not finite, or a gradient of the second.
 TEST(BadInput, AModelThatIsNotFiniteOnceIsRandom) {
   for (const bool logits_too : {true, false}) {
     int calls = 0;  // in fp64: rank 0's; the first asks whether the model runs in it at all
@@ -259,8 +259,8 @@ TEST(Experiments, CarryInputsAlong) {
     }
     for (const Experiment& experiment : {Experiment{.split_micro_batches = true},
                                          Experiment{.one_micro_batch = true}, Experiment{.ranks = 2}}) {
-      const DataByRank dealt = arrange(data, experiment).value();
-      for (const MicroBatches& of_rank : dealt)
+      const DataByRank arranged = arrange(data, experiment).value();
+      for (const MicroBatches& of_rank : arranged)
         for (const Batch& batch : of_rank)
           if (batch.num_fragments() > 0) expect_rows_of_their_samples(batch);
     }

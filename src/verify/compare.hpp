@@ -37,7 +37,6 @@ FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at:
 
 double squares(const at::Tensor& tensor);
 double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor);  // Σ (a − factor · b)²
-double squares_missing(const at::Tensor& whole, const Tensors& parts);  // Σ (Σ_c parts[c] − whole)²
 
 // The roots of these, also where a square would over- or underflow.
 double norm_of(const at::Tensor& tensor);
@@ -108,7 +107,7 @@ Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, doub
 // One run of one process is a poor sample of what rounding costs: a parameter's elements share the rounding
 // of what lies behind them, so that many may count as few, and over one number one of two runs is more than 4
 // times the other in 16 of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one
-// process therefore makes the step again up to so many times, each from parameters an ulp away
+// process therefore makes the step again up to this many times, each from parameters an ulp away
 // (reference.hpp), and the largest error counts: a layout whose error is one more draw of a single number
 // exceeds 4 times that in fewer than 2 of a million.
 constexpr int kMostDraws = 16;

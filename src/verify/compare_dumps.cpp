@@ -36,12 +36,11 @@ std::string common_prefix(const StepDump& found, const StepDump& expected) {
 void take_off(const std::string& prefix, StepDump& dump) {
   const auto shorten = [&](StepDump::Named& tensors) {
     for (auto& [name, tensor] : tensors)
-      if (name.starts_with(prefix)) name = name.substr(prefix.size());
+      if (name.starts_with(prefix)) name.erase(0, prefix.size());
   };
   shorten(dump.gradients);
   shorten(dump.applied);
-  for (auto& rank : dump.shares)
-    for (auto& share : rank) shorten(share);
+  for (auto& rank : dump.shares) std::ranges::for_each(rank, shorten);
 }
 
 // Takes the prefix that one of two dumps has before all names off it, and says so. Whether there was one.
@@ -72,38 +71,34 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
   const Allowance& allowance = one.allowance();
   grade(layout, expected.figures, precision, allowance.exact, allowance.bounds, one.scale());
   layout.figures_agree = true;  // what differs in them is a finding
-  const auto state = one.same() ? Grade::State::kPassed : Grade::State::kFailed;
+  const auto not_claimed = [](std::string why) {
+    return Grade{.state = Grade::State::kNotClaimed, .bound = std::move(why), .worst = {}};
+  };
+  layout.e3 = not_claimed("one dump shows one run");
+  (allowance.exact ? layout.e1 : layout.e2).state =
+      one.same() ? Grade::State::kPassed : Grade::State::kFailed;
   if (allowance.exact) {
-    layout.e1.state = state;
-    layout.e2 = {.state = Grade::State::kNotClaimed, .bound = "both dumps are in fp64", .worst = {}};
-  } else {
-    layout.e1 = {.state = Grade::State::kNotClaimed,
-                 .bound = "a dump in " + precision + " says nothing of exact arithmetic",
-                 .worst = {}};
-    layout.e2.state = state;
-    const double unit = allowance.bounds.unit;
-    const auto whole =
-        fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(),
-                    allowance.whole) +
-        (allowance.matrix > 0 ? fmt::format("; scale of each matrix within {:.2g} + 4 of its standard errors",
-                                            allowance.matrix)
-                              : "");
-    if (with_alone)
-      layout.e2.bound = fmt::format(
-          "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one process in {}; "
-          "u sqrt(W G) = {:.3g}; {}; scale of the whole gradient within 4 (u + its standard error), u = "
-          "{:.2g}",
-          precision, unit * std::sqrt(allowance.bounds.sum_length), precision,
-          unit * std::sqrt(allowance.bounds.sum_length), whole, unit);
-    else
-      layout.e2.bound = fmt::format(
-          "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were seen to be "
-          "off; {}; scale of the whole gradient within 4 (u + its standard error), u = {:.2g}; a dump of one "
-          "process in {} (--alone) gives a sharper bound",
-          precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole, unit,
-          precision);
+    layout.e2 = not_claimed("both dumps are in fp64");
+    return;
   }
-  layout.e3 = {.state = Grade::State::kNotClaimed, .bound = "one dump shows one run", .worst = {}};
+  layout.e1 = not_claimed("a dump in " + precision + " says nothing of exact arithmetic");
+  const double unit = allowance.bounds.unit, sums = unit * std::sqrt(allowance.bounds.sum_length);
+  auto whole =
+      fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(), allowance.whole);
+  if (allowance.matrix > 0)
+    whole += fmt::format("; scale of each matrix within {:.2g} + 4 of its standard errors", allowance.matrix);
+  layout.e2.bound =
+      with_alone ? fmt::format(
+                       "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one "
+                       "process in {}; u sqrt(W G) = {:.3g}; {}; scale of the whole gradient within 4 (u + "
+                       "its standard error), u = {:.2g}",
+                       precision, sums, precision, sums, whole, unit)
+                 : fmt::format(
+                       "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were "
+                       "seen to be off; {}; scale of the whole gradient within 4 (u + its standard error), u "
+                       "= {:.2g}; a dump of one process in {} (--alone) gives a sharper bound",
+                       precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole,
+                       unit, precision);
 }
 
 // An action that finds smaller mistakes than a comparison in this precision.
@@ -172,22 +167,10 @@ std::optional<StepDump> assigned_as(const StepDump& expected,
 
 // The ranks have as many targets in both, whatever their micro-batches.
 bool same_by_rank(const StepDump& found, const StepDump& expected) {
-  const auto of = [](const StepDump& dump) {
-    std::vector<std::int64_t> sums;
-    for (const auto& rank : dump.counts)
-      sums.push_back(std::accumulate(rank.begin(), rank.end(), std::int64_t{0}));
-    return sums;
-  };
-  return of(found) == of(expected);
-}
-
-// The most that the reference itself moves (StepDump::moves), as a share of a parameter's scale.
-double largest_move(const ComparedStep& one) {
-  double largest = 0;
-  for (std::size_t i = 0; i < one.parameters().size(); ++i)
-    if (one.parameters()[i].scale > 0)
-      largest = std::max(largest, one.moves()[i] / one.parameters()[i].scale);
-  return largest;
+  return std::ranges::equal(found.counts, expected.counts, [](const auto& own, const auto& theirs) {
+    return std::accumulate(own.begin(), own.end(), std::int64_t{0}) ==
+           std::accumulate(theirs.begin(), theirs.end(), std::int64_t{0});
+  });
 }
 
 // The dump of `--alone` bounds the error of A: it must be the same step, of A's precision, and right
@@ -217,12 +200,10 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
 RunAgain again_from_shares(const StepDump& expected) {
   if (expected.shares.empty() || expected.counts.empty()) return {};
   return [&expected](const Experiment& experiment) -> std::optional<RunPair> {
-    Experiment recorded;
-    recorded.only_rank = experiment.only_rank;
-    recorded.only_micro_batch = experiment.only_micro_batch;
-    recorded.reference_only = true;
-    if (experiment.only_rank < 0 || experiment.only_micro_batch < 0 || !experiment.reference_only ||
-        recorded.text() != experiment.text())
+    const Experiment recorded{.only_rank = experiment.only_rank,
+                              .only_micro_batch = experiment.only_micro_batch,
+                              .reference_only = true};
+    if (experiment.only_rank < 0 || experiment.only_micro_batch < 0 || experiment != recorded)
       return std::nullopt;
     const auto rank = static_cast<std::size_t>(experiment.only_rank);
     const auto micro_batch = static_cast<std::size_t>(experiment.only_micro_batch);
@@ -286,7 +267,9 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
         "{} is in {}, coarser than {} in {}: its precision limits the verdict, and what is smaller than "
         "its rounding does not show{} (make the reference in fp64)",
         names.expected, precision, names.found, pair.found.precision, unseen_in(layout.e2)));
-  const double moved = largest_move(one);
+  double moved = 0;  // the most that the reference itself moves, as a share of a parameter's scale
+  for (std::size_t i = 0; i < one.parameters().size(); ++i)
+    if (one.parameters()[i].scale > 0) moved = std::max(moved, one.moves()[i] / one.parameters()[i].scale);
   if (one.allowance().moved)
     result.notices.push_back(fmt::format(
         "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where parameters move by "

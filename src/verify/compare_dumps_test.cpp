@@ -58,6 +58,17 @@ double of_rank(std::size_t rank) {
   for (const auto count : kCounts[rank]) sum += static_cast<double>(count);
   return sum;
 }
+StepDump in_precision(const char* precision, StepDump dump = right(false)) {
+  dump.precision = precision;
+  return dump;
+}
+// The second parameter turned by a share of its norm.
+void turn(StepDump& dump, double share) {
+  at::Tensor& norm = dump.gradients[1].second;
+  at::Tensor off = norm.roll(1);
+  off = off - norm * ((off * norm).sum() / norm.square().sum());
+  norm = norm + share * off * (norm.norm() / off.norm());
+}
 StepDump mean_of_rank_means() {
   return dump_of([](auto rank, auto) { return 20 / (3 * of_rank(rank)); }, false);
 }
@@ -173,8 +184,7 @@ TEST(CompareDumps, SharesThatDoNotAddUpProveNothing) {
 
 TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   const auto rounded = [](double more) {
-    StepDump dump = right(false);
-    dump.precision = "fp32";
+    StepDump dump = in_precision("fp32");
     for (auto& [name, tensor] : dump.gradients) tensor = (tensor * more).to(at::kFloat).to(at::kDouble);
     return dump;
   };
@@ -204,29 +214,23 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
     }
   };
   EXPECT_THAT(refused(rounded(1.3), rounded(1.3)), HasSubstr("no right step of one process"));
-  StepDump random = rounded(1);
-  random.gradients[1].second = at::ones({4}, at::kDouble);
-  EXPECT_THAT(refused(random, random), HasSubstr("block.norm"));
-  StepDump elsewhere = rounded(1);
-  elsewhere.samples = {7, 8, 9, 10};
-  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("samples"));
-  elsewhere = rounded(1);
-  elsewhere.figures.targets = 19;
-  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("targets"));
-  elsewhere = rounded(1);
-  elsewhere.figures.loss = 3;
-  EXPECT_THAT(refused(rounded(1), elsewhere), HasSubstr("loss"));
-  StepDump half = rounded(1);
-  half.precision = "bf16";
-  EXPECT_THAT(refused(rounded(1), half), HasSubstr("bf16, where A is in fp32"));
+  const std::pair<const char*, std::function<void(StepDump&)>> no_such_step[] = {
+      {"block.norm", [](auto& dump) { dump.gradients[1].second = at::ones({4}, at::kDouble); }},
+      {"samples",
+       [](auto& dump) {
+         dump.samples = {7, 8, 9, 10};
+       }},
+      {"targets", [](auto& dump) { dump.figures.targets = 19; }},
+      {"loss", [](auto& dump) { dump.figures.loss = 3; }},
+      {"bf16, where A is in fp32", [](auto& dump) { dump.precision = "bf16"; }}};
+  for (const auto& [words, change] : no_such_step) {
+    StepDump other = rounded(1);
+    change(other);
+    EXPECT_THAT(refused(rounded(1), other), HasSubstr(words));
+  }
   // One process that is off by 6e-6 in one parameter: four times of it would let 1.8e-5 pass.
   StepDump rough = rounded(1), far = rounded(1);
-  const at::Tensor norm = right().gradients[1].second;
-  at::Tensor off = norm.roll(1);
-  off = off - norm * ((off * norm).sum() / norm.square().sum());
-  off = off * (norm.norm() / off.norm());
-  rough.gradients[1].second += 6e-6 * off;
-  far.gradients[1].second += 1.8e-5 * off;
+  turn(rough, 6e-6), turn(far, 1.8e-5);
   EXPECT_TRUE(compare_dumps(rounded(1), right(), kNames, rough).verdict.passed);
   EXPECT_FALSE(compare_dumps(far, right(), kNames, rough).verdict.passed);
   StepDump others = rounded(1);
@@ -235,42 +239,38 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   EXPECT_THROW(compare_dumps(rounded(1), rounded(1), kNames, rounded(1)), ConfigError);
 }
 
-TEST(CompareDumps, ADumpOfAnotherStepIsSaidToBeOne) {
-  StepDump other = right(false);
-  other.samples = {7, 8, 9, 10};
-  const auto result = compare_dumps(other, right(), kNames);
-  EXPECT_FALSE(result.verdict.passed);
-  EXPECT_FALSE(result.verdict.batch_agrees);
-  EXPECT_EQ(first_id(result), "other_batch");
-  other.samples = {0, 0, 1, 2, 3};
-  EXPECT_EQ(first_id(compare_dumps(other, right(), kNames)), "sample_twice");
-  other = right(false);
-  other.figures.targets = 19;
-  EXPECT_EQ(first_id(compare_dumps(other, right(), kNames)), "other_targets");
-}
-
-TEST(CompareDumps, ParametersThatAreMissingRenamedOrReshaped) {
-  StepDump missing = right(false);
-  missing.gradients.erase(missing.gradients.begin() + 1);
-  auto result = compare_dumps(missing, right(), kNames);
-  EXPECT_FALSE(result.verdict.passed);
-  EXPECT_EQ(first_id(result), "parameters_missing");
-  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("block.norm"));
-
-  StepDump renamed = right(false);
-  renamed.gradients[1].first = "block.layer_norm";
-  result = compare_dumps(renamed, right(), kNames);
-  EXPECT_FALSE(result.verdict.passed);
-  EXPECT_EQ(first_id(result), "parameters_renamed");
-  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("block.layer_norm"));
-
-  StepDump reshaped = right(false);
-  reshaped.gradients[0].second = reshaped.gradients[0].second.t().contiguous();
-  result = compare_dumps(reshaped, right(), kNames);
-  EXPECT_FALSE(result.verdict.passed);
-  EXPECT_EQ(first_id(result), "parameters_reshaped");
-  EXPECT_THAT(result.verdict.diagnosis[0], HasSubstr("[4, 7], expected [7, 4]"));
-
+TEST(CompareDumps, ADumpOfAnotherStepOrModelIsSaidToBeOne) {
+  struct Case {
+    const char *id, *words;
+    std::function<void(StepDump&)> change;
+  };
+  const Case cases[] = {{"other_batch", "the runs did not see the same samples",
+                         [](auto& dump) {
+                           dump.samples = {7, 8, 9, 10};
+                         }},
+                        {"sample_twice", "",
+                         [](auto& dump) {
+                           dump.samples = {0, 0, 1, 2, 3};
+                         }},
+                        {"other_targets", "", [](auto& dump) { dump.figures.targets = 19; }},
+                        {"parameters_missing", "block.norm",
+                         [](auto& dump) { dump.gradients.erase(dump.gradients.begin() + 1); }},
+                        {"parameters_renamed", "block.layer_norm",
+                         [](auto& dump) { dump.gradients[1].first = "block.layer_norm"; }},
+                        {"parameters_reshaped", "[4, 7], expected [7, 4]", [](auto& dump) {
+                           dump.gradients[0].second = dump.gradients[0].second.t().contiguous();
+                         }}};
+  for (const Case& one : cases) {
+    StepDump other = right(false);
+    one.change(other);
+    const auto result = compare_dumps(other, right(), kNames);
+    EXPECT_FALSE(result.verdict.passed);
+    EXPECT_EQ(first_id(result), one.id);
+    EXPECT_THAT(result.verdict.diagnosis.at(0), HasSubstr(one.words));
+    if (one.id == std::string("other_batch")) {
+      EXPECT_FALSE(result.verdict.batch_agrees);
+    }
+  }
   StepDump others;
   others.gradients = {{"x", at::ones({2}, at::kDouble)}};
   others.precision = "fp64";
@@ -293,11 +293,7 @@ TEST(CompareDumps, AWrappersPrefixIsTakenOffAndSaid) {
     return dump;
   };
   EXPECT_EQ(first_id(compare_dumps(mean_of_rank_means(), renamed(right()), kNames)), "mean_of_rank_means");
-  const auto fp32 = [] {
-    StepDump dump = right(false);
-    dump.precision = "fp32";
-    return dump;
-  };
+  const auto fp32 = [] { return in_precision("fp32"); };
   for (int which = 0; which < 8; ++which) {
     const auto in = [&](int bit, const StepDump& dump) { return which & bit ? renamed(dump) : dump; };
     EXPECT_TRUE(compare_dumps(in(1, fp32()), in(2, right()), kNames, in(4, fp32())).verdict.passed) << which;
@@ -309,8 +305,7 @@ TEST(CompareDumps, AWrappersPrefixIsTakenOffAndSaid) {
 // The coarser of two precisions gives the bound, and is the one that is printed.
 TEST(CompareDumps, AReferenceThatIsCoarserThanTheRunLimitsTheVerdictAndIsSaidTo) {
   for (const auto& [own, theirs] : {std::pair{"fp32", "bf16"}, {"fp64", "bf16"}, {"fp64", "fp32"}}) {
-    StepDump found = right(false), expected = right();
-    found.precision = own, expected.precision = theirs;
+    StepDump found = in_precision(own), expected = in_precision(theirs, right());
     const auto result = compare_dumps(found, expected, kNames);
     EXPECT_EQ(result.verdict.passed, theirs != std::string("bf16"));  // which tells too little of a vector
     if (!result.verdict.passed) {
@@ -330,18 +325,13 @@ TEST(CompareDumps, AReferenceThatIsCoarserThanTheRunLimitsTheVerdictAndIsSaidTo)
 // A run that says to be of a million ranks, or of a million empty micro-batches, is allowed no more.
 TEST(CompareDumps, WhatARunSaysOfItselfNeverWidensABound) {
   const auto far = [](double off, int ranks, std::size_t empty) {
-    StepDump dump = right(false);
-    dump.precision = "fp32";
-    const at::Tensor norm = dump.gradients[1].second;
-    at::Tensor turned = norm.roll(1);
-    turned = turned - norm * ((turned * norm).sum() / norm.square().sum());
-    dump.gradients[1].second = norm + off * turned * (norm.norm() / turned.norm());
+    StepDump dump = in_precision("fp32");
+    turn(dump, off);
     dump.axes = {{"dp_replicate", ranks}};
     dump.counts[0].resize(2 + empty);
     return dump;
   };
-  StepDump alone = right(false);
-  alone.precision = "fp32";
+  const StepDump alone = in_precision("fp32");
   for (const int ranks : {3, 1 << 20})
     EXPECT_FALSE(compare_dumps(far(2e-5, ranks, 0), right(), kNames, alone).verdict.passed) << ranks;
   EXPECT_FALSE(compare_dumps(far(2e-6, 3, 10000), right(), kNames, alone).verdict.passed);

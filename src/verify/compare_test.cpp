@@ -82,7 +82,7 @@ TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
 }
 
 // Draws of one distribution, a single number's rounding among them: a layout's error against the largest of
-// so many runs of one process. One run alone does not measure it.
+// this many runs of one process. One run alone does not measure it.
 TEST(Compare, TheLargestOfThoseRunsCallsNoEqualWrong) {
   constexpr int kDraws = 20000;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);

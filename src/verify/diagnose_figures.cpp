@@ -155,7 +155,7 @@ std::string text_of_group(double ratio, const std::vector<std::string>& names) {
   return fmt::format("applied {:.9g} of the gradient: {}", ratio, list_names(names));
 }
 
-// What an update takes away by one dump, against the gradient and the clip coefficient of the same dump.
+// An update of one dump, against the gradient and the clip coefficient of the same dump.
 struct OwnUpdate {
   std::vector<std::string> wrong;  // parameters
   std::vector<Finding> findings;   // one, where there are any
@@ -488,7 +488,7 @@ std::vector<Finding> diagnose_not_finite_figures(const ComparedStep& one) {
   return {{finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken))}};
 }
 
-// The rounding of numbers of size 1 leaves so many units of a sum that cancels.
+// The rounding of numbers of size 1 leaves this many units of a sum that cancels.
 constexpr double kUnitsOfCancelled = 16;
 
 // The error allowed in terms, and in a loss that is made of them, whatever their own size: next to a larger

@@ -623,7 +623,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
         "{}: not told, because the targets lie otherwise on ranks and micro-batches in the two "
         "dumps, so that the reference's parts are not those of these ranks; {}",
         subject(one, names), numbers_of(one, names));
-    evidence.push_back("to tell: make the reference with the samples dealt as in the run");
+    evidence.push_back("to tell: make the reference with the samples assigned as in the run");
   }
   finding.evidence = std::move(evidence);
   return finding;

@@ -54,7 +54,7 @@ AxisSet present(const Grid& grid, AxisSet along) {
   return along;
 }
 
-// Of all ranks and micro-batches; kNotRecorded where there are no counts.
+// The sum over ranks and micro-batches; kNotRecorded where there are no counts.
 static std::int64_t counted_targets(const StepDump& dump) {
   std::int64_t sum = dump.counts.empty() ? kNotRecorded : 0;
   for (const auto& rank : dump.counts) sum = std::accumulate(rank.begin(), rank.end(), sum);

@@ -321,7 +321,7 @@ class ComparedStep {
 // The step made again in other circumstances; nothing: it cannot be made.
 std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain& again);
 
-// What a verdict says of each compared parameter; both of its comparisons are the dumps'.
+// A verdict on each compared parameter; both of its comparisons are that of the dumps.
 std::vector<ParameterVerdict> verdicts_of(const ComparedStep& one);
 
 // Empty: the pair shows the same step. The first finding names the cause; others follow where several things

@@ -139,7 +139,7 @@ std::string sentence_of(const std::vector<Finding>& findings) {
 
 using Change = std::function<void(StepDump& found, StepDump& expected)>;
 
-// What is said of a right gradient, whose figures are all there, after `change`.
+// The findings about a right gradient with all its figures, after `change`.
 std::vector<Finding> findings_with(const Change& change, std::vector<std::string>* notices = nullptr) {
   ToyTrainer trainer;
   trainer.change = [change](RunPair& pair, const Experiment&) {
@@ -679,7 +679,7 @@ TEST(Diagnosis, Figures) {
   EXPECT_EQ(terms(1.5, 0.5, 1.1), "loss_differs");
 }
 
-// Of two stages on two data ranks each: squares that are summed along one axis alone, and the mean of what
+// Two stages on two data ranks each: squares that are summed along one axis alone, and the mean of what
 // comes of that.
 TEST(Diagnosis, NormsOfPartsAlongOneAxis) {
   using Norms = std::vector<double>;

@@ -223,7 +223,7 @@ class StepReader {
     return value;
   }
 
-  // The same of a list that is not empty, nor longer than there can be ranks.
+  // A list that is not empty, and no longer than there can be ranks.
   const json* entries(const char* key, Kind is, const char* expected) {
     const json* value = find(key, is, expected);
     if (value) expect_entries(key, *value);

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "train/rank_zero.hpp"
 #include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
 
@@ -443,14 +444,9 @@ bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, c
 }
 
 std::vector<Finding> Investigation::diagnose(std::optional<ComparedStep>& compared, bool failed) {
-  at::Tensor asks = at::zeros({1}, at::kLong);
   std::vector<Finding> findings;
-  if (group_.rank() == 0) {
-    findings = isograd::diagnose(*compared);
-    if (problem_.experiments && (failed || !findings.empty())) asks.fill_(1);
-  }
-  group_.broadcast(asks, 0);
-  if (asks.item<std::int64_t>() == 0) return findings;
+  if (group_.rank() == 0) findings = isograd::diagnose(*compared);
+  if (!of_rank_zero(group_, problem_.experiments && (failed || !findings.empty()))) return findings;
   step_data_ = step_data_of(problem_, problem_.counting(group_));
   if (group_.rank() == 0) {
     findings = isograd::diagnose(compared->pair(), [&](const Experiment& experiment) {

@@ -19,8 +19,8 @@ using DataByRank = std::vector<MicroBatches>;
 DataByRank gather_batches(const MicroBatches& local, Group& group);
 // [rank][micro-batch] targets that carry loss.
 std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
-// Writes what the declared mean counts in each into dump.counts or dump.amounts: all known causes use that.
-// Nothing under means that count nothing, or differ over ranks. `data` is the whole step.
+// Writes what the declared mean counts in `data`, the whole step, into dump.counts or dump.amounts. Nothing
+// under means that count nothing, or differ over ranks.
 void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, StepDump& dump);
 // Ids of the samples in fragments, sorted, once for each fragment.
 std::vector<std::int64_t> samples_of(const MicroBatches& batches);
@@ -30,18 +30,15 @@ std::vector<std::int64_t> samples_over_ranks(const MicroBatches& local, Group& g
 inline at::Tensor of_fragment(const at::Tensor& tensor, const Batch& batch, std::size_t fragment) {
   return tensor.slice(0, batch.cu_seqlens[fragment], batch.cu_seqlens[fragment + 1]);
 }
-// Makes the fragment's row of each of Batch::inputs another one, of its type and in its range if whole
-// numbers.
+// Makes the fragment's row of each of Batch::inputs another one of its type.
 void perturb_inputs(Batch& batch, std::int64_t fragment);
 
 // One batch of all fragments, and the fragments [first, last) of one. Neither knows Batch::sample_targets.
 Batch joined(const MicroBatches& batches);
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);
 
-// The step's data, by data rank and before any cut, as the experiment assigns them (all but only_axis and
-// the circumstances of the run); Batch::sample_targets are those of the new step. Nothing
-// where that would be the step as it is, although the experiment asks for other data, or would have no
-// target.
+// The step's data, by data rank and before any cut, as the experiment assigns them; Batch::sample_targets are
+// those of the new step. Nothing where the step would be unchanged or without a target.
 std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment);
 
 // Rank 0's experiment on every rank; nothing: no more of them. Collective.
@@ -55,15 +52,13 @@ class Investigation {
                 LayoutRun& exact, Group& group)
       : problem_(problem), layout_(layout), initial_(initial), exact_(exact), group_(group) {}
 
-  // Fills in what the step said, on rank 0, and what the ranks have. Collective.
+  // Fills in the step, on rank 0, and what the ranks have. Collective.
   void describe(const LayoutRun::RecordedStep& made, StepDump& dump);
-  // Collective; the answer is rank 0's, which gives the step as compared. `failed` (rank 0's) says whether it
-  // is worth experiments.
+  // Collective; the answer is rank 0's, which gives both arguments. `failed`: it is worth experiments.
   std::vector<Finding> diagnose(std::optional<ComparedStep>& compared, bool failed);
 
  private:
-  // A step's data before any cut, by data rank, and which of them each place in `counting` works on: of ranks
-  // that hold a model together each has the same.
+  // A step's data before any cut, by data rank, and the data rank of each place in `counting`.
   struct StepData {
     DataByRank data;
     std::vector<int> data_rank;
@@ -71,8 +66,7 @@ class Investigation {
   static StepData step_data_of(const VerifyProblem& problem, Group counting);  // collective
   // Ranks of the experiment become data ranks. False: it makes no sense there.
   static bool by_data_rank(Experiment& experiment, const StepData& step_data);
-  // Leaves of `data` the part of `rank` alone: its micro-batches, or its part of those that several ranks
-  // share.
+  // Leaves of `data` the part of `rank` alone.
   static bool leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data, int rank,
                          int micro_batch, Group counting);
 

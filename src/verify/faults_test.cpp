@@ -1,5 +1,5 @@
-// Mistakes that real trainers shipped, put in through the public seams: verify must find each, by name and
-// ratio.
+// Mistakes that real trainers shipped, put in through the public interfaces: verify must find each, by name
+// and ratio.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <bit>
@@ -10,7 +11,6 @@
 
 #include "base/files.hpp"
 #include "isograd/error.hpp"
-#include "isograd/random.hpp"
 #include "isograd/step.hpp"
 #include "layout/flat.hpp"
 #include "optim/norm/passes.hpp"
@@ -48,42 +48,30 @@ std::vector<std::size_t> differing_over_ranks(const at::Tensor& digests, Group& 
 
 std::uint64_t digest(const MicroBatches& batches) {
   std::uint64_t sum = 0;
+  const auto add = [&](const std::vector<std::int64_t>& of) {
+    sum += XXH3_64bits(of.data(), of.size() * sizeof(std::int64_t));
+  };
+  const auto flat = [](const at::Tensor& tensor, at::ScalarType dtype) {
+    return tensor.defined() ? tensor.detach().to(at::kCPU, dtype).contiguous() : tensor;
+  };
   for (const auto& batch : batches) {
-    const at::Tensor tokens = batch.tokens.cpu().contiguous(), targets = batch.targets.cpu().contiguous();
-    const auto* token = tokens.const_data_ptr<std::int64_t>();
-    const auto* target = targets.const_data_ptr<std::int64_t>();
-    const auto flat = [](const at::Tensor& tensor, at::ScalarType dtype) {
-      return tensor.defined() ? tensor.detach().to(at::kCPU, dtype).contiguous() : tensor;
-    };
-    const at::Tensor weights = flat(batch.weights, at::kDouble), positions = flat(batch.positions, at::kLong);
-    const auto* weight = weights.defined() ? weights.const_data_ptr<double>() : nullptr;
-    const auto* position = positions.defined() ? positions.const_data_ptr<std::int64_t>() : nullptr;
-    for (std::int64_t fragment = 0; fragment < batch.num_fragments(); ++fragment) {
-      const auto index = static_cast<std::size_t>(fragment);
-      if (batch.sample_ids[index] == kPaddingSample) continue;
-      const auto begin = batch.cu_seqlens[index], end = batch.cu_seqlens[index + 1];
-      const auto before = batch.cut ? batch.cut->own()[index].begin : 0;  // tokens of the fragment elsewhere
-      const auto sample = static_cast<std::uint64_t>(batch.sample_ids[index]);
+    const at::Tensor tokens = flat(batch.tokens, at::kLong), targets = flat(batch.targets, at::kLong),
+                     weights = flat(batch.weights, at::kDouble), positions = flat(batch.positions, at::kLong);
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      if (batch.sample_ids[f] == kPaddingSample) continue;
+      const auto begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+      const auto before = batch.cut ? batch.cut->own()[f].begin : 0;  // tokens of the fragment elsewhere
       for (auto t = begin; t < end; ++t) {
-        const auto place = static_cast<std::uint64_t>(before + t - begin);
-        sum += random_bits({.seed = static_cast<std::uint64_t>(token[t]),
-                            .step = static_cast<std::uint64_t>(target[t]),
-                            .sample = sample,
-                            .layer = hash_name("batch digest")},
-                           place);
-        sum += random_bits({.seed = std::bit_cast<std::uint64_t>(weight ? weight[t] : 1.0),
-                            .step = position ? static_cast<std::uint64_t>(position[t]) : place,
-                            .sample = sample,
-                            .layer = hash_name("weights digest")},
-                           place);
+        const auto place = before + t - begin;
+        add({batch.sample_ids[f], place, tokens.const_data_ptr<std::int64_t>()[t],
+             targets.const_data_ptr<std::int64_t>()[t],
+             std::bit_cast<std::int64_t>(weights.defined() ? weights.const_data_ptr<double>()[t] : 1.0),
+             positions.defined() ? positions.const_data_ptr<std::int64_t>()[t] : place});
       }
       for (std::size_t i = 0; i < batch.inputs.size(); ++i)
-        sum +=
-            random_bits({.seed = static_cast<std::uint64_t>(
-                             digest(std::vector<at::Tensor>{batch.inputs[i][fragment]}).item<std::int64_t>()),
-                         .sample = static_cast<std::uint64_t>(batch.sample_ids[index]),
-                         .layer = hash_name("inputs digest")},
-                        i);
+        add({batch.sample_ids[f], static_cast<std::int64_t>(i),
+             digest(std::vector<at::Tensor>{batch.inputs[i][static_cast<std::int64_t>(f)]})
+                 .item<std::int64_t>()});
     }
   }
   return sum;

@@ -277,7 +277,7 @@ std::string sentence(const Suspect& one) {
   return fmt::format("right {}, wrong together ({})", fmt::join(right, " and "), where);
 }
 
-// All subsets of so many of these.
+// All subsets of this size.
 std::vector<std::vector<std::string>> subsets(const std::vector<std::string>& names, std::size_t size) {
   if (size == 0) return {{}};
   std::vector<std::vector<std::string>> all;

@@ -31,11 +31,11 @@ inline constexpr const char* kAllLayouts = "all";
 LayoutChoice parse_layout(const std::string& text);
 
 // Every layout that `ranks` allow: each strategy, sharded ones with each number of replicas that divides the
-// ranks, with one copy of the parameters (where `host_memory`: ranks can reach one another's) and without.
-// Where the loss is a mean of replicas' means, only layouts with as many replicas as configured.
+// ranks, with one copy of the parameters (where ranks share `host_memory`) and without. A mean of replicas'
+// means keeps the configured number of replicas.
 std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory);
 // The layouts that --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured
-// one. kAllMeshes (meshes.hpp) asks for none of these.
+// one. kAllMeshes asks for none of these.
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world);
 
@@ -53,25 +53,23 @@ struct ProposedMeshes {
   std::vector<std::string> left, refused;  // MeshesTried
 };
 
-// At most this many meshes are run; above it, a covering set: those that cover each axis at each of its
-// sizes, each axis alone and each two axes together, wherever there is a mesh that does.
+// At most this many meshes are run; above it, a set that covers each axis at each of its sizes, each axis
+// alone and each two axes together.
 inline constexpr std::size_t kMostMeshes = 16;
 
 // Heads of a model's attention, Task::heads().
 using Heads = std::pair<std::int64_t, std::int64_t>;
 
-bool splits_heads(const Heads& heads, int ulysses);  // over so many ranks of Ulysses
+bool splits_heads(const Heads& heads, int ulysses);  // over this many ranks of Ulysses
 
-// Every way to factor `ranks` over pp, dp_replicate, dp_shard, cp_ring, cp_ulysses and tp, with ep where the
-// model may have experts, that the configuration allows, by what check() says of it, and the model: Ulysses
-// deals its heads over ranks. Strategies that do not shard have no replicas beside shards, and a mean of
-// replicas' means keeps its replicas. The configured mesh comes first. Pure: the same on every rank.
+// Every way to factor `ranks` over the axes (ep where the model may have experts) that check() and the
+// model's heads allow; a mean of replicas' means keeps its replicas. The configured mesh comes first. The
+// same on every rank.
 ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads,
                               std::size_t most = kMostMeshes);
 
-// Runs what is proposed, in order, and adds each verdict to `verdict`. What `verify_mesh` refuses by a
-// ConfigError counts as not admissible; a verdict without layouts, on a step that ended in an error, fails
-// all. Collective, as `verify_mesh` is; rank 0's MeshesTried is complete.
+// Runs what is proposed and adds each verdict to `verdict`. A ConfigError of `verify_mesh`: not admissible; a
+// verdict without layouts, of a step that ended in an error, fails all. Collective; rank 0's is complete.
 MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, Verdict& verdict,
                        const std::function<Verdict(const MeshChoice&)>& verify_mesh);
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <set>
@@ -13,6 +14,7 @@
 #include "comm/shm/segment.hpp"
 #include "isograd/error.hpp"
 #include "isograd/random.hpp"
+#include "train/rank_zero.hpp"
 #include "verify/compare.hpp"
 #include "verify/experiments.hpp"
 #include "verify/heartbeat.hpp"
@@ -105,12 +107,6 @@ std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches&
   return "";
 }
 
-std::int64_t oracle_bytes(const Initial& initial) {
-  std::int64_t elements = 0;
-  for (const auto& value : initial.values) elements += value.numel();
-  return elements * 8 * kCopies;
-}
-
 void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group) {
   double available = static_cast<double>(std::numeric_limits<std::int64_t>::max());
   if (group.rank() == 0)
@@ -119,16 +115,15 @@ void refuse_without_memory(const VerifyProblem& problem, const Initial& initial,
   at::Tensor shared = at::full({1}, available, at::kDouble);
   group.broadcast(shared, 0);
   available = shared.item<double>();
-  const auto needed = static_cast<double>(oracle_bytes(initial));
-  if (needed <= available) return;
-
   std::map<int, double> layers;
-  double rest = 0;
+  double needed = 0, rest = 0;
   for (std::size_t i = 0; i < initial.names.size(); ++i) {
     const auto bytes = static_cast<double>(initial.values[i].numel() * 8 * kCopies);
     const int layer = layer_of(initial.names[i]);
     (layer < 0 ? rest : layers[layer]) += bytes;
+    needed += bytes;
   }
+  if (needed <= available) return;
   std::size_t fit = 0;
   for (const auto& [layer, bytes] : layers)
     if ((rest += bytes) <= available) ++fit;
@@ -276,12 +271,11 @@ MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint6
 
 // Rank 0's places, on every rank.
 std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group) {
-  at::Tensor places = at::tensor(std::vector<std::int64_t>(own.begin(), own.end()), at::kLong);
-  at::Tensor count = at::full({1}, places.numel(), at::kLong);
-  group.broadcast(count, 0);
-  if (group.rank() != 0) places = at::empty({count.item<std::int64_t>()}, at::kLong);
-  if (places.numel() > 0) group.broadcast(places, 0);
-  return {places.data_ptr<std::int64_t>(), places.data_ptr<std::int64_t>() + places.numel()};
+  const std::string bytes =
+      broadcast_text(group, {reinterpret_cast<const char*>(own.data()), own.size() * sizeof(std::size_t)});
+  std::vector<std::size_t> places(bytes.size() / sizeof(std::size_t));
+  std::memcpy(places.data(), bytes.data(), bytes.size());
+  return places;
 }
 
 }  // namespace

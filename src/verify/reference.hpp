@@ -19,12 +19,8 @@ void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, con
 // How two runs of the first micro-batch that has a target differ; "" when all bits are the same.
 std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches& whole);
 
-// ConfigError on all ranks when rank 0 has not the memory for the oracle: how much it takes, and how many
-// layers would fit. Collective.
+// ConfigError on all ranks when rank 0 has not the memory for the oracle. Collective.
 void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group);
-
-// Bytes that the oracle takes for parameters, gradients and the copies it compares, all in fp64.
-std::int64_t oracle_bytes(const Initial& initial);
 
 struct Leak {
   std::int64_t perturbed = 0, touched = 0;  // sample ids
@@ -34,11 +30,9 @@ struct Leak {
   std::string text() const;
 };
 
-// Changes the tokens of one document of `batch`, the first and then the last, and holds the others to the
-// bits that they had (a model with experts to E1's bound of them): their logits, and the gradient of their
-// loss. Nothing: no leak. Takes two forwards and backwards of each. A document is changed into other tokens,
-// or, where tokens are no vocabulary (DeclaredLoss::per_token), into its own in reverse. A batch with fewer
-// than two documents has nothing to show.
+// Changes the tokens of one document of `batch`, the first and then the last, and holds the others' logits,
+// and the gradient of their loss, to the bits that they had (a model with experts to E1's bound). Nothing: no
+// leak.
 std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
                                     const DeclaredLoss& declared = {});
 
@@ -58,31 +52,29 @@ struct Reference {
 
 inline const SgdOptions kPlainSgd{.learning_rate = 0.1, .momentum = 0, .weight_decay = 0};
 
-// Parameters are followed through so many updates.
+// Parameters are followed through this many updates.
 struct Path {
   OptimizerOptions optimizer;
   int updates = 0;
 };
 
-// The first update shows how a gradient is applied, the second what became of the optimizer's state. Each
-// takes a step in fp64: with many layouts plain SGD, which has no state, makes one.
+// The first update shows how a gradient is applied, the second the optimizer's state. With many layouts plain
+// SGD, which has no state, makes one.
 std::vector<Path> paths(const VerifyProblem& problem);
 
 // Collective: rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
 Reference make_reference(const VerifyProblem& problem, const Initial& initial, Group& group);
 
-// Parameters that one run did not clear: their places among the trainable ones, and the error of one process
-// that would clear each.
+// Parameters that one run did not clear, by place, and the error of one process that would clear each.
 struct Retry {
   std::vector<std::size_t> places;
   std::vector<double> enough;
 };
 
 // The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0; fewer as
-// soon as all are cleared. Collective: rank 0 says which, the last rank makes the steps, each from parameters
-// an ulp away, in which kernels round otherwise, in fp64 and in the run's precision, and (but for a loss over
-// all rows) in another cut of the batch with as many micro-batches as all ranks have together. Empty where
-// there are none.
+// soon as all are cleared. Collective: the last rank makes the steps, in fp64 and in the run's precision,
+// from parameters an ulp away and (except for a loss over all rows) in another cut of the batch with as many
+// micro-batches as all ranks have together.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
                                      const std::vector<double>& scales, const Retry& retry, Group& group);
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <xxhash.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <limits>
 #include <map>
 
+#include "train/rank_zero.hpp"
 #include "verify/compare.hpp"
 #include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
@@ -112,14 +114,14 @@ LayoutVerdict::Choices ReplayedChoices::take(const Group& data) {
   Group ranks = data;
   at::Tensor sums = at::tensor({taken.tokens, taken.flipped, taken.wrong}, at::kLong);
   ranks.all_reduce(sums);
-  constexpr std::int64_t kNone = std::int64_t{1} << 40;
-  at::Tensor layer = at::full({1}, taken.layer < 0 ? kNone : taken.layer, at::kLong);
-  ranks.all_reduce(layer, ReduceOp::kMin);
-  const at::Tensor margins = ranks.all_gather(at::full({1}, taken.margin, at::kDouble));
   taken.tokens = sums[0].item<std::int64_t>(), taken.flipped = sums[1].item<std::int64_t>();
   taken.wrong = sums[2].item<std::int64_t>();
-  taken.layer = layer.item<std::int64_t>() == kNone ? -1 : layer.item<std::int64_t>();
-  taken.margin = margins.max().item<double>();
+  constexpr double kNone = 1e9;  // layers
+  const at::Tensor others = ranks.all_gather(
+      at::tensor({taken.margin, taken.layer < 0 ? -kNone : -static_cast<double>(taken.layer)}, at::kDouble));
+  const at::Tensor most = std::get<0>(others.max(0));
+  taken.margin = most[0].item<double>();
+  taken.layer = most[1].item<double>() == -kNone ? -1 : -static_cast<std::int64_t>(most[1].item<double>());
   return taken;
 }
 
@@ -212,35 +214,31 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   }
   heartbeat.finish();
 
-  // Layers from 0, -1 where one has no experts; then errors as bits of fp64 in a tensor of their own.
-  at::Tensor sizes = at::zeros({3}, at::kLong);
-  if (group.rank() == last) {
-    sizes[0] = static_cast<std::int64_t>(keys.size());
-    sizes[1] = chosen.empty() ? 0 : chosen.rbegin()->first + 1;
-    sizes[2] = chosen.empty() ? 0 : chosen.begin()->second.front().size(1);
-  }
-  group.broadcast(sizes, last);
-  const std::int64_t tokens = sizes[0].item<std::int64_t>(), layers = sizes[1].item<std::int64_t>(),
-                     each = sizes[2].item<std::int64_t>();
-  at::Tensor all_keys = at::zeros({tokens}, at::kLong), errors = at::full({layers}, -1.0, at::kDouble);
-  if (group.rank() == last) {
-    all_keys = at::tensor(keys, at::kLong);
+  // Its keys, the largest error of each layer from 0 (-1: no experts), and the experts of those that have
+  // some.
+  std::string bytes;
+  if (group.rank() == last && !keys.empty()) {
+    at::Tensor errors = at::full({chosen.empty() ? 0 : chosen.rbegin()->first + 1}, -1.0, at::kDouble);
+    c10::List<at::Tensor> experts;
+    for (const auto& [layer, parts] : chosen) experts.push_back(at::cat(parts).contiguous());
     for (const auto& [layer, error] : off) errors[layer] = error;
+    const auto pickled = torch::jit::pickle_save(c10::ivalue::Tuple::create({keys, errors, experts}));
+    bytes.assign(pickled.begin(), pickled.end());
   }
-  if (tokens > 0) group.broadcast(all_keys, last);
-  if (layers > 0) group.broadcast(errors, last);
-  for (std::int64_t row = 0; row < tokens; ++row)
-    choices->rows_.emplace(all_keys[row].item<std::int64_t>(), row);
-  choices->chosen_.resize(static_cast<std::size_t>(layers));
-  for (std::int64_t layer = 0; layer < layers; ++layer) {
+  bytes = broadcast_text(group, bytes, last);
+  if (bytes.empty()) return choices;
+  const c10::IValue all = torch::jit::pickle_load({bytes.begin(), bytes.end()});
+  const auto& parts = all.toTupleRef().elements();
+  std::int64_t row = 0;
+  for (const std::int64_t key : parts[0].toIntVector()) choices->rows_.emplace(key, row++);
+  const auto experts = parts[2].toTensorVector();
+  std::size_t next = 0;
+  const at::Tensor errors = parts[1].toTensor();
+  for (std::int64_t layer = 0; layer < errors.numel(); ++layer) {
     const double error = errors[layer].item<double>();
     // Both scores of a pair may be off, each by what a run may be off where one process is off by `error`.
     choices->allowed_.push_back(2 * kRoundingFactor * error);
-    if (error < 0) continue;
-    at::Tensor experts =
-        group.rank() == last ? at::cat(chosen.at(layer)).contiguous() : at::zeros({tokens, each}, at::kLong);
-    group.broadcast(experts, last);
-    choices->chosen_[static_cast<std::size_t>(layer)] = experts;
+    choices->chosen_.push_back(error < 0 ? at::Tensor() : experts[next++]);
   }
   return choices;
 }

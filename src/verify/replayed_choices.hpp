@@ -1,8 +1,6 @@
-// The experts that one process chooses for each token in fp64, replayed in runs of lower precision. Routing
-// is discontinuous: where two experts are nearly as likely, rounding may choose the other one, and then
-// gradients differ by far more than rounding although neither run is wrong. So runs in lower precision
-// compute what the oracle chose, and what they would have chosen by themselves may differ only where the
-// scores of the experts in question are closer than rounding can tell.
+// The experts that one process chooses for each token in fp64, replayed in runs of lower precision: rounding
+// may turn a near tie, and then gradients differ by far more than rounding although neither run is wrong.
+// Their own choices may differ only where scores are closer than rounding can tell.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +24,8 @@ double apart_from_best(const double* scores, std::int64_t experts, const ExpertS
 
 class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
  public:
-  // For DecoderLM::set_choice_of_experts(); keeps this alive. A token that the oracle did not see, or a
-  // layer, goes where the run sends it.
+  // For DecoderLM::set_choice_of_experts(); keeps this alive. Tokens that the oracle did not see go where the
+  // run sends them.
   DecoderLM::ChooseExperts replay();
 
   // Counts what was replayed since the last call, over the ranks of `data`. Collective.
@@ -47,9 +45,8 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
   LayoutVerdict::Choices counts_;
 };
 
-// Collective: the last rank makes the forwards of one process, in fp64 and in the run's precision; all get
-// what it chose in the first and how far the second one's scores were off. Null where there are no experts or
-// the run is in fp64.
+// Collective: the last rank makes the forwards of one process in fp64 and in the run's precision. Null where
+// there are no experts or the run is in fp64.
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group);
 

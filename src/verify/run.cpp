@@ -223,8 +223,6 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
               }};
 }
 
-}  // namespace
-
 OptimizerOptions configured_optimizer(const RunConfig& config) {
   if (config.optimizer.kind == "sgd")
     return SgdOptions{.learning_rate = config.schedule.peak,
@@ -234,8 +232,6 @@ OptimizerOptions configured_optimizer(const RunConfig& config) {
   options.learning_rate = config.schedule.peak;
   return options;
 }
-
-namespace {
 
 // The inputs for making a model of one run.
 struct Setting {

@@ -17,20 +17,17 @@ namespace isograd {
 // Lets a caller, or a test that plants a fault, change the problem before it is verified. On every rank.
 using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 
-// Told on rank 0 what begins: the number-th of `total` layouts, or, as number 0, the plain step before the
-// first.
+// Called on rank 0 as the number-th of `total` layouts begins; number 0: the plain step before the first.
 using LayoutBegins = std::function<void(std::int64_t number, std::int64_t total, const std::string& layout)>;
 
 // Collective: one step of the configured batch, from the configured initial weights. `layouts` as
-// parse_layout() reads them, "all": every one that the ranks allow, with and without accumulation, or
-// "meshes": the configured one on other meshes of the ranks (meshes.hpp); empty: the configured one.
-// ConfigError on an unknown layout.
+// chosen_layouts() reads them, and "meshes": the configured one on other meshes of the ranks.
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
                    const ChangeProblem& change = {}, const TakeDump& take_dump = {},
                    const LayoutBegins& begins = {});
 
-// How the meshes of a problem are made, of grids that the configuration gives: that which models communicate
-// over, and those of layouts. Tests put a mesh of groups that do something else in their place.
+// Makes the meshes of a problem from configured grids: the one that models communicate over, and those of
+// layouts. Tests replace them by meshes of other groups.
 using MakeMesh = std::function<Mesh(const World& world, const Grid& grid)>;
 inline Mesh plain_mesh(const World& world, const Grid& grid) {
   return Mesh(world, grid);
@@ -39,20 +36,17 @@ struct MeshesOfProblem {
   MakeMesh model = plain_mesh, layouts = plain_mesh;
 };
 
-// Collective: what verify_run() judges, for those who make the step themselves. Keeps a reference to `world`.
+// Collective: the problem of verify_run(). Keeps a reference to `world`.
 VerifyProblem configured_problem(const RunConfig& config, World& world,
                                  const std::vector<std::string>& layouts = {},
                                  const MeshesOfProblem& meshes = {});
 
-OptimizerOptions configured_optimizer(const RunConfig& config);
-
-// Collective: the same for a run that has just ended, with the weights as they are now. For
-// TrainerHooks::on_finish.
+// Collective, for TrainerHooks::on_finish: the same with the weights as they are now.
 Verdict verify_finished(FinishedRun& run, const ChangeProblem& change = {});
 
-// Collective, for TrainerHooks::check: where verify.checksums_every divides the step, what replicas keep is
-// compared bit for bit; where verify.every does, a step of at most ranks + 1 short packs, others each time,
-// is verified with the weights as they are now. Why the run must stop, on every rank; empty when all is well.
+// Collective, for TrainerHooks::check: where verify.checksums_every divides the step, replicas are compared
+// bit for bit; where verify.every does, a step of a few short packs is verified with the weights as they are
+// now. Returns on every rank why the run must stop; empty when all is well.
 std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 
 struct Trial {
@@ -60,8 +54,7 @@ struct Trial {
   int ranks = 1;
 };
 
-// Names a trial's failure, independent of sizes; empty when nothing is. May throw
-// ConfigError: such a configuration is impossible, and no failure.
+// Names a trial's failure, independent of sizes; empty: none, as for an impossible trial (ConfigError).
 using FailureOf = std::function<std::string(const Trial&)>;
 
 struct Minimised {
@@ -72,13 +65,11 @@ struct Minimised {
 };
 
 // Shrinks model, batch, accumulation and ranks and switches options off, as long as the same failure stays:
-// each size to its least, else by halving the interval between a size that passes and one that fails, round
-// after round until nothing shrinks. Local: no single change makes the result smaller. Nothing when `trial`
-// does not fail, or `most_trials` are used up before it is known.
+// each size to its least, else by bisection, round after round until no single change makes it smaller.
+// Nothing when `trial` does not fail within `most_trials`.
 std::optional<Minimised> minimise(const Trial& trial, const FailureOf& failure_of, int most_trials = 400);
 
-// The same for `isograd verify`: the first of `layouts` (as in verify_run) that fails on `ranks` thread ranks
-// of this process. Nothing when all of them pass.
+// The same for the first of `layouts` (as in verify_run) that fails on `ranks` thread ranks.
 std::optional<Minimised> minimise_run(const RunConfig& config, int ranks,
                                       const std::vector<std::string>& layouts,
                                       const ChangeProblem& change = {});

@@ -159,7 +159,7 @@ inline Verdict verdict_of(int ranks, const std::function<Verdict(World&)>& verif
   return verdict;
 }
 
-// Of the small model; `change` plants what is to be planted, on every rank.
+// The verdict on the small model; `change` plants a fault, on every rank.
 inline Verdict verify_on(int ranks, const Small& small, const ChangeProblem& change = {}) {
   return verdict_of(ranks, [&](World& world) {
     VerifyProblem problem = problem_of(small, world);
@@ -168,7 +168,7 @@ inline Verdict verify_on(int ranks, const Small& small, const ChangeProblem& cha
   });
 }
 
-// Of a configured run.
+// The verdict on a configured run.
 inline Verdict verify_on(int ranks, const RunConfig& config, const std::vector<std::string>& layouts = {},
                          const ChangeProblem& change = {}) {
   return verdict_of(ranks, [&](World& world) { return verify_run(config, world, layouts, change); });

@@ -7,6 +7,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/verify.hpp"
+#include "train/rank_zero.hpp"
 #include "verify/compare.hpp"
 #include "verify/diagnosis.hpp"
 #include "verify/experiments.hpp"
@@ -373,9 +374,8 @@ void check(const VerifyProblem& problem, const Initial& initial, Group& group) {
   if (std::ranges::find(initial.trainable, true) == initial.trainable.end())
     refuse("verify", "a model without trainable parameters", "at least one",
            "Unfreeze what is to be trained");
-  std::int64_t local = 0;
-  for (const auto& batch : problem.local) local += batch.num_targets();
-  at::Tensor targets = at::full({1}, local, at::kLong);
+  at::Tensor targets = at::zeros({1}, at::kLong);
+  for (const auto& batch : problem.local) targets += batch.num_targets();
   problem.counting(group).all_reduce(targets);
   if (targets.item<std::int64_t>() == 0)
     refuse("verify", "a step without a valid target on any rank", "at least one",
@@ -422,9 +422,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
 
   initial.choices = record_choices(problem, initial, group);
   const Reference reference = make_reference(problem, initial, group);
-  at::Tensor random = at::full({1}, reference.random.empty() ? 0 : 1, at::kLong);
-  group.broadcast(random, 0);
-  if (random.item<std::int64_t>() != 0)
+  if (of_rank_zero(group, !reference.random.empty()))
     return ends(
         {finding_id::random_model,
          "two runs of the model on the same data and parameters differ: nothing else is claimed. Draw "
@@ -461,9 +459,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
     verdict.findings.push_back({finding_id::other_batch,
                                 "the ranks together did not see every token of the whole step exactly once"});
   for (const auto& finding : verdict.findings) verdict.diagnosis.push_back(finding.sentence);
-  at::Tensor answer = at::full({1}, passed ? 1 : 0, at::kLong);
-  group.broadcast(answer, 0);
-  verdict.passed = answer.item<std::int64_t>() != 0;
+  verdict.passed = of_rank_zero(group, passed);
   verdict.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return verdict;
 }

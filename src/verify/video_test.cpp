@@ -51,7 +51,7 @@ TEST_F(VideosVerified, MeansOfReplicas) {
   EXPECT_TRUE(verdict.passed) << to_text(verdict);
 }
 
-// What changes the product's loss or the oracle's outputs, on every rank.
+// Changes the product's loss or the oracle's outputs, on every rank.
 ChangeProblem changed(std::function<void(VerifyModel&, World&)> change) {
   return [change](VerifyProblem& problem, World& world) {
     verify_test::change_model(problem, [change, &world](VerifyModel& model) { change(model, world); });
