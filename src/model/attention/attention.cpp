@@ -29,22 +29,15 @@ std::vector<Tile> tiles_of(const std::vector<std::int64_t>& cu_seqlens, bool cau
 
 void check(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
            const std::vector<std::int64_t>& cu_seqlens) {
-  const auto bad = [](const std::string& found, const std::string& expected) {
-    refuse("variable_length_attention", found, expected, "Pass tensors and cu_seqlens of one batch");
-  };
-  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
-      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0)
-    bad(c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
-        "q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv");
-  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
-    bad(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
-                    c10::toString(v.scalar_type())),
-        "one floating-point dtype");
+  constexpr const char *kWhere = "variable_length_attention",
+                       *kAction = "Pass tensors and cu_seqlens of one batch";
+  check_qkv(kWhere, {q, k, v}, q.dim() > 0 ? q.size(0) : 0, "", kAction);
   if (cu_seqlens.empty() || cu_seqlens.front() != 0 || cu_seqlens.back() != q.size(0) ||
       !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
-    bad(fmt::format("cu_seqlens of {} entries ending in {}", cu_seqlens.size(),
-                    cu_seqlens.empty() ? -1 : cu_seqlens.back()),
-        fmt::format("ascending from 0 to T = {}", q.size(0)));
+    refuse(kWhere,
+           fmt::format("cu_seqlens of {} entries ending in {}", cu_seqlens.size(),
+                       cu_seqlens.empty() ? -1 : cu_seqlens.back()),
+           fmt::format("ascending from 0 to T = {}", q.size(0)), kAction);
 }
 
 at::Tensor rows_of(const at::Tensor& x, const Tile& tile) {
@@ -159,10 +152,6 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
   }
 };
 
-at::Tensor dense_rows(const at::Tensor& x) {
-  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
-}
-
 constexpr std::int64_t kMostTokensOfAMask = 4096;
 
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Batch& batch,
@@ -182,10 +171,25 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                "a type and head_dim whose kernel reads the fragments on the device, or at most {} tokens",
                kMostTokensOfAMask),
            "Leave StepOptions::capture off for this model");
-  return FragmentAttention::apply(dense_rows(q), dense_rows(k), dense_rows(v), cu_seqlens, on_device, causal);
+  return FragmentAttention::apply(dense_heads(q), dense_heads(k), dense_heads(v), cu_seqlens, on_device,
+                                  causal);
 }
 
 }  // namespace
+
+void check_qkv(const char* where, const Qkv& qkv, std::int64_t tokens, const std::string& of,
+               const char* action) {
+  const auto& [q, k, v] = qkv;
+  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
+      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0 || q.size(0) != tokens)
+    refuse(where, c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
+           "q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv" + of, action);
+  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
+    refuse(where,
+           fmt::format("{}, {} and {}", c10::toString(q.scalar_type()), c10::toString(k.scalar_type()),
+                       c10::toString(v.scalar_type())),
+           "one floating-point dtype", action);
+}
 
 at::Tensor variable_length_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "model/attention/tiles.hpp"
@@ -23,6 +24,15 @@ inline at::Tensor heads_first(const at::Tensor& x, const Rows& rows, std::int64_
   if (x.dim() == 3) sizes.push_back(x.size(2));
   return x.narrow(0, rows.begin, rows.count * rows.length).view(sizes).select(3, group).transpose(1, 2);
 }
+
+// The same heads with nothing between them; rows may lie apart.
+inline at::Tensor dense_heads(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
+}
+
+// ConfigError unless q [T, H, D], k and v [T, Hkv, D] fit together; `tokens`: T, `of`: what says so.
+void check_qkv(const char* where, const Qkv& qkv, std::int64_t tokens, const std::string& of,
+               const char* action);
 
 // Grouped-query attention: how many query heads share a key head. q [T, H, D], k [T, Hkv, D].
 inline std::int64_t queries_per_key(const at::Tensor& q, const at::Tensor& k) {

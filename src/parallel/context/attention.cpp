@@ -97,10 +97,6 @@ struct Call final : torch::CustomClassHolder {
   Group::Rows rows;  // tokens of each Ulysses rank
 };
 
-at::Tensor dense_heads(const at::Tensor& x) {
-  return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
-}
-
 struct Function : torch::autograd::Function<Function> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const c10::intrusive_ptr<Call>& call) {
@@ -171,17 +167,8 @@ std::vector<std::vector<Span>> blocks_of(const ContextCut& cut, int ring, int ul
 
 void check_shapes(const ContextCut& cut, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
   const std::int64_t tokens = cut.tokens_of(cut.rank);
-  if (q.dim() != 3 || k.dim() != 3 || k.sizes() != v.sizes() || k.size(0) != q.size(0) ||
-      k.size(2) != q.size(2) || k.size(1) == 0 || q.size(1) % k.size(1) != 0 || q.size(0) != tokens)
-    refuse_attention(
-        c10::str("q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes()),
-        fmt::format("q [T, H, D], k and v [T, Hkv, D] with H a multiple of Hkv and T = {} as the cut says",
-                    tokens),
-        "Pass tensors of the batch that was cut");
-  if (q.scalar_type() != k.scalar_type() || q.scalar_type() != v.scalar_type() || !q.is_floating_point())
-    refuse_attention(fmt::format("{}, {} and {}", c10::toString(q.scalar_type()),
-                                 c10::toString(k.scalar_type()), c10::toString(v.scalar_type())),
-                     "one floating-point dtype", "Convert them");
+  check_qkv(kWhere, {q, k, v}, tokens, fmt::format(" and T = {} as the cut says", tokens),
+            "Pass tensors of the batch that was cut, of one type");
 }
 
 }  // namespace

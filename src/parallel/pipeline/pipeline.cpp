@@ -541,22 +541,19 @@ std::optional<Pipeline::Measured> Pipeline::measured() const {
   double first = HUGE_VAL;
   for (int rank = 0; rank < own.ranks.size(); ++rank) {
     const auto& actions = all.table.ranks[static_cast<std::size_t>(rank)];
-    at::Tensor spans = at::zeros({static_cast<std::int64_t>(actions.size()), 2}, at::kDouble);
-    if (rank == own.ranks.rank())
-      for (std::size_t i = 0; i < actions.size(); ++i) {
-        spans[static_cast<std::int64_t>(i)][0] = own.measured[i].begin;
-        spans[static_cast<std::int64_t>(i)][1] = own.measured[i].end;
-      }
-    if (!actions.empty() && own.ranks.size() > 1) own.ranks.broadcast(spans, rank);
-    const auto at = spans.accessor<double, 2>();
-    timeline.spans.emplace_back();
-    timeline.busy.push_back(0);
-    for (std::size_t i = 0; i < actions.size(); ++i) {
-      const auto row = static_cast<std::int64_t>(i);
-      timeline.spans.back().push_back({at[row][0], at[row][1]});
-      timeline.busy.back() += at[row][1] - at[row][0];
-      if (!actions[i].is_transfer()) first = std::min(first, at[row][0]);
+    std::vector<PipelineTimeline::Span> spans(actions.size());
+    if (rank == own.ranks.rank()) spans = own.measured;
+    if (!actions.empty() && own.ranks.size() > 1) {
+      at::Tensor numbers =
+          at::from_blob(spans.data(), {static_cast<std::int64_t>(spans.size()), 2}, at::kDouble);
+      own.ranks.broadcast(numbers, rank);
     }
+    double& busy = timeline.busy.emplace_back(0);
+    for (std::size_t i = 0; i < actions.size(); ++i) {
+      busy += spans[i].end - spans[i].begin;
+      if (!actions[i].is_transfer()) first = std::min(first, spans[i].begin);
+    }
+    timeline.spans.push_back(std::move(spans));
   }
   for (std::size_t rank = 0; rank < timeline.spans.size(); ++rank)
     for (std::size_t i = 0; i < timeline.spans[rank].size(); ++i) {
