@@ -63,7 +63,7 @@ std::string subject(const ComparedStep& one, const std::vector<std::string>& nam
 }
 
 // The named parameters in which something would show.
-std::vector<const Parameter*> shown(const ComparedStep& one, const std::vector<std::string>& names) {
+std::vector<const Parameter*> where_it_shows(const ComparedStep& one, const std::vector<std::string>& names) {
   std::vector<const Parameter*> parameters;
   for (std::size_t i = 0; i < one.parameters().size(); ++i)
     if (one.shows(i) && contains(names, one.parameters()[i].name)) parameters.push_back(&one.parameters()[i]);
@@ -77,7 +77,7 @@ bool same_ids(const std::vector<Cause>& causes) {
 // Ratios, cosine and error of the named parameters, in words.
 std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& names) {
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
-  for (const Parameter* parameter : shown(one, names)) {
+  for (const Parameter* parameter : where_it_shows(one, names)) {
     low = std::fmin(low, parameter->comparison.ratio);
     high = std::fmax(high, parameter->comparison.ratio);
     cosine = std::fmin(cosine, parameter->comparison.cosine);
@@ -365,7 +365,7 @@ std::optional<Finding> diagnose_composition(const ComparedStep& one, const RunAg
 // The one ratio of all the named parameters, if there is one and it is not 1.
 std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>& names) {
   Tensors errors, direction;
-  for (const Parameter* parameter : shown(one, names)) {
+  for (const Parameter* parameter : where_it_shows(one, names)) {
     errors.push_back(parameter->found - parameter->expected);
     direction.push_back(parameter->expected);
   }
@@ -582,7 +582,7 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
   Finding finding;
   finding.id = finding_id::unknown;
   // Whether what is off keeps its direction.
-  const bool multiples = std::ranges::all_of(shown(one, names), [&](const Parameter* parameter) {
+  const bool multiples = std::ranges::all_of(where_it_shows(one, names), [&](const Parameter* parameter) {
     return parameter->comparison.cosine >= 1 - std::max(one.limit() * one.limit() / 2, 1e-12);
   });
   finding.sentence = fmt::format(
