@@ -92,6 +92,10 @@ std::string first_text(Group& group, const std::string& own) {
   return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
 }
 
+bool of_rank_zero(Group& group, bool own) {
+  return !broadcast_text(group, own ? "yes" : "").empty();
+}
+
 std::string broadcast_text(Group& group, const std::string& text, int from) {
   if (group.size() == 1) return text;
   at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
@@ -193,7 +197,7 @@ void check_same_data(const TaskFacts& facts, Group& world) {
 
 std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own) {
   const bool passed = std::ranges::all_of(own, &ReportTable::passed);
-  const bool passed_there = !broadcast_text(world, passed ? "passed" : "").empty();
+  const bool passed_there = of_rank_zero(world, passed);
   if (world.rank() == 0) return own;
   if (passed_there) return {};
   return {{"see rank 0", "", {}, {}, /*passed=*/false}};

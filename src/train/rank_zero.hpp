@@ -34,6 +34,9 @@ void on_every_rank(Group& group, const std::function<void()>& work);
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
 std::string first_text(Group& group, const std::string& own);
 
+// Collective: rank 0's answer on every rank.
+bool of_rank_zero(Group& group, bool own);
+
 // Collective: a text of one rank on every rank.
 std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 
