@@ -5,15 +5,10 @@
 
 #include "base/files.hpp"
 #include "isograd_comm/bindings.hpp"
-#include "verify/compare.hpp"
+#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
-
-// A comparison of dumps tries no meshes; the other definition, in the room, brings all of training.
-ReportTable meshes_table(const Verdict&) {
-  return {};
-}
 
 namespace python {
 namespace {

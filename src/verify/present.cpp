@@ -318,6 +318,29 @@ std::string parity_line(const Verdict& verdict, const Wording& wording) {
   return printable(line);
 }
 
+ReportTable meshes_table(const Verdict& verdict) {
+  const MeshesTried& meshes = verdict.meshes;
+  ReportTable table;
+  if (meshes.tried.empty()) return table;
+  std::int64_t failed = 0;
+  for (const auto& mesh : meshes.tried) {
+    failed += mesh.failed > 0;
+    table.rows.push_back(
+        {mesh.name, mesh.failed == 0 ? "yes" : "NO", mesh.finding.empty() ? "-" : mesh.finding});
+  }
+  for (const std::string& name : meshes.left)
+    table.rows.push_back({name, "not run", "its axes and pairs of axes are those of others"});
+  for (const std::string& why : meshes.refused) table.rows.push_back({"others", "not possible", why});
+  table.title = fmt::format("Meshes of {} ranks, for this model and batch", verdict.ranks);
+  table.columns = {"mesh", "proved", "why"};
+  table.summary =
+      fmt::format("{} of {} that are possible were run, {} of these are proved{}", meshes.tried.size(),
+                  meshes.admissible, static_cast<std::int64_t>(meshes.tried.size()) - failed,
+                  meshes.left.empty() ? std::string() : fmt::format("; {} are left out", meshes.left.size()));
+  table.passed = failed == 0;
+  return table;
+}
+
 std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t rows) {
   std::string text = parity_line(verdict, wording) + "\n";
   for (const auto& notice : wording.notices) text += "note: " + printable(notice) + "\n";
