@@ -206,8 +206,4 @@ class TinyRuns : public ::testing::Test {
   std::filesystem::path root_;
 };
 
-inline std::string config_error_of(const std::function<void()>& work) {
-  return error_testing::error_of(work);
-}
-
 }  // namespace isograd::testing_runs
