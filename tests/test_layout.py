@@ -4,8 +4,7 @@ import re
 import subprocess
 
 import pytest
-from test_cli import BINARY, CONFIG, ROOT, isograd, refused
-from test_cli_more import VIDEOS
+from test_cli import BINARY, CONFIG, ROOT, VIDEOS, isograd, refused
 from test_docs import said
 
 

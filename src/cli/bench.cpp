@@ -11,33 +11,24 @@
 namespace isograd {
 namespace {
 
-template <typename Value>
-CLI::Option* add_value(CLI::App& verb, const BenchOption& option, Value& value) {
-  if constexpr (std::is_same_v<Value, bool>) {
-    return verb.add_flag(option.name, value, option.about);
-  } else {
-    CLI::Option* added = verb.add_option(option.name, value, option.about);
-    if (!option.type.empty()) added->type_name(option.type);
-    if (!option.choices.empty())
-      added->check(option.lists_choices ? CLI::IsMember(option.choices)
-                                        : CLI::IsMember(option.choices).description(""));
-    if constexpr (std::is_same_v<Value, double>) {
-      if (option.least < option.most) added->check(CLI::Range(option.least, option.most));
-    } else if (option.least < option.most) {
-      added->check(CLI::Range(static_cast<int>(option.least), static_cast<int>(option.most)));
-    }
-    if constexpr (requires { value.push_back({}); } && !std::is_same_v<Value, std::string>)
-      return added->allow_extra_args(false);
-    else
-      return value == Value() ? added : added->capture_default_str();
-  }
-}
-
 Verb add_verb(CLI::App& bench, const BenchVerb& row) {
   CLI::App* verb = bench.add_subcommand(row.name, row.about)->footer(row.footer);
   auto options = std::make_shared<BenchOptions>(row.defaults);
   for (const BenchOption& option : row.options)
-    std::visit([&](auto member) { add_value(*verb, option, (*options).*member); }, option.value);
+    std::visit(
+        [&](auto member) {
+          auto& value = (*options).*member;
+          if constexpr (std::is_same_v<decltype(value), bool&>) {
+            verb->add_flag(option.name, value, option.about);
+          } else {
+            auto* added =
+                add_option(*verb, option.name, value, option.about, option.type, option.least, option.most);
+            if (!option.choices.empty())
+              added->check(option.lists_choices ? CLI::IsMember(option.choices)
+                                                : CLI::IsMember(option.choices).description(""));
+          }
+        },
+        option.value);
   return {verb, [options, &row] { return run_bench(row, *options); }};
 }
 

@@ -18,11 +18,10 @@ Verb compare_verb(CLI::App& program) {
   auto flags = std::make_shared<Flags>();
   verb->add_option("A", flags->found, "dump of the trainer in question, a folder")->required();
   verb->add_option("B", flags->expected, "dump of the same step by one process, best in fp64")->required();
-  verb->add_option("--alone", flags->alone,
-                   "the same step by one process in the precision of A: what rounding alone does")
-      ->type_name("DIR");
-  verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
-  verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
+  add_option(*verb, "--alone", flags->alone,
+             "the same step by one process in the precision of A: what rounding alone does", "DIR");
+  add_option(*verb, "--json", flags->json, "the verdict as JSON goes here", "FILE");
+  add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
   verb->footer(
       "  isograd compare dumps/ddp dumps/one --report verdict.html\n\n"
       "Status: 0 the same gradient; 1 another one, or not the same step; 2 bad input; 4 a defect of isograd.");

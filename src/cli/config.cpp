@@ -17,9 +17,7 @@ Verb config_verb(CLI::App& program) {
   };
   auto flags = std::make_shared<Flags>();
   verb->add_option("CONFIG", flags->file, "TOML file; the defaults unless given");
-  verb->add_option("--set", flags->sets, "overrides the file; may be repeated")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
+  add_option(*verb, "--set", flags->sets, "overrides the file; may be repeated", "KEY=VALUE");
   verb->add_flag("--markdown", flags->markdown, "the page that documents every key (docs/configuration.md)");
   verb->footer("Status: 0 valid; 2 not: the message names file, line and the nearest key.");
   const auto action = [flags] {

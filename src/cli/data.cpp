@@ -92,18 +92,12 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->add_option("TEXT", pack_flags->corpus.patterns,
                    "files, directories or globs of UTF-8 text; .jsonl: one document a line, field \"text\"")
       ->required();
-  packing->add_option("--out", pack_flags->out, "folder for the shards, without other shards")
-      ->type_name("DIR")
+  add_option(*packing, "--out", pack_flags->out, "folder for the shards, without other shards", "DIR")
       ->required();
-  packing
-      ->add_option("--tokenizer", pack_flags->tokenizer,
-                   "\"bytes\", a SentencePiece model file or a tokenizer.json")
-      ->type_name("FILE")
-      ->capture_default_str();
-  packing->add_option("--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard")
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
-      ->capture_default_str();
+  add_option(*packing, "--tokenizer", pack_flags->tokenizer,
+             "\"bytes\", a SentencePiece model file or a tokenizer.json", "FILE");
+  add_option(*packing, "--shard-tokens", pack_flags->corpus.shard_tokens, "most tokens of a shard", "N", 1,
+             0x1p40);
   packing->add_flag_callback(
       "--overwrite", [pack_flags] { pack_flags->corpus.replace = true; },
       "replace the shards of other text or another tokenizer that are in --out");
@@ -118,32 +112,20 @@ std::vector<Verb> data_verbs(CLI::App& program) {
       ->add_option("SHARD", show_flags->shards,
                    "shards of isograd, llm.c or nanoGPT; with --step a run's configuration")
       ->required();
-  showing
-      ->add_option("--step", show_flags->step,
-                   "the packs or videos of this step of a run, from 1, with their documents")
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40));
-  showing->add_option("--ranks", show_flags->ranks, "ranks of the run, to show which takes what")
-      ->type_name("N")
-      ->check(CLI::Range(1, 1 << 20))
-      ->needs("--step")
-      ->capture_default_str();
-  showing->add_option("--set", show_flags->sets, "overrides the configuration, as in train; may be repeated")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false)
+  add_option(*showing, "--step", show_flags->step,
+             "the packs or videos of this step of a run, from 1, with their documents", "N", 1, 0x1p40);
+  add_option(*showing, "--ranks", show_flags->ranks, "ranks of the run, to show which takes what", "N", 1,
+             0x1p20)
       ->needs("--step");
-  showing->add_option("--documents", show_flags->documents, "number of first documents that are shown")
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 30))
-      ->capture_default_str();
-  showing
-      ->add_option("--tokenizer", show_flags->tokenizer,
-                   "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json")
-      ->type_name("FILE");
-  showing
-      ->add_option("--end-of-text", show_flags->end_of_text,
-                   "delimits documents in shards of llm.c and nanoGPT")
-      ->type_name("TOKEN");
+  add_option(*showing, "--set", show_flags->sets, "overrides the configuration, as in train; may be repeated",
+             "KEY=VALUE")
+      ->needs("--step");
+  add_option(*showing, "--documents", show_flags->documents, "number of first documents that are shown", "N",
+             0, 0x1p30);
+  add_option(*showing, "--tokenizer", show_flags->tokenizer,
+             "decodes them: \"bytes\", a SentencePiece model file or a tokenizer.json", "FILE");
+  add_option(*showing, "--end-of-text", show_flags->end_of_text,
+             "delimits documents in shards of llm.c and nanoGPT", "TOKEN");
   showing->footer(
       "  isograd data show shards/*\n"
       "  isograd data show run.toml --step 12 --ranks 2\n\n"

@@ -12,26 +12,18 @@ Verb launch_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb =
       program.add_subcommand("launch", "Start a program of your own on several ranks of this host");
   struct Flags {
-    int ranks = 1;
+    int ranks = 0;
     bool prefix = false;
     double grace = 10;
     std::string backend = "shm";
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("-n,--ranks", flags->ranks, "processes to start")
-      ->type_name("N")
-      ->check(CLI::Range(1, 4096))
-      ->required();
+  add_option(*verb, "-n,--ranks", flags->ranks, "processes to start", "N", 1, 4096)->required();
   verb->add_flag("--prefix", flags->prefix, "put \"[rank] \" before each line that a rank prints");
-  verb->add_option("--grace", flags->grace,
-                   "seconds for the others to end by themselves when one has failed (shm)")
-      ->type_name("S")
-      ->check(CLI::Range(0.0, 1e6))
-      ->capture_default_str();
-  verb->add_option("--backend", flags->backend,
-                   "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  add_option(*verb, "--grace", flags->grace,
+             "seconds for the others to end by themselves when one has failed (shm)", "S", 0.0, 1e6);
+  add_option(*verb, "--backend", flags->backend,
+             "backend of the ranks: shm or nccl (started here), mpi or shm+mpi (by mpirun)", "NAME");
   verb->footer(fmt::format("This build has the backends {}.\n", fmt::join(backends(), ", ")) +
                "Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
                "which\n"

@@ -18,17 +18,11 @@ Verb layout_verb(CLI::App& program) {
   };
   auto flags = std::make_shared<Flags>();
   verb->add_option("CONFIG", flags->config, "TOML file of the run")->required();
-  verb->add_option("--ranks", flags->ranks, "of the run")
-      ->type_name("N")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  verb->add_option("--rank", flags->rank, "whose view is printed")->type_name("R")->capture_default_str();
-  verb->add_option("--hosts", flags->hosts, "that the ranks are on in their order, as evenly as possible")
-      ->type_name("H")
-      ->capture_default_str();
-  verb->add_option("--set", flags->sets, "overrides the file, as in train; may be repeated")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
+  add_option(*verb, "--ranks", flags->ranks, "of the run", "N", 1, 4096);
+  add_option(*verb, "--rank", flags->rank, "whose view is printed", "R")->capture_default_str();
+  add_option(*verb, "--hosts", flags->hosts, "that the ranks are on in their order, as evenly as possible",
+             "H");
+  add_option(*verb, "--set", flags->sets, "overrides the file, as in train; may be repeated", "KEY=VALUE");
   verb->add_flag("--json", flags->json, "one JSON object, with nothing left out (docs/layout.md)");
   verb->footer(
       "Prints the mesh, then of each parameter its shapes, the axes along which it is cut, copied, "

@@ -140,8 +140,7 @@ int run(int argc, char** argv) {
   program.set_version_flag("--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
   program.require_subcommand(1);
   program.footer(
-      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad "
-      "input; 3 a rank\n"
+      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
       "was lost; 4 a defect of isograd; 128 + n: ended by signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),

@@ -22,17 +22,12 @@ std::optional<int> rank_of_several() {
 void add_run_flags(CLI::App& verb, RunFlags& flags) {
   verb.add_option("CONFIG", flags.config, "TOML file of the run (docs/configuration.md lists every key)")
       ->required();
-  verb.add_option("--ranks", flags.ranks, "processes on this host; default 1")
-      ->type_name("N")
-      ->check(CLI::Range(1, 4096));
-  verb.add_option("--set", flags.sets, "overrides the file, e.g. --set train.steps=50; may be repeated")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
-  verb.add_option("--device", flags.device, "device of a rank (parallel.device): cpu, cuda, auto")
-      ->type_name("NAME");
-  verb.add_option("--backend", flags.backend,
-                  "backend between ranks (parallel.backend): auto, shm, mpi, shm+mpi, nccl")
-      ->type_name("NAME");
+  add_option(verb, "--ranks", flags.ranks, "processes on this host; default 1", "N", 1, 4096);
+  add_option(verb, "--set", flags.sets, "overrides the file, e.g. --set train.steps=50; may be repeated",
+             "KEY=VALUE");
+  add_option(verb, "--device", flags.device, "device of a rank (parallel.device): cpu, cuda, auto", "NAME");
+  add_option(verb, "--backend", flags.backend,
+             "backend between ranks (parallel.backend): auto, shm, mpi, shm+mpi, nccl", "NAME");
 }
 
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets) {

@@ -116,55 +116,33 @@ Verb sample_verb(CLI::App& program) {
   verb->add_option("CHECKPOINT", flags->checkpoint,
                    "a checkpoint, a run's folder (its latest), or a Hugging Face directory")
       ->required();
-  constexpr std::int64_t kMany = std::int64_t{1} << 30;
-  verb->add_option("--seed", options.seed, "the same seed gives the same text or videos")
-      ->type_name("S")
+  constexpr double kMany = 0x1p30;
+  add_option(*verb, "--seed", options.seed, "the same seed gives the same text or videos", "S")
       ->capture_default_str();
-  const auto text = [&](CLI::Option* option) {
-    flags->of_text.push_back(option);
-    return option->group("Text models");
-  };
-  text(verb->add_option("--prompt", flags->prompt, "beginning of the text; empty: a new document"))
-      ->type_name("TEXT");
-  text(verb->add_option("--tokens", options.max_tokens, "maximum number of tokens"))
-      ->type_name("N")
-      ->check(CLI::Range(std::int64_t{1}, kMany))
-      ->capture_default_str();
-  text(verb->add_option("--temperature", options.temperature,
-                        "divides the logits; 0: always the likeliest token"))
-      ->type_name("T")
-      ->check(CLI::Range(0.0, 1e6))
-      ->capture_default_str();
-  text(verb->add_option("--top-k", options.top_k, "only among the k likeliest; 0: off"))
-      ->type_name("K")
-      ->check(CLI::Range(std::int64_t{0}, kMany))
-      ->capture_default_str();
-  text(verb->add_option("--top-p", options.top_p, "only among the likeliest that make up this probability"))
-      ->type_name("P")
-      ->check(CLI::Range(1e-9, 1.0))
-      ->capture_default_str();
-  text(verb->add_option(
-           "--tokenizer", flags->tokenizer,
-           "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it"))
-      ->type_name("FILE");
+  // Flags of one kind of model are refused for the other.
+  const auto text = [&](CLI::Option* option) { flags->of_text.push_back(option->group("Text models")); };
+  const auto video = [&](CLI::Option* option) { flags->of_videos.push_back(option->group("Video models")); };
+  text(add_option(*verb, "--prompt", flags->prompt, "beginning of the text; empty: a new document", "TEXT"));
+  text(add_option(*verb, "--tokens", options.max_tokens, "maximum number of tokens", "N", 1, kMany));
+  text(add_option(*verb, "--temperature", options.temperature,
+                  "divides the logits; 0: always the likeliest token", "T", 0, 1e6));
+  text(add_option(*verb, "--top-k", options.top_k, "only among the k likeliest; 0: off", "K", 0, kMany)
+           ->capture_default_str());
+  text(add_option(*verb, "--top-p", options.top_p, "only among the likeliest that make up this probability",
+                  "P", 1e-9, 1));
+  text(add_option(*verb, "--tokenizer", flags->tokenizer,
+                  "\"bytes\", a SentencePiece model or a tokenizer.json; unless given, the one kept with it",
+                  "FILE"));
   VideoSampleOptions& videos = flags->videos;
-  const auto number = [&](const char* name, std::int64_t& of, std::int64_t least, const char* meaning) {
-    CLI::Option* option = verb->add_option(name, of, meaning)
-                              ->type_name("N")
-                              ->check(CLI::Range(least, kMany))
-                              ->group("Video models");
-    flags->of_videos.push_back(option);
-    return option;
-  };
-  number("--videos", videos.videos, 1, "number of videos")->capture_default_str();
-  number("--steps", videos.steps, 1, "steps of Euler's method from noise to data")->capture_default_str();
-  number("--frames", videos.frames, 1, "frames of a video; default: the most that the model was trained on");
-  number("--height", videos.height, 1, "pixels; default: the most that the model was trained on");
-  number("--width", videos.width, 1, "pixels; default: the most that the model was trained on");
-  flags->of_videos.push_back(verb->add_option("--out", videos.folder, "folder for them, as animated PNGs")
-                                 ->type_name("DIR")
-                                 ->capture_default_str()
-                                 ->group("Video models"));
+  const char* known = "; default: the most that the model was trained on";
+  for (const auto& [name, number, about] :
+       {std::tuple{"--videos", &videos.videos, std::string("number of videos")},
+        {"--steps", &videos.steps, "steps of Euler's method from noise to data"},
+        {"--frames", &videos.frames, std::string("frames of a video") + known},
+        {"--height", &videos.height, std::string("pixels") + known},
+        {"--width", &videos.width, std::string("pixels") + known}})
+    video(add_option(*verb, name, *number, about, "N", 1, kMany));
+  video(add_option(*verb, "--out", videos.folder, "folder for them, as animated PNGs", "DIR"));
   verb->footer(
       "  isograd sample runs/first_light --prompt \"// Returns the \" --temperature 0.5\n"
       "  isograd sample runs/video --videos 4 --steps 100 --out samples\n\n"

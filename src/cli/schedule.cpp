@@ -43,8 +43,7 @@ std::string range_of(const std::vector<Number>& all) {
 std::string summary(const PipelineTable& table, const PipelineTimeline& timeline) {
   const std::string live = range_of(timeline.most_live), kept = range_of(timeline.most_kept);
   return fmt::format(
-      "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % "
-      "(bubble)\n"
+      "{}: {} stages on {} ranks, {} micro-batches; takes {:.6g}, of which ranks wait {:.1f} % (bubble)\n"
       "activations: a rank keeps those of {} micro-batches of a stage at a time{}\n",
       printable(table.name), table.stages, table.ranks.size(), table.micro_batches, timeline.length,
       100 * timeline.bubble(), live, live == kept ? "" : fmt::format(", the memory of {}", kept));
@@ -69,34 +68,24 @@ int show(const Flags& flags) {
 Verb schedule_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule");
   auto flags = std::make_shared<Flags>();
-  verb->add_option("--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")))
-      ->capture_default_str();
-  verb->add_option("--stages", flags->stages, "of the model")
-      ->check(CLI::Range(1, 4096))
-      ->capture_default_str();
-  verb->add_option("--per-rank", flags->stages_of_rank,
-                   "stages on each rank; unless given 2 under\ninterleaved and zb-v, 1 otherwise")
-      ->check(CLI::Range(1, 4096));
-  verb->add_option("--micro-batches", flags->micro_batches, "of a step")
-      ->check(CLI::Range(1, 100000))
-      ->capture_default_str();
+  add_option(*verb, "--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")));
+  add_option(*verb, "--stages", flags->stages, "of the model", "", 1, 4096);
+  add_option(*verb, "--per-rank", flags->stages_of_rank,
+             "stages on each rank; unless given 2 under\ninterleaved and zb-v, 1 otherwise", "", 1, 4096);
+  add_option(*verb, "--micro-batches", flags->micro_batches, "of a step", "", 1, 100000);
   verb->add_option("--times", flags->times,
                    "of a stage's forward, its backward of inputs and\nthat of weights, in any unit")
       ->type_name("F,I,W")
       ->delimiter(',')
       ->expected(3)
       ->capture_default_str();
-  verb->add_option("--transfer", flags->transfer, "time from rank to rank, in which both compute")
-      ->type_name("T")
+  add_option(*verb, "--transfer", flags->transfer, "time from rank to rank, in which both compute", "T")
       ->capture_default_str();
-  verb->add_option("--between-halves", flags->between_halves,
-                   "memory kept between the halves of a backward,\nas a part of what the forward keeps")
-      ->type_name("PART")
-      ->check(CLI::Range(0.0, 100.0))
-      ->capture_default_str();
-  verb->add_option("--load", flags->load, "your own table, as --json writes it; it is checked")
-      ->type_name("FILE");
-  verb->add_option("--svg", flags->svg, "the picture as SVG")->type_name("FILE");
+  add_option(*verb, "--between-halves", flags->between_halves,
+             "memory kept between the halves of a backward,\nas a part of what the forward keeps", "PART",
+             0.0, 100.0);
+  add_option(*verb, "--load", flags->load, "your own table, as --json writes it; it is checked", "FILE");
+  add_option(*verb, "--svg", flags->svg, "the picture as SVG", "FILE");
   verb->add_flag("--json", flags->json, "the table alone, as JSON");
   verb->add_flag("--transfers", flags->transfers, "include sends and receives");
   verb->footer(

@@ -75,28 +75,25 @@ Verb train_verb(CLI::App& program, const Invocation& invocation) {
   };
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option("--json-log", flags->json_log, "file for metrics as JSON lines (run.json_log)")
-      ->type_name("FILE");
+  add_option(*verb, "--json-log", flags->json_log, "file for metrics as JSON lines (run.json_log)", "FILE");
   verb->add_flag("--overwrite", flags->overwrite,
                  "replace the checkpoints, metrics and report of an earlier run in run.directory");
   verb->add_flag("--memory", flags->memory,
                  "print what each rank keeps and sends, next to the formulas (run.memory)");
-  verb->add_option("--verify-every", flags->verify_every,
-                   "every N steps prove a micro-sized step and compare replicas (verify.every,\n"
-                   "verify.checksums_every)")
-      ->type_name("N");
+  add_option(*verb, "--verify-every", flags->verify_every,
+             "every N steps prove a micro-sized step and compare replicas (verify.every,\n"
+             "verify.checksums_every)",
+             "N");
   verb->footer(
-      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in "
-      "run.directory.\n"
-      "A folder with an earlier run in it is left alone: name another, resume, or "
-      "--overwrite.\n"
-      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to "
-      "continue.\n\n"
+      "Leaves report.html, metrics.jsonl, tensorboard/, config.toml and checkpoints/ in run.directory.\n"
+      "A folder with an earlier run in it is left alone: name another, resume, or --overwrite.\n"
+      "Ctrl-C, SIGTERM and SIGHUP end the step on all ranks alike, save, and say how to continue.\n"
+      "\n"
       "  isograd train examples/first_light.toml --ranks 2\n"
-      "  isograd train run.toml --set checkpoint.resume=latest\n\n"
+      "  isograd train run.toml --set checkpoint.resume=latest\n"
+      "\n"
       "Status: 0 finished or stopped in order; 1 diverged, or a proof failed; 2 bad input;\n"
-      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could "
-      "save.");
+      "3 a rank was lost; 4 a defect of isograd; 128 + n: ended by signal n before it could save.");
   const auto action = [flags, &invocation] {
     std::signal(SIGPIPE, SIG_IGN);  // a run continues when its output is closed: the folder has the results
     std::vector<std::string> sets;

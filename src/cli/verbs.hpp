@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace isograd {
@@ -23,6 +24,22 @@ struct Verb {
   Action run;
   bool leaves_files = false;  // the files repeat the output, so a closed output is no error
 };
+
+// An option of `verb`. `type`: the name of its value; `least` < `most`: its range. A default that is not
+// empty or 0 is shown; of a list each use of the option gives one value.
+template <typename Value>
+CLI::Option* add_option(CLI::App& verb, const std::string& name, Value& value, const std::string& about,
+                        const std::string& type = "", double least = 0, double most = 0) {
+  CLI::Option* added = verb.add_option(name, value, about);
+  if (!type.empty()) added->type_name(type);
+  if constexpr (CLI::detail::is_mutable_container<Value>::value)
+    added->allow_extra_args(false);
+  else if constexpr (!requires { value.has_value(); })
+    if (value != Value()) added->capture_default_str();
+  if (least >= most) return added;
+  if (std::is_same_v<Value, double>) return added->check(CLI::Range(least, most));
+  return added->check(CLI::Range(static_cast<std::int64_t>(least), static_cast<std::int64_t>(most)));
+}
 
 Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);

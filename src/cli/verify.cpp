@@ -47,8 +47,7 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
            "none: it makes many verdicts and writes a configuration", "Verify the file that it writes");
   if (device_kind(config) != "cpu")
     refuse("--minimise", fmt::format("parallel.device = \"{}\"", config.parallel.device),
-           "\"cpu\": its ranks are threads, and threads on one GPU would wait for "
-           "one another",
+           "\"cpu\": its ranks are threads, and threads on one GPU would wait for one another",
            "Add --device cpu");
   check(config, ranks);
   std::optional<Waiting> waiting(std::in_place, "trial", 0);
@@ -77,22 +76,19 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
-  verb->add_option(
-          "--layout", flags->layouts,
-          "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
-          ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
-          "configured strategy on other meshes of the ranks, which all runs too: meshes")
-      ->type_name("NAME")
-      ->allow_extra_args(false)
+  add_option(*verb, "--layout", flags->layouts,
+             "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
+             ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
+             "configured strategy on other meshes of the ranks, which all runs too: meshes",
+             "NAME")
       ->check(no_such_layout);
-  verb->add_option("--json", flags->json, "the verdict as JSON goes here")->type_name("FILE");
-  verb->add_option("--report", flags->report, "the verdict as a page goes here")->type_name("FILE.html");
-  verb->add_option("--dump", flags->dump,
-                   "gradients of one process and of each layout go here, for isograd compare")
-      ->type_name("DIR");
-  verb->add_option("--minimise", flags->minimise,
-                   "shrink a failure to the smallest configuration that still fails, and write it here")
-      ->type_name("FILE.toml");
+  add_option(*verb, "--json", flags->json, "the verdict as JSON goes here", "FILE");
+  add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
+  add_option(*verb, "--dump", flags->dump,
+             "gradients of one process and of each layout go here, for isograd compare", "DIR");
+  add_option(*verb, "--minimise", flags->minimise,
+             "shrink a failure to the smallest configuration that still fails, and write it here",
+             "FILE.toml");
   verb->footer(
       "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
       "plain step in fp64 on one process. Grades: E1 exact arithmetic, E2 within rounding, E3 same bits run "
