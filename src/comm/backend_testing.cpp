@@ -8,7 +8,6 @@
 namespace isograd::testing {
 namespace {
 
-using c10d::ReduceOp;
 using Tensors = std::vector<at::Tensor>;
 using Sizes = std::vector<std::int64_t>;
 
@@ -25,31 +24,31 @@ double factor_of(int rank) {
   return 0.5 * (rank + 1);
 }
 
-at::Tensor combined(const Tensors& inputs, const ReduceOp& op) {
+at::Tensor combined(const Tensors& inputs, const c10d::ReduceOp& op) {
   const at::ScalarType type = inputs[0].scalar_type();
   const bool logical = type == at::kBool, floating = at::isFloatingType(type);
   at::Tensor all = at::stack(inputs).to(floating ? at::kDouble : at::kLong);
-  for (int r = 0; r < all.size(0) && op.op_ == ReduceOp::PREMUL_SUM; ++r) all[r].mul_(factor_of(r));
+  for (int r = 0; r < all.size(0) && op.op_ == c10d::ReduceOp::PREMUL_SUM; ++r) all[r].mul_(factor_of(r));
   at::Tensor result;
   switch (op.op_) {
-    case ReduceOp::MAX:
+    case c10d::ReduceOp::MAX:
       result = all.amax(0);
       break;
-    case ReduceOp::MIN:
+    case c10d::ReduceOp::MIN:
       result = all.amin(0);
       break;
-    case ReduceOp::PRODUCT:
+    case c10d::ReduceOp::PRODUCT:
       result = all.prod(0);
       break;
-    case ReduceOp::BAND:
+    case c10d::ReduceOp::BAND:
       result = logical ? all.amin(0) : all[0].clone();
       for (int r = 1; r < all.size(0) && !logical; ++r) result.bitwise_and_(all[r]);
       break;
-    case ReduceOp::BXOR:
+    case c10d::ReduceOp::BXOR:
       result = all[0].clone();
       for (int r = 1; r < all.size(0); ++r) result.bitwise_xor_(all[r]);
       break;
-    case ReduceOp::BOR:
+    case c10d::ReduceOp::BOR:
       result = all[0].clone();
       for (int r = 1; r < all.size(0); ++r) result.bitwise_or_(all[r]);
       break;
@@ -57,7 +56,7 @@ at::Tensor combined(const Tensors& inputs, const ReduceOp& op) {
       result = logical ? all.amax(0) : all.sum(0);
   }
   const auto ranks = static_cast<double>(inputs.size());
-  if (op.op_ == ReduceOp::AVG) result = floating ? result / ranks : result.div(inputs.size(), "trunc");
+  if (op.op_ == c10d::ReduceOp::AVG) result = floating ? result / ranks : result.div(inputs.size(), "trunc");
   return result.to(type);
 }
 
@@ -111,18 +110,20 @@ class Check {
 
   void reductions() {
     const bool floating = at::isFloatingType(type_);
-    std::vector<std::pair<std::string, ReduceOp>> ops = {{"sum", ReduceOp::SUM},
-                                                         {"max", ReduceOp::MAX},
-                                                         {"min", ReduceOp::MIN},
-                                                         {"product", ReduceOp::PRODUCT}};
-    if (type_ != at::kBool) ops.push_back({"avg", ReduceOp::AVG});
+    std::vector<std::pair<std::string, c10d::ReduceOp>> ops = {{"sum", c10d::ReduceOp::SUM},
+                                                               {"max", c10d::ReduceOp::MAX},
+                                                               {"min", c10d::ReduceOp::MIN},
+                                                               {"product", c10d::ReduceOp::PRODUCT}};
+    if (type_ != at::kBool) ops.push_back({"avg", c10d::ReduceOp::AVG});
     if (floating) ops.push_back({"premul_sum", torch_versions::pre_mul_sum(factor_of(rank_))});
     if (!floating)
-      ops.insert(ops.end(), {{"band", ReduceOp::BAND}, {"bor", ReduceOp::BOR}, {"bxor", ReduceOp::BXOR}});
+      ops.insert(
+          ops.end(),
+          {{"band", c10d::ReduceOp::BAND}, {"bor", c10d::ReduceOp::BOR}, {"bxor", c10d::ReduceOp::BXOR}});
     for (const auto& [name, op] : ops) reduction(name, op);
   }
 
-  void reduction(const std::string& name, const ReduceOp& op) {
+  void reduction(const std::string& name, const c10d::ReduceOp& op) {
     const at::Tensor expected = combined(from_all(0, count_), op);
     Tensors tensors{own(0, count_)};
     c10d::AllreduceOptions all;
