@@ -60,12 +60,6 @@ const Option kOptions[] = {
     {"one micro-batch", [](RunConfig& c) { c.batch.packs_per_micro_batch = 100; }},
 };
 
-void expect_formula(const Verdict& verdict) {
-  EXPECT_TRUE(verdict.passed) << to_text(verdict);
-  EXPECT_GT(verdict.layouts.at(0).bytes_needed, 0);
-  EXPECT_EQ(verdict.layouts[0].bytes_moved, verdict.layouts[0].bytes_needed);
-}
-
 TEST_F(Traffic, OfStage3IsTheFormulas) {
   for (const Option& option : kOptions)
     for (const int ranks : {2, 3, 4})
