@@ -240,12 +240,12 @@ struct DataParallelPlan {
   // Trainable parameters, with the padding of their flat storage, that equally many ranks share.
   struct Elements {
     std::int64_t numel = 0;  // Ψ
-    std::int64_t whole = 0;  // Ψw: of them, those that stage 3 keeps whole from forward to the end of backward
+    std::int64_t whole = 0;  // Ψw: of these, what stage 3 keeps whole from forward to the end of backward
     int shards = 1;          // N ranks have one copy between them, sharded from stage 1 on
     int replicas = 1;        // R such copies
   };
-  // First those that every rank copies; with expert parallelism then a rank's experts, whose N and R are those
-  // of the ranks with the same experts (Ψe, Ψew, Ne in formulas).
+  // First those that every rank copies; with expert parallelism then a rank's experts, whose N and R are
+  // those of the ranks with the same experts (Ψe, Ψew, Ne in formulas).
   std::vector<Elements> elements = std::vector<Elements>(1);
   ElementBytes bytes{};
   int stage = 0;                   // ZeRO: 0 to 3

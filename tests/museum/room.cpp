@@ -118,8 +118,8 @@ void SumsAgain::begin_backward(bool last) {
 
 double plain_traffic(std::int64_t numel, int ranks, at::ScalarType dtype) {
   const int bytes = dtype == at::kDouble ? 8 : 4;
-  const DataParallelPlan plan{
-      .elements = {{.numel = numel, .shards = ranks}}, .bytes = {.parameter = bytes, .gradient = bytes}};
+  const DataParallelPlan plan{.elements = {{.numel = numel, .shards = ranks}},
+                              .bytes = {.parameter = bytes, .gradient = bytes}};
   return traffic_bytes(plan).total();
 }
 
