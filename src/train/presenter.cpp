@@ -443,9 +443,8 @@ std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks
     return fmt::format("step {}: {}; stopped, {}", outcome.steps, failed_check, back);
   const std::string& where = outcome.not_finite;
   return fmt::format(
-      "step {}: the loss or the gradient is not finite on some rank{}; nothing was updated, on "
-      "any rank. Lower schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; "
-      "{}",
+      "step {}: the loss or the gradient is not finite on some rank{}; nothing was updated, on any rank. "
+      "Lower schedule.peak or train.max_norm, or set train.on_non_finite = \"skip\"; {}",
       outcome.steps + 1, where.empty() ? std::string() : fmt::format(" (first: {})", where), back);
 }
 
