@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "dealt_step.hpp"
+#include "toy_means.hpp"
 
 namespace isograd {
 namespace {

@@ -12,21 +12,86 @@
 #include <mutex>
 #include <set>
 
-#include "context_step.hpp"
+#include "hybrid_oracle.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/step.hpp"
+#include "isograd/world.hpp"
 #include "kernels/flat.hpp"
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/attention/attention.hpp"
 #include "model/attention/kernel.hpp"
+#include "model/decoder_testing.hpp"
 #include "model/fused.hpp"
+#include "parallel/data/strategies_testing.hpp"
+#include "train/build.hpp"
 #include "train/router_losses.hpp"
 
-namespace isograd::context {
+namespace isograd::device {
 namespace {
 
+using hybrid::rms_of;
+using hybrid::scale_of;
+using hybrid::Wanted;
+
 constexpr double kExact = 1e-10;  // E1
+
+DecoderConfig small_decoder() {
+  DecoderConfig config;
+  config.vocabulary = 31, config.hidden = 24, config.layers = 2, config.heads = 12;
+  config.key_value_heads = 2, config.head_dim = 4, config.feed_forward = 20;
+  config.max_positions = 128, config.initializer_range = 0.3;
+  return config;
+}
+
+// Of each rank: uneven packs of documents; one sample has a part in every micro-batch.
+std::vector<MicroBatches> batches_of(int ranks) {
+  constexpr std::int64_t kShared = 9000;
+  std::vector<MicroBatches> all(static_cast<std::size_t>(ranks));
+  std::int64_t shared_targets = 0;
+  for (int rank = 0; rank < ranks; ++rank)
+    for (const int i : {0, 1}) {
+      const std::vector<std::int64_t> lengths = {5 + 4 * rank + 2 * i, 1, 9, 3, 12, 7, 2, 6};
+      Batch batch = make_batch(lengths, 31, static_cast<std::uint64_t>(10 * rank + i));
+      batch.targets = batch.tokens.roll(-1);
+      batch.sample_targets.clear();
+      for (std::size_t f = 0; f < lengths.size(); ++f) {
+        if (lengths[f] > 1) batch.targets[batch.cu_seqlens[f + 1] - 1] = kIgnoreIndex;
+        const bool shared = f + 1 == lengths.size();
+        batch.sample_ids[f] = shared ? kShared : 100 * rank + 10 * i + static_cast<std::int64_t>(f);
+        batch.sample_targets.push_back(std::max<std::int64_t>(1, lengths[f] - 1));
+        if (shared) shared_targets += batch.sample_targets.back();
+      }
+      all[static_cast<std::size_t>(rank)].push_back(std::move(batch));
+    }
+  for (MicroBatches& batches : all)
+    for (Batch& batch : batches) batch.sample_targets.back() = shared_targets;
+  return all;
+}
+
+// One process in fp64 with the weights of a model of `values`.
+Wanted reference(const DecoderConfig& shape, const MicroBatches& whole, bool samples, at::ScalarType values) {
+  RunConfig config;
+  config.model.shape = shape;
+  config.loss.kind = samples ? "sample_mean" : "token_mean";
+  hybrid::Values weights;
+  for (const auto& [name, tensor] : DecoderLM(shape, values, 3).named())
+    weights.emplace_back(name, tensor.detach().to(at::kDouble));
+  return hybrid::text_oracle(config, {whole}, weights);
+}
+
+struct Strategy {
+  testing::Strategy flat{};
+  bool zero3 = false, checkpoint = false;
+  std::string name() const { return zero3 ? (checkpoint ? "zero3 checkpointed" : "zero3") : flat.name; }
+};
+std::vector<Strategy> all_strategies() {
+  std::vector<Strategy> all;
+  for (const testing::Strategy& flat : testing::strategies()) all.push_back({.flat = flat});
+  all.push_back({.zero3 = true});
+  all.push_back({.zero3 = true, .checkpoint = true});
+  return all;
+}
 
 struct Case {
   Strategy strategy;
@@ -101,15 +166,15 @@ std::map<std::string, at::Tensor> gradients_of(const Case& one, const DecoderCon
 // Largest share of what is allowed that a parameter's error takes: E1 in fp64; below it E2, from one process
 // on the same device.
 double used(const Case& one, const std::map<std::string, at::Tensor>& found,
-            const std::map<std::string, at::Tensor>& alone, const Reference& wanted, int pieces) {
-  if (one.dtype == at::kDouble) return worst_error(found, wanted) / kExact;
+            const std::map<std::string, at::Tensor>& alone, const Wanted& wanted, int pieces) {
   const double unit = std::ldexp(1.0, one.dtype == at::kFloat ? -24 : -8);
   double worst = 0;
   const double rms = rms_of(wanted);
   for (const auto& [name, g] : wanted.gradients) {
     const double error = (found.at(name) - g).norm().item<double>();
-    const double allowed =
-        4 * (alone.at(name) - g).norm().item<double>() + unit * std::sqrt(pieces) * scale_of(rms, g);
+    const double allowed = one.dtype == at::kDouble ? kExact * scale_of(rms, g)
+                                                    : 4 * (alone.at(name) - g).norm().item<double>() +
+                                                          unit * std::sqrt(pieces) * scale_of(rms, g);
     worst = std::isfinite(error) ? std::max(worst, error / allowed) : HUGE_VAL;
   }
   return worst;
@@ -208,7 +273,7 @@ std::vector<std::string> nodes_on_cpu(const at::Tensor& value) {
 // A graph that is partly on the CPU has a backward thread more there: which of a tensor's gradients comes
 // first, and so the bits of their sum, would change from run to run.
 int check_graph(World& world, at::Device device, const Batch& batch) {
-  DecoderConfig config = small_decoder(1);
+  DecoderConfig config = small_decoder();
   config.family = "qwen3_moe", config.query_key_norm = true;
   config.experts = {.count = 4, .feed_forward = 8};
   RunConfig run;
@@ -630,8 +695,8 @@ int check_attention(World& world, at::Device device) {
 }
 
 int run(World& world, at::Device device) {
-  const DecoderConfig config = small_decoder(1);
-  const auto whole = make_step(kLayouts[1], world.size, 2);
+  const DecoderConfig config = small_decoder();
+  const auto whole = batches_of(world.size);
   MicroBatches all;
   for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
   int failed = 0, checked = 0;
@@ -642,7 +707,7 @@ int run(World& world, at::Device device) {
         for (const bool fault : {false, true}) {
           if (fault && (world.size == 1 || dtype != at::kDouble)) continue;
           const Case one{.strategy = strategy, .dtype = dtype, .samples = samples, .fault = fault};
-          const Reference wanted = reference(config, whole, samples, dtype);
+          const Wanted wanted = reference(config, all, samples, dtype);
           const auto found =
               gradients_of(one, config, whole[static_cast<std::size_t>(world.rank)], device, world.group);
           const auto alone = dtype == at::kDouble
@@ -703,8 +768,8 @@ int main_of(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace isograd::context
+}  // namespace isograd::device
 
 int main(int argc, char** argv) {
-  return isograd::context::main_of(argc, argv);
+  return isograd::device::main_of(argc, argv);
 }

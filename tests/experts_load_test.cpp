@@ -7,15 +7,13 @@
 #include <cmath>
 #include <map>
 
-#include "experts_run.hpp"
+#include "axis_runs.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/model.hpp"
 #include "train/expert_load.hpp"
 #include "train/metrics.hpp"
 #include "train/resume.hpp"
-#include "train/task.hpp"
-#include "verify/run.hpp"
 
 namespace isograd {
 namespace {
@@ -25,7 +23,6 @@ using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using namespace expert_runs;
 
 using Table = std::vector<std::vector<std::int64_t>>;  // of one step: by layer with experts, by expert
 
@@ -73,8 +70,17 @@ Table recount(const Task& task, TaskModel& model, std::int64_t step) {
   return table;
 }
 
-class ExpertsLoad : public ExpertRuns {
+struct OnRanks {
+  int ranks;
+  const char* set;
+};
+
+class ExpertsLoad : public AxisRuns {
  protected:
+  RunConfig plain(const std::string& name, const std::string& dtype = "float64") const {
+    return on(experts(name, dtype), "model.experts_every=1 model.layers=3 train.steps=7 sample.tokens=0",
+              name);
+  }
   // A run of one process, each step recounted with the weights that it starts from.
   std::vector<Table> recounted(RunConfig config) const {
     config.run.directory += "-recounted";
@@ -108,11 +114,15 @@ class ExpertsLoad : public ExpertRuns {
   }
 };
 
-// ranks, strategy, ring, replicas, packs, share, checkpoint, ep
-const Cell kLoads[] = {
-    {1, "bucketed", 1, 1, 1},          {2, "bucketed", 1, 1, 1, false, false, 2}, {2, "naive", 2},
-    {3, "zero3", 1, 1, 1, true, true}, {3, "naive", 1, 1, 1, false, false, 3},    {4, "zero2", 2, 1, 1},
-    {4, "zero3", 1, 2, 2, true, true}, {4, "bucketed", 2, 1, 2, false, false, 2}, {5, "zero1", 1, 1, 1}};
+const OnRanks kLoads[] = {{1, "batch.packs_per_micro_batch=1"},
+                          {2, "ep=2 batch.packs_per_micro_batch=1 share_parameters=off"},
+                          {2, "strategy=naive cp_ring=2"},
+                          {3, "strategy=zero3 batch.packs_per_micro_batch=1 checkpoint_activations=true"},
+                          {3, "ep=3 strategy=naive batch.packs_per_micro_batch=1 share_parameters=off"},
+                          {4, "strategy=zero2 cp_ring=2 batch.packs_per_micro_batch=1"},
+                          {4, "strategy=zero3 replicas=2 checkpoint_activations=true"},
+                          {4, "ep=2 cp_ring=2 share_parameters=off"},
+                          {5, "strategy=zero1 batch.packs_per_micro_batch=1"}};
 
 TEST_F(ExpertsLoad, IsAPlainRecountOfTheStepOnEveryMesh) {
   for (const bool losses : {true, false}) {
@@ -121,19 +131,19 @@ TEST_F(ExpertsLoad, IsAPlainRecountOfTheStepOnEveryMesh) {
     const std::vector<Table> wanted = recounted(config);
     ASSERT_EQ(wanted.size(), 7u);
     EXPECT_NE(wanted[0], wanted[6]);  // the steps are not alike
-    for (const Cell& cell : kLoads) {
-      const RunConfig own = cut(config, cell, losses ? "with" : "without");
+    for (const OnRanks& cell : kLoads) {
+      const RunConfig own = on(config, cell.set, "cell");
       const Run result = run(own, cell.ranks);
-      EXPECT_EQ(found_in(result), wanted) << name_of(cell) << losses;
+      EXPECT_EQ(found_in(result), wanted) << cell.set << losses;
       for (const StepEvent& event : result.steps)
         for (const ExpertLoad& load : event.expert_loads) {
           std::int64_t all = 0;
           for (const std::int64_t choices : load.choices) all += choices;
-          EXPECT_EQ(all, 2 * event.report.census.tokens) << name_of(cell);
+          EXPECT_EQ(all, 2 * event.report.census.tokens) << cell.set;
         }
       std::vector<Table> logged;
       for (const MetricRow& row : loads_logged(own)) logged.push_back(table_of(row.expert_loads));
-      EXPECT_EQ(logged, wanted) << name_of(cell);
+      EXPECT_EQ(logged, wanted) << cell.set;
     }
   }
 }
@@ -145,7 +155,7 @@ TEST_F(ExpertsLoad, IsOfTheLayersThatHaveExperts) {
   config.loss.balance_scope = "micro_batch";
   config.loss.kind = "sample_mean";
   config.verify.at_end = false;
-  const Run result = run(cut(config, {3, "zero3", 1, 1, 1, true, true}, "cell"), 3);
+  const Run result = run(on(config, kLoads[3].set, "cell"), 3);
   for (const StepEvent& event : result.steps) {
     ASSERT_EQ(event.expert_loads.size(), 1u);
     EXPECT_EQ(event.expert_loads[0].layer, 1);
@@ -195,13 +205,13 @@ TEST_F(ExpertsLoad, MovesTheSelectionBiasAlikeOnEveryMesh) {
   still.run.directory += "-still";
   still.loss.selection_bias_rate = 0;
   EXPECT_NE(found_in(run(still, 1)), wanted);  // it steers
-  for (Cell cell : kLoads) {
-    const RunConfig own = cut(config, cell, "moved");
-    EXPECT_EQ(found_in(run(own, cell.ranks)), wanted) << name_of(cell);
-    EXPECT_EQ(bias_of(own, 0.05), moved) << name_of(cell);
+  for (const OnRanks& cell : kLoads) {
+    const RunConfig own = on(config, cell.set, "moved");
+    EXPECT_EQ(found_in(run(own, cell.ranks)), wanted) << cell.set;
+    EXPECT_EQ(bias_of(own, 0.05), moved) << cell.set;
   }
   // Continued from step 4, on another mesh.
-  RunConfig again = cut(config, {2, "bucketed", 1, 1, 1, false, false, 2}, "again");
+  RunConfig again = on(config, kLoads[1].set, "again");
   again.checkpoint.resume = list_checkpoints(checkpoint_root(config)).front().string();
   const Run rest = run(again, 2);
   ASSERT_EQ(rest.steps.size(), 3u);
@@ -224,7 +234,7 @@ TEST_F(ExpertsLoad, KeepsTheSelectionBiasExactInLowPrecision) {
 TEST_F(ExpertsLoad, ChecksBetweenStepsCountForNothing) {
   const RunConfig config = plain("checked");
   const auto wanted = found_in(run(config, 1));
-  RunConfig checked = cut(config, {2, "bucketed", 1, 1, 1}, "every-step");
+  RunConfig checked = on(config, kLoads[0].set, "every-step");
   checked.verify.every = 1;
   int checks = 0;
   const Run result = run(checked, 2, [&](World& world, TrainerHooks& hooks) {
@@ -242,7 +252,7 @@ TEST_F(ExpertsLoad, AForwardCountedTwiceIsSeen) {
   RunConfig config = plain("twice");
   config.loss.balance = config.loss.router_z = 0;
   const auto wanted = found_in(run(config, 1));
-  const RunConfig own = cut(config, {3, "zero1", 1, 1, 1}, "planted");
+  const RunConfig own = on(config, kLoads[8].set, "planted");
   const Run result = run(own, 3, [](World& world, TrainerHooks& hooks) {
     if (world.rank == 1)
       hooks.wrap_forward = [](const ForwardLossTerms& forward) -> ForwardLossTerms {
@@ -261,7 +271,7 @@ TEST_F(ExpertsLoad, IsInMetricsTheReportAndOnTheTerminal) {
   auto& experts = config.model.shape.experts;
   experts.count = 48, experts.per_token = 1, experts.normalise = false;  // more than some steps' tokens reach
   config.loss.balance = config.loss.router_z = 0;
-  const RunConfig own = cut(config, {2, "bucketed", 1, 1, 1, false, false, 2}, "dealt");
+  const RunConfig own = on(config, kLoads[1].set, "on-two");
   ::testing::internal::CaptureStdout();
   const Run result = run(own, 2);
   const std::string printed = ::testing::internal::GetCapturedStdout();

@@ -110,42 +110,5 @@ TEST(FusedLoss, IsChosenByTheMemoryOfTheLogits) {
   EXPECT_FALSE(fuses_loss(configured("off"), 1 << 20, 1 << 20, 8));
 }
 
-// Many ranks with the fused loss against one process with its logits; from five ranks on one rank has
-// nothing.
-class FusedLossAtRanks : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FusedLossAtRanks, ::testing::Values(1, 2, 3, 4, 5, 8));
-
-TEST_P(FusedLossAtRanks, GivesTheGradientOfOneProcess) {
-  for (const bool tied : {false, true}) {
-    const verify_test::Small small{.tied = tied, .packs_per_step = 4, .packs_per_micro_batch = 1};
-    const auto with = [&](const std::function<ForwardLossTerms(std::shared_ptr<DecoderLM>)>& loss) {
-      return verify_test::verify_on(GetParam(), small, [&](VerifyProblem& problem, World&) {
-        problem.make_model = [&](at::ScalarType dtype) {
-          auto model = std::make_shared<DecoderLM>(small.shape(), dtype, 11);
-          VerifyModel made;
-          made.named = model->named();
-          made.logits = [model](const Batch& batch) { return model->logits(batch); };
-          made.loss_terms = loss(model);
-          return made;
-        };
-      });
-    };
-    const Verdict right = with([](std::shared_ptr<DecoderLM> model) -> ForwardLossTerms {
-      return
-          [model, loss = forward_loss(*model, configured("on"))](const Batch& batch) { return loss(batch); };
-    });
-    EXPECT_TRUE(right.passed) << to_text(right, 100);
-    for (const auto& layout : right.layouts) EXPECT_LE(layout.e1.error, 1e-10);
-    // Planted: the weight's part as projection is forgotten.
-    const Verdict wrong = with([](std::shared_ptr<DecoderLM> model) -> ForwardLossTerms {
-      return [model](const Batch& batch) -> LossTerms {
-        return {{"cross_entropy", linear_cross_entropy_sum(model->hidden(batch),
-                                                           model->output_weight().detach(), batch.targets)}};
-      };
-    });
-    EXPECT_FALSE(wrong.passed);
-  }
-}
-
 }  // namespace
 }  // namespace isograd

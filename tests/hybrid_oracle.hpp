@@ -11,22 +11,44 @@
 #include <string>
 #include <vector>
 
-#include "context_video_step.hpp"
 #include "isograd/data.hpp"
+#include "isograd/error.hpp"
 #include "isograd/model.hpp"
+#include "isograd/random.hpp"
 #include "model/attention/attention.hpp"
+#include "model/video_dit_testing.hpp"
 #include "train/build.hpp"
 
 namespace isograd::hybrid {
 
-using Wanted = context::Reference;  // loss, gradients by name
+inline constexpr std::uint64_t kNoiseSeed = 17;  // of videos
+
+struct Wanted {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients{};  // by name
+};
 using Values = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Root of the mean square over the elements of all gradients.
+inline double rms_of(const Wanted& wanted) {
+  double squares = 0, numel = 0;
+  for (const auto& [name, each] : wanted.gradients) {
+    squares += each.square().sum().item<double>();
+    numel += static_cast<double>(each.numel());
+  }
+  return std::sqrt(squares / numel);
+}
+
+// s = max(‖g64‖, 1e-3 · RMS · √numel) of a parameter with gradient g.
+inline double scale_of(double rms, const at::Tensor& g) {
+  return std::max(g.norm().item<double>(), 1e-3 * rms * std::sqrt(static_cast<double>(g.numel())));
+}
 
 inline void copy_values(const Values& from, const std::vector<std::pair<std::string, at::Tensor>>& to) {
   const at::NoGradGuard no_grad;
-  ASSERT_EQ(from.size(), to.size());
+  ISOGRAD_INVARIANT(from.size() == to.size(), "the oracle has other parameters");
   for (std::size_t i = 0; i < to.size(); ++i) {
-    EXPECT_EQ(from[i].first, to[i].first);
+    ISOGRAD_INVARIANT(from[i].first == to[i].first, to[i].first);
     at::Tensor(to[i].second).copy_(from[i].second);
   }
 }
@@ -81,6 +103,18 @@ inline at::Tensor router_losses(const std::vector<DecoderOutputs>& outputs, cons
          config.loss.router_z * squares / (tokens * over);
 }
 
+// The loss and gradients of these parameters.
+inline Wanted differentiated(const at::Tensor& loss, const Values& named) {
+  std::vector<at::Tensor> leaves;
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : named)
+    if (tensor.requires_grad()) names.push_back(name), leaves.push_back(tensor);
+  const auto gradients = torch::autograd::grad({loss}, leaves);
+  Wanted wanted{.loss = loss.item<double>()};
+  for (std::size_t i = 0; i < names.size(); ++i) wanted.gradients[names[i]] = gradients[i];
+  return wanted;
+}
+
 // `parts`: the whole step; or, where the loss is the mean of replicas' own means, each replica's.
 inline Wanted text_oracle(const RunConfig& config, const std::vector<MicroBatches>& parts,
                           const Values& values) {
@@ -114,16 +148,10 @@ inline Wanted text_oracle(const RunConfig& config, const std::vector<MicroBatche
     }
   }
   if (!outputs.front().router_logits.empty()) loss = loss + router_losses(outputs, config, tokens);
-  std::vector<at::Tensor> leaves;
-  std::vector<std::string> names;
-  for (const auto& [name, tensor] : model.named())
-    if (tensor.requires_grad()) names.push_back(name), leaves.push_back(tensor);
-  const auto gradients = torch::autograd::grad({loss}, leaves);
-  Wanted wanted{.loss = loss.item<double>(), .gradients = {}};
-  for (std::size_t i = 0; i < names.size(); ++i) wanted.gradients[names[i]] = gradients[i];
-  return wanted;
+  return differentiated(loss, model.named());
 }
 
+// The plain model, and noise drawn number by number.
 inline Wanted video_oracle(const RunConfig& config, const MicroBatches& whole, const Values& values) {
   const auto& of = config.video;
   const auto store = VideoStore::open({.patterns = of.files,
@@ -144,13 +172,43 @@ inline Wanted video_oracle(const RunConfig& config, const MicroBatches& whole, c
                   .timestep_features = of.timestep_features},
                  at::kDouble, 0);
   copy_values(values, model.named());
-  Wanted wanted = context::reference(model, {store, {whole}}, config.loss.kind == "sample_mean");
-  if (config.loss.kind == "fixed") {  // the mean over patches, times what that divides by
-    const double factor = counts_of(whole).tokens / config.loss.denominator;
-    wanted.loss *= factor;
-    for (auto& [name, gradient] : wanted.gradients) gradient = gradient * factor;
+  const Counts counts = counts_of(whole);
+  double samples = 0;
+  for (const Batch& batch : whole) samples += static_cast<double>(batch.num_fragments());
+  at::Tensor loss = at::zeros({}, at::kDouble);
+  for (const Batch& batch : whole) {
+    const at::Tensor data = store->patches(batch.tokens, at::kDouble);
+    at::Tensor noise = at::empty_like(data), times = at::empty({batch.num_fragments()}, at::kDouble);
+    at::Tensor noised = at::empty_like(data);
+    const auto part = [&](const at::Tensor& x, std::size_t f) {
+      return x.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1]);
+    };
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      RandomKey key{.seed = kNoiseSeed,
+                    .step = static_cast<std::uint64_t>(batch.draw),
+                    .sample = static_cast<std::uint64_t>(batch.sample_ids[f]),
+                    .layer = hash_name("flow_matching.time")};
+      const double t = random_uniform(key, 0);
+      times[static_cast<std::int64_t>(f)] = t;
+      key.layer = hash_name("flow_matching.noise");
+      double* to = part(noise, f).mutable_data_ptr<double>();
+      for (std::int64_t i = 0; i < part(noise, f).numel(); ++i)
+        to[i] = random_normal(key, static_cast<std::uint64_t>(i));
+      part(noised, f).copy_((1 - t) * part(data, f) + t * part(noise, f));
+    }
+    const at::Tensor velocity =
+        testing::plain_velocity(model, batch, noised, store->coordinates(batch.tokens), times);
+    const at::Tensor each =
+        (velocity - (noise - data)).square().sum(1) / static_cast<double>(store->patch_elements());
+    for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
+      const double divisor = config.loss.kind == "sample_mean"
+                                 ? samples * static_cast<double>(part(each, f).size(0))
+                             : config.loss.kind == "fixed" ? config.loss.denominator
+                                                           : counts.tokens;
+      loss = loss + part(each, f).sum() / divisor;
+    }
   }
-  return wanted;
+  return differentiated(loss, model.named());
 }
 
 inline Wanted oracle(const RunConfig& config, const std::vector<MicroBatches>& parts, const Values& values) {

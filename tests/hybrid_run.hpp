@@ -146,10 +146,20 @@ inline void wrap(LayoutUnderTest& layout, const WrapLayout& around) {
 
 struct Asked {
   Planted planted{};
-  bool look_before = true;  // at the parts that are summed
-  bool repeat = true;       // and look at the bits
-  std::uint64_t nudge = 0;  // other values of the parameters, an ulp or two away; 0: those of the run
+  bool look_before = true;     // at the parts that are summed
+  bool repeat = true;          // and look at the bits
+  std::uint64_t nudge = 0;     // other values of the parameters, an ulp or two away; 0: those of the run
+  bool tied_routers = false;   // routers of zeros: all tokens go to the first experts
+  bool after_nothing = false;  // a step without micro-batches and one without a target go before
 };
+
+inline Initial initial_of(const VerifyProblem& problem, std::uint64_t nudge, bool tied_routers) {
+  Initial initial(problem.make_model(problem.dtype));
+  if (nudge > 0) initial = initial.nudged(nudge);
+  for (std::size_t i = 0; tied_routers && i < initial.names.size(); ++i)
+    if (initial.names[i].find("mlp.gate.weight") != std::string::npos) initial.values[i].zero_();
+  return initial;
+}
 
 inline double off(double found, double wanted) {
   const double share = std::abs(found - wanted) / std::abs(wanted);
@@ -159,13 +169,13 @@ inline double off(double found, double wanted) {
 // ‖g − g64‖ / s.
 inline std::map<std::string, double> errors_of(const LayoutRun::RecordedStep& made, const Wanted& wanted) {
   std::map<std::string, double> errors;
-  const double rms = context::rms_of(wanted);
+  const double rms = rms_of(wanted);
   for (const auto& [name, exact] : wanted.gradients) errors[name] = HUGE_VAL;  // one that is not there
   for (std::size_t i = 0; i < made.names.size(); ++i) {
     const auto exact = wanted.gradients.find(made.names[i]);
     if (exact == wanted.gradients.end()) continue;
     const at::Tensor difference = made.gradients[i].to(at::kDouble) - exact->second;
-    const double error = difference.norm().item<double>() / context::scale_of(rms, exact->second);
+    const double error = difference.norm().item<double>() / scale_of(rms, exact->second);
     errors[made.names[i]] = std::isnan(error) ? HUGE_VAL : error;
   }
   return errors;
@@ -181,8 +191,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
       configured_problem(config, world, {config.parallel.strategy, "naive:share=off"},
                          asked.planted.meshes ? asked.planted.meshes(armed) : one_mesh_each());
   if (asked.planted.change) asked.planted.change(problem, world);
-  Initial initial(problem.make_model(problem.dtype));
-  if (asked.nudge > 0) initial = initial.nudged(asked.nudge);
+  Initial initial = initial_of(problem, asked.nudge, asked.tied_routers);
   if (problem.dtype != at::kDouble) initial.choices = record_choices(problem, initial, world.group);
 
   if (asked.look_before) {
@@ -202,6 +211,15 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
     return made;
   });
   LayoutRun run(problem, watched, initial.model(problem, problem.dtype), world.group);
+  if (asked.after_nothing) {
+    MicroBatches nothing = problem.local;
+    for (Batch& batch : nothing) {
+      batch.targets = at::full_like(batch.targets, kIgnoreIndex);
+      batch.sample_targets.assign(batch.sample_targets.size(), 0);
+    }
+    EXPECT_EQ(run.step({}).figures.loss, 0);
+    EXPECT_EQ(run.step(nothing).figures.loss, 0);
+  }
   const LayoutRun::RecordedStep made = run.step(problem.local);
   measured.errors = errors_of(made, wanted);
   for (const auto& [name, error] : measured.errors)
@@ -279,14 +297,14 @@ inline std::vector<MicroBatches> by_replica(const RunConfig& config, int ranks, 
 
 // One process of the same configuration: what it has in fp64, by the oracle. `ranks` matter to means of
 // replicas alone.
-inline Wanted wanted_of(const RunConfig& config, std::uint64_t nudge = 0, int ranks = 1) {
+inline Wanted wanted_of(const RunConfig& config, std::uint64_t nudge = 0, int ranks = 1,
+                        bool tied_routers = false) {
   RunConfig alone = config;
   alone.parallel = RunConfig{}.parallel;
   Wanted wanted;
   run_ranks(1, [&](World& world) {
     const VerifyProblem problem = configured_problem(alone, world);
-    Initial initial(problem.make_model(problem.dtype));
-    if (nudge > 0) initial = initial.nudged(nudge);
+    const Initial initial = initial_of(problem, nudge, tied_routers);
     Values values;
     for (std::size_t i = 0; i < initial.names.size(); ++i)
       values.emplace_back(initial.names[i], initial.values[i].to(at::kDouble));

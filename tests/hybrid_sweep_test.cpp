@@ -110,37 +110,11 @@ TEST_F(Hybrid, InLowerPrecisionNoWorseThanOneProcess) {
     if (full_tests()) cells.push_back({row, "float32"});
   }
   double worst = 0, most = 0;  // of what is allowed; of one process
-  std::map<std::string, std::vector<std::map<std::string, double>>>
-      alone;  // by model, mean, layers and type; by draw
   for (const Cell& cell : cells) {
-    const RunConfig config = config_for(cell);
-    const Measured found =
-        measure(config, cell.ranks(), wanted(cell), {.look_before = false, .repeat = false});
-    auto& draws = alone[fmt::format("{} {} {} {}", cell.text(kModel), cell.text(kMean),
-                                    config.model.shape.layers, cell.dtype)];
-    std::vector<std::string> outside;
-    for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !outside.empty()); ++draw) {
-      if (draws.size() <= draw) {
-        RunConfig one = config_for(cell.with(kPacks, draw % 3 == 0 ? "1" : draw % 3 == 1 ? "9" : "2"));
-        one.parallel = RunConfig{}.parallel;
-        draws.push_back(
-            measure(one, 1, wanted(cell, draw), {.look_before = false, .repeat = false, .nudge = draw})
-                .errors);
-      }
-      outside.clear();
-      for (const auto& [name, error] : found.errors) {
-        double own = 0;
-        for (std::uint64_t d = 0; d <= draw; ++d) own = std::max(own, draws[d].at(name));
-        most = std::max(most, own);
-        const double allowed = 4 * own + 0x1p-24 * std::sqrt(cell.ranks() * 9.0);
-        if (!(error <= allowed))
-          outside.push_back(fmt::format("{} {:.1e} of {:.1e}", name, error, allowed));
-        else
-          worst = std::max(worst, error / allowed);
-      }
-    }
-    EXPECT_THAT(outside, IsEmpty()) << cell.name();
-    EXPECT_LT(found.assembled, kNorm) << cell.name();
+    const Rounding rounding = rounding_of(config_for(cell), cell.ranks());
+    EXPECT_THAT(rounding.outside, IsEmpty()) << cell.name();
+    EXPECT_LT(rounding.assembled, kNorm) << cell.name();
+    worst = std::max(worst, rounding.share), most = std::max(most, rounding.alone);
   }
   std::printf(
       "E2: %zu cells in lower precision; worst error %.2f of what is allowed, where one process is off by up "

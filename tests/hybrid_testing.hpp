@@ -32,19 +32,59 @@ class HybridCells : public testing_runs::TinyVideos {
       config.sample = RunConfig{}.sample;
     else
       config.batch.packs_per_step = 9, config.data.pack_length = 24;
-    config.run.seed = static_cast<std::int64_t>(context::kNoiseSeed);  // the oracle's
+    config.run.seed = static_cast<std::int64_t>(kNoiseSeed);  // the oracle's
     return config;
   }
   RunConfig config_for(const Cell& cell) const { return config_of(cell, base(cell)); }
 
-  // It depends on the model, the mean, the number of layers and the values alone.
-  const Wanted& wanted(const Cell& cell, std::uint64_t nudge = 0) {
-    const RunConfig config = config_for(cell);
-    const std::string key = fmt::format("{} {} {} {} {}", cell.text(kModel), cell.text(kMean),
-                                        config.model.shape.layers, cell.dtype, nudge);
+  // It depends on the model, the data, the mean and the values alone, and not on how a step is cut.
+  const Wanted& wanted(RunConfig config, std::uint64_t nudge = 0, bool tied_routers = false) {
+    config.parallel = {};
+    config.batch.packs_per_micro_batch = config.batch.tokens_per_micro_batch = 1;
+    const std::string key = fmt::format("{}{} {}", to_toml(config), nudge, tied_routers);
     const auto known = wanted_.find(key);
     if (known != wanted_.end()) return known->second;
-    return wanted_.emplace(key, wanted_of(config, nudge)).first->second;
+    return wanted_.emplace(key, wanted_of(config, nudge, 1, tied_routers)).first->second;
+  }
+  const Wanted& wanted(const Cell& cell, std::uint64_t nudge = 0) { return wanted(config_for(cell), nudge); }
+
+  struct Rounding {
+    std::vector<std::string> outside{};  // parameters, each with its error and what is allowed
+    double share = 0, alone = 0;  // the largest error of what is allowed; the most that one process has
+    double assembled = 0;         // Measured::assembled
+  };
+  // E2, in the precision of the configuration: four times what one process is off by, the most of up to 16
+  // draws (other values of the parameters, other micro-batches).
+  Rounding rounding_of(const RunConfig& config, int ranks, Asked asked = {}) {
+    asked.look_before = asked.repeat = false;
+    const Measured found = measure(config, ranks, wanted(config, 0, asked.tied_routers), asked);
+    RunConfig one = config;
+    one.parallel = {};
+    auto& draws = alone_[fmt::format("{}{}", to_toml(one), asked.tied_routers)];
+    Rounding result{.assembled = found.assembled};
+    for (std::uint64_t draw = 0; draw < 16 && (draw == 0 || !result.outside.empty()); ++draw) {
+      if (draws.size() <= draw) {
+        one.batch.packs_per_micro_batch = draw % 3 == 0 ? 1 : draw % 3 == 1 ? 9 : 2;
+        one.batch.tokens_per_micro_batch = draw % 3 == 0 ? 1 : draw % 3 == 1 ? 1000 : 40;
+        draws.push_back(
+            measure(
+                one, 1, wanted(config, draw, asked.tied_routers),
+                {.look_before = false, .repeat = false, .nudge = draw, .tied_routers = asked.tied_routers})
+                .errors);
+      }
+      result.outside.clear(), result.share = 0;
+      for (const auto& [name, error] : found.errors) {
+        double own = 0;
+        for (std::uint64_t d = 0; d <= draw; ++d) own = std::max(own, draws[d].at(name));
+        const double allowed = 4 * own + 0x1p-24 * std::sqrt(ranks * 9.0);
+        result.alone = std::max(result.alone, own);
+        if (!(error <= allowed))
+          result.outside.push_back(fmt::format("{} {:.1e} of {:.1e}", name, error, allowed));
+        else
+          result.share = std::max(result.share, error / allowed);
+      }
+    }
+    return result;
   }
 
   // As `isograd train` reads and checks a configuration: "no error", or what it says.
@@ -54,6 +94,8 @@ class HybridCells : public testing_runs::TinyVideos {
 
  private:
   std::map<std::string, Wanted> wanted_{};
+  std::map<std::string, std::vector<std::map<std::string, double>>>
+      alone_{};  // errors of one process, by draw
 };
 
 inline std::vector<Cell> pairwise_cells() {

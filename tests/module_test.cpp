@@ -7,7 +7,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/conv.h>
+
+#include <map>
+#include <optional>
 
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
@@ -28,23 +30,33 @@ at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
   return at::randn(shape, generator, at::TensorOptions(at::kDouble));
 }
 
+struct Convolution : torch::nn::Module {
+  at::Tensor weight;
+  std::int64_t stride;
+  Convolution(at::IntArrayRef shape, std::uint64_t seed, std::int64_t stride_) : stride(stride_) {
+    weight = register_parameter("weight", random(shape, seed) * 0.3);
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::conv2d(x, weight, {}, {stride, stride}); }
+};
 // Convolution, normalisation, convolution with a stride, mean over places, classes. The normalisation comes
-// in as a function: synchronised, LibTorch's, or none.
+// in as a function: synchronised, LibTorch's, or none. Its convolutions may be units of ZeRO-3.
 struct Net : torch::nn::Module {
-  using Normalise = std::function<at::Tensor(const at::Tensor&)>;
-  at::Tensor first, second, head, unused, frozen;
-  Normalise normalise;
-  explicit Net(std::uint64_t seed = 1) {
-    first = register_parameter("first", random({kChannels, 2, 3, 3}, seed) * 0.3);
-    second = register_parameter("second", random({kClasses, kChannels, 3, 3}, seed + 1) * 0.3);
+  at::Tensor head, unused, frozen;
+  Sharded<Convolution> first, second;
+  std::function<at::Tensor(const at::Tensor&)> normalise;
+  explicit Net(std::uint64_t seed = 1)
+      : first(std::make_shared<Convolution>(at::IntArrayRef{kChannels, 2, 3, 3}, seed, 1)),
+        second(std::make_shared<Convolution>(at::IntArrayRef{kClasses, kChannels, 3, 3}, seed + 1, 2)) {
     head = register_parameter("head", random({kClasses}, seed + 2));
     unused = register_parameter("unused", random({3}, seed + 3));
     frozen = register_parameter("frozen", random({1, kClasses}, seed + 4), false);
+    register_module("first", first.ptr());
+    register_module("second", second.ptr());
   }
   at::Tensor forward(const at::Tensor& images) {  // [N, 2, side, side] -> [N, classes]
-    at::Tensor x = at::conv2d(images, first);
+    at::Tensor x = first(images);
     if (normalise) x = normalise(x);
-    return at::conv2d(at::tanh(x), second, {}, {2, 2}).mean({2, 3}) * head + frozen;
+    return second(at::tanh(x)).mean({2, 3}) * head + frozen;
   }
 };
 
@@ -66,132 +78,46 @@ std::int64_t total_rows(int size, int micro) {
   return rows;
 }
 
-// One process, no code of isograd's: micro-batch m is all ranks' rows together.
-std::vector<at::Tensor> reference(int size, int micro, bool with_norm) {
-  Net net;
-  at::Tensor weight = at::ones({kChannels}, at::kDouble).requires_grad_(),
-             bias = at::zeros({kChannels}, at::kDouble).requires_grad_();
-  if (with_norm)
-    net.normalise = [&](const at::Tensor& x) {
-      return at::batch_norm(x, weight, bias, {}, {}, true, 0.1, 1e-5, false);
-    };
+// One process, plain convolutions: micro-batch m is all ranks' rows together.
+std::map<std::string, at::Tensor> reference(int size, int micro, bool with_norm) {
+  const Net net;
+  const at::Tensor weight = at::ones({kChannels}, at::kDouble).requires_grad_(),
+                   bias = at::zeros({kChannels}, at::kDouble).requires_grad_();
   for (int m = 0; m < micro; ++m) {
     std::vector<at::Tensor> all;
     for (int rank = 0; rank < size; ++rank) all.push_back(images_of(rank, m));
     const at::Tensor images = at::cat(all);
-    if (images.size(0) > 0)
-      (loss_sum(net.forward(images), m) / static_cast<double>(total_rows(size, micro))).backward();
+    if (images.size(0) == 0) continue;
+    at::Tensor x = at::conv2d(images, net.first->weight);
+    if (with_norm) x = at::batch_norm(x, weight, bias, {}, {}, true, 0.1, 1e-5, false);
+    x = at::conv2d(at::tanh(x), net.second->weight, {}, {2, 2}).mean({2, 3}) * net.head + net.frozen;
+    (loss_sum(x, m) / static_cast<double>(total_rows(size, micro))).backward();
   }
-  std::vector<at::Tensor> gradients = {net.first.grad(), net.second.grad(), net.head.grad(),
-                                       at::zeros({3}, at::kDouble)};
-  if (with_norm) gradients.insert(gradients.end(), {weight.grad(), bias.grad()});
+  std::map<std::string, at::Tensor> gradients = {{"first.weight", net.first->weight.grad()},
+                                                 {"second.weight", net.second->weight.grad()},
+                                                 {"head", net.head.grad()},
+                                                 {"unused", at::zeros({3}, at::kDouble)}};
+  if (with_norm) gradients["norm.weight"] = weight.grad(), gradients["norm.bias"] = bias.grad();
   return gradients;
 }
 
 enum class Norm { kNone, kSynchronised, kOwnRows };
 
-double worst_error(const Strategy& strategy, int size, int micro, Norm norm) {
+// A strategy on flat buckets or, with none, the convolutions as units.
+struct Way {
+  std::optional<Strategy> flat{};
+  FullyShardOptions units{};
+  int replicas = 1;
+};
+
+double worst_error(const Way& way, int size, int micro, Norm norm) {
   const auto wanted = reference(size, micro, norm != Norm::kNone);
   std::vector<double> worst(size);
   run_ranks(size, [&](World& world) {
     std::vector<int> everyone;
     for (int rank = 0; rank < size; ++rank) everyone.push_back(rank);
     Group apart = size > 1 ? world.subgroup(everyone, "normalisation") : Group::solo();
-    Net net(world.rank == 0 ? 1 : 50);  // only rank 0 has the right values
-    auto normalisation = std::make_shared<SyncBatchNorm>(SyncBatchNormOptions{.channels = kChannels},
-                                                         norm == Norm::kSynchronised ? apart : Group::solo());
-    normalisation->to(at::kDouble);
-    if (norm != Norm::kNone) {
-      net.register_module("norm", normalisation);
-      net.normalise = [&](const at::Tensor& x) {
-        return x.size(0) > 0 || norm == Norm::kSynchronised ? normalisation->forward(x) : x;
-      };
-    }
-    prepare_module(net, world.group);
-    // LibTorch lists a module's own parameters first, then its children's.
-    auto layout = strategy.make(trainable_parameters(net), world.group, {.bucket_bytes = 300});
-    layout->zero_gradients();
-    for (int m = 0; m < micro; ++m) {
-      layout->begin_backward(m + 1 == micro);
-      (loss_sum(net.forward(images_of(world.rank, m)), m) / static_cast<double>(total_rows(size, micro)))
-          .backward();
-    }
-    layout->finish_reduction();
-    const auto views = layout->views();
-    ASSERT_EQ(views.size(), wanted.size());
-    for (std::size_t p = 0; p < views.size(); ++p) {
-      const double scale = std::max(wanted[p].norm().item<double>(), 1e-3);
-      worst[world.rank] =
-          std::max(worst[world.rank], (views[p].gradient - wanted[p]).norm().item<double>() / scale);
-    }
-  });
-  return *std::max_element(worst.begin(), worst.end());
-}
-
-TEST(Module, ConvolutionsHaveTheGradientOfOneProcess) {
-  double worst = 0;
-  for (const Strategy& strategy : strategies())
-    for (int size : {1, 2, 3, 4, 5, 8})
-      for (int micro : {1, 3}) {
-        if (total_rows(size, micro) == 0) continue;
-        const double error = worst_error(strategy, size, micro, Norm::kNone);
-        worst = std::max(worst, error);
-        EXPECT_LT(error, 1e-10) << strategy.name << ", " << size << " ranks, " << micro << " micro-batches";
-      }
-  std::printf("largest error of any parameter: %.2e of its norm (allowed 1e-10)\n", worst);
-}
-
-TEST(Module, SynchronisedBatchNormIsThatOfOneProcess) {
-  for (const Strategy& strategy : strategies())
-    for (int size : {1, 2, 3, 5}) {
-      if (total_rows(size, 3) == 0) continue;
-      EXPECT_LT(worst_error(strategy, size, 3, Norm::kSynchronised), 1e-10) << strategy.name << " " << size;
-      if (size > 1) {  // planted: each rank's own rows
-        EXPECT_GT(worst_error(strategy, size, 3, Norm::kOwnRows), 1e-4) << strategy.name << " " << size;
-      }
-    }
-}
-
-// The same net with its convolutions as units of ZeRO-3.
-struct Convolution : torch::nn::Module {
-  at::Tensor weight;
-  std::int64_t stride;
-  Convolution(at::IntArrayRef shape, std::uint64_t seed, std::int64_t stride_) : stride(stride_) {
-    weight = register_parameter("weight", random(shape, seed) * 0.3);
-  }
-  at::Tensor forward(const at::Tensor& x) { return at::conv2d(x, weight, {}, {stride, stride}); }
-};
-struct UnitNet : torch::nn::Module {
-  at::Tensor head, unused, frozen;
-  Sharded<Convolution> first{std::make_shared<Convolution>(at::IntArrayRef{kChannels, 2, 3, 3}, 1, 1)};
-  Sharded<Convolution> second{
-      std::make_shared<Convolution>(at::IntArrayRef{kClasses, kChannels, 3, 3}, 2, 2)};
-  Net::Normalise normalise;
-  UnitNet() {
-    head = register_parameter("head", random({kClasses}, 3));
-    unused = register_parameter("unused", random({3}, 4));
-    frozen = register_parameter("frozen", random({1, kClasses}, 5), false);
-    register_module("first", first.ptr());
-    register_module("second", second.ptr());
-  }
-  at::Tensor forward(const at::Tensor& images) {
-    at::Tensor x = first(images);
-    if (normalise) x = normalise(x);
-    return second(at::tanh(x)).mean({2, 3}) * head + frozen;
-  }
-};
-
-double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOptions& options, int replicas) {
-  const auto wanted = reference(size, micro, norm != Norm::kNone);
-  const std::map<std::string, std::size_t> place = {{"first.weight", 0}, {"second.weight", 1},
-                                                    {"head", 2},         {"unused", 3},
-                                                    {"norm.weight", 4},  {"norm.bias", 5}};
-  std::vector<double> worst(size);
-  run_ranks(size, [&](World& world) {
-    std::vector<int> everyone;
-    for (int rank = 0; rank < size; ++rank) everyone.push_back(rank);
-    Group apart = size > 1 ? world.subgroup(everyone, "normalisation") : Group::solo();
-    const Sharded<UnitNet> net(std::make_shared<UnitNet>());
+    const Sharded<Net> net(std::make_shared<Net>(world.rank == 0 ? 1 : 50));  // rank 0 has the right values
     auto normalisation = std::make_shared<SyncBatchNorm>(SyncBatchNormOptions{.channels = kChannels},
                                                          norm == Norm::kSynchronised ? apart : Group::solo());
     normalisation->to(at::kDouble);
@@ -202,8 +128,12 @@ double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOpti
       };
     }
     prepare_module(*net, world.group);
-    auto layout = fully_shard(net, {net->first, net->second},
-                              Mesh(world, data_grid(world.size, {.dp_replicate = replicas})), options);
+    std::unique_ptr<DataParallel> layout;
+    if (way.flat)
+      layout = way.flat->make(trainable_parameters(*net), world.group, {.bucket_bytes = 300});
+    else
+      layout = fully_shard(net, {net->first, net->second}, testing::mesh_of_replicas(world, way.replicas),
+                           way.units);
     layout->zero_gradients();
     for (int m = 0; m < micro; ++m) {
       const at::Tensor loss =
@@ -215,7 +145,7 @@ double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOpti
     const auto views = layout->views();
     ASSERT_EQ(views.size(), wanted.size());
     for (const auto& view : views) {
-      const at::Tensor& expected = wanted[place.at(view.name)];
+      const at::Tensor& expected = wanted.at(view.name);
       const double scale = std::max(expected.norm().item<double>(), 1e-3);
       worst[world.rank] =
           std::max(worst[world.rank], (view.gradient - expected).norm().item<double>() / scale);
@@ -224,26 +154,38 @@ double worst_error_of_units(int size, int micro, Norm norm, const FullyShardOpti
   return *std::max_element(worst.begin(), worst.end());
 }
 
-TEST(Module, ConvolutionsAsUnitsHaveTheGradientOfOneProcess) {
+TEST(Module, ConvolutionsHaveTheGradientOfOneProcess) {
+  std::vector<Way> ways;
+  for (const Strategy& strategy : strategies()) ways.push_back({.flat = strategy});
+  for (const FullyShardOptions& options : {FullyShardOptions{},
+                                           {.reshard_after_forward = false},
+                                           {.checkpoint = true},
+                                           {.reduce_once = true},
+                                           {.share_parameters = true}})
+    for (int replicas : {1, 2}) ways.push_back({.units = options, .replicas = replicas});
   double worst = 0;
-  for (int size : {1, 2, 3, 4, 5, 8})
-    for (int micro : {1, 3})
-      for (const FullyShardOptions& options : {FullyShardOptions{},
-                                               {.reshard_after_forward = false},
-                                               {.checkpoint = true},
-                                               {.reduce_once = true},
-                                               {.share_parameters = true}})
-        for (int replicas : {1, 2}) {
-          if (total_rows(size, micro) == 0 || size % replicas != 0) continue;
-          const double error = worst_error_of_units(size, micro, Norm::kNone, options, replicas);
-          worst = std::max(worst, error);
-          EXPECT_LT(error, 1e-10) << size << " ranks, " << micro << " micro-batches, " << replicas;
-        }
-  for (int size : {2, 3, 5}) {
-    EXPECT_LT(worst_error_of_units(size, 3, Norm::kSynchronised, {}, 1), 1e-10) << size;
-    EXPECT_GT(worst_error_of_units(size, 3, Norm::kOwnRows, {}, 1), 1e-4) << size;  // planted
-  }
+  for (std::size_t w = 0; w < ways.size(); ++w)
+    for (int size : {1, 2, 3, 4, 5, 8})
+      for (int micro : {1, 3}) {
+        if (total_rows(size, micro) == 0 || size % ways[w].replicas != 0) continue;
+        const double error = worst_error(ways[w], size, micro, Norm::kNone);
+        worst = std::max(worst, error);
+        EXPECT_LT(error, 1e-10) << "way " << w << ", " << size << " ranks, " << micro << " micro-batches";
+      }
   std::printf("largest error of any parameter: %.2e of its norm (allowed 1e-10)\n", worst);
+}
+
+TEST(Module, SynchronisedBatchNormIsThatOfOneProcess) {
+  std::vector<Way> ways{{}};
+  for (const Strategy& strategy : strategies()) ways.push_back({.flat = strategy});
+  for (std::size_t w = 0; w < ways.size(); ++w)
+    for (int size : {1, 2, 3, 5}) {
+      if (total_rows(size, 3) == 0) continue;
+      EXPECT_LT(worst_error(ways[w], size, 3, Norm::kSynchronised), 1e-10) << w << " " << size;
+      if (size > 1) {  // planted: each rank's own rows
+        EXPECT_GT(worst_error(ways[w], size, 3, Norm::kOwnRows), 1e-4) << w << " " << size;
+      }
+    }
 }
 
 TEST(Module, RunningStatisticsAreLibTorchs) {
@@ -279,11 +221,11 @@ TEST(Module, IsMadeTheSameOnAllRanksOrRefused) {
     EXPECT_EQ(error_of([&] { prepare_module(same, world.group, InitialValues::kMustAgree); }), "no error");
     const std::string values =
         error_of([&] { prepare_module(other, world.group, InitialValues::kMustAgree); });
-    EXPECT_NE(values.find("rank 1 and rank 0 differ in the values of parameter 0, which is 'first'"),
+    EXPECT_NE(values.find("rank 1 and rank 0 differ in the values of parameter 0, which is 'head'"),
               std::string::npos)
         << values;
     prepare_module(other, world.group);
-    EXPECT_TRUE(at::equal(other.second, Net().second));
+    EXPECT_TRUE(at::equal(other.second->weight, Net().second->weight));
     EXPECT_TRUE(at::equal(other.frozen, Net().frozen));
 
     // Buffers count, with their own types.

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "isograd/pipeline_parallel.hpp"
-#include "tensor_step.hpp"
+#include "decoder_step.hpp"
 
 namespace isograd {
 namespace {

@@ -4,15 +4,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "hybrid_norm.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
+#include "parallel/data/strategies_testing.hpp"
 #include "roles_toy.hpp"
 
 namespace isograd::roles {
 namespace {
 
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::IsEmpty;
 using Gradients = std::vector<at::Tensor>;
 
 constexpr double kExact = 1e-10;  // E1
@@ -21,11 +23,7 @@ double squares(const at::Tensor& tensor) {
   return tensor.square().sum().item<double>();
 }
 
-double summed(double value, Group group) {
-  at::Tensor message = at::full({1}, value, at::kDouble);
-  if (group.size() > 1) group.all_reduce(message);
-  return message.item<double>();
-}
+using hybrid::summed;
 
 // One place of the loop each, where a mistake can be made.
 struct Loop {
@@ -40,26 +38,6 @@ struct Loop {
     return global_norm(layout, gradients, none).norm;
   };
 };
-
-// The norm as trainers with axes take it: over tp, where parameters are cut, then over the shards, skipping
-// replicas; experts apart, over their own shards; then over stages, a tied parameter in its first one alone.
-double staged_norm(const Layout& layout, const Gradients& gradients) {
-  const Mesh& mesh = layout.mesh();
-  const int stage = mesh.place({"pp"});
-  double cut = 0, copied = 0, experts = 0;
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const auto& [name, placement] = std::tie(layout.parameters()[i].name, layout.parameters()[i].placement);
-    if (placement.stages.front() != stage) continue;
-    const bool expert = name == "experts";
-    const AxisSet shards{expert ? "edp" : "dp_shard"};
-    const Range own = owned_slice(gradients[i].numel(), mesh.place(shards), mesh.size(shards), 1);
-    const double part = squares(gradients[i].flatten().narrow(0, own.begin, own.size()));
-    (expert ? experts : placement.cuts.empty() ? copied : cut) += part;
-  }
-  const double dense = summed(summed(cut, mesh.along({"tp"})) + copied, mesh.along({"dp_shard"}));
-  const double sparse = summed(experts, mesh.along({"edp", "ep"}));
-  return std::sqrt(summed(dense + sparse, mesh.along({"pp"})));
-}
 
 struct Outcome {
   std::map<std::string, double> before, after;  // errors of the whole gradients, before and after their sum
@@ -93,10 +71,12 @@ std::vector<Outcome> run(const Sizes& sizes, const Loop& loop = {}) {
       parameters[name].requires_grad_();
     }
     const Tokens tokens = tokens_of(mesh.place(mesh.data()), mesh.size(mesh.data()));
-    mine.targets = summed(tokens.valid.sum().item<double>(), loop.counting(layout));
+    at::Tensor counted = tokens.valid.sum().view({1});
+    loop.counting(layout).all_reduce(counted);
+    mine.targets = counted.item<double>();
     const double loss = backward(layout, parameters, tokens, mine.targets);
     // Of ranks along tp, which hold the same loss, one speaks.
-    mine.loss = summed(mesh.place({"tp"}) == 0 ? loss : 0, mesh.all());
+    mine.loss = summed(mesh.place({"tp"}) == 0 ? loss : 0, mesh, mesh.grid().names());
 
     Gradients gradients;
     for (const PlacedParameter& parameter : layout.parameters()) {
@@ -122,14 +102,16 @@ std::vector<Outcome> run(const Sizes& sizes, const Loop& loop = {}) {
     mine.gradients = assembled();
     mine.after = errors(mine.gradients, wanted);
     mine.norm = loop.norm(layout, gradients);
-    mine.staged_norm = staged_norm(layout, gradients);
+    std::map<std::string, at::Tensor> by_name;
+    for (std::size_t i = 0; i < gradients.size(); ++i) by_name[layout.parameters()[i].name] = gradients[i];
+    mine.staged_norm = hybrid::staged_norm(mesh, &layout, by_name);
     for (const auto& [name, gradient] : mine.gradients) mine.assembled_norm += squares(gradient);
     mine.assembled_norm = std::sqrt(mine.assembled_norm);
   });
   return outcomes;
 }
 
-class Roles : public testing::TestWithParam<Sizes> {};
+class Roles : public ::testing::TestWithParam<Sizes> {};
 
 TEST_P(Roles, GiveTheGradientAndTheNormOfOneProcess) {
   const Sizes sizes = GetParam();
@@ -158,21 +140,19 @@ TEST_P(Roles, GiveTheGradientAndTheNormOfOneProcess) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Grids, Roles,
-    testing::Values(Sizes{.tp = 2}, Sizes{.pp = 2}, Sizes{.dp_shard = 2, .ep = 2}, Sizes{.tp = 3},
-                    Sizes{.pp = 3}, Sizes{.dp_shard = 3, .ep = 3}, Sizes{.pp = 2, .tp = 2},
-                    Sizes{.dp_shard = 2, .ep = 2, .tp = 2}, Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2},
-                    Sizes{.dp_shard = 4, .ep = 2}, Sizes{.tp = 5}, Sizes{.dp_shard = 5, .ep = 5},
-                    Sizes{.tp = 6}, Sizes{.pp = 3, .tp = 2}, Sizes{.dp_shard = 3, .ep = 3, .tp = 2},
-                    Sizes{.pp = 3, .dp_replicate = 2}, Sizes{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2},
-                    Sizes{.dp_shard = 8, .ep = 8}, Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2, .tp = 2},
-                    Sizes{.pp = 4, .tp = 2}),
-    [](const auto& one) {
-      const Sizes& s = one.param;
-      return fmt::format("ranks{}_pp{}_replicas{}_shards{}_ep{}_tp{}", s.ranks(), s.pp, s.dp_replicate,
-                         s.dp_shard, s.ep, s.tp);
-    });
+INSTANTIATE_TEST_SUITE_P(Grids, Roles,
+                         ::testing::Values(Sizes{.tp = 2}, Sizes{.dp_shard = 3, .ep = 3}, Sizes{.pp = 3},
+                                           Sizes{.dp_shard = 4, .ep = 2}, Sizes{.pp = 2, .tp = 2},
+                                           Sizes{.tp = 5}, Sizes{.dp_shard = 5, .ep = 5}, Sizes{.tp = 6},
+                                           Sizes{.pp = 3, .dp_replicate = 2},
+                                           Sizes{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2},
+                                           Sizes{.dp_replicate = 2, .dp_shard = 2, .ep = 2, .tp = 2},
+                                           Sizes{.pp = 4, .tp = 2}),
+                         [](const auto& one) {
+                           const Sizes& s = one.param;
+                           return fmt::format("ranks{}_pp{}_replicas{}_shards{}_ep{}_tp{}", s.ranks(), s.pp,
+                                              s.dp_replicate, s.dp_shard, s.ep, s.tp);
+                         });
 
 constexpr Sizes kAll{.pp = 2, .dp_shard = 2, .ep = 2, .tp = 2};
 
@@ -181,57 +161,67 @@ double ratio(const Outcome& outcome, const std::string& name) {
   return (outcome.gradients.at(name) * wanted).sum().item<double>() / squares(wanted);
 }
 
-TEST(RolesPlanted, B5CountsTargetsOnPeersThatHoldTheSame) {
-  for (const Outcome& outcome :
-       run(kAll, {.counting = [](const Layout& layout) { return layout.mesh().all(); }})) {
-    EXPECT_THAT(wrong(outcome.after),
-                ElementsAre("bias", "down", "experts", "head_norm", "middle", "tied", "up"));
-    for (const auto& [name, error] : outcome.after) EXPECT_NEAR(ratio(outcome, name), 0.25, 1e-10) << name;
-  }
-}
-
-TEST(RolesPlanted, B13MultipliesExpertsByEp) {
-  const auto multiply = [](const Layout& layout, Gradients& gradients) {
-    gradients.back().mul_(layout.mesh().size({"ep"}));
+TEST(RolesPlanted, AreSeenAndToldApart) {
+  struct Planted {
+    const char* what;
+    Loop loop;
+    std::vector<std::string> wrong{};             // parameters
+    double ratio = 1;                             // of their gradients to the right ones; 0: none
+    double least = 1, most = 1;                   // of the norm to that of the gradient
+    std::vector<const char*> copies{"the same"};  // what check_copies() says
   };
-  for (const Outcome& outcome : run(kAll, {.before_sum = multiply})) {
-    EXPECT_THAT(wrong(outcome.after), ElementsAre("experts"));
-    EXPECT_NEAR(ratio(outcome, "experts"), 2, 1e-10);
-  }
-}
-
-TEST(RolesPlanted, B21LeavesPartsAlongTpUnsummed) {
-  const auto forget = [](Layout::Named& named) {
-    for (auto& [name, placement] : named)
-      if (name == "head_norm") placement.summed.erase("tp");
-  };
-  for (const Outcome& outcome : run(kAll, {.place = forget})) {
-    EXPECT_THAT(wrong(outcome.after), ElementsAre("head_norm"));
-    EXPECT_THAT(outcome.copies, testing::HasSubstr("the gradient of parameter 'head_norm'"));
-    EXPECT_THAT(outcome.copies, testing::HasSubstr("tp"));
-  }
-}
-
-TEST(RolesPlanted, B18aCountsEveryCopy) {
-  const auto every_copy = [](const Layout& layout, const Gradients& gradients) {
-    double sum = 0;
-    for (const at::Tensor& gradient : gradients) sum += squares(gradient);
-    return std::sqrt(summed(sum, layout.mesh().all()));
-  };
-  for (const Outcome& outcome : run(kAll, {.norm = every_copy})) {
-    EXPECT_THAT(wrong(outcome.after), IsEmpty());
-    EXPECT_GT(outcome.norm, 1.2 * outcome.assembled_norm);  // √2 and more of what is copied
-  }
-}
-
-TEST(RolesPlanted, B18bTakesTheNormOfTheOwnPart) {
-  const auto own_part = [](const Layout& layout, const Gradients& gradients) {
-    return std::sqrt(summed(owned_squares(layout, gradients), layout.mesh().counting()));
-  };
-  for (const Outcome& outcome : run(kAll, {.norm = own_part})) {
-    EXPECT_THAT(wrong(outcome.after), IsEmpty());
-    EXPECT_LT(outcome.norm, 0.99 * outcome.assembled_norm);
-  }
+  const double off = 1e-10;
+  const std::vector<Planted> all = {
+      {"B5, targets counted on peers that hold the same",
+       {.counting = [](const Layout& layout) { return layout.mesh().all(); }},
+       {"bias", "down", "experts", "head_norm", "middle", "tied", "up"},
+       0.25},
+      {"B13, experts multiplied by ep",
+       {.before_sum = [](const Layout& layout,
+                         Gradients& gradients) { gradients.back().mul_(layout.mesh().size({"ep"})); }},
+       {"experts"},
+       2},
+      {"B21, parts along tp left unsummed",
+       {.place =
+            [](Layout::Named& named) {
+              for (auto& [name, placement] : named)
+                if (name == "head_norm") placement.summed.erase("tp");
+            }},
+       {"head_norm"},
+       0,
+       0,
+       9,
+       {"the gradient of parameter 'head_norm'", "tp"}},
+      {"B18a, every copy counts",
+       {.norm =
+            [](const Layout& layout, const Gradients& gradients) {
+              double sum = 0;
+              for (const at::Tensor& gradient : gradients) sum += squares(gradient);
+              return std::sqrt(summed(sum, layout.mesh(), layout.mesh().grid().names()));
+            }},
+       {},
+       1,
+       1.2,  // √2 and more of what is copied
+       9},
+      {"B18b, the norm of the own part",
+       {.norm =
+            [](const Layout& layout, const Gradients& gradients) {
+              return std::sqrt(summed(owned_squares(layout, gradients), layout.mesh(), layout.mesh().data()));
+            }},
+       {},
+       1,
+       0,
+       0.99}};
+  for (const Planted& planted : all)
+    for (const Outcome& outcome : run(kAll, planted.loop)) {
+      SCOPED_TRACE(planted.what);
+      EXPECT_THAT(wrong(outcome.after), ::testing::ElementsAreArray(planted.wrong));
+      for (const std::string& name : planted.wrong)
+        if (planted.ratio > 0) EXPECT_NEAR(ratio(outcome, name), planted.ratio, off) << name;
+      EXPECT_GE(outcome.norm, (planted.least - off) * outcome.assembled_norm);
+      EXPECT_LE(outcome.norm, (planted.most + off) * outcome.assembled_norm);
+      for (const char* part : planted.copies) EXPECT_THAT(outcome.copies, ::testing::HasSubstr(part));
+    }
 }
 
 std::string refusal_of(World& world, const Layout::Named& named, const Sizes& sizes) {
@@ -252,8 +242,8 @@ TEST(RolesRefused, PlacementsThatDifferBetweenRanks) {
       if (world.rank == 2) on_rank_two(named);
       return refusal_of(world, named, sizes);
     };
-    using testing::AllOf;
-    using testing::HasSubstr;
+    using ::testing::AllOf;
+    using ::testing::HasSubstr;
     EXPECT_THAT(refused([](Layout::Named& named) { named[2].second.summed.erase("tp"); }),
                 AllOf(HasSubstr("parameter 'head_norm'"), HasSubstr("tp on rank 0"), HasSubstr("on rank 2")));
     EXPECT_THAT(refused([](Layout::Named& named) { named[1].second.cuts[0].dim = 1; }),
@@ -274,10 +264,30 @@ TEST(RolesRefused, NamesTwiceAndTensorsThatDoNotFit) {
     Layout::Named named = placements(grid_of(sizes));
     const Layout layout(Mesh(world, grid_of(sizes)), named);
     named.push_back(named.front());
-    EXPECT_THAT(refusal_of(world, named, sizes), testing::HasSubstr("'tied'"));
+    EXPECT_THAT(refusal_of(world, named, sizes), ::testing::HasSubstr("'tied'"));
     EXPECT_THROW(layout.parameter("none"), ConfigError);
     EXPECT_THROW(layout.local("up", at::zeros({2})), ConfigError);
     EXPECT_THROW(layout.whole("up", at::zeros({kFeatures, kHidden})), ConfigError);
+  });
+}
+
+// Placements that have no group, or do not fit what a rank holds, where a layout is made of them.
+TEST(RolesRefused, PlacementsOfOtherParametersOrParts) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh(world, grid_of({.tp = 2}));
+    const Layout layout(mesh, placements(mesh.grid()));
+    std::vector<std::pair<std::string, at::Tensor>> own;
+    for (auto& [name, value] : whole_model())
+      own.emplace_back(name, layout.local(name, value).requires_grad_());
+    const auto refused = [&](const Layout::Named& named) {
+      TrainableParameters parameters = trainable_parameters(own);
+      parameters.placements = named;
+      return isograd::testing::error_of([&] { bucketed(parameters, mesh); });
+    };
+    EXPECT_THAT(refused({{"none", placed(mesh.grid(), {3})}}), ::testing::HasSubstr("parameter 'none'"));
+    EXPECT_THAT(refused({{"up", placed(mesh.grid(), {kFeatures, kHidden})}}),
+                ::testing::AllOf(::testing::HasSubstr("parameter 'up'"),
+                                 ::testing::HasSubstr("its part there, [15, 6]")));
   });
 }
 

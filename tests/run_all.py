@@ -19,8 +19,8 @@ import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These begin first, longest first, so that none of them runs on when all others are done.
-LONG = ["verify", "hybrid", "museum", "experts_run", "comm", "context", "tensor", "loss_ranking", "means", "pipeline_run",
-        "train", "memory"]
+LONG = ["verify", "hybrid", "museum", "axis_run", "axes", "comm", "loss_ranking", "means", "parts", "strategies", "experts_load",
+        "train"]
 
 
 def read_junit(path):

@@ -7,7 +7,7 @@
 #include <torch/nn/modules/normalization.h>
 
 #include "isograd/pipeline_parallel.hpp"
-#include "tensor_step.hpp"
+#include "decoder_step.hpp"
 
 namespace isograd::staged {
 

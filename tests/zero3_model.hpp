@@ -10,6 +10,7 @@
 #include <map>
 
 #include "isograd/fully_shard.hpp"
+#include "parallel/data/strategies_testing.hpp"
 #include "toy.hpp"
 
 namespace isograd::zero3 {
@@ -80,6 +81,47 @@ struct Model : torch::nn::Module {
     return handles;
   }
 };
+
+// A strategy: on flat buckets of the model's parameters, or on its blocks as units.
+struct Way {
+  std::string name;
+  std::function<std::unique_ptr<DataParallel>(const Sharded<Model>&, const Mesh&)> make;
+  bool sharded = false;  // so that there may be replicas
+  bool units = false;
+};
+inline std::vector<Way> unit_ways() {
+  std::vector<Way> all;
+  for (const auto& [name, options] : std::vector<std::pair<std::string, FullyShardOptions>>{
+           {"zero3", {}},
+           {"zero3 without prefetch", {.prefetch = false}},
+           {"zero3, root freed", {.reshard_root = true}},
+           {"zero3, blocks kept", {.reshard_after_forward = false}},
+           {"zero3 checkpointed", {.checkpoint = true}},
+           {"zero3 once", {.reduce_once = true}},
+           {"zero3 shared", {.share_parameters = true}},
+           {"zero3 shared once", {.reduce_once = true, .share_parameters = true}}})
+    all.push_back({name,
+                   [options](const Sharded<Model>& model, const Mesh& mesh) {
+                     return fully_shard(model, model->uses(), mesh, options);
+                   },
+                   true, true});
+  return all;
+}
+inline std::vector<Way> ways(std::int64_t bucket_bytes = 300, bool overlap = true) {
+  std::vector<Way> all;
+  for (const testing::Strategy& strategy : testing::strategies())
+    all.push_back({strategy.name,
+                   [=](const Sharded<Model>& model, const Mesh& mesh) {
+                     return strategy.make(trainable_parameters(*model), mesh,
+                                          {.bucket_bytes = bucket_bytes, .overlap = overlap});
+                   },
+                   strategy.sharded()});
+  for (Way& way : unit_ways()) all.push_back(std::move(way));
+  return all;
+}
+inline Mesh replicas_of(const World& world, int replicas) {
+  return Mesh(world, data_grid(world.size, {.dp_replicate = replicas}));
+}
 
 struct Batch {
   at::Tensor tokens, targets;  // [T], T may be 0

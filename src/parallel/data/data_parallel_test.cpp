@@ -33,73 +33,11 @@ using testing::error_of;
 using testing::strategies;
 using testing::Strategy;
 
-// Values that say where they come from: a permutation or a rank counted twice cannot pass.
-double encoded(int rank, std::size_t parameter, std::int64_t element) {
-  return (rank + 1) * 1000.0 + static_cast<double>(parameter) * 100 + static_cast<double>(element);
-}
-
-at::Tensor encoded_like(const at::Tensor& like, int rank, std::size_t parameter) {
-  at::Tensor values = at::arange(like.numel(), at::kDouble);
-  return (values + encoded(rank, parameter, 0)).view(like.sizes()).to(like.scalar_type());
-}
-
 std::vector<at::Tensor> odd_parameters() {
   std::vector<at::Tensor> tensors;
   for (auto shape : std::vector<std::vector<std::int64_t>>{{1}, {3, 5}, {0, 2}, {33}, {7, 1, 3}, {130}})
     tensors.push_back(leaf(at::ones(shape, at::kDouble)));
   return tensors;
-}
-
-TEST(DataParallel, SumsOverRanksEveryElementOnce) {
-  for (const Strategy& strategy : strategies())
-    for (int size : {1, 2, 3, 4, 5, 8})
-      for (std::int64_t bucket_bytes : {1, 500, 1 << 20})
-        for (bool overlap : {true, false})
-          run_ranks(size, [&](World& world) {
-            auto tensors = odd_parameters();
-            auto layout = strategy.make(named(tensors), world.group,
-                                        {.bucket_bytes = bucket_bytes, .overlap = overlap});
-            for (int step = 0; step < 2; ++step) {  // the second step reuses the buffers
-              layout->zero_gradients();
-              for (bool last : {false, true}) {
-                layout->begin_backward(last);
-                at::Tensor loss = at::zeros({}, at::kDouble);
-                // Every second rank uses the parameters in the opposite order, so that gradients arrive in
-                // different orders; p4 is used on no rank, p1 on rank 0 only.
-                for (std::size_t i = 0; i < tensors.size(); ++i) {
-                  const std::size_t p = world.rank % 2 ? tensors.size() - 1 - i : i;
-                  if (p == 4 || (p == 1 && world.rank != 0)) continue;
-                  loss = loss + (tensors[p] * encoded_like(tensors[p], world.rank, p)).sum();
-                }
-                loss.backward();
-              }
-              layout->finish_reduction();
-              auto views = layout->views();
-              ASSERT_EQ(views.size(), tensors.size());
-              for (std::size_t p = 0; p < tensors.size(); ++p) {
-                EXPECT_EQ(views[p].name, "p" + std::to_string(p));
-                at::Tensor expected = at::zeros_like(tensors[p].detach());
-                for (int rank = 0; rank < size; ++rank)
-                  if (p != 4 && (p != 1 || rank == 0)) expected += 2 * encoded_like(expected, rank, p);
-                EXPECT_TRUE(at::equal(views[p].gradient, expected))
-                    << strategy.name << ", p" << p << " of " << size << " ranks";
-              }
-            }
-          });
-}
-
-TEST(DataParallel, ARankWithoutMicroBatchesTakesPart) {
-  for (const Strategy& strategy : strategies())
-    run_ranks(3, [&](World& world) {
-      auto tensors = odd_parameters();
-      auto layout = strategy.make(named(tensors), world.group, {.bucket_bytes = 300});
-      layout->zero_gradients();
-      if (world.rank == 2 || layout->needs_even_micro_batches()) layout->begin_backward(true);
-      if (world.rank == 2) (tensors[3].sum() * 5).backward();
-      layout->finish_reduction();
-      EXPECT_TRUE(at::equal(layout->views()[3].gradient, at::full({33}, 5.0, at::kDouble)));
-      EXPECT_EQ(layout->views()[5].gradient.abs().sum().item<double>(), 0);
-    });
 }
 
 TEST(DataParallel, ParametersLiveInFlatBuffersAndSeeUpdates) {

@@ -1,0 +1,939 @@
+// Mistakes planted in cells of the sweep: in the mean, the layout, placements, the norm, the schedule, the
+// data, and the groups that operators communicate over. The pairwise cells find each of them: a table of
+// mistakes, each with the cell that finds it first and how many of those that it is in do.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+#include "full_tests.hpp"
+#include "hybrid_testing.hpp"
+#include "isograd/optimizer.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "museum/room.hpp"
+#include "parallel/context/context_testing.hpp"
+
+namespace isograd::hybrid {
+namespace {
+
+using planted::Wrapped;
+
+struct Mutant {
+  std::string kind, what;
+  std::function<bool(const Cell&)> exists;  // whether it is another gradient or norm in this cell
+  Planted planted{};
+  // Parts of the names of the parameters whose gradients are wrong; the others are right. Empty: any may be.
+  std::vector<std::string> wrong{};
+};
+
+using Change = std::function<void(VerifyProblem&, World&)>;
+
+// Around the layout under test; `grid`: its mesh's.
+using Around = std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)>;
+Change around_layout(const Around& around) {
+  return [around](VerifyProblem& problem, World&) {
+    wrap(problem.layouts[0], [around](auto right, const VerifyModel&) { return around(std::move(right)); });
+  };
+}
+
+// After the sum over ranks.
+using ChangeBuckets = std::function<void(std::vector<Bucket>& buckets, const Mesh& mesh)>;
+struct AfterSum : Wrapped {
+  ChangeBuckets change;
+  AfterSum(std::unique_ptr<DataParallel> inner_, ChangeBuckets change_)
+      : Wrapped(std::move(inner_)), change(std::move(change_)) {}
+  void finish_reduction() override {
+    inner->finish_reduction();
+    change(buckets(), mesh());
+  }
+};
+Change after_sum(const ChangeBuckets& change) {
+  return around_layout([change](auto right) -> std::unique_ptr<DataParallel> {
+    return std::make_unique<AfterSum>(std::move(right), change);
+  });
+}
+
+bool above(const Cell& cell, Which axis) {
+  return cell.number(axis) > 1;
+}
+// Gradients lie whole in buckets that nothing reduces before the end.
+bool plain(const Cell& cell) {
+  return cell.is(kStrategy, "naive");
+}
+// Whole on every rank once they are summed.
+bool whole(const Cell& cell) {
+  return cell.is(kStrategy, "bucketed") || plain(cell) || cell.is(kStrategy, "overlapped");
+}
+
+// What of a slot this rank holds, in the bucket's gradients.
+at::Tensor held_of(const Bucket& bucket, const Slot& slot) {
+  const std::int64_t begin = std::max(slot.offset, bucket.held.begin),
+                     end = std::min(slot.offset + slot.numel, bucket.held.end);
+  return bucket.gradients.narrow(0, begin < end ? begin - bucket.held.begin : 0,
+                                 std::max<std::int64_t>(0, end - begin));
+}
+bool named(const std::string& name, const std::string& part) {
+  return name.find(part) != std::string::npos;
+}
+int size_of(const Mesh& mesh, const std::string& axis) {
+  return mesh.grid().has(axis) ? mesh.size({axis}) : 1;
+}
+
+// ---- what is divided by, sums over ranks and micro-batches, the norm ----
+
+bool token_mean(const Cell& cell) {
+  return cell.is(kMean, "token_mean");
+}
+bool sample_mean(const Cell& cell) {
+  return cell.is(kMean, "sample_mean");
+}
+bool several_data_ranks(const Cell& cell) {
+  return cell.number(kReplicate) * cell.number(kShard) > 1;
+}
+
+template <class Wrong, class... Arguments>
+Change mean_is(Arguments... arguments) {
+  return [=](VerifyProblem& problem, World&) {
+    problem.make_normalizer = [=] { return std::make_unique<Wrong>(arguments...); };
+  };
+}
+// Counts as many times as there are ranks along the axes.
+template <class Mean>
+struct CountsPeersOf : Mean {
+  std::shared_ptr<double> peers;  // known once there is a layout
+  explicit CountsPeersOf(std::shared_ptr<double> peers_) : peers(std::move(peers_)) {}
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = Mean::denominator(census);
+    wrong.value *= *peers;
+    return wrong;
+  }
+};
+template <class Mean = TokenMean>
+Change counted_along(const AxisSet& axes) {
+  return [axes](VerifyProblem& problem, World&) {
+    const auto peers = std::make_shared<double>(1);
+    wrap(problem.layouts[0], [peers, axes](auto right, const VerifyModel&) {
+      for (const std::string& axis : axes) *peers *= size_of(right->mesh(), axis);
+      return right;
+    });
+    problem.make_normalizer = [peers] { return std::make_unique<CountsPeersOf<Mean>>(peers); };
+  };
+}
+// A fragment is taken for a sample, of the tokens at hand.
+struct FragmentsAreSamples : SampleMean {
+  Batch prepare(const Batch& batch, const Denominator& denominator) const override {
+    Denominator wrong = denominator;
+    wrong.sample_sizes.clear();
+    for (std::size_t i = 0; i < batch.sample_ids.size(); ++i)
+      wrong.sample_sizes[batch.sample_ids[i]] +=
+          batch.targets.slice(0, batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
+              .ne(kIgnoreIndex)
+              .sum()
+              .item<double>();
+    return SampleMean::prepare(batch, wrong);
+  }
+};
+
+struct SamplesOfThisRank : SampleMean {
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = SampleMean::denominator(census);
+    wrong.value = std::max(1.0, double(census.samples_by_rank.at(static_cast<std::size_t>(census.rank))));
+    return wrong;
+  }
+};
+struct DividedByRounds : TokenMean {  // B31
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value *= static_cast<double>(census.global_micro_batches);
+    return wrong;
+  }
+};
+struct CountsTokens : TokenMean {  // those without a target too
+  Denominator denominator(const Census& census) const override {
+    Denominator wrong = TokenMean::denominator(census);
+    wrong.value = static_cast<double>(census.tokens);
+    return wrong;
+  }
+};
+
+void add_means(std::vector<Mutant>& all) {
+  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
+    all.push_back({"mean", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
+  };
+  add(
+      "each micro-batch's own mean, averaged",
+      [](const Cell& c) { return token_mean(c) && !c.is(kPacks, "9"); },
+      mean_is<planted::MeanOfMicroBatchMeans>());
+  add(
+      "each rank's own mean, averaged", [](const Cell& c) { return token_mean(c) && several_data_ranks(c); },
+      mean_is<planted::MeanOfRankMeans>());
+  add(
+      "a count that stays on its rank", [](const Cell& c) { return token_mean(c) && several_data_ranks(c); },
+      mean_is<planted::CountNotReduced>());
+  add(
+      "targets counted on ranks along tp", [](const Cell& c) { return token_mean(c) && above(c, kTp); },
+      counted_along({"tp"}));
+  add(
+      "targets counted in every stage", [](const Cell& c) { return token_mean(c) && above(c, kPp); },
+      counted_along({"pp"}));
+  add(
+      "targets counted on ranks along ep again", [](const Cell& c) { return token_mean(c) && above(c, kEp); },
+      counted_along({"ep"}));
+  const auto context = [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) > 1; };
+  add(
+      "targets counted on context ranks", [=](const Cell& c) { return token_mean(c) && context(c); },
+      counted_along(kContextAxes));
+  add(
+      "samples counted on context ranks", [=](const Cell& c) { return sample_mean(c) && context(c); },
+      counted_along<SampleMean>(kContextAxes));
+  add(
+      "fragments taken for samples",
+      [=](const Cell& c) { return sample_mean(c) && context(c) && !c.is(kModel, "video"); },
+      mean_is<FragmentsAreSamples>());
+  add("nothing divides", token_mean, mean_is<planted::NothingDivides>());
+  add(
+      "divided by the micro-batches too", [](const Cell& c) { return token_mean(c) && !c.is(kPacks, "9"); },
+      mean_is<DividedByRounds>());
+  add(
+      "tokens counted in the place of targets",
+      [](const Cell& c) { return token_mean(c) && !c.is(kModel, "video"); }, mean_is<CountsTokens>());
+  add(
+      "samples of this rank alone", [](const Cell& c) { return sample_mean(c) && several_data_ranks(c); },
+      mean_is<SamplesOfThisRank>());
+}
+
+Change multiplied(const std::string& part, const std::function<double(const Mesh&)>& factor) {
+  return after_sum([part, factor](std::vector<Bucket>& buckets, const Mesh& mesh) {
+    for (Bucket& bucket : buckets)
+      for (const Slot& slot : bucket.plan.slots)
+        if (named(slot.name, part)) held_of(bucket, slot).mul_(factor(mesh));
+  });
+}
+
+// Of one parameter the part of one rank.
+struct ForgetsAPart : Wrapped {
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->begin_backward(false);  // naive() takes the last backward's gradients into the buckets
+    if (mesh().rank() == 0) buckets().back().gradients.zero_();
+    inner->finish_reduction();
+  }
+};
+struct SumsAgain : Wrapped {  // along all that parts lie on
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) {
+      Group group = mesh().along(bucket.plan.sync.summed);
+      if (group.size() > 1) group.all_reduce(bucket.gradients);
+    }
+  }
+};
+
+void add_sums(std::vector<Mutant>& all) {
+  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
+    all.push_back({"sum", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
+  };
+  const auto data = [](const Cell& c) { return c.data() > 1; };
+  add(
+      "averaged over all ranks", [](const Cell& c) { return c.ranks() > 1; },
+      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
+        return std::make_unique<planted::Averages>(std::move(right));
+      }));
+  add(
+      "multiplied by the replicas", [](const Cell& c) { return above(c, kReplicate); },
+      multiplied("", [](const Mesh& mesh) { return size_of(mesh, "dp_replicate"); }));
+  add(
+      "context ranks averaged", [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) > 1; },
+      multiplied("", [](const Mesh& mesh) { return 1.0 / mesh.size(kContextAxes); }));
+  add(
+      "a stage's gradients divided by the stages", [](const Cell& c) { return above(c, kPp); },
+      multiplied("",
+                 [](const Mesh& mesh) { return mesh.has_first_stage() ? 1.0 / size_of(mesh, "pp") : 1.0; }));
+  add(
+      "experts multiplied by ep", [](const Cell& c) { return above(c, kEp); },
+      multiplied(".experts.", [](const Mesh& mesh) { return size_of(mesh, "ep"); }));
+  add(
+      "experts divided by ep", [](const Cell& c) { return above(c, kEp); },
+      multiplied(".experts.", [](const Mesh& mesh) { return 1.0 / size_of(mesh, "ep"); }));
+  add(
+      "experts multiplied by their copies",
+      [](const Cell& c) { return above(c, kEp) && c.data() > c.number(kEp); },
+      multiplied(".experts.", [](const Mesh& mesh) { return size_of(mesh, "edp"); }));
+  add(
+      "routers cut off", [](const Cell& c) { return c.has_experts(); },
+      multiplied(".mlp.gate.", [](const Mesh&) { return 0.0; }));
+  add(
+      "a parameter off by a millionth of a thousandth", [](const Cell& c) { return !c.is(kModel, "video"); },
+      multiplied("model.norm.weight", [](const Mesh&) { return 1 + 1e-9; }));
+  add(
+      "the embedding of a tied output off", [](const Cell& c) { return c.is(kModel, "tied"); },
+      multiplied("embed_tokens", [](const Mesh&) { return 2.0; }));
+  add(
+      "summed twice", [=](const Cell& c) { return whole(c) && data(c); },
+      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
+        return std::make_unique<SumsAgain>(std::move(right));
+      }));
+  add("one rank's part of a bucket forgotten", plain,
+      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
+        return std::make_unique<ForgetsAPart>(std::move(right));
+      }));
+  add(
+      "scaled again with every micro-batch", [](const Cell& c) { return plain(c) && !c.is(kPacks, "9"); },
+      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
+        return std::make_unique<planted::RescalesTheBuffer>(std::move(right), [] { return 2.0; });
+      }));
+  for (const auto& [what, which, axes] :
+       {std::tuple{"summed along tp with every micro-batch", kTp, AxisSet{"tp"}},
+        {"summed over the ring with every micro-batch", kRing, AxisSet{"cp_ring"}},
+        {"summed over Ulysses with every micro-batch", kUlysses, AxisSet{"cp_ulysses"}}})
+    add(
+        what, [which](const Cell& c) { return plain(c) && above(c, which) && !c.is(kPacks, "9"); },
+        around_layout([axes](auto right) -> std::unique_ptr<DataParallel> {
+          return std::make_unique<museum::SumsAgain>(std::move(right), axes);
+        }));
+}
+
+// Which elements this rank counts, of each bucket.
+using Owns = std::function<Range(const Bucket& bucket, const Mesh& mesh)>;
+struct Owned : Wrapped {
+  Owned(std::unique_ptr<DataParallel> inner_, const Owns& owns) : Wrapped(std::move(inner_)) {
+    for (Bucket& bucket : buckets()) bucket.owned = owns(bucket, mesh());
+  }
+};
+Change owned(const Owns& owns) {
+  return around_layout([owns](auto right) -> std::unique_ptr<DataParallel> {
+    return std::make_unique<Owned>(std::move(right), owns);
+  });
+}
+// Dealt to the ranks that hold copies along some of the axes of copies alone.
+Range dealt_along(const Bucket& bucket, const Mesh& mesh,
+                  const std::function<bool(const std::string&)>& counts) {
+  AxisSet along;
+  for (const std::string& axis : bucket.plan.sync.copies)
+    if (counts(axis)) along.insert(axis);
+  return owned_slice(bucket.plan.numel, mesh.place(along), mesh.size(along));
+}
+bool of(const Mesh& mesh, const std::string& axis, const AxisSet& axes) {
+  for (const std::string& each : mesh.grid().axes_of(axis))
+    if (!axes.contains(each)) return false;
+  return true;
+}
+
+using Norm = std::function<double(const std::vector<Bucket>& buckets, const Mesh& mesh)>;
+Change norm_is(const Norm& norm) {
+  return [norm](VerifyProblem& problem, World&) {
+    const auto mesh = std::make_shared<std::optional<Mesh>>();
+    wrap(problem.layouts[0], [mesh](auto right, const VerifyModel&) {
+      mesh->emplace(right->mesh());
+      return right;
+    });
+    problem.clipping = OwnClipping{
+        .norm = [norm, mesh](std::vector<Bucket>& buckets, Group&) { return norm(buckets, **mesh); }};
+  };
+}
+double summed_squares(double norm, const Mesh& mesh, const AxisSet& along) {
+  return std::sqrt(summed(norm * norm, mesh, along));
+}
+
+void add_norms(std::vector<Mutant>& all) {
+  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
+    all.push_back({"norm", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
+  };
+  const auto several = [](const Cell& c) { return c.ranks() > 1; };
+  add(
+      "every copy counts", [](const Cell& c) { return c.data() > 1 && whole(c); },
+      owned([](const Bucket& b, const Mesh&) { return b.held; }));
+  add(
+      "copies along tp count", [](const Cell& c) { return above(c, kTp) && whole(c); },
+      owned([](const Bucket& b, const Mesh& mesh) {
+        return dealt_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {"tp"}); });
+      }));
+  add(
+      "replicas count", [](const Cell& c) { return above(c, kReplicate) && whole(c); },
+      owned([](const Bucket& b, const Mesh& mesh) {
+        return dealt_along(b, mesh, [&](const std::string& axis) { return axis != "dp_replicate"; });
+      }));
+  add(
+      "both ends of a tied embedding count",
+      [](const Cell& c) {
+        return above(c, kPp) && c.is(kModel, "tied") && whole(c) && !c.is(kSchedule, "zb-v");
+      },
+      owned([](const Bucket& b, const Mesh& mesh) {
+        return dealt_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {kStageAxis}); });
+      }));
+  add(
+      "experts dealt to all data ranks, as dense ones are",
+      [](const Cell& c) { return above(c, kEp) && whole(c); }, owned([](const Bucket& b, const Mesh& mesh) {
+        if (b.plan.slots.empty() || !named(b.plan.slots[0].name, ".experts.")) return b.owned;
+        return owned_slice(b.plan.numel, mesh.place(mesh.data()), mesh.size(mesh.data()));
+      }));
+  add(
+      "experts left out", [](const Cell& c) { return above(c, kEp); },
+      owned([](const Bucket& b, const Mesh&) {
+        return !b.plan.slots.empty() && named(b.plan.slots[0].name, ".experts.")
+                   ? Range{b.owned.begin, b.owned.begin}
+                   : b.owned;
+      }));
+  add("the norm of what this rank owns", several,
+      norm_is([](const auto& buckets, const Mesh&) { return museum::norm_of_own(buckets); }));
+  add("the mean of the ranks' norms", several, norm_is([](const auto& buckets, const Mesh& mesh) {
+        return museum::mean_over(mesh.all(), museum::norm_of_own(buckets));
+      }));
+  add(
+      "the norm of this stage", [](const Cell& c) { return above(c, kPp); },
+      norm_is([](const auto& buckets, const Mesh& mesh) {
+        return summed_squares(museum::norm_of_own(buckets), mesh, without(mesh.grid().names(), {kStageAxis}));
+      }));
+  add(
+      "the largest norm of any stage", [](const Cell& c) { return above(c, kPp); },
+      norm_is([](const auto& buckets, const Mesh& mesh) {
+        at::Tensor norm = at::full(
+            {1},
+            summed_squares(museum::norm_of_own(buckets), mesh, without(mesh.grid().names(), {kStageAxis})),
+            at::kDouble);
+        mesh.all().all_reduce(norm, ReduceOp::kMax);
+        return norm.item<double>();
+      }));
+  add(
+      "the norm over data ranks alone", [](const Cell& c) { return above(c, kTp); },
+      norm_is([](const auto& buckets, const Mesh& mesh) {
+        return summed_squares(museum::norm_of_own(buckets), mesh, mesh.data());
+      }));
+  add("norms added up, not squares", several, norm_is([](const auto& buckets, const Mesh& mesh) {
+        return summed(museum::norm_of_own(buckets), mesh, mesh.grid().names());
+      }));
+  add(
+      "the largest element", [](const Cell&) { return true; },
+      norm_is([](const auto& buckets, const Mesh& mesh) { return infinity_norm(buckets, mesh.all()); }));
+}
+
+// ---- single axes in a mesh of several: placements, schedules, data, what operators exchange ----
+
+bool text(const Cell& cell) {
+  return !cell.is(kModel, "video");
+}
+
+// The model is cut rightly, and its gradients are summed by other placements.
+using ChangePlacement = std::function<void(const std::string& name, Placement& placement)>;
+Change placed_otherwise(const ChangePlacement& change) {
+  return [change](VerifyProblem& problem, World&) {
+    LayoutUnderTest& layout = problem.layouts[0];
+    layout.make_from_model = [right = layout.make_from_model, change](const VerifyModel& model, Group group) {
+      Layout::Named placements = model.placed->placements();
+      for (auto& [name, placement] : placements) change(name, placement);
+      VerifyModel wrong = model;
+      wrong.placed = std::make_shared<Layout>(model.placed->mesh(), placements);
+      return right(wrong, std::move(group));
+    };
+  };
+}
+
+void add_placements(std::vector<Mutant>& all) {
+  const auto change = [&](const char* what, std::function<bool(const Cell&)> exists,
+                          std::vector<std::string> parts, const std::function<void(Placement&)>& to) {
+    const auto of_parts = [parts, to](const std::string& name, Placement& placement) {
+      for (const std::string& part : parts)
+        if (named(name, part)) to(placement);
+    };
+    all.push_back(
+        {"placement", what, std::move(exists), {.meshes = {}, .change = placed_otherwise(of_parts)}, parts});
+  };
+  const auto unsummed = [&](const char* what, std::function<bool(const Cell&)> exists,
+                            const std::vector<std::string>& parts, const AxisSet& axes) {
+    change(what, std::move(exists), parts, [axes](Placement& placement) {
+      for (const std::string& axis : axes) placement.summed.erase(axis);
+    });
+  };
+  const auto cut = [](const Cell& c) { return above(c, kTp) && c.is(kTokens, "cut"); };
+  const auto uncut = [](const Cell& c) { return above(c, kTp) && c.is(kTokens, "whole"); };
+  const auto together = [](const Cell& c) {
+    return whole(c) && (above(c, kTp) || above(c, kEp) || above(c, kPp));
+  };
+  const auto sum_along_tp = [](Placement& placement) { placement.summed.insert("tp"); };
+  unsummed("norms not summed along tp, whose ranks have other tokens",
+           [=](const Cell& c) { return cut(c) && text(c); }, {"layernorm", "model.norm"}, {"tp"});
+  change(
+      "norms summed along tp, whose ranks have the same tokens",
+      [=](const Cell& c) { return uncut(c) && text(c); }, {"layernorm", "model.norm."}, sum_along_tp);
+  unsummed("norms of queries and keys not summed along tp",
+           [](const Cell& c) { return above(c, kTp) && (c.is(kModel, "dense") || c.has_experts()); },
+           {"q_norm", "k_norm"}, {"tp"});
+  unsummed("copied key heads not summed along tp", [](const Cell& c) { return c.number(kTp) > 2 && text(c); },
+           {"k_proj", "v_proj"}, {"tp", "tp_copies"});
+  unsummed("biases of cut sums not summed along tp",
+           [=](const Cell& c) { return cut(c) && c.is(kModel, "biased"); }, {"o_proj.bias", "down_proj.bias"},
+           {"tp"});
+  unsummed("routers not summed along tp, whose ranks have other tokens",
+           [=](const Cell& c) { return cut(c) && c.has_experts(); }, {"mlp.gate."}, {"tp"});
+  change(
+      "routers summed along tp, whose ranks have the same tokens",
+      [=](const Cell& c) { return uncut(c) && c.has_experts(); }, {"mlp.gate.weight"}, sum_along_tp);
+  for (const char* part : {"modulation", "q_norm", "k_norm", "attention.o.bias", "patch", "time", "final"})
+    unsummed("parts of a video's model not summed along tp",
+             [=](const Cell& c) { return cut(c) && c.is(kModel, "video"); }, {part}, {"tp"});
+  unsummed("copies of experts not summed",
+           [](const Cell& c) { return above(c, kEp) && c.data() > c.number(kEp) && c.is(kShare, "off"); },
+           {".experts."}, {"edp"});
+  unsummed("the ends of a tied embedding not summed",
+           [](const Cell& c) { return above(c, kPp) && c.is(kModel, "tied") && !c.is(kSchedule, "zb-v"); },
+           {"embed_tokens"}, {kStageAxis});
+  unsummed("nothing summed over replicas", [=](const Cell& c) { return together(c) && above(c, kReplicate); },
+           {""}, {"dp_replicate"});
+  unsummed("nothing summed over the ring", [=](const Cell& c) { return together(c) && above(c, kRing); },
+           {""}, {"cp_ring"});
+  unsummed("nothing summed over Ulysses", [=](const Cell& c) { return together(c) && above(c, kUlysses); },
+           {""}, {"cp_ulysses"});
+  unsummed(
+      "the last stage's norm not summed over data",
+      [](const Cell& c) { return whole(c) && text(c) && above(c, kPp) && c.data() > 1; },
+      {"model.norm.weight"}, kDataAxes);
+}
+
+// A schedule in which something is done to the gradients around the backward of a micro-batch.
+struct Tampered : MicroBatchWork {
+  MicroBatchWork& inner;
+  std::vector<at::Tensor> parameters;
+  std::size_t which;
+  double keeps;  // of what this backward adds
+  Tampered(MicroBatchWork& inner_, std::vector<at::Tensor> parameters_, std::size_t which_, double keeps_)
+      : inner(inner_), parameters(std::move(parameters_)), which(which_), keeps(keeps_) {}
+  template <class F>
+  void around(std::size_t i, F&& backward) {
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& each : parameters)
+      before.push_back(each.grad().defined() ? each.grad().clone() : at::Tensor());
+    backward();
+    if (i != which) return;
+    const at::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < parameters.size(); ++p)
+      if (at::Tensor now = parameters[p].grad(); now.defined())
+        now.copy_((now - (before[p].defined() ? before[p] : at::zeros_like(now))) * keeps +
+                  (before[p].defined() ? before[p] : at::zeros_like(now)));
+  }
+  std::size_t size() const override { return inner.size(); }
+  void forward(std::size_t i, std::size_t part) override { inner.forward(i, part); }
+  void backward(std::size_t i, bool last, std::size_t part) override {
+    around(i, [&] { inner.backward(i, last, part); });
+  }
+  void backward_inputs(std::size_t i, std::size_t part) override { inner.backward_inputs(i, part); }
+  void backward_weights(std::size_t i, bool last, std::size_t part) override {
+    around(i, [&] { inner.backward_weights(i, last, part); });
+  }
+};
+Change tampered(std::size_t which, double keeps, bool on_first_rank_alone = false) {
+  return [=](VerifyProblem& problem, World& world) {
+    if (on_first_rank_alone && world.rank > 0) return;
+    problem.make_model = [=, make = problem.make_model](at::ScalarType dtype) {
+      VerifyModel model = make(dtype);
+      std::vector<at::Tensor> parameters;
+      for (const auto& [name, tensor] : model.named)
+        if (tensor.requires_grad()) parameters.push_back(tensor);
+      model.through = [=, right = model.through](StepOptions options) {
+        options = right(std::move(options));
+        options.schedule = [=, run = options.schedule](MicroBatchWork& work) {
+          Tampered wrong(work, parameters, which, keeps);
+          run(wrong);
+        };
+        return options;
+      };
+      return model;
+    };
+  };
+}
+
+// Of every model that runs under the problem, what its terms become.
+using ChangeTerms = std::function<void(LossTerms& terms, const VerifyProblem& problem)>;
+Change terms_become(const ChangeTerms& change) {
+  return [change](VerifyProblem& problem, World&) {
+    const auto mesh = std::make_shared<VerifyProblem>();
+    mesh->mesh = problem.mesh;
+    problem.make_model = [change, mesh, make = problem.make_model](at::ScalarType dtype) {
+      VerifyModel model = make(dtype);
+      model.loss_terms = [change, mesh, right = model.loss_terms](const Batch& batch) {
+        LossTerms terms = right(batch);
+        change(terms, *mesh);
+        return terms;
+      };
+      return model;
+    };
+  };
+}
+ChangeTerms scaled(const char* name, const std::function<double(const VerifyProblem&)>& factor) {
+  return [name, factor](LossTerms& terms, const VerifyProblem& problem) {
+    for (LossTerm& term : terms)
+      if (term.name == name) term.sum = term.sum * factor(problem);
+  };
+}
+
+void add_schedules_and_data(std::vector<Mutant>& all) {
+  const auto add = [&](const char* kind, const char* what, std::function<bool(const Cell&)> exists,
+                       Change change) {
+    all.push_back({kind, what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
+  };
+  const auto several = [](const Cell& c) { return c.is(kStrategy, "naive") && !c.is(kPacks, "9"); };
+  const auto halves = [](const Cell& c) { return c.is(kSchedule, "zb-h1") || c.is(kSchedule, "zb-v"); };
+  add("schedule", "a micro-batch's gradient lost", several, tampered(0, 0));
+  add("schedule", "a micro-batch's backward twice", several, tampered(0, 2));
+  add("schedule", "lost on one rank alone", several, tampered(0, 0, true));
+  add(
+      "schedule", "gradients of weights lost, in a backward of halves",
+      [=](const Cell& c) { return c.is(kStrategy, "bucketed") && halves(c) && !c.is(kPacks, "9"); },
+      tampered(0, 0));
+  add(
+      "schedule", "the loss of the last stage by the number of stages",
+      [](const Cell& c) { return above(c, kPp); },
+      terms_become(scaled("cross_entropy", [](const VerifyProblem& p) -> double {
+        const Mesh& mesh = *p.mesh;
+        return mesh.place({kStageAxis}) + 1 == mesh.size({kStageAxis}) ? 1.0 / mesh.size({kStageAxis}) : 1.0;
+      })));
+  add(
+      "data", "the balance loss by the ranks along tp",
+      [](const Cell& c) { return c.has_experts() && above(c, kTp); },
+      terms_become(
+          scaled("balance", [](const VerifyProblem& p) -> double { return size_of(*p.mesh, "tp"); })));
+  add(
+      "data", "the routers' z-loss by the ranks along ep",
+      [](const Cell& c) { return c.is(kModel, "experts") && above(c, kEp); },
+      terms_become(
+          scaled("router_z", [](const VerifyProblem& p) -> double { return size_of(*p.mesh, "ep"); })));
+  const auto local = [](const std::function<void(VerifyProblem&, int place)>& change) -> Change {
+    return [change](VerifyProblem& problem, World& world) {
+      const Mesh* mesh = problem.mesh ? &*problem.mesh : nullptr;
+      change(problem, mesh ? mesh->place(mesh->data()) : world.rank);
+    };
+  };
+  const auto no_context = [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) == 1; };
+  add(
+      "data", "a micro-batch twice",
+      [=](const Cell& c) { return no_context(c) && c.is(kPacks, "1") && text(c); },
+      local([](VerifyProblem& problem, int place) {
+        if (place == 0 && !problem.local.empty()) problem.local.push_back(problem.local[0]);
+      }));
+  add(
+      "data", "a micro-batch left out", [=](const Cell& c) { return no_context(c) && c.is(kPacks, "1"); },
+      local([](VerifyProblem& problem, int place) {
+        if (place == 0 && problem.local.size() > 1) problem.local.pop_back();
+      }));
+  add(
+      "data", "positions lost on context ranks", [=](const Cell& c) { return !no_context(c) && text(c); },
+      local([](VerifyProblem& problem, int) {
+        for (Batch& batch : problem.local) batch.positions = at::zeros_like(batch.positions);
+      }));
+  add(
+      "data", "noise by the place in the part, not in the video",
+      [=](const Cell& c) { return !no_context(c) && c.is(kModel, "video"); },
+      local([](VerifyProblem& problem, int) {
+        for (Batch& batch : problem.local) batch.positions = at::arange(batch.num_tokens());
+      }));
+  add(
+      "data", "documents that lie on several ranks taken for one",
+      [=](const Cell& c) { return !no_context(c) && text(c); }, local([](VerifyProblem& problem, int) {
+        for (Batch& batch : problem.local) {
+          auto wrong = std::make_shared<ContextCut>(*testing::joined_across_shards(*batch.cut));
+          wrong->rank = batch.cut->rank;
+          batch.cut = wrong;
+        }
+      }));
+  add(
+      "data", "noise by the rank", [](const Cell& c) { return c.is(kModel, "video") && c.data() > 1; },
+      local([](VerifyProblem& problem, int place) {
+        for (Batch& batch : problem.local) batch.draw += place;
+      }));
+  add(
+      "data", "one rank's second choice of experts another",
+      [=](const Cell& c) {
+        return c.has_experts() && c.number(kReplicate) * c.number(kShard) > 1 && no_context(c);
+      },
+      [](VerifyProblem& problem, World& world) {
+        if (world.rank != 0) return;
+        problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
+          VerifyModel model = make(dtype);
+          model.choose_experts(
+              [](const Batch&, std::int64_t, const ExpertScores& scores, const at::Tensor& likeliest) {
+                const std::int64_t experts = scores.values.size(1);
+                at::Tensor other = likeliest.clone();
+                other.select(1, 1).copy_((likeliest.select(1, 0) + 1).remainder(experts));
+                return other;
+              });
+          return model;
+        };
+      });
+}
+
+// Groups that pass every operation on and spoil what some of them give: mistakes of operators, put in through
+// the mesh that a model or a layout is given.
+enum class Operation { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kReceive };
+
+struct Fault {
+  AxisSet along{};  // of the groups of ranks that differ along these axes alone
+  Operation of = Operation::kAllReduce;
+  // What an operation has given, and what this rank gave it (before, of an all-reduce; nothing, of a
+  // receive). Of floating numbers alone: counts that ranks tell each other stay right.
+  std::function<void(at::Tensor& output, const at::Tensor& input, int rank, int size)> spoil{};
+};
+
+class Spoils : public c10d::Backend {
+ public:
+  Spoils(Group inner, Fault fault, std::shared_ptr<bool> armed)
+      : c10d::Backend(inner.rank(), inner.size()),
+        inner_(std::move(inner)),
+        fault_(std::move(fault)),
+        armed_(std::move(armed)) {}
+
+  using Works = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+  using Splits = std::vector<std::int64_t>;
+
+  const std::string getBackendName() const override { return "spoils"; }
+  Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    const bool sum = options.reduceOp == c10d::ReduceOp::SUM;
+    const at::Tensor before = sum ? tensors[0].clone() : at::Tensor();
+    inner_.all_reduce(tensors[0], operation(options.reduceOp));
+    if (sum) spoil(Operation::kAllReduce, tensors[0], before);
+    return done();
+  }
+  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    inner_.reduce(tensors[0], static_cast<int>(options.rootRank), operation(options.reduceOp));
+    return done();
+  }
+  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    inner_.broadcast(tensors[0], static_cast<int>(options.rootRank));
+    return done();
+  }
+  Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
+    at::Tensor rows = output.view({size_, -1});
+    inner_.all_gather_async(rows, input.reshape({-1})).wait();
+    spoil(Operation::kAllGather, rows, input);
+    return done();
+  }
+  Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                             const c10d::ReduceScatterOptions& options) override {
+    at::Tensor flat = output.view(-1);
+    const at::Tensor own = input.reshape({size_, -1})[rank_].clone();
+    inner_.reduce_scatter_async(flat, input.reshape({-1}), operation(options.reduceOp)).wait();
+    spoil(Operation::kReduceScatter, flat, own);
+    return done();
+  }
+  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    const at::Tensor all = inner_.gather(inputs[0], static_cast<int>(options.rootRank));
+    for (std::size_t r = 0; all.defined() && r < outputs[0].size(); ++r)
+      outputs[0][r].copy_(all[static_cast<std::int64_t>(r)]);
+    return done();
+  }
+  Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
+    const at::Tensor all = inputs.empty() || inputs[0].empty() ? outputs[0] : at::stack(inputs[0]);
+    inner_.scatter(outputs[0], all, static_cast<int>(options.rootRank));
+    return done();
+  }
+  Works alltoall_base(at::Tensor& output, at::Tensor& input, Splits& output_splits, Splits& input_splits,
+                      const c10d::AllToAllOptions&) override {
+    inner_.all_to_all_async(output, input, output_splits, input_splits).wait();
+    spoil(Operation::kAllToAll, output, input);
+    return done();
+  }
+  Works barrier(const c10d::BarrierOptions&) override {
+    inner_.barrier();
+    return done();
+  }
+  Works send(Tensors& tensors, int to, int tag) override {
+    return c10::make_intrusive<Waits>(inner_.send_async(tensors[0], to, tag), std::function<void()>());
+  }
+  Works recv(Tensors& tensors, int from, int tag) override {
+    return c10::make_intrusive<Waits>(
+        inner_.recv_async(tensors[0], from, tag),
+        [this, tensor = tensors[0]]() mutable { spoil(Operation::kReceive, tensor, {}); });
+  }
+
+ private:
+  struct Done : c10d::Work {
+    bool isCompleted() override { return true; }
+    bool wait(std::chrono::milliseconds) override { return true; }
+  };
+  struct Waits : c10d::Work {
+    Pending pending;
+    std::function<void()> then;
+    bool done = false;
+    Waits(Pending pending_, std::function<void()> then_)
+        : pending(std::move(pending_)), then(std::move(then_)) {}
+    bool isCompleted() override { return done || (pending.progress() && wait({})); }
+    bool wait(std::chrono::milliseconds) override {
+      if (std::exchange(done, true)) return true;
+      pending.wait();
+      if (then) then();
+      return true;
+    }
+  };
+  static Works done() { return c10::make_intrusive<Done>(); }
+  static ReduceOp operation(const c10d::ReduceOp& op) {
+    return op == c10d::ReduceOp::MAX       ? ReduceOp::kMax
+           : op == c10d::ReduceOp::MIN     ? ReduceOp::kMin
+           : op == c10d::ReduceOp::PRODUCT ? ReduceOp::kProduct
+                                           : ReduceOp::kSum;
+  }
+  void spoil(Operation of, at::Tensor& output, const at::Tensor& input) {
+    if (of != fault_.of || !*armed_ || !output.is_floating_point() || output.numel() == 0) return;
+    const at::NoGradGuard no_grad;
+    fault_.spoil(output, input, rank_, size_);
+  }
+
+  Group inner_;
+  Fault fault_;
+  std::shared_ptr<bool> armed_;
+};
+
+// Groups along the fault's axes are such ones. Where these are all ranks there is no group of their own.
+MakeMesh spoiled_mesh(Fault fault, std::shared_ptr<bool> armed) {
+  return [fault, armed](const World& world, const Grid& grid) {
+    AxisSet along;
+    for (const std::string& axis : fault.along)
+      if (grid.has(axis)) along.insert(axis);
+    const auto spoiled = grid.ranks_along(along, world.rank);
+    return Mesh(world.group, grid,
+                [world, fault, armed, spoiled](const std::vector<int>& ranks, const std::string& name) {
+                  const Group right = world.subgroup(ranks, name);
+                  if (ranks != spoiled) return right;
+                  return Group(c10::make_intrusive<Spoils>(right, fault, armed), name, right.timeout(),
+                               {.self_test = false});
+                });
+  };
+}
+
+void add_operators(std::vector<Mutant>& all) {
+  using Spoil = std::function<void(at::Tensor&, const at::Tensor&, int, int)>;
+  const Spoil own_alone = [](at::Tensor& out, const at::Tensor& in, int, int) { out.copy_(in); };
+  const Spoil averaged = [](at::Tensor& out, const at::Tensor&, int, int size) { out.div_(size); };
+  const Spoil slipped = [](at::Tensor& out, const at::Tensor&, int, int) { out.mul_(1 + 1e-6); };
+  const Spoil turned = [](at::Tensor& out, const at::Tensor&, int, int) { out.copy_(out.roll(1, 0)); };
+  const Spoil first_lost = [](at::Tensor& out, const at::Tensor&, int, int) { out.select(0, 0).zero_(); };
+  const Spoil lost = [](at::Tensor& out, const at::Tensor&, int, int) { out.zero_(); };
+  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, AxisSet along, Operation of,
+                       const Spoil& spoil, bool of_layout = false) {
+    const Fault fault{std::move(along), of, spoil};
+    all.push_back({"operator",
+                   what,
+                   std::move(exists),
+                   {.meshes = [fault, of_layout](const std::shared_ptr<bool>& armed) -> MeshesOfProblem {
+                      const MakeMesh spoiled = spoiled_mesh(fault, armed);
+                      if (of_layout) return {.model = plain_mesh, .layouts = spoiled};
+                      return {.model = spoiled, .layouts = plain_mesh};
+                    },
+                    .change = {}}});
+  };
+  // Where the axis is not all there is: then its group is the world's.
+  const auto beside = [](Which axis, const std::function<bool(const Cell&)>& more = {}) {
+    return [axis, more](const Cell& c) {
+      return above(c, axis) && c.ranks() > c.number(axis) && c.is(kShare, "off") && (!more || more(c));
+    };
+  };
+  const auto tokens_cut = [](const Cell& c) { return c.is(kTokens, "cut"); };
+  const auto tokens_whole = [](const Cell& c) { return c.is(kTokens, "whole"); };
+  add("tp: a sum that stays this rank's part", beside(kTp, tokens_whole), {"tp"}, Operation::kAllReduce,
+      own_alone);
+  add("tp: a sum that is averaged", beside(kTp, tokens_whole), {"tp"}, Operation::kAllReduce, averaged);
+  add("tp: a sum off by a millionth", beside(kTp, tokens_whole), {"tp"}, Operation::kAllReduce, slipped);
+  add("tp: gathered in another order", beside(kTp, tokens_cut), {"tp"}, Operation::kAllGather, turned);
+  add("tp: the first rank's tokens lost", beside(kTp, tokens_cut), {"tp"}, Operation::kAllGather, first_lost);
+  add("tp: scattered without the others' parts", beside(kTp, tokens_cut), {"tp"}, Operation::kReduceScatter,
+      own_alone);
+  add("tp: scattered averages", beside(kTp, tokens_cut), {"tp"}, Operation::kReduceScatter, averaged);
+  add("ep: the first row lost", beside(kEp), {"ep"}, Operation::kAllToAll, first_lost);
+  add("ep: rows back in another order", beside(kEp), {"ep"}, Operation::kAllToAll, turned);
+  add("ep: rows averaged", beside(kEp), {"ep"}, Operation::kAllToAll, averaged);
+  add("ring: keys that do not come", beside(kRing), {"cp_ring"}, Operation::kReceive, lost);
+  add("ring: keys off by a millionth", beside(kRing), {"cp_ring"}, Operation::kReceive, slipped);
+  add("Ulysses: tokens in another order", beside(kUlysses), {"cp_ulysses"}, Operation::kAllToAll, turned);
+  add("Ulysses: the first part lost", beside(kUlysses), {"cp_ulysses"}, Operation::kAllToAll, first_lost);
+  add("pp: a stream that does not come", beside(kPp), {"pp"}, Operation::kReceive, lost);
+  add("pp: a stream off by a millionth", beside(kPp), {"pp"}, Operation::kReceive, slipped);
+  const auto one_by_one = [](const Cell& c) {
+    return c.shards() && above(c, kShard) && above(c, kReplicate) && c.is(kShare, "off") &&
+           c.is(kSpread, "all") && c.number(kRing) * c.number(kUlysses) * c.number(kEp) == 1;
+  };
+  add("dp_replicate: replicas that are not summed", one_by_one, {"dp_replicate"}, Operation::kAllReduce,
+      own_alone, true);
+  add("dp_shard: shards without the others' parts", one_by_one, {"dp_shard"}, Operation::kReduceScatter,
+      own_alone, true);
+  add("dp_shard: averaged shards", one_by_one, {"dp_shard"}, Operation::kReduceScatter, averaged, true);
+  // Where shards lie along some of the axes, those along the others hold copies of them.
+  for (const auto& [what, spread, which, axes] :
+       {std::tuple{"cp_ring: shards that are not summed along it", "ulysses_only", kRing,
+                   AxisSet{"dp_replicate", "cp_ring"}},
+        {"cp_ulysses: shards that are not summed along it", "ring_only", kUlysses,
+         AxisSet{"dp_replicate", "cp_ulysses"}}})
+    add(
+        what,
+        [=](const Cell& c) {
+          return c.shards() && c.is(kSpread, spread) && above(c, which) && c.is(kShare, "off");
+        },
+        axes, Operation::kAllReduce, own_alone, true);
+  add(
+      "dp_shard: parameters gathered in another order",
+      [=](const Cell& c) { return one_by_one(c) && c.strategy() == "zero3"; }, {"dp_shard"},
+      Operation::kAllGather, turned, true);
+}
+
+class HybridMutants : public HybridCells {};
+
+// As the sweep judges a cell; empty: nothing is seen.
+std::string seen(const RunConfig& config, int ranks, const Wanted& wanted, const Mutant& mutant) {
+  try {
+    const Measured found =
+        measure(config, ranks, wanted, {.planted = mutant.planted, .look_before = false, .repeat = false});
+    // Exactly those that it is about are wrong.
+    for (const auto& [name, error] : found.errors)
+      if (!mutant.wrong.empty() &&
+          std::ranges::none_of(mutant.wrong, [&](const std::string& part) { return named(name, part); }))
+        EXPECT_LT(error, 1e-10) << mutant.what << ": " << name;
+    if (!(found.gradient < 1e-10)) return fmt::format("gradient {:.0e} ({})", found.gradient, found.worst);
+    if (!(found.loss < 1e-10)) return fmt::format("loss {:.0e}", found.loss);
+    if (!(found.assembled < 1e-12)) return fmt::format("norm {:.0e}", found.assembled);
+    if (!found.same_norm) return "norm, other bits";
+    return {};
+  } catch (const std::exception& error) {
+    return fmt::format("refused: {}", std::string(error.what()).substr(0, 60));
+  }
+}
+
+// Every mutant is tried in the cells that it is in, from the smallest mesh on, until one finds it; with
+// ISOGRAD_FULL_TESTS=1 in all of them.
+TEST_F(HybridMutants, AreSeenByThePairwiseCells) {
+  std::vector<Cell> cells = pairwise_cells();
+  std::stable_sort(cells.begin(), cells.end(),
+                   [](const Cell& a, const Cell& b) { return a.ranks() < b.ranks(); });
+  std::vector<Mutant> all;
+  for (const auto add :
+       {add_means, add_sums, add_norms, add_placements, add_schedules_and_data, add_operators})
+    add(all);
+  EXPECT_GE(all.size(), 40u);
+  int caught = 0;
+  for (const Mutant& mutant : all) {
+    int in = 0, tried = 0, found = 0;
+    std::string first, where;
+    for (const Cell& cell : cells) {
+      if (!mutant.exists(cell)) continue;
+      ++in;
+      if (found > 0 && !full_tests()) continue;
+      ++tried;
+      const std::string what = seen(config_for(cell), cell.ranks(), wanted(cell), mutant);
+      if (what.empty()) continue;
+      if (++found == 1) first = what, where = cell.name();
+    }
+    EXPECT_GT(in, 0) << mutant.what << ": in no cell";
+    EXPECT_GT(found, 0) << mutant.kind << ": " << mutant.what;
+    caught += found > 0;
+    std::printf("%-9s | %-58s | %3d cells, %d of %d tried | %-44s | %s\n", mutant.kind.c_str(),
+                mutant.what.c_str(), in, found, tried, first.c_str(), where.c_str());
+    std::fflush(stdout);
+  }
+  std::printf("%d of %zu mistakes seen\n", caught, all.size());
+}
+
+}  // namespace
+}  // namespace isograd::hybrid
