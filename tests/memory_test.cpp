@@ -130,14 +130,13 @@ Measured measure(World& world, const Case& setup) {
 }
 
 DataParallelPlan plan_of(const Case& setup, int ranks, std::int64_t numel) {
-  DataParallelPlan plan{.numel = numel,
-                        .bytes = element_bytes(setup.dtype, 2),
-                        .stage = setup.stage,
-                        .shards = ranks / setup.replicas,
-                        .replicas = setup.replicas,
-                        .share_parameters = setup.share,
-                        .reduce_once = setup.once,
-                        .micro_batches = setup.micro_batches};
+  DataParallelPlan plan{
+      .elements = {{.numel = numel, .shards = ranks / setup.replicas, .replicas = setup.replicas}},
+      .bytes = element_bytes(setup.dtype, 2),
+      .stage = setup.stage,
+      .share_parameters = setup.share,
+      .reduce_once = setup.once,
+      .micro_batches = setup.micro_batches};
   if (!setup.fp32_gradients) plan.bytes.gradient = 2;
   return plan;
 }
@@ -191,7 +190,7 @@ TEST(Memory, AndTrafficAreTheFormulas) {
           // The comparison can fail: another stage's formula.
           auto other = plan;
           other.stage = plan.stage == 1 ? 2 : 1;
-          if (plan.stage < 3 && plan.shards > 1 && !plan.reduce_once && !plan.share_parameters) {
+          if (plan.stage < 3 && plan.elements[0].shards > 1 && !plan.reduce_once && !plan.share_parameters) {
             EXPECT_GT(off(measured.stays, persistent_bytes(other).total()), 0.03);
           }
         });
@@ -301,12 +300,12 @@ void check_parts(bool experts, const char* strategy, int stage, at::ScalarType t
     layout->publish_parameters();
     if (mesh.place({experts ? kExpertAxis : "tp"}) != 0) return;
     const auto plan_of = [&](int of_parts) {
-      DataParallelPlan plan{
-          .numel = elements(config, of_parts), .bytes = element_bytes(type, 2), .stage = stage};
-      plan.shards = copies;
-      if (!experts) return plan;
-      plan.dealt = expert_elements(config, of_parts), plan.dealt_copies = copies;
-      plan.numel = plan.dealt + other_elements(config), plan.shards = world.size;
+      DataParallelPlan plan{.bytes = element_bytes(type, 2), .stage = stage};
+      if (experts)
+        plan.elements = {{.numel = other_elements(config), .shards = world.size},
+                         {.numel = expert_elements(config, of_parts), .shards = copies}};
+      else
+        plan.elements = {{.numel = elements(config, of_parts), .shards = copies}};
       return plan;
     };
     const DataParallelPlan plan = plan_of(parts);
@@ -327,7 +326,8 @@ void check_parts(bool experts, const char* strategy, int stage, at::ScalarType t
     }
     // The comparison can fail: as if parts were of one rank fewer.
     DataParallelPlan own = plan, other = plan_of(parts - 1);
-    if (experts) own.numel = own.dealt, other.numel = other.dealt;
+    for (DataParallelPlan* one : {&own, &other})
+      if (experts) one->elements.erase(one->elements.begin());
     const PersistentBytes of_parts = experts ? kept_of_experts(layout->buckets(), state) : kept;
     expect_near(of_parts, persistent_bytes(own), where + ", parts");
     EXPECT_GT(off(of_parts.state, persistent_bytes(other).state), 0.03) << where;

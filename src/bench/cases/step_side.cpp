@@ -106,7 +106,8 @@ nlohmann::json profile_steps(c10::Device device, std::int64_t steps, const std::
     // Apart in time, so that the profiler's clock tells the steps' waits from this one.
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
     synchronize(device);
-    for (const auto& event : profiler::disableProfiler()->events())
+    const auto result = profiler::disableProfiler();
+    for (const auto& event : result->events())
       profile["events"].push_back(
           {event.deviceType() == c10::kCPU, event.name().substr(0, 120), event.startNs(), event.endNs()});
   } catch (const std::exception& error) {
