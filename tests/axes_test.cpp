@@ -525,7 +525,7 @@ TEST_F(Axes, StagesAreDealtByCost) {
   const auto counts = [](const std::vector<double>& costs, int stages, double behind = 0) {
     std::vector<std::int64_t> result;
     std::int64_t next = 0;
-    for (const StageLayers& own : deal_layers(costs, stages, behind)) {
+    for (const StageLayers& own : assign_layers(costs, stages, behind)) {
       EXPECT_EQ(own.begin, next);
       next += own.count;
       result.push_back(own.count);
@@ -536,7 +536,7 @@ TEST_F(Axes, StagesAreDealtByCost) {
   EXPECT_EQ(counts({1, 1, 1, 1}, 2), (std::vector<std::int64_t>{2, 2}));
   EXPECT_EQ(counts({1, 1, 1, 1, 1, 1}, 2, 4), (std::vector<std::int64_t>{5, 1}));  // a head that costs four
   EXPECT_EQ(counts({1, 1, 5, 1, 1}, 3), (std::vector<std::int64_t>{2, 1, 2}));
-  EXPECT_THAT(testing::config_error_of([] { deal_layers({1, 1}, 3); }), HasSubstr("3 for 2 layers"));
+  EXPECT_THAT(testing::config_error_of([] { assign_layers({1, 1}, 3); }), HasSubstr("3 for 2 layers"));
 }
 
 TEST_F(Axes, PipelinesThatCannotBeRunAreRefused) {

@@ -78,9 +78,9 @@ class AxisRuns : public testing_runs::TinyVideos {
     for (std::size_t i = 0; i < found.steps.size(); ++i) {
       SCOPED_TRACE(i);
       const StepEvent &a = found.steps[i], &b = wanted.steps[i + skip];
-      EXPECT_EQ(a.report.census.targets, b.report.census.targets);
-      EXPECT_EQ(a.report.census.tokens, b.report.census.tokens);
-      EXPECT_EQ(a.report.census.samples, b.report.census.samples);
+      EXPECT_EQ(a.report.step_counts.targets, b.report.step_counts.targets);
+      EXPECT_EQ(a.report.step_counts.tokens, b.report.step_counts.tokens);
+      EXPECT_EQ(a.report.step_counts.samples, b.report.step_counts.samples);
       EXPECT_NEAR(a.report.loss, b.report.loss, 1e-9 * std::abs(b.report.loss));
       EXPECT_NEAR(a.report.norm, b.report.norm, 1e-9 * std::abs(b.report.norm));
       EXPECT_EQ(a.report.terms.size(), b.report.terms.size());

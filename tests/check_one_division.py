@@ -39,7 +39,7 @@ ALLOWED = [
     ("src/loss/term_sums.cpp", "weight * (sum / divisor)", "the logged loss: what was differentiated"),
     ("src/loss/own_loop.cpp", "sums[0] / divisor", "a loop of one's own, which has no normaliser: its one division"),
     ("src/loss/normalizer.cpp", "ranks = size / replicas", "ranks of each replica"),
-    ("src/loss/normalizer.cpp", "census.rank / ranks", "the replica of this rank"),
+    ("src/loss/normalizer.cpp", "step_counts.rank / ranks", "the replica of this rank"),
     ("src/loss/normalizer.cpp", "share[t] / t_b", "sample_mean: the weight of a token in its sample's mean"),
     ("src/loss/counting.cpp", "rows_by_rank.size()) / rule.replicas", "ranks of each replica"),
     ("src/loss/linear_cross_entropy.cpp", "(problem.shard.vocabulary + ranks - 1) / ranks", "each rank's columns"),
@@ -101,7 +101,7 @@ FORBIDDEN = [
 WRONG = [
     "gradients.div_(group.size());",
     "bucket.gradients /= world_size;",
-    "loss = sum / static_cast<double>(census.targets);",
+    "loss = sum / static_cast<double>(step_counts.targets);",
     "scale = 1.0 / group_.size();",
     "const double share = sum.item<double>() / (batch.num_targets());",
     "coefficient = max_norm / norm / ranks;",

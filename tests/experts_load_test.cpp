@@ -139,7 +139,7 @@ TEST_F(ExpertsLoad, IsAPlainRecountOfTheStepOnEveryMesh) {
         for (const ExpertLoad& load : event.expert_loads) {
           std::int64_t all = 0;
           for (const std::int64_t choices : load.choices) all += choices;
-          EXPECT_EQ(all, 2 * event.report.census.tokens) << cell.set;
+          EXPECT_EQ(all, 2 * event.report.step_counts.tokens) << cell.set;
         }
       std::vector<Table> logged;
       for (const MetricRow& row : loads_logged(own)) logged.push_back(table_of(row.expert_loads));
@@ -321,7 +321,7 @@ TEST_F(ExpertsLoad, OfAModelWithoutExpertsIsNowhere) {
   const RunConfig config = tiny("dense");
   const Run result = run(config, 2);
   EXPECT_TRUE(result.steps.back().expert_loads.empty());
-  EXPECT_TRUE(result.steps.back().report.tally.empty());
+  EXPECT_TRUE(result.steps.back().report.counters.empty());
   EXPECT_THAT(report_of(config), Not(AnyOf(HasSubstr("Load of experts"), HasSubstr("Dead experts"))));
   EXPECT_THAT(read_file(fs::path(config.run.directory) / "metrics.jsonl"), Not(HasSubstr("experts")));
 }

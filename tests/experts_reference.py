@@ -72,7 +72,7 @@ def make(name):
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for router in routers_with_bias(model).values():
             router.e_score_correction_bias.copy_(0.05 * torch.randn(router.num_experts))
-        if name in IDLE:  # what all tokens have in common speaks against the first layer's last expert, and for none
+        if name in IDLE:  # what all tokens have in common contributes against the first layer's last expert, and for none
             first = model.model.layers[0]
             model.model.embed_tokens.weight[:, 0] = 0.5
             first.self_attn.o_proj.weight[0] = 0

@@ -107,8 +107,8 @@ template <class Mean>
 struct CountsPeersOf : Mean {
   std::shared_ptr<double> peers;  // known once there is a layout
   explicit CountsPeersOf(std::shared_ptr<double> peers_) : peers(std::move(peers_)) {}
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = Mean::denominator(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = Mean::denominator(step_counts);
     wrong.value *= *peers;
     return wrong;
   }
@@ -140,23 +140,23 @@ struct FragmentsAreSamples : SampleMean {
 };
 
 struct SamplesOfThisRank : SampleMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = SampleMean::denominator(census);
-    wrong.value = std::max(1.0, double(census.samples_by_rank.at(static_cast<std::size_t>(census.rank))));
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = SampleMean::denominator(step_counts);
+    wrong.value = std::max(1.0, double(step_counts.samples_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
     return wrong;
   }
 };
 struct DividedByRounds : TokenMean {  // B31
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value *= static_cast<double>(census.global_micro_batches);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
+    wrong.value *= static_cast<double>(step_counts.global_micro_batches);
     return wrong;
   }
 };
 struct CountsTokens : TokenMean {  // those without a target too
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value = static_cast<double>(census.tokens);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
+    wrong.value = static_cast<double>(step_counts.tokens);
     return wrong;
   }
 };

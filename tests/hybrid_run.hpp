@@ -94,7 +94,7 @@ struct Watched : planted::Wrapped {
   std::int64_t bytes_sent() override { return inner->bytes_sent(); }
   double exposed_seconds() const override { return inner->exposed_seconds(); }
   std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
-  void take_over_writes(const std::set<std::string>& but_of) override { inner->take_over_writes(but_of); }
+  void take_over_writes(const std::set<std::string>& excluded) override { inner->take_over_writes(excluded); }
   void compare_writes() override { inner->compare_writes(); }
 };
 

@@ -66,25 +66,25 @@ class Mistaken : public Normalizer {
   Mistaken(Mean mean, std::string exhibit)
       : Normalizer(mean, {}, mean == Mean::kFixed ? kFixedNumber : 1), exhibit_(std::move(exhibit)) {}
 
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = Normalizer::denominator(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = Normalizer::denominator(step_counts);
     if (wrong.value == 0) return wrong;
     std::vector<double> by_rank;
-    for (std::size_t r = 0; r < census.targets_by_rank.size(); ++r)
-      by_rank.push_back(mean() == Mean::kSamples   ? static_cast<double>(census.samples_by_rank[r])
-                        : mean() == Mean::kWeights ? census.weights_by_rank[r]
-                                                   : static_cast<double>(census.targets_by_rank[r]));
-    const auto rank = static_cast<std::size_t>(census.rank);
+    for (std::size_t r = 0; r < step_counts.targets_by_rank.size(); ++r)
+      by_rank.push_back(mean() == Mean::kSamples   ? static_cast<double>(step_counts.samples_by_rank[r])
+                        : mean() == Mean::kWeights ? step_counts.weights_by_rank[r]
+                                                   : static_cast<double>(step_counts.targets_by_rank[r]));
+    const auto rank = static_cast<std::size_t>(step_counts.rank);
     const double own = by_rank[rank] > 0 ? by_rank[rank] : 1;
     const double fixed = mean() == Mean::kFixed ? kFixedNumber : 1;
-    if (exhibit_ == "B1") wrong.value = fixed * static_cast<double>(census.micro_batches_by_rank[rank]);
-    if (exhibit_ == "B2") wrong.value /= static_cast<double>(census.global_micro_batches);
+    if (exhibit_ == "B1") wrong.value = fixed * static_cast<double>(step_counts.micro_batches_by_rank[rank]);
+    if (exhibit_ == "B2") wrong.value /= static_cast<double>(step_counts.global_micro_batches);
     if (exhibit_ == "B3") wrong.value = counts(mean()) ? own : fixed / static_cast<double>(by_rank.size());
     if (exhibit_ == "B4")
       wrong.value = *std::find_if(by_rank.begin(), by_rank.end(), [](double amount) { return amount > 0; });
     if (exhibit_ == "B7") wrong.value = own;
-    if (exhibit_ == "B11") wrong.value = fixed * static_cast<double>(census.micro_batches);
-    if (exhibit_ == "B30") wrong.value = mean() == Mean::kNone ? static_cast<double>(census.targets) : 1;
+    if (exhibit_ == "B11") wrong.value = fixed * static_cast<double>(step_counts.micro_batches);
+    if (exhibit_ == "B30") wrong.value = mean() == Mean::kNone ? static_cast<double>(step_counts.targets) : 1;
     return wrong;
   }
 

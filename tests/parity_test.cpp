@@ -262,7 +262,7 @@ TEST(IdleAxis, ChangesNoBitOfAStep) {
         expect_same_bits(found.weights[rank], wanted.weights[0], where + ", weights");
         const StepReport &report = found.reports[rank], &right = wanted.reports[0];
         EXPECT_EQ(report.loss, right.loss) << where;
-        EXPECT_EQ(report.census.targets, right.census.targets) << where;
+        EXPECT_EQ(report.step_counts.targets, right.step_counts.targets) << where;
         // Copies are dealt to twice as many owners: the sum of some 300 squares in another order.
         EXPECT_NEAR(report.norm, right.norm, right.norm * 300 * 0x1p-53) << where;
         ASSERT_EQ(report.terms.size(), right.terms.size()) << where;
@@ -290,7 +290,7 @@ TEST(IdleAxis, OneRankStopsAll) {
     const Outcome trained =
         train({.strategy = {.name = "zero1", .stage = 1}, .data = 2, .tp = 2, .stops = stops});
     for (const StepReport& report : trained.reports)
-      EXPECT_EQ(report.census.stop_requested, stops >= 0) << stops;
+      EXPECT_EQ(report.step_counts.stop_requested, stops >= 0) << stops;
   }
 }
 
@@ -371,7 +371,7 @@ TEST(IdleAxis, PlantedB5AndB18aAreSeen) {
     return std::make_unique<CountsAll>(std::move(layout), world);
   };
   const Outcome counted = train(setting);
-  EXPECT_EQ(counted.reports[0].census.targets, 2 * right.reports[0].census.targets);
+  EXPECT_EQ(counted.reports[0].step_counts.targets, 2 * right.reports[0].step_counts.targets);
   EXPECT_NEAR(counted.reports[0].norm, right.reports[0].norm / 2, 1e-12 * right.reports[0].norm);
   setting.wrap = [](std::unique_ptr<DataParallel> layout, const World&) -> std::unique_ptr<DataParallel> {
     return std::make_unique<OwnsAll>(std::move(layout));

@@ -18,8 +18,8 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 struct CountsStages : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
     wrong.value *= 2;
     return wrong;
   }

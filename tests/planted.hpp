@@ -21,14 +21,14 @@ namespace isograd::planted {
 struct MeanOfMicroBatchMeans : TokenMean {
   mutable std::vector<std::int64_t> counts;
   mutable std::size_t next = 0;
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
     counts.clear();
     next = 0;
     for (const Batch& batch : micro_batches) counts.push_back(batch.num_targets());
     return TokenMean::count(micro_batches, data, stop);
   }
-  Denominator denominator(const Census& census) const override {
-    return {.value = static_cast<double>(census.micro_batches)};
+  Denominator denominator(const StepCounts& step_counts) const override {
+    return {.value = static_cast<double>(step_counts.micro_batches)};
   }
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override {
     // Empty ones may follow, where every rank makes equally many.
@@ -42,36 +42,36 @@ struct MeanOfMicroBatchMeans : TokenMean {
 // B7: mean over the rank's own tokens, averaged over ranks.
 struct MeanOfRankMeans : TokenMean {
   std::int64_t own = 0, ranks = 0;
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    const Census census = TokenMean::count(micro_batches, data, stop);
-    own = std::max<std::int64_t>(1, census.targets_by_rank.at(data.rank()));
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    const StepCounts step_counts = TokenMean::count(micro_batches, data, stop);
+    own = std::max<std::int64_t>(1, step_counts.targets_by_rank.at(data.rank()));
     ranks = data.size();
-    return census;
+    return step_counts;
   }
-  Denominator denominator(const Census&) const override {
+  Denominator denominator(const StepCounts&) const override {
     return {.value = static_cast<double>(own * ranks)};
   }
 };
 
 // B3: the count stays on its rank, the gradient is summed.
 struct CountNotReduced : MeanOfRankMeans {
-  Denominator denominator(const Census&) const override { return {.value = static_cast<double>(own)}; }
+  Denominator denominator(const StepCounts&) const override { return {.value = static_cast<double>(own)}; }
 };
 
 // B5: targets are counted once for each of the ranks that see the same ones.
 struct CountsPeers : TokenMean {
   int peers;
   explicit CountsPeers(int peers_) : peers(peers_) {}
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    Census census = TokenMean::count(micro_batches, data, stop);
-    census.targets *= peers;
-    return census;
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    StepCounts step_counts = TokenMean::count(micro_batches, data, stop);
+    step_counts.targets *= peers;
+    return step_counts;
   }
 };
 
 // B30: nothing divides.
 struct NothingDivides : TokenMean {
-  Denominator denominator(const Census&) const override { return {.value = 1}; }
+  Denominator denominator(const StepCounts&) const override { return {.value = 1}; }
 };
 
 // A layout around the right one.

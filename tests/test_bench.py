@@ -159,7 +159,7 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     ("tensor", {"isograd, one rank", "PyTorch tensor parallel over Gloo", "one PyTorch process"}),
     ("pipeline", {"isograd, one rank", "PyTorch pipelining, 1F1B over Gloo", "one PyTorch process"}),
     ("expert", {"transformers' Mixtral", "transformers' Mixtral, looping", "PyTorch, all-to-all over Gloo, FSDP2",
-                "isograd, all experts on each rank", "experts dealt to ranks, in halves"})])
+                "isograd, all experts on each rank", "experts sharded over ranks, in halves"})])
 def test_a_model_on_several_ranks_is_compared_with_pytorchs(tmp_path, of, peers):
     records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.2, of=of)
     assert {record["peer_name"] for record in records} == peers and {record["unit"] for record in records} == {"ms"}
@@ -170,8 +170,8 @@ def test_a_model_on_several_ranks_is_compared_with_pytorchs(tmp_path, of, peers)
 def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
     records, _ = compared(tmp_path, "--case", "shared-tiny", "--seconds", 0.2, of="expert")
     assert {record["case"] for record in records} == {
-        "shared-tiny, 2 ranks, experts dealt, the shared one meanwhile",
-        "shared-tiny, 2 ranks, experts dealt to ranks, in halves"}
+        "shared-tiny, 2 ranks, experts sharded, the shared one meanwhile",
+        "shared-tiny, 2 ranks, experts sharded over ranks, in halves"}
 
 
 LEARNING_RATE = 'lr=c["learning_rate"]'

@@ -1,4 +1,4 @@
-"""A step of SGD with experts dealt to ranks is PyTorch's: from a directory that transformers wrote to one that it loads.
+"""A step of SGD with experts sharded over ranks is PyTorch's: from a directory that transformers wrote to one that it loads.
 
 The reference is transformers' model in fp64, one document after another, with PyTorch's autograd, clipping and SGD. Of
 isograd it knows which parts of which documents are in the step (`isograd data show`), and nothing else.

@@ -43,7 +43,7 @@ int main() {
     token_losses(alone, at::arange(20)).mean().backward();
     const double error = (x.grad() - alone.grad()).abs().item<double>();
     if (world.rank == 0)
-      std::printf("loss %.6f of %ld tokens, gradient error %.1e\n", step.loss, long(step.census.targets),
+      std::printf("loss %.6f of %ld tokens, gradient error %.1e\n", step.loss, long(step.step_counts.targets),
                   error);
     if (error > 1e-13) wrong = 1;
   });

@@ -31,8 +31,8 @@ int main() {
             : isograd::MicroBatches{make_batch(1, 10, 6, 10), make_batch(2, 3, 0, 2), make_batch(2, 3, 2, 3)};
 
     isograd::SampleMean mean;
-    const isograd::Census census = mean.count(batches, world.group, /*stop_requested=*/false);
-    const isograd::Denominator denominator = mean.denominator(census);
+    const isograd::StepCounts step_counts = mean.count(batches, world.group, /*stop_requested=*/false);
+    const isograd::Denominator denominator = mean.denominator(step_counts);
     for (const auto& batch : batches) {
       const isograd::Batch prepared = mean.prepare(batch, denominator);  // weights 1 / T_b
       const at::Tensor sum = (frame_losses(x, batch.tokens) * prepared.weights).sum();
@@ -44,9 +44,9 @@ int main() {
     ((frame_losses(alone, at::arange(10)).mean() + frame_losses(alone, at::arange(3)).mean()) / 2).backward();
     const double error = (x.grad() - alone.grad()).abs().item<double>();
     if (world.rank == 0)
-      std::printf("%ld samples, gradient %.6f, error %.1e\n", long(census.samples), x.grad().item<double>(),
+      std::printf("%ld samples, gradient %.6f, error %.1e\n", long(step_counts.samples), x.grad().item<double>(),
                   error);
-    if (error > 1e-14 || census.samples != 2) wrong = 1;
+    if (error > 1e-14 || step_counts.samples != 2) wrong = 1;
   });
   return wrong;
 }

@@ -57,7 +57,7 @@ int main() {
       auto report = step({make_batch(world.rank, vocabulary)});
       if (world.rank == 0 && (i % 10 == 0 || i == 49))
         std::printf("step %2d  loss %.4f  norm %.3f  targets %ld\n", i, report.loss, report.norm,
-                    static_cast<long>(report.census.targets));
+                    static_cast<long>(report.step_counts.targets));
     }
   });
 }

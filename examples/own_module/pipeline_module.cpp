@@ -55,8 +55,8 @@ double train(isograd::World& world) {  // all ranks along pp; returns the last l
 }
 
 struct CountsStages : isograd::TokenMean {  // the planted mistake: stages hold the same targets
-  isograd::Denominator denominator(const isograd::Census& census) const override {
-    isograd::Denominator wrong = isograd::TokenMean::denominator(census);
+  isograd::Denominator denominator(const isograd::StepCounts& step_counts) const override {
+    isograd::Denominator wrong = isograd::TokenMean::denominator(step_counts);
     wrong.value *= 3;
     return wrong;
   }

@@ -28,10 +28,10 @@ isograd::VerifyModel make_model(at::ScalarType dtype) {
 
 // A common mistake: each rank's own mean, averaged over the ranks.
 struct MeanOfRankMeans : isograd::TokenMean {
-  isograd::Denominator denominator(const isograd::Census& census) const override {
-    isograd::Denominator wrong = isograd::TokenMean::denominator(census);
-    const auto own = census.targets_by_rank[static_cast<std::size_t>(census.rank)];
-    wrong.value = static_cast<double>(own) * static_cast<double>(census.targets_by_rank.size());
+  isograd::Denominator denominator(const isograd::StepCounts& step_counts) const override {
+    isograd::Denominator wrong = isograd::TokenMean::denominator(step_counts);
+    const auto own = step_counts.targets_by_rank[static_cast<std::size_t>(step_counts.rank)];
+    wrong.value = static_cast<double>(own) * static_cast<double>(step_counts.targets_by_rank.size());
     return wrong;
   }
 };

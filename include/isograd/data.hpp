@@ -49,10 +49,10 @@ struct SamplerOptions {
   std::uint64_t seed = 0;
   bool shuffle = true;  // each epoch anew, by (seed, epoch) and never by rank
   // How the samples of a step are assigned to ranks. Does not change the step's samples or gradient.
-  enum class Deal {
+  enum class Assign {
     kBlock,  // rank r gets a contiguous part; parts differ by at most one sample
     kStride  // rank r gets the r-th of every `size` samples
-  } deal = Deal::kBlock;
+  } assign = Assign::kBlock;
   // Leaves out a short last step. Not needed for correctness: ranks without samples contribute zeros.
   bool drop_last = false;
 };
@@ -316,7 +316,7 @@ class VideoLoader : public BatchLoader {
 
  private:
   // Videos of each rank, in the order of the step.
-  std::vector<std::vector<std::int64_t>> deal(LoaderPosition at, int ranks) const;
+  std::vector<std::vector<std::int64_t>> assign(LoaderPosition at, int ranks) const;
   MicroBatches batches(const std::vector<std::int64_t>& videos, LoaderPosition at, std::int64_t most) const;
   void check(LoaderPosition at) const;
 

@@ -83,7 +83,7 @@ class HeldValues {
 
   // Takes over values that were written in place since the last call, so that masters and shards follow. Each
   // step, views(), write() and save_checkpoint() begin with it. ConfigError where ranks share one copy.
-  virtual void take_over_writes(const std::set<std::string>& /*but_of*/) {}
+  virtual void take_over_writes(const std::set<std::string>& /*excluded*/) {}
   // ConfigError that names a parameter unless all ranks took over the same; before each update and
   // checkpoint. Collective where something was written; PeerError where other ranks have written nothing.
   virtual void compare_writes() {}

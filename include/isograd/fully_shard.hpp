@@ -245,7 +245,7 @@ class FullySharded : public DataParallel {
   // Elements of trained parameters that stay whole from forward to the end of backward, with padding.
   virtual std::int64_t whole_numel() const = 0;
   // How many of them belong to parameters sharded along data axes: experts along ep.
-  virtual std::int64_t whole_dealt_numel() const = 0;
+  virtual std::int64_t whole_expert_numel() const = 0;
 
  protected:
   // A unit gathers its parameters for a whole backward.

@@ -168,7 +168,7 @@ struct TermValue {
 using ForwardLossTerms = std::function<LossTerms(const Batch&)>;
 
 // Counts of a step: global numbers, the same on all ranks, except `sample_sizes` and `rank`.
-struct Census {
+struct StepCounts {
   std::int64_t targets = 0;                     // targets that carry loss
   std::int64_t tokens = 0;                      // tokens
   std::int64_t micro_batches = 0;               // over all ranks
@@ -227,8 +227,8 @@ class Normalizer {
   // Collective, before any forward: one all-reduce with a slot per rank, and an all-gather where samples are
   // split over ranks. ConfigError on every rank for bad input of any: weights negative, not finite or under
   // the token mean; contradictory samples; ranks with different means.
-  virtual Census count(const MicroBatches& micro_batches, Group& data, bool stop_requested);
-  virtual Denominator denominator(const Census& census) const;
+  virtual StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested);
+  virtual Denominator denominator(const StepCounts& step_counts) const;
   // Returns the batch with the weights that the forward's sums need; shares all other tensors.
   virtual Batch prepare(const Batch& batch, const Denominator& denominator) const;
   // Σ weight · sum / denominator in fp64; exactly 0 with zero gradient where a denominator is 0. ConfigError:
@@ -248,7 +248,7 @@ class Normalizer {
  protected:
   explicit Normalizer(Mean mean, NormalizerOptions options = {}, double fixed = 1);
   friend class Deferred;
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
                const std::set<std::int64_t>& earlier_samples);
 
  private:
@@ -284,8 +284,8 @@ class FixedDenominator : public Normalizer {
 class Deferred : public Normalizer {
  public:
   explicit Deferred(std::unique_ptr<Normalizer> of);
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop_requested) override;
-  Denominator denominator(const Census& census) const override;
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested) override;
+  Denominator denominator(const StepCounts& step_counts) const override;
   at::Tensor scale(const LossTerms& terms, const Denominator& denominator) const override;
   bool deferred() const override { return true; }
   void begin_step() override;
@@ -293,7 +293,7 @@ class Deferred : public Normalizer {
 
  private:
   std::unique_ptr<Normalizer> of_;
-  Census total_;  // of the step so far
+  StepCounts total_;  // of the step so far
   std::set<std::int64_t> samples_;
 };
 
@@ -335,7 +335,7 @@ class DeferredAccumulator {
   struct Result {
     double gradient_scale = 0;  // 1 / the denominator of all calls together; 0: nothing was counted
     double loss = 0;            // of all calls and ranks together
-    Census census;
+    StepCounts step_counts;
   };
   // Ends the step; the next call begins another. Collective.
   Result finish();
@@ -343,7 +343,7 @@ class DeferredAccumulator {
  private:
   Deferred mean_;
   Group data_;
-  Census census_;
+  StepCounts step_counts_;
   Denominator denominator_;
   double sum_ = 0;
 };

@@ -200,7 +200,7 @@ class Pipeline {
 struct StageLayers {
   std::int64_t begin = 0, count = 0;
 };
-std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double behind = 0);
+std::vector<StageLayers> assign_layers(const std::vector<double>& costs, int stages, double behind = 0);
 
 class DecoderLM;
 

@@ -45,7 +45,7 @@ using LookAhead = std::function<void(const MicroBatches& micro_batches, const Gr
 
 // Returns extra counters to sum over ranks (e.g. tokens per expert) since the last call. Same length on every
 // rank and in every step. Called at the beginning of a step, where the result is dropped, and in finish().
-using Tally = std::function<std::vector<double>()>;
+using Counters = std::function<std::vector<double>()>;
 
 struct StepOptions {
   double max_norm = 1.0;  // 0: no clipping
@@ -53,7 +53,7 @@ struct StepOptions {
   // has a collective (BalanceLoss).
   bool even_micro_batches = false;
   LookAhead look_ahead{};
-  Tally tally{};  // summed over the ranks in the norm's message: no collective of its own
+  Counters counters{};  // summed over the ranks in the norm's message: no collective of its own
   // Reports norms of parts of the gradient. Their squares travel in the same message; costs one more pass.
   NormParts norm_parts{};
   // On a GPU, computes micro-batches as CUDA graphs where their backwards exchange nothing (docs/gpu.md).
@@ -75,8 +75,8 @@ StepOptions through(const Pipeline& pipeline, StepOptions others = {});
 struct StepReport {
   double loss = 0;  // Σ numerators / Σ denominators over all ranks: the loss that was differentiated
   std::vector<TermValue> terms;         // each term of the loss; the same on all ranks
-  Census census;                        // global counts
-  std::vector<double> tally;            // of StepOptions::tally, over all ranks
+  StepCounts step_counts;                        // global counts
+  std::vector<double> counters;            // of StepOptions::counters, over all ranks
   double norm = 0;                      // of the whole gradient, before clipping
   std::vector<TermValue> part_norms{};  // of StepOptions::norm_parts, before clipping
   double clip_coefficient = 1;          // factor of the gradient

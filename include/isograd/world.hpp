@@ -103,7 +103,7 @@ class Mesh {
   // ranks hold the same ones.
   Group counting() const;
   // True on one rank of each set that holds the same data and stage. Only that rank adds its loss to sums.
-  bool speaks() const;
+  bool contributes() const;
   // True where this rank has the first pipeline stage, or there is none.
   bool has_first_stage() const;
   // Returns the group of these ranks, in ascending order, this one among them. Made once, collective over

@@ -76,7 +76,7 @@ Group Mesh::counting() const {
   return along(data());
 }
 
-bool Mesh::speaks() const {
+bool Mesh::contributes() const {
   AxisSet peers = without(impl_->grid.names(), kDataAxes);
   peers.erase(kStageAxis);  // every stage contributes values of its own: only the last one has the loss
   return place(peers) == 0;

@@ -49,7 +49,7 @@ std::vector<std::int64_t> Sampler::next() {
   const std::int64_t begin = position_.step * options_.samples_per_step;
   const std::int64_t end = std::min(begin + options_.samples_per_step, options_.samples);
   std::vector<std::int64_t> mine;
-  if (options_.deal == SamplerOptions::Deal::kBlock) {
+  if (options_.assign == SamplerOptions::Assign::kBlock) {
     const std::int64_t length = end - begin;
     const std::int64_t first = begin + length * options_.rank / options_.size;
     const std::int64_t last = begin + length * (options_.rank + 1) / options_.size;

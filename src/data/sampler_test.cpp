@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-using Deal = SamplerOptions::Deal;
+using Deal = SamplerOptions::Assign;
 
 RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
   SamplerOptions options;
@@ -19,7 +19,7 @@ RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
   options.samples_per_step = *rc::gen::inRange<std::int64_t>(1, 20);
   options.seed = *rc::gen::arbitrary<std::uint64_t>();
   options.shuffle = *rc::gen::arbitrary<bool>();
-  options.deal = *rc::gen::element(Deal::kBlock, Deal::kStride);
+  options.assign = *rc::gen::element(Assign::kBlock, Assign::kStride);
   options.size = *rc::gen::inRange(1, 9);
   SamplerOptions alone = options;
   alone.size = 1;

@@ -39,7 +39,7 @@ std::int64_t VideoLoader::steps_per_epoch() const {
          options_.videos_per_step;
 }
 
-std::vector<std::vector<std::int64_t>> VideoLoader::deal(LoaderPosition at, int ranks) const {
+std::vector<std::vector<std::int64_t>> VideoLoader::assign(LoaderPosition at, int ranks) const {
   const auto all = static_cast<std::int64_t>(videos_.size());
   std::vector<std::int64_t> order(videos_.size());
   std::iota(order.begin(), order.end(), std::int64_t{0});
@@ -99,7 +99,7 @@ MicroBatches VideoLoader::batches(const std::vector<std::int64_t>& videos, Loade
 }
 
 MicroBatches VideoLoader::next() {
-  const auto own = deal(position_, options_.size)[static_cast<std::size_t>(options_.rank)];
+  const auto own = assign(position_, options_.size)[static_cast<std::size_t>(options_.rank)];
   MicroBatches result = batches(own, position_, options_.tokens_per_micro_batch);
   if (++position_.step == steps_per_epoch()) position_ = {position_.epoch + 1, 0};
   return result;
@@ -107,7 +107,7 @@ MicroBatches VideoLoader::next() {
 
 MicroBatches VideoLoader::whole_step(LoaderPosition position) const {
   check(position);
-  return batches(deal(position, 1)[0], position, 1);
+  return batches(assign(position, 1)[0], position, 1);
 }
 
 LoaderPosition VideoLoader::position() const {

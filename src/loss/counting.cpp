@@ -250,7 +250,7 @@ OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool st
   return counts;
 }
 
-Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
+StepCounts merge(const at::Tensor& slots, int rank, const Rule& rule) {
   const int size = static_cast<int>(slots.size(0));
   const auto* first = slots.const_data_ptr<std::int64_t>();
   const auto slot_of = [&](int r) { return first + r * kSlotWidth; };
@@ -265,32 +265,32 @@ Census merge(const at::Tensor& slots, int rank, const Rule& rule) {
     refuse("normalise_over", fmt::format("{} ranks in {} replicas", size, rule.replicas),
            "replicas of equally many ranks", "Choose a number of replicas that divides the ranks");
 
-  Census census;
-  census.rank = rank;
+  StepCounts step_counts;
+  step_counts.rank = rank;
   for (int r = 0; r < size; ++r) {
     const auto* slot = slot_of(r);
-    census.targets += slot[kTargets];
-    census.tokens += slot[kTokens];
-    census.micro_batches += slot[kMicroBatches];
-    census.global_micro_batches = census.call_micro_batches =
-        std::max(census.global_micro_batches, slot[kMicroBatches]);
-    census.stop_requested |= slot[kStop] != 0;
-    census.weights += number(slot[kWeightsBits]);
-    census.samples += slot[kWholeSamples];
-    census.silent += slot[kSilentSamples];
-    census.targets_by_rank.push_back(slot[kTargets]);
-    census.weights_by_rank.push_back(number(slot[kWeightsBits]));
-    census.samples_by_rank.push_back(slot[kWholeSamples]);
-    census.micro_batches_by_rank.push_back(slot[kMicroBatches]);
+    step_counts.targets += slot[kTargets];
+    step_counts.tokens += slot[kTokens];
+    step_counts.micro_batches += slot[kMicroBatches];
+    step_counts.global_micro_batches = step_counts.call_micro_batches =
+        std::max(step_counts.global_micro_batches, slot[kMicroBatches]);
+    step_counts.stop_requested |= slot[kStop] != 0;
+    step_counts.weights += number(slot[kWeightsBits]);
+    step_counts.samples += slot[kWholeSamples];
+    step_counts.silent += slot[kSilentSamples];
+    step_counts.targets_by_rank.push_back(slot[kTargets]);
+    step_counts.weights_by_rank.push_back(number(slot[kWeightsBits]));
+    step_counts.samples_by_rank.push_back(slot[kWholeSamples]);
+    step_counts.micro_batches_by_rank.push_back(slot[kMicroBatches]);
   }
-  return census;
+  return step_counts;
 }
 
 void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rule& rule, Group& data,
-                     Census& census) {
+                     StepCounts& step_counts) {
   if (!rule.samples) return;
   for (const auto& [id, sample] : counts.samples)
-    if (sample.held > 0) census.sample_sizes[id] = sample.weight;
+    if (sample.held > 0) step_counts.sample_sizes[id] = sample.weight;
 
   std::vector<std::int64_t> rows_by_rank;
   std::int64_t total = 0;
@@ -316,14 +316,14 @@ void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rul
     data.all_gather_rows_async(rows, own, rows_by_rank).wait();
   }
   for (const auto& [id, sample] : join(rows, rows_by_rank, rule)) {
-    if (const auto place = census.sample_sizes.find(id); place != census.sample_sizes.end())
+    if (const auto place = step_counts.sample_sizes.find(id); place != step_counts.sample_sizes.end())
       place->second = sample.weight;
-    ++census.cut;
+    ++step_counts.cut;
     if (sample.weight > 0) {
-      ++census.samples;
-      ++census.samples_by_rank[static_cast<std::size_t>(sample.owner)];
+      ++step_counts.samples;
+      ++step_counts.samples_by_rank[static_cast<std::size_t>(sample.owner)];
     } else {
-      ++census.silent;
+      ++step_counts.silent;
     }
   }
 }

@@ -56,10 +56,10 @@ OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool st
 
 // slots [W, kSlotWidth], the sum over ranks. Throws what any rank found wrong, on all ranks in the same
 // words.
-Census merge(const at::Tensor& slots, int rank, const Rule& rule);
+StepCounts merge(const at::Tensor& slots, int rank, const Rule& rule);
 
 // Fills in the sizes of samples; one all-gather if any rank holds a part of a cut sample.
 void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rule& rule, Group& data,
-                     Census& census);
+                     StepCounts& step_counts);
 
 }  // namespace isograd::counting

@@ -33,13 +33,13 @@ at::Tensor slots(std::vector<std::int64_t> targets, const counting::Rule& rule) 
 TEST(Counts, AreExactBeyondWhatFp32AndInt32Hold) {
   const counting::Rule rule;
   const std::int64_t large = std::int64_t{1} << 24, huge = std::int64_t{3} << 31;
-  Census census = counting::merge(slots({large, 1, 0}, rule), 1, rule);
-  EXPECT_EQ(census.targets, 16777217);
-  EXPECT_EQ(TokenMean().denominator(census).value, 16777217.0);
-  census = counting::merge(slots({huge, huge, 1}, rule), 0, rule);
-  EXPECT_EQ(census.targets, 12884901889);
-  EXPECT_EQ(TokenMean().denominator(census).value, 12884901889.0);
-  EXPECT_EQ(WeightedMean().denominator(census).value, 12884901889.0);
+  StepCounts step_counts = counting::merge(slots({large, 1, 0}, rule), 1, rule);
+  EXPECT_EQ(step_counts.targets, 16777217);
+  EXPECT_EQ(TokenMean().denominator(step_counts).value, 16777217.0);
+  step_counts = counting::merge(slots({huge, huge, 1}, rule), 0, rule);
+  EXPECT_EQ(step_counts.targets, 12884901889);
+  EXPECT_EQ(TokenMean().denominator(step_counts).value, 12884901889.0);
+  EXPECT_EQ(WeightedMean().denominator(step_counts).value, 12884901889.0);
 }
 
 // One collective whatever the micro-batches, one more only when samples are cut over ranks.

@@ -17,7 +17,7 @@ void add(std::vector<Number>& sums, const std::vector<Number>& more) {
   for (std::size_t i = 0; i < more.size(); ++i) sums[i] += more[i];
 }
 
-void add(Census& total, const Census& call) {
+void add(StepCounts& total, const StepCounts& call) {
   total.targets += call.targets;
   total.tokens += call.tokens;
   total.micro_batches += call.micro_batches;
@@ -57,7 +57,7 @@ void Deferred::begin_step() {
   samples_.clear();
 }
 
-Census Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
+StepCounts Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
   add(total_, of_->count(micro_batches, data, stop_requested, samples_));
   if (mean() == Mean::kSamples)
     for (const Batch& batch : micro_batches)
@@ -65,8 +65,8 @@ Census Deferred::count(const MicroBatches& micro_batches, Group& data, bool stop
   return total_;
 }
 
-Denominator Deferred::denominator(const Census& census) const {
-  Denominator result = of_->denominator(census);
+Denominator Deferred::denominator(const StepCounts& step_counts) const {
+  Denominator result = of_->denominator(step_counts);
   // Calls that have counted nothing are differentiated like all others: only the end of the step knows.
   result.gradient_scale = result.value == 0 ? 0 : 1 / result.value;
   result.value = 1;
@@ -98,8 +98,8 @@ DeferredAccumulator::DeferredAccumulator(std::unique_ptr<Normalizer> mean, Group
     : mean_(std::move(mean)), data_(std::move(data)) {}
 
 MicroBatches DeferredAccumulator::begin_call(const MicroBatches& micro_batches) {
-  census_ = mean_.count(micro_batches, data_, false);
-  denominator_ = mean_.denominator(census_);
+  step_counts_ = mean_.count(micro_batches, data_, false);
+  denominator_ = mean_.denominator(step_counts_);
   MicroBatches prepared;
   for (const Batch& batch : micro_batches) prepared.push_back(mean_.prepare(batch, denominator_));
   return prepared;
@@ -116,10 +116,10 @@ DeferredAccumulator::Result DeferredAccumulator::finish() {
   at::Tensor sum = at::full({1}, sum_, at::kDouble);
   if (data_.size() > 1) data_.all_reduce(sum);
   Result result{.gradient_scale = denominator_.is_empty() ? 0 : denominator_.gradient_scale,
-                .census = census_};
+                .step_counts = step_counts_};
   result.loss = sum.item<double>() * result.gradient_scale;
   sum_ = 0;
-  census_ = {};
+  step_counts_ = {};
   denominator_ = {};
   mean_.begin_step();
   return result;

@@ -14,18 +14,18 @@ using ::testing::HasSubstr;
 
 // A term that is only watched is logged as it is, and stops nothing.
 TEST(TermSums, KeepsAValueThatIsNoNumberOutOfTheLoss) {
-  Census census;
-  census.micro_batches_by_rank = {1, 1};
+  StepCounts step_counts;
+  step_counts.micro_batches_by_rank = {1, 1};
   const Denominator denominator{.value = 2};
   const double nan = std::nan("");
   for (const int rank : {0, 1}) {
-    census.rank = rank;
+    step_counts.rank = rank;
     TermSums sums;
     Readings readings;
     sums.add({{"cross_entropy", at::full({}, 3.0)},
               {"watched", at::full({}, nan), Mean::kNone, 0.0},
               {"watched_whole", at::full({}, nan), Mean::kNone, 0.0, 1, /*replicated=*/true}},
-             at::scalar_tensor(1.5, at::kDouble), denominator, census, readings);
+             at::scalar_tensor(1.5, at::kDouble), denominator, step_counts, readings);
     EXPECT_EQ(sums.loss(), 1.5) << rank;
     EXPECT_TRUE(std::isnan(sums.terms().at(1).value));
   }
@@ -41,8 +41,8 @@ TEST(Deferred, RefusesWhatCannotShareABuffer) {
   EXPECT_THAT(count(batch_of({{1, 2, 2}})), HasSubstr("a sample of an earlier call of the same step"));
   EXPECT_THAT(count(batch_of({{2, 2, 5}})), HasSubstr("in another step or call"));
   mean.begin_step();
-  const Census census = mean.count({batch_of({{1, 2, 2}})}, alone, false);
-  const Denominator denominator = mean.denominator(census);
+  const StepCounts step_counts = mean.count({batch_of({{1, 2, 2}})}, alone, false);
+  const Denominator denominator = mean.denominator(step_counts);
   EXPECT_THAT(error_of([&] {
                 mean.scale({{"a", at::ones({})}, {"z", at::ones({}), Mean::kTargets}}, denominator);
               }),
@@ -75,12 +75,12 @@ TEST(Deferred, LogsATermOfItsOwnMeanAsAnyOther) {
     if (own == Mean::kWeights) of = std::make_unique<WeightedMean>();
     if (own == Mean::kSamples) of = std::make_unique<SampleMean>();
     Deferred mean(std::move(of));
-    const Census census = mean.count({batch_of({{1, 3, 3}, {2, 5, 5}})}, alone, false);
-    const Denominator denominator = mean.denominator(census);
+    const StepCounts step_counts = mean.count({batch_of({{1, 3, 3}, {2, 5, 5}})}, alone, false);
+    const Denominator denominator = mean.denominator(step_counts);
     const LossTerms terms = {{"step", at::full({}, 6.0)}, {"own", at::full({}, 6.0), own}};
     TermSums sums;
     Readings readings;
-    sums.add(terms, mean.scale(terms, denominator), denominator, census, readings);
+    sums.add(terms, mean.scale(terms, denominator), denominator, step_counts, readings);
     for (const TermValue& term : sums.terms())
       EXPECT_EQ(term.value * denominator.gradient_scale, own == Mean::kSamples ? 3 : 0.75) << term.name;
   }
@@ -92,10 +92,10 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
     for (int call = 1; call <= 3; ++call) {
       const MicroBatches own(static_cast<std::size_t>(world.rank == call - 1 ? 2 : 1),
                              batch_of({{call, 2, 2}}));
-      const Census census = mean.count(own, world.group, false);
-      EXPECT_EQ(census.call_micro_batches, 2);
-      EXPECT_EQ(census.global_micro_batches, 2 * call);
-      EXPECT_EQ(census.targets, 8 * call);
+      const StepCounts step_counts = mean.count(own, world.group, false);
+      EXPECT_EQ(step_counts.call_micro_batches, 2);
+      EXPECT_EQ(step_counts.global_micro_batches, 2 * call);
+      EXPECT_EQ(step_counts.targets, 8 * call);
     }
     // An evaluation's denominator knows nothing of the step that is under way, and leaves it alone.
     EXPECT_EQ(mean.undeferred().count({batch_of({{9, 5, 5}})}, world.group, false).targets, 15);
@@ -106,18 +106,18 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
 // ---- what is logged ----
 
 TEST(TermSums, AddUpOverTheRanksAndCountAReplicatedTermOnce) {
-  Census census;
-  census.micro_batches_by_rank = {0, 2, 1};
+  StepCounts step_counts;
+  step_counts.micro_batches_by_rank = {0, 2, 1};
   const Denominator denominator{.value = 2};
   double loss = 0, values[2] = {};
   for (int rank = 0; rank < 3; ++rank) {
-    census.rank = rank;
+    step_counts.rank = rank;
     TermSums sums;
     Readings readings;
-    for (int i = 0; i < census.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
+    for (int i = 0; i < step_counts.micro_batches_by_rank[static_cast<std::size_t>(rank)]; ++i)
       sums.add({{"cross_entropy", at::full({}, 3.0)},
                 {"a_name_of_thirty_letters______", at::full({}, 5.0), Mean::kNone, 0.5, 1, true}},
-               at::scalar_tensor(1.5 + 2.5, at::kDouble), denominator, census, readings);
+               at::scalar_tensor(1.5 + 2.5, at::kDouble), denominator, step_counts, readings);
     ASSERT_EQ(sums.terms().size(), rank == 0 ? 0u : 2u);
     loss += sums.loss();
     for (std::size_t i = 0; i < sums.terms().size(); ++i) values[i] += sums.terms()[i].value;
@@ -132,18 +132,18 @@ TEST(TermSums, AddUpOverTheRanksAndCountAReplicatedTermOnce) {
   TermSums one;
   Readings readings;
   const at::Tensor none = at::zeros({}, at::kDouble);
-  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, none, denominator, census, readings);
+  one.add({{"a", at::ones({})}, {"b", at::ones({})}}, none, denominator, step_counts, readings);
   EXPECT_THAT(error_of([&] {
-                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, none, denominator, census, readings);
+                one.add({{"b", at::ones({})}, {"a", at::ones({})}}, none, denominator, step_counts, readings);
               }),
               HasSubstr("'b' where"));
   TermSums many;
   EXPECT_THAT(error_of([&] {
-                many.add(LossTerms(9, {"a", at::ones({})}), none, denominator, census, readings);
+                many.add(LossTerms(9, {"a", at::ones({})}), none, denominator, step_counts, readings);
               }),
               HasSubstr("9 terms"));
   EXPECT_THAT(error_of([&] {
-                many.add({{std::string(31, 'a'), at::ones({})}}, none, denominator, census, readings);
+                many.add({{std::string(31, 'a'), at::ones({})}}, none, denominator, step_counts, readings);
               }),
               HasSubstr("1 to 30 letters"));
 }

@@ -184,13 +184,13 @@ TEST(TokenMean, CountsTargetsTokensAndMicroBatches) {
   Group alone = Group::solo();
   const MicroBatches batches = {batch_of_targets({1, -100, 2}), batch_of_targets({}),
                                 batch_of_targets({-100})};
-  const Census census = mean.count(batches, alone, true);
-  EXPECT_EQ(census.targets, 2);
-  EXPECT_EQ(census.tokens, 4);
-  EXPECT_EQ(census.micro_batches, 3);
-  EXPECT_TRUE(census.stop_requested);
-  EXPECT_EQ(census.targets_by_rank, std::vector<std::int64_t>{2});
-  const Denominator denominator = mean.denominator(census);
+  const StepCounts step_counts = mean.count(batches, alone, true);
+  EXPECT_EQ(step_counts.targets, 2);
+  EXPECT_EQ(step_counts.tokens, 4);
+  EXPECT_EQ(step_counts.micro_batches, 3);
+  EXPECT_TRUE(step_counts.stop_requested);
+  EXPECT_EQ(step_counts.targets_by_rank, std::vector<std::int64_t>{2});
+  const Denominator denominator = mean.denominator(step_counts);
   EXPECT_EQ(denominator.value, 2);
   EXPECT_EQ(denominator.of, "targets");
   EXPECT_EQ(denominator.over, "data");
@@ -236,9 +236,9 @@ TEST(TokenMean, OfNothingIsZeroAndLeaksNoNaN) {
 
 TEST(TokenMean, CountsBeyondFp32) {
   // 2^24 + 1 is not an fp32 number.
-  Census census;
-  census.targets = (1 << 24) + 1;
-  EXPECT_EQ(TokenMean().denominator(census).value, 16777217.0);
+  StepCounts step_counts;
+  step_counts.targets = (1 << 24) + 1;
+  EXPECT_EQ(TokenMean().denominator(step_counts).value, 16777217.0);
 }
 
 TEST(TokenMean, RefusesTermsThatAreNotSums) {

@@ -127,7 +127,7 @@ const char* name_of(Mean mean) {
   return "none";
 }
 
-int Census::first_with_micro_batches() const {
+int StepCounts::first_with_micro_batches() const {
   for (std::size_t r = 0; r < micro_batches_by_rank.size(); ++r)
     if (micro_batches_by_rank[r] > 0) return static_cast<int>(r);
   return 0;
@@ -177,11 +177,11 @@ Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
         "Leave normalise_over alone for the first, or choose token_mean, sample_mean or weighted_mean");
 }
 
-Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
+StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
   return count(micro_batches, data, stop_requested, {});
 }
 
-Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
+StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
                          const std::set<std::int64_t>& earlier_samples) {
   const counting::Rule rule{.mean = mean_,
                             .samples = mean_ == Mean::kSamples || options_.count_samples,
@@ -192,13 +192,13 @@ Census Normalizer::count(const MicroBatches& micro_batches, Group& data, bool st
   std::copy(own.slot.begin(), own.slot.end(),
             slots.mutable_data_ptr<std::int64_t>() + data.rank() * counting::kSlotWidth);
   if (data.size() > 1) data.all_reduce(slots);
-  Census census = counting::merge(slots, data.rank(), rule);
-  counting::resolve_samples(own, slots, rule, data, census);
-  return census;
+  StepCounts step_counts = counting::merge(slots, data.rank(), rule);
+  counting::resolve_samples(own, slots, rule, data, step_counts);
+  return step_counts;
 }
 
-Denominator Normalizer::denominator(const Census& census) const {
-  const int size = static_cast<int>(census.targets_by_rank.size());
+Denominator Normalizer::denominator(const StepCounts& step_counts) const {
+  const int size = static_cast<int>(step_counts.targets_by_rank.size());
   const int replicas = std::clamp(options_.replicas, 1, std::max(1, size)), ranks = size / replicas;
   // Σ over all ranks; with replicas, R · the sum over each replica's ranks.
   const auto global = [&](const auto& by_rank, double sum) -> std::vector<double> {
@@ -217,20 +217,20 @@ Denominator Normalizer::denominator(const Census& census) const {
     return by_replica;
   };
   const auto mine = [&](const std::vector<double>& values) {
-    return values[values.size() == 1 ? 0 : static_cast<std::size_t>(census.rank / ranks)];
+    return values[values.size() == 1 ? 0 : static_cast<std::size_t>(step_counts.rank / ranks)];
   };
-  const auto targets = global(census.targets_by_rank, static_cast<double>(census.targets));
-  const auto weights = global(census.weights_by_rank, census.weights);
-  const auto samples = global(census.samples_by_rank, static_cast<double>(census.samples));
+  const auto targets = global(step_counts.targets_by_rank, static_cast<double>(step_counts.targets));
+  const auto weights = global(step_counts.weights_by_rank, step_counts.weights);
+  const auto samples = global(step_counts.samples_by_rank, static_cast<double>(step_counts.samples));
 
   Denominator result;
   result.mean = mean_;
   result.targets = mine(targets);
   result.weights = mine(weights);
   result.samples = mine(samples);
-  result.tokens = static_cast<double>(census.tokens);
-  result.micro_batches = static_cast<double>(census.global_micro_batches);
-  result.sample_sizes = census.sample_sizes;
+  result.tokens = static_cast<double>(step_counts.tokens);
+  result.micro_batches = static_cast<double>(step_counts.global_micro_batches);
+  result.sample_sizes = step_counts.sample_sizes;
   if (replicas > 1) result.over = fmt::format("data but dp_replicate, then a mean of {} replicas", replicas);
   const auto choose = [&](const char* of, const std::vector<double>& values) {
     result.of = of;
@@ -238,7 +238,7 @@ Denominator Normalizer::denominator(const Census& census) const {
     if (replicas > 1) result.by_replica = values;
   };
   // Without a valid target the step is empty under every mean.
-  const double given = census.targets > 0 ? fixed_ : 0;
+  const double given = step_counts.targets > 0 ? fixed_ : 0;
   switch (mean_) {
     case Mean::kSamples:
       choose("samples", samples);

@@ -115,10 +115,10 @@ TEST(SampleMean, DropsSilentSamplesAndSaysHowMany) {
   SampleMean mean;
   Batch batch = batch_of({{1, 3, 3, 2}, {2, 2, 0, 9}, {3, 1, 1, 4}}, {1, 1, 1, 1, 1, 0});
   batch.targets.narrow(0, 3, 2).fill_(kIgnoreIndex);
-  const Census census = mean.count({batch}, alone, false);
-  EXPECT_EQ(census.samples, 1);
-  EXPECT_EQ(census.silent, 2);  // one without target, one whose weights are 0
-  const Denominator denominator = mean.denominator(census);
+  const StepCounts step_counts = mean.count({batch}, alone, false);
+  EXPECT_EQ(step_counts.samples, 1);
+  EXPECT_EQ(step_counts.silent, 2);  // one without target, one whose weights are 0
+  const Denominator denominator = mean.denominator(step_counts);
   EXPECT_EQ(denominator.of, "samples");
   EXPECT_EQ(denominator.value, 1);
   EXPECT_DOUBLE_EQ(loss_sum(mean.prepare(batch, denominator)).item<double>(), 2.0);
@@ -129,10 +129,10 @@ TEST(SampleMean, AFragmentWithoutTargetIsNoCut) {
   Batch tail = batch_of({{1, 1, 6}});
   tail.targets.fill_(kIgnoreIndex);
   run_ranks(2, [&](World& world) {
-    const Census census =
+    const StepCounts step_counts =
         SampleMean().count({world.rank == 0 ? batch_of({{1, 6, 6, 5}}) : tail}, world.group, false);
-    EXPECT_EQ(census.samples, 1);
-    EXPECT_EQ(census.cut, 0);
+    EXPECT_EQ(step_counts.samples, 1);
+    EXPECT_EQ(step_counts.cut, 0);
   });
 }
 
@@ -193,8 +193,8 @@ TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
     if (weights.empty()) batch = empty_batch();
     batch.targets.narrow(0, own.targets, own.silent).fill_(kIgnoreIndex);
     WeightedMean mean({.replicas = kReplicas, .count_samples = true});
-    const Census census = mean.count({batch}, world.group, false);
-    const Denominator denominator = mean.denominator(census);
+    const StepCounts step_counts = mean.count({batch}, world.group, false);
+    const Denominator denominator = mean.denominator(step_counts);
     EXPECT_NE(denominator.value, 0) << "the step is not empty";
     check_agreement(denominator, world.group);
     for (std::size_t t = 0; t < terms.size(); ++t) {
@@ -204,7 +204,7 @@ TEST(Replicas, ATermOfAReplicaWithoutCountsIsZero) {
       share.backward();
       TermSums logged;
       Readings readings;
-      logged.add(one, share, denominator, census, readings);
+      logged.add(one, share, denominator, step_counts, readings);
       const at::Tensor gradient = x.grad().defined() ? x.grad() : at::zeros({}, at::kDouble);
       const at::Tensor sums =
           at::stack({share.detach(), gradient, at::scalar_tensor(logged.terms()[0].value, at::kDouble)});

@@ -259,8 +259,8 @@ TEST(DeferredAccumulator, DividesOnceAtTheEnd) {
       EXPECT_DOUBLE_EQ(result.gradient_scale, 1.0 / 19);
       EXPECT_DOUBLE_EQ(gradient.item<double>() * result.gradient_scale, 32.0 / 19);
       EXPECT_DOUBLE_EQ(result.loss, 32.0 / 19);
-      EXPECT_EQ(result.census.targets, 19);
-      EXPECT_EQ(result.census.micro_batches, 7);
+      EXPECT_EQ(result.step_counts.targets, 19);
+      EXPECT_EQ(result.step_counts.micro_batches, 7);
     }
   });
 }

@@ -26,7 +26,7 @@ void TermSums::clear() {
 }
 
 void TermSums::add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
-                   const Census& census, Readings& readings) {
+                   const StepCounts& step_counts, Readings& readings) {
   readings.add_loss(share, [this](double value) { loss_ += value; });
   if (terms_.empty()) {
     if (terms.size() > kMostTerms)
@@ -50,7 +50,7 @@ void TermSums::add(const LossTerms& terms, const at::Tensor& share, const Denomi
                    "the same terms in the same order in every micro-batch", "Return them in one order");
     const double divisor = denominator.of_term(term);
     if (divisor == 0 || std::isinf(divisor)) continue;  // nothing is counted, in the step or this replica
-    const bool ours = !term.replicated || census.rank == census.first_with_micro_batches();
+    const bool ours = !term.replicated || step_counts.rank == step_counts.first_with_micro_batches();
     readings.add(term.sum, [this, i, divisor, ours, weight = term.weight](double sum) {
       if (ours)
         terms_[i].value += sum / divisor;

@@ -19,7 +19,7 @@ class TermSums {
   // One micro-batch's terms, the same ones in the same order in every micro-batch and on every rank, and the
   // share that the normaliser made of them. Numbers on a device are added when `readings` are read.
   void add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
-           const Census& census, Readings& readings);
+           const StepCounts& step_counts, Readings& readings);
   double loss() const { return loss_; }
   const std::vector<TermValue>& terms() const { return terms_; }
 

@@ -48,7 +48,7 @@ class AdamW final : public Optimizer {
 
   void count_update(const std::vector<Bucket>& buckets) override {
     ++updates_;
-    tally_.count_update(buckets);
+    counter_.count_update(buckets);
   }
 
   void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
@@ -56,8 +56,8 @@ class AdamW final : public Optimizer {
   std::int64_t updates() const override { return updates_; }
   void set_updates(std::int64_t updates) override { updates_ = updates; }
 
-  Missed missed_updates() const override { return tally_.missed(); }
-  void set_missed_updates(Missed missed) override { tally_.set_missed(std::move(missed)); }
+  Missed missed_updates() const override { return counter_.missed(); }
+  void set_missed_updates(Missed missed) override { counter_.set_missed(std::move(missed)); }
 
   OptimizerState state(const std::vector<Bucket>& buckets) override {
     make_state(buckets);
@@ -88,18 +88,18 @@ class AdamW final : public Optimizer {
         return scalars;
       };
       if (!buckets[i].master.is_cpu()) {
-        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
+        for (const LongRun& run : long_runs_of(buckets[i], counter_.missed()))
           by_libtorch::adamw(scalars_of(run.missed, true), buckets[i], first_[i], second_[i], run, on_device);
         continue;
       }
-      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
+      for_each_run(buckets[i], counter_.missed(), [&](const Run& run) {
         update_run(buckets[i], first_[i], second_[i], scalars_of(run.missed, run.decays), run.range);
       });
     }
   }
 
   void make_state(const std::vector<Bucket>& buckets) {
-    tally_.look(buckets, updates_);
+    counter_.look(buckets, updates_);
     ensure_state(first_, buckets);
     ensure_state(second_, buckets);
   }
@@ -130,7 +130,7 @@ class AdamW final : public Optimizer {
   AdamWOptions options_;
   std::vector<at::Tensor> first_, second_;  // per bucket: [numel], the moments m and v
   std::int64_t updates_ = 0;
-  Tally tally_;
+  UpdateCounter counter_;
 };
 
 }  // namespace

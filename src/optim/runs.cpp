@@ -9,7 +9,7 @@
 
 namespace isograd {
 
-void Tally::look(const std::vector<Bucket>& buckets, std::int64_t updates) {
+void UpdateCounter::look(const std::vector<Bucket>& buckets, std::int64_t updates) {
   const bool first = known_.empty();
   for (std::size_t b = 0; b < buckets.size(); ++b) {
     const auto& slots = buckets[b].plan.slots;
@@ -33,7 +33,7 @@ void Tally::look(const std::vector<Bucket>& buckets, std::int64_t updates) {
   }
 }
 
-void Tally::count_update(const std::vector<Bucket>& buckets) {
+void UpdateCounter::count_update(const std::vector<Bucket>& buckets) {
   for (const Bucket& bucket : buckets)
     for (const Slot& slot : bucket.plan.slots)
       if (!slot.trained) ++missed_[slot.name];

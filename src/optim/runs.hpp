@@ -15,7 +15,7 @@ struct Run {
 };
 
 // Tracks the parameters whose state an optimizer keeps, and the updates that each has missed.
-class Tally {
+class UpdateCounter {
  public:
   // Before anything is done with `buckets`: ConfigError unless they are those of the calls before, of which
   // further ones may follow; their parameters have missed all `updates` so far.

@@ -34,17 +34,17 @@ class Sgd final : public Optimizer {
                                  .weight_decay = options_.weight_decay};
       at::Tensor* velocity = options_.momentum > 0 ? &velocity_[i] : nullptr;
       if (!buckets[i].master.is_cpu()) {
-        for (const LongRun& run : long_runs_of(buckets[i], tally_.missed()))
+        for (const LongRun& run : long_runs_of(buckets[i], counter_.missed()))
           by_libtorch::sgd(scalars, buckets[i], velocity, run);
         continue;
       }
-      for_each_run(buckets[i], tally_.missed(), [&](const Run& run) {
+      for_each_run(buckets[i], counter_.missed(), [&](const Run& run) {
         kernels::Sgd of_run = scalars;
         if (!run.decays) of_run.weight_decay = 0;
         update_run(buckets[i], velocity, of_run, run.range);
       });
     }
-    tally_.count_update(buckets);
+    counter_.count_update(buckets);
   }
 
   void set_learning_rate(double learning_rate) override { options_.learning_rate = learning_rate; }
@@ -57,12 +57,12 @@ class Sgd final : public Optimizer {
     if (!(options_.momentum > 0)) return {};
     return {{"momentum_buffer", velocity_}};
   }
-  Missed missed_updates() const override { return tally_.missed(); }
-  void set_missed_updates(Missed missed) override { tally_.set_missed(std::move(missed)); }
+  Missed missed_updates() const override { return counter_.missed(); }
+  void set_missed_updates(Missed missed) override { counter_.set_missed(std::move(missed)); }
 
  private:
   void make_state(const std::vector<Bucket>& buckets) {
-    tally_.look(buckets, updates_);
+    counter_.look(buckets, updates_);
     if (options_.momentum > 0) ensure_state(velocity_, buckets);
   }
 
@@ -88,7 +88,7 @@ class Sgd final : public Optimizer {
   SgdOptions options_;
   std::vector<at::Tensor> velocity_;  // per bucket: [numel]; none without momentum
   std::int64_t updates_ = 0;
-  Tally tally_;
+  UpdateCounter counter_;
 };
 
 }  // namespace

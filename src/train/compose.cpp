@@ -183,7 +183,7 @@ Grid grid_of(const RunConfig& config, int ranks) {
   return kind.view && tp > 1 ? kind.view(config, grid) : grid;
 }
 
-bool held_together(const RunConfig& config) {
+bool model_parallel(const RunConfig& config) {
   return config.parallel.tp > 1 || config.parallel.ep > 1 || config.parallel.pp > 1;
 }
 
@@ -419,7 +419,7 @@ DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int
   if (rounds > 0) plan.micro_batches = rounds;
   if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
     // whole_numel() counts padding, numel does not.
-    const std::int64_t experts = sharded->whole_dealt_numel();
+    const std::int64_t experts = sharded->whole_expert_numel();
     plan.elements[0].whole = std::min(sharded->whole_numel() - experts, plan.elements[0].numel);
     if (experts > 0) plan.elements.at(1).whole = std::min(experts, plan.elements[1].numel);
   }

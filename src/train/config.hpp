@@ -158,7 +158,7 @@ Grid grid_of(const RunConfig& config, int ranks);
 // Axes along which parameters are sharded, or gradients summed at once; the other data axes have replicas.
 AxisSet sharded_axes(const RunConfig& config);
 // Whether the run is model-parallel (tp, ep or pp above 1): TaskModel::cut() gives each rank its part.
-bool held_together(const RunConfig& config);
+bool model_parallel(const RunConfig& config);
 // Whether parallel.schedule splits backward in two, which zero3's units cannot follow.
 bool cuts_backwards(const RunConfig& config);
 // Whether the loss is the mean of per-replica means: loss.normalise_over without dp_replicate.

@@ -71,7 +71,7 @@ TEST(Evaluate, UnderADeferredMeanIsTheMeanOfItsOwnBatches) {
     step.accumulate({middle, own.end()});
     const StepReport report = step.finish();
     EXPECT_NEAR(report.loss, wanted_step.loss, 1e-12);
-    EXPECT_EQ(report.census.targets, toy::concatenate(trained).num_targets());
+    EXPECT_EQ(report.step_counts.targets, toy::concatenate(trained).num_targets());
     EXPECT_NEAR(loss(), expected, 1e-12);
   });
 }

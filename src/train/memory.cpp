@@ -95,9 +95,9 @@ void MemoryWatch::follow_experts(const RunConfig& config, const Mesh& mesh,
   experts_->layers = sharded.layers * (config.parallel.expert_overlap == "halves" ? 2 : 1);
 }
 
-Tally MemoryWatch::remembering(Tally tally) {
-  if (!experts_) return tally;
-  return [experts = experts_, tally = std::move(tally)] { return experts->choices = tally(); };
+Counters MemoryWatch::remembering(Counters counters) {
+  if (!experts_) return counters;
+  return [experts = experts_, counters = std::move(counters)] { return experts->choices = counters(); };
 }
 
 Outcome::Sent MemoryWatch::Experts::sent(std::int64_t rounds) {
@@ -221,7 +221,7 @@ std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet&
   const Grid& grid = layout.mesh().grid();
   const auto* stage3 = dynamic_cast<const FullySharded*>(&layout);
   // Experts are in other numbers of shards than all else; among those of one number it is all the same.
-  std::int64_t experts = stage3 ? stage3->whole_dealt_numel() : 0,
+  std::int64_t experts = stage3 ? stage3->whole_expert_numel() : 0,
                rest = stage3 ? stage3->whole_numel() - experts : 0;
   std::vector<SharedElements> result;
   for (const Bucket& bucket : layout.buckets()) {

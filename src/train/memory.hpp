@@ -41,7 +41,7 @@ class MemoryWatch {
   // config.parallel.ep > 1. Collective.
   void follow_experts(const RunConfig& config, const Mesh& mesh, const TaskModel::ShardedExperts& sharded);
   // Wraps the counter so that this rank's choices of experts in a step are kept.
-  Tally remembering(Tally tally);
+  Counters remembering(Counters counters);
   void before_step(DataParallel& layout);
   // `shared`: ranks share one copy of the parameters. `rounds`: micro-batches, empty ones included.
   // Collective.

@@ -342,7 +342,7 @@ Layout PipelineModel::split(const Mesh& mesh, PipelineOptions options) {
 
   std::vector<double> costs;
   for (const PipelineModule& module : own.list) costs.push_back(module.cost);
-  own.stages = deal_layers(costs, pipeline->stages());
+  own.stages = assign_layers(costs, pipeline->stages());
   std::vector<bool> is_own(own.list.size(), false);
   for (const int stage : pipeline->own_stages()) {
     const StageLayers& which = own.stages[static_cast<std::size_t>(stage)];

@@ -61,11 +61,11 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
       .max_norm = clips ? 0 : config.train.max_norm,
       .even_micro_batches = config.loss.balance != 0 && config.loss.balance_scope == "micro_batch",
       .look_ahead = look_ahead,
-      .tally = memory ? memory->remembering(model->tally()) : model->tally()};
+      .counters = memory ? memory->remembering(model->counters()) : model->counters()};
   options.norm_parts = norm_parts_;
   // Experts' rows vary, and memory is measured in mid-pass.
   options.capture =
-      config.parallel.cuda_graphs && config.model.kind == "decoder" && !options.tally && !memory;
+      config.parallel.cuda_graphs && config.model.kind == "decoder" && !options.counters && !memory;
   if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
   step_ = std::make_unique<Step>(forward, *layout, *normalizer, *optimizer, std::move(options));
 }
@@ -81,7 +81,7 @@ void PreparedRun::lay_out_model(const std::filesystem::path& directory,
   for (const auto& [name, tensor] : model->named()) parameters += tensor.numel();
   check_clip_groups(config, model->named());
   norm_parts_ = norm_parts_of(config, model->named());
-  if (held_together(config)) placed_.emplace(model->cut(*mesh));
+  if (model_parallel(config)) placed_.emplace(model->cut(*mesh));
   if (made.fill && !sharded)
     on_every_rank(world.group, [&] { give_values(model->named(), made.fill, placed(), device); });
   model->to(device);
@@ -96,8 +96,8 @@ void PreparedRun::lay_out_model(const std::filesystem::path& directory,
 StepReport PreparedRun::step(bool stop_requested) {
   optimizer->set_learning_rate(schedule_.at(state.step));
   const StepReport report = (*step_)(parts->of_step(loader->next()), stop_requested);
-  if (report.updated) model->after_update(report.tally, *layout);
-  rounds = report.census.global_micro_batches;
+  if (report.updated) model->after_update(report.counters, *layout);
+  rounds = report.step_counts.global_micro_batches;
   if (diverged(report)) return report;
   ++state.step;
   state.position = loader->position(), state.updates = optimizer->updates();

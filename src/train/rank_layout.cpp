@@ -400,7 +400,7 @@ RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts) {
   const auto named = model->named();
   check_clip_groups(config, named);
   Layout::Named placements;
-  if (held_together(config)) placements = model->placements(grid);
+  if (model_parallel(config)) placements = model->placements(grid);
   for (std::size_t i = 0; i < placements.size(); ++i)
     at::Tensor(named[i].second)
         .set_data(at::empty(local_shape(placements[i].second, grid, rank), named[i].second.options()));

@@ -115,7 +115,7 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
       const auto model = make_task(config, world.group)->make_model(scalar_type(config.train.dtype));
       const Mesh mesh(world, grid_of(config, ranks));
       std::optional<Layout> placed;
-      if (held_together(config)) placed.emplace(model->cut(mesh));
+      if (model_parallel(config)) placed.emplace(model->cut(mesh));
       const ModelUnits units = model->make_units();
       const auto layout = make_layout(config, model->named(), units, mesh, placed ? &*placed : nullptr);
       const auto& buckets = layout->buckets();

@@ -166,7 +166,7 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
                              all[rank][0].item<std::int64_t>(), rank, all[0][0].item<std::int64_t>(),
                              peers.name()),
            "the same on all of these ranks",
-           "Deal samples by Mesh::place() along Mesh::data(), not by the rank in the world");
+           "Assign samples by Mesh::place() along Mesh::data(), not by the rank in the world");
   }
   return all.select(1, 2).max().item<std::int64_t>() != 0;
 }

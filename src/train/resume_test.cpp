@@ -77,7 +77,7 @@ TEST_P(BitwiseResume, SavedAndReloadedEqualsUninterrupted) {
     EXPECT_EQ(a.report.loss, b.report.loss) << "step " << a.step;
     EXPECT_EQ(a.report.norm, b.report.norm) << "step " << a.step;
     EXPECT_EQ(a.learning_rate, b.learning_rate);
-    EXPECT_EQ(a.report.census.targets, b.report.census.targets);
+    EXPECT_EQ(a.report.step_counts.targets, b.report.step_counts.targets);
   }
   ASSERT_EQ(straight.evaluations.size(), 4u);  // after 2, 4, 6 and 7
   ASSERT_EQ(resumed.evaluations.size(), 3u);

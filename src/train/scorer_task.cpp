@@ -163,7 +163,7 @@ std::unique_ptr<RowLoader> all_at_once(const Data& data, const std::vector<std::
                                                     .rank = rank,
                                                     .size = size,
                                                     .shuffle = false,
-                                                    .deal = SamplerOptions::Deal::kStride});
+                                                    .assign = SamplerOptions::Assign::kStride});
 }
 
 // ---- the losses ----

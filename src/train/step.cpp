@@ -28,7 +28,7 @@ struct StepMessage {
   double local_means = 0;  // ranks that have found a mean of a micro-batch
   double other_names = 0;  // ranks whose terms have other names than were agreed
   std::vector<double> terms = std::vector<double>(TermSums::kMostTerms);
-  std::vector<double> counters{};      // StepOptions::tally
+  std::vector<double> counters{};      // StepOptions::counters
   std::vector<double> part_squares{};  // StepOptions::norm_parts
 
   std::vector<double> pack() const {
@@ -70,7 +70,7 @@ class StepWork : public MicroBatchWork {
   // do where the layout asks for it.
   void count(MicroBatches micro_batches, bool stop_requested, bool even);
   const MicroBatches& micro_batches() const { return batches_; }
-  const Census& census() const { return census_; }
+  const StepCounts& step_counts() const { return step_counts_; }
   const Denominator& denominator() const { return denominator_; }
   const LocalMeans& local_means() const { return local_means_; }  // of all steps so far
   // Waits for the device, once, for all that was left in readings().
@@ -115,7 +115,7 @@ class StepWork : public MicroBatchWork {
   std::size_t parts_, micro_batches_of_;
   std::vector<PendingLoss> shares_{};  // by part and micro-batch
   std::size_t left_ = 0;               // backwards to come
-  Census census_{};
+  StepCounts step_counts_{};
   Denominator denominator_{};
   std::unique_ptr<CapturedWork> captured_{};  // null: nothing is
   Readings readings_{};
@@ -135,11 +135,11 @@ StepWork::StepWork(const ForwardLossTerms& forward, DataParallel& layout, Normal
 void StepWork::count(MicroBatches micro_batches, bool stop_requested, bool even) {
   batches_ = std::move(micro_batches);
   Group counting = layout_.mesh().counting();
-  census_ = mean_.count(batches_, counting, stop_requested);
-  census_.stop_requested = agree_with_peers(batches_, census_.stop_requested, layout_.mesh());
-  denominator_ = mean_.denominator(census_);
+  step_counts_ = mean_.count(batches_, counting, stop_requested);
+  step_counts_.stop_requested = agree_with_peers(batches_, step_counts_.stop_requested, layout_.mesh());
+  denominator_ = mean_.denominator(step_counts_);
   if (even || layout_.needs_even_micro_batches())
-    batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(census_.call_micro_batches)),
+    batches_.resize(std::max(batches_.size(), static_cast<std::size_t>(step_counts_.call_micro_batches)),
                     empty_batch());
   while (batches_.size() % micro_batches_of_ != 0) batches_.push_back(empty_batch());
 }
@@ -215,7 +215,7 @@ void StepWork::backward_weights(std::size_t i, bool last, std::size_t part) {
 
 void StepWork::log(PendingLoss& kept) {
   const PendingLoss share = std::exchange(kept, {});
-  sums_.add(share.terms, share.value, denominator_, census_, readings_);
+  sums_.add(share.terms, share.value, denominator_, step_counts_, readings_);
 }
 
 // ---- the order of micro-batches, and the rules of any such order ----
@@ -288,12 +288,12 @@ Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParal
   Normalizer& known = mean.undeferred();  // a step that is under way goes on as it was
   StepWork work(forward, layout, known);
   work.count(std::move(micro_batches), /*stop_requested=*/false, /*even=*/false);
-  Evaluation result{.targets = work.census().targets};
+  Evaluation result{.targets = work.step_counts().targets};
   if (result.targets == 0) return result;
   const at::NoGradGuard no_grad;
   work.look();
   const Mesh& mesh = layout.mesh();
-  const double own = mesh.speaks() ? work.sums().loss() : 0;  // else another rank has the same loss
+  const double own = mesh.contributes() ? work.sums().loss() : 0;  // else another rank has the same loss
   at::Tensor loss = at::full({1}, own, at::kDouble);
   mesh.all().all_reduce(loss);
   result.loss = loss.item<double>();
@@ -320,7 +320,7 @@ void Step::accumulate(const MicroBatches& micro_batches, bool stop_requested) {
     layout_.zero_gradients();
     work_->clear();
     mean_.begin_step();
-    if (options_.tally) options_.tally();
+    if (options_.counters) options_.counters();
   }
   work_->count(micro_batches, stop_requested, options_.even_micro_batches);
   Group all = layout_.mesh().all();
@@ -360,8 +360,8 @@ StepReport Step::finish() {
   const std::optional<ErrorText> local_mean = work_->local_means().found();
   ISOGRAD_INVARIANT(!(ahead && local_mean), "an update before a refusal of the step");
   StepMessage message;
-  if (options_.tally) message.counters = options_.tally();
-  if (layout_.mesh().speaks()) {  // else another rank has the same loss
+  if (options_.counters) message.counters = options_.counters();
+  if (layout_.mesh().contributes()) {  // else another rank has the same loss
     message.loss = own.loss();
     std::ranges::transform(own.terms(), message.terms.begin(), &TermValue::value);
   } else {
@@ -380,12 +380,12 @@ StepReport Step::finish() {
   // A NaN that 0 / 0 makes has a sign on x86, which texts would show as "-nan".
   const auto without_sign = [](double value) { return std::isnan(value) ? std::fabs(value) : value; };
   StepReport report;
-  report.census = work_->census();
+  report.step_counts = work_->step_counts();
   report.loss = without_sign(message.loss * scale);
-  if (report.census.global_micro_batches > 0)
+  if (report.step_counts.global_micro_batches > 0)
     for (std::size_t i = 0; i < work_->names().names().size(); ++i)
       report.terms.push_back({work_->names().names()[i], without_sign(message.terms[i] * scale)});
-  report.tally = message.counters;
+  report.counters = message.counters;
   report.norm = without_sign(global.norm * scale);
   for (std::size_t i = 0; i < part_squares.size(); ++i)
     report.part_norms.push_back(

@@ -86,11 +86,11 @@ TEST(Step, ReportsGlobalCountsLossAndNorm) {
     EXPECT_NEAR(report.loss, wanted.loss, 1e-12);
     EXPECT_NEAR(report.norm, std::sqrt(squares), 1e-12);
     EXPECT_EQ(report.clip_coefficient, 1);
-    EXPECT_EQ(report.census.targets, whole.num_targets());
-    EXPECT_EQ(report.census.tokens, whole.num_tokens());
-    EXPECT_EQ(report.census.micro_batches, 5);
-    EXPECT_TRUE(report.census.stop_requested);
-    EXPECT_EQ(report.census.targets_by_rank.at(1), 0);  // the rank without micro-batches
+    EXPECT_EQ(report.step_counts.targets, whole.num_targets());
+    EXPECT_EQ(report.step_counts.tokens, whole.num_tokens());
+    EXPECT_EQ(report.step_counts.micro_batches, 5);
+    EXPECT_TRUE(report.step_counts.stop_requested);
+    EXPECT_EQ(report.step_counts.targets_by_rank.at(1), 0);  // the rank without micro-batches
     EXPECT_TRUE(report.finite && report.updated);
     EXPECT_EQ(rank.optimizer->updates(), 1);
   });
@@ -307,8 +307,8 @@ TEST(Step, DeferredUpdatesAsIfTheBatchHadBeenKnown) {
     step.accumulate({own.begin() + 1, own.end()});
     const StepReport report = step.finish();
     EXPECT_TRUE(report.updated);
-    EXPECT_EQ(report.census.targets, wanted.census.targets);
-    EXPECT_EQ(report.gradient_scale, 1.0 / static_cast<double>(wanted.census.targets));
+    EXPECT_EQ(report.step_counts.targets, wanted.step_counts.targets);
+    EXPECT_EQ(report.gradient_scale, 1.0 / static_cast<double>(wanted.step_counts.targets));
     EXPECT_NEAR(report.loss, wanted.loss, 1e-13);
     EXPECT_NEAR(report.norm, wanted.norm, 1e-13);
     EXPECT_NEAR(report.clip_coefficient, wanted.clip_coefficient, 1e-13);
@@ -340,7 +340,7 @@ TEST(Step, DeferredMakesAsManyForwardsAsItsCallsHaveRounds) {
         const StepReport report = rank.step.finish();
         const std::size_t rounds = stage == 2 || even ? 4 : own.size();
         EXPECT_EQ(forwards, kCalls * rounds) << "stage " << stage << ", even " << even;
-        EXPECT_EQ(report.census.global_micro_batches, 4 * kCalls);
+        EXPECT_EQ(report.step_counts.global_micro_batches, 4 * kCalls);
         EXPECT_NEAR(report.loss, toy::reference(toy::Model(), batches).loss, 1e-12);
       });
 }
@@ -367,9 +367,9 @@ TEST(Step, ATermOfWeightZeroStopsNothing) {
 // On demand in any build, always in debug builds.
 TEST(Step, ChecksThatRanksDivideByTheSame) {
   struct OnItsOwn : TokenMean {
-    Denominator denominator(const Census& census) const override {
-      Denominator own = TokenMean::denominator(census);
-      own.value = 1 + census.rank;
+    Denominator denominator(const StepCounts& step_counts) const override {
+      Denominator own = TokenMean::denominator(step_counts);
+      own.value = 1 + step_counts.rank;
       return own;
     }
   };
@@ -733,13 +733,13 @@ struct Counted {
 };
 
 // Two steps of `size` ranks, each of which counts its rank, its tokens, and one thing between the steps.
-Counted counted(int size, bool with_tally, bool with_parts = false) {
+Counted counted(int size, bool with_counters, bool with_parts = false) {
   Counted result;
   const auto batches = toy::make_step(size, 2);
   run_ranks(size, [&](World& world) {
     std::vector<double> counts = {0, 0};
     StepOptions options;
-    if (with_tally) options.tally = [&] { return std::exchange(counts, {0, 0}); };
+    if (with_counters) options.counters = [&] { return std::exchange(counts, {0, 0}); };
     if (with_parts) {  // each parameter but the first; parts of nothing too
       for (const auto& [name, tensor] : toy::Model().named()) options.norm_parts.names.push_back(name);
       options.norm_parts.of = [names = options.norm_parts.names](const std::string& name) {
@@ -765,7 +765,7 @@ Counted counted(int size, bool with_tally, bool with_parts = false) {
   return result;
 }
 
-TEST(StepTally, IsAddedUpOverTheRanksAndCostsNoCollective) {
+TEST(StepCounters, IsAddedUpOverTheRanksAndCostsNoCollective) {
   for (const int size : {1, 2, 3}) {
     const auto batches = toy::make_step(size, 2);
     double ranks = 0;
@@ -773,14 +773,14 @@ TEST(StepTally, IsAddedUpOverTheRanksAndCostsNoCollective) {
       ranks += (rank + 1) * static_cast<double>(batches[static_cast<std::size_t>(rank)].size());
     const Counted with = counted(size, true), without = counted(size, false);
     for (const StepReport& report : with.reports) {
-      ASSERT_EQ(report.tally.size(), 2u);
-      EXPECT_EQ(report.tally[0], ranks) << size;
-      EXPECT_EQ(report.tally[1], static_cast<double>(report.census.tokens)) << size;
+      ASSERT_EQ(report.counters.size(), 2u);
+      EXPECT_EQ(report.counters[0], ranks) << size;
+      EXPECT_EQ(report.counters[1], static_cast<double>(report.step_counts.tokens)) << size;
       ASSERT_EQ(report.terms.size(), 1u);
       EXPECT_EQ(report.loss, without.reports[0].loss);
       EXPECT_EQ(report.norm, without.reports[0].norm);
     }
-    EXPECT_TRUE(without.reports[0].tally.empty());
+    EXPECT_TRUE(without.reports[0].counters.empty());
     EXPECT_EQ(with.calls, without.calls) << size;
     EXPECT_EQ(with.calls > 0, size > 1);
   }
@@ -792,7 +792,7 @@ TEST(StepNorms, OfPartsTravelWithTheNormAndLeaveItsBits) {
     EXPECT_EQ(with.calls, without.calls) << size;
     const StepReport& report = with.reports[0];
     EXPECT_EQ(report.norm, without.reports[0].norm) << size;
-    EXPECT_EQ(report.tally, without.reports[0].tally) << size;
+    EXPECT_EQ(report.counters, without.reports[0].counters) << size;
     EXPECT_TRUE(without.reports[0].part_norms.empty());
     ASSERT_EQ(report.part_norms.size(), toy::Model().named().size());
     EXPECT_EQ(report.part_norms[0].name, "embedding");

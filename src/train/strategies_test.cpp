@@ -59,7 +59,7 @@ class Strategies : public testing_runs::TinyRuns {
     ASSERT_EQ(found.steps.size() + skip, expected.steps.size()) << where;
     for (std::size_t i = 0; i < found.steps.size(); ++i) {
       const StepReport &a = found.steps[i].report, &b = expected.steps[i + skip].report;
-      EXPECT_EQ(a.census.targets, b.census.targets) << where;
+      EXPECT_EQ(a.step_counts.targets, b.step_counts.targets) << where;
       EXPECT_NEAR(a.loss, b.loss, 1e-9 * std::abs(b.loss)) << where << ", step " << i;
       EXPECT_NEAR(a.norm, b.norm, (skip + i == 0 ? 1e-13 : 1e-9) * std::abs(b.norm)) << where << i;
     }

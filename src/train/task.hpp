@@ -78,12 +78,12 @@ class TaskModel {
   // Collects statistics of a whole step before its first forward, by passes of `forward` (loss() as the run
   // differentiates it). Null: none are needed.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
-  // Counts choices of experts in training forwards from now on: StepOptions::tally. Null: it has none.
-  virtual Tally tally() { return {}; }
+  // Counts choices of experts in training forwards from now on: StepOptions::counters. Null: it has none.
+  virtual Counters counters() { return {}; }
   // Loads from such counts summed over the ranks; empty if all are 0.
-  virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*tally*/) const { return {}; }
-  // After each update, with the step's tally of all ranks: moves what that and no gradient moves. Collective.
-  virtual void after_update(const std::vector<double>& /*tally*/, DataParallel& /*layout*/) {}
+  virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*counters*/) const { return {}; }
+  // After each update, with the step's counters of all ranks: moves what that and no gradient moves. Collective.
+  virtual void after_update(const std::vector<double>& /*counters*/, DataParallel& /*layout*/) {}
   // Name of the first non-finite tensor since the last call on this rank, e.g. "the router logits of layer
   // 3". Empty: none is known.
   virtual std::string take_not_finite() { return {}; }

@@ -214,7 +214,7 @@ class TextModel : public TaskModel {
         sharded.layers += shape.has_experts(layer);
     return sharded;
   }
-  Tally tally() override {
+  Counters counters() override {
     if (!routers_) return {};
     routers_->count_choices();
     return [routers = routers_] { return routers->take_choices(); };
@@ -243,8 +243,8 @@ class TextModel : public TaskModel {
     }
     layout.write(own);
   }
-  std::vector<ExpertLoad> expert_loads(const std::vector<double>& tally) const override {
-    return routers_ ? routers_->loads_of(tally) : std::vector<ExpertLoad>();
+  std::vector<ExpertLoad> expert_loads(const std::vector<double>& counters) const override {
+    return routers_ ? routers_->loads_of(counters) : std::vector<ExpertLoad>();
   }
   std::string take_not_finite() override { return routers_ ? routers_->take_not_finite() : std::string(); }
   bool choose_experts(const DecoderLM::ChooseExperts& choose) override {

@@ -183,7 +183,7 @@ struct Trainer::Impl {
         return;
       }
       if (!checked()) return;
-      if (report.census.stop_requested) {
+      if (report.step_counts.stop_requested) {
         outcome.end = Outcome::End::kStopped;
         save();
         return;
@@ -197,7 +197,7 @@ struct Trainer::Impl {
   double exposed_so_far() const { return run->layout->exposed_seconds() + run->mesh->waited_apart(); }
 
   void show(const StepReport& report, double seconds, double exposed, bool diverged) {
-    tokens_seen += report.census.tokens;
+    tokens_seen += report.step_counts.tokens;
     ++steps_timed, step_seconds += seconds, exposed_seconds += exposed, all_flops += flops;
     outcome.steps = run->state.step, outcome.skipped = run->state.skipped;
     outcome.exposed = exposed_seconds / step_seconds, outcome.loss = report.loss;
@@ -210,12 +210,12 @@ struct Trainer::Impl {
                     .learning_rate = run->optimizer->learning_rate(),
                     .seconds = seconds,
                     .exposed_seconds = exposed,
-                    .tokens_per_second = static_cast<double>(report.census.tokens) / seconds,
+                    .tokens_per_second = static_cast<double>(report.step_counts.tokens) / seconds,
                     .mfu = {},
                     .expert_loads = {},
                     .clipped = clipped ? run->clips->last() : std::vector<ClippedGroup>{},
                     .bytes_across_hosts = hosts->across_in_step()};
-    if (report.finite) event.expert_loads = run->model->expert_loads(report.tally);
+    if (report.finite) event.expert_loads = run->model->expert_loads(report.counters);
     if (peak.flops_per_second > 0) event.mfu = flops / seconds / peak.flops_per_second;
     present([&] { presenter->step(event); });
     if (hooks.on_step) hooks.on_step(event);

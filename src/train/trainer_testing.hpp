@@ -153,8 +153,8 @@ class TinyRuns : public ::testing::Test {
     ASSERT_EQ(found.steps.size(), expected.steps.size()) << where;
     for (std::size_t i = 0; i < expected.steps.size(); ++i) {
       const StepReport &a = found.steps[i].report, &b = expected.steps[i].report;
-      EXPECT_EQ(a.census.samples, b.census.samples) << where << ", step " << i + 1;
-      EXPECT_EQ(a.census.targets, b.census.targets) << where << ", step " << i + 1;
+      EXPECT_EQ(a.step_counts.samples, b.step_counts.samples) << where << ", step " << i + 1;
+      EXPECT_EQ(a.step_counts.targets, b.step_counts.targets) << where << ", step " << i + 1;
       EXPECT_NEAR(a.loss, b.loss, loss * std::abs(b.loss)) << where << ", step " << i + 1;
       EXPECT_NEAR(a.norm, b.norm, norm * b.norm) << where << ", step " << i + 1;
     }

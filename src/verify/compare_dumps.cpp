@@ -247,7 +247,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
       pair.assigned_otherwise = true;
       result.notices.push_back(
           fmt::format("the targets lie otherwise on ranks and micro-batches in {} than in {}: no part of a "
-                      "rank can be told (deal the samples alike)",
+                      "rank can be told (assign the samples alike)",
                       names.expected, names.found));
     }
   }

@@ -235,7 +235,7 @@ struct LayoutRun::Metered : DataParallel {
   const Mesh& mesh() const override { return inner->mesh(); }
   double exposed_seconds() const override { return inner->exposed_seconds(); }
   std::shared_ptr<const void> whole_parameters() override { return inner->whole_parameters(); }
-  void take_over_writes(const std::set<std::string>& but_of) override { inner->take_over_writes(but_of); }
+  void take_over_writes(const std::set<std::string>& excluded) override { inner->take_over_writes(excluded); }
   void compare_writes() override { inner->compare_writes(); }
 };
 
@@ -289,8 +289,8 @@ LayoutRun::RecordedStep LayoutRun::step(const MicroBatches& local) {
   const StepReport report = (*step_)(local);
   RecordedStep made;
   made.figures = {.loss = report.loss,
-                  .targets = report.census.targets,
-                  .tokens = report.census.tokens,
+                  .targets = report.step_counts.targets,
+                  .tokens = report.step_counts.tokens,
                   .norm = report.norm,
                   .clip_coefficient = report.updated ? recorder_->scale() : report.clip_coefficient};
   if (!problem_.clip_groups.empty()) made.figures.unclipped_norm = report.norm;

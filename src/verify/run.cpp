@@ -246,7 +246,7 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
-  if (held_together(setting.task->config()))
+  if (model_parallel(setting.task->config()))
     made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
   made.through = [model](StepOptions options) {
     return model->pipeline() ? through(*model->pipeline(), std::move(options)) : options;
@@ -338,7 +338,7 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   problem.make_normalizer = [task, &world] { return make_normalizer(task->config(), world.size); };
   for (const auto& choice : layouts)
     problem.layouts.push_back(layout_of(config, choice, suffix, world, device, meshes.layouts));
-  if (held_together(config)) problem.mesh = *mesh;
+  if (model_parallel(config)) problem.mesh = *mesh;
   if (problem.loss.global) {
     // Its forward is a collective of all ranks: no experiment on fewer or other ones, no claim of traffic.
     for (LayoutUnderTest& layout : problem.layouts) layout.axes.clear(), layout.traffic = {};

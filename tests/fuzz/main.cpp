@@ -204,7 +204,7 @@ struct Sound {
   std::string bytes;
 };
 
-struct Tally {
+struct Counters {
   std::uint64_t read = 0, refused = 0, wrong = 0;
   double slowest = 0;  // CPU seconds
 };
@@ -440,10 +440,10 @@ class Fuzzer {
   }
 
   int report() const {
-    for (const auto& [name, tally] : tallies_)
+    for (const auto& [name, counters] : tallies_)
       print(stdout,
-            fmt::format("{:<16} {:>7} inputs, {} wrong{}\n", name, tally.read + tally.wrong, tally.wrong,
-                        tally.slowest > 0.1 ? fmt::format(", slowest {:.1f} s", tally.slowest) : ""));
+            fmt::format("{:<16} {:>7} inputs, {} wrong{}\n", name, counters.read + counters.wrong, counters.wrong,
+                        counters.slowest > 0.1 ? fmt::format(", slowest {:.1f} s", counters.slowest) : ""));
     print(stdout, fmt::format("{} inputs with seed {}: {} refused, {} wrong\n", options_.inputs,
                               options_.seed, refused_, wrong_));
     return wrong_ == 0 ? 0 : 1;
@@ -454,7 +454,7 @@ class Fuzzer {
   Progress* progress_ = nullptr;
   std::vector<const Reader*> chosen_;
   std::vector<std::vector<Sound>> sound_;
-  std::map<std::string, Tally> tallies_;
+  std::map<std::string, Counters> tallies_;
   std::uint64_t refused_ = 0, wrong_ = 0;
 };
 

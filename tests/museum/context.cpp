@@ -133,11 +133,11 @@ struct CountOfOnePlace : TokenMean {
   const Mesh& mesh;
   bool averaged;
   CountOfOnePlace(const Mesh& mesh_, bool averaged_) : mesh(mesh_), averaged(averaged_) {}
-  Denominator denominator(const Census& census) const override {
-    const auto& counts = census.targets_by_rank;
-    std::vector<int> same_place{census.rank};
+  Denominator denominator(const StepCounts& step_counts) const override {
+    const auto& counts = step_counts.targets_by_rank;
+    std::vector<int> same_place{step_counts.rank};
     if (static_cast<int>(counts.size()) == mesh.grid().ranks())
-      same_place = mesh.grid().ranks_along(kSampleAxes, census.rank);
+      same_place = mesh.grid().ranks_along(kSampleAxes, step_counts.rank);
     std::int64_t own = 0;
     for (const int rank : same_place) own += counts.at(static_cast<std::size_t>(rank));
     return {.value = static_cast<double>(std::max<std::int64_t>(1, own)) *

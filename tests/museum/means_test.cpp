@@ -48,8 +48,8 @@ struct Divides : Normalizer {
           std::shared_ptr<Counted> counted_ = std::make_shared<Counted>())
       : Normalizer(mean), by(std::move(by_)), each(each_), counted(std::move(counted_)) {}
 
-  Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
-    const Census census = Normalizer::count(micro_batches, data, stop);
+  StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    const StepCounts step_counts = Normalizer::count(micro_batches, data, stop);
     amounts.clear();
     next = 0;
     *counted = {};
@@ -63,14 +63,14 @@ struct Divides : Normalizer {
       counted->all += own;
     }
     counted->ranks = data.size();
-    counted->rounds = static_cast<double>(census.global_micro_batches);
-    counted->micro_batches = static_cast<double>(census.micro_batches);
+    counted->rounds = static_cast<double>(step_counts.global_micro_batches);
+    counted->micro_batches = static_cast<double>(step_counts.micro_batches);
     counted->own_micro_batches =
-        static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank)));
-    return census;
+        static_cast<double>(step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank)));
+    return step_counts;
   }
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = Normalizer::denominator(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = Normalizer::denominator(step_counts);
     const double value = by(*counted);
     wrong.value = value > 0 ? value : 1;  // a rank without anything divides nothing
     return wrong;
@@ -321,7 +321,7 @@ TEST(OtherMeansRight, Pass) {
 // Another mean than the declared one is no known mistake of it: unknown, with numbers, and never a name.
 TEST(OtherMeansUndeclared, AreUnknownWithTheirNumbers) {
   struct Unweighted : TokenMean {
-    Census count(const MicroBatches& micro_batches, Group& data, bool stop) override {
+    StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop) override {
       MicroBatches plain = micro_batches;
       for (Batch& batch : plain) batch.weights = at::Tensor();
       return TokenMean::count(plain, data, stop);

@@ -254,12 +254,12 @@ TEST(Sensitivity, OneSampleInAThousandCountedTwice) {
 // The ranks' own means, averaged, and their own counts under a sum, whatever is counted.
 template <class Mean, bool Averaged>
 struct OwnCount : Mean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = Mean::denominator(census);
-    const auto rank = static_cast<std::size_t>(census.rank);
-    const double own = std::is_same_v<Mean, SampleMean> ? static_cast<double>(census.samples_by_rank.at(rank))
-                                                        : census.weights_by_rank.at(rank);
-    wrong.value = std::max(own, 1e-9) * (Averaged ? static_cast<double>(census.samples_by_rank.size()) : 1);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = Mean::denominator(step_counts);
+    const auto rank = static_cast<std::size_t>(step_counts.rank);
+    const double own = std::is_same_v<Mean, SampleMean> ? static_cast<double>(step_counts.samples_by_rank.at(rank))
+                                                        : step_counts.weights_by_rank.at(rank);
+    wrong.value = std::max(own, 1e-9) * (Averaged ? static_cast<double>(step_counts.samples_by_rank.size()) : 1);
     return wrong;
   }
 };

@@ -11,35 +11,35 @@ using planted::Wrapped;
 
 // B1: each micro-batch's own mean, divided by the rank's number of micro-batches; the ranks are averaged.
 struct MeanOfOwnMicroBatches : planted::MeanOfMicroBatchMeans {
-  Denominator denominator(const Census& census) const override {
+  Denominator denominator(const StepCounts& step_counts) const override {
     // A rank without any divides nothing, and takes part where all make equally many.
     const auto own =
-        std::max<std::int64_t>(1, census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank)));
-    return {.value = static_cast<double>(own) * static_cast<double>(census.micro_batches_by_rank.size())};
+        std::max<std::int64_t>(1, step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank)));
+    return {.value = static_cast<double>(own) * static_cast<double>(step_counts.micro_batches_by_rank.size())};
   }
 };
 
 // The right count times a number of the step.
 template <class Times>
 struct TokenMeanTimes : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value *= Times()(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
+    wrong.value *= Times()(step_counts);
     return wrong;
   }
 };
 using MicroBatchesSummed =  // B2
     TokenMeanTimes<decltype(
-        [](const Census& c) { return 1.0 / static_cast<double>(c.global_micro_batches); })>;
+        [](const StepCounts& c) { return 1.0 / static_cast<double>(c.global_micro_batches); })>;
 using DividedByAccumulationToo =  // B31
-    TokenMeanTimes<decltype([](const Census& c) { return static_cast<double>(c.global_micro_batches); })>;
+    TokenMeanTimes<decltype([](const StepCounts& c) { return static_cast<double>(c.global_micro_batches); })>;
 
 // B4
 struct CountOfOneReplica : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
     wrong.value = static_cast<double>(*std::find_if(
-        census.targets_by_rank.begin(), census.targets_by_rank.end(), [](auto count) { return count > 0; }));
+        step_counts.targets_by_rank.begin(), step_counts.targets_by_rank.end(), [](auto count) { return count > 0; }));
     return wrong;
   }
 };
@@ -58,8 +58,8 @@ struct MeanOverNothing : TokenMean {
 
 // B32: each micro-batch's own mean, and no division by their number; the ranks are averaged.
 struct OwnMicroBatchesSummed : planted::MeanOfMicroBatchMeans {
-  Denominator denominator(const Census& census) const override {
-    return {.value = static_cast<double>(census.micro_batches_by_rank.size())};
+  Denominator denominator(const StepCounts& step_counts) const override {
+    return {.value = static_cast<double>(step_counts.micro_batches_by_rank.size())};
   }
 };
 

@@ -149,7 +149,7 @@ void add_pipeline(std::vector<Exhibit>& list) {
                       }})});
   list.push_back(
       {.id = "B10", .plant = plants({.loss = [](const at::Tensor& sum, const CountedStep& counted) {
-                      return sum * static_cast<double>(counted.census.global_micro_batches);
+                      return sum * static_cast<double>(counted.step_counts.global_micro_batches);
                     }})});
   list.push_back({.id = "B16p", .plant = plants({.ends_summed = false, .tied = true})});
   list.push_back(

@@ -8,9 +8,9 @@ using planted::Wrapped;
 
 // A loss that leaves the division by the number of ranks to the reducer.
 struct ExpectsAnAverage : TokenMean {
-  Denominator denominator(const Census& census) const override {
-    Denominator wrong = TokenMean::denominator(census);
-    wrong.value /= static_cast<double>(census.targets_by_rank.size());
+  Denominator denominator(const StepCounts& step_counts) const override {
+    Denominator wrong = TokenMean::denominator(step_counts);
+    wrong.value /= static_cast<double>(step_counts.targets_by_rank.size());
     return wrong;
   }
 };

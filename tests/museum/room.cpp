@@ -233,7 +233,7 @@ VerifyProblem problem_of(World& world, HeldTogether how) {
 
 double CountedStep::own_micro_batches() const {
   return std::max(
-      1.0, static_cast<double>(census.micro_batches_by_rank.at(static_cast<std::size_t>(census.rank))));
+      1.0, static_cast<double>(step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
 }
 
 void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem) {
@@ -241,9 +241,9 @@ void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem) {
     std::shared_ptr<CountedStep> counted;
     Counting(Mean mean, std::shared_ptr<CountedStep> counted_)
         : Normalizer(mean), counted(std::move(counted_)) {}
-    Denominator denominator(const Census& census) const override {
-      const Denominator right = Normalizer::denominator(census);
-      *counted = {census, right.value};
+    Denominator denominator(const StepCounts& step_counts) const override {
+      const Denominator right = Normalizer::denominator(step_counts);
+      *counted = {step_counts, right.value};
       return right;
     }
   };

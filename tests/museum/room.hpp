@@ -91,7 +91,7 @@ VerifyProblem problem_of(World& world, HeldTogether how);
 
 // What a rank has counted of a step, for what is wrong and uses it.
 struct CountedStep {
-  Census census;
+  StepCounts step_counts;
   double denominator = 0;            // of the declared mean
   double own_micro_batches() const;  // at least 1
 };

@@ -92,7 +92,7 @@ Steps steps_of(const RateRule& rule, const std::vector<T>& at, double temperatur
   return steps;
 }
 
-// Dealt out by positives. σ((s_i − s_j)/τ): the kernel's z with the sign turned.
+// Split by positives. σ((s_i − s_j)/τ): the kernel's z with the sign turned.
 template <typename T>
 void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>& band, double temperature,
               double whole, ClassResult& result, T* gradient) {

@@ -38,7 +38,7 @@ std::int64_t scores_of(const Piece& piece, std::int64_t document_length, bool ca
 // Tokens [0, length) in chunks over `parts` ranks: first and last, second and second last, ... where later
 // tokens cost more. f(part, begin, end) of each chunk that is not empty.
 template <typename F>
-void deal(std::int64_t length, int parts, bool causal, F&& f) {
+void assign_blocks(std::int64_t length, int parts, bool causal, F&& f) {
   const int chunks = causal ? 2 * parts : parts;
   for (int i = 0; i < chunks; ++i) {
     const std::int64_t begin = length * i / chunks, end = length * (i + 1) / chunks;
@@ -46,10 +46,10 @@ void deal(std::int64_t length, int parts, bool causal, F&& f) {
   }
 }
 
-// The row of all documents, dealt as if it were one.
+// The row of all documents, split as if it were one.
 std::vector<Pieces> deal_row(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
   std::vector<Pieces> by_ring(static_cast<std::size_t>(options.ring));
-  deal(cu_seqlens.back(), options.ring, options.causal, [&](int part, std::int64_t begin, std::int64_t end) {
+  assign_blocks(cu_seqlens.back(), options.ring, options.causal, [&](int part, std::int64_t begin, std::int64_t end) {
     for (std::size_t d = 0; d + 1 < cu_seqlens.size(); ++d) {
       const std::int64_t from = std::max(begin, cu_seqlens[d]), to = std::min(end, cu_seqlens[d + 1]);
       if (from < to)
@@ -98,7 +98,7 @@ class Leveller {
       const std::size_t document = order_[i];
       if (lengths_[document] == 0) continue;
       if (i < cut)
-        deal(
+        assign_blocks(
             lengths_[document], options_.ring, options_.causal,
             [&](int part, std::int64_t begin, std::int64_t end) { add(part, document, begin, end - begin); });
       else
@@ -211,7 +211,7 @@ Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank) {
   if (whole.cut) refuse(where, "a batch that is a part already", "a whole batch", "Cut it once");
   if (!whole.inputs.empty())
     refuse(where, "a batch with inputs, which belong to whole samples", "tokens",
-           "Deal such samples out whole (data parallelism)");
+           "Assign such samples whole (data parallelism)");
   if (whole.cu_seqlens != cut.cu_seqlens || whole.tokens.numel() != total || whole.targets.numel() != total ||
       whole.positions.numel() != total || (whole.weights.defined() && whole.weights.numel() != total))
     refuse(where,

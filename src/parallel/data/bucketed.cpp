@@ -73,8 +73,8 @@ class Bucketed final : public DataParallel {
       return std::as_const(*flat).slot_gradients()->all_arrived(parameters_);
     });
   }
-  void take_over_writes(const std::set<std::string>& but_of) override {
-    for (auto& flat : flats_) flat->take_over_writes(but_of);
+  void take_over_writes(const std::set<std::string>& excluded) override {
+    for (auto& flat : flats_) flat->take_over_writes(excluded);
   }
   void compare_writes() override { policy_.written.compare(parameters_); }
 

@@ -95,10 +95,10 @@ FlatBucket::FlatBucket(BucketPlan plan, const std::vector<NamedParameter>& param
   if (keeps_gradients()) slot_gradients_.emplace(bucket_.plan, gradients_, parameters);
 }
 
-void FlatBucket::take_over_writes(const std::set<std::string>& but_of) {
+void FlatBucket::take_over_writes(const std::set<std::string>& excluded) {
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
-    if (but_of.contains(slot.name)) continue;
+    if (excluded.contains(slot.name)) continue;
     if (policy_.parameters_shared && groups_.shard.size() > 1)
       refuse_write_to_shared_parameters(slot.name, groups_.shard.size());
     writes_.settle(place);

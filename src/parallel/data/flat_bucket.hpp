@@ -84,7 +84,7 @@ class FlatBucket {
   void to_device() const { held_.parameters_to_device(); }
   // Copies values that the user has written into the parameters into the masters, except `excluded`.
   // ConfigError where ranks share one copy.
-  void take_over_writes(const std::set<std::string>& but_of = {});
+  void take_over_writes(const std::set<std::string>& excluded = {});
   void forget_writes(const std::set<std::string>& names);
   void refuse_lost_writes();
   void check_in_place(const std::vector<NamedParameter>& parameters) const {

@@ -133,12 +133,12 @@ void FlatShard::train() {
   make_gradients();
 }
 
-void FlatShard::take_over_writes(const std::set<std::string>& but_of) {
+void FlatShard::take_over_writes(const std::set<std::string>& excluded) {
   if (state_ != State::kWhole) return;
   const at::NoGradGuard no_grad;
   for (std::size_t place : writes_.written()) {
     const Slot& slot = bucket_.plan.slots[place];
-    if (but_of.contains(slot.name)) continue;
+    if (excluded.contains(slot.name)) continue;
     if (context_.parameters_shared && shards() > 1) refuse_write_to_shared_parameters(slot.name, shards());
     writes_.settle(place);
     if (storage_) write_slot(held_.parameters(), bucket_.held, slot, slot_view(memory_, slot));

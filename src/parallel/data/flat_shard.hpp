@@ -89,7 +89,7 @@ class FlatShard {
   void forget();  // what was added and not reduced
   // Copies values that the user has written into the parameters while they are whole, except `excluded`.
   // Does nothing while they are not. ConfigError where ranks share one copy.
-  void take_over_writes(const std::set<std::string>& but_of = {});
+  void take_over_writes(const std::set<std::string>& excluded = {});
   void forget_writes(const std::set<std::string>& names);
   // The same between calls, of parameters that are whole all the time; and after an update that has been
   // computed without them.

@@ -172,15 +172,15 @@ class ShardedLayout final : public FullySharded {
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
   std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }
   std::int64_t gather_bound_bytes() const override { return passes_->gather_bound(); }
-  std::int64_t whole_numel() const override { return passes_->whole_numel(/*dealt_alone=*/false); }
-  std::int64_t whole_dealt_numel() const override { return passes_->whole_numel(/*dealt_alone=*/true); }
+  std::int64_t whole_numel() const override { return passes_->whole_numel(/*experts_only=*/false); }
+  std::int64_t whole_expert_numel() const override { return passes_->whole_numel(/*experts_only=*/true); }
 
   std::shared_ptr<const void> whole_parameters() override {
     passes_->hold_everything();
     return {passes_.get(), [passes = passes_](const void*) { passes->release_everything(); }};
   }
 
-  void take_over_writes(const std::set<std::string>& but_of) override { passes_->take_over_writes(but_of); }
+  void take_over_writes(const std::set<std::string>& excluded) override { passes_->take_over_writes(excluded); }
   void compare_writes() override { passes_->context().written.compare(members_.trained); }
 
  protected:

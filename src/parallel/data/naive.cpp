@@ -73,13 +73,13 @@ class Naive final : public DataParallel {
   }
   double exposed_seconds() const override { return waited_.seconds(); }
 
-  void take_over_writes(const std::set<std::string>& but_of) override {
+  void take_over_writes(const std::set<std::string>& excluded) override {
     for (const Writes& writes : writes_) writes.check_in_place();
     for (std::size_t b = 0; b < buckets_.size(); ++b)
       for (std::size_t place : writes_[b].written()) {
         const BucketPlan& plan = buckets_[b].plan;
         const Slot& slot = plan.slots[place];
-        if (but_of.contains(slot.name)) continue;
+        if (excluded.contains(slot.name)) continue;
         writes_[b].settle(place);
         held_[b].take_over(buckets_[b], slot);
         written_.add(slot.name, plan.sync.copies, writes_[b].parameter(place));

@@ -129,13 +129,13 @@ std::int64_t UnitPasses::gather_bound() const {
   return options_.gather_limit > 0 ? std::min(whole, options_.gather_limit) : whole;
 }
 
-std::int64_t UnitPasses::whole_numel(bool dealt_alone) const {
+std::int64_t UnitPasses::whole_numel(bool experts_only) const {
   std::int64_t numel = 0;
   for (const ShardedUnit& unit : units_)
     for (const auto& flat : unit.flats) {
       const BucketPlan& plan = flat->bucket().plan;
       if (unit.reshard || !flat->trained()) continue;
-      if (!dealt_alone || cut_along_data(plan.sync, context_->mesh.grid())) numel += plan.numel;
+      if (!experts_only || cut_along_data(plan.sync, context_->mesh.grid())) numel += plan.numel;
     }
   return numel;
 }
@@ -417,9 +417,9 @@ void UnitPasses::forget_passes() {
   exchanging_.reset();
 }
 
-void UnitPasses::take_over_writes(const std::set<std::string>& but_of) {
+void UnitPasses::take_over_writes(const std::set<std::string>& excluded) {
   for (ShardedUnit& unit : units_)
-    for (auto& flat : unit.flats) flat->take_over_writes(but_of);
+    for (auto& flat : unit.flats) flat->take_over_writes(excluded);
 }
 
 void UnitPasses::forget_writes(const std::set<std::string>& names) {

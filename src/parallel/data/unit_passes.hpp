@@ -48,7 +48,7 @@ class UnitPasses final : public UnitHost {
   void hold_everything();  // whole until release_everything(), collective
   void release_everything();
   // For parameters that are whole; nobody can write to the others.
-  void take_over_writes(const std::set<std::string>& but_of);
+  void take_over_writes(const std::set<std::string>& excluded);
   void forget_writes(const std::set<std::string>& names);
   void check_writable() const;
   void close();  // the layout is gone
@@ -57,7 +57,7 @@ class UnitPasses final : public UnitHost {
   void train(FlatShard& flat, const std::vector<NamedParameter>& parameters);
   bool needs_even_micro_batches() const;
   std::int64_t gather_bound() const;
-  std::int64_t whole_numel(bool dealt_alone) const;
+  std::int64_t whole_numel(bool experts_only) const;
   ShardContext& context() { return *context_; }
   std::vector<ShardedUnit>& units() { return units_; }
 
@@ -112,7 +112,7 @@ class UnitPasses final : public UnitHost {
   // The pass that runs, and the backward that is announced.
   UseRange pass_{}, announced_pass_{};
   UseRange pass_that_begins() const { return options_.uses ? options_.uses() : UseRange{1, uses_.size()}; }
-  // Forward has dealt with uses [pass_.begin, cursor_), backward with (back_, pass_.end).
+  // Forward has passed uses [pass_.begin, cursor_), backward with (back_, pass_.end).
   bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
   std::size_t cursor_ = 0, back_ = 0;
   std::size_t inside_ = 0;          // the use whose block computes; 0: none

@@ -27,7 +27,7 @@ double cost_of_layer(const DecoderConfig& config, std::int64_t layer) {
 std::vector<StageLayers> stages_of(const DecoderConfig& config, int stages) {
   std::vector<double> costs;
   for (std::int64_t layer = 0; layer < config.layers; ++layer) costs.push_back(cost_of_layer(config, layer));
-  return deal_layers(costs, stages, static_cast<double>(config.hidden * config.vocabulary));
+  return assign_layers(costs, stages, static_cast<double>(config.hidden * config.vocabulary));
 }
 
 // Which stage of `layers` has it, by its Hugging Face name: of a tied embedding the first and the last.

@@ -84,7 +84,7 @@ void check_same_table(const PipelineTable& table, Group ranks) {
   for (int rank = 0; rank < ranks.size(); ++rank)
     if (std::ranges::find(table.rank_of_stage, rank) == table.rank_of_stage.end())
       refuse(fmt::format("the schedule '{}'", table.name), fmt::format("no stage on rank {} along pp", rank),
-             "one on each rank at least", "Deal the stages to all ranks, or start fewer along pp");
+             "one on each rank at least", "Assign the stages to all ranks, or start fewer along pp");
   if (ranks.size() == 1) return;
   const at::Tensor all = ranks.all_gather(at::full({1}, digest_of(table), at::kLong));  // [ranks, 1]
   for (int rank = 1; rank < ranks.size(); ++rank)
@@ -565,7 +565,7 @@ std::optional<Pipeline::Measured> Pipeline::measured() const {
   return all;
 }
 
-std::vector<StageLayers> deal_layers(const std::vector<double>& costs, int stages, double behind) {
+std::vector<StageLayers> assign_layers(const std::vector<double>& costs, int stages, double behind) {
   const auto layers = static_cast<std::int64_t>(costs.size());
   if (stages < 1 || stages > layers)
     refuse("stages of a pipeline", fmt::format("{} for {} layers", stages, layers),

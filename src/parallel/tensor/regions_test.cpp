@@ -44,7 +44,7 @@ void expect_near(const at::Tensor& found, const at::Tensor& wanted, const std::s
 
 constexpr std::int64_t kTokens = 7, kIn = 4, kInner = 10;
 
-// y = tanh(x up) down, the inner features dealt to ranks, between whole tokens or cut ones; the loss is
+// y = tanh(x up) down, the inner features assigned to ranks, between whole tokens or cut ones; the loss is
 // Σ weight · tanh(y). Before the products a norm's weight works on the tokens of the seam.
 struct Whole {
   at::Tensor x = numbers({kTokens, kIn}, 1).requires_grad_(), norm = numbers({kIn}, 2).requires_grad_(),
