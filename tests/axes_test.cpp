@@ -343,18 +343,10 @@ class Axes : public HybridCells {
   }
 };
 
-TEST_F(Axes, TensorParallelIsOneProcess) {
-  check(tensor_cases());
-}
-TEST_F(Axes, ExpertParallelIsOneProcess) {
-  check(expert_cases());
-}
-TEST_F(Axes, PipelineParallelIsOneProcess) {
-  check(pipeline_cases());
-}
-TEST_F(Axes, ContextParallelIsOneProcess) {
-  check(context_cases());
-}
+TEST_F(Axes, TensorParallelIsOneProcess) { check(tensor_cases()); }
+TEST_F(Axes, ExpertParallelIsOneProcess) { check(expert_cases()); }
+TEST_F(Axes, PipelineParallelIsOneProcess) { check(pipeline_cases()); }
+TEST_F(Axes, ContextParallelIsOneProcess) { check(context_cases()); }
 TEST_F(Axes, InLowerPrecisionNoWorseThanOneProcess) {
   check_lower(tensor_cases(), 4);
   check_lower(expert_cases(), 4);

@@ -57,9 +57,7 @@ struct Model {
 };
 
 // Rank 0 has nothing in any step: another rank tells the order.
-int rounds(int rank, int micro) {
-  return rank == 0 ? 0 : micro;
-}
+int rounds(int rank, int micro) { return rank == 0 ? 0 : micro; }
 
 // SGD on one process, plain autograd; the gradients of each step.
 std::vector<std::vector<at::Tensor>> alone(int size, int steps, int micro, double rate, double momentum = 0) {

@@ -770,6 +770,4 @@ int main_of(int argc, char** argv) {
 }  // namespace
 }  // namespace isograd::device
 
-int main(int argc, char** argv) {
-  return isograd::device::main_of(argc, argv);
-}
+int main(int argc, char** argv) { return isograd::device::main_of(argc, argv); }

@@ -15,8 +15,6 @@ inline bool full_tests() {
 // Whether number `place` of a list takes the first of two values by turns. Not every other one, which would
 // keep step with the loop that made the list: any two values of other loops come with both (Thue and Morse's
 // sequence).
-inline bool takes_first(std::size_t place) {
-  return std::popcount(place) % 2 == 0;
-}
+inline bool takes_first(std::size_t place) { return std::popcount(place) % 2 == 0; }
 
 }  // namespace isograd

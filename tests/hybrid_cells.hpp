@@ -222,9 +222,7 @@ inline const Rule* broken_rule(const covering::Row& row) {
     if (rule.broken({row})) return &rule;
   return nullptr;
 }
-inline bool possible(const covering::Row& row) {
-  return broken_rule(row) == nullptr;
-}
+inline bool possible(const covering::Row& row) { return broken_rule(row) == nullptr; }
 // Whether it runs on so many ranks at most, though it may be the same as another.
 inline bool runs(const covering::Row& row, int ranks = kRanks) {
   const Rule* const size = &rules().front();

@@ -58,13 +58,9 @@ Change after_sum(const ChangeBuckets& change) {
   });
 }
 
-bool above(const Cell& cell, Which axis) {
-  return cell.number(axis) > 1;
-}
+bool above(const Cell& cell, Which axis) { return cell.number(axis) > 1; }
 // Gradients lie whole in buckets that nothing reduces before the end.
-bool plain(const Cell& cell) {
-  return cell.is(kStrategy, "naive");
-}
+bool plain(const Cell& cell) { return cell.is(kStrategy, "naive"); }
 // Whole on every rank once they are summed.
 bool whole(const Cell& cell) {
   return cell.is(kStrategy, "bucketed") || plain(cell) || cell.is(kStrategy, "overlapped");
@@ -77,24 +73,16 @@ at::Tensor held_of(const Bucket& bucket, const Slot& slot) {
   return bucket.gradients.narrow(0, begin < end ? begin - bucket.held.begin : 0,
                                  std::max<std::int64_t>(0, end - begin));
 }
-bool named(const std::string& name, const std::string& part) {
-  return name.find(part) != std::string::npos;
-}
+bool named(const std::string& name, const std::string& part) { return name.find(part) != std::string::npos; }
 int size_of(const Mesh& mesh, const std::string& axis) {
   return mesh.grid().has(axis) ? mesh.size({axis}) : 1;
 }
 
 // ---- what is divided by, sums over ranks and micro-batches, the norm ----
 
-bool token_mean(const Cell& cell) {
-  return cell.is(kMean, "token_mean");
-}
-bool sample_mean(const Cell& cell) {
-  return cell.is(kMean, "sample_mean");
-}
-bool several_data_ranks(const Cell& cell) {
-  return cell.number(kReplicate) * cell.number(kShard) > 1;
-}
+bool token_mean(const Cell& cell) { return cell.is(kMean, "token_mean"); }
+bool sample_mean(const Cell& cell) { return cell.is(kMean, "sample_mean"); }
+bool several_data_ranks(const Cell& cell) { return cell.number(kReplicate) * cell.number(kShard) > 1; }
 
 template <class Wrong, class... Arguments>
 Change mean_is(Arguments... arguments) {
@@ -142,7 +130,8 @@ struct FragmentsAreSamples : SampleMean {
 struct SamplesOfThisRank : SampleMean {
   Denominator denominator(const StepCounts& step_counts) const override {
     Denominator wrong = SampleMean::denominator(step_counts);
-    wrong.value = std::max(1.0, double(step_counts.samples_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
+    wrong.value =
+        std::max(1.0, double(step_counts.samples_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
     return wrong;
   }
 };
@@ -415,9 +404,7 @@ void add_norms(std::vector<Mutant>& all) {
 
 // ---- single axes in a mesh of several: placements, schedules, data, what operators exchange ----
 
-bool text(const Cell& cell) {
-  return !cell.is(kModel, "video");
-}
+bool text(const Cell& cell) { return !cell.is(kModel, "video"); }
 
 // The model is cut rightly, and its gradients are summed by other placements.
 using ChangePlacement = std::function<void(const std::string& name, Placement& placement)>;

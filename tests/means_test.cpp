@@ -46,9 +46,7 @@ namespace {
 const std::vector<std::string> kExhibits = {"B1",  "B2",  "B3",  "B4",  "B7",
                                             "B11", "B12", "B19", "B30", "fragments"};
 
-bool counts(Mean mean) {
-  return mean != Mean::kFixed && mean != Mean::kNone;
-}
+bool counts(Mean mean) { return mean != Mean::kFixed && mean != Mean::kNone; }
 bool applies(const std::string& exhibit, Mean mean) {
   if (exhibit == "fragments") return mean == Mean::kSamples;
   if (exhibit == "B4" || exhibit == "B7") return counts(mean);

@@ -61,15 +61,11 @@ struct Net : torch::nn::Module {
 };
 
 // Rank r has r % 4 images in its micro-batch m, another number in the next: some ranks have none.
-std::int64_t rows_of(int rank, int m) {
-  return (2 * rank + 3 * m) % 4;
-}
+std::int64_t rows_of(int rank, int m) { return (2 * rank + 3 * m) % 4; }
 at::Tensor images_of(int rank, int m) {
   return random({rows_of(rank, m), 2, kSide, kSide}, 100 + static_cast<std::uint64_t>(rank * 10 + m));
 }
-at::Tensor loss_sum(const at::Tensor& output, int m) {
-  return (output - 0.1 * m).square().sum();
-}
+at::Tensor loss_sum(const at::Tensor& output, int m) { return (output - 0.1 * m).square().sum(); }
 
 std::int64_t total_rows(int size, int micro) {
   std::int64_t rows = 0;

@@ -71,9 +71,7 @@ Gradient train(const Cut& cut) {
   return found;
 }
 
-double error_of(const Cut& cut) {
-  return tensor::largest_error(train(cut), one_process(cut));
-}
+double error_of(const Cut& cut) { return tensor::largest_error(train(cut), one_process(cut)); }
 
 // A gradient that is not summed while those of weights are computed, and a product of which own tokens get
 // this rank's part alone.

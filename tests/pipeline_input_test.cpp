@@ -8,8 +8,8 @@
 #include <fstream>
 #include <sstream>
 
-#include "isograd/pipeline_parallel.hpp"
 #include "decoder_step.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd {
 namespace {
@@ -22,9 +22,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using Kind = PipelineAction::Kind;
 
-Mesh stages_of(const World& world) {
-  return Mesh(world, Grid({{kStageAxis, world.size}}));
-}
+Mesh stages_of(const World& world) { return Mesh(world, Grid({{kStageAxis, world.size}})); }
 
 // What each rank is told by a pipeline that is made with such options, all of them at once.
 std::vector<std::string> refused(int ranks, const std::function<PipelineOptions(int rank)>& options) {

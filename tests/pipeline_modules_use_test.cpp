@@ -32,9 +32,7 @@ MakeVerifyModel made_of(Kind kind, bool counting = false) {
     return verify_model(PipelineModel(std::move(list), {.dtype = dtype}), {});
   };
 }
-std::vector<Axis> axes_of(int pp, int data) {
-  return {{"pp", pp}, {"dp_shard", data}};
-}
+std::vector<Axis> axes_of(int pp, int data) { return {{"pp", pp}, {"dp_shard", data}}; }
 
 TEST(PipelineModulesVerify, ProvesLists) {
   const auto batches = tensor::step_of(0, 1, kVocabulary, 5);
@@ -149,9 +147,7 @@ std::vector<std::string> refused(int ranks, const std::function<std::vector<Pipe
       kPatience);
   return told;
 }
-PipelineModule linear(std::int64_t width) {
-  return pipeline_module<nn::Linear>(width, kHidden);
-}
+PipelineModule linear(std::int64_t width) { return pipeline_module<nn::Linear>(width, kHidden); }
 
 TEST(PipelineModulesRefused, ListsThatAreNone) {
   EXPECT_EQ(

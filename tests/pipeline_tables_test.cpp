@@ -16,12 +16,8 @@ using Kind = PipelineAction::Kind;
 using Random = std::mt19937_64;
 using tensor::Gradient;
 
-int below(Random& random, int end) {
-  return static_cast<int>(random() % static_cast<std::uint64_t>(end));
-}
-double fraction(Random& random) {
-  return static_cast<double>(random() >> 11) * 0x1p-53;
-}
+int below(Random& random, int end) { return static_cast<int>(random() % static_cast<std::uint64_t>(end)); }
+double fraction(Random& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
 
 // ---- tables ----
 
@@ -142,9 +138,7 @@ std::vector<PipelineModule> modules_of(int stages, bool integers) {
   list.push_back(pipeline_module<staged::Output>().called("head").costing(cost));
   return list;
 }
-PipelineModelOptions double_values() {
-  return {.seed = 5, .dtype = at::kDouble};
-}
+PipelineModelOptions double_values() { return {.seed = 5, .dtype = at::kDouble}; }
 
 Gradient one_process(int stages, bool integers, const std::vector<MicroBatches>& batches) {
   PipelineModel initial(modules_of(stages, integers), double_values());

@@ -19,9 +19,7 @@ using Gradients = std::vector<at::Tensor>;
 
 constexpr double kExact = 1e-10;  // E1
 
-double squares(const at::Tensor& tensor) {
-  return tensor.square().sum().item<double>();
-}
+double squares(const at::Tensor& tensor) { return tensor.square().sum().item<double>(); }
 
 using hybrid::summed;
 

@@ -6,8 +6,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 
-#include "isograd/pipeline_parallel.hpp"
 #include "decoder_step.hpp"
+#include "isograd/pipeline_parallel.hpp"
 
 namespace isograd::staged {
 

@@ -206,16 +206,11 @@ inline Reference reference(const Model& model, const Dealt& dealt, Mean mean, bo
 
 inline std::unique_ptr<Normalizer> make_normalizer(Mean mean, NormalizerOptions options = {}) {
   switch (mean) {
-    case Mean::kTargets:
-      return std::make_unique<TokenMean>(options);
-    case Mean::kSamples:
-      return std::make_unique<SampleMean>(options);
-    case Mean::kWeights:
-      return std::make_unique<WeightedMean>(options);
-    case Mean::kFixed:
-      return std::make_unique<FixedDenominator>(kFixedNumber, options);
-    default:
-      return std::make_unique<NoDenominator>(options);
+    case Mean::kTargets: return std::make_unique<TokenMean>(options);
+    case Mean::kSamples: return std::make_unique<SampleMean>(options);
+    case Mean::kWeights: return std::make_unique<WeightedMean>(options);
+    case Mean::kFixed: return std::make_unique<FixedDenominator>(kFixedNumber, options);
+    default: return std::make_unique<NoDenominator>(options);
   }
 }
 

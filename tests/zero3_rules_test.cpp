@@ -34,9 +34,7 @@ std::string message(Action&& action) {
   return "nothing thrown";
 }
 
-std::int64_t padded(std::int64_t numel, std::int64_t to) {
-  return (numel + to - 1) / to * to;
-}
+std::int64_t padded(std::int64_t numel, std::int64_t to) { return (numel + to - 1) / to * to; }
 
 // Elements of a unit's flats as they are laid out: slots at multiples of 32, shards at multiples of 16.
 std::int64_t flat_numel(const std::vector<std::int64_t>& sizes, int shards) {

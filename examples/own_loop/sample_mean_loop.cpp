@@ -44,8 +44,8 @@ int main() {
     ((frame_losses(alone, at::arange(10)).mean() + frame_losses(alone, at::arange(3)).mean()) / 2).backward();
     const double error = (x.grad() - alone.grad()).abs().item<double>();
     if (world.rank == 0)
-      std::printf("%ld samples, gradient %.6f, error %.1e\n", long(step_counts.samples), x.grad().item<double>(),
-                  error);
+      std::printf("%ld samples, gradient %.6f, error %.1e\n", long(step_counts.samples),
+                  x.grad().item<double>(), error);
     if (error > 1e-14 || step_counts.samples != 2) wrong = 1;
   });
   return wrong;

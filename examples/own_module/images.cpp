@@ -54,7 +54,8 @@ struct Net : torch::nn::Module {
 struct MeanOfRankMeans : isograd::TokenMean {
   isograd::Denominator denominator(const isograd::StepCounts& step_counts) const override {
     isograd::Denominator wrong = isograd::TokenMean::denominator(step_counts);
-    wrong.value = static_cast<double>(step_counts.targets_by_rank[static_cast<std::size_t>(step_counts.rank)] * kRanks);
+    wrong.value =
+        static_cast<double>(step_counts.targets_by_rank[static_cast<std::size_t>(step_counts.rank)] * kRanks);
     return wrong;
   }
 };
@@ -74,7 +75,8 @@ int main() {
     for (int i = 0; i < 60; ++i) {
       const auto report = step({make_batch_of(world.rank, i)});
       if (world.rank == 0 && i % 20 == 19)
-        std::printf("step %2d  loss %.4f  images %ld\n", i + 1, report.loss, long(report.step_counts.targets));
+        std::printf("step %2d  loss %.4f  images %ld\n", i + 1, report.loss,
+                    long(report.step_counts.targets));
     }
     const isograd::Batch unseen = make_batch(1'000'000, 100);
     if (world.rank == 0) right_of_100 = net.logits(unseen).argmax(1).eq(unseen.targets).sum().item<double>();

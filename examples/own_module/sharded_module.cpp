@@ -37,9 +37,7 @@ struct Model : torch::nn::Module {
 };
 
 // Tokens of rank `rank`: 5 + 3 rank of them, each followed by its successor.
-at::Tensor tokens_of(int rank) {
-  return (at::arange(5 + 3 * rank) + rank) % kVocabulary;
-}
+at::Tensor tokens_of(int rank) { return (at::arange(5 + 3 * rank) + rank) % kVocabulary; }
 
 // Trains for 40 steps on the batches of `ranks` ranks; returns the last loss.
 double train(isograd::World& world, int ranks) {

@@ -249,7 +249,7 @@ class Normalizer {
   explicit Normalizer(Mean mean, NormalizerOptions options = {}, double fixed = 1);
   friend class Deferred;
   StepCounts count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
-               const std::set<std::int64_t>& earlier_samples);
+                   const std::set<std::int64_t>& earlier_samples);
 
  private:
   Mean mean_;

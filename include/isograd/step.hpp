@@ -75,8 +75,8 @@ StepOptions through(const Pipeline& pipeline, StepOptions others = {});
 struct StepReport {
   double loss = 0;  // Σ numerators / Σ denominators over all ranks: the loss that was differentiated
   std::vector<TermValue> terms;         // each term of the loss; the same on all ranks
-  StepCounts step_counts;                        // global counts
-  std::vector<double> counters;            // of StepOptions::counters, over all ranks
+  StepCounts step_counts;               // global counts
+  std::vector<double> counters;         // of StepOptions::counters, over all ranks
   double norm = 0;                      // of the whole gradient, before clipping
   std::vector<TermValue> part_norms{};  // of StepOptions::norm_parts, before clipping
   double clip_coefficient = 1;          // factor of the gradient

@@ -24,13 +24,9 @@ class SingleDeviceMatcher {
   void DescribeNegationTo(std::ostream* out) const { *out << "has another gradient than a single device"; }
 };
 
-inline testing::Matcher<const Verdict&> EqualsSingleDevice() {
-  return SingleDeviceMatcher();
-}
+inline testing::Matcher<const Verdict&> EqualsSingleDevice() { return SingleDeviceMatcher(); }
 
 // Found by GoogleTest: the verdict in one line instead of its bytes.
-inline void PrintTo(const Verdict& verdict, std::ostream* out) {
-  *out << parity_line(verdict);
-}
+inline void PrintTo(const Verdict& verdict, std::ostream* out) { *out << parity_line(verdict); }
 
 }  // namespace isograd

@@ -44,9 +44,7 @@ struct OperationCalls {
 void backend_gathers(c10d::Backend& backend, Buffers& b) {
   backend._allgather_base(b.output, b.input)->wait();
 }
-void group_gathers(Group& group, Buffers& b) {
-  group.all_gather_async(b.rows, b.input).wait();
-}
+void group_gathers(Group& group, Buffers& b) { group.all_gather_async(b.rows, b.input).wait(); }
 const std::map<std::string, OperationCalls> kOperations = {
     {"all_reduce",
      {[](c10d::Backend& backend, Buffers& b) { backend.allreduce(b.one)->wait(); },

@@ -14,9 +14,7 @@ namespace python {
 namespace {
 
 // A key that is absent or None was not recorded.
-bool recorded(const py::dict& of, const char* key) {
-  return of.contains(key) && !of[key].is_none();
-}
+bool recorded(const py::dict& of, const char* key) { return of.contains(key) && !of[key].is_none(); }
 
 template <class T>
 T get(const py::dict& of, const char* key, T absent = {}) {

@@ -27,9 +27,7 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return above[b.size()];
 }
 
-std::size_t near_enough(std::string_view text) {
-  return std::max<std::size_t>(2, text.size() / 3);
-}
+std::size_t near_enough(std::string_view text) { return std::max<std::size_t>(2, text.size() / 3); }
 
 std::optional<fs::path> nearest_path(const fs::path& missing) {
   constexpr int kMostEntries = 10000;        // of a folder: this is help, not a search

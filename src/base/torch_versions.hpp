@@ -17,9 +17,7 @@ namespace isograd::torch_versions {
 
 using PreMulSum = c10d::NCCLPreMulSumSupplement;
 inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::COALESCED;
-inline c10d::ReduceOp pre_mul_sum(double factor) {
-  return c10d::makeNCCLPreMulSum(factor);
-}
+inline c10d::ReduceOp pre_mul_sum(double factor) { return c10d::makeNCCLPreMulSum(factor); }
 
 template <class Node, class... Arguments>
 std::shared_ptr<Node> make_node(Arguments&&... arguments) {
@@ -42,18 +40,14 @@ inline void allow_reading(c10::StorageImpl& storage) {
 
 using PreMulSum = c10d::PreMulSumSupplement;
 inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
-inline c10d::ReduceOp pre_mul_sum(double factor) {
-  return c10d::makePreMulSum(factor);
-}
+inline c10d::ReduceOp pre_mul_sum(double factor) { return c10d::makePreMulSum(factor); }
 
 template <class Node, class... Arguments>
 c10::intrusive_ptr<Node> make_node(Arguments&&... arguments) {
   return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
-inline void allow_reading(c10::StorageImpl& storage) {
-  storage.clear_data_ptr_access_error_msg_();
-}
+inline void allow_reading(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
 
 #endif
 

@@ -146,13 +146,9 @@ int run_bench(const BenchVerb& verb, const BenchOptions& options) {
   return bench.comparable ? 0 : 1;
 }
 
-std::string ranks_text(int ranks) {
-  return fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s");
-}
+std::string ranks_text(int ranks) { return fmt::format("{} rank{}", ranks, ranks == 1 ? "" : "s"); }
 
-std::string fixed(double value, int digits) {
-  return fmt::format("{:.{}f}", value, digits);
-}
+std::string fixed(double value, int digits) { return fmt::format("{:.{}f}", value, digits); }
 
 double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
@@ -282,9 +278,7 @@ std::string find_module() {
   return folder.string();
 }
 
-std::string bench_self() {
-  return fs::read_symlink("/proc/self/exe").string();
-}
+std::string bench_self() { return fs::read_symlink("/proc/self/exe").string(); }
 
 Side our_side(const std::string& verb, const std::string& name, const std::string& title, int ranks) {
   return {.name = name, .title = title, .ranks = ranks, .starts = {bench_self(), "bench", verb}};
@@ -401,9 +395,7 @@ TurnPipes::TurnPipes(const fs::path& exchange, const std::string& name, int rank
     : go_(open_pipe(exchange / fmt::format("{}.go.{}", name, rank), "rb"), &std::fclose),
       done_(rank == 0 ? open_pipe(exchange / (name + ".done"), "w") : nullptr, &std::fclose) {}
 
-bool TurnPipes::wait() {
-  return (turn_ = std::fgetc(go_.get())) != EOF;
-}
+bool TurnPipes::wait() { return (turn_ = std::fgetc(go_.get())) != EOF; }
 
 void TurnPipes::answer(const Turn& turn) {
   if (!done_) return;
@@ -442,9 +434,7 @@ std::vector<SideResult> take_turns(const std::vector<Side>& sides, const fs::pat
   return results;
 }
 
-std::string Ratio::text() const {
-  return fmt::format("{:.2f} ({:.2f} .. {:.2f})", median, lowest, highest);
-}
+std::string Ratio::text() const { return fmt::format("{:.2f} ({:.2f} .. {:.2f})", median, lowest, highest); }
 
 Ratio faster(const SideResult& ours, const SideResult& peer) {
   Ratio ratio{.median = peer.median() / ours.median(), .lowest = HUGE_VAL, .highest = 0};

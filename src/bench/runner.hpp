@@ -72,9 +72,7 @@ std::string fixed(double value, int digits = 2);  // with that many digits behin
 inline constexpr double kMiB = 1 << 20;
 
 double quantile(std::vector<double> values, double q);
-inline double median(const std::vector<double>& values) {
-  return quantile(values, 0.5);
-}
+inline double median(const std::vector<double>& values) { return quantile(values, 0.5); }
 // (third − first quartile) / median, "2.3%"; of no values 0.
 std::string spread(const std::vector<double>& values);
 double seconds_of(const std::function<void()>& work);

@@ -14,8 +14,8 @@
 #include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "verify/layouts.hpp"
-#include "verify/run.hpp"
 #include "verify/present.hpp"
+#include "verify/run.hpp"
 
 namespace isograd {
 namespace {

@@ -20,9 +20,7 @@ at::Tensor numbers(int rank, int slot, std::int64_t count, at::ScalarType type) 
 }
 
 // The factor of a rank in a scaled sum.
-double factor_of(int rank) {
-  return 0.5 * (rank + 1);
-}
+double factor_of(int rank) { return 0.5 * (rank + 1); }
 
 at::Tensor combined(const Tensors& inputs, const c10d::ReduceOp& op) {
   const at::ScalarType type = inputs[0].scalar_type();
@@ -31,15 +29,9 @@ at::Tensor combined(const Tensors& inputs, const c10d::ReduceOp& op) {
   for (int r = 0; r < all.size(0) && op.op_ == c10d::ReduceOp::PREMUL_SUM; ++r) all[r].mul_(factor_of(r));
   at::Tensor result;
   switch (op.op_) {
-    case c10d::ReduceOp::MAX:
-      result = all.amax(0);
-      break;
-    case c10d::ReduceOp::MIN:
-      result = all.amin(0);
-      break;
-    case c10d::ReduceOp::PRODUCT:
-      result = all.prod(0);
-      break;
+    case c10d::ReduceOp::MAX: result = all.amax(0); break;
+    case c10d::ReduceOp::MIN: result = all.amin(0); break;
+    case c10d::ReduceOp::PRODUCT: result = all.prod(0); break;
     case c10d::ReduceOp::BAND:
       result = logical ? all.amin(0) : all[0].clone();
       for (int r = 1; r < all.size(0) && !logical; ++r) result.bitwise_and_(all[r]);
@@ -52,8 +44,7 @@ at::Tensor combined(const Tensors& inputs, const c10d::ReduceOp& op) {
       result = all[0].clone();
       for (int r = 1; r < all.size(0); ++r) result.bitwise_or_(all[r]);
       break;
-    default:
-      result = logical ? all.amax(0) : all.sum(0);
+    default: result = logical ? all.amax(0) : all.sum(0);
   }
   const auto ranks = static_cast<double>(inputs.size());
   if (op.op_ == c10d::ReduceOp::AVG) result = floating ? result / ranks : result.div(inputs.size(), "trunc");

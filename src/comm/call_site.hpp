@@ -12,9 +12,7 @@ namespace detail {
 inline thread_local CallSite call_site;
 }
 
-inline CallSite current_call_site() {
-  return detail::call_site;
-}
+inline CallSite current_call_site() { return detail::call_site; }
 
 // Sets the call site of this thread while the object lives.
 class CallSiteScope {

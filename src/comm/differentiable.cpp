@@ -58,9 +58,7 @@ at::Tensor apply_map(const at::Tensor& input, TensorMap forward, TensorMap backw
 namespace isograd::differentiable {
 namespace {
 
-at::Tensor copy_of(const at::Tensor& tensor) {
-  return tensor.clone(at::MemoryFormat::Contiguous);
-}
+at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(at::MemoryFormat::Contiguous); }
 
 std::vector<std::int64_t> with_rows(std::int64_t rows, at::IntArrayRef rest) {
   std::vector<std::int64_t> sizes{rows};

@@ -157,9 +157,7 @@ std::vector<Case> matrix(bool all) {
 
 // ---- what a rank does ------------------------------------------------------------------------------------
 
-double now() {
-  return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count(); }
 
 void leave(const std::filesystem::path& file, const std::string& text) {
   std::ofstream(file.string() + ".part") << text;
@@ -177,21 +175,12 @@ struct Planted : std::runtime_error {
   const auto strike = [&] {
     leave(folder / "struck", std::to_string(now()));
     switch (test.fault) {
-      case Fault::kKill:
-        ::kill(::getpid(), SIGKILL);
-        break;
-      case Fault::kStop:
-        ::kill(::getpid(), SIGSTOP);
-        break;
-      case Fault::kExit:
-        ::_exit(7);
-      case Fault::kThrow:
-        throw Planted();
-      case Fault::kLate:
-        std::this_thread::sleep_for(3 * test.timeout());
-        break;
-      default:
-        break;
+      case Fault::kKill: ::kill(::getpid(), SIGKILL); break;
+      case Fault::kStop: ::kill(::getpid(), SIGSTOP); break;
+      case Fault::kExit: ::_exit(7);
+      case Fault::kThrow: throw Planted();
+      case Fault::kLate: std::this_thread::sleep_for(3 * test.timeout()); break;
+      default: break;
     }
   };
   shm::EngineOptions options;

@@ -24,9 +24,7 @@ namespace {
 using Impl = Group::Impl;
 using Rows = Group::Rows;
 
-std::size_t at_rank(int rank) {
-  return static_cast<std::size_t>(rank);
-}
+std::size_t at_rank(int rank) { return static_cast<std::size_t>(rank); }
 
 // The rows that split_rows assigns to part number `part`.
 std::int64_t rows_of_part(std::int64_t rows, int parts, int part) {
@@ -43,9 +41,7 @@ at::Tensor empty_like(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return at::empty(sizes, tensor.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
 }
 
-std::int64_t sum(const Rows& rows) {
-  return c10::sum_integers(rows);
-}
+std::int64_t sum(const Rows& rows) { return c10::sum_integers(rows); }
 
 bool all_equal(const Rows& rows) {
   return std::ranges::all_of(rows, [&](std::int64_t part) { return part == rows[0]; });
@@ -493,9 +489,7 @@ at::Tensor Group::Impl::plain_twin(const Call& call, const at::Tensor& tensor, b
 }
 
 // A Pending without a state is complete. A group of one rank returns it.
-bool Pending::progress() {
-  return !state_ || state_->progress();
-}
+bool Pending::progress() { return !state_ || state_->progress(); }
 
 void Pending::wait() {
   if (state_) state_->wait();
@@ -547,18 +541,10 @@ Group Group::Impl::make_group(c10::intrusive_ptr<c10d::Backend> backend,
   return group;
 }
 
-int Group::rank() const {
-  return impl_->rank;
-}
-int Group::size() const {
-  return impl_->size;
-}
-const std::string& Group::name() const {
-  return impl_->name;
-}
-std::chrono::milliseconds Group::timeout() const {
-  return impl_->timeout;
-}
+int Group::rank() const { return impl_->rank; }
+int Group::size() const { return impl_->size; }
+const std::string& Group::name() const { return impl_->name; }
+std::chrono::milliseconds Group::timeout() const { return impl_->timeout; }
 
 void Group::all_reduce(at::Tensor tensor, ReduceOp op, Site site) {
   impl_->now(impl_->call("all_reduce", site), isograd::all_reduce, std::move(tensor), op);
@@ -715,9 +701,7 @@ at::Tensor Group::host_shared(std::int64_t numel, at::ScalarType dtype) {
   return impl_->shm->host_shared(numel, dtype);
 }
 
-bool Group::has_host_memory() const {
-  return impl_->alone() || impl_->shm;
-}
+bool Group::has_host_memory() const { return impl_->alone() || impl_->shm; }
 
 Traffic Group::traffic() const {
   Traffic traffic = impl_->traffic.read();
@@ -772,9 +756,7 @@ void Group::Impl::count_bytes(TrafficCounter::Kind kind, std::int64_t bytes, std
   if (across > 0) hosts->add_across(across);
 }
 
-bool Group::Impl::is_here(int other) const {
-  return !hosts || hosts->here(other);
-}
+bool Group::Impl::is_here(int other) const { return !hosts || hosts->here(other); }
 
 HostBytes host_bytes(const Group& group) {
   const auto& impl = Group::Impl::of(group);

@@ -16,9 +16,7 @@ struct Layout {
   bool shared, strided, async;
 };
 
-Layout layout_of(int turn) {
-  return {(turn & 1) != 0, (turn & 2) != 0, (turn & 4) != 0};
-}
+Layout layout_of(int turn) { return {(turn & 1) != 0, (turn & 2) != 0, (turn & 4) != 0}; }
 
 const char* name_of(ReduceOp op) {
   return op == ReduceOp::kSum   ? "sum"
@@ -31,19 +29,13 @@ const char* name_of(ReduceOp op) {
 // integers. In 16-bit floats they are not, so that rounded partial sums are detected.
 std::int64_t largest_of(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kBool:
-      return 2;
+    case at::kBool: return 2;
     case at::kChar:
-    case at::kByte:
-      return 15;
-    case at::kBFloat16:
-      return 251;
-    case at::kHalf:
-      return 2003;
-    case at::kShort:
-      return 4001;
-    default:
-      return 100'003;
+    case at::kByte: return 15;
+    case at::kBFloat16: return 251;
+    case at::kHalf: return 2003;
+    case at::kShort: return 4001;
+    default: return 100'003;
   }
 }
 
@@ -54,9 +46,7 @@ at::Tensor encode(int rank, int slot, const Sizes& sizes, at::ScalarType dtype) 
   return mixed.bitwise_right_shift(3).remainder(largest_of(dtype)).to(dtype).view(sizes);
 }
 
-bool is_16_bit_float(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 || dtype == at::kHalf;
-}
+bool is_16_bit_float(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
 
 class Checker {
  public:

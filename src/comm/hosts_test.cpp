@@ -16,9 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-Grid grid(std::vector<Axis> axes) {
-  return Grid(std::move(axes));
-}
+Grid grid(std::vector<Axis> axes) { return Grid(std::move(axes)); }
 
 TEST(Hosts, NeighboursShareAHostSoThatOuterAxesLieAcross) {
   const Grid all = grid({{"pp", 2}, {"dp_replicate", 2}, {"dp_shard", 1}, {"tp", 2}});

@@ -35,24 +35,12 @@ Mesh::Mesh(const World& world, Grid grid)
 
 Mesh::Mesh(Group all) : Mesh(all, data_grid(all.size()), {}) {}
 
-const Grid& Mesh::grid() const {
-  return impl_->grid;
-}
-AxisSet Mesh::data() const {
-  return data_axes(impl_->grid);
-}
-int Mesh::rank() const {
-  return impl_->all.rank();
-}
-int Mesh::size(const AxisSet& along) const {
-  return impl_->grid.size(along);
-}
-int Mesh::place(const AxisSet& along) const {
-  return impl_->grid.place(along, rank());
-}
-Group Mesh::all() const {
-  return impl_->all;
-}
+const Grid& Mesh::grid() const { return impl_->grid; }
+AxisSet Mesh::data() const { return data_axes(impl_->grid); }
+int Mesh::rank() const { return impl_->all.rank(); }
+int Mesh::size(const AxisSet& along) const { return impl_->grid.size(along); }
+int Mesh::place(const AxisSet& along) const { return impl_->grid.place(along, rank()); }
+Group Mesh::all() const { return impl_->all; }
 
 Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   std::vector<int> ranks = impl_->grid.ranks_along(axes, rank());
@@ -61,9 +49,7 @@ Group Mesh::along(const AxisSet& axes, const std::string& use) const {
   return made(std::move(ranks), use, name);
 }
 
-bool Mesh::has_first_stage() const {
-  return !impl_->grid.has(kStageAxis) || place({kStageAxis}) == 0;
-}
+bool Mesh::has_first_stage() const { return !impl_->grid.has(kStageAxis) || place({kStageAxis}) == 0; }
 
 double Mesh::waited_apart() const {
   double seconds = 0;
@@ -72,9 +58,7 @@ double Mesh::waited_apart() const {
   return seconds;
 }
 
-Group Mesh::counting() const {
-  return along(data());
-}
+Group Mesh::counting() const { return along(data()); }
 
 bool Mesh::contributes() const {
   AxisSet peers = without(impl_->grid.names(), kDataAxes);

@@ -148,18 +148,12 @@ void model_step(const Step& step, const Tensors& views, const std::vector<Tensor
     const auto get = [&](const at::Tensor& result) { results[me]->push_back(result.clone()); };
     Tensors parts;
     switch (step.verb) {
-      case Verb::kAllReduce:
-        at::Tensor(views[me]).copy_(combine(before, step.op));
-        break;
+      case Verb::kAllReduce: at::Tensor(views[me]).copy_(combine(before, step.op)); break;
       case Verb::kReduce:
         if (i == root) at::Tensor(views[me]).copy_(combine(before, step.op));
         break;
-      case Verb::kBroadcast:
-        at::Tensor(views[me]).copy_(before[static_cast<std::size_t>(root)]);
-        break;
-      case Verb::kAllGather:
-        get(at::stack(before));
-        break;
+      case Verb::kBroadcast: at::Tensor(views[me]).copy_(before[static_cast<std::size_t>(root)]); break;
+      case Verb::kAllGather: get(at::stack(before)); break;
       case Verb::kAllGatherRows:
         for (int r = 0; r < size; ++r)
           parts.push_back(before[static_cast<std::size_t>(r)].narrow(0, 0, step.rows_of(r)));
@@ -171,9 +165,7 @@ void model_step(const Step& step, const Tensors& views, const std::vector<Tensor
       case Verb::kGather:
         if (i == root) get(at::stack(before));
         break;
-      case Verb::kScatter:
-        get(before[static_cast<std::size_t>(root)].narrow(0, i * k, k));
-        break;
+      case Verb::kScatter: get(before[static_cast<std::size_t>(root)].narrow(0, i * k, k)); break;
       case Verb::kAllToAll:
       case Verb::kAllToAllRows:
         for (int r = 0; r < size; ++r) {
@@ -188,8 +180,7 @@ void model_step(const Step& step, const Tensors& views, const std::vector<Tensor
       case Verb::kMessage:
         if (step.shift % size) get(before[static_cast<std::size_t>((i - step.shift % size + size) % size)]);
         break;
-      default:
-        break;
+      default: break;
     }
   }
 }
@@ -232,14 +223,10 @@ void start_step(const Step& step, Group& group, at::Tensor view, Tensors& result
   }
   const auto sum = [](const Group::Rows& each) { return std::reduce(each.begin(), each.end()); };
   switch (step.verb) {
-    case Verb::kAllReduce:
-      return pending.push_back(group.all_reduce_async(view, step.op));
-    case Verb::kReduce:
-      return pending.push_back(group.reduce_async(view, root, step.op));
-    case Verb::kBroadcast:
-      return pending.push_back(group.broadcast_async(view, root));
-    case Verb::kAllGather:
-      return pending.push_back(group.all_gather_async(fresh({size, step.length}), view));
+    case Verb::kAllReduce: return pending.push_back(group.all_reduce_async(view, step.op));
+    case Verb::kReduce: return pending.push_back(group.reduce_async(view, root, step.op));
+    case Verb::kBroadcast: return pending.push_back(group.broadcast_async(view, root));
+    case Verb::kAllGather: return pending.push_back(group.all_gather_async(fresh({size, step.length}), view));
     case Verb::kAllGatherRows:
       return pending.push_back(group.all_gather_rows_async(
           fresh({sum(rows)}), view.narrow(0, 0, rows[static_cast<std::size_t>(rank)]), rows));
@@ -265,10 +252,8 @@ void start_step(const Step& step, Group& group, at::Tensor view, Tensors& result
         pending.push_back(group.send_async(view, (rank + shift) % size));
       }
       return;
-    case Verb::kBarrier:
-      return group.barrier();
-    default:
-      return;
+    case Verb::kBarrier: return group.barrier();
+    default: return;
   }
 }
 

@@ -45,13 +45,9 @@ uid_t user_of(int socket) {
   return peer.uid;
 }
 
-Bytes bytes_of(const std::string& text) {
-  return {text.begin(), text.end()};
-}
+Bytes bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
-std::string text_of(const Bytes& bytes) {
-  return {bytes.begin(), bytes.end()};
-}
+std::string text_of(const Bytes& bytes) { return {bytes.begin(), bytes.end()}; }
 
 std::string length_of(const std::string& text) {
   const auto word = static_cast<std::uint32_t>(text.size());
@@ -272,9 +268,7 @@ Wire::Fields LocalStore::ask(const Wire::Fields& request) {
   return {};
 }
 
-void LocalStore::set(const std::string& key, const Bytes& value) {
-  ask({"set", key, text_of(value)});
-}
+void LocalStore::set(const std::string& key, const Bytes& value) { ask({"set", key, text_of(value)}); }
 
 Bytes LocalStore::compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) {
   return bytes_of(ask({"compare", key, text_of(expected), text_of(desired)}).at(0));
@@ -292,9 +286,7 @@ std::int64_t LocalStore::add(const std::string& key, std::int64_t value) {
   return std::stoll(ask({"add", key, std::to_string(value)}).at(0));
 }
 
-bool LocalStore::deleteKey(const std::string& key) {
-  return ask({"delete", key}).at(0) == "1";
-}
+bool LocalStore::deleteKey(const std::string& key) { return ask({"delete", key}).at(0) == "1"; }
 
 bool LocalStore::check(const std::vector<std::string>& keys) {
   Wire::Fields request{"check"};
@@ -302,13 +294,9 @@ bool LocalStore::check(const std::vector<std::string>& keys) {
   return ask(request).at(0) == "1";
 }
 
-std::int64_t LocalStore::getNumKeys() {
-  return std::stoll(ask({"count"}).at(0));
-}
+std::int64_t LocalStore::getNumKeys() { return std::stoll(ask({"count"}).at(0)); }
 
-void LocalStore::wait(const std::vector<std::string>& keys) {
-  wait(keys, timeout_);
-}
+void LocalStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 
 void LocalStore::wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) {
   const auto deadline = Clock::now() + timeout;

@@ -37,8 +37,6 @@ class ByteTokenizer final : public Tokenizer {
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> byte_tokenizer() {
-  return std::make_unique<ByteTokenizer>();
-}
+std::unique_ptr<Tokenizer> byte_tokenizer() { return std::make_unique<ByteTokenizer>(); }
 
 }  // namespace isograd

@@ -31,9 +31,7 @@ Complaints::Complaints() : outer_(listening) {
   listening = this;
 }
 
-Complaints::~Complaints() {
-  listening = outer_;
-}
+Complaints::~Complaints() { listening = outer_; }
 
 void Complaints::take(void* object, int level, const char* format, va_list arguments) {
   if (!listening) return av_log_default_callback(object, level, format, arguments);

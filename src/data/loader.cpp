@@ -260,9 +260,7 @@ TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64
 
 TextLoader::~TextLoader() = default;
 
-std::int64_t TextLoader::steps_per_epoch() const {
-  return impl_->steps;
-}
+std::int64_t TextLoader::steps_per_epoch() const { return impl_->steps; }
 
 MicroBatches TextLoader::next() {
   // get() rethrows the thread's exception. The position then stays, and a retry makes the step again.
@@ -284,9 +282,7 @@ std::vector<PackContents> TextLoader::packs(LoaderPosition position) const {
   return impl_->contents(position);
 }
 
-LoaderPosition TextLoader::position() const {
-  return impl_->position;
-}
+LoaderPosition TextLoader::position() const { return impl_->position; }
 
 void TextLoader::seek(LoaderPosition position) {
   impl_->check(position);

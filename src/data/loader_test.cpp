@@ -21,9 +21,7 @@ struct PackedCorpus {
   std::vector<std::int64_t> documents;  // those that the loader gets
 };
 
-std::int64_t token_of(std::int64_t document, std::int64_t place) {
-  return document * 1000 + place;
-}
+std::int64_t token_of(std::int64_t document, std::int64_t place) { return document * 1000 + place; }
 
 PackedCorpus corpus_of(const std::vector<std::int64_t>& lengths) {
   std::vector<std::vector<std::int64_t>> documents;

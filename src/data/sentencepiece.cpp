@@ -141,8 +141,7 @@ std::string problem_of_piece(protozero::pbf_reader message, VocabularyEntry& pie
         if (const std::int64_t type = message.get_int32(); type >= kNormal && type <= kLast)
           piece.symbol = type == kUserDefined;
         break;
-      default:
-        message.skip();
+      default: message.skip();
     }
   if (piece.text.find('\0') != std::string_view::npos) return "a piece with a zero in it";
   return {};
@@ -203,8 +202,7 @@ CheckedModel check_sentencepiece(std::string_view model) {
         case protozero::tag_and_type(4, pbf_wire_type::length_delimited):  // test sentences
           keep = false;
           [[fallthrough]];
-        default:
-          message.skip();
+        default: message.skip();
       }
       if (!problem.empty()) return fail(std::move(problem));
       if (keep) result.bytes.append(begin, message.data().data());

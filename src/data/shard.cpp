@@ -27,9 +27,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == kShardHeader && offsetof(Header, checksum) == 56);
 
-constexpr std::uint64_t padded(std::uint64_t bytes) {
-  return (bytes + 7) / 8 * 8;
-}
+constexpr std::uint64_t padded(std::uint64_t bytes) { return (bytes + 7) / 8 * 8; }
 
 }  // namespace
 

@@ -52,9 +52,7 @@ inline std::string config_error(const std::function<void()>& action) {
   return "";
 }
 
-[[noreturn]] inline void torn_page() {
-  refuse("test", "a damaged page", "a whole one", "None");
-}
+[[noreturn]] inline void torn_page() { refuse("test", "a damaged page", "a whole one", "None"); }
 
 class MemoryStore final : public TokenStore {
  public:

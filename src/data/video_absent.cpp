@@ -18,9 +18,7 @@ at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions&) 
   refuse_without_video("video " + file.string());
 }
 
-std::string encode_png(const at::Tensor&) {
-  refuse_without_video("encode_png");
-}
+std::string encode_png(const at::Tensor&) { refuse_without_video("encode_png"); }
 
 void write_apng(const std::filesystem::path& file, const at::Tensor&, double) {
   refuse_without_video(file.string());

@@ -110,9 +110,7 @@ MicroBatches VideoLoader::whole_step(LoaderPosition position) const {
   return batches(assign(position, 1)[0], position, 1);
 }
 
-LoaderPosition VideoLoader::position() const {
-  return position_;
-}
+LoaderPosition VideoLoader::position() const { return position_; }
 
 void VideoLoader::seek(LoaderPosition position) {
   check(position);

@@ -135,41 +135,27 @@ std::shared_ptr<const VideoStore> VideoStore::from_frames(const std::vector<at::
   return std::shared_ptr<const VideoStore>(new VideoStore(Impl::make(videos, std::move(names), patch)));
 }
 
-std::int64_t VideoStore::num_videos() const {
-  return static_cast<std::int64_t>(impl_->grids.size());
-}
-VideoGrid VideoStore::grid(std::int64_t video) const {
-  return impl_->grid(video);
-}
-std::int64_t VideoStore::num_tokens(std::int64_t video) const {
-  return impl_->grid(video).count();
-}
+std::int64_t VideoStore::num_videos() const { return static_cast<std::int64_t>(impl_->grids.size()); }
+VideoGrid VideoStore::grid(std::int64_t video) const { return impl_->grid(video); }
+std::int64_t VideoStore::num_tokens(std::int64_t video) const { return impl_->grid(video).count(); }
 std::int64_t VideoStore::first_token(std::int64_t video) const {
   impl_->check_video(video);
   return impl_->first[static_cast<std::size_t>(video)];
 }
-std::int64_t VideoStore::num_tokens() const {
-  return impl_->first.back();
-}
-VideoGrid VideoStore::patch() const {
-  return impl_->patch;
-}
+std::int64_t VideoStore::num_tokens() const { return impl_->first.back(); }
+VideoGrid VideoStore::patch() const { return impl_->patch; }
 VideoGrid VideoStore::largest() const {
   VideoGrid most;
   for (const VideoGrid& grid : impl_->grids)
     most = {std::max(most.t, grid.t), std::max(most.h, grid.h), std::max(most.w, grid.w)};
   return most;
 }
-std::int64_t VideoStore::patch_elements() const {
-  return 3 * impl_->patch.count();
-}
+std::int64_t VideoStore::patch_elements() const { return 3 * impl_->patch.count(); }
 std::string VideoStore::name(std::int64_t video) const {
   impl_->check_video(video);
   return impl_->names[static_cast<std::size_t>(video)];
 }
-std::uint64_t VideoStore::fingerprint() const {
-  return impl_->fingerprint;
-}
+std::uint64_t VideoStore::fingerprint() const { return impl_->fingerprint; }
 
 at::Tensor VideoStore::patches(const at::Tensor& tokens, at::ScalarType dtype) const {
   const at::Tensor bytes = impl_->bytes.index_select(0, impl_->checked(tokens));

@@ -11,9 +11,7 @@ namespace {
 constexpr int kLanes = 32;
 
 // A NaN stays NaN.
-ISOGRAD_ALWAYS_INLINE float larger(float a, float b) {
-  return a > b || a != a ? a : b;
-}
+ISOGRAD_ALWAYS_INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 ISOGRAD_ALWAYS_INLINE void weights_body(float* scores, std::int64_t stride, std::int64_t rows,
                                         std::int64_t keys, std::int64_t padded, std::int64_t visible,

@@ -38,12 +38,8 @@ struct Exp<double> {
 };
 
 // a · b + c rounded once: one instruction with vectors; a slow but equal call on processors without it.
-ISOGRAD_ALWAYS_INLINE float fused(float a, float b, float c) {
-  return __builtin_fmaf(a, b, c);
-}
-ISOGRAD_ALWAYS_INLINE double fused(double a, double b, double c) {
-  return __builtin_fma(a, b, c);
-}
+ISOGRAD_ALWAYS_INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+ISOGRAD_ALWAYS_INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 template <typename T>
 ISOGRAD_ALWAYS_INLINE T exponential(T x) {

@@ -9,15 +9,9 @@
 namespace isograd::kernels {
 namespace {
 
-ISOGRAD_ALWAYS_INLINE double wide(Bfloat16 value) {
-  return to_float(value);
-}
-ISOGRAD_ALWAYS_INLINE double wide(float value) {
-  return value;
-}
-ISOGRAD_ALWAYS_INLINE double wide(double value) {
-  return value;
-}
+ISOGRAD_ALWAYS_INLINE double wide(Bfloat16 value) { return to_float(value); }
+ISOGRAD_ALWAYS_INLINE double wide(float value) { return value; }
+ISOGRAD_ALWAYS_INLINE double wide(double value) { return value; }
 
 // Independent partial sums, so that the additions of one vector do not wait for those of the last.
 constexpr int kLanes = 32;

@@ -10,15 +10,9 @@
 
 namespace isograd::kernels::naive {
 
-inline float load(float x) {
-  return x;
-}
-inline double load(double x) {
-  return x;
-}
-inline float load(Bfloat16 x) {
-  return to_float(x);
-}
+inline float load(float x) { return x; }
+inline double load(double x) { return x; }
+inline float load(Bfloat16 x) { return to_float(x); }
 
 template <typename T>
 double squared_norm(const T* values, std::int64_t count) {

@@ -227,9 +227,7 @@ constexpr Kind kKinds[] = {{8, k_float64}, {4, k_float32}, {2, k_bfloat16}, {2, 
 
 }  // namespace
 
-std::size_t bytes_of(Number number) {
-  return kKinds[static_cast<std::size_t>(number)].bytes;
-}
+std::size_t bytes_of(Number number) { return kKinds[static_cast<std::size_t>(number)].bytes; }
 
 bool can_combine(Number number, Combine combine) {
   return kKinds[static_cast<std::size_t>(number)].passes[static_cast<std::size_t>(combine)] != nullptr;

@@ -215,9 +215,7 @@ TEST(Reduce, OrderIsThatOfTheInputsWhateverTheCut) {
   EXPECT_TRUE(order_matters) << "the inputs are too tame to tell one order from another";
 }
 
-std::uint16_t bits16(float x) {
-  return to_bfloat16(x).bits;
-}
+std::uint16_t bits16(float x) { return to_bfloat16(x).bits; }
 
 TEST(Reduce, BFloat16AccumulatesInFloat32) {
   // 256 + 1 + 1 + ... in bf16 steps would stay 256 (its unit there is 2); in fp32 it is 264.

@@ -7,15 +7,9 @@
 namespace isograd::kernels {
 namespace {
 
-ISOGRAD_ALWAYS_INLINE float widen(Bfloat16 value) {
-  return to_float(value);
-}
-ISOGRAD_ALWAYS_INLINE float widen(float value) {
-  return value;
-}
-ISOGRAD_ALWAYS_INLINE double widen(double value) {
-  return value;
-}
+ISOGRAD_ALWAYS_INLINE float widen(Bfloat16 value) { return to_float(value); }
+ISOGRAD_ALWAYS_INLINE float widen(float value) { return value; }
+ISOGRAD_ALWAYS_INLINE double widen(double value) { return value; }
 
 template <bool kRound, typename G, typename T>
 ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict gradients,

@@ -34,26 +34,18 @@ int& processor_level();
 // Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for
 // this processor. `arguments` repeats the names of the parameters. It avoids ifunc, whose resolvers run
 // before the sanitizers are ready.
-#define ISOGRAD_VERSIONS(result, name, parameters, arguments, call) \
-  ISOGRAD_AVX512 static result name##_on_avx512 parameters {        \
-    return call;                                                    \
-  }                                                                 \
-  ISOGRAD_AVX2 static result name##_on_avx2 parameters {            \
-    return call;                                                    \
-  }                                                                 \
-  static result name##_on_any parameters {                          \
-    return call;                                                    \
-  }                                                                 \
-  result name parameters {                                          \
-    const int level = processor_level();                            \
-    return level == 2   ? name##_on_avx512 arguments                \
-           : level == 1 ? name##_on_avx2 arguments                  \
-                        : name##_on_any arguments;                  \
+#define ISOGRAD_VERSIONS(result, name, parameters, arguments, call)         \
+  ISOGRAD_AVX512 static result name##_on_avx512 parameters { return call; } \
+  ISOGRAD_AVX2 static result name##_on_avx2 parameters { return call; }     \
+  static result name##_on_any parameters { return call; }                   \
+  result name parameters {                                                  \
+    const int level = processor_level();                                    \
+    return level == 2   ? name##_on_avx512 arguments                        \
+           : level == 1 ? name##_on_avx2 arguments                          \
+                        : name##_on_any arguments;                          \
   }
 #else
 #define ISOGRAD_ALWAYS_INLINE inline
 #define ISOGRAD_VERSIONS(result, name, parameters, arguments, call) \
-  result name parameters {                                          \
-    return call;                                                    \
-  }
+  result name parameters { return call; }
 #endif

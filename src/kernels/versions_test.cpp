@@ -112,9 +112,7 @@ void check_buffers() {
     });
 }
 
-TYPED_TEST(Versions, OfPassesOverABufferGiveTheSameBits) {
-  check_buffers<TypeParam>();
-}
+TYPED_TEST(Versions, OfPassesOverABufferGiveTheSameBits) { check_buffers<TypeParam>(); }
 
 TEST(VersionsBfloat16, OfFlatPassesGiveTheSameBits) {
   check_buffers<Bfloat16>();
@@ -165,12 +163,8 @@ void check_softmax() {
   });
 }
 
-TYPED_TEST(Versions, OfSoftmaxGiveTheSameBits) {
-  check_softmax<TypeParam>();
-}
-TEST(VersionsBfloat16, OfSoftmaxGiveTheSameBits) {
-  check_softmax<Bfloat16>();
-}
+TYPED_TEST(Versions, OfSoftmaxGiveTheSameBits) { check_softmax<TypeParam>(); }
+TEST(VersionsBfloat16, OfSoftmaxGiveTheSameBits) { check_softmax<Bfloat16>(); }
 
 TEST(VersionsAttention, OfBlocksOfScoresGiveTheSameBits) {
   constexpr std::int64_t kRows = 3, kStride = 128, kKeys = 101, kQueries = 64;

@@ -22,13 +22,9 @@ std::vector<const at::Tensor*> bases_of(const at::Tensor& tensor) {
   return bases;
 }
 
-std::int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
+std::int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
-bool has_memory(const at::Tensor& tensor) {
-  return !tensor.is_meta() && tensor.numel() > 0;
-}
+bool has_memory(const at::Tensor& tensor) { return !tensor.is_meta() && tensor.numel() > 0; }
 
 void check_nothing_stays_behind(const std::vector<NamedParameter>& parameters) {
   const auto stays = [](const at::Tensor& tensor) {
@@ -138,8 +134,6 @@ std::vector<std::size_t> Writes::written() const {
   return result;
 }
 
-void Writes::settle(std::size_t place) {
-  places_.at(place).version = version_of(places_[place].parameter);
-}
+void Writes::settle(std::size_t place) { places_.at(place).version = version_of(places_[place].parameter); }
 
 }  // namespace isograd

@@ -18,18 +18,14 @@ std::int64_t first(const at::Tensor& bad) {
 }
 
 // Looking at it would wait for a GPU in a forward that must not.
-bool unseen(const at::Tensor& values) {
-  return !values.is_cpu() && FixedShapes::wanted();
-}
+bool unseen(const at::Tensor& values) { return !values.is_cpu() && FixedShapes::wanted(); }
 at::Tensor outside(const at::Tensor& targets, std::int64_t vocabulary) {
   return targets.ne(kIgnoreIndex).logical_and(targets.lt(0).logical_or(targets.ge(vocabulary)));
 }
 
 }  // namespace
 
-at::ScalarType computing_type(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
+at::ScalarType computing_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
 void check_type(const std::string& where, const std::string& name, const at::Tensor& values) {
   if (!values.defined()) refuse(where, name + " undefined", "a tensor", "Pass it");

@@ -13,12 +13,8 @@
 namespace isograd::counting {
 namespace {
 
-std::int64_t bits(double value) {
-  return std::bit_cast<std::int64_t>(value);
-}
-double number(std::int64_t bits) {
-  return std::bit_cast<double>(bits);
-}
+std::int64_t bits(double value) { return std::bit_cast<std::int64_t>(value); }
+double number(std::int64_t bits) { return std::bit_cast<double>(bits); }
 
 enum Problem : std::int64_t {
   kNone,

@@ -17,9 +17,7 @@ namespace isograd {
 
 using error_testing::error_of;
 
-inline at::Tensor leaf(const at::Tensor& values) {
-  return values.detach().clone().requires_grad_(true);
-}
+inline at::Tensor leaf(const at::Tensor& values) { return values.detach().clone().requires_grad_(true); }
 
 // ‖a − b‖ / ‖b‖, or ‖a − b‖ when b is zero.
 inline double relative(const at::Tensor& a, const at::Tensor& b) {

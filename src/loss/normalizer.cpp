@@ -107,22 +107,14 @@ bool is_share(const at::Tensor& value) {
 
 const char* name_of(Mean mean) {
   switch (mean) {
-    case Mean::kStep:
-      return "the step's";
-    case Mean::kTargets:
-      return "token_mean";
-    case Mean::kSamples:
-      return "sample_mean";
-    case Mean::kWeights:
-      return "weighted_mean";
-    case Mean::kTokens:
-      return "mean over all tokens";
-    case Mean::kMicroBatches:
-      return "mean over micro-batches";
-    case Mean::kFixed:
-      return "fixed";
-    case Mean::kNone:
-      break;
+    case Mean::kStep: return "the step's";
+    case Mean::kTargets: return "token_mean";
+    case Mean::kSamples: return "sample_mean";
+    case Mean::kWeights: return "weighted_mean";
+    case Mean::kTokens: return "mean over all tokens";
+    case Mean::kMicroBatches: return "mean over micro-batches";
+    case Mean::kFixed: return "fixed";
+    case Mean::kNone: break;
   }
   return "none";
 }
@@ -135,8 +127,7 @@ int StepCounts::first_with_micro_batches() const {
 
 double Denominator::of_term(const LossTerm& term) const {
   switch (term.mean) {
-    case Mean::kStep:
-      return value;
+    case Mean::kStep: return value;
     case Mean::kTargets:
       return mean == term.mean ? value : targets;  // a deferred mean divides by its own at the end
     case Mean::kSamples:
@@ -145,19 +136,15 @@ double Denominator::of_term(const LossTerm& term) const {
         refuse(fmt::format("loss term '{}'", term.name), "a sample mean in a step that counts no samples",
                "samples counted beforehand", "Make the normaliser with count_samples = true");
       return samples;
-    case Mean::kWeights:
-      return mean == term.mean ? value : weights;
-    case Mean::kTokens:
-      return tokens;
-    case Mean::kMicroBatches:
-      return micro_batches;
+    case Mean::kWeights: return mean == term.mean ? value : weights;
+    case Mean::kTokens: return tokens;
+    case Mean::kMicroBatches: return micro_batches;
     case Mean::kFixed:
       if (!(term.denominator > 0 && std::isfinite(term.denominator)))
         refuse(fmt::format("loss term '{}'", term.name), fmt::format("denominator {}", term.denominator),
                "a finite number above 0", "Set LossTerm::denominator above 0");
       return term.denominator;
-    case Mean::kNone:
-      break;
+    case Mean::kNone: break;
   }
   return 1;
 }
@@ -182,7 +169,7 @@ StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, boo
 }
 
 StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested,
-                         const std::set<std::int64_t>& earlier_samples) {
+                             const std::set<std::int64_t>& earlier_samples) {
   const counting::Rule rule{.mean = mean_,
                             .samples = mean_ == Mean::kSamples || options_.count_samples,
                             .replicas = options_.replicas,
@@ -240,20 +227,11 @@ Denominator Normalizer::denominator(const StepCounts& step_counts) const {
   // Without a valid target the step is empty under every mean.
   const double given = step_counts.targets > 0 ? fixed_ : 0;
   switch (mean_) {
-    case Mean::kSamples:
-      choose("samples", samples);
-      break;
-    case Mean::kWeights:
-      choose("weights", weights);
-      break;
-    case Mean::kFixed:
-      choose("a fixed number", {given});
-      break;
-    case Mean::kNone:
-      choose("nothing", {given});
-      break;
-    default:
-      choose("targets", targets);
+    case Mean::kSamples: choose("samples", samples); break;
+    case Mean::kWeights: choose("weights", weights); break;
+    case Mean::kFixed: choose("a fixed number", {given}); break;
+    case Mean::kNone: choose("nothing", {given}); break;
+    default: choose("targets", targets);
   }
   return result;
 }

@@ -30,9 +30,7 @@ Batch batch_of(std::int64_t valid, std::int64_t ignored = 0, std::int64_t id = 1
   return batch;
 }
 
-at::Tensor parameter(double value) {
-  return at::full({}, value, at::kDouble).requires_grad_(true);
-}
+at::Tensor parameter(double value) { return at::full({}, value, at::kDouble).requires_grad_(true); }
 
 TEST(CountValidTokens, AddsMicroBatchesAndRanks) {
   run_ranks(3, [](World& world) {
@@ -97,14 +95,10 @@ TEST(GradientAccumulateLoss, OfNoTokensLeavesNoNaNHoweverTheMeanIsWritten) {
           const at::Tensor nll =
               -at::log_softmax(x, 1).gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1);
           switch (kind) {
-            case 0:
-              return at::cross_entropy_loss(x, targets);
-            case 1:
-              return nll.index({mask}).mean();
-            case 2:
-              return (nll * mask).sum() / mask.sum();
-            default:
-              return at::where(mask, nll, 0.0).sum() / mask.sum().item<double>();
+            case 0: return at::cross_entropy_loss(x, targets);
+            case 1: return nll.index({mask}).mean();
+            case 2: return (nll * mask).sum() / mask.sum();
+            default: return at::where(mask, nll, 0.0).sum() / mask.sum().item<double>();
           }
         };
         const bool empty = world.rank == 1;

@@ -30,9 +30,7 @@ void check_log_probabilities(const std::string& where, const at::Tensor& values)
 }
 
 // e^d − d − 1 ≥ 0.
-at::Tensor excess(const at::Tensor& difference) {
-  return difference.expm1() - difference;
-}
+at::Tensor excess(const at::Tensor& difference) { return difference.expm1() - difference; }
 
 // Σ w_i values_i in fp64, returned in the computing type.
 at::Tensor weighted_sum(const at::Tensor& values, const TokenWeights& tokens) {

@@ -18,9 +18,7 @@ static_assert(sizeof(kernels::RowSum) == 2 * sizeof(double));
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-const bool* mask_of(const at::Tensor& mask) {
-  return mask.defined() ? mask.const_data_ptr<bool>() : nullptr;
-}
+const bool* mask_of(const at::Tensor& mask) { return mask.defined() ? mask.const_data_ptr<bool>() : nullptr; }
 
 // The sum over both parts of a row. Columns that are all −inf add nothing, and their sum is a NaN of the
 // computation, not of the data.

@@ -66,24 +66,15 @@ template <typename F>
 void with_elements(const at::Tensor& logits, F&& pass) {
   void* data = const_cast<void*>(logits.const_data_ptr());
   switch (logits.scalar_type()) {
-    case at::kFloat:
-      return pass(static_cast<float*>(data));
-    case at::kDouble:
-      return pass(static_cast<double*>(data));
-    default:
-      return pass(static_cast<kernels::Bfloat16*>(data));
+    case at::kFloat: return pass(static_cast<float*>(data));
+    case at::kDouble: return pass(static_cast<double*>(data));
+    default: return pass(static_cast<kernels::Bfloat16*>(data));
   }
 }
 
-inline double value_of(float x) {
-  return x;
-}
-inline double value_of(double x) {
-  return x;
-}
-inline double value_of(kernels::Bfloat16 x) {
-  return kernels::to_float(x);
-}
+inline double value_of(float x) { return x; }
+inline double value_of(double x) { return x; }
+inline double value_of(kernels::Bfloat16 x) { return kernels::to_float(x); }
 
 inline std::int64_t rows_per_task(std::int64_t columns) {
   constexpr std::int64_t kTaskElements = 1 << 15;

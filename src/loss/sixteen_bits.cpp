@@ -33,9 +33,7 @@ std::string function_of(const Node& node) {
 
 // The slope of |x|_p is the same for all elements, except for signs, where p is 1; for few where p is
 // infinite.
-bool has_constant_slope(const at::Scalar& p) {
-  return p.toDouble() == 1 || std::isinf(p.toDouble());
-}
+bool has_constant_slope(const at::Scalar& p) { return p.toDouble() == 1 || std::isinf(p.toDouble()); }
 bool is_linear(const Node& node) {
   if (const auto* pow = dynamic_cast<const generated::PowBackward0*>(&node))
     return !pow->exponent.isComplex() && pow->exponent.toDouble() == 1;
@@ -57,9 +55,7 @@ bool is_linear(const Node& node) {
 const torch::autograd::InputMetadata& made_by(const torch::autograd::Edge& edge) {
   return edge.function->input_metadata(edge.input_nr);
 }
-bool is_scalar(const torch::autograd::InputMetadata& made) {
-  return made.shape_as_dim_vector().empty();
-}
+bool is_scalar(const torch::autograd::InputMetadata& made) { return made.shape_as_dim_vector().empty(); }
 
 // Whether backward hands the numbers that it gets to input i: copied, moved, left out, added up, or
 // multiplied by what does not depend on the inputs. Unknown functions of LibTorch are taken to; custom ones

@@ -17,9 +17,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using namespace sixteen_bits_testing;
 
-at::Tensor learned(at::IntArrayRef shape) {
-  return at::ones(shape).requires_grad_(true) * 1;
-}
+at::Tensor learned(at::IntArrayRef shape) { return at::ones(shape).requires_grad_(true) * 1; }
 
 std::set<std::string> nodes_of(const at::Tensor& value) {
   std::set<std::string> names;

@@ -23,12 +23,8 @@ inline at::Tensor converted() {
 
 using at::Tensor;
 constexpr auto kSum = at::Reduction::Sum;
-inline Tensor likewise(double value) {
-  return at::full({4, 4}, value);
-}
-inline Tensor regular(const Tensor& x) {
-  return at::mm(x, x.t()) + at::eye(4);
-}
+inline Tensor likewise(double value) { return at::full({4, 4}, value); }
+inline Tensor regular(const Tensor& x) { return at::mm(x, x.t()) + at::eye(4); }
 
 inline const Functions kOwnSlope = {
     {"Acos", [](const Tensor& x) { return x.acos(); }},

@@ -202,9 +202,7 @@ void DecoderLM::initialize(const std::string& name, at::Tensor& values, std::uin
 
 DecoderLM::~DecoderLM() = default;
 
-const DecoderConfig& DecoderLM::config() const {
-  return impl_->config;
-}
+const DecoderConfig& DecoderLM::config() const { return impl_->config; }
 
 DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   check_batch(batch, impl_->config.vocabulary);
@@ -244,32 +242,18 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
   return impl_->outputs(batch.tokens.to(device), pass);
 }
 
-at::Tensor DecoderLM::hidden(const Batch& batch) {
-  return outputs(batch).hidden;
-}
+at::Tensor DecoderLM::hidden(const Batch& batch) { return outputs(batch).hidden; }
 
-at::Tensor DecoderLM::logits_of(const at::Tensor& hidden) {
-  return impl_->logits(hidden);
-}
+at::Tensor DecoderLM::logits_of(const at::Tensor& hidden) { return impl_->logits(hidden); }
 
-at::Tensor DecoderLM::logits(const Batch& batch) {
-  return impl_->logits(hidden(batch));
-}
+at::Tensor DecoderLM::logits(const Batch& batch) { return impl_->logits(hidden(batch)); }
 
-const at::Tensor& DecoderLM::output_weight() const {
-  return impl_->output();
-}
+const at::Tensor& DecoderLM::output_weight() const { return impl_->output(); }
 
-const VocabularyShard& DecoderLM::vocabulary() const {
-  return hooks_->tensor.vocabulary;
-}
+const VocabularyShard& DecoderLM::vocabulary() const { return hooks_->tensor.vocabulary; }
 
-void DecoderLM::set_around_block(AroundBlock around) {
-  impl_->around = std::move(around);
-}
+void DecoderLM::set_around_block(AroundBlock around) { impl_->around = std::move(around); }
 
-void DecoderLM::set_choice_of_experts(ChooseExperts choose) {
-  impl_->given_experts = std::move(choose);
-}
+void DecoderLM::set_choice_of_experts(ChooseExperts choose) { impl_->given_experts = std::move(choose); }
 
 }  // namespace isograd

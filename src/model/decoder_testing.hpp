@@ -73,8 +73,6 @@ inline void perturb(DecoderLM& model, std::uint64_t seed) {
   }
 }
 
-inline std::string message_of(const std::function<void()>& work) {
-  return error_testing::error_of(work);
-}
+inline std::string message_of(const std::function<void()>& work) { return error_testing::error_of(work); }
 
 }  // namespace isograd

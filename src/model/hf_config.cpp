@@ -193,9 +193,7 @@ std::string key_in_file(const std::string& key, const std::string& family) {
   return key;
 }
 
-bool is_qwen(const std::string& family) {
-  return family == "qwen2" || family == "qwen3";
-}
+bool is_qwen(const std::string& family) { return family == "qwen2" || family == "qwen3"; }
 
 void read_scaling(const json& object, const std::string& where, DecoderConfig& config) {
   if (!object.is_object()) refuse(where, brief(object), "an object or null", "Correct config.json");

@@ -16,13 +16,9 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-json base(const std::string& family) {
-  return json::parse(hf_config_text(small_config(family), at::kFloat));
-}
+json base(const std::string& family) { return json::parse(hf_config_text(small_config(family), at::kFloat)); }
 
-DecoderConfig parse(const json& object) {
-  return parse_hf_config(object.dump(), "config.json");
-}
+DecoderConfig parse(const json& object) { return parse_hf_config(object.dump(), "config.json"); }
 
 // A key that changes the mathematics is refused by name; so is one that nobody knows.
 TEST(HuggingFaceConfig, WhatIsNotSupportedIsRefusedByName) {

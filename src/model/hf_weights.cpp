@@ -32,9 +32,7 @@ constexpr const char* kHead = "lm_head.weight";
 // (transformers 5 in memory).
 const std::string kStacked = ".mlp.experts.", kRouter = ".mlp.gate.weight";
 
-bool is_stacked(const std::string& parameter) {
-  return parameter.find(kStacked) != std::string::npos;
-}
+bool is_stacked(const std::string& parameter) { return parameter.find(kStacked) != std::string::npos; }
 
 // A parameter that is not stacked, or expert `expert` of one that is.
 std::string name_in_file(const DecoderConfig& config, const std::string& parameter,

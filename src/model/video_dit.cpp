@@ -225,17 +225,11 @@ void VideoDiT::initialize(const std::string& name, at::Tensor& values, std::uint
 
 VideoDiT::~VideoDiT() = default;
 
-const VideoDiTConfig& VideoDiT::config() const {
-  return impl_->config;
-}
+const VideoDiTConfig& VideoDiT::config() const { return impl_->config; }
 
-at::ScalarType VideoDiT::dtype() const {
-  return impl_->dtype;
-}
+at::ScalarType VideoDiT::dtype() const { return impl_->dtype; }
 
-at::Device VideoDiT::device() const {
-  return impl_->frame.device();
-}
+at::Device VideoDiT::device() const { return impl_->frame.device(); }
 
 at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
                               const at::Tensor& times) {
@@ -280,8 +274,6 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
   return model.hooks.tensor.gather_tokens ? model.hooks.tensor.gather_tokens(velocity, count) : velocity;
 }
 
-void VideoDiT::set_around_block(AroundBlock around) {
-  impl_->around = std::move(around);
-}
+void VideoDiT::set_around_block(AroundBlock around) { impl_->around = std::move(around); }
 
 }  // namespace isograd

@@ -135,8 +135,6 @@ class AdamW final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> adamw(const AdamWOptions& options) {
-  return std::make_unique<AdamW>(options);
-}
+std::unique_ptr<Optimizer> adamw(const AdamWOptions& options) { return std::make_unique<AdamW>(options); }
 
 }  // namespace isograd

@@ -7,9 +7,7 @@
 namespace isograd::by_libtorch {
 namespace {
 
-at::Tensor part(const at::Tensor& flat, Range range) {
-  return flat.narrow(0, range.begin, range.size());
-}
+at::Tensor part(const at::Tensor& flat, Range range) { return flat.narrow(0, range.begin, range.size()); }
 
 std::vector<at::Tensor> parts(const at::Tensor& flat, const std::vector<Range>& ranges) {
   std::vector<at::Tensor> result;

@@ -91,9 +91,7 @@ double compare(at::ScalarType type, Optimizer& ours, Options decaying, Options p
 }
 
 // 12 steps of a handful of roundings each, on values near 1.
-double bound(at::ScalarType type) {
-  return 12 * 8 * (type == at::kDouble ? 0x1p-53 : 0x1p-24);
-}
+double bound(at::ScalarType type) { return 12 * 8 * (type == at::kDouble ? 0x1p-53 : 0x1p-24); }
 
 TEST(AdamW, EqualsLibTorch) {
   for (auto type : {at::kDouble, at::kFloat})

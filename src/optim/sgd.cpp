@@ -93,8 +93,6 @@ class Sgd final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> sgd(const SgdOptions& options) {
-  return std::make_unique<Sgd>(options);
-}
+std::unique_ptr<Optimizer> sgd(const SgdOptions& options) { return std::make_unique<Sgd>(options); }
 
 }  // namespace isograd

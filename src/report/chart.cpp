@@ -23,9 +23,7 @@ constexpr double kLargest = 1e300;         // differences of larger values overf
 constexpr std::size_t kColours = 6;
 constexpr std::size_t kSmoothed = 20;  // from this many points on a running median is drawn
 
-bool drawable(const Point& point) {
-  return std::isfinite(point.x) && std::abs(point.y) < kLargest;
-}
+bool drawable(const Point& point) { return std::isfinite(point.x) && std::abs(point.y) < kLargest; }
 
 struct Axis {
   double low = 0, high = 1, tick = 0.2;
@@ -253,9 +251,7 @@ std::string mark_labels(const Chart& chart, const Frame& frame) {
 
 }  // namespace
 
-std::size_t median_reach(std::size_t points) {
-  return std::clamp<std::size_t>(points / 60, 2, 50);
-}
+std::size_t median_reach(std::size_t points) { return std::clamp<std::size_t>(points / 60, 2, 50); }
 
 std::vector<Point> running_median(const std::vector<Point>& points) {
   std::vector<Point> result = points;

@@ -47,13 +47,9 @@ constexpr std::array<std::uint32_t, 256> kCrcTable = [] {
 }();
 
 // A record that holds records would otherwise have checksums of checksums.
-std::uint32_t masked_crc(std::string_view bytes) {
-  return std::rotr(crc32c(bytes), 15) + 0xa282ead8u;
-}
+std::uint32_t masked_crc(std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8u; }
 
-std::string_view raw(const auto& value) {
-  return {reinterpret_cast<const char*>(&value), sizeof value};
-}
+std::string_view raw(const auto& value) { return {reinterpret_cast<const char*>(&value), sizeof value}; }
 
 }  // namespace
 

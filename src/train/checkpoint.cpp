@@ -39,9 +39,7 @@ fs::path hidden(const fs::path& directory, const char* suffix) {
   return directory.parent_path() / ("." + directory.filename().string() + suffix);
 }
 
-bool is_complete(const fs::path& directory) {
-  return fs::is_regular_file(directory / kListing);
-}
+bool is_complete(const fs::path& directory) { return fs::is_regular_file(directory / kListing); }
 
 // .step-00000100.replaced -> step-00000100, for one suffix.
 std::optional<fs::path> visible(const fs::path& path, std::string_view suffix) {
@@ -240,9 +238,7 @@ struct Reader {
 constexpr const char* kOptimizerFile = "optimizer.safetensors";
 constexpr const char* kStateFile = "state.json";
 
-std::string described(at::ScalarType type, at::IntArrayRef sizes) {
-  return c10::str(type, " ", sizes);
-}
+std::string described(at::ScalarType type, at::IntArrayRef sizes) { return c10::str(type, " ", sizes); }
 
 std::string dtypes_of(DataParallel& layout) {
   std::set<std::string> names;

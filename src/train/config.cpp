@@ -48,9 +48,7 @@ std::string quoted(const std::string& text) {
   return result + '"';
 }
 
-std::string_view last_name(std::string_view name) {
-  return name.substr(name.rfind('.') + 1);
-}
+std::string_view last_name(std::string_view name) { return name.substr(name.rfind('.') + 1); }
 
 // toml++ limits the depth of nested values but not of dotted keys, and frees what it has read by recursion.
 void check_keys(std::string_view text, const std::string& file) {
@@ -321,9 +319,7 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   return best;
 }
 
-std::vector<std::string> strategy_names() {
-  return {std::begin(kStrategies), std::end(kStrategies)};
-}
+std::vector<std::string> strategy_names() { return {std::begin(kStrategies), std::end(kStrategies)}; }
 
 std::string to_toml(const RunConfig& config) {
   std::string text, section;

@@ -221,9 +221,7 @@ std::vector<ConfigKey> common_keys() {
 
 namespace {
 
-std::string section_of(const ConfigKey& key) {
-  return key.name.substr(0, key.name.rfind('.'));
-}
+std::string section_of(const ConfigKey& key) { return key.name.substr(0, key.name.rfind('.')); }
 
 // Keys by section. Within a section: keys of text, of all kinds, of the other kinds.
 std::vector<ConfigKey> make_keys() {

@@ -118,30 +118,16 @@ ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::str
 }
 
 // Defines a key. `path` is its field in RunConfig.
-#define KEY(name, path, ...)        \
-  make_key < [](auto& c) -> auto& { \
-    return c.path;                  \
-  }                                 \
+#define KEY(name, path, ...)                         \
+  make_key < [](auto& c) -> auto& { return c.path; } \
   > (name, __VA_ARGS__)
 
-inline Allowed any() {
-  return {};
-}
-inline Allowed at_least(double least, double most = kUnbounded) {
-  return {.least = least, .most = most};
-}
-inline Allowed above(double least) {
-  return {.least = least, .above_least = true};
-}
-inline Allowed fraction() {
-  return {.least = 0, .most = 1, .below_most = true};
-}
-inline Allowed one_of(std::vector<std::string> choices) {
-  return {.choices = std::move(choices)};
-}
-inline Allowed not_empty() {
-  return {.not_empty = true};
-}
+inline Allowed any() { return {}; }
+inline Allowed at_least(double least, double most = kUnbounded) { return {.least = least, .most = most}; }
+inline Allowed above(double least) { return {.least = least, .above_least = true}; }
+inline Allowed fraction() { return {.least = 0, .most = 1, .below_most = true}; }
+inline Allowed one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+inline Allowed not_empty() { return {.not_empty = true}; }
 
 }  // namespace key_table
 }  // namespace isograd

@@ -28,9 +28,7 @@ class Storages {
   std::set<const void*> seen_;
 };
 
-std::string megabytes(double bytes) {
-  return fmt::format("{:.2f}", bytes / 1e6);
-}
+std::string megabytes(double bytes) { return fmt::format("{:.2f}", bytes / 1e6); }
 
 // Bytes of tensors on any device or on those of one type.
 PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state,
@@ -70,9 +68,7 @@ MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
 std::int64_t MemoryWatch::alive() const {
   return device_.is_cpu() ? meter_.alive() : allocated(device_).current;
 }
-std::int64_t MemoryWatch::peak() const {
-  return device_.is_cpu() ? meter_.peak() : allocated(device_).peak;
-}
+std::int64_t MemoryWatch::peak() const { return device_.is_cpu() ? meter_.peak() : allocated(device_).peak; }
 void MemoryWatch::restart_peak() {
   if (device_.is_cpu()) return meter_.restart_peak();
   c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());

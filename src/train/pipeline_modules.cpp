@@ -376,15 +376,9 @@ const Pipeline& PipelineModel::pipeline() const {
            "Call split() with the ranks' mesh");
   return *impl_->pipeline;
 }
-const torch::nn::Module& PipelineModel::modules() const {
-  return *impl_->modules;
-}
-torch::nn::Module& PipelineModel::modules() {
-  return *impl_->modules;
-}
-const PipelineModel::NamedTensors& PipelineModel::named() const {
-  return impl_->named;
-}
+const torch::nn::Module& PipelineModel::modules() const { return *impl_->modules; }
+torch::nn::Module& PipelineModel::modules() { return *impl_->modules; }
+const PipelineModel::NamedTensors& PipelineModel::named() const { return impl_->named; }
 
 TrainableParameters PipelineModel::parameters() const {
   TrainableParameters parameters = trainable_parameters(impl_->named);

@@ -42,23 +42,18 @@ std::string drawn_bar(double part, int columns) {
 constexpr double kSmoothing = 0.1;
 constexpr int kShortestBar = 10, kLongestBar = 30;
 
-std::string nats(double value) {
-  return fmt::format("{:.4f}", value);
-}
+std::string nats(double value) { return fmt::format("{:.4f}", value); }
 
 std::string below(double loss, double entropy) {
   const double percent = 100 * (1 - loss / entropy);
   return fmt::format("{:.1f} % {}", std::abs(percent), percent >= 0 ? "below" : "above");
 }
 
-std::string percent(double part) {
-  return fmt::format("{:.1f} %", 100 * part);
-}
+std::string percent(double part) { return fmt::format("{:.1f} %", 100 * part); }
 
 std::string how_it_ended(const Outcome& outcome, std::int64_t total) {
   switch (outcome.end) {
-    case Outcome::End::kFinished:
-      return fmt::format("all {} steps made", outcome.steps);
+    case Outcome::End::kFinished: return fmt::format("all {} steps made", outcome.steps);
     case Outcome::End::kStopped:
       return fmt::format("stopped on request after step {} of {}", outcome.steps, total);
     case Outcome::End::kDiverged:
@@ -199,9 +194,7 @@ std::string progress_line(const StepEvent& event, std::optional<double> validati
 Progress::Progress(std::string tokens, bool perplexity, const StatusOptions& options)
     : status_(options), tokens_(std::move(tokens)), perplexity_(perplexity) {}
 
-Progress::~Progress() {
-  finish();
-}
+Progress::~Progress() { finish(); }
 
 void Progress::draw() {
   if (!last_) return;
@@ -474,9 +467,7 @@ void Presenter::notice(const std::string& text) {
   impl_->progress.line(text);
 }
 
-void Presenter::line(const std::string& text) {
-  impl_->progress.line(text);
-}
+void Presenter::line(const std::string& text) { impl_->progress.line(text); }
 
 void Presenter::step(const StepEvent& event) {
   impl_->metrics->step(event);

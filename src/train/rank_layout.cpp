@@ -13,10 +13,10 @@
 
 #include "base/number_ranges.hpp"
 #include "base/print.hpp"
-#include "report/report.hpp"
 #include "base/refuse.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/rank_roles.hpp"
+#include "report/report.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
 #include "train/task.hpp"
@@ -83,9 +83,7 @@ std::size_t length(const std::string& text) {
   return static_cast<std::size_t>(utf8::distance(text.begin(), text.end()));
 }
 
-std::string table(TextRows rows) {
-  return text_table(std::move(rows), {.most_columns = kColumns});
-}
+std::string table(TextRows rows) { return text_table(std::move(rows), {.most_columns = kColumns}); }
 
 // The first of many, and how many more there are.
 std::string listed(const std::vector<std::string>& all, std::size_t most) {
@@ -256,9 +254,7 @@ std::string totals_text(const RunLayout& run) {
 
 using LayoutJson = nlohmann::ordered_json;
 
-LayoutJson pair_of(Range range) {
-  return LayoutJson::array({range.begin, range.end});
-}
+LayoutJson pair_of(Range range) { return LayoutJson::array({range.begin, range.end}); }
 
 LayoutJson bytes_of(const PersistentBytes& kept) {
   return {{"parameters", kept.parameters},

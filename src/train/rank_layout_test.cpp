@@ -90,9 +90,7 @@ class RankLayouts : public testing_runs::TinyRuns {
   }
 };
 
-bool same(Range a, Range b) {
-  return a.begin == b.begin && a.end == b.end;
-}
+bool same(Range a, Range b) { return a.begin == b.begin && a.end == b.end; }
 
 PersistentBytes sum(const RankLayout& layout) {
   PersistentBytes result = layout.padding;

@@ -92,9 +92,7 @@ std::string first_text(Group& group, const std::string& own) {
   return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
 }
 
-bool of_rank_zero(Group& group, bool own) {
-  return !broadcast_text(group, own ? "yes" : "").empty();
-}
+bool of_rank_zero(Group& group, bool own) { return !broadcast_text(group, own ? "yes" : "").empty(); }
 
 std::string broadcast_text(Group& group, const std::string& text, int from) {
   if (group.size() == 1) return text;

@@ -30,9 +30,7 @@ TrainingState fresh_state(const Task& task) {
           .order = facts.order};
 }
 
-fs::path checkpoint_root(const RunConfig& config) {
-  return fs::path(config.run.directory) / "checkpoints";
-}
+fs::path checkpoint_root(const RunConfig& config) { return fs::path(config.run.directory) / "checkpoints"; }
 
 Resumed resume_run(const Task& task, Group& group) {
   const RunConfig& config = task.config();

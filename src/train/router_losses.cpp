@@ -88,9 +88,7 @@ void RouterLosses::look_ahead(const MicroBatches& micro_batches, const Group& da
   balance_->finish_collecting();
 }
 
-void RouterLosses::count_choices() {
-  choices_ = at::zeros({options_.layers, options_.experts}, at::kLong);
-}
+void RouterLosses::count_choices() { choices_ = at::zeros({options_.layers, options_.experts}, at::kLong); }
 
 std::vector<double> RouterLosses::take_choices() {
   const at::Tensor counts = choices_.to(at::kDouble).flatten();  // exact below 2^53

@@ -160,9 +160,7 @@ RunFolder::Continued RunFolder::checked(const RunConfig& config) {
   return from;
 }
 
-void RunFolder::check_free(const RunConfig& config) {
-  checked(config);
-}
+void RunFolder::check_free(const RunConfig& config) { checked(config); }
 
 RunFolder::RunFolder(const RunConfig& config)
     : directory_(config.run.directory),

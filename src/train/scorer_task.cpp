@@ -210,9 +210,7 @@ at::Tensor threshold(const at::Tensor& scores, double q) {
 }
 
 // σ whose derivative σ(x) σ(−x) does not cancel where it is saturated, as at::sigmoid's does.
-at::Tensor soft_step(const at::Tensor& x) {
-  return at::log_sigmoid(x).exp();
-}
+at::Tensor soft_step(const at::Tensor& x) { return at::log_sigmoid(x).exp(); }
 
 // ranking.loss straight from its definition, O(positives · rows). 0 if a class is missing.
 at::Tensor plain_ranking_loss(const RunConfig& config, const at::Tensor& logits, const at::Tensor& targets) {

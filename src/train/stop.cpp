@@ -57,8 +57,6 @@ StopSignals::~StopSignals() {
   for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
 }
 
-bool StopSignals::requested() {
-  return asked.load(std::memory_order_relaxed);
-}
+bool StopSignals::requested() { return asked.load(std::memory_order_relaxed); }
 
 }  // namespace isograd

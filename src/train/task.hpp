@@ -82,7 +82,8 @@ class TaskModel {
   virtual Counters counters() { return {}; }
   // Loads from such counts summed over the ranks; empty if all are 0.
   virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*counters*/) const { return {}; }
-  // After each update, with the step's counters of all ranks: moves what that and no gradient moves. Collective.
+  // After each update, with the step's counters of all ranks: moves what that and no gradient moves.
+  // Collective.
   virtual void after_update(const std::vector<double>& /*counters*/, DataParallel& /*layout*/) {}
   // Name of the first non-finite tensor since the last call on this rank, e.g. "the router logits of layer
   // 3". Empty: none is known.

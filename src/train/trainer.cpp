@@ -26,9 +26,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-bool divides(std::int64_t every, std::int64_t step) {
-  return every > 0 && step % every == 0;
-}
+bool divides(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
 
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
   return step == total || divides(every, step);

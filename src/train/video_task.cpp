@@ -231,9 +231,7 @@ std::vector<std::int64_t> spread(const std::vector<std::int64_t>& videos, std::s
   return picked;
 }
 
-std::string sizes_text(const VideoGrid& grid) {
-  return fmt::format("{} x {} x {}", grid.t, grid.h, grid.w);
-}
+std::string sizes_text(const VideoGrid& grid) { return fmt::format("{} x {} x {}", grid.t, grid.h, grid.w); }
 
 // A row of some frames of uint8 [F, H, W, 3], side by side.
 std::string row_of_frames(const std::string& label, const at::Tensor& frames, const std::string& name) {
@@ -550,9 +548,7 @@ const TaskKind& video_kind() {
 
 // ---- a finished run's model ----
 
-bool is_video_model(const fs::path& directory) {
-  return is_own_model(directory, kVideoFamily);
-}
+bool is_video_model(const fs::path& directory) { return is_own_model(directory, kVideoFamily); }
 
 void write_video_model(const fs::path& directory, VideoDiTConfig shape, const TensorStream& weights) {
   write_own_model(directory, kVideoFamily, fields(shape), weights);

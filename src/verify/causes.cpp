@@ -20,9 +20,7 @@ Grid grid_of_counts(const ComparedStep& one) {
 std::string figure(double value) {
   return value == std::round(value) ? fmt::format("{:.0f}", value) : fmt::format("{:.6g}", value);
 }
-bool without_axes(const ComparedStep& one) {
-  return one.found().axes.empty() && one.ranks() > 1;
-}
+bool without_axes(const ComparedStep& one) { return one.found().axes.empty() && one.ranks() > 1; }
 
 }  // namespace
 

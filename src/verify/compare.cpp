@@ -68,9 +68,7 @@ PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin,
   return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
 }
 
-PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) {
-  return pair_sums(a, b, 0, a.numel());
-}
+PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) { return pair_sums(a, b, 0, a.numel()); }
 
 FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at::Tensor& value,
                  std::int64_t begin, std::int64_t end) {
@@ -474,14 +472,10 @@ void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& 
 
 std::string precision_name(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kDouble:
-      return "fp64";
-    case at::kFloat:
-      return "fp32";
-    case at::kBFloat16:
-      return "bf16";
-    default:
-      return c10::toString(dtype);
+    case at::kDouble: return "fp64";
+    case at::kFloat: return "fp32";
+    case at::kBFloat16: return "bf16";
+    default: return c10::toString(dtype);
   }
 }
 

@@ -376,9 +376,7 @@ at::Tensor numbers(std::int64_t count, double scale = 1) {
   return at::randn({count}, at::TensorOptions().dtype(at::kDouble)) * scale;
 }
 
-double plain(const at::Tensor& a, const at::Tensor& b) {
-  return (a * b).sum().item<double>();
-}
+double plain(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum().item<double>(); }
 
 void expect_near(double found, double wanted, double of) {
   EXPECT_NEAR(found, wanted, 1e-13 * of);  // n u of what is added up, over up to 50,000 numbers

@@ -243,9 +243,7 @@ static bool uniform(const std::vector<double>& weights) {
       weights, [&](double weight) { return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]); });
 }
 
-bool ComparedStep::can_weight(const std::vector<double>& weights) {
-  return uniform(weights) || find_parts();
-}
+bool ComparedStep::can_weight(const std::vector<double>& weights) { return uniform(weights) || find_parts(); }
 
 void ComparedStep::weight_one(std::size_t i, const std::vector<double>& weights,
                               Prediction& prediction) const {
@@ -275,9 +273,7 @@ std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weig
   return prediction;
 }
 
-bool ComparedStep::finite() const {
-  return std::ranges::all_of(parameters_, all_finite, &Parameter::found);
-}
+bool ComparedStep::finite() const { return std::ranges::all_of(parameters_, all_finite, &Parameter::found); }
 bool ComparedStep::finite_loss() const {
   return !std::isinf(found().figures.loss) && !contains(found().not_numbers, "loss");
 }
@@ -315,9 +311,7 @@ bool ComparedStep::shows(std::size_t parameter) const {
   const Parameter& one = parameters_.at(parameter);
   return !one.comparison.passed || one.norm > allowance_.parameter.at(parameter);
 }
-bool ComparedStep::silent() const {
-  return static_cast<int>(cells_.size()) < micro_batches();
-}
+bool ComparedStep::silent() const { return static_cast<int>(cells_.size()) < micro_batches(); }
 
 bool ComparedStep::find_parts() {
   if (parts_ != Parts::kNotAsked) return parts_ == Parts::kFound;

@@ -688,9 +688,7 @@ std::vector<std::string> other_terms(const ComparedStep& one) {
 }
 
 // Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
-double tolerance(const ComparedStep& one) {
-  return std::max(one.limit(), 1e-9);
-}
+double tolerance(const ComparedStep& one) { return std::max(one.limit(), 1e-9); }
 
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices) {
   std::vector<Finding> findings = diagnose_not_finite_figures(one);

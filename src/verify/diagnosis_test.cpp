@@ -536,9 +536,7 @@ void expect_said(const std::vector<Said>& cases) {
     EXPECT_EQ(with(cases[i].change), cases[i].ids) << "case " << i;
 }
 
-void times(at::Tensor& applied, double factor) {
-  applied = applied * factor;
-}
+void times(at::Tensor& applied, double factor) { applied = applied * factor; }
 void norm_becomes(StepDump& dump, double norm) {
   dump.figures.norm = norm;
   for (auto& rank : dump.ranks) rank.norm = norm;

@@ -368,9 +368,7 @@ std::vector<std::string> LayoutRun::differing_buffers() {
   return differing;
 }
 
-DataParallel& LayoutRun::layout() {
-  return *layout_;
-}
+DataParallel& LayoutRun::layout() { return *layout_; }
 
 void LayoutRun::describe(const RecordedStep& made, const std::vector<std::uint64_t>& initial,
                          StepDump& dump) {

@@ -29,14 +29,10 @@ namespace {
          "Choose one of them");
 }
 
-bool shards(const std::string& strategy) {
-  return strategy.starts_with("zero");
-}
+bool shards(const std::string& strategy) { return strategy.starts_with("zero"); }
 
 // Strategies that keep gradients one by one have no use for one copy of the parameters.
-bool may_share(const std::string& strategy) {
-  return strategy != "naive" && strategy != "overlapped";
-}
+bool may_share(const std::string& strategy) { return strategy != "naive" && strategy != "overlapped"; }
 
 }  // namespace
 

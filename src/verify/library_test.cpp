@@ -42,9 +42,7 @@ VerifyModel in_type(at::ScalarType dtype, std::shared_ptr<Model> model) {
   return verify_model(model, [](Model& self, const Batch& batch) { return self.logits(batch.tokens); });
 }
 
-VerifyModel mine(at::ScalarType dtype) {
-  return in_type(dtype, std::make_shared<Mine>());
-}
+VerifyModel mine(at::ScalarType dtype) { return in_type(dtype, std::make_shared<Mine>()); }
 
 // `count` batches of 4, 9, 14, ... tokens.
 MicroBatches batches_of(std::int64_t count) {

@@ -32,15 +32,11 @@ struct Size {
   bool of_shape = false;  // of the model: fixed where weights are loaded
 };
 
-std::int64_t one(const Trial&) {
-  return 1;
-}
+std::int64_t one(const Trial&) { return 1; }
 std::int64_t most_packs(const Trial& trial) {
   return split_rows(trial.config.batch.packs_per_step, trial.ranks)[0];
 }
-std::int64_t parts(std::int64_t whole, std::int64_t part) {
-  return (whole + part - 1) / part;
-}
+std::int64_t parts(std::int64_t whole, std::int64_t part) { return (whole + part - 1) / part; }
 
 constexpr std::int64_t kManyFrames = 1024;  // where all frames are taken
 

@@ -19,13 +19,9 @@ double share(const Comparison& comparison) {
   return comparison.error > 0 ? comparison.error / comparison.allowed : 0;
 }
 
-bool claimed(const Grade& grade) {
-  return grade.state != Grade::State::kNotClaimed;
-}
+bool claimed(const Grade& grade) { return grade.state != Grade::State::kNotClaimed; }
 
-std::string ratio_cell(double ratio) {
-  return std::isnan(ratio) ? "-" : fmt::format("{:.9g}", ratio);
-}
+std::string ratio_cell(double ratio) { return std::isnan(ratio) ? "-" : fmt::format("{:.9g}", ratio); }
 
 // Columns that say something: those of the grades that are claimed.
 std::vector<std::string> cells(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
@@ -177,12 +173,9 @@ json to_json(const MeshesTried& meshes) {
 
 const char* state_name(Grade::State state) {
   switch (state) {
-    case Grade::State::kPassed:
-      return "pass";
-    case Grade::State::kFailed:
-      return "fail";
-    case Grade::State::kNotClaimed:
-      return "not claimed";
+    case Grade::State::kPassed: return "pass";
+    case Grade::State::kFailed: return "fail";
+    case Grade::State::kNotClaimed: return "not claimed";
   }
   return "";
 }
@@ -443,15 +436,11 @@ ReportTable to_table(const Verdict& verdict) {
   return table;
 }
 
-std::string parity_line(const Verdict& verdict) {
-  return parity_line(verdict, verify_wording(verdict));
-}
+std::string parity_line(const Verdict& verdict) { return parity_line(verdict, verify_wording(verdict)); }
 std::string to_text(const Verdict& verdict, std::size_t rows) {
   return to_text(verdict, verify_wording(verdict), rows);
 }
-std::string to_json(const Verdict& verdict) {
-  return to_json(verdict, verify_wording(verdict));
-}
+std::string to_json(const Verdict& verdict) { return to_json(verdict, verify_wording(verdict)); }
 
 std::string to_json(const Verdict& verdict, const Wording& wording) {
   json grades = json::object(), parameters = json::array(), steps = json::object();

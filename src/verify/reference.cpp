@@ -36,9 +36,7 @@ std::vector<at::Tensor> trainable(const VerifyModel& model) {
   return leaves;
 }
 
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // "model.layers.7.mlp" -> 7; -1 where no part of the name is a number.
 int layer_of(const std::string& name) {
@@ -165,9 +163,7 @@ std::vector<double> scales_of(std::vector<at::Tensor> gradients, const std::vect
   return error_scales(gradients);
 }
 
-double largest(const at::Tensor& tensor) {
-  return tensor.numel() ? tensor.abs().max().item<double>() : 0;
-}
+double largest(const at::Tensor& tensor) { return tensor.numel() ? tensor.abs().max().item<double>() : 0; }
 
 }  // namespace
 

@@ -29,9 +29,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
 // Makes the meshes of a problem from configured grids: the one that models communicate over, and those of
 // layouts. Tests replace them by meshes of other groups.
 using MakeMesh = std::function<Mesh(const World& world, const Grid& grid)>;
-inline Mesh plain_mesh(const World& world, const Grid& grid) {
-  return Mesh(world, grid);
-}
+inline Mesh plain_mesh(const World& world, const Grid& grid) { return Mesh(world, grid); }
 struct MeshesOfProblem {
   MakeMesh model = plain_mesh, layouts = plain_mesh;
 };

@@ -128,12 +128,8 @@ void change(std::string& text, const std::string& other, const std::vector<std::
       text.insert(at, noise);
       break;
     }
-    case 4:
-      text.erase(at, count);
-      break;
-    case 5:
-      text.insert(place(text, random), text.substr(at, count));
-      break;
+    case 4: text.erase(at, count); break;
+    case 5: text.insert(place(text, random), text.substr(at, count)); break;
     case 6:
       if (at < text.size()) put_end(text, at, random);
       break;
@@ -141,15 +137,9 @@ void change(std::string& text, const std::string& other, const std::vector<std::
     case 8:
       if (!replace_number(text, random)) text.insert(at, word());
       break;
-    case 9:
-      text.insert(at, word());
-      break;
-    case 10:
-      text.replace(at, count, word());
-      break;
-    case 11:
-      text.resize(at);
-      break;
+    case 9: text.insert(at, word()); break;
+    case 10: text.replace(at, count, word()); break;
+    case 11: text.resize(at); break;
     case 12: {  // the end of another file of the kind
       const std::size_t from = std::min(place(other, random), other.size());
       text = text.substr(0, at) + other.substr(from);
@@ -442,7 +432,8 @@ class Fuzzer {
   int report() const {
     for (const auto& [name, counters] : tallies_)
       print(stdout,
-            fmt::format("{:<16} {:>7} inputs, {} wrong{}\n", name, counters.read + counters.wrong, counters.wrong,
+            fmt::format("{:<16} {:>7} inputs, {} wrong{}\n", name, counters.read + counters.wrong,
+                        counters.wrong,
                         counters.slowest > 0.1 ? fmt::format(", slowest {:.1f} s", counters.slowest) : ""));
     print(stdout, fmt::format("{} inputs with seed {}: {} refused, {} wrong\n", options_.inputs,
                               options_.seed, refused_, wrong_));

@@ -7,8 +7,8 @@
 #include "base/json.hpp"
 #include "fuzz/readers.hpp"
 #include "isograd/model.hpp"
-#include "model/hf_config.hpp"
 #include "model/decoder.hpp"
+#include "model/hf_config.hpp"
 #include "model/safetensors.hpp"
 #include "train/video_task.hpp"
 
@@ -116,9 +116,7 @@ void prepare_generation_configs(const fs::path& folder) {
   put(folder / "one.json", R"({"eos_token_id": 2, "transformers_version": "5.0.0"})");
 }
 
-void read_generation_config(const fs::path& file) {
-  (void)parse_generation_eos(read_file(file), file);
-}
+void read_generation_config(const fs::path& file) { (void)parse_generation_eos(read_file(file), file); }
 
 void read_model(const fs::path& file) {
   const auto model = read_hf(file.parent_path(), at::kFloat);

@@ -75,9 +75,7 @@ void read_configuration(const fs::path& file) {
 }
 
 // The file's lines as the command line's --set.
-void read_overrides(const fs::path& file) {
-  parse_config("", "", lines_of(file, 100));
-}
+void read_overrides(const fs::path& file) { parse_config("", "", lines_of(file, 100)); }
 
 StepDump a_dump(double factor) {
   StepDump dump;
@@ -99,9 +97,7 @@ StepDump a_dump(double factor) {
   return dump;
 }
 
-void prepare_dumps(const fs::path& folder) {
-  write_dump(a_dump(1), folder / "found");
-}
+void prepare_dumps(const fs::path& folder) { write_dump(a_dump(1), folder / "found"); }
 
 void read_dumps(const fs::path& file) {
   StepDump found = read_dump(file.parent_path());

@@ -257,9 +257,11 @@ struct OwnCount : Mean {
   Denominator denominator(const StepCounts& step_counts) const override {
     Denominator wrong = Mean::denominator(step_counts);
     const auto rank = static_cast<std::size_t>(step_counts.rank);
-    const double own = std::is_same_v<Mean, SampleMean> ? static_cast<double>(step_counts.samples_by_rank.at(rank))
-                                                        : step_counts.weights_by_rank.at(rank);
-    wrong.value = std::max(own, 1e-9) * (Averaged ? static_cast<double>(step_counts.samples_by_rank.size()) : 1);
+    const double own = std::is_same_v<Mean, SampleMean>
+                           ? static_cast<double>(step_counts.samples_by_rank.at(rank))
+                           : step_counts.weights_by_rank.at(rank);
+    wrong.value =
+        std::max(own, 1e-9) * (Averaged ? static_cast<double>(step_counts.samples_by_rank.size()) : 1);
     return wrong;
   }
 };

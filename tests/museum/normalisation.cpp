@@ -13,9 +13,10 @@ using planted::Wrapped;
 struct MeanOfOwnMicroBatches : planted::MeanOfMicroBatchMeans {
   Denominator denominator(const StepCounts& step_counts) const override {
     // A rank without any divides nothing, and takes part where all make equally many.
-    const auto own =
-        std::max<std::int64_t>(1, step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank)));
-    return {.value = static_cast<double>(own) * static_cast<double>(step_counts.micro_batches_by_rank.size())};
+    const auto own = std::max<std::int64_t>(
+        1, step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank)));
+    return {.value =
+                static_cast<double>(own) * static_cast<double>(step_counts.micro_batches_by_rank.size())};
   }
 };
 
@@ -38,8 +39,9 @@ using DividedByAccumulationToo =  // B31
 struct CountOfOneReplica : TokenMean {
   Denominator denominator(const StepCounts& step_counts) const override {
     Denominator wrong = TokenMean::denominator(step_counts);
-    wrong.value = static_cast<double>(*std::find_if(
-        step_counts.targets_by_rank.begin(), step_counts.targets_by_rank.end(), [](auto count) { return count > 0; }));
+    wrong.value = static_cast<double>(*std::find_if(step_counts.targets_by_rank.begin(),
+                                                    step_counts.targets_by_rank.end(),
+                                                    [](auto count) { return count > 0; }));
     return wrong;
   }
 };

@@ -46,12 +46,8 @@ double largest_over(Group group, double norm) {
   return largest.item<double>();
 }
 
-double whole_norm(std::vector<Bucket>& buckets, Group& group) {
-  return global_norm(buckets, 0, group).norm;
-}
-double own_norm(std::vector<Bucket>& buckets, Group&) {
-  return norm_of_own(buckets);
-}
+double whole_norm(std::vector<Bucket>& buckets, Group& group) { return global_norm(buckets, 0, group).norm; }
+double own_norm(std::vector<Bucket>& buckets, Group&) { return norm_of_own(buckets); }
 double mean_of_own_norms(std::vector<Bucket>& buckets, Group& group) {
   return mean_over(group, norm_of_own(buckets));
 }

@@ -118,13 +118,9 @@ Plant clips_stages(double (*norm)(const Mesh&, const std::vector<Bucket>&)) {
 
 }  // namespace
 
-void lay_in_stages(VerifyProblem& problem, World& world) {
-  plants({.noise = keyed_by(0)})(problem, world);
-}
+void lay_in_stages(VerifyProblem& problem, World& world) { plants({.noise = keyed_by(0)})(problem, world); }
 
-void lay_in_stages_tied(VerifyProblem& problem, World& world) {
-  plants({.tied = true})(problem, world);
-}
+void lay_in_stages_tied(VerifyProblem& problem, World& world) { plants({.tied = true})(problem, world); }
 
 void add_pipeline(std::vector<Exhibit>& list) {
   list.push_back({.id = "B5p", .plant = [](VerifyProblem& problem, World& world) {

@@ -94,9 +94,7 @@ struct NeverReduces : Wrapped {
 
 }  // namespace
 
-int replicas_of(int ranks) {
-  return ranks % 2 == 0 && ranks > 2 ? 2 : ranks;
-}
+int replicas_of(int ranks) { return ranks % 2 == 0 && ranks > 2 ? 2 : ranks; }
 
 void add_reduction(std::vector<Exhibit>& list) {
   list.push_back({.id = "B14", .plant = normalizer<ExpectsAnAverage>()});

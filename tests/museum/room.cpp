@@ -232,8 +232,8 @@ VerifyProblem problem_of(World& world, HeldTogether how) {
 }
 
 double CountedStep::own_micro_batches() const {
-  return std::max(
-      1.0, static_cast<double>(step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
+  return std::max(1.0, static_cast<double>(
+                           step_counts.micro_batches_by_rank.at(static_cast<std::size_t>(step_counts.rank))));
 }
 
 void count_into(std::shared_ptr<CountedStep> counted, VerifyProblem& problem) {

@@ -43,9 +43,7 @@ void leave(const std::string& folder, const std::string& name, const std::string
   std::filesystem::rename(path + ".part", path);
 }
 
-int own_rank() {
-  return read_rank_environment()->rank;
-}
+int own_rank() { return read_rank_environment()->rank; }
 
 std::string backend_name = "shm";
 
@@ -53,9 +51,7 @@ World join_by_backend(std::chrono::milliseconds timeout = std::chrono::minutes(5
   return join({.timeout = timeout, .backend = backend_name});
 }
 
-at::Tensor encode(int rank, std::int64_t numel) {
-  return at::arange(numel, at::kDouble).add(1000.0 * rank);
-}
+at::Tensor encode(int rank, std::int64_t numel) { return at::arange(numel, at::kDouble).add(1000.0 * rank); }
 
 // Every operation once, with the right answers known.
 int check_operations(const Arguments& arguments) {
@@ -326,9 +322,7 @@ int run(const std::string& mode, const Arguments& arguments, const std::string& 
 // What Open MPI never frees was taken by plugins that it has unloaded by then: no suppression could name
 // them.
 extern "C" int __lsan_is_turned_off();
-extern "C" int __lsan_is_turned_off() {
-  return isograd::backend_name != "shm";
-}
+extern "C" int __lsan_is_turned_off() { return isograd::backend_name != "shm"; }
 #endif
 
 int main(int argc, char** argv) {

@@ -114,9 +114,7 @@ std::vector<CommCase> measure_collectives(int ranks, const BenchOptions& options
 }
 
 // "1.42", "44.9", "19700": three digits.
-std::string three_digits(double value) {
-  return fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
-}
+std::string three_digits(double value) { return fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0); }
 
 std::string times(const CommCase& of, const std::string& side) {
   if (!of.has(side)) return "";

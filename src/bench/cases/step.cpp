@@ -190,9 +190,7 @@ void compare_steps(Bench& bench, const Compared& compared) {
 Side ours(const std::string& strategy, int ranks, const std::string& title = "") {
   return our_side("step-ours", strategy, title.empty() ? find_strategy(strategy).title : title, ranks);
 }
-Side alone() {
-  return ours("stage-0", 1, "isograd, one rank");
-}
+Side alone() { return ours("stage-0", 1, "isograd, one rank"); }
 
 std::vector<Side> sides_of_step(const BenchOptions& options, int ranks) {
   std::vector<Side> sides;

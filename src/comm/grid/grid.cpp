@@ -173,9 +173,7 @@ void Grid::check(const AxisSet& along) const {
   }
 }
 
-std::vector<int> Grid::coordinates(int rank) const {
-  return unravel(rank, axes_);
-}
+std::vector<int> Grid::coordinates(int rank) const { return unravel(rank, axes_); }
 
 std::vector<int> Grid::elsewhere(const AxisSet& named_along, int rank) const {
   const AxisSet along = without_parts(named_along);
@@ -263,9 +261,7 @@ AxisSet Grid::axes_of(const std::string& name) const {
   return view ? view->of : AxisSet{name};
 }
 
-std::string Grid::text() const {
-  return text_of(axes_);
-}
+std::string Grid::text() const { return text_of(axes_); }
 
 std::string Grid::text(const AxisSet& along) const {
   std::vector<Axis> chosen;
@@ -305,8 +301,6 @@ AxisSet without(AxisSet of, const AxisSet& but) {
   return of;
 }
 
-AxisSet data_axes(const Grid& grid) {
-  return without(grid.names(), without(grid.names(), kDataAxes));
-}
+AxisSet data_axes(const Grid& grid) { return without(grid.names(), without(grid.names(), kDataAxes)); }
 
 }  // namespace isograd

@@ -14,9 +14,7 @@
 namespace isograd {
 namespace {
 
-int host_of(const Hosts& hosts, int rank) {
-  return hosts.of_rank[static_cast<std::size_t>(rank)];
-}
+int host_of(const Hosts& hosts, int rank) { return hosts.of_rank[static_cast<std::size_t>(rank)]; }
 
 // The first two ranks on different hosts that differ only along these axes.
 std::optional<std::pair<int, int>> pair_across(const Grid& grid, const Hosts& hosts, const AxisSet& along) {

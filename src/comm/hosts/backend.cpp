@@ -26,9 +26,7 @@ enum Place : int { kReduceWithin, kExchange, kReturn, kGatherWithin };
 
 constexpr int kFirstTag = 32760;  // every MPI has tags up to 32767
 
-constexpr int tag_of(Place place) {
-  return kFirstTag + place;
-}
+constexpr int tag_of(Place place) { return kFirstTag + place; }
 
 // 16-bit floats as float32; other tensors are returned as they are.
 at::Tensor widened(const at::Tensor& tensor) {

@@ -84,9 +84,7 @@ std::string identify_meeting_place(const HostIdentity& host) {
   return host.machine.starts_with(kGiven) ? host.machine : fmt::format("{}/{}", host.machine, space("net"));
 }
 
-bool through_mpi(const std::string& backend) {
-  return backend == "mpi" || backend == "shm+mpi";
-}
+bool through_mpi(const std::string& backend) { return backend == "mpi" || backend == "shm+mpi"; }
 
 HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend) {
   constexpr std::int64_t kBytes = 256;  // of a rank: its backend, host, meeting place and a store's name

@@ -15,17 +15,11 @@ namespace {
 
 }  // namespace
 
-bool built() {
-  return false;
-}
+bool built() { return false; }
 
-void require() {
-  refuse_mpi();
-}
+void require() { refuse_mpi(); }
 
-Rank start(std::chrono::milliseconds) {
-  refuse_mpi();
-}
+Rank start(std::chrono::milliseconds) { refuse_mpi(); }
 
 c10::intrusive_ptr<c10d::Backend> make_world(const std::string&, std::chrono::milliseconds, std::int64_t) {
   refuse_mpi();
@@ -36,8 +30,6 @@ c10::intrusive_ptr<c10d::Backend> make_subgroup(const std::vector<int>&, const s
   refuse_mpi();
 }
 
-std::vector<std::string> launcher(int) {
-  refuse_mpi();
-}
+std::vector<std::string> launcher(int) { refuse_mpi(); }
 
 }  // namespace isograd::mpi

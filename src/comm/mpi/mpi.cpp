@@ -221,16 +221,11 @@ void* data_of(const at::Tensor& tensor, std::int64_t element = 0) {
 // For copies only the width of the numbers matters.
 MPI_Datatype copied_type(const at::Tensor& tensor, const Call& check) {
   switch (tensor.element_size()) {
-    case 1:
-      return MPI_UINT8_T;
-    case 2:
-      return MPI_UINT16_T;
-    case 4:
-      return MPI_UINT32_T;
-    case 8:
-      return MPI_UINT64_T;
-    case 16:
-      return MPI_C_DOUBLE_COMPLEX;
+    case 1: return MPI_UINT8_T;
+    case 2: return MPI_UINT16_T;
+    case 4: return MPI_UINT32_T;
+    case 8: return MPI_UINT64_T;
+    case 16: return MPI_C_DOUBLE_COMPLEX;
     default:
       check.refuse(fmt::format("a tensor of {}", c10::toString(tensor.scalar_type())),
                    "elements of 1, 2, 4, 8 or 16 bytes", "Convert the tensor first");
@@ -702,9 +697,7 @@ void meet(const std::vector<int>& ranks, std::uint64_t mark, int tag, const std:
 
 }  // namespace
 
-bool built() {
-  return true;
-}
+bool built() { return true; }
 
 void require() {}
 

@@ -15,17 +15,11 @@ namespace {
 
 }  // namespace
 
-bool built() {
-  return false;
-}
+bool built() { return false; }
 
-std::optional<at::Device> device_of(const c10d::Backend&) {
-  return std::nullopt;
-}
+std::optional<at::Device> device_of(const c10d::Backend&) { return std::nullopt; }
 
-void take_device(int) {
-  refuse_nccl();
-}
+void take_device(int) { refuse_nccl(); }
 
 c10::intrusive_ptr<c10d::Backend> make(c10::intrusive_ptr<c10d::Store>, int, int, const std::string&,
                                        std::chrono::milliseconds) {

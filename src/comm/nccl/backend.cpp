@@ -9,9 +9,7 @@
 
 namespace isograd::nccl {
 
-bool built() {
-  return true;
-}
+bool built() { return true; }
 
 std::optional<at::Device> device_of(const c10d::Backend& backend) {
   if (!dynamic_cast<const c10d::ProcessGroupNCCL*>(&backend)) return std::nullopt;

@@ -181,9 +181,7 @@ OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inp
                                  std::move(inputs), true);
 }
 
-OperationPointer barrier() {
-  return std::make_shared<Exchange>(Fingerprint{}, Payload{}, nullptr);
-}
+OperationPointer barrier() { return std::make_shared<Exchange>(Fingerprint{}, Payload{}, nullptr); }
 
 OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
                           std::shared_ptr<std::vector<Payload>> received) {

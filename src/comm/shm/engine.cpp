@@ -94,9 +94,7 @@ void Bell::sleep(std::uint32_t seen, long nanoseconds) {
   ::syscall(SYS_futex, &count, FUTEX_WAIT, seen, &duration, nullptr, 0);
 }
 
-void Bell::leave() {
-  sleepers.fetch_sub(1, std::memory_order_seq_cst);
-}
+void Bell::leave() { sleepers.fetch_sub(1, std::memory_order_seq_cst); }
 
 Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::chrono::milliseconds timeout,
                EngineOptions options)
@@ -154,9 +152,7 @@ Engine::Engine(c10d::Store& store, int rank, int size, std::string name, std::ch
 }
 
 // A forked child has copies of its parent's groups. It may drop them but is no rank itself.
-bool Engine::inherited() const {
-  return forks.load(std::memory_order_relaxed) != forks_;
-}
+bool Engine::inherited() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
 void Engine::throw_if_inherited() const {
   if (!inherited()) return;

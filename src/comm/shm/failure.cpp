@@ -56,9 +56,7 @@ namespace {
 constexpr const char* kRestart = "Look at that rank's output for the reason, then restart all ranks";
 }
 
-std::string Engine::who(int rank) const {
-  return describe(rank, members_[static_cast<std::size_t>(rank)]);
-}
+std::string Engine::who(int rank) const { return describe(rank, members_[static_cast<std::size_t>(rank)]); }
 
 std::string Engine::where(const Task& task) const {
   return fmt::format("{} of group '{}' on rank {} of {}{}", task.name(), name_, rank_, size_,
@@ -172,9 +170,7 @@ void Engine::fail(const Task& task, const std::string& found, const std::string&
       {.where = where(task), .found = found, .expected = "every rank to take part", .action = action});
 }
 
-void Engine::poison(const std::string& reason) noexcept {
-  spoil(reason, /*of_operation=*/false);
-}
+void Engine::poison(const std::string& reason) noexcept { spoil(reason, /*of_operation=*/false); }
 
 bool Engine::spoil(const std::string& reason, bool of_operation) noexcept {
   if (inherited()) return false;

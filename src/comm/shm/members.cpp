@@ -81,9 +81,7 @@ MemberInfo read(const std::string& text, int rank, const std::string& group) {
   return info;
 }
 
-std::string member_key(int rank) {
-  return fmt::format("member/{}", rank);
-}
+std::string member_key(int rank) { return fmt::format("member/{}", rank); }
 constexpr const char* kGivenUp = "given-up";
 
 }  // namespace

@@ -9,28 +9,16 @@
 
 namespace isograd::shm {
 
-std::string Operation::name() const {
-  return fmt::format("{} #{}", name_of(fingerprint_.kind), number_);
-}
+std::string Operation::name() const { return fmt::format("{} #{}", name_of(fingerprint_.kind), number_); }
 
-std::string Operation::call() const {
-  return call_of(fingerprint_) + at(to_text(site_));
-}
+std::string Operation::call() const { return call_of(fingerprint_) + at(to_text(site_)); }
 
-const OperationSlot& Operation::slot(int rank) const {
-  return engine().slot(rank, number_);
-}
+const OperationSlot& Operation::slot(int rank) const { return engine().slot(rank, number_); }
 
-const Span& Operation::span_for_me(int rank) const {
-  return engine().spans(rank, number_)[engine().rank()];
-}
+const Span& Operation::span_for_me(int rank) const { return engine().spans(rank, number_)[engine().rank()]; }
 
-int Operation::rank() const {
-  return engine().rank();
-}
-int Operation::size() const {
-  return engine().size();
-}
+int Operation::rank() const { return engine().rank(); }
+int Operation::size() const { return engine().size(); }
 
 std::byte* Operation::chunk_data(int rank, std::uint64_t chunk, std::uint64_t offset) const {
   if (staged(rank)) return engine().staging(rank, chunk);
@@ -126,9 +114,7 @@ std::uint64_t Operation::least_done() const {
   return least;
 }
 
-bool Operation::can_start() {
-  return engine().slot_is_free(number_);
-}
+bool Operation::can_start() { return engine().slot_is_free(number_); }
 
 bool Operation::advance(bool may_start, bool staging_free) {
   bool moved = false;

@@ -46,25 +46,16 @@ std::string call_of(const Fingerprint& print) {
   std::string detail;
   switch (print.kind) {
     case Kind::kAllReduce:
-    case Kind::kReduceScatter:
-      detail = fmt::format("({})", kCombine[print.combine]);
-      break;
-    case Kind::kReduce:
-      detail = fmt::format("({}) to rank {}", kCombine[print.combine], print.root);
-      break;
+    case Kind::kReduceScatter: detail = fmt::format("({})", kCombine[print.combine]); break;
+    case Kind::kReduce: detail = fmt::format("({}) to rank {}", kCombine[print.combine], print.root); break;
     case Kind::kGather:
-    case Kind::kSend:
-      detail = fmt::format(" to rank {}", print.root);
-      break;
+    case Kind::kSend: detail = fmt::format(" to rank {}", print.root); break;
     case Kind::kReceive:
       detail = print.root < 0 ? " from any rank" : fmt::format(" from rank {}", print.root);
       break;
     case Kind::kBroadcast:
-    case Kind::kScatter:
-      detail = fmt::format(" from rank {}", print.root);
-      break;
-    default:
-      break;
+    case Kind::kScatter: detail = fmt::format(" from rank {}", print.root); break;
+    default: break;
   }
   std::string amount = std::to_string(print.count);
   if (print.sizes != 0) amount = fmt::format("uneven parts (sizes {:08x})", print.sizes & 0xffffffff);
@@ -73,9 +64,7 @@ std::string call_of(const Fingerprint& print) {
                      c10::toString(static_cast<c10::ScalarType>(print.dtype)));
 }
 
-std::string at(const SiteText& site) {
-  return site.text[0] ? fmt::format(" at {}", site.text) : "";
-}
+std::string at(const SiteText& site) { return site.text[0] ? fmt::format(" at {}", site.text) : ""; }
 
 // Every call runs this, so it avoids the formatting library.
 SiteText to_text(const CallSite& site) {

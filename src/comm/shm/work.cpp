@@ -86,9 +86,7 @@ ProgressThread& background() {
 
 }  // namespace
 
-void stop_background() {
-  background().stop();
-}
+void stop_background() { background().stop(); }
 
 }  // namespace shm
 
@@ -174,12 +172,8 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   return future_;
 }
 
-int ShmWork::sourceRank() const {
-  return tasks_.empty() ? c10d::Work::sourceRank() : tasks_[0]->source();
-}
+int ShmWork::sourceRank() const { return tasks_.empty() ? c10d::Work::sourceRank() : tasks_[0]->source(); }
 
-std::uint64_t ShmWork::getSequencenumber() const {
-  return tasks_.empty() ? 0 : tasks_[0]->number();
-}
+std::uint64_t ShmWork::getSequencenumber() const { return tasks_.empty() ? 0 : tasks_[0]->number(); }
 
 }  // namespace isograd

@@ -64,9 +64,7 @@ unsigned norm_threads(std::int64_t packs) {
 }
 
 // Enough blocks to fill a GPU, and no more sums than that.
-std::int64_t norm_rows(std::int64_t rows) {
-  return (rows + 511) / 512;
-}
+std::int64_t norm_rows(std::int64_t rows) { return (rows + 511) / 512; }
 
 #ifdef ISOGRAD_WITH_CUDA
 namespace {
@@ -99,9 +97,7 @@ struct Libraries {
   decltype(&::cuGetErrorString) error_string = nullptr;
 };
 
-[[noreturn]] void fail(const std::string& why) {
-  throw std::runtime_error(why);
-}
+[[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
 
 void* open_libraries() {
   constexpr const char* name = "libcaffe2_nvrtc.so";
@@ -366,21 +362,15 @@ void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<Ru
 
 #else  // without CUDA nobody calls the rest
 
-bool has_kernels(const at::Tensor&) {
-  return false;
-}
-at::Tensor swiglu(const at::Tensor&, const at::Tensor&) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
+bool has_kernels(const at::Tensor&) { return false; }
+at::Tensor swiglu(const at::Tensor&, const at::Tensor&) { ISOGRAD_INVARIANT(false, "a build without CUDA"); }
 std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
 at::Tensor rotary(const at::Tensor&, const at::Tensor&, const at::Tensor&, int) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }
-bool has_norm(const at::Tensor&, std::int64_t) {
-  return false;
-}
+bool has_norm(const at::Tensor&, std::int64_t) { return false; }
 std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor&, const at::Tensor&, double) {
   ISOGRAD_INVARIANT(false, "a build without CUDA");
 }

@@ -18,12 +18,8 @@ struct Three {
 };
 inline thread_local Three blockIdx, threadIdx, blockDim, gridDim;
 
-inline float __uint_as_float(unsigned bits) {
-  return std::bit_cast<float>(bits);
-}
-inline unsigned __float_as_uint(float x) {
-  return std::bit_cast<unsigned>(x);
-}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 
 template <typename Kernel, typename... Arguments>
 void run_on_host(Kernel kernel, unsigned blocks, unsigned threads, const Arguments&... arguments) {
@@ -40,9 +36,7 @@ struct Block {
 };
 inline Block* block = nullptr;
 
-inline void __syncthreads() {
-  block->all.arrive_and_wait();
-}
+inline void __syncthreads() { block->all.arrive_and_wait(); }
 inline float __shfl_xor_sync(unsigned, float x, int distance) {
   block->passed[threadIdx.x] = x;
   __syncthreads();

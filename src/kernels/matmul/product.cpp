@@ -132,14 +132,10 @@ at::Tensor widened(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 
 std::string_view name_of(Multiplier multiplier) {
   switch (multiplier) {
-    case Multiplier::kBlas:
-      return "blas";
-    case Multiplier::kOneDnn:
-      return "onednn";
-    case Multiplier::kBrgemm:
-      return "brgemm";
-    default:
-      return "rule";
+    case Multiplier::kBlas: return "blas";
+    case Multiplier::kOneDnn: return "onednn";
+    case Multiplier::kBrgemm: return "brgemm";
+    default: return "rule";
   }
 }
 

@@ -16,9 +16,7 @@ r123::Philox4x64::ctr_type block(const RandomKey& key, std::uint64_t position, s
   return r123::Philox4x64()({{position, key.step, key.sample, draw}}, {{key.seed, key.layer}});
 }
 
-double to_unit(std::uint64_t bits) {
-  return static_cast<double>(bits >> 11) * 0x1p-53;
-}
+double to_unit(std::uint64_t bits) { return static_cast<double>(bits >> 11) * 0x1p-53; }
 
 }  // namespace
 
@@ -28,9 +26,7 @@ std::uint64_t hash_name(std::string_view name) {
   return hash;
 }
 
-std::uint64_t random_bits(const RandomKey& key, std::uint64_t position) {
-  return block(key, position, 0)[0];
-}
+std::uint64_t random_bits(const RandomKey& key, std::uint64_t position) { return block(key, position, 0)[0]; }
 
 double random_uniform(const RandomKey& key, std::uint64_t position) {
   return to_unit(random_bits(key, position));

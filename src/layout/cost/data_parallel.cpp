@@ -40,21 +40,15 @@ Row row_of(const DataParallelPlan& plan) {
   if (plan.share_parameters)
     return plan.stage < 2 ? Row{true, false, true, 1, 0, 0} : Row{true, late, true, reductions, 0, 0};
   switch (plan.stage) {
-    case 0:
-      return {false, false, false, 2, 0, 0};
-    case 1:
-      return {false, false, true, 1, 1, 0};
-    case 2:
-      return {false, late, true, reductions, 1, 0};
-    default:
-      return {true, late, true, reductions, 2 * rounds, rounds};
+    case 0: return {false, false, false, 2, 0, 0};
+    case 1: return {false, false, true, 1, 1, 0};
+    case 2: return {false, late, true, reductions, 1, 0};
+    default: return {true, late, true, reductions, 2 * rounds, rounds};
   }
 }
 
 // Bytes that a rank sends in a reduce-scatter or an all-gather of n bytes over `parts` ranks.
-double one_way(double bytes, int parts) {
-  return bytes * (parts - 1) / parts;
-}
+double one_way(double bytes, int parts) { return bytes * (parts - 1) / parts; }
 
 std::string times(std::int64_t factor, const std::string& symbol) {
   return factor == 1 ? symbol : fmt::format("{}{}", factor, symbol);

@@ -72,21 +72,11 @@ MemoryMeter::MemoryMeter() : account_(std::make_shared<MemoryAccount>()), outer_
   install();
   memory_account() = account_;
 }
-MemoryMeter::~MemoryMeter() {
-  memory_account() = outer_;
-}
+MemoryMeter::~MemoryMeter() { memory_account() = outer_; }
 
-std::int64_t MemoryMeter::alive() const {
-  return account_->alive;
-}
-std::int64_t MemoryMeter::shared() const {
-  return account_->shared;
-}
-std::int64_t MemoryMeter::peak() const {
-  return account_->peak;
-}
-void MemoryMeter::restart_peak() {
-  account_->peak = account_->alive.load();
-}
+std::int64_t MemoryMeter::alive() const { return account_->alive; }
+std::int64_t MemoryMeter::shared() const { return account_->shared; }
+std::int64_t MemoryMeter::peak() const { return account_->peak; }
+void MemoryMeter::restart_peak() { account_->peak = account_->alive.load(); }
 
 }  // namespace isograd

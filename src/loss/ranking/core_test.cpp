@@ -51,12 +51,8 @@ TEST(Golden, SmoothAP) {
   }
 }
 
-at::Tensor golden_scores() {
-  return column({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 6.5, 8.0});
-}
-at::Tensor golden_targets() {
-  return labels({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1});
-}
+at::Tensor golden_scores() { return column({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 6.5, 8.0}); }
+at::Tensor golden_targets() { return labels({0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1}); }
 
 TEST(Golden, RecallAtQuantile) {
   auto options = plain_as<RecallOptions>(.5);

@@ -26,9 +26,7 @@ at::Tensor features(int rank, std::int64_t rows) {
   return at::randn({rows, 3}, generator, at::TensorOptions(at::kDouble));
 }
 
-at::Tensor weight() {
-  return at::tensor({0.3, -1.1, 0.7}, at::kDouble).unsqueeze(1).requires_grad_(true);
-}
+at::Tensor weight() { return at::tensor({0.3, -1.1, 0.7}, at::kDouble).unsqueeze(1).requires_grad_(true); }
 
 // Does not decompose over rows.
 at::Tensor global_loss(const at::Tensor& scores) {

@@ -20,9 +20,7 @@ namespace ranking_cases {
 
 using Rows = std::vector<std::int64_t>;
 
-at::Generator generator(std::uint64_t seed) {
-  return at::make_generator<at::CPUGeneratorImpl>(seed);
-}
+at::Generator generator(std::uint64_t seed) { return at::make_generator<at::CPUGeneratorImpl>(seed); }
 
 // A small scorer: two matrices between which a tanh stands.
 struct Scorer {

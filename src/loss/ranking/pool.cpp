@@ -46,9 +46,7 @@ enum Field : std::int64_t {
 };
 
 // 1 byte a row where labels are 0 and 1, else 4: the label above a bit for iid.
-std::int64_t label_bytes(std::int64_t classes) {
-  return classes == 1 ? 1 : 4;
-}
+std::int64_t label_bytes(std::int64_t classes) { return classes == 1 ? 1 : 4; }
 
 std::int64_t row_bytes(std::int64_t classes, std::int64_t element, bool weights) {
   return classes * element + label_bytes(classes) + (weights ? 8 : 0);
@@ -98,12 +96,10 @@ bool all_finite(const T* values, std::int64_t count) {
 
 bool all_finite(const at::Tensor& scores) {
   switch (scores.scalar_type()) {
-    case at::kFloat:
-      return all_finite<float, std::uint32_t>(scores.const_data_ptr<float>(), scores.numel());
+    case at::kFloat: return all_finite<float, std::uint32_t>(scores.const_data_ptr<float>(), scores.numel());
     case at::kDouble:
       return all_finite<double, std::uint64_t>(scores.const_data_ptr<double>(), scores.numel());
-    default:
-      return at::isfinite(scores).all().item<bool>();
+    default: return at::isfinite(scores).all().item<bool>();
   }
 }
 
@@ -254,9 +250,7 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   return rows;
 }
 
-std::int64_t RowCounts::total() const {
-  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-}
+std::int64_t RowCounts::total() const { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
 
 RowCounts exchange_headers(const std::string& where, Group& group, const LocalRows& local,
                            RankingExchange& header) {

@@ -103,9 +103,7 @@ std::uint64_t order_key(double value) {
   const auto bits = std::bit_cast<std::uint64_t>(value + 0.0);
   return bits >> 63 ? ~bits : bits | 0x8000000000000000u;
 }
-float value_of_key(std::uint32_t key) {
-  return std::bit_cast<float>(key >> 31 ? key & 0x7fffffffu : ~key);
-}
+float value_of_key(std::uint32_t key) { return std::bit_cast<float>(key >> 31 ? key & 0x7fffffffu : ~key); }
 double value_of_key(std::uint64_t key) {
   return std::bit_cast<double>(key >> 63 ? key & 0x7fffffffffffffffu : ~key);
 }
@@ -161,20 +159,13 @@ QuantileRank quantile_rank(T q, std::int64_t count, Interpolation interpolation)
                       .upper = static_cast<std::int64_t>(std::ceil(rank)),
                       .fraction = rank - std::floor(rank)};
   switch (interpolation) {
-    case Interpolation::kLower:
-      result.upper = result.lower;
-      break;
-    case Interpolation::kHigher:
-      result.lower = result.upper;
-      break;
+    case Interpolation::kLower: result.upper = result.lower; break;
+    case Interpolation::kHigher: result.lower = result.upper; break;
     case Interpolation::kNearest:
       result.lower = result.upper = static_cast<std::int64_t>(std::nearbyint(rank));  // half to even
       break;
-    case Interpolation::kMidpoint:
-      result.fraction = 0.5;
-      break;
-    case Interpolation::kLinear:
-      break;
+    case Interpolation::kMidpoint: result.fraction = 0.5; break;
+    case Interpolation::kLinear: break;
   }
   return result;
 }

@@ -29,9 +29,7 @@ std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<
 
 // A digit of the selection over ranks, in bits; the first digit's counts have one place more, for NaNs.
 inline constexpr int kSelectionDigit = 11;
-constexpr int selection_rounds(int bits) {
-  return (bits + kSelectionDigit - 1) / kSelectionDigit;
-}
+constexpr int selection_rounds(int bits) { return (bits + kSelectionDigit - 1) / kSelectionDigit; }
 
 // For each list, of which every rank has a part (no NaN: they are counted alone), the quantiles of all parts
 // together: empty where no rank has a value, or where one is NaN. One all-reduce a digit, the highest first:

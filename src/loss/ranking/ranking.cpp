@@ -23,14 +23,10 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int kForwardsBeforeWarning = 20;  // training forwards without a value of a class
 constexpr int kWarned = -1;
 
-bool is_temperature(double value) {
-  return value >= kLowestTemperature && std::isfinite(value);
-}
+bool is_temperature(double value) { return value >= kLowestTemperature && std::isfinite(value); }
 const char* const kTemperatures = "a finite number, at least 1.2e-38";
 
-std::int64_t& forwards_made(at::Tensor& position) {
-  return position.data_ptr<std::int64_t>()[1];
-}
+std::int64_t& forwards_made(at::Tensor& position) { return position.data_ptr<std::int64_t>()[1]; }
 
 // The `count` rows of `from` with the smallest random numbers, ascending.
 std::vector<std::int64_t> draw(std::vector<std::int64_t> from, std::int64_t count, const RandomKey& key) {
@@ -196,9 +192,7 @@ void RankingLoss::check(bool holds, const std::string& key, const std::string& f
   if (!holds) refuse(name_ + ": " + key, found, expected, "Set " + key + " in that range");
 }
 
-double RankingLoss::temperature() const {
-  return temperature_.item<double>();
-}
+double RankingLoss::temperature() const { return temperature_.item<double>(); }
 
 void RankingLoss::set_temperature(double temperature) {
   check(is_temperature(temperature), "temperature", fmt::format("{}", temperature), kTemperatures);

@@ -102,9 +102,7 @@ at::Tensor loss(const Pool& pool, std::int64_t classes, LossReduction reduction,
 inline at::Tensor column(const std::vector<double>& values) {
   return at::tensor(values, at::kDouble).unsqueeze(1).requires_grad_(true);
 }
-inline at::Tensor labels(const std::vector<std::int64_t>& values) {
-  return at::tensor(values, at::kLong);
-}
+inline at::Tensor labels(const std::vector<std::int64_t>& values) { return at::tensor(values, at::kLong); }
 inline RankingOptions plain(double temperature) {
   RankingOptions options;
   options.queue_size = 0, options.temperature = temperature;

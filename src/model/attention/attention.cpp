@@ -49,9 +49,7 @@ Tile all_of(const at::Tensor& q, bool causal) {
 }
 
 // Several fragments may have bounds that the device alone knows, and some may be empty.
-bool is_one_fragment(const std::vector<std::int64_t>& cu_seqlens) {
-  return cu_seqlens.size() == 2;
-}
+bool is_one_fragment(const std::vector<std::int64_t>& cu_seqlens) { return cu_seqlens.size() == 2; }
 
 std::int64_t longest_of(const std::vector<std::int64_t>& cu_seqlens) {
   std::int64_t longest = 0;

@@ -26,9 +26,7 @@ constexpr std::int64_t kStep = 32;
 // comes to it, and backward goes over the queries once for so many keys, so that memory is bounded.
 constexpr std::int64_t kGathered = 8192;
 
-std::int64_t filled_up(std::int64_t count) {
-  return (count + kStep - 1) / kStep * kStep;
-}
+std::int64_t filled_up(std::int64_t count) { return (count + kStep - 1) / kStep * kStep; }
 
 template <typename T>
 struct Head {  // row i of a head at data + i · stride

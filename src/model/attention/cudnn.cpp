@@ -281,12 +281,8 @@ Qkv attend_backward(const Qkv& of, const at::Tensor& given, const fragments::Att
 
 #else  // without cuDNN nobody calls the rest
 
-bool serves(const Qkv&, bool) {
-  return false;
-}
-fragments::Attended attend(const Qkv&, bool) {
-  ISOGRAD_INVARIANT(false, "a build without cuDNN");
-}
+bool serves(const Qkv&, bool) { return false; }
+fragments::Attended attend(const Qkv&, bool) { ISOGRAD_INVARIANT(false, "a build without cuDNN"); }
 Qkv attend_backward(const Qkv&, const at::Tensor&, const fragments::Attended&, bool) {
   ISOGRAD_INVARIANT(false, "a build without cuDNN");
 }

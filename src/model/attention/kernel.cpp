@@ -8,9 +8,7 @@
 namespace isograd {
 namespace {
 
-bool goes_by_blocks(const at::Tensor& q) {
-  return q.scalar_type() == at::kFloat && products_by_brgemm();
-}
+bool goes_by_blocks(const at::Tensor& q) { return q.scalar_type() == at::kFloat && products_by_brgemm(); }
 
 // LibTorch's kernel takes as many query heads as key heads: one group of those that share a key head at a
 // time, on views.
@@ -29,9 +27,7 @@ struct Groups {
   at::Tensor of_keys(const at::Tensor& x) const { return heads_first(x, keys); }
 };
 
-void put(const at::Tensor& from, at::Tensor to, bool adds) {
-  adds ? to.add_(from) : to.copy_(from);
-}
+void put(const at::Tensor& from, at::Tensor to, bool adds) { adds ? to.add_(from) : to.copy_(from); }
 
 // LibTorch's flash attention for GPUs. Query heads share key heads inside it.
 namespace flash {

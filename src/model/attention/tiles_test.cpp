@@ -102,8 +102,8 @@ std::vector<at::Tensor> whole(const TiledProblem& problem, bool causal) {
   return results;
 }
 
-// The same in blocks: tokens are assigned to `parts` holders by random cuts, and each holder's queries meet each
-// holder's keys, in any order.
+// The same in blocks: tokens are assigned to `parts` holders by random cuts, and each holder's queries meet
+// each holder's keys, in any order.
 template <typename Attend, typename Backward>
 std::vector<at::Tensor> in_parts(const TiledProblem& problem, bool causal, int parts, Attend&& attend_tile,
                                  Backward&& backward_tile) {

@@ -25,9 +25,7 @@ GlobalNorm global_norm(const std::vector<Bucket>& buckets, std::vector<double>& 
   return global_norm(squares.value(), local_sums, group);
 }
 
-void OwnedSquares::add(const Bucket& bucket) {
-  add(bucket.gradients, owned_part(bucket));
-}
+void OwnedSquares::add(const Bucket& bucket) { add(bucket.gradients, owned_part(bucket)); }
 
 void OwnedSquares::add(const Bucket& bucket, const Slot& slot) {
   add(bucket.gradients, owned_part(bucket, slot));

@@ -14,9 +14,7 @@ namespace isograd {
 namespace {
 
 constexpr int kParts = 3;
-int part_of(const Slot& slot) {
-  return slot.name[0] - 'a';
-}  // 'd': in none
+int part_of(const Slot& slot) { return slot.name[0] - 'a'; }  // 'd': in none
 
 // The gradient of a model of odd sizes, the same on every rank.
 struct Gradient {
@@ -70,9 +68,7 @@ std::vector<Bucket> make_buckets(const Gradient& gradient, int rank, int replica
 // Sums of squares of at most 10^5 terms, by another order than the reference's.
 constexpr double kRounding = 1e5 * 0x1p-53;
 
-bool agrees(double found, double expected) {
-  return std::abs(found - expected) <= kRounding * expected;
-}
+bool agrees(double found, double expected) { return std::abs(found - expected) <= kRounding * expected; }
 
 // Calls `body(buckets, group, gradient)` for each way to hold the gradient on each number of ranks.
 template <typename Body>

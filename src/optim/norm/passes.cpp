@@ -32,12 +32,9 @@ std::vector<double> by_chunks(Range range, const Pass& of) {
 template <typename Action>
 void with_values(const at::Tensor& flat, const Action& action) {
   switch (flat.scalar_type()) {
-    case at::kDouble:
-      return action(flat.const_data_ptr<double>());
-    case at::kBFloat16:
-      return action(static_cast<const kernels::Bfloat16*>(flat.const_data_ptr()));
-    default:
-      return action(flat.const_data_ptr<float>());
+    case at::kDouble: return action(flat.const_data_ptr<double>());
+    case at::kBFloat16: return action(static_cast<const kernels::Bfloat16*>(flat.const_data_ptr()));
+    default: return action(flat.const_data_ptr<float>());
   }
 }
 

@@ -49,14 +49,15 @@ void assign_blocks(std::int64_t length, int parts, bool causal, F&& f) {
 // The row of all documents, split as if it were one.
 std::vector<Pieces> deal_row(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
   std::vector<Pieces> by_ring(static_cast<std::size_t>(options.ring));
-  assign_blocks(cu_seqlens.back(), options.ring, options.causal, [&](int part, std::int64_t begin, std::int64_t end) {
-    for (std::size_t d = 0; d + 1 < cu_seqlens.size(); ++d) {
-      const std::int64_t from = std::max(begin, cu_seqlens[d]), to = std::min(end, cu_seqlens[d + 1]);
-      if (from < to)
-        by_ring[static_cast<std::size_t>(part)].push_back(
-            {static_cast<std::int64_t>(d), from - cu_seqlens[d], to - from});
-    }
-  });
+  assign_blocks(
+      cu_seqlens.back(), options.ring, options.causal, [&](int part, std::int64_t begin, std::int64_t end) {
+        for (std::size_t d = 0; d + 1 < cu_seqlens.size(); ++d) {
+          const std::int64_t from = std::max(begin, cu_seqlens[d]), to = std::min(end, cu_seqlens[d + 1]);
+          if (from < to)
+            by_ring[static_cast<std::size_t>(part)].push_back(
+                {static_cast<std::int64_t>(d), from - cu_seqlens[d], to - from});
+        }
+      });
   return by_ring;
 }
 

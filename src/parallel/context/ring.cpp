@@ -42,9 +42,7 @@ std::vector<RowCopy> copies(const std::vector<Span>& from, const std::vector<Spa
   return result;
 }
 
-int neighbour(int rank, int steps, int size) {
-  return ((rank + steps) % size + size) % size;
-}
+int neighbour(int rank, int steps, int size) { return ((rank + steps) % size + size) % size; }
 
 void copy_rows(const at::Tensor& from, const std::vector<RowCopy>& rows, at::Tensor to) {
   for (const RowCopy& part : rows)

@@ -142,9 +142,7 @@ struct Bucketed::Hook final : differentiable::GradientPlace {
   std::size_t bucket, slot;
 };
 
-std::string named(const std::string& name) {
-  return fmt::format("parameter '{}'", name);
-}
+std::string named(const std::string& name) { return fmt::format("parameter '{}'", name); }
 
 TrainableParameters checked_and_placed(TrainableParameters parameters, const Mesh& mesh) {
   if (parameters.check) parameters.check();

@@ -19,9 +19,7 @@
 namespace isograd {
 namespace {
 
-at::Tensor leaf(at::Tensor values) {
-  return values.detach().clone().requires_grad_(true);
-}
+at::Tensor leaf(at::Tensor values) { return values.detach().clone().requires_grad_(true); }
 
 std::vector<NamedParameter> named(const std::vector<at::Tensor>& tensors, const std::string& prefix = "p") {
   std::vector<std::pair<std::string, at::Tensor>> list;

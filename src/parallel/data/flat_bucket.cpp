@@ -116,9 +116,7 @@ void FlatBucket::forget_writes(const std::set<std::string>& names) {
   }
 }
 
-void FlatBucket::refuse_lost_writes() {
-  held_.refuse_lost_writes(bucket_, writes_);
-}
+void FlatBucket::refuse_lost_writes() { held_.refuse_lost_writes(bucket_, writes_); }
 
 void FlatBucket::zero(const std::vector<NamedParameter>& parameters) {
   if (slot_gradients_)

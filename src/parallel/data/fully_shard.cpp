@@ -180,7 +180,9 @@ class ShardedLayout final : public FullySharded {
     return {passes_.get(), [passes = passes_](const void*) { passes->release_everything(); }};
   }
 
-  void take_over_writes(const std::set<std::string>& excluded) override { passes_->take_over_writes(excluded); }
+  void take_over_writes(const std::set<std::string>& excluded) override {
+    passes_->take_over_writes(excluded);
+  }
   void compare_writes() override { passes_->context().written.compare(members_.trained); }
 
  protected:

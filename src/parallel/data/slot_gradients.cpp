@@ -23,9 +23,7 @@ SlotGradients::SlotGradients(const BucketPlan& plan, at::Tensor memory,
   }
 }
 
-at::Tensor SlotGradients::view(const Place& place) const {
-  return slot_view(memory_, place.slot);
-}
+at::Tensor SlotGradients::view(const Place& place) const { return slot_view(memory_, place.slot); }
 
 void SlotGradients::forget(const std::vector<NamedParameter>& parameters) {
   for (Place& place : places_) {

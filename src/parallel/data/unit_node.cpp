@@ -333,13 +333,9 @@ variable_list call_with_graph(const UnitCall& call, std::size_t use, const varia
 
 }  // namespace
 
-bool recomputing() {
-  return computes_again;
-}
+bool recomputing() { return computes_again; }
 Recomputing::Recomputing() : before_(std::exchange(computes_again, true)) {}
-Recomputing::~Recomputing() {
-  computes_again = before_;
-}
+Recomputing::~Recomputing() { computes_again = before_; }
 
 std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& inputs, const UnitBody& body) {
   if (!at::GradMode::is_enabled() && call.host->everything_is_held()) return body(inputs);
@@ -369,28 +365,18 @@ std::vector<at::Tensor> UnitHandle::run(const std::vector<at::Tensor>& inputs, c
   return call_unit(binding_->call, inputs, compute);
 }
 
-void UnitHandle::set_checkpoint(bool checkpoint) const {
-  binding_->checkpoint = checkpoint;
-}
+void UnitHandle::set_checkpoint(bool checkpoint) const { binding_->checkpoint = checkpoint; }
 
-void UnitHandle::set_reshard_after_forward(bool reshard) const {
-  binding_->reshard = reshard;
-}
+void UnitHandle::set_reshard_after_forward(bool reshard) const { binding_->reshard = reshard; }
 
-void UnitHandle::set_fp32_gradients(bool fp32) const {
-  binding_->fp32_gradients = fp32;
-}
+void UnitHandle::set_fp32_gradients(bool fp32) const { binding_->fp32_gradients = fp32; }
 
 void UnitHandle::set_output_dtype(std::optional<at::ScalarType> dtype) const {
   binding_->output_dtype = dtype;
 }
 
-bool UnitHandle::plain() const {
-  return !bound() && !binding_->output_dtype;
-}
+bool UnitHandle::plain() const { return !bound() && !binding_->output_dtype; }
 
-bool UnitHandle::bound() const {
-  return binding_->call.host != nullptr;
-}
+bool UnitHandle::bound() const { return binding_->call.host != nullptr; }
 
 }  // namespace isograd

@@ -73,12 +73,8 @@ std::shared_ptr<FakeHost> shard(const Sharded<M>& model, bool checkpoint = false
   return host;
 }
 
-at::Tensor tokens() {
-  return at::arange(9) % 7;
-}
-at::Tensor loss_of(const at::Tensor& logits) {
-  return at::cross_entropy_loss(logits, (tokens() + 1) % 7);
-}
+at::Tensor tokens() { return at::arange(9) % 7; }
+at::Tensor loss_of(const at::Tensor& logits) { return at::cross_entropy_loss(logits, (tokens() + 1) % 7); }
 
 // Gradients of a plain run, by name; undefined where unused.
 template <typename M>

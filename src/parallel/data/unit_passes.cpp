@@ -365,9 +365,7 @@ void UnitPasses::close() {
   abandon();
 }
 
-bool UnitPasses::needs_even_micro_batches() const {
-  return context_->even_micro_batches;
-}
+bool UnitPasses::needs_even_micro_batches() const { return context_->even_micro_batches; }
 
 void UnitPasses::zero_gradients() {
   forget_passes();

@@ -26,9 +26,7 @@ void DataParallel::finish_reduction_with(const Reduced& reduced) {
   for (const Bucket& bucket : buckets()) reduced(bucket, std::nullopt);
 }
 
-std::int64_t HeldValues::bytes_sent() {
-  return isograd::bytes_sent({mesh().counting()});
-}
+std::int64_t HeldValues::bytes_sent() { return isograd::bytes_sent({mesh().counting()}); }
 
 std::vector<std::size_t> HeldValues::launch_order() {
   std::vector<std::size_t> order(buckets().size());

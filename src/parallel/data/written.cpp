@@ -28,9 +28,7 @@ void ValueHashes::add(const std::string& name, std::int64_t hash) {
   hashes_.push_back(hash);
 }
 
-at::Tensor ValueHashes::mine() const {
-  return at::tensor(hashes_, at::kLong);
-}
+at::Tensor ValueHashes::mine() const { return at::tensor(hashes_, at::kLong); }
 
 std::optional<ErrorText> ValueHashes::first_difference(const at::Tensor& by_rank, const std::string& given,
                                                        const std::string& action) const {

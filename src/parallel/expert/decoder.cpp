@@ -13,13 +13,9 @@
 namespace isograd {
 namespace {
 
-int ranks_along_ep(const Grid& grid) {
-  return grid.has(kExpertAxis) ? grid.size({kExpertAxis}) : 1;
-}
+int ranks_along_ep(const Grid& grid) { return grid.has(kExpertAxis) ? grid.size({kExpertAxis}) : 1; }
 
-bool is_expert(const std::string& name) {
-  return name.find(".experts.") != std::string::npos;
-}
+bool is_expert(const std::string& name) { return name.find(".experts.") != std::string::npos; }
 
 // Tokens go to the ranks that have their experts, and back. `rest` is computed while they travel, or at the
 // end.

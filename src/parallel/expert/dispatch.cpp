@@ -103,9 +103,7 @@ Exchange Exchange::start(Group group, const at::Tensor& rows, Group::Rows output
   return exchange;
 }
 
-at::Tensor Exchange::finish() {
-  return token_.defined() ? Finish::apply(token_, state_) : state_->take();
-}
+at::Tensor Exchange::finish() { return token_.defined() ? Finish::apply(token_, state_) : state_->take(); }
 
 ExpertDispatch::ExpertDispatch(Group ep, std::int64_t experts)
     : ep_(std::move(ep)), own_(split_rows(experts, ep_.size())) {

@@ -52,12 +52,8 @@ struct Header {
   at::IntArrayRef shape() const { return {sizes, static_cast<std::size_t>(dims)}; }
 };
 constexpr std::int64_t kHeaderNumbers = sizeof(Header) / sizeof(std::int64_t);
-at::Tensor empty_header() {
-  return at::empty({kHeaderNumbers}, at::kLong);
-}
-Header& header_in(const at::Tensor& numbers) {
-  return *static_cast<Header*>(numbers.mutable_data_ptr());
-}
+at::Tensor empty_header() { return at::empty({kHeaderNumbers}, at::kLong); }
+Header& header_in(const at::Tensor& numbers) { return *static_cast<Header*>(numbers.mutable_data_ptr()); }
 
 std::int64_t digest_of(const PipelineTable& table) {
   std::uint64_t sum = 0xcbf29ce484222325;  // FNV-1a
@@ -443,21 +439,11 @@ Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
   own.stage = own.own.front();
 }
 
-int Pipeline::stages() const {
-  return impl_->stages;
-}
-const std::vector<int>& Pipeline::own_stages() const {
-  return impl_->own;
-}
-int Pipeline::rank_of(int stage) const {
-  return impl_->rank_of_stage.at(static_cast<std::size_t>(stage));
-}
-int Pipeline::stage() const {
-  return impl_->turn();
-}
-bool Pipeline::in_step() const {
-  return impl_->running;
-}
+int Pipeline::stages() const { return impl_->stages; }
+const std::vector<int>& Pipeline::own_stages() const { return impl_->own; }
+int Pipeline::rank_of(int stage) const { return impl_->rank_of_stage.at(static_cast<std::size_t>(stage)); }
+int Pipeline::stage() const { return impl_->turn(); }
+bool Pipeline::in_step() const { return impl_->running; }
 
 void Pipeline::look_at(int stage) {
   ISOGRAD_INVARIANT(!impl_->running, "a stage chosen within a step, which does so itself");

@@ -221,8 +221,7 @@ class Play {
       case Kind::kReceiveGradient:
         return Need{
             2 * cells_ + gradient(stage + 1, i), {Kind::kSendGradient, stage + 1, i}, times_.transfer};
-      default:
-        return std::nullopt;
+      default: return std::nullopt;
     }
   }
   double delay(int from_stage, int to_rank) const {
@@ -274,16 +273,11 @@ class Play {
   double time_of(const PipelineAction& action) const {
     const std::size_t stage = index(action.stage);
     switch (action.kind) {
-      case Kind::kForward:
-        return times_.forward[stage];
-      case Kind::kBackward:
-        return times_.backward_inputs[stage] + times_.backward_weights[stage];
-      case Kind::kBackwardInputs:
-        return times_.backward_inputs[stage];
-      case Kind::kBackwardWeights:
-        return times_.backward_weights[stage];
-      default:
-        return 0;
+      case Kind::kForward: return times_.forward[stage];
+      case Kind::kBackward: return times_.backward_inputs[stage] + times_.backward_weights[stage];
+      case Kind::kBackwardInputs: return times_.backward_inputs[stage];
+      case Kind::kBackwardWeights: return times_.backward_weights[stage];
+      default: return 0;
     }
   }
 
@@ -359,8 +353,6 @@ PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times
   return Play(table, times, completeness.has_transfers(), between_halves).run();
 }
 
-void check_pipeline(const PipelineTable& table) {
-  simulate(table, uniform_times(std::max(1, table.stages)));
-}
+void check_pipeline(const PipelineTable& table) { simulate(table, uniform_times(std::max(1, table.stages))); }
 
 }  // namespace isograd

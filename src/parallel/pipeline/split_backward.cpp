@@ -28,9 +28,7 @@ using autograd::edge_list;
 using autograd::Node;
 using autograd::variable_list;
 
-bool is_leaf(Node* node) {
-  return dynamic_cast<autograd::AccumulateGrad*>(node) != nullptr;
-}
+bool is_leaf(Node* node) { return dynamic_cast<autograd::AccumulateGrad*>(node) != nullptr; }
 
 // The leaf of what other ranks take part in (comm/linear_map.hpp).
 bool is_anchor(Node* node) {

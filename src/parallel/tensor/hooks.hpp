@@ -8,9 +8,7 @@ namespace isograd {
 
 inline constexpr const char* kTensorAxis = "tp";
 
-inline int ranks_along_tp(const Grid& grid) {
-  return grid.has(kTensorAxis) ? grid.size({kTensorAxis}) : 1;
-}
+inline int ranks_along_tp(const Grid& grid) { return grid.has(kTensorAxis) ? grid.size({kTensorAxis}) : 1; }
 
 bool tp_regions_are_checked();  // check_tp_regions()
 

@@ -117,17 +117,11 @@ Group::Rows asked(Group& tp, const at::Tensor& split) {
 
 }  // namespace
 
-void check_tp_regions(bool on) {
-  checking = on;
-}
+void check_tp_regions(bool on) { checking = on; }
 
-bool tp_regions_are_checked() {
-  return checking;
-}
+bool tp_regions_are_checked() { return checking; }
 
-Group tensor_group(const Mesh& mesh, const std::string& axis) {
-  return mesh.along({axis}, "tensor");
-}
+Group tensor_group(const Mesh& mesh, const std::string& axis) { return mesh.along({axis}, "tensor"); }
 
 at::Tensor copy_to_tp(Group tp, const at::Tensor& same) {
   if (tp.size() == 1) return same;

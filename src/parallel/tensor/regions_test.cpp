@@ -19,9 +19,7 @@ at::Tensor numbers(at::IntArrayRef shape, double seed) {
   return (at::arange(c10::multiply_integers(shape), at::kDouble) * 0.7 + seed).sin().view(shape).clone();
 }
 
-Group along_tp(World& world) {
-  return Mesh(world, Grid({{"tp", world.size}})).along({"tp"});
-}
+Group along_tp(World& world) { return Mesh(world, Grid({{"tp", world.size}})).along({"tp"}); }
 
 Group::Rows uneven(std::int64_t rows, int ranks) {  // the second rank has none where there are three
   Group::Rows each = split_rows(rows, ranks);
