@@ -46,7 +46,7 @@ at::Tensor squared_error_sum(const at::Tensor& prediction, const at::Tensor& tar
   check_same(where, "prediction and target", prediction, target);
   if (prediction.numel() == 0) {
     token_weights(where, weights, {}, prediction.size(0), prediction.device());
-    return prediction.to(computing_type(prediction.scalar_type())).sum();
+    return prediction.to(computing_type(prediction.scalar_type())).square().sum();
   }
   return error_sum(where, prediction, target.to(computing_type(prediction.scalar_type())), weights);
 }
