@@ -11,7 +11,7 @@
 namespace isograd {
 namespace {
 
-using Deal = SamplerOptions::Assign;
+using Assign = SamplerOptions::Assign;
 
 RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
   SamplerOptions options;
