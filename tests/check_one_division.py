@@ -70,7 +70,7 @@ ALLOWED = [
     ("src/model/attention/kernel.hpp", "return q.size(1) / k.size(1)", "query heads of each key head"),
     ("src/model/fused.cpp", "wide.pow(2).mean(-1", "RMSNorm: the mean square of a row, over its channels"),
     ("src/train/step.cpp", "options_.max_norm).div(norm + 1e-6)", "the clip coefficient, on a device"),
-    ("src/verify/compared_step.cpp", "cell.targets / targets_", "the diagnosis: a micro-batch's part of the reference"),
+    ("src/verify/diagnosis.cpp", "cell.targets / targets_", "the diagnosis: a micro-batch's part of the reference"),
     ("src/train/video_task.cpp", ".pow(2).mean(1)", "a patch's loss for the oracle: the mean over its numbers"),
     ("src/train/router_losses.cpp", "sum / static_cast<double>(layers_.size())", "the mean of the layers' z-losses; the step divides by tokens"),
     ("src/train/text_task.cpp", "of_layer.mean() - of_layer", "not of a loss: which experts got less than the mean"),

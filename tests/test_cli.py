@@ -1,6 +1,6 @@
 """The command line: what is said about bad input, and with which status; every verb on something small; the museum.
 
-Training itself is in test_train.py, stops, kills and full disks in test_train_ended.py. The binary comes from
+Training itself is in test_train.py, stops, kills and full disks in test_train.py. The binary comes from
 ISOGRAD_BUILD_DIR (default build/release).
 """
 import json

@@ -1,4 +1,5 @@
-// isograd bench: our speed against a peer's, in the same run. The verbs are rows of bench/verbs.cpp.
+// isograd bench: our speed against a peer's, in the same run. The verbs are rows of the table in
+// bench/runner.cpp.
 #include "bench/bench.hpp"
 
 #include <fmt/format.h>

@@ -18,7 +18,7 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
-#include "data/shard.hpp"
+#include "data/store.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <random>
 
-#include "data/shard.hpp"
+#include "data/store.hpp"
 #include "data/test_support.hpp"
 
 namespace isograd {

@@ -4,7 +4,7 @@
 
 #include "isograd/parameters.hpp"
 #include "kernels/flat.hpp"
-#include "optim/runs.hpp"
+#include "optim/optimizers.hpp"
 
 namespace isograd::by_libtorch {
 

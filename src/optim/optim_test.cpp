@@ -10,7 +10,7 @@
 #include "isograd/optimizer.hpp"
 #include "layout/flat.hpp"
 #include "optim/by_libtorch.hpp"
-#include "optim/runs.hpp"
+#include "optim/optimizers.hpp"
 
 namespace isograd {
 namespace {

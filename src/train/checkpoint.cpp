@@ -531,7 +531,7 @@ std::unique_ptr<Tokenizer> checkpoint_tokenizer(const fs::path& directory, const
     refuse(directory.string(),
            state.tokenizer.empty() ? "a model trained on shards of an unknown tokenizer"
                                    : "tokenizer " + state.tokenizer + " without its file",
-           file.filename().string() + "next to the weights",
+           file.filename().string() + " next to the weights",
            "Decode with the tokenizer that packed the shards");
   return open_tokenizer(file.string());
 }

@@ -1,6 +1,6 @@
 // A rank's part of a run's micro-batches: the memory limit, and the balance of the split over
 // context-parallel ranks.
-#include "train/cut_batches.hpp"
+#include "train/prepared_run.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

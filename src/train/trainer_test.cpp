@@ -247,7 +247,7 @@ TEST_F(TrainerTest, WhatCannotBeTrainedIsRefusedBefore) {
               HasSubstr("no complete checkpoint"));
 }
 
-// `isograd train ... | head`: with process ranks in tests/test_train_more.py.
+// `isograd train ... | head`: with process ranks in tests/test_train.py.
 TEST(StopSignals, OutputThatNobodyReadsIsAWriteError) {
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);

@@ -1,5 +1,5 @@
 // The numbers of a comparison: sums over large tensors, the scale of errors along a direction, bounds and
-// grades (DESIGN.md, the four grades).
+// grades (DESIGN.md, the three grades).
 #pragma once
 
 #include <ATen/core/Tensor.h>

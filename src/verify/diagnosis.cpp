@@ -8,6 +8,10 @@
 #include <numeric>
 #include <set>
 
+#include "base/refuse.hpp"
+#include "isograd/error.hpp"
+#include "verify/compare.hpp"
+
 namespace isograd {
 
 const std::vector<Diagnosis> kDiagnoses = {
@@ -425,6 +429,726 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
   if (findings.empty()) ended_by(diagnose_replicas(one, pair.expected, " of the reference", RunAgain()));
   if (findings.empty()) ended_by(diagnose_contradictions(one, tolerance(one), ambiguous));
   return findings;
+}
+
+namespace {
+
+at::ScalarType type_of(const std::string& precision) {
+  if (precision == "bf16") return at::kBFloat16;
+  if (precision == "fp16") return at::kHalf;
+  return precision == "fp64" ? at::kDouble : at::kFloat;
+}
+
+// The sums have one part for each rank and micro-batch that holds something.
+Bounds bounds_of(const StepDump& found, at::ScalarType type) {
+  int ranks = 1, holders = 0;
+  for (const auto& [axis, size] : found.axes) ranks *= size;
+  std::int64_t rounds = 1;
+  for (const auto& own : found.counts) {
+    const auto held = std::ranges::count_if(own, [](auto count) { return count > 0; });
+    rounds = std::max<std::int64_t>(rounds, held);
+    holders += held > 0;
+  }
+  return bounds_for(type, std::max(ranks, holders), rounds);
+}
+
+// Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
+constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
+// Units of bf16 by which the scale of a matrix may be off, in addition to what its own pieces say: nearly
+// three times the most, 12, that right steps of nine models were seen to be off altogether, in 12,000 pairs
+// of matrices. Its gradient is a product, which is added up in fp32 and rounded once. That of a vector is a
+// sum over tokens, which PyTorch makes in bf16 for a LayerNorm: it was seen to be 58 % too small in steps
+// that are right, and turned by 7 %, so that no such bound holds there.
+constexpr double kUnitsOfMatrix = 32;
+
+}  // namespace
+
+const std::string& ComparedStep::precision() const {
+  const auto place = [](const std::string& precision) {
+    return precision == "bf16" ? 3 : precision == "fp16" ? 2 : precision == "fp64" ? 0 : 1;
+  };
+  return place(expected().precision) > place(found().precision) ? expected().precision : found().precision;
+}
+
+ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& again)
+    : pair_(std::move(pair)), grid_(pair_.found.axes), setting_(setting), again_(again) {
+  const std::map<std::string, at::Tensor> own(found().gradients.begin(), found().gradients.end()),
+      by_one(pair_.alone.begin(), pair_.alone.end());
+  const at::ScalarType type = type_of(precision());
+  allowance_.exact = type == at::kDouble;
+  allowance_.bounds = bounds_of(found(), type);
+  const bool measured = !allowance_.exact && !by_one.empty();
+  Tensors reference;
+  std::vector<double> norms;
+  for (const auto& [name, tensor] : expected().gradients) {
+    reference.push_back(tensor.to(at::kDouble));
+    norms.push_back(norm_of(reference.back()));
+  }
+  const auto unmeasured = error_scales(reference, norms, kUnmeasuredFloor);
+  const auto scales = allowance_.exact || measured ? error_scales(reference, norms, kFloor) : unmeasured;
+  double most_alone = 0;  // over few elements one run measures rounding badly: the worst of all counts
+  for (std::size_t i = 0; i < reference.size(); ++i) {
+    const auto match = own.find(expected().gradients[i].first);
+    if (match == own.end() || match->second.sizes() != reference[i].sizes()) continue;
+    Parameter parameter{.name = match->first,
+                        .found = match->second.to(at::kDouble),
+                        .expected = reference[i],
+                        .norm = norms[i],
+                        .scale = scales[i],
+                        .unmeasured_scale = unmeasured[i],
+                        .by_floor = held_to_floor(norms[i], scales[i]),
+                        .comparison = {}};
+    if (measured) {
+      alone_.push_back(by_one.at(parameter.name).to(at::kDouble));
+      alone_apart_.push_back(distance(alone_.back(), parameter.expected));
+      if (i < pair_.alone_rounding.size())  // the worst of several runs
+        alone_apart_.back() = std::fmax(alone_apart_.back(), pair_.alone_rounding[i]);
+      parameter.alone_error = in_scales(alone_apart_.back(), parameter.scale);
+      most_alone = std::max(most_alone, parameter.alone_error);
+    }
+    moves_.push_back(i < expected().moves.size() ? expected().moves[i] : 0);
+    parameters_.push_back(std::move(parameter));
+  }
+  allow(most_alone);
+  const bool theirs = expected().counts.empty() && expected().amounts.empty();
+  const StepDump& says = theirs || pair_.assigned_otherwise ? found() : expected();
+  if (says.counts.empty()) {
+    counts_ = says.amounts;
+    if (!says.counted.empty()) counted_ = says.counted;
+  }
+  for (const auto& rank : says.counts) counts_.emplace_back(rank.begin(), rank.end());
+  for (std::size_t rank = 0; rank < counts_.size(); ++rank) {
+    by_rank_.push_back(0);
+    for (std::size_t j = 0; j < counts_[rank].size(); ++j) {
+      const double targets = counts_[rank][j];
+      by_rank_.back() += targets;
+      if (targets > 0) cells_.push_back({static_cast<int>(rank), static_cast<int>(j), targets, {}});
+    }
+    targets_ += by_rank_.back();
+  }
+}
+
+// Sets the bounds of each parameter and of the whole, and compares.
+void ComparedStep::allow(double most_alone) {
+  const Bounds& bounds = allowance_.bounds;
+  // Other trainers add gradients up in the precision of the run.
+  const double sums = bounds.unit * std::sqrt(bounds.sum_length);
+  // A sum of n parts in one type is off by at most n u of itself where none cancel.
+  if (type_of(precision()) == at::kBFloat16)
+    allowance_.matrix = (kUnitsOfMatrix + bounds.sum_length) * bounds.unit;
+  Tensors own, reference;
+  std::vector<double> norms;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    own.push_back(parameter.found);
+    reference.push_back(parameter.expected);
+    norms.push_back(parameter.norm);
+    double allowed = Bounds{}.exact;
+    if (!allowance_.exact) {
+      const bool measured = !alone_.empty();
+      // The error of one process, or of the run by itself, makes the bound sharper and never wider.
+      double widest = kUnitsOfParameter * bounds.unit;
+      if (measured) widest = in_scales(widest * parameter.unmeasured_scale, parameter.scale);
+      const double moved = parameter.scale > 0 ? in_scales(kRoundingFactor * moves_[i], parameter.scale) : 0;
+      if (moved > widest) {
+        allowance_.moved = true;
+        widest = moved;
+      }
+      const bool few = parameter.expected.numel() < kMeasurable;
+      allowed = measured ? std::min(4 * (few ? most_alone : parameter.alone_error) + sums, widest) : widest;
+    }
+    parameter.comparison = compare(parameter.found, parameter.expected, parameter.scale, allowed);
+    apart_.push_back(parameter.scale > 0 && std::isfinite(parameter.scale)
+                         ? parameter.comparison.error * parameter.scale
+                         : distance(parameter.found, parameter.expected));
+    allowance_.parameter.push_back(allowed * parameter.scale);
+    if (scale_told(parameter)) {
+      const WholeScale matrix =
+          test_scale_of_one(parameter.found, parameter.expected, bounds.unit, allowance_.matrix);
+      Comparison& comparison = parameter.comparison;
+      comparison.passed = comparison.passed && matrix.passed;
+      comparison.scale_found = matrix.passed ? std::min(comparison.scale_found, matrix.found_from) : 0;
+    }
+  }
+  norm_ = norm_of(norms);
+  if (allowance_.exact) return;
+  whole_error_ = norm_of(apart_);
+  allowance_.whole =
+      std::max(kUnitsOfWhole * bounds.unit * norm_, allowance_.moved ? kRoundingFactor * norm_of(moves_) : 0);
+  if (!alone_.empty())
+    allowance_.whole = std::min(4 * norm_of(alone_apart_) + sums * norm_, allowance_.whole);
+  scale_ = test_scale(own, reference, bounds.unit);
+}
+
+bool ComparedStep::scale_told(const Parameter& parameter) const {
+  return allowance_.matrix > 0 && parameter.expected.dim() > 1 &&
+         !held_to_floor(parameter.norm, parameter.unmeasured_scale);
+}
+
+std::vector<std::string> ComparedStep::off() const {
+  std::vector<std::string> names;
+  for (const auto& parameter : parameters_)
+    if (!parameter.comparison.passed) names.push_back(parameter.name);
+  if (names.empty() && !allowance_.exact && (!scale_.passed || !(whole_error_ <= allowance_.whole)))
+    for (const auto& parameter : parameters_)
+      if (parameter.norm != 0) names.push_back(parameter.name);
+  return names;
+}
+
+bool ComparedStep::is_one(std::size_t i, const Prediction& prediction, double& off, double& grown) const {
+  const Parameter& parameter = parameters_[i];
+  const at::Tensor& predicted = prediction.gradient[i];
+  const double error = distance(parameter.found, predicted);
+  const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(predicted))
+                                        : allowance_.parameter[i] * prediction.growth[i];
+  if (!(error <= limit)) return false;
+  off += error * error;
+  const double more = prediction.growth[i] * parameter.norm;
+  grown += more * more;
+  if (!scale_told(parameter)) return true;
+  const double own = norm_of(predicted);
+  return own <= 0 || scale_of_one_agrees(parameter.found, predicted, allowance_.bounds.unit,
+                                         allowance_.matrix * more / own);
+}
+
+bool ComparedStep::is_whole(const Prediction& prediction, double off, double grown) const {
+  if (allowance_.exact) return true;
+  Tensors gradient;
+  for (const Parameter& parameter : parameters_) gradient.push_back(parameter.found);
+  const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
+  return std::sqrt(off) <= unit * std::sqrt(grown) &&
+         scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit);
+}
+
+bool ComparedStep::is(const Prediction& prediction) const {
+  double off = 0, grown = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (!is_one(i, prediction, off, grown)) return false;
+  return is_whole(prediction, off, grown);
+}
+
+std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
+                                     const std::vector<std::string>& names, Prediction* made) {
+  if (!can_weight(weights)) return std::nullopt;
+  Prediction prediction = right();
+  double off = 0, grown = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (contains(names, parameters_[i].name)) weight_one(i, weights, prediction);
+    if (!is_one(i, prediction, off, grown)) return false;
+  }
+  if (!is_whole(prediction, off, grown)) return false;
+  if (made) *made = std::move(prediction);
+  return true;
+}
+
+Prediction ComparedStep::right() const {
+  Prediction prediction;
+  for (const Parameter& parameter : parameters_) prediction.gradient.push_back(parameter.expected);
+  prediction.growth.assign(parameters_.size(), 1);
+  return prediction;
+}
+
+Along ComparedStep::between(const Prediction& from, const Prediction& to) const {
+  Tensors errors, direction, against_alone;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    errors.push_back(parameters_[i].found - from.gradient[i]);
+    direction.push_back(to.gradient[i] - from.gradient[i]);
+    // The rounding that one process and the run have in common cancels.
+    if (!alone_.empty()) against_alone.push_back(errors.back() - (alone_[i] - parameters_[i].expected));
+  }
+  const double unit = allowance_.bounds.unit;
+  const Along plain = along(errors, direction, from.gradient, unit);
+  if (alone_.empty()) return plain;
+  const Along relative = along(against_alone, direction, from.gradient, unit);
+  return relative.scatter < plain.scatter ? relative : plain;
+}
+
+static bool uniform(const std::vector<double>& weights) {
+  return std::ranges::all_of(
+      weights, [&](double weight) { return std::abs(weight - weights[0]) <= 1e-12 * std::abs(weights[0]); });
+}
+
+bool ComparedStep::can_weight(const std::vector<double>& weights) { return uniform(weights) || find_parts(); }
+
+void ComparedStep::weight_one(std::size_t i, const std::vector<double>& weights,
+                              Prediction& prediction) const {
+  if (uniform(weights)) {
+    prediction.growth[i] = std::abs(weights[0]);
+    prediction.gradient[i] = parameters_[i].expected * weights[0];
+    return;
+  }
+  at::Tensor sum = at::zeros_like(parameters_[i].expected);
+  double squares = 0, grown = 0;
+  for (std::size_t c = 0; c < weights.size(); ++c) {
+    sum.add_(cells_[c].part[i], weights[c]);
+    const double part = cells_[c].norm[i];
+    squares += part * part;
+    grown += part * part * weights[c] * weights[c];
+  }
+  prediction.gradient[i] = sum;
+  prediction.growth[i] = squares > 0 ? std::sqrt(grown / squares) : 1;
+}
+
+std::optional<Prediction> ComparedStep::weighted(const std::vector<double>& weights,
+                                                 const std::vector<std::string>& names) {
+  if (!can_weight(weights)) return std::nullopt;
+  Prediction prediction = right();
+  for (std::size_t i = 0; i < parameters_.size(); ++i)
+    if (contains(names, parameters_[i].name)) weight_one(i, weights, prediction);
+  return prediction;
+}
+
+bool ComparedStep::finite() const { return std::ranges::all_of(parameters_, all_finite, &Parameter::found); }
+bool ComparedStep::finite_loss() const {
+  return !std::isinf(found().figures.loss) && !contains(found().not_numbers, "loss");
+}
+
+int ComparedStep::holders() const {
+  return static_cast<int>(std::ranges::count_if(by_rank_, [](double targets) { return targets > 0; }));
+}
+int ComparedStep::home_of(int rank) const {
+  const auto& [one, other] = setting_.swapped;
+  return rank == one ? other : rank == other ? one : rank;
+}
+AxisSet ComparedStep::axis_set(const std::string& axis) const {
+  if (axis == kAllRanks) return grid_.names();
+  if (axis == kContextRanks) return present(grid_, kContextAxes);
+  return present(grid_, {axis});
+}
+double ComparedStep::size_of(const std::string& axis) const {
+  if (axis == kAllRanks && found().axes.empty()) return ranks();
+  return grid_.size(axis_set(axis));
+}
+int ComparedStep::micro_batches(int rank) const {
+  return static_cast<int>(counts_.at(static_cast<std::size_t>(rank)).size());
+}
+int ComparedStep::micro_batches() const {
+  int sum = 0;
+  for (const auto& one : counts_) sum += static_cast<int>(one.size());
+  return sum;
+}
+int ComparedStep::most_micro_batches() const {
+  std::size_t most = 0;
+  for (const auto& one : counts_) most = std::max(most, one.size());
+  return static_cast<int>(most);
+}
+bool ComparedStep::shows(std::size_t parameter) const {
+  const Parameter& one = parameters_.at(parameter);
+  return !one.comparison.passed || one.norm > allowance_.parameter.at(parameter);
+}
+bool ComparedStep::silent() const { return static_cast<int>(cells_.size()) < micro_batches(); }
+
+bool ComparedStep::find_parts() {
+  if (parts_ != Parts::kNotAsked) return parts_ == Parts::kFound;
+  parts_ = Parts::kNone;
+  if (!again_ || cells_.empty() || pair_.assigned_otherwise) return false;
+  for (Cell& cell : cells_) {
+    Experiment alone = setting_;
+    alone.only_rank = cell.rank;
+    alone.only_micro_batch = cell.micro_batch;
+    alone.reference_only = true;
+    const auto pair = again_(alone);
+    if (!pair) return false;
+    const auto& named = pair->expected.gradients;
+    const std::map<std::string, at::Tensor> gradients(named.begin(), named.end());
+    // Alone, its tokens are all there are: its mean is over its own.
+    for (const auto& parameter : parameters_) {
+      const at::Tensor part = gradients.at(parameter.name).to(at::kDouble);
+      cell.part.push_back(pair->of_whole ? part : part * (cell.targets / targets_));
+      cell.norm.push_back(norm_of(cell.part.back()));
+    }
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    Tensors parts;
+    for (const Cell& cell : cells_) parts.push_back(cell.part[i]);
+    const double missing = missing_in(parts, parameters_[i].expected);
+    if (!(missing == 0 || missing / parameters_[i].scale <= limit())) return false;
+  }
+  parts_ = Parts::kFound;
+  return true;
+}
+
+std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain& again) {
+  auto pair = again ? again(setting) : std::nullopt;
+  if (!pair) return std::nullopt;
+  return ComparedStep(std::move(*pair), setting, again);
+}
+
+std::vector<ParameterVerdict> verdicts_of(const ComparedStep& one) {
+  std::vector<ParameterVerdict> verdicts;
+  for (const ComparedStep::Parameter& compared : one.parameters())
+    verdicts.push_back({.name = compared.name,
+                        .elements = compared.expected.numel(),
+                        .norm = compared.norm,
+                        .by_floor = compared.by_floor,
+                        .alone_error = compared.alone_error,
+                        .exact = compared.comparison,
+                        .rounded = compared.comparison});
+  return verdicts;
+}
+
+std::string text_of(const ComparedStep& one, const Experiment& experiment) {
+  const auto& axes = one.found().axes;
+  if (experiment.only_axis < 0 || experiment.only_axis >= static_cast<int>(axes.size()))
+    return experiment.text();
+  Experiment rest = experiment;
+  rest.only_axis = -1;
+  const auto text =
+      fmt::format("all ranks along {}", axes[static_cast<std::size_t>(experiment.only_axis)].name);
+  return rest == Experiment{} ? text : text + ", " + rest.text();
+}
+
+bool close_together(double a, double b, double limit) {
+  return std::abs(a - b) <= limit * std::max(std::abs(a), std::abs(b));
+}
+
+std::string list_names(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 3;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(kShown, names.size()); ++i) text += (i ? ", " : "") + names[i];
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+namespace {
+
+std::set<std::string> names_of(const StepDump& dump) {
+  std::set<std::string> names;
+  for (const auto& [name, gradient] : dump.gradients) names.insert(name);
+  return names;
+}
+
+// Wrappers put one prefix before all names ("module."): what is left without it are the other's.
+std::string common_prefix(const StepDump& found, const StepDump& expected) {
+  const std::set<std::string> names = names_of(expected);
+  const std::string& first = found.gradients[0].first;
+  for (std::size_t dot = first.find('.'); dot != std::string::npos; dot = first.find('.', dot + 1)) {
+    const std::string prefix = first.substr(0, dot + 1);
+    const auto fits = [&](const auto& item) {
+      return item.first.starts_with(prefix) && names.contains(item.first.substr(prefix.size()));
+    };
+    if (!names.contains(first) && std::ranges::all_of(found.gradients, fits)) return prefix;
+  }
+  return {};
+}
+
+void take_off(const std::string& prefix, StepDump& dump) {
+  const auto shorten = [&](StepDump::Named& tensors) {
+    for (auto& [name, tensor] : tensors)
+      if (name.starts_with(prefix)) name.erase(0, prefix.size());
+  };
+  shorten(dump.gradients);
+  shorten(dump.applied);
+  for (auto& rank : dump.shares) std::ranges::for_each(rank, shorten);
+}
+
+// Takes the prefix that one of two dumps has before all names off it, and says so. Whether there was one.
+bool align_names(StepDump& one, const std::string& name, const StepDump& other,
+                 std::vector<std::string>& notices) {
+  const std::string prefix = common_prefix(one, other);
+  if (prefix.empty()) return false;
+  take_off(prefix, one);
+  notices.push_back(fmt::format("all names of {} begin with \"{}\"; compared without it", name, prefix));
+  return true;
+}
+
+std::vector<std::string> terms_of(const StepDump& dump) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : dump.terms) names.push_back(name);
+  return names;
+}
+
+// Terms are compared by name: where none is on both sides, none is.
+bool terms_meet(const StepDump& found, const StepDump& expected) {
+  const auto own = terms_of(found), theirs = terms_of(expected);
+  return std::find_first_of(own.begin(), own.end(), theirs.begin(), theirs.end()) != own.end();
+}
+
+// Grades, from a case whose parameters are compared already.
+void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& one, bool with_alone,
+           const std::string& precision) {
+  const Allowance& allowance = one.allowance();
+  grade(layout, expected.figures, precision, allowance.exact, allowance.bounds, one.scale());
+  layout.figures_agree = true;  // what differs in them is a finding
+  const auto not_claimed = [](std::string why) {
+    return Grade{.state = Grade::State::kNotClaimed, .bound = std::move(why), .worst = {}};
+  };
+  layout.e3 = not_claimed("one dump shows one run");
+  (allowance.exact ? layout.e1 : layout.e2).state =
+      one.same() ? Grade::State::kPassed : Grade::State::kFailed;
+  if (allowance.exact) {
+    layout.e2 = not_claimed("both dumps are in fp64");
+    return;
+  }
+  layout.e1 = not_claimed("a dump in " + precision + " says nothing of exact arithmetic");
+  const double unit = allowance.bounds.unit, sums = unit * std::sqrt(allowance.bounds.sum_length);
+  auto whole =
+      fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(), allowance.whole);
+  if (allowance.matrix > 0)
+    whole += fmt::format("; scale of each matrix within {:.2g} + 4 of its standard errors", allowance.matrix);
+  layout.e2.bound =
+      with_alone ? fmt::format(
+                       "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one "
+                       "process in {}; u sqrt(W G) = {:.3g}; {}; scale of the whole gradient within 4 (u + "
+                       "its standard error), u = {:.2g}",
+                       precision, sums, precision, sums, whole, unit)
+                 : fmt::format(
+                       "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were "
+                       "seen to be off; {}; scale of the whole gradient within 4 (u + its standard error), u "
+                       "= {:.2g}; a dump of one process in {} (--alone) gives a sharper bound",
+                       precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole,
+                       unit, precision);
+}
+
+// An action that finds smaller mistakes than a comparison in this precision.
+std::string to_tell(const std::string& precision, bool with_alone, const std::string& reference) {
+  const std::string run = precision == "bf16" || precision == "fp16" ? "a run in fp32 or fp64"
+                          : precision == "fp64"                      ? "a step with a larger gradient"
+                                                                     : "a run in fp64";
+  const std::string first = reference != "fp64" && precision != "fp64" ? "Make the reference in fp64. " : "";
+  if (with_alone || precision == "fp64") return first + "Compare " + run;
+  return first +
+         fmt::format("Give the step of one process in {} (--alone; in Python alone=True), or compare {}",
+                     precision, run);
+}
+
+// The error that does not show in the parameter that shows least.
+std::string unseen_in(const Grade& grade) {
+  if (grade.failed > 0 || grade.single_least.empty()) return {};
+  return fmt::format(", in {} not even a gradient that is {:.2g} % too large or too small",
+                     grade.single_least, 100 * std::min(1.0, grade.single_found));
+}
+
+// The order of `shares` that puts the counts of the reference where the run has them: as they follow one
+// another, or, where no two are equal, by their size. Nothing: they are not the same micro-batches.
+using Cells = std::vector<std::pair<std::size_t, std::size_t>>;  // rank, micro-batch
+Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
+  Cells cells;
+  for (std::size_t rank = 0; rank < counts.size(); ++rank)
+    for (std::size_t i = 0; i < counts[rank].size(); ++i)
+      if (counts[rank][i] > 0) cells.emplace_back(rank, i);
+  return cells;
+}
+std::optional<StepDump> assigned_as(const StepDump& expected,
+                                    const std::vector<std::vector<std::int64_t>>& counts) {
+  const Cells theirs = cells_of(expected.counts), ours = cells_of(counts);
+  if (theirs.size() != ours.size()) return std::nullopt;
+  const auto count_at = [](const auto& of, const auto& cell) { return of[cell.first][cell.second]; };
+  std::vector<std::size_t> from(ours.size());  // by our cells, theirs
+  bool in_order = true;
+  for (std::size_t c = 0; c < ours.size(); ++c) {
+    from[c] = c;
+    in_order = in_order && count_at(counts, ours[c]) == count_at(expected.counts, theirs[c]);
+  }
+  if (!in_order) {
+    std::map<std::int64_t, std::size_t> by_count;
+    for (std::size_t c = 0; c < theirs.size(); ++c)
+      if (!by_count.emplace(count_at(expected.counts, theirs[c]), c).second) return std::nullopt;
+    for (std::size_t c = 0; c < ours.size(); ++c) {
+      const auto place = by_count.find(count_at(counts, ours[c]));
+      if (place == by_count.end()) return std::nullopt;
+      from[c] = place->second;
+      by_count.erase(place);
+    }
+  }
+  StepDump assigned = expected;
+  assigned.counts = counts;
+  assigned.shares.clear();
+  if (expected.shares.empty()) return assigned;
+  for (const auto& rank : counts) assigned.shares.emplace_back(rank.size());
+  for (std::size_t c = 0; c < ours.size(); ++c) {
+    const auto [rank, i] = theirs[from[c]];
+    if (rank < expected.shares.size() && i < expected.shares[rank].size())
+      assigned.shares[ours[c].first][ours[c].second] = expected.shares[rank][i];
+  }
+  return assigned;
+}
+
+// The ranks have as many targets in both, whatever their micro-batches.
+bool same_by_rank(const StepDump& found, const StepDump& expected) {
+  return std::ranges::equal(found.counts, expected.counts, [](const auto& own, const auto& theirs) {
+    return std::accumulate(own.begin(), own.end(), std::int64_t{0}) ==
+           std::accumulate(theirs.begin(), theirs.end(), std::int64_t{0});
+  });
+}
+
+// The dump of `--alone` bounds the error of A: it must be the same step, of A's precision, and right
+// within what rounding does to any.
+void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
+                  const DumpNames& names) {
+  const auto reject = [](const std::string& what) {
+    refuse("--alone", what,
+           "the step of one process in the precision of the run, beside that of one "
+           "process in fp64",
+           "Write both dumps with the same program, from the same parameters and "
+           "samples, or compare without --alone");
+  };
+  if (expected.precision != "fp64") reject(names.expected + " in " + expected.precision);
+  if (alone.precision != found.precision)
+    reject(fmt::format("{}, where {} is in {}", alone.precision, names.found, found.precision));
+  if (names_of(alone) != names_of(expected)) reject("other parameters than in " + names.expected);
+  ComparedStep one({.found = alone, .expected = expected});
+  const auto findings = diagnose(one);
+  if (!findings.empty()) reject("no right step of one process: " + findings[0].sentence);
+  if (!one.same())
+    reject("a gradient that is further from that of " + names.expected + " than rounding explains");
+}
+
+}  // namespace
+
+RunAgain again_from_shares(const StepDump& expected) {
+  if (expected.shares.empty() || expected.counts.empty()) return {};
+  return [&expected](const Experiment& experiment) -> std::optional<RunPair> {
+    const Experiment recorded{.only_rank = experiment.only_rank,
+                              .only_micro_batch = experiment.only_micro_batch,
+                              .reference_only = true};
+    if (experiment.only_rank < 0 || experiment.only_micro_batch < 0 || experiment != recorded)
+      return std::nullopt;
+    const auto rank = static_cast<std::size_t>(experiment.only_rank);
+    const auto micro_batch = static_cast<std::size_t>(experiment.only_micro_batch);
+    if (rank >= expected.shares.size() || micro_batch >= expected.shares[rank].size() ||
+        expected.shares[rank][micro_batch].empty())
+      return std::nullopt;
+    RunPair pair;
+    pair.expected.gradients = expected.shares[rank][micro_batch];
+    pair.of_whole = true;
+    return pair;
+  };
+}
+
+DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
+                             std::optional<StepDump> alone) {
+  ISOGRAD_INVARIANT(!found.gradients.empty() && !expected.gradients.empty(), "a dump without a gradient");
+  DumpComparison result;
+  if (!align_names(found, names.found, expected, result.notices))
+    align_names(expected, names.expected, found, result.notices);
+  if (alone && !alone->gradients.empty() && !align_names(*alone, "--alone", expected, result.notices))
+    if (const std::string prefix = common_prefix(expected, *alone); !prefix.empty())
+      take_off(prefix, expected), take_off(prefix, found);
+  if (alone) expect_alone(*alone, found, expected, names);
+  RunPair pair{.found = std::move(found), .expected = expected};
+  if (alone) {
+    pair.alone = alone->gradients;
+    std::map<std::string, double> rounding;
+    for (std::size_t i = 0; i < alone->rounding.size(); ++i)
+      rounding[alone->gradients[i].first] = alone->rounding[i];
+    if (!rounding.empty())
+      for (const auto& [name, gradient] : expected.gradients)
+        pair.alone_rounding.push_back(rounding.at(name));
+  }
+  const bool both = !pair.found.counts.empty() && !expected.counts.empty();
+  if (both && pair.found.counts != expected.counts) {
+    if (auto assigned = assigned_as(expected, pair.found.counts)) {
+      pair.expected = std::move(*assigned);
+      result.notices.push_back(names.expected +
+                               " has the same micro-batches on other ranks: matched by their counts");
+    } else if (!same_by_rank(pair.found, expected)) {
+      pair.assigned_otherwise = true;
+      result.notices.push_back(
+          fmt::format("the targets lie otherwise on ranks and micro-batches in {} than in {}: no part of a "
+                      "rank can be told (assign the samples alike)",
+                      names.expected, names.found));
+    }
+  }
+  const RunAgain again = again_from_shares(pair.expected);
+  ComparedStep one(pair, {}, again);
+
+  LayoutVerdict layout;
+  layout.name = names.found;
+  layout.exact = layout.rounded = pair.found.figures;
+  const bool names_agree =
+      names_of(pair.found) == names_of(expected) && one.parameters().size() == expected.gradients.size();
+  layout.parameters = verdicts_of(one);
+  const std::string& precision = one.precision();
+  judge(layout, expected, one, alone.has_value(), precision);
+  if (precision != pair.found.precision)
+    result.notices.push_back(fmt::format(
+        "{} is in {}, coarser than {} in {}: its precision limits the verdict, and what is smaller than "
+        "its rounding does not show{} (make the reference in fp64)",
+        names.expected, precision, names.found, pair.found.precision, unseen_in(layout.e2)));
+  double moved = 0;  // the most that the reference itself moves, as a share of a parameter's scale
+  for (std::size_t i = 0; i < one.parameters().size(); ++i)
+    if (one.parameters()[i].scale > 0) moved = std::max(moved, one.moves()[i] / one.parameters()[i].scale);
+  if (one.allowance().moved)
+    result.notices.push_back(fmt::format(
+        "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where parameters move by "
+        "what rounding in {} is worth, as where a derivative jumps: no run in {} is sure of it, and what is "
+        "smaller does not show (a run in fp64 tells; docs/verify.md, losses that jump)",
+        moved, precision, precision));
+  if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
+    result.notices.push_back(fmt::format(
+        "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,
+        list_names(terms_of(pair.found)), names.expected, list_names(terms_of(expected))));
+
+  Verdict& verdict = result.verdict;
+  verdict.ranks = std::max(1, static_cast<int>(pair.found.counts.size()));
+  verdict.precision = precision;
+  verdict.oracle = expected.figures;
+  verdict.parameters_agree = names_agree;
+  const auto same_count = [](std::int64_t a, std::int64_t b) {
+    return a == kNotRecorded || b == kNotRecorded || a == b;
+  };
+  verdict.batch_agrees =
+      (pair.found.samples.empty() || expected.samples.empty() || pair.found.samples == expected.samples) &&
+      same_count(pair.found.figures.targets, expected.figures.targets);
+  if (!same_count(pair.found.figures.tokens, expected.figures.tokens))
+    result.notices.push_back(fmt::format("{} tokens in {}, {} in {}: padding, or others that carry no loss",
+                                         pair.found.figures.tokens, names.found, expected.figures.tokens,
+                                         names.expected));
+  result.findings = diagnose(one, again, &result.notices);
+  for (const Finding& finding : pair.found.findings) {
+    const bool unnamed = result.findings.size() == 1 && result.findings[0].id == finding_id::unknown;
+    // A reduction that is not proven is no cause of what is known to be wrong.
+    if (finding.id == finding_id::reduction_not_proven && !result.findings.empty()) {
+      result.notices.push_back(finding.sentence);
+    } else if (finding.id == finding_id::clipped_before_reduction &&
+               unnamed) {  // it is one of what fits nothing else
+      Finding cause = finding;
+      cause.evidence = std::move(result.findings[0].evidence);
+      result.findings[0] = std::move(cause);
+    } else {
+      result.findings.push_back(finding);
+    }
+  }
+  const bool right = one.same() && result.findings.empty();
+  if (const bool exact = one.allowance().exact; right)
+    if (auto coarse =
+            diagnose_resolution(layout.parameters, exact ? layout.e1 : layout.e2, exact,
+                                to_tell(precision, alone || one.allowance().moved, expected.precision)))
+      result.findings.push_back(std::move(*coarse));
+  // Every finding fails the verdict, and every failure has a finding.
+  verdict.passed = one.same() && names_agree && verdict.batch_agrees && !one.parameters().empty() &&
+                   result.findings.empty();
+  if (!verdict.passed && result.findings.empty())
+    result.findings.push_back(
+        {finding_id::unknown, "the step is not the expected one, in no way that has a name"});
+  const auto unknown = [](const Finding& finding) { return finding.id == finding_id::unknown; };
+  if (!one.allowance().exact && expected.moves.empty() && std::ranges::any_of(result.findings, unknown))
+    result.notices.push_back(fmt::format(
+        "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no bound on "
+        "rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses that jump)",
+        precision));
+  layout.passed = verdict.passed;
+  verdict.layouts.push_back(std::move(layout));
+
+  if (expected.shares.empty()) {
+    if (std::ranges::any_of(result.findings, unknown))
+      result.notices.push_back(
+          names.expected +
+          " holds no shares of ranks and micro-batches; with them wrong weights can be named (docs/verify.md)");
+    else if (verdict.passed && !one.allowance().exact)
+      result.notices.push_back(
+          fmt::format("{} holds no shares of ranks and micro-batches: weights of theirs that move the "
+                      "gradient by less than {:.1g} of its norm are not told from the right ones",
+                      names.expected, one.allowance().whole / one.norm()));
+  }
+  for (const auto& finding : result.findings) verdict.diagnosis.push_back(finding.sentence);
+  verdict.findings = result.findings;
+  return result;
 }
 
 }  // namespace isograd

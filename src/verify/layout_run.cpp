@@ -13,7 +13,7 @@
 #include "isograd/error.hpp"
 #include "isograd/step.hpp"
 #include "layout/flat.hpp"
-#include "optim/norm/passes.hpp"
+#include "optim/norm/norm.hpp"
 #include "parallel/data/same_parameters.hpp"
 #include "train/build.hpp"
 #include "verify/replayed_choices.hpp"

@@ -17,7 +17,7 @@
 #include "train/rank_zero.hpp"
 #include "verify/compare.hpp"
 #include "verify/experiments.hpp"
-#include "verify/heartbeat.hpp"
+#include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
 
 namespace isograd {

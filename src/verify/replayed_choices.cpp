@@ -14,7 +14,6 @@
 
 #include "train/rank_zero.hpp"
 #include "verify/compare.hpp"
-#include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
 
 namespace isograd {

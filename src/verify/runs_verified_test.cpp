@@ -152,7 +152,7 @@ TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
   EXPECT_FALSE(minimise_run(config, 2, {"bucketed", "zero3"}));
 }
 
-// Four ranks are proved as processes, by tests/test_verify_more.py.
+// Four ranks are proved as processes, by tests/test_verify.py.
 TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
   for (const int ranks : full_tests() ? std::vector<int>{1, 2, 4} : std::vector<int>{1, 2}) {
     const Verdict verdict = verify_on(ranks, tiny("all"), {kAllLayouts});

@@ -11,7 +11,6 @@
 #include "verify/compare.hpp"
 #include "verify/diagnosis.hpp"
 #include "verify/experiments.hpp"
-#include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/present.hpp"
 #include "verify/reference.hpp"

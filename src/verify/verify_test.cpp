@@ -8,7 +8,6 @@
 
 #include "isograd/error.hpp"
 #include "verify/compare.hpp"
-#include "verify/heartbeat.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
 #include "verify/test_problem.hpp"

@@ -11,7 +11,7 @@
 #include "base/json.hpp"
 #include "base/python.hpp"
 #include "data/corpus.hpp"
-#include "data/shard.hpp"
+#include "data/store.hpp"
 #include "data/table.hpp"
 #include "data/video.hpp"
 #include "data/video_testing.hpp"

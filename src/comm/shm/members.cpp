@@ -22,7 +22,7 @@
 namespace isograd::shm {
 namespace {
 
-constexpr int kVersion = 3;  // of the text below and of the layouts in control.hpp and channel.hpp
+constexpr int kVersion = 3;  // of the text below and of the layouts in control.hpp and message.hpp
 
 struct ProcessStatus {
   char state = 0;  // as in ps; 0: no such process; '?': unknown

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "isograd/error.hpp"
-#include "optim/norm/passes.hpp"
+#include "optim/norm/norm.hpp"
 
 namespace isograd {
 namespace {

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "isograd/optimizer.hpp"
-#include "optim/norm/passes.hpp"
+#include "optim/norm/norm.hpp"
 
 namespace isograd {
 namespace {

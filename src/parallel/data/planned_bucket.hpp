@@ -16,7 +16,7 @@ struct PlannedBucket {
   BucketPlan plan;                    // padded
   std::string unit{};                 // that it belongs to (fully_shard)
   AxisSet asked{};                    // axes along which shards may lie, as RankRoles takes them
-  bool in_shards = false;             // as RankRoles::share takes it
+  bool in_shards = false;             // as RankRoles::held_ranges takes it
   bool parameters_in_shards = false;  // a rank keeps those of its share alone, or counts them of the one copy
   bool gradients_in_shards = false;
   at::ScalarType gradients = at::kFloat;  // their type
@@ -34,7 +34,6 @@ std::vector<PlannedBucket> plan_fully_sharded(const UnitHandle& root, const Name
                                               int rank, const FullyShardOptions& options);
 
 // Determined by the stage, the options and the numbers of shards for all buckets of a layout.
-
 // For bucketed(). ConfigError: a stage that it does not have.
 struct BucketRules {
   // `parameters` as place_parameters() leaves them.
@@ -46,7 +45,6 @@ struct BucketRules {
 };
 
 // In which order a model's parameters fill the buckets.
-
 // Indices of `names` in `parameters`; empty where there are none. ConfigError unless each parameter is named
 // once.
 std::vector<std::size_t> order_by_names(const std::vector<NamedParameter>& parameters,

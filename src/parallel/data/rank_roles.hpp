@@ -51,7 +51,6 @@ struct RankRoles {
 };
 
 // The groups of a flat buffer, by role, from the axes that its parameters have in common.
-
 struct RoleGroups {
   // Collective over the ranks of each group. `asked` as RankRoles takes it.
   RoleGroups(const Mesh& mesh, const SyncAxes& sync, const AxisSet& asked);

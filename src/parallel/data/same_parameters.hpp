@@ -21,7 +21,6 @@ void check_same_parameters(const std::vector<NamedParameter>& parameters, Group 
 Group ranks_of_same_parameters(const Mesh& mesh);
 
 // Parameters that are frozen or unfrozen while a layout lives.
-
 // Between a step's gradients and its update: takes requires_grad of the parameters over into Slot::trained.
 // Returns the frozen ones that need a gradient now, which have left parameters.frozen and have no bucket yet.
 // Collective where something has changed. ConfigError that names a parameter which only some ranks train.

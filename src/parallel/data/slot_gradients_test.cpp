@@ -1,6 +1,6 @@
 // Gradients of a step's first micro-batch are written to their slots, later ones are added, and functions may
 // compute them there.
-#include "parallel/data/slot_gradients.hpp"
+#include "parallel/data/flat_bucket.hpp"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -64,7 +64,6 @@ std::vector<at::Tensor> call_unit(const UnitCall& call, const std::vector<at::Te
                                   const UnitBody& body);
 
 // A UnitHandle's state; `call.host` is set once a layout has taken it.
-
 struct UnitHandle::Binding {
   std::function<std::vector<at::Tensor>()> parameters;
   std::optional<bool> checkpoint{}, reshard{}, fp32_gradients{};
