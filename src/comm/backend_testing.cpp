@@ -196,22 +196,23 @@ class Check {
     wait("all_gather", backend_.allgather(gathered, input));
     for (int r = 0; r < size_; ++r) expect("allgather", gathered[0][r], numbers(r, 0, width(r), type_));
 
+    const auto part = [&](int rank) { return cases_.uneven ? width(rank) : count_; };
     std::vector<Tensors> at_root(rank_ == root ? 1 : 0);
-    for (int r = 0; r < size_ && rank_ == root; ++r) at_root[0].push_back(room(width(r)));
+    for (int r = 0; r < size_ && rank_ == root; ++r) at_root[0].push_back(room(part(r)));
     c10d::GatherOptions gather;
     gather.rootRank = root;
-    Tensors given{own(1, width(rank_))};
+    Tensors given{own(1, part(rank_))};
     wait("gather", backend_.gather(at_root, given, gather));
     for (int r = 0; r < size_ && rank_ == root; ++r)
-      expect("gather", at_root[0][r], numbers(r, 1, width(r), type_));
+      expect("gather", at_root[0][r], numbers(r, 1, part(r), type_));
 
     std::vector<Tensors> scattered(rank_ == root ? 1 : 0);
-    for (int r = 0; r < size_ && rank_ == root; ++r) scattered[0].push_back(own(2 + r, width(r)));
+    for (int r = 0; r < size_ && rank_ == root; ++r) scattered[0].push_back(own(2 + r, part(r)));
     c10d::ScatterOptions scatter;
     scatter.rootRank = root;
-    Tensors got{room(width(rank_))};
+    Tensors got{room(part(rank_))};
     wait("scatter", backend_.scatter(got, scattered, scatter));
-    expect("scatter", got[0], numbers(root, 2 + rank_, width(rank_), type_));
+    expect("scatter", got[0], numbers(root, 2 + rank_, part(rank_), type_));
 
     // Rank a sends rank b (a + 2 b) % 4 rows of 3.
     const auto rows = [](int from, int to) { return static_cast<std::int64_t>((from + 2 * to) % 4); };

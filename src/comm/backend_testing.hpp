@@ -12,6 +12,7 @@ namespace isograd::testing {
 struct BackendCases {
   std::vector<at::ScalarType> types = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf, at::kLong,
                                        at::kInt,    at::kShort, at::kChar,     at::kByte, at::kBool};
+  bool uneven = true;      // gather and scatter take parts of other sizes
   at::Tensor memory = {};  // bytes for this rank's tensors, e.g. shared ones; undefined: private memory
 };
 
