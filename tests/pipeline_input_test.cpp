@@ -149,7 +149,7 @@ TEST(PipelineInput, EveryRankHasAStageAndTheSameTable) {
     EXPECT_EQ(
         told,
         "ConfigError: the schedule 'gpipe': found no stage on rank 1 along pp; expected one on each rank at "
-        "least. Deal the stages to all ranks, or start fewer along pp.");
+        "least. Assign the stages to all ranks, or start fewer along pp.");
   const auto told =
       refused(3, [](int rank) { return PipelineOptions{.schedule = rank == 2 ? "gpipe" : "1f1b"}; });
   for (const std::string& each : told)
