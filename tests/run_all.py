@@ -19,8 +19,8 @@ import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These begin first, longest first, so that none of them runs on when all others are done.
-LONG = ["verify", "hybrid", "museum", "axis_run", "axes", "comm", "loss_ranking", "means", "parts", "strategies", "experts_load",
-        "train"]
+LONG = ["verify", "hybrid", "axis_run", "axes", "museum", "comm", "convolution", "loss_ranking", "means", "parts",
+        "strategies", "experts_load", "train"]
 
 
 def read_junit(path):
