@@ -85,7 +85,12 @@ std::FILE* open_pipe(const fs::path& path, const char* mode) {
 std::array<std::atomic<pid_t>, 64> process_groups{};
 constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
 
+std::atomic<bool> starting{false};  // a side has been started, and its group is not listed yet
+
 void end_sides(int signal) {
+  // The thread that starts a side has these signals blocked, so this is another one, and can wait for it.
+  const timespec millisecond{.tv_sec = 0, .tv_nsec = 1'000'000};
+  for (int i = 0; i < 5000 && starting.load(); ++i) nanosleep(&millisecond, nullptr);
   for (const auto& each : process_groups)
     if (const pid_t group = each.load(); group > 0) kill(-group, SIGKILL);
   raise(signal);  // SA_RESETHAND: as if nobody had handled it
@@ -322,10 +327,12 @@ Contestant::Contestant(const Side& side, const fs::path& exchange)
   for (const int signal : kEnding) sigaddset(&ending, signal);
   pthread_sigmask(SIG_BLOCK, &ending, &before);
   posix_spawnattr_setsigmask(&attributes, &before);
+  starting = true;
   const int error = posix_spawnp(&process_, words[0].c_str(), &files, &attributes, arguments.data(), environ);
   posix_spawn_file_actions_destroy(&files);
   posix_spawnattr_destroy(&attributes);
   if (error == 0) exchange_side(0, process_);
+  starting = false;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error == 0) return;
   process_ = -1;
