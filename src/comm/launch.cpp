@@ -473,7 +473,11 @@ int launch_through_mpirun(const Texts& command, const LaunchOptions& options) {
                  "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1"};
 
   Relay relay(options);
-  std::vector<int> ends;
+  struct Ends : std::vector<int> {
+    ~Ends() {
+      for (const int end : *this) ::close(end);
+    }
+  } ends;
   if (relay.output) {
     // A shell sends each rank's output to our pipes: mpirun's own tags appear in the middle of lines that are
     // written in parts. The pipes are opened through /proc, because mpirun passes no descriptors on.
@@ -501,7 +505,6 @@ int launch_through_mpirun(const Texts& command, const LaunchOptions& options) {
   } while (::waitpid(child.pid, &status, WNOHANG) != child.pid);
   if (child.pidfd >= 0) ::close(child.pidfd);
   if (relay.output) relay.output->finish();
-  for (const int end : ends) ::close(end);
 
   const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   if (code <= 128 || code == 128 + relay.user_signal) return code;

@@ -151,8 +151,8 @@ Works Queue::begin(const std::string& name, std::vector<Stage> stages, std::chro
 Works Queue::follow(const std::string& name, const std::function<Works(const std::string& where)>& start,
                     std::chrono::milliseconds timeout) {
   const std::lock_guard lock(mutex_);
+  advance_all();  // an error of an earlier operation is this call's too
   const auto operation = made(name, {});
-  advance_all();
   const Works followed = start(operation->where);
   operation->under_way = {{followed}};
   followed_.push_back(operation);

@@ -329,16 +329,28 @@ class MpiBackend final : public c10d::Backend {
   Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override {
     return start("all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, options.timeout,
                  [&](Issued& issued) {
+                   for (const at::Tensor& tensor : tensors) {  // all checks come before the first request
+                     issued.check.piece(tensor);
+                     issued.check.reduction(tensor, options.reduceOp);
+                   }
                    for (const at::Tensor& tensor : tensors) all_reduce(issued, tensor, options.reduceOp);
                  });
   }
-  // An all-reduce, of a copy where the result does not belong.
   Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override {
     return start("reduce", OpType::REDUCE, tensors, options.timeout, [&](Issued& issued) {
       const at::Tensor& tensor = issued.check.only(tensors);
       issued.check.piece(tensor);
-      all_reduce(issued, rank_ == issued.check.root(options.rootRank) ? tensor : tensor.clone(),
-                 options.reduceOp);
+      const int root = issued.check.root(options.rootRank);
+      const Operand form = operand(tensor, options.reduceOp, issued.check);
+      issued.requests.keep({form.tensor});
+      in_pieces(issued, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+        return rank_ == root
+                   ? MPI_Ireduce(MPI_IN_PLACE, data, count, form.type, form.operation, root, comm, request)
+                   : MPI_Ireduce(data, nullptr, count, form.type, form.operation, root, comm, request);
+      });
+      if (rank_ == root)
+        issued.requests.finish.push_back(
+            [form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
     });
   }
   Works reduce_scatter(Tensors& outputs, Lists& inputs,
@@ -346,6 +358,7 @@ class MpiBackend final : public c10d::Backend {
     return start("reduce_scatter", OpType::REDUCE_SCATTER, outputs, options.timeout, [&](Issued& issued) {
       const at::Tensor& output = issued.check.only(outputs);
       const Tensors& parts = issued.check.one_list(inputs);
+      issued.check.piece(output);  // MPI may write to it
       issued.check.same_size(output, parts[own()]);
       reduce_scatter_parts(issued, output, joined(parts), sizes_of(parts), options.reduceOp);
     });
@@ -360,6 +373,10 @@ class MpiBackend final : public c10d::Backend {
     return start("reduce_scatter_coalesced", torch_versions::kReduceScatterCoalesced, outputs,
                  options.timeout, [&](Issued& issued) {
                    issued.check.as_many(outputs.size(), inputs.size());
+                   for (std::size_t i = 0; i < inputs.size(); ++i) {
+                     issued.check.piece(outputs[i]), issued.check.cut(inputs[i], outputs[i]);
+                     issued.check.reduction(inputs[i], options.reduceOp);
+                   }
                    for (std::size_t i = 0; i < inputs.size(); ++i)
                      reduce_scatter_even(issued, outputs[i], inputs[i], options.reduceOp);
                  });
@@ -386,6 +403,8 @@ class MpiBackend final : public c10d::Backend {
                                         const c10d::AllgatherOptions& options = {}) override {
     return start("all_gather_coalesced", OpType::COALESCED, outputs, options.timeout, [&](Issued& issued) {
       issued.check.as_many(outputs.size(), inputs.size());
+      for (std::size_t i = 0; i < inputs.size(); ++i)
+        issued.check.piece(inputs[i]), issued.check.cut(outputs[i], inputs[i]);
       for (std::size_t i = 0; i < inputs.size(); ++i) all_gather_even(issued, outputs[i], inputs[i]);
     });
   }
@@ -403,9 +422,9 @@ class MpiBackend final : public c10d::Backend {
         issued.check.piece(inputs[i]);
         issued.check.one_for_each(outputs[i]);
         issued.check.same_size(outputs[i][own()], inputs[i]);
-        // Every rank gets the same elements.
-        exchange_lists(issued, outputs[i], inputs[i], Sizes(ranks(), inputs[i].numel()), false);
       }
+      for (std::size_t i = 0; i < inputs.size(); ++i)  // every rank gets the same elements
+        exchange_lists(issued, outputs[i], inputs[i], Sizes(ranks(), inputs[i].numel()), false);
     });
   }
   Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override {
@@ -497,8 +516,8 @@ class MpiBackend final : public c10d::Backend {
   int count(std::int64_t elements, const Call& check) const {
     if (elements <= most_elements_) return static_cast<int>(elements);
     check.refuse(fmt::format("{} elements", elements),
-                 fmt::format("at most {} in one issued of MPI", most_elements_),
-                 "Issued it for parts of the tensor");
+                 fmt::format("at most {} in one call of MPI", most_elements_),
+                 "Call it for parts of the tensor");
   }
 
   // Makes a request for each piece of at most most_elements, and one for an empty tensor.
@@ -537,7 +556,8 @@ class MpiBackend final : public c10d::Backend {
     const bool direct = form.tensor.scalar_type() == output.scalar_type() && !overlap(output, form.tensor);
     const at::Tensor combined = direct ? output : at::empty({output.numel()}, form.tensor.options());
     issued.requests.keep({form.tensor, combined});
-    const int* numbers = parts(issued, counts).first;
+    const int* numbers =
+        parts(issued, counts, /*consecutive=*/false).first;  // MPI takes no displacements here
     issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
       return MPI_Ireduce_scatter(data_of(form.tensor), data_of(combined), numbers, form.type, form.operation,
                                  comm, request);
@@ -731,7 +751,7 @@ Rank start(std::chrono::milliseconds timeout) {
   }
   check(kept.code, "joining through MPI");
   if (kept.ours && kept.level < MPI_THREAD_SERIALIZED)
-    refuse("joining through MPI", "an MPI that only the thread which initialised it may issued",
+    refuse("joining through MPI", "an MPI that only the thread which initialised it may call",
            "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE",
            "Use an MPI that was built with support for threads");
   if (!kept.running)
