@@ -873,7 +873,16 @@ std::string seen(const RunConfig& config, int ranks, const Wanted& wanted, const
   try {
     const Measured found =
         measure(config, ranks, wanted, {.planted = mutant.planted, .look_before = false, .repeat = false});
-    // Exactly those that it is about are wrong.
+    // Exactly those that it is about are wrong, some of each kind.
+    for (const std::string& part : mutant.wrong) {
+      bool exists = false;
+      double worst = 0;
+      for (const auto& [name, error] : found.errors)
+        if (named(name, part)) exists = true, worst = std::max(worst, error);
+      if (exists) {
+        EXPECT_GT(worst, 1e-3) << mutant.what << ": " << part;
+      }
+    }
     for (const auto& [name, error] : found.errors)
       if (!mutant.wrong.empty() &&
           std::ranges::none_of(mutant.wrong, [&](const std::string& part) { return named(name, part); }))
@@ -884,6 +893,7 @@ std::string seen(const RunConfig& config, int ranks, const Wanted& wanted, const
     if (!found.same_norm) return "norm, other bits";
     return {};
   } catch (const std::exception& error) {
+    EXPECT_TRUE(mutant.wrong.empty()) << mutant.what << ": " << error.what();
     return fmt::format("refused: {}", std::string(error.what()).substr(0, 60));
   }
 }

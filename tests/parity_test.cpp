@@ -26,6 +26,9 @@ struct Setting {
   std::function<std::unique_ptr<Normalizer>()> mean = [] { return std::make_unique<TokenMean>(); };
   testing::Strategy strategy = {.name = "bucketed"};
   int data = 1, most_replicas = 1, tp = 1;
+  std::function<Mesh(const World&, const Grid&)> mesh = [](const World& world, const Grid& grid) {
+    return Mesh(world, grid);
+  };
   DataParallelOptions options = {.bucket_bytes = 256};  // many buckets
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, const World&)> wrap =
       [](std::unique_ptr<DataParallel> layout, const World&) { return layout; };
@@ -55,7 +58,7 @@ Outcome train(const Setting& setting) {
     const int replicas = testing::replicas_for(setting.data, setting.most_replicas);
     std::vector<Axis> axes = data_grid(setting.data, {.dp_replicate = replicas}).axes();
     if (setting.tp > 1) axes.push_back({"tp", setting.tp});
-    const Mesh mesh(world, Grid(axes));
+    const Mesh mesh = setting.mesh(world, Grid(axes));
     auto layout = setting.wrap(
         setting.strategy.make(trainable_parameters(model.named()), mesh, setting.options), world);
     auto mean = setting.mean();
@@ -178,6 +181,52 @@ TEST(Parity, EachPlantedMistakeIsSeen) {
         EXPECT_GT(worst_error(run_step(batches, setting), wanted), 1e-3)
             << name << " passed on " << size << " ranks, accumulation " << accumulation;
     }
+}
+
+// The same for layouts that shard: wrong means, a reducer that divides, replicas that are not summed.
+TEST(Parity, EachPlantedMistakeIsSeenUnderEveryStrategy) {
+  int runs = 0;
+  for (const testing::Strategy& strategy : testing::strategies())
+    for (int size : {2, 3, 4, 8})
+      for (int accumulation : {1, 3}) {
+        const auto batches = toy::make_step(size, accumulation);
+        const auto wanted = toy::reference(toy::Model(), batches);
+        const Setting right{.strategy = strategy};
+        std::vector<std::pair<const char*, Setting>> mistakes;
+        const auto plant = [&](const char* name) -> Setting& {
+          return mistakes.emplace_back(name, right).second;
+        };
+        plant("B1").mean = [] { return std::make_unique<MeanOfMicroBatchMeans>(); };
+        plant("B3").mean = [] { return std::make_unique<CountNotReduced>(); };
+        plant("B7").mean = [] { return std::make_unique<MeanOfRankMeans>(); };
+        plant("B30").mean = [] { return std::make_unique<NothingDivides>(); };
+        plant("B14, a reducer that divides").wrap = [](std::unique_ptr<DataParallel> layout,
+                                                       const World&) -> std::unique_ptr<DataParallel> {
+          return std::make_unique<Averages>(std::move(layout));
+        };
+        if (size % 2 == 0) {
+          plant("B15, replicas averaged").most_replicas = 2;
+          mistakes.back().second.wrap = [](std::unique_ptr<DataParallel> layout,
+                                           const World&) -> std::unique_ptr<DataParallel> {
+            return std::make_unique<HalvesWhatReplicasSum>(std::move(layout));
+          };
+          const bool sums_apart = strategy.stage > 0 || strategy.share;  // else one reduction over all ranks
+          if (sums_apart && size > 2) {
+            Setting& apart = plant("B16, replicas not summed");
+            apart.most_replicas = 2;
+            apart.mesh = [](const World& world, const Grid& grid) {
+              return skips_sums_along(world, grid, {"dp_replicate"});
+            };
+          }
+        }
+        for (auto& [name, setting] : mistakes) {
+          ++runs;
+          EXPECT_GT(worst_error(run_step(batches, setting), wanted), 1e-3)
+              << name << " passed under " << strategy.name << " on " << size << " ranks, accumulation "
+              << accumulation;
+        }
+      }
+  std::printf("%d planted runs, all to be found\n", runs);
 }
 
 // Every sample given twice: another batch, the same mean.

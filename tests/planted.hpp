@@ -137,6 +137,41 @@ struct RescalesTheBuffer : Wrapped {
   }
 };
 
+struct HalvesWhatReplicasSum : Wrapped {  // B15: another divide factor where there are replicas
+  using Wrapped::Wrapped;
+  void finish_reduction() override {
+    inner->finish_reduction();
+    for (Bucket& bucket : buckets()) bucket.gradients.mul_(0.5);
+  }
+};
+
+// B16: the axis of replicas does nothing, e.g. because some code takes its size for 1.
+struct SkipsReductions : c10d::Backend {
+  struct Done : c10d::Work {
+    bool isCompleted() override { return true; }
+    bool wait(std::chrono::milliseconds) override { return true; }
+  };
+  using c10d::Backend::Backend;
+  const std::string getBackendName() const override { return "skips"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&, const c10d::AllreduceOptions&) override {
+    return c10::make_intrusive<Done>();
+  }
+};
+inline Group skips_reductions(const Group& like) {
+  return Group(c10::make_intrusive<SkipsReductions>(like.rank(), like.size()), like.name(), like.timeout(),
+               {.self_test = false});
+}
+
+// A mesh on which ranks along these axes sum nothing.
+inline Mesh skips_sums_along(const World& world, const Grid& grid, const AxisSet& axes) {
+  return Mesh(world.group, grid,
+              [world, skipped = grid.ranks_along(axes, world.rank)](const std::vector<int>& ranks,
+                                                                    const std::string& name) {
+                const Group right = world.subgroup(ranks, name);
+                return ranks == skipped ? skips_reductions(right) : right;
+              });
+}
+
 struct SkipsABucket : Wrapped {  // B16: replicas drift apart
   using Wrapped::Wrapped;
   void finish_reduction() override {
