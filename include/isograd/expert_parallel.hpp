@@ -41,7 +41,7 @@ void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertPa
 // check_same_routing() refuses.
 Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
                     const ExpertParallelOptions& options = {});
-// Those placements for a model that is still whole. Pure; the same errors.
+// The same placements, for a model that is still whole. Pure; the same errors.
 Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others = {});
 
 // Figures that determine the traffic between ranks along `ep` in a step.

@@ -128,7 +128,7 @@ struct DecoderOutputs {
   at::Tensor passed_on{};  // instead of `hidden`, for a stage before the last: Pipeline::pass_on()
 };
 
-// What the reference models have in common.
+// The base of the reference models.
 class ReferenceModel : public torch::nn::Module {
  public:
   // Writes the constructor's value of parameter `name` into zero-filled `values` of its shape.

@@ -106,7 +106,7 @@ class OwnedSquares {
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
-// Of gradients in a Layout's order, already summed; collective over all ranks of the mesh. One of the ranks
+// Takes gradients in a Layout's order, already summed; collective over all ranks of the mesh. One of the ranks
 // that hold the same numbers passes `local_sums`, the others 0.
 double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
 GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,

@@ -275,7 +275,7 @@ class LossWarmup final : public torch::nn::Module {
   at::Tensor progress_;  // [3] int64: epoch, step, step of the switch; -1: not set yet
 };
 
-// Of `values` (floating, 1-D, not empty), by torch.quantile's arithmetic: q and rank = q (n − 1) are in the
+// Quantiles of `values` (floating, 1-D, not empty) by torch.quantile's arithmetic: q and rank = q (n − 1) are in the
 // values' type (fp64 above 2^24 values), fp16 and bf16 in fp32. NaN gives NaN. ConfigError: q outside [0, 1].
 std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,
                               Interpolation interpolation = Interpolation::kLinear);

@@ -264,7 +264,7 @@ def measure_jumps(model: nn.Module, step: Callable[[nn.Module, torch.dtype], Gra
     found, right: the run's gradient and that of one process in fp64.
     """
     unit = torch.finfo(precision).eps / 2
-    off = distances(found, right)
+    off = distances(right, found)  # in the reference's order, by which the comparison takes what is returned
     if not all(map(math.isfinite, off.values())):
         return None  # no jump of a derivative does that
     smooth = {name: SMOOTH * unit * float(g.double().norm()) for name, g in right.items()}

@@ -141,8 +141,13 @@ class watch:
             tokens: int | None = None) -> None:
         """Figures of the whole step as the trainer logs them. Rank 0's are compared, the norm of each rank too."""
         for name, value in {"loss": loss, "norm": norm, "targets": targets, "tokens": tokens}.items():
-            if value is not None:
-                self._logged[name] = value.item() if isinstance(value, torch.Tensor) else value
+            if value is None:
+                continue
+            self._logged[name] = value = value.item() if isinstance(value, torch.Tensor) else value
+            if name in ("targets", "tokens"):
+                if not (math.isfinite(value) and value >= 0 and value == int(value)):
+                    refuse(_WHERE, f"{name}={value!r}", "a whole number, 0 or more", "Log the count of the whole step, or leave it out")
+                self._logged[name] = int(value)
 
     def add(self, micro_batch: Sequence[Any]) -> None:
         """The samples of a micro-batch as it comes, before its backward, where micro_batches were not given."""
@@ -196,6 +201,8 @@ class watch:
         parameters = trained(self.model)
         if not parameters:
             refuse(_WHERE, "a model without a parameter that is trained", "one to differentiate", "Give it the trained model")
+        if unreal := [name for name, p in parameters.items() if not p.is_floating_point()]:
+            refuse(_WHERE, f"parameters that are not real, such as {unreal[0]}", "floating point", "Compare a model of real parameters")
         sharded = [name for name, p in parameters.items() if isinstance(p, DTensor)]
         if self.make_model is None and (sharded or self.stages):
             refuse(_WHERE, f"a model that is sharded over ranks ({sharded[0] if sharded else 'stages'}) and no make_model",

@@ -1,6 +1,7 @@
 // The verdict of `isograd compare` on steps in memory, for isograd.watch.
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <limits>
 
 #include "base/files.hpp"
@@ -73,8 +74,8 @@ StepDump dump_of(const py::dict& step) {
   for (const auto& [cell, share] : get<py::dict>(step, "shares")) {
     const auto [rank, micro_batch] = cell.cast<std::pair<std::size_t, std::size_t>>();
     dump.shares.resize(dump.counts.size());
-    dump.shares[rank].resize(dump.counts[rank].size());
-    dump.shares[rank][micro_batch] = named(share.cast<py::dict>());
+    dump.shares.at(rank).resize(dump.counts[rank].size());
+    dump.shares.at(rank).at(micro_batch) = named(share.cast<py::dict>());
   }
   return dump;
 }

@@ -86,7 +86,8 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
     k = isograd::rms_norm(k, block.k_norm, epsilon);
   }
   q = isograd::rotary(q, cos, sin), k = isograd::rotary(k, cos, sin);
-  const at::Tensor attended = attend(layer, q, read_by_queries(k), read_by_queries(v));
+  read_by_queries(k, v);
+  const at::Tensor attended = attend(layer, q, k, v);
   stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
@@ -169,9 +170,10 @@ Linear DecoderLM::Impl::key_rows(const Linear& whole) const {
   return {rows(whole.weight), rows(whole.bias)};
 }
 
-at::Tensor DecoderLM::Impl::read_by_queries(const at::Tensor& heads) const {
-  if (hooks.tensor.readers.empty()) return heads;
-  return heads.index_select(1, at::tensor(hooks.tensor.readers, at::kLong).to(heads.device()));
+void DecoderLM::Impl::read_by_queries(at::Tensor& k, at::Tensor& v) const {
+  if (hooks.tensor.readers.empty()) return;
+  const at::Tensor heads = at::tensor(hooks.tensor.readers, at::kLong).to(k.device());
+  k = k.index_select(1, heads), v = v.index_select(1, heads);
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {

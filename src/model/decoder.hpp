@@ -90,7 +90,7 @@ struct DecoderLM::Impl {
                                   const std::vector<Linear>& with) const;
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
   Linear key_rows(const Linear& whole) const;
-  at::Tensor read_by_queries(const at::Tensor& heads) const;
+  void read_by_queries(at::Tensor& k, at::Tensor& v) const;
   // The stages of this forward in a pipeline (hooks.pipeline).
   DecoderOutputs stage_outputs(const at::Tensor& tokens, const BlockPass& pass) const;
   const at::Tensor& output() const { return config.tied_output ? embedding : head; }

@@ -101,9 +101,11 @@ void PreparedRun::lay_out_model(const std::filesystem::path& directory,
   layout = make_layout(config, model->named(), *units, *mesh, placed(), bucket_order, device);
 }
 
-StepReport PreparedRun::step(bool stop_requested) {
+StepReport PreparedRun::step(bool stop_requested, const std::function<void()>& when_split) {
   optimizer->set_learning_rate(schedule_.at(state.step));
-  const StepReport report = (*step_)(parts->of_step(loader->next()), stop_requested);
+  const MicroBatches own = parts->of_step(loader->next());
+  if (when_split) when_split();
+  const StepReport report = (*step_)(own, stop_requested);
   if (report.updated) model->after_update(report.counters, *layout);
   rounds = report.step_counts.global_micro_batches;
   if (diverged(report)) return report;
@@ -169,13 +171,16 @@ CutBatches::CutBatches(const Task& task, const Mesh& mesh, Group world)
 }
 
 MicroBatches CutBatches::of(const MicroBatches& whole) {
-  MicroBatches parts = whole;
+  MicroBatches parts;
   std::optional<ErrorText> problem;
   try {
-    if (mesh_.size(kContextAxes) > 1)
+    if (mesh_.size(kContextAxes) > 1) {
       parts = cut_micro_batches(whole, options_, mesh_.place(kContextAxes));
-    else if (options_.most_tokens > 0)
-      for (const Batch& batch : whole) check_memory(batch, task_.config());
+    } else {
+      for (const Batch& batch : whole)
+        if (options_.most_tokens > 0) check_memory(batch, task_.config());
+      parts = whole;
+    }
   } catch (const ConfigError& error) {
     if (options_.most_tokens == 0) throw;
     problem = error.text();

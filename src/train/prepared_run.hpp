@@ -52,10 +52,13 @@ class PreparedRun {
   PreparedRun(const RunConfig& run_config, World& run_world,
               const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward = {},
               const std::function<void()>& accepted = {});
+  PreparedRun(const PreparedRun&) = delete;  // the step refers to what it is made of
+  PreparedRun& operator=(const PreparedRun&) = delete;
 
   // The next step of the data, at the schedule's learning rate. A step that is not finite counts as made only
-  // where the run skips it (train.on_non_finite). Collective.
-  StepReport step(bool stop_requested = false);
+  // where the run skips it (train.on_non_finite). `when_split`: called once context ranks have their parts.
+  // Collective.
+  StepReport step(bool stop_requested = false, const std::function<void()>& when_split = {});
   // The validation loss under the run's normaliser; nothing where nothing is held out. Collective.
   std::optional<Evaluation> evaluate();
   // Saves a checkpoint and returns its folder. Collective.

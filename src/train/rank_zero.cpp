@@ -92,7 +92,11 @@ std::string first_text(Group& group, const std::string& own) {
   return rank == group.size() ? "" : fmt::format("{} on rank {}", broadcast_text(group, own, rank), rank);
 }
 
-bool of_rank_zero(Group& group, bool own) { return !broadcast_text(group, own ? "yes" : "").empty(); }
+bool of_rank_zero(Group& group, bool own) {
+  at::Tensor said = at::full({1}, own ? 1 : 0, at::kLong);
+  group.broadcast(said, 0);
+  return said.item<std::int64_t>() != 0;
+}
 
 std::string broadcast_text(Group& group, const std::string& text, int from) {
   if (group.size() == 1) return text;

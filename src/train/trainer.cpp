@@ -164,10 +164,13 @@ struct Trainer::Impl {
       if (run->memory) run->memory->before_step(*run->layout);
       hosts->before_step();
       if (peak.flops_per_second > 0) flops = run->task->step_flops(*run->loader, run->loader->position());
-      const StepReport report = run->step(StopSignals::requested() || file_error);
+      // Before the step is made: it says why one may not fit.
+      const auto notice = [&] {
+        if (presenter && !run->parts->first_step().empty())
+          presenter->notice("first step: " + run->parts->first_step());
+      };
+      const StepReport report = run->step(StopSignals::requested() || file_error, notice);
       const double seconds = seconds_since(start), exposed = exposed_so_far() - exposed_before;
-      if (presenter && !run->parts->first_step().empty())
-        presenter->notice("first step: " + run->parts->first_step());
       if (run->memory)
         run->memory->after_step(*run->layout, *run->optimizer, run->plan().share_parameters, run->rounds);
       const bool diverged = run->diverged(report);

@@ -3,10 +3,9 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "layout/flat.hpp"
 
 namespace isograd {
 namespace {
@@ -64,12 +63,11 @@ void BucketShard::refuse_lost_writes(const Bucket& bucket, const Writes& writes)
 }
 
 void BucketShard::take_over(const Bucket& bucket, const Slot& slot) const {
-  const std::int64_t begin = std::max(bucket.held.begin, slot.offset);
-  const std::int64_t end = std::min(bucket.held.end, slot.offset + slot.numel);
-  if (begin >= end || !keeps_copies(bucket)) return;
+  const Range own = within(bucket.held, slot);
+  if (own.size() == 0 || !keeps_copies(bucket)) return;
   const at::NoGradGuard no_grad;
   const auto part = [&](const at::Tensor& flat) {
-    return flat.narrow(0, begin - bucket.held.begin, end - begin);
+    return flat.narrow(0, own.begin - bucket.held.begin, own.size());
   };
   const at::Tensor written = part(parameters_);
   if (host_parameters_.defined()) part(host_parameters_).copy_(written);
