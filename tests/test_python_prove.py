@@ -206,6 +206,9 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     "raises_in_backward": ["an exception in the loss of a sample: IndexError: no such column"],
     "mean": ["mean='average'"],
     "nothing_trained": ["without a parameter that is trained"],
+    "not_real": ["parameters that are not real, such as phase"],
+    "no_count": ["targets=-1", "a whole number, 0 or more"],
+    "half_a_target": ["targets=1.5", "a whole number, 0 or more"],
 }.items())
 def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
     for rank in cases[0]:

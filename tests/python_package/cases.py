@@ -288,6 +288,11 @@ def watched(rank, model=None, batch=None, step=None, **more):
         (step or (lambda: batch_loss(model, samples(rank), "mean").backward()))()
 
 
+def with_a_phase(model):
+    model.phase = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
 def raised(error):
     raise error
 
@@ -367,6 +372,9 @@ BAD = {
     "raises_in_backward": lambda rank: watched(rank, loss=raises_in_backward),
     "mean": lambda rank: watched(rank, mean="average"),
     "nothing_trained": lambda rank: watched(rank, make_model().requires_grad_(False), step=lambda: None),
+    "not_real": lambda rank: watched(rank, with_a_phase(make_model()), make_model=lambda: with_a_phase(make_model())),
+    "no_count": lambda rank: isograd.watch(make_model(), None, micro_batches=[samples(rank)], loss=sample_loss).log(targets=-1),
+    "half_a_target": lambda rank: isograd.watch(make_model(), None, micro_batches=[samples(rank)], loss=sample_loss).log(targets=1.5),
     "a_rank_fails": lambda rank: watched(rank, step=lambda: rank and raised(ValueError("out of cheese")), timeout=20),
 }
 GOOD = {case.__name__: case for case in (
