@@ -490,7 +490,7 @@ TEST_F(Axes, RanksThatRouteByOtherRulesAreRefused) {
         DecoderLM model(config, at::kFloat, 1);
         const Mesh mesh(world, grid_of(run, 3));
         errors[static_cast<std::size_t>(world.rank)] =
-            testing_runs::config_error_of([&] { deal_experts(model, mesh, {}, options); });
+            testing_runs::config_error_of([&] { shard_experts(model, mesh, {}, options); });
       });
       for (const std::string& error : errors) EXPECT_THAT(error, HasSubstr(other.name));
     }
@@ -513,7 +513,7 @@ TEST_F(Axes, MoreRanksThanHeadsAreRefused) {
   });
 }
 
-TEST_F(Axes, StagesAreDealtByCost) {
+TEST_F(Axes, StagesAreAssignedByCost) {
   const auto counts = [](const std::vector<double>& costs, int stages, double behind = 0) {
     std::vector<std::int64_t> result;
     std::int64_t next = 0;

@@ -41,18 +41,18 @@ constexpr double kRoundOff = 0x1p-24;  // u
 
 // Σ |t_k| of Model::gain, from terms in fp64: its gradient, were it a parameter of its own for each token and
 // hidden unit.
-double absolute_terms_of_gain(const toy::Dealt& dealt, Mean mean, bool weighted) {
-  const auto divided_by = toy::divisors(dealt, mean, weighted);
+double absolute_terms_of_gain(const toy::Assignment& assigned, Mean mean, bool weighted) {
+  const auto divided_by = toy::divisors(assigned, mean, weighted);
   double sum = 0;
-  for (std::size_t i = 0; i < dealt.pieces.size(); ++i) {
+  for (std::size_t i = 0; i < assigned.pieces.size(); ++i) {
     if (divided_by[i] == 0) continue;
     toy::Model model;
-    const std::int64_t length = dealt.pieces[i].end - dealt.pieces[i].begin;
+    const std::int64_t length = assigned.pieces[i].end - assigned.pieces[i].begin;
     model.gain = model.gain.detach()
                      .expand({length, toy::kHidden})
                      .clone(at::MemoryFormat::Contiguous)
                      .requires_grad_();
-    const at::Tensor share = toy::piece_sum(model, dealt, dealt.pieces[i], weighted) / divided_by[i];
+    const at::Tensor share = toy::piece_sum(model, assigned, assigned.pieces[i], weighted) / divided_by[i];
     sum += torch::autograd::grad({share}, {model.gain})[0].abs().sum().item<double>();
   }
   return sum;
@@ -60,7 +60,7 @@ double absolute_terms_of_gain(const toy::Dealt& dealt, Mean mean, bool weighted)
 
 // Part of the pairs of one-process runs in fp32, the same pieces in random micro-batches, of which the first
 // breaks plain E2 against the second; by parameter.
-std::vector<double> plain_violations(toy::Dealt dealt, Mean mean, bool weighted,
+std::vector<double> plain_violations(toy::Assignment assigned, Mean mean, bool weighted,
                                      const toy::Reference& wanted) {
   constexpr int kRuns = 60;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(17);
@@ -70,10 +70,10 @@ std::vector<double> plain_violations(toy::Dealt dealt, Mean mean, bool weighted,
   std::vector<std::vector<double>> errors(wanted.gradients.size());
   for (int i = 0; i < kRuns; ++i) {
     const int micro_batches = 1 + draw(6);
-    for (toy::Piece& piece : dealt.pieces) piece.rank = 0, piece.micro_batch = draw(micro_batches);
-    toy::build(dealt, {micro_batches}, weighted);
+    for (toy::Piece& piece : assigned.pieces) piece.rank = 0, piece.micro_batch = draw(micro_batches);
+    toy::build(assigned, {micro_batches}, weighted);
     const Outcome alone =
-        run(dealt, {.mean = [&] { return toy::make_normalizer(mean); }, .type = at::kFloat});
+        run(assigned, {.mean = [&] { return toy::make_normalizer(mean); }, .type = at::kFloat});
     for (std::size_t p = 0; p < errors.size(); ++p)
       errors[p].push_back((alone.gradients[0][p] - wanted.gradients[p]).norm().item<double>());
   }
@@ -107,33 +107,33 @@ TEST(Deferred, DoesNotDependOnHowTheStepIsSplitIntoCalls) {
       // Each sample goes to a call and a micro-batch of it; cut over the two ranks at a random place. Under
       // the token mean and the fixed denominator its two parts may lie in different calls.
       const int calls = 1 + static_cast<int>(draw(5));
-      toy::Dealt dealt{.samples = samples, .pieces = {}, .by_rank = {}};
+      toy::Assignment assigned{.samples = samples, .pieces = {}, .by_rank = {}};
       for (std::int64_t s = 0; s < 9; ++s) {
         const std::int64_t length = samples[static_cast<std::size_t>(s)].tokens.size(0), cut = 4;
         const int first = static_cast<int>(draw(calls)),
                   second = mean == Mean::kSamples ? first : static_cast<int>(draw(calls));
         const auto rank = static_cast<int>(draw(2));
-        dealt.pieces.push_back({s, 0, std::min(cut, length), rank, first});
-        if (length > cut) dealt.pieces.push_back({s, cut, length, static_cast<int>(draw(2)), second});
+        assigned.pieces.push_back({s, 0, std::min(cut, length), rank, first});
+        if (length > cut) assigned.pieces.push_back({s, cut, length, static_cast<int>(draw(2)), second});
       }
-      toy::build(dealt, {calls, calls}, weighted);
+      toy::build(assigned, {calls, calls}, weighted);
       if (way == 0) {
-        wanted = toy::reference(toy::Model(), dealt, mean, weighted);
-        const auto g32 = toy::reference(toy::Model(at::kFloat), dealt, mean, weighted).gradients;
+        wanted = toy::reference(toy::Model(), assigned, mean, weighted);
+        const auto g32 = toy::reference(toy::Model(at::kFloat), assigned, mean, weighted).gradients;
         for (std::size_t p = 0; p < g32.size(); ++p) {
           alone.push_back(4 * (g32[p].to(at::kDouble) - wanted.gradients[p]).norm().item<double>());
           scales.push_back(scale_of(wanted.gradients, p));
         }
-        const double terms = absolute_terms_of_gain(dealt, mean, weighted);
+        const double terms = absolute_terms_of_gain(assigned, mean, weighted);
         alone[kGain] = std::max(alone[kGain], kRoundOff * terms);
         std::printf("%s: gain is a sum of condition %.0f; one process breaks plain E2 against itself in",
                     name_of(mean), terms / scales[kGain]);
-        for (const double part : plain_violations(dealt, mean, weighted, wanted))
+        for (const double part : plain_violations(assigned, mean, weighted, wanted))
           std::printf(" %.1f%%", 100 * part);
         std::printf(" of pairs, by parameter\n");
       }
       const auto deferred = [&] { return std::make_unique<Deferred>(toy::make_normalizer(mean)); };
-      const Outcome outcome = run(dealt, {.mean = deferred, .calls = calls});
+      const Outcome outcome = run(assigned, {.mean = deferred, .calls = calls});
       const double error = worst_error(outcome, wanted);
       worst = std::max(worst, error);
       ASSERT_LT(error, 1e-12) << name_of(mean) << ", way " << way << " in " << calls << " calls on " << kRanks
@@ -146,7 +146,7 @@ TEST(Deferred, DoesNotDependOnHowTheStepIsSplitIntoCalls) {
       const auto error_of = [&](const Outcome& of, std::size_t p) {
         return (of.gradients[0][p] - wanted.gradients[p]).norm().item<double>();
       };
-      const Outcome rounded = run(dealt, {.mean = deferred, .calls = calls, .type = at::kFloat});
+      const Outcome rounded = run(assigned, {.mean = deferred, .calls = calls, .type = at::kFloat});
       for (std::size_t p = 0; p < alone.size(); ++p) {
         ASSERT_LE(error_of(rounded, p), allowed(p))
             << name_of(mean) << ", way " << way << ", parameter " << p;
@@ -154,7 +154,7 @@ TEST(Deferred, DoesNotDependOnHowTheStepIsSplitIntoCalls) {
       }
       // Planted: the parameter of one element 1e-5 too large, relatively.
       const Outcome nudged =
-          run(dealt, {.mean = deferred, .calls = calls, .type = at::kFloat, .nudged = "gain"});
+          run(assigned, {.mean = deferred, .calls = calls, .type = at::kFloat, .nudged = "gain"});
       ASSERT_GT(error_of(nudged, kGain), allowed(kGain)) << name_of(mean) << ", way " << way;
       nudged_of_allowed = std::min(nudged_of_allowed, error_of(nudged, kGain) / allowed(kGain));
     }

@@ -1,4 +1,4 @@
-"""The step with dealt experts that test_experts_step.py compares: PyTorch's, in fp64, and that of `isograd train`."""
+"""The step with sharded experts that test_experts_step.py compares: PyTorch's, in fp64, and that of `isograd train`."""
 import copy
 import functools
 import json

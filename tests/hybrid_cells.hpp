@@ -201,7 +201,7 @@ inline const std::vector<Rule>& rules() {
        },
        {},
        true},
-      {"heads that tp does not deal evenly before Ulysses",
+      {"heads that tp does not split evenly before Ulysses",
        [](const Known& k) {
          if (!k.said(kModel)) return !ulysses_fits(kHeads, kHeads, k.number(kTp), k.number(kUlysses));
          const int keys = k.is(kModel, {"video"}) ? kHeads : kKeyHeads;

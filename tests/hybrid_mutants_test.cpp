@@ -300,9 +300,9 @@ Change owned(const Owns& owns) {
     return std::make_unique<Owned>(std::move(right), owns);
   });
 }
-// Dealt to the ranks that hold copies along some of the axes of copies alone.
-Range dealt_along(const Bucket& bucket, const Mesh& mesh,
-                  const std::function<bool(const std::string&)>& counts) {
+// Assigned to the ranks that hold copies along some of the axes of copies alone.
+Range assigned_along(const Bucket& bucket, const Mesh& mesh,
+                     const std::function<bool(const std::string&)>& counts) {
   AxisSet along;
   for (const std::string& axis : bucket.plan.sync.copies)
     if (counts(axis)) along.insert(axis);
@@ -341,12 +341,12 @@ void add_norms(std::vector<Mutant>& all) {
   add(
       "copies along tp count", [](const Cell& c) { return above(c, kTp) && whole(c); },
       owned([](const Bucket& b, const Mesh& mesh) {
-        return dealt_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {"tp"}); });
+        return assigned_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {"tp"}); });
       }));
   add(
       "replicas count", [](const Cell& c) { return above(c, kReplicate) && whole(c); },
       owned([](const Bucket& b, const Mesh& mesh) {
-        return dealt_along(b, mesh, [&](const std::string& axis) { return axis != "dp_replicate"; });
+        return assigned_along(b, mesh, [&](const std::string& axis) { return axis != "dp_replicate"; });
       }));
   add(
       "both ends of a tied embedding count",
@@ -354,10 +354,11 @@ void add_norms(std::vector<Mutant>& all) {
         return above(c, kPp) && c.is(kModel, "tied") && whole(c) && !c.is(kSchedule, "zb-v");
       },
       owned([](const Bucket& b, const Mesh& mesh) {
-        return dealt_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {kStageAxis}); });
+        return assigned_along(b, mesh,
+                              [&](const std::string& axis) { return !of(mesh, axis, {kStageAxis}); });
       }));
   add(
-      "experts dealt to all data ranks, as dense ones are",
+      "experts sharded to all data ranks, as dense ones are",
       [](const Cell& c) { return above(c, kEp) && whole(c); }, owned([](const Bucket& b, const Mesh& mesh) {
         if (b.plan.slots.empty() || !named(b.plan.slots[0].name, ".experts.")) return b.owned;
         return owned_slice(b.plan.numel, mesh.place(mesh.data()), mesh.size(mesh.data()));

@@ -181,7 +181,7 @@ Drawn shrunk(Drawn one, const std::function<std::string(const Drawn&)>& wrong_wi
 
 class HybridRandom : public HybridCells {
  protected:
-  // Empty: it is right, or refused where it is configured (tp that deals no heads evenly for Ulysses).
+  // Empty: it is right, or refused where it is configured (tp that splits no heads evenly for Ulysses).
   mutable int run = 0;  // not refused
   std::string wrong_with(const Drawn& one) const {
     const RunConfig config = one.in(config_for(one.cell));

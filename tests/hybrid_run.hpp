@@ -282,16 +282,16 @@ inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted
   return all;
 }
 
-// What replicas see, where the loss is the mean of their own means: samples are dealt to the ranks that see
-// different ones in order, and neighbours make up a replica.
+// What replicas see, where the loss is the mean of their own means: samples are assigned to the ranks that
+// see different ones in order, and neighbours make up a replica.
 inline std::vector<MicroBatches> by_replica(const RunConfig& config, int ranks, World& world) {
   const Grid grid = grid_of(config, ranks);
-  const int dealt = grid.size(kSampleAxes), replicas = grid.size({"dp_replicate"});
+  const int shares = grid.size(kSampleAxes), replicas = grid.size({"dp_replicate"});
   std::vector<MicroBatches> parts(static_cast<std::size_t>(replicas));
   const auto task = make_task(config, world.group);
-  for (int place = 0; place < dealt; ++place)
-    for (const Batch& batch : task->make_loader(place, dealt)->next())
-      parts[static_cast<std::size_t>(place * replicas / dealt)].push_back(batch);
+  for (int place = 0; place < shares; ++place)
+    for (const Batch& batch : task->make_loader(place, shares)->next())
+      parts[static_cast<std::size_t>(place * replicas / shares)].push_back(batch);
   return parts;
 }
 

@@ -24,7 +24,7 @@ class HybridCells : public testing_runs::TinyVideos {
       ++seed;
     }
   }
-  // More packs, or videos, than ranks that they are dealt to, and no number of ranks divides them.
+  // More packs, or videos, than ranks that they are assigned to, and no number of ranks divides them.
   RunConfig base(const Cell& cell) const {
     RunConfig config = cell.is(kModel, "video") ? videos("hybrid") : tiny("hybrid");
     if (cell.is(kModel, "video"))

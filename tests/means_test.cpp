@@ -130,11 +130,11 @@ struct Facts {
   std::vector<std::pair<std::size_t, double>> by_batch;
 };
 
-Facts facts_of(const Dealt& dealt, Mean mean, bool weighted) {
+Facts facts_of(const Assignment& assigned, Mean mean, bool weighted) {
   Facts facts;
-  facts.ranks = static_cast<double>(dealt.by_rank.size());
-  facts.by_rank.resize(dealt.by_rank.size());
-  for (const auto& batches : dealt.by_rank) {
+  facts.ranks = static_cast<double>(assigned.by_rank.size());
+  facts.by_rank.resize(assigned.by_rank.size());
+  for (const auto& batches : assigned.by_rank) {
     facts.batches_by_rank.push_back(static_cast<double>(batches.size()));
     facts.batches += facts.batches_by_rank.back();
     facts.rounds = std::max(facts.rounds, facts.batches_by_rank.back());
@@ -143,11 +143,11 @@ Facts facts_of(const Dealt& dealt, Mean mean, bool weighted) {
   std::map<Place, double> targets, amounts;  // of micro-batches
   std::map<std::int64_t, std::map<Place, double>> weights;
   std::map<std::int64_t, std::set<Place>> places;  // where a sample has valid targets
-  for (std::size_t rank = 0; rank < dealt.by_rank.size(); ++rank)
-    for (std::size_t m = 0; m < dealt.by_rank[rank].size(); ++m)
+  for (std::size_t rank = 0; rank < assigned.by_rank.size(); ++rank)
+    for (std::size_t m = 0; m < assigned.by_rank[rank].size(); ++m)
       targets[{static_cast<int>(rank), static_cast<int>(m)}] = 0;
-  for (const Piece& piece : dealt.pieces) {
-    const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+  for (const Piece& piece : assigned.pieces) {
+    const Sample& sample = assigned.samples[static_cast<std::size_t>(piece.sample)];
     const at::Tensor valid = sample.targets.slice(0, piece.begin, piece.end).ne(kIgnoreIndex).to(at::kDouble);
     const double number = valid.sum().item<double>();
     const double weight =
@@ -212,9 +212,9 @@ bool is_a_mistake(const std::string& exhibit, Mean mean, const Facts& facts) {
 
 // The exhibits that are mistakes with some number of ranks and micro-batches, by batch; the test computes the
 // same from the pieces. One rank with one micro-batch has B30 alone (B12 where it holds nothing valid): the
-// mean of one mean is the mean. "fixed" and "none" have nothing to count, so that how evenly a batch is dealt
-// makes no difference to them. With equal parts (even; not under random weights) a mean of means is the mean.
-// Without any valid token all but B12 give 0, whatever they divide by.
+// mean of one mean is the mean. "fixed" and "none" have nothing to count, so that how evenly a batch is
+// assigned makes no difference to them. With equal parts (even; not under random weights) a mean of means is
+// the mean. Without any valid token all but B12 give 0, whatever they divide by.
 struct Room {
   std::string batch, token_mean, sample_mean, weighted_mean, fixed, none;
 };
@@ -249,22 +249,22 @@ constexpr int kNumbersOfRanks[] = {1, 2, 3, 4, 5, 8};
 class EveryMean : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, EveryMean, ::testing::ValuesIn(kNumbersOfRanks));
 
-// Every deal under every mean; accumulated or not by turns, and both with ISOGRAD_FULL_TESTS=1.
+// Every assignment under every mean; accumulated or not by turns, and both with ISOGRAD_FULL_TESTS=1.
 TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
   const int ranks = GetParam();
   double worst = 0;
   int cases = 0, faults = 0, harmless = 0, unguarded = 0;
   for (int accumulation : {1, 3}) {
     auto place = static_cast<std::size_t>(ranks);
-    for (const std::string& name : toy::kDeals)
+    for (const std::string& name : toy::kAssignments)
       for (Mean mean : kMeans) {
         if (!full_tests() && takes_first(place++) != (accumulation == 1)) continue;
         const bool weighted = mean != Mean::kTargets;
-        const auto dealt = toy::deal(name, ranks, accumulation, weighted);
-        const auto wanted = toy::reference(toy::Model(), dealt, mean, weighted);
+        const auto assigned = toy::assign(name, ranks, accumulation, weighted);
+        const auto wanted = toy::reference(toy::Model(), assigned, mean, weighted);
         const std::string where =
             fmt::format("{}, {}, {} ranks, accumulation {}", name_of(mean), name, ranks, accumulation);
-        const Outcome outcome = run(dealt, {.mean = [&] { return toy::make_normalizer(mean); }});
+        const Outcome outcome = run(assigned, {.mean = [&] { return toy::make_normalizer(mean); }});
         const bool empty = name == "all invalid";
         ++cases;
         for (const auto& report : outcome.reports) {
@@ -284,15 +284,15 @@ TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
           EXPECT_LE(error, kExact) << where;
         }
         // Each exhibit that is a mistake here must be seen, and each other one must be none.
-        const auto facts = toy::facts_of(dealt, mean, weighted);
+        const auto facts = toy::facts_of(assigned, mean, weighted);
         int found = 0;
         for (const std::string& exhibit : toy::kExhibits) {
           const bool mistake = toy::is_a_mistake(exhibit, mean, facts);
           if (!mistake && (empty || !toy::applies(exhibit, mean))) continue;
           const Outcome wrong =
-              run(dealt, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
-                          .averages = toy::averages_gradients(exhibit),
-                          .checked = false});
+              run(assigned, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
+                             .averages = toy::averages_gradients(exhibit),
+                             .checked = false});
           if (!mistake) {
             ++harmless;
             EXPECT_LE(worst_error(wrong, wanted), kExact) << exhibit << " is a mistake: " << where;
@@ -319,12 +319,12 @@ TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
 TEST(CheckedDenominators, FindRanksThatDivideDifferently) {
   for (int ranks : {2, 3, 4, 5, 8})
     for (Mean mean : {Mean::kTargets, Mean::kSamples, Mean::kWeights}) {
-      const auto dealt = toy::deal("uneven", ranks, 3, mean != Mean::kTargets);
-      EXPECT_NO_THROW(run(dealt, {.mean = [&] { return toy::make_normalizer(mean); }, .checked = true}));
+      const auto assigned = toy::assign("uneven", ranks, 3, mean != Mean::kTargets);
+      EXPECT_NO_THROW(run(assigned, {.mean = [&] { return toy::make_normalizer(mean); }, .checked = true}));
       for (const char* exhibit : {"B3", "B7"})
-        EXPECT_THROW(run(dealt, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
-                                 .averages = toy::averages_gradients(exhibit),
-                                 .checked = true}),
+        EXPECT_THROW(run(assigned, {.mean = [&] { return std::make_unique<toy::Mistaken>(mean, exhibit); },
+                                    .averages = toy::averages_gradients(exhibit),
+                                    .checked = true}),
                      BrokenInvariant)
             << exhibit << ", " << name_of(mean) << ", " << ranks << " ranks";
     }
@@ -343,7 +343,7 @@ TEST(TheMuseum, HasAnExhibitForEveryCase) {
       for (int ranks : kNumbersOfRanks)
         for (int accumulation : {1, 3}) {
           const auto facts =
-              toy::facts_of(toy::deal(room.batch, ranks, accumulation, weighted), mean, weighted);
+              toy::facts_of(toy::assign(room.batch, ranks, accumulation, weighted), mean, weighted);
           int here = 0;
           for (const std::string& exhibit : toy::kExhibits)
             if (toy::is_a_mistake(exhibit, mean, facts)) ++here, shown.insert(exhibit);
@@ -357,19 +357,19 @@ TEST(TheMuseum, HasAnExhibitForEveryCase) {
       EXPECT_EQ(found, *expected[kind]) << name_of(mean) << ", " << room.batch;
     }
   }
-  EXPECT_EQ(toy::kMuseum.size(), toy::kDeals.size());
+  EXPECT_EQ(toy::kMuseum.size(), toy::kAssignments.size());
   std::printf("%d cases, %d mistakes in them, %d cases without any\n", cases, exhibits, unguarded);
 }
 
-// Random samples, cut at random places, dealt at random.
+// Random samples, cut at random places, assigned at random.
 RC_GTEST_PROP(SampleMeanOf, AnyPartition, ()) {
   const int ranks = *rc::gen::inRange(1, 6), accumulation = *rc::gen::inRange(1, 4);
   const bool weighted = *rc::gen::arbitrary<bool>();
-  toy::Dealt dealt;
+  toy::Assignment assigned;
   const int samples = *rc::gen::inRange(1, 7);
   for (int s = 0; s < samples; ++s) {
     const std::int64_t length = *rc::gen::inRange(1, 25);
-    dealt.samples.push_back(
+    assigned.samples.push_back(
         toy::make_sample(length, static_cast<std::uint64_t>(100 + s), *rc::gen::inRange(0, 6) == 0));
     auto cuts = *rc::gen::container<std::vector<std::int64_t>>(*rc::gen::inRange(0, 5),
                                                                rc::gen::inRange<std::int64_t>(0, length + 1));
@@ -377,30 +377,30 @@ RC_GTEST_PROP(SampleMeanOf, AnyPartition, ()) {
     cuts.push_back(length);
     std::sort(cuts.begin(), cuts.end());
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i)
-      dealt.pieces.push_back(
+      assigned.pieces.push_back(
           {s, cuts[i], cuts[i + 1], *rc::gen::inRange(0, ranks), *rc::gen::inRange(0, accumulation)});
   }
   std::vector<int> micro_batches(static_cast<std::size_t>(ranks));
-  for (const auto& piece : dealt.pieces) {
+  for (const auto& piece : assigned.pieces) {
     int& most = micro_batches[static_cast<std::size_t>(piece.rank)];
     most = std::max(most, piece.micro_batch + 1);
   }
-  toy::build(dealt, micro_batches, weighted);
+  toy::build(assigned, micro_batches, weighted);
   for (Mean mean : {Mean::kSamples, weighted ? Mean::kWeights : Mean::kTargets}) {
-    const auto wanted = toy::reference(toy::Model(), dealt, mean, weighted);
-    const Outcome outcome = run(dealt, {.mean = [&] { return toy::make_normalizer(mean); }});
+    const auto wanted = toy::reference(toy::Model(), assigned, mean, weighted);
+    const Outcome outcome = run(assigned, {.mean = [&] { return toy::make_normalizer(mean); }});
     RC_ASSERT(std::abs(outcome.reports[0].loss - wanted.loss) < 1e-12 * std::max(1.0, wanted.loss));
     if (wanted.loss != 0) RC_ASSERT(worst_error(outcome, wanted) <= kExact);
   }
 }
 
-// Every sample given twice, under ids of its own; and the samples dealt to the ranks in another order.
+// Every sample given twice, under ids of its own; and the samples assigned to the ranks in another order.
 TEST(EveryMeanIs, TheSameForTheDoubledAndThePermutedBatch) {
   for (int ranks : {1, 3, 4})
     for (Mean mean : {Mean::kTargets, Mean::kSamples, Mean::kWeights}) {
       const bool weighted = mean != Mean::kTargets;
       for (const char* name : {"uneven", "packs", "one sample in five"}) {
-        const auto once = toy::deal(name, ranks, 3, weighted);
+        const auto once = toy::assign(name, ranks, 3, weighted);
         auto twice = once, rotated = once;
         for (auto& batches : twice.by_rank)
           for (std::size_t i = 0, n = batches.size(); i < n; ++i) {

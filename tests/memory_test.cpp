@@ -284,7 +284,7 @@ void check_parts(bool experts, const char* strategy, int stage, at::ScalarType t
       mesh.along({"tp"}), tensor_group(mesh);
     const std::int64_t start = meter.alive() + meter.shared();
     auto model = whole_model(config, type);
-    const Layout placed = experts ? deal_experts(*model, mesh) : cut_decoder(*model, mesh);
+    const Layout placed = experts ? shard_experts(*model, mesh) : cut_decoder(*model, mesh);
     const ModelUnits units = model_units(*model, run);
     const auto layout = make_layout(run, model->named(), units, mesh, &placed);
     const auto optimizer = adamw({});
@@ -474,7 +474,7 @@ TEST(ExpertParallelTraffic, IsTheFormulas) {
           const Mesh mesh(world,
                           Grid({{"dp_shard", ep}}).viewed({"dp_shard"}, {{"edp", 1}, {kExpertAxis, ep}}));
           const auto model = whole_model(config, type);
-          deal_experts(*model, mesh);
+          shard_experts(*model, mesh);
           model->set_choice_of_experts([&](const Batch&, std::int64_t, const ExpertScores&,
                                            const at::Tensor& likeliest) {
             const at::Tensor chosen =

@@ -46,7 +46,8 @@ Gradient train(const Cut& cut) {
     const Mesh mesh(world, cut.grid());
     const auto model = tensor::whole_model(cut.config, at::kDouble);
     Layout placed = cut_decoder(*model, mesh, {.overlap = cut.tensor_overlap});
-    if (cut.ep > 1) placed = deal_experts(*model, mesh, placed.placements(), {.overlap = cut.expert_overlap});
+    if (cut.ep > 1)
+      placed = shard_experts(*model, mesh, placed.placements(), {.overlap = cut.expert_overlap});
     cut.change(model->hooks(), mesh);
     TrainableParameters parameters = trainable_parameters(model->named());
     parameters.placements = placed.placements();
@@ -174,7 +175,7 @@ TEST(OverlapWithExperts, RanksWithoutTokensComeToEveryExchange) {
                                                 static_cast<int>(overlap), sigmoid, ties);
           const auto on_rank = [&](World& world) {
             const auto model = make();
-            deal_experts(*model, Mesh(world, cut.grid()), {}, {.overlap = overlap});
+            shard_experts(*model, Mesh(world, cut.grid()), {}, {.overlap = overlap});
             for (std::size_t round = 0; round < uneven.rounds.size(); ++round)
               loss_of(*model, round, static_cast<std::size_t>(world.rank)).backward();
             for (auto& [name, tensor] : model->named()) {

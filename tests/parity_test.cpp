@@ -244,7 +244,7 @@ TEST(Parity, TheDoubledBatchHasTheSameGradient) {
   }
 }
 
-// The samples of the batch dealt to the ranks in another order, and to another number of ranks.
+// The samples of the batch assigned to the ranks in another order, and to another number of ranks.
 TEST(Parity, DoesNotDependOnWhoHoldsASample) {
   const auto batches = toy::make_step(5, 2);
   auto rotated = batches;
@@ -312,7 +312,7 @@ TEST(IdleAxis, ChangesNoBitOfAStep) {
         const StepReport &report = found.reports[rank], &right = wanted.reports[0];
         EXPECT_EQ(report.loss, right.loss) << where;
         EXPECT_EQ(report.step_counts.targets, right.step_counts.targets) << where;
-        // Copies are dealt to twice as many owners: the sum of some 300 squares in another order.
+        // Copies are assigned to twice as many owners: the sum of some 300 squares in another order.
         EXPECT_NEAR(report.norm, right.norm, right.norm * 300 * 0x1p-53) << where;
         ASSERT_EQ(report.terms.size(), right.terms.size()) << where;
         EXPECT_EQ(report.terms[0].value, right.terms[0].value) << where;
@@ -378,7 +378,7 @@ TEST(IdleAxis, CopiesThatDifferAreRefused) {
   }
 }
 
-// As when samples are dealt, or packs drawn, by the rank in the world.
+// As when samples are assigned, or packs drawn, by the rank in the world.
 TEST(IdleAxis, RanksThatShareABatchAndHaveAnotherAreRefused) {
   for (const bool fewer : {false, true}) {
     Setting setting{.strategy = {.name = "bucketed"}, .data = 1, .tp = 2};

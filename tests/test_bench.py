@@ -209,7 +209,7 @@ def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, of, scrip
     assert re.search(f"NOT COMPARABLE: (.* differs from )?{re.escape(whose)}", said), said
 
 
-def test_experts_that_the_peer_cannot_deal_evenly_are_refused():
+def test_experts_that_the_peer_cannot_split_evenly_are_refused():
     result = bench("--ranks", 3, of="expert")
     assert result.returncode == 2 and "expected 2, 4 or 8" in result.stderr, result.stderr
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import BINARY, ROOT
 
 SOME = ["DdpUneven", "DdpEmptyRank", "DdpPrefixedNames", "FsdpTied", "FlatAllReduce",
-        "DealtOtherwise", "SamplesCut", "SplitOtherwise", "GradientOfZero",
+        "AssignedOtherwise", "SamplesCut", "SplitOtherwise", "GradientOfZero",
         "RankMeans", "RankMeansOfNearlyEqualRanks", "WorldSizeForgotten", "CountOfOwnRank", "RankLeftOut",
         "SamplerPads", "BucketOfOneRankLost", "SignFlipped", "NormOfOwnShard", "LogSummedOverRanks"]
 

@@ -104,7 +104,7 @@ def reader(tmp_path_factory):
     """A folder as it is after `./dev run`, but for its length."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "examples").symlink_to(ROOT / "examples")
-    run = (folder / "examples/first_light.toml").read_text()  # to "run.toml", the reader's own; heads that cp_ulysses = 2 can deal
+    run = (folder / "examples/first_light.toml").read_text()  # to "run.toml", the reader's own; heads that cp_ulysses = 2 can split
     for old, new in [("runs/first_light", "runs/own"), ("\nheads = 6", "\nheads = 4"), ("key_value_heads = 3", "key_value_heads = 2")]:
         assert old in run
         run = run.replace(old, new)

@@ -60,8 +60,8 @@ def test_over_each_backend(place, wide, backend):
 @pytest.mark.parametrize("name", MODELS_FULL)
 def test_one_rank_without_ep_gives_the_same_weights(name, place, wide):
     check(place, name, "without ep")
-    alone, dealt = (place.train(name, RUNS[label], "shm")[0] for label in ("without ep", "plain"))
-    found = Step.compare(weights_of(place.model(name)), dealt, alone)
+    alone, assigned = (place.train(name, RUNS[label], "shm")[0] for label in ("without ep", "plain"))
+    found = Step.compare(weights_of(place.model(name)), assigned, alone)
     print(f"{name}: with and without ep: {found.largest()[0]:.1e}, {found.largest()[1]:.1e}")
     assert not found.beyond()
 

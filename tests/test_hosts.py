@@ -68,7 +68,7 @@ def steps(folder):
 
 
 def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_path):
-    """Two hosts of two: replicas across, tp within; then the same ranks dealt in turns, which puts tp across."""
+    """Two hosts of two: replicas across, tp within; then the same ranks assigned in turns, which puts tp across."""
     assert isograd("train", config, f"--set=run.directory={tmp_path}/one").returncode == 0
     alone = steps(tmp_path / "one")
     assert all("bytes_across_hosts" not in row for row in alone)

@@ -1,5 +1,5 @@
-// Samples cut into pieces and dealt to ranks and micro-batches in many ways; the loss of each kind of mean by
-// plain code from the samples themselves.
+// Samples cut into pieces and assigned to ranks and micro-batches in many ways; the loss of each kind of mean
+// by plain code from the samples themselves.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ struct Piece {
   int rank = 0, micro_batch = 0;
 };
 
-struct Dealt {
+struct Assignment {
   std::vector<Sample> samples;  // id = 3 · index + 1
   std::vector<Piece> pieces;    // together every token of every sample
   std::vector<MicroBatches> by_rank;
@@ -46,17 +46,17 @@ inline Sample make_sample(std::int64_t length, std::uint64_t seed, bool silent =
 }
 
 // Micro-batches that get no piece stay empty batches; `micro_batches[r]` of rank r.
-inline void build(Dealt& dealt, const std::vector<int>& micro_batches, bool weighted) {
-  dealt.by_rank.clear();
+inline void build(Assignment& assigned, const std::vector<int>& micro_batches, bool weighted) {
+  assigned.by_rank.clear();
   for (std::size_t rank = 0; rank < micro_batches.size(); ++rank) {
     MicroBatches batches;
     for (int m = 0; m < micro_batches[rank]; ++m) {
       Batch batch;
       std::vector<at::Tensor> tokens, targets, positions, weights;
-      for (const Piece& piece : dealt.pieces) {
+      for (const Piece& piece : assigned.pieces) {
         if (piece.rank != static_cast<int>(rank) || piece.micro_batch != m || piece.begin == piece.end)
           continue;
-        const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+        const Sample& sample = assigned.samples[static_cast<std::size_t>(piece.sample)];
         const std::int64_t length = piece.end - piece.begin;
         tokens.push_back(sample.tokens.narrow(0, piece.begin, length));
         targets.push_back(sample.targets.narrow(0, piece.begin, length));
@@ -77,33 +77,33 @@ inline void build(Dealt& dealt, const std::vector<int>& micro_batches, bool weig
       }
       batches.push_back(std::move(batch));
     }
-    dealt.by_rank.push_back(std::move(batches));
+    assigned.by_rank.push_back(std::move(batches));
   }
 }
 
-inline const std::vector<std::string> kDeals = {
+inline const std::vector<std::string> kAssignments = {
     "even", "uneven", "a rank empty", "a micro-batch empty", "one sample in five", "packs", "all invalid"};
 
-// One step over `ranks` ranks with `accumulation` micro-batches each, dealt as the name says.
-inline Dealt deal(const std::string& name, int ranks, int accumulation, bool weighted) {
-  Dealt dealt;
+// One step over `ranks` ranks with `accumulation` micro-batches each, assigned as the name says.
+inline Assignment assign(const std::string& name, int ranks, int accumulation, bool weighted) {
+  Assignment assigned;
   std::vector<int> micro_batches(static_cast<std::size_t>(ranks), accumulation);
   const auto whole = [&](std::int64_t length, int rank, int m, bool silent = false) {
-    const auto index = static_cast<std::int64_t>(dealt.samples.size());
-    dealt.samples.push_back(make_sample(length, static_cast<std::uint64_t>(index), silent));
-    dealt.pieces.push_back({index, 0, length, rank, m});
+    const auto index = static_cast<std::int64_t>(assigned.samples.size());
+    assigned.samples.push_back(make_sample(length, static_cast<std::uint64_t>(index), silent));
+    assigned.pieces.push_back({index, 0, length, rank, m});
   };
   const int empty_rank = name == "a rank empty" && ranks > 1 ? ranks / 2 : -1;
   const int places = ranks * accumulation;
-  if (name == "packs") {  // laid end to end, cut every 7 tokens, packs dealt round
+  if (name == "packs") {  // laid end to end, cut every 7 tokens, packs assigned round
     std::int64_t position = 0;
     for (int i = 0; i < 2 * places + 1; ++i) {
       const std::int64_t length = 2 + (5 * i) % 17;
-      dealt.samples.push_back(make_sample(length, static_cast<std::uint64_t>(i)));
+      assigned.samples.push_back(make_sample(length, static_cast<std::uint64_t>(i)));
       for (std::int64_t begin = 0; begin < length;) {
         const std::int64_t pack = position / 7, end = std::min(length, begin + 7 - position % 7);
         const int place = static_cast<int>(pack) % places;
-        dealt.pieces.push_back({i, begin, end, place % ranks, place / ranks});
+        assigned.pieces.push_back({i, begin, end, place % ranks, place / ranks});
         position += end - begin;
         begin = end;
       }
@@ -124,15 +124,15 @@ inline Dealt deal(const std::string& name, int ranks, int accumulation, bool wei
       }
     }
     if (name == "one sample in five") {
-      const auto index = static_cast<std::int64_t>(dealt.samples.size());
-      dealt.samples.push_back(make_sample(31, 99));
+      const auto index = static_cast<std::int64_t>(assigned.samples.size());
+      assigned.samples.push_back(make_sample(31, 99));
       const std::int64_t cuts[] = {0, 3, 12, 13, 24, 31};
       for (int i = 0; i < 5; ++i)
-        dealt.pieces.push_back({index, cuts[i], cuts[i + 1], (2 * i) % ranks, i % accumulation});
+        assigned.pieces.push_back({index, cuts[i], cuts[i + 1], (2 * i) % ranks, i % accumulation});
     }
   }
-  build(dealt, micro_batches, weighted);
-  return dealt;
+  build(assigned, micro_batches, weighted);
+  return assigned;
 }
 
 // −log p of each of the piece's targets, 0 where there is none.
@@ -152,8 +152,9 @@ inline at::Tensor weighted_sum(const at::Tensor& losses, const at::Tensor& weigh
 inline constexpr double kFixedNumber = 37.5;
 
 // Σ w ℓ over a piece, on one process.
-inline at::Tensor piece_sum(const Model& model, const Dealt& dealt, const Piece& piece, bool weighted) {
-  const Sample& sample = dealt.samples[static_cast<std::size_t>(piece.sample)];
+inline at::Tensor piece_sum(const Model& model, const Assignment& assigned, const Piece& piece,
+                            bool weighted) {
+  const Sample& sample = assigned.samples[static_cast<std::size_t>(piece.sample)];
   const std::int64_t length = piece.end - piece.begin;
   Batch alone;
   alone.tokens = sample.tokens.narrow(0, piece.begin, length);
@@ -164,10 +165,10 @@ inline at::Tensor piece_sum(const Model& model, const Dealt& dealt, const Piece&
 }
 
 // What each piece's sum is divided by under the declared kind, counted from the samples; 0: it takes no part.
-inline std::vector<double> divisors(const Dealt& dealt, Mean mean, bool weighted) {
+inline std::vector<double> divisors(const Assignment& assigned, Mean mean, bool weighted) {
   double targets = 0, weights = 0, counted = 0;
   std::vector<double> sizes;
-  for (const Sample& sample : dealt.samples) {
+  for (const Sample& sample : assigned.samples) {
     const at::Tensor valid = sample.targets.ne(kIgnoreIndex).to(at::kDouble);
     sizes.push_back((weighted ? valid * sample.weights : valid).sum().item<double>());
     targets += valid.sum().item<double>();
@@ -175,7 +176,7 @@ inline std::vector<double> divisors(const Dealt& dealt, Mean mean, bool weighted
     if (sizes.back() > 0) ++counted;
   }
   std::vector<double> result;
-  for (const Piece& piece : dealt.pieces) {
+  for (const Piece& piece : assigned.pieces) {
     const double size = sizes[static_cast<std::size_t>(piece.sample)];
     const double divisor = mean == Mean::kTargets   ? targets
                            : mean == Mean::kWeights ? weights
@@ -188,11 +189,12 @@ inline std::vector<double> divisors(const Dealt& dealt, Mean mean, bool weighted
 }
 
 // The loss of the declared kind on one process, piece by piece.
-inline Reference reference(const Model& model, const Dealt& dealt, Mean mean, bool weighted) {
-  const auto divided_by = divisors(dealt, mean, weighted);
+inline Reference reference(const Model& model, const Assignment& assigned, Mean mean, bool weighted) {
+  const auto divided_by = divisors(assigned, mean, weighted);
   at::Tensor loss = at::zeros({}, at::kDouble);
-  for (std::size_t i = 0; i < dealt.pieces.size(); ++i)
-    if (divided_by[i] > 0) loss = loss + piece_sum(model, dealt, dealt.pieces[i], weighted) / divided_by[i];
+  for (std::size_t i = 0; i < assigned.pieces.size(); ++i)
+    if (divided_by[i] > 0)
+      loss = loss + piece_sum(model, assigned, assigned.pieces[i], weighted) / divided_by[i];
   Reference result;
   result.loss = loss.item<double>();
   const auto parameters = model.trainable();
@@ -244,8 +246,8 @@ struct Nudges : planted::Wrapped {
   }
 };
 
-inline Outcome run(const Dealt& dealt, const Setting& setting) {
-  const int size = static_cast<int>(dealt.by_rank.size());
+inline Outcome run(const Assignment& assigned, const Setting& setting) {
+  const int size = static_cast<int>(assigned.by_rank.size());
   Outcome outcome;
   outcome.gradients.resize(static_cast<std::size_t>(size));
   outcome.reports.resize(static_cast<std::size_t>(size));
@@ -264,7 +266,7 @@ inline Outcome run(const Dealt& dealt, const Setting& setting) {
         },
         *layout, *mean, *optimizer, {.check_denominators = setting.checked.value_or(debug_build())});
     const auto rank = static_cast<std::size_t>(world.rank);
-    const MicroBatches& own = dealt.by_rank[rank];
+    const MicroBatches& own = assigned.by_rank[rank];
     for (int call = 0; call < setting.calls; ++call) {
       const auto cut = [&](int i) {
         return own.begin() + static_cast<std::ptrdiff_t>(own.size() * static_cast<std::size_t>(i) /

@@ -39,8 +39,8 @@ void check_same_routing(const DecoderLM& model, const Mesh& mesh, const ExpertPa
 // Collective over mesh.all(), when the model has its values, the same on all ranks, before anything keeps its
 // tensors. `others`: placements of cut_decoder(). ConfigError: more ranks than experts, and what
 // check_same_routing() refuses.
-Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
-                    const ExpertParallelOptions& options = {});
+Layout shard_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others = {},
+                     const ExpertParallelOptions& options = {});
 // The same placements, for a model that is still whole. Pure; the same errors.
 Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Named others = {});
 

@@ -52,7 +52,7 @@ void check_batch(const VideoStore& store, const Batch& batch, std::int64_t most,
   }
 }
 
-RC_GTEST_PROP(VideoLoader, DealsEveryVideoOnceInEveryLayout, ()) {
+RC_GTEST_PROP(VideoLoader, AssignsEveryVideoOnceInEveryLayout, ()) {
   const auto frames = *rc::gen::nonEmpty(rc::gen::container<std::vector<int>>(rc::gen::inRange(1, 12)));
   const auto store = store_of(frames);
   VideoLoaderOptions options;

@@ -277,8 +277,8 @@ ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const
   const auto& parallel = config.parallel;
   Layout layout = cut_decoder(model, mesh, tensor_options(config));
   if (parallel.ep > 1)
-    layout = deal_experts(model, mesh, layout.placements(),
-                          {.overlap = expert_overlap_named(parallel.expert_overlap)});
+    layout = shard_experts(model, mesh, layout.placements(),
+                           {.overlap = expert_overlap_named(parallel.expert_overlap)});
   if (parallel.pp == 1) return {.layout = std::move(layout)};
   auto pipeline = std::make_shared<Pipeline>(mesh, pipeline_options(config));
   layout = split_decoder(model, mesh, pipeline, layout.placements());

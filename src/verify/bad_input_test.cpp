@@ -192,7 +192,7 @@ TEST(Leak, DocumentsThatSeeOneAnotherAreFound) {
   EXPECT_FALSE(probe_documents(model_with(at::kDouble, {}), toy::make_batch({9}, 1)));
 }
 
-TEST(Experiments, DealTheDataOut) {
+TEST(Experiments, AssignTheData) {
   const DataByRank data = {{toy::make_batch({9, 6}, 0), toy::make_batch({}, 2)}, {toy::make_batch({12}, 3)}};
   const auto counts = [&](const Experiment& experiment) {
     return counts_of(arrange(data, experiment).value());

@@ -114,10 +114,10 @@ def averaged_once_more(parameters):
 class LastBatchFilledUp(Ddp):
     """The rank that has one micro-batch less takes its last one again, so that all ranks reduce as often."""
 
-    def deal(self):
-        deal = super().deal()
-        most = max(len(micros) for micros in deal)
-        return [micros + [micros[-1]] * (most - len(micros)) for micros in deal]
+    def assign(self):
+        assignment = super().assign()
+        most = max(len(micros) for micros in assignment)
+        return [micros + [micros[-1]] * (most - len(micros)) for micros in assignment]
 
 
 # Right ones like them.
@@ -182,7 +182,7 @@ TRIALS = [
     planted("DividedByTheMostMicroBatches", Ddp, Problem("mlp", fewer), "each micro-batch's mean / G of a full step, averaged over "
             "ranks; one at the end of its data has fewer",
             ("mean_of_micro_batch_means", "mean_of_micro_batch_means_by_rank", "undecided"),
-            loss=lambda self, nll, micro, rank, j: nll.sum() / num_targets(micro.targets) / max(map(len, self.dealt))),
+            loss=lambda self, nll, micro, rank, j: nll.sum() / num_targets(micro.targets) / max(map(len, self.assigned))),
     Trial(CountOfTheStepBefore, Problem("mlp", three), "divided by the count of the step before",
           ("scaled_by_factor", "undecided")),
     planted("ShiftedOverThePack", Ddp, Problem("transformer", two), "a document's last token predicts the next one's first",

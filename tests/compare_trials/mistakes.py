@@ -170,7 +170,7 @@ class EmptyMicroBatch(Ddp):
 
     def loss(self, nll, micro, rank, j):
         mask = (micro.targets != IGNORED).to(nll.dtype)
-        return (nll * mask).sum() / mask.sum() / len(self.dealt[rank])
+        return (nll * mask).sum() / mask.sum() / len(self.assigned[rank])
 
 
 def mean_of_means(self, records):
@@ -186,12 +186,12 @@ TRIALS = [
             "the same where ranks hold nearly equally much", ("mean_of_rank_means",), loss=micro_mean),
     planted("MicroBatchMeans", Ddp, Problem("mlp", ((1, 2), (3, 1, 1))), "each micro-batch's mean / G, averaged over ranks",
             ("mean_of_micro_batch_means_by_rank",),
-            loss=lambda self, nll, micro, rank, j: micro_mean(self, nll, micro, rank, j) / len(self.dealt[rank])),
+            loss=lambda self, nll, micro, rank, j: micro_mean(self, nll, micro, rank, j) / len(self.assigned[rank])),
     planted("AccumulationUndivided", Ddp, Problem("transformer", accumulated, precision="bf16"),
             "micro-batches' means are summed, counts are uneven", ("summed_over_micro_batches",), alone=True, loss=micro_mean),
     planted("DividedTwice", Trainer, Problem("mlp", ((1, 1, 2), (2, 1, 1), (1, 1, 1)), precision="bf16"),
             "divided by the global count, then by the micro-batches", ("undecided",), alone=True,
-            loss=lambda self, nll, micro, rank, j: Trainer.loss(self, nll, micro, rank, j) / len(self.dealt[rank])),
+            loss=lambda self, nll, micro, rank, j: Trainer.loss(self, nll, micro, rank, j) / len(self.assigned[rank])),
     planted("SumInsteadOfMean", Ddp, Problem("mlp", uneven), "reduction='sum'", ("unscaled_sum",),
             loss=lambda self, nll, micro, rank, j: nll.sum(), logged=mean_of_ranks),
     Trial(WorldSizeTooMuch, Problem("transformer", uneven), "loss times W, gradients summed", ("multiplied_by_axis",)),
@@ -219,13 +219,13 @@ TRIALS = [
             targets=lambda self, micro: torch.cat([
                 part for s in micro.samples for part in (s.targets[1:], torch.tensor([IGNORED]))])),
     Trial(RankLeftOut, Problem("mlp", ((2,), (1,), (2,), (3,))), "the last rank is in no sum", ("missing_rank_part",)),
-    planted("RankLeftOutDealtOtherwise", Trainer, Problem("transformer", ((2,), (1,), (2,)), precision="fp64"),
+    planted("RankLeftOutAssignedOtherwise", Trainer, Problem("transformer", ((2,), (1,), (2,)), precision="fp64"),
             "the same, the reference's shares are cut otherwise", ("missing_rank_part", "missing_data_part", "undecided"),
-            reference_deal=one_by_one, reduce=lambda self, parts: Trainer.reduce(self, [parts[0], parts[2]])),
+            reference_assignment=one_by_one, reduce=lambda self, parts: Trainer.reduce(self, [parts[0], parts[2]])),
     planted("ShardReadTwice", Ddp, Problem("mlp", ((2,), (2,), (2,))), "two ranks read the first rank's samples",
-            ("sample_twice", "other_batch"), deal=lambda self: [Ddp.deal(self)[rank] for rank in (0, 0, 2)]),
+            ("sample_twice", "other_batch"), assign=lambda self: [Ddp.assign(self)[rank] for rank in (0, 0, 2)]),
     planted("SamplerPads", Ddp, Problem("convolution", ((3,), (2,), (2,))), "DistributedSampler repeats samples",
-            ("sample_twice",), deal=padded_by_the_sampler),
+            ("sample_twice",), assign=padded_by_the_sampler),
     Trial(ParameterIgnoredByReducer, Problem("mlp", uneven), "DDP leaves one parameter to each rank",
           ("not_summed_over_axis", "missing_rank_part", "replicas_differ")),
     Trial(BucketOfOneRankLost, Problem("mlp", uneven), "one rank's part of one bucket is zeros", ("missing_rank_part",)),

@@ -1,4 +1,4 @@
-"""What the trials train: three small models, samples of uneven length, and how these are dealt to ranks."""
+"""What the trials train: three small models, samples of uneven length, and how these are assigned to ranks."""
 import dataclasses
 
 import torch
@@ -120,10 +120,10 @@ class Micro:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One optimizer step. `deal` has, for each rank, how many samples each of its micro-batches has."""
+    """One optimizer step. `assignment` has, for each rank, how many samples each of its micro-batches has."""
 
     model: str = "transformer"
-    deal: tuple = ((3,), (1,), (2,))
+    assignment: tuple = ((3,), (1,), (2,))
     seed: int = 1
     shortest: int = 6
     longest: int = 30
@@ -140,11 +140,11 @@ class Problem:
 
     @property
     def ranks(self):
-        return len(self.deal)
+        return len(self.assignment)
 
     def samples(self):
         generator = torch.Generator().manual_seed(self.seed)
-        owners = [rank for rank, micros in enumerate(self.deal) for _ in range(sum(micros))]
+        owners = [rank for rank, micros in enumerate(self.assignment) for _ in range(sum(micros))]
         return [self._sample(10 + 3 * i, generator, owner in self.empty_ranks) for i, owner in enumerate(owners)]
 
     def _sample(self, number, generator, silent):
@@ -169,19 +169,19 @@ class Problem:
             targets = torch.cat([labels[1:], torch.tensor([IGNORED])])
         return Sample(number, inputs, labels, targets, int((targets != IGNORED).sum()))
 
-    def dealt(self):
+    def assigned(self):
         """[rank][micro-batch] -> samples."""
         left = iter(self.samples())
-        deal = [[[next(left) for _ in range(size)] for size in micros] for micros in self.deal]
+        assignment = [[[next(left) for _ in range(size)] for size in micros] for micros in self.assignment]
         if self.cut:
-            whole = deal[0][0][0]
+            whole = assignment[0][0][0]
             at = len(whole.inputs) // 3
             head, tail = (dataclasses.replace(whole, inputs=whole.inputs[part], labels=whole.labels[part],
                                               targets=whole.targets[part], first=part.start is None)
                           for part in (slice(None, at), slice(at, None)))
-            deal[0][0][0] = head
-            deal[1][0].insert(0, tail)
-        return deal
+            assignment[0][0][0] = head
+            assignment[1][0].insert(0, tail)
+        return assignment
 
     def make_model(self, precision):
         """The same weights in every precision that holds them; fp64 begins with what the trainer has."""

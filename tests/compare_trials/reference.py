@@ -19,18 +19,18 @@ def nll_of(model, sample, problem, precision):
     return torch.logsumexp(logits[at], -1) - logits[at, sample.targets[at]]
 
 
-def one_device(problem, deal=None, precision="fp64"):
-    """The whole step, with a share for each micro-batch of `deal` (problem.dealt() unless given)."""
-    deal = deal or problem.dealt()
+def one_device(problem, assignment=None, precision="fp64"):
+    """The whole step, with a share for each micro-batch of `assignment` (problem.assigned() unless given)."""
+    assignment = assignment or problem.assigned()
     model = problem.make_model(precision)
-    everything = [sample for micros in deal for micro in micros for sample in micro]
+    everything = [sample for micros in assignment for micro in micros for sample in micro]
     valid = {sample.id: 0 for sample in everything}
     for sample in everything:
         valid[sample.id] += int((sample.targets != IGNORED).sum())
     total, with_loss = sum(valid.values()), sum(count > 0 for count in valid.values())
 
     shares, loss = {}, 0.0
-    for rank, micros in enumerate(deal):
+    for rank, micros in enumerate(assignment):
         for j, micro in enumerate(micros):
             model.zero_grad()
             for sample in micro:
@@ -44,7 +44,7 @@ def one_device(problem, deal=None, precision="fp64"):
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
     step = dict(loss=loss, targets=total, tokens=sum(len(s.inputs) for s in everything), norm=norm,
                 samples=[s.id for s in everything if s.first],
-                counts=[[sum(int((s.targets != IGNORED).sum()) for s in micro) for micro in micros] for micros in deal],
+                counts=[[sum(int((s.targets != IGNORED).sum()) for s in micro) for micro in micros] for micros in assignment],
                 precision=precision.split("_")[0], parameters=list(gradients))
     applied = None
     if problem.max_norm or problem.decay:

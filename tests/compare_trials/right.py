@@ -65,12 +65,12 @@ TRIALS = [
           "accumulation, blocks computed again in backward", title="FsdpAccumulatedCheckpointed"),
     Trial(FlatAllReduce, Problem("transformer", four), "one flat all-reduce; ranks give their hashes"),
     planted("BatchPermuted", Trainer, Problem("transformer", accumulated), "ranks, and samples within each, in the opposite order",
-            deal=lambda self: [[samples[::-1] for samples in micros[::-1]] for micros in Trainer.deal(self)[::-1]]),
-    planted("DealtOtherwise", Trainer, Problem("mlp", ((2,), (2,), (2,))), "each rank takes every third sample; the reference takes "
-            "them one by one", reference_deal=one_by_one,
-            deal=lambda self: [[self.problem.samples()[rank::self.problem.ranks]] for rank in range(self.problem.ranks)]),
+            assign=lambda self: [[samples[::-1] for samples in micros[::-1]] for micros in Trainer.assign(self)[::-1]]),
+    planted("AssignedOtherwise", Trainer, Problem("mlp", ((2,), (2,), (2,))), "each rank takes every third sample; the reference takes "
+            "them one by one", reference_assignment=one_by_one,
+            assign=lambda self: [[self.problem.samples()[rank::self.problem.ranks]] for rank in range(self.problem.ranks)]),
     Trial(Trainer, Problem("transformer", ((1, 1, 1, 1), (1, 1, 1, 1))), "other micro-batches than the reference",
-          alone=True, reference_deal=all_at_once, title="SplitOtherwise"),
+          alone=True, reference_assignment=all_at_once, title="SplitOtherwise"),
     Trial(SummedInPairs, Problem("convolution", ((3,), (2,), (4,), (1,), (2,))), "another order of sums"),
     Trial(Ddp, Problem("mlp", uneven, max_norm=0.1), "clipped; applied by subtraction", title="ClippedAndApplied"),
     Trial(Trainer, Problem("transformer", uneven, max_norm=0.2, decay=0.1, precision="fp64"),

@@ -109,10 +109,10 @@ def run(trials, folder, binary):
         here = folder / trial.name
         if not trial.trainer.processes:
             run_trainer(trial, here)
-        deal = trial.reference_deal(trial.problem) if trial.reference_deal else None
-        write(here / "one", one_device(trial.problem, deal))
+        assignment = trial.reference_assignment(trial.problem) if trial.reference_assignment else None
+        write(here / "one", one_device(trial.problem, assignment))
         if trial.alone:
-            write(here / "alone", one_device(trial.problem, deal, trial.problem.precision))
+            write(here / "alone", one_device(trial.problem, assignment, trial.problem.precision))
         status, verdict = compare(binary, here, trial.alone)
         rows.append(judged(trial, status, verdict, effect_of(here)))
     return rows

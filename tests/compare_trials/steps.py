@@ -79,8 +79,8 @@ class SameSamplesAndNoReduction(ByHand):
 
     watch_options = {"ids": None}
 
-    def deal(self):
-        return [super(SameSamplesAndNoReduction, self).deal()[0]] * self.problem.ranks
+    def assign(self):
+        return [super(SameSamplesAndNoReduction, self).assign()[0]] * self.problem.ranks
 
     def loss(self, nll, micro, rank, j):
         return nll.sum() / num_targets(micro.targets)
@@ -213,7 +213,7 @@ TRIALS = [
             "of 0", make_optimizer=lambda self, model: adamw(model, weight_decay=0.1)),
     Trial(WarmUp, Problem("mlp", uneven), "a learning rate of 0"),
     planted("StepsLater", Ddp, Problem("mlp", two), "the optimizer steps after the block", update=lambda self, model: None),
-    *[planted(name, base, Problem("mlp", deal), about, make_optimizer=make) for name, base, deal, about, make in (
+    *[planted(name, base, Problem("mlp", assignment), about, make_optimizer=make) for name, base, assignment, about, make in (
         ("Foreach", Ddp, two, "AdamW, foreach", lambda self, model: adamw(model, foreach=True)),
         ("Fused", Ddp, two, "AdamW, fused", lambda self, model: adamw(model, fused=True)),
         ("FusedShards", Fsdp, uneven, "the same: FSDP2", lambda self, model: adamw(model, fused=True)),

@@ -35,19 +35,19 @@ class Trainer:
 
     def __init__(self, problem, precision=None):
         self.problem, self.precision = problem, precision or problem.precision
-        self.dealt = self.deal()
+        self.assigned = self.assign()
         self.ranks = problem.ranks
         self.factor = self.ranks if self.averages else 1
         # Counted over all ranks and micro-batches before any backward.
-        self.total = sum(num_targets(s.targets) for micros in self.dealt for micro in micros for s in micro)
-        self.with_loss = sum(s.first and s.whole > 0 for micros in self.dealt for micro in micros for s in micro)
+        self.total = sum(num_targets(s.targets) for micros in self.assigned for micro in micros for s in micro)
+        self.with_loss = sum(s.first and s.whole > 0 for micros in self.assigned for micro in micros for s in micro)
 
     # Batch and loss.
-    def deal(self):
-        return self.problem.dealt()
+    def assign(self):
+        return self.problem.assigned()
 
     def micros(self, rank):
-        return [pack(samples, self.padded) for samples in self.dealt[rank]]
+        return [pack(samples, self.padded) for samples in self.assigned[rank]]
 
     def targets(self, micro):
         return micro.targets

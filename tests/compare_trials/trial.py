@@ -12,7 +12,7 @@ class Trial:
     about: str  # what the trainer does, in words
     names: tuple = ()  # diagnoses of docs/museum.md that are true of a mistake; empty for a right variant
     alone: bool = False  # whether compare is also given one process in the trainer's precision
-    reference_deal: Callable | None = None  # problem -> [rank][micro-batch] -> samples, where shares are cut otherwise
+    reference_assignment: Callable | None = None  # problem -> [rank][micro-batch] -> samples, where shares are cut otherwise
     title: str = ""
 
     @property
@@ -24,9 +24,9 @@ class Trial:
         return bool(self.names)
 
 
-def planted(name, base, problem, about, names=(), alone=False, reference_deal=None, **changes):
+def planted(name, base, problem, about, names=(), alone=False, reference_assignment=None, **changes):
     """A trial of `base` with some of its methods and attributes replaced."""
-    return Trial(type(name, (base,), changes), problem, about, names, alone, reference_deal)
+    return Trial(type(name, (base,), changes), problem, about, names, alone, reference_assignment)
 
 
 def one_by_one(problem):
@@ -36,4 +36,4 @@ def one_by_one(problem):
 
 def all_at_once(problem):
     """Each rank's samples as one micro-batch."""
-    return [[[sample for micro in micros for sample in micro]] for micros in problem.dealt()]
+    return [[[sample for micro in micros for sample in micro]] for micros in problem.assigned()]

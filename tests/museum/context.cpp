@@ -94,7 +94,7 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
       world, data_grid(world.size, {.cp_ring = axes.ring, .cp_ulysses = axes.ulysses}));
   context_groups(*mesh);  // made here by all ranks: later models are made by some
   const auto all = packs(world.size);
-  SharedSamples dealing{
+  SharedSamples shared{
       .whole = {}, .data_rank = mesh->place(kSampleAxes), .cut = [mesh, axes](const MicroBatches& whole) {
         if (mesh->size(kContextAxes) == 1) return whole;
         return cut_micro_batches(whole, {.ring = axes.ring, .ulysses = axes.ulysses},
@@ -102,9 +102,9 @@ VerifyProblem context_problem(World& world, const Axes& axes, const Wrong& wrong
       }};
   for (std::size_t i = 0; i < all.size(); ++i)
     if (static_cast<int>(i) % mesh->size(kSampleAxes) == mesh->place(kSampleAxes))
-      dealing.whole.push_back(all[i]);
-  problem.local = dealing.cut(dealing.whole);
-  if (mesh->size(kContextAxes) > 1) problem.shared_samples = std::move(dealing);
+      shared.whole.push_back(all[i]);
+  problem.local = shared.cut(shared.whole);
+  if (mesh->size(kContextAxes) > 1) problem.shared_samples = std::move(shared);
   problem.whole = [all] { return all; };
   problem.make_model = [mesh, wrong](at::ScalarType type) {
     return model_of(std::make_shared<DecoderLM>(shape(), type, 3), *mesh, wrong);

@@ -48,7 +48,7 @@ VerifyProblem expert_problem(World& world, const Wrong& wrong) {
                    .shape = shape(wrong.experts),
                    .noise = wrong.noise};
   how.complete = [](VerifyModel& made, const std::shared_ptr<DecoderLM>& model) {
-    made.cut = [model](const Mesh& mesh) { return deal_experts(*model, mesh); };
+    made.cut = [model](const Mesh& mesh) { return shard_experts(*model, mesh); };
     made.choose_experts = [model](const DecoderLM::ChooseExperts& choose) {
       model->set_choice_of_experts(choose);
     };
@@ -138,7 +138,7 @@ struct SkipsIdleExperts : planted::WrappedOptimizer {
 
 }  // namespace
 
-void deal_over_experts(VerifyProblem& problem, World& world) {
+void shard_over_experts(VerifyProblem& problem, World& world) {
   plants({.noise = keyed_by(0)})(problem, world);
 }
 

@@ -80,7 +80,7 @@ struct OtherAxis {
   std::set<std::string> missing{};  // mistakes that need what this step does not have
 };
 const OtherAxis kOtherAxes[] = {{"context", cut_over_context, {"B12"}},  // no micro-batch is without a target
-                                {"experts", deal_over_experts, {"B12"}},  // nor here
+                                {"experts", shard_over_experts, {"B12"}},  // nor here
                                 {"pipeline", lay_in_stages}};
 
 void plant_in(VerifyProblem& problem, World& world, const OtherAxis& axis, const Exhibit& exhibit) {
@@ -160,7 +160,7 @@ TEST_P(Right, SoAreTheRightTwinsOfExhibits) {
       {.id = "ranking", .plant = rank_all_rows},
       {.id = "context", .plant = cut_over_context},
       {.id = "tensor", .plant = cut_over_tensor},
-      {.id = "experts", .plant = deal_over_experts},
+      {.id = "experts", .plant = shard_over_experts},
       {.id = "pipeline", .plant = lay_in_stages},
       {.id = "pipeline of a tied embedding", .plant = lay_in_stages_tied},
       {.id = "clip", .plant = clips_by(whole_norm)}};

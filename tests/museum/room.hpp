@@ -56,7 +56,7 @@ void cut_over_context(VerifyProblem& problem, World& world);
 void cut_over_tensor(VerifyProblem& problem, World& world);
 
 // Or one whose experts are assigned to ranks that see different packs.
-void deal_over_experts(VerifyProblem& problem, World& world);
+void shard_over_experts(VerifyProblem& problem, World& world);
 
 // Or one whose layers lie in stages; with a tied embedding two stages on each rank, and its ends on two ranks
 // wherever their number is even.

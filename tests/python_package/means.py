@@ -20,7 +20,7 @@ import isograd
 
 IGNORED, CLASSES, WIDTH = -100, 11, 6
 # [rank][micro-batch] -> lengths of samples; ranks hold uneven amounts, and nothing at all.
-DEALS = {2: [[[5, 9], [2]], [[1]]], 3: [[[4], [7, 1], [3]], [[]], [[6], [2, 2]]],
+ASSIGNMENTS = {2: [[[5, 9], [2]], [[1]]], 3: [[[4], [7, 1], [3]], [[]], [[6], [2, 2]]],
          4: [[[3], [2]], [[8], [1]], [[2, 2, 2]], [[12]]]}
 
 
@@ -55,30 +55,30 @@ def micro_batch(numbers, lengths):
     return tuple(torch.cat(column) for column in zip(empty, *parts))
 
 
-def dealt(size, cut):
+def assigned(size, cut):
     """[rank][micro-batch]; cut: the last sample of each rank goes on as the first of the next."""
-    count, deal = 0, []
-    for lengths in DEALS[size]:
+    count, assignment = 0, []
+    for lengths in ASSIGNMENTS[size]:
         micros = []
         for some in lengths:
             micros.append(micro_batch(range(count, count + len(some)), some))
             count += len(some)
-        deal.append(micros)
+        assignment.append(micros)
     if cut:
         for rank in range(size - 1):
-            *columns, ids = deal[rank + 1][0]
-            if len(ids) and len(deal[rank][-1][3]):
-                deal[rank + 1][0] = *columns, torch.where(ids == ids[0], deal[rank][-1][3][-1], ids)
-    return deal
+            *columns, ids = assignment[rank + 1][0]
+            if len(ids) and len(assignment[rank][-1][3]):
+                assignment[rank + 1][0] = *columns, torch.where(ids == ids[0], assignment[rank][-1][3][-1], ids)
+    return assignment
 
 
 def losses(model, tokens, targets):
     return F.cross_entropy(model(tokens), targets, ignore_index=IGNORED, reduction="none")
 
 
-def one_process(deal, kind):
+def one_process(assignment, kind):
     model = make_model()
-    tokens, targets, weights, ids = (torch.cat(column) for column in zip(*[m for micros in deal for m in micros]))
+    tokens, targets, weights, ids = (torch.cat(column) for column in zip(*[m for micros in assignment for m in micros]))
     if kind in ("token", "deferred"):
         loss = F.cross_entropy(model(tokens), targets, ignore_index=IGNORED)
     elif kind in ("weighted", "deferred_weighted"):
@@ -130,7 +130,7 @@ def train(model, micros, own, kind, group):
     deferred = kind.startswith("deferred")
     if deferred:
         later = isograd.Deferred((isograd.WeightedMean if "weighted" in kind else isograd.TokenMean)(group))
-        rounds = max(len(deal) for deal in DEALS[dist.get_world_size()])
+        rounds = max(len(assignment) for assignment in ASSIGNMENTS[dist.get_world_size()])
     else:
         step, value = counted(kind, group, micros, own)
         rounds = step.global_micro_batches
@@ -164,16 +164,16 @@ def scenarios(rank, fault, kinds):
     size, errors = dist.get_world_size(), {}
     alone = [dist.new_group([r]) for r in range(size)][rank]
     for kind in kinds:
-        deal = dealt(size, kind == "sample_cut")
-        loss, expected = one_process(deal, kind)
-        rounds = max(len(micros) for micros in deal)
-        micros = deal[rank] + [micro_batch([], [])] * (rounds - len(deal[rank]))
+        assignment = assigned(size, kind == "sample_cut")
+        loss, expected = one_process(assignment, kind)
+        rounds = max(len(micros) for micros in assignment)
+        micros = assignment[rank] + [micro_batch([], [])] * (rounds - len(assignment[rank]))
         for wrapper in WRAPPERS:
             model = wrap(wrapper, fault)
             if fault == "own_count":  # which knows of no other rank's rounds either
                 found = train(model, micros, rounds, kind, alone)
             else:
-                found = train(model, micros, len(deal[rank]), kind, None)
+                found = train(model, micros, len(assignment[rank]), kind, None)
             gradients = assembled(model)
             worst = max(float((gradients[name] - g).norm() / g.norm()) for name, g in expected.items())
             errors[f"{kind} {wrapper}"] = worst

@@ -47,7 +47,7 @@ def watched(trial, groups):
     model = trainer.wrap(trainer.make_model(rank), group)
     trainer.optimizer = trainer.make_optimizer(model)
     options = {"ids": lambda sample: sample.id, **trainer.watch_options}
-    with isograd.watch(model, trainer.optimizer, micro_batches=trainer.dealt[rank], loss=loss, mean=problem.mean,
+    with isograd.watch(model, trainer.optimizer, micro_batches=trainer.assigned[rank], loss=loss, mean=problem.mean,
                        max_norm=problem.max_norm or None, make_model=lambda: problem.make_model(problem.precision),
                        **options) as step:
         record = trainer.work(model, rank)

@@ -56,7 +56,7 @@ Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world)
     // Each rank has tokens of its own, and its part of the experts.
     const Grid grid = data_grid(world.size, {.dp_replicate = world.size});
     const Mesh mesh(world, grid.viewed(data_axes(grid), {{"edp", 1}, {kExpertAxis, world.size}}));
-    const Layout placed = deal_experts(model, mesh, {}, {.overlap = strategy.expert_overlap});
+    const Layout placed = shard_experts(model, mesh, {}, {.overlap = strategy.expert_overlap});
     return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
   }
   if (strategy.one_batch()) {

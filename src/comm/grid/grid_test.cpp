@@ -33,7 +33,7 @@ TEST(Grid, NeighboursDifferAlongTheLastAxis) {
   EXPECT_EQ(grid.text(), "pp 2 x dp_shard 3 x tp 2");
 }
 
-TEST(Grid, AViewDealsTheSameRanksToFactors) {
+TEST(Grid, AViewAssignsTheSameRanksToFactors) {
   // 2 x 4 ranks along dp_shard and cp_ring, tp inside: as 2 (edp) x 4 (ep), then as 4 x 2.
   const Grid grid({{"dp_shard", 2}, {"cp_ring", 4}, {"tp", 2}}, 16);
   const Grid wide = grid.viewed({"dp_shard", "cp_ring"}, {{"edp", 2}, {"ep", 4}});

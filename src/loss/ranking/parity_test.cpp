@@ -71,7 +71,7 @@ struct Family {
   std::string name;
   std::function<std::shared_ptr<RankingLoss>(RankingOptions, Group)> make;
   std::function<twin::OfClass(const twin::Pool&, const at::Tensor&, const at::Tensor&)> naive;
-  bool dealt;
+  bool sharded;
   bool selects = false;
 };
 
@@ -92,7 +92,7 @@ std::vector<Family> families() {
   live.tau_scale = PAUCOptions::Scale::kBand;
   PAUCOptions pairwise = trapezoid;
   pairwise.surrogate = PAUCOptions::Surrogate::kPairwise;
-  const auto of_pauc = [](const std::string& name, const PAUCOptions& options, bool dealt) {
+  const auto of_pauc = [](const std::string& name, const PAUCOptions& options, bool sharded) {
     return Family{name,
                   [options](RankingOptions base, Group group) {
                     return std::make_shared<PAUCAtBudgetLoss>(with(options, base), group);
@@ -100,7 +100,7 @@ std::vector<Family> families() {
                   [options](const auto& pool, const auto& s, const auto& positive) {
                     return twin::pauc(pool, s, positive, tau, options);
                   },
-                  dealt};
+                  sharded};
   };
   std::vector<Family> all = {
       {"SmoothAP",
@@ -123,7 +123,7 @@ std::vector<Family> families() {
   // Thresholds are found by gathering unless rows are many; here by selection too.
   const std::size_t gathering = all.size();
   for (std::size_t i = 0; i < gathering; ++i) {
-    if (all[i].dealt) continue;
+    if (all[i].sharded) continue;
     Family family = all[i];
     family.name += ", selected";
     family.selects = true;
@@ -393,7 +393,8 @@ TEST_P(RankingAt, AForwardMovesTheDocumentedMinimum) {
             const std::int64_t n = step.targets.ne(-100).sum().item<std::int64_t>();
             const std::int64_t row = 4 * classes + (classes == 1 ? 1 : 4) + (weighted ? 8 : 0);
             EXPECT_EQ(moved("all_gather"), std::pair(std::int64_t{2}, part(88 * ranks) + part(n * row)));
-            const bool scatters = family.dealt && differentiated, reduces = family.dealt && !differentiated;
+            const bool scatters = family.sharded && differentiated,
+                       reduces = family.sharded && !differentiated;
             EXPECT_EQ(moved("reduce_scatter"),
                       scatters ? std::pair(std::int64_t{1}, part(4 * classes * (n + 3 * ranks)))
                                : std::pair(std::int64_t{0}, std::int64_t{0}));

@@ -47,7 +47,7 @@ void assign_blocks(std::int64_t length, int parts, bool causal, F&& f) {
 }
 
 // The row of all documents, split as if it were one.
-std::vector<Pieces> deal_row(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
+std::vector<Pieces> assign_row(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
   std::vector<Pieces> by_ring(static_cast<std::size_t>(options.ring));
   assign_blocks(
       cu_seqlens.back(), options.ring, options.causal, [&](int part, std::int64_t begin, std::int64_t end) {
@@ -186,7 +186,7 @@ void check_memory(const ContextCut& cut, const CutOptions& options) {
 
 ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
   check(cu_seqlens, options);
-  const auto by_ring = options.level ? Leveller(cu_seqlens, options).run() : deal_row(cu_seqlens, options);
+  const auto by_ring = options.level ? Leveller(cu_seqlens, options).run() : assign_row(cu_seqlens, options);
   ContextCut cut{.cu_seqlens = cu_seqlens, .pieces = {}, .rank = 0};
   for (const Pieces& pieces : by_ring) split(in_order(pieces), options.ulysses, cut.pieces);
   for (std::size_t d = 0; d + 1 < cu_seqlens.size(); ++d)

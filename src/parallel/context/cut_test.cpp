@@ -98,8 +98,8 @@ TEST(ContextCut, EveryTokenOnceWithItsTargetAndSample) {
   }));
 }
 
-// Zigzag: of one long document every rank has the same tokens and, but for rounding, the same scores; dealt
-// in as many chunks as ranks, the last of R would have (2R − 1)/R of the mean.
+// Zigzag: of one long document every rank has the same tokens and, but for rounding, the same scores;
+// assigned in as many chunks as ranks, the last of R would have (2R − 1)/R of the mean.
 TEST(ContextCut, ZigzagLevelsOneDocument) {
   for (const int ring : {2, 3, 4, 5, 8})
     for (const bool level : {true, false}) {
@@ -109,7 +109,7 @@ TEST(ContextCut, ZigzagLevelsOneDocument) {
       const auto [least, most] = std::minmax_element(cost.tokens.begin(), cost.tokens.end());
       EXPECT_LE(*most - *least, 2);
       CutOptions straight = options;
-      straight.causal = false;  // its deal, with the costs of causal attention
+      straight.causal = false;  // its assignment, with the costs of causal attention
       EXPECT_GT(cost_of(cut_documents({0, 8192}, straight), options).imbalance, 2 - 1.01 / ring);
     }
 }

@@ -125,8 +125,8 @@ Layout::Named expert_placements(DecoderLM& model, const Grid& grid, Layout::Name
   return others;
 }
 
-Layout deal_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others,
-                    const ExpertParallelOptions& options) {
+Layout shard_experts(DecoderLM& model, const Mesh& mesh, Layout::Named others,
+                     const ExpertParallelOptions& options) {
   check_same_routing(model, mesh, options);
   Layout layout(mesh, expert_placements(model, mesh.grid(), std::move(others)));
   if (ranks_along_ep(mesh.grid()) == 1) return layout;

@@ -68,7 +68,7 @@ TEST_P(Seams, GiveTheGradientOfOneProcess) {
     Group tp = along_tp(world);
     const int rank = world.rank, count = world.size;
     const Group::Rows tokens = is_uneven ? uneven(kTokens, count) : Group::Rows{},
-                      deal = is_uneven ? tokens : split_rows(kTokens, count),
+                      assignment = is_uneven ? tokens : split_rows(kTokens, count),
                       inner = is_uneven ? uneven(kInner, count) : split_rows(kInner, count);
     const auto leaf = [](const at::Tensor& of) { return of.detach().clone().requires_grad_(); };
     const at::Tensor x = leaf(whole.x), norm = leaf(whole.norm),
@@ -89,7 +89,7 @@ TEST_P(Seams, GiveTheGradientOfOneProcess) {
     expect_near(down.grad(), rows_of(whole.down.grad(), inner, rank), "down");
     at::Tensor of_norm = norm.grad().clone();
     if (cut_by_tokens) {  // each rank's tokens alone: a part, which the placement has summed
-      if (count > 1 && deal[0] < kTokens) {
+      if (count > 1 && assignment[0] < kTokens) {
         EXPECT_GT((of_norm - whole.norm.grad()).abs().max().item<double>(), 1e-3);
       }
       tp.all_reduce(of_norm);
