@@ -172,3 +172,10 @@ def test_a_libtorch_of_an_untested_version_is_refused_with_those_that_were_teste
         assert f"accepted {version}" in said, said
     else:
         assert done.returncode and f"LibTorch {version} found in" in said and "expected one of 2.11, 2.13" in said, said
+
+
+def test_help_is_text_and_runs_nothing():
+    """It is a here-document of the shell: a backtick in it would be a command."""
+    done = subprocess.run([ROOT / "dev", "help"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"all" has the tests as well' in done.stdout
