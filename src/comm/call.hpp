@@ -27,6 +27,7 @@ class Call {
 
   // "all_reduce of group 'world' (shm) on rank 1 of 4 at trainer.cpp:7"
   std::string where() const;
+  std::string_view operation() const { return operation_; }
   const CallSite& site() const { return site_; }
   [[noreturn]] void refuse(const std::string& found, const std::string& expected,
                            const std::string& action) const;

@@ -21,8 +21,7 @@
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
-#include "base/torch_versions.hpp"
-#include "comm/call.hpp"
+#include "comm/checked_backend.hpp"
 #include "comm/environment.hpp"
 #include "comm/queue.hpp"
 #include "isograd/error.hpp"
@@ -129,7 +128,6 @@ void check(int code, const std::string& where) {
 
 using c10d::OpType;
 using queue::Works;
-using shm::Region;
 using Sizes = std::vector<std::int64_t>;
 
 struct Communicator {
@@ -238,27 +236,27 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() > 0 && b.numel() > 0 && first < second + b.nbytes() && second < first + a.nbytes();
 }
 
-// Lists of tensors as one flat tensor: their sizes, their contents, and the way back.
-Sizes sizes_of(const Tensors& tensors) {
-  Sizes sizes;
-  for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.numel());
-  return sizes;
-}
-
-at::Tensor joined(const Tensors& tensors) {
-  Tensors flat;
+// Tensors as one: itself, or the contents of several, flat. `like`: the type where there are none.
+at::Tensor joined(const Tensors& tensors, const at::Tensor& like) {
+  if (tensors.size() == 1) return tensors[0];
+  Tensors flat{at::empty({0}, like.options())};
   for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
   return at::cat(flat);
 }
 
 void distribute(const at::Tensor& flat, const Tensors& tensors) {
-  const Tensors parts = flat.split_with_sizes(sizes_of(tensors));
-  for (std::size_t i = 0; i < parts.size(); ++i) tensors[i].copy_(parts[i].view(tensors[i].sizes()));
+  std::int64_t begin = 0;
+  for (const at::Tensor& tensor : tensors) {
+    tensor.copy_(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+    begin += tensor.numel();
+  }
 }
 
-Sizes counts_of(const std::vector<Region>& parts, const at::Tensor& of) {
+// The numbers of elements of the parts.
+Sizes counts_of(const Parts& parts) {
   Sizes counts;
-  for (const Region& part : parts) counts.push_back(static_cast<std::int64_t>(part.bytes) / of.itemsize());
+  for (const Call::Region& part : parts.by_rank)
+    counts.push_back(static_cast<std::int64_t>(part.bytes) / parts.tensors[0].itemsize());
   return counts;
 }
 
@@ -271,9 +269,9 @@ struct Operand {
   bool mean;
 };
 
-Operand operand(const at::Tensor& tensor, const c10d::ReduceOp& op, const Call& check) {
+Operand operand(const at::Tensor& tensor, const shm::Reduction& reduction) {
   using kernels::Combine, kernels::Number;
-  const auto [number, combine, factor] = check.reduction(tensor, op);
+  const auto [number, combine, factor] = reduction;
   const bool wide = number == Number::kBFloat16 || number == Number::kFloat16;
   // In the order of Number and of Combine.
   const MPI_Datatype types[] = {MPI_DOUBLE,  MPI_FLOAT,   MPI_FLOAT,  MPI_FLOAT,   MPI_INT64_T,
@@ -298,13 +296,14 @@ void deliver(const Operand& form, const at::Tensor& combined, const at::Tensor& 
 // Tensors are contiguous and on the CPU. Copies: any type. Reductions: those of ShmBackend; 16-bit floats are
 // combined in float32 and rounded once. MPI determines the order of summation. Mismatched calls are detected
 // only where MPI detects them. MPI advances only while somebody waits or polls.
-class MpiBackend final : public c10d::Backend {
+class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
+  using Step = std::function<void(Requests&)>;
+
  public:
   // Takes ownership of `comm`.
   MpiBackend(MPI_Comm comm, Rank own, std::string name, std::chrono::milliseconds timeout,
              std::int64_t most_elements = kMostElements)
-      : c10d::Backend(own.rank, own.size),
-        name_(std::move(name)),
+      : CheckedBackend(own.rank, own.size, std::move(name), "mpi", /*uneven_at_root=*/true),
         most_elements_(most_elements),
         communicator_(std::make_shared<Communicator>(comm)),
         queue_(std::make_shared<queue::Queue>(queue::Queue::Names{name_, "mpi", rank_, size_}, timeout,
@@ -313,204 +312,143 @@ class MpiBackend final : public c10d::Backend {
                                                 keeper().abandoned = true;
                                               })) {}
 
-  const std::string getBackendName() const override { return "mpi"; }
   void setTimeout(std::chrono::milliseconds timeout) override { queue_->set_timeout(timeout); }
   // Later calls and waits on this rank throw. Its process then ends without MPI_Finalize, so mpirun ends the
   // other ranks.
   void abort() override { queue_->fail("this rank has given the group up"); }
 
-  using Lists = std::vector<Tensors>;
+ private:
+  Works run(const Call& call, Steps steps, OpType type, Tensors results, std::chrono::milliseconds timeout,
+            int peer = kAnyRank) override {
+    const at::NoGradGuard no_graph;
+    std::string name(call.operation());
+    if (type == OpType::SEND) name += fmt::format(" to rank {}", peer);
+    if (type == OpType::RECV) name += fmt::format(" from rank {}", peer);
+    if (type == OpType::RECVANYSOURCE) name += " from any rank";
+    const auto begin = [&](const std::string& where) {
+      auto requests = c10::make_intrusive<Requests>(communicator_, where, type, std::move(results));
+      const CallScope scope;
+      for (const Step& step : steps) step(*requests);
+      return requests;
+    };
+    return queue_->follow(name, begin, timeout);
+  }
 
   // ---- reductions ----
-  Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override {
-    return start("all_reduce", OpType::ALLREDUCE, tensors, options.timeout,
-                 [&](Issued& issued) { all_reduce(issued, issued.check.only(tensors), options.reduceOp); });
+  Step make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) override {
+    return [=, this](Requests& requests) {
+      const Operand form = operand(tensor, reduction);
+      requests.keep({form.tensor});
+      in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+        return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
+      });
+      requests.finish.push_back([form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
+    };
   }
-  Works allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override {
-    return start("all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, tensors, options.timeout,
-                 [&](Issued& issued) {
-                   for (const at::Tensor& tensor : tensors) {  // all checks come before the first request
-                     issued.check.piece(tensor);
-                     issued.check.reduction(tensor, options.reduceOp);
-                   }
-                   for (const at::Tensor& tensor : tensors) all_reduce(issued, tensor, options.reduceOp);
-                 });
-  }
-  Works reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override {
-    return start("reduce", OpType::REDUCE, tensors, options.timeout, [&](Issued& issued) {
-      const at::Tensor& tensor = issued.check.only(tensors);
-      issued.check.piece(tensor);
-      const int root = issued.check.root(options.rootRank);
-      const Operand form = operand(tensor, options.reduceOp, issued.check);
-      issued.requests.keep({form.tensor});
-      in_pieces(issued, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+  Step make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) override {
+    return [=, this](Requests& requests) {
+      const Operand form = operand(tensor, reduction);
+      requests.keep({form.tensor});
+      in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         return rank_ == root
                    ? MPI_Ireduce(MPI_IN_PLACE, data, count, form.type, form.operation, root, comm, request)
                    : MPI_Ireduce(data, nullptr, count, form.type, form.operation, root, comm, request);
       });
-      if (rank_ == root)
-        issued.requests.finish.push_back(
-            [form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
-    });
+      if (rank_ != root) return;
+      requests.finish.push_back([form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
+    };
   }
-  Works reduce_scatter(Tensors& outputs, Lists& inputs,
-                       const c10d::ReduceScatterOptions& options = {}) override {
-    return start("reduce_scatter", OpType::REDUCE_SCATTER, outputs, options.timeout, [&](Issued& issued) {
-      const at::Tensor& output = issued.check.only(outputs);
-      const Tensors& parts = issued.check.one_list(inputs);
-      issued.check.piece(output);  // MPI may write to it
-      issued.check.same_size(output, parts[own()]);
-      reduce_scatter_parts(issued, output, joined(parts), sizes_of(parts), options.reduceOp);
-    });
-  }
-  Works _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                             const c10d::ReduceScatterOptions& options = {}) override {
-    return start("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {output}, options.timeout,
-                 [&](Issued& issued) { reduce_scatter_even(issued, output, input, options.reduceOp); });
-  }
-  Works reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                        const c10d::ReduceScatterOptions& options = {}) override {
-    return start("reduce_scatter_coalesced", torch_versions::kReduceScatterCoalesced, outputs,
-                 options.timeout, [&](Issued& issued) {
-                   issued.check.as_many(outputs.size(), inputs.size());
-                   for (std::size_t i = 0; i < inputs.size(); ++i) {
-                     issued.check.piece(outputs[i]), issued.check.cut(inputs[i], outputs[i]);
-                     issued.check.reduction(inputs[i], options.reduceOp);
-                   }
-                   for (std::size_t i = 0; i < inputs.size(); ++i)
-                     reduce_scatter_even(issued, outputs[i], inputs[i], options.reduceOp);
-                 });
+  Step make_reduce_scatter(const Call& check, const at::Tensor& output, Parts inputs,
+                           const shm::Reduction& reduction) override {
+    // MPI takes no displacements here.
+    return [=, this, counts = layout(check, counts_of(inputs), false).counts](Requests& requests) {
+      const Operand form = operand(joined(inputs.tensors, output), reduction);
+      // PyTorch may pass a part of the input as output.
+      const bool direct = form.tensor.scalar_type() == output.scalar_type() && !overlap(output, form.tensor);
+      const at::Tensor combined = direct ? output : at::empty({output.numel()}, form.tensor.options());
+      requests.keep({form.tensor, combined});
+      const int* kept = requests.keep(counts);
+      requests.add([&](MPI_Comm comm, MPI_Request* request) {
+        return MPI_Ireduce_scatter(data_of(form.tensor), data_of(combined), kept, form.type, form.operation,
+                                   comm, request);
+      });
+      requests.finish.push_back(
+          [form, combined, output, size = size_] { deliver(form, combined, output, size); });
+    };
   }
 
   // ---- copies ----
-  Works broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override {
-    return start("broadcast", OpType::BROADCAST, tensors, options.timeout, [&](Issued& issued) {
-      const at::Tensor& tensor = issued.check.only(tensors);
-      issued.check.piece(tensor);
-      const int root = issued.check.root(options.rootRank);
-      const MPI_Datatype type = copied_type(tensor, issued.check);
-      in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+  Step make_broadcast(const Call& check, const at::Tensor& tensor, int root) override {
+    return [=, this, type = copied_type(tensor, check)](Requests& requests) {
+      in_pieces(requests, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         return MPI_Ibcast(data, count, type, root, comm, request);
       });
-    });
+    };
   }
-  Works _allgather_base(at::Tensor& output, at::Tensor& input,
-                        const c10d::AllgatherOptions& options = {}) override {
-    return start("all_gather", OpType::_ALLGATHER_BASE, {output}, options.timeout,
-                 [&](Issued& issued) { all_gather_even(issued, output, input); });
+  Step make_all_gather(const Call& check, const at::Tensor& input, Parts outputs) override {
+    if (outputs.tensors.size() > 1)  // every rank gets the same elements
+      return exchange(check, outputs.tensors, counts_of(outputs), {input}, Sizes(ranks(), input.numel()),
+                      /*consecutive=*/false);
+    const bool in_place = input.data_ptr() == outputs.by_rank[static_cast<std::size_t>(rank_)].data;
+    return [=, output = outputs.tensors[0], each = count(input.numel(), check),
+            type = copied_type(input, check)](Requests& requests) {
+      const at::Tensor from = !in_place && overlap(output, input) ? input.clone() : input;
+      requests.keep({from});
+      requests.add([&](MPI_Comm comm, MPI_Request* request) {
+        return MPI_Iallgather(in_place ? MPI_IN_PLACE : data_of(from), each, type, data_of(output), each,
+                              type, comm, request);
+      });
+    };
   }
-  Works allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                        const c10d::AllgatherOptions& options = {}) override {
-    return start("all_gather_coalesced", OpType::COALESCED, outputs, options.timeout, [&](Issued& issued) {
-      issued.check.as_many(outputs.size(), inputs.size());
-      for (std::size_t i = 0; i < inputs.size(); ++i)
-        issued.check.piece(inputs[i]), issued.check.cut(outputs[i], inputs[i]);
-      for (std::size_t i = 0; i < inputs.size(); ++i) all_gather_even(issued, outputs[i], inputs[i]);
-    });
+  Step make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
+    return exchange(check, outputs.tensors, counts_of(outputs), {input}, only_of(root, input.numel()));
   }
-  // The tensors of a list may differ in size.
-  Works allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options = {}) override {
-    return allgather_coalesced(outputs, inputs, options);
+  Step make_scatter(const Call& check, const at::Tensor& output, Parts inputs, int root) override {
+    return exchange(check, {output}, only_of(root, output.numel()), inputs.tensors, counts_of(inputs));
   }
-  Works allgather_coalesced(Lists& outputs, Tensors& inputs,
-                            const c10d::AllgatherOptions& options = {}) override {
-    Tensors results;
-    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
-    return start("all_gather", OpType::ALLGATHER, results, options.timeout, [&](Issued& issued) {
-      issued.check.as_many(outputs.size(), inputs.size());
-      for (std::size_t i = 0; i < inputs.size(); ++i) {
-        issued.check.piece(inputs[i]);
-        issued.check.one_for_each(outputs[i]);
-        issued.check.same_size(outputs[i][own()], inputs[i]);
-      }
-      for (std::size_t i = 0; i < inputs.size(); ++i)  // every rank gets the same elements
-        exchange_lists(issued, outputs[i], inputs[i], Sizes(ranks(), inputs[i].numel()), false);
-    });
-  }
-  Works gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override {
-    const Tensors results = outputs.empty() ? Tensors{} : outputs[0];
-    return start("gather", OpType::GATHER, results, options.timeout, [&](Issued& issued) {
-      const at::Tensor& input = issued.check.only(inputs);
-      issued.check.piece(input);
-      const int root = issued.check.root(options.rootRank);
-      exchange_lists(issued, rank_ == root ? issued.check.one_list(outputs) : Tensors{}, input,
-                     only_of(root, input.numel()));
-    });
-  }
-  Works scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options = {}) override {
-    return start("scatter", OpType::SCATTER, outputs, options.timeout, [&](Issued& issued) {
-      const at::Tensor& output = issued.check.only(outputs);
-      issued.check.piece(output);
-      const int root = issued.check.root(options.rootRank);
-      const Tensors parts = rank_ == root ? issued.check.one_list(inputs) : Tensors{};
-      exchange(issued, output, only_of(root, output.numel()),
-               parts.empty() ? at::empty({0}, output.options()) : joined(parts), sizes_of(parts));
-    });
-  }
-  // Splits are numbers of rows (dim 0). Without splits the parts are equal.
-  Works alltoall_base(at::Tensor& output, at::Tensor& input, Sizes& output_splits, Sizes& input_splits,
-                      const c10d::AllToAllOptions& options = {}) override {
-    return start("all_to_all", OpType::ALLTOALL_BASE, {output}, options.timeout, [&](Issued& issued) {
-      issued.check.same_type(output, input);
-      exchange(issued, output, counts_of(issued.check.cut_rows(output, output_splits), output), input,
-               counts_of(issued.check.cut_rows(input, input_splits), input));
-    });
-  }
-  Works alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override {
-    return start("all_to_all", OpType::ALLTOALL, outputs, options.timeout, [&](Issued& issued) {
-      issued.check.one_for_each(outputs), issued.check.one_for_each(inputs);
-      exchange_lists(issued, outputs, joined(inputs), sizes_of(inputs));
-    });
+  Step make_all_to_all(const Call& check, Parts outputs, Parts inputs) override {
+    return exchange(check, outputs.tensors, counts_of(outputs), inputs.tensors, counts_of(inputs));
   }
 
   // ---- messages and the barrier ----
-  Works send(Tensors& tensors, int to, int tag) override {
-    return start(fmt::format("send to rank {}", to), OpType::SEND, tensors, c10d::kUnsetTimeout,
-                 [&](Issued& issued) {
-                   const at::Tensor& tensor = issued.check.only(tensors);
-                   issued.check.piece(tensor), issued.check.peer(to);
-                   const MPI_Datatype type = copied_type(tensor, issued.check);
-                   in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
-                     return MPI_Isend(data, count, type, to, tag, comm, request);
-                   });
-                 });
+  Step make_send(const Call& check, const at::Tensor& tensor, int to, int tag) override {
+    return [=, this, type = copied_type(tensor, check)](Requests& requests) {
+      in_pieces(requests, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+        return MPI_Isend(data, count, type, to, tag, comm, request);
+      });
+    };
   }
-  Works recv(Tensors& tensors, int from, int tag) override {
-    return receive(tensors, from, tag, fmt::format("recv from rank {}", from), OpType::RECV);
+  Step make_recv(const Call& check, const at::Tensor& tensor, int from, int tag) override {
+    if (from == kAnyRank) count(tensor.numel(), check);  // pieces could come from different ranks
+    return [=, this, type = copied_type(tensor, check)](Requests& requests) {
+      const int source = from == kAnyRank ? MPI_ANY_SOURCE : from;
+      in_pieces(requests, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
+        return MPI_Irecv(data, count, type, source, tag, comm, request);
+      });
+      requests.finish.push_back([&requests, type, expected = tensor.numel()] {
+        std::int64_t total = 0;
+        for (const MPI_Status& status : requests.statuses) {
+          int count = 0;
+          MPI_Get_count(&status, type, &count);
+          total += count;
+        }
+        if (total == expected) return;
+        throw PeerError({.where = requests.where,
+                         .found = fmt::format("a message of {} elements", total),
+                         .expected = fmt::format("{}", expected),
+                         .action = "Send and receive tensors of one size and type"});
+      });
+    };
   }
-  Works recvAnysource(Tensors& tensors, int tag) override {
-    return receive(tensors, MPI_ANY_SOURCE, tag, "recv from any rank", OpType::RECVANYSOURCE);
-  }
-  Works barrier(const c10d::BarrierOptions& options = {}) override {
-    return start("barrier", OpType::BARRIER, {}, options.timeout,
-                 [&](Issued& issued) { issued.requests.add(MPI_Ibarrier); });
+  Step make_barrier() override {
+    return [](Requests& requests) { requests.add(MPI_Ibarrier); };
   }
 
- private:
-  struct Issued {
-    Requests& requests;
-    const Call check;
-  };
-
-  std::size_t own() const { return static_cast<std::size_t>(rank_); }
   std::size_t ranks() const { return static_cast<std::size_t>(size_); }
   Sizes only_of(int rank, std::int64_t count) const {
     Sizes sizes(ranks(), 0);
     sizes[static_cast<std::size_t>(rank)] = count;
     return sizes;
-  }
-
-  Works start(const std::string& name, OpType type, Tensors results, std::chrono::milliseconds timeout,
-              const std::function<void(Issued&)>& issue) {
-    const at::NoGradGuard no_graph;
-    const auto begin = [&](const std::string& where) {
-      auto requests = c10::make_intrusive<Requests>(communicator_, where, type, std::move(results));
-      Issued issued{*requests, {name, name_, rank_, size_, "mpi"}};
-      const CallScope scope;
-      issue(issued);
-      return requests;
-    };
-    return queue_->follow(name, begin, timeout);
   }
 
   int count(std::int64_t elements, const Call& check) const {
@@ -521,128 +459,57 @@ class MpiBackend final : public c10d::Backend {
   }
 
   // Makes a request for each piece of at most most_elements, and one for an empty tensor.
-  void in_pieces(Issued& issued, const at::Tensor& tensor,
+  void in_pieces(Requests& requests, const at::Tensor& tensor,
                  const std::function<int(void*, int, MPI_Comm, MPI_Request*)>& issue) const {
     std::int64_t begin = 0;
     do {
       const std::int64_t piece = std::min(tensor.numel() - begin, most_elements_);
-      issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
+      requests.add([&](MPI_Comm comm, MPI_Request* request) {
         return issue(data_of(tensor, begin), static_cast<int>(piece), comm, request);
       });
       begin += piece;
     } while (begin < tensor.numel());
   }
 
-  void all_reduce(Issued& issued, const at::Tensor& tensor, const c10d::ReduceOp& op) {
-    issued.check.piece(tensor);
-    const Operand form = operand(tensor, op, issued.check);
-    issued.requests.keep({form.tensor});
-    in_pieces(issued, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
-      return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
-    });
-    issued.requests.finish.push_back(
-        [form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
-  }
-
-  void reduce_scatter_even(Issued& issued, const at::Tensor& output, const at::Tensor& input,
-                           const c10d::ReduceOp& op) {
-    issued.check.piece(output);
-    reduce_scatter_parts(issued, output, input, counts_of(issued.check.cut(input, output), output), op);
-  }
-  void reduce_scatter_parts(Issued& issued, const at::Tensor& output, const at::Tensor& input,
-                            const Sizes& counts, const c10d::ReduceOp& op) {
-    const Operand form = operand(input, op, issued.check);
-    // PyTorch may pass a part of the input as output.
-    const bool direct = form.tensor.scalar_type() == output.scalar_type() && !overlap(output, form.tensor);
-    const at::Tensor combined = direct ? output : at::empty({output.numel()}, form.tensor.options());
-    issued.requests.keep({form.tensor, combined});
-    const int* numbers =
-        parts(issued, counts, /*consecutive=*/false).first;  // MPI takes no displacements here
-    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
-      return MPI_Ireduce_scatter(data_of(form.tensor), data_of(combined), numbers, form.type, form.operation,
-                                 comm, request);
-    });
-    issued.requests.finish.push_back(
-        [form, combined, output, size = size_] { deliver(form, combined, output, size); });
-  }
-
-  void all_gather_even(Issued& issued, const at::Tensor& output, at::Tensor input) {
-    issued.check.piece(input);
-    const bool in_place = input.data_ptr() == issued.check.cut(output, input)[own()].data;
-    if (!in_place && overlap(output, input)) input = input.clone();
-    issued.requests.keep({input});
-    const int each = count(input.numel(), issued.check);
-    const MPI_Datatype type = copied_type(input, issued.check);
-    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
-      return MPI_Iallgather(in_place ? MPI_IN_PLACE : data_of(input), each, type, data_of(output), each, type,
-                            comm, request);
-    });
-  }
-
-  // The counts and displacements of consecutive parts, or of the same elements for each rank.
-  std::pair<const int*, const int*> parts(Issued& issued, const Sizes& counts,
-                                          bool consecutive = true) const {
-    std::vector<int> numbers(ranks(), 0), begins = numbers;
+  struct Layout {
+    std::vector<int> counts, begins;
+  };
+  // The counts and displacements of consecutive parts, or of the same elements for each rank. No sizes: no
+  // elements.
+  Layout layout(const Call& check, const Sizes& sizes, bool consecutive) const {
+    Layout layout{std::vector<int>(ranks(), 0), std::vector<int>(ranks(), 0)};
     std::int64_t total = 0;
-    for (std::size_t r = 0; r < counts.size(); ++r) {
-      numbers[r] = count(counts[r], issued.check);
-      begins[r] = consecutive ? count(total, issued.check) : 0;
-      total += counts[r];
+    for (std::size_t r = 0; r < sizes.size(); ++r) {
+      layout.counts[r] = count(sizes[r], check);
+      layout.begins[r] = consecutive ? count(total, check) : 0;
+      total += sizes[r];
     }
-    return {issued.requests.keep(std::move(numbers)), issued.requests.keep(std::move(begins))};
+    return layout;
   }
-  // Sends input_counts[r] elements to rank r. No counts: no elements.
-  void exchange(Issued& issued, const at::Tensor& output, const Sizes& output_counts, at::Tensor input,
-                const Sizes& input_counts, bool consecutive = true) {
-    if (overlap(output, input)) input = input.clone();
-    issued.requests.keep({input, output});
-    const auto [sent, sent_begins] = parts(issued, input_counts, consecutive);
-    const auto [received, received_begins] = parts(issued, output_counts);
-    const MPI_Datatype type = copied_type(input, issued.check);
-    issued.requests.add([&](MPI_Comm comm, MPI_Request* request) {
-      return MPI_Ialltoallv(data_of(input), sent, sent_begins, type, data_of(output), received,
-                            received_begins, type, comm, request);
-    });
-  }
-  // As above, into one tensor for each rank, or into none.
-  void exchange_lists(Issued& issued, const Tensors& outputs, const at::Tensor& input,
-                      const Sizes& input_counts, bool consecutive = true) {
-    const Sizes counts = sizes_of(outputs);
-    const at::Tensor flat =
-        at::empty({std::accumulate(counts.begin(), counts.end(), std::int64_t{0})}, input.options());
-    exchange(issued, flat, counts, input, input_counts, consecutive);
-    issued.requests.finish.push_back([flat, outputs] { distribute(flat, outputs); });
-  }
-
-  Works receive(Tensors& tensors, int from, int tag, const std::string& name, OpType type) {
-    return start(name, type, tensors, c10d::kUnsetTimeout, [&](Issued& issued) {
-      const at::Tensor& tensor = issued.check.only(tensors);
-      issued.check.piece(tensor);
-      if (from == MPI_ANY_SOURCE)
-        count(tensor.numel(), issued.check);  // pieces could come from different ranks
-      else
-        issued.check.peer(from);
-      const MPI_Datatype element = copied_type(tensor, issued.check);
-      in_pieces(issued, tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
-        return MPI_Irecv(data, count, element, from, tag, comm, request);
-      });
-      issued.requests.finish.push_back([&requests = issued.requests, element, expected = tensor.numel()] {
-        std::int64_t total = 0;
-        for (const MPI_Status& status : requests.statuses) {
-          int count = 0;
-          MPI_Get_count(&status, element, &count);
-          total += count;
-        }
-        if (total == expected) return;
-        throw PeerError({.where = requests.where,
-                         .found = fmt::format("a message of {} elements", total),
-                         .expected = fmt::format("{}", expected),
-                         .action = "Send and receive tensors of one size and type"});
-      });
-    });
+  // Sends sent[r] elements of the inputs to rank r, and received[r] elements of the outputs come from it.
+  // Both are one tensor, one for each rank, or none.
+  Step exchange(const Call& check, const Tensors& outputs, const Sizes& received, const Tensors& inputs,
+                const Sizes& sent, bool consecutive = true) const {
+    const at::Tensor like = inputs.empty() ? outputs[0] : inputs[0];
+    return
+        [outputs, inputs, like, from = layout(check, received, true), to = layout(check, sent, consecutive),
+         elements = std::accumulate(received.begin(), received.end(), std::int64_t{0}),
+         type = copied_type(like, check)](Requests& requests) {
+          const at::Tensor output = outputs.size() == 1 ? outputs[0] : at::empty({elements}, like.options());
+          at::Tensor input = joined(inputs, like);
+          if (overlap(output, input)) input = input.clone();
+          requests.keep({input, output});
+          const int *counts_to = requests.keep(to.counts), *begins_to = requests.keep(to.begins),
+                    *counts_from = requests.keep(from.counts), *begins_from = requests.keep(from.begins);
+          requests.add([&](MPI_Comm comm, MPI_Request* request) {
+            return MPI_Ialltoallv(data_of(input), counts_to, begins_to, type, data_of(output), counts_from,
+                                  begins_from, type, comm, request);
+          });
+          if (outputs.size() > 1)
+            requests.finish.push_back([output, outputs] { distribute(output, outputs); });
+        };
   }
 
-  const std::string name_;
   const std::int64_t most_elements_;
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<queue::Queue> queue_;
