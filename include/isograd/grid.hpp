@@ -68,6 +68,7 @@ class Grid {
   std::string text(const AxisSet& along) const;  // of these alone
 
  private:
+  // Each axis is a view with itself as the only factor.
   struct View {
     AxisSet of;
     std::vector<Axis> factors;
@@ -78,13 +79,10 @@ class Grid {
     std::vector<int> places;
   };
   std::optional<Part> part_of(const std::string& name) const;
-  // Replaces each part of an axis by that axis.
-  AxisSet without_parts(const AxisSet& along) const;
-  // Coordinates of `rank` outside `along`: equal for ranks that differ along these axes alone.
-  std::vector<int> elsewhere(const AxisSet& along, int rank) const;
-  std::vector<int> coordinates(int rank) const;  // by axes_
-  const View* view_of(const std::string& factor) const;
+  const View* view_of(const std::string& name) const;  // null: an unknown name
   void check(const AxisSet& along) const;
+  // The rank's coordinates along these axes and factors, in the order of the views.
+  std::vector<int> places(const AxisSet& along, int rank) const;
 
   std::vector<Axis> axes_;
   int ranks_ = 1;

@@ -26,6 +26,10 @@ void refuse(std::string where, std::string found, std::string expected, std::str
   throw ConfigError({std::move(where), std::move(found), std::move(expected), std::move(action)});
 }
 
+void throw_peer_error(std::string where, std::string found, std::string expected, std::string action) {
+  throw PeerError({std::move(where), std::move(found), std::move(expected), std::move(action)});
+}
+
 void throw_broken_invariant(const char* condition, const std::string& found, const char* file, int line) {
   std::string path(file);
   if (auto at = path.rfind("src/"); at != std::string::npos) path = path.substr(at);

@@ -391,11 +391,10 @@ Rows exchange_rows(const Impl& group, const Call& call, const at::Tensor& input)
   for (int r = 0; r < group.size; ++r) {
     rows.push_back(of_ranks[r][0]);
     if (of_ranks[r][1] == of_ranks[0][1]) continue;
-    throw PeerError({.where = call.where(),
-                     .found = fmt::format("rows of {} elements on rank 0 and of {} on rank {}",
-                                          of_ranks[0][1], of_ranks[r][1], r),
-                     .expected = "rows of one size",
-                     .action = "Give every rank an input whose dimensions but the first are the same"});
+    throw_peer_error(
+        call.where(),
+        fmt::format("rows of {} elements on rank 0 and of {} on rank {}", of_ranks[0][1], of_ranks[r][1], r),
+        "rows of one size", "Give every rank an input whose dimensions but the first are the same");
   }
   return rows;
 }
@@ -446,10 +445,8 @@ void Group::Impl::lost(const Call& call, const std::string& found) {
                             .found = found,
                             .expected = "a backend that has this operation",
                             .action = "Use another backend"});
-  throw PeerError({.where = call.where(),
-                   .found = found,
-                   .expected = "a completed operation",
-                   .action = "See what the backend reports, then recreate the group"});
+  throw_peer_error(call.where(), found, "a completed operation",
+                   "See what the backend reports, then recreate the group");
 }
 
 void Group::Impl::complete(const Call& call, Started& started) const {

@@ -10,6 +10,7 @@
 #include <limits>
 #include <thread>
 
+#include "base/refuse.hpp"
 #include "comm/call.hpp"
 #include "comm/shm/work.hpp"
 #include "isograd/error.hpp"
@@ -128,10 +129,8 @@ std::shared_ptr<Operation> Queue::made(const std::string& name, std::vector<Stag
   const Call call(numbered, names_.group, names_.rank, names_.size, names_.backend.c_str());
   auto operation = std::make_shared<Operation>(Operation{call.where(), sequence_++, std::move(stages)});
   if (!failure_.empty())
-    throw PeerError({.where = operation->where,
-                     .found = fmt::format("a group that failed earlier: {}", failure_),
-                     .expected = "a group in which nothing has failed",
-                     .action = "Recreate the group"});
+    throw_peer_error(operation->where, fmt::format("a group that failed earlier: {}", failure_),
+                     "a group in which nothing has failed", "Recreate the group");
   return operation;
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 
+#include "base/refuse.hpp"
 #include "comm/group_impl.hpp"
 
 namespace isograd {
@@ -242,14 +243,13 @@ class Exam {
   [[noreturn]] void fail(int where, const Finding& finding) const {
     const bool barrier = name_of(finding) == "barrier";
     const auto index = static_cast<std::int64_t>(finding[2]);
-    throw PeerError(
-        {.where = fmt::format("self-test of group '{}' on rank {} of {}", group_.name(), rank(), size()),
-         .found = barrier ? fmt::format("rank {} left the barrier {} us before rank {} came", where,
-                                        -finding[3], index)
-                          : fmt::format("{} gave {} in element {} on rank {}", name_of(finding), finding[3],
-                                        index, where),
-         .expected = barrier ? "nobody to leave before all have come" : fmt::format("{}", finding[4]),
-         .action = "Do not train with this backend: its results are wrong. Try another version of it"});
+    throw_peer_error(
+        fmt::format("self-test of group '{}' on rank {} of {}", group_.name(), rank(), size()),
+        barrier
+            ? fmt::format("rank {} left the barrier {} us before rank {} came", where, -finding[3], index)
+            : fmt::format("{} gave {} in element {} on rank {}", name_of(finding), finding[3], index, where),
+        barrier ? "nobody to leave before all have come" : fmt::format("{}", finding[4]),
+        "Do not train with this backend: its results are wrong. Try another version of it");
   }
 
   Group group_;

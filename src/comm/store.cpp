@@ -206,10 +206,9 @@ LocalStore::LocalStore(std::string name, std::chrono::milliseconds timeout,
     : Store(timeout), name_(std::move(name)), server_(std::move(server)), owner_(owner) {
   const auto deadline = Clock::now() + timeout;
   const auto refuse = [&](const std::string& found) {
-    throw PeerError({.where = "joining through the store " + name_,
-                     .found = found,
-                     .expected = "the launcher's store, or rank 0's, of this user",
-                     .action = "See whether the launcher or rank 0 still runs"});
+    throw_peer_error("joining through the store " + name_, found,
+                     "the launcher's store, or rank 0's, of this user",
+                     "See whether the launcher or rank 0 still runs");
   };
   socklen_t length = 0;
   const sockaddr_un address = address_of(name_, length);
@@ -243,10 +242,8 @@ Wire::Fields LocalStore::ask(const Wire::Fields& request) {
   const auto deadline = Clock::now() + timeout_;
   const auto lost = [&](const std::string& found) {
     if (socket_ >= 0) ::close(std::exchange(socket_, -1));
-    throw PeerError({.where = fmt::format("asking the store {} to {}", name_, request[0]),
-                     .found = found,
-                     .expected = "an answer",
-                     .action = "See whether the launcher or rank 0 still runs, then start all ranks again"});
+    throw_peer_error(fmt::format("asking the store {} to {}", name_, request[0]), found, "an answer",
+                     "See whether the launcher or rank 0 still runs, then start all ranks again");
   };
   if (socket_ < 0) lost("a connection that has ended");
   try {
@@ -303,11 +300,10 @@ void LocalStore::wait(const std::vector<std::string>& keys, const std::chrono::m
   auto nap = std::chrono::microseconds(200);
   while (!check(keys)) {
     if (Clock::now() >= deadline)
-      throw PeerError(
-          {.where = "waiting at the store " + name_,
-           .found = fmt::format("no {} within {} ms", keys.empty() ? "key" : keys[0], timeout.count()),
-           .expected = "every rank to write its part",
-           .action = "Look at the output of the other ranks for what kept them"});
+      throw_peer_error("waiting at the store " + name_,
+                       fmt::format("no {} within {} ms", keys.empty() ? "key" : keys[0], timeout.count()),
+                       "every rank to write its part",
+                       "Look at the output of the other ranks for what kept them");
     std::this_thread::sleep_for(nap);
     nap = std::min<std::chrono::microseconds>(nap * 2, std::chrono::milliseconds(20));
   }

@@ -64,13 +64,11 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
   try {
     return c10::make_intrusive<c10d::TCPStore>(address, options);
   } catch (const std::exception& error) {
-    throw PeerError(
-        {.where = fmt::format("joining as rank {} of {}", environment.rank, environment.size),
-         .found =
-             fmt::format("no store at {}:{} within {} ms: {}", address, port, timeout.count(), error.what()),
-         .expected = "torchrun's store, or rank 0's",
-         .action = "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and MASTER_PORT "
-                   "are theirs"});
+    throw_peer_error(
+        fmt::format("joining as rank {} of {}", environment.rank, environment.size),
+        fmt::format("no store at {}:{} within {} ms: {}", address, port, timeout.count(), error.what()),
+        "torchrun's store, or rank 0's",
+        "See whether the launcher or rank 0 still runs and whether MASTER_ADDR and MASTER_PORT are theirs");
   }
 }
 

@@ -79,6 +79,7 @@ Grid::Grid(std::vector<Axis> axes, int ranks) : axes_(std::move(axes)), ranks_(r
     if (!seen.insert(axis.name).second)
       refuse("the axes of the ranks", fmt::format("'{}' twice", axis.name), "every name once",
              "Rename one of them");
+  for (const Axis& axis : axes_) views_.push_back({{axis.name}, {axis}});
 }
 
 Grid::Grid(std::vector<Axis> axes) : Grid(axes, ranks_of(axes)) {}
@@ -107,11 +108,12 @@ AxisSet Grid::names() const {
   return result;
 }
 
-const Grid::View* Grid::view_of(const std::string& factor) const {
+const Grid::View* Grid::view_of(const std::string& name) const {
   for (const View& view : views_)
-    for (const Axis& own : view.factors)
-      if (own.name == factor) return &view;
-  return nullptr;
+    for (const Axis& factor : view.factors)
+      if (factor.name == name) return &view;
+  const auto part = part_of(name);
+  return part ? view_of(part->axis) : nullptr;
 }
 
 std::optional<Grid::Part> Grid::part_of(const std::string& name) const {
@@ -131,68 +133,46 @@ std::optional<Grid::Part> Grid::part_of(const std::string& name) const {
   return sound ? std::optional(std::move(part)) : std::nullopt;
 }
 
-AxisSet Grid::without_parts(const AxisSet& along) const {
-  AxisSet result;
-  for (const auto& name : along) {
-    const auto part = part_of(name);
-    result.insert(part ? part->axis : name);
-  }
-  return result;
-}
-
-bool Grid::has(const std::string& name) const {
-  return names().count(name) || view_of(name) || part_of(name);
-}
+bool Grid::has(const std::string& name) const { return view_of(name) != nullptr; }
 
 void Grid::check(const AxisSet& along) const {
-  const View* taken = nullptr;
   for (const auto& name : along) {
-    if (!has(name)) {
-      AxisSet all = names();
-      for (const View& view : views_)
-        for (const Axis& factor : view.factors) all.insert(factor.name);
-      refuse("an axis of the ranks", fmt::format("'{}'", name),
-             fmt::format("one of {}", fmt::join(all, ", ")), "Correct the name");
+    if (has(name)) continue;
+    AxisSet all;
+    for (const View& view : views_)
+      for (const Axis& factor : view.factors) all.insert(factor.name);
+    refuse("an axis of the ranks", fmt::format("'{}'", name), fmt::format("one of {}", fmt::join(all, ", ")),
+           "Correct the name");
+  }
+  for (const auto& name : along) {
+    const View& own = *view_of(name);
+    if (own.of.count(name)) continue;  // an axis: the check of its other names finds it
+    const bool part = part_of(name).has_value();
+    for (const auto& other_name : along) {
+      const View& other = *view_of(other_name);
+      const bool overlaps = part ? name != other_name && &own == &other
+                                 : &own != &other && std::ranges::any_of(own.of, [&](const auto& axis) {
+                                     return other.of.count(axis);
+                                   });
+      if (overlaps)
+        refuse("axes of the ranks", fmt::format("{}", fmt::join(along, ", ")),
+               fmt::format("'{}' without other names of its ranks", name),
+               part ? "Name the axis, or places along it once" : "Name the axes, or the factors of one view");
     }
-    if (const auto part = part_of(name); part && without_parts(along).size() < along.size())
-      refuse("axes of the ranks", fmt::format("{}", fmt::join(along, ", ")),
-             fmt::format("'{}' without other names of its ranks", name),
-             "Name the axis, or places along it once");
-    const View* view = view_of(name);
-    if (!view) continue;
-    const bool overlaps = std::any_of(view->of.begin(), view->of.end(),
-                                      [&](const std::string& axis) { return along.count(axis); }) ||
-                          (taken && taken != view &&
-                           std::any_of(view->of.begin(), view->of.end(),
-                                       [&](const std::string& axis) { return taken->of.count(axis); }));
-    if (overlaps)
-      refuse("axes of the ranks", fmt::format("{}", fmt::join(along, ", ")),
-             fmt::format("'{}' without other names of its ranks", name),
-             "Name the axes, or the factors of one view");
-    taken = view;
   }
 }
 
-std::vector<int> Grid::coordinates(int rank) const { return unravel(rank, axes_); }
-
-std::vector<int> Grid::elsewhere(const AxisSet& named_along, int rank) const {
-  const AxisSet along = without_parts(named_along);
-  const std::vector<int> own = coordinates(rank);
-  AxisSet viewed;  // axes whose view's factors `along` names
+std::vector<int> Grid::places(const AxisSet& along, int rank) const {
+  const std::vector<int> own = unravel(rank, axes_);
   std::vector<int> result;
   for (const View& view : views_) {
-    const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
-    if (std::none_of(view.factors.begin(), view.factors.end(), named)) continue;
     int index = 0;  // of the rank among those along the axes of the view
     for (std::size_t i = 0; i < axes_.size(); ++i)
       if (view.of.count(axes_[i].name)) index = index * axes_[i].size + own[i];
-    viewed.insert(view.of.begin(), view.of.end());
-    const std::vector<int> places = unravel(index, view.factors);
-    for (std::size_t i = 0; i < places.size(); ++i)
-      if (!named(view.factors[i])) result.push_back(places[i]);
+    const std::vector<int> by_factor = unravel(index, view.factors);
+    for (std::size_t i = 0; i < by_factor.size(); ++i)
+      if (along.count(view.factors[i].name)) result.push_back(by_factor[i]);
   }
-  for (std::size_t i = 0; i < axes_.size(); ++i)
-    if (!along.count(axes_[i].name) && !viewed.count(axes_[i].name)) result.push_back(own[i]);
   return result;
 }
 
@@ -201,8 +181,6 @@ int Grid::size(const AxisSet& along) const {
   int product = 1;
   for (const auto& name : along)
     if (const auto part = part_of(name)) product *= static_cast<int>(part->places.size());
-  for (const Axis& axis : axes_)
-    if (along.count(axis.name)) product *= axis.size;
   for (const View& view : views_)
     for (const Axis& factor : view.factors)
       if (along.count(factor.name)) product *= factor.size;
@@ -210,27 +188,26 @@ int Grid::size(const AxisSet& along) const {
 }
 
 std::vector<int> Grid::ranks_along(const AxisSet& along, int rank) const {
-  check(along);
-  const std::vector<int> own = elsewhere(along, rank);
+  const AxisSet others = complement(along);
+  const std::vector<int> elsewhere = places(others, rank);
   const auto at_places = [&](int other) {
     return std::all_of(along.begin(), along.end(), [&](const std::string& name) {
       const auto part = part_of(name);
-      return !part || std::ranges::binary_search(part->places, place({part->axis}, other));
+      return !part || std::ranges::binary_search(part->places, places({part->axis}, other)[0]);
     });
   };
   ISOGRAD_INVARIANT(at_places(rank), fmt::format("rank {} along {}", rank, fmt::join(along, ", ")));
   std::vector<int> result;
   for (int other = 0; other < ranks_; ++other)
-    if (elsewhere(along, other) == own && at_places(other)) result.push_back(other);
+    if (places(others, other) == elsewhere && at_places(other)) result.push_back(other);
   return result;
 }
 
 int Grid::place(const AxisSet& along, int rank) const {
   check(along);
   // Ranks along axes ascend with their coordinates. Along factors of views they need not.
-  if (std::none_of(along.begin(), along.end(),
-                   [&](const std::string& name) { return view_of(name) || part_of(name); })) {
-    const std::vector<int> own = coordinates(rank);
+  if (std::ranges::includes(names(), along)) {
+    const std::vector<int> own = unravel(rank, axes_);
     int index = 0;
     for (std::size_t i = 0; i < axes_.size(); ++i)
       if (along.count(axes_[i].name)) index = index * axes_[i].size + own[i];
@@ -240,25 +217,27 @@ int Grid::place(const AxisSet& along, int rank) const {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-AxisSet Grid::complement(const AxisSet& named_along) const {
-  check(named_along);
-  const AxisSet along = without_parts(named_along);
-  AxisSet result = without(names(), along);
+AxisSet Grid::complement(const AxisSet& along) const {
+  check(along);
+  AxisSet named;
+  for (const auto& name : along) {
+    const auto part = part_of(name);
+    named.insert(part ? part->axis : name);
+  }
+  AxisSet result = without(names(), named);
   for (const View& view : views_) {
-    const auto named = [&](const Axis& factor) { return along.count(factor.name) > 0; };
-    if (std::none_of(view.factors.begin(), view.factors.end(), named)) continue;
+    const auto is_named = [&](const Axis& factor) { return named.count(factor.name) > 0; };
+    if (std::ranges::none_of(view.factors, is_named)) continue;
     result = without(std::move(result), view.of);
     for (const Axis& factor : view.factors)
-      if (!named(factor)) result.insert(factor.name);
+      if (!is_named(factor)) result.insert(factor.name);
   }
   return result;
 }
 
 AxisSet Grid::axes_of(const std::string& name) const {
   check({name});
-  if (const auto part = part_of(name)) return {part->axis};
-  const View* view = view_of(name);
-  return view ? view->of : AxisSet{name};
+  return view_of(name)->of;
 }
 
 std::string Grid::text() const { return text_of(axes_); }
@@ -271,7 +250,7 @@ std::string Grid::text(const AxisSet& along) const {
     if (const auto part = part_of(name)) chosen.push_back({name, size({name})});
   for (const View& view : views_)
     for (const Axis& factor : view.factors)
-      if (along.count(factor.name)) chosen.push_back(factor);
+      if (along.count(factor.name) && !view.of.count(factor.name)) chosen.push_back(factor);
   return text_of(chosen);
 }
 

@@ -119,11 +119,9 @@ void check(int code, const std::string& where) {
   char text[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
   MPI_Error_string(code, text, &length);
-  throw PeerError(
-      {.where = where,
-       .found = "MPI says: " + std::string(text, static_cast<std::size_t>(length)),
-       .expected = "a completed operation",
-       .action = "See whether all ranks call the same operation with the same sizes, and still run"});
+  throw_peer_error(where, "MPI says: " + std::string(text, static_cast<std::size_t>(length)),
+                   "a completed operation",
+                   "See whether all ranks call the same operation with the same sizes, and still run");
 }
 
 using c10d::OpType;
@@ -433,10 +431,8 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
           total += count;
         }
         if (total == expected) return;
-        throw PeerError({.where = requests.where,
-                         .found = fmt::format("a message of {} elements", total),
-                         .expected = fmt::format("{}", expected),
-                         .action = "Send and receive tensors of one size and type"});
+        throw_peer_error(requests.where, fmt::format("a message of {} elements", total),
+                         fmt::format("{}", expected), "Send and receive tensors of one size and type");
       });
     };
   }
@@ -535,10 +531,9 @@ void complete(std::vector<MPI_Request>& requests, const std::string& where,
   };
   if (queue::poll_until(done, timeout)) return;
   keeper().abandoned = true;
-  throw PeerError({.where = where,
-                   .found = fmt::format("not all of its ranks within {} ms", timeout.count()),
-                   .expected = "all of them to make it",
-                   .action = "See which rank does not come, or raise parallel.timeout_seconds"});
+  throw_peer_error(where, fmt::format("not all of its ranks within {} ms", timeout.count()),
+                   "all of them to make it",
+                   "See which rank does not come, or raise parallel.timeout_seconds");
 }
 
 // MPI_Comm_create_group waits without a timeout, so it is called after all members have arrived: each sends
@@ -575,10 +570,9 @@ void meet(const std::vector<int>& ranks, std::uint64_t mark, int tag, const std:
   }
   for (std::size_t i = 0; i < ranks.size(); ++i)
     if (marks->got[i] != mark)
-      throw PeerError({.where = where,
-                       .found = fmt::format("rank {} makes another group now", ranks[i]),
-                       .expected = "the same ranks and name on all members, in the same order",
-                       .action = "Make groups in one order on all ranks"});
+      throw_peer_error(where, fmt::format("rank {} makes another group now", ranks[i]),
+                       "the same ranks and name on all members, in the same order",
+                       "Make groups in one order on all ranks");
   delete marks;
 }
 
@@ -610,11 +604,10 @@ Rank start(std::chrono::milliseconds timeout) {
     }
   }
   if (!kept.changed.wait_for(lock, timeout, [&] { return kept.phase >= Keeper::Phase::kRunning; })) {
-    throw PeerError(
-        {.where = "joining through MPI",
-         .found = fmt::format("MPI_Init still waits for other ranks after {} ms", timeout.count()),
-         .expected = "all ranks to start",
-         .action = "See which rank does not start, or raise parallel.timeout_seconds"});
+    throw_peer_error("joining through MPI",
+                     fmt::format("MPI_Init still waits for other ranks after {} ms", timeout.count()),
+                     "all ranks to start",
+                     "See which rank does not start, or raise parallel.timeout_seconds");
   }
   check(kept.code, "joining through MPI");
   if (kept.ours && kept.level < MPI_THREAD_SERIALIZED)

@@ -168,10 +168,8 @@ Engine::~Engine() {
 }
 
 void Engine::throw_not_joined(const std::string& found) const {
-  throw PeerError({.where = fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_),
-                   .found = found,
-                   .expected = "every rank to join",
-                   .action = "Look at that rank's output for the reason, then restart all ranks"});
+  throw_peer_error(fmt::format("joining group '{}' as rank {} of {}", name_, rank_, size_), found,
+                   "every rank to join", "Look at that rank's output for the reason, then restart all ranks");
 }
 
 void Engine::throw_if_given_up(c10d::Store& store) const {

@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "base/print.hpp"
+#include "base/refuse.hpp"
 #include "comm/operations_file.hpp"
 #include "comm/relayed.hpp"
 #include "comm/shm/engine.hpp"
@@ -166,8 +167,7 @@ void Engine::throw_poison(const Task& task) {
 
 void Engine::fail(const Task& task, const std::string& found, const std::string& action) {
   if (spoil(fmt::format("{}: {}", task.name(), found), /*of_operation=*/true)) print_history();
-  throw PeerError(
-      {.where = where(task), .found = found, .expected = "every rank to take part", .action = action});
+  throw_peer_error(where(task), found, "every rank to take part", action);
 }
 
 void Engine::poison(const std::string& reason) noexcept { spoil(reason, /*of_operation=*/false); }

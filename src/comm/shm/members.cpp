@@ -121,11 +121,9 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
         for (int r : missing) names += fmt::format("{}{}", names.empty() ? "" : ", ", r);
-        throw PeerError(
-            {.where = where,
-             .found = fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
-             .expected = "every rank to join",
-             .action = "Look at the output of the missing ranks for what kept them, or raise the timeout"});
+        throw_peer_error(where, fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
+                         "every rank to join",
+                         "Look at the output of the missing ranks for what kept them, or raise the timeout");
       }
       std::this_thread::sleep_for(nap);
       nap = std::min<std::chrono::microseconds>(nap * 3 / 2, std::chrono::milliseconds(20));
@@ -133,10 +131,8 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {  // the store's own exceptions
-    throw PeerError({.where = where,
-                     .found = fmt::format("the store failed: {}", error.what()),
-                     .expected = "a store that all ranks reach",
-                     .action = "See whether the launcher or rank 0 still runs, then start all ranks again"});
+    throw_peer_error(where, fmt::format("the store failed: {}", error.what()), "a store that all ranks reach",
+                     "See whether the launcher or rank 0 still runs, then start all ranks again");
   }
   for (int r = 0; r < size; ++r) {
     const MemberInfo& other = members[static_cast<std::size_t>(r)];
