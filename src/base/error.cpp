@@ -1,5 +1,7 @@
 #include "isograd/error.hpp"
 
+#include <fmt/format.h>
+
 #include <filesystem>
 
 #include "base/print.hpp"
@@ -13,8 +15,8 @@ namespace {
 std::string join(const char* family, const ErrorText& text) {
   constexpr std::size_t kLongestPart = 4000;
   const auto shown = [](const std::string& part) { return printable(part, kLongestPart); };
-  return std::string(family) + ": " + shown(text.where) + ": found " + shown(text.found) + "; expected " +
-         shown(text.expected) + ". " + shown(text.action) + ".";
+  return fmt::format("{}: {}: found {}; expected {}. {}.", family, shown(text.where), shown(text.found),
+                     shown(text.expected), shown(text.action));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "files.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -30,8 +31,8 @@ namespace {
   if (code == ENOSPC || code == EFBIG || code == EDQUOT) {
     struct statvfs disk {};
     if (statvfs(path.parent_path().empty() ? "." : path.parent_path().c_str(), &disk) == 0)
-      text.found += " (" + std::to_string(disk.f_bavail * disk.f_frsize) + " bytes free, " +
-                    std::to_string(to_write) + " more to write)";
+      text.found +=
+          fmt::format(" ({} bytes free, {} more to write)", disk.f_bavail * disk.f_frsize, to_write);
     text.action = "Free space, raise the limit or choose another directory";
   } else if (code == ENOENT || code == ENOTDIR || code == ENAMETOOLONG) {
     std::error_code error;
@@ -78,8 +79,8 @@ void check_replaceable(const std::filesystem::path& path) {
 AtomicFile::AtomicFile(std::filesystem::path path) : path_(behind_links(std::move(path))) {
   check_replaceable(path_);
   static std::atomic<unsigned> serial{0};
-  partial_ = path_.parent_path() / ("." + path_.filename().string() + ".partial-" + std::to_string(getpid()) +
-                                    "-" + std::to_string(serial++));
+  partial_ =
+      path_.parent_path() / fmt::format(".{}.partial-{}-{}", path_.filename().string(), getpid(), serial++);
   file_ = open(partial_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0644);
   if (file_ < 0) fail("create", path_, errno);
 }
@@ -102,16 +103,14 @@ void AtomicFile::write_at(std::uint64_t offset, const void* data, std::size_t by
 
 void AtomicFile::commit() {
   if (fsync(file_) != 0) fail("fsync", path_, errno);
-  if (close(std::exchange(file_, -1)) != 0) {
+  const auto check = [&](const char* operation, int result) {
+    if (result == 0) return;
     const int code = errno;
     unlink(partial_.c_str());
-    fail("close", path_, code);
-  }
-  if (rename(partial_.c_str(), path_.c_str()) != 0) {
-    const int code = errno;
-    unlink(partial_.c_str());
-    fail("rename", path_, code);
-  }
+    fail(operation, path_, code);
+  };
+  check("close", close(std::exchange(file_, -1)));
+  check("rename", rename(partial_.c_str(), path_.c_str()));
   fsync_directory(path_.parent_path());
 }
 
@@ -167,11 +166,7 @@ void check_no_input(const std::string& option, const std::filesystem::path& outp
 }
 
 std::string checksum(const void* data, std::size_t bytes) {
-  static const char* digits = "0123456789abcdef";
-  std::uint64_t hash = XXH3_64bits(data, bytes);
-  std::string text(16, '0');
-  for (int i = 15; i >= 0; --i, hash >>= 4) text[i] = digits[hash & 15];
-  return text;
+  return fmt::format("{:016x}", XXH3_64bits(data, bytes));
 }
 
 std::string checksum_file(const std::filesystem::path& path) {
@@ -190,15 +185,11 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
            "Check the path");
   }
   size_ = static_cast<std::size_t>(status.st_size);
-  if (size_ > 0) {
-    void* mapped = mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0);
-    const int code = errno;
-    close(file);
-    if (mapped == MAP_FAILED) fail("map", path, code);
-    data_ = static_cast<const std::uint8_t*>(mapped);
-  } else {
-    close(file);
-  }
+  void* mapped = size_ > 0 ? mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
+  const int code = errno;
+  close(file);
+  if (mapped == MAP_FAILED) fail("map", path, code);
+  data_ = static_cast<const std::uint8_t*>(mapped);
 }
 
 MappedFile::~MappedFile() {

@@ -1,5 +1,6 @@
 #include "base/print.hpp"
 
+#include <fmt/format.h>
 #include <utf8.h>
 
 #include <cstdint>
@@ -19,13 +20,6 @@ bool is_shown(std::uint32_t character) {
   return !control && !separator && !direction;
 }
 
-std::string hex(std::uint32_t number, std::size_t least) {
-  std::string digits;
-  for (; number != 0 || digits.size() < least; number >>= 4)
-    digits.insert(0, 1, "0123456789abcdef"[number & 15]);
-  return digits;
-}
-
 std::string escaped(std::string_view text, bool keep_lines, std::size_t most) {
   std::string result;
   result.reserve(text.size());
@@ -34,7 +28,7 @@ std::string escaped(std::string_view text, bool keep_lines, std::size_t most) {
   for (; at != end; ++count) {
     if (count == most) return result + "…";
     if (at == bad) {
-      result += "\\x" + hex(static_cast<unsigned char>(*at), 2);
+      result += fmt::format("\\x{:02x}", static_cast<unsigned char>(*at));
       bad = utf8::find_invalid(++at, end);
       continue;
     }
@@ -47,7 +41,7 @@ std::string escaped(std::string_view text, bool keep_lines, std::size_t most) {
     else if (character == '\t')
       result += "\\t";
     else
-      result += "\\u{" + hex(character, 1) + "}";
+      result += fmt::format("\\u{{{:x}}}", character);
   }
   return result;
 }
@@ -60,21 +54,17 @@ std::string escape_html(std::string_view text) {
   result.reserve(valid.size());
   for (const char *at = valid.data(), *end = at + valid.size(); at != end;) {
     const char* begin = at;
-    const std::uint32_t character = utf8::next(at, end);
-    if (character == '&')
-      result += "&amp;";
-    else if (character == '<')
-      result += "&lt;";
-    else if (character == '>')
-      result += "&gt;";
-    else if (character == '"')
-      result += "&quot;";
-    else if (character == '\'')
-      result += "&#39;";
-    else if (is_shown(character) || character == '\n' || character == '\t' || character == '\r')
-      result.append(begin, at);
-    else
-      result += "\uFFFD";
+    switch (const std::uint32_t character = utf8::next(at, end)) {
+      case '&': result += "&amp;"; break;
+      case '<': result += "&lt;"; break;
+      case '>': result += "&gt;"; break;
+      case '"': result += "&quot;"; break;
+      case '\'': result += "&#39;"; break;
+      default: {
+        const bool space = character == '\n' || character == '\t' || character == '\r';
+        is_shown(character) || space ? result.append(begin, at) : result.append("\uFFFD");
+      }
+    }
   }
   return result;
 }

@@ -98,9 +98,8 @@ std::optional<RankEnvironment> read_mpirun() {
     refuse_environment(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank),
                        "one rank");
   if (!environment) return environment;
-  for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"}) {
+  for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"})
     if (environment->session_folder.empty()) environment->session_folder = variable(name).value_or("");
-  }
   environment->run = variable("PMIX_NAMESPACE").value_or("");  // several jobs of one server share its folder
   return environment;
 }
@@ -137,11 +136,9 @@ std::optional<RankEnvironment> read_srun() {
 }  // namespace
 
 bool says_rank(const std::string& variable) {
-  for (const Names& names : {kVariables, kOpenMpi, kPmi, kSrun}) {
-    for (const char* name : {names.rank, names.size, names.local_rank, names.local_size}) {
+  for (const Names& names : {kVariables, kOpenMpi, kPmi, kSrun})
+    for (const char* name : {names.rank, names.size, names.local_rank, names.local_size})
       if (name && variable == name) return true;
-    }
-  }
   for (const char* begin : {"OMPI_COMM_WORLD_", "OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "PMIX_",
                             "PMI_", "TORCHELASTIC_"}) {
     if (variable.rfind(begin, 0) == 0) return true;

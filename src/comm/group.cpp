@@ -177,22 +177,52 @@ Started broadcast(const Impl& group, const Call& call, at::Tensor tensor, int ro
   return started;
 }
 
-Started all_gather(const Impl& group, const Call& call, at::Tensor output, at::Tensor input) {
-  call.dense(input, "input");
-  call.dense(output, "output");
-  call.stack(output, "output", group.size, input, 0);
+// `rows`: the rows of each rank; null: every input is one part of the output.
+Started gather_all(const Impl& group, const Call& call, at::Tensor output, at::Tensor input,
+                   const Rows* rows) {
+  const at::NoGradGuard no_graph;
   Started started;
-  if (group.alone()) started.copies.push_back({output, input.unsqueeze(0)});
-  if (is_idle(group, input)) return started;
+  if (group.alone()) started.copies.push_back({output, rows ? input : input.unsqueeze(0)});
+  if (is_idle(group, output)) return started;
   group.count(TrafficCounter::kAllGather, output);
   at::Tensor from =
       !group.shm && input.is_alias_of(output) ? group.plain_copy(input) : group.readable(std::move(input));
   at::Tensor to = group.writable(call, std::move(output), false, started);
-  flatten(group, from, to);
-  started.work =
-      group.guarded(call, [&] { return group.backend->_allgather_base(to, from, {group.timeout}); });
-  started.kept = {std::move(to), std::move(from)};
+  const c10d::AllgatherOptions options{.timeout = group.timeout};
+  if (!rows || all_equal(*rows)) {
+    flatten(group, from, to);
+    started.work = group.guarded(call, [&] { return group.backend->_allgather_base(to, from, options); });
+    started.kept = {std::move(to), std::move(from)};
+    return started;
+  }
+  Tensors views = to.split_with_sizes(*rows);
+  if (group.shm) {
+    started.kept = {std::move(from)};
+    std::vector<Tensors> lists{std::move(views)};
+    started.work =
+        group.guarded(call, [&] { return group.backend->allgather(lists, started.kept, options); });
+    return started;
+  }
+  // Other backends need equal parts, so every part is padded to the longest.
+  const auto sizes = stacked(std::ranges::max(*rows), from.sizes().slice(1));
+  at::Tensor padded = at::zeros(sizes, from.options());
+  padded.narrow(0, 0, from.size(0)).copy_(from);
+  at::Tensor padded_output = empty_like(from, stacked(group.size, sizes));
+  std::vector<Started::Copy> copies;  // made before any copy from `to` to the caller's tensor
+  for (int r = 0; r < group.size; ++r)
+    copies.push_back({views[at_rank(r)], padded_output.select(0, r).narrow(0, 0, (*rows)[at_rank(r)])});
+  started.copies.insert(started.copies.begin(), copies.begin(), copies.end());
+  started.kept = {padded_output.view(-1), padded.view(-1)};
+  started.work = group.guarded(
+      call, [&] { return group.backend->_allgather_base(started.kept[0], started.kept[1], options); });
   return started;
+}
+
+Started all_gather(const Impl& group, const Call& call, at::Tensor output, at::Tensor input) {
+  call.dense(input, "input");
+  call.dense(output, "output");
+  call.stack(output, "output", group.size, input, 0);
+  return gather_all(group, call, std::move(output), std::move(input), nullptr);
 }
 
 Started all_gather_rows(const Impl& group, const Call& call, at::Tensor output, at::Tensor input,
@@ -206,42 +236,7 @@ Started all_gather_rows(const Impl& group, const Call& call, at::Tensor output, 
   if (const std::int64_t mine = rows[at_rank(group.rank)]; input.size(0) != mine)
     call.refuse(fmt::format("an input of {} rows", input.size(0)),
                 fmt::format("{}, as the given rows say", mine), "Give the number of rows that each rank has");
-  Started started;
-  if (group.alone()) started.copies.push_back({output, input});
-  if (is_idle(group, output)) return started;
-  group.count(TrafficCounter::kAllGather, output);
-
-  const at::NoGradGuard no_graph;
-  at::Tensor from = group.readable(std::move(input)),
-             to = group.writable(call, std::move(output), false, started);
-  const c10d::AllgatherOptions options{.timeout = group.timeout};
-  if (all_equal(rows)) {
-    flatten(group, from, to);
-    started.work = group.guarded(call, [&] { return group.backend->_allgather_base(to, from, options); });
-    started.kept = {std::move(to), std::move(from)};
-    return started;
-  }
-  Tensors views = to.split_with_sizes(rows);
-  if (group.shm) {
-    started.kept = {std::move(from)};
-    std::vector<Tensors> lists{std::move(views)};
-    started.work =
-        group.guarded(call, [&] { return group.backend->allgather(lists, started.kept, options); });
-    return started;
-  }
-  // Other backends need equal parts, so every part is padded to the longest.
-  const auto sizes = stacked(std::ranges::max(rows), from.sizes().slice(1));
-  at::Tensor padded = at::zeros(sizes, from.options());
-  padded.narrow(0, 0, from.size(0)).copy_(from);
-  at::Tensor padded_output = empty_like(from, stacked(group.size, sizes));
-  std::vector<Started::Copy> copies;  // made before any copy from `to` to the caller's tensor
-  for (int r = 0; r < group.size; ++r)
-    copies.push_back({views[at_rank(r)], padded_output.select(0, r).narrow(0, 0, rows[at_rank(r)])});
-  started.copies.insert(started.copies.begin(), copies.begin(), copies.end());
-  started.kept = {padded_output.view(-1), padded.view(-1)};
-  started.work = group.guarded(
-      call, [&] { return group.backend->_allgather_base(started.kept[0], started.kept[1], options); });
-  return started;
+  return gather_all(group, call, std::move(output), std::move(input), &rows);
 }
 
 Started gather(const Impl& group, const Call& call, at::Tensor output, at::Tensor input, int root) {

@@ -254,10 +254,9 @@ bool Engine::slot_is_free(std::uint64_t sequence) {
   const std::uint64_t before = sequence - kSlots;
   std::uint64_t& free_of = free_of_[sequence % kSlots];
   if (free_of == before + 1) return true;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < size_; ++r)
     if (step_of(control_->slot(r, before).done.load(std::memory_order_acquire), before) != kEverything)
       return false;
-  }
   free_of = before + 1;
   return true;
 }

@@ -85,11 +85,9 @@ std::vector<const Task*> Engine::holding_up(const Task& task) const {
 std::vector<int> Engine::awaited(const Task& task) {
   const std::lock_guard lock(mutex_);
   std::vector<int> ranks;
-  for (const Task* each : holding_up(task)) {
-    for (int r : each->awaited()) {
+  for (const Task* each : holding_up(task))
+    for (int r : each->awaited())
       if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
-    }
-  }
   std::sort(ranks.begin(), ranks.end());
   return ranks;
 }
@@ -109,9 +107,8 @@ void Engine::look_after_peers(Task& task, std::chrono::steady_clock::time_point 
 void Engine::throw_if_lost(Task& task) {
   std::vector<int> lost = watch_->dead();
   const auto dead = lost.size();
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < size_; ++r)
     if (r != rank_ && control_->member(r).left.load(std::memory_order_acquire)) lost.push_back(r);
-  }
   if (lost.empty() || step(task) == Moved::kComplete) return;
   const auto is_lost = [&](int r) { return std::find(lost.begin(), lost.end(), r) != lost.end(); };
   std::vector<int> missed;

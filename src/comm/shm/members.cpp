@@ -184,9 +184,8 @@ Watch::Watch(const std::vector<MemberInfo>& members) : members_(members) {
 }
 
 Watch::~Watch() {
-  for (const pollfd& entry : descriptors_) {
+  for (const pollfd& entry : descriptors_)
     if (entry.fd >= 0) ::close(entry.fd);
-  }
 }
 
 std::vector<int> Watch::dead() {

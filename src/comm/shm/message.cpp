@@ -147,9 +147,8 @@ class Receive final : public Task {
     if (complete_) return {};
     if (source_ >= 0) return {source_};
     std::vector<int> ranks;
-    for (int r = 0; r < engine().size(); ++r) {
+    for (int r = 0; r < engine().size(); ++r)
       if (r != engine().rank()) ranks.push_back(r);
-    }
     return ranks;
   }
   bool any_will_do() const override { return fingerprint_.root < 0 && !started_; }
@@ -172,9 +171,8 @@ class Receive final : public Task {
       if (fingerprint_.root >= 0) {
         if (!match(fingerprint_.root)) return false;
       } else {
-        for (int r = 0; r < engine().size() && !started_; ++r) {
+        for (int r = 0; r < engine().size() && !started_; ++r)
           if (r != engine().rank()) match(r);
-        }
         if (!started_) return false;
       }
       moved = true;

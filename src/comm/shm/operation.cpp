@@ -100,10 +100,9 @@ bool Operation::agree() {
 
 std::uint64_t Operation::least_ready() const {
   std::uint64_t least = kEverything;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < size(); ++r)
     if (is_source(r))
       least = std::min(least, step_of(slot(r).ready.load(std::memory_order_acquire), number_));
-  }
   return least - 1;  // step 1 is the announcement, which all have made
 }
 

@@ -111,9 +111,8 @@ std::uint64_t available_memory() {
   if (now < measured.until) return measured.available;
   std::uint64_t available = std::numeric_limits<std::uint64_t>::max();
   std::ifstream file("/proc/meminfo");
-  for (std::string line; std::getline(file, line);) {
+  for (std::string line; std::getline(file, line);)
     if (line.rfind("MemAvailable:", 0) == 0) available = std::stoull(line.substr(13)) * 1024;
-  }
   measured = {std::min(available, available_in_control_groups()), now + kMeasuredFor};
   return measured.available;
 }

@@ -18,11 +18,9 @@ bool is_message(const Fingerprint& print) {
 }  // namespace
 
 bool Task::must_follow(const Task& earlier) const {
-  for (const Extent& mine : extents_) {
-    for (const Extent& theirs : earlier.extents_) {
+  for (const Extent& mine : extents_)
+    for (const Extent& theirs : earlier.extents_)
       if (mine.conflicts_with(theirs)) return true;
-    }
-  }
   return false;
 }
 

@@ -118,9 +118,8 @@ void ShmWork::end(std::exception_ptr error) {
 bool ShmWork::progress() {
   if (auto error = exception()) std::rethrow_exception(error);
   if (c10d::Work::isCompleted()) return true;
-  for (const auto& task : tasks_) {
+  for (const auto& task : tasks_)
     if (!engine_->progress(*task, timeout_)) return false;
-  }
   end();
   return true;
 }
