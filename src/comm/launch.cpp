@@ -51,11 +51,13 @@ struct Child {
 };
 
 constexpr int kForwardedSignals[] = {SIGINT, SIGTERM, SIGHUP};
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGPIPE};  // the forwarded ones first
 
 // The file for execve(). ConfigError when PATH has no such executable.
 std::string find_program(const std::string& name) {
   const char* path = std::getenv("PATH");
-  std::istringstream folders(name.find('/') != std::string::npos ? "" : path ? path : "/usr/bin:/bin");
+  // The last colon keeps an empty last entry, which is the working folder as any empty entry is.
+  std::istringstream folders(path ? std::string(path) + ":" : "/usr/bin:/bin");
   Texts candidates;
   for (std::string folder; std::getline(folders, folder, ':');)
     candidates.push_back((folder.empty() ? "." : folder) + "/" + name);
@@ -165,24 +167,19 @@ class SignalScope {
     ::fcntl(pipe_[1], F_SETFL, O_NONBLOCK);
     for (auto& count : arrived) count = 0;
     wake_pipe = pipe_[1];
-    struct sigaction action {};
-    action.sa_handler = on_signal;
-    sigemptyset(&action.sa_mask);
-    for (int i = 0; i < 3; ++i) {
-      ::sigaction(kForwardedSignals[i], &action, &before_[i]);
+    for (int i = 0; i < 5; ++i) {
+      struct sigaction action {};
+      // If SIGCHLD were ignored, waitpid() could not report how a rank ended.
+      action.sa_handler = i < 3 ? on_signal : kSignals[i] == SIGCHLD ? SIG_DFL : SIG_IGN;
+      sigemptyset(&action.sa_mask);
+      ::sigaction(kSignals[i], &action, &before_[i]);
       // nohup: the ranks must survive the hang-up too.
-      if (kForwardedSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
+      if (kSignals[i] == SIGHUP && before_[i].sa_handler == SIG_IGN)
         ::sigaction(SIGHUP, &before_[i], nullptr);
     }
-    action.sa_handler = SIG_DFL;  // if it were ignored, waitpid() could not report how a rank ended
-    ::sigaction(SIGCHLD, &action, &child_before_);
-    action.sa_handler = SIG_IGN;
-    ::sigaction(SIGPIPE, &action, &pipe_before_);
   }
   ~SignalScope() {
-    for (int i = 0; i < 3; ++i) ::sigaction(kForwardedSignals[i], &before_[i], nullptr);
-    ::sigaction(SIGCHLD, &child_before_, nullptr);
-    ::sigaction(SIGPIPE, &pipe_before_, nullptr);
+    for (int i = 0; i < 5; ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
     wake_pipe = -1;
     for (const int end : pipe_) ::close(end);
   }
@@ -202,9 +199,7 @@ class SignalScope {
 
  private:
   int pipe_[2] = {-1, -1};
-  struct sigaction before_[3]{};
-  struct sigaction child_before_ {};
-  struct sigaction pipe_before_ {};
+  struct sigaction before_[5]{};
 };
 
 // Forwards the output of rank processes line by line, with the rank as a prefix.
@@ -217,20 +212,19 @@ class OutputForwarder {
   // Makes pipes for a rank. Returns the ends for its stdout and stderr, which the caller closes after the
   // start.
   std::pair<int, int> open(int rank) {
-    int ends[2] = {-1, -1};
-    for (int i = 0; i < 2; ++i) {
-      int both[2];
-      try {
-        make_pipe(both, fmt::format("the output of rank {}", rank),
-                  "two free file descriptors for each rank");
-      } catch (...) {
-        if (ends[0] >= 0) ::close(ends[0]);
-        throw;
-      }
-      streams_.push_back({rank, both[0], i + 1, {}});
-      ends[i] = both[1];
+    int out[2], err[2];
+    const auto open_pipe = [&](int ends[2], int to) {
+      make_pipe(ends, fmt::format("the output of rank {}", rank), "two free file descriptors for each rank");
+      streams_.push_back({rank, ends[0], to, {}});
+    };
+    open_pipe(out, STDOUT_FILENO);
+    try {
+      open_pipe(err, STDERR_FILENO);
+    } catch (...) {
+      ::close(out[1]);
+      throw;
     }
-    return {ends[0], ends[1]};
+    return {out[1], err[1]};
   }
   void add_to(std::vector<pollfd>& waited) const {
     for (const Stream& stream : streams_) waited.push_back({stream.from, POLLIN, 0});
