@@ -16,7 +16,7 @@
 #include "base/refuse.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
-#include "comm/relayed.hpp"
+#include "comm/failures.hpp"
 #include "comm/store.hpp"
 #include "isograd/error.hpp"
 #include "kernels/versions.hpp"

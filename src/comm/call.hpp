@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "comm/call_site.hpp"
 #include "comm/shm/operation.hpp"
 
 namespace isograd {

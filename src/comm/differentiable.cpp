@@ -6,8 +6,7 @@
 
 #include <numeric>
 
-#include "comm/gradient_place.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 
 namespace isograd {
 namespace {

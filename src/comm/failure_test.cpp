@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "base/files.hpp"
-#include "comm/operations_file.hpp"
+#include "comm/failures.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/shm/members.hpp"
 #include "isograd/error.hpp"

@@ -19,7 +19,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "comm/environment.hpp"
-#include "comm/relayed.hpp"
+#include "comm/failures.hpp"
 #include "comm/shm/members.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"

@@ -20,12 +20,12 @@
 
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
+#include "comm/failures.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/hosts/backend.hpp"
 #include "comm/hosts/meeting.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/nccl/nccl.hpp"
-#include "comm/relayed.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/store.hpp"
 #include "isograd/error.hpp"

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "comm/separable.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "kernels/matmul/product.hpp"

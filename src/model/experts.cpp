@@ -7,8 +7,7 @@
 #include <limits>
 
 #include "base/refuse.hpp"
-#include "comm/gradient_place.hpp"
-#include "comm/separable.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/fused.hpp"

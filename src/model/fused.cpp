@@ -1,6 +1,6 @@
 #include "model/fused.hpp"
 
-#include "comm/separable.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/matmul/product.hpp"

@@ -41,7 +41,7 @@ at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at
                        const at::Tensor& bias);
 
 // In backward: dyᵀ x, [n, k], as the gradient of a weight of that shape; dy [m, n], x [m, k]. Written where
-// the parameter's gradient is kept, if that can be had (comm/gradient_place.hpp).
+// the parameter's gradient is kept, if that can be had (comm/autograd.hpp).
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight);
 
 namespace naive_twin {

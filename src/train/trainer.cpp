@@ -7,7 +7,7 @@
 #include <chrono>
 #include <cmath>
 
-#include "comm/operations_file.hpp"
+#include "comm/failures.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/prepared_run.hpp"
 #include "train/presenter.hpp"

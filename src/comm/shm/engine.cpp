@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/refuse.hpp"
-#include "comm/relayed.hpp"
+#include "comm/failures.hpp"
 #include "comm/shm/operation.hpp"
 #include "isograd/error.hpp"
 

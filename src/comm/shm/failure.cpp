@@ -13,8 +13,7 @@
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
-#include "comm/operations_file.hpp"
-#include "comm/relayed.hpp"
+#include "comm/failures.hpp"
 #include "comm/shm/engine.hpp"
 #include "isograd/error.hpp"
 

@@ -14,8 +14,8 @@
 #include <thread>
 
 #include "base/refuse.hpp"
+#include "comm/failures.hpp"
 #include "comm/hosts/meeting.hpp"
-#include "comm/relayed.hpp"
 #include "comm/store.hpp"
 #include "isograd/error.hpp"
 

@@ -10,10 +10,35 @@
 #include <string>
 #include <vector>
 
-#include "comm/call_site.hpp"
 #include "comm/shm/control.hpp"
 
-namespace isograd::shm {
+namespace isograd {
+
+// The place in the source that called the current collective; c10d's options have no field for it.
+struct CallSite {
+  const char* file = nullptr;  // null: unknown, as in calls through c10d
+  unsigned line = 0;
+};
+
+namespace detail {
+inline thread_local CallSite call_site;
+}
+
+inline CallSite current_call_site() { return detail::call_site; }
+
+// Sets the call site of this thread while the object lives.
+class CallSiteScope {
+ public:
+  explicit CallSiteScope(CallSite site) : outer_(detail::call_site) { detail::call_site = site; }
+  ~CallSiteScope() { detail::call_site = outer_; }
+  CallSiteScope(const CallSiteScope&) = delete;
+  CallSiteScope& operator=(const CallSiteScope&) = delete;
+
+ private:
+  CallSite outer_;
+};
+
+namespace shm {
 
 class Engine;
 
@@ -41,9 +66,7 @@ class Task {
  public:
   virtual ~Task() = default;
   bool complete() const { return complete_; }
-  std::uint64_t number() const {
-    return number_;
-  }  // sequence number; for a message, its number in its channel
+  std::uint64_t number() const { return number_; }  // of the group's operations or the channel's messages
   const Fingerprint& fingerprint() const { return fingerprint_; }
   virtual std::string name() const = 0;  // "all_reduce #12"
   virtual std::string call() const = 0;  // "all_reduce(sum) of 12 Float at trainer.cpp:7"
@@ -111,4 +134,5 @@ const char* name_of(Kind kind);
 std::string at(const SiteText& site);  // " at trainer.cpp:7", empty when unknown
 SiteText to_text(const CallSite& site);
 
-}  // namespace isograd::shm
+}  // namespace shm
+}  // namespace isograd

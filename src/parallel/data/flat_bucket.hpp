@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "comm/gradient_place.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/data_parallel.hpp"
 #include "layout/storage.hpp"
 #include "parallel/data/bucket_shard.hpp"

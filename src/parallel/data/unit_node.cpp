@@ -17,7 +17,7 @@
 
 #include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/refuse.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

@@ -13,7 +13,7 @@
 #include <map>
 
 #include "base/refuse.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {

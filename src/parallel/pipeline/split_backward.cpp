@@ -16,8 +16,7 @@
 #include <vector>
 
 #include "base/torch_versions.hpp"
-#include "comm/linear_map.hpp"
-#include "comm/separable.hpp"
+#include "comm/autograd.hpp"
 
 namespace isograd {
 namespace {
@@ -30,7 +29,7 @@ using autograd::variable_list;
 
 bool is_leaf(Node* node) { return dynamic_cast<autograd::AccumulateGrad*>(node) != nullptr; }
 
-// The leaf of what other ranks take part in (comm/linear_map.hpp).
+// The leaf of what other ranks take part in (comm/autograd.hpp).
 bool is_anchor(Node* node) {
   const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node);
   return leaf && leaf->variable.unsafeGetTensorImpl() == differentiable::anchor().unsafeGetTensorImpl();

@@ -31,7 +31,7 @@ class WeightsBackward {
 // what was computed first. Both halves do what loss.backward() does: the same gradients, added up at each
 // leaf in the same order, so the same bits.
 //
-// No matrix product is made twice: LibTorch's own nodes and those declared separable (comm/separable.hpp)
+// No matrix product is made twice: LibTorch's own nodes and those declared separable (comm/autograd.hpp)
 // compute each gradient in the half that it belongs to. Any other node runs once, here, with all its
 // gradients; so all that is exchanged with other ranks is exchanged in this half, in the order of a whole
 // backward. Hooks of a tensor whose node takes part in both halves are called in both.

@@ -7,8 +7,7 @@
 
 #include <functional>
 
-#include "comm/linear_map.hpp"
-#include "comm/separable.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/loss.hpp"
 #include "model/experts.hpp"
 #include "model/fused.hpp"

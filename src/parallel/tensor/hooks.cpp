@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "base/refuse.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/fused.hpp"

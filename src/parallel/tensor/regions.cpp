@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "base/refuse.hpp"
-#include "comm/linear_map.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "layout/flat.hpp"
