@@ -239,61 +239,52 @@ Started all_gather_rows(const Impl& group, const Call& call, at::Tensor output, 
   return gather_all(group, call, std::move(output), std::move(input), &rows);
 }
 
-Started gather(const Impl& group, const Call& call, at::Tensor output, at::Tensor input, int root) {
-  call.dense(input, "input");
+// A gather, or a scatter, its reverse. `own`: this rank's part; `all`: every rank's, on the root alone.
+Started to_or_from_root(const Impl& group, const Call& call, at::Tensor own, at::Tensor all, int root,
+                        bool gathers) {
+  call.dense(own, gathers ? "input" : "output");
   call.root(root);
   Started started;
   const bool here_is_root = group.rank == root;
   if (here_is_root) {
-    call.dense(output, "output");
-    call.stack(output, "output", group.size, input, 0);
+    const char* which = gathers ? "output" : "input";
+    call.dense(all, which);
+    call.stack(all, which, group.size, own, 0);
   }
-  if (group.alone()) started.copies.push_back({output, input.unsqueeze(0)});
-  if (is_idle(group, input)) return started;
-  const std::int64_t sent = here_is_root ? 0 : static_cast<std::int64_t>(input.nbytes());
-  group.count_bytes(TrafficCounter::kGather, sent, group.is_here(root) ? 0 : sent);
+  if (group.alone())
+    started.copies.push_back(gathers ? Started::Copy{all, own.unsqueeze(0)}
+                                     : Started::Copy{own, all.squeeze(0)});
+  if (is_idle(group, own)) return started;
+  std::int64_t sent = 0, elsewhere = 0;
+  for (int other = 0; other < group.size; ++other) {
+    if (other == group.rank || (gathers ? other != root : !here_is_root)) continue;
+    sent += static_cast<std::int64_t>(own.nbytes());
+    if (!group.is_here(other)) elsewhere += static_cast<std::int64_t>(own.nbytes());
+  }
+  group.count_bytes(gathers ? TrafficCounter::kGather : TrafficCounter::kScatter, sent, elsewhere);
   std::vector<Tensors> lists;
   if (here_is_root) {
     const at::NoGradGuard no_graph;
-    lists.push_back(group.writable(call, std::move(output), false, started).unbind(0));
+    all = gathers ? group.writable(call, std::move(all), false, started) : group.readable(std::move(all));
+    lists.push_back(all.unbind(0));
   }
-  started.kept.push_back(group.readable(std::move(input)));
+  started.kept.push_back(gathers ? group.readable(std::move(own))
+                                 : group.writable(call, std::move(own), false, started));
   started.work = group.guarded(call, [&] {
-    return group.backend->gather(lists, started.kept, {.rootRank = root, .timeout = group.timeout});
+    return gathers
+               ? group.backend->gather(lists, started.kept, {.rootRank = root, .timeout = group.timeout})
+               : group.backend->scatter(started.kept, lists, {.rootRank = root, .timeout = group.timeout});
   });
   if (here_is_root) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
   return started;
 }
 
+Started gather(const Impl& group, const Call& call, at::Tensor output, at::Tensor input, int root) {
+  return to_or_from_root(group, call, std::move(input), std::move(output), root, /*gathers=*/true);
+}
+
 Started scatter(const Impl& group, const Call& call, at::Tensor output, at::Tensor input, int root) {
-  call.dense(output, "output");
-  call.root(root);
-  Started started;
-  const bool here_is_root = group.rank == root;
-  if (here_is_root) {
-    call.dense(input, "input");
-    call.stack(input, "input", group.size, output, 0);
-  }
-  if (group.alone()) started.copies.push_back({output, input.squeeze(0)});
-  if (is_idle(group, output)) return started;
-  std::int64_t others = 0, elsewhere = 0;
-  for (int other = 0; here_is_root && other < group.size; ++other) {
-    if (other != group.rank) ++others;
-    if (!group.is_here(other)) ++elsewhere;
-  }
-  const auto one = static_cast<std::int64_t>(output.nbytes());
-  group.count_bytes(TrafficCounter::kScatter, one * others, one * elsewhere);
-  std::vector<Tensors> lists;
-  if (here_is_root) {
-    const at::NoGradGuard no_graph;
-    lists.push_back(group.readable(std::move(input)).unbind(0));
-  }
-  started.kept.push_back(group.writable(call, std::move(output), false, started));
-  started.work = group.guarded(call, [&] {
-    return group.backend->scatter(started.kept, lists, {.rootRank = root, .timeout = group.timeout});
-  });
-  if (here_is_root) started.kept.insert(started.kept.end(), lists[0].begin(), lists[0].end());
-  return started;
+  return to_or_from_root(group, call, std::move(output), std::move(input), root, /*gathers=*/false);
 }
 
 Started all_to_all(const Impl& group, const Call& call, at::Tensor output, at::Tensor input, Rows output_rows,

@@ -76,6 +76,7 @@ class QueueWork final : public c10d::Work {
   Works followed_;
 };
 
+// A thread for each work. Only tests carry messages by such a backend; MPI's and ours need none.
 class WaitedFor final : public c10d::Work {
  public:
   explicit WaitedFor(Works work)

@@ -333,27 +333,26 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
   }
 
   // ---- reductions ----
+  static constexpr int kAllRanks = -1;  // in place of a root
   Step make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) override {
-    return [=, this](Requests& requests) {
-      const Operand form = operand(tensor, reduction);
-      requests.keep({form.tensor});
-      in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
-        return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
-      });
-      requests.finish.push_back([form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
-    };
+    return combine(tensor, reduction, kAllRanks);
   }
   Step make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) override {
+    return combine(tensor, reduction, root);
+  }
+  Step combine(const at::Tensor& tensor, const shm::Reduction& reduction, int root) const {
     return [=, this](Requests& requests) {
       const Operand form = operand(tensor, reduction);
+      const bool receives = root == kAllRanks || root == rank_;
       requests.keep({form.tensor});
       in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
-        return rank_ == root
-                   ? MPI_Ireduce(MPI_IN_PLACE, data, count, form.type, form.operation, root, comm, request)
-                   : MPI_Ireduce(data, nullptr, count, form.type, form.operation, root, comm, request);
+        if (root == kAllRanks)
+          return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
+        return MPI_Ireduce(receives ? MPI_IN_PLACE : data, receives ? data : nullptr, count, form.type,
+                           form.operation, root, comm, request);
       });
-      if (rank_ != root) return;
-      requests.finish.push_back([form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
+      if (receives)
+        requests.finish.push_back([form, tensor, size = size_] { deliver(form, form.tensor, tensor, size); });
     };
   }
   Step make_reduce_scatter(const Call& check, const at::Tensor& output, Parts inputs,
