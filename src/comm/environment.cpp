@@ -18,10 +18,12 @@ namespace {
 
 constexpr int kMostRanks = 1 << 20;
 
-std::optional<std::string> variable(const char* name) {
-  const char* value = std::getenv(name);
-  if (!value || !*value) return std::nullopt;
-  return value;
+// The first of these that is set and not empty.
+template <typename... Names>
+std::optional<std::string> variable(Names... names) {
+  for (const char* name : {names...})
+    if (const char* value = std::getenv(name); value && *value) return value;
+  return std::nullopt;
 }
 
 [[noreturn]] void refuse_environment(const std::string& found, const std::string& expected) {
@@ -98,8 +100,7 @@ std::optional<RankEnvironment> read_mpirun() {
     refuse_environment(fmt::format("PMIX_RANK={} in rank {} of mpirun", *pmix, environment->rank),
                        "one rank");
   if (!environment) return environment;
-  for (const char* name : {"PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION"})
-    if (environment->session_folder.empty()) environment->session_folder = variable(name).value_or("");
+  environment->session_folder = variable("PMIX_SERVER_TMPDIR", "OMPI_FILE_LOCATION").value_or("");
   environment->run = variable("PMIX_NAMESPACE").value_or("");  // several jobs of one server share its folder
   return environment;
 }
@@ -114,8 +115,7 @@ std::optional<RankEnvironment> read_srun() {
   }
   auto hosts = number("SLURM_STEP_NUM_NODES", 1, kMostRanks);
   if (!hosts) hosts = number("SLURM_NNODES", 1, kMostRanks);
-  const auto list =
-      variable("SLURM_STEP_NODELIST") ? variable("SLURM_STEP_NODELIST") : variable("SLURM_JOB_NODELIST");
+  const auto list = variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST");
   environment->hosts = hosts.value_or(0);
   if (environment->hosts == 1) {
     environment->address = "127.0.0.1";
@@ -123,7 +123,7 @@ std::optional<RankEnvironment> read_srun() {
     environment->address = first_host(*list);
   }
   // Steps of one job may run at once on the same hosts.
-  const auto step = variable("SLURM_STEP_ID") ? variable("SLURM_STEP_ID") : variable("SLURM_STEPID");
+  const auto step = variable("SLURM_STEP_ID", "SLURM_STEPID");
   environment->run = fmt::format("{}.{}", variable("SLURM_JOB_ID").value_or(""), step.value_or(""));
   if (const auto job = number("SLURM_JOB_ID", 0, std::numeric_limits<int>::max())) {
     constexpr std::int64_t kStepDistance = 613;  // simultaneous jobs have numbers close to one another

@@ -75,19 +75,14 @@ c10::intrusive_ptr<c10d::Store> connect(const RankEnvironment& environment, int 
 // Rethrows the error of a rank thread, with the rank in front and the same type.
 [[noreturn]] void rethrow(int rank, const std::exception_ptr& error) {
   const std::string prefix = fmt::format("rank {}: ", rank);
-  const auto with_rank = [&](const Error& original) {
-    ErrorText text = original.text();
-    text.where = prefix + text.where;
-    return text;
-  };
   try {
     std::rethrow_exception(error);
-  } catch (const ConfigError& original) {
-    throw ConfigError(with_rank(original));
-  } catch (const PeerError& original) {
-    throw PeerError(with_rank(original));
-  } catch (const BrokenInvariant& original) {
-    throw BrokenInvariant(with_rank(original));
+  } catch (const Error& original) {
+    ErrorText text = original.text();
+    text.where = prefix + text.where;
+    if (dynamic_cast<const ConfigError*>(&original)) throw ConfigError(text);
+    if (dynamic_cast<const PeerError*>(&original)) throw PeerError(text);
+    throw BrokenInvariant(text);
   } catch (const std::exception& original) {
     throw std::runtime_error(prefix + original.what());
   }

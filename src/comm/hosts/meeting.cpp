@@ -38,11 +38,8 @@ std::uint64_t space(const char* which) {
 
 std::string given_name(const std::string& text) {
   std::vector<std::string> names;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    names.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
+  std::istringstream list(text + ",");  // an empty last name is a name too
+  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
   constexpr std::size_t kLongest = 64;
   for (const std::string& name : names) {
     const bool sound = !name.empty() && name.size() <= kLongest && std::ranges::all_of(name, [](char c) {
