@@ -12,13 +12,12 @@ namespace isograd {
 inline constexpr std::size_t kDeepestJson = 100;
 // Strings, numbers, lists and objects together. A value takes up to a hundred times the memory of its text.
 inline constexpr std::size_t kMostJsonValues = std::size_t{1} << 24;
-
 // Bytes of text. The largest file, a tokenizer.json, has about ten million.
 inline constexpr std::size_t kMostJsonBytes = std::size_t{1} << 30;
 
 struct JsonRules {
   bool keys_once =
-      true;  // refuse a repeated key, which would hide the first value; false: the last value counts
+      true;  // refuse a repeated key, whose last value would hide the first; false: the last counts
 };
 
 template <class Json>

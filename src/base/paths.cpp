@@ -55,8 +55,7 @@ std::optional<fs::path> nearest_path(const fs::path& missing) {
     }
     if (!best) return std::nullopt;
     fs::path found = folder / *best;
-    for (++part; part != missing.end(); ++part)
-      found /= *part;  // the rest of the path, if it exists there too
+    for (++part; part != missing.end(); ++part) found /= *part;  // the rest, if it exists there too
     return fs::exists(found, error) ? found : folder / *best;
   }
   return std::nullopt;

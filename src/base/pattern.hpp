@@ -6,8 +6,7 @@
 
 namespace isograd {
 
-inline constexpr std::size_t kMostPattern =
-    1000;  // bytes; matching takes at most this number of passes over a name
+inline constexpr std::size_t kMostPattern = 1000;  // bytes: matching takes at most as many passes
 
 // Whether the pattern, in which * stands for any text, matches the whole name. Not recursive: where the text
 // after a star does not fit, that star takes one more character. An earlier star never needs more.

@@ -7,11 +7,8 @@
 namespace isograd {
 
 struct RankEnvironment {
-  enum class Launcher {
-    kVariables,
-    kMpirun,
-    kSrun
-  };  // kVariables: RANK and so on, set by isograd's launcher, torchrun or by hand
+  // kVariables: RANK and so on, set by isograd's launcher, torchrun or by hand.
+  enum class Launcher { kVariables, kMpirun, kSrun };
   Launcher launcher = Launcher::kVariables;
   int rank = 0;
   int size = 1;
@@ -35,16 +32,8 @@ inline constexpr const char* kLaunchedVariable = "ISOGRAD_STORE";
 // ranks.
 bool says_rank(const std::string& variable);
 
-// Reads the variables of launchers. Returns nothing when no launcher has started this process. Throws a
+// Reads the variables of launchers, in the order of README.md. Nothing: no launcher has started this process.
 // ConfigError that names the variables when they contradict.
-// 1. RANK and WORLD_SIZE (isograd's launcher, torchrun, or by hand). Those of torchrun and isograd take
-// precedence, because mpirun or srun may have started these launchers. Set by hand they must agree with the
-// others.
-// 2. mpirun: OMPI_COMM_WORLD_RANK and _SIZE (Open MPI), or PMI_RANK and PMI_SIZE (MPICH and others).
-// 3. srun: SLURM_PROCID and SLURM_STEP_NUM_TASKS. A batch script has only SLURM_PROCID and is no rank.
-// MASTER_ADDR and MASTER_PORT give the place of the store. Without them it is on loopback under an srun of
-// one host, else on the step's first host. Its port follows from the numbers of the job and the step: 15000 +
-// the last four digits of the job's number for its first step.
 std::optional<RankEnvironment> read_rank_environment();
 
 // ConfigError unless mpirun or srun has started the ranks, which MPI needs.

@@ -1,5 +1,4 @@
-// The parts of Group that its operations, the world and the tests share: calling the backend, completing,
-// counting.
+// The parts of Group that its operations, the world and the tests share.
 #pragma once
 
 #include <ATen/core/Tensor.h>

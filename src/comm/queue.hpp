@@ -39,8 +39,7 @@ struct Stage {
 };
 
 struct Operation {
-  std::string
-      where;  // "all_reduce #7 of group 'world' (shm+mpi) on rank 1 of 4", and the place in the source
+  std::string where;  // "all_reduce #7 of group 'world' (shm+mpi) on rank 1 of 4", and the source's place
   std::uint64_t sequence = 0;
   std::vector<Stage> stages{};
   std::vector<Part> under_way{};

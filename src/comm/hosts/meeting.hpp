@@ -17,8 +17,8 @@ struct HostIdentity {
   std::string machine;  // equal for processes that can map each other's memory
 };
 
-// Overrides the host of a rank: one name, or one for each rank of the job, separated by commas. It lets tests
-// simulate several hosts on one machine.
+// Overrides the host of a rank: one name, or one for each rank of the job, with commas between. For tests of
+// several hosts on one machine.
 inline constexpr const char* kHostVariable = "ISOGRAD_HOST";
 
 // The host of this process: the running kernel and its process namespace, or ISOGRAD_HOST. ConfigError when

@@ -195,8 +195,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<bool> warned_of_;         // ranks that were reported as stopped
   std::uint64_t free_of_[kSlots] = {};  // sequence + 1 of the operation whose slot all ranks have left
   std::map<std::int64_t, std::shared_ptr<Allocation>> allocations_;
-  std::map<const std::byte*, Allocation*>
-      places_;  // the same allocations, by the start of this rank's memory
+  std::map<const std::byte*, Allocation*> places_;  // the same, by the start of this rank's memory
 };
 
 }  // namespace isograd::shm

@@ -43,8 +43,7 @@ std::string OperationsFile::keep(const std::string& text) {
       ::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
   if (file < 0) return {};
   const std::string all = fmt::format("{:%Y-%m-%d %H:%M:%S} UTC: {}", fmt::gmtime(std::time(nullptr)), text);
-  const ssize_t written =
-      ::write(file, all.data(), all.size());  // one call, so that the ranks' texts do not mix
+  const ssize_t written = ::write(file, all.data(), all.size());  // in one call: ranks' texts do not mix
   ::close(file);
   return written == static_cast<ssize_t>(all.size()) ? name : std::string();
 }

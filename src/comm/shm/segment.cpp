@@ -36,9 +36,8 @@ std::string gigabytes(std::uint64_t bytes) {
 // Segments mapped in this process, by inode. Rank threads share them.
 std::mutex registry_mutex;
 std::map<std::uint64_t, std::weak_ptr<Segment>>& registry() {
-  static auto* map = new std::map<std::uint64_t, std::weak_ptr<Segment>>;  // never destroyed: it outlives
-                                                                           // every static destructor
-  return *map;
+  static auto* never_destroyed = new std::map<std::uint64_t, std::weak_ptr<Segment>>;
+  return *never_destroyed;
 }
 
 [[noreturn]] void refuse_memory(const std::string& purpose, const std::string& what, int error,
