@@ -16,8 +16,7 @@ inline constexpr std::size_t kMostJsonValues = std::size_t{1} << 24;
 inline constexpr std::size_t kMostJsonBytes = std::size_t{1} << 30;
 
 struct JsonRules {
-  bool keys_once =
-      true;  // refuse a repeated key, whose last value would hide the first; false: the last counts
+  bool keys_once = true;  // refuse a repeated key, which would hide the first value; else the last counts
 };
 
 template <class Json>

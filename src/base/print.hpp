@@ -9,7 +9,8 @@
 namespace isograd {
 
 // One line of printable UTF-8. Line feeds, escape sequences and other control characters, invalid bytes, and
-// characters that change the direction of text are escaped ("\n", "\u{1b}", "\xff"). The text is truncated after `most` characters, with "…".
+// characters that change the direction of text are escaped: "\n", "\u{1b}", "\xff". The text is truncated
+// after `most` characters, with "…".
 std::string printable(std::string_view foreign, std::size_t most = std::string_view::npos);
 
 // The only way to standard output and standard error (tests/check_foreign.py checks that). `text` may have

@@ -385,41 +385,33 @@ Rows exchange_rows(const Impl& group, const Call& call, const at::Tensor& input)
   return rows;
 }
 
-// A work of any backend. progress() advances ours; others advance by themselves.
-class BackendState final : public Pending::State {
- public:
-  BackendState(std::shared_ptr<Impl> impl, const Call& call, Started started)
-      : impl_(std::move(impl)),
-        call_(call),
-        started_(std::move(started)),
-        ours_(impl_->shm ? static_cast<ShmWork*>(started_.work.get()) : nullptr) {}
+}  // namespace
 
-  bool progress() override {
-    if (done_) return true;
-    const bool ready =
-        impl_->guarded(call_, [&] { return ours_ ? ours_->progress() : started_.work->isCompleted(); });
-    if (!ready) return false;
-    wait();  // complete now, because a foreign backend's errors come from here
-    return true;
-  }
-
-  void wait() override {
-    if (done_) return;
-    impl_->complete(call_, started_);
-    done_ = true;
-    ours_ = nullptr;
-    started_ = {};
-  }
-
- private:
-  std::shared_ptr<Impl> impl_;
-  Call call_;
-  Started started_;
-  ShmWork* ours_;
-  bool done_ = false;
+// A work of any backend.
+struct Pending::State {
+  std::shared_ptr<Impl> impl;
+  Call call;
+  Started started;
+  bool done = false;
 };
 
-}  // namespace
+// Advances our work; those of other backends advance by themselves.
+bool Pending::progress() {
+  if (!state_ || state_->done) return true;
+  c10d::Work* work = state_->started.work.get();
+  const bool ready = state_->impl->guarded(state_->call, [&] {
+    return state_->impl->shm ? static_cast<ShmWork*>(work)->progress() : work->isCompleted();
+  });
+  if (ready) wait();  // complete now, because a foreign backend's errors come from here
+  return ready;
+}
+
+void Pending::wait() {
+  if (!state_ || state_->done) return;
+  state_->impl->complete(state_->call, state_->started);
+  state_->done = true;
+  state_->started = {};
+}
 
 // ---- calling the backend ---------------------------------------------------------------------------------
 
@@ -445,9 +437,10 @@ void Group::Impl::complete(const Call& call, Started& started) const {
 }
 
 Pending Group::Impl::pend(const std::shared_ptr<Impl>& impl, const Call& call, Started started) {
-  if (started.work) return Pending(std::make_shared<BackendState>(impl, call, std::move(started)));
+  if (started.work)
+    return Pending(std::make_shared<Pending::State>(Pending::State{impl, call, std::move(started)}));
   impl->complete(call, started);
-  return {};
+  return {};  // complete: a group of one rank returns it
 }
 
 at::Tensor Group::Impl::plain_empty(const at::Tensor& like) const {
@@ -469,13 +462,6 @@ at::Tensor Group::Impl::plain_twin(const Call& call, const at::Tensor& tensor, b
   if (read) twin.copy_(tensor);
   started.copies.push_back({tensor, twin});
   return twin;
-}
-
-// A Pending without a state is complete. A group of one rank returns it.
-bool Pending::progress() { return !state_ || state_->progress(); }
-
-void Pending::wait() {
-  if (state_) state_->wait();
 }
 
 // ---- Group -----------------------------------------------------------------------------------------------

@@ -26,12 +26,6 @@ class ShmBackend;
 // Collective. PeerError on all ranks names a collective with a wrong answer.
 void self_test(Group group, c10::Device device = c10::kCPU);
 
-struct Pending::State {
-  virtual ~State() = default;
-  virtual bool progress() = 0;
-  virtual void wait() = 0;
-};
-
 // The backend has no such operation. All ranks know this before anything is sent.
 class MissingOperation final : public ConfigError {
  public:
