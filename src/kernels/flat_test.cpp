@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/naive.hpp"
+#include "kernels/naive_testing.hpp"
 
 namespace isograd::kernels {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels/flat.hpp"
-#include "kernels/naive.hpp"
+#include "kernels/naive_testing.hpp"
 
 namespace isograd::kernels {
 namespace {

@@ -63,27 +63,6 @@ ISOGRAD_ALWAYS_INLINE void row_sums_body(const T* logits, std::int64_t rows, std
 }
 
 template <typename T>
-ISOGRAD_ALWAYS_INLINE void gradient_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
-                                         const bool* mask, const std::int64_t* targets, const RowSum* sums,
-                                         double scale, T* gradient) {
-  using C = typename Computing<T>::type;
-  for (std::int64_t t = 0; t < rows; ++t) {
-    const T* row = logits + t * vocabulary;
-    T* out = gradient + t * vocabulary;
-    if (!mask[t]) {
-      for (std::int64_t j = 0; j < vocabulary; ++j) out[j] = T{};
-      continue;
-    }
-    const C maximum = static_cast<C>(sums[t].maximum), factor = static_cast<C>(scale / sums[t].sum);
-    const C at_target = factor * exponential(load(row[targets[t]]) - maximum) - static_cast<C>(scale);
-    ISOGRAD_INDEPENDENT_ITERATIONS  // out is row itself or does not overlap it
-    for (std::int64_t j = 0; j < vocabulary; ++j)
-      store(factor * exponential(load(row[j]) - maximum), out + j);
-    store(at_target, out + targets[t]);
-  }
-}
-
-template <typename T>
 ISOGRAD_ALWAYS_INLINE void softmax_gradient_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
                                                  const bool* mask, const std::int64_t* targets,
                                                  const RowGradient* of, T* gradient) {
@@ -139,11 +118,6 @@ ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* resu
       void, row_sums,                                                                                \
       (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask, RowSum* sums), \
       (logits, rows, vocabulary, mask, sums), row_sums_body(logits, rows, vocabulary, mask, sums))   \
-  ISOGRAD_VERSIONS(void, cross_entropy_gradient,                                                     \
-                   (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
-                    const std::int64_t* targets, const RowSum* sums, double scale, T* gradient),     \
-                   (logits, rows, vocabulary, mask, targets, sums, scale, gradient),                 \
-                   gradient_body(logits, rows, vocabulary, mask, targets, sums, scale, gradient))    \
   ISOGRAD_VERSIONS(void, softmax_gradient,                                                           \
                    (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
                     const std::int64_t* targets, const RowGradient* of, T* gradient),                \

@@ -24,18 +24,8 @@ void row_sums(const double* logits, std::int64_t rows, std::int64_t vocabulary, 
 void row_sums(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
               RowSum* sums);
 
-// gradient[t, j] = scale · (softmax(x_t)_j − [j = targets[t]]); 0 in rows whose mask is zero.
-// `gradient` may be `logits` itself. `targets` of masked-out rows are not read.
-void cross_entropy_gradient(const float* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,
-                            const std::int64_t* targets, const RowSum* sums, double scale, float* gradient);
-void cross_entropy_gradient(const double* logits, std::int64_t rows, std::int64_t vocabulary,
-                            const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
-                            double* gradient);
-void cross_entropy_gradient(const Bfloat16* logits, std::int64_t rows, std::int64_t vocabulary,
-                            const bool* mask, const std::int64_t* targets, const RowSum* sums, double scale,
-                            Bfloat16* gradient);
-
-// The terms of a row's gradient: factor · exp(x_j − maximum) − uniform − at_target · [j = target].
+// The terms of a row's gradient: factor · exp(x_j − maximum) − uniform − at_target · [j = target]. That of
+// scale · cross entropy has factor = scale / sum, uniform = 0 and at_target = scale.
 struct RowGradient {
   double maximum = 0;
   double factor = 0;

@@ -1,4 +1,4 @@
-// The kernels, for NVRTC (kernels.cpp), and on the CPU for the tests (on_host.hpp). Everything is computed in
+// The kernels, for NVRTC (kernels.cpp), and on the CPU for the tests (on_host_testing.hpp). Everything is computed in
 // fp32, without fused multiply-adds, so that AdamW gives the bits of kernels/flat.hpp. Sixteen bytes are read
 // at once where all pointers are aligned, single elements elsewhere.
 

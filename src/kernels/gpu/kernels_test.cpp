@@ -12,7 +12,7 @@
 #include <random>
 
 #include "kernels/gpu/kept.hpp"
-#include "kernels/gpu/on_host.hpp"
+#include "kernels/gpu/on_host_testing.hpp"
 // Its unrolling pragmas are for NVRTC.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"
