@@ -6,8 +6,7 @@
 #include <iterator>
 #include <numbers>
 
-#include "base/refuse.hpp"
-#include "isograd/error.hpp"
+#include "loss/checks.hpp"
 #include "model/attention/attention.hpp"
 #include "model/fused.hpp"
 
@@ -36,7 +35,7 @@ void check_batch(const Batch& batch, std::int64_t vocabulary) {
 }  // namespace
 
 DecoderLM::Impl::Impl(const DecoderConfig& shape, at::ScalarType type, const ModelHooks& of)
-    : config(shape), dtype(type), rotary(shape, type == at::kDouble ? at::kDouble : at::kFloat), hooks(of) {}
+    : config(shape), dtype(type), rotary(shape, computing_type(type)), hooks(of) {}
 
 void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device, NamedTensors& in_order) {
   ParameterMaker parameter(root, at::TensorOptions(dtype).device(device), in_order);

@@ -10,6 +10,7 @@
 #include "comm/autograd.hpp"
 #include "isograd/error.hpp"
 #include "kernels/matmul/product.hpp"
+#include "loss/checks.hpp"
 #include "model/fused.hpp"
 
 namespace isograd {
@@ -17,10 +18,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-at::ScalarType weights_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 class CopyToExperts : public torch::autograd::Function<CopyToExperts> {
  public:
@@ -36,7 +33,8 @@ class CopyToExperts : public torch::autograd::Function<CopyToExperts> {
     const at::Tensor row = ctx->get_saved_variables()[0];
     if (tokens == 0) return {dy.new_zeros({0, dy.size(1)}), at::Tensor(), at::Tensor()};
     const at::Tensor copies = dy.index_select(0, row).view({tokens, -1, dy.size(1)});
-    return {copies.sum(1, false, weights_type(dy)).to(dy.scalar_type()), at::Tensor(), at::Tensor()};
+    return {copies.sum(1, false, computing_type(dy.scalar_type())).to(dy.scalar_type()), at::Tensor(),
+            at::Tensor()};
   }
 };
 
@@ -154,8 +152,8 @@ Routing route(const at::Tensor& logits, const ExpertsShape& shape, const at::Ten
     refuse("model.experts_per_token", std::to_string(each), fmt::format("1 to {}, the experts", experts),
            "Choose fewer experts for each token, or have more");
   Routing routing;
-  routing.scores = shape.sigmoid ? at::sigmoid(logits.to(weights_type(logits)))
-                                 : at::softmax(logits, 1, weights_type(logits));
+  routing.scores = shape.sigmoid ? at::sigmoid(logits.to(computing_type(logits.scalar_type())))
+                                 : at::softmax(logits, 1, computing_type(logits.scalar_type()));
   ExpertScores by{
       .values = routing.scores.detach(), .groups = shape.groups, .groups_per_token = shape.groups_per_token};
   if (bias.defined()) by.values = by.values + bias.detach();

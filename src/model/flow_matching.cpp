@@ -5,19 +5,14 @@
 
 #include <algorithm>
 
-#include "base/refuse.hpp"
 #include "data/move.hpp"
-#include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/random.hpp"
 #include "kernels/threads/parallel_for.hpp"
+#include "loss/checks.hpp"
 
 namespace isograd {
 namespace {
-
-at::ScalarType computing_type(const VideoDiT& model) {
-  return model.dtype() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 // One forward of the model, on its device: what it saw, what it said and what it should have said, [T, E].
 struct Pass {
@@ -33,7 +28,7 @@ at::Tensor spread(const at::Tensor& of_fragments, const Batch& batch) {
 }
 
 Pass run(VideoDiT& model, const VideoStore& store, const Batch& batch, const FlowNoise& drawn) {
-  const auto type = computing_type(model);
+  const auto type = computing_type(model.dtype());
   const at::Device device = model.device();
   const at::Tensor tokens = batch.tokens.cpu();  // the store is in host memory
   Pass pass;
@@ -133,7 +128,7 @@ at::Tensor sample_flow(VideoDiT& model, VideoGrid grid, const FlowSampleOptions&
   for (std::int64_t token = 0; token < length; ++token, place += 3)
     std::ranges::copy(grid.place_of(token), place);
   const at::NoGradGuard no_grad;
-  const auto type = computing_type(model);
+  const auto type = computing_type(model.dtype());
   const std::int64_t elements = model.config().patch_elements;
   at::Tensor x = moved(flow_noise(batch, elements, options.seed).noise.to(type), model.device());
   const double step = 1.0 / static_cast<double>(options.steps);

@@ -5,6 +5,7 @@
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/matmul/product.hpp"
 #include "kernels/threads/parallel_for.hpp"
+#include "loss/checks.hpp"
 #include "model/rows.hpp"
 
 namespace isograd {
@@ -15,10 +16,6 @@ using torch::autograd::variable_list;
 
 void refuse_second_derivative() {
   ISOGRAD_INVARIANT(!at::GradMode::is_enabled(), "a second derivative of the model, which is not supported");
-}
-
-at::ScalarType computing_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 bool has_rows(const at::Tensor& x) {
@@ -57,7 +54,7 @@ std::pair<at::Tensor, at::Tensor> norm_forward(const at::Tensor& x, const at::Te
   if (!x.is_cpu()) return gpu::rms_norm(x, weight, epsilon);
   const std::int64_t width = weight.numel(), rows = x.numel() / width;
   at::Tensor y = at::empty(x.sizes(), x.options()),
-             scale = at::empty({rows}, x.options().dtype(computing_type(x)));
+             scale = at::empty({rows}, x.options().dtype(computing_type(x.scalar_type())));
   for_ranges(x, rows, kChunk, [&]<typename T, typename C>(std::int64_t begin, std::int64_t end) {
     rows::rms_norm(data<T>(x) + begin * width, data<T>(weight), end - begin, width, epsilon,
                    data<T>(y) + begin * width, data<C>(scale) + begin);
@@ -285,20 +282,20 @@ at::Tensor linear_onto(const at::Tensor& residual, const at::Tensor& x, const at
 namespace naive_twin {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double epsilon) {
-  const auto type = computing_type(x);
+  const auto type = computing_type(x.scalar_type());
   const at::Tensor wide = x.to(type);
   const at::Tensor normed = wide * at::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon);
   return (weight.to(type) * normed).to(x.scalar_type());
 }
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  const auto halves = x.to(computing_type(x)).chunk(2, -1);
+  const auto halves = x.to(computing_type(x.scalar_type())).chunk(2, -1);
   const at::Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
   return at::cat({halves[0] * c - halves[1] * s, halves[1] * c + halves[0] * s}, -1).to(x.scalar_type());
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
-  const auto type = computing_type(gate);
+  const auto type = computing_type(gate.scalar_type());
   return (at::silu(gate.to(type)) * up.to(type)).to(gate.scalar_type());
 }
 

@@ -81,7 +81,7 @@ class FragmentAttention : public torch::autograd::Function<FragmentAttention> {
     const Way way = is_one_fragment(cu_seqlens) && cudnn::serves(of, causal) ? kCudnn
                     : on_device && fragments::has_kernel(q, k, causal)       ? kFragments
                     : on_device                                              ? kMask
-                    : has_tile_kernel(q, k, causal)                          ? kTiles
+                    : q.is_cpu()                                             ? kTiles
                                                                              : kProducts;
     ctx->saved_data["cu_seqlens"] = cu_seqlens;
     ctx->saved_data["causal"] = causal;
@@ -155,8 +155,9 @@ constexpr std::int64_t kMostTokensOfAMask = 4096;
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Batch& batch,
                      const std::vector<std::int64_t>& cu_seqlens, bool causal) {
   check(q, k, v, cu_seqlens);
+  const Qkv of{dense_heads(q), dense_heads(k), dense_heads(v)};
   std::optional<at::Tensor> on_device;
-  if (fragments::has_kernel(q, k, causal))
+  if (fragments::has_kernel(of.q, of.k, causal))
     on_device = batch.cu_seqlens_on_device.defined() ? batch.cu_seqlens_on_device
                                                      : at::tensor(cu_seqlens, at::kInt).to(q.device());
   else if (batch.bounds_only && q.size(0) <= kMostTokensOfAMask)
@@ -169,8 +170,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                "a type and head_dim whose kernel reads the fragments on the device, or at most {} tokens",
                kMostTokensOfAMask),
            "Leave StepOptions::capture off for this model");
-  return FragmentAttention::apply(dense_heads(q), dense_heads(k), dense_heads(v), cu_seqlens, on_device,
-                                  causal);
+  return FragmentAttention::apply(of.q, of.k, of.v, cu_seqlens, on_device, causal);
 }
 
 }  // namespace
@@ -214,7 +214,7 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
     const at::Tensor future = at::ones({last, all}, scores.options().dtype(at::kBool)).triu(all - last + 1);
     scores = scores.masked_fill(future, -std::numeric_limits<double>::infinity());
   }
-  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = accumulating_type(q.scalar_type());
   const at::Tensor weights = at::softmax(scores, -1, type).to(q.scalar_type());
   return at::bmm(weights.view({key_heads, groups * last, all}), values.permute({1, 0, 2}))
       .view({key_heads, groups, last, dim})
@@ -234,7 +234,7 @@ at::Tensor naive_variable_length_attention(const at::Tensor& q, const at::Tensor
   if (causal) visible = visible.tril();
   const at::Tensor keys = k.repeat_interleave(groups, 1), values = v.repeat_interleave(groups, 1);
   const at::Tensor scores = at::einsum("ihd,jhd->hij", {q, keys}) / std::sqrt(static_cast<double>(q.size(2)));
-  const auto type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = accumulating_type(q.scalar_type());
   const at::Tensor weights = at::softmax(
       scores.masked_fill(visible.logical_not(), -std::numeric_limits<double>::infinity()), -1, type);
   return at::einsum("hij,jhd->ihd", {weights.to(q.scalar_type()), values});

@@ -20,24 +20,13 @@ struct Groups {
   at::Tensor of(const at::Tensor& x, std::int64_t group) const {
     return heads_first(x, queries, count, group);
   }
-  // Of what holds the tile's queries alone.
-  at::Tensor of_part(const at::Tensor& x, std::int64_t group) const {
+  at::Tensor of_part(const at::Tensor& x, std::int64_t group) const {  // x has only the tile's queries
     return heads_first(x, {0, tile.count, tile.q_length}, count, group);
   }
   at::Tensor of_keys(const at::Tensor& x) const { return heads_first(x, keys); }
 };
 
 void put(const at::Tensor& from, at::Tensor to, bool adds) { adds ? to.add_(from) : to.copy_(from); }
-
-// LibTorch's flash attention for GPUs. Query heads share key heads inside it.
-namespace flash {
-
-// x [T, H, ...] -> [count, length, H, ...]
-at::Tensor batch(const at::Tensor& x, const Rows& rows) {
-  std::vector<std::int64_t> sizes{rows.count, rows.length};
-  sizes.insert(sizes.end(), x.sizes().begin() + 1, x.sizes().end());
-  return x.narrow(0, rows.begin, rows.count * rows.length).view(sizes);
-}
 
 // While one lives, backward adds the parts of a query's gradient in one order, so that a step made twice has
 // the same bits. The flag is the process's, whose ranks on GPUs are processes.
@@ -58,52 +47,10 @@ class InOneOrder {
              fills_ = context_.deterministicFillUninitializedMemory();
 };
 
-void attend(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums) {
-  const auto& [q, k, v] = of;
-  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
-  const Rows own{0, tile.count, tile.q_length};
-  const auto result =
-      at::_flash_attention_forward(batch(q, queries), batch(k, keys), batch(v, keys), std::nullopt,
-                                   std::nullopt, tile.q_length, tile.k_length, 0.0, tile.causal, false);
-  put(std::get<0>(result), batch(out, own), false);
-  put(std::get<1>(result).transpose(1, 2), batch(log_sums, own), false);  // [count, H, q_length]
-}
-
-void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile, const Qkv& gradients,
-                     bool adds) {
-  const auto& [q, k, v] = of;
-  const Rows queries{tile.q_row, tile.count, tile.q_length}, keys{tile.k_row, tile.count, tile.k_length};
-  const Rows own{0, tile.count, tile.q_length};
-  const at::Tensor log_sums = batch(attended.log_sums, own).transpose(1, 2).contiguous();
-  const at::Tensor nothing_drawn = at::empty({2}, q.options().dtype(at::kUInt64));  // without dropout
-  const InOneOrder guard;
-  const auto [dq, dk, dv] =
-      at::_flash_attention_backward(batch(attended.gradient, own), batch(q, queries), batch(k, keys),
-                                    batch(v, keys), batch(attended.out, own), log_sums, {}, {}, tile.q_length,
-                                    tile.k_length, 0.0, tile.causal, nothing_drawn, nothing_drawn);
-  put(dq, batch(gradients.q, queries), adds);
-  put(dk, batch(gradients.k, keys), adds);
-  put(dv, batch(gradients.v, keys), adds);
-}
-
-}  // namespace flash
 }  // namespace
-
-bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
-  if (q.is_cpu()) return true;
-  const auto type = q.scalar_type();
-  if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) || q.size(2) % 8 != 0 || q.size(0) == 0)
-    return false;
-  // LibTorch knows which GPUs and sizes its kernels take.
-  const at::Tensor queries = q.unsqueeze(0).transpose(1, 2), keys = k.unsqueeze(0).transpose(1, 2);
-  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
-      queries, keys, keys, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1)));
-  return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
-}
 
 void attend_tile(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums) {
   const auto& [q, k, v] = of;
-  if (!q.is_cpu()) return flash::attend(of, tile, out, log_sums);
   if (goes_by_blocks(q)) return blocks::attend(of, tile, out, log_sums);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {
@@ -117,7 +64,6 @@ void attend_tile(const Qkv& of, const Tile& tile, const at::Tensor& out, const a
 void attend_tile_backward(const Qkv& of, const AttendedGradient& attended, const Tile& tile,
                           const Qkv& gradients, bool adds) {
   const auto& [q, k, v] = of;
-  if (!q.is_cpu()) return flash::attend_backward(of, attended, tile, gradients, adds);
   if (goes_by_blocks(q)) return blocks::attend_backward(of, attended, tile, gradients, adds);
   const Groups groups{tile, queries_per_key(q, k)};
   for (std::int64_t group = 0; group < groups.count; ++group) {
@@ -134,7 +80,14 @@ void attend_tile_backward(const Qkv& of, const AttendedGradient& attended, const
 namespace fragments {
 
 bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal) {
-  return q.is_cuda() && q.size(0) > 0 && has_tile_kernel(q, k, causal);
+  const auto type = q.scalar_type();
+  if (!q.is_cuda() || (type != at::kBFloat16 && type != at::kHalf) || q.size(2) % 8 != 0 || q.size(0) == 0)
+    return false;
+  // LibTorch knows which GPUs and sizes its kernels take.
+  const at::Tensor queries = q.unsqueeze(0).transpose(1, 2), keys = k.unsqueeze(0).transpose(1, 2);
+  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      queries, keys, keys, {}, 0.0, causal, std::nullopt, /*enable_gqa=*/q.size(1) != k.size(1)));
+  return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
 }
 
 Attended attend(const Qkv& of, const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
@@ -148,7 +101,7 @@ Attended attend(const Qkv& of, const at::Tensor& cu_seqlens, std::int64_t longes
 Qkv attend_backward(const Qkv& of, const at::Tensor& gradient, const Attended& attended,
                     const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
   const auto& [q, k, v] = of;
-  const flash::InOneOrder guard;
+  const InOneOrder guard;
   const auto [dq, dk, dv] = at::_flash_attention_backward(gradient, q, k, v, attended.out, attended.log_sums,
                                                           cu_seqlens, cu_seqlens, longest, longest, 0.0,
                                                           causal, attended.seed, attended.offset);

@@ -1,4 +1,4 @@
-// The ways to compute attention: of one tile by the fastest kernel, of whole fragments on a GPU, by matrix
+// The ways to compute attention: one tile by the CPU's fastest kernel, whole fragments on a GPU, matrix
 // products.
 #pragma once
 
@@ -39,13 +39,9 @@ inline std::int64_t queries_per_key(const at::Tensor& q, const at::Tensor& k) {
   return q.size(1) / k.size(1);
 }
 
-// Whether attend_tile() computes tiles of these: on the CPU all; on a GPU bf16 and fp16, where LibTorch's
-// flash attention takes them.
-bool has_tile_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);
-
-// Of one tile: out [count · q_length, H, D] in q's type and its log-sums [count · q_length, H] in the
-// accumulating type, which may be rows of larger tensors. No gradient; neither scores nor weights are kept.
-// On the CPU in fp32 by blocks where products go to brgemm, else by LibTorch's blocked kernel.
+// On the CPU, one tile: out [count · q_length, H, D] in q's type and its log-sums [count · q_length, H] in
+// the accumulating type, which may be rows of larger tensors. No gradient; neither scores nor weights are
+// kept. In fp32 by blocks where products go to brgemm, else by LibTorch's blocked kernel.
 void attend_tile(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Tensor& log_sums);
 // The tile's part of the gradients, written to their rows in `gradients`, or with `adds` added. `attended`
 // has the tile's queries alone, its log-sums in the accumulating type.
@@ -62,6 +58,7 @@ void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile
 // All fragments of a batch in one call of LibTorch's flash attention for GPUs (bf16 and fp16), told to add in
 // one order, so that a repeated step has the same bits.
 namespace fragments {
+// Whether q and k are bf16 or fp16 on a GPU, in sizes that the kernel takes.
 bool has_kernel(const at::Tensor& q, const at::Tensor& k, bool causal);
 
 struct Attended {
