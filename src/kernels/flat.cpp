@@ -1,6 +1,7 @@
 #include "kernels/flat.hpp"
 
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -8,10 +9,6 @@
 
 namespace isograd::kernels {
 namespace {
-
-ISOGRAD_ALWAYS_INLINE double wide(Bfloat16 value) { return to_float(value); }
-ISOGRAD_ALWAYS_INLINE double wide(float value) { return value; }
-ISOGRAD_ALWAYS_INLINE double wide(double value) { return value; }
 
 // Independent partial sums, so that the additions of one vector do not wait for those of the last.
 constexpr int kLanes = 32;
@@ -22,11 +19,11 @@ ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t cou
   const std::int64_t whole = count - count % kLanes;
   for (std::int64_t i = 0; i < whole; i += kLanes)
     for (int lane = 0; lane < kLanes; ++lane) {
-      const double value = wide(values[i + lane]);
+      const double value = load(values[i + lane]);
       lanes[lane] += value * value;
     }
   for (std::int64_t i = whole; i < count; ++i) {
-    const double value = wide(values[i]);
+    const double value = load(values[i]);
     lanes[i - whole] += value * value;
   }
   for (int width = kLanes / 2; width > 0; width /= 2)
@@ -54,7 +51,7 @@ ISOGRAD_ALWAYS_INLINE double max_abs_body(const T* values, std::int64_t count) {
     const Bits bits = magnitude_bits(values[i]);
     largest = bits > largest ? bits : largest;
   }
-  return wide(std::bit_cast<T>(largest));
+  return load(std::bit_cast<T>(largest));
 }
 
 template <typename T>
@@ -78,33 +75,56 @@ ISOGRAD_ALWAYS_INLINE void round_body(const float* __restrict values, Bfloat16* 
   for (std::int64_t i = 0; i < count; ++i) result[i] = to_bfloat16(values[i]);
 }
 
+template <bool kRound, typename G, typename T>
+ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict gradients,
+                                      T* __restrict parameters, T* __restrict first, T* __restrict second,
+                                      Bfloat16* __restrict rounded, std::int64_t count) {
+  const T scale = static_cast<T>(scalars.gradient_scale), keep = static_cast<T>(scalars.keep);
+  const T beta2 = static_cast<T>(scalars.beta2);
+  const T new1 = static_cast<T>(1 - scalars.beta1), new2 = static_cast<T>(1 - scalars.beta2);
+  const T step = static_cast<T>(scalars.step_size), epsilon = static_cast<T>(scalars.epsilon);
+  const T correction = static_cast<T>(scalars.inverse_root_correction);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const T gradient = scale * load(gradients[i]);
+    const T m = first[i] + new1 * (gradient - first[i]);
+    const T v = beta2 * second[i] + new2 * gradient * gradient;
+    const T updated = keep * parameters[i] - step * m / (std::sqrt(v) * correction + epsilon);
+    first[i] = m;
+    second[i] = v;
+    parameters[i] = updated;
+    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
+  }
+}
+
+template <bool kMomentum, bool kRound, typename G, typename T>
+ISOGRAD_ALWAYS_INLINE void sgd_loop(const Sgd& scalars, const G* __restrict gradients,
+                                    T* __restrict parameters, T* __restrict velocity,
+                                    Bfloat16* __restrict rounded, std::int64_t count) {
+  const T scale = static_cast<T>(scalars.gradient_scale), rate = static_cast<T>(scalars.learning_rate);
+  const T momentum = static_cast<T>(scalars.momentum), decay = static_cast<T>(scalars.weight_decay);
+  for (std::int64_t i = 0; i < count; ++i) {
+    T change = scale * load(gradients[i]) + decay * parameters[i];
+    if constexpr (kMomentum) {
+      change = momentum * velocity[i] + change;
+      velocity[i] = change;
+    }
+    const T updated = parameters[i] - rate * change;
+    parameters[i] = updated;
+    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
+  }
+}
+
+template <typename G, typename T>
+ISOGRAD_ALWAYS_INLINE void sgd_body(const Sgd& scalars, const G* gradients, T* parameters, T* velocity,
+                                    Bfloat16* rounded, std::int64_t count) {
+  if (velocity && rounded)
+    return sgd_loop<true, true>(scalars, gradients, parameters, velocity, rounded, count);
+  if (velocity) return sgd_loop<true, false>(scalars, gradients, parameters, velocity, rounded, count);
+  if (rounded) return sgd_loop<false, true>(scalars, gradients, parameters, velocity, rounded, count);
+  sgd_loop<false, false>(scalars, gradients, parameters, velocity, rounded, count);
+}
+
 }  // namespace
-
-ISOGRAD_VERSIONS(double, squared_norm, (const float* values, std::int64_t count), (values, count),
-                 squared_norm_body(values, count))
-ISOGRAD_VERSIONS(double, squared_norm, (const double* values, std::int64_t count), (values, count),
-                 squared_norm_body(values, count))
-ISOGRAD_VERSIONS(double, squared_norm, (const Bfloat16* values, std::int64_t count), (values, count),
-                 squared_norm_body(values, count))
-
-ISOGRAD_VERSIONS(double, max_abs, (const float* values, std::int64_t count), (values, count),
-                 max_abs_body(values, count))
-ISOGRAD_VERSIONS(double, max_abs, (const double* values, std::int64_t count), (values, count),
-                 max_abs_body(values, count))
-ISOGRAD_VERSIONS(double, max_abs, (const Bfloat16* values, std::int64_t count), (values, count),
-                 max_abs_body(values, count))
-
-ISOGRAD_VERSIONS(void, scale, (double factor, float* values, std::int64_t count), (factor, values, count),
-                 scale_body(factor, values, count))
-ISOGRAD_VERSIONS(void, scale, (double factor, double* values, std::int64_t count), (factor, values, count),
-                 scale_body(factor, values, count))
-ISOGRAD_VERSIONS(void, scale, (double factor, Bfloat16* values, std::int64_t count), (factor, values, count),
-                 scale_body(factor, values, count))
-
-ISOGRAD_VERSIONS(void, cast, (const Bfloat16* values, float* result, std::int64_t count),
-                 (values, result, count), widen_body(values, result, count))
-ISOGRAD_VERSIONS(void, cast, (const float* values, Bfloat16* result, std::int64_t count),
-                 (values, result, count), round_body(values, result, count))
 
 // Strided access is one load each on every processor, so it needs no versions.
 template <typename T>
@@ -127,11 +147,61 @@ void unpack(const T* flat, T* target, std::int64_t stride, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) target[i * stride] = flat[i];
 }
 
-template void pack(const float*, std::int64_t, float*, std::int64_t);
-template void pack(const double*, std::int64_t, double*, std::int64_t);
-template void pack(const Bfloat16*, std::int64_t, Bfloat16*, std::int64_t);
-template void unpack(const float*, float*, std::int64_t, std::int64_t);
-template void unpack(const double*, double*, std::int64_t, std::int64_t);
-template void unpack(const Bfloat16*, Bfloat16*, std::int64_t, std::int64_t);
+#define ISOGRAD_FOR_TYPE(T)                                                                              \
+  ISOGRAD_VERSIONS(double, squared_norm, (const T* values, std::int64_t count), (values, count),         \
+                   squared_norm_body(values, count))                                                     \
+  ISOGRAD_VERSIONS(double, max_abs, (const T* values, std::int64_t count), (values, count),              \
+                   max_abs_body(values, count))                                                          \
+  ISOGRAD_VERSIONS(void, scale, (double factor, T* values, std::int64_t count), (factor, values, count), \
+                   scale_body(factor, values, count))                                                    \
+  template void pack(const T*, std::int64_t, T*, std::int64_t);                                          \
+  template void unpack(const T*, T*, std::int64_t, std::int64_t);
+ISOGRAD_FOR_TYPE(float)
+ISOGRAD_FOR_TYPE(double)
+ISOGRAD_FOR_TYPE(Bfloat16)
+#undef ISOGRAD_FOR_TYPE
+
+ISOGRAD_VERSIONS(void, cast, (const Bfloat16* values, float* result, std::int64_t count),
+                 (values, result, count), widen_body(values, result, count))
+ISOGRAD_VERSIONS(void, cast, (const float* values, Bfloat16* result, std::int64_t count),
+                 (values, result, count), round_body(values, result, count))
+
+ISOGRAD_VERSIONS(void, adamw,
+                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
+                  float* second, std::int64_t count),
+                 (scalars, gradients, parameters, first, second, count),
+                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
+ISOGRAD_VERSIONS(void, adamw,
+                 (const AdamW& scalars, const double* gradients, double* parameters, double* first,
+                  double* second, std::int64_t count),
+                 (scalars, gradients, parameters, first, second, count),
+                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
+ISOGRAD_VERSIONS(void, adamw,
+                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
+                  float* second, Bfloat16* rounded, std::int64_t count),
+                 (scalars, gradients, parameters, first, second, rounded, count),
+                 adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count))
+ISOGRAD_VERSIONS(void, adamw,
+                 (const AdamW& scalars, const Bfloat16* gradients, float* parameters, float* first,
+                  float* second, Bfloat16* rounded, std::int64_t count),
+                 (scalars, gradients, parameters, first, second, rounded, count),
+                 rounded ? adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count)
+                         : adamw_body<false>(scalars, gradients, parameters, first, second, rounded, count))
+
+ISOGRAD_VERSIONS(void, sgd,
+                 (const Sgd& scalars, const float* gradients, float* parameters, float* velocity,
+                  Bfloat16* rounded, std::int64_t count),
+                 (scalars, gradients, parameters, velocity, rounded, count),
+                 sgd_body(scalars, gradients, parameters, velocity, rounded, count))
+ISOGRAD_VERSIONS(void, sgd,
+                 (const Sgd& scalars, const Bfloat16* gradients, float* parameters, float* velocity,
+                  Bfloat16* rounded, std::int64_t count),
+                 (scalars, gradients, parameters, velocity, rounded, count),
+                 sgd_body(scalars, gradients, parameters, velocity, rounded, count))
+ISOGRAD_VERSIONS(void, sgd,
+                 (const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
+                  std::int64_t count),
+                 (scalars, gradients, parameters, velocity, count),
+                 sgd_body(scalars, gradients, parameters, velocity, nullptr, count))
 
 }  // namespace isograd::kernels

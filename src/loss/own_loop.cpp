@@ -92,4 +92,35 @@ void sync_context_gradients(const std::vector<at::Tensor>& parameters, Group& co
   }
 }
 
+DeferredAccumulator::DeferredAccumulator(std::unique_ptr<Normalizer> mean, Group data)
+    : mean_(std::move(mean)), data_(std::move(data)) {}
+
+MicroBatches DeferredAccumulator::begin_call(const MicroBatches& micro_batches) {
+  step_counts_ = mean_.count(micro_batches, data_, false);
+  denominator_ = mean_.denominator(step_counts_);
+  MicroBatches prepared;
+  for (const Batch& batch : micro_batches) prepared.push_back(mean_.prepare(batch, denominator_));
+  return prepared;
+}
+
+at::Tensor DeferredAccumulator::raw_loss(const LossTerms& terms) {
+  at::Tensor raw = mean_.scale(terms, denominator_);
+  if (!raw.requires_grad()) raw.requires_grad_(true);  // of constants: a call may hold no target
+  sum_ += raw.item<double>();
+  return raw;
+}
+
+DeferredAccumulator::Result DeferredAccumulator::finish() {
+  at::Tensor sum = at::full({1}, sum_, at::kDouble);
+  if (data_.size() > 1) data_.all_reduce(sum);
+  Result result{.gradient_scale = denominator_.is_empty() ? 0 : denominator_.gradient_scale,
+                .step_counts = step_counts_};
+  result.loss = sum.item<double>() * result.gradient_scale;
+  sum_ = 0;
+  step_counts_ = {};
+  denominator_ = {};
+  mean_.begin_step();
+  return result;
+}
+
 }  // namespace isograd

@@ -1,8 +1,8 @@
-// Regression losses over tokens: squared error, flow matching.
-#include "isograd/loss.hpp"
-
+// Regression losses and importance-ratio losses of reinforcement learning, token by token.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+
+#include <limits>
 
 #include "loss/checks.hpp"
 
@@ -38,6 +38,33 @@ at::Tensor error_sum(const std::string& where, const at::Tensor& prediction, con
   return (squares * (of.weights / elements)).sum().to(type);
 }
 
+// A constant [T] next to the log-probabilities, in their computing type.
+at::Tensor constant(const std::string& where, const std::string& name, const at::Tensor& values,
+                    const at::Tensor& log_probabilities) {
+  check_type(where, name, values);
+  if (values.sizes() != log_probabilities.sizes() || values.device() != log_probabilities.device())
+    refuse(where,
+           fmt::format("{} {} on {}, log-probabilities {} on {}", name, c10::str(values.sizes()),
+                       values.device().str(), c10::str(log_probabilities.sizes()),
+                       log_probabilities.device().str()),
+           "one value for each token, on one device", "Flatten the leading dims of both");
+  return values.detach().to(computing_type(log_probabilities.scalar_type()));
+}
+
+void check_log_probabilities(const std::string& where, const at::Tensor& values) {
+  check_type(where, "log-probabilities", values);
+  if (values.dim() != 1)
+    refuse(where, fmt::format("log-probabilities {}", c10::str(values.sizes())), "[T]", "Flatten them");
+}
+
+// e^d − d − 1 ≥ 0.
+at::Tensor excess(const at::Tensor& difference) { return difference.expm1() - difference; }
+
+// Σ w_i values_i in fp64, returned in the computing type.
+at::Tensor weighted_sum(const at::Tensor& values, const TokenWeights& tokens) {
+  return (values.to(at::kDouble) * tokens.weights).sum().to(computing_type(values.scalar_type()));
+}
+
 }  // namespace
 
 at::Tensor squared_error_sum(const at::Tensor& prediction, const at::Tensor& target,
@@ -71,6 +98,67 @@ at::Tensor flow_matching_input(const at::Tensor& x0, const at::Tensor& x1, const
   const auto type = computing_type(x0.scalar_type());
   const at::Tensor time = with_dims_of(t.to(type), x0);
   return ((1 - time) * x0.to(type) + time * x1.to(type)).to(x0.scalar_type());
+}
+
+PolicyLoss policy_gradient(const at::Tensor& log_probabilities, const at::Tensor& advantages,
+                           const PolicyGradientOptions& options) {
+  const std::string where = "policy_gradient";
+  check_log_probabilities(where, log_probabilities);
+  const auto type = computing_type(log_probabilities.scalar_type());
+  const TokenWeights tokens =
+      token_weights(where, options.weights, {}, log_probabilities.size(0), log_probabilities.device());
+  // Invalid tokens are cut off before anything is computed of them.
+  const auto valid = [&](const at::Tensor& values) { return at::where(tokens.mask, values, 0.0); };
+  const at::Tensor log_p = valid(log_probabilities.to(type));
+  const at::Tensor advantage = valid(constant(where, "advantages", advantages, log_probabilities));
+  const bool clips = options.clip_low >= 0 || options.clip_high >= 0;
+  if (!options.old_log_probabilities.defined()) {
+    if (clips)
+      refuse(where, "a clip without old log-probabilities", "both or neither",
+             "Pass the log-probabilities of the policy that sampled");
+    const at::Tensor zero = at::zeros({}, log_p.options());
+    return {.sum = weighted_sum(log_p * advantage.neg(), tokens),
+            .clipped = zero,
+            .approximate_kl = zero.clone()};
+  }
+  if (clips && !(options.clip_low >= 0 && options.clip_low <= 1 && options.clip_high >= 0 &&
+                 options.clip_high < std::numeric_limits<double>::infinity()))
+    refuse(where, fmt::format("clip_low = {}, clip_high = {}", options.clip_low, options.clip_high),
+           "clip_low from 0 to 1 and clip_high of 0 or more, or both negative (no clip)",
+           "Set both, 0.2 and 0.2 in the paper");
+  const at::Tensor log_ratio = log_p - valid(constant(where, "old log-probabilities",
+                                                      options.old_log_probabilities, log_probabilities));
+  PolicyLoss result;
+  at::Tensor clipped = at::zeros_like(tokens.mask), bound;
+  if (clips) {
+    // min(r A, clip(r) A) is the second only where the clip binds in the direction that A pushes.
+    const double low = 1 - options.clip_low, high = 1 + options.clip_high;
+    const at::Tensor fixed = log_ratio.detach().exp(), above = fixed.gt(high).logical_and(advantage.gt(0)),
+                     below = fixed.lt(low).logical_and(advantage.lt(0));
+    clipped = above.logical_or(below);
+    const auto number = [&](double x) { return at::full({}, x, advantage.options()); };
+    bound = at::where(above, number(high), number(low)) * advantage;
+  }
+  // A clipped ratio is not computed again: one that overflowed would turn its zero gradient into a NaN.
+  at::Tensor surrogate = at::where(clipped, 0.0, log_ratio).exp() * advantage;
+  if (clips) surrogate = at::where(clipped, bound, surrogate);
+  result.sum = weighted_sum(surrogate.neg(), tokens);
+  result.clipped = weighted_sum(clipped.to(type), tokens);
+  result.approximate_kl = weighted_sum(excess(log_ratio.detach()), tokens);
+  return result;
+}
+
+at::Tensor reference_kl_sum(const at::Tensor& log_probabilities,
+                            const at::Tensor& reference_log_probabilities, const at::Tensor& weights) {
+  const std::string where = "reference_kl_sum";
+  check_log_probabilities(where, log_probabilities);
+  const TokenWeights tokens =
+      token_weights(where, weights, {}, log_probabilities.size(0), log_probabilities.device());
+  const at::Tensor reference =
+      constant(where, "reference log-probabilities", reference_log_probabilities, log_probabilities);
+  const at::Tensor difference = at::where(
+      tokens.mask, reference - log_probabilities.to(computing_type(log_probabilities.scalar_type())), 0.0);
+  return weighted_sum(excess(difference), tokens);
 }
 
 }  // namespace isograd

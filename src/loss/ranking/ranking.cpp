@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "isograd/random.hpp"
@@ -158,6 +159,79 @@ void refuse_cold(const std::string& where, const std::vector<ClassResult>& class
       refuse(where + ": temperature",
              fmt::format("{}, which times the dispersion of the scores is {}", temperature, of.tau_eff),
              "a number that the scores' type can divide by", "Raise the temperature, or scale the scores");
+}
+
+Band band_of(const PAUCOptions& options) {
+  return {.alpha = options.alpha,
+          .beta = options.beta,
+          .pairwise = options.surrogate == PAUCOptions::Surrogate::kPairwise,
+          .by_band = options.tau_scale == PAUCOptions::Scale::kBand,
+          .live_only = options.pos_numerator == PAUCOptions::Numerator::kLive,
+          .population = options.budget_basis == PAUCOptions::Basis::kPopulation,
+          .knots = options.n_knots,
+          .interpolation = options.interpolation};
+}
+
+RankingCore recall_core(const RecallOptions& options) {
+  const RateRule rule{.quantile = options.quantile, .interpolation = options.interpolation};
+  RankingCore core([rule](const auto& pool, auto* gradient) { return mean_rate(pool, rule, gradient); });
+  core.fingerprint =
+      hash_name(fmt::format("{} {}", options.quantile, static_cast<int>(options.interpolation)));
+  core.rates = rule;
+  return core;
+}
+
+RankingCore pauc_core(const PAUCOptions& options) {
+  const Band band = band_of(options);
+  RankingCore core([band](const auto& pool, auto* gradient) { return partial_auc(pool, band, gradient); });
+  core.fingerprint = hash_name(fmt::format("{} {} {} {} {} {} {} {}", band.alpha, band.beta, band.pairwise,
+                                           band.by_band, band.live_only, band.population, band.knots,
+                                           static_cast<int>(band.interpolation)));
+  core.shards_work = band.pairwise;
+  if (!band.pairwise)
+    core.rates = RateRule{.quantile = {}, .band = band, .interpolation = options.interpolation};
+  return core;
+}
+
+RankingCore smooth_ap_core() {
+  RankingCore core([](const auto& pool, auto* gradient) { return smooth_ap(pool, gradient); });
+  core.fingerprint = 1, core.shards_work = true;
+  return core;
+}
+
+RankingMetrics metrics_of(const RankingPool& pool, double quantile, double budget) {
+  if (!(quantile > 0 && quantile < 1))
+    refuse("ranking_metrics: quantile", fmt::format("{}", quantile), "between 0 and 1",
+           "Set it in that range");
+  if (!(budget > 0 && budget <= 1))
+    refuse("ranking_metrics: budget", fmt::format("{}", budget), "above 0, at most 1",
+           "Set it in that range");
+  RankingMetrics metrics{.rows = pool.size()};
+  const at::Tensor scores = pool.scores.view({-1}).to(at::kDouble);
+  const at::Tensor order = scores.argsort(0, /*descending=*/true);
+  const auto* at = order.const_data_ptr<std::int64_t>();
+  const auto* score = scores.const_data_ptr<double>();
+  for (const auto label : pool.labels) metrics.positives += label;
+  const auto positives = static_cast<double>(metrics.positives);
+  const double negatives = static_cast<double>(metrics.rows) - positives;
+  if (metrics.positives == 0) return metrics;
+  const double places = std::ceil(quantile * static_cast<double>(metrics.rows));
+  double above = 0, found = 0;  // rows, and positives, with a higher score
+  for (std::int64_t i = 0; i < metrics.rows;) {
+    double tied = 0, hits = 0;
+    for (const double level = score[at[i]]; i < metrics.rows && score[at[i]] == level; ++i, ++tied)
+      hits += static_cast<double>(pool.labels[static_cast<std::size_t>(at[i])]);
+    metrics.average_precision += hits / positives * (found + hits) / (above + tied);
+    metrics.recall_at_quantile += hits / positives * std::clamp((places - above) / tied, 0.0, 1.0);
+    // A straight segment of the ROC curve, cut where the budget ends.
+    const double begin = (above - found) / negatives, width = (tied - hits) / negatives;
+    if (width > 0 && begin < budget) {
+      const double part = std::min(1.0, (budget - begin) / width);
+      metrics.partial_auc += part * width * (found + 0.5 * part * hits) / positives / budget;
+    }
+    above += tied, found += hits;
+  }
+  return metrics;
 }
 
 }  // namespace
@@ -425,6 +499,54 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
         at::zeros({scores.size(0), classes}, type).index_copy(0, at::tensor(local.kept, at::kLong), gradient);
   result.loss = reduced(of, scores, gradient);
   return result;
+}
+
+SmoothAPLoss::SmoothAPLoss(RankingOptions options, Group group)
+    : RankingLoss("SmoothAPLoss", options, std::move(group), smooth_ap_core()) {
+  check(options.thresholds != Thresholds::kSelect, "thresholds", "kSelect", "kAuto: it has no thresholds");
+}
+
+RecallAtQuantileLoss::RecallAtQuantileLoss(RecallOptions options, Group group)
+    : RankingLoss("RecallAtQuantileLoss", options, std::move(group), recall_core(options)) {
+  check(options.quantile > 0 && options.quantile < 1, "quantile", fmt::format("{}", options.quantile),
+        "between 0 and 1");
+}
+
+PAUCAtBudgetLoss::PAUCAtBudgetLoss(PAUCOptions options, Group group)
+    : RankingLoss("PAUCAtBudgetLoss", options, std::move(group), pauc_core(options)) {
+  check(options.alpha >= 0 && options.alpha < 1, "alpha", fmt::format("{}", options.alpha),
+        "from 0 to below beta");
+  check(options.beta > options.alpha && options.beta <= 1, "beta", fmt::format("{}", options.beta),
+        fmt::format("above alpha ({}), at most 1", options.alpha));
+  check(options.n_knots >= 2, "n_knots", fmt::format("{}", options.n_knots), "2 or more");
+  check(options.surrogate != PAUCOptions::Surrogate::kPairwise || options.thresholds != Thresholds::kSelect,
+        "thresholds", "kSelect with pairs", "kAuto: pairs need the rows themselves");
+}
+
+RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at::Tensor& targets,
+                               double quantile, double budget) {
+  const std::string where = "ranking_metrics";
+  const at::Tensor column = scores.defined() && scores.dim() == 1 ? scores.detach().unsqueeze(1) : scores;
+  const LocalRows local = local_rows(where, 1, -100, column, targets, {}, {});
+  RankingExchange header;
+  const RowCounts counts = exchange_headers(where, group, local, header);
+  if (!header.finite) {
+    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+    at::Tensor positives = at::full({1}, std::count(local.labels.begin(), local.labels.end(), 1), at::kLong);
+    if (group.size() > 1) group.all_reduce(positives);
+    return {.rows = counts.total(),
+            .positives = positives.item<std::int64_t>(),
+            .average_precision = kNaN,
+            .recall_at_quantile = kNaN,
+            .partial_auc = kNaN};
+  }
+  return metrics_of(gather_rows(group, local, counts), quantile, budget);
+}
+
+RankingMetrics ranking_metrics(const at::Tensor& scores, const at::Tensor& targets, double quantile,
+                               double budget) {
+  Group alone = Group::solo();
+  return ranking_metrics(alone, scores, targets, quantile, budget);
 }
 
 }  // namespace isograd
