@@ -2,8 +2,6 @@
 
 #include <bit>
 #include <cmath>
-#include <cstring>
-#include <type_traits>
 
 #include "kernels/versions.hpp"
 
@@ -54,27 +52,6 @@ ISOGRAD_ALWAYS_INLINE double max_abs_body(const T* values, std::int64_t count) {
   return load(std::bit_cast<T>(largest));
 }
 
-template <typename T>
-ISOGRAD_ALWAYS_INLINE void scale_body(double factor, T* values, std::int64_t count) {
-  if constexpr (std::is_same_v<T, Bfloat16>) {
-    const float by = static_cast<float>(factor);
-    for (std::int64_t i = 0; i < count; ++i) values[i] = to_bfloat16(by * to_float(values[i]));
-  } else {
-    const T by = static_cast<T>(factor);
-    for (std::int64_t i = 0; i < count; ++i) values[i] = by * values[i];
-  }
-}
-
-ISOGRAD_ALWAYS_INLINE void widen_body(const Bfloat16* __restrict values, float* __restrict result,
-                                      std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) result[i] = to_float(values[i]);
-}
-
-ISOGRAD_ALWAYS_INLINE void round_body(const float* __restrict values, Bfloat16* __restrict result,
-                                      std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) result[i] = to_bfloat16(values[i]);
-}
-
 template <bool kRound, typename G, typename T>
 ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict gradients,
                                       T* __restrict parameters, T* __restrict first, T* __restrict second,
@@ -92,7 +69,7 @@ ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict 
     first[i] = m;
     second[i] = v;
     parameters[i] = updated;
-    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
+    if constexpr (kRound) rounded[i] = to_bfloat16(static_cast<float>(updated));
   }
 }
 
@@ -110,7 +87,7 @@ ISOGRAD_ALWAYS_INLINE void sgd_loop(const Sgd& scalars, const G* __restrict grad
     }
     const T updated = parameters[i] - rate * change;
     parameters[i] = updated;
-    if constexpr (kRound) rounded[i] = to_bfloat16(updated);
+    if constexpr (kRound) rounded[i] = to_bfloat16(static_cast<float>(updated));
   }
 }
 
@@ -126,82 +103,32 @@ ISOGRAD_ALWAYS_INLINE void sgd_body(const Sgd& scalars, const G* gradients, T* p
 
 }  // namespace
 
-// Strided access is one load each on every processor, so it needs no versions.
-template <typename T>
-void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count) {
-  if (count <= 0) return;
-  if (stride == 1) {
-    std::memcpy(flat, source, static_cast<std::size_t>(count) * sizeof(T));
-    return;
-  }
-  for (std::int64_t i = 0; i < count; ++i) flat[i] = source[i * stride];
-}
-
-template <typename T>
-void unpack(const T* flat, T* target, std::int64_t stride, std::int64_t count) {
-  if (count <= 0) return;
-  if (stride == 1) {
-    std::memcpy(target, flat, static_cast<std::size_t>(count) * sizeof(T));
-    return;
-  }
-  for (std::int64_t i = 0; i < count; ++i) target[i * stride] = flat[i];
-}
-
-#define ISOGRAD_FOR_TYPE(T)                                                                              \
-  ISOGRAD_VERSIONS(double, squared_norm, (const T* values, std::int64_t count), (values, count),         \
-                   squared_norm_body(values, count))                                                     \
-  ISOGRAD_VERSIONS(double, max_abs, (const T* values, std::int64_t count), (values, count),              \
-                   max_abs_body(values, count))                                                          \
-  ISOGRAD_VERSIONS(void, scale, (double factor, T* values, std::int64_t count), (factor, values, count), \
-                   scale_body(factor, values, count))                                                    \
-  template void pack(const T*, std::int64_t, T*, std::int64_t);                                          \
-  template void unpack(const T*, T*, std::int64_t, std::int64_t);
+#define ISOGRAD_FOR_TYPE(T)                                                                      \
+  ISOGRAD_VERSIONS(double, squared_norm, (const T* values, std::int64_t count), (values, count), \
+                   squared_norm_body(values, count))                                             \
+  ISOGRAD_VERSIONS(double, max_abs, (const T* values, std::int64_t count), (values, count),      \
+                   max_abs_body(values, count))
 ISOGRAD_FOR_TYPE(float)
 ISOGRAD_FOR_TYPE(double)
 ISOGRAD_FOR_TYPE(Bfloat16)
 #undef ISOGRAD_FOR_TYPE
 
-ISOGRAD_VERSIONS(void, cast, (const Bfloat16* values, float* result, std::int64_t count),
-                 (values, result, count), widen_body(values, result, count))
-ISOGRAD_VERSIONS(void, cast, (const float* values, Bfloat16* result, std::int64_t count),
-                 (values, result, count), round_body(values, result, count))
-
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
-                  float* second, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, count),
-                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const double* gradients, double* parameters, double* first,
-                  double* second, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, count),
-                 adamw_body<false>(scalars, gradients, parameters, first, second, nullptr, count))
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const float* gradients, float* parameters, float* first,
-                  float* second, Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, rounded, count),
-                 adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count))
-ISOGRAD_VERSIONS(void, adamw,
-                 (const AdamW& scalars, const Bfloat16* gradients, float* parameters, float* first,
-                  float* second, Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, first, second, rounded, count),
-                 rounded ? adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count)
-                         : adamw_body<false>(scalars, gradients, parameters, first, second, rounded, count))
-
-ISOGRAD_VERSIONS(void, sgd,
-                 (const Sgd& scalars, const float* gradients, float* parameters, float* velocity,
-                  Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, velocity, rounded, count),
-                 sgd_body(scalars, gradients, parameters, velocity, rounded, count))
-ISOGRAD_VERSIONS(void, sgd,
-                 (const Sgd& scalars, const Bfloat16* gradients, float* parameters, float* velocity,
-                  Bfloat16* rounded, std::int64_t count),
-                 (scalars, gradients, parameters, velocity, rounded, count),
-                 sgd_body(scalars, gradients, parameters, velocity, rounded, count))
-ISOGRAD_VERSIONS(void, sgd,
-                 (const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
-                  std::int64_t count),
-                 (scalars, gradients, parameters, velocity, count),
-                 sgd_body(scalars, gradients, parameters, velocity, nullptr, count))
+#define ISOGRAD_FOR_TYPES(G, T)                                                                            \
+  ISOGRAD_VERSIONS(void, adamw,                                                                            \
+                   (const AdamW& scalars, const G* gradients, T* parameters, T* first, T* second,          \
+                    Bfloat16* rounded, std::int64_t count),                                                \
+                   (scalars, gradients, parameters, first, second, rounded, count),                        \
+                   rounded                                                                                 \
+                       ? adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count)   \
+                       : adamw_body<false>(scalars, gradients, parameters, first, second, rounded, count)) \
+  ISOGRAD_VERSIONS(void, sgd,                                                                              \
+                   (const Sgd& scalars, const G* gradients, T* parameters, T* velocity, Bfloat16* rounded, \
+                    std::int64_t count),                                                                   \
+                   (scalars, gradients, parameters, velocity, rounded, count),                             \
+                   sgd_body(scalars, gradients, parameters, velocity, rounded, count))
+ISOGRAD_FOR_TYPES(float, float)
+ISOGRAD_FOR_TYPES(double, double)
+ISOGRAD_FOR_TYPES(Bfloat16, float)
+#undef ISOGRAD_FOR_TYPES
 
 }  // namespace isograd::kernels

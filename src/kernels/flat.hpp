@@ -22,23 +22,6 @@ double max_abs(const float* values, std::int64_t count);
 double max_abs(const double* values, std::int64_t count);
 double max_abs(const Bfloat16* values, std::int64_t count);
 
-// x ← factor · x, for a scale times a clip coefficient in one pass. An optimizer's step includes it
-// (gradient_scale). bf16: the product in fp32, rounded once.
-void scale(double factor, float* values, std::int64_t count);
-void scale(double factor, double* values, std::int64_t count);
-void scale(double factor, Bfloat16* values, std::int64_t count);
-
-// Exact in this direction; to nearest even in the other, with every NaN becoming the quiet one.
-void cast(const Bfloat16* values, float* result, std::int64_t count);
-void cast(const float* values, Bfloat16* result, std::int64_t count);
-
-// flat[i] ← source[i · stride] and target[i · stride] ← flat[i]: from and to a non-contiguous dimension of a
-// tensor. A stride of 1 is a copy. The elements between are neither read nor written.
-template <typename T>  // float, double, Bfloat16
-void pack(const T* source, std::int64_t stride, T* flat, std::int64_t count);
-template <typename T>
-void unpack(const T* flat, T* target, std::int64_t stride, std::int64_t count);
-
 // One AdamW update (Loshchilov & Hutter 2019, in the form of torch.optim.AdamW):
 //   g ← gradient_scale · g;  p ← keep · p;  m ← m + (1 − β₁)(g − m);  v ← β₂ v + (1 − β₂) g²
 //   p ← p − step_size · m / (√v · inverse_root_correction + ε)
@@ -51,14 +34,12 @@ struct AdamW {
   double inverse_root_correction = 1;  // 1 / √(1 − β₂ᵗ)
   double epsilon = 1e-8;
 };
-void adamw(const AdamW& scalars, const float* gradients, float* parameters, float* first, float* second,
-           std::int64_t count);
-void adamw(const AdamW& scalars, const double* gradients, double* parameters, double* first, double* second,
-           std::int64_t count);
-// `parameters` are fp32 masters; their roundings go to `rounded` in the same pass.
+// `rounded`, not null, takes the roundings of `parameters` in the same pass. bf16 gradients are widened on
+// the way.
 void adamw(const AdamW& scalars, const float* gradients, float* parameters, float* first, float* second,
            Bfloat16* rounded, std::int64_t count);
-// bf16 gradients, widened on the way; `rounded` may be null.
+void adamw(const AdamW& scalars, const double* gradients, double* parameters, double* first, double* second,
+           Bfloat16* rounded, std::int64_t count);
 void adamw(const AdamW& scalars, const Bfloat16* gradients, float* parameters, float* first, float* second,
            Bfloat16* rounded, std::int64_t count);
 
@@ -70,12 +51,12 @@ struct Sgd {
   double momentum = 0;
   double weight_decay = 0;
 };
-// `velocity` is null exactly when momentum is 0; `rounded` may be null.
+// `velocity` is null exactly when momentum is 0; `rounded` as above.
 void sgd(const Sgd& scalars, const float* gradients, float* parameters, float* velocity, Bfloat16* rounded,
          std::int64_t count);
 void sgd(const Sgd& scalars, const Bfloat16* gradients, float* parameters, float* velocity, Bfloat16* rounded,
          std::int64_t count);
-void sgd(const Sgd& scalars, const double* gradients, double* parameters, double* velocity,
+void sgd(const Sgd& scalars, const double* gradients, double* parameters, double* velocity, Bfloat16* rounded,
          std::int64_t count);
 
 }  // namespace isograd::kernels

@@ -57,16 +57,6 @@ TEST(SquaredNorm, DoesNotOverflowOrLoseSmallTerms) {
   EXPECT_TRUE(std::isnan(squared_norm(many.data(), 1 << 21)));
 }
 
-template <typename T>
-void run_adamw(const AdamW& s, const std::vector<T>& g, std::vector<T>& p, std::vector<T>& m,
-               std::vector<T>& v, Bfloat16* rounded) {
-  const std::int64_t count = static_cast<std::int64_t>(g.size()) - 1;
-  if constexpr (std::is_same_v<T, float>) {
-    if (rounded) return adamw(s, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, rounded, count);
-  }
-  adamw(s, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, count);
-}
-
 TYPED_TEST(Flat, AdamWHasTheBitsOfItsTwin) {
   using T = TypeParam;
   const AdamW scalars{.gradient_scale = 0.37,
@@ -84,7 +74,8 @@ TYPED_TEST(Flat, AdamWHasTheBitsOfItsTwin) {
       for (T& x : v) x = x * x;
       auto p2 = p, m2 = m, v2 = v;
       std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
-      run_adamw<T>(scalars, g, p, m, v, rounding ? bf.data() : nullptr);
+      adamw(scalars, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, rounding ? bf.data() : nullptr,
+            count);
       naive::adamw(scalars, g.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1,
                    rounding ? bf2.data() : nullptr, count);
       EXPECT_EQ(p, p2) << count;
@@ -107,10 +98,7 @@ TYPED_TEST(Flat, SgdHasTheBitsOfItsTwin) {
         auto p2 = p, b2 = b;
         std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
         T* velocity = momentum ? b.data() + 1 : nullptr;
-        if constexpr (std::is_same_v<T, float>)
-          sgd(scalars, g.data() + 1, p.data() + 1, velocity, rounding ? bf.data() : nullptr, count);
-        else
-          sgd(scalars, g.data() + 1, p.data() + 1, velocity, count);
+        sgd(scalars, g.data() + 1, p.data() + 1, velocity, rounding ? bf.data() : nullptr, count);
         naive::sgd(scalars, g.data() + 1, p2.data() + 1, momentum ? b2.data() + 1 : static_cast<T*>(nullptr),
                    rounding ? bf2.data() : nullptr, count);
         EXPECT_EQ(p, p2) << count;
@@ -121,7 +109,7 @@ TYPED_TEST(Flat, SgdHasTheBitsOfItsTwin) {
 
 TEST(Flat, PaddingOfZerosStaysZero) {
   std::vector<float> g(64), p(64), m(64), v(64);
-  adamw({.keep = 0.99, .step_size = 0.1}, g.data(), p.data(), m.data(), v.data(), 64);
+  adamw({.keep = 0.99, .step_size = 0.1}, g.data(), p.data(), m.data(), v.data(), nullptr, 64);
   for (float x : p) EXPECT_EQ(x, 0);
 }
 

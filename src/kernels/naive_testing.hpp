@@ -32,16 +32,6 @@ double max_abs(const T* values, std::int64_t count) {
   return largest;
 }
 
-template <typename T>
-void scale(double factor, T* values, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    if constexpr (std::is_same_v<T, Bfloat16>)
-      values[i] = to_bfloat16(static_cast<float>(factor) * to_float(values[i]));
-    else
-      values[i] = static_cast<T>(factor) * values[i];
-  }
-}
-
 template <typename G, typename T>
 void adamw(const AdamW& s, const G* gradients, T* parameters, T* first, T* second, Bfloat16* rounded,
            std::int64_t count) {

@@ -239,34 +239,4 @@ void reduce_slices(Number number, Combine combine, const void* const* inputs, in
   chosen(inputs, count, begin, end, outputs, outputs_count, factors);
 }
 
-namespace {
-template <typename T>
-struct NumberOf;
-template <>
-struct NumberOf<double> : std::integral_constant<Number, Number::kFloat64> {};
-template <>
-struct NumberOf<float> : std::integral_constant<Number, Number::kFloat32> {};
-template <>
-struct NumberOf<std::int64_t> : std::integral_constant<Number, Number::kInt64> {};
-template <>
-struct NumberOf<std::int32_t> : std::integral_constant<Number, Number::kInt32> {};
-template <>
-struct NumberOf<std::uint8_t> : std::integral_constant<Number, Number::kUInt8> {};
-}  // namespace
-
-template <typename T>
-void sum_slices(const T* const* inputs, int count, std::int64_t begin, std::int64_t end, T* const* outputs,
-                int outputs_count) {
-  reduce_slices(NumberOf<T>::value, Combine::kSum, reinterpret_cast<const void* const*>(inputs), count, begin,
-                end, reinterpret_cast<void* const*>(outputs), outputs_count);
-}
-template void sum_slices(const double* const*, int, std::int64_t, std::int64_t, double* const*, int);
-template void sum_slices(const float* const*, int, std::int64_t, std::int64_t, float* const*, int);
-template void sum_slices(const std::int64_t* const*, int, std::int64_t, std::int64_t, std::int64_t* const*,
-                         int);
-template void sum_slices(const std::int32_t* const*, int, std::int64_t, std::int64_t, std::int32_t* const*,
-                         int);
-template void sum_slices(const std::uint8_t* const*, int, std::int64_t, std::int64_t, std::uint8_t* const*,
-                         int);
-
 }  // namespace isograd::kernels

@@ -38,9 +38,4 @@ void reduce_slices(Number number, Combine combine, const void* const* inputs, in
                    std::int64_t end, void* const* outputs, int outputs_count,
                    const double* factors = nullptr);
 
-// The typed sum. T: double, float, std::int64_t, std::int32_t, std::uint8_t.
-template <typename T>
-void sum_slices(const T* const* inputs, int count, std::int64_t begin, std::int64_t end, T* const* outputs,
-                int outputs_count);
-
 }  // namespace isograd::kernels

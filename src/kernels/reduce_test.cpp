@@ -21,6 +21,18 @@ T encode(int k, std::int64_t i) {
 }
 
 template <typename T>
+void sum_slices(const T* const* inputs, int count, std::int64_t begin, std::int64_t end, T* const* outputs,
+                int outputs_count) {
+  constexpr Number kNumber = std::is_same_v<T, double>  ? Number::kFloat64
+                             : std::is_same_v<T, float> ? Number::kFloat32
+                             : sizeof(T) == 8           ? Number::kInt64
+                             : sizeof(T) == 4           ? Number::kInt32
+                                                        : Number::kUInt8;
+  reduce_slices(kNumber, Combine::kSum, reinterpret_cast<const void* const*>(inputs), count, begin, end,
+                reinterpret_cast<void* const*>(outputs), outputs_count);
+}
+
+template <typename T>
 void check_sum(int count, std::int64_t n, bool in_place) {
   std::vector<std::vector<T>> inputs(static_cast<std::size_t>(count),
                                      std::vector<T>(static_cast<std::size_t>(n) + 2));

@@ -114,7 +114,7 @@ class AdamW final : public Optimizer {
       return kernels::adamw(scalars, bucket.gradients.const_data_ptr<double>() + at,
                             bucket.master.mutable_data_ptr<double>() + at,
                             first.mutable_data_ptr<double>() + at, second.mutable_data_ptr<double>() + at,
-                            range.size());
+                            nullptr, range.size());
     float* master = bucket.master.mutable_data_ptr<float>() + at;
     float* m = first.mutable_data_ptr<float>() + at;
     float* v = second.mutable_data_ptr<float>() + at;
@@ -125,9 +125,8 @@ class AdamW final : public Optimizer {
       return kernels::adamw(scalars,
                             static_cast<const kernels::Bfloat16*>(bucket.gradients.const_data_ptr()) + at,
                             master, m, v, rounded, range.size());
-    const float* gradients = bucket.gradients.const_data_ptr<float>() + at;
-    if (!rounded) return kernels::adamw(scalars, gradients, master, m, v, range.size());
-    kernels::adamw(scalars, gradients, master, m, v, rounded, range.size());
+    kernels::adamw(scalars, bucket.gradients.const_data_ptr<float>() + at, master, m, v, rounded,
+                   range.size());
   }
 
   AdamWOptions options_;
@@ -201,7 +200,8 @@ class Sgd final : public Optimizer {
     if (bucket.master.scalar_type() == at::kDouble)
       return kernels::sgd(scalars, bucket.gradients.const_data_ptr<double>() + at,
                           bucket.master.mutable_data_ptr<double>() + at,
-                          velocity ? velocity->mutable_data_ptr<double>() + at : nullptr, range.size());
+                          velocity ? velocity->mutable_data_ptr<double>() + at : nullptr, nullptr,
+                          range.size());
     kernels::Bfloat16* rounded = nullptr;
     if (bucket.plan.dtype == at::kBFloat16)
       rounded = static_cast<kernels::Bfloat16*>(bucket.parameters.mutable_data_ptr()) + at;

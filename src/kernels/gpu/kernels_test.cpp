@@ -248,13 +248,8 @@ std::int64_t adamw_differences(Kernel kernel, std::int64_t begin, const std::vec
     if (!run.decays) own.keep = 1;
     const auto* g = reinterpret_cast<const Theirs*>(gradients.data()) + at;
     auto* r = reinterpret_cast<kernels::Bfloat16*>(low2.data()) + at;
-    if constexpr (std::is_same_v<G, Bf16>)
-      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at,
-                     rounds ? r : nullptr, run.end - at);
-    else if (rounds)
-      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, r, run.end - at);
-    else
-      kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, run.end - at);
+    kernels::adamw(own, g, master2.data() + at, first2.data() + at, second2.data() + at, rounds ? r : nullptr,
+                   run.end - at);
     at = run.end;
   }
   std::int64_t differences = 0;
