@@ -18,6 +18,28 @@ static_assert(sizeof(kernels::RowSum) == 2 * sizeof(double));
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+static_assert(sizeof(kernels::Bfloat16) == sizeof(at::BFloat16));
+
+// Calls pass(typed pointer to the elements of a contiguous CPU tensor).
+template <typename F>
+void with_elements(const at::Tensor& logits, F&& pass) {
+  void* data = const_cast<void*>(logits.const_data_ptr());
+  switch (logits.scalar_type()) {
+    case at::kFloat: return pass(static_cast<float*>(data));
+    case at::kDouble: return pass(static_cast<double*>(data));
+    default: return pass(static_cast<kernels::Bfloat16*>(data));
+  }
+}
+
+double value_of(float x) { return x; }
+double value_of(double x) { return x; }
+double value_of(kernels::Bfloat16 x) { return kernels::to_float(x); }
+
+std::int64_t rows_per_task(std::int64_t columns) {
+  constexpr std::int64_t kTaskElements = 1 << 15;
+  return std::max<std::int64_t>(1, kTaskElements / std::max<std::int64_t>(1, columns));
+}
+
 const bool* mask_of(const at::Tensor& mask) { return mask.defined() ? mask.const_data_ptr<bool>() : nullptr; }
 
 // The sum over both parts of a row. Columns that are all −inf add nothing, and their sum is a NaN of the

@@ -16,6 +16,39 @@ namespace {
 
 constexpr std::int64_t kExactInFloat = 1 << 24;  // counts up to here are exact in fp32
 
+// The order statistics around a quantile, and how far between them it lies.
+struct QuantileRank {
+  std::int64_t lower = 0, upper = 0;
+  double fraction = 0;
+};
+
+// `q` was rounded to T by the caller.
+template <typename T>
+QuantileRank quantile_rank(T q, std::int64_t count, Interpolation interpolation) {
+  const double exact = static_cast<double>(q) * static_cast<double>(count - 1);
+  const double rank = count <= kExactInFloat ? static_cast<double>(q * static_cast<T>(count - 1)) : exact;
+  QuantileRank result{.lower = static_cast<std::int64_t>(std::floor(rank)),
+                      .upper = static_cast<std::int64_t>(std::ceil(rank)),
+                      .fraction = rank - std::floor(rank)};
+  switch (interpolation) {
+    case Interpolation::kLower: result.upper = result.lower; break;
+    case Interpolation::kHigher: result.lower = result.upper; break;
+    case Interpolation::kNearest:
+      result.lower = result.upper = static_cast<std::int64_t>(std::nearbyint(rank));  // half to even
+      break;
+    case Interpolation::kMidpoint: result.fraction = 0.5; break;
+    case Interpolation::kLinear: break;
+  }
+  return result;
+}
+
+// a + fraction (b − a), as at::lerp computes it.
+template <typename T>
+T between(T a, T b, T fraction) {
+  // Rounded once, from the nearer end.
+  return fraction < T(0.5) ? std::fma(fraction, b - a, a) : std::fma(fraction - T(1), b - a, b);
+}
+
 // Puts the order statistics `wanted` (ascending) of [begin, end) into their places.
 template <typename T>
 void place(T* base, T* begin, T* end, const std::int64_t* first, const std::int64_t* last) {
@@ -152,31 +185,6 @@ at::Tensor checked(const at::Tensor& values) {
 }  // namespace
 
 template <typename T>
-QuantileRank quantile_rank(T q, std::int64_t count, Interpolation interpolation) {
-  const double exact = static_cast<double>(q) * static_cast<double>(count - 1);
-  const double rank = count <= kExactInFloat ? static_cast<double>(q * static_cast<T>(count - 1)) : exact;
-  QuantileRank result{.lower = static_cast<std::int64_t>(std::floor(rank)),
-                      .upper = static_cast<std::int64_t>(std::ceil(rank)),
-                      .fraction = rank - std::floor(rank)};
-  switch (interpolation) {
-    case Interpolation::kLower: result.upper = result.lower; break;
-    case Interpolation::kHigher: result.lower = result.upper; break;
-    case Interpolation::kNearest:
-      result.lower = result.upper = static_cast<std::int64_t>(std::nearbyint(rank));  // half to even
-      break;
-    case Interpolation::kMidpoint: result.fraction = 0.5; break;
-    case Interpolation::kLinear: break;
-  }
-  return result;
-}
-
-template <typename T>
-T between(T a, T b, T fraction) {
-  // Rounded once, from the nearer end.
-  return fraction < T(0.5) ? std::fma(fraction, b - a, a) : std::fma(fraction - T(1), b - a, b);
-}
-
-template <typename T>
 std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<T>& q,
                                 Interpolation interpolation) {
   const auto count = static_cast<std::int64_t>(values.size());
@@ -311,10 +319,6 @@ template Selected<float> select_over_ranks(Group&, const std::vector<std::vector
                                            const std::vector<float>&, Interpolation, std::int64_t);
 template Selected<double> select_over_ranks(Group&, const std::vector<std::vector<double>>&,
                                             const std::vector<double>&, Interpolation, std::int64_t);
-template QuantileRank quantile_rank(float, std::int64_t, Interpolation);
-template QuantileRank quantile_rank(double, std::int64_t, Interpolation);
-template float between(float, float, float);
-template double between(double, double, double);
 template std::vector<float> select_quantiles(const std::vector<float>&, const std::vector<float>&,
                                              Interpolation);
 template std::vector<double> select_quantiles(const std::vector<double>&, const std::vector<double>&,

@@ -8,20 +8,6 @@
 
 namespace isograd {
 
-// The order statistics around a quantile, and how far between them it lies.
-struct QuantileRank {
-  std::int64_t lower = 0, upper = 0;
-  double fraction = 0;
-};
-
-// `q` was rounded to T by the caller.
-template <typename T>
-QuantileRank quantile_rank(T q, std::int64_t count, Interpolation interpolation);
-
-// a + fraction (b − a), as at::lerp computes it.
-template <typename T>
-T between(T a, T b, T fraction);
-
 // No NaN among them.
 template <typename T>
 std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<T>& q,

@@ -76,14 +76,6 @@ bool sees_any(const std::vector<Span>& queries, const Span& keys, bool causal) {
   return false;
 }
 
-std::int64_t num_scores(const std::vector<Tile>& tiles) {
-  std::int64_t scores = 0;
-  for (const Tile& tile : tiles)
-    scores +=
-        tile.count * (tile.causal ? tile.q_length * (tile.q_length + 1) / 2 : tile.q_length * tile.k_length);
-  return scores;
-}
-
 at::ScalarType accumulating_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }

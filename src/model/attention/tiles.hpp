@@ -38,9 +38,6 @@ std::vector<Tile> tiles_between(const std::vector<Span>& queries, const std::vec
 // Whether any query of `queries` sees a key of `keys`.
 bool sees_any(const std::vector<Span>& queries, const Span& keys, bool causal);
 
-// Scores in the tiles: what they cost.
-std::int64_t num_scores(const std::vector<Tile>& tiles);
-
 // fp64 for fp64, else fp32: what parts are merged and gradients added up in.
 at::ScalarType accumulating_type(at::ScalarType type);
 

@@ -14,6 +14,14 @@
 namespace isograd {
 namespace {
 
+std::int64_t num_scores(const std::vector<Tile>& tiles) {
+  std::int64_t scores = 0;
+  for (const Tile& tile : tiles)
+    scores +=
+        tile.count * (tile.causal ? tile.q_length * (tile.q_length + 1) / 2 : tile.q_length * tile.k_length);
+  return scores;
+}
+
 // Which score each tile covers, as (query row, key row); every one must be covered once.
 std::map<std::pair<std::int64_t, std::int64_t>, int> covered(const std::vector<Tile>& tiles) {
   std::map<std::pair<std::int64_t, std::int64_t>, int> times;
