@@ -66,10 +66,12 @@ unsigned norm_threads(std::int64_t packs) {
 // Enough blocks to fill a GPU, and no more sums than that.
 std::int64_t norm_rows(std::int64_t rows) { return (rows + 511) / 512; }
 
-#ifdef ISOGRAD_WITH_CUDA
 namespace {
 
 enum Which { kSwiGlu, kSwiGluBackward, kRotary, kRmsNorm, kRmsNormBackward, kAdamW, kKernels };
+
+#ifdef ISOGRAD_WITH_CUDA
+
 constexpr std::array<const char*, kKernels> kNames = {"swiglu",   "swiglu_backward",   "rotary",
                                                       "rms_norm", "rms_norm_backward", "adamw"};
 
@@ -278,6 +280,17 @@ void launch(Which kernel, const at::Tensor& like, unsigned blocks, unsigned thre
       kNames[kernel]);
 }
 
+#else
+
+const void* functions_on(c10::DeviceIndex) { return nullptr; }
+
+template <typename... Arguments>
+void launch(Which, const at::Tensor&, unsigned, unsigned, const Arguments&...) {
+  ISOGRAD_INVARIANT(false, "a build without CUDA");
+}
+
+#endif
+
 }  // namespace
 
 bool has_kernels(const at::Tensor& like) {
@@ -359,31 +372,5 @@ void adamw(const AdamWScalars& scalars, std::int64_t begin, const std::vector<Ru
            rounded.defined() ? rounded.mutable_data_ptr() : static_cast<void*>(nullptr), place(scale),
            place(stop));
 }
-
-#else  // without CUDA nobody calls the rest
-
-bool has_kernels(const at::Tensor&) { return false; }
-at::Tensor swiglu(const at::Tensor&, const at::Tensor&) { ISOGRAD_INVARIANT(false, "a build without CUDA"); }
-std::pair<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
-at::Tensor rotary(const at::Tensor&, const at::Tensor&, const at::Tensor&, int) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
-bool has_norm(const at::Tensor&, std::int64_t) { return false; }
-std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor&, const at::Tensor&, double) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
-std::pair<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                    const at::Tensor&, const at::Tensor&, bool) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
-void adamw(const AdamWScalars&, std::int64_t, const std::vector<RunEnd>&, const at::Tensor&,
-           const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-           const at::Tensor&) {
-  ISOGRAD_INVARIANT(false, "a build without CUDA");
-}
-
-#endif
 
 }  // namespace isograd::gpu
