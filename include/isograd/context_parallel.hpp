@@ -25,16 +25,13 @@ struct CutOptions {
   // the r-th last (causal), or in `ring`. Off: all documents are split as if they were one.
   bool level = true;
   double tolerance = 0.05;
-  // Cost of a token outside attention, in scores: 6 · hidden for a usual decoder (12 · hidden² / (2 ·
-  // hidden)).
-  std::int64_t token_cost = 0;
-  // Pads every rank's part to the longest, rounded up to a multiple. 0: no padding; nothing needs it.
-  std::int64_t pad_to_multiple = 0;
+  std::int64_t token_cost = 0;  // of a token outside attention, in scores: 6 · hidden for a usual decoder
+  std::int64_t pad_to_multiple = 0;  // pads parts to the longest, rounded up; 0: no padding; nothing needs it
   std::int64_t most_tokens = 0;  // limit of a rank, with padding, for its memory; 0: no limit
 };
 
-// Which rank gets which part of each document, in order. Pure. ConfigError: cu_seqlens that do not ascend
-// from 0, sizes below 1, more than `most_tokens` on a rank (names the document, and how many ranks suffice).
+// Which rank gets which part of each document. Pure. ConfigError: cu_seqlens that do not ascend from 0, sizes
+// below 1, more than `most_tokens` on a rank (names the document, and how many ranks suffice).
 ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options);
 
 // The part of `rank`, as fragments. ConfigError: a batch that contradicts itself or was split already.

@@ -20,16 +20,16 @@
 namespace isograd {
 
 struct DataParallelOptions {
-  // Behaviour. No option changes the gradient. Refuses ranks whose models differ (names, shapes, dtypes,
-  // values); names the first difference.
+  // Behaviour. No option changes the gradient. Refuses ranks whose models differ, naming the first
+  // difference.
   bool check_parameters = true;
-  // ZeRO stage (Rajbhandari et al. 2020). 0: every rank keeps everything. 1: the optimizer's state is
-  // sharded. 2: gradients too, reduced in each micro-batch, so ranks make equally many. 3: fully_shard().
+  // ZeRO stage (Rajbhandari et al. 2020). 0: nothing is sharded. 1: the optimizer's state. 2: gradients too,
+  // reduced in each micro-batch, so ranks make equally many. 3: fully_shard().
   int stage = 0;
   // Data axes along which ranks keep shards; along the others they are replicas. Missing axes are ignored.
   AxisSet sharded = kShardedAxes;
-  // The ranks along `sharded` share one copy of the parameters; each updates its shard in place and nothing
-  // is gathered; state is sharded as in stage 1. ConfigError: no such memory.
+  // The ranks along `sharded` share one copy of the parameters and each updates its shard in place; state is
+  // sharded as in stage 1. ConfigError: no such memory.
   bool share_parameters = false;
   // Keeps and reduces gradients of bf16 parameters in fp32. Off: in bf16, with half the memory and traffic
   // and a rounding per micro-batch; a reduction accumulates in fp32 and rounds once.
@@ -81,8 +81,8 @@ class HeldValues {
   };
   virtual Frozen frozen() { return {}; }
 
-  // Takes over values that were written in place since the last call, so that masters and shards follow. Each
-  // step, views(), write() and save_checkpoint() begin with it. ConfigError where ranks share one copy.
+  // Masters and shards take over values that were written in place since the last call. Each step, views(),
+  // write() and save_checkpoint() begin with it. ConfigError where ranks share one copy.
   virtual void take_over_writes(const std::set<std::string>& /*excluded*/) {}
   // ConfigError that names a parameter unless all ranks took over the same; before each update and
   // checkpoint. Collective where something was written; PeerError where other ranks have written nothing.
@@ -107,8 +107,7 @@ class ReplayedBackward {
   virtual bool all_gradients_arrived() const { return false; }
 };
 
-// A strategy for summing each parameter's gradient over ranks, along the axes that the parameter needs. In a
-// step:
+// A strategy for summing each parameter's gradient over the ranks that its placement names. In a step:
 //   zero_gradients()       also cancels reductions in flight
 //   begin_backward(last)   before each micro-batch's backward; after the `last` one gradients may be reduced
 //   finish_reduction()     afterwards every bucket's gradients hold the sum over all ranks
@@ -159,7 +158,7 @@ std::unique_ptr<DataParallel> naive(TrainableParameters parameters, const Mesh& 
 // Returns named_parameters() that require a gradient, tied ones once. Their check is module_check(module).
 TrainableParameters trainable_parameters(const torch::nn::Module& module);
 
-// A check that throws ConfigError once a submodule in training mode uses statistics of one rank's rows: batch
+// Throws ConfigError once a submodule in training mode uses statistics of one rank's rows: batch
 // normalisation, or instance normalisation that tracks them. Layouts call it before each step.
 std::function<void()> module_check(const torch::nn::Module& module);
 

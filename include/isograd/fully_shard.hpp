@@ -183,9 +183,8 @@ Sharded(std::shared_ptr<Module>) -> Sharded<Module>;
 struct ModelUnits {
   UnitHandle root;
   std::vector<UnitHandle> blocks;
-  // FullyShardOptions::initialize, for a model that may be on the meta device.
-  std::function<void(const std::string& name, at::Tensor& values)> initialize{};
-  std::function<std::vector<UnitHandle>()> blocks_of_pass{};  // FullyShardOptions::blocks_of_pass
+  std::function<void(const std::string& name, at::Tensor& values)> initialize{};  // of FullyShardOptions
+  std::function<std::vector<UnitHandle>()> blocks_of_pass{};                      // of FullyShardOptions
 };
 
 struct FullyShardOptions {
@@ -198,25 +197,20 @@ struct FullyShardOptions {
   // default generators are rewound. Ranks that are threads share these: a block with dropout then needs a
   // generator of its own, or one process per rank.
   bool checkpoint = false;
-  // Keeps whole gradients until the last micro-batch: one reduction per step.
-  bool reduce_once = false;
-  // Keeps and reduces gradients of bf16 parameters in fp32; off: in bf16 (DataParallelOptions).
-  bool fp32_gradients = true;
-  AxisSet sharded = kShardedAxes;  // DataParallelOptions
-  // Placements of parameters that are not plain copies (TrainableParameters::placements).
-  std::vector<std::pair<std::string, Placement>> placements{};
+  bool reduce_once = false;        // keeps whole gradients until the last micro-batch: one reduction a step
+  bool fp32_gradients = true;      // as in DataParallelOptions
+  AxisSet sharded = kShardedAxes;  // as in DataParallelOptions
+  std::vector<std::pair<std::string, Placement>> placements{};  // TrainableParameters::placements
   // The ranks along `sharded` share one copy; nothing is gathered (ConfigError: no such memory).
   bool share_parameters = false;
-  // Keeps gradients, masters and the optimizer's state in host memory (DataParallelOptions).
-  bool offload = false;
+  bool offload = false;  // as in DataParallelOptions
   // For pipelines: the blocks of the current stage, neighbours in the list. Not given: all.
   std::function<std::vector<UnitHandle>()> blocks_of_pass{};
-  // Limit of whole parameters' bytes (ConfigError names a unit that does not fit). 0: none.
-  std::int64_t gather_limit_bytes = 0;
+  std::int64_t gather_limit_bytes =
+      0;  // of whole parameters (ConfigError: a unit that does not fit); 0: none
   // Writes into zero-filled `values` for parameters on the meta device; must not depend on the rank.
   std::function<void(const std::string& name, at::Tensor& values)> initialize{};
-  // TrainableParameters::check; empty: module_check(*root), where the root is a torch::nn::Module.
-  std::function<void()> check{};
+  std::function<void()> check{};  // TrainableParameters::check; empty: module_check(*root) of a module
   at::Device device = at::kCPU;  // where parameters from the meta device are made
   // Speed
   bool prefetch = true;  // gathers the next block while this one computes, if the limit allows it

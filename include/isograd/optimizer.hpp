@@ -33,10 +33,8 @@ class Optimizer {
   virtual void count_update(const std::vector<Bucket>& /*buckets*/) {}
   virtual void set_learning_rate(double learning_rate) = 0;
   virtual double learning_rate() const = 0;
-  // Number of updates made so far (AdamW's t).
-  virtual std::int64_t updates() const = 0;
-  // Empty where the optimizer has none (SGD without momentum).
-  virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;
+  virtual std::int64_t updates() const = 0;                              // made so far (AdamW's t)
+  virtual OptimizerState state(const std::vector<Bucket>& buckets) = 0;  // empty: SGD without momentum
   virtual void set_updates(std::int64_t updates) = 0;
   // By parameter: updates missed while frozen or not joined; they do not count for the bias correction.
   using Missed = std::map<std::string, std::int64_t>;
@@ -106,8 +104,8 @@ class OwnedSquares {
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
 
-// Takes gradients in a Layout's order, already summed; collective over all ranks of the mesh. One of the ranks
-// that hold the same numbers passes `local_sums`, the others 0.
+// Summed gradients in a Layout's order; collective over all ranks of the mesh. One of the ranks that hold the
+// same numbers passes `local_sums`, the others 0.
 double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
 GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
                        std::vector<double>& local_sums);

@@ -15,23 +15,20 @@
 namespace isograd {
 namespace {
 
-[[noreturn]] void refuse_parameter(const std::string& name, std::string found, std::string expected,
-                                   std::string action) {
-  refuse(fmt::format("parameter '{}'", name), std::move(found), std::move(expected), std::move(action));
-}
+std::string quoted(const std::string& name) { return fmt::format("parameter '{}'", name); }
 
 void check_one(const std::string& name, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda() || tensor.is_meta()))
-    refuse_parameter(name,
-                     fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
-                     "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
+    refuse(quoted(name),
+           fmt::format("layout {}, device {}", c10::str(tensor.layout()), tensor.device().str()),
+           "a dense tensor on the CPU or a GPU", "Make the parameter dense and move the model");
   if (!tensor.is_leaf())
-    refuse_parameter(name, "a tensor computed from others", "a leaf of the autograd graph",
-                     "Register the leaf that it is computed from");
+    refuse(quoted(name), "a tensor computed from others", "a leaf of the autograd graph",
+           "Register the leaf that it is computed from");
   const auto type = tensor.scalar_type();
   if (type != at::kFloat && type != at::kDouble && type != at::kBFloat16)
-    refuse_parameter(name, c10::toString(type), "float64, float32 or bfloat16",
-                     "Convert the model before this call");
+    refuse(quoted(name), c10::toString(type), "float64, float32 or bfloat16",
+           "Convert the model before this call");
 }
 
 // First and last byte a strided tensor can touch. They show whether two parameters share memory.
@@ -50,10 +47,10 @@ void check_one_device(const std::vector<NamedParameter>& parameters) {
     if (parameter.tensor.is_meta()) continue;
     if (!first) first = &parameter;
     if (parameter.tensor.device() != first->tensor.device())
-      refuse_parameter(parameter.name,
-                       fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(),
-                                   first->name, first->tensor.device().str()),
-                       "all parameters on one device", "Move the whole model with model.to(device)");
+      refuse(quoted(parameter.name),
+             fmt::format("device {} where '{}' is on {}", parameter.tensor.device().str(), first->name,
+                         first->tensor.device().str()),
+             "all parameters on one device", "Move the whole model with model.to(device)");
   }
 }
 
@@ -68,9 +65,9 @@ void check_disjoint(const std::vector<NamedParameter>& parameters) {
       if (next != by_begin.begin() && std::prev(next)->second.first > begin)
         other = std::prev(next)->second.second;
       if (other)
-        refuse_parameter(parameter.name, fmt::format("memory shared with '{}', a different tensor", *other),
-                         "memory of its own, or the very same tensor for tied weights",
-                         "Tie weights by registering one tensor under both names");
+        refuse(quoted(parameter.name), fmt::format("memory shared with '{}', a different tensor", *other),
+               "memory of its own, or the very same tensor for tied weights",
+               "Tie weights by registering one tensor under both names");
       by_begin[begin] = {end, &parameter.name};
     }
 }
@@ -94,8 +91,8 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
     }
     check_one(name, tensor);
     if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
-      refuse_parameter(name, "two different tensors of this name", "a name for each parameter",
-                       "Rename one of them");
+      refuse(quoted(name), "two different tensors of this name", "a name for each parameter",
+             "Rename one of them");
     parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
   }
   check_disjoint(parameters);
@@ -103,19 +100,30 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
   return parameters;
 }
 
+std::vector<const NamedParameter*> all_parameters(const TrainableParameters& parameters) {
+  std::vector<const NamedParameter*> all;
+  for (const NamedParameter& parameter : parameters) all.push_back(&parameter);
+  for (const NamedParameter& parameter : parameters.frozen) all.push_back(&parameter);
+  return all;
+}
+
 void place_parameters(TrainableParameters& parameters, const Grid& grid, int rank) {
   const SyncAxes copied = sync_axes(placed(grid, {}), grid);
+  std::map<std::string, NamedParameter*> by_name;
   for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
-    for (NamedParameter& parameter : *list) parameter.sync = copied;
+    for (NamedParameter& parameter : *list) {
+      parameter.sync = copied;
+      by_name[parameter.name] = &parameter;
+    }
   for (const auto& [name, placement] : parameters.placements) {
     check_placement(name, placement, grid);
     const std::string where = fmt::format("the placement of parameter '{}'", name);
-    NamedParameter* found = nullptr;
-    for (auto* list : {static_cast<std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
-      for (NamedParameter& parameter : *list)
-        if (parameter.name == name) found = &parameter;
-    if (!found && !holds(placement, grid, rank)) continue;
-    if (!found) refuse(where, "no parameter of this name", "one of the model's", "Correct the name");
+    const auto place = by_name.find(name);
+    if (place == by_name.end()) {
+      if (!holds(placement, grid, rank)) continue;
+      refuse(where, "no parameter of this name", "one of the model's", "Correct the name");
+    }
+    NamedParameter* const found = place->second;
     const auto shape = local_shape(placement, grid, rank);
     if (found->tensor.sizes() != at::IntArrayRef(shape))
       refuse(where, fmt::format("a tensor of {} on rank {}", c10::str(found->tensor.sizes()), rank),

@@ -7,6 +7,8 @@
 
 namespace isograd {
 
+std::vector<const NamedParameter*> all_parameters(const TrainableParameters& parameters);  // frozen ones last
+
 // Slots begin at multiples of this many elements: 64 bytes in bf16, more in wider types.
 inline constexpr std::int64_t kSlotAlignment = 32;
 
@@ -53,6 +55,8 @@ Range within(Range held, const Slot& slot);
 
 // Copies the part of `values`, one whole parameter, that is in `held` to its place in `shard`, [held.size()].
 void write_slot(const at::Tensor& shard, Range held, const Slot& slot, const at::Tensor& values);
+
+std::int64_t hash_of(const void* data, std::size_t bytes);
 
 // [tensors.size()] of int64: of each tensor's type, shape and bits.
 at::Tensor checksums(const std::vector<at::Tensor>& tensors);

@@ -29,10 +29,6 @@ bool is_everywhere(const Placement& placement, const Grid& grid) {
          static_cast<int>(placement.stages.size()) == grid.size({kStageAxis});
 }
 
-std::int64_t hash_of(const void* data, std::size_t bytes) {
-  return static_cast<std::int64_t>(std::stoull(checksum(data, bytes), nullptr, 16));
-}
-
 // Each rank's text, by rank. Collective.
 std::vector<std::string> all_texts(const std::string& mine, Group& group) {
   at::Tensor bytes = at::empty({static_cast<std::int64_t>(mine.size())}, at::kByte);
@@ -225,6 +221,10 @@ Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tens
   Layout::Named placements;
   for (const auto& [name, tensor] : named) placements.emplace_back(name, placed(grid, tensor.sizes().vec()));
   return placements;
+}
+
+std::int64_t hash_of(const void* data, std::size_t bytes) {
+  return static_cast<std::int64_t>(std::stoull(checksum(data, bytes), nullptr, 16));
 }
 
 at::Tensor checksums(const std::vector<at::Tensor>& tensors) {

@@ -105,14 +105,6 @@ void give_memory(c10::StorageImpl& storage, const at::Tensor& memory) {
       memory.device()));
 }
 
-Writes::Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters) {
-  for (const Slot& slot : plan.slots) add(parameters.at(slot.index));
-}
-
-Writes::Writes(const std::vector<NamedParameter>& parameters) {
-  for (const NamedParameter& parameter : parameters) add(parameter);
-}
-
 void Writes::add(const NamedParameter& parameter) {
   const at::Tensor& tensor = parameter.tensor;
   places_.push_back({parameter.name, tensor, tensor.storage(), version_of(tensor)});

@@ -38,8 +38,12 @@ void give_memory(c10::StorageImpl& storage, const at::Tensor& memory);
 class Writes {
  public:
   Writes() = default;
-  Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters);
-  explicit Writes(const std::vector<NamedParameter>& parameters);  // places are those in this list
+  Writes(const BucketPlan& plan, const std::vector<NamedParameter>& parameters) {
+    for (const Slot& slot : plan.slots) add(parameters.at(slot.index));
+  }
+  explicit Writes(const std::vector<NamedParameter>& parameters) {  // places are those in this list
+    for (const NamedParameter& parameter : parameters) add(parameter);
+  }
   // Places in plan.slots of the parameters written to since they were last settled.
   std::vector<std::size_t> written() const;
   void settle(std::size_t place);
