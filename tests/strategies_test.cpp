@@ -245,8 +245,7 @@ TEST(Strategies, ABufferUsedTooEarlyIsNoticed) {
     run_ranks(3, [&](World& world) {
       const Mesh mesh(world.group);
       const SyncAxes copied = sync_axes(placed(mesh.grid(), {}), mesh.grid());
-      ShardContext context{
-          .mesh = mesh, .groups = RoleGroups(mesh, copied, kShardedAxes), .sharded_axes = kShardedAxes};
+      ShardContext context(mesh, kShardedAxes);
       std::vector<NamedParameter> parameters;
       for (const char* name : {"a", "b"})
         parameters.push_back({.name = name,

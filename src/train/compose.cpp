@@ -14,7 +14,6 @@
 #include "isograd/expert_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
-#include "parallel/data/rank_roles.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <set>
 
-#include "parallel/data/rank_roles.hpp"
+#include "parallel/data/planned_bucket.hpp"
 
 namespace isograd {
 namespace {

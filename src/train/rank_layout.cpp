@@ -15,7 +15,6 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "layout/flat.hpp"
-#include "parallel/data/rank_roles.hpp"
 #include "report/report.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"

@@ -10,7 +10,6 @@
 #include <map>
 #include <optional>
 
-#include "parallel/data/rank_roles.hpp"
 #include "train/build.hpp"
 #include "train/memory.hpp"
 #include "train/task.hpp"

@@ -13,7 +13,6 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
-#include "parallel/data/flat_bucket.hpp"
 #include "parallel/data/strategies_testing.hpp"
 
 namespace isograd {

@@ -20,96 +20,82 @@
 namespace isograd {
 namespace {
 
-template <typename... Types>
-bool is_one_of(const torch::nn::Module& module) {
-  return (... || (dynamic_cast<const Types*>(&module) != nullptr));
-}
-
-bool is_batch_norm(const torch::nn::Module& module) {
-  return is_one_of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(
-      module);
-}
-
-template <typename... Types>
-bool tracks_statistics(const torch::nn::Module& module) {
-  const auto tracks = [&](const auto* found) { return found && found->options.track_running_stats(); };
-  return (... || tracks(dynamic_cast<const Types*>(&module)));
-}
-
-bool is_tracking_instance_norm(const torch::nn::Module& module) {
-  return tracks_statistics<torch::nn::InstanceNorm1dImpl, torch::nn::InstanceNorm2dImpl,
-                           torch::nn::InstanceNorm3dImpl>(module);
-}
-
-// The probability with which it drops something.
-double dropout_of(const torch::nn::Module& module) {
-  double p = 0;
+// Calls `action` with the module as the one of these types that it is, if any.
+template <typename... Types, typename Action>
+void as_one_of(const torch::nn::Module& module, const Action& action) {
   const auto look = [&](const auto* found) {
-    if (found) p = found->options.p();
+    if (found) action(*found);
   };
-  look(dynamic_cast<const torch::nn::DropoutImpl*>(&module));
-  look(dynamic_cast<const torch::nn::Dropout2dImpl*>(&module));
-  look(dynamic_cast<const torch::nn::Dropout3dImpl*>(&module));
-  look(dynamic_cast<const torch::nn::AlphaDropoutImpl*>(&module));
-  look(dynamic_cast<const torch::nn::FeatureAlphaDropoutImpl*>(&module));
-  if (const auto* attention = dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(&module))
-    p = attention->options.dropout();
-  const auto look_between_layers = [&](const auto* found) {
-    if (found && found->options.num_layers() > 1) p = found->options.dropout();
-  };
-  look_between_layers(dynamic_cast<const torch::nn::RNNImpl*>(&module));
-  look_between_layers(dynamic_cast<const torch::nn::LSTMImpl*>(&module));
-  look_between_layers(dynamic_cast<const torch::nn::GRUImpl*>(&module));
-  return p;
+  (look(dynamic_cast<const Types*>(&module)), ...);
 }
 
-[[noreturn]] void refuse_module(const std::string& where, std::string found, std::string expected,
-                                std::string action) {
-  refuse(where, std::move(found), std::move(expected), std::move(action));
+struct Normalisation {
+  bool batch = false, instance = false, tracks = false;  // running statistics
+
+  bool depends_on_mode() const { return batch || (instance && tracks); }
+};
+
+Normalisation normalisation_of(const torch::nn::Module& module) {
+  using namespace torch::nn;
+  Normalisation result;
+  as_one_of<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>(module, [&](const auto& found) {
+    result = {.batch = true, .tracks = found.options.track_running_stats()};
+  });
+  as_one_of<InstanceNorm1dImpl, InstanceNorm2dImpl, InstanceNorm3dImpl>(module, [&](const auto& found) {
+    result = {.instance = true, .tracks = found.options.track_running_stats()};
+  });
+  return result;
 }
 
-const char* const kLaw = "the same function of the batch on any number of ranks";
+// Describes what the module draws from the default generator; empty: nothing.
+std::string drawn_by(const torch::nn::Module& module) {
+  using namespace torch::nn;
+  double p = 0;  // the probability with which it drops something
+  as_one_of<DropoutImpl, Dropout2dImpl, Dropout3dImpl, AlphaDropoutImpl, FeatureAlphaDropoutImpl>(
+      module, [&](const auto& found) { p = found.options.p(); });
+  as_one_of<MultiheadAttentionImpl>(module, [&](const auto& found) { p = found.options.dropout(); });
+  as_one_of<RNNImpl, LSTMImpl, GRUImpl>(module, [&](const auto& found) {
+    if (found.options.num_layers() > 1) p = found.options.dropout();
+  });
+  if (p > 0) return fmt::format("dropout of {}", p);
+  std::string drawn;
+  as_one_of<RReLUImpl>(module, [&](const auto& found) {
+    if (found.options.lower() < found.options.upper()) drawn = "random slopes (RReLU)";
+  });
+  as_one_of<FractionalMaxPool2dImpl, FractionalMaxPool3dImpl>(module, [&](const auto& found) {
+    if (!found.options._random_samples().defined()) drawn = "random regions (FractionalMaxPool)";
+  });
+  return drawn;
+}
+
+[[noreturn]] void refuse_module(const std::string& name, std::string found, std::string action) {
+  refuse(fmt::format("module '{}'", name), std::move(found),
+         "the same function of the batch on any number of ranks", std::move(action));
+}
 
 void check_statistics(const std::string& name, const torch::nn::Module& module) {
-  const bool frozen = !module.is_training();
+  const std::string use_sync =
+      "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), ";
+  const bool trains = module.is_training();
+  const Normalisation norm = normalisation_of(module);
   // Without statistics of its own an evaluation normalises over the rows at hand as well.
-  if (is_batch_norm(module) && frozen &&
-      !tracks_statistics<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>(
-          module))
+  if (!trains && norm.batch && !norm.tracks)
     refuse_module(
-        fmt::format("module '{}'", name),
+        name,
         "batch normalisation over the rows of one rank, in eval() too: it has track_running_stats(false)",
-        kLaw,
-        "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), "
-        "or make it with running statistics and freeze them with eval()");
-  if (frozen) return;
-  if (is_batch_norm(module))
-    refuse_module(fmt::format("module '{}'", name), "batch normalisation over the rows of one rank", kLaw,
-                  "Use isograd::SyncBatchNorm (with one micro-batch a step it is that of the whole batch), "
-                  "or freeze its statistics with eval(), after every train() of the model");
-  if (is_tracking_instance_norm(module))
-    refuse_module(fmt::format("module '{}'", name),
-                  "instance normalisation that tracks running statistics of one rank's rows", kLaw,
+        use_sync + "or make it with running statistics and freeze them with eval()");
+  if (trains && norm.batch)
+    refuse_module(name, "batch normalisation over the rows of one rank",
+                  use_sync + "or freeze its statistics with eval(), after every train() of the model");
+  if (trains && norm.instance && norm.tracks)
+    refuse_module(name, "instance normalisation that tracks running statistics of one rank's rows",
                   "Make it with track_running_stats(false), or freeze its statistics with eval(), after "
                   "every train() of the model");
 }
 
-// Modules that draw from the default generator; empty: none.
-std::string drawn_by(const torch::nn::Module& module) {
-  if (const double p = dropout_of(module); p > 0) return fmt::format("dropout of {}", p);
-  if (const auto* leaky = dynamic_cast<const torch::nn::RReLUImpl*>(&module))
-    return leaky->options.lower() < leaky->options.upper() ? "random slopes (RReLU)" : "";
-  const auto pools = [](const auto* pool) { return pool && !pool->options._random_samples().defined(); };
-  if (pools(dynamic_cast<const torch::nn::FractionalMaxPool2dImpl*>(&module)) ||
-      pools(dynamic_cast<const torch::nn::FractionalMaxPool3dImpl*>(&module)))
-    return "random regions (FractionalMaxPool)";
-  return "";
-}
-
 void check_random(const std::string& name, const torch::nn::Module& module) {
   if (const std::string drawn = drawn_by(module); !drawn.empty())
-    refuse_module(fmt::format("module '{}'", name),
-                  drawn + " from the default generator, with other numbers for every number of ranks", kLaw,
+    refuse_module(name, drawn + " from the default generator, with other numbers for every number of ranks",
                   "Draw from a generator keyed by step and sample (isograd/random.hpp), set p to 0, or "
                   "accept it: prepare_module(module, group, {.accept_dropout = true})");
 }
@@ -142,10 +128,10 @@ void check_can_be_written(const std::vector<NamedParameter>& all, Group& group) 
   group.all_reduce(first, ReduceOp::kMin);
   const auto place = static_cast<std::size_t>(first.item<std::int64_t>());
   if (place < all.size())
-    refuse_module(fmt::format("'{}'", all[place].name),
-                  "a parameter or buffer made with expand(), several elements in one place of memory",
-                  "memory for each element, into which rank 0's values can be copied",
-                  "Register it with contiguous() after expand()");
+    refuse(fmt::format("'{}'", all[place].name),
+           "a parameter or buffer made with expand(), several elements in one place of memory",
+           "memory for each element, into which rank 0's values can be copied",
+           "Register it with contiguous() after expand()");
 }
 
 }  // namespace
@@ -161,8 +147,7 @@ TrainableParameters trainable_parameters(const torch::nn::Module& module) {
 std::function<void()> module_check(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> watched;
   for (const auto& item : module.named_modules({}, /*include_self=*/false))
-    if (is_batch_norm(*item.value()) || is_tracking_instance_norm(*item.value()))
-      watched.emplace_back(item.key(), item.value());
+    if (normalisation_of(*item.value()).depends_on_mode()) watched.emplace_back(item.key(), item.value());
   if (watched.empty()) return [] {};
   return [watched] {
     for (const auto& [name, child] : watched) check_statistics(name, *child);

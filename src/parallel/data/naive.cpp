@@ -6,12 +6,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
-#include "layout/storage.hpp"
-#include "parallel/data/bucket_shard.hpp"
-#include "parallel/data/rank_roles.hpp"
-#include "parallel/data/same_parameters.hpp"
-#include "parallel/data/wait_clock.hpp"
-#include "parallel/data/written.hpp"
+#include "parallel/data/flat_parameters.hpp"
 
 namespace isograd {
 namespace {
@@ -33,7 +28,7 @@ class Naive final : public DataParallel {
   }
 
   void zero_gradients() override {
-    for (const BucketShard& held : held_) held.gradients().zero_();
+    for (const HeldBucket& held : held_) held.gradients_on_device().zero_();
     if (parameters_.check) parameters_.check();
     for (NamedParameter& parameter : parameters_) parameter.tensor.mutable_grad() = at::Tensor();
     for (NamedParameter& parameter : parameters_.frozen)
@@ -57,9 +52,9 @@ class Naive final : public DataParallel {
 
   void publish_parameters() override {
     if (!std::exchange(may_be_updated_, false)) take_over_writes({});
-    for (std::size_t b = 0; b < buckets_.size(); ++b) {
-      held_[b].refuse_lost_writes(buckets_[b], writes_[b]);
-      held_[b].parameters_to_device();
+    for (const HeldBucket& held : held_) {
+      held.refuse_lost_writes();
+      held.to_device();
     }
   }
 
@@ -74,26 +69,15 @@ class Naive final : public DataParallel {
   double exposed_seconds() const override { return waited_.seconds(); }
 
   void take_over_writes(const std::set<std::string>& excluded) override {
-    for (const Writes& writes : writes_) writes.check_in_place();
-    for (std::size_t b = 0; b < buckets_.size(); ++b)
-      for (std::size_t place : writes_[b].written()) {
-        const BucketPlan& plan = buckets_[b].plan;
-        const Slot& slot = plan.slots[place];
-        if (excluded.contains(slot.name)) continue;
-        writes_[b].settle(place);
-        held_[b].take_over(buckets_[b], slot);
-        written_.add(slot.name, plan.sync.copies, writes_[b].parameter(place));
-      }
+    for (const HeldBucket& held : held_) held.check_in_place();
+    for (HeldBucket& held : held_) held.take_over_writes(excluded);
   }
   void compare_writes() override { written_.compare(parameters_); }
 
  protected:
   Frozen frozen() override { return {.buckets = {}, .tensors = parameters_.frozen}; }
   void forget_writes(const std::set<std::string>& names) override {
-    for (std::size_t b = 0; b < buckets_.size(); ++b)
-      for (std::size_t place = 0; place < buckets_[b].plan.slots.size(); ++place)
-        if (names.contains(buckets_[b].plan.slots[place].name)) writes_[b].settle(place);
-    for (const std::string& name : names) written_.forget(name);
+    for (HeldBucket& held : held_) held.forget_writes(names);
   }
 
  private:
@@ -109,10 +93,11 @@ class Naive final : public DataParallel {
       const at::ScalarType type = gradient_type(plan.dtype, options_.fp32_gradients);
       at::Tensor gradients = at::zeros({plan.numel}, at::TensorOptions(type).device(plan.device));
       const AxisSet copies = plan.sync.copies;
-      buckets_.push_back(
-          make_bucket(std::move(plan), parameters_, gradients, mesh_.place(copies), mesh_.size(copies)));
-      held_.emplace_back(buckets_.back(), options_.offload, /*gradients_on_device=*/true);
-      writes_.emplace_back(buckets_.back().plan, parameters_);
+      held_.emplace_back(
+          written_,
+          make_bucket(std::move(plan), parameters_, gradients, mesh_.place(copies), mesh_.size(copies)),
+          parameters_, options_.offload);
+      buckets_.push_back(held_.back().bucket());
     }
   }
 
@@ -123,9 +108,9 @@ class Naive final : public DataParallel {
         Group summed = mesh_.along(buckets_[b].plan.sync.summed);
         if (summed.size() > 1)
           for (const Slot& slot : buckets_[b].plan.slots)
-            if (slot.numel > 0) summed.all_reduce(slot_view(held_[b].gradients(), slot));
+            if (slot.numel > 0) summed.all_reduce(slot_view(held_[b].gradients_on_device(), slot));
       });
-      held_[b].gradients_to_host();
+      held_[b].to_host();
     }
   }
 
@@ -144,7 +129,7 @@ class Naive final : public DataParallel {
       for (const Slot& slot : buckets_[b].plan.slots) {
         at::Tensor& gradient = parameters_[slot.index].tensor.mutable_grad();
         if (!gradient.defined()) continue;  // unused in this backward
-        slot_view(held_[b].gradients(), slot) += as_dense(gradient.detach());
+        slot_view(held_[b].gradients_on_device(), slot) += as_dense(gradient.detach());
         gradient = at::Tensor();
       }
   }
@@ -154,9 +139,8 @@ class Naive final : public DataParallel {
   Mesh mesh_;
   DataParallelOptions options_;
   std::vector<Bucket> buckets_;
-  std::vector<BucketShard> held_;  // per bucket
-  std::vector<Writes> writes_;     // per bucket
-  bool may_be_updated_ = false;    // between finish_reduction() and publish_parameters()
+  std::vector<HeldBucket> held_;  // per bucket
+  bool may_be_updated_ = false;   // between finish_reduction() and publish_parameters()
   WrittenValues written_;
   WaitClock waited_;
   bool cut_along_data_ = false;

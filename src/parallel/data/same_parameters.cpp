@@ -4,24 +4,39 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <set>
 
-#include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "layout/flat.hpp"
 
 namespace isograd {
 namespace {
 
+constexpr const char* kWriteTogether =
+    "Call write() of the layout on every rank, or write the same values in place on all of "
+    "them before the same step";
+
 // Columns of a fingerprint row.
 enum : std::int64_t { kIdentity, kValues, kWidth };
-
-std::int64_t hash(const void* data, std::size_t bytes) {
-  return static_cast<std::int64_t>(std::stoull(checksum(data, bytes), nullptr, 16));
-}
 
 std::string identity(const NamedParameter& parameter) {
   return fmt::format("'{}', {} {}", parameter.name, c10::toString(parameter.tensor.scalar_type()),
                      c10::str(parameter.tensor.sizes()));
+}
+
+// [W, P]. Called where something has changed: ranks where nothing has do something else in the group
+// meanwhile.
+at::Tensor from_all_ranks(const at::Tensor& mine, Group group, const std::string& parameter,
+                          const std::string& change, const std::string& expected, const std::string& action) {
+  try {
+    return group.all_gather(mine);
+  } catch (const PeerError& error) {
+    throw PeerError({.where = fmt::format("parameter '{}'", parameter),
+                     .found = change + " on this rank, and not on every rank: " + error.text().found,
+                     .expected = expected,
+                     .action = action});
+  }
 }
 
 at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool values_too) {  // [P, kWidth]
@@ -30,13 +45,39 @@ at::Tensor fingerprints(const std::vector<NamedParameter>& parameters, bool valu
   auto row = rows.accessor<std::int64_t, 2>();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const std::string text = identity(parameters[i]);
-    row[i][kIdentity] = hash(text.data(), text.size());
+    row[i][kIdentity] = hash_of(text.data(), text.size());
     row[i][kValues] = 0;
-    if (!values_too) continue;
-    const at::Tensor values = parameters[i].tensor.cpu().contiguous();
-    row[i][kValues] = hash(values.const_data_ptr(), values.nbytes());
+    if (values_too) row[i][kValues] = ValueHashes::of(parameters[i].tensor);
   }
   return rows;
+}
+
+// The first that was frozen or unfrozen since it was last looked at; none: empty.
+std::string changed_one(const TrainableParameters& parameters, const std::vector<Bucket>& buckets) {
+  for (const Bucket& bucket : buckets)
+    for (const Slot& slot : bucket.plan.slots)
+      if (parameters[slot.index].tensor.requires_grad() != slot.trained) return slot.name;
+  for (const NamedParameter& parameter : parameters.frozen)
+    if (parameter.tensor.requires_grad()) return parameter.name;
+  return "";
+}
+
+void check_same_on_all_ranks(const TrainableParameters& parameters, const std::string& changed,
+                             Group& group) {
+  const auto all = all_parameters(parameters);
+  std::vector<std::int64_t> trained;
+  for (const NamedParameter* parameter : all) trained.push_back(parameter->tensor.requires_grad());
+  const char* const action = "Freeze and unfreeze parameters on all ranks in the same step";
+  const at::Tensor by_rank = from_all_ranks(at::tensor(trained, at::kLong), group, changed,
+                                            "requires_grad changed", "the same on every rank", action);
+  const auto table = by_rank.accessor<std::int64_t, 2>();
+  for (int rank = 1; rank < group.size(); ++rank)
+    for (std::size_t i = 0; i < all.size(); ++i)
+      if (const auto p = static_cast<std::int64_t>(i); table[rank][p] != table[0][p])
+        refuse(fmt::format("parameter '{}'", all[i]->name),
+               fmt::format("requires_grad {} on rank {} and {} on rank 0", table[rank][p] != 0, rank,
+                           table[0][p] != 0),
+               "the same on every rank", action);
 }
 
 }  // namespace
@@ -85,54 +126,6 @@ Group ranks_of_same_parameters(const Mesh& mesh) {
   return mesh.along(without(mesh.grid().names(), {kStageAxis}));
 }
 
-namespace {
-
-// The first that was frozen or unfrozen since it was last looked at; none: empty.
-std::string changed_one(const TrainableParameters& parameters, const std::vector<Bucket>& buckets) {
-  for (const Bucket& bucket : buckets)
-    for (const Slot& slot : bucket.plan.slots)
-      if (parameters[slot.index].tensor.requires_grad() != slot.trained) return slot.name;
-  for (const NamedParameter& parameter : parameters.frozen)
-    if (parameter.tensor.requires_grad()) return parameter.name;
-  return "";
-}
-
-// Called where something has changed: ranks where nothing has do something else in the group meanwhile.
-at::Tensor from_all_ranks(const std::vector<std::int64_t>& trained, const std::string& changed,
-                          Group& group) {
-  try {
-    return group.all_gather(at::tensor(trained, at::kLong));  // [W, P]
-  } catch (const PeerError& error) {
-    throw PeerError(
-        {.where = fmt::format("parameter '{}'", changed),
-         .found = "requires_grad changed on this rank, and not on every rank: " + error.text().found,
-         .expected = "the same on every rank",
-         .action = "Freeze and unfreeze parameters on all ranks in the same step"});
-  }
-}
-
-void check_same_on_all_ranks(const TrainableParameters& parameters, const std::string& changed,
-                             Group& group) {
-  std::vector<const NamedParameter*> all;
-  std::vector<std::int64_t> trained;
-  for (const auto* list : {static_cast<const std::vector<NamedParameter>*>(&parameters), &parameters.frozen})
-    for (const NamedParameter& parameter : *list) {
-      all.push_back(&parameter);
-      trained.push_back(parameter.tensor.requires_grad());
-    }
-  const at::Tensor by_rank = from_all_ranks(trained, changed, group);
-  const auto table = by_rank.accessor<std::int64_t, 2>();
-  for (int rank = 1; rank < group.size(); ++rank)
-    for (std::size_t i = 0; i < all.size(); ++i)
-      if (const auto p = static_cast<std::int64_t>(i); table[rank][p] != table[0][p])
-        refuse(fmt::format("parameter '{}'", all[i]->name),
-               fmt::format("requires_grad {} on rank {} and {} on rank 0", table[rank][p] != 0, rank,
-                           table[0][p] != 0),
-               "the same on every rank", "Freeze and unfreeze parameters on all ranks in the same step");
-}
-
-}  // namespace
-
 std::vector<BucketPlan> plan_joined(TrainableParameters& parameters,
                                     const std::vector<NamedParameter>& unfrozen, std::int64_t bucket_bytes) {
   std::vector<std::pair<std::string, at::Tensor>> named;
@@ -161,6 +154,75 @@ std::vector<NamedParameter> follow_freezing(TrainableParameters& parameters, std
     return true;
   });
   return unfrozen;
+}
+
+// ---- written values ----
+
+std::int64_t ValueHashes::of(const at::Tensor& values) {
+  const at::Tensor bytes = values.detach().cpu().contiguous();
+  const std::int64_t own = hash_of(bytes.const_data_ptr(), bytes.nbytes());
+  return own == kNone ? 1 : own;
+}
+
+at::Tensor ValueHashes::mine() const { return at::tensor(hashes_, at::kLong); }
+
+std::optional<ErrorText> ValueHashes::first_difference(const at::Tensor& by_rank, const std::string& given,
+                                                       const std::string& action) const {
+  const auto table = by_rank.accessor<std::int64_t, 2>();
+  for (std::int64_t i = 0; i < by_rank.size(1); ++i)
+    for (std::int64_t rank = 1; rank < by_rank.size(0); ++rank) {
+      if (table[rank][i] == table[0][i]) continue;
+      const bool both = table[rank][i] != kNone && table[0][i] != kNone;
+      const std::int64_t writer = table[0][i] != kNone ? 0 : rank;
+      return ErrorText{
+          .where = fmt::format("parameter '{}'", names_.at(static_cast<std::size_t>(i))),
+          .found = both ? fmt::format("other values {} on rank {} than on rank 0 of those with copies of it",
+                                      given, rank)
+                        : fmt::format("values {} on rank {} and none on rank {} of those with copies of it",
+                                      given, writer, writer == 0 ? rank : 0),
+          .expected = "the same values on every rank",
+          .action = action};
+    }
+  return std::nullopt;
+}
+
+void WrittenValues::add(const std::string& name, const AxisSet& copies, const at::Tensor& values) {
+  if (mesh_.size(copies) > 1) hashes_.insert_or_assign(name, Hash{copies, ValueHashes::of(values)});
+}
+
+void WrittenValues::watch(const std::vector<NamedParameter>& frozen) {
+  for (const NamedParameter& parameter : frozen)  // of others there are no bytes to hash
+    if (parameter.tensor.layout() == at::kStrided && !parameter.tensor.is_meta())
+      watched_.push_back(parameter);
+  writes_ = Writes(watched_);
+}
+
+void WrittenValues::compare(const TrainableParameters& parameters) {
+  for (std::size_t place : writes_.written()) {
+    writes_.settle(place);
+    const NamedParameter& parameter = watched_[place];
+    add(parameter.name, parameter.sync.copies, parameter.tensor);
+  }
+  std::set<AxisSet> kinds;
+  for (const auto& [name, hash] : hashes_) kinds.insert(hash.copies);
+  for (const AxisSet& copies : kinds) compare(parameters, copies);
+  hashes_.clear();
+}
+
+void WrittenValues::compare(const TrainableParameters& parameters, const AxisSet& copies) const {
+  ValueHashes hashes;
+  std::string first;
+  for (const NamedParameter* parameter : all_parameters(parameters)) {
+    if (parameter->sync.copies != copies) continue;
+    const auto written = hashes_.find(parameter->name);
+    hashes.add(parameter->name, written == hashes_.end() ? ValueHashes::kNone : written->second.value);
+    if (first.empty() && written != hashes_.end()) first = parameter->name;
+  }
+  const at::Tensor by_rank =
+      from_all_ranks(hashes.mine(), mesh_.along(copies), first, "values written in place",
+                     "the same values on every rank", kWriteTogether);
+  if (const auto difference = hashes.first_difference(by_rank, "written in place", kWriteTogether))
+    throw ConfigError(*difference);
 }
 
 }  // namespace isograd

@@ -1,7 +1,5 @@
 // Gradients of a step's first micro-batch are written to their slots, later ones are added, and functions may
 // compute them there.
-#include "parallel/data/flat_bucket.hpp"
-
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -9,6 +7,7 @@
 
 #include <cmath>
 
+#include "comm/gradient_place.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"

@@ -168,15 +168,21 @@ void find_leaves(InnerGraph& graph, std::uint64_t first_inside, const UnitCall& 
   }
 }
 
+// A parameter that leaves the unit outlives its memory only as a copy.
+variable_list outputs_of(const UnitCall& call, const variable_list& inputs, const UnitBody& body) {
+  variable_list outputs = body(inputs);
+  for (Tensor& output : outputs)
+    if (output.defined() && call.host->is_freed_memory(output.storage().unsafeGetStorageImpl()))
+      output = output.clone();
+  return outputs;
+}
+
 // Runs the body with the graph on. `inputs` are leaves.
 InnerGraph record(const UnitCall& call, variable_list inputs, const UnitBody& body) {
   InnerGraph graph;
   graph.inputs = std::move(inputs);
   const std::uint64_t first_inside = at::sequence_number::peek();
-  graph.outputs = body(graph.inputs);
-  for (Tensor& output : graph.outputs)  // a parameter that leaves the unit outlives its memory only as a copy
-    if (output.defined() && call.host->is_freed_memory(output.storage().unsafeGetStorageImpl()))
-      output = output.clone();
+  graph.outputs = outputs_of(call, graph.inputs, body);
   find_leaves(graph, first_inside, call);
   return graph;
 }
@@ -295,14 +301,6 @@ variable_list UnitNode::apply(variable_list&& gradients) {
   return results;
 }
 
-variable_list call_without_graph(const UnitCall& call, const variable_list& inputs, const UnitBody& body) {
-  variable_list outputs = body(inputs);
-  for (Tensor& output : outputs)
-    if (output.defined() && call.host->is_freed_memory(output.storage().unsafeGetStorageImpl()))
-      output = output.clone();
-  return outputs;
-}
-
 variable_list call_with_graph(const UnitCall& call, std::size_t use, const variable_list& inputs,
                               const UnitBody& body) {
   auto node = torch_versions::make_node<UnitNode>(call, use, call.checkpoint ? body : UnitBody(), inputs);
@@ -310,7 +308,7 @@ variable_list call_with_graph(const UnitCall& call, std::size_t use, const varia
   if (call.checkpoint) {
     graph.inputs = as_leaves(inputs);
     const at::NoGradGuard no_grad;
-    graph.outputs = call_without_graph(call, graph.inputs, body);
+    graph.outputs = outputs_of(call, graph.inputs, body);
   } else {
     graph = record(call, as_leaves(inputs), body);
     if (graph.anchored) call.host->exchanges(call.unit);
@@ -341,8 +339,8 @@ std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& i
   if (!at::GradMode::is_enabled() && call.host->everything_is_held()) return body(inputs);
   AbandonUnlessDone guard(*call.host);
   const std::size_t use = call.host->enter_forward(call.unit);
-  variable_list outputs = at::GradMode::is_enabled() ? call_with_graph(call, use, inputs, body)
-                                                     : call_without_graph(call, inputs, body);
+  variable_list outputs =
+      at::GradMode::is_enabled() ? call_with_graph(call, use, inputs, body) : outputs_of(call, inputs, body);
   call.host->leave_forward(use);
   guard.done();
   return outputs;

@@ -11,8 +11,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "layout/flat.hpp"
-#include "parallel/data/rank_roles.hpp"
-#include "parallel/data/written.hpp"
+#include "parallel/data/flat_parameters.hpp"
 
 namespace isograd {
 
