@@ -9,7 +9,6 @@
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "layout/flat.hpp"
-#include "optim/by_libtorch.hpp"
 #include "optim/optimizers.hpp"
 
 namespace isograd {
