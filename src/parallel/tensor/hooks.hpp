@@ -1,4 +1,4 @@
-// What the models of this room share: the axis, and the hooks of a stream of tokens.
+// The axis, and the hooks of a stream of tokens.
 #pragma once
 
 #include "isograd/tensor_parallel.hpp"
@@ -9,8 +9,6 @@ namespace isograd {
 inline constexpr const char* kTensorAxis = "tp";
 
 inline int ranks_along_tp(const Grid& grid) { return grid.has(kTensorAxis) ? grid.size({kTensorAxis}) : 1; }
-
-bool tp_regions_are_checked();  // check_tp_regions()
 
 // Column- and row-parallel products, and what surrounds them. ConfigError: kTokens without sequence
 // parallelism.
