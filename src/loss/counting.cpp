@@ -42,11 +42,9 @@ class Counter {
         batch.targets.defined() ? batch.targets.cpu().contiguous() : at::empty({0}, at::kLong);
     if (targets.numel() != length || targets.scalar_type() != at::kLong)
       return problem(kShape, batch_, length, targets.numel());
-    if (rule_.samples && (static_cast<std::int64_t>(batch.sample_ids.size()) + 1 !=
-                              static_cast<std::int64_t>(batch.cu_seqlens.size()) ||
+    if (rule_.samples && (std::ssize(batch.sample_ids) + 1 != std::ssize(batch.cu_seqlens) ||
                           batch.sample_targets.size() != batch.sample_ids.size()))
-      return problem(kFragments, batch_, batch.num_fragments(),
-                     static_cast<std::int64_t>(batch.sample_targets.size()));
+      return problem(kFragments, batch_, batch.num_fragments(), std::ssize(batch.sample_targets));
     const at::Tensor weights = checked_weights(batch, length);
     const auto* target = targets.const_data_ptr<std::int64_t>();
     const double* weight = weights.defined() ? weights.const_data_ptr<double>() : nullptr;
@@ -191,7 +189,7 @@ std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector
   std::map<std::int64_t, CutSample> samples;
   const auto* row = rows.const_data_ptr<std::int64_t>();
   for (int rank = 0; rank < static_cast<int>(rows_by_rank.size()); ++rank)
-    for (std::int64_t i = 0; i < rows_by_rank[static_cast<std::size_t>(rank)]; ++i, row += kColumns) {
+    for (std::int64_t i = 0; i < rows_by_rank[rank]; ++i, row += kColumns) {
       const std::int64_t id = row[kId];
       const auto [place, first] = samples.try_emplace(id);
       CutSample& sample = place->second;
@@ -238,7 +236,7 @@ OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool st
   for (std::size_t i = 0; i < micro_batches.size(); ++i)
     counter.add(micro_batches[i], static_cast<std::int64_t>(i));
   counter.finish();
-  counts.slot[kMicroBatches] = static_cast<std::int64_t>(micro_batches.size());
+  counts.slot[kMicroBatches] = std::ssize(micro_batches);
   counts.slot[kStop] = stop_requested ? 1 : 0;
   counts.slot[kRule] =
       static_cast<std::int64_t>(rule.mean) + (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
@@ -317,7 +315,7 @@ void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rul
     ++step_counts.cut;
     if (sample.weight > 0) {
       ++step_counts.samples;
-      ++step_counts.samples_by_rank[static_cast<std::size_t>(sample.owner)];
+      ++step_counts.samples_by_rank[sample.owner];
     } else {
       ++step_counts.silent;
     }

@@ -224,7 +224,7 @@ Denominator Normalizer::denominator(const StepCounts& step_counts) const {
   // Σ over all ranks; with replicas, R · the sum over each replica's ranks.
   const auto global = [&](const auto& by_rank, double sum) -> std::vector<double> {
     if (replicas == 1) return {sum};
-    std::vector<double> by_replica(static_cast<std::size_t>(replicas));
+    std::vector<double> by_replica(replicas);
     double counting = 0;
     for (std::size_t r = 0; r < by_replica.size(); ++r) {
       for (int i = 0; i < ranks; ++i)

@@ -186,7 +186,7 @@ std::int64_t units_of(const Batch& batch, Mean mean) {
   if (mean == Mean::kTokens) return batch.num_tokens();
   if (mean != Mean::kSamples && mean != Mean::kFixed) return batch.num_targets();
   const std::set<std::int64_t> samples(batch.sample_ids.begin(), batch.sample_ids.end());
-  return std::min(batch.num_targets(), static_cast<std::int64_t>(samples.size()));
+  return std::min(batch.num_targets(), std::ssize(samples));
 }
 
 // LibTorch's own, not a custom function (torch::autograd::CppNode<...>, PyNode).

@@ -74,7 +74,7 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   const auto& [cos, sin, attend, choose, chosen] = pass;
   const std::int64_t dim = config.head_dim;
   const double epsilon = config.norm_epsilon;
-  const Block& block = blocks[static_cast<std::size_t>(layer)];
+  const Block& block = blocks[layer];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
   const std::int64_t count = cos.size(0);  // of all tokens, also where each rank's stream has some of them
   const auto projected = project(normed, count, {block.q, key_rows(block.k), key_rows(block.v)});
@@ -242,7 +242,7 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
       return given(batch, layer, scores, likeliest);
     };
   if (impl_->config.experts.count > 0)
-    pass.chosen = std::make_shared<std::vector<at::Tensor>>(static_cast<std::size_t>(impl_->config.layers));
+    pass.chosen = std::make_shared<std::vector<at::Tensor>>(impl_->config.layers);
   return impl_->outputs(batch.tokens.to(device), pass);
 }
 

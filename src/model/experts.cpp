@@ -192,7 +192,7 @@ ByExpert sort_by_expert(const at::Tensor& chosen, std::int64_t experts) {
        *choice = order.choice.mutable_data_ptr<std::int64_t>(),
        *row = order.row.mutable_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < copies; ++i) {
-    const std::int64_t to = next[static_cast<std::size_t>(of[i])]++;
+    const std::int64_t to = next[of[i]]++;
     token[to] = i / each, choice[to] = i, row[i] = to;
   }
   for (at::Tensor* indices : {&order.token, &order.choice, &order.row})

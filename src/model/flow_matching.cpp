@@ -61,19 +61,17 @@ FlowNoise flow_noise(const Batch& batch, std::int64_t elements, std::uint64_t se
   auto* time = drawn.times.mutable_data_ptr<double>();
   auto* noise = drawn.noise.mutable_data_ptr<double>();
   const auto key = [&](std::int64_t fragment, std::uint64_t purpose) {
-    return RandomKey{
-        .seed = seed,
-        .step = static_cast<std::uint64_t>(batch.draw),
-        .sample = static_cast<std::uint64_t>(batch.sample_ids[static_cast<std::size_t>(fragment)]),
-        .layer = purpose};
+    return RandomKey{.seed = seed,
+                     .step = static_cast<std::uint64_t>(batch.draw),
+                     .sample = static_cast<std::uint64_t>(batch.sample_ids[fragment]),
+                     .layer = purpose};
   };
   const std::uint64_t of_time = hash_name("flow_matching.time"), of_noise = hash_name("flow_matching.noise");
   constexpr std::int64_t kGrain = 16;
   for (std::int64_t f = 0; f < fragments; ++f) {
     time[f] = random_uniform(key(f, of_time), 0);
     const RandomKey own = key(f, of_noise);
-    parallel_for(batch.cu_seqlens[static_cast<std::size_t>(f)],
-                 batch.cu_seqlens[static_cast<std::size_t>(f) + 1], kGrain,
+    parallel_for(batch.cu_seqlens[f], batch.cu_seqlens[static_cast<std::size_t>(f) + 1], kGrain,
                  [&](std::int64_t begin, std::int64_t end) {
                    for (std::int64_t t = begin; t < end; ++t)
                      for (std::int64_t e = 0; e < elements; ++e)

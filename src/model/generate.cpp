@@ -62,8 +62,7 @@ std::uint32_t draw_token(const std::vector<double>& logits, const SampleOptions&
   std::vector<std::uint32_t> tokens(logits.size());
   std::iota(tokens.begin(), tokens.end(), 0u);
   std::stable_sort(tokens.begin(), tokens.end(), [&](auto a, auto b) { return logits[a] > logits[b]; });
-  if (options.top_k > 0 && options.top_k < static_cast<std::int64_t>(tokens.size()))
-    tokens.resize(static_cast<std::size_t>(options.top_k));
+  if (options.top_k > 0 && options.top_k < std::ssize(tokens)) tokens.resize(options.top_k);
   std::vector<double> weights;
   for (const auto token : tokens) weights.push_back(std::exp((logits[token] - *best) / options.temperature));
   double total = std::accumulate(weights.begin(), weights.end(), 0.0);
@@ -103,8 +102,8 @@ std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uin
   std::vector<std::uint32_t> answer;
   std::int64_t done = 0;  // positions in the cache
   Cache cache(static_cast<std::size_t>(config.layers));
-  while (static_cast<std::int64_t>(answer.size()) < options.max_tokens) {
-    const auto length = static_cast<std::int64_t>(text.size());
+  while (std::ssize(answer) < options.max_tokens) {
+    const auto length = std::ssize(text);
     if (config.sliding_window > 0 && length > config.sliding_window)
       refuse_request("generate", fmt::format("a text of {} tokens", length),
                      fmt::format("at most {}, the sliding window of the model", config.sliding_window));

@@ -299,7 +299,7 @@ void read_window(JsonReader& reader, DecoderConfig& config) {
     reader.only("sliding_window", nullptr);
   }
   if (const auto* types = reader.find("layer_types")) {
-    if (!types->is_array() || static_cast<std::int64_t>(types->size()) != config.layers)
+    if (!types->is_array() || std::ssize(*types) != config.layers)
       reader.bad_value("layer_types", fmt::format("a list of {} entries", config.layers));
     std::int64_t full = 0;
     while (full < config.layers && (*types)[static_cast<std::size_t>(full)] == "full_attention") ++full;
@@ -348,20 +348,19 @@ void read_ends(JsonReader& reader, DecoderConfig& config) {
 std::vector<std::int64_t> read_dense_layers(JsonReader& reader, std::int64_t layers) {
   const std::int64_t step = reader.integer("decoder_sparse_step", 1);
   if (step < 1) reader.bad_value("decoder_sparse_step", "at least 1");
-  std::vector<bool> dense(static_cast<std::size_t>(layers));
-  for (std::int64_t layer = 0; layer < layers; ++layer)
-    dense[static_cast<std::size_t>(layer)] = (layer + 1) % step != 0;
+  std::vector<bool> dense(layers);
+  for (std::int64_t layer = 0; layer < layers; ++layer) dense[layer] = (layer + 1) % step != 0;
   if (const json* named = reader.find("mlp_only_layers")) {
     if (!named->is_array()) reader.bad_value("mlp_only_layers", "a list of layers");
     for (const json& layer : *named) {
       if (!layer.is_number_integer()) reader.bad_value("mlp_only_layers", "a list of layers");
       const auto at = layer.get<std::int64_t>();  // others name no layer
-      if (at >= 0 && at < layers) dense[static_cast<std::size_t>(at)] = true;
+      if (at >= 0 && at < layers) dense[at] = true;
     }
   }
   std::vector<std::int64_t> result;
   for (std::int64_t layer = 0; layer < layers; ++layer)
-    if (dense[static_cast<std::size_t>(layer)]) result.push_back(layer);
+    if (dense[layer]) result.push_back(layer);
   return result;
 }
 
@@ -403,7 +402,7 @@ void read_experts(JsonReader& reader, DecoderConfig& config) {
       reader.only("qkv_bias", true);
     }
     if (!mixtral) experts.dense_layers = read_dense_layers(reader, config.layers);
-    if (static_cast<std::int64_t>(experts.dense_layers.size()) == config.layers)
+    if (std::ssize(experts.dense_layers) == config.layers)
       reader.bad_value("decoder_sparse_step", "one that leaves a layer with experts");
     reader.only("router_jitter_noise", 0.0);
     reader.number("router_aux_loss_coef", 0.001);  // the weight of a balance term, which is off below

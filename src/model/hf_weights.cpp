@@ -201,7 +201,7 @@ HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
   check_layers(directory, stored_, config_.layers);
 
   // Before memory is taken for shapes that the files contradict.
-  if (config_.layers > static_cast<std::int64_t>(stored_.size()))
+  if (config_.layers > std::ssize(stored_))
     bad(directory, "", fmt::format("{} tensors", stored_.size()),
         fmt::format("those of {} layers", config_.layers));
   std::set<std::string> known;

@@ -136,7 +136,7 @@ struct VideoDiT::Impl {
   at::Tensor block(std::int64_t layer, at::Tensor stream, const at::Tensor& condition, const Batch& batch,
                    const Lengths& lengths) const {
     const std::int64_t count = batch.num_tokens(), dim = config.width_of_head();
-    const DiTBlock& block = blocks[static_cast<std::size_t>(layer)];
+    const DiTBlock& block = blocks[layer];
     const auto onto_stream = [&](const at::Tensor& x, const Linear& with) {
       if (!hooks.tensor.row_parallel) return linears(x, {with.weight}, {with.bias})[0];
       return hooks.tensor.row_parallel(x, with.weight) + with.bias;
@@ -163,8 +163,7 @@ struct VideoDiT::Impl {
   void check_input(const Batch& batch, const at::Tensor& noised, const at::Tensor& coordinates,
                    const at::Tensor& times) const {
     const std::string where = "batch for the model";
-    const std::int64_t count = batch.num_tokens(),
-                       fragments = static_cast<std::int64_t>(batch.cu_seqlens.size()) - 1;
+    const std::int64_t count = batch.num_tokens(), fragments = std::ssize(batch.cu_seqlens) - 1;
     if (noised.dim() != 2 || noised.size(0) != count || noised.size(1) != config.patch_elements ||
         coordinates.dim() != 2 || coordinates.size(0) != count || coordinates.size(1) != 3 ||
         coordinates.scalar_type() != at::kLong || times.dim() != 1 || times.size(0) != fragments)

@@ -121,7 +121,7 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
     const at::Tensor memory = at::empty({2 * kRows * kColumns}, at::TensorOptions(at::kFloat));
     float *const block = memory.mutable_data_ptr<float>(), *const upright = block + kRows * kColumns;
     for (std::int64_t i = first; i < last; ++i)
-      for (const Part& row = rows[static_cast<std::size_t>(i)]; const Part& column : columns) {
+      for (const Part& row = rows[i]; const Part& column : columns) {
         for (const Part& depth : depths) {
           if (asks_ahead && column.begin == 0 && i + 1 < last) {
             const Part& next = rows[static_cast<std::size_t>(i) + 1];
@@ -155,7 +155,7 @@ void few_rows_dy_w(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
              depths = parts_of(k, few, few);
   parallel_for(0, std::ssize(columns), 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i)
-      for (const Part& column = columns[static_cast<std::size_t>(i)]; const Part& depth : depths)
+      for (const Part& column = columns[i]; const Part& depth : depths)
         for (const Part& row : rows)
           multiply_block(row.size, column.size, depth.size,
                          {a.data + row.begin * a.stride + depth.begin, a.stride},

@@ -39,7 +39,7 @@ double random_normal(const RandomKey& key, std::uint64_t position) {
 }
 
 std::vector<std::int64_t> random_permutation(std::int64_t n, const RandomKey& key) {
-  std::vector<std::int64_t> order(static_cast<std::size_t>(n));
+  std::vector<std::int64_t> order(n);
   for (std::int64_t i = 0; i < n; ++i) order[i] = i;
   for (std::int64_t i = n - 1; i > 0; --i) {
     // Lemire 2019: multiply and reject, so that every value below `bound` is equally likely.

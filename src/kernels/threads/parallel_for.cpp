@@ -18,14 +18,14 @@ thread_local bool in_part = false;  // this thread runs a part of a loop
 #ifdef ISOGRAD_SANITIZE_THREAD
 // The sanitizer does not see how LibTorch's threads synchronise.
 void for_each_part(std::int64_t parts, c10::function_ref<void(std::int64_t part)> body) {
-  std::vector<std::exception_ptr> thrown(static_cast<std::size_t>(parts));
+  std::vector<std::exception_ptr> thrown(parts);
   std::vector<std::thread> threads;
   for (std::int64_t part = 0; part < parts; ++part)
     threads.emplace_back([&body, &thrown, part] {
       try {
         body(part);
       } catch (...) {
-        thrown[static_cast<std::size_t>(part)] = std::current_exception();
+        thrown[part] = std::current_exception();
       }
     });
   for (std::thread& thread : threads) thread.join();

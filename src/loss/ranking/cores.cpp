@@ -32,11 +32,10 @@ struct Rows {
   std::vector<std::int64_t> index;  // in the pool
   std::vector<T> scores;
   std::int64_t live = 0;  // the first `live` rows are of this step
-  std::int64_t size() const { return static_cast<std::int64_t>(index.size()); }
+  std::int64_t size() const { return std::ssize(index); }
 
   Rows(const ClassPool<T>& pool, const auto& holds) : index(rows_where(pool, holds)), scores(index.size()) {
-    for (std::size_t i = 0; i < index.size(); ++i)
-      scores[i] = pool.scores[static_cast<std::size_t>(index[i])];
+    for (std::size_t i = 0; i < index.size(); ++i) scores[i] = pool.scores[index[i]];
     live = std::lower_bound(index.begin(), index.end(), pool.live) - index.begin();
   }
 };
@@ -100,11 +99,11 @@ void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>&
   std::vector<std::int64_t> rows;
   const auto pairs = static_cast<double>(band.size());
   for (std::int64_t i = pool.share; i < positives.size(); i += pool.shares) {
-    rows.push_back(positives.index[static_cast<std::size_t>(i)]);
-    anchors.push_back(positives.scores[static_cast<std::size_t>(i)]);
+    rows.push_back(positives.index[i]);
+    anchors.push_back(positives.scores[i]);
     weights.push_back(static_cast<T>(pool.weight(rows.back()) / whole / pairs / temperature));
   }
-  const auto count = static_cast<std::int64_t>(anchors.size());
+  const auto count = std::ssize(anchors);
   const T scale = static_cast<T>(-1 / temperature);
   std::vector<double> sums(anchors.size(), 0);
   kernels::sigmoid_sums(band.scores.data(), band.size(), anchors.data(), count, scale, sums.data());
@@ -117,8 +116,7 @@ void pairwise(const ClassPool<T>& pool, const Rows<T>& positives, const Rows<T>&
   for (std::size_t i = 0; i < anchors.size(); ++i)
     if (rows[i] < pool.live)
       gradient[rows[i]] -= static_cast<T>(static_cast<double>(weights[i]) * of_anchors[i]);
-  for (std::int64_t j = 0; j < band.live; ++j)
-    gradient[band.index[static_cast<std::size_t>(j)]] += static_cast<T>(of_band[static_cast<std::size_t>(j)]);
+  for (std::int64_t j = 0; j < band.live; ++j) gradient[band.index[j]] += static_cast<T>(of_band[j]);
 }
 
 }  // namespace
@@ -142,10 +140,10 @@ ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
   std::vector<T> anchors;
   std::vector<std::int64_t> anchor_rows;
   for (std::int64_t k = pool.share; k < positives.size(); k += pool.shares) {
-    anchors.push_back(positives.scores[static_cast<std::size_t>(k)]);
-    anchor_rows.push_back(positives.index[static_cast<std::size_t>(k)]);
+    anchors.push_back(positives.scores[k]);
+    anchor_rows.push_back(positives.index[k]);
   }
-  const auto count = static_cast<std::int64_t>(anchors.size());
+  const auto count = std::ssize(anchors);
   const T scale = static_cast<T>(1 / pool.temperature);
   std::vector<double> above(anchors.size(), 0), below(anchors.size(), 0);
   kernels::sigmoid_sums(positives.scores.data(), positives.size(), anchors.data(), count, scale,
@@ -174,11 +172,9 @@ ClassResult smooth_ap(const ClassPool<T>& pool, T* gradient) {
         static_cast<double>(to_positives[k]) * anchor_above[k] +
         static_cast<double>(to_negatives[k]) * anchor_below[k];
   for (std::int64_t i = 0; i < positives.live; ++i)
-    gradient[positives.index[static_cast<std::size_t>(i)]] -=
-        static_cast<T>(of_positives[static_cast<std::size_t>(i)]);
+    gradient[positives.index[i]] -= static_cast<T>(of_positives[i]);
   for (std::int64_t i = 0; i < negatives.live; ++i)
-    gradient[negatives.index[static_cast<std::size_t>(i)]] -=
-        static_cast<T>(of_negatives[static_cast<std::size_t>(i)]);
+    gradient[negatives.index[i]] -= static_cast<T>(of_negatives[i]);
   return result;
 }
 
@@ -316,7 +312,7 @@ ClassResult partial_auc(const ClassPool<T>& pool, const Band& band, T* gradient)
   const Rows<T> in_band(pool, [&](std::size_t row) {
     return (pool.positive[row] == 0) & (pool.scores[row] >= t_beta) & (pool.scores[row] <= t_alpha);
   });
-  for (const auto row : in_band.index) result.band_negatives += pool.iid[static_cast<std::size_t>(row)];
+  for (const auto row : in_band.index) result.band_negatives += pool.iid[row];
   if (in_band.size() == 0) {
     result.band_negatives = 0;
     result.missing = "a negative in the band";

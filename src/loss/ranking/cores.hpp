@@ -26,7 +26,7 @@ struct ClassPool {
   int share = 0, shares = 1;           // which of the anchors this rank evaluates: k ≡ share (mod shares)
   double temperature = 0;
 
-  std::int64_t rows() const { return static_cast<std::int64_t>(scores.size()); }
+  std::int64_t rows() const { return std::ssize(scores); }
   double weight(std::int64_t row) const { return weights ? weights[row] : 1; }
 };
 

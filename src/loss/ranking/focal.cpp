@@ -85,11 +85,11 @@ void check_weights(std::optional<ErrorText>& problem, const std::string& where, 
 }
 
 bool broadcasts(const at::Tensor& weights, at::IntArrayRef sizes) {
-  if (weights.dim() != static_cast<std::int64_t>(sizes.size()) && weights.dim() != 1) return false;
+  if (weights.dim() != std::ssize(sizes) && weights.dim() != 1) return false;
   if (weights.dim() == 0 || weights.size(0) != sizes[0]) return false;
   for (std::int64_t d = 1; d < weights.dim(); ++d)
-    if (weights.size(d) != 1 && weights.size(d) != sizes[static_cast<std::size_t>(d)]) return false;
-  return weights.dim() == static_cast<std::int64_t>(sizes.size());
+    if (weights.size(d) != 1 && weights.size(d) != sizes[d]) return false;
+  return weights.dim() == std::ssize(sizes);
 }
 
 }  // namespace
@@ -197,7 +197,7 @@ at::Tensor SoftmaxFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
     expect(!sample_weight.defined() || sample_weight.sizes() == at::IntArrayRef(sizes),
            "sample_weight " + shape_text(sample_weight), fmt::format("[{}]", fmt::join(sizes, ", ")),
            "Pass one weight for each target");
-    expect(options_.alpha.empty() || static_cast<std::int64_t>(options_.alpha.size()) == scores.size(1),
+    expect(options_.alpha.empty() || std::ssize(options_.alpha) == scores.size(1),
            fmt::format("alpha of {} classes", options_.alpha.size()),
            fmt::format("{}, as the scores have", scores.size(1)), "Give one weight for each class");
     if (!problem) check_weights(problem, where, sample_weight);

@@ -20,8 +20,7 @@ Group::Rows agreed_rows(const std::string& where, Group& group, const at::Tensor
                         const Group::Rows& given) {
   const bool fits = input.defined() && input.dim() >= 1 && input.dim() <= kMostDims;
   if (!given.empty()) {
-    if (!fits || static_cast<int>(given.size()) != group.size() ||
-        given[static_cast<std::size_t>(group.rank())] != input.size(0))
+    if (!fits || static_cast<int>(given.size()) != group.size() || given[group.rank()] != input.size(0))
       refuse(where, fmt::format("rows {}", fmt::join(given, ", ")),
              fmt::format("one number for each of {} ranks, this one's its own", group.size()),
              "Give the true numbers, or none");

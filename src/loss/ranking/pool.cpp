@@ -53,7 +53,7 @@ std::int64_t row_bytes(std::int64_t classes, std::int64_t element, bool weights)
 }
 
 at::Tensor packed(const LocalRows& local, std::int64_t classes, bool weights) {
-  const auto n = static_cast<std::int64_t>(local.labels.size());
+  const auto n = std::ssize(local.labels);
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   at::Tensor bytes = at::empty({n * row_bytes(classes, element, weights)}, at::kByte);
   if (n == 0) return bytes;
@@ -217,9 +217,9 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
   }
   const at::Tensor labels = targets.detach().to(at::kCPU, at::kDouble).contiguous();
   const double* label = labels.data_ptr<double>();
-  rows.kept.reserve(static_cast<std::size_t>(n)), rows.labels.reserve(static_cast<std::size_t>(n));
-  rows.iid.reserve(static_cast<std::size_t>(n));
-  if (rows.has_weights) rows.weights.reserve(static_cast<std::size_t>(n));
+  rows.kept.reserve(n), rows.labels.reserve(n);
+  rows.iid.reserve(n);
+  if (rows.has_weights) rows.weights.reserve(n);
   for (std::int64_t i = 0; i < n; ++i) {
     if (label[i] == static_cast<double>(ignore_index)) continue;
     // Texts are made for what is wrong only: this runs for every row.
@@ -241,7 +241,7 @@ LocalRows local_rows(const std::string& where, std::int64_t num_classes, std::in
     rows.iid.push_back(!rows.has_iid || flags.data_ptr<bool>()[i] ? 1 : 0);
   }
   at::Tensor chosen = scores.detach().to(at::kCPU);
-  if (static_cast<std::int64_t>(rows.kept.size()) < n)
+  if (std::ssize(rows.kept) < n)
     chosen = chosen.index_select(0, at::tensor(rows.kept, at::kLong));
   else
     rows.kept.clear();
@@ -256,7 +256,7 @@ RowCounts exchange_headers(const std::string& where, Group& group, const LocalRo
                            RankingExchange& header) {
   const int size = group.size();
   const std::int64_t classes = local.scores.size(1);
-  RowCounts counts{.rows = {static_cast<std::int64_t>(local.labels.size())}, .weighted = local.has_weights};
+  RowCounts counts{.rows = {std::ssize(local.labels)}, .weighted = local.has_weights};
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   if (size == 1) {
     if (local.problem) throw ConfigError(*local.problem);
@@ -309,7 +309,7 @@ RankingPool gather_rows(Group& group, const LocalRows& local, const RowCounts& c
   for (const auto count : counts.rows) parts.push_back(count * counts.row_bytes);
   if (bytes.numel() > 0) group.all_gather_rows_async(bytes, own, parts).wait();
 
-  for (int rank = 0; rank < group.rank(); ++rank) pool.own_begin += pool.rows[static_cast<std::size_t>(rank)];
+  for (int rank = 0; rank < group.rank(); ++rank) pool.own_begin += pool.rows[rank];
   const auto element = static_cast<std::int64_t>(local.scores.element_size());
   at::Tensor scores = at::empty({pool.live, classes}, type);
   const auto live = static_cast<std::size_t>(pool.live);
@@ -367,7 +367,7 @@ RankingPool gather_some(Group& group, const LocalRows& local, const RowCounts& c
 RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& rows) {
   RankingPool some{.classes = pool.classes,
                    .scores = pool.scores.index_select(1, at::tensor(rows, at::kLong))};
-  some.live = static_cast<std::int64_t>(rows.size());
+  some.live = std::ssize(rows);
   for (const auto row : rows) {
     const auto at = static_cast<std::size_t>(row);
     some.labels.push_back(pool.labels[at]), some.iid.push_back(pool.iid[at]);

@@ -52,7 +52,7 @@ struct RankingPool {
   Group::Rows rows{};             // of each rank
   std::int64_t own_begin = 0;     // this rank's first
 
-  std::int64_t size() const { return static_cast<std::int64_t>(labels.size()); }
+  std::int64_t size() const { return std::ssize(labels); }
 };
 
 // The contents of all ranks' headers.

@@ -187,7 +187,7 @@ at::Tensor checked(const at::Tensor& values) {
 template <typename T>
 std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<T>& q,
                                 Interpolation interpolation) {
-  const auto count = static_cast<std::int64_t>(values.size());
+  const auto count = std::ssize(values);
   std::vector<QuantileRank> ranks;
   for (const T p : q) ranks.push_back(quantile_rank(p, count, interpolation));
   const auto wanted = distinct(ranks);
@@ -200,7 +200,7 @@ std::vector<T> select_quantiles(const std::vector<T>& values, const std::vector<
   place(few.data(), few.data(), few.data() + few.size(), sought.data(), sought.data() + sought.size());
   const auto at = [&](std::int64_t rank) {
     const auto place = std::lower_bound(wanted.begin(), wanted.end(), rank) - wanted.begin();
-    return few[static_cast<std::size_t>(sought[static_cast<std::size_t>(place)])];
+    return few[sought[place]];
   };
   std::vector<T> result;
   for (const auto& rank : ranks)

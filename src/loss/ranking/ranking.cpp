@@ -33,12 +33,12 @@ std::int64_t& forwards_made(at::Tensor& position) { return position.data_ptr<std
 
 // The `count` rows of `from` with the smallest random numbers, ascending.
 std::vector<std::int64_t> draw(std::vector<std::int64_t> from, std::int64_t count, const RandomKey& key) {
-  if (count < static_cast<std::int64_t>(from.size())) {
+  if (count < std::ssize(from)) {
     std::vector<std::pair<std::uint64_t, std::int64_t>> drawn;
     for (const auto row : from) drawn.emplace_back(random_bits(key, static_cast<std::uint64_t>(row)), row);
     std::nth_element(drawn.begin(), drawn.begin() + count, drawn.end());
     from.clear();
-    for (std::int64_t i = 0; i < count; ++i) from.push_back(drawn[static_cast<std::size_t>(i)].second);
+    for (std::int64_t i = 0; i < count; ++i) from.push_back(drawn[i].second);
   }
   std::sort(from.begin(), from.end());
   return from;
@@ -78,7 +78,7 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
   const auto take = [&](auto& to, const auto& from) {
     if (all_rows) return to.assign(std::begin(from), std::end(from));
     to.clear();
-    for (const auto row : chosen) to.push_back(from[static_cast<std::size_t>(row)]);
+    for (const auto row : chosen) to.push_back(from[row]);
   };
   ClassPool<T> view;
   std::vector<double> weights;
@@ -122,7 +122,7 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
         parts.push_back(classes * (rows + kSums));
         begin += rows;
       }
-      const std::int64_t own_rows = pool.rows[static_cast<std::size_t>(group.rank())];
+      const std::int64_t own_rows = pool.rows[group.rank()];
       at::Tensor received = at::empty({classes * (own_rows + kSums)}, type);
       group.reduce_scatter_async(received, at::cat(message), ReduceOp::kSum, parts).wait();
       by_class = received.narrow(0, 0, classes * own_rows).view({classes, own_rows});
@@ -149,7 +149,7 @@ Computed compute_by_selection(const RankingPool& own, std::int64_t rows, double 
   std::vector<ClassPool<T>> views(count);
   std::vector<std::vector<T>> references;
   for (std::int64_t c = 0; c < classes; ++c) {
-    ClassPool<T>& view = views[static_cast<std::size_t>(c)];
+    ClassPool<T>& view = views[c];
     const T* scores = own.scores.const_data_ptr<T>() + c * here;
     view.scores.assign(scores, scores + here);
     for (const auto label : own.labels) view.positive.push_back(label == (classes == 1 ? 1 : c));
@@ -271,7 +271,7 @@ at::Tensor reduced(const ClassValues& of, const at::Tensor& scores, const at::Te
 }
 
 RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const LocalRows& local) {
-  const auto count = static_cast<std::int64_t>(classes.size());
+  const auto count = std::ssize(classes);
   RankingDiagnostics made{.t_alpha = at::full({count}, kNaN, at::kDouble),
                           .t_beta = at::full({count}, kNaN, at::kDouble),
                           .tau_eff = at::full({count}, kNaN, at::kDouble),
@@ -281,7 +281,7 @@ RankingDiagnostics diagnostics_of(const std::vector<ClassResult>& classes, const
   auto* positives = made.grad_pos_count.data_ptr<std::int64_t>();
   for (const auto label : local.labels) positives[count == 1 ? 0 : label] += count == 1 ? label : 1;
   for (std::int64_t c = 0; c < count; ++c) {
-    const ClassResult& result = classes[static_cast<std::size_t>(c)];
+    const ClassResult& result = classes[c];
     if (!result.valid) continue;
     made.t_alpha.data_ptr<double>()[c] = result.t_alpha;
     made.t_beta.data_ptr<double>()[c] = result.t_beta;
@@ -301,14 +301,13 @@ RankingResult not_a_number(const at::Tensor& scores, const LocalRows& local, con
   const ClassValues values{.values = at::full({classes}, kNaN, type),
                            .valid = at::ones({classes}, at::kBool),  // NaN from above or not
                            .reduction = options.reduction};
-  RankingResult result{
-      .loss = {},
-      .per_class = values.values,
-      .valid = at::zeros({classes}, at::kBool),
-      .diagnostics = diagnostics_of(std::vector<ClassResult>(static_cast<std::size_t>(classes)), local)};
+  RankingResult result{.loss = {},
+                       .per_class = values.values,
+                       .valid = at::zeros({classes}, at::kBool),
+                       .diagnostics = diagnostics_of(std::vector<ClassResult>(classes), local)};
   if (differentiable) {
     at::Tensor gradient = at::zeros({scores.size(0), classes}, type);
-    if (static_cast<std::int64_t>(local.labels.size()) == scores.size(0))
+    if (std::ssize(local.labels) == scores.size(0))
       gradient.fill_(kNaN);
     else
       gradient.index_fill_(0, at::tensor(local.kept, at::kLong), kNaN);
@@ -387,7 +386,7 @@ RankingMetrics metrics_of(const RankingPool& pool, double quantile, double budge
   for (std::int64_t i = 0; i < metrics.rows;) {
     double tied = 0, hits = 0;
     for (const double level = score[at[i]]; i < metrics.rows && score[at[i]] == level; ++i, ++tied)
-      hits += static_cast<double>(pool.labels[static_cast<std::size_t>(at[i])]);
+      hits += static_cast<double>(pool.labels[at[i]]);
     metrics.average_precision += hits / positives * (found + hits) / (above + tied);
     metrics.recall_at_quantile += hits / positives * std::clamp((places - above) / tied, 0.0, 1.0);
     // A straight segment of the ROC curve, cut where the budget ends.
@@ -480,21 +479,20 @@ void RankingLoss::load_state(const State& state) {
 std::vector<std::int64_t> RankingLoss::subsample(const RankingPool& pool) const {
   const std::int64_t most = options_.max_pool_size;
   if (most == 0 || pool.size() <= most) return {};
-  std::vector<std::int64_t> all(static_cast<std::size_t>(pool.size()));
+  std::vector<std::int64_t> all(pool.size());
   std::iota(all.begin(), all.end(), 0);
   RandomKey key{.seed = options_.seed,
                 .step = static_cast<std::uint64_t>(position_[1].item<std::int64_t>()),
                 .layer = hash_name("ranking: quotas")};
   std::map<std::int64_t, std::vector<std::int64_t>> by_class;
-  for (const auto row : all) by_class[pool.labels[static_cast<std::size_t>(row)]].push_back(row);
-  const std::int64_t quota =
-      std::max<std::int64_t>(1, most / (2 * static_cast<std::int64_t>(by_class.size())));
+  for (const auto row : all) by_class[pool.labels[row]].push_back(row);
+  const std::int64_t quota = std::max<std::int64_t>(1, most / (2 * std::ssize(by_class)));
   std::vector<std::int64_t> chosen;
   for (auto& [label, rows] : by_class)
     for (const auto row : draw(rows, quota, key)) chosen.push_back(row);
   std::sort(chosen.begin(), chosen.end());
   key.layer = hash_name("ranking: the rest");
-  const std::int64_t left = most - static_cast<std::int64_t>(chosen.size());
+  const std::int64_t left = most - std::ssize(chosen);
   if (left <= 0) return draw(chosen, most, key);
   std::vector<std::int64_t> others;
   std::set_difference(all.begin(), all.end(), chosen.begin(), chosen.end(), std::back_inserter(others));
@@ -506,7 +504,7 @@ std::vector<std::int64_t> RankingLoss::subsample(const RankingPool& pool) const 
 // The rows of a batch of `live` rows over all ranks that the queue takes. More than fit: a draw favours
 // neither the last rows nor the last rank.
 std::vector<std::int64_t> RankingLoss::rows_for_queue(std::int64_t live) const {
-  std::vector<std::int64_t> rows(static_cast<std::size_t>(live));
+  std::vector<std::int64_t> rows(live);
   std::iota(rows.begin(), rows.end(), 0);
   return draw(std::move(rows), options_.queue_size,
               {.seed = options_.seed,
@@ -602,7 +600,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
   Computed computed;
   if (selects) {
     Group alone = Group::solo();
-    const std::int64_t own = static_cast<std::int64_t>(local.labels.size());
+    const std::int64_t own = std::ssize(local.labels);
     pool = gather_rows(alone, local, {{own}, counts.weighted, counts.row_bytes});
     if (group_.rank() == 0) append_queue(pool);  // on one rank: each row counts once
     const std::int64_t rows = counts.total() + queue_rows();
@@ -641,7 +639,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
   at::Tensor values = at::zeros({classes}, at::kDouble), per_class = at::full({classes}, kNaN, at::kDouble);
   at::Tensor valid = at::zeros({classes}, at::kBool);
   for (std::int64_t c = 0; c < classes; ++c) {
-    const ClassResult& of = computed.classes[static_cast<std::size_t>(c)];
+    const ClassResult& of = computed.classes[c];
     valid.data_ptr<bool>()[c] = of.valid;
     if (of.valid) values.data_ptr<double>()[c] = per_class.data_ptr<double>()[c] = 1 - of.value;
   }
@@ -657,7 +655,7 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
     result.loss = reduced(of);
     return result;
   }
-  const auto own = static_cast<std::int64_t>(local.labels.size());
+  const auto own = std::ssize(local.labels);
   at::Tensor gradient = computed.gradient;
   if (!computed.own_only) gradient = gradient.narrow(0, pool.own_begin, own);
   if (options_.grad_reduction == GradReduction::kMean) gradient = gradient * group_.size();
