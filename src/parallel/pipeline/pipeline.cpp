@@ -15,6 +15,7 @@
 #include "base/refuse.hpp"
 #include "comm/autograd.hpp"
 #include "isograd/error.hpp"
+#include "layout/flat.hpp"
 
 namespace isograd {
 namespace {
@@ -28,7 +29,7 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Of a type that autograd knows; others go between stages without a gradient.
+// Autograd knows these types; tensors of others go between stages without a gradient.
 bool has_gradients(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
@@ -56,16 +57,14 @@ at::Tensor empty_header() { return at::empty({kHeaderNumbers}, at::kLong); }
 Header& header_in(const at::Tensor& numbers) { return *static_cast<Header*>(numbers.mutable_data_ptr()); }
 
 std::int64_t digest_of(const PipelineTable& table) {
-  std::uint64_t sum = 0xcbf29ce484222325;  // FNV-1a
-  const auto add = [&](int number) { sum = (sum ^ static_cast<std::uint32_t>(number)) * 0x100000001b3; };
-  add(table.stages), add(table.micro_batches);
-  for (const int rank : table.rank_of_stage) add(rank);
+  std::vector<int> numbers{table.stages, table.micro_batches};
+  numbers.insert(numbers.end(), table.rank_of_stage.begin(), table.rank_of_stage.end());
   for (const auto& actions : table.ranks) {
-    add(static_cast<int>(actions.size()));
-    for (const auto& [kind, stage, micro_batch] : actions)
-      add(static_cast<int>(kind)), add(stage), add(micro_batch);
+    numbers.push_back(static_cast<int>(actions.size()));
+    for (const auto& [kind, stage, i] : actions)
+      numbers.insert(numbers.end(), {static_cast<int>(kind), stage, i});
   }
-  return static_cast<std::int64_t>(sum >> 1);
+  return hash_of(numbers.data(), numbers.size() * sizeof(int));
 }
 
 std::string text_of(at::IntArrayRef sizes) {
@@ -117,7 +116,7 @@ void check_exchanged(bool received, bool passed_on, int stage, int stages, std::
   if (stage + 1 < stages && !passed_on) refuse_forward("pass_on()", stage + 1);
 }
 
-// What a rank sends to other stages. A message from ordinary memory flows through a ring that its sender must
+// The messages of a rank to other stages. One from ordinary memory flows through a ring that its sender must
 // fill, and a sender that computes the next action does not. So messages are copied into slots of shared
 // memory, which the receiver reads by itself (src/comm/shm/README.md). The slots are as many and as large as
 // the steps before needed; a message without a slot goes from its own memory.
@@ -214,13 +213,13 @@ struct Pipeline::Impl {
   // were given up. A period is a run(), or the time until the next one.
   std::int64_t id = 0, period = 0;
 
-  // Of the last run: how many micro-batches, and when each action of this rank computed, by a clock that the
-  // ranks of a host share.
+  // The last run: its micro-batches, and when each action of this rank computed, by a clock that the ranks of
+  // a host share.
   std::size_t measured_micro_batches = 0;
   std::vector<PipelineTimeline::Span> measured{};
   PipelineTimeline::Span* now = nullptr;  // of the action that runs
 
-  // What was passed on by this rank to itself, or has come before another tensor that was waited for.
+  // Tensors that this rank has passed on to itself, or that came before another one that was waited for.
   std::multimap<Address, at::Tensor> here{};
   Outbox outbox{ranks};
   // Gradients by stage and micro-batch: of what a stage was given, to be sent back, and of what it has passed
@@ -233,182 +232,177 @@ struct Pipeline::Impl {
   Open owed{}, awaited{};
   bool received = false, passed_on = false;  // by the forward that runs, with gradients enabled
 
-  const PipelineTable& table_for(std::size_t micro_batches);
-  std::size_t part_of(int of_stage) const {
-    return static_cast<std::size_t>(std::lower_bound(own.begin(), own.end(), of_stage) - own.begin());
-  }
-  void post(const at::Tensor& tensor, const Address& address);
-  // `like`: of a gradient, which comes where the output was.
-  at::Tensor take(const Address& address, int from_stage, const Like* like = nullptr);
-  void take_next(int from, const Address& wanted, const Like* like);
-  void give_back(int of_stage, std::int64_t i, const at::Tensor& gradient);
-  at::Tensor take_gradient(int of_stage, std::int64_t i);
-  void close(int of_stage, std::int64_t i);
-  void check_first(bool before, const char* call) const;
-  int turn() const;
-  void run(std::size_t micro_batches, const PipelineWork& work);
-  void compute(const PipelineWork& work, Kind kind, bool last);
-};
-
-void Pipeline::Impl::post(const at::Tensor& tensor, const Address& address) {
-  const int to = rank_of_stage.at(static_cast<std::size_t>(address.stage));
-  const at::Tensor values = tensor.detach().contiguous();
-  if (to == ranks.rank()) {
-    here.emplace(address, values);
-    return;
-  }
-  if (values.dim() > kMostDims)
-    refuse("what a stage passes on", fmt::format("{} dimensions", values.dim()),
-           fmt::format("at most {}", kMostDims), "Flatten some of them");
-  const at::Tensor numbers = empty_header();
-  Header& header = header_in(numbers);
-  header = {.pipeline = id,
-            .period = period,
-            .stage = address.stage,
-            .way = address.way,
-            .micro_batch = address.micro_batch,
-            .type = static_cast<std::int64_t>(values.scalar_type()),
-            .dims = values.dim(),
-            .sizes = {}};
-  std::ranges::copy(values.sizes(), header.sizes);
-  outbox.send(numbers, to);
-  outbox.send(values, to);
-}
-
-at::Tensor Pipeline::Impl::take(const Address& address, int from_stage, const Like* like) {
-  const int from = rank_of_stage.at(static_cast<std::size_t>(from_stage));
-  auto found = here.lower_bound(address);
-  const auto is_here = [&] { return found != here.end() && found->first == address; };
-  const bool waits = !is_here();
-  while (!is_here()) {
-    ISOGRAD_INVARIANT(from != ranks.rank(),
-                      fmt::format("stage {} before stage {} on one rank", address.stage, from_stage));
-    take_next(from, address, like);
-    found = here.lower_bound(address);
-  }
-  at::Tensor values = std::move(found->second);
-  here.erase(found);
-  if (like) values = values.to(like->options.device());  // it is there, unless it came before its turn
-  if (now && waits) now->begin = seconds();
-  return values;
-}
-
-// The next of what that rank has sent, whatever it is.
-void Pipeline::Impl::take_next(int from, const Address& wanted, const Like* like) {
-  const at::Tensor numbers = empty_header();
-  ranks.recv(numbers, from);
-  const Header& header = header_in(numbers);
-  const bool is_own = header.pipeline == id;
-  if (is_own && header.period > period)
-    throw PeerError({.where = fmt::format("stage {} of a pipeline", wanted.stage),
-                     .found = fmt::format("a message of a later step, from rank {} along pp", from),
-                     .expected = "all ranks in the same step",
-                     .action = "Give a step up on all ranks in the same micro-batch, or on none"});
-  at::TensorOptions type(static_cast<at::ScalarType>(header.type));
-  if (like && header.address() == wanted) type = type.device(like->options.device());
-  const at::Tensor values = at::empty(header.shape(), type);
-  ranks.recv(values, from);
-  if (is_own && header.period == period) here.emplace(header.address(), values);
-}
-
-// The gradient of what stage `of_stage` was given, once.
-void Pipeline::Impl::give_back(int of_stage, std::int64_t i, const at::Tensor& gradient) {
-  const auto found = owed.find({of_stage, i});
-  if (found == owed.end()) return;
-  const Like& like = found->second;
-  post(gradient.defined() ? gradient : at::zeros(like.sizes, like.options), {of_stage - 1, kGradients, i});
-  owed.erase(found);
-}
-
-// Of what it has passed on, once.
-at::Tensor Pipeline::Impl::take_gradient(int of_stage, std::int64_t i) {
-  const auto found = awaited.find({of_stage, i});
-  ISOGRAD_INVARIANT(found != awaited.end(), fmt::format("a gradient of stage {} taken twice", of_stage));
-  const Like like = found->second;
-  awaited.erase(found);
-  return take({of_stage, kGradients, i}, of_stage + 1, &like);
-}
-
-// What a backward has left open: all ranks send and take as many gradients as outputs, whatever their losses.
-void Pipeline::Impl::close(int of_stage, std::int64_t i) {
-  now = nullptr;
-  if (awaited.contains({of_stage, i})) take_gradient(of_stage, i);
-  give_back(of_stage, i, at::Tensor());
-}
-
-int Pipeline::Impl::turn() const {
-  if (!running && !looked_at && own.size() != 1)
-    refuse("a stage of a pipeline",
-           fmt::format("a forward outside of a step, of a rank with {} stages", own.size()),
-           "the schedule of a step, which says whose turn it is",
-           "Make the forward within a step, or say look_at() before each");
-  return stage;
-}
-
-const PipelineTable& Pipeline::Impl::table_for(std::size_t micro_batches) {
-  if (options.table) {
-    const auto wanted = static_cast<std::size_t>(options.table->micro_batches);
-    if (micro_batches != wanted)
-      refuse(fmt::format("the schedule '{}'", options.table->name),
-             fmt::format("{} micro-batches in the step", micro_batches), std::to_string(wanted),
-             "Cut the step into as many, or make a table for these");
-    return *options.table;
-  }
-  const auto known = tables.find(micro_batches);
-  if (known != tables.end()) return known->second;
-  return tables
-      .emplace(micro_batches, make_pipeline(options.schedule, ranks.size(), options.stages_of_rank,
-                                            static_cast<int>(micro_batches)))
-      .first->second;
-}
-
-// Of the stage and the micro-batch whose turn it is.
-void Pipeline::Impl::compute(const PipelineWork& work, Kind kind, bool last) {
-  const std::size_t part = part_of(stage), i = static_cast<std::size_t>(micro_batch);
-  if (kind == Kind::kForward) return work.forward(i, part);
-  if (kind == Kind::kBackward) return work.backward(i, last, part);
-  ISOGRAD_INVARIANT(work.inputs && work.weights, "a table with halves of backwards, and work without");
-  if (kind == Kind::kBackwardInputs) return work.inputs(i, part);
-  work.weights(i, last, part);
-}
-
-void Pipeline::Impl::run(std::size_t micro_batches, const PipelineWork& work) {
-  if (micro_batches == 0) return;
-  const auto& actions = table_for(micro_batches).ranks.at(static_cast<std::size_t>(ranks.rank()));
-  const auto gives_weights = [](const PipelineAction& one) {  // their gradients
-    return one.kind == Kind::kBackward || one.kind == Kind::kBackwardWeights;
-  };
-  auto left = std::count_if(actions.begin(), actions.end(), gives_weights);
-  here.clear(), owed.clear(), awaited.clear();
-  struct Running {
-    Impl& of;
-    ~Running() {
-      of.running = false, of.now = nullptr, of.micro_batch = kOutsideOfSteps;
-      of.here.clear(), ++of.period;
+  void post(const at::Tensor& tensor, const Address& address) {
+    const int to = rank_of_stage.at(static_cast<std::size_t>(address.stage));
+    const at::Tensor values = tensor.detach().contiguous();
+    if (to == ranks.rank()) {
+      here.emplace(address, values);
+      return;
     }
-  } const until_the_end{*this};
-  running = true, looked_at = false, ++period;
-  measured_micro_batches = micro_batches;
-  measured.assign(actions.size(), {});
-  for (std::size_t place = 0; place < actions.size(); ++place) {
-    const PipelineAction& action = actions[place];
-    if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
-    stage = action.stage;
-    micro_batch = action.micro_batch;
-    received = passed_on = false;
-    now = &measured[place];
-    now->begin = seconds();
-    compute(work, action.kind, gives_weights(action) && --left == 0);
-    measured[place].end = seconds();
-    if (action.kind == Kind::kForward)
-      check_exchanged(received, passed_on, stage, stages, micro_batch);
-    else if (action.kind != Kind::kBackwardWeights)
-      close(stage, micro_batch);
-    now = nullptr;
+    if (values.dim() > kMostDims)
+      refuse("what a stage passes on", fmt::format("{} dimensions", values.dim()),
+             fmt::format("at most {}", kMostDims), "Flatten some of them");
+    const at::Tensor numbers = empty_header();
+    Header& header = header_in(numbers);
+    header = {.pipeline = id,
+              .period = period,
+              .stage = address.stage,
+              .way = address.way,
+              .micro_batch = address.micro_batch,
+              .type = static_cast<std::int64_t>(values.scalar_type()),
+              .dims = values.dim(),
+              .sizes = {}};
+    std::ranges::copy(values.sizes(), header.sizes);
+    outbox.send(numbers, to);
+    outbox.send(values, to);
   }
-  outbox.wait();
-  if (ranks.size() > 1) outbox.grow();
-}
+
+  // `like`: of a gradient, which comes where the output was.
+  at::Tensor take(const Address& address, int from_stage, const Like* like = nullptr) {
+    const int from = rank_of_stage.at(static_cast<std::size_t>(from_stage));
+    auto found = here.lower_bound(address);
+    const auto is_here = [&] { return found != here.end() && found->first == address; };
+    const bool waits = !is_here();
+    while (!is_here()) {
+      ISOGRAD_INVARIANT(from != ranks.rank(),
+                        fmt::format("stage {} before stage {} on one rank", address.stage, from_stage));
+      take_next(from, address, like);
+      found = here.lower_bound(address);
+    }
+    at::Tensor values = std::move(found->second);
+    here.erase(found);
+    if (like) values = values.to(like->options.device());  // it is there, unless it came before its turn
+    if (now && waits) now->begin = seconds();
+    return values;
+  }
+
+  // The next of what that rank has sent, whatever it is.
+  void take_next(int from, const Address& wanted, const Like* like) {
+    const at::Tensor numbers = empty_header();
+    ranks.recv(numbers, from);
+    const Header& header = header_in(numbers);
+    const bool is_own = header.pipeline == id;
+    if (is_own && header.period > period)
+      throw PeerError({.where = fmt::format("stage {} of a pipeline", wanted.stage),
+                       .found = fmt::format("a message of a later step, from rank {} along pp", from),
+                       .expected = "all ranks in the same step",
+                       .action = "Give a step up on all ranks in the same micro-batch, or on none"});
+    at::TensorOptions type(static_cast<at::ScalarType>(header.type));
+    if (like && header.address() == wanted) type = type.device(like->options.device());
+    const at::Tensor values = at::empty(header.shape(), type);
+    ranks.recv(values, from);
+    if (is_own && header.period == period) here.emplace(header.address(), values);
+  }
+
+  // The gradient of what stage `of_stage` was given, once.
+  void give_back(int of_stage, std::int64_t i, const at::Tensor& gradient) {
+    const auto found = owed.find({of_stage, i});
+    if (found == owed.end()) return;
+    const Like& like = found->second;
+    post(gradient.defined() ? gradient : at::zeros(like.sizes, like.options), {of_stage - 1, kGradients, i});
+    owed.erase(found);
+  }
+
+  // The gradient of what that stage has passed on, once.
+  at::Tensor take_gradient(int of_stage, std::int64_t i) {
+    const auto found = awaited.find({of_stage, i});
+    ISOGRAD_INVARIANT(found != awaited.end(), fmt::format("a gradient of stage {} taken twice", of_stage));
+    const Like like = found->second;
+    awaited.erase(found);
+    return take({of_stage, kGradients, i}, of_stage + 1, &like);
+  }
+
+  // Ends what a backward has left open: all ranks send and take as many gradients as outputs, whatever their
+  // losses.
+  void close(int of_stage, std::int64_t i) {
+    now = nullptr;
+    if (awaited.contains({of_stage, i})) take_gradient(of_stage, i);
+    give_back(of_stage, i, at::Tensor());
+  }
+
+  int turn() const {
+    if (!running && !looked_at && own.size() != 1)
+      refuse("a stage of a pipeline",
+             fmt::format("a forward outside of a step, of a rank with {} stages", own.size()),
+             "the schedule of a step, which says whose turn it is",
+             "Make the forward within a step, or say look_at() before each");
+    return stage;
+  }
+
+  // Within a step a second call would wait for a tensor that nobody sends.
+  void check_first(bool before, const char* call) const {
+    if (!running || !before) return;
+    refuse(fmt::format("stage {} of a pipeline", stage),
+           fmt::format("a second call of {} in the forward of micro-batch {}", call, micro_batch), "one",
+           "Pass one tensor on from stage to stage, and take it once");
+  }
+
+  const PipelineTable& table_for(std::size_t micro_batches) {
+    if (options.table) {
+      const auto wanted = static_cast<std::size_t>(options.table->micro_batches);
+      if (micro_batches != wanted)
+        refuse(fmt::format("the schedule '{}'", options.table->name),
+               fmt::format("{} micro-batches in the step", micro_batches), std::to_string(wanted),
+               "Cut the step into as many, or make a table for these");
+      return *options.table;
+    }
+    const auto known = tables.find(micro_batches);
+    if (known != tables.end()) return known->second;
+    return tables
+        .emplace(micro_batches, make_pipeline(options.schedule, ranks.size(), options.stages_of_rank,
+                                              static_cast<int>(micro_batches)))
+        .first->second;
+  }
+
+  // Works on the stage and the micro-batch whose turn it is.
+  void compute(const PipelineWork& work, Kind kind, bool last) {
+    const auto part = static_cast<std::size_t>(std::ranges::lower_bound(own, stage) - own.begin());
+    const auto i = static_cast<std::size_t>(micro_batch);
+    if (kind == Kind::kForward) return work.forward(i, part);
+    if (kind == Kind::kBackward) return work.backward(i, last, part);
+    ISOGRAD_INVARIANT(work.inputs && work.weights, "a table with halves of backwards, and work without");
+    if (kind == Kind::kBackwardInputs) return work.inputs(i, part);
+    work.weights(i, last, part);
+  }
+
+  void run(std::size_t micro_batches, const PipelineWork& work) {
+    if (micro_batches == 0) return;
+    const auto& actions = table_for(micro_batches).ranks.at(static_cast<std::size_t>(ranks.rank()));
+    const auto gives_weights = [](const PipelineAction& one) {  // their gradients
+      return one.kind == Kind::kBackward || one.kind == Kind::kBackwardWeights;
+    };
+    auto left = std::count_if(actions.begin(), actions.end(), gives_weights);
+    here.clear(), owed.clear(), awaited.clear();
+    struct Running {
+      Impl& of;
+      ~Running() {
+        of.running = false, of.now = nullptr, of.micro_batch = kOutsideOfSteps;
+        of.here.clear(), ++of.period;
+      }
+    } const until_the_end{*this};
+    running = true, looked_at = false, ++period;
+    measured_micro_batches = micro_batches;
+    measured.assign(actions.size(), {});
+    for (std::size_t place = 0; place < actions.size(); ++place) {
+      const PipelineAction& action = actions[place];
+      if (action.is_transfer()) continue;  // a receive waits, a send does not: their places say nothing more
+      stage = action.stage;
+      micro_batch = action.micro_batch;
+      received = passed_on = false;
+      now = &measured[place];
+      now->begin = seconds();
+      compute(work, action.kind, gives_weights(action) && --left == 0);
+      measured[place].end = seconds();
+      if (action.kind == Kind::kForward)
+        check_exchanged(received, passed_on, stage, stages, micro_batch);
+      else if (action.kind != Kind::kBackwardWeights)
+        close(stage, micro_batch);
+      now = nullptr;
+    }
+    outbox.wait();
+    if (ranks.size() > 1) outbox.grow();
+  }
+};
 
 Pipeline::Pipeline(const Mesh& mesh, PipelineOptions options)
     : impl_(std::make_shared<Impl>(
@@ -452,14 +446,6 @@ void Pipeline::look_at(int stage) {
            fmt::format("one of this rank's, {}", fmt::join(impl_->own, ", ")), "Ask own_stages()");
   impl_->stage = stage;
   impl_->looked_at = true;
-}
-
-// Within a step a second call would wait for a tensor that nobody sends.
-void Pipeline::Impl::check_first(bool before, const char* call) const {
-  if (!running || !before) return;
-  refuse(fmt::format("stage {} of a pipeline", stage),
-         fmt::format("a second call of {} in the forward of micro-batch {}", call, micro_batch), "one",
-         "Pass one tensor on from stage to stage, and take it once");
 }
 
 at::Tensor Pipeline::receive(at::IntArrayRef sizes) {

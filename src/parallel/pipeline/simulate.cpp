@@ -149,8 +149,8 @@ class Completeness {
   bool transfers_ = false;
 };
 
-// What one rank makes and another, or itself, waits for. With transfers in the table what is waited for is
-// what was sent, otherwise what was computed.
+// Plays the actions in order: a rank waits for what another, or itself, makes. With transfers in the table
+// what is waited for is what was sent, otherwise what was computed.
 class Play {
  public:
   Play(const PipelineTable& table, const PipelineTimes& times, bool has_transfers, double between_halves)
@@ -202,8 +202,8 @@ class Play {
     PipelineAction made_by;
     double transfer;
   };
-  // What the next action of a rank needs that another action makes, if any; what it needs of its own rank has
-  // been checked before.
+  // The next action of a rank may need what another action makes; what it needs of its own rank has been
+  // checked before.
   std::optional<Need> need_of(int rank) const {
     const auto& [kind, stage, i] = action_of(rank);
     const bool last = stage + 1 == table_.stages;
@@ -257,7 +257,7 @@ class Play {
     return true;
   }
 
-  // What the rank keeps when an action is done.
+  // Counts what the rank keeps when an action is done.
   void keep(std::size_t rank, Kind kind) {
     int &whole = whole_[rank], &halved = halved_[rank];
     if (kind == Kind::kForward) ++whole;

@@ -78,9 +78,9 @@ class Halves {
     return found->second;
   }
 
-  // What is below a node that must not run in both halves: so it runs in the first. Among these is the node
-  // of what came from another rank, with nothing but the anchor below it; a graph without one ends at what
-  // was computed first.
+  // The nodes below one that must not run in both halves, which therefore runs in the first. Among these is
+  // the node of what came from another rank, with nothing but the anchor below it; a graph without one ends
+  // at what was computed first.
   std::vector<std::size_t> ends() const {
     std::vector<std::size_t> result;
     bool from_elsewhere = false;

@@ -8,7 +8,7 @@
 
 namespace isograd {
 
-// What the first half leaves over, and what it needs: gradients that have come as far as the parameters'
+// The second half, and what it needs: gradients that have come as far as the parameters'
 // nodes, and what these nodes have saved. All else that the forward kept is free already.
 class WeightsBackward {
  public:

@@ -55,7 +55,7 @@ std::string label_of(const PipelineAction& action) {
   return fmt::format("{}{}", look_of(action).letters, action.micro_batch);
 }
 
-// What each rank computes in each of its stages, ascending.
+// The computing actions of each rank by stage, ascending.
 using Computed = std::vector<std::pair<PipelineAction, PipelineTimeline::Span>>;
 std::vector<std::map<int, Computed>> by_stage(const PipelineTable& table, const PipelineTimeline& timeline) {
   std::vector<std::map<int, Computed>> ranks(table.ranks.size());
@@ -97,7 +97,7 @@ PipelineTable pipeline_from_json(const std::string& text, const std::string& whe
   const auto& document = parsed.value;
   const std::vector<std::string> keys = {"name", "stages", "micro_batches", "ranks"};
   for (const auto& [key, value] : document.items())
-    if (std::find(keys.begin(), keys.end(), key) == keys.end())
+    if (std::ranges::find(keys, key) == keys.end())
       bad(fmt::format("a key '{}'", key), fmt::format("{}", fmt::join(keys, ", ")));
   if (const auto name = document.find("name"); name != document.end()) {
     if (!name->is_string()) bad("a name that is no text", "a text");
