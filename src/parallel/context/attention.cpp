@@ -89,7 +89,7 @@ at::Tensor from_tokens(Group& ulysses, const Group::Rows& rows, const at::Tensor
   return spread(ulysses, rows, by_rank(gradient, ulysses.size()));
 }
 
-// What one call needs, kept for its backward.
+// The data of one call, kept for its backward.
 struct Call final : torch::CustomClassHolder {
   Call(Group ring_, Group ulysses_) : ring(std::move(ring_)), ulysses(std::move(ulysses_)) {}
   Group ring, ulysses;
@@ -187,7 +187,7 @@ struct ContextAttention::Impl {
   std::shared_ptr<const ContextCut> cut;  // whose plan is kept
   c10::intrusive_ptr<Call> call;
 
-  // What this rank sees by itself.
+  // Checks that need no other rank.
   void check_own(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
     if (!batch.cut)
       refuse_attention(
@@ -202,7 +202,7 @@ struct ContextAttention::Impl {
     check_shapes(given, q, k, v);
   }
 
-  // What a rank refuses is told as well, so that nobody waits for that rank.
+  // A rank tells the others that it refuses, so that nobody waits for it.
   void check_agreement(const ContextCut* own, const at::Tensor& q, const at::Tensor& k) {
     std::vector<std::int64_t> mine(6);
     if (own)

@@ -16,14 +16,15 @@ namespace {
 
 using Pieces = std::vector<Piece>;
 
+const char* const kCutting = "cutting a batch over context ranks";
+
 void check(const std::vector<std::int64_t>& cu_seqlens, const CutOptions& options) {
-  const std::string where = "cutting a batch over context ranks";
   if (cu_seqlens.empty() || cu_seqlens.front() != 0 || !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
-    refuse(where, fmt::format("cu_seqlens [{}]", fmt::join(cu_seqlens, ", ")),
+    refuse(kCutting, fmt::format("cu_seqlens [{}]", fmt::join(cu_seqlens, ", ")),
            "numbers that ascend from 0 to the number of tokens", "Change Batch::cu_seqlens");
   if (options.ring < 1 || options.ulysses < 1 || options.pad_to_multiple < 0 || options.token_cost < 0 ||
       options.most_tokens < 0)
-    refuse(where,
+    refuse(kCutting,
            fmt::format("cp_ring {}, cp_ulysses {}, pad_to_multiple {}, token_cost {}, most_tokens {}",
                        options.ring, options.ulysses, options.pad_to_multiple, options.token_cost,
                        options.most_tokens),
@@ -155,23 +156,29 @@ void split(const Pieces& pieces, int parts, std::vector<Pieces>& to) {
   for (Pieces& part : by_part) to.push_back(std::move(part));
 }
 
-// Of what ranks really get, padding included.
+// The first rank with the most tokens.
+int fullest_rank(const ContextCut& cut) {
+  int fullest = 0;
+  for (int rank = 0; rank < static_cast<int>(cut.pieces.size()); ++rank)
+    if (cut.tokens_of(rank) > cut.tokens_of(fullest)) fullest = rank;
+  return fullest;
+}
+
+// Checks the tokens that ranks really get, padding included.
 void check_memory(const ContextCut& cut, const CutOptions& options) {
   const std::int64_t most = options.most_tokens, unit = options.pad_to_multiple;
-  std::size_t worst = 0;
-  const auto held = [&](std::size_t rank) { return cut.tokens_of(static_cast<int>(rank)); };
-  for (std::size_t r = 0; r < cut.pieces.size(); ++r)
-    if (held(r) > held(worst)) worst = r;
-  if (most == 0 || held(worst) <= most) return;
+  const int worst = fullest_rank(cut);
+  const std::int64_t held = cut.tokens_of(worst);
+  if (most == 0 || held <= most) return;
   std::int64_t longest = 0, padding = 0;
   const auto documents = static_cast<std::int64_t>(cut.cu_seqlens.size()) - 1;
   for (std::int64_t d = 0; d < documents; ++d)
     if (cut.document_length(d) > cut.document_length(longest)) longest = d;
-  for (const Piece& piece : cut.pieces[worst])
+  for (const Piece& piece : cut.pieces[static_cast<std::size_t>(worst)])
     if (piece.document >= documents) padding += piece.length;
   const std::int64_t total = cut.cu_seqlens.back(), usable = unit > 0 ? most / unit * unit : most;
-  refuse("cutting a batch over context ranks",
-         fmt::format("{} tokens on one of {} ranks{}{}", held(worst), cut.pieces.size(),
+  refuse(kCutting,
+         fmt::format("{} tokens on one of {} ranks{}{}", held, cut.pieces.size(),
                      padding > 0 ? fmt::format(", {} of them padding", padding) : "",
                      total > 0 ? fmt::format("; the longest document, {}, has {} of {}", longest,
                                              cut.document_length(longest), total)
@@ -193,11 +200,8 @@ ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutO
     if (cu_seqlens[d] == cu_seqlens[d + 1])
       cut.pieces.front().push_back({static_cast<std::int64_t>(d), 0, 0});
   if (options.pad_to_multiple > 0) {
-    std::int64_t most = 0;
-    for (std::size_t r = 0; r < cut.pieces.size(); ++r)
-      most = std::max(most, cut.tokens_of(static_cast<int>(r)));
-    const std::int64_t unit = options.pad_to_multiple;
-    most = std::max<std::int64_t>(1, (most + unit - 1) / unit) * unit;
+    const std::int64_t unit = options.pad_to_multiple, longest = cut.tokens_of(fullest_rank(cut));
+    const std::int64_t most = std::max<std::int64_t>(1, (longest + unit - 1) / unit) * unit;
     for (std::size_t r = 0; r < cut.pieces.size(); ++r)
       if (const std::int64_t missing = most - cut.tokens_of(static_cast<int>(r)); missing > 0)
         cut.pieces[r].push_back({static_cast<std::int64_t>(cu_seqlens.size() - 1 + r), 0, missing});
@@ -207,15 +211,14 @@ ContextCut cut_documents(const std::vector<std::int64_t>& cu_seqlens, const CutO
 }
 
 Batch cut_batch(const Batch& whole, const ContextCut& cut, int rank) {
-  const std::string where = "cutting a batch over context ranks";
   const std::int64_t total = whole.num_tokens();
-  if (whole.cut) refuse(where, "a batch that is a part already", "a whole batch", "Cut it once");
+  if (whole.cut) refuse(kCutting, "a batch that is a part already", "a whole batch", "Cut it once");
   if (!whole.inputs.empty())
-    refuse(where, "a batch with inputs, which belong to whole samples", "tokens",
+    refuse(kCutting, "a batch with inputs, which belong to whole samples", "tokens",
            "Assign such samples whole (data parallelism)");
   if (whole.cu_seqlens != cut.cu_seqlens || whole.tokens.numel() != total || whole.targets.numel() != total ||
       whole.positions.numel() != total || (whole.weights.defined() && whole.weights.numel() != total))
-    refuse(where,
+    refuse(kCutting,
            fmt::format("{} tokens, {} targets, {} positions, cu_seqlens ending at {}", whole.tokens.numel(),
                        whole.targets.numel(), whole.positions.numel(), total),
            fmt::format("as many of each as cu_seqlens say, and the cut's cu_seqlens, which end at {}",

@@ -17,7 +17,7 @@ struct RowCopy {
 };
 std::int64_t num_rows(const std::vector<RowCopy>& copies);
 
-// What one rank of a ring does with one batch: plain data, known to every rank without asking. At hop h a
+// The work of one rank of a ring on one batch: plain data, known to every rank without asking. At hop h a
 // rank computes with the block of the rank h places to its left, h = 0 being its own.
 struct RingPlan {
   struct Hop {
