@@ -1,9 +1,9 @@
 // A dump of a step as files: written under another name and renamed, read as hostile.
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <map>
 #include <set>
@@ -28,6 +28,12 @@ constexpr const char* kStep = "step.json";
 constexpr const char* kGradients = "gradients.safetensors";
 constexpr const char* kApplied = "applied.safetensors";
 constexpr const char* kPeers = "peers.safetensors";
+
+constexpr std::pair<const char*, double StepDump::RankView::*> kNumbersOfRank[] = {
+    {"spread", &StepDump::RankView::spread},
+    {"owned_norm", &StepDump::RankView::owned_norm},
+    {"norm", &StepDump::RankView::norm},
+    {"bytes_moved", &StepDump::RankView::bytes_moved}};
 
 std::string share_file(std::size_t rank, std::size_t micro_batch) {
   return fmt::format("share-{}-{}.safetensors", rank, micro_batch);
@@ -66,11 +72,8 @@ json describe(const StepDump& dump) {
   for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
     const StepDump::RankView& rank = dump.ranks[r];
     json view = json::object();
-    for (const auto& [key, value] : {std::pair{"spread", rank.spread},
-                                     {"owned_norm", rank.owned_norm},
-                                     {"norm", rank.norm},
-                                     {"bytes_moved", rank.bytes_moved}})
-      if (recorded(fmt::format("ranks.{}.{}", r, key), value)) view[key] = number(value);
+    for (const auto& [key, of] : kNumbersOfRank)
+      if (recorded(fmt::format("ranks.{}.{}", r, key), rank.*of)) view[key] = number(rank.*of);
     for (const auto hash : rank.initial) view["initial"].push_back(fmt::format("{:016x}", hash));
     for (const auto hash : rank.gradients) view["gradients"].push_back(fmt::format("{:016x}", hash));
     object["ranks"].push_back(std::move(view));
@@ -81,20 +84,9 @@ json describe(const StepDump& dump) {
   return object;
 }
 
-// Files that cannot be written: what the operating system said, as an error of the input.
-template <typename Action>
-void on_disk(const fs::path& path, Action&& action) {
-  try {
-    action();
-  } catch (const fs::filesystem_error& error) {
-    refuse(path.string(), error.code().message(), "a place that a dump can be written to",
-           "Choose another folder");
-  }
-}
-
 constexpr std::uintmax_t kMostJson = 256 << 20;
 constexpr std::int64_t kMostInteger = std::int64_t{1} << 53;
-constexpr std::size_t kMostRanks = 1 << 20;
+constexpr std::int64_t kMostRanks = 1 << 20;
 
 [[noreturn]] void refuse_dump(const std::string& where, const std::string& found,
                               const std::string& expected) {
@@ -124,76 +116,60 @@ class StepReader {
     if (integer("version", 0) != kVersion)
       bad("version", show(object_["version"]), fmt::format("{}, the version that is read here", kVersion));
     StepDump dump;
-    const auto note = [&](const std::string& key, const json* recorded) {
-      if (!recorded) return std::numeric_limits<double>::quiet_NaN();
-      const double value = real(key, *recorded);
-      if (std::isnan(value)) dump.not_numbers.push_back(key);
-      return value;
-    };
-    const auto positive = [&](const char* key) {
-      const double value = note(key, find(key));
-      if (value < 0) bad(key, show(object_[key]), "0 or more");
-      return value;
-    };
-    const auto numbers = [&](const char* key, const char* expected, auto& into) {
-      if (const json* value = find(key, &json::is_object, expected))
-        for (const auto& [name, number] : value->items())
-          into.emplace_back(name, note(fmt::format("{}.{}", key, name), &number));
-    };
-    dump.figures = {.loss = note("loss", find("loss")),
+    dump.figures = {.loss = number("loss", find("loss"), true),
                     .targets = integer("targets", kNotRecorded),
                     .tokens = integer("tokens", kNotRecorded),
-                    .norm = positive("norm"),
-                    .clip_coefficient = positive("clip_coefficient")};
-    if (const auto* value = entries("samples", &json::is_array, "a list of whole numbers"))
-      dump.samples = integers("samples", *value, -kMostInteger);
+                    .norm = number("norm", find("norm")),
+                    .clip_coefficient = number("clip_coefficient", find("clip_coefficient"))};
+    dump.samples =
+        integers("samples", entries("samples", &json::is_array, "a list of whole numbers"), -kMostInteger);
     std::ranges::sort(dump.samples);
-    if (const auto* value =
-            entries("counts", &json::is_array, "for each rank a list of its micro-batches' targets"))
-      for (const auto& rank : *value) dump.counts.push_back(integers("counts", rank, 0));
-    if (const auto* value = find("axes", &json::is_object, "sizes by name, {\"dp_shard\": 4}")) {
-      std::int64_t all = 1;
-      for (const auto& [axis, size] : value->items()) {
-        const std::int64_t ranks = whole("axes." + axis, size);
-        if (ranks < 1 || ranks > static_cast<std::int64_t>(kMostRanks))
-          bad("axes." + axis, show(size), fmt::format("1 to {} ranks", kMostRanks));
-        if ((all *= ranks) > static_cast<std::int64_t>(kMostRanks))
-          bad("axes", show(*value), fmt::format("{} ranks at most, along all axes together", kMostRanks));
-        dump.axes.push_back({axis, static_cast<int>(ranks)});
-      }
+    for (const json& rank :
+         entries("counts", &json::is_array, "for each rank a list of its micro-batches' targets")) {
+      if (!rank.is_array()) bad("counts", show(rank), "a list of whole numbers");
+      dump.counts.push_back(integers("counts", rank, 0));
+    }
+    const json& axes = of_kind("axes", &json::is_object, "sizes by name, {\"dp_shard\": 4}");
+    std::int64_t all = 1;
+    for (const auto& [axis, size] : axes.items()) {
+      const std::int64_t ranks = whole("axes." + axis, size);
+      if (ranks < 1 || ranks > kMostRanks)
+        bad("axes." + axis, show(size), fmt::format("1 to {} ranks", kMostRanks));
+      if ((all *= ranks) > kMostRanks)
+        bad("axes", show(axes), fmt::format("{} ranks at most, along all axes together", kMostRanks));
+      dump.axes.push_back({axis, static_cast<int>(ranks)});
     }
     if (const auto* value = find("precision")) {
       if (*value != "fp64" && *value != "fp32" && *value != "bf16" && *value != "fp16")
         bad("precision", show(*value), "\"fp64\", \"fp32\", \"bf16\" or \"fp16\"");
       dump.precision = value->get<std::string>();
     }
-    if (const auto* value = find("parameters", &json::is_array, "the names in the model's order"))
-      for (const auto& name : *value) {
-        if (!name.is_string()) bad("parameters", show(name), "names");
-        order_.push_back(name.get<std::string>());
-      }
-    numbers("terms", "values by name", dump.terms);
-    numbers("scales", "factors by name, {\"learning_rate\": 0.1}", dump.scales);
-    if (const auto* value = entries("owners", &json::is_array, "for each parameter the least and the most"))
-      for (const auto& pair : *value) {
-        const auto two = integers("owners", pair, 0);
-        if (two.size() != 2) bad("owners", show(pair), "[least, most]");
-        dump.owners.emplace_back(two[0], two[1]);
-      }
+    for (const json& name : of_kind("parameters", &json::is_array, "the names in the model's order")) {
+      if (!name.is_string()) bad("parameters", show(name), "names");
+      order_.push_back(name.get<std::string>());
+    }
+    dump.terms = numbers("terms", "values by name");
+    dump.scales = numbers("scales", "factors by name, {\"learning_rate\": 0.1}");
+    for (const json& pair : entries("owners", &json::is_array, "for each parameter the least and the most")) {
+      if (!pair.is_array()) bad("owners", show(pair), "a list of whole numbers");
+      const auto two = integers("owners", pair, 0);
+      if (two.size() != 2) bad("owners", show(pair), "[least, most]");
+      dump.owners.emplace_back(two[0], two[1]);
+    }
     dump.moves = lengths("moves");
     dump.rounding = lengths("rounding");
-    if (const auto* value = entries("ranks", &json::is_array, "what each rank says for itself"))
-      for (const auto& rank : *value)
-        dump.ranks.push_back(rank_view(rank, fmt::format("ranks.{}.", dump.ranks.size()), note));
-    if (const auto* value = entries("peers", &json::is_object, "axes by name, {\"norm.weight\": \"tp\"}"))
-      for (const auto& [name, axes] : value->items()) {
-        if (!axes.is_string())
-          bad("peers." + name, show(axes), "the axes along which its copies lie, \"tp\"");
-        dump.peer_sums.push_back({name, axes.get<std::string>(), {}});
-      }
-    if (const auto* value =
-            entries("findings", &json::is_array, "[{\"id\": \"updates_differ\", \"sentence\": ...}]"))
-      for (const auto& finding : *value) dump.findings.push_back(finding_of(finding, dump.findings.size()));
+    for (const json& rank : entries("ranks", &json::is_array, "what each rank says for itself"))
+      dump.ranks.push_back(rank_view(rank, fmt::format("ranks.{}.", dump.ranks.size())));
+    const json& peers = entries("peers", &json::is_object, "axes by name, {\"norm.weight\": \"tp\"}");
+    for (const auto& [name, along] : peers.items()) {
+      if (!along.is_string())
+        bad("peers." + name, show(along), "the axes along which its copies lie, \"tp\"");
+      dump.peer_sums.push_back({name, along.get<std::string>(), {}});
+    }
+    for (const json& finding :
+         entries("findings", &json::is_array, "[{\"id\": \"updates_differ\", \"sentence\": ...}]"))
+      dump.findings.push_back(finding_of(finding, fmt::format("findings.{}.", dump.findings.size())));
+    dump.not_numbers = std::move(not_numbers_);
     expect_ranks(dump);
     refuse_others(object_, seen_, "");
     return dump;
@@ -216,20 +192,21 @@ class StepReader {
     return place == object_.end() ? nullptr : &*place;
   }
 
+  // A list or an object; null, which has no entries, where there is no such key.
   using Kind = bool (json::*)() const noexcept;
-  const json* find(const char* key, Kind is, const char* expected) {
+  const json& of_kind(const char* key, Kind is, const char* expected) {
+    static const json none;
     const json* value = find(key);
     if (value && !(value->*is)()) bad(key, show(*value), expected);
-    return value;
+    return value ? *value : none;
   }
 
-  // A list that is not empty, and no longer than there can be ranks.
-  const json* entries(const char* key, Kind is, const char* expected) {
-    const json* value = find(key, is, expected);
-    if (value) expect_entries(key, *value);
-    const std::string by_rank = key;
-    if (value && value->size() > kMostRanks && (by_rank == "counts" || by_rank == "ranks"))
-      bad(key, show(*value), expected);
+  // The same, neither empty nor longer than there can be ranks.
+  const json& entries(const std::string& key, Kind is, const char* expected) {
+    const json& value = of_kind(key.c_str(), is, expected);
+    if (!value.is_null()) expect_entries(key, value);
+    if (std::ssize(value) > kMostRanks && (key == "counts" || key == "ranks"))
+      bad(key, show(value), expected);
     return value;
   }
   // An empty list is not what was not recorded: that has no key.
@@ -246,17 +223,16 @@ class StepReader {
   }
 
   std::int64_t integer(const char* key, std::int64_t absent) {
-    const auto* value = find(key);
+    const json* value = find(key);
     if (!value) return absent;
     const std::int64_t result = whole(key, *value);
     if (result < 0) bad(key, show(*value), "0 or more");
     return result;
   }
 
-  std::vector<std::int64_t> integers(const char* key, const json& values, std::int64_t least) const {
-    if (!values.is_array()) bad(key, show(values), "a list of whole numbers");
+  std::vector<std::int64_t> integers(const std::string& key, const json& values, std::int64_t least) const {
     std::vector<std::int64_t> result;
-    for (const auto& value : values) {
+    for (const json& value : values) {
       result.push_back(whole(key, value));
       if (result.back() < least) bad(key, show(value), "0 or more");
     }
@@ -265,10 +241,8 @@ class StepReader {
 
   // For each parameter a finite length, 0 or more.
   std::vector<double> lengths(const char* key) {
-    const json* value = entries(key, &json::is_array, "a list of numbers, one for each parameter");
-    if (!value) return {};
     std::vector<double> result;
-    for (const auto& entry : *value) {
+    for (const json& entry : entries(key, &json::is_array, "a list of numbers, one for each parameter")) {
       result.push_back(real(key, entry));
       if (!(result.back() >= 0) || std::isinf(result.back()))
         bad(key, show(entry), "a finite number, 0 or more");
@@ -285,37 +259,46 @@ class StepReader {
     bad(key, show(value), "a number, \"nan\", \"inf\" or \"-inf\"");
   }
 
-  // `note` reads a number and remembers the keys of those that are NaN.
-  using Note = std::function<double(const std::string& key, const json* recorded)>;
-  StepDump::RankView rank_view(const json& view, const std::string& in, const Note& note) const {
+  // A figure; NaN where it was not recorded. Remembers the keys of those that are no numbers.
+  double number(const std::string& key, const json* recorded, bool any_sign = false) {
+    if (!recorded) return std::numeric_limits<double>::quiet_NaN();
+    const double value = real(key, *recorded);
+    if (std::isnan(value)) not_numbers_.push_back(key);
+    if (value < 0 && !any_sign) bad(key, show(*recorded), "0 or more");
+    return value;
+  }
+
+  std::vector<std::pair<std::string, double>> numbers(const std::string& key, const char* expected) {
+    std::vector<std::pair<std::string, double>> result;
+    for (const auto& [name, value] : of_kind(key.c_str(), &json::is_object, expected).items())
+      result.emplace_back(name, number(fmt::format("{}.{}", key, name), &value, true));
+    return result;
+  }
+
+  StepDump::RankView rank_view(const json& view, const std::string& in) {
     if (!view.is_object()) bad("ranks", show(view), "an object for each rank");
-    const auto entry = [&](const char* key) {
-      const auto place = view.find(key);
-      return place == view.end() ? nullptr : &*place;
-    };
     StepDump::RankView read;
-    for (const auto& [key, number] : {std::pair{"spread", &read.spread},
-                                      {"owned_norm", &read.owned_norm},
-                                      {"norm", &read.norm},
-                                      {"bytes_moved", &read.bytes_moved}})
-      if ((*number = note(in + key, entry(key))) < 0) bad(in + key, show(*entry(key)), "0 or more");
-    for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}})
-      if (const auto* list = entry(key)) {
-        if (!list->is_array()) bad(in + key, show(*list), "checksums of 16 hex digits");
-        expect_entries(in + key, *list);
-        for (const auto& text : *list) {
-          if (!text.is_string() || text.get_ref<const std::string&>().size() != 16 ||
-              text.get_ref<const std::string&>().find_first_not_of("0123456789abcdef") != std::string::npos)
-            bad(in + key, show(text), "16 hex digits");
-          hashes->push_back(std::stoull(text.get<std::string>(), nullptr, 16));
-        }
+    std::set<std::string> known{"initial", "gradients"};
+    for (const auto& [key, of] : kNumbersOfRank) {
+      read.*of = number(in + key, view.contains(key) ? &view[key] : nullptr);
+      known.insert(key);
+    }
+    for (const auto& [key, hashes] : {std::pair{"initial", &read.initial}, {"gradients", &read.gradients}}) {
+      if (!view.contains(key)) continue;
+      if (!view[key].is_array()) bad(in + key, show(view[key]), "checksums of 16 hex digits");
+      expect_entries(in + key, view[key]);
+      for (const json& entry : view[key]) {
+        const std::string text = entry.is_string() ? entry.get<std::string>() : "";
+        if (text.size() != 16 || text.find_first_not_of("0123456789abcdef") != std::string::npos)
+          bad(in + key, show(entry), "16 hex digits");
+        hashes->push_back(std::stoull(text, nullptr, 16));
       }
-    refuse_others(view, {"spread", "owned_norm", "norm", "bytes_moved", "initial", "gradients"}, in);
+    }
+    refuse_others(view, known, in);
     return read;
   }
 
-  Finding finding_of(const json& entry, std::size_t place) const {
-    const std::string in = fmt::format("findings.{}.", place);
+  Finding finding_of(const json& entry, const std::string& in) const {
     if (!entry.is_object()) bad("findings", show(entry), "an object for each finding");
     const auto text = [&](const char* key) {
       const auto found = entry.find(key);
@@ -356,16 +339,14 @@ class StepReader {
   }
 
   void refuse_others(const json& object, const std::set<std::string>& known, const std::string& in) const {
-    std::string names;
-    for (const auto& name : known) names += (names.empty() ? "" : ", ") + name;
     for (const auto& [key, value] : object.items())
-      if (!known.contains(key)) bad(in + key, "this key", names);
+      if (!known.contains(key)) bad(in + key, "this key", fmt::format("{}", fmt::join(known, ", ")));
   }
 
   fs::path path_;
   json object_;
   std::set<std::string> seen_;
-  std::vector<std::string> order_;
+  std::vector<std::string> order_, not_numbers_;
 };
 
 StepDump::Named read_gradients(const fs::path& file, std::vector<std::string> order, std::string* precision) {
@@ -410,9 +391,9 @@ void write_dump(const StepDump& dump, const fs::path& directory) {
   if (fs::exists(path) && !fs::exists(path / kStep) && !(fs::is_directory(path) && fs::is_empty(path)))
     refuse(path.string(), "something that is no dump", "a new folder, or a dump to be replaced",
            "Choose another folder");
-  on_disk(path, [&] {
+  std::string partial = (path.parent_path() / ("." + path.filename().string() + ".XXXXXX")).string();
+  try {
     if (path.has_parent_path()) fs::create_directories(path.parent_path());
-    std::string partial = (path.parent_path() / ("." + path.filename().string() + ".XXXXXX")).string();
     if (!mkdtemp(partial.data()))
       throw fs::filesystem_error("mkdtemp", path, std::error_code(errno, std::generic_category()));
     try {
@@ -427,20 +408,19 @@ void write_dump(const StepDump& dump, const fs::path& directory) {
           if (!dump.shares[rank][i].empty())
             write_safetensors(fs::path(partial) / share_file(rank, i), dump.shares[rank][i]);
       write_file(fs::path(partial) / kStep, describe(dump).dump(1) + "\n");
-      if (fs::exists(path)) {
-        const fs::path replaced = partial + ".replaced";
-        fs::rename(path, replaced);
-        fs::rename(partial, path);
-        fs::remove_all(replaced);
-      } else {
-        fs::rename(partial, path);
-      }
+      const fs::path replaced = partial + ".replaced";
+      if (fs::exists(path)) fs::rename(path, replaced);
+      fs::rename(partial, path);
+      fs::remove_all(replaced);
     } catch (...) {
       std::error_code ignored;
       fs::remove_all(partial, ignored);
       throw;
     }
-  });
+  } catch (const fs::filesystem_error& error) {
+    refuse(path.string(), error.code().message(), "a place that a dump can be written to",
+           "Choose another folder");
+  }
 }
 
 StepDump read_dump(const fs::path& directory) {
