@@ -1,5 +1,4 @@
-// verify: proves that a layout's gradient is the one that one process computes on the whole batch. First the
-// record of a step (StepDump), then the problem, the verdict, and the entry for models of one's own.
+// verify: proves that a layout's gradient is the one that one process computes on the whole batch.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -53,8 +52,8 @@ struct Finding {
   std::vector<std::string> evidence{};  // what was run, and the numbers
 };
 
-// Record of one optimizer step of any trainer. A field that was not recorded is empty, NaN or, for a count,
-// kNotRecorded; nothing that needs it is claimed. Lists by parameter have the order of `gradients`.
+// One optimizer step of any trainer. What was not recorded is empty, NaN or kNotRecorded, and nothing that
+// needs it is claimed. Lists by parameter have the order of `gradients`.
 struct StepDump {
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -63,16 +62,15 @@ struct StepDump {
   StepFigures figures;
   std::vector<std::int64_t> samples;  // sorted ids of the samples; an id occurs as often as it was counted
   std::vector<std::vector<std::int64_t>> counts;  // [rank][micro-batch] targets that carry loss
-  // [rank][micro-batch] what the declared mean counts, if that is not targets: "samples" (also in fractions),
-  // "weights". Not written to files.
+  // [rank][micro-batch] what a mean over other units counts: "samples" (also in fractions), "weights". Not in
+  // files.
   std::vector<std::vector<double>> amounts{};
   std::string counted{};
   std::vector<Axis> axes;  // {"dp_shard", 4}, ..., outermost first
   std::string precision;   // "fp64", "fp32", "bf16"
 
   std::vector<std::pair<std::string, double>> terms;  // each term of the loss, without its weight
-  // Keys in step.json ("loss", "terms.NAME", "ranks.0.norm") of recorded figures that are not numbers: a NaN
-  // of any other means not recorded.
+  // Keys in step.json ("ranks.0.norm") of recorded figures that are NaN: any other NaN means not recorded.
   std::vector<std::string> not_numbers{};
   // The trainer's own factors that a gradient may have been multiplied by: {"learning_rate", 0.1}, ...
   std::vector<std::pair<std::string, double>> scales{};
@@ -81,9 +79,8 @@ struct StepDump {
   // By parameter, on how many ranks an element counts in norms, at least and at most. Correct: 1 and 1.
   std::vector<std::pair<std::int64_t, std::int64_t>> owners;
 
-  // By parameter, for a reference: the largest ‖g64(p + Δp) − g64(p)‖ of several Δp of the size of rounding
-  // in the run's precision. For a loss whose derivative jumps (ReLU) this is far more than the rounding of
-  // sums, and is allowed. Empty: only the usual bound.
+  // By parameter, for a reference: the largest ‖g64(p + Δp) − g64(p)‖ of several Δp of the size of rounding,
+  // which is allowed: large where the derivative of a loss jumps (ReLU). Empty: only the usual bound.
   std::vector<double> moves{};
   // By parameter, for one process in a lower precision: the largest distance of several runs from fp64.
   std::vector<double> rounding{};
@@ -98,8 +95,7 @@ struct StepDump {
   };
   std::vector<RankView> ranks;
 
-  // For parameters whose copies differ between ranks with the same batch: the sum over the ranks along
-  // `axes`.
+  // Parameters whose copies differ on ranks with the same batch: the sum over the ranks along `axes`.
   struct PeerSum {
     std::string name, axes;
     at::Tensor sum;
@@ -115,17 +111,16 @@ struct StepDump {
   // Findings of the recorder itself, without evidence, e.g. a parameter that no optimizer holds.
   std::vector<Finding> findings{};
 
-  // [rank][micro-batch] the part of `gradients` from these tokens: identifies wrong weights where the step
-  // cannot be repeated. Empty where there are no tokens.
+  // [rank][micro-batch] the part of `gradients` from these tokens: identifies wrong weights without a second
+  // step.
   std::vector<std::vector<Named>> shares{};
 };
 
-// A dump as a directory (docs/verify.md), written to a temporary name and renamed. Replaces an earlier dump
-// of that name; ConfigError for any other directory.
+// Writes a dump as a directory (docs/verify.md). Replaces an earlier dump; ConfigError for any other
+// directory.
 void write_dump(const StepDump& dump, const std::filesystem::path& directory);
 
-// Reads tensors as fp64, in the recorded order, else by name. ConfigError names the file and the key on
-// anything that is not a dump.
+// Reads tensors as fp64, in the recorded order, else by name. ConfigError names the file and the key.
 StepDump read_dump(const std::filesystem::path& directory);
 
 // ---- the problem ----
@@ -140,8 +135,8 @@ struct OracleTerm {
   std::function<void(const MicroBatches& whole)> prepare{};
 };
 
-// The oracle differentiates `logits` (or other outputs, DeclaredLoss::per_token) with its own loss; the step
-// under test differentiates `loss_terms`. The functions keep the model alive.
+// The oracle differentiates `logits` with its own loss, the step under test `loss_terms`. They keep the model
+// alive.
 struct VerifyModel {
   std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones by the first name
   std::function<at::Tensor(const Batch&)> logits;         // [T, V]
@@ -152,18 +147,17 @@ struct VerifyModel {
   std::function<void()> without_noise{};  // turns dropout off, if there is any
   // Buffers that forward may change; ranks must change them equally.
   std::vector<std::pair<std::string, at::Tensor>> buffers{};
-  // For model parallelism: replaces parameters by this rank's shards, as isograd::cut() does. Only for
-  // layouts under test; the oracle's model stays whole.
+  // For model parallelism: replaces parameters by this rank's shards, as isograd::cut() does; not for the
+  // oracle.
   std::function<Layout(const Mesh&)> cut{};
   std::shared_ptr<const Layout> placed{};  // result of `cut`; set before a layout under test is made
   // For pipelines, after `cut`: returns options of steps that go through the stages. Not given: unchanged.
   std::function<StepOptions(StepOptions options)> through{};
   // Returns StepOptions::look_ahead of steps that differentiate this forward. Not given: none.
   std::function<LookAhead(const ForwardLossTerms& forward)> look_ahead{};
-  // For models with experts (DecoderLM::set_choice_of_experts). Rounding may decide a near tie, so in the
-  // run's precision the oracle's choices are replayed, and rounding must explain each other one. Such models
-  // also round by how many tokens share an expert: documents in a pack are compared within E1's bound, not by
-  // bits.
+  // For models with experts (DecoderLM::set_choice_of_experts): in the run's precision the oracle's choices
+  // are replayed, because rounding may decide a near tie, and documents in a pack are compared within E1's
+  // bound.
   std::function<void(const DecoderLM::ChooseExperts& choose)> choose_experts{};
 };
 
@@ -179,12 +173,11 @@ struct LayoutUnderTest {
   // Instead of `make`, for layouts that need more than the trainable parameters.
   std::function<std::unique_ptr<DataParallel>(const VerifyModel&, Group)> make_from_model{};
   std::vector<Axis> axes{};  // {"dp_replicate", 2}, ...; not given: one of all ranks
-  // Bytes that this rank should send in a step of `rounds` micro-batches in this precision, with and without
-  // the padding of flat storage. {0, 0} or not given: not claimed.
+  // Bytes that this rank should send in a step of `rounds` micro-batches, with and without padding of flat
+  // storage. {0, 0} or not given: not claimed.
   std::function<std::pair<double, double>(DataParallel& layout, std::int64_t rounds, at::ScalarType dtype)>
       traffic{};
-  // For experiments: the same step with all ranks along this axis and only this layout; null where that is
-  // impossible. The same answer on every rank.
+  // The same step with all ranks along this axis and only this layout; null if impossible, on every rank.
   std::function<std::shared_ptr<VerifyProblem>(const std::string& axis)> along{};
 };
 
@@ -209,30 +202,28 @@ using OptimizerOptions = std::variant<SgdOptions, AdamWOptions>;
 struct DeclaredLoss {
   Mean mean = Mean::kTargets;  // kTargets, kSamples, kWeights, kFixed or kNone
   double denominator = 1;      // kFixed
-  // For means of replicas' means: the whole step as the replicas see it; called on rank 0. Replicas that
-  // count nothing are left out. Not given: one mean over `whole`.
+  // For means of replicas' means: the step as the replicas see it, on rank 0. Not given: one mean over
+  // `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
 
-  // Loss of each token [T] from the model's outputs [T, ...], by plain code, instead of the cross entropy of
-  // logits. Tokens without target are left out afterwards.
+  // Plain loss of each token [T] from the model's outputs [T, ...], instead of the cross entropy of logits.
   std::function<at::Tensor(const Batch& batch, const at::Tensor& outputs)> per_token{};
 
-  // A loss over the rows of all ranks that is no sum over tokens, by plain code from the logits and targets
-  // of one global micro-batch. The step's loss is the mean over these.
+  // Plain loss over the rows of one global micro-batch that is no sum over tokens; the step's is their mean.
   std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& targets)> global{};
   std::string name{};  // human-readable, of per_token or global
 
   std::string text() const;  // "token mean", "mean of per-replica sample means", ...
 };
 
-// Receives, on rank 0, the dumps of "oracle" and of each layout by name in fp64, and of "alone" and
-// "NAME, fp32" in the run's precision.
+// Receives dumps on rank 0: "oracle" and each layout in fp64, "alone" and "NAME, fp32" in the run's
+// precision.
 using TakeDump = std::function<void(const std::string& name, const StepDump& dump)>;
 
 // One step to prove. Each rank fills in its own.
 struct VerifyProblem {
-  // Makes a fresh model. Values of `dtype` (below) are copied into the fp64 models, so that all runs begin
-  // with the same bits.
+  // Makes a fresh model. Values of `dtype` are copied into the fp64 models: all runs begin with the same
+  // bits.
   MakeVerifyModel make_model;
   MicroBatches local;  // this rank's part of the step; may be empty
   std::optional<SharedSamples>
@@ -249,8 +240,8 @@ struct VerifyProblem {
   MakeNormalizer make_normalizer;
 
   std::optional<OwnClipping> clipping{};
-  // Parameters are compared after this many updates in fp64, of plain SGD and of `optimizer`. 0: not
-  // compared.
+  // Parameters are compared after this many updates in fp64, of plain SGD and of `optimizer`. 0: they are
+  // not.
   int updates = 2;
   OptimizerOptions optimizer = AdamWOptions{};
   // Wraps the optimizers of the run under test.
@@ -261,8 +252,8 @@ struct VerifyProblem {
   bool experiments = true;        // repeats a failed step in other circumstances to find the cause
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
-  // Called on every rank between micro-batches and steps. True on any rank: verify() throws VerifyStopped on
-  // all. Given on all ranks or on none.
+  // Called between micro-batches and steps, on all ranks or none. True on any: verify() throws VerifyStopped
+  // on all.
   std::function<bool()> stop{};
   // Called on rank 0 with the name of each layout that begins.
   std::function<void(const std::string& layout)> progress{};
@@ -284,8 +275,8 @@ struct VerifyProblem {
   std::function<Group(const std::vector<int>&)> subgroup{};
 };
 
-// Comparison of g with the reference g64 for one parameter, with the scale s = max(‖g64‖, 1e-3 · RMS ·
-// √numel); RMS is the root mean square of all elements of the whole gradient.
+// g and the reference g64 of one parameter, with s = max(‖g64‖, 1e-3 · RMS · √numel), RMS over the whole
+// gradient.
 struct Comparison {
   double ratio = 0;     // ρ = ⟨g, g64⟩ / ⟨g64, g64⟩; NaN where g64 is exactly zero
   double cosine = 0;    // NaN where either is exactly zero
@@ -338,8 +329,7 @@ struct Grade {
   double error = 0, allowed = 0;  // of that parameter
   std::int64_t failed = 0;        // parameters outside their bound
   WholeScale scale{};             // E2 only
-  // Smallest errors of scale that would be found among parameters with s equal to their own norm: of all
-  // together, and of any single one (worst case, with its name).
+  // Smallest errors of scale that would be found: in all parameters together, in any single one (and which).
   double uniform_found = 0, single_found = 0;
   std::string single_least{};
   // Parameters whose gradient is below the floor of s; those of them whose complete loss would not be seen.
@@ -413,11 +403,10 @@ struct Verdict {
   double seconds = 0;
 };
 
-// Collective over `group`. Runs (a) the oracle: a plain-LibTorch step on rank 0 in fp64, which shares the
-// model's forward with the product but no normaliser, reducer, norm or cross-entropy code; (b) the same in
-// the run's precision; (c) each layout in fp64, and twice in the run's precision. Rank 0's verdict is
-// complete; other ranks have `passed`, `ranks` and `precision`. One micro-batch of one process must fit in
-// the group's timeout. ConfigError when the model has no trainable parameter or the step no target.
+// Collective. Runs (a) the oracle, a plain-LibTorch step on rank 0 in fp64 that shares the model's forward
+// and nothing else; (b) the same in the run's precision; (c) each layout in fp64, and twice in the run's
+// precision. Rank 0's verdict is complete. One micro-batch of one process must fit in the group's timeout.
+// ConfigError when the model has no trainable parameter or the step no target.
 Verdict verify(const VerifyProblem& problem, Group& group);
 
 const char* state_name(Grade::State state);  // "pass", "fail", "not claimed"
@@ -434,8 +423,8 @@ ReportTable to_table(const Verdict& verdict);
 
 struct VerifyOptions {
   int ranks = 2;
-  // Axes of the ranks, the outermost first, e.g. {{"dp_shard", 2}, {"tp", 2}}: batches are assigned along the
-  // data axes, and VerifyModel::cut gets the mesh. Not given: `ranks` with different data.
+  // Axes of the ranks, outermost first, {{"dp_shard", 2}, {"tp", 2}}: batches are assigned along the data
+  // axes and VerifyModel::cut gets the mesh. Not given: `ranks` with different data.
   std::vector<Axis> axes{};
   at::ScalarType dtype = at::kFloat;  // the run's precision
   StepOptions step{};
@@ -451,8 +440,8 @@ VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
                          std::function<at::Tensor(const Batch&)> logits,
                          std::optional<ModelUnits> units = {});
 
-// A module; `logits(*module, batch)` returns its logits. Initial values may be random: all ranks take rank
-// 0's. Under zero3 the whole module is one unit, also where members of it are Sharded.
+// A module; `logits(*module, batch)` returns its logits. All ranks take rank 0's values. One unit under
+// zero3.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;
@@ -487,9 +476,8 @@ VerifyModel verify_model(PipelineModel model, const PipelineOptions& options);
 LayoutUnderTest verify_layout(const std::string& strategy);
 std::vector<LayoutUnderTest> verify_layouts(const std::vector<std::string>& strategies);
 
-// Proves one step over `batches`, the whole step: data rank r of W has batches r, r + W, ..., possibly none.
-// Fill in sample_ids and sample_targets where the loss needs them. `make_model` is called on every rank, one
-// at a time; all get rank 0's parameters.
+// Proves one step over `batches`: data rank r of W has batches r, r + W, ..., possibly none. `make_model` is
+// called on every rank, one at a time; all get rank 0's parameters.
 Verdict verify(const MakeVerifyModel& make_model, const MicroBatches& batches,
                const std::vector<LayoutUnderTest>& layouts, const VerifyOptions& options = {});
 

@@ -289,8 +289,7 @@ void add_rank_causes(const ComparedStep& one, Causes& causes) {
       views.size() > 1 && std::ranges::all_of(views, [](const auto& view) { return view.spread == 0; });
   for (int rank = 0; rank < one.ranks(); ++rank) {
     if (one.targets_of(rank) == 0 || one.ranks() == 1) continue;
-    // Alone what one rank has, as it is before a reduction: multiplied by the ranks for a reducer that
-    // averages, or by its own mean.
+    // One rank's part alone: as it is, times the ranks for a reducer that averages, or by its own mean.
     const auto alone = [rank](double times) {
       return [=](const ComparedStep&, const Cell& cell) { return cell.rank == rank ? times : 0.0; };
     };
@@ -363,8 +362,7 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
         finding_id::scaled_by_factor, [value](const ComparedStep&, const Cell&) { return value; },
         fmt::format("{:.6g}: {}", value, name));
   if (one.cells().empty()) return std::move(causes.causes);
-  // As long as every rank has data these are averages over all; emptying a rank tells. Where some rank has
-  // none, the loss that is logged may be averaged likewise.
+  // Where every rank has data these are averages over all; where some has none, the loss may be averaged too.
   const bool idle = one.holders() < one.ranks();
   causes.add({finding_id::averaged_over_holders,
               {.holders = -1},

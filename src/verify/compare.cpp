@@ -23,8 +23,8 @@ bool holds(double squares) {
   return squares >= kLeast && squares <= kMost;
 }
 
-// N sums over elements [begin, end) of tensors of one size: what `of` says that their elements at one place
-// add to each. Blocks are added up in their order.
+// N sums over elements [begin, end) of what `of` makes of the tensors' elements; blocks are added up in
+// order.
 template <std::size_t N, std::size_t M, typename Of>
 std::array<double, N> summed(std::array<at::Tensor, M> tensors, std::int64_t begin, std::int64_t end,
                              const Of& of) {
@@ -217,8 +217,8 @@ bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference
   return held_to(pieces_between({gradient}, {reference}), unit, allowed_of_one(allowed)).passed;
 }
 
-// The root of a sum of squares; where that is no number, of what `made` gives, relative to its largest
-// element.
+// The root of a sum of squares; where that over- or underflows, of what `made` gives, relative to its
+// largest.
 template <typename Made>
 static double root_of(double squares, const Made& made) {
   if (holds(squares)) return std::sqrt(squares);
@@ -269,8 +269,7 @@ namespace {
 
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
 
-// The smallest δ for which (1 + δ) g or (1 − δ) g is further than `allowed` (a norm) from the reference;
-// infinity where the reference is zero. `sums` of both.
+// The smallest δ for which (1 ± δ) g is further than `allowed` (a norm) from the reference; `sums` of both.
 double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
                             const PairSums& sums) {
   // Relative to the gradient: a square of its own size may be no number.

@@ -1,5 +1,4 @@
-// The numbers of a comparison: sums over large tensors, the scale of errors along a direction, bounds and
-// grades (DESIGN.md, the three grades).
+// Sums over large tensors, the scale of errors along a direction, bounds and grades (DESIGN.md).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +15,7 @@ namespace isograd {
 
 using Tensors = std::vector<at::Tensor>;  // by parameter, fp64
 
-// Sums over elements `begin` to `end` of two fp64 tensors a and b of one shape, in one pass over memory; the
-// same bits on any number of threads.
+// Sums over elements [begin, end) of two fp64 tensors, in one pass; the same bits on any number of threads.
 struct PairSums {
   double own = 0, other = 0;              // ⟨a, a⟩, ⟨b, b⟩
   double product = 0;                     // ⟨a, b⟩
@@ -51,22 +49,18 @@ struct Along {
   double share = 0;    // 0: not at all; 1: as far as the whole direction
   double scatter = 0;  // standard error of `share`, from how much pieces of the parameters differ
 };
-// Fits errors by a multiple of `direction`. Each parameter is cut into up to 16 pieces; a piece counts by the
-// inverse of the mean square of its error, which is at least that of numbers of the size of `values` rounded
-// once to a type with unit round-off `unit`. A direction that is zero everywhere: {0, inf}.
+// Fits errors by a multiple of `direction`, in up to 16 pieces of each parameter, each weighted by the
+// inverse mean square of its error (at least that of one rounding of `values`). A direction of zeros: {0,
+// inf}.
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
 
-// E2's test of the scale of the whole gradient: |error| ≤ 4 (u + scatter + alone). Each factor of a gradient
-// is rounded once, in the same direction for all elements: four of them are allowed for. `alone`: how far off
-// one process is in the same precision (Along::share): a ranking loss, for one, rounds a common factor
-// further.
+// E2's scale of the whole gradient: |error| ≤ 4 (u + scatter + alone), for up to four roundings that all
+// elements share. `alone`: how far off one process is in the same precision (Along::share).
 WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
 bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);  // only whether it passes
 
-// The same for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains. Errors that its
-// elements share count as few, and a few may lie along the gradient by chance: not more than twice as far as
-// across it. That covers r² ≤ r, by which a right gradient looks too small against a reference that is itself
-// off by a share r of its norm, in no particular direction.
+// The same for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains, because a few
+// independent errors may lie along the gradient by chance, and the reference is itself off.
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                              double allowed);
 bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
@@ -80,9 +74,8 @@ struct Bounds {
   double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
   double unit_roundoff = 0;  // u of the number type that gradients are summed in
   double unit = 0;           // E2: u of the run's precision, in which losses are scaled
-  // Loss, norm and clip coefficient of a run in lower precision. In bf16 and fp16 1e-2: one rounding of what
-  // scales all of a gradient, or all logits, in bf16 is 0.2 %, and four are allowed (E2's scale). In fp32
-  // 1e-4: a sum of n terms, one after another, may be off by n u of itself, 1,700 terms of one micro-batch.
+  // Loss, norm and clip coefficient in lower precision: four roundings of 0.2 % in bf16 and fp16 (1e-2); in
+  // fp32 a sum of 1,700 terms, one after another (1e-4).
   double figures = 1e-4;
   double sum_length = 1;  // W · G
 
@@ -104,29 +97,23 @@ double in_scales(double difference, double scale);  // 0 where there is none; Na
 // ‖gradient − reference‖ ≤ allowed · scale; both fp64, of one shape.
 Comparison compare(const at::Tensor& gradient, const at::Tensor& reference, double scale, double allowed);
 
-// One run of one process is a poor sample of what rounding costs: a parameter's elements share the rounding
-// of what lies behind them, so that many may count as few, and over one number one of two runs is more than 4
-// times the other in 16 of 100 pairs. Where a parameter exceeds its bound in lower precision alone, one
-// process therefore makes the step again up to this many times, each from parameters an ulp away
-// (reference.hpp), and the largest error counts: a layout whose error is one more draw of a single number
-// exceeds 4 times that in fewer than 2 of a million.
+// One run measures rounding badly: over one number, one of two runs is more than 4 times the other in 16 of
+// 100 pairs. Where a parameter exceeds its bound, one process makes up to this many steps from parameters an
+// ulp away, and the largest error counts: a right layout exceeds 4 times that in fewer than 2 of a million.
 constexpr int kMostDraws = 16;
 // With one run, parameters of fewer elements than this are held to the largest error of all of them.
 constexpr std::int64_t kMeasurable = 16;
 
-// The figures of a step that are further from the oracle's than rounding explains: than `bounds.exact` of
-// themselves or, with `alone`, the figures of one process in the run's precision, than `bounds.figures` of
-// themselves and 4 times what that process is off by. Counts must be equal.
+// Figures further from the oracle's than `bounds.exact` of themselves or, with `alone` (one process in the
+// run's precision), than `bounds.figures` and 4 times what that process is off by. Counts must be equal.
 std::vector<OtherFigure> figures_off(const StepFigures& figures, const StepFigures& oracle,
                                      const Bounds& bounds, const StepFigures* alone = nullptr);
 
-// Fills in e1, e2, e3 and `passed` from the parameters, the figures and, in a run that is not exact, the
-// scale of the whole gradient. `precision` is "fp32", ...
+// Fills in e1, e2, e3 and `passed`. `precision` is "fp32", ...; `scale`: of a run that is not exact.
 void grade(LayoutVerdict& layout, const StepFigures& oracle, const std::string& precision, bool exact_run,
            const Bounds& bounds, const WholeScale& scale = {});
 
-// A step passes only where an error of scale of this size shows in each parameter (docs/verify.md); of one
-// that is held to a floor, an error of that share of the floor.
+// A step passes only where an error of scale (or of the floor) of this size shows in each parameter.
 constexpr double kCoarsest = 0.1;
 // "unresolved", where it does not. `action`: what would tell.
 std::optional<Finding> diagnose_resolution(const std::vector<ParameterVerdict>& parameters,

@@ -62,8 +62,7 @@ std::vector<Finding> diagnose_parts_of_norm(const StepDump& dump, const char* si
   for (const auto& [axis, size] : dump.axes) along *= static_cast<std::size_t>(size);
   const bool all = !owned.empty() && owned.size() >= std::max(dump.counts.size(), along) &&
                    std::ranges::none_of(owned, [](double own) { return std::isnan(own); });
-  // Parts of a gradient whose elements count once make it up. Where nobody says how often each counts, it may
-  // be more than once, but not less; and no part is larger than all of them.
+  // Where nobody says how often each element counts, parts may make up more than the norm, but not less.
   const double sum = all ? norm_of(owned) : NAN;
   const bool once = all && !dump.owners.empty() && !close_together(sum, norm, limit);
   if (once || sum < norm * (1 - limit) || largest > norm * (1 + limit))
@@ -86,8 +85,7 @@ struct Update {
     return off(multiple) <= limit * std::max(std::abs(multiple) * norm, floor);
   }
   double ratio() const { return ((applied / norm) * (gradient / norm)).sum().item<double>(); }
-  // Whether lying within `limit` of a direction is no chance: of n elements at random that has a probability
-  // below limit^(n - 1).
+  // Whether the direction is no chance: n random elements are that near with a chance below limit^(n - 1).
   bool has_direction(double limit) const {
     constexpr double kByChance = 1e-9;
     return std::pow(limit, static_cast<double>(gradient.numel()) - 1) <= kByChance;
@@ -161,10 +159,9 @@ struct OwnUpdate {
   std::vector<Finding> findings;   // one, where there are any
 };
 
-// Weight decay and momentum take away what is no multiple of the gradient, and dumps do not record them:
-// where both dumps say what was taken away they are compared with each other, and only what neither of the
-// two can make is held against one of them. Where the other says nothing of it, it has to be the format's
-// update of plain SGD: the coefficient times the gradient. `notices` reports a part that is no multiple.
+// Weight decay and momentum are not recorded: where both dumps record an update they are compared with each
+// other, and only what neither can make is held against one. Where the other has none, it has to be the
+// coefficient times the gradient. `notices` reports a part that is no multiple.
 OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vector<std::string>* notices) {
   const StepDump &dump = of_found ? one.found() : one.expected(),
                  &other = of_found ? one.expected() : one.found();
@@ -177,8 +174,7 @@ OwnUpdate diagnose_own_update(const ComparedStep& one, bool of_found, std::vecto
       10 * (dump.precision == "fp64" ? kExact : bounds_for(half ? at::kBFloat16 : at::kFloat, 1, 1).figures);
   double coefficient = dump.figures.clip_coefficient;
   const bool recorded = !std::isnan(coefficient);
-  // Parameters with the largest gradients for their number of elements come first: their ratios are known
-  // best.
+  // The ratios of parameters with the largest gradients for their size are known best: they come first.
   std::vector<Update> updates = updates_in(one, of_found, coefficient);
   std::ranges::stable_sort(updates, std::greater<>(), [](const Update& update) {
     return update.norm / std::sqrt(std::max(1.0, static_cast<double>(update.gradient.numel())));
@@ -315,8 +311,7 @@ struct Norms {
   }
 };
 
-// In words, the parts of which `is` holds: those that ranks own or, along an axis, what is owned by the ranks
-// at each one's place along it (every part comes as often there as there are ranks at its place).
+// The parts of which `is` holds, in words: those that ranks own or those at each place along an axis.
 template <class Is>
 std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, const char* owned,
                                    const char* along, const Is& is) {
@@ -336,9 +331,8 @@ std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, 
   return std::nullopt;
 }
 
-// The axis along which each rank counts its own rows of what is cut along it and all of the rest: with n_p
-// the norm at place p of P, D that of the rest and N of the whole gradient, n_p² = D² + (p's rows)², so that
-// Σ n_p² = N² + (P - 1) D². All R ranks together have R / P times that.
+// Each rank along an axis counts its part of what is cut along it and all of the rest. With the norm n_p at
+// place p of P, D of the rest and N of all: Σ n_p² = N² + (P - 1) D², R / P times as much over all R ranks.
 std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& norms, double expected,
                                           double limit) {
   std::set<std::string> tried;
@@ -364,8 +358,7 @@ std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& 
   return std::nullopt;
 }
 
-// Parameters of which some element counts nowhere, "..., which are cut along ep (2): ..." where all of them
-// are.
+// Parameters with an element that counts nowhere, and the axis that all of them are cut along.
 std::string not_counted(const StepDump& dump) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < std::min(dump.owners.size(), dump.gradients.size()); ++i)
@@ -491,8 +484,7 @@ std::vector<Finding> diagnose_not_finite_figures(const ComparedStep& one) {
 // The rounding of numbers of size 1 leaves this many units of a sum that cancels.
 constexpr double kUnitsOfCancelled = 16;
 
-// The error allowed in terms, and in a loss that is made of them, whatever their own size: next to a larger
-// term the rounding of its sums shows in one that is nearly zero.
+// The error allowed in terms and losses of any size: that of rounding the sums of the largest term.
 double floor_of_terms(const ComparedStep& one) {
   constexpr double kExact = 1e-12;
   const double of_largest =
@@ -502,8 +494,7 @@ double floor_of_terms(const ComparedStep& one) {
   return of_largest * largest;
 }
 
-// Within what rounding may do to a loss. Of one that cancels, without its terms, that is known for numbers of
-// size 1 alone: where both sides are nothing against them.
+// Within what rounding may do to a loss; a loss that cancels is known to the rounding of numbers of size 1.
 bool same_loss(const ComparedStep& one, double found, double expected) {
   if (close_together(found, expected, tolerance(one))) return true;
   if (!one.expected().terms.empty()) return std::abs(found - expected) <= floor_of_terms(one);
@@ -529,10 +520,9 @@ std::vector<Finding> diagnose_loss(const ComparedStep& one) {
            {terms.empty() ? "" : "terms: " + list_names(terms)}}};
 }
 
-// Parameters from which another amount is taken away than there should be. What the reference takes away is
-// right, whatever it is made of: weight decay belongs to it. Where the reference does not say, it is the
-// run's own gradient, whose rounding it shares, times the coefficient; NaN: that is not known. `unbelieved`:
-// where the reference contradicts itself.
+// Parameters whose update differs from the reference's (weight decay included) or, where that has none, from
+// `coefficient` times their own gradient; NaN: not known. `unbelieved`: the reference contradicts itself
+// there.
 std::vector<std::string> applied_otherwise(const ComparedStep& one, double coefficient, double limit,
                                            const std::vector<std::string>& unbelieved) {
   std::map<std::string, at::Tensor> references;

@@ -1,6 +1,5 @@
-// Which known mistake explains the parameters that are off: each one predicts the gradient as a weighted sum
-// of the micro-batches' parts. Those that fit are held against experiments in which they predict different
-// things; what fits none, against experiments that take away one suspect at a time.
+// Which known mistake explains the parameters that are off: each predicts the gradient as a weighted sum of
+// the micro-batches' parts. Experiments tell those that fit apart, or take away one suspect at a time.
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -135,8 +134,7 @@ std::optional<Fitted> fit_weights(ComparedStep& one, const std::vector<std::stri
   return fitted;
 }
 
-// Whether the weights of single parts lie further apart than the factor of all parameters is from 1, so that
-// these weights may be the mistake.
+// Whether weights of single parts explain more than one factor of all parameters does.
 bool nearer_to_other_weights(const Fitted& fitted, double ratio) {
   const auto [least, most] = std::minmax_element(fitted.weights.begin(), fitted.weights.end());
   return *most - *least > std::abs(ratio - 1);
@@ -157,8 +155,7 @@ std::string text_of(const ComparedStep& one, const Fitted& fitted) {
                      text, fitted.left);
 }
 
-// Parts that are cut to one length before they are added up: the weight of a long one is the limit over its
-// norm, and the same limit for all of them; the others keep theirs.
+// Parts that are cut to one length before they are added up; shorter ones keep theirs.
 std::optional<Finding> diagnose_clipped_parts(ComparedStep& one, const std::vector<std::string>& names,
                                               const Fitted& fitted) {
   // By rank where all micro-batches of a rank have one weight, else by micro-batch.
@@ -244,8 +241,8 @@ std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std
                  {text_of(one, fitted)}};
 }
 
-// How sure it must be towards which of two gradients a third lies: errors of rounding go together through a
-// network, so that the scatter of the pieces is too small by up to five times.
+// Scatter up to which a direction is sure. Errors go together through a network: the scatter is up to 5 times
+// too small.
 constexpr double kTold = 1.0 / 32, kLeans = 1.0 / 8;
 
 // Leaves of causes that explain the gradient within rounding those to which it lies nearest.
@@ -378,8 +375,8 @@ std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>
   return ratio;
 }
 
-// The type of 16 bits that all elements of the gradient found are numbers of, if its run is in a finer one
-// and that is all that is wrong with it.
+// The 16-bit type that every element found is a number of, if the run is in a finer one and all else is
+// right.
 const char* coarser_type(const ComparedStep& one) {
   if (one.found().precision == "bf16" || one.found().precision == "fp16") return nullptr;
   Tensors found, expected, errors;
@@ -468,9 +465,8 @@ Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& nam
                               : size + ", by which no other parameter is")};
 }
 
-// A term of the loss that is off by a factor, and nothing but what it reaches; by that factor alone, if one
-// is given. Whether a term is multiplied, or made otherwise, its value does not tell: a factor is believed
-// that is a size of the run or a whole number.
+// A term of the loss that is off by a factor (`factor_of_all`, if given), and only what it reaches. Its value
+// does not tell a factor from another mean: a size of the run or a whole number is believed.
 std::optional<Finding> diagnose_term(const ComparedStep& one, const std::vector<std::string>& names,
                                      std::optional<double> factor_of_all = {}) {
   if (subject(one, names) == "all parameters" || one.expected().terms.size() < 2) return std::nullopt;

@@ -310,8 +310,7 @@ std::vector<Finding> diagnose_replicas(const ComparedStep& one, const StepDump& 
   return {finding};
 }
 
-// Along which axes a step is wrong whose ranks all lie along one of them: ", along a (2) and b (3)"; none
-// where that cannot be tried.
+// The axes along which the step stays wrong with all ranks along one: ", along a (2) and b (3)".
 std::string wrong_axes(const ComparedStep& one, const RunAgain& again, std::vector<std::string>& evidence) {
   const auto& axes = one.found().axes;
   std::vector<std::string> wrong;
@@ -454,11 +453,9 @@ Bounds bounds_of(const StepDump& found, at::ScalarType type) {
 
 // Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
 constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
-// Units of bf16 by which the scale of a matrix may be off, in addition to what its own pieces say: nearly
-// three times the most, 12, that right steps of nine models were seen to be off altogether, in 12,000 pairs
-// of matrices. Its gradient is a product, which is added up in fp32 and rounded once. That of a vector is a
-// sum over tokens, which PyTorch makes in bf16 for a LayerNorm: it was seen to be 58 % too small in steps
-// that are right, and turned by 7 %, so that no such bound holds there.
+// Units of bf16 by which a matrix's scale may be off: nearly three times the most, 12, of right steps of nine
+// models (12,000 pairs of matrices). Vectors have no such bound: PyTorch sums a LayerNorm's in bf16, up to 58
+// % too small in right steps.
 constexpr double kUnitsOfMatrix = 32;
 
 }  // namespace
@@ -923,8 +920,7 @@ std::string unseen_in(const Grade& grade) {
                      grade.single_least, 100 * std::min(1.0, grade.single_found));
 }
 
-// The order of `shares` that puts the counts of the reference where the run has them: as they follow one
-// another, or, where no two are equal, by their size. Nothing: they are not the same micro-batches.
+// The reference with its counts where the run has them: in their order or, if no two are equal, by size.
 using Cells = std::vector<std::pair<std::size_t, std::size_t>>;  // rank, micro-batch
 Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
   Cells cells;
@@ -976,8 +972,7 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   });
 }
 
-// The dump of `--alone` bounds the error of A: it must be the same step, of A's precision, and right
-// within what rounding does to any.
+// `--alone` must be the same step, in A's precision, and right within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
                   const DumpNames& names) {
   const auto reject = [](const std::string& what) {

@@ -1,6 +1,5 @@
-// From two dumps of one step, and from what happens when it is made again in other circumstances, to a name
-// for the mistake. What fits no known mistake is called unknown and given with its numbers; nothing is
-// guessed.
+// Names the mistake that explains the difference of two dumps of one step, from them and from steps made
+// again in other circumstances. A gradient that fits no known mistake is `unknown`; nothing is guessed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -128,8 +127,7 @@ ISOGRAD_FINDINGS(ISOGRAD_ID)
 
 // The same step in other circumstances. All defaults: exactly the same again.
 struct Experiment {
-  // Targets that carry loss: as given; equally many in every micro-batch that has any; another, uneven number
-  // in each.
+  // Targets that carry loss: as given; equally many in each micro-batch that has any; uneven numbers.
   enum class Counts { kAsGiven, kEqual, kUneven } counts = Counts::kAsGiven;
   bool split_micro_batches = false;  // those of several fragments in two: accumulation
   bool one_micro_batch = false;      // each rank's data in one: no accumulation
@@ -155,8 +153,7 @@ struct RunPair {
   StepDump found, expected;
   // The gradient of one process in the precision of `found`, for what rounding alone does; empty: not known.
   StepDump::Named alone{};
-  // Both say how their targets lie on ranks and micro-batches, and it is not alike: the parts of `expected`
-  // are not those of the ranks of `found`.
+  // The targets lie on other ranks and micro-batches in `expected`, so that its parts are not found's.
   bool assigned_otherwise = false;
   // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
   std::vector<double> alone_rounding{};
@@ -180,17 +177,15 @@ AxisSet present(const Grid& grid, AxisSet along);  // those of `along` that the 
 
 inline const std::string kAllRanks = "all ranks", kContextRanks = "cp_ring x cp_ulysses";
 
-// The error that rounding may cause in a gradient, as norms. In fp64 E1's 1e-10 of s. Below that, with the
-// gradient of one process in the same precision, four times what it is off by and what sums round; without
-// it, and at most with it, what was measured on right steps of several models and doubled: 256 u of a
-// parameter's norm (or of the floor: 1/32 · RMS · √numel), and 32 u of the norm of all.
+// The error that rounding may cause in a gradient, as norms: E1's 1e-10 of s in fp64; below that, four times
+// what one process is off by and what sums round, at most twice what right steps were seen to be off by: 256
+// u of a parameter's norm (or of the floor 1/32 · RMS · √numel) and 32 u of the norm of all.
 struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
   bool moved = false;             // some are wider, for the reference itself moves (StepDump::moves)
-  // The error of a matrix's scale that is allowed, in addition to what its own pieces say
-  // (test_scale_of_one); 0: not told.
+  // Added to what a matrix's own pieces allow its scale to be off by (test_scale_of_one); 0: not tested.
   double matrix = 0;
   Bounds bounds;  // of the coarser precision
 };
@@ -246,16 +241,15 @@ class ComparedStep {
   double spread_allowed() const { return allowance_.exact ? Bounds{}.exact : 256 * allowance_.bounds.unit; }
   // Whether the gradient found is this one, within what rounding may do.
   bool is(const Prediction& prediction) const;
-  // As is(weighted(weights, names)), but stops at the first parameter that differs. `made`: the whole
-  // prediction where it is the gradient found.
+  // The same of weighted(weights, names), up to the first parameter that differs. `made`: the prediction that
+  // fits.
   std::optional<bool> is(const std::vector<double>& weights, const std::vector<std::string>& names,
                          Prediction* made = nullptr);
-  // How far the gradient found lies from one prediction towards another one. Against a run of one process in
-  // the same precision, where that is known and tells more.
+  // How far the gradient found lies from one prediction towards another, relative to `alone` if that tells
+  // more.
   Along between(const Prediction& from, const Prediction& to) const;
   Prediction right() const;
-  // Weights by cells(), on the named parameters; the others are right. Nothing: the parts would be needed and
-  // cannot be had.
+  // Weights by cells() on the named parameters; the others are right. Nothing: the parts cannot be had.
   std::optional<Prediction> weighted(const std::vector<double>& weights,
                                      const std::vector<std::string>& names);
 
@@ -270,8 +264,8 @@ class ComparedStep {
   int holders() const;                        // ranks that have targets
   int home_of(int rank) const;                // the rank that has this one's data as given
   const Grid& grid() const { return grid_; }  // the axes that the run names; none: of one rank
-  // The axes that a subject's axis stands for: kAllRanks and kContextRanks are several; none where there is
-  // none of that name.
+  // The axes that a subject's axis stands for: several for kAllRanks and kContextRanks; none if it is
+  // unknown.
   AxisSet axis_set(const std::string& axis) const;
   double size_of(const std::string& axis) const;  // ranks along it
   int micro_batches(int rank) const;
@@ -280,12 +274,11 @@ class ComparedStep {
   bool can_run() const { return static_cast<bool>(again_); }
   bool assigned_otherwise() const { return pair_.assigned_otherwise; }
   bool silent() const;  // some micro-batch has no target
-  // Whether a gradient of this one of parameters() that is lost would show: of next to none it does not, and
-  // neither would a factor.
+  // Whether it would show that the gradient of this one of parameters() is lost; with next to none it would
+  // not.
   bool shows(std::size_t parameter) const;
   const std::vector<Cell>& cells() const { return cells_; }
-  // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up to the
-  // right gradient.
+  // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up.
   bool find_parts();
 
  private:
@@ -324,9 +317,8 @@ std::optional<ComparedStep> made_under(const Experiment& setting, const RunAgain
 // A verdict on each compared parameter; both of its comparisons are that of the dumps.
 std::vector<ParameterVerdict> verdicts_of(const ComparedStep& one);
 
-// Empty: the pair shows the same step. The first finding names the cause; others follow where several things
-// are wrong. ids are those of kDiagnoses. `ambiguous` receives the mistakes that this precision does not tell
-// from the right gradient.
+// Empty: the pair shows the same step. The first finding names the cause. `ambiguous` receives the mistakes
+// that this precision does not tell from the right gradient.
 std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again = kNeverAgain,
                               std::vector<std::string>* ambiguous = nullptr);
 std::vector<Finding> diagnose(const RunPair& pair, const RunAgain& again = kNeverAgain,
@@ -344,27 +336,24 @@ struct Cause {
   int rank = -1;       // whose part it is, if of one
 };
 std::vector<Cause> causes_of(const ComparedStep& one);
-// Where ranks hold different gradients: rank 0's is the sum over those ranks alone that share its place along
-// an axis.
+// Where ranks hold different gradients: rank 0 has the sum over the ranks of its place along an axis alone.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);
 
 // The same samples, but as many targets as if each were counted once on every rank of some axes.
 bool counted_several_times(const StepDump& found, const StepDump& expected);
-// A dump whose counts do not add up to its targets, or which has a gradient without any; `side`: " of the
-// reference".
+// A dump whose counts contradict its targets or its gradient; `side`: " of the reference".
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again);
-// The gradient found is the right one within rounding, but may as well be a known mistake's that moves it by
-// less: findings where it lies nearer to the mistake; `ambiguous` receives those that cannot be told apart.
+// The gradient is right within rounding: findings where it lies nearer to a known mistake's.
 std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous);
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
-// Contradictions inside each dump: norms, owners, counts, shares. `notices` reports the checks that missing
-// shares do not allow.
+// Contradictions inside each dump: norms, owners, counts, shares. `notices`: checks that missing shares
+// prevent.
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
@@ -372,8 +361,8 @@ std::vector<std::string> other_terms(const ComparedStep& one);
 double tolerance(
     const ComparedStep& one);  // the error allowed in figures that come from sums of many numbers
 
-// The axes of more than one rank, then kContextRanks and kAllRanks where several make them up: along which
-// something may be multiplied, divided or left out. And one of them in words: "dp_shard (4)".
+// The axes of more than one rank, then kContextRanks and kAllRanks where several make them up.
+// And one of them in words: "dp_shard (4)".
 std::vector<std::string> long_axes(const ComparedStep& one);
 std::string name_of(const ComparedStep& one, const std::string& axis);
 // "dp_shard (4)", "accumulation (3)": whatever in the run has this size.
@@ -393,11 +382,10 @@ struct DumpComparison {
   std::vector<std::string> notices;  // what was done to the dumps before they were compared
 };
 
-// `found` against `expected`, the step of one process or of a trainer that is known to be right: the table,
-// the grade and the diagnosis that verify gives. Both in fp64: E1. Otherwise E2; with `alone`, the step of
-// one process in the precision of `found`, with its bound, and without it with what right steps were seen to
-// be off (Allowance). Nothing is claimed of what a dump does not record; whatever is found wrong fails the
-// verdict. ConfigError unless `alone` has the parameters of `expected`, in fp64 there.
+// The table, grade and diagnosis of `found` against `expected`, the step of one process or of a right
+// trainer. In fp64: E1; otherwise E2, sharper with `alone`, one process in the precision of `found`
+// (Allowance). Nothing is claimed of what is not recorded; each finding fails the verdict. ConfigError on an
+// `alone` of another step.
 DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
                              std::optional<StepDump> alone = {});
 

@@ -19,8 +19,7 @@ using DataByRank = std::vector<MicroBatches>;
 DataByRank gather_batches(const MicroBatches& local, Group& group);
 // [rank][micro-batch] targets that carry loss.
 std::vector<std::vector<std::int64_t>> counts_of(const DataByRank& data);
-// Writes what the declared mean counts in `data`, the whole step, into dump.counts or dump.amounts. Nothing
-// under means that count nothing, or differ over ranks.
+// Writes what the declared mean counts in the whole step into dump.counts or dump.amounts, if it counts.
 void count_as_declared(const DataByRank& data, const DeclaredLoss& declared, StepDump& dump);
 // Ids of the samples in fragments, sorted, once for each fragment.
 std::vector<std::int64_t> samples_of(const MicroBatches& batches);
@@ -37,8 +36,8 @@ void perturb_inputs(Batch& batch, std::int64_t fragment);
 Batch joined(const MicroBatches& batches);
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);
 
-// The step's data, by data rank and before any cut, as the experiment assigns them; Batch::sample_targets are
-// those of the new step. Nothing where the step would be unchanged or without a target.
+// The step's data as the experiment assigns them, by data rank, before any cut and with sample_targets of the
+// new step. Nothing where the step would be unchanged or without a target.
 std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment);
 
 // Rank 0's experiment on every rank; nothing: no more of them. Collective.

@@ -192,8 +192,8 @@ class RecordingOptimizer : public NoUpdate {
   double scale_ = 1, norm_ = 0;
 };
 
-// Counts what the layout itself sends: from the first forward (a sharded model gathers there) until the sum
-// is complete, and what publishes the update. Counting and norms lie outside.
+// Counts the bytes of the layout itself: from the first forward to the complete sum, and of publishing the
+// update.
 struct LayoutRun::Metered : DataParallel {
   std::unique_ptr<DataParallel> owned;
   DataParallel* inner;

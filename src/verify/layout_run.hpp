@@ -21,8 +21,7 @@ std::vector<std::uint64_t> checksums(const at::Tensor& digests);
 // Indices of the tensors whose digests differ on some rank. Collective.
 std::vector<std::size_t> differing_over_ranks(const at::Tensor& digests, Group& group);
 
-// Σ over tokens, modulo 2^64, of a hash of (sample, position in its fragment, token, target). Two sets of
-// batches with the same tokens have the same digest, in whatever order; a token twice or never changes it.
+// Σ modulo 2^64 of a hash of each (sample, position, token, target): independent of their order.
 std::uint64_t digest(const MicroBatches& batches);
 
 // digest() of the batches of all ranks together. Collective.
@@ -49,8 +48,7 @@ struct Initial {
   Initial nudged(std::uint64_t draw) const;
 };
 
-// Records what an optimizer sees of a step; it hands the update on to another one, or moves nothing, so that
-// the next step starts from the same parameters.
+// Records what an optimizer sees of a step, and passes the update on or moves nothing.
 class RecordingOptimizer;
 
 class LayoutRun {
@@ -97,10 +95,9 @@ class LayoutRun {
   std::unique_ptr<Step> step_;
 };
 
-// Waiting for work that only some ranks do, without tripping the group's timeout.
-// Ranks that work alone call tick() after each piece of it; every rank calls finish() when it has nothing
-// (more) to do. Each call is one small collective, so nobody waits longer than the longest piece. Where any
-// rank's `stop` says so, the call throws VerifyStopped on all.
+// Waiting for work that only some ranks do, without tripping the group's timeout: they tick() after each
+// piece of it, and every rank calls finish() when it has no more. Where any rank's `stop` is true, all throw
+// VerifyStopped.
 class Heartbeat {
  public:
   explicit Heartbeat(Group& group, std::function<bool()> stop = {}) : group_(group), stop_(std::move(stop)) {}

@@ -30,12 +30,10 @@ inline constexpr const char* kAllLayouts = "all";
 // ConfigError on anything that is not STRATEGY[:replicas=N][:share=on|off].
 LayoutChoice parse_layout(const std::string& text);
 
-// Every layout that `ranks` allow: each strategy, sharded ones with each number of replicas that divides the
-// ranks, with one copy of the parameters (where ranks share `host_memory`) and without. A mean of replicas'
-// means keeps the configured number of replicas.
+// Every layout that `ranks` allow: each strategy, with each number of replicas, with and without one copy of
+// the parameters (`host_memory`). A mean of replicas' means keeps the configured number of replicas.
 std::vector<LayoutChoice> layout_matrix(const RunConfig& config, int ranks, bool host_memory);
-// The layouts that --layout asks for: names as above, kAllLayouts for the matrix, nothing for the configured
-// one. kAllMeshes asks for none of these.
+// The layouts that --layout names; kAllLayouts is the matrix, nothing the configured one, kAllMeshes none.
 std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vector<std::string>& names,
                                          const World& world);
 
@@ -53,8 +51,7 @@ struct ProposedMeshes {
   std::vector<std::string> left, refused;  // MeshesTried
 };
 
-// At most this many meshes are run; above it, a set that covers each axis at each of its sizes, each axis
-// alone and each two axes together.
+// Above this many meshes, a set is run that covers each axis alone, at each size, and each two axes.
 inline constexpr std::size_t kMostMeshes = 16;
 
 // Heads of a model's attention, Task::heads().
@@ -62,19 +59,18 @@ using Heads = std::pair<std::int64_t, std::int64_t>;
 
 bool splits_heads(const Heads& heads, int ulysses);  // over this many ranks of Ulysses
 
-// Every way to factor `ranks` over the axes (ep where the model may have experts) that check() and the
-// model's heads allow; a mean of replicas' means keeps its replicas. The configured mesh comes first. The
-// same on every rank.
+// Every way to factor `ranks` over the axes that check() and the model's heads allow, the configured one
+// first; a mean of replicas' means keeps its replicas. The same on every rank.
 ProposedMeshes propose_meshes(const RunConfig& config, int ranks, const Heads& heads,
                               std::size_t most = kMostMeshes);
 
-// Runs what is proposed and adds each verdict to `verdict`. A ConfigError of `verify_mesh`: not admissible; a
-// verdict without layouts, of a step that ended in an error, fails all. Collective; rank 0's is complete.
+// Runs the proposed meshes and joins their verdicts. A ConfigError of `verify_mesh`: not admissible; a
+// verdict without layouts fails all. Collective; rank 0's is complete.
 MeshesTried try_meshes(const RunConfig& config, int ranks, const Heads& heads, Verdict& verdict,
                        const std::function<Verdict(const MeshChoice&)>& verify_mesh);
 
-// The fewest axes that tell the failed meshes from the others: "wrong along tp: ..." or "right with tp alone
-// (tp 4) and with cp_ring alone (cp_ring 4), wrong together: ...". Empty: none failed.
+// The fewest axes that tell failed meshes from others: "wrong along tp: ...", "right with tp alone (tp 4) and
+// with cp_ring alone (cp_ring 4), wrong together: ...". Empty: none failed.
 std::vector<std::string> guilty_axes(const std::vector<MeshesTried::One>& tried);
 
 // Another proof of the same step: its layouts join those of the first.

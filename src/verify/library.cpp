@@ -33,8 +33,7 @@ MicroBatches with_positions(const MicroBatches& batches) {
   return filled;
 }
 
-// Models made one at a time, because ranks that are threads share the global generator and may seed it; with
-// the values that rank 0's first one had, whatever the others drew.
+// Models made one at a time (ranks as threads share the global generator), with rank 0's values everywhere.
 MakeVerifyModel with_values_of_rank_zero(const MakeVerifyModel& make_model, Group& group) {
   static std::mutex one_at_a_time;
   const auto make = [make_model](at::ScalarType dtype) {

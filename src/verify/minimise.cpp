@@ -117,8 +117,7 @@ struct Simpler {
   void (*change)(RunConfig&);
 };
 
-// Before anything shrinks: where videos are small, no number of tokens keeps them in micro-batches of their
-// own but this.
+// Before anything shrinks: no number of tokens keeps small videos in micro-batches of their own but this.
 constexpr Simpler kFirst[] = {
     {kVideos, [](RunConfig& c) { c.batch.tokens_per_micro_batch = kAllTokens; }},
     {kVideos,

@@ -150,8 +150,7 @@ PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, con
   return outcome;
 }
 
-// Whether b is what a was: to the bit, or where products round by how many tokens share an expert within E1's
-// bound, of the scale s.
+// Equal to the bit or, where experts' products round by how many tokens they get, within E1's bound.
 bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit, double scale) {
   return to_the_bit ? a.equal(b) : (a - b).norm().item<double>() <= Bounds{}.exact * scale;
 }
@@ -234,8 +233,7 @@ std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches
   return {whole};
 }
 
-// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from (a cut takes all
-// ranks; diagnose_leak() does that).
+// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from.
 MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
   if (problem.shared_samples) return problem.shared_samples->whole;
   const bool parts = !problem.local.empty() && problem.local.front().cut;
@@ -243,8 +241,7 @@ MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
   return parts || problem.local.empty() ? whole : problem.local;
 }
 
-// The same samples in another order, in at most `pieces` micro-batches; another assignment each `turn`.
-// Fragments stay whole.
+// The same samples in another order (by `turn`), in at most `pieces` micro-batches of whole fragments.
 MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn) {
   std::vector<std::pair<const Batch*, std::int64_t>> fragments;
   for (const Batch& batch : whole)

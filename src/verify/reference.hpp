@@ -1,5 +1,4 @@
-// The reference of a layout: the oracle's step, and that of one process in the run's precision; and checks of
-// the input that end a verdict before anything is claimed.
+// The step of one process, in fp64 and in the run's precision, and checks of the input before it.
 #pragma once
 
 #include <optional>
@@ -12,8 +11,7 @@
 
 namespace isograd {
 
-// ConfigError when the model runs in its own precision but not in fp64, or computes something in another
-// type there.
+// ConfigError when the model runs in its own precision but not in fp64 throughout.
 void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole);
 
 // How two runs of the first micro-batch that has a target differ; "" when all bits are the same.
@@ -30,9 +28,8 @@ struct Leak {
   std::string text() const;
 };
 
-// Changes the tokens of one document of `batch`, the first and then the last, and holds the others' logits,
-// and the gradient of their loss, to the bits that they had (a model with experts to E1's bound). Nothing: no
-// leak.
+// Changes the first and then the last document of `batch`, and holds the others' logits and gradient to the
+// bits that they had (a model with experts to E1's bound). Nothing: no leak.
 std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch,
                                     const DeclaredLoss& declared = {});
 
@@ -58,8 +55,7 @@ struct Path {
   int updates = 0;
 };
 
-// The first update shows how a gradient is applied, the second the optimizer's state. With many layouts plain
-// SGD, which has no state, makes one.
+// One update shows how a gradient is applied, a second the optimizer's state, which plain SGD does not have.
 std::vector<Path> paths(const VerifyProblem& problem);
 
 // Collective: rank 0 makes the oracle's step while the last rank makes the one in the run's precision.
@@ -71,10 +67,9 @@ struct Retry {
   std::vector<double> enough;
 };
 
-// The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0; fewer as
-// soon as all are cleared. Collective: the last rank makes the steps, in fp64 and in the run's precision,
-// from parameters an ulp away and (except for a loss over all rows) in another cut of the batch with as many
-// micro-batches as all ranks have together.
+// The largest ‖g32 − g64‖ / s of each of them over up to kMostDraws steps of one process, on rank 0, until
+// all are cleared. Collective: the last rank makes the steps, from parameters an ulp away and (except for a
+// loss over all rows) in another cut of the batch with as many micro-batches as all ranks have together.
 std::vector<double> measure_rounding(const VerifyProblem& problem, const Initial& initial,
                                      const std::vector<double>& scales, const Retry& retry, Group& group);
 

@@ -49,8 +49,7 @@ DecoderLM::ChooseExperts recorder(const std::shared_ptr<Routed>& into, const std
   };
 }
 
-// How far the sums of two of a token's groups of experts are apart the wrong way. `of`: each group's sum;
-// `used`: which ones the chosen experts are in. Completes `used` by the best others.
+// How far sums of two of a token's groups are apart the wrong way. Completes `used` by the best others.
 double groups_apart(const std::vector<double>& of, std::vector<bool>& used, std::int64_t places) {
   double worst_taken = HUGE_VAL;
   std::vector<std::size_t> others;
@@ -213,8 +212,7 @@ std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, co
   }
   heartbeat.finish();
 
-  // Its keys, the largest error of each layer from 0 (-1: no experts), and the experts of those that have
-  // some.
+  // Its keys, the largest error of each layer (-1: no experts), and the experts of the others.
   std::string bytes;
   if (group.rank() == last && !keys.empty()) {
     at::Tensor errors = at::full({chosen.empty() ? 0 : chosen.rbegin()->first + 1}, -1.0, at::kDouble);

@@ -17,15 +17,13 @@ namespace isograd {
 
 struct Initial;
 
-// The smallest change of two scores [E] that would make `chosen` (ascending) the top-k. 0: they are the best;
-// infinite: no scores choose so.
+// The smallest change of two scores [E] that makes `chosen` (ascending) the top-k; infinite: none does.
 double apart_from_best(const double* scores, std::int64_t experts, const ExpertScores& kind,
                        const std::vector<std::int64_t>& chosen);
 
 class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
  public:
-  // For DecoderLM::set_choice_of_experts(); keeps this alive. Tokens that the oracle did not see go where the
-  // run sends them.
+  // For DecoderLM::set_choice_of_experts(); keeps this alive. Tokens unknown to the oracle stay as chosen.
   DecoderLM::ChooseExperts replay();
 
   // Counts what was replayed since the last call, over the ranks of `data`. Collective.
@@ -45,8 +43,7 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
   LayoutVerdict::Choices counts_;
 };
 
-// Collective: the last rank makes the forwards of one process in fp64 and in the run's precision. Null where
-// there are no experts or the run is in fp64.
+// Collective: the last rank makes both forwards of one process. Null in fp64 and without experts.
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group);
 

@@ -37,10 +37,9 @@ namespace {
 
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
-// The elements that ZeRO-3 gathers of the model, whose parameters are this rank's part of it: each unit, with
-// the padding of its flat storage. Counted here and not asked of the layout, because the layout is what is
-// checked. Nothing where the formula does not hold: parameters that are gathered but not trained, blocks that
-// forward uses several times.
+// The elements of each unit that ZeRO-3 gathers, padded. Counted here, not asked of the layout, which is what
+// is checked. Nothing where the formula does not hold: untrained parameters, blocks that are used several
+// times.
 std::optional<std::vector<SharedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
                                                        const Grid& grid, int rank) {
   for (const auto& [name, tensor] : model.named)
@@ -99,9 +98,8 @@ struct KeptPiece {
   std::int64_t cut = 0;  // which of the parts along the axes that the parameter is cut along
 };
 
-// Each parameter as it is computed with, and its fp32 master, in the model's order, so that ranks with other
-// buckets or other parts of the model say as much as all; then buffers. Nothing stands for what this rank has
-// none of.
+// Each parameter and its fp32 master in the model's order, so that ranks with other buckets or parts of the
+// model list as much, then buffers; empty where this rank has none.
 std::vector<KeptPiece> kept_pieces(const Named& named, const Named& buffers, DataParallel& layout,
                                    const Layout* placed) {
   std::vector<KeptPiece> pieces;
@@ -136,10 +134,8 @@ std::vector<KeptPiece> kept_pieces(const Named& named, const Named& buffers, Dat
 }
 
 // Where ranks that keep the same weights do not keep the same bits: how many parameters differ, the first in
-// the model's order, and which ranks agree about it, the largest camp first; empty: nowhere. Collective; the
-// same answer on every rank. An XXH3 of each piece that this rank keeps is held against those of the ranks
-// that keep the same part. `named` is the rank's model, readable unless the layout shards parameters;
-// `placed` says which part of the whole one it is, null: all of it; `buffers` are whole on every rank.
+// the model's order, and which ranks agree about it, the largest camp first. Empty: nowhere. Collective; the
+// same answer on every rank. `placed` says which part of the whole model `named` is, null: all of it.
 std::string divergence(const Named& named, const Named& buffers, DataParallel& layout, const Layout* placed) {
   Group group = layout.mesh().all();
   const std::vector<KeptPiece> pieces = kept_pieces(named, buffers, layout, placed);
@@ -306,8 +302,7 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
 using KeptTask = std::shared_ptr<const Task>;
 using MakeModel = std::function<MakeVerifyModel(const Setting&)>;
 
-// The step of one process of `task`, this rank's part of it, and its layouts. `suffix` goes behind the
-// layouts' names.
+// One step of `task`, this rank's part of it and its layouts, with `suffix` behind their names.
 VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& model,
                          const std::vector<LayoutChoice>& layouts, const ChangeProblem& change,
                          const std::string& suffix, const MeshesOfProblem& meshes = {}) {

@@ -1,5 +1,4 @@
-// verify for a configured run: the same data, model and layout that `isograd train` would use; and the
-// smallest configuration that still fails.
+// verify for a configured run, and the smallest configuration that still fails.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +19,12 @@ using ChangeProblem = std::function<void(VerifyProblem&, World&)>;
 // Called on rank 0 as the number-th of `total` layouts begins; number 0: the plain step before the first.
 using LayoutBegins = std::function<void(std::int64_t number, std::int64_t total, const std::string& layout)>;
 
-// Collective: one step of the configured batch, from the configured initial weights. `layouts` as
-// chosen_layouts() reads them, and "meshes": the configured one on other meshes of the ranks.
+// Collective: one step of the configured batch. `layouts` as chosen_layouts() reads them, and "meshes".
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts = {},
                    const ChangeProblem& change = {}, const TakeDump& take_dump = {},
                    const LayoutBegins& begins = {});
 
-// Makes the meshes of a problem from configured grids: the one that models communicate over, and those of
-// layouts. Tests replace them by meshes of other groups.
+// Makes the meshes of models and of layouts from configured grids; tests replace them.
 using MakeMesh = std::function<Mesh(const World& world, const Grid& grid)>;
 inline Mesh plain_mesh(const World& world, const Grid& grid) { return Mesh(world, grid); }
 struct MeshesOfProblem {
@@ -42,9 +39,9 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 // Collective, for TrainerHooks::on_finish: the same with the weights as they are now.
 Verdict verify_finished(FinishedRun& run, const ChangeProblem& change = {});
 
-// Collective, for TrainerHooks::check: where verify.checksums_every divides the step, replicas are compared
-// bit for bit; where verify.every does, a step of a few short packs is verified with the weights as they are
-// now. Returns on every rank why the run must stop; empty when all is well.
+// Collective, for TrainerHooks::check: compares replicas bit for bit every verify.checksums_every steps and
+// verifies a small step with the weights of now every verify.every. Returns why the run must stop, on all
+// ranks.
 std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 
 struct Trial {
@@ -62,9 +59,8 @@ struct Minimised {
   std::vector<std::string> changes;  // "model.layers 4 -> 1", in the order of the configuration's keys
 };
 
-// Shrinks model, batch, accumulation and ranks and switches options off, as long as the same failure stays:
-// each size to its least, else by bisection, round after round until no single change makes it smaller.
-// Nothing when `trial` does not fail within `most_trials`.
+// Shrinks sizes and ranks and switches options off as long as the same failure stays, each to its least, else
+// by bisection, until no single change is left. Nothing when `trial` does not fail within `most_trials`.
 std::optional<Minimised> minimise(const Trial& trial, const FailureOf& failure_of, int most_trials = 400);
 
 // The same for the first of `layouts` (as in verify_run) that fails on `ranks` thread ranks.

@@ -57,8 +57,7 @@ std::string text_of(const OtherFigure& other) {
                      other.allowed);
 }
 
-// Adds what is off in loss, norm and counts in the run's precision alone. A wrong norm makes a wrong
-// coefficient: said once.
+// Adds figures that are off in the run's precision alone; a wrong norm makes a wrong coefficient: said once.
 void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
   for (const OtherFigure& other : layout.rounded_off) {
     const std::string id = other.name == "loss"               ? finding_id::loss_differs
@@ -72,9 +71,7 @@ void add_other_figures(LayoutVerdict& layout, const std::string& precision) {
   }
 }
 
-// Bits that differ from run to run or over ranks, rounding, updates: added to the layout's findings where
-// those do not say it already. `precision` is "fp32", ...; `from_live_run`: the layout of a run under way
-// made the step.
+// Adds bits that differ from run to run or over ranks, rounding and updates where no finding says it already.
 void add_plain_findings(LayoutVerdict& layout, const std::string& precision, bool from_live_run) {
   std::vector<std::string> rounding, replicas, repeats;
   for (const auto& parameter : layout.parameters) {
@@ -137,8 +134,7 @@ void stop_if_told(const VerifyProblem& problem, Group& group) {
   if (problem.stop) Heartbeat(group, problem.stop).tick();
 }
 
-// Parameters after some updates, against the oracle's. The gradient as the first plain one applied it goes
-// into `applied`. Collective; the result is rank 0's.
+// Parameters after some updates, on rank 0; `applied`: the gradient as plain SGD applied it. Collective.
 std::vector<Trajectory> follow(const VerifyProblem& problem, const LayoutUnderTest& layout,
                                const Initial& initial, const Reference& reference, Group& group,
                                StepDump::Named& applied) {
