@@ -22,41 +22,6 @@ std::string figure(double value) {
 }
 bool without_axes(const ComparedStep& one) { return one.found().axes.empty() && one.ranks() > 1; }
 
-}  // namespace
-
-std::vector<std::string> long_axes(const ComparedStep& one) {
-  std::vector<std::string> names;
-  std::size_t context = 0;
-  for (const auto& [name, size] : one.grid().axes()) {
-    if (size == 1) continue;
-    names.push_back(name);
-    context += kContextAxes.count(name);
-  }
-  const bool several = names.size() > 1;
-  if (context > 1) names.push_back(kContextRanks);
-  if (several && one.size_of(kAllRanks) != (context > 1 ? one.size_of(kContextRanks) : 0))
-    names.push_back(kAllRanks);
-  return names;
-}
-
-std::string name_of(const ComparedStep& one, const std::string& axis) {
-  return fmt::format("{} ({:.0f})", without_axes(one) ? "the ranks" : axis, one.size_of(axis));
-}
-
-std::string factors_of(const ComparedStep& one, double value) {
-  std::string text;
-  const auto add = [&](double size, const std::string& name) {
-    if (size > 1 && std::abs(value - size) <= 1e-6 * size) text += (text.empty() ? "" : " or ") + name;
-  };
-  for (const auto& axis : long_axes(one)) add(one.size_of(axis), name_of(one, axis));
-  if (without_axes(one)) add(one.ranks(), name_of(one, kAllRanks));
-  add(one.most_micro_batches(), fmt::format("accumulation ({})", one.most_micro_batches()));
-  add(one.targets(), fmt::format("the {} of the step ({})", one.counted(), figure(one.targets())));
-  return text;
-}
-
-namespace {
-
 // A weight as a product of sizes of the step, each to a power.
 struct Powers {
   int N = 0;        // what counts in the step
@@ -320,6 +285,37 @@ void add_rank_causes(const ComparedStep& one, Causes& causes) {
 }
 
 }  // namespace
+
+std::vector<std::string> long_axes(const ComparedStep& one) {
+  std::vector<std::string> names;
+  std::size_t context = 0;
+  for (const auto& [name, size] : one.grid().axes()) {
+    if (size == 1) continue;
+    names.push_back(name);
+    context += kContextAxes.count(name);
+  }
+  const bool several = names.size() > 1;
+  if (context > 1) names.push_back(kContextRanks);
+  if (several && one.size_of(kAllRanks) != (context > 1 ? one.size_of(kContextRanks) : 0))
+    names.push_back(kAllRanks);
+  return names;
+}
+
+std::string name_of(const ComparedStep& one, const std::string& axis) {
+  return fmt::format("{} ({:.0f})", without_axes(one) ? "the ranks" : axis, one.size_of(axis));
+}
+
+std::string factors_of(const ComparedStep& one, double value) {
+  std::string text;
+  const auto add = [&](double size, const std::string& name) {
+    if (size > 1 && std::abs(value - size) <= 1e-6 * size) text += (text.empty() ? "" : " or ") + name;
+  };
+  for (const auto& axis : long_axes(one)) add(one.size_of(axis), name_of(one, axis));
+  if (without_axes(one)) add(one.ranks(), name_of(one, kAllRanks));
+  add(one.most_micro_batches(), fmt::format("accumulation ({})", one.most_micro_batches()));
+  add(one.targets(), fmt::format("the {} of the step ({})", one.counted(), figure(one.targets())));
+  return text;
+}
 
 std::vector<Cause> unsummed_causes(const ComparedStep& one) {
   Causes causes(one);

@@ -58,39 +58,6 @@ std::array<double, N> summed(std::array<at::Tensor, M> tensors, std::int64_t beg
   return sums;
 }
 
-}  // namespace
-
-PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end) {
-  const auto sums = summed<6, 2>({a, b}, begin, end, [](double x, double y) {
-    const double apart = x - y;
-    return std::array{x * x, y * y, x * y, apart * apart, apart * x, apart * y};
-  });
-  return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
-}
-
-PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) { return pair_sums(a, b, 0, a.numel()); }
-
-FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at::Tensor& value,
-                 std::int64_t begin, std::int64_t end) {
-  const auto sums = summed<4, 3>({error, direction, value}, begin, end, [](double e, double d, double v) {
-    return std::array{e * d, d * d, e * e, v * v};
-  });
-  return {sums[0], sums[1], sums[2], sums[3], static_cast<double>(end - begin)};
-}
-
-double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor) {
-  return summed<1, 2>({a, b}, 0, a.numel(), [factor](double x, double y) {
-    const double apart = x - factor * y;
-    return std::array{apart * apart};
-  })[0];
-}
-
-double squares(const at::Tensor& tensor) {
-  return summed<1, 1>({tensor}, 0, tensor.numel(), [](double x) { return std::array{x * x}; })[0];
-}
-
-namespace {
-
 constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
 
 // Calls `sums_of(parameter, begin, end)` for each piece of each parameter.
@@ -190,7 +157,82 @@ WholeScale test(const std::vector<FitSums>& pieces, double unit, const AllowedSc
   return result;
 }
 
+// The root of a sum of squares; where that over- or underflows, of what `made` gives, relative to its
+// largest.
+template <typename Made>
+double root_of(double squares, const Made& made) {
+  if (holds(squares)) return std::sqrt(squares);
+  const at::Tensor tensor = made();
+  if (tensor.numel() == 0) return 0;
+  const double largest = tensor.abs().max().template item<double>();  // NaN where there is one
+  if (!(largest > 0) || !std::isfinite(largest)) return largest;
+  return largest * std::sqrt((tensor / largest).square().sum().template item<double>());
+}
+
+constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
+
+// The smallest δ for which (1 ± δ) g is further than `allowed` (a norm) from the reference; `sums` of both.
+double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
+                            const PairSums& sums) {
+  // Relative to the gradient: a square of its own size may be no number.
+  const bool known = holds(sums.own) && holds(std::max({sums.own, sums.other, sums.apart}));
+  const double unit = known ? std::sqrt(sums.own) : norm_of(gradient);
+  if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
+  const PairSums relative =
+      known ? PairSums{.own = 1, .apart = sums.apart / sums.own, .along_own = sums.along_own / sums.own}
+            : pair_sums(gradient / unit, reference / unit);
+  const double square = relative.own, cross = relative.along_own;
+  allowed /= unit;
+  // ‖e + δ g‖² = allowed²
+  const double rest = relative.apart - allowed * allowed;
+  if (!(rest <= 0)) return 0;  // fails as it is
+  if (!(square > 0)) return std::numeric_limits<double>::infinity();
+  return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
+}
+
+// Remembers the parameter that used most of its allowance. A NaN counts as the worst.
+void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& comparison) {
+  const auto share = [](double error, double allowed) { return error > 0 ? error / allowed : 0.0; };
+  const double share_now = share(comparison.error, comparison.allowed);
+  if (grade.worst.empty() || std::isnan(comparison.error) ||
+      (!std::isnan(grade.error) && share_now > share(grade.error, grade.allowed))) {
+    grade.worst = parameter.name;
+    grade.error = comparison.error;
+    grade.allowed = comparison.allowed;
+  }
+  if (!comparison.passed) ++grade.failed;
+}
+
 }  // namespace
+
+PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end) {
+  const auto sums = summed<6, 2>({a, b}, begin, end, [](double x, double y) {
+    const double apart = x - y;
+    return std::array{x * x, y * y, x * y, apart * apart, apart * x, apart * y};
+  });
+  return {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]};
+}
+
+PairSums pair_sums(const at::Tensor& a, const at::Tensor& b) { return pair_sums(a, b, 0, a.numel()); }
+
+FitSums fit_sums(const at::Tensor& error, const at::Tensor& direction, const at::Tensor& value,
+                 std::int64_t begin, std::int64_t end) {
+  const auto sums = summed<4, 3>({error, direction, value}, begin, end, [](double e, double d, double v) {
+    return std::array{e * d, d * d, e * e, v * v};
+  });
+  return {sums[0], sums[1], sums[2], sums[3], static_cast<double>(end - begin)};
+}
+
+double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor) {
+  return summed<1, 2>({a, b}, 0, a.numel(), [factor](double x, double y) {
+    const double apart = x - factor * y;
+    return std::array{apart * apart};
+  })[0];
+}
+
+double squares(const at::Tensor& tensor) {
+  return summed<1, 1>({tensor}, 0, tensor.numel(), [](double x) { return std::array{x * x}; })[0];
+}
 
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit) {
   const auto sums_of = [&](std::size_t i, std::int64_t begin, std::int64_t end) {
@@ -215,18 +257,6 @@ WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& refer
 bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference, double unit,
                          double allowed) {
   return held_to(pieces_between({gradient}, {reference}), unit, allowed_of_one(allowed)).passed;
-}
-
-// The root of a sum of squares; where that over- or underflows, of what `made` gives, relative to its
-// largest.
-template <typename Made>
-static double root_of(double squares, const Made& made) {
-  if (holds(squares)) return std::sqrt(squares);
-  const at::Tensor tensor = made();
-  if (tensor.numel() == 0) return 0;
-  const double largest = tensor.abs().max().template item<double>();  // NaN where there is one
-  if (!(largest > 0) || !std::isfinite(largest)) return largest;
-  return largest * std::sqrt((tensor / largest).square().sum().template item<double>());
 }
 
 double norm_of(const at::Tensor& tensor) {
@@ -264,44 +294,6 @@ double norm_of(const Tensors& tensors) {
   for (const at::Tensor& tensor : tensors) norms.push_back(norm_of(tensor));
   return norm_of(norms);
 }
-
-namespace {
-
-constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();
-
-// The smallest δ for which (1 ± δ) g is further than `allowed` (a norm) from the reference; `sums` of both.
-double smallest_scale_error(const at::Tensor& gradient, const at::Tensor& reference, double allowed,
-                            const PairSums& sums) {
-  // Relative to the gradient: a square of its own size may be no number.
-  const bool known = holds(sums.own) && holds(std::max({sums.own, sums.other, sums.apart}));
-  const double unit = known ? std::sqrt(sums.own) : norm_of(gradient);
-  if (unit == 0) return norm_of(reference) <= allowed ? std::numeric_limits<double>::infinity() : 0;
-  const PairSums relative =
-      known ? PairSums{.own = 1, .apart = sums.apart / sums.own, .along_own = sums.along_own / sums.own}
-            : pair_sums(gradient / unit, reference / unit);
-  const double square = relative.own, cross = relative.along_own;
-  allowed /= unit;
-  // ‖e + δ g‖² = allowed²
-  const double rest = relative.apart - allowed * allowed;
-  if (!(rest <= 0)) return 0;  // fails as it is
-  if (!(square > 0)) return std::numeric_limits<double>::infinity();
-  return (std::abs(cross) + std::sqrt(cross * cross - square * rest)) / square;
-}
-
-// Remembers the parameter that used most of its allowance. A NaN counts as the worst.
-void note(Grade& grade, const ParameterVerdict& parameter, const Comparison& comparison) {
-  const auto share = [](double error, double allowed) { return error > 0 ? error / allowed : 0.0; };
-  const double share_now = share(comparison.error, comparison.allowed);
-  if (grade.worst.empty() || std::isnan(comparison.error) ||
-      (!std::isnan(grade.error) && share_now > share(grade.error, grade.allowed))) {
-    grade.worst = parameter.name;
-    grade.error = comparison.error;
-    grade.allowed = comparison.allowed;
-  }
-  if (!comparison.passed) ++grade.failed;
-}
-
-}  // namespace
 
 double in_scales(double difference, double scale) {
   if (!std::isfinite(scale)) return kNothing;         // nothing is small against it

@@ -56,6 +56,78 @@ std::string gigabytes(double bytes) {
   return bytes < 1e9 ? fmt::format("{:.3g} MB", bytes * 1e-6) : fmt::format("{:.3g} GB", bytes * 1e-9);
 }
 
+struct PackRun {
+  at::Tensor logits;
+  std::vector<at::Tensor> gradients;  // of the loss, by parameter
+};
+
+PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch,
+            const DeclaredLoss& declared) {
+  PackRun outcome;
+  const at::Tensor logits = model.logits(batch);
+  outcome.logits = logits.detach();
+  const at::Tensor nll = plain_token_losses(logits, batch, declared).sum();
+  if (nll.requires_grad()) outcome.gradients = dense_gradients(nll, leaves);
+  return outcome;
+}
+
+// Equal to the bit or, where experts' products round by how many tokens they get, within E1's bound.
+bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit, double scale) {
+  return to_the_bit ? a.equal(b) : (a - b).norm().item<double>() <= Bounds{}.exact * scale;
+}
+
+// s of each gradient, which is not that of its own rounding where it is next to nothing.
+std::vector<double> scales_of(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& leaves) {
+  for (std::size_t i = 0; i < gradients.size(); ++i)
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(leaves[i]);
+  return error_scales(gradients);
+}
+
+double largest(const at::Tensor& tensor) { return tensor.numel() ? tensor.abs().max().item<double>() : 0; }
+
+std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {
+  if (problem.loss.replicas) return problem.loss.replicas();
+  return {whole};
+}
+
+// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from.
+MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
+  if (problem.shared_samples) return problem.shared_samples->whole;
+  const bool parts = !problem.local.empty() && problem.local.front().cut;
+  if (parts && problem.alone) return problem.alone();
+  return parts || problem.local.empty() ? whole : problem.local;
+}
+
+// The same samples in another order (by `turn`), in at most `pieces` micro-batches of whole fragments.
+MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn) {
+  std::vector<std::pair<const Batch*, std::int64_t>> fragments;
+  for (const Batch& batch : whole)
+    for (std::int64_t f = 0; f < batch.num_fragments(); ++f) fragments.emplace_back(&batch, f);
+  const auto count = static_cast<std::int64_t>(fragments.size());
+  const auto order = random_permutation(count, {.sample = turn, .layer = hash_name("cut")});
+  pieces = std::clamp<std::int64_t>(pieces, 1, std::max<std::int64_t>(1, count));
+  MicroBatches cut;
+  std::size_t next = 0;
+  for (const std::int64_t share : split_rows(count, static_cast<int>(pieces))) {
+    MicroBatches piece;
+    for (std::int64_t i = 0; i < share; ++i) {
+      const auto& [batch, f] = fragments[static_cast<std::size_t>(order[next++])];
+      piece.push_back(fragments_of(*batch, f, f + 1));
+    }
+    if (!piece.empty()) cut.push_back(joined(piece));
+  }
+  return cut;
+}
+
+// Rank 0's places, on every rank.
+std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group) {
+  const std::string bytes =
+      broadcast_text(group, {reinterpret_cast<const char*>(own.data()), own.size() * sizeof(std::size_t)});
+  std::vector<std::size_t> places(bytes.size() / sizeof(std::size_t));
+  std::memcpy(places.data(), bytes.data(), bytes.size());
+  return places;
+}
+
 }  // namespace
 
 void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole) {
@@ -133,39 +205,6 @@ void refuse_without_memory(const VerifyProblem& problem, const Initial& initial,
          gigabytes(needed) + " for parameters and gradients in fp64", action);
 }
 
-namespace {
-
-struct PackRun {
-  at::Tensor logits;
-  std::vector<at::Tensor> gradients;  // of the loss, by parameter
-};
-
-PackRun run(const VerifyModel& model, const std::vector<at::Tensor>& leaves, const Batch& batch,
-            const DeclaredLoss& declared) {
-  PackRun outcome;
-  const at::Tensor logits = model.logits(batch);
-  outcome.logits = logits.detach();
-  const at::Tensor nll = plain_token_losses(logits, batch, declared).sum();
-  if (nll.requires_grad()) outcome.gradients = dense_gradients(nll, leaves);
-  return outcome;
-}
-
-// Equal to the bit or, where experts' products round by how many tokens they get, within E1's bound.
-bool same(const at::Tensor& a, const at::Tensor& b, bool to_the_bit, double scale) {
-  return to_the_bit ? a.equal(b) : (a - b).norm().item<double>() <= Bounds{}.exact * scale;
-}
-
-// s of each gradient, which is not that of its own rounding where it is next to nothing.
-std::vector<double> scales_of(std::vector<at::Tensor> gradients, const std::vector<at::Tensor>& leaves) {
-  for (std::size_t i = 0; i < gradients.size(); ++i)
-    if (!gradients[i].defined()) gradients[i] = at::zeros_like(leaves[i]);
-  return error_scales(gradients);
-}
-
-double largest(const at::Tensor& tensor) { return tensor.numel() ? tensor.abs().max().item<double>() : 0; }
-
-}  // namespace
-
 std::string Leak::text() const {
   return fmt::format(
       "changing document {} in a pack changes document {}: its logits by {:.3g}{}", perturbed, touched,
@@ -225,53 +264,6 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
   }
   return std::nullopt;
 }
-
-namespace {
-
-std::vector<MicroBatches> parts(const VerifyProblem& problem, const MicroBatches& whole) {
-  if (problem.loss.replicas) return problem.loss.replicas();
-  return {whole};
-}
-
-// Batches that rank 0 can make forwards of by itself: its own, or what they were cut from.
-MicroBatches uncut(const VerifyProblem& problem, const MicroBatches& whole) {
-  if (problem.shared_samples) return problem.shared_samples->whole;
-  const bool parts = !problem.local.empty() && problem.local.front().cut;
-  if (parts && problem.alone) return problem.alone();
-  return parts || problem.local.empty() ? whole : problem.local;
-}
-
-// The same samples in another order (by `turn`), in at most `pieces` micro-batches of whole fragments.
-MicroBatches cut_anew(const MicroBatches& whole, std::int64_t pieces, std::uint64_t turn) {
-  std::vector<std::pair<const Batch*, std::int64_t>> fragments;
-  for (const Batch& batch : whole)
-    for (std::int64_t f = 0; f < batch.num_fragments(); ++f) fragments.emplace_back(&batch, f);
-  const auto count = static_cast<std::int64_t>(fragments.size());
-  const auto order = random_permutation(count, {.sample = turn, .layer = hash_name("cut")});
-  pieces = std::clamp<std::int64_t>(pieces, 1, std::max<std::int64_t>(1, count));
-  MicroBatches cut;
-  std::size_t next = 0;
-  for (const std::int64_t share : split_rows(count, static_cast<int>(pieces))) {
-    MicroBatches piece;
-    for (std::int64_t i = 0; i < share; ++i) {
-      const auto& [batch, f] = fragments[static_cast<std::size_t>(order[next++])];
-      piece.push_back(fragments_of(*batch, f, f + 1));
-    }
-    if (!piece.empty()) cut.push_back(joined(piece));
-  }
-  return cut;
-}
-
-// Rank 0's places, on every rank.
-std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group) {
-  const std::string bytes =
-      broadcast_text(group, {reinterpret_cast<const char*>(own.data()), own.size() * sizeof(std::size_t)});
-  std::vector<std::size_t> places(bytes.size() / sizeof(std::size_t));
-  std::memcpy(places.data(), bytes.data(), bytes.size());
-  return places;
-}
-
-}  // namespace
 
 std::vector<Path> paths(const VerifyProblem& problem) {
   if (problem.updates <= 0) return {};
