@@ -11,9 +11,8 @@
 #include "isograd/checkpoint.hpp"
 #include "isograd/error.hpp"
 #include "isograd/model.hpp"
-#include "train/expert_load.hpp"
 #include "train/metrics.hpp"
-#include "train/resume.hpp"
+#include "train/run_folder.hpp"
 
 namespace isograd {
 namespace {

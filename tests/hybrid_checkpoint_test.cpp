@@ -7,7 +7,7 @@
 #include "hybrid_testing.hpp"
 #include "isograd/checkpoint.hpp"
 #include "train/prepared_run.hpp"
-#include "train/resume.hpp"
+#include "train/run_folder.hpp"
 
 namespace isograd::hybrid {
 namespace {

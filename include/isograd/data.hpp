@@ -64,10 +64,7 @@ class Sampler {
   // ConfigError: options out of range, or drop_last with fewer samples than a step takes.
   explicit Sampler(const SamplerOptions& options);
 
-  struct Position {
-    std::int64_t epoch = 0;
-    std::int64_t step = 0;  // within the epoch
-  };
+  using Position = LoaderPosition;
   std::int64_t steps_per_epoch() const;
   // Returns indices of this rank's samples of the next step, possibly none. Continues into the next epoch.
   std::vector<std::int64_t> next();

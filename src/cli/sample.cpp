@@ -13,7 +13,6 @@
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
-#include "train/video_task.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

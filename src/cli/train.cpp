@@ -11,10 +11,10 @@
 #include "comm/environment.hpp"
 #include "isograd/trainer.hpp"
 #include "train/build.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/run_folder.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {

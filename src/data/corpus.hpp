@@ -18,6 +18,7 @@ struct InputFile {
   // `changed`.
   std::int64_t modified = 0, changed = 0;
   std::uint64_t inode = 0;
+  bool operator==(const InputFile&) const = default;
 };
 
 // The files that match the patterns, each once, sorted by path. ConfigError: a pattern matches nothing.

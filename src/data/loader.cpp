@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <future>
 #include <mutex>
+#include <numeric>
 #include <span>
 #include <unordered_map>
 #include <vector>
@@ -19,66 +20,6 @@
 namespace isograd {
 namespace {
 
-// The documents are concatenated; "token t of the epoch" counts along them. It takes 8 bytes per document.
-class Epoch {
- public:
-  // Tokens [begin, end) of a document of `length` tokens that starts at token `start` of the epoch.
-  struct Span {
-    std::int64_t document, begin, end, start, length;
-  };
-
-  // The order depends only on (seed, epoch) and `documents`; without `shuffle`, only on `documents`.
-  Epoch(const TokenStore& store, std::span<const std::int64_t> documents, std::uint64_t seed,
-        std::int64_t epoch, bool shuffle);
-  std::int64_t number() const { return number_; }
-  std::int64_t num_tokens() const { return num_tokens_; }
-  // The pieces of [begin, end), one per document. REQUIRES: 0 <= begin <= end <= num_tokens().
-  std::vector<Span> pieces(std::int64_t begin, std::int64_t end) const;
-
- private:
-  static constexpr std::int64_t kStride = 64;
-
-  const TokenStore& store_;
-  std::int64_t number_;
-  std::vector<std::int64_t> order_;   // documents
-  std::vector<std::int64_t> starts_;  // token at which every kStride-th document starts
-  std::int64_t num_tokens_ = 0;
-};
-
-Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, std::uint64_t seed,
-             std::int64_t epoch, bool shuffle)
-    : store_(store), number_(epoch) {
-  if (shuffle) {
-    order_ = random_permutation(
-        static_cast<std::int64_t>(documents.size()),
-        {.seed = seed, .step = static_cast<std::uint64_t>(epoch), .layer = hash_name("data.shuffle")});
-    for (auto& place : order_) place = documents[static_cast<std::size_t>(place)];
-  } else {
-    order_.assign(documents.begin(), documents.end());
-  }
-  starts_.reserve(order_.size() / kStride + 1);
-  for (std::size_t i = 0; i < order_.size(); ++i) {
-    if (i % kStride == 0) starts_.push_back(num_tokens_);
-    num_tokens_ += store_.document_length(order_[i]);
-  }
-}
-
-std::vector<Epoch::Span> Epoch::pieces(std::int64_t begin, std::int64_t end) const {
-  ISOGRAD_INVARIANT(0 <= begin && begin <= end && end <= num_tokens_,
-                    fmt::format("[{}, {}) of {}", begin, end, num_tokens_));
-  std::vector<Span> found;
-  if (begin == end) return found;
-  const auto after = std::upper_bound(starts_.begin(), starts_.end(), begin);
-  auto i = static_cast<std::size_t>(after - starts_.begin() - 1) * kStride;
-  for (std::int64_t start = *(after - 1); start < end; ++i) {
-    const std::int64_t length = store_.document_length(order_[i]);
-    const std::int64_t from = std::max(begin, start), to = std::min(end, start + length);
-    if (from < to) found.push_back({order_[i], from - start, to - start, start, length});
-    start += length;
-  }
-  return found;
-}
-
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // so that their product fits
 
 struct Range {
@@ -91,39 +32,82 @@ Range part(Range packs, int rank, int size) {
   return {packs.begin + count * rank / size, packs.begin + count * (rank + 1) / size};
 }
 
-// The concatenated documents of one epoch, and the order of its packs.
-struct Pass {
-  Epoch epoch;
-  std::int64_t pack_length;
-  std::vector<std::int64_t> order;  // empty: file order
+// The documents of one epoch, concatenated and split into packs. It takes 8 bytes per document.
+class Epoch {
+ public:
+  // The order depends only on (seed, epoch) and `documents`; without `shuffle`, only on `documents`.
+  Epoch(const TokenStore& store, std::span<const std::int64_t> documents, const LoaderOptions& options,
+        std::int64_t number);
+  std::int64_t number() const { return number_; }
+  // The i-th pack of the epoch's order, one part per document.
+  std::vector<PackContents::Part> pack(std::int64_t i) const;
 
-  // The pieces of the i-th pack of the epoch's order.
-  std::vector<Epoch::Span> pack(std::int64_t i) const {
-    if (!order.empty()) i = order[static_cast<std::size_t>(i)];
-    return epoch.pieces(i * pack_length, std::min((i + 1) * pack_length, epoch.num_tokens()));
-  }
+ private:
+  static constexpr std::int64_t kStride = 64;
+
+  const TokenStore& store_;
+  std::int64_t number_, pack_length_;
+  std::vector<std::int64_t> order_;       // documents
+  std::vector<std::int64_t> starts_;      // token of the epoch at which every kStride-th document starts
+  std::vector<std::int64_t> pack_order_;  // empty: as they come
+  std::int64_t num_tokens_ = 0;
 };
+
+Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, const LoaderOptions& options,
+             std::int64_t number)
+    : store_(store),
+      number_(number),
+      pack_length_(options.pack_length),
+      order_(documents.begin(), documents.end()) {
+  const auto shuffled = [&](std::int64_t count, const char* purpose) {
+    return random_permutation(
+        count,
+        {.seed = options.seed, .step = static_cast<std::uint64_t>(number), .layer = hash_name(purpose)});
+  };
+  if (options.shuffle) {
+    order_ = shuffled(static_cast<std::int64_t>(documents.size()), "data.shuffle");
+    for (auto& place : order_) place = documents[static_cast<std::size_t>(place)];
+  }
+  starts_.reserve(order_.size() / kStride + 1);
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    if (i % kStride == 0) starts_.push_back(num_tokens_);
+    num_tokens_ += store_.document_length(order_[i]);
+  }
+  if (options.shuffle_packs)
+    pack_order_ = shuffled((num_tokens_ + pack_length_ - 1) / pack_length_, "data.shuffle_packs");
+}
+
+std::vector<PackContents::Part> Epoch::pack(std::int64_t i) const {
+  if (!pack_order_.empty()) i = pack_order_[static_cast<std::size_t>(i)];
+  const std::int64_t begin = i * pack_length_, end = std::min(begin + pack_length_, num_tokens_);
+  ISOGRAD_INVARIANT(0 <= begin && begin < end, fmt::format("[{}, {}) of {}", begin, end, num_tokens_));
+  std::vector<PackContents::Part> parts;
+  const auto after = std::upper_bound(starts_.begin(), starts_.end(), begin);
+  auto document = static_cast<std::size_t>(after - starts_.begin() - 1) * kStride;
+  for (std::int64_t start = *(after - 1); start < end; ++document) {
+    const std::int64_t length = store_.document_length(order_[document]);
+    const std::int64_t from = std::max(begin, start), to = std::min(end, start + length);
+    if (from < to) parts.push_back({order_[document], from - start, to - start, length});
+    start += length;
+  }
+  return parts;
+}
 
 using Counts = std::unordered_map<std::int64_t, std::int64_t>;  // by sample id
 
-// Valid targets of each sample in packs [packs.begin, packs.end) of the order: all its tokens except the
-// last.
-Counts count_targets(const Pass& pass, Range packs) {
+// Valid targets of each sample in these packs of the order.
+Counts count_targets(const Epoch& epoch, Range packs) {
   Counts counts;
   for (std::int64_t i = packs.begin; i < packs.end; ++i)
-    for (const auto& piece : pass.pack(i))
-      counts[piece.document] += piece.end - piece.begin - (piece.end == piece.length ? 1 : 0);
+    for (const auto& part : epoch.pack(i)) counts[part.document] += part.num_targets();
   return counts;
 }
 
-// Packs [packs.begin, packs.end) of the order, concatenated as one batch. `sample_targets`: the targets of
-// each sample in the step, on all ranks.
-Batch make_batch(const TokenStore& store, const Pass& pass, Range packs, const Counts& sample_targets) {
-  std::vector<Epoch::Span> fragments;
-  for (std::int64_t i = packs.begin; i < packs.end; ++i) {
-    const auto pieces = pass.pack(i);
-    fragments.insert(fragments.end(), pieces.begin(), pieces.end());
-  }
+// These packs of the order as one batch. `sample_targets`: of each sample in the step, on all ranks.
+Batch make_batch(const TokenStore& store, const Epoch& epoch, Range packs, const Counts& sample_targets) {
+  std::vector<PackContents::Part> fragments;
+  for (std::int64_t i = packs.begin; i < packs.end; ++i)
+    for (const auto& fragment : epoch.pack(i)) fragments.push_back(fragment);
   std::int64_t total = 0;
   for (const auto& fragment : fragments) total += fragment.end - fragment.begin;
 
@@ -159,25 +143,20 @@ struct TextLoader::Impl {
   std::shared_ptr<TokenStore> store;
   std::vector<std::int64_t> documents;
   LoaderOptions options;
-  std::int64_t tokens = 0, packs = 0, steps = 0;  // of an epoch
+  std::int64_t packs = 0, steps = 0;              // of an epoch
   LoaderPosition position;                        // of the step that next() returns
 
   mutable std::mutex mutex;  // guards `current`, which the reading thread and whole_step() share
-  mutable std::shared_ptr<const Pass> current;
+  mutable std::shared_ptr<const Epoch> current;
 
-  std::future<MicroBatches>
-      ahead;  // the step at `position`. Last member: its destructor waits for the thread
+  // The step at `position`. Last member: its destructor waits for the thread.
+  std::future<MicroBatches> ahead;
 
-  std::shared_ptr<const Pass> pass(std::int64_t number) const {
+  std::shared_ptr<const Epoch> epoch(std::int64_t number) const {
     const std::lock_guard lock(mutex);
-    if (!current || current->epoch.number() != number) {
+    if (!current || current->number() != number) {
       current.reset();  // one epoch at a time in memory
-      Pass made{Epoch(*store, documents, options.seed, number, options.shuffle), options.pack_length, {}};
-      if (options.shuffle_packs)
-        made.order = random_permutation(packs, {.seed = options.seed,
-                                                .step = static_cast<std::uint64_t>(number),
-                                                .layer = hash_name("data.shuffle_packs")});
-      current = std::make_shared<Pass>(std::move(made));
+      current = std::make_shared<Epoch>(*store, documents, options, number);
     }
     return current;
   }
@@ -188,7 +167,7 @@ struct TextLoader::Impl {
 
   // The part of a step for rank `rank` of `size`, in micro-batches of `group` packs.
   MicroBatches make(LoaderPosition at, int rank, int size, std::int64_t group) const {
-    const auto order = pass(at.epoch);
+    const auto order = epoch(at.epoch);
     const Range all = step_packs(at);
     const Counts sample_targets = count_targets(*order, all);
     const Range own = part(all, rank, size);
@@ -202,33 +181,19 @@ struct TextLoader::Impl {
     return make(at, options.rank, options.size, options.packs_per_micro_batch);
   }
 
-  LoaderPosition after(LoaderPosition at) const {
-    if (++at.step == steps) at = {at.epoch + 1, 0};
-    return at;
-  }
-
   std::vector<PackContents> contents(LoaderPosition at) const {
-    const auto order = pass(at.epoch);
+    const auto order = epoch(at.epoch);
     const Range all = step_packs(at);
     std::vector<PackContents> result;
     for (int rank = 0; rank < options.size; ++rank) {
       const Range own = part(all, rank, options.size);
-      for (std::int64_t i = own.begin; i < own.end; ++i) {
-        PackContents pack{rank, (i - own.begin) / options.packs_per_micro_batch, {}};
-        for (const auto& piece : order->pack(i))
-          pack.parts.push_back({piece.document, piece.begin, piece.end, piece.length});
-        result.push_back(std::move(pack));
-      }
+      for (std::int64_t i = own.begin; i < own.end; ++i)
+        result.push_back({rank, (i - own.begin) / options.packs_per_micro_batch, order->pack(i)});
     }
     return result;
   }
 
-  void check(LoaderPosition at) const {
-    if (at.epoch < 0 || at.step < 0 || at.step >= steps)
-      refuse("position of the data", fmt::format("step {} of epoch {}", at.step, at.epoch),
-             fmt::format("a step below {}, those of an epoch", steps),
-             "Resume with the data, pack length and batch that the run began with");
-  }
+  void check(LoaderPosition at) const { check_position(at, steps, "the data, pack length and batch"); }
 };
 
 TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64_t> documents,
@@ -237,21 +202,10 @@ TextLoader::TextLoader(std::shared_ptr<TokenStore> store, std::vector<std::int64
   in_range<std::int64_t>("data.pack_length", options.pack_length, 1, kMostTokens);
   in_range<std::int64_t>("batch.packs_per_step", options.packs_per_step, 1, kMostTokens);
   in_range<std::int64_t>("batch.packs_per_micro_batch", options.packs_per_micro_batch, 1, kMostTokens);
-  in_range<std::int64_t>("ranks", options.size, 1, 1 << 20);
-  in_range<std::int64_t>("rank", options.rank, 0, options.size - 1);
-  if (documents.empty())
-    refuse("data", "no documents", "at least one", "Name more text, or lower data.validation_fraction");
-  std::vector<bool> seen(static_cast<std::size_t>(store->num_documents()));
-  for (const std::int64_t document : documents) {
-    in_range<std::int64_t>("document", document, 0, store->num_documents() - 1);
-    // Sample ids are document numbers. A repeated document would be one sample of twice the length.
-    if (seen[static_cast<std::size_t>(document)])
-      refuse("documents", fmt::format("document {} twice", document), "each document once",
-             "Remove the repetition");
-    seen[static_cast<std::size_t>(document)] = true;
-    impl_->tokens += store->document_length(document);
-  }
-  impl_->packs = (impl_->tokens + options.pack_length - 1) / options.pack_length;
+  check_samples("document", "text", documents, store->num_documents(), options.rank, options.size);
+  std::int64_t tokens = 0;
+  for (const std::int64_t document : documents) tokens += store->document_length(document);
+  impl_->packs = (tokens + options.pack_length - 1) / options.pack_length;
   impl_->steps = (impl_->packs + options.packs_per_step - 1) / options.packs_per_step;
   impl_->store = std::move(store);
   impl_->documents = std::move(documents);
@@ -265,7 +219,7 @@ std::int64_t TextLoader::steps_per_epoch() const { return impl_->steps; }
 MicroBatches TextLoader::next() {
   // get() rethrows the thread's exception. The position then stays, and a retry makes the step again.
   MicroBatches batches = impl_->ahead.valid() ? impl_->ahead.get() : impl_->make(impl_->position);
-  impl_->position = impl_->after(impl_->position);
+  impl_->position = position_after(impl_->position, impl_->steps);
   if (impl_->options.read_ahead)
     impl_->ahead =
         std::async(std::launch::async, [impl = impl_.get(), at = impl_->position] { return impl->make(at); });
@@ -288,6 +242,65 @@ void TextLoader::seek(LoaderPosition position) {
   impl_->check(position);
   impl_->ahead = {};  // waits for the thread and drops its step
   impl_->position = position;
+}
+
+// ---- samples of other data, by index ----
+
+Sampler::Sampler(const SamplerOptions& options) : options_(options) {
+  const auto refuse = [](const char* where, std::string found, const char* expected) {
+    isograd::refuse(where, std::move(found), expected, "Correct it");
+  };
+  if (options.samples < 1) refuse("Sampler samples", std::to_string(options.samples), "1 or more");
+  if (options.samples_per_step < 1)
+    refuse("Sampler samples_per_step", std::to_string(options.samples_per_step), "1 or more");
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size)
+    refuse("Sampler rank", fmt::format("rank {} of {}", options.rank, options.size), "0 <= rank < size");
+  if (options.drop_last && options.samples < options.samples_per_step)
+    refuse("Sampler drop_last",
+           fmt::format("{} samples for steps of {}", options.samples, options.samples_per_step),
+           "a whole step in an epoch, or drop_last off");
+}
+
+std::int64_t Sampler::steps_per_epoch() const {
+  const std::int64_t more = options_.drop_last ? 0 : options_.samples_per_step - 1;
+  return (options_.samples + more) / options_.samples_per_step;
+}
+
+void Sampler::shuffle() {
+  if (shuffled_epoch_ == position_.epoch) return;
+  shuffled_epoch_ = position_.epoch;
+  if (options_.shuffle) {
+    order_ = random_permutation(options_.samples, {.seed = options_.seed,
+                                                   .step = static_cast<std::uint64_t>(position_.epoch),
+                                                   .layer = hash_name("sampler")});
+  } else {
+    order_.resize(static_cast<std::size_t>(options_.samples));
+    std::iota(order_.begin(), order_.end(), 0);
+  }
+}
+
+std::vector<std::int64_t> Sampler::next() {
+  shuffle();
+  const std::int64_t begin = position_.step * options_.samples_per_step;
+  const std::int64_t end = std::min(begin + options_.samples_per_step, options_.samples);
+  std::vector<std::int64_t> mine;
+  if (options_.assign == SamplerOptions::Assign::kBlock) {
+    const Range own = part({begin, end}, options_.rank, options_.size);
+    mine.assign(order_.begin() + own.begin, order_.begin() + own.end);
+  } else {
+    for (std::int64_t i = begin + options_.rank; i < end; i += options_.size)
+      mine.push_back(order_[static_cast<std::size_t>(i)]);
+  }
+  position_ = position_after(position_, steps_per_epoch());
+  return mine;
+}
+
+void Sampler::seek(Position position) {
+  if (position.epoch < 0 || position.step < 0 || position.step >= steps_per_epoch())
+    isograd::refuse("Sampler position", fmt::format("epoch {}, step {}", position.epoch, position.step),
+                    fmt::format("steps 0 to {}", steps_per_epoch() - 1),
+                    "Seek to what position() gave, with the same number of samples and batch");
+  position_ = position;
 }
 
 }  // namespace isograd

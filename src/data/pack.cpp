@@ -178,10 +178,7 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nloh
 // Otherwise the shards might differ from the manifest.
 void require_unchanged(const std::vector<InputFile>& files) {
   for (const InputFile& file : files) {
-    const InputFile now = resolve({file.path.string()}).front();
-    if (now.bytes == file.bytes && now.modified == file.modified && now.changed == file.changed &&
-        now.inode == file.inode)
-      continue;
+    if (resolve({file.path.string()}).front() == file) continue;
     isograd::refuse("data.text " + file.path.string(), "a file that changed while it was packed",
                     "one that stays as it is", "Start again when it is complete");
   }

@@ -10,8 +10,8 @@
 
 #include <fstream>
 
+#include "data/options.hpp"
 #include "data/test_support.hpp"
-#include "data/video.hpp"
 #include "data/video_testing.hpp"
 #include "isograd/data.hpp"
 

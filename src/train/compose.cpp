@@ -1,4 +1,3 @@
-#include "train/compose.hpp"
 
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
@@ -15,9 +14,9 @@
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {

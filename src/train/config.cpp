@@ -16,7 +16,6 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "train/config_table.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {

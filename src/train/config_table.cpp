@@ -12,7 +12,6 @@
 #include "base/refuse.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -12,8 +12,7 @@
 #include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
 #include "isograd/random.hpp"
-#include "loss/checks.hpp"
-#include "train/task_kind.hpp"
+#include "train/config_table.hpp"
 
 namespace isograd {
 namespace {
@@ -108,15 +107,6 @@ at::Device device_of(const RunConfig& config, const World& world) {
   const FoundGpus gpus = find_gpus();
   check_device(config, world.size, [&] { return gpus; });
   return at::Device(at::kCUDA, static_cast<at::DeviceIndex>(rank_on_host(world) % gpus.count));
-}
-
-ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward) {
-  if (device.is_cpu()) return forward;
-  return [device, forward = std::move(forward)](const Batch& batch) {
-    // Computing what has no loss as well costs less than asking the device how much of it there is.
-    const FixedShapes mark(FixedShapes::wanted() || 2 * batch.num_targets() >= batch.num_tokens());
-    return forward(to_device(batch, device));
-  };
 }
 
 }  // namespace isograd

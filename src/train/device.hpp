@@ -7,7 +7,6 @@
 #include <functional>
 #include <string>
 
-#include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 #include "train/config.hpp"
 
@@ -37,8 +36,5 @@ void check_device(const RunConfig& config, int ranks, const FindGpus& find = fin
 
 // The device of this rank: rank i of a host takes GPU i modulo the number of GPUs. Collective.
 at::Device device_of(const RunConfig& config, const World& world);
-
-// `forward` of batches that come on the CPU, where they were counted.
-ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward);
 
 }  // namespace isograd

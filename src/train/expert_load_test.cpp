@@ -1,5 +1,4 @@
 // Records of the load of experts, and what reports show of them.
-#include "train/expert_load.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -7,12 +7,13 @@
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
+#include "loss/checks.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_layout.hpp"
 #include "train/rank_zero.hpp"
-#include "train/resume.hpp"
-#include "train/task_kind.hpp"
+#include "train/run_folder.hpp"
 
 namespace isograd {
 namespace {
@@ -25,6 +26,29 @@ const RunConfig& checked(const RunConfig& config, World& world) {
 }
 
 }  // namespace
+
+ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward) {
+  return [unit, forward = std::move(forward)](const Batch& batch) {
+    LossTerms terms;
+    const auto sums = unit.run({}, [&](const std::vector<at::Tensor>&) {
+      terms = forward(batch);
+      std::vector<at::Tensor> results;
+      for (LossTerm& term : terms) results.push_back(std::exchange(term.sum, at::Tensor()));
+      return results;
+    });
+    for (std::size_t i = 0; i < terms.size(); ++i) terms[i].sum = sums[i];
+    return terms;
+  };
+}
+
+ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward) {
+  if (device.is_cpu()) return forward;
+  return [device, forward = std::move(forward)](const Batch& batch) {
+    // Computing what has no loss as well costs less than asking the device how much of it there is.
+    const FixedShapes mark(FixedShapes::wanted() || 2 * batch.num_targets() >= batch.num_tokens());
+    return forward(to_device(batch, device));
+  };
+}
 
 PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
                          const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward,

@@ -22,7 +22,6 @@
 #include "train/device.hpp"
 #include "train/metrics.hpp"
 #include "train/rank_zero.hpp"
-#include "train/resume.hpp"
 #include "train/run_folder.hpp"
 #include "train/task.hpp"
 

@@ -16,10 +16,10 @@
 #include "base/refuse.hpp"
 #include "layout/flat.hpp"
 #include "report/report.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace {

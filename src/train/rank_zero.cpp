@@ -4,14 +4,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
 #include <cstring>
+#include <ctime>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "kernels/matmul/product.hpp"
-#include "layout/flat.hpp"
 #include "train/config_table.hpp"
 #include "train/task.hpp"
 
@@ -50,23 +54,6 @@ int first_rank(Group& group, bool has) {
 // Invalid UTF-8 in a path must not hide the error it belongs to.
 std::string dumped(const nlohmann::json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-// How many micro-batches there are, and a checksum of all that is in them, in order.
-std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
-  std::vector<at::Tensor> tensors;
-  for (const Batch& batch : micro_batches) {
-    tensors.push_back(at::tensor(batch.cu_seqlens, at::kLong));
-    tensors.push_back(at::tensor(batch.sample_ids, at::kLong));
-    for (const at::Tensor& each : {batch.tokens, batch.targets, batch.positions, batch.weights})
-      if (each.defined()) tensors.push_back(each);
-    tensors.insert(tensors.end(), batch.inputs.begin(), batch.inputs.end());
-  }
-  const at::Tensor sums = checksums(tensors);  // on the CPU
-  std::uint64_t sum = 0;
-  for (std::int64_t i = 0; i < sums.numel(); ++i)  // the product makes the order count
-    sum = sum * 0x100000001b3 + static_cast<std::uint64_t>(sums.const_data_ptr<std::int64_t>()[i]);
-  return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
 }
 
 using Named = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
@@ -152,27 +139,6 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
   throw AgreedConfigError(from_json(parse_json(text).value));
 }
 
-bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
-  Group peers = mesh.along(mesh.grid().complement(mesh.data()));
-  if (peers.size() == 1) return stop_requested;
-  std::vector<std::int64_t> numbers = described(micro_batches);
-  numbers.push_back(stop_requested ? 1 : 0);
-  const at::Tensor all = peers.all_gather(at::tensor(numbers, at::kLong));  // [peers, 3]
-  for (int rank = 1; rank < peers.size(); ++rank) {
-    const bool same_number = all[rank][0].equal(all[0][0]);
-    if (same_number && all[rank][1].equal(all[0][1])) continue;
-    refuse("the batches of ranks that compute one loss together",
-           same_number
-               ? fmt::format("other micro-batches on rank {} than on rank 0 of {}", rank, peers.name())
-               : fmt::format("{} micro-batches on rank {}, {} on rank 0 of {}",
-                             all[rank][0].item<std::int64_t>(), rank, all[0][0].item<std::int64_t>(),
-                             peers.name()),
-           "the same on all of these ranks",
-           "Assign samples by Mesh::place() along Mesh::data(), not by the rank in the world");
-  }
-  return all.select(1, 2).max().item<std::int64_t>() != 0;
-}
-
 void check_same_configuration(const RunConfig& config, Group& world) {
   if (world.size() == 1) return;
   Named own;
@@ -204,5 +170,57 @@ std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTab
   if (passed_there) return {};
   return {{"see rank 0", "", {}, {}, /*passed=*/false}};
 }
+
+namespace {
+
+std::atomic<bool> asked{false};
+std::atomic<long long> asked_at_ms{0};
+static_assert(std::atomic<long long>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+
+std::mutex guard;
+int holders = 0;
+// The first three ask for a stop; the others become errors of the write that caused them.
+constexpr std::array kSignals = {SIGINT, SIGTERM, SIGHUP, SIGXFSZ, SIGPIPE};
+std::array<struct sigaction, kSignals.size()> actions_before;
+
+long long now_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);  // async-signal-safe
+  return now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+}
+
+extern "C" void on_signal(int signal) {
+  if (!asked.exchange(true)) {
+    asked_at_ms = now_ms();
+  } else if (now_ms() - asked_at_ms >= 1000) {
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
+  }
+}
+
+}  // namespace
+
+StopSignals::StopSignals() {
+  std::lock_guard<std::mutex> lock(guard);
+  if (holders++ > 0) return;
+  asked = false;
+  struct sigaction action {};
+  sigemptyset(&action.sa_mask);
+  action.sa_flags = SA_RESTART;  // writes to files are not interrupted
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    action.sa_handler = i < 3 ? on_signal : SIG_IGN;
+    sigaction(kSignals[i], &action, &actions_before[i]);
+    if (kSignals[i] == SIGHUP && actions_before[i].sa_handler == SIG_IGN)
+      sigaction(SIGHUP, &actions_before[i], nullptr);
+  }
+}
+
+StopSignals::~StopSignals() {
+  std::lock_guard<std::mutex> lock(guard);
+  if (--holders > 0) return;
+  for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &actions_before[i], nullptr);
+}
+
+bool StopSignals::requested() { return asked.load(std::memory_order_relaxed); }
 
 }  // namespace isograd

@@ -1,12 +1,10 @@
-// What ranks must agree on: the failure of work that one rank does for all (files), configuration and data,
-// and the batches of ranks that compute one loss together.
+// What ranks must agree on: the failure of work that one rank does for all (files), configuration and data.
 #pragma once
 
 #include <functional>
 #include <optional>
 #include <string>
 
-#include "isograd/batch.hpp"
 #include "isograd/error.hpp"
 #include "isograd/trainer.hpp"
 
@@ -42,10 +40,6 @@ std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 
 // ---- ranks that are to do the same ----
 
-// Whether any of them was asked to stop. ConfigError on all of them where their micro-batches differ: each
-// would compute its part of another loss. Collective over these ranks; nothing where there is one.
-bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh);
-
 // Collective: ranks that were started with different values of a key that is not Ranks::kMayDiffer are
 // refused with the key and both values, by an AgreedConfigError on all.
 void check_same_configuration(const RunConfig& config, Group& world);
@@ -56,5 +50,19 @@ void check_same_data(const TaskFacts& facts, Group& world);
 // Collective: the verdicts of tables are rank 0's, and every rank ends with them: what rank 0 has, elsewhere
 // nothing, or one table that has not passed.
 std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own);
+
+// While one exists, the first SIGINT, SIGTERM or SIGHUP of the process sets a flag. Another one a second or
+// more later ends the process at once, as if it had never been caught (a terminal and a launcher may both
+// forward one Ctrl-C). A SIGHUP that was ignored before (nohup) stays ignored. A file size limit (SIGXFSZ)
+// and a closed output (SIGPIPE) become ordinary write errors. May be nested and shared by ranks that are
+// threads.
+class StopSignals {
+ public:
+  StopSignals();
+  ~StopSignals();
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+  static bool requested();
+};
 
 }  // namespace isograd

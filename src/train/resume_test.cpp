@@ -1,5 +1,5 @@
 // n steps == save at k, reload, n - k steps, bit for bit; and what must not be continued.
-#include "train/resume.hpp"
+#include "train/run_folder.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

@@ -11,7 +11,6 @@
 
 #include "isograd/checkpoint.hpp"
 #include "train/checkpoint_files.hpp"
-#include "train/resume.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {

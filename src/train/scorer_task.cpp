@@ -19,10 +19,9 @@
 #include "isograd/tensor_parallel.hpp"
 #include "model/safetensors.hpp"
 #include "train/build.hpp"
-#include "train/own_model.hpp"
+#include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -135,11 +134,11 @@ class RowLoader : public BatchLoader {
     SamplerOptions all = options_;
     all.rank = 0, all.size = 1;
     Sampler sampler(all);
-    sampler.seek({position.epoch, position.step});
+    sampler.seek(position);
     return {batch_of(sampler.next())};
   }
-  LoaderPosition position() const override { return {sampler_.position().epoch, sampler_.position().step}; }
-  void seek(LoaderPosition position) override { sampler_.seek({position.epoch, position.step}); }
+  LoaderPosition position() const override { return sampler_.position(); }
+  void seek(LoaderPosition position) override { sampler_.seek(position); }
 
  private:
   Batch batch_of(std::vector<std::int64_t> places) const {

@@ -12,6 +12,7 @@
 #include "base/refuse.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "layout/flat.hpp"
 #include "loss/local_mean.hpp"
 #include "loss/term_sums.hpp"
 #include "parallel/pipeline/split_backward.hpp"
@@ -44,6 +45,46 @@ struct StepMessage {
       for (double& number : *more) number = *next++;
   }
 };
+
+// How many micro-batches there are, and a checksum of all that is in them, in order.
+std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
+  std::vector<at::Tensor> tensors;
+  for (const Batch& batch : micro_batches) {
+    tensors.push_back(at::tensor(batch.cu_seqlens, at::kLong));
+    tensors.push_back(at::tensor(batch.sample_ids, at::kLong));
+    for (const at::Tensor& each : {batch.tokens, batch.targets, batch.positions, batch.weights})
+      if (each.defined()) tensors.push_back(each);
+    tensors.insert(tensors.end(), batch.inputs.begin(), batch.inputs.end());
+  }
+  const at::Tensor sums = checksums(tensors);  // on the CPU
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; i < sums.numel(); ++i)  // the product makes the order count
+    sum = sum * 0x100000001b3 + static_cast<std::uint64_t>(sums.const_data_ptr<std::int64_t>()[i]);
+  return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
+}
+
+// Whether any of the ranks that hold the same data was asked to stop. ConfigError on all of them where their
+// micro-batches differ: each would compute its part of another loss. Collective over these ranks.
+bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
+  Group peers = mesh.along(mesh.grid().complement(mesh.data()));
+  if (peers.size() == 1) return stop_requested;
+  std::vector<std::int64_t> numbers = described(micro_batches);
+  numbers.push_back(stop_requested ? 1 : 0);
+  const at::Tensor all = peers.all_gather(at::tensor(numbers, at::kLong));  // [peers, 3]
+  for (int rank = 1; rank < peers.size(); ++rank) {
+    const bool same_number = all[rank][0].equal(all[0][0]);
+    if (same_number && all[rank][1].equal(all[0][1])) continue;
+    refuse("the batches of ranks that compute one loss together",
+           same_number
+               ? fmt::format("other micro-batches on rank {} than on rank 0 of {}", rank, peers.name())
+               : fmt::format("{} micro-batches on rank {}, {} on rank 0 of {}",
+                             all[rank][0].item<std::int64_t>(), rank, all[0][0].item<std::int64_t>(),
+                             peers.name()),
+           "the same on all of these ranks",
+           "Assign samples by Mesh::place() along Mesh::data(), not by the rank in the world");
+  }
+  return all.select(1, 2).max().item<std::int64_t>() != 0;
+}
 
 [[noreturn]] void refuse_schedule(std::string found, std::string expected) {
   refuse("StepOptions::schedule", std::move(found), std::move(expected),

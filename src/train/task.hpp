@@ -3,6 +3,7 @@
 // of the two classes below and a TaskKind (task_kind.hpp).
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "isograd/context_parallel.hpp"
@@ -234,5 +236,31 @@ LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);
 
 // This rank's parts of the micro-batches that its context ranks share.
 MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches);
+
+// ---- files of models that no other library knows ----
+
+struct OwnFamily {
+  const char* type;  // model_type of its config.json
+  const char* run;   // whose checkpoints have such models, for messages: "a video run"
+};
+
+// One number of a shape, with its key in config.json.
+struct ShapeField {
+  std::string key;
+  std::variant<std::int64_t*, double*, bool*> value;
+};
+using ShapeFields = std::vector<ShapeField>;
+
+bool is_own_model(const std::filesystem::path& directory, const OwnFamily& family);  // by its config.json
+void write_own_model(const std::filesystem::path& directory, const OwnFamily& family,
+                     const ShapeFields& shape, const TensorStream& weights);
+// ConfigError naming file and key where something is missing or does not fit.
+void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
+                    const ShapeFields& shape);
+// The values of model.safetensors, which must fit the parameters that `describe` gives. It is called after
+// the check that there are tensors for `layers` layers, before memory is taken for a shape that the file
+// contradicts. ConfigErrors name the file and the tensor.
+FillValues open_own_weights(const std::filesystem::path& directory, std::int64_t layers,
+                            const std::function<NamedTensors()>& describe);
 
 }  // namespace isograd

@@ -1,13 +1,21 @@
 // The decoder language model on text: its configuration keys, rules and task.
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
+#include <dlfcn.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/files.hpp"
+#include "base/print.hpp"
 #include "base/refuse.hpp"
+#include "data/corpus.hpp"
 #include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
@@ -17,13 +25,13 @@
 #include "isograd/tensor_parallel.hpp"
 #include "model/experts.hpp"
 #include "model/hf_weights.hpp"
+#include "model/hooks.hpp"
 #include "train/build.hpp"
-#include "train/compose.hpp"
+#include "train/config_table.hpp"
 #include "train/evaluate.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {
@@ -181,6 +189,200 @@ std::vector<ConfigKey> text_keys() {
 }  // namespace key_table
 
 namespace {
+
+// ---- the corpus ----
+
+// Folder include/ next to the lib/ folder of the shared object that contains c10.
+fs::path libtorch_headers() {
+  Dl_info info{};
+  fs::path library;
+  if (dladdr(reinterpret_cast<const void*>(&c10::GetCPUAllocator), &info) != 0 && info.dli_fname)
+    library = fs::weakly_canonical(info.dli_fname);
+  const fs::path headers = library.parent_path().parent_path() / "include";
+  if (!fs::exists(headers / "c10"))
+    refuse("data.text (empty: the default corpus)", "no LibTorch headers next to  " + library.string(),
+           headers.string(), "Name text of your own in data.text");
+  return headers;
+}
+
+// These headers are written by hand. ATen/*.h itself is mostly one declaration repeated thousands of times.
+std::vector<std::string> default_corpus() {
+  const fs::path headers = libtorch_headers();
+  return {(headers / "ATen/core/*.h").string(), (headers / "c10").string(),
+          (headers / "torch/csrc/api/include/torch").string()};
+}
+
+// The tokenizer that ready-made shards name; null where it is not one of ours.
+std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
+  if (name == "bytes") return byte_tokenizer();
+  const bool named = config.data.tokenizer != "bytes";
+  // A Hugging Face tokenizer needs Python: shards of one train without it, though nothing can be decoded
+  // then.
+  if (!name.starts_with("sentencepiece:") && !(named && name.starts_with("tokenizer.json:"))) return nullptr;
+  std::unique_ptr<Tokenizer> tokenizer;
+  if (named) tokenizer = open_tokenizer(config.data.tokenizer);
+  if (!tokenizer || tokenizer->name() != name)
+    refuse("data.tokenizer", config.data.tokenizer + (tokenizer ? " (" + tokenizer->name() + ")" : ""),
+           name + ", which these shards were packed with", "Name that tokenizer's file in data.tokenizer");
+  return tokenizer;
+}
+
+// One folder per corpus and tokenizer, so that two configurations do not pack over each other.
+fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& patterns,
+                      const Tokenizer& tokenizer) {
+  std::string key = tokenizer.name();
+  for (const auto& pattern : patterns) key += '\n' + pattern;
+  return fs::path(config.data.cache) / checksum(key.data(), key.size());
+}
+
+// Each path ends in a zero, which no path contains.
+std::vector<fs::path> split_paths(const std::string& text) {
+  std::vector<fs::path> paths;
+  for (std::size_t begin = 0; begin < text.size(); begin += paths.back().native().size() + 1)
+    paths.emplace_back(text.c_str() + begin);
+  return paths;
+}
+
+}  // namespace
+
+Corpus open_corpus(const RunConfig& config, Group& group) {
+  Corpus corpus;
+  const bool packed = !config.data.shards.empty();
+  corpus.sources = packed                     ? config.data.shards
+                   : config.data.text.empty() ? default_corpus()
+                                              : config.data.text;
+  std::string files;
+  on_rank_zero(group, [&] {
+    std::vector<fs::path> shards;
+    if (packed) {
+      for (const auto& file : resolve(corpus.sources)) shards.push_back(file.path);
+    } else {
+      const auto tokenizer = open_tokenizer(config.data.tokenizer);
+      shards = pack_corpus({.patterns = corpus.sources, .stop = StopSignals::requested}, *tokenizer,
+                           cache_folder(config, corpus.sources, *tokenizer));
+    }
+    for (const auto& shard : shards) files += shard.string() + '\0';
+  });
+  const auto end_of_text =
+      config.data.end_of_text < 0
+          ? std::nullopt
+          : std::optional<std::uint32_t>(static_cast<std::uint32_t>(config.data.end_of_text));
+  corpus.tokens = TokenStore::open(split_paths(broadcast_text(group, files)), end_of_text);
+  corpus.tokenizer = packed ? tokenizer_of_shards(config, corpus.tokens->tokenizer_name())
+                            : open_tokenizer(config.data.tokenizer);
+  corpus.split = split_documents(*corpus.tokens, config.data.validation_fraction,
+                                 static_cast<std::uint64_t>(config.run.seed));
+  return corpus;
+}
+
+double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
+  const auto& documents = corpus.split.train;
+  std::int64_t total = 0;
+  for (auto document : documents) total += corpus.tokens->document_length(document);
+  const std::int64_t every = total / std::max<std::int64_t>(limit, 1) + 1;
+  at::Tensor counts = at::zeros({static_cast<std::int64_t>(corpus.tokens->max_token()) + 1}, at::kLong);
+  auto* count = counts.data_ptr<std::int64_t>();
+  std::vector<std::int64_t> piece;
+  for (std::size_t i = 0; i < documents.size(); ++i) {
+    const auto index = static_cast<std::int64_t>(i);
+    if (index % every != 0 || index / every % group.size() != group.rank()) continue;
+    const std::int64_t length = corpus.tokens->document_length(documents[i]);
+    // The loop starts at 1: the first token of a document is no target.
+    for (std::int64_t begin = 1; begin < length; begin += static_cast<std::int64_t>(piece.size())) {
+      piece.resize(static_cast<std::size_t>(std::min<std::int64_t>(1 << 16, length - begin)));
+      corpus.tokens->read(documents[i], begin, piece);
+      for (auto token : piece) ++count[token];
+    }
+  }
+  group.all_reduce(counts);
+  const std::int64_t targets = counts.sum().item<std::int64_t>();
+  double entropy = 0;
+  for (std::int64_t token = 0; token < counts.numel(); ++token) {
+    if (count[token] == 0) continue;
+    const double p = static_cast<double>(count[token]) / static_cast<double>(targets);
+    entropy -= p * std::log(p);
+  }
+  return entropy;
+}
+
+// ---- the loss ----
+
+ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
+  ModelUnits units{.root = UnitHandle([&model] {
+                     std::vector<at::Tensor> all;
+                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
+                     return all;
+                   }),
+                   .blocks = {},
+                   .initialize = [&model, seed = static_cast<std::uint64_t>(config.run.seed)](
+                                     const std::string& name, at::Tensor& values) {
+                     model.initialize(name, values, seed);
+                   }};
+  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
+    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  units.blocks_of_pass = [&model, blocks = units.blocks] {
+    if (!model.hooks().pipeline.stages) return blocks;
+    std::vector<UnitHandle> own;
+    for (const StageHooks::Stage& stage : model.hooks().pipeline.stages())
+      own.insert(own.end(), blocks.begin() + stage.begin, blocks.begin() + stage.begin + stage.count);
+    return own;
+  };
+  model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
+                                                 const DecoderLM::BlockForward& block) {
+    return blocks[static_cast<std::size_t>(layer)].run(
+        {stream}, [block](const std::vector<at::Tensor>& in) { return block(in[0]); });
+  });
+  return units;
+}
+
+bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
+                std::size_t element_bytes) {
+  // Unfused, the loss takes twice the memory of the logits; fused, a tile and the weight's gradient. Making
+  // the logits is a little faster (4,096 tokens on one core: 10 to 25 % of the loss's own time with a
+  // vocabulary of 8,192, 7 to 11 % with 32,768), so they are made until that memory is some hundred MiB;
+  // docs/losses.md has the table.
+  constexpr std::size_t kLargeLogits = std::size_t{256} << 20;
+  if (config.loss.fused != "auto") return config.loss.fused == "on";
+  return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(vocabulary) * element_bytes >
+         kLargeLogits;
+}
+
+ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
+                              std::shared_ptr<RouterLosses> routers) {
+  return [&model, config, routers = std::move(routers)](const Batch& batch) -> LossTerms {
+    const DecoderOutputs outputs = model.outputs(batch);
+    LossTerms terms;
+    // Every rank along ep makes the backward of every round, with targets or without.
+    const auto connected = [&](const at::Tensor& sum) {
+      const bool apart = config.parallel.ep > 1 && at::GradMode::is_enabled() && !sum.requires_grad();
+      return apart ? sum + outputs.hidden.narrow(0, 0, 0).sum() : sum;
+    };
+    // An evaluation is of the cross entropy alone.
+    if (routers && (at::GradMode::is_enabled() || routers->collecting())) routers->add_terms(outputs, terms);
+    if (routers && routers->collecting())
+      return {{"cross_entropy", at::zeros({}, at::TensorOptions(at::kDouble))}};
+    if (outputs.passed_on.defined()) {  // of a stage before the last
+      terms.insert(terms.begin(), {"cross_entropy", outputs.passed_on});
+      return terms;
+    }
+    const at::Tensor& weight = model.output_weight();
+    // The whole vocabulary decides, so that ranks with unequal parts of it choose alike.
+    const bool fused =
+        fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
+    terms.insert(
+        terms.begin(),
+        {"cross_entropy",
+         connected(fused ? linear_cross_entropy_sum(outputs.hidden, weight, batch.targets,
+                                                    {.weights = batch.weights, .shard = model.vocabulary()})
+                         : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
+                                             {.weights = batch.weights, .shard = model.vocabulary()}))});
+    return terms;
+  };
+}
+
+namespace {
+
+// ---- the model and the task ----
 
 class TextModel : public TaskModel {
  public:
@@ -553,6 +755,107 @@ const TaskKind& text_kind() {
       .make = make_text_task,
       .model_without_values = text_model_without_values};
   return kind;
+}
+
+// ---- generated text ----
+
+namespace {
+
+// The tokens given to the model. Nothing follows an end token; an empty prompt starts a document.
+std::vector<std::uint32_t> prompt_tokens(const Tokenizer& tokenizer, const std::string& prompt) {
+  std::vector<std::uint32_t> tokens = tokenizer.encode(prompt);
+  const auto eos = tokenizer.eos();
+  if (eos >= 0 && !tokens.empty() && tokens.back() == static_cast<std::uint32_t>(eos)) tokens.pop_back();
+  if (tokens.empty() && eos >= 0) tokens.push_back(static_cast<std::uint32_t>(eos));
+  if (tokens.empty()) tokens = tokenizer.encode("\n");
+  return tokens;
+}
+
+// The maximum number of tokens of a generated text, and the reason.
+struct TextLimit {
+  std::int64_t tokens;
+  const char* name;
+};
+
+TextLimit text_limit(const DecoderConfig& model) {
+  if (model.sliding_window > 0 && model.sliding_window < model.max_positions)
+    return {model.sliding_window, "the model's sliding window"};
+  return {model.max_positions, "the model's positions"};
+}
+
+// Length of the common prefix of two decodings, of some tokens and of more. It contains whole characters
+// and no U+FFFD at the end, which stands for a character whose tokens are incomplete.
+std::size_t settled(std::string_view before, std::string_view now) {
+  constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
+  auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());
+  const auto inside = [&](std::size_t at) {
+    return at < now.size() && (static_cast<unsigned char>(now[at]) & 0xC0) == 0x80;
+  };
+  while (size > 0 && inside(size)) --size;
+  while (now.substr(0, size).ends_with(kReplacement)) size -= kReplacement.size();
+  return size;
+}
+
+}  // namespace
+
+void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const DecoderConfig& model,
+                  const std::string& where) {
+  if (prompt.empty()) return;
+  if (tokenizer.encode(prompt).size() <= tokenizer.encode("").size())
+    refuse(where, "a text of which the tokenizer makes no token", "a prompt that the model can see",
+           "Give another, or none for a new document");
+  const TextLimit limit = text_limit(model);
+  const auto taken = static_cast<std::int64_t>(prompt_tokens(tokenizer, prompt).size());
+  if (taken >= limit.tokens)
+    refuse(where, fmt::format("{} tokens", taken),
+           fmt::format("fewer than {}, {}, so that some are left to generate", limit.tokens, limit.name),
+           "Shorten the prompt");
+}
+
+std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
+                                        const DecoderConfig& model, std::int64_t max_tokens) {
+  constexpr std::size_t kShown = 80;  // characters of a prompt
+  std::vector<std::string> notices;
+  const std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
+  if (const std::string seen = tokenizer.decode(tokens); !prompt.empty() && seen != prompt)
+    notices.push_back(fmt::format("the tokenizer does not keep all of the prompt: the model is given \"{}\"",
+                                  printable(seen, kShown)));
+  const TextLimit limit = text_limit(model);
+  const auto taken = static_cast<std::int64_t>(tokens.size());
+  if (const std::int64_t room = limit.tokens - taken; room < max_tokens)
+    notices.push_back(fmt::format("at most {} of {} tokens are generated: {} are {}, and the prompt takes {}",
+                                  std::max<std::int64_t>(room, 0), max_tokens, limit.tokens, limit.name,
+                                  taken));
+  return notices;
+}
+
+std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
+                        SampleOptions options, const std::function<void(std::string_view)>& on_text) {
+  std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
+  const std::int64_t room = text_limit(model.config()).tokens - static_cast<std::int64_t>(tokens.size());
+  options.max_tokens = std::clamp<std::int64_t>(room, 0, options.max_tokens);
+  // A decoding takes as long as all of its tokens, so that not every token has one.
+  constexpr std::chrono::milliseconds kPause(50);
+  std::string before = on_text ? tokenizer.decode(tokens) : std::string();
+  std::size_t given = 0;
+  const auto give = [&](std::string_view text, std::size_t until) {
+    if (until <= given) return;
+    on_text(text.substr(given, until - given));
+    given = until;
+  };
+  if (on_text) give(before, settled(before, before));
+  auto last = std::chrono::steady_clock::now() - kPause;
+  generate(model, tokens, options, [&](std::uint32_t token) {
+    tokens.push_back(token);
+    if (!on_text || std::chrono::steady_clock::now() - last < kPause) return;
+    std::string now = tokenizer.decode(tokens);
+    give(now, settled(before, now));
+    before = std::move(now);
+    last = std::chrono::steady_clock::now();
+  });
+  std::string text = tokenizer.decode(tokens);
+  if (on_text) give(text, text.size());
+  return text;
 }
 
 }  // namespace isograd

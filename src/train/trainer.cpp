@@ -12,9 +12,7 @@
 #include "train/prepared_run.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
-#include "train/resume.hpp"
 #include "train/run_folder.hpp"
-#include "train/stop.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {

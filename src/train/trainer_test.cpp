@@ -17,8 +17,8 @@
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
 #include "train/prepared_run.hpp"
-#include "train/resume.hpp"
-#include "train/stop.hpp"
+#include "train/rank_zero.hpp"
+#include "train/run_folder.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 

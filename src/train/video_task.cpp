@@ -1,5 +1,5 @@
 // The diffusion transformer on videos: its configuration keys, files, model, task and rules.
-#include "train/video_task.hpp"
+#include "train/evaluate.hpp"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
@@ -20,10 +20,9 @@
 #include "isograd/tensor_parallel.hpp"
 #include "model/attention/attention.hpp"
 #include "train/build.hpp"
-#include "train/own_model.hpp"
+#include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -5,9 +5,9 @@
 
 #include "isograd/checkpoint.hpp"
 #include "train/build.hpp"
-#include "train/resume.hpp"
+#include "train/evaluate.hpp"
+#include "train/run_folder.hpp"
 #include "train/task.hpp"
-#include "train/video_task.hpp"
 #include "train/video_testing.hpp"
 
 namespace isograd {

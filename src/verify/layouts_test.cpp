@@ -12,7 +12,7 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "train/task_kind.hpp"
+#include "train/config_table.hpp"
 #include "train/trainer_testing.hpp"
 #include "verify/present.hpp"
 #include "verify/run.hpp"

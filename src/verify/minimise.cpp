@@ -8,7 +8,7 @@
 #include "data/corpus.hpp"
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
-#include "train/task_kind.hpp"
+#include "train/config_table.hpp"
 #include "verify/layouts.hpp"
 
 namespace isograd {

@@ -24,11 +24,11 @@
 #include "parallel/data/planned_bucket.hpp"
 #include "parallel/data/unit_node.hpp"
 #include "train/build.hpp"
+#include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
-#include "train/task_kind.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/layouts.hpp"
 

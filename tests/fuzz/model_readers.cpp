@@ -10,7 +10,7 @@
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
 #include "model/safetensors.hpp"
-#include "train/video_task.hpp"
+#include "train/evaluate.hpp"
 
 namespace isograd::fuzz {
 namespace {
