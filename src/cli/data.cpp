@@ -8,7 +8,6 @@
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 #include "isograd/world.hpp"
 #include "train/task.hpp"
 

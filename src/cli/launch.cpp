@@ -3,7 +3,6 @@
 
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
-#include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {

@@ -18,7 +18,6 @@
 #include "cli/verbs.hpp"
 #include "comm/failures.hpp"
 #include "comm/store.hpp"
-#include "isograd/error.hpp"
 #include "kernels/versions.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"

@@ -5,7 +5,6 @@
 
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
-#include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "train/rank_zero.hpp"
 

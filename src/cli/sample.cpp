@@ -9,7 +9,6 @@
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/error.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"

@@ -11,7 +11,6 @@
 #include "base/waiting.hpp"
 #include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
-#include "isograd/error.hpp"
 #include "train/device.hpp"
 #include "verify/layouts.hpp"
 #include "verify/present.hpp"

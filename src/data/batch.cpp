@@ -6,7 +6,6 @@
 
 #include "base/refuse.hpp"
 #include "data/move.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 

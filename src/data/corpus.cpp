@@ -12,7 +12,6 @@
 #include "base/json.hpp"
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -19,7 +19,6 @@
 #include "base/refuse.hpp"
 #include "data/options.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::libav {
 namespace {

@@ -14,7 +14,6 @@
 #include "base/refuse.hpp"
 #include "data/options.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
 namespace isograd {

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -19,7 +18,6 @@
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
 #include "data/store.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -16,7 +16,6 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "data/companions.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

@@ -1,7 +1,6 @@
 // SentencePiece in a build without libsentencepiece: it refuses.
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 

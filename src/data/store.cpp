@@ -8,12 +8,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
 namespace isograd {

@@ -9,7 +9,6 @@
 
 #include "base/files.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

@@ -22,7 +22,6 @@
 #include "data/companions.hpp"
 #include "data/tokenizer_json_script.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

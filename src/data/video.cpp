@@ -12,7 +12,6 @@
 #include "data/corpus.hpp"
 #include "data/options.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 
 namespace isograd {

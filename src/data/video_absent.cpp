@@ -1,7 +1,6 @@
 // Videos in a build without FFmpeg's libraries: they are refused.
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

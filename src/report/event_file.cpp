@@ -17,7 +17,6 @@
 #include "base/files.hpp"
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

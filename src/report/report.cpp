@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <iterator>
 
 #include "base/files.hpp"
 #include "base/markup.hpp"

@@ -3,11 +3,9 @@
 // loaders (task.hpp).
 #pragma once
 
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "isograd/context_parallel.hpp"

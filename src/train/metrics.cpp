@@ -8,8 +8,6 @@
 #include <cerrno>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <span>
 
@@ -17,7 +15,6 @@
 #include "base/json.hpp"
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

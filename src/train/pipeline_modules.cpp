@@ -20,7 +20,6 @@
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "loss/checks.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"

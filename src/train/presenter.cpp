@@ -6,24 +6,18 @@
 #include <cctype>
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/files.hpp"
 #include "base/print.hpp"
 #include "isograd/error.hpp"
-#include "isograd/pipeline_parallel.hpp"
 #include "report/report.hpp"
 #include "train/device.hpp"
 #include "train/metrics.hpp"
 #include "train/rank_zero.hpp"
 #include "train/run_folder.hpp"
-#include "train/task.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -15,7 +15,6 @@
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "comm/relayed.hpp"
-#include "isograd/checkpoint.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"

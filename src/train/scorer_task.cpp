@@ -12,7 +12,6 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "data/table.hpp"
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"

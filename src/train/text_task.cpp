@@ -18,7 +18,6 @@
 #include "data/corpus.hpp"
 #include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"

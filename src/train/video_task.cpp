@@ -14,7 +14,6 @@
 #include "base/markup.hpp"
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
