@@ -21,197 +21,175 @@ namespace {
 // Keys that every kind of run has.
 std::vector<ConfigKey> common_keys() {
   return {
-      KEY("run.directory", run.directory, "", not_empty(), R"(Folder of this run: report, metrics, TensorBoard
-          events and checkpoints. Relative paths start at the working directory.)",
+      KEY(run.directory, not_empty(), R"(Folder of this run: report, metrics, TensorBoard events and
+          checkpoints. Relative paths start at the working directory.)",
           Ranks::kMayDiffer),
-      KEY("run.json_log", run.json_log, "", any(), R"(File for the metrics as JSON lines. Empty:
-          `metrics.jsonl` in `run.directory`.)",
+      KEY(run.json_log, R"(File for the metrics as JSON lines. Empty: `metrics.jsonl` in
+          `run.directory`.)",
           Ranks::kMayDiffer),
-      KEY("run.seed", run.seed, "", at_least(0), R"(Initial weights, the order of the data, the choice of
-          validation documents and generated text follow from it, whatever the number of ranks.)"),
-      KEY("run.memory", run.memory, "", any(), R"(Measure what each rank keeps and sends, and print it next to
-          the formulas (docs/memory.md).)"),
-      KEY("run.peak_tflops", run.peak_tflops, "TFLOP/s", at_least(0), R"(Peak of a rank's device in
-          `train.dtype`, from its data sheet: the model FLOPs utilisation (MFU) is relative to it. 0: the peak
-          is measured with matrix products on all ranks at once when the run starts; if three rounds of them
-          differ by more than a factor of 1.5 there is no MFU.)"),
+      KEY(run.seed, at_least(0), R"(Initial weights, the order of the data, the choice of validation documents
+          and generated text follow from it, whatever the number of ranks.)"),
+      KEY(run.memory,
+          "Measure what each rank keeps and sends, and print it next to the formulas (docs/memory.md)."),
+      KEY(run.peak_tflops, "TFLOP/s", at_least(0), R"(Peak of a rank's device in `train.dtype`, from its data
+          sheet: the model FLOPs utilisation (MFU) is relative to it. 0: the peak is measured with matrix
+          products on all ranks at once when the run starts; if three rounds of them differ by more than a
+          factor of 1.5 there is no MFU.)"),
 
-      KEY("data.validation_fraction", data.validation_fraction, "", fraction(), R"(Fraction of the documents
-          that is held out for the validation loss. 0: none.)"),
+      KEY(data.validation_fraction, fraction(),
+          "Fraction of the documents that is held out for the validation loss. 0: none."),
 
-      KEY("batch.max_tokens_per_rank", batch.max_tokens_per_rank, "tokens", at_least(0, kManyTokens),
-          R"(Tokens of one micro-batch (for videos: patches) that fit into the memory of a rank, after
-          splitting over context-parallel ranks. A step with more on any rank is refused on all ranks before
-          it is made. 0: no limit.)"),
+      KEY(batch.max_tokens_per_rank, "tokens", at_least(0, kManyTokens), R"(Tokens of one micro-batch (for
+          videos: patches) that fit into the memory of a rank, after splitting over context-parallel ranks. A
+          step with more on any rank is refused on all ranks before it is made. 0: no limit.)"),
 
-      KEY("model.load", model.load, "", any(), R"(Hugging Face directory to start from (`config.json`,
-          `model.safetensors` or its sharded index); a checkpoint is one too. Its `config.json` then describes
-          the model, and the other keys of this section are refused. Empty: fresh weights by `run.seed`.)"),
-      KEY("model.kind", model.kind, "", one_of({"decoder", "scorer", "video"}), R"(`decoder`: a language model
-          on text. `scorer`: a multilayer perceptron that ranks the rows of `data.table` (`docs/ranking.md`);
-          it uses none of the keys of text. `video`: a diffusion transformer on `video.files`
-          (`docs/video.md`), described by `hidden`, `layers`, `heads`, `head_dim`, `feed_forward` and
-          `initializer_range`.)"),
+      KEY(model.load, R"(Hugging Face directory to start from (`config.json`, `model.safetensors` or its
+          sharded index); a checkpoint is one too. Its `config.json` then describes the model, and the other
+          keys of this section are refused. Empty: fresh weights by `run.seed`.)"),
+      KEY(model.kind, one_of({"decoder", "scorer", "video"}), R"(`decoder`: a language model on text.
+          `scorer`: a multilayer perceptron that ranks the rows of `data.table` (`docs/ranking.md`); it uses
+          none of the keys of text. `video`: a diffusion transformer on `video.files` (`docs/video.md`),
+          described by `hidden`, `layers`, `heads`, `head_dim`, `feed_forward` and `initializer_range`.)"),
 
-      KEY("loss.kind", loss.kind, "", one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}),
-          R"(Denominator of the sum over tokens: the targets of the whole step, each sample's own tokens and
-          then the samples, the weights, `loss.denominator`, or nothing. It is counted over all ranks and
-          micro-batches before any backward, so that the loss does not depend on how the batch is split
+      KEY(loss.kind, one_of({"token_mean", "sample_mean", "weighted_mean", "fixed", "none"}), R"(Denominator
+          of the sum over tokens: the targets of the whole step, each sample's own tokens and then the
+          samples, the weights, `loss.denominator`, or nothing. It is counted over all ranks and micro-batches
+          before any backward, so that the loss does not depend on how the batch is split
           (`docs/losses.md`).)"),
-      KEY("loss.denominator", loss.denominator, "", at_least(0), "Denominator for `fixed`. 0: not given."),
-      KEY("loss.fused", loss.fused, "", one_of({"auto", "on", "off"}), R"(Whether the output projection and
-          the loss are computed together, tile by tile, so that the logits of a micro-batch never exist as a
-          whole. `auto`: if they would take more than 256 MiB. A speed and memory option.)"),
-      KEY("loss.normalise_over", loss.normalise_over, "", any(), R"(Data axes inside which the mean is taken.
-          Without `dp_replicate` the loss is the mean of per-replica means: another loss, which depends on how
-          samples are assigned to the replicas. In `bucketed` and `naive` every rank is a replica.)"),
-      KEY("loss.dp_replicate_reduction", loss.dp_replicate_reduction, "", one_of({"derived", "sum", "mean"}),
-          R"(`derived` (default): follows from `normalise_over`. An explicit value must agree with it: `sum`
-          with one mean over all replicas, `mean` with a mean of per-replica means.)"),
+      KEY(loss.denominator, at_least(0), "Denominator for `fixed`. 0: not given."),
+      KEY(loss.fused, one_of({"auto", "on", "off"}), R"(Whether the output projection and the loss are
+          computed together, tile by tile, so that the logits of a micro-batch never exist as a whole. `auto`:
+          if they would take more than 256 MiB. A speed and memory option.)"),
+      KEY(loss.normalise_over, R"(Data axes inside which the mean is taken. Without `dp_replicate` the loss is
+          the mean of per-replica means: another loss, which depends on how samples are assigned to the
+          replicas. In `bucketed` and `naive` every rank is a replica.)"),
+      KEY(loss.dp_replicate_reduction, one_of({"derived", "sum", "mean"}), R"(`derived` (default): follows
+          from `normalise_over`. An explicit value must agree with it: `sum` with one mean over all replicas,
+          `mean` with a mean of per-replica means.)"),
 
-      KEY("train.steps", train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
-      KEY("train.dtype", train.dtype, "", one_of({"float32", "bfloat16", "float64"}), R"(Number type of
-          parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters.)"),
-      KEY("train.fp32_gradients", train.fp32_gradients, "", any(), R"(Whether gradients of `bfloat16`
-          parameters are kept, added up and reduced in `float32`. Off: half the memory and traffic, more
-          rounding.)"),
-      KEY("train.max_norm", train.max_norm, "", at_least(0), R"(The gradient is scaled down to this norm where
-          it is larger. 0: no clipping.)"),
-      KEY("train.clip_groups", train.clip_groups, "", any(), R"(Groups of parameters that are clipped
-          separately, each by its own norm: `PATTERN: LIMIT`, a pattern of names in which `*` stands for any
-          text and a norm above 0. A parameter may be in one of them; `train.max_norm` is then the limit of
-          all others together (`docs/norm.md`).)"),
-      KEY("train.part_norms", train.part_norms, "", one_of({"off", "groups", "layers", "parameters"}),
-          R"(Norms that each step logs in addition to the norm of the whole gradient, all before clipping:
-          `groups`, experts and the rest; `layers`; or each parameter's. They travel with the norm and cost a
-          pass over the gradients (`docs/norm.md`).)"),
-      KEY("train.evaluate_every", train.evaluate_every, "steps", at_least(0, kManySteps),
-          R"(How often the validation loss is measured. 0: only at the end.)"),
-      KEY("train.evaluate_packs", train.evaluate_packs, "packs", at_least(1, kManyTokens),
-          R"(Maximum number of packs of the validation documents that are measured; for videos, of videos.)"),
-      KEY("train.on_non_finite", train.on_non_finite, "", one_of({"stop", "skip"}), R"(If a loss or gradient
-          is not finite, nothing is updated on any rank; then the run stops (exit status 1) or skips that
-          step.)"),
+      KEY(train.steps, "steps", at_least(1, kManySteps), "Optimizer steps of the whole run."),
+      KEY(train.dtype, one_of({"float32", "bfloat16", "float64"}),
+          "Number type of parameters and gradients. With `bfloat16` the optimizer keeps `float32` masters."),
+      KEY(train.fp32_gradients, R"(Whether gradients of `bfloat16` parameters are kept, added up and reduced
+          in `float32`. Off: half the memory and traffic, more rounding.)"),
+      KEY(train.max_norm, at_least(0),
+          "The gradient is scaled down to this norm where it is larger. 0: no clipping."),
+      KEY(train.clip_groups, R"(Groups of parameters that are clipped separately, each by its own norm:
+          `PATTERN: LIMIT`, a pattern of names in which `*` stands for any text and a norm above 0. A
+          parameter may be in one of them; `train.max_norm` is then the limit of all others together
+          (`docs/norm.md`).)"),
+      KEY(train.part_norms, one_of({"off", "groups", "layers", "parameters"}), R"(Norms that each step logs in
+          addition to the norm of the whole gradient, all before clipping: `groups`, experts and the rest;
+          `layers`; or each parameter's. They travel with the norm and cost a pass over the gradients
+          (`docs/norm.md`).)"),
+      KEY(train.evaluate_every, "steps", at_least(0, kManySteps),
+          "How often the validation loss is measured. 0: only at the end."),
+      KEY(train.evaluate_packs, "packs", at_least(1, kManyTokens),
+          "Maximum number of packs of the validation documents that are measured; for videos, of videos."),
+      KEY(train.on_non_finite, one_of({"stop", "skip"}), R"(If a loss or gradient is not finite, nothing is
+          updated on any rank; then the run stops (exit status 1) or skips that step.)"),
 
-      KEY("optimizer.kind", optimizer.kind, "", one_of({"adamw", "sgd"}), R"(AdamW (Loshchilov and Hutter
-          2019) or stochastic gradient descent.)"),
-      KEY("optimizer.beta1", optimizer.adamw.beta1, "", fraction(), "Decay of AdamW's first moment."),
-      KEY("optimizer.beta2", optimizer.adamw.beta2, "", fraction(), "Decay of AdamW's second moment."),
-      KEY("optimizer.epsilon", optimizer.adamw.epsilon, "", above(0), "Epsilon in AdamW's denominator."),
-      KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, "", at_least(0), R"(Weight decay of
-          matrices; norms and biases do not decay. Decoupled with AdamW.)"),
-      KEY("optimizer.momentum", optimizer.momentum, "", fraction(), "SGD momentum."),
+      KEY(optimizer.kind, one_of({"adamw", "sgd"}),
+          "AdamW (Loshchilov and Hutter 2019) or stochastic gradient descent."),
+      NAMED_KEY("optimizer.beta1", optimizer.adamw.beta1, fraction(), "Decay of AdamW's first moment."),
+      NAMED_KEY("optimizer.beta2", optimizer.adamw.beta2, fraction(), "Decay of AdamW's second moment."),
+      NAMED_KEY("optimizer.epsilon", optimizer.adamw.epsilon, above(0), "Epsilon in AdamW's denominator."),
+      NAMED_KEY("optimizer.weight_decay", optimizer.adamw.weight_decay, at_least(0),
+                "Weight decay of matrices; norms and biases do not decay. Decoupled with AdamW."),
+      KEY(optimizer.momentum, fraction(), "SGD momentum."),
 
-      KEY("schedule.kind", schedule.kind, "", one_of(kScheduleKinds), R"(Learning rate after the warm-up:
-          constant, or down a cosine to `schedule.floor` at the last step.)"),
-      KEY("schedule.peak", schedule.peak, "", above(0), "The highest learning rate."),
-      KEY("schedule.warmup", schedule.warmup, "steps", at_least(0, kManySteps), R"(Steps over which the
-          learning rate rises linearly from 0 to its peak.)"),
-      KEY("schedule.floor", schedule.floor, "", at_least(0, 1), R"(Where the cosine ends, as a fraction of the
-          peak.)"),
+      KEY(schedule.kind, one_of(kScheduleKinds), R"(Learning rate after the warm-up: constant, or down a
+          cosine to `schedule.floor` at the last step.)"),
+      KEY(schedule.peak, above(0), "The highest learning rate."),
+      KEY(schedule.warmup, "steps", at_least(0, kManySteps),
+          "Steps over which the learning rate rises linearly from 0 to its peak."),
+      KEY(schedule.floor, at_least(0, 1), "Where the cosine ends, as a fraction of the peak."),
 
-      KEY("parallel.strategy", parallel.strategy, "", one_of(strategy_names()), R"(What each rank keeps, and
-          how gradients are summed: `naive`, one by one after backward, for comparison; `overlapped`, one by
-          one during backward; `bucketed`, in buckets during backward; `zero1`, each rank keeps a shard of the
-          optimizer's state; `zero2`, of the gradients too; `zero3`, of the parameters too, each block
-          gathered while it is used.)"),
-      KEY("parallel.replicas", parallel.replicas, "", at_least(1, 1e6), R"(Copies of the model among the ranks
-          of a sharded strategy (`zero1`, `zero2`, `zero3`); each is sharded over ranks / replicas of them.
-          Must divide the ranks.)"),
-      KEY("parallel.cp_ring", parallel.cp_ring, "", at_least(1, 1e6), R"(Ranks that share each micro-batch and
-          pass keys and values round a ring: documents are split over them by cost. Times
-          `parallel.cp_ulysses` and `parallel.replicas` it must divide the ranks; packs are assigned to the
-          remaining axis.)"),
-      KEY("parallel.cp_ulysses", parallel.cp_ulysses, "", at_least(1, 1e6), R"(Ranks that share each
-          micro-batch and exchange tokens for heads. Must divide `model.heads`, and `model.key_value_heads` or
-          be a multiple of it.)"),
-      KEY("parallel.tp", parallel.tp, "", at_least(1, 1e6), R"(Tensor parallelism: ranks that share the
-          matrices of one model and see the same packs. Heads, features and the vocabulary are sharded over
-          them. At most `model.heads`; times the other axes it must divide the ranks
-          (`docs/tensor-parallelism.md`).)"),
-      KEY("parallel.sequence_parallel", parallel.sequence_parallel, "", any(), R"(Sequence parallelism with
-          `parallel.tp`: between the matrix products each of these ranks has some of the tokens, so that norms
-          and residuals are computed once and kept once. Off: each rank has all of them.)"),
-      KEY("parallel.tensor_overlap", parallel.tensor_overlap, "", one_of({"none", "weights", "tokens"}),
-          R"(With `parallel.tp`, what is computed while tokens travel between these ranks: `weights`, in
-          backward the gradients of weights; `tokens`, these and products of the local tokens. A speed option
-          (`docs/tensor-parallelism.md`).)"),
-      KEY("parallel.ep", parallel.ep, "", at_least(1, 1e6), R"(Expert parallelism: ranks over which experts
-          are sharded, among those that see different tokens. Tokens travel to their experts and back
-          (`docs/experts.md`). At most `model.experts`; must divide the ranks.)"),
-      KEY("parallel.expert_overlap", parallel.expert_overlap, "", one_of({"none", "shared", "halves"}),
-          R"(With `parallel.ep`, what is computed while tokens travel to experts: `shared`, the shared expert;
-          `halves`, that and one half of the tokens while the other half travels. A speed option
-          (`docs/experts.md`).)"),
-      KEY("parallel.pp", parallel.pp, "", at_least(1, 1e6), R"(Pipeline parallelism: ranks that hold
-          consecutive stages of layers of one model and see the same packs (`docs/pipeline-parallelism.md`).
-          At most `model.layers`; times the other axes it must divide the ranks.)"),
-      KEY("parallel.schedule", parallel.schedule, "",
-          one_of({"one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}),
+      KEY(parallel.strategy, one_of(strategy_names()), R"(What each rank keeps, and how gradients are summed:
+          `naive`, one by one after backward, for comparison; `overlapped`, one by one during backward;
+          `bucketed`, in buckets during backward; `zero1`, each rank keeps a shard of the optimizer's state;
+          `zero2`, of the gradients too; `zero3`, of the parameters too, each block gathered while it is
+          used.)"),
+      KEY(parallel.replicas, at_least(1, 1e6), R"(Copies of the model among the ranks of a sharded strategy
+          (`zero1`, `zero2`, `zero3`); each is sharded over ranks / replicas of them. Must divide the
+          ranks.)"),
+      KEY(parallel.cp_ring, at_least(1, 1e6), R"(Ranks that share each micro-batch and pass keys and values
+          round a ring: documents are split over them by cost. Times `parallel.cp_ulysses` and
+          `parallel.replicas` it must divide the ranks; packs are assigned to the remaining axis.)"),
+      KEY(parallel.cp_ulysses, at_least(1, 1e6), R"(Ranks that share each micro-batch and exchange tokens for
+          heads. Must divide `model.heads`, and `model.key_value_heads` or be a multiple of it.)"),
+      KEY(parallel.tp, at_least(1, 1e6), R"(Tensor parallelism: ranks that share the matrices of one model and
+          see the same packs. Heads, features and the vocabulary are sharded over them. At most `model.heads`;
+          times the other axes it must divide the ranks (`docs/tensor-parallelism.md`).)"),
+      KEY(parallel.sequence_parallel, R"(Sequence parallelism with `parallel.tp`: between the matrix products
+          each of these ranks has some of the tokens, so that norms and residuals are computed once and kept
+          once. Off: each rank has all of them.)"),
+      KEY(parallel.tensor_overlap, one_of({"none", "weights", "tokens"}), R"(With `parallel.tp`, what is
+          computed while tokens travel between these ranks: `weights`, in backward the gradients of weights;
+          `tokens`, these and products of the local tokens. A speed option (`docs/tensor-parallelism.md`).)"),
+      KEY(parallel.ep, at_least(1, 1e6), R"(Expert parallelism: ranks over which experts are sharded, among
+          those that see different tokens. Tokens travel to their experts and back (`docs/experts.md`). At
+          most `model.experts`; must divide the ranks.)"),
+      KEY(parallel.expert_overlap, one_of({"none", "shared", "halves"}), R"(With `parallel.ep`, what is
+          computed while tokens travel to experts: `shared`, the shared expert; `halves`, that and one half of
+          the tokens while the other half travels. A speed option (`docs/experts.md`).)"),
+      KEY(parallel.pp, at_least(1, 1e6), R"(Pipeline parallelism: ranks that hold consecutive stages of layers
+          of one model and see the same packs (`docs/pipeline-parallelism.md`). At most `model.layers`; times
+          the other axes it must divide the ranks.)"),
+      KEY(parallel.schedule, one_of({"one-after-another", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}),
           R"(With `parallel.pp`: the order of forwards and backwards of micro-batches on a rank (`isograd
           schedule` draws it). A speed and memory option.)"),
-      KEY("parallel.stages_per_rank", parallel.stages_per_rank, "", at_least(1, 1e6), R"(With `parallel.pp`:
-          stages on each rank; 1, but 2 or more with `interleaved`, and 2 with `zb-v`.)"),
-      KEY("parallel.cp_fsdp_mode", parallel.cp_fsdp_mode, "",
-          one_of({"all", "ulysses_only", "ring_only", "none"}),
-          R"(Context-parallel axes over which a sharded strategy shards, in addition to the ranks with other
-          packs; over the other axes it keeps copies. The gradient is the same.)"),
-      KEY("parallel.share_parameters", parallel.share_parameters, "", one_of({"auto", "on", "off"}),
-          R"(Whether ranks of one host share one copy of the parameters, each updating its shard in place.
-          `auto`: if the backend has memory that all ranks reach (`shm`), except for `naive` and `overlapped`,
-          and not on GPUs.)"),
-      KEY("parallel.reduce_once", parallel.reduce_once, "", any(), R"(With `zero2` and `zero3`: keep whole
-          gradients until the last micro-batch instead of reducing each one's.)"),
-      KEY("parallel.bucket_bytes", parallel.bucket_bytes, "bytes", at_least(1, 1e12), R"(Gradients that are
-          communicated together. A speed option.)"),
-      KEY("parallel.first_bucket_bytes", parallel.first_bucket_bytes, "bytes", at_least(0, 1e12),
-          R"(Size of the first bucket of a backward, small so that communication begins early. 0: like the
-          others. A speed option.)"),
-      KEY("parallel.overlap", parallel.overlap, "", any(), R"(Whether buckets are reduced inside backward. A
-          speed option.)"),
-      KEY("parallel.prefetch", parallel.prefetch, "", any(), R"(With `zero3`: gather the next block while this
-          one computes. A speed option.)"),
-      KEY("parallel.reshard_after_forward", parallel.reshard_after_forward, "", any(), R"(With `zero3`: free
-          blocks after forward and gather them again for backward. `false` trades memory for
-          communication.)"),
-      KEY("parallel.checkpoint_activations", parallel.checkpoint_activations, "", any(), R"(With `zero3`: keep
-          only the blocks' inputs and compute their forward again in backward.)"),
-      KEY("parallel.gather_limit_bytes", parallel.gather_limit_bytes, "bytes", at_least(0, 1e15),
-          R"(With `zero3`: limit for parameters that are whole at the same time; a block that does not fit is
-          named before training. 0: no limit.)"),
-      KEY("parallel.timeout_seconds", parallel.timeout_seconds, "seconds",
-          {.least = 0, .most = 1e6, .above_least = true},
-          R"(The longest wait for another rank, after which it counts as lost (exit status 3).)"),
-      KEY("parallel.device", parallel.device, "", one_of({"cpu", "cuda", "auto"}), R"(Device of models,
-          gradients and the optimizer's state (`docs/gpu.md`): `cpu`; `cuda`, a GPU for each rank of a host;
-          `auto`, `cuda` if LibTorch finds a GPU.)"),
-      KEY("parallel.backend", parallel.backend, "", one_of({"auto", "shm", "mpi", "shm+mpi", "nccl"}),
-          R"(Backend of communication between ranks: `shm`, the shared memory of one host; `mpi`, over several
-          hosts as well, in a build that found an MPI; `shm+mpi`, shared memory within each host and MPI
-          between them (`docs/hosts.md`); `nccl`, between the GPUs of one host. `auto`: `nccl` if ranks are on
-          GPUs, otherwise `shm`.)"),
-      KEY("parallel.cuda_graphs", parallel.cuda_graphs, "", any(), R"(On one GPU: forward and backward of a
-          decoder without experts are recorded as CUDA graphs and replayed (`docs/gpu.md`).)"),
-      KEY("parallel.offload", parallel.offload, "", any(), R"(On a GPU: a rank's summed gradients, masters and
-          optimizer state are kept in host memory, and the CPU computes norms and updates (`docs/gpu.md`).
-          Refused on the CPU.)"),
+      KEY(parallel.stages_per_rank, at_least(1, 1e6),
+          "With `parallel.pp`: stages on each rank; 1, but 2 or more with `interleaved`, and 2 with `zb-v`."),
+      KEY(parallel.cp_fsdp_mode, one_of({"all", "ulysses_only", "ring_only", "none"}), R"(Context-parallel
+          axes over which a sharded strategy shards, in addition to the ranks with other packs; over the other
+          axes it keeps copies. The gradient is the same.)"),
+      KEY(parallel.share_parameters, one_of({"auto", "on", "off"}), R"(Whether ranks of one host share one
+          copy of the parameters, each updating its shard in place. `auto`: if the backend has memory that all
+          ranks reach (`shm`), except for `naive` and `overlapped`, and not on GPUs.)"),
+      KEY(parallel.reduce_once, R"(With `zero2` and `zero3`: keep whole gradients until the last micro-batch
+          instead of reducing each one's.)"),
+      KEY(parallel.bucket_bytes, "bytes", at_least(1, 1e12),
+          "Gradients that are communicated together. A speed option."),
+      KEY(parallel.first_bucket_bytes, "bytes", at_least(0, 1e12), R"(Size of the first bucket of a backward,
+          small so that communication begins early. 0: like the others. A speed option.)"),
+      KEY(parallel.overlap, "Whether buckets are reduced inside backward. A speed option."),
+      KEY(parallel.prefetch, "With `zero3`: gather the next block while this one computes. A speed option."),
+      KEY(parallel.reshard_after_forward, R"(With `zero3`: free blocks after forward and gather them again for
+          backward. `false` trades memory for communication.)"),
+      KEY(parallel.checkpoint_activations,
+          "With `zero3`: keep only the blocks' inputs and compute their forward again in backward."),
+      KEY(parallel.gather_limit_bytes, "bytes", at_least(0, 1e15), R"(With `zero3`: limit for parameters that
+          are whole at the same time; a block that does not fit is named before training. 0: no limit.)"),
+      KEY(parallel.timeout_seconds, "seconds", {.least = 0, .most = 1e6, .above_least = true},
+          "The longest wait for another rank, after which it counts as lost (exit status 3)."),
+      KEY(parallel.device, one_of({"cpu", "cuda", "auto"}), R"(Device of models, gradients and the optimizer's
+          state (`docs/gpu.md`): `cpu`; `cuda`, a GPU for each rank of a host; `auto`, `cuda` if LibTorch
+          finds a GPU.)"),
+      KEY(parallel.backend, one_of({"auto", "shm", "mpi", "shm+mpi", "nccl"}), R"(Backend of communication
+          between ranks: `shm`, the shared memory of one host; `mpi`, over several hosts as well, in a build
+          that found an MPI; `shm+mpi`, shared memory within each host and MPI between them (`docs/hosts.md`);
+          `nccl`, between the GPUs of one host. `auto`: `nccl` if ranks are on GPUs, otherwise `shm`.)"),
+      KEY(parallel.cuda_graphs, R"(On one GPU: forward and backward of a decoder without experts are recorded
+          as CUDA graphs and replayed (`docs/gpu.md`).)"),
+      KEY(parallel.offload, R"(On a GPU: a rank's summed gradients, masters and optimizer state are kept in
+          host memory, and the CPU computes norms and updates (`docs/gpu.md`). Refused on the CPU.)"),
 
-      KEY("checkpoint.every", checkpoint.every, "steps", at_least(0, kManySteps), R"(How often a checkpoint is
-          saved. 0: only at the end.)"),
-      KEY("checkpoint.keep", checkpoint.keep, "", at_least(1, 1e9), R"(Number of the newest checkpoints that
-          are kept.)"),
-      KEY("checkpoint.resume", checkpoint.resume, "", any(), R"(Checkpoint to continue from, bit for bit on as
-          many ranks with as many threads: its folder, or `latest` in `run.directory`. Empty: a new run.)"),
+      KEY(checkpoint.every, "steps", at_least(0, kManySteps),
+          "How often a checkpoint is saved. 0: only at the end."),
+      KEY(checkpoint.keep, at_least(1, 1e9), "Number of the newest checkpoints that are kept."),
+      KEY(checkpoint.resume, R"(Checkpoint to continue from, bit for bit on as many ranks with as many
+          threads: its folder, or `latest` in `run.directory`. Empty: a new run.)"),
 
-      KEY("verify.at_end", verify.at_end, "", any(), R"(Whether a finished run proves that its gradient is the
-          one that a single process has on the whole batch. It then ends with the parity line and, if parity
-          is broken, exit status 1. Ctrl-C skips the proof; the last checkpoint is saved before it.)"),
-      KEY("verify.every", verify.every, "steps", at_least(0, kManySteps), R"(How often a micro-sized step with
-          the weights of that moment is proven the same way while training (`train --verify-every`). Parity
-          broken stops the run, exit status 1. 0: never.)"),
-      KEY("verify.checksums_every", verify.checksums_every, "steps", at_least(0, kManySteps),
-          R"(How often ranks that keep the same weights compare checksums of them. A difference names the
-          first parameter and the ranks and stops the run, exit status 1. 0: never.)"),
+      KEY(verify.at_end, R"(Whether a finished run proves that its gradient is the one that a single process
+          has on the whole batch. It then ends with the parity line and, if parity is broken, exit status 1.
+          Ctrl-C skips the proof; the last checkpoint is saved before it.)"),
+      KEY(verify.every, "steps", at_least(0, kManySteps), R"(How often a micro-sized step with the weights of
+          that moment is proven the same way while training (`train --verify-every`). Parity broken stops the
+          run, exit status 1. 0: never.)"),
+      KEY(verify.checksums_every, "steps", at_least(0, kManySteps), R"(How often ranks that keep the same
+          weights compare checksums of them. A difference names the first parameter and the ranks and stops
+          the run, exit status 1. 0: never.)"),
   };
 }
 

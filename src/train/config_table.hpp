@@ -72,7 +72,6 @@ void check_together(const RunConfig& config, const std::string& where);
 
 // ---- how keys are written ----
 
-// A text that is written on several lines: each break, with the blanks after it, becomes one blank.
 std::string on_one_line(std::string_view description);
 
 namespace key_table {
@@ -107,6 +106,7 @@ void from_value(Field& field, const ConfigValue& value) {
     field = std::get<Field>(value);
 }
 
+// `description` may go on in further lines: each break, with the blanks after it, becomes one blank.
 template <auto kField>
 ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::string_view description,
                    Ranks ranks = Ranks::kAlike) {
@@ -119,12 +119,23 @@ ConfigKey make_key(std::string name, std::string unit, Allowed allowed, std::str
           .set = [](RunConfig& config, const ConfigValue& value) { from_value(kField(config), value); }};
 }
 
-// Defines a key. `path` is its field in RunConfig.
-#define KEY(name, path, ...)                         \
+template <auto kField>
+ConfigKey make_key(std::string name, Allowed allowed, std::string_view description,
+                   Ranks ranks = Ranks::kAlike) {
+  return make_key<kField>(std::move(name), "", std::move(allowed), description, ranks);
+}
+template <auto kField>
+ConfigKey make_key(std::string name, std::string_view description, Ranks ranks = Ranks::kAlike) {
+  return make_key<kField>(std::move(name), "", {}, description, ranks);
+}
+
+// Defines a key. `path` is its field in RunConfig; KEY: its name too. Then, each where there is one, its unit
+// and what is allowed, and its description.
+#define NAMED_KEY(name, path, ...)                   \
   make_key < [](auto& c) -> auto& { return c.path; } \
   > (name, __VA_ARGS__)
+#define KEY(path, ...) NAMED_KEY(#path, path, __VA_ARGS__)
 
-inline Allowed any() { return {}; }
 inline Allowed at_least(double least, double most = kUnbounded) { return {.least = least, .most = most}; }
 inline Allowed above(double least) { return {.least = least, .above_least = true}; }
 inline Allowed fraction() { return {.least = 0, .most = 1, .below_most = true}; }

@@ -29,39 +29,31 @@ namespace {
 
 std::vector<ConfigKey> scorer_keys() {
   return {
-      KEY("data.table", data.table, "", any(),
-          "For a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x` [rows, "
-          "features] and `y` [rows].",
+      KEY(data.table, R"(For a `scorer`: a CSV file (names of columns, then numbers), or an NPZ file with `x`
+          [rows, features] and `y` [rows].)",
           Ranks::kMayDiffer),
-      KEY("data.target", data.target, "", any(),
-          "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
+      KEY(data.target, "The table's column, or array, of targets 0 and 1. Empty: the last column, or `y`."),
 
-      KEY("batch.rows_per_step", batch.rows_per_step, "rows", at_least(1, kManyTokens),
+      KEY(batch.rows_per_step, "rows", at_least(1, kManyTokens),
           "The global batch of a `scorer`, over all ranks; its last step of an epoch may be shorter."),
 
-      KEY("model.scorer_units", model.scorer_units, "", at_least(1, kWide),
-          "Units of each hidden layer of a `scorer`."),
-      KEY("model.scorer_layers", model.scorer_layers, "", at_least(0, 1000),
-          "Hidden layers of a `scorer`. 0: a linear one."),
+      KEY(model.scorer_units, at_least(1, kWide), "Units of each hidden layer of a `scorer`."),
+      KEY(model.scorer_layers, at_least(0, 1000), "Hidden layers of a `scorer`. 0: a linear one."),
 
-      KEY("ranking.loss", ranking.loss, "",
+      KEY(ranking.loss,
           one_of(
               {"cross_entropy", "smooth_ap", "recall_at_quantile", "pauc", "pauc_pairwise", "sigmoid_focal"}),
-          "Training loss of a `scorer`, over the rows of all ranks (`docs/ranking.md`)."),
-      KEY("ranking.temperature", ranking.temperature, "", at_least(0),
-          "Temperature of the loss's sigmoids. 0: the loss's own default."),
-      KEY("ranking.queue_size", ranking.queue_size, "rows", at_least(0, kManyTokens),
+          R"(Training loss of a `scorer`, over the rows of all ranks (`docs/ranking.md`).)"),
+      KEY(ranking.temperature, at_least(0), "Temperature of the loss's sigmoids. 0: the loss's own default."),
+      KEY(ranking.queue_size, "rows", at_least(0, kManyTokens),
           "Rows of earlier steps that take part in the ranking, with the scores that they had."),
-      KEY("ranking.quantile", ranking.quantile, "",
-          {.least = 0, .most = 1, .above_least = true, .below_most = true},
+      KEY(ranking.quantile, {.least = 0, .most = 1, .above_least = true, .below_most = true},
           "Share of all rows above the threshold of the recall, trained or measured."),
-      KEY("ranking.alpha", ranking.alpha, "", fraction(),
-          "Beginning of the partial AUC's band of false-positive rates."),
-      KEY("ranking.budget", ranking.budget, "", {.least = 0, .most = 1, .above_least = true},
+      KEY(ranking.alpha, fraction(), "Beginning of the partial AUC's band of false-positive rates."),
+      KEY(ranking.budget, {.least = 0, .most = 1, .above_least = true},
           "End of the band; the measured partial AUC begins at 0."),
-      KEY("ranking.compare", ranking.compare, "", any(),
-          "Whether a second scorer is trained by cross entropy, from the same weights on the same "
-          "rows, for the report."),
+      KEY(ranking.compare, R"(Whether a second scorer is trained by cross entropy, from the same weights on
+          the same rows, for the report.)"),
   };
 }
 

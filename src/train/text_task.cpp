@@ -40,146 +40,135 @@ namespace {
 
 std::vector<ConfigKey> text_keys() {
   return {
-      KEY("data.text", data.text, "", any(),
-          "Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line, "
-          "from the field `text`. Empty together with `data.shards`: the C++ headers of the "
-          "LibTorch in use.",
+      KEY(data.text, R"(Files, directories or globs of UTF-8 text; `.jsonl` files give one document a line,
+          from the field `text`. Empty together with `data.shards`: the C++ headers of the LibTorch in
+          use.)",
           Ranks::kMayDiffer),
-      KEY("data.shards", data.shards, "", any(),
-          "Files, directories or globs of shards packed already: by `isograd data pack`, or `.bin` "
-          "files of llm.c and nanoGPT as they are.",
+      KEY(data.shards, R"(Files, directories or globs of shards packed already: by `isograd data pack`, or
+          `.bin` files of llm.c and nanoGPT as they are.)",
           Ranks::kMayDiffer),
-      KEY("data.tokenizer", data.tokenizer, "", not_empty(),
-          "`bytes` (256 bytes and two marks: a vocabulary of 258), a SentencePiece model file, or a "
-          "Hugging Face `tokenizer.json` (by the Python package `tokenizers`; a document ends with the "
-          "`eos_token` of the `tokenizer_config.json` in the same folder). Shards packed with another "
-          "tokenizer are refused.",
+      KEY(data.tokenizer, not_empty(), R"(`bytes` (256 bytes and two marks: a vocabulary of 258), a
+          SentencePiece model file, or a Hugging Face `tokenizer.json` (by the Python package `tokenizers`; a
+          document ends with the `eos_token` of the `tokenizer_config.json` in the same folder). Shards packed
+          with another tokenizer are refused.)",
           Ranks::kMayDiffer),
-      KEY("data.end_of_text", data.end_of_text, "token", at_least(-1, 4294967295.0),
-          "Token that delimits documents in shards of llm.c and nanoGPT. `-1`: none; a file is "
-          "then one document."),
-      KEY("data.cache", data.cache, "", not_empty(),
+      KEY(data.end_of_text, "token", at_least(-1, 4294967295.0), R"(Token that delimits documents in shards of
+          llm.c and nanoGPT. `-1`: none; a file is then one document.)"),
+      KEY(data.cache, not_empty(),
           "Folder that keeps `data.text` as shards, so that the next run starts at once.", Ranks::kMayDiffer),
-      KEY("data.pack_length", data.pack_length, "tokens", at_least(1, kManyTokens),
-          "Length of a pack. Documents are concatenated and split at this length; attention and positions "
-          "never cross from one document into the next."),
-      KEY("data.shuffle_packs", data.shuffle_packs, "", any(),
-          "Takes an epoch's packs in shuffled order, so that a step mixes many documents. Off: packs are "
-          "taken in their order, so a step may contain several fragments of a long document."),
+      KEY(data.pack_length, "tokens", at_least(1, kManyTokens), R"(Length of a pack. Documents are
+          concatenated and split at this length; attention and positions never cross from one document into
+          the next.)"),
+      KEY(data.shuffle_packs, R"(Takes an epoch's packs in shuffled order, so that a step mixes many
+          documents. Off: packs are taken in their order, so a step may contain several fragments of a long
+          document.)"),
 
-      KEY("batch.packs_per_step", batch.packs_per_step, "packs", at_least(1, kManyTokens),
+      KEY(batch.packs_per_step, "packs", at_least(1, kManyTokens),
           "The global batch: packs of one step, over all ranks and micro-batches."),
-      KEY("batch.packs_per_micro_batch", batch.packs_per_micro_batch, "packs", at_least(1, kManyTokens),
-          "Packs that one forward and backward sees on one rank. A speed and memory option: the "
-          "gradient does not depend on it."),
+      KEY(batch.packs_per_micro_batch, "packs", at_least(1, kManyTokens), R"(Packs that one forward and
+          backward sees on one rank. A speed and memory option: the gradient does not depend on it.)"),
 
-      KEY("model.family", model.shape.family, "",
+      NAMED_KEY(
+          "model.family", model.shape.family,
           one_of({"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"}),
-          "Family of the `config.json` that is written. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` "
-          "have experts (`docs/experts.md`)."),
-      KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
-          "Rows of the embedding; at least what the tokenizer and the corpus use."),
-      KEY("model.hidden", model.shape.hidden, "", at_least(1, kWide),
-          "Width of the residual stream; for Llama a multiple of `model.heads`."),
-      KEY("model.layers", model.shape.layers, "", at_least(1, 4096), "Transformer blocks."),
-      KEY("model.heads", model.shape.heads, "", at_least(1, kWide), "Query heads of a block."),
-      KEY("model.key_value_heads", model.shape.key_value_heads, "", at_least(1, kWide),
-          "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
-      KEY("model.head_dim", model.shape.head_dim, "", at_least(2, kWide), "Width of a head; even."),
-      KEY("model.feed_forward", model.shape.feed_forward, "", at_least(1, kWide), "Width inside SwiGLU."),
-      KEY("model.experts", model.shape.experts.count, "", at_least(0, 32767),
-          "Experts of a layer that has them. 0: none, for the families without."),
-      KEY("model.experts_per_token", model.shape.experts.per_token, "", at_least(1, 32767),
-          "Number of experts that compute a token: those that the router finds likeliest."),
-      KEY("model.expert_feed_forward", model.shape.experts.feed_forward, "", at_least(0, kWide),
-          "Width inside the SwiGLU of an expert; for `mixtral` the same as `model.feed_forward`."),
-      KEY("model.normalise_experts", model.shape.experts.normalise, "", any(),
-          "Whether the weights of a token's experts add up to 1; otherwise they are their probabilities "
-          "among all experts. Always with `mixtral`."),
-      KEY("model.shared_expert_feed_forward", model.shape.experts.shared_feed_forward, "", at_least(0, kWide),
-          "Width of the shared expert, which computes every token: `qwen2_moe` and `dots1`; for `dots1` a "
-          "multiple of `model.expert_feed_forward`."),
-      KEY("model.expert_groups", model.shape.experts.groups, "", at_least(1, 32767),
-          "For `dots1`: number of groups of neighbouring experts."),
-      KEY("model.expert_groups_per_token", model.shape.experts.groups_per_token, "", at_least(1, 32767),
-          "For `dots1`: number of groups that a token's experts come from: those whose two best scores "
-          "have the largest sums."),
-      KEY("model.expert_scale", model.shape.experts.scale, "", above(0),
-          "For `dots1`: factor of the weights of a token's experts."),
-      KEY("model.experts_every", model.experts_every, "layers", at_least(1, 100000),
-          "Every n-th layer has experts; the others have a dense feed-forward network of "
-          "`model.feed_forward`. 1 with `mixtral` and `dots1`."),
-      KEY("model.dense_layers", model.dense_layers, "layers", at_least(0, 100000),
-          "Number of leading layers with a dense feed-forward network of `model.feed_forward`. 0 with "
-          "`mixtral`."),
-      KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
-          "Positions that the model supports; at least `data.pack_length`, except with "
-          "`model.rope_scaling.kind = \"dynamic\"`, which is for longer packs."),
-      KEY("model.rope_theta", model.shape.rope_theta, "", above(0), "Base of the rotary embedding."),
-      KEY("model.norm_epsilon", model.shape.norm_epsilon, "", above(0),
-          "Epsilon inside the root of RMSNorm."),
-      KEY("model.tied_output", model.shape.tied_output, "", any(),
-          "Whether the output layer is the embedding itself."),
-      KEY("model.attention_bias", model.shape.attention_bias, "", any(),
-          "Bias of the query, key and value projections: `true` for Qwen2, `false` for Mistral."),
-      KEY("model.output_bias", model.shape.output_bias, "", any(),
-          "Bias of attention's output projection: as `attention_bias` for Llama and Qwen3, `false` "
-          "for the others."),
-      KEY("model.mlp_bias", model.shape.mlp_bias, "", any(), "Bias of SwiGLU's projections: Llama only."),
-      KEY("model.query_key_norm", model.shape.query_key_norm, "", any(),
-          "RMSNorm of queries and keys, by head: `true` for Qwen3, `false` for the others."),
-      KEY("model.initializer_range", model.shape.initializer_range, "", at_least(0),
-          "Standard deviation of fresh weights."),
-      KEY("model.bos", model.shape.bos, "token", at_least(-1, kManyRows),
-          "Begins a document. `-1`: the tokenizer's, where it has one."),
-      KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
-          "Ends a document. `-1`: the tokenizer's, where it has one."),
-      KEY("model.pad", model.shape.pad, "token", at_least(-1, kManyRows),
-          "Its row of the embedding gets no gradient as an input (tied, it still gets the output "
-          "layer's), as `pad_token_id` in transformers. `-1`: no such token."),
+          R"(Family of the `config.json` that is written. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` have
+          experts (`docs/experts.md`).)"),
+      NAMED_KEY("model.vocabulary", model.shape.vocabulary, "tokens", at_least(1, kManyRows),
+                "Rows of the embedding; at least what the tokenizer and the corpus use."),
+      NAMED_KEY("model.hidden", model.shape.hidden, at_least(1, kWide),
+                "Width of the residual stream; for Llama a multiple of `model.heads`."),
+      NAMED_KEY("model.layers", model.shape.layers, at_least(1, 4096), "Transformer blocks."),
+      NAMED_KEY("model.heads", model.shape.heads, at_least(1, kWide), "Query heads of a block."),
+      NAMED_KEY("model.key_value_heads", model.shape.key_value_heads, at_least(1, kWide),
+                "Key and value heads of a block; divides `model.heads` (grouped-query attention)."),
+      NAMED_KEY("model.head_dim", model.shape.head_dim, at_least(2, kWide), "Width of a head; even."),
+      NAMED_KEY("model.feed_forward", model.shape.feed_forward, at_least(1, kWide), "Width inside SwiGLU."),
+      NAMED_KEY("model.experts", model.shape.experts.count, at_least(0, 32767),
+                "Experts of a layer that has them. 0: none, for the families without."),
+      NAMED_KEY("model.experts_per_token", model.shape.experts.per_token, at_least(1, 32767),
+                "Number of experts that compute a token: those that the router finds likeliest."),
+      NAMED_KEY("model.expert_feed_forward", model.shape.experts.feed_forward, at_least(0, kWide),
+                "Width inside the SwiGLU of an expert; for `mixtral` the same as `model.feed_forward`."),
+      NAMED_KEY("model.normalise_experts", model.shape.experts.normalise, R"(Whether the weights of a token's
+          experts add up to 1; otherwise they are their probabilities among all experts. Always with
+          `mixtral`.)"),
+      NAMED_KEY(
+          "model.shared_expert_feed_forward", model.shape.experts.shared_feed_forward, at_least(0, kWide),
+          R"(Width of the shared expert, which computes every token: `qwen2_moe` and `dots1`; for `dots1` a
+          multiple of `model.expert_feed_forward`.)"),
+      NAMED_KEY("model.expert_groups", model.shape.experts.groups, at_least(1, 32767),
+                "For `dots1`: number of groups of neighbouring experts."),
+      NAMED_KEY(
+          "model.expert_groups_per_token", model.shape.experts.groups_per_token, at_least(1, 32767),
+          R"(For `dots1`: number of groups that a token's experts come from: those whose two best scores have
+          the largest sums.)"),
+      NAMED_KEY("model.expert_scale", model.shape.experts.scale, above(0),
+                "For `dots1`: factor of the weights of a token's experts."),
+      KEY(model.experts_every, "layers", at_least(1, 100000), R"(Every n-th layer has experts; the others have
+          a dense feed-forward network of `model.feed_forward`. 1 with `mixtral` and `dots1`.)"),
+      KEY(model.dense_layers, "layers", at_least(0, 100000), R"(Number of leading layers with a dense
+          feed-forward network of `model.feed_forward`. 0 with `mixtral`.)"),
+      NAMED_KEY("model.max_positions", model.shape.max_positions, "tokens", at_least(1, kManyTokens),
+                R"(Positions that the model supports; at least `data.pack_length`, except with
+          `model.rope_scaling.kind = "dynamic"`, which is for longer packs.)"),
+      NAMED_KEY("model.rope_theta", model.shape.rope_theta, above(0), "Base of the rotary embedding."),
+      NAMED_KEY("model.norm_epsilon", model.shape.norm_epsilon, above(0),
+                "Epsilon inside the root of RMSNorm."),
+      NAMED_KEY("model.tied_output", model.shape.tied_output,
+                "Whether the output layer is the embedding itself."),
+      NAMED_KEY("model.attention_bias", model.shape.attention_bias,
+                "Bias of the query, key and value projections: `true` for Qwen2, `false` for Mistral."),
+      NAMED_KEY("model.output_bias", model.shape.output_bias, R"(Bias of attention's output projection: as
+          `attention_bias` for Llama and Qwen3, `false` for the others.)"),
+      NAMED_KEY("model.mlp_bias", model.shape.mlp_bias, "Bias of SwiGLU's projections: Llama only."),
+      NAMED_KEY("model.query_key_norm", model.shape.query_key_norm,
+                "RMSNorm of queries and keys, by head: `true` for Qwen3, `false` for the others."),
+      NAMED_KEY("model.initializer_range", model.shape.initializer_range, at_least(0),
+                "Standard deviation of fresh weights."),
+      NAMED_KEY("model.bos", model.shape.bos, "token", at_least(-1, kManyRows),
+                "Begins a document. `-1`: the tokenizer's, where it has one."),
+      NAMED_KEY("model.eos", model.shape.eos, "token", at_least(-1, kManyRows),
+                "Ends a document. `-1`: the tokenizer's, where it has one."),
+      NAMED_KEY("model.pad", model.shape.pad, "token", at_least(-1, kManyRows), R"(Its row of the embedding
+          gets no gradient as an input (tied, it still gets the output layer's), as `pad_token_id` in
+          transformers. `-1`: no such token.)"),
 
-      KEY("model.rope_scaling.kind", model.shape.rope_scaling.kind, "",
+      NAMED_KEY(
+          "model.rope_scaling.kind", model.shape.rope_scaling.kind,
           one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
-          "Variant of the rotary embedding for long contexts. `default`: no scaling, and the keys "
-          "below are refused."),
-      KEY("model.rope_scaling.factor", model.shape.rope_scaling.factor, "", at_least(1),
-          "How many times longer the context becomes."),
-      KEY("model.rope_scaling.low_frequency_factor", model.shape.rope_scaling.low_frequency_factor, "",
-          above(0), "For `llama3`."),
-      KEY("model.rope_scaling.high_frequency_factor", model.shape.rope_scaling.high_frequency_factor, "",
-          above(0), "For `llama3`; above the low one."),
-      KEY("model.rope_scaling.original_max_positions", model.shape.rope_scaling.original_max_positions,
-          "tokens", at_least(0, kManyTokens), "Positions before scaling (`llama3`, `yarn`)."),
-      KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, "", above(0), "For `yarn`."),
-      KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, "", above(0), "For `yarn`."),
-      KEY("model.rope_scaling.truncate", model.shape.rope_scaling.truncate, "", any(),
-          "For `yarn`: whether the ramp begins and ends at whole dims."),
-      KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, "", at_least(0),
-          "For `yarn`. 0: follows from the factor."),
+          R"(Variant of the rotary embedding for long contexts. `default`: no scaling, and the keys below are
+          refused.)"),
+      NAMED_KEY("model.rope_scaling.factor", model.shape.rope_scaling.factor, at_least(1),
+                "How many times longer the context becomes."),
+      NAMED_KEY("model.rope_scaling.low_frequency_factor", model.shape.rope_scaling.low_frequency_factor,
+                above(0), R"(For `llama3`.)"),
+      NAMED_KEY("model.rope_scaling.high_frequency_factor", model.shape.rope_scaling.high_frequency_factor,
+                above(0), R"(For `llama3`; above the low one.)"),
+      NAMED_KEY("model.rope_scaling.original_max_positions", model.shape.rope_scaling.original_max_positions,
+                "tokens", at_least(0, kManyTokens), R"(Positions before scaling (`llama3`, `yarn`).)"),
+      NAMED_KEY("model.rope_scaling.beta_fast", model.shape.rope_scaling.beta_fast, above(0), "For `yarn`."),
+      NAMED_KEY("model.rope_scaling.beta_slow", model.shape.rope_scaling.beta_slow, above(0), "For `yarn`."),
+      NAMED_KEY("model.rope_scaling.truncate", model.shape.rope_scaling.truncate,
+                "For `yarn`: whether the ramp begins and ends at whole dims."),
+      NAMED_KEY("model.rope_scaling.attention_factor", model.shape.rope_scaling.attention_factor, at_least(0),
+                "For `yarn`. 0: follows from the factor."),
 
-      KEY("loss.balance", loss.balance, "", at_least(0),
-          "Weight of the load balance loss of routers, which is added to the cross entropy "
-          "(`docs/experts.md`); 0: none."),
-      KEY("loss.balance_over", loss.balance_over, "", one_of({"layers", "model"}),
-          "The mean of the layers' own balance losses, or one loss over the tokens of all layers "
-          "together, as transformers computes it."),
-      KEY("loss.balance_scope", loss.balance_scope, "", one_of({"step", "micro_batch"}),
-          "Tokens over which the load is balanced: `step`, the whole step, whose routing a pass of its "
-          "own computes before the first forward; `micro_batch`, the ranks' micro-batches at a time, a "
-          "loss that depends on how the step is split and that cannot be proven (`verify.at_end = "
-          "false`)."),
-      KEY("loss.router_z", loss.router_z, "", at_least(0),
-          "Weight of the router z-loss, the mean over tokens and layers of the squared logarithm "
-          "of Σ exp(logit); 0: none."),
-      KEY("loss.selection_bias_rate", loss.selection_bias_rate, "", at_least(0, 1),
-          "For `dots1`: step by which the selection bias of an expert rises if it got less than the mean, "
-          "and falls if it got more; 0: not at all."),
+      KEY(loss.balance, at_least(0), R"(Weight of the load balance loss of routers, which is added to the
+          cross entropy (`docs/experts.md`); 0: none.)"),
+      KEY(loss.balance_over, one_of({"layers", "model"}), R"(The mean of the layers' own balance losses, or
+          one loss over the tokens of all layers together, as transformers computes it.)"),
+      KEY(loss.balance_scope, one_of({"step", "micro_batch"}), R"(Tokens over which the load is balanced:
+          `step`, the whole step, whose routing a pass of its own computes before the first forward;
+          `micro_batch`, the ranks' micro-batches at a time, a loss that depends on how the step is split and
+          that cannot be proven (`verify.at_end = false`).)"),
+      KEY(loss.router_z, at_least(0), R"(Weight of the router z-loss, the mean over tokens and layers of the
+          squared logarithm of Σ exp(logit); 0: none.)"),
+      KEY(loss.selection_bias_rate, at_least(0, 1), R"(For `dots1`: step by which the selection bias of an
+          expert rises if it got less than the mean, and falls if it got more; 0: not at all.)"),
 
-      KEY("sample.prompt", sample.prompt, "", any(),
-          "Beginning of the text that is generated at the end. Empty: a new document."),
-      KEY("sample.tokens", sample.tokens, "tokens", at_least(0, kManyTokens),
-          "Number of tokens to generate. 0: none."),
-      KEY("sample.temperature", sample.temperature, "", at_least(0),
+      KEY(sample.prompt, "Beginning of the text that is generated at the end. Empty: a new document."),
+      KEY(sample.tokens, "tokens", at_least(0, kManyTokens), "Number of tokens to generate. 0: none."),
+      KEY(sample.temperature, at_least(0),
           "Divides the logits before drawing. 0: always the likeliest token."),
   };
 }

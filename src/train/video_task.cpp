@@ -30,32 +30,28 @@ namespace {
 
 std::vector<ConfigKey> video_keys() {
   return {
-      KEY("batch.videos_per_step", batch.videos_per_step, "videos", at_least(1, kManyTokens),
-          "The global batch of a `video` run: whole videos, over all ranks and micro-batches; the "
-          "last step of an epoch may be shorter. Each rank gets about the same Σ length²."),
-      KEY("batch.tokens_per_micro_batch", batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens),
-          "For videos: maximum number of patches that one forward and backward computes on one rank; a "
-          "longer video is a micro-batch by itself. A speed and memory option: the gradient does not "
-          "depend on it."),
+      KEY(batch.videos_per_step, "videos", at_least(1, kManyTokens), R"(The global batch of a `video` run:
+          whole videos, over all ranks and micro-batches; the last step of an epoch may be shorter. Each rank
+          gets about the same Σ length².)"),
+      KEY(batch.tokens_per_micro_batch, "patches", at_least(1, kManyTokens), R"(For videos: maximum number of
+          patches that one forward and backward computes on one rank; a longer video is a micro-batch by
+          itself. A speed and memory option: the gradient does not depend on it.)"),
 
-      KEY("video.files", video.files, "", any(),
-          "Files, directories or globs of videos in any format that FFmpeg decodes."),
-      KEY("video.height", video.height, "pixels", at_least(1, 8192),
+      KEY(video.files, "Files, directories or globs of videos in any format that FFmpeg decodes."),
+      KEY(video.height, "pixels", at_least(1, 8192),
           "Maximum rows of pixels of a frame: larger frames are scaled down, to whole patches."),
-      KEY("video.frames_per_second", video.frames_per_second, "", at_least(0, 1000),
+      KEY(video.frames_per_second, at_least(0, 1000),
           "Maximum frames per second that are taken. 0: every frame."),
-      KEY("video.max_frames", video.max_frames, "frames", at_least(0, kManyTokens),
+      KEY(video.max_frames, "frames", at_least(0, kManyTokens),
           "Maximum number of a video's frames that are taken, from its first. 0: all."),
-      KEY("video.patch_frames", video.patch_frames, "frames", at_least(1, 256),
-          "Frames of a patch, which is a token."),
-      KEY("video.patch_height", video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
-      KEY("video.patch_width", video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
-      KEY("video.timestep_features", video.timestep_features, "", at_least(2, kWide),
+      KEY(video.patch_frames, "frames", at_least(1, 256), "Frames of a patch, which is a token."),
+      KEY(video.patch_height, "pixels", at_least(1, 1024), "Rows of a patch."),
+      KEY(video.patch_width, "pixels", at_least(1, 1024), "Columns of a patch."),
+      KEY(video.timestep_features, at_least(2, kWide),
           "Sines and cosines that tell the model the timestep; even."),
-      KEY("video.gate_init", video.gate_init, "", at_least(-1, 1),
-          "Initial value of the gates of the blocks. 0: each block begins as the identity (adaLN-Zero) "
-          "and has no gradient in the first step. Otherwise the modulating projections begin like all "
-          "others."),
+      KEY(video.gate_init, at_least(-1, 1), R"(Initial value of the gates of the blocks. 0: each block begins
+          as the identity (adaLN-Zero) and has no gradient in the first step. Otherwise the modulating
+          projections begin like all others.)"),
   };
 }
 
