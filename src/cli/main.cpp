@@ -65,10 +65,9 @@ int bad_command_line(const CLI::App& program, const CLI::ParseError& error, cons
   return kBadInput;
 }
 
-// Reports an error once. Rank 0 reports an error that all ranks agreed on; the rank where it happened
-// reports an error that others relay; the first of several ranks reports an error that they found alike
-// (usually a lost rank). If a rank is lost, the others print in a line what they waited for. A rank that
-// may be alone with its error prints its number.
+// Reports an error once: rank 0 one that all agreed on, its own rank one that others relay, the first rank
+// one that several found alike (a lost rank; the others print what they waited for). A rank that may be alone
+// prints its number.
 void report(const std::exception& error) {
   const auto rank = rank_of_several();
   if (rank && *rank != 0 && dynamic_cast<const AgreedConfigError*>(&error)) return;
@@ -106,16 +105,15 @@ Invocation read_arguments(int argc, char** argv) {
   return invocation;
 }
 
-// Opens descriptors 0 to 2 if they were closed (`>&-`), so that reading and writing fails. Otherwise the
-// next opened file would get them, and with them what is printed.
+// Opens descriptors 0 to 2 if they were closed (`>&-`): the next opened file would get what is printed.
 void hold_standard_descriptors() {
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(descriptor, F_GETFD) < 0 && errno == EBADF)
       (void)::open("/dev/null", descriptor == STDIN_FILENO ? O_WRONLY : O_RDONLY);
 }
 
-// True if standard output is closed, or is a pipe or a terminal whose other end has gone. A full disk is
-// reported by require_output().
+// Standard output is closed, or a pipe or terminal whose other end has gone. A full disk is for
+// require_output().
 bool nobody_reads() {
   pollfd output{STDOUT_FILENO, POLLOUT, 0};
   const int flags = ::fcntl(STDOUT_FILENO, F_GETFL);
@@ -123,8 +121,7 @@ bool nobody_reads() {
          (::poll(&output, 1, 0) == 1 && (output.revents & (POLLERR | POLLHUP | POLLNVAL)) != 0);
 }
 
-// ConfigError unless all output was written: a full disk must not look like success. Verbs flush as they
-// go, after which only the stream knows of a failure.
+// ConfigError unless all was written: a full disk must not look like success. Only the stream knows by now.
 void require_output() {
   std::cout.flush();
   errno = 0;
@@ -172,9 +169,8 @@ int run(int argc, char** argv) {
   throw_broken_invariant("a verb", "none", __FILE__, __LINE__);
 }
 
-// Runs last in exit() and ends the process at once: LibTorch would take 80 ms to free its tables, a quarter
-// of what a command needs to start. Handlers that the program registered later, such as MPI's, have run
-// before.
+// Runs last in exit() and ends the process: LibTorch would take 80 ms to free its tables, a quarter of a
+// command's start. Handlers registered later, such as MPI's, have run.
 [[maybe_unused]] void end_at_once(int status, void*) {
   std::cout.flush();
   std::fflush(nullptr);

@@ -27,9 +27,8 @@ void add_run_flags(CLI::App& verb, RunFlags& flags);
 // Loads the file, then applies --device, --backend and --set, in this order.
 RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_sets = {});
 
-// Runs `body` on every rank and returns the program's status. One rank runs in this process. For more, this
-// process starts itself once per rank (through mpirun if the backend is "mpi") and waits. Such processes,
-// and ranks started by torchrun, mpirun or srun, are recognised by their environment and join.
+// Runs `body` on every rank and returns the status. One rank runs in this process; for more it starts itself
+// once per rank (through mpirun for "mpi"). Ranks of a launcher are recognised by their environment.
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,
              const std::function<int(World&)>& body);
 

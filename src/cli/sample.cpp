@@ -49,9 +49,8 @@ std::string tokenizer_beside(const fs::path& directory) {
          "a tokenizer", "Add --tokenizer with a SentencePiece model or tokenizer.json, or --tokenizer bytes");
 }
 
-// Uses one thread for small models. A token is one pass over all weights; where that takes milliseconds,
-// threads that wait for one another at every product make it slower, on a busy machine many times.
-// OMP_NUM_THREADS overrides this.
+// One thread for small models: where a pass over the weights takes milliseconds, waiting for one another
+// makes several slower. OMP_NUM_THREADS overrides this.
 void choose_threads(DecoderLM& model) {
   constexpr std::size_t kManyBytes = std::size_t{1} << 30;
   std::size_t bytes = 0;

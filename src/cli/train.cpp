@@ -23,13 +23,10 @@ namespace {
 
 constexpr double kForward = 1.0 / 3;  // of a forward and backward
 
-// Seconds that the proof is about to take; 0: not known. It counts forwards and backwards in shares of the
-// step's batch. One process makes, in fp64: the oracle's step of the whole batch; three runs of the first
-// sample (does the model run in fp64, and do two runs agree); and on one micro-batch the probe for leaks
-// between documents, four runs and a forward. A model with experts adds a forward of the whole batch in fp64
-// and one in the run's precision. All ranks then make one step in fp64 and two in the run's precision. Not
-// counted are experiments after a failure, and steps that measure rounding anew where a parameter is in
-// doubt.
+// Seconds of the proof; 0: not known. In shares of the step's batch, one process makes in fp64 the oracle's
+// step, three runs of the first sample, and on one micro-batch four runs and a forward that look for leaks;
+// with experts a forward in fp64 and one in the run's precision. All ranks make one step in fp64, two in the
+// run's precision.
 double proof_seconds(const FinishedRun& run) {
   if (run.micro_batches == 0 || device_kind(run.config) != "cpu")
     return 0;  // the oracle is always on the CPU

@@ -25,8 +25,8 @@ struct Verb {
   bool leaves_files = false;  // the files repeat the output, so a closed output is no error
 };
 
-// An option of `verb`. `type`: the name of its value; `least` < `most`: its range. A default that is not
-// empty or 0 is shown; of a list each use of the option gives one value.
+// `type`: the name of its value; `least` < `most`: its range. A default is shown unless empty or 0; of a list
+// each use gives one value.
 template <typename Value>
 CLI::Option* add_option(CLI::App& verb, const std::string& name, Value& value, const std::string& about,
                         const std::string& type = "", double least = 0, double most = 0) {

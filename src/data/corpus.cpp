@@ -24,8 +24,8 @@ namespace {
              : "Correct the pattern: a file, a directory or a glob such as dir/*.txt");
 }
 
-// Adds all regular files below, also through symbolic links. Each folder is entered once, so links may form a
-// loop. A dangling link is no file. As in a glob, names that start with a dot are skipped: .git, .DS_Store.
+// All regular files below, through links too, each folder once: links may form a loop. Dangling links and
+// names that start with a dot are skipped.
 void add_directory(const fs::path& directory, std::set<fs::path>& files) {
   std::set<fs::path> seen{fs::canonical(directory)};
   std::vector<fs::path> open{*seen.begin()};

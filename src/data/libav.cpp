@@ -113,9 +113,8 @@ using namespace libav;
 constexpr std::int64_t kMostPixelsOfFrame = std::int64_t{1}
                                             << 26;  // 8192 x 8192; a few bytes can ask for more
 
-// Containers that hold all of their video themselves. Playlists and scripts (hls, dash, concat, sdp, ...),
-// image sequences (image2) and networks are excluded: they name further files, which may never end. A pipe is
-// one image. wav and mp3 are included so that they are reported as files without video.
+// Containers that hold all of their video. Playlists, scripts, image sequences and networks name further
+// files; a pipe is one image; wav and mp3 are reported as files without video.
 constexpr const char* kContainers =
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,asf,gif,apng,h264,hevc,obu,ivf,yuv4mpegpipe,mxf,nut,dv,mjpeg,png_pipe,jpeg_pipe,webp_pipe,wav,mp3";
 
@@ -396,8 +395,7 @@ class Writer {
     drain();
     check(av_write_trailer(format_.get()), "an end not to be written");
     check(format_->pb->error, "no memory for it");
-    // The trailer has seeked back to write the number of frames. Closing would take that position for the
-    // end.
+    // The trailer has seeked back; closing would take that position for the end.
     std::uint8_t* bytes = nullptr;
     const int size = avio_get_dyn_buf(format_->pb, &bytes);
     write_file(file_, {reinterpret_cast<const char*>(bytes), static_cast<std::size_t>(size)});

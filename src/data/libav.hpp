@@ -33,8 +33,8 @@ using Scaler = std::unique_ptr<SwsContext, Release<sws_freeContext>>;
 
 std::string text_of(int status);  // of a negative return value
 
-// While it lives, FFmpeg's messages of this thread are collected here instead of printed to stderr.
-// AV_LOG_ERROR means "cannot losslessly be recovered", in FFmpeg's own definition.
+// Collects FFmpeg's errors of this thread, which are otherwise printed. AV_LOG_ERROR means "cannot losslessly
+// be recovered".
 class Complaints {
  public:
   Complaints();
@@ -50,8 +50,8 @@ class Complaints {
   Complaints* outer_;
 };
 
-// One regular file that FFmpeg reads through its descriptor, so that FFmpeg gets no name to open. Reads fail
-// once `limit` has passed since the last renew().
+// One regular file that FFmpeg reads by its descriptor, so that it has no name to open. Reads fail `limit`
+// after the last renew().
 class OneFile {
  public:
   // An empty `refusal` afterwards means that it is open.

@@ -5,8 +5,7 @@
 
 namespace isograd {
 
-// The tensor on `device`; the tensor itself if it is there. A copy from the CPU to a GPU goes through pinned
-// memory and overlaps with the device's work; the host does not wait.
+// Goes through pinned memory to a GPU, so that the host does not wait; the tensor itself if it is there.
 at::Tensor moved(const at::Tensor& tensor, at::Device device);
 
 }  // namespace isograd

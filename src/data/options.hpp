@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/refuse.hpp"
@@ -34,9 +33,11 @@ inline void check_samples(const std::string& one, const std::string& source,
   std::vector<bool> seen(static_cast<std::size_t>(count));
   for (const std::int64_t sample : samples) {
     in_range<std::int64_t>(one.c_str(), sample, 0, count - 1);
-    if (std::exchange(seen[static_cast<std::size_t>(sample)], true))
+    const auto place = static_cast<std::size_t>(sample);
+    if (seen[place])
       refuse(one + "s", fmt::format("{} {} twice", one, sample), fmt::format("each {} once", one),
              "Remove the repetition");
+    seen[place] = true;
   }
 }
 

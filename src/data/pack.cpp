@@ -106,9 +106,9 @@ struct Contents {
   bool read = false;                                // whether any of them was read
 };
 
-// A file is read again unless its size, times and inode are unchanged since the last reading. A program can
-// set the time of the last change of content, but not that of the last change of the file. A change within
-// kSettled of the reading may have the same time.
+// A file is read again unless size, times and inode are unchanged. A program can set the time of the
+// content's change but not that of the file's. A change within kSettled of the reading may have the same
+// time.
 Contents contents_of(const std::vector<InputFile>& files, const nlohmann::json& manifest) {
   constexpr std::int64_t kSettled = 2'000'000'000;  // nanoseconds: the coarsest time stamps of file systems
   Contents contents;

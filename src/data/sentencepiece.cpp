@@ -68,8 +68,7 @@ class NormalizerTable {
 
   static std::size_t offset(std::uint32_t unit) { return (unit >> 10) << ((unit & (1u << 9)) >> 6); }
 
-  // Depth first, each place once. Computes the most rules that one text can match, from each place to its
-  // end.
+  // Depth first, each place once: the most rules that one text can match, from each place on.
   std::string walk() {
     std::vector<State> states(units_.size(), State::kUnseen);
     std::vector<std::uint8_t> rules(units_.size(), 0);
@@ -173,9 +172,8 @@ std::string problem_of_symbols(std::vector<std::string_view> symbols) {
   return {};
 }
 
-// libsentencepiece 0.1.97 walks a normaliser table without comparing offsets with its size, keeps at most 32
-// rules and 64 symbols with a common prefix in arrays on the stack, treats pieces as C strings, and prints
-// failing test sentences unescaped.
+// libsentencepiece 0.1.97 walks the table unchecked, keeps 32 rules and 64 symbols with a common prefix on
+// its stack, treats pieces as C strings, and prints failing test sentences unescaped.
 CheckedModel check_sentencepiece(std::string_view model) {
   CheckedModel result;
   std::vector<std::string_view> symbols;

@@ -187,8 +187,7 @@ Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end
   if (::stat(path.c_str(), &opened_) != 0) opened_ = {};  // removed meanwhile: no other file matches it
   std::uint32_t first = 0;
   std::memcpy(&first, file_.data(), std::min<std::size_t>(4, file_.size()));
-  // A damaged isograd shard must not be read as nanoGPT's, which has no header. Only *.bin may be foreign,
-  // and not if it still resembles isograd's format.
+  // Only *.bin may be foreign, and not if it resembles isograd's format: nanoGPT's has no header.
   const bool may_be_foreign = path.extension() == ".bin";
   if (!may_be_foreign || resembles_own())
     open_own();
@@ -198,8 +197,7 @@ Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end
     open_nano_gpt(end_of_text);
 }
 
-// Most of the magic number, or the file's size at its place after our version, which tokens of another format
-// would not contain by chance.
+// Most of the magic number, or the file's size in its place: no chance of tokens in another format.
 bool Shard::resembles_own() const {
   Header header{};
   const std::size_t size = std::min<std::size_t>(sizeof header, file_.size());

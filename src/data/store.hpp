@@ -60,9 +60,8 @@ class Shard {
   const std::string& tokenizer() const { return tokenizer_; }  // empty: a foreign shard
   const std::filesystem::path& path() const { return file_.path(); }
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
-  // ConfigError if the file has been truncated in place since it was opened: reading its mapped pages beyond
-  // the new end would end the process by SIGBUS. A file that was replaced or removed stays readable through
-  // the mapping. A truncation between this check and the read still ends the process.
+  // ConfigError if the file was truncated in place since: reading beyond its new end is a SIGBUS (and still
+  // is, between this check and the read). A replaced or removed file stays readable.
   void require_whole() const;
 
  private:

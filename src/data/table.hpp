@@ -13,10 +13,9 @@ struct Table {
   at::Tensor targets;   // [N] int64, 0 or 1
 };
 
-// CSV: a line of column names, then numbers. `target` names the target's column; empty: the last one. NPZ as
-// numpy.savez writes it (uncompressed): features "x" [N, F], the target `target` [N]; empty: "y". The file is
-// untrusted. ConfigError with file, line or array: a cell that is no finite number, rows of different
-// lengths, targets other than 0 and 1, no rows.
+// CSV: column names, then numbers; `target`: the target's column, empty: the last. NPZ as numpy.savez writes
+// it: "x" [N, F] and `target` [N], empty: "y". The file is untrusted: ConfigError with file, line or array
+// for a cell that is no finite number, uneven rows, targets other than 0 and 1, no rows.
 Table read_table(const std::filesystem::path& file, const std::string& target);
 
 }  // namespace isograd

@@ -80,8 +80,7 @@ struct Frame {
   bool shows(const Point& point) const { return point.y >= y.low && point.y <= y.high; }
 };
 
-// Range of the y axis for a series: all of it, or for a smoothed one the range of its running median and
-// half of that beyond it, where there are values. Values far from their neighbours move no median.
+// The y axis shows all of a series, or of a smoothed one its running median and half of that beyond it.
 std::pair<double, double> shown_range(const Series& series, bool smooth) {
   const double infinity = std::numeric_limits<double>::infinity();
   const auto range = [&](const std::vector<Point>& points) {
@@ -145,8 +144,8 @@ std::string svg_text(const char* kind, double x, double y, const char* anchor, c
                      anchor, text);
 }
 
-// Keeps at most four points per pixel column: first, lowest, highest and last, in order. The picture is the
-// same and no spike is lost.
+// At most four points per pixel column: first, lowest, highest, last. The picture is the same, spikes
+// included.
 std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame) {
   if (points.size() <= 2 * static_cast<std::size_t>(kInnerWidth)) return points;
   std::vector<Point> result;
@@ -165,8 +164,7 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
   return result;
 }
 
-// `line_class`: "line", or "raw" where a median is drawn over it. `marks`: of points and of values that
-// cannot be drawn.
+// `line_class`: "raw" where a median is drawn over it. `marks`: of points and of values that cannot be drawn.
 std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines,
                          const char* line_class = "line", bool marks = true) {
   std::string path, markers;
@@ -258,8 +256,7 @@ std::vector<Point> running_median(const std::vector<Point>& points) {
   std::vector<double> window;
   for (std::size_t i = 0; i < points.size(); ++i) {
     if (!drawable(points[i])) continue;
-    // Short at the start, so that the first fall of a loss is followed, and never of fewer values than
-    // outvote two.
+    // Short at the start, to follow the first fall of a loss, but more values than two can outvote.
     const std::size_t reach = std::min(median_reach(points.size()), i + 4);
     window.clear();
     for (std::size_t j = i - std::min(i, reach); j <= std::min(i + reach, points.size() - 1); ++j)

@@ -1,6 +1,6 @@
-// TensorBoard's file of events: records of a length, the masked CRC-32C of the length, the event, and the
-// masked CRC-32C of the event (tensorflow/core/lib/io/record_writer.h); events by protozero, with the field
-// numbers of tensorflow/core/util/event.proto and framework/summary.proto.
+// TensorBoard's event file: records of length, CRC-32C, event, CRC-32C
+// (tensorflow/core/lib/io/record_writer.h), with the field numbers of tensorflow/core/util/event.proto and
+// framework/summary.proto.
 #include "report/event_file.hpp"
 
 #include <fmt/format.h>

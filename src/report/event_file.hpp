@@ -8,12 +8,11 @@
 
 namespace isograd {
 
-// TensorBoard's file of events: length and masked CRC32C around protocol buffers (tensorflow/core/util/
-// event.proto). A reader sees every event as soon as flush() has returned.
+// TensorBoard's event file. A reader sees every event as soon as flush() has returned.
 class EventFile {
  public:
-  // A new file events.out.tfevents.<time>.isograd in `directory`. Events of earlier files at `first_step`
-  // and later are obsolete, so the new file tells readers to drop them.
+  // A new events.out.tfevents.<time>.isograd in `directory`, which makes earlier events from `first_step` on
+  // obsolete.
   EventFile(const std::filesystem::path& directory, std::int64_t first_step);
   ~EventFile();
   EventFile(const EventFile&) = delete;

@@ -1,5 +1,4 @@
-// A run's report: one self-contained HTML file. Charts are SVG drawn here; there are no scripts and no
-// external resources; all text is escaped.
+// A report: one self-contained HTML file without scripts and external resources; all text is escaped.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +28,8 @@ struct Chart {
   bool from_zero = false;                                  // the y axis starts at zero
   std::vector<std::pair<std::string, double>> marks = {};  // horizontal lines, e.g. {"unigram entropy", 3.4}
   bool lines = true;                                       // between the points; off: every point is a dot
-  // The running median of the first series is drawn over it, and the y axis shows what the medians of all
-  // series span: values far off are marked at its border and counted, and squeeze nothing.
+  // Draws the running median over the first series, and scales by the medians: values far off are marked and
+  // counted.
   bool smooth = false;
   bool log_x = false, log_y = false;  // a value of 0 or less is then not drawn; for charts without marks
 };
@@ -58,8 +57,7 @@ class Report {
   }
   void table(const std::string& title, const std::string& summary, const std::vector<std::string>& columns,
              const std::vector<std::vector<std::string>>& rows);
-  // Across the page; `svg` as it is. `width`: pixels below which it cannot be read, so that it scrolls
-  // sideways instead of shrinking; 0: it shrinks with the page.
+  // `svg` as it is. `width`: pixels below which it scrolls sideways instead of shrinking; 0: it shrinks.
   void figure(std::string title, std::string caption, std::string svg, double width = 0);
   void prose(std::string title, std::vector<std::string> paragraphs);
   // Statements, each followed by its evidence.
@@ -81,8 +79,7 @@ std::string svg(const Chart& chart);
 // A file of its own with all charts, whose series have the same names.
 std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding
-// Each point's median over median_reach() neighbours on both sides. Values that cannot be drawn are kept
-// and ignored.
+// Each point's median over median_reach() neighbours on both sides, of values that can be drawn.
 std::vector<Point> running_median(const std::vector<Point>& points);
 std::size_t median_reach(std::size_t points);
 bool draws_median(const Chart& chart);

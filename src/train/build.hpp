@@ -1,6 +1,6 @@
-// Builds what a configuration describes: corpus, units, layout, optimizer, mean. The trainer and verify use
-// it, and anything else that wants the same run without training it. A task makes its own models and
-// loaders (task.hpp).
+// Builds what a configuration describes, for the trainer, verify and others (a task makes its models and
+// loaders). The axes meet in compose.cpp: it chooses grid, operators, placements, schedule and strategy, and
+// refuses what does not go together. A new axis adds its lines there and in config_table.cpp.
 #pragma once
 
 #include <functional>
@@ -32,8 +32,8 @@ struct Corpus {
   std::vector<std::string> sources;  // patterns or shards it came from
 };
 
-// Collective. Text is packed into data.cache by rank 0 unless that was done before for the same files; shards
-// are opened as they are. ConfigError on every rank when rank 0 finds the corpus unusable.
+// Rank 0 packs text into data.cache unless that was done for the same files; shards are opened as they are.
+// Collective; ConfigError on every rank.
 Corpus open_corpus(const RunConfig& config, Group& group);
 
 at::ScalarType scalar_type(const std::string& dtype);     // of train.dtype
@@ -46,9 +46,8 @@ ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward);
 // `forward` of batches that come on the CPU, where they were counted.
 ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward);
 
-// Computes -log p(target) summed over this rank's targets of a micro-batch, as one term "cross_entropy". It
-// is fused with the output projection where fuses_loss() says so. `routers` adds the terms of a model with
-// experts; null: none.
+// -log p(target) summed over this rank's targets of a micro-batch: the term "cross_entropy". `routers` adds
+// the terms of a model with experts; null: none.
 ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
                               std::shared_ptr<RouterLosses> routers = nullptr);
 
@@ -65,26 +64,22 @@ std::unique_ptr<Normalizer> make_normalizer(const RunConfig& config, int ranks);
 std::unique_ptr<Optimizer> make_optimizer(const RunConfig& config);
 Schedule make_schedule(const RunConfig& config);
 
-// -Σ p log p over the training documents' targets, nats per token: the loss of a model that knows only how
-// often each token occurs. Collective: ranks count a part each. Corpora above `limit` tokens are counted in
-// every k-th document.
+// -Σ p log p over the training targets, nats per token: the loss of a model that knows only how often each
+// token occurs. Of more than `limit` tokens every k-th document is counted. Collective.
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit = 1 << 28);
 
-// train.clip_groups: parameters that have a limit of their own. ConfigError at `where`: a text that is not
-// "PATTERN: LIMIT", a limit that is not above 0, a repeated pattern.
+// train.clip_groups. ConfigError at `where`: no "PATTERN: LIMIT", a limit not above 0, a repeated pattern.
 std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string& where);
 
 // ConfigError: a group that matches no trained parameter of `named`, a parameter that two groups match.
 void check_clip_groups(const RunConfig& config, const NamedTensors& named);
 
-// train.part_norms: norms that a step logs in addition to the norm of the whole gradient. `named`: the whole
-// model's parameters, in order; frozen ones are ignored. "off": no parts. "groups": "experts" (names that
-// contain ".experts.") and "dense", where there are any. "layers": a name up to and including its first
-// number ("model.layers.3"), otherwise its module ("model.norm"). "parameters": one part per parameter.
+// train.part_norms of the whole model's trained parameters `named`. "groups": "experts" (".experts." in the
+// name) and "dense"; "layers": a name up to its first number ("model.layers.3"), else its module;
+// "parameters": each.
 NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named);
 
-// ConfigError: experts sharded over ranks of a model that has none, or fewer experts than ranks. The
-// message names the nearest valid configuration.
+// ConfigError: parallel.ep without experts, or with fewer experts than ranks.
 void check_expert_parallel(const RunConfig& config);
 // ConfigError: more stages than layers, or more tensor-parallel ranks than heads or features.
 void check_decoder_parallel(const RunConfig& config);
@@ -92,16 +87,14 @@ void check_decoder_parallel(const RunConfig& config);
 // Placement of each parameter of a decoder: sharded along tp, then experts along ep, then layers along pp.
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid);
 
-// Applies these placements: the model keeps this rank's shards, and operators that exchange the rest are
-// installed.
+// Applies these placements, and installs the operators that exchange the rest.
 struct ComposedDecoder {
   Layout layout;
   std::shared_ptr<Pipeline> pipeline{};  // null: parallel.pp is 1
 };
 ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const Mesh& mesh);
 
-// Installs attention over the ranks that share samples (cp_ring, cp_ulysses), if there are any. Each rank
-// computes it on the heads that tp leaves to it.
+// Attention over the ranks that share samples (cp_ring, cp_ulysses), on the heads that tp leaves to each.
 void attend_over(DecoderLM& model, const Mesh& mesh);
 
 // ---- the layout of a run ----
@@ -122,9 +115,8 @@ struct RanksOfRun {
 NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
                              const Grid& grid, int rank);
 
-// Makes a layout from a strategy's name; nothing else interprets these names. `options` applies to
-// strategies that keep whole parameters (its stage is ignored); `sharded` applies to zero3, which needs
-// units. `placements` lists the parameters that are sharded over model-parallel ranks. Collective.
+// Makes a layout from a strategy's name; nothing else interprets these names. `options`: of strategies that
+// keep whole parameters (its stage is ignored); `sharded`: of zero3, which needs units. Collective.
 std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
                                             const ModelUnits* units, const Mesh& mesh,
                                             DataParallelOptions options,
@@ -136,10 +128,9 @@ std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const Name
                                          DataParallelOptions options, const FullyShardOptions& sharded = {},
                                          const Layout::Named& placements = {});
 
-// Makes parallel.strategy with the configured options, on a mesh of grid_of(). `placed`: placements of a
-// model-parallel model (TaskModel::cut()); null: every rank has a copy. `bucket_order`: the order of the
-// run that this one continues (DataParallelOptions::order). `device`: parameters without values are created
-// there; others are not moved. Collective.
+// The configured strategy, on a mesh of grid_of(). `placed`: TaskModel::cut(); null: every rank has a whole
+// model. `bucket_order`: of the run that this one continues. `device`: where parameters without values are
+// created. Collective.
 std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
                                           const ModelUnits& units, const Mesh& mesh,
                                           const Layout* placed = nullptr,
@@ -148,15 +139,13 @@ std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTe
 // Gives values, one parameter at a time, to parameters that have none. A rank gets its part of them.
 void give_values(const NamedTensors& parameters, const FillValues& fill, const Layout* placed,
                  at::Device device);
-// The buckets that make_layout() will make on `rank`, computed without weights and without other ranks.
-// `parameters` have the rank's local shapes. Pure.
+// The buckets of make_layout() on `rank`, by local shapes alone. Pure.
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
                                        const ModelUnits& units, const RanksOfRun& ranks, int rank,
                                        const Layout::Named& placements = {});
 // Human-readable: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
-// The plan of that layout, with parallel.ep two kinds of elements, as yet without any. Its formulas give the
-// bytes that a rank keeps and sends.
+// Plan of that layout, by which a rank's bytes are computed; with parallel.ep of two kinds of elements.
 DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks);
 // As make_plan(), for an existing layout. `rounds`: micro-batches per step (0: configured).
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,

@@ -30,8 +30,7 @@ struct Form {
   auto operator<=>(const Form&) const = default;
 };
 
-// A batch of one form in memory that recordings know: everything in one tensor, so that it arrives in one
-// copy.
+// A batch of one form in memory that recordings know, one tensor, so that it arrives in one copy.
 class FixedBatch {
  public:
   FixedBatch(const Form& form, at::Device device) : form_(form) {
@@ -124,8 +123,7 @@ class Work final : public CapturedWork {
     const auto rounded = [](std::int64_t x, std::int64_t to) { return (x + to - 1) / to * to; };
     const std::int64_t all = rounded(tokens, kTokenStep);
     if (prepared.positions.max().item<std::int64_t>() >= all) return std::nullopt;
-    // One fragment more for what fills up, if anything does: a document that is the whole batch is known to
-    // be one.
+    // One fragment more where something fills up.
     const std::uint64_t fragments = prepared.cu_seqlens.size() - (tokens == all ? 1 : 0);
     const Form form{all, static_cast<std::int64_t>(std::bit_ceil(fragments)), prepared.weights.defined(),
                     prepared.given_weights.defined(), prepared.sample_weights.defined()};
@@ -136,8 +134,7 @@ class Work final : public CapturedWork {
     FixedBatch& batch = batches_.at(form);
     const std::vector<std::uint64_t> state = layout_.gradient_places();
     Recording& recording = recordings_[{form, state}];
-    // The terms' factors must be known before anything runs, for they are data of the recording. The first
-    // forward of a form says which terms there are.
+    // Factors are data of the recording: the first forward of a form says which terms there are.
     if (recording.terms.empty()) return first(batch, prepared, forward, denominator, recording, look);
     const auto factors = all_factors(recording.terms, denominator);
     if (!factors) return std::nullopt;
@@ -212,8 +209,7 @@ class Work final : public CapturedWork {
     return true;
   }
 
-  // Records without running. LibTorch captures in a stream of its own, where what is done before must be
-  // over.
+  // Records without running, in a stream of its own, which LibTorch asks for.
   bool capture(FixedBatch& batch, const ForwardLossTerms& forward, Recording& recording) {
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
     bool begun = false;

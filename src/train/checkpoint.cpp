@@ -1,5 +1,4 @@
-// Checkpoints: folders that are whole or absent and checksummed, the state of a run as JSON, and tensors that
-// any mesh can load.
+// Checkpoints: whole, checksummed folders, the state of a run as JSON, and tensors that any mesh can load.
 #include "isograd/checkpoint.hpp"
 
 #include <ATen/ATen.h>
@@ -85,8 +84,7 @@ void write_checksums(const fs::path& directory) {
           "\n");
 }
 
-// An old checkpoint that cannot be removed (other permissions, a file system that went read-only below) costs
-// space, not the run: it is hidden by now, and each later save tries again.
+// An old checkpoint that cannot be removed costs space, not the run: it is hidden, and each save tries again.
 void remove_old(const fs::path& hidden_folder) {
   std::error_code error;
   fs::remove_all(hidden_folder, error);
@@ -249,8 +247,7 @@ std::string dtypes_of(DataParallel& layout) {
   return fmt::format("{}", fmt::join(names, ", "));
 }
 
-// The optimizer's state: a name and, for each bucket, this rank's part. "master" is included if the
-// parameters have one.
+// This rank's part of each bucket, by name; "master" where the parameters have one.
 OptimizerState sharded_state(DataParallel& layout, Optimizer& optimizer) {
   OptimizerState state = optimizer.state(layout.buckets());
   std::vector<at::Tensor> masters;
@@ -271,8 +268,7 @@ struct Place {
   at::Tensor flat;  // [held.size()] of the bucket
 };
 
-// State tensors by their names in the file. Names are per parameter, not per bucket or shard, so another
-// layout can load them.
+// State tensors by name: per parameter, not per bucket or shard, so that another layout can load them.
 std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& state) {
   std::map<std::string, Place> places;
   for (const auto& [key, flats] : state)
@@ -283,8 +279,7 @@ std::map<std::string, Place> places(DataParallel& layout, const OptimizerState& 
   return places;
 }
 
-// ConfigError for the first parameter, of those that this rank has a part of, that its master does not
-// round to.
+// ConfigError for this rank's first parameter that its master does not round to.
 void check_masters(const fs::path& file, DataParallel& layout) {
   for (const Bucket& bucket : layout.buckets()) {
     if (bucket.master.scalar_type() == bucket.parameters.scalar_type()) continue;

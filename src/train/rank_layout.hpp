@@ -47,9 +47,8 @@ struct RankLayout {
   std::int64_t numel() const;  // of the parameters
 };
 
-// Lays out `parameters`, which have the rank's local shapes and may be on any device, in the buckets of
-// plan_strategy(). `bytes`: bytes of an element by its use, except for gradients, whose type the bucket
-// has. `placements` lists sharded parameters.
+// Lays out `parameters`, in the rank's local shapes, in the buckets of plan_strategy(). `bytes`: of an
+// element by its use, except for gradients, whose type the bucket has.
 RankLayout lay_out(const NamedTensors& parameters, std::vector<PlannedBucket> buckets, const Grid& grid,
                    int rank, const ElementBytes& bytes, const Layout::Named& placements = {});
 
@@ -61,8 +60,8 @@ struct RunLayout {
   std::string description;  // describe_layout()
   Hosts hosts{};            // of the ranks: as planned_hosts() gives them
 };
-// Needs no weights and starts no ranks. ConfigError: axes that do not divide the ranks, a rank or host
-// count that does not exist, and whatever check() refuses except missing devices.
+// Needs no weights and no ranks. ConfigError: as check(), except for devices; no such rank or number of
+// hosts.
 RunLayout lay_out(const RunConfig& config, int ranks, int rank, int hosts = 1);
 
 // As above, for an existing model with parameters of the rank's local shapes, before its layout is made.

@@ -1,4 +1,4 @@
-// What ranks must agree on: the failure of work that one rank does for all (files), configuration and data.
+// What ranks must agree on: failures of work that one rank does for all, configuration, data, a stop.
 #pragma once
 
 #include <functional>
@@ -17,16 +17,15 @@ class AgreedConfigError : public ConfigError {
   using ConfigError::ConfigError;
 };
 
-// Collective. Rank 0 runs `work`; the others wait for at most the group's timeout. When it throws, every rank
-// throws the same error: a ConfigError becomes an AgreedConfigError, anything else a PeerError on other
-// ranks.
+// Collective. Rank 0 runs `work`, for at most the group's timeout. What it throws every rank throws: a
+// ConfigError as an AgreedConfigError, anything else as a PeerError on the others.
 void on_rank_zero(Group& group, const std::function<void()>& work);
 
 // Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
 void throw_agreed(Group& group, const std::optional<ErrorText>& problem);
 
-// Every rank runs `work`, which is not collective itself. If any rank throws a ConfigError, all ranks throw
-// the one of the first, so an error that all ranks find is reported once. Collective.
+// Every rank runs `work`, which is not collective. All throw the first rank's ConfigError, if any.
+// Collective.
 void on_every_rank(Group& group, const std::function<void()>& work);
 
 // Collective: "TEXT on rank R" of the first rank that has one; empty: none has.
@@ -40,22 +39,19 @@ std::string broadcast_text(Group& group, const std::string& text, int from = 0);
 
 // ---- ranks that are to do the same ----
 
-// Collective: ranks that were started with different values of a key that is not Ranks::kMayDiffer are
-// refused with the key and both values, by an AgreedConfigError on all.
+// Collective: all throw an AgreedConfigError naming the first key, not kMayDiffer, whose values differ.
 void check_same_configuration(const RunConfig& config, Group& world);
 
-// Collective, the same of what each rank has read: its files may lie elsewhere, but must hold the same.
+// Collective, the same of what each rank has read, whatever its files are called.
 void check_same_data(const TaskFacts& facts, Group& world);
 
-// Collective: the verdicts of tables are rank 0's, and every rank ends with them: what rank 0 has, elsewhere
-// nothing, or one table that has not passed.
+// Collective: all ranks end with rank 0's verdicts: its tables there, elsewhere none or one that did not
+// pass.
 std::vector<ReportTable> tables_of_rank_zero(Group& world, std::vector<ReportTable> own);
 
-// While one exists, the first SIGINT, SIGTERM or SIGHUP of the process sets a flag. Another one a second or
-// more later ends the process at once, as if it had never been caught (a terminal and a launcher may both
-// forward one Ctrl-C). A SIGHUP that was ignored before (nohup) stays ignored. A file size limit (SIGXFSZ)
-// and a closed output (SIGPIPE) become ordinary write errors. May be nested and shared by ranks that are
-// threads.
+// While one exists, the first SIGINT, SIGTERM or SIGHUP sets a flag; another one a second or more later (a
+// terminal and a launcher may both forward one Ctrl-C) ends the process. An ignored SIGHUP (nohup) stays
+// ignored; SIGXFSZ and SIGPIPE become errors of the write. May be nested and shared by threads.
 class StopSignals {
  public:
   StopSignals();

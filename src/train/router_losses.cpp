@@ -60,9 +60,8 @@ void RouterLosses::add_terms(const DecoderOutputs& outputs, LossTerms& terms) {
     choices_[static_cast<std::int64_t>(rows[i])] +=
         at::bincount(outputs.chosen[i].flatten().cpu(), {}, shape_.count);
   if (z_weight_ == 0) return;
-  // On the device of the logits: part of a graph on the CPU would have a backward thread of its own there,
-  // and the order in which the logits' gradients are added, and so the bits of their sum, would change from
-  // run to run.
+  // On the logits' device: a part on the CPU would have a backward thread of its own, and the order in which
+  // gradients are added, and so their bits, would change from run to run.
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (const at::Tensor& logits : outputs.router_logits)
     sum = sum + logits.to(at::kDouble).logsumexp(1).square().sum();

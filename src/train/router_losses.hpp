@@ -1,5 +1,4 @@
-// Router losses of a decoder with experts, which balance the tokens over experts, and counts of the load
-// (docs/experts.md).
+// Router losses, which balance tokens over experts, and counts of the load (docs/experts.md).
 #pragma once
 
 #include <optional>
@@ -20,23 +19,22 @@ class RouterLosses {
 
   // Whether the first term needs the routing of the whole step: loss.balance over the step.
   bool looks_ahead() const { return options_.weight != 0 && options_.scope == Scope::kStep; }
-  // Sets the ranks over which router statistics are summed: ranks with different data, and with pipeline
-  // stages also ranks with other layers; look_ahead() keeps the latter. Stages only if looks_ahead(),
-  // because stages compute different micro-batches at a time.
+  // The ranks over which statistics are summed: those with different data, with pipeline stages also those
+  // with other layers. Stages only if looks_ahead(), as they compute different micro-batches at a time.
   void sum_over(const Group& data);
   void sum_over_stages(const Group& data_and_stages);
 
-  // Adds the terms of a micro-batch from the router outputs of this forward. While collecting it only
-  // counts choices. A layer with non-finite logits is remembered.
+  // Adds a micro-batch's terms; while collecting only counts choices. Remembers layers with non-finite
+  // logits.
   void add_terms(const DecoderOutputs& outputs, LossTerms& terms);
 
   // Runs `forward` on each micro-batch without gradient. Collective.
   void look_ahead(const MicroBatches& micro_batches, const Group& data, const ForwardLossTerms& forward);
   bool collecting() const { return collecting_; }
 
-  // count_choices(): from now on add_terms() counts choices, except while collecting. take_choices(): this
-  // rank's counts since the last call, by layer and expert. loads_of(): loads from such counts summed over
-  // ranks; empty if all are 0.
+  // From count_choices() on add_terms() counts choices, except while collecting. take_choices(): this rank's
+  // since the last call, by layer and expert. loads_of(): of such counts summed over ranks; empty if all are
+  // 0.
   void count_choices();
   std::vector<double> take_choices();
   std::vector<ExpertLoad> loads_of(const std::vector<double>& counts) const;
@@ -56,8 +54,7 @@ class RouterLosses {
   std::int64_t not_finite_ = -1;
 };
 
-// TaskModel::plain_terms() of `model`, which must outlive them: the configured router losses in plain code
-// that shares nothing with the above.
+// TaskModel::plain_terms() of `model`, which must outlive them: shares nothing with the above.
 std::vector<PlainTerm> plain_router_terms(const RunConfig& config, DecoderLM& model);
 
 }  // namespace isograd

@@ -22,8 +22,7 @@
 namespace isograd {
 namespace fs = std::filesystem;
 
-// The checkpoint that a run continues; empty: it starts anew. `own`: one of its own folder. `compared`: the
-// run is trained for comparison, by another one.
+// The checkpoint that a run continues; empty: none. `own`: of its own folder. `compared`: a comparison's run.
 struct RunFolder::Continued {
   fs::path checkpoint{};
   bool own = false, compared = false;
@@ -140,8 +139,7 @@ void RunFolder::refuse_earlier_run(const RunConfig& config, const Continued& fro
 
 RunFolder::Continued RunFolder::checked(const RunConfig& config) {
   check_no_run_lives(config.run.directory);
-  // A live run holds a lock on its log too (metrics.cpp), which may lie elsewhere and which --overwrite would
-  // remove.
+  // A live run locks its log too (metrics.cpp), which may lie elsewhere.
   if (const fs::path log = json_log_of(config); locked_by_another(log))
     refuse(fmt::format("run.json_log = \"{}\"", log.string()), "the log of a run that is under way",
            "a file of this run alone", "Wait for that run, or name another file in run.json_log");

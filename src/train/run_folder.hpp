@@ -1,4 +1,5 @@
-// The folder of a run: one run at a time writes to it, and a new one does not write over another's files.
+// The folder of a run: one run at a time writes to it, a new one does not write over another's files, and a
+// run continues from its checkpoints.
 #pragma once
 
 #include <sys/stat.h>
@@ -14,20 +15,18 @@
 
 namespace isograd {
 
-// Rank 0 holds one for the whole run. It holds a lock (flock on run.directory/LOCK), which the kernel
-// releases when the process ends; the file names the current or last holder.
+// Rank 0 holds one for the whole run, with a flock on run.directory/LOCK, which names its holder.
 class RunFolder {
  public:
-  // ConfigError if another run writes to run.directory, or if it contains files of an earlier run and this
-  // run neither continues it (checkpoint.resume) nor may replace it (RunConfig::overwrite). The folder of
-  // the run to compare with is checked too. Nothing is removed yet.
+  // ConfigError if another run writes to run.directory, or an earlier one's files are in it, or in the folder
+  // of the run to compare with, and this run neither continues it nor may replace it. Nothing is removed yet.
   explicit RunFolder(const RunConfig& config);
   // Leaves nothing behind where begin() was not called.
   ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
-  // The same checks without taking the lock. Called before ranks are started, so the error is reported once.
+  // The same checks without the lock, before ranks are started.
   static void check_free(const RunConfig& config);
 
   // This run is about to write: removes an earlier one's files where that was asked for.
@@ -70,13 +69,12 @@ struct Resumed {
   TrainingState state;
 };
 
-// Collective: rank 0 resolves checkpoint.resume and checks every checksum; then every rank checks that the
-// order of data, the data, the optimizer, the number type and the model's shape are those of the checkpoint.
-// ConfigError names the key that differs. Learning rate, number of steps and micro-batches may change.
+// Collective: rank 0 checks every checksum; then every rank checks that what the order of data and the
+// meaning of tensors depend on is as in the checkpoint. ConfigError names the key that differs.
 Resumed resume_run(const Task& task, Group& group);
 
-// Describes a learning rate that differs from the one in the checkpoint's configuration: the first such
-// step and the keys. Empty: no difference.
+// The first step with another learning rate than the checkpoint's run would have had, and the keys. Empty:
+// none.
 std::string schedule_change(const TrainingState& then, const RunConfig& now);
 
 // Folder of a run's checkpoints.
@@ -85,12 +83,11 @@ std::filesystem::path checkpoint_root(const RunConfig& config);
 // File in run.directory with the whole configuration: the TOML file, --set and flags.
 inline constexpr const char* kRunConfig = "config.toml";
 
-// The shell command that continues from `checkpoint`, using the configuration in run.directory.
+// The command that continues from `checkpoint` with the configuration in run.directory.
 std::string resume_command(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
 // A sentence with that command for a run that failed; empty `checkpoint`: it had saved none.
 std::string how_to_continue(const RunConfig& config, int ranks, const std::filesystem::path& checkpoint);
-// Throws `error` (a rank was lost, hung or disagreed) again, adding the number of steps made and how to
-// continue.
+// Throws `error` (a rank was lost) again, with the number of steps made and how to continue.
 [[noreturn]] void rethrow(const PeerError& error, const RunConfig& config, int ranks, std::int64_t step,
                           const std::filesystem::path& checkpoint);
 

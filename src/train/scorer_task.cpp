@@ -1,5 +1,5 @@
-// A scorer trained on a table by a loss over the rows of all ranks: its configuration keys, model, task and
-// rules. It uses ordinary batches: a token is a row's number, its target the row's target.
+// A scorer trained on a table by a loss over the rows of all ranks. A token is a row's number, its target the
+// row's.
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -252,8 +252,7 @@ constexpr const char* kQueueFile = "ranking.safetensors";  // what the loss keep
 struct ScorerShape {
   std::int64_t features = 1;
   std::int64_t hidden = 64, layers = 1;  // units of each hidden layer, hidden layers
-  // Off for losses that see differences of scores alone: its gradient would be zero, and in practice
-  // rounding.
+  // Off for losses that see only differences of scores: its gradient would be rounding.
   bool output_bias = true;
 };
 
@@ -292,8 +291,7 @@ NamedTensors make_parameters(const ScorerShape& shape, at::ScalarType dtype) {
   return all;
 }
 
-// A multilayer perceptron with ReLU from features to one score, and the loss that it is trained by, whose
-// queue is a part of its checkpoints.
+// A multilayer perceptron with ReLU to one score, and its loss, whose queue is part of its checkpoints.
 class ScorerModel : public TaskModel {
  public:
   ScorerModel(const ScorerShape& shape, at::ScalarType dtype, const RunConfig& config, Data data, Group group)
@@ -412,8 +410,7 @@ class ScorerModel : public TaskModel {
   }
 
  private:
-  // For pairs of layers: the first is column parallel, the second row parallel. A layer without a partner is
-  // computed by every rank.
+  // Pairs of layers: column parallel, then row parallel. Every rank computes a layer without a partner.
   std::vector<CutRule> cut_rules(const Grid& grid) const {
     std::vector<CutRule> rules;
     if (!grid.has("tp") || grid.size({"tp"}) == 1) return rules;

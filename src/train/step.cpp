@@ -63,8 +63,8 @@ std::vector<std::int64_t> described(const MicroBatches& micro_batches) {
   return {static_cast<std::int64_t>(micro_batches.size()), static_cast<std::int64_t>(sum)};
 }
 
-// Whether any of the ranks that hold the same data was asked to stop. ConfigError on all of them where their
-// micro-batches differ: each would compute its part of another loss. Collective over these ranks.
+// Whether any rank with the same data was asked to stop. ConfigError where micro-batches differ: each rank
+// would compute its part of another loss. Collective over these ranks.
 bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, const Mesh& mesh) {
   Group peers = mesh.along(mesh.grid().complement(mesh.data()));
   if (peers.size() == 1) return stop_requested;
@@ -98,8 +98,7 @@ bool agree_with_peers(const MicroBatches& micro_batches, bool stop_requested, co
 
 }  // namespace
 
-// A rank's micro-batches as work. A step trains on them, an evaluation only looks at them: both count,
-// prepare, compute and divide by the same lines.
+// A rank's micro-batches: a step and an evaluation count, prepare, compute and divide by the same lines.
 class StepWork : public MicroBatchWork {
  public:
   // Keeps references: all arguments outlive it. `parts`, `micro_batches_of`: as StepOptions has them.
@@ -107,8 +106,7 @@ class StepWork : public MicroBatchWork {
            std::size_t micro_batches_of = 1, bool capture = false);
 
   void clear() { sums_.clear(), readings_.clear(); }  // before the first micro-batches of a step
-  // Collective; the work is theirs from then on. `even`: ranks with fewer than others get empty ones, as they
-  // do where the layout asks for it.
+  // Collective. `even`: ranks with fewer than others get empty ones too.
   void count(MicroBatches micro_batches, bool stop_requested, bool even);
   const MicroBatches& micro_batches() const { return batches_; }
   const StepCounts& step_counts() const { return step_counts_; }
@@ -141,8 +139,7 @@ class StepWork : public MicroBatchWork {
     bool captured = false;                     // forward and backward are one, in backward()
   };
   PendingLoss& pending_loss(std::size_t i, std::size_t part) { return shares_.at(part * size() + i); }
-  // Whether there is anything to differentiate: not in a constant of a micro-batch without targets.
-  // ConfigError: targets, and nothing that they train.
+  // False: a constant of a micro-batch without targets. ConfigError: targets that train nothing.
   static bool is_differentiable(const at::Tensor& share, const Batch& batch);
   void compute(std::size_t i, PendingLoss& share);
   void begin_gradients(std::size_t i, bool last);
@@ -314,8 +311,7 @@ StepOptions through(const Pipeline& pipeline, StepOptions others) {
 
 // ---- an evaluation ----
 
-// A rank with several stages has none of them for its turn outside of a step, and says so
-// (Pipeline::stage()).
+// A rank with several stages must choose one outside of a step (Pipeline::stage()).
 void StepWork::look() {
   shares_ = std::vector<PendingLoss>(size());
   for (std::size_t i = 0; i < size(); ++i) {
@@ -448,8 +444,8 @@ StepReport Step::finish() {
   return report;
 }
 
-// Updates on one rank with a GPU by what the device has found, before the host knows it. Clip and what is
-// finite are decided there by the arithmetic of finish(), which gives the same bits. False: nothing was done.
+// Updates on one GPU before the host knows its norm: clip and finiteness are decided there, with the same
+// bits. False: nothing was done.
 bool Step::update_ahead(const at::Tensor& squares, double scale) {
   const at::NoGradGuard no_grad;
   const at::Tensor loss_is_finite = work_->readings().loss_is_finite();

@@ -1,6 +1,6 @@
-// Task: data and the family of models that learns from it. The trainer's loop, checkpoints, resume and the
-// proof are common to all runs; what depends on the kind of data is here. A new kind is a subclass of each
-// of the two classes below and a TaskKind (task_kind.hpp).
+// Task: data and the family of models that learns from it, which is all that the trainer, checkpoints, resume
+// and verify know of a kind of run. A new kind is a subclass of each of the two classes below and a TaskKind
+// (config_table.hpp).
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,7 @@
 
 namespace isograd {
 
-// A loss term in addition to the first one, in plain code: Σ over micro-batches of `sum` / what `mean` counts
-// in the step.
+// A further loss term in plain code: Σ over micro-batches of `sum` / what `mean` counts in the step.
 struct PlainTerm {
   std::string name;
   double weight = 1;
@@ -61,10 +60,10 @@ class TaskModel {
   virtual void write(const std::filesystem::path& directory, const TensorStream& weights) = 0;
 
   // ---- model parallelism ----
-  // Placements of the whole model's parameters on a grid of model-parallel ranks. Pure.
+  // Placements of the whole model's parameters on a grid. Pure.
   virtual Layout::Named placements(const Grid& grid) = 0;
-  // Puts this rank's parts in the place of parameters and lets forward communicate. Collective; with the
-  // model's values the same on all ranks, or none, and before a layout of it is made.
+  // Keeps this rank's parts of the parameters and lets forward communicate. Collective; before a layout is
+  // made, with the model's values the same on all ranks, or none.
   virtual Layout cut(const Mesh& mesh) = 0;
   // Attention over the mesh's context ranks; whole batches (the oracle's) still within one.
   virtual void attend_over(const Mesh& mesh) = 0;
@@ -77,18 +76,16 @@ class TaskModel {
     std::int64_t experts = 0, hidden = 0, layers = 0;  // 0 experts: it has none
   };
   virtual ShardedExperts sharded_experts() const { return {}; }
-  // Collects statistics of a whole step before its first forward, by passes of `forward` (loss() as the run
-  // differentiates it). Null: none are needed.
+  // Collects statistics of a whole step before its first forward, by passes of `forward`. Null: none are
+  // needed.
   virtual LookAhead look_ahead(const ForwardLossTerms& /*forward*/) { return {}; }
   // Counts choices of experts in training forwards from now on: StepOptions::counters. Null: it has none.
   virtual Counters counters() { return {}; }
   // Loads from such counts summed over the ranks; empty if all are 0.
   virtual std::vector<ExpertLoad> expert_loads(const std::vector<double>& /*counters*/) const { return {}; }
-  // After each update, with the step's counters of all ranks: moves what that and no gradient moves.
-  // Collective.
+  // Called after each update: moves what no gradient moves, by the step's counters of all ranks. Collective.
   virtual void after_update(const std::vector<double>& /*counters*/, DataParallel& /*layout*/) {}
-  // Name of the first non-finite tensor since the last call on this rank, e.g. "the router logits of layer
-  // 3". Empty: none is known.
+  // The first non-finite tensor since the last call, e.g. "the router logits of layer 3". Empty: not known.
   virtual std::string take_not_finite() { return {}; }
   // DecoderLM::set_choice_of_experts(), where it has experts; false: it has none.
   virtual bool choose_experts(const DecoderLM::ChooseExperts&) { return false; }
@@ -141,8 +138,7 @@ using ShapeKeys = std::vector<std::pair<std::string, std::string>>;
 // These keys of the configuration, separated by blanks.
 ShapeKeys values_of(const RunConfig& config, const std::string& keys);
 
-// The first term that TaskModel::loss() gives, by plain code that shares nothing with it. Neither function
-// given: the cross entropy of logits.
+// The first term of TaskModel::loss() in plain code. Neither function given: the cross entropy of logits.
 struct PlainLoss {
   std::string name;
   // The loss of each token: DeclaredLoss::per_token.
@@ -162,20 +158,17 @@ class Task {
 
   // ---- data ----
   virtual std::unique_ptr<BatchLoader> make_loader(int rank, int size) const = 0;
-  // One "step" of this loader is the whole evaluation: at most train.evaluate_packs packs. Null when nothing
-  // is held out.
+  // Its first step is the whole evaluation: at most train.evaluate_packs packs. Null: nothing is held out.
   virtual std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const = 0;
   // Options for splitting a micro-batch over context-parallel ranks: `causal` and `token_cost` of the model.
   virtual CutOptions cut_options() const { return {}; }
   // The model's attention heads and key heads, which Ulysses splits over ranks.
   virtual std::pair<std::int64_t, std::int64_t> heads() const { return {1, 1}; }
   virtual TaskFacts facts() const = 0;
-  // Human-readable: the samples of step `step` (from 1, as a run counts) and the rank of `ranks` that takes
-  // each.
+  // Human-readable: the samples of step `step` (from 1), with the rank that takes each.
   std::string describe_step(std::int64_t step, int ranks) const;
   virtual Baseline baseline(Group& /*group*/) const { return {}; }  // collective
-  // FLOPs of the model's forward and backward in the step at `position` of a loader of this task, over all
-  // ranks (utilisation.hpp). 0: not counted.
+  // FLOPs of a step's forward and backward over all ranks (utilisation.hpp). 0: not counted.
   virtual double step_flops(const BatchLoader&, LoaderPosition) const { return 0; }
 
   // ---- model ----
@@ -183,11 +176,10 @@ class Task {
   std::shared_ptr<TaskModel> make_model(at::ScalarType dtype) const;
   // A model of the same shape whose values, all 0, the caller overwrites.
   std::shared_ptr<TaskModel> make_blank_model(at::ScalarType dtype) const;
-  // A model for a layout, with the weights of the checkpoint `directory`, or those of make_model() if it is
-  // empty. ConfigError.
+  // For a layout, with the weights of the checkpoint `directory`; empty: those of make_model(). ConfigError.
   virtual ModelToLayOut make_model_to_lay_out(const std::filesystem::path& directory) const;
-  // Parameters on the meta device: of this run's shape, or of the checkpoint `directory`, with the other
-  // state that it has.
+  // On the meta device, in the shape of this run or of the checkpoint `directory`, with the latter's other
+  // state.
   virtual std::shared_ptr<TaskModel> shape_model(const std::filesystem::path& directory,
                                                  at::ScalarType dtype) const = 0;
   // Shape of this run's model and of a checkpoint's. An error names the key that differs.
@@ -198,20 +190,19 @@ class Task {
   // Figures of the model in addition to its validation loss, by name. Collective.
   virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
   std::optional<RunConfig> comparison() const;  // a run that a finished one is compared with
-  // Shows results after the last step, on rank 0 with the whole model. `comparison`: the outcome of the run
-  // to compare with, or null.
+  // On rank 0, with the whole model. `comparison`: outcome of the run to compare with, or null.
   virtual bool shows_model() const { return true; }  // by what it computes; else the model need not be whole
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
 
   // ---- for verify ----
   virtual PlainLoss plain_loss() const = 0;
-  // The same task with losses that keep nothing between steps, so that a step can be repeated. The state
-  // that they would have kept is computed from `trained`, the whole values of named(); null: from fresh ones.
+  // The same task with losses that keep nothing between steps. What they would have kept is computed from
+  // `trained`, whole values of named(); null: from fresh ones.
   virtual std::unique_ptr<Task> repeatable(const std::vector<at::Tensor>* /*trained*/) const {
     return under(config());
   }
-  // A step small enough to be verified now and then: a short pack for each rank and one more, so that counts
-  // differ and one rank accumulates; other samples at each `step`.
+  // A step small enough to be verified while training: a short pack for each rank and one more, so that
+  // counts differ and one rank accumulates; other samples at each `step`.
   RunConfig micro_sized(int ranks, std::int64_t step) const;
 
  private:
@@ -227,8 +218,7 @@ class Task {
 // Makes the task of model.kind. Collective; ConfigError on every rank if the data is unusable.
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group);
 
-// Task::shape_model() of the run, which reads no more data than that depends on, and no weights: to be
-// looked at, not to be run.
+// Task::shape_model() of the run, reading no weights and only the data that it depends on.
 std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
 
 // The data position of step `step` of a run (from 1).
@@ -257,9 +247,8 @@ void write_own_model(const std::filesystem::path& directory, const OwnFamily& fa
 // ConfigError naming file and key where something is missing or does not fit.
 void read_own_shape(const std::filesystem::path& directory, const OwnFamily& family,
                     const ShapeFields& shape);
-// The values of model.safetensors, which must fit the parameters that `describe` gives. It is called after
-// the check that there are tensors for `layers` layers, before memory is taken for a shape that the file
-// contradicts. ConfigErrors name the file and the tensor.
+// The values of model.safetensors, which must fit the parameters of `describe`, called once there are tensors
+// for `layers` layers: a wrong shape must take no memory. ConfigErrors name file and tensor.
 FillValues open_own_weights(const std::filesystem::path& directory, std::int64_t layers,
                             const std::function<NamedTensors()>& describe);
 

@@ -204,8 +204,7 @@ std::vector<std::string> default_corpus() {
 std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
   if (name == "bytes") return byte_tokenizer();
   const bool named = config.data.tokenizer != "bytes";
-  // A Hugging Face tokenizer needs Python: shards of one train without it, though nothing can be decoded
-  // then.
+  // A Hugging Face tokenizer needs Python: shards of one train without it, though nothing is decoded then.
   if (!name.starts_with("sentencepiece:") && !(named && name.starts_with("tokenizer.json:"))) return nullptr;
   std::unique_ptr<Tokenizer> tokenizer;
   if (named) tokenizer = open_tokenizer(config.data.tokenizer);
@@ -325,10 +324,8 @@ ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
 
 bool fuses_loss(const RunConfig& config, std::int64_t tokens, std::int64_t vocabulary,
                 std::size_t element_bytes) {
-  // Unfused, the loss takes twice the memory of the logits; fused, a tile and the weight's gradient. Making
-  // the logits is a little faster (4,096 tokens on one core: 10 to 25 % of the loss's own time with a
-  // vocabulary of 8,192, 7 to 11 % with 32,768), so they are made until that memory is some hundred MiB;
-  // docs/losses.md has the table.
+  // Unfused, the loss takes twice the memory of the logits; making them is 7 to 25 % faster (docs/losses.md),
+  // so they are made until that memory is some hundred MiB.
   constexpr std::size_t kLargeLogits = std::size_t{256} << 20;
   if (config.loss.fused != "auto") return config.loss.fused == "on";
   return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(vocabulary) * element_bytes >
@@ -409,9 +406,8 @@ class TextModel : public TaskModel {
     routers_->count_choices();
     return [routers = routers_] { return routers->take_choices(); };
   }
-  // Balances experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3): a bias,
-  // which only the choice of experts sees, rises if its expert got less than the mean of its layer, and falls
-  // if it got more. The same bits on every rank.
+  // Balances experts without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1): a bias, which only the
+  // choice of experts sees, rises if its expert got less than its layer's mean. The same bits on every rank.
   void after_update(const std::vector<double>& choices, DataParallel& layout) override {
     const double rate = config_.loss.selection_bias_rate;
     if (!model_->config().experts.sigmoid || rate == 0) return;
@@ -468,8 +464,7 @@ class TextModel : public TaskModel {
   }
 
  private:
-  // Whether router statistics are summed over stages. Not for one micro-batch: its stages compute it one
-  // after another.
+  // Not for one micro-batch: its stages compute it one after another.
   bool over_stages() const { return routers_ && pipeline_ && routers_->looks_ahead(); }
 
   std::shared_ptr<DecoderLM> model_;
@@ -506,8 +501,7 @@ DecoderConfig with_marks(DecoderConfig shape, const Tokenizer* tokenizer) {
   return shape;
 }
 
-// The model's shape with the corpus's bos and eos. ConfigError if a token of the corpus has no row in the
-// embedding, or if packs are longer than the model's positions.
+// With the corpus's bos and eos. ConfigError: tokens without a row, packs longer than the positions.
 DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
   const bool loaded = !config.model.load.empty();
   const DecoderConfig shape = with_marks(configured_shape(config), corpus.tokenizer.get());
@@ -771,8 +765,8 @@ TextLimit text_limit(const DecoderConfig& model) {
   return {model.max_positions, "the model's positions"};
 }
 
-// Length of the common prefix of two decodings, of some tokens and of more. It contains whole characters
-// and no U+FFFD at the end, which stands for a character whose tokens are incomplete.
+// Length of the common prefix of two decodings, in whole characters, without a U+FFFD at the end, which
+// stands for a character whose tokens are incomplete.
 std::size_t settled(std::string_view before, std::string_view now) {
   constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
   auto size = static_cast<std::size_t>(std::ranges::mismatch(before, now).in1 - before.begin());

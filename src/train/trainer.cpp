@@ -30,8 +30,7 @@ bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
   return step == total || divides(every, step);
 }
 
-// Bytes that a run sends between hosts, and notices about a mesh that sends more than necessary. On one
-// host it does nothing.
+// Bytes that a run sends between hosts, and notices about a mesh that sends many. Does nothing on one host.
 class HostTraffic {
  public:
   HostTraffic(const World& world, const Grid& grid) : world_(&world) {
@@ -55,8 +54,7 @@ class HostTraffic {
     Group(world_->group).all_reduce(sum);
     return sum.item<std::int64_t>();
   }
-  // "rank 0: 1.5 MB across, 6.0 within; rank 1: ..." for the last step. Collective; only rank 0 gets the
-  // text.
+  // "rank 0: 1.5 MB across, 6.0 within; ..." for the last step. Collective; only rank 0 gets it.
   std::string by_rank() {
     if (!several_) return {};
     const at::Tensor all =
@@ -152,8 +150,8 @@ struct Trainer::Impl {
                     .hosts = hosts->said().empty() ? "" : hosts->said()[0]};
   }
 
-  // Makes every step until the last, a stop or a divergence. After a step, ranks act only on its report and
-  // the configuration. Both are the same on all ranks, so all enter the same collectives.
+  // Makes steps until the last, a stop or a divergence. Between steps, ranks act only on reports and
+  // configuration, which are the same everywhere, so all enter the same collectives.
   void loop() {
     const std::int64_t total = config.train.steps, &step = run->state.step;
     while (step < total) {

@@ -21,8 +21,7 @@ double seconds_of_product(const at::Tensor& square) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Ranks share processors, so the best time belongs to a moment in which other ranks waited. The median does
-// not.
+// Ranks share processors: the best time is of a moment in which others waited, the median is not.
 double median_of(std::vector<double> times) {
   std::sort(times.begin(), times.end());
   return times[times.size() / 2];
@@ -50,8 +49,7 @@ double decoder_flops(const DecoderConfig& shape, double tokens, double pairs) {
   const auto layers = static_cast<double>(shape.layers);
   const double attention = h * d * (heads + 2 * kv) + heads * d * h;
   const ExpertsShape& experts = shape.experts;
-  // Weights of a layer with experts: its router, the experts that compute a token, and the shared expert
-  // with its gate.
+  // A layer with experts: its router, a token's experts, the shared expert with its gate.
   const double routed =
       h * static_cast<double>(experts.count) +
       3 * h * static_cast<double>(experts.per_token * experts.feed_forward + experts.shared_feed_forward) +

@@ -1,5 +1,4 @@
-// Model FLOPs utilisation (MFU): the arithmetic that a step's model needs, over what the devices of all ranks
-// could have done in its time.
+// Model FLOPs utilisation (MFU): what a step's model needs over what all devices could have done in its time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +13,9 @@
 
 namespace isograd {
 
-// FLOPs of forward and backward over `tokens` tokens in which `pairs` (query, key) pairs attend: 6 per token
-// and matrix weight, 12 per pair, head and channel (Chowdhery et al., PaLM, 2022, appendix B). Unlike there,
-// pairs that a causal mask hides are not counted. Norms, biases and recomputation are not counted either.
+// FLOPs of forward and backward of `tokens` tokens with `pairs` attending (query, key) pairs: 6 per token and
+// matrix weight, 12 per pair, head and channel (PaLM, 2022, appendix B). Masked pairs, norms, biases and
+// recomputation are not counted.
 double decoder_flops(const DecoderConfig& shape, double tokens, double pairs);
 
 struct Peak {
@@ -28,9 +27,8 @@ struct Peak {
 inline constexpr double kSteadyPeak = 1.5;
 std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds);
 
-// run.peak_tflops times the ranks. If it is 0, measures matrix products in `dtype` on all ranks at once, in
-// three rounds of some hundred milliseconds altogether. If a rank's rounds differ too much, the peak is 0
-// and `source` says so. Collective.
+// run.peak_tflops times the ranks; if that is 0, matrix products on all ranks at once, in three rounds of
+// some 100 ms. The peak is 0, and `source` says so, if a rank's rounds differ too much. Collective.
 Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device, Group& group);
 
 }  // namespace isograd

@@ -457,8 +457,7 @@ std::unique_ptr<Task> make_video_task(const RunConfig& config, Group& group) {
     refuse("video.files", "nothing", "videos for model.kind = \"video\"",
            "Name files, folders or globs; examples/video_clips.py fetches some");
   Store store;
-  // Rank 0 opens the files first, so that an error in them is reported once. Then each rank reads the
-  // frames itself.
+  // Rank 0 opens the files first, so that an error in them is reported once.
   on_rank_zero(group, [&] {
     for (const std::string& file : config.video.files)
       if (file.find_first_of("*?[") == std::string::npos && !fs::exists(file))

@@ -18,8 +18,7 @@ namespace {
 
 constexpr std::size_t kMuchMemory = 16 << 20;  // bytes that are worth the time to give them back
 
-// One parameter of a bucket, [shape] on all ranks. Ranks that hold some of its elements, in `shard`
-// [held.size()], broadcast them in turn.
+// One parameter of a bucket, [shape], on all ranks. Ranks with a part of it, in `shard`, broadcast in turn.
 at::Tensor gathered(const Mesh& mesh, const Bucket& bucket, const Slot& slot, const at::Tensor& shard) {
   if (bucket.whole()) return slot_view(shard, slot);
   Group group = mesh.along(bucket.sharded);
