@@ -80,51 +80,47 @@ struct Frame {
   bool shows(const Point& point) const { return point.y >= y.low && point.y <= y.high; }
 };
 
+// The range of some numbers; none yet: low > high.
+struct Extent {
+  double low = std::numeric_limits<double>::infinity(), high = -low;
+  void add(double value) { low = std::min(low, value), high = std::max(high, value); }
+};
+
 // The y axis shows all of a series, or of a smoothed one its running median and half of that beyond it.
-std::pair<double, double> shown_range(const Series& series, bool smooth) {
-  const double infinity = std::numeric_limits<double>::infinity();
-  const auto range = [&](const std::vector<Point>& points) {
-    std::pair<double, double> found{infinity, -infinity};
-    for (const auto& point : points) {
-      if (!drawable(point)) continue;
-      found.first = std::min(found.first, point.y);
-      found.second = std::max(found.second, point.y);
-    }
+Extent shown_range(const Series& series, bool smooth) {
+  const auto range = [](const std::vector<Point>& points) {
+    Extent found;
+    for (const auto& point : points)
+      if (drawable(point)) found.add(point.y);
     return found;
   };
-  const auto all = range(series.points);
+  const Extent all = range(series.points);
   if (!smooth || series.points.size() < kSmoothed) return all;
-  const auto usual = range(running_median(series.points));
-  const double beyond = 0.5 * (usual.second - usual.first);
-  return {std::max(all.first, usual.first - beyond), std::min(all.second, usual.second + beyond)};
+  const Extent usual = range(running_median(series.points));
+  const double beyond = 0.5 * (usual.high - usual.low);
+  return {std::max(all.low, usual.low - beyond), std::min(all.high, usual.high + beyond)};
 }
 
 Frame frame_of(const Chart& chart) {
-  const double infinity = std::numeric_limits<double>::infinity();
-  double left = infinity, right = -infinity, low = infinity, high = -infinity;
+  Extent x, y;
   bool whole = true;
   for (const auto& series : chart.series) {
     for (const auto& point : series.points) {
       if (!std::isfinite(point.x)) continue;
-      left = std::min(left, point.x);
-      right = std::max(right, point.x);
+      x.add(point.x);
       whole = whole && point.x == std::floor(point.x);
     }
-    const auto [lowest, highest] = shown_range(series, chart.smooth);
-    low = std::min(low, lowest);
-    high = std::max(high, highest);
+    const Extent shown = shown_range(series, chart.smooth);
+    y = {std::min(y.low, shown.low), std::max(y.high, shown.high)};
   }
-  if (low <= high)  // marks belong to values
-    for (const auto& [name, value] : chart.marks) {
-      low = std::min(low, value);
-      high = std::max(high, value);
-    }
-  if (chart.from_zero && low > 0) low = 0;
-  Frame frame{make_axis(left, right, kTicksAcross, whole, chart.log_x),
-              make_axis(low, high, kTicksUp, false, chart.log_y)};
+  if (y.low <= y.high)  // marks belong to values
+    for (const auto& [name, value] : chart.marks) y.add(value);
+  if (chart.from_zero && y.low > 0) y.low = 0;
+  Frame frame{make_axis(x.low, x.high, kTicksAcross, whole, chart.log_x),
+              make_axis(y.low, y.high, kTicksUp, false, chart.log_y)};
   const double room = 0.04 * (frame.y.high - frame.y.low);
   frame.y.high += room;
-  if (!(chart.from_zero && low == 0)) frame.y.low -= room;
+  if (!(chart.from_zero && y.low == 0)) frame.y.low -= room;
   return frame;
 }
 

@@ -39,6 +39,19 @@ Corpus open_corpus(const RunConfig& config, Group& group);
 at::ScalarType scalar_type(const std::string& dtype);     // of train.dtype
 DecoderConfig configured_shape(const RunConfig& config);  // of model.load, or of [model]
 
+// A unit for each block of a model, and one for all that is outside of them. Keeps a reference.
+template <class Model>
+ModelUnits units_by_block(Model& model) {
+  ModelUnits units{.root = UnitHandle([&model] {
+                     std::vector<at::Tensor> all;
+                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
+                     return all;
+                   }),
+                   .blocks = {}};
+  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
+    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  return units;
+}
 // The model as units for layouts that shard parameters; plain calls in all others. Keeps a reference.
 ModelUnits model_units(DecoderLM& model, const RunConfig& config);
 // `forward` computed inside `unit`.

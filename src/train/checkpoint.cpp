@@ -199,35 +199,33 @@ struct Reader {
     if (!json.contains(key)) bad(key, "no such key", "a value");
     return json[key];
   }
-  void operator()(const char* key, std::int64_t& value) const {
-    const auto& item = at(key);
-    const bool any_sign = std::string_view(key) == "seed";
-    if (!item.is_number_integer() || (!any_sign && item.get<std::int64_t>() < 0))
-      bad(key, item.dump(), any_sign ? "an integer" : "an integer, 0 or more");
-    value = item.get<std::int64_t>();
-  }
-  void operator()(const char* key, double& value) const {
-    if (!at(key).is_number()) bad(key, at(key).dump(), "a number");
-    value = at(key).get<double>();
-  }
-  // Lists and tables, which checkpoints of earlier versions lack.
-  template <class Many>
-  void operator()(const char* key, Many& value) const {
-    if (!json.contains(key)) return;
-    constexpr bool list = std::is_same_v<Many, std::vector<std::string>>,
-                   counts = std::is_same_v<Many, std::map<std::string, std::int64_t>>;
-    const auto& many = json[key];
-    const auto sound = [](const auto& item) { return counts ? item.is_number_unsigned() : item.is_string(); };
-    if (!(list ? many.is_array() : many.is_object()) || !std::all_of(many.begin(), many.end(), sound))
-      bad(key, many.dump(),
-          list     ? "a list of texts"
-          : counts ? "a table of integers, 0 or more"
-                   : "a table of texts");
-    value = many.get<Many>();
-  }
-  void operator()(const char* key, std::string& value) const {
-    if (!at(key).is_string()) bad(key, at(key).dump(), "a text");
-    value = at(key).get<std::string>();
+  template <class Value>
+  void operator()(const char* key, Value& value) const {
+    using Count = std::int64_t;
+    const auto read = [&](bool sound, const char* expected) {
+      if (!sound) bad(key, json[key].dump(), expected);
+      value = json[key].get<Value>();
+    };
+    if constexpr (std::is_same_v<Value, Count>) {
+      const bool any_sign = std::string_view(key) == "seed", whole = at(key).is_number_integer();
+      read(whole && (any_sign || json[key].get<Count>() >= 0),
+           any_sign ? "an integer" : "an integer, 0 or more");
+    } else if constexpr (std::is_same_v<Value, double>) {
+      read(at(key).is_number(), "a number");
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      read(at(key).is_string(), "a text");
+    } else if (json.contains(key)) {  // lists and tables, which checkpoints of earlier versions lack
+      constexpr bool list = std::is_same_v<Value, std::vector<std::string>>,
+                     counts = std::is_same_v<Value, std::map<std::string, Count>>;
+      const auto sound = [](const nlohmann::json& item) {
+        return counts ? item.is_number_unsigned() : item.is_string();
+      };
+      const nlohmann::json& many = json[key];
+      read((list ? many.is_array() : many.is_object()) && std::all_of(many.begin(), many.end(), sound),
+           list     ? "a list of texts"
+           : counts ? "a table of integers, 0 or more"
+                    : "a table of texts");
+    }
   }
 };
 

@@ -323,13 +323,11 @@ std::vector<std::string> strategy_names() { return {std::begin(kStrategies), std
 std::string to_toml(const RunConfig& config) {
   std::string text, section;
   for (const auto& key : config_keys()) {
-    const auto dot = key.name.rfind('.');
-    if (key.name.substr(0, dot) != section) {
-      text += section.empty() ? "" : "\n";
-      section = key.name.substr(0, dot);
-      text += fmt::format("[{}]\n", section);
+    if (key.section() != section) {
+      text += fmt::format("{}[{}]\n", section.empty() ? "" : "\n", key.section());
+      section = key.section();
     }
-    text += fmt::format("{} = {}\n", key.name.substr(dot + 1), toml_text(key.get(config)));
+    text += fmt::format("{} = {}\n", key.last_name(), toml_text(key.get(config)));
   }
   return text;
 }
@@ -351,10 +349,9 @@ std::string configuration_markdown() {
     text += fmt::format("\n## [{}]\n\n{}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n",
                         section.name, section.description);
     for (const auto& key : config_keys()) {
-      const auto dot = key.name.rfind('.');
-      if (key.name.substr(0, dot) != section.name) continue;
-      text += fmt::format("| `{}` | `{}` | {} | {} |\n", key.name.substr(dot + 1),
-                          toml_text(key.get(RunConfig{})), allowed_text(key),
+      if (key.section() != section.name) continue;
+      text += fmt::format("| `{}` | `{}` | {} | {} |\n", key.last_name(), toml_text(key.get(RunConfig{})),
+                          allowed_text(key),
                           key.description + (key.ranks == Ranks::kMayDiffer ? " *May differ.*" : ""));
     }
   }

@@ -198,8 +198,6 @@ std::vector<ConfigKey> common_keys() {
 
 namespace {
 
-std::string section_of(const ConfigKey& key) { return key.name.substr(0, key.name.rfind('.')); }
-
 // Keys by section. Within a section: keys of text, of all kinds, of the other kinds.
 std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys = text_kind().keys();
@@ -208,7 +206,7 @@ std::vector<ConfigKey> make_keys() {
   for (const TaskKind* kind : task_kinds())
     if (kind != &text_kind()) add(kind->keys());
   std::ranges::stable_sort(keys, {}, [](const ConfigKey& key) {
-    return std::ranges::find(config_sections(), section_of(key), &ConfigSection::name);
+    return std::ranges::find(config_sections(), key.section(), &ConfigSection::name);
   });
   return keys;
 }

@@ -40,6 +40,9 @@ struct ConfigKey {
   Ranks ranks;
   ConfigValue (*get)(const RunConfig&);
   void (*set)(RunConfig&, const ConfigValue&);  // of the alternative that get() gives
+
+  std::string section() const { return name.substr(0, name.rfind('.')); }
+  std::string last_name() const { return name.substr(name.rfind('.') + 1); }
 };
 
 const std::vector<ConfigKey>& config_keys();
@@ -171,8 +174,9 @@ struct TaskKind {
   std::string (*accumulation_text)(const RunConfig& config);
   // The views of tp that the model's placements need. Null: none.
   Grid (*view)(const RunConfig& config, const Grid& grid){};
-  // A run that a finished one is compared with, in a folder inside run.directory. Null: none.
-  std::optional<RunConfig> (*comparison)(const RunConfig& config){};
+  // A run that a finished one is compared with, in a folder inside run.directory; nothing: none.
+  std::optional<RunConfig> (*comparison)(const RunConfig& config) =
+      [](const RunConfig&) -> std::optional<RunConfig> { return std::nullopt; };
   bool on_gpu = true;       // it supports GPUs
   bool cuts_tokens = true;  // parallel.sequence_parallel has an effect
   std::unique_ptr<Task> (*make)(const RunConfig& config, Group& group);

@@ -152,8 +152,7 @@ RunFolder::Continued RunFolder::checked(const RunConfig& config) {
   }
   refuse_earlier_run(config, from);
   // The comparison of a continued run continues too.
-  const auto comparison = kind_of(config).comparison;
-  if (const auto other = comparison && !from.own ? comparison(config) : std::nullopt) {
+  if (const auto other = from.own ? std::nullopt : kind_of(config).comparison(config)) {
     check_no_run_lives(other->run.directory);
     refuse_earlier_run(*other, {.checkpoint = from.checkpoint, .compared = true});
   }

@@ -573,8 +573,8 @@ class ScorerTask : public Task {
             .layers = config().model.scorer_layers,
             .output_bias = loss != "smooth_ap" && loss != "pauc_pairwise"};  // which see differences alone
   }
-  std::string describe(BatchLoader& loader, int rank) const override {
-    const Batch batch = loader.next()[0];
+  std::string describe_rank(MicroBatches own, int rank) const override {
+    const Batch& batch = own[0];
     return fmt::format("rank {}, {} rows:{}{}\n", rank, batch.num_tokens(),
                        batch.sample_ids.empty() ? "" : " ", fmt::join(batch.sample_ids, " "));
   }

@@ -74,22 +74,21 @@ std::shared_ptr<TaskModel> Task::make_blank_model(at::ScalarType dtype) const {
 }
 
 std::string Task::describe_step(std::int64_t step, int ranks) const {
+  const auto loader = make_loader(0, ranks);
+  const LoaderPosition at = position_of_step(*loader, step);
+  return fmt::format("step {}: step {} of {} of epoch {}\n", step, at.step + 1, loader->steps_per_epoch(),
+                     at.epoch + 1) +
+         describe(*loader, at, ranks);
+}
+
+std::string Task::describe(const BatchLoader&, LoaderPosition at, int ranks) const {
   std::string text;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto loader = make_loader(rank, ranks);
-    const LoaderPosition position = position_of_step(*loader, step);
-    loader->seek(position);
-    if (rank == 0)
-      text = fmt::format("step {}: step {} of {} of epoch {}\n", step, position.step + 1,
-                         loader->steps_per_epoch(), position.epoch + 1);
-    text += describe(*loader, rank);
+    loader->seek(at);
+    text += describe_rank(loader->next(), rank);
   }
   return text;
-}
-
-std::optional<RunConfig> Task::comparison() const {
-  const auto of_kind = kind_of(config_).comparison;
-  return of_kind ? of_kind(config_) : std::nullopt;
 }
 
 RunConfig Task::micro_sized(int ranks, std::int64_t step) const {

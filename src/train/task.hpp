@@ -189,7 +189,6 @@ class Task {
   // ---- human-readable results ----
   // Figures of the model in addition to its validation loss, by name. Collective.
   virtual std::vector<TermValue> figures(TaskModel&, DataParallel&) const { return {}; }
-  std::optional<RunConfig> comparison() const;  // a run that a finished one is compared with
   // On rank 0, with the whole model. `comparison`: outcome of the run to compare with, or null.
   virtual bool shows_model() const { return true; }  // by what it computes; else the model need not be whole
   virtual Showing show(TaskModel& model, const Outcome& outcome, const Outcome* comparison) const = 0;
@@ -206,8 +205,9 @@ class Task {
   RunConfig micro_sized(int ranks, std::int64_t step) const;
 
  private:
-  // The next step of a loader of `rank` of describe_step().
-  virtual std::string describe(BatchLoader& loader, int rank) const = 0;
+  // For describe_step(): all ranks, by rank 0's loader, or rank by rank.
+  virtual std::string describe(const BatchLoader& loader, LoaderPosition at, int ranks) const;
+  virtual std::string describe_rank(MicroBatches /*own*/, int /*rank*/) const { return {}; }
   // The weights of a directory, whose files are checked first. ConfigError.
   virtual FillValues open_weights(const std::filesystem::path& directory, at::ScalarType dtype) const = 0;
   ModelToLayOut to_fill(const std::filesystem::path& directory, at::ScalarType dtype) const;

@@ -295,18 +295,11 @@ double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
 // ---- the loss ----
 
 ModelUnits model_units(DecoderLM& model, const RunConfig& config) {
-  ModelUnits units{.root = UnitHandle([&model] {
-                     std::vector<at::Tensor> all;
-                     for (auto& [name, tensor] : model.named()) all.push_back(tensor);
-                     return all;
-                   }),
-                   .blocks = {},
-                   .initialize = [&model, seed = static_cast<std::uint64_t>(config.run.seed)](
-                                     const std::string& name, at::Tensor& values) {
-                     model.initialize(name, values, seed);
-                   }};
-  for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
-    units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+  ModelUnits units = units_by_block(model);
+  units.initialize = [&model, seed = static_cast<std::uint64_t>(config.run.seed)](const std::string& name,
+                                                                                  at::Tensor& values) {
+    model.initialize(name, values, seed);
+  };
   units.blocks_of_pass = [&model, blocks = units.blocks] {
     if (!model.hooks().pipeline.stages) return blocks;
     std::vector<UnitHandle> own;
@@ -620,9 +613,8 @@ class TextTask : public Task {
             .size = size};
   }
   // All packs at once, with the ranks that take them.
-  std::string describe(BatchLoader& loader, int rank) const override {
-    if (rank > 0) return {};
-    return describe_packs(static_cast<TextLoader&>(loader).packs(loader.position()), *corpus_.tokens,
+  std::string describe(const BatchLoader& loader, LoaderPosition at, int) const override {
+    return describe_packs(static_cast<const TextLoader&>(loader).packs(at), *corpus_.tokens,
                           corpus_.tokenizer.get());
   }
   FillValues open_weights(const fs::path& directory, at::ScalarType dtype) const override {

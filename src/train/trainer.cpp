@@ -9,6 +9,7 @@
 
 #include "comm/failures.hpp"
 #include "train/checkpoint_files.hpp"
+#include "train/config_table.hpp"
 #include "train/prepared_run.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
@@ -264,7 +265,7 @@ struct Trainer::Impl {
 
   // Makes the run that a finished one is compared with, by the same loop in a folder of its own.
   std::optional<Outcome> compare() {
-    std::optional<RunConfig> other = run->task->comparison();
+    std::optional<RunConfig> other = kind_of(config).comparison(config);
     if (!other) return std::nullopt;
     other->source = std::filesystem::path(other->run.directory) / kRunConfig;
     std::string resume;

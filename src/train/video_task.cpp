@@ -128,14 +128,7 @@ class VideoModel : public TaskModel {
 
   ModelUnits make_units() override {
     VideoDiT& model = *model_;
-    ModelUnits units{.root = UnitHandle([&model] {
-                       std::vector<at::Tensor> all;
-                       for (auto& [name, tensor] : model.named()) all.push_back(tensor);
-                       return all;
-                     }),
-                     .blocks = {}};
-    for (std::int64_t layer = 0; layer < model.config().layers; ++layer)
-      units.blocks.emplace_back([&model, layer] { return model.block_parameters(layer); });
+    ModelUnits units = units_by_block(model);
     model.set_around_block([blocks = units.blocks](std::int64_t layer, const at::Tensor& stream,
                                                    const at::Tensor& condition,
                                                    const VideoDiT::BlockForward& block) {
@@ -400,10 +393,10 @@ class VideoTask : public Task {
                            .rank = rank,
                            .size = size});
   }
-  std::string describe(BatchLoader& loader, int rank) const override {
+  std::string describe_rank(MicroBatches own, int rank) const override {
     std::string text;
     int number = 0;
-    for (const Batch& batch : loader.next()) {
+    for (const Batch& batch : own) {
       text += fmt::format("rank {}, micro-batch {}, {} patches\n", rank, ++number, batch.num_tokens());
       for (const std::int64_t video : batch.sample_ids)
         text += fmt::format("  {}: {} patches\n", store_->name(video), sizes_text(store_->grid(video)));
