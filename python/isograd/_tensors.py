@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, Callable, Sequence
 
@@ -46,7 +47,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter or buffer, as the model has it before it was wrapped."""
+    """The name of a parameter or buffer in the model before it was wrapped."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -76,16 +77,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned_norm(parts: Mapping[str, torch.Tensor]) -> float | None:
-    """Of the elements that this rank counts, where some are cut: of copies the first rank has them. No communication."""
-    squares, cut = 0.0, False
+    """The norm of the elements that this rank counts, where some are sharded: the first rank counts copies. No communication."""
+    squares, sharded = 0.0, False
     for part in parts.values():
         if isinstance(part, DTensor):
-            cut, place = True, part.device_mesh.get_coordinate() or []
+            sharded, place = True, part.device_mesh.get_coordinate() or []
             if all(at == 0 for at, placement in zip(place, part.placements) if placement.is_replicate()):
                 squares += float(part.to_local().double().square().sum())
         elif ranks()[0] == 0:
             squares += float(part.double().square().sum())
-    return squares**0.5 if cut else None
+    return squares**0.5 if sharded else None
 
 
 def spread(part: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]) -> float:
@@ -99,7 +100,7 @@ def spread(part: Mapping[str, torch.Tensor], first: Mapping[str, torch.Tensor]) 
 
 
 def summed(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """In fp64: what ranks that see the same samples have in all, of the gradients of which they have other ones."""
+    """In fp64: the sums, over ranks that see the same samples, of those gradients that differ between them."""
     return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name, first in parts[0].items()
             if any(not torch.equal(part[name], first) for part in parts)}
 
@@ -133,18 +134,15 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if all(new is old for new, old in zip(entries, value)):
             return value
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    put: Callable[[Any, Any, Any], None]
     if isinstance(value, dict):
-        return _with(value, value, lambda other, key, entry: other.__setitem__(key, entry), change)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with(value, _fields(value), object.__setattr__, change)  # of frozen ones too
-    if _plain_object(value):
-        return _with(value, vars(value), setattr, change)
-    return value
-
-
-def _with(value: Any, entries: Mapping[Any, Any], put: Callable[[Any, Any, Any], None],
-          change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A shallow copy with what `change` changes, or the value itself."""
+        entries, put = value, operator.setitem
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries, put = _fields(value), object.__setattr__  # which frozen ones take too
+    elif _plain_object(value):
+        entries, put = vars(value), setattr
+    else:
+        return value
     changed = {key: new for key, old in entries.items() if (new := mapped(old, change)) is not old}
     other = copy.copy(value) if changed else value
     for key, new in changed.items():
@@ -165,16 +163,21 @@ def on_cpu(value: Any) -> Any:
     return mapped(value, lambda tensor: tensor.detach().cpu().clone())
 
 
-def like(value: Any, other: Any) -> Any:
-    """A sample's tensors on the device of another's."""
-    devices: list[torch.device] = []
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        devices.append(tensor.device)
+        found.append(tensor)
         return tensor
 
-    mapped(other, note)
-    return mapped(value, lambda tensor: tensor.to(devices[0])) if devices else value
+    mapped(value, note)
+    return found
+
+
+def like(value: Any, other: Any) -> Any:
+    """A sample's tensors on the device of another's."""
+    tensors = tensors_in(other)
+    return mapped(value, lambda tensor: tensor.to(tensors[0].device)) if tensors else value
 
 
 def in_precision(value: Any, dtype: torch.dtype) -> Any:
