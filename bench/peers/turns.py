@@ -1,4 +1,4 @@
-"""What the peers of `isograd bench` share: how their ranks start, take turns and end.
+"""The peers of `isograd bench` share this: how their ranks start, take turns and end.
 
     python PEER.py EXCHANGE RANKS SIDE [...]      starts the ranks
 
@@ -8,15 +8,19 @@ EXCHANGE is a folder with what the peer's own description names, and
     SIDE.done     one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
 """
 import argparse
+import ctypes
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+
+LIBC = ctypes.CDLL(None)
 
 
 class Rank:
@@ -56,9 +60,14 @@ def main(run):
         if dist.is_initialized():
             leave()
         return
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)))
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)), preexec_fn=end_with_parent)
                 for rank in range(ranks)]
     sys.exit(max(abs(child.wait()) for child in children))
+
+
+def end_with_parent():
+    """A rank that still starts would wait at its pipe for ever when the process that started it is gone."""
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def leave():

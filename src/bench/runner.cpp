@@ -5,14 +5,12 @@
 #include <fmt/ranges.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
-#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -26,8 +24,6 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
-
-extern char** environ;
 
 namespace isograd {
 
@@ -78,34 +74,6 @@ std::FILE* open_pipe(const fs::path& path, const char* mode) {
     refuse("a side of isograd bench", "cannot open " + path.string(), "a pipe made by isograd bench",
            "Run `isograd bench step` or `isograd bench optim`, which start this");
   return file;
-}
-
-// Process groups of the sides that run. A signal that ends this program ends them: a side that still starts
-// would wait at its pipe for ever.
-std::array<std::atomic<pid_t>, 64> process_groups{};
-constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP};
-
-std::atomic<bool> starting{false};  // a side has been started, and its group is not listed yet
-
-void end_sides(int signal) {
-  // The thread that starts a side has these signals blocked, so this is another one, and can wait for it.
-  const timespec millisecond{.tv_sec = 0, .tv_nsec = 1'000'000};
-  for (int i = 0; i < 5000 && starting.load(); ++i) nanosleep(&millisecond, nullptr);
-  for (const auto& each : process_groups)
-    if (const pid_t group = each.load(); group > 0) kill(-group, SIGKILL);
-  raise(signal);  // SA_RESETHAND: as if nobody had handled it
-}
-
-void exchange_side(pid_t from, pid_t to) {
-  static const bool handled = [] {
-    struct sigaction action {};
-    action.sa_handler = end_sides;
-    action.sa_flags = SA_RESETHAND;
-    for (const int signal : kEnding) sigaction(signal, &action, nullptr);
-    return true;
-  }();
-  for (auto& side : process_groups)
-    if (pid_t expected = from; handled && side.compare_exchange_strong(expected, to)) return;
 }
 
 }  // namespace
@@ -312,32 +280,25 @@ Contestant::Contestant(const Side& side, const fs::path& exchange)
   arguments.push_back(nullptr);
   // One thread a rank on both sides, whatever the caller's environment says.
   for (const char* variable : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}) setenv(variable, "1", 1);
-  posix_spawn_file_actions_t files;
-  posix_spawn_file_actions_init(&files);
-  posix_spawn_file_actions_addopen(&files, 0, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_addopen(&files, 1, log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  posix_spawn_file_actions_adddup2(&files, 1, 2);
-  // In a process group, so that its ranks can be ended together. A signal waits until the group is known
-  // here.
-  posix_spawnattr_t attributes;
-  posix_spawnattr_init(&attributes);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK);
-  sigset_t ending, before;
-  sigemptyset(&ending);
-  for (const int signal : kEnding) sigaddset(&ending, signal);
-  pthread_sigmask(SIG_BLOCK, &ending, &before);
-  posix_spawnattr_setsigmask(&attributes, &before);
-  starting = true;
-  const int error = posix_spawnp(&process_, words[0].c_str(), &files, &attributes, arguments.data(), environ);
-  posix_spawn_file_actions_destroy(&files);
-  posix_spawnattr_destroy(&attributes);
-  if (error == 0) exchange_side(0, process_);
-  starting = false;
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (error == 0) return;
-  process_ = -1;
-  refuse("starting " + words[0], std::strerror(error), "a program",
-         "Name the Python interpreter that has torch in the variable PYTHON");
+  const pid_t bench = getpid();
+  process_ = fork();
+  if (process_ == 0) {  // async-signal-safe calls only: other threads of the bench may hold any lock
+    setpgid(0, 0);      // so that its ranks can be ended together
+    // A side that still starts would wait at its pipe for ever when the bench is gone, whatever ended it.
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != bench) _exit(2);
+    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    const int log = open(log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    dup2(null, STDIN_FILENO), dup2(log, STDOUT_FILENO), dup2(log, STDERR_FILENO);
+    execvp(arguments[0], arguments.data());
+    constexpr char kMessage[] = "the program could not be started\n";
+    (void)!write(STDERR_FILENO, kMessage, sizeof kMessage - 1);
+    _exit(2);
+  }
+  if (process_ < 0)
+    refuse("starting " + words[0], std::strerror(errno), "room for one more process",
+           "Compare fewer ranks, or raise the limit on processes (ulimit -u)");
+  setpgid(process_, process_);  // both call it, because either may run first
 }
 
 Contestant::~Contestant() {
@@ -347,7 +308,6 @@ Contestant::~Contestant() {
   if (running()) {
     kill(-process_, SIGKILL);
     waitpid(process_, nullptr, 0);
-    exchange_side(process_, 0);
   }
   if (done_ >= 0) close(done_);
 }
@@ -356,7 +316,6 @@ bool Contestant::running() {
   if (process_ <= 0) return false;
   if (waitpid(process_, nullptr, WNOHANG) == 0) return true;
   kill(-process_, SIGKILL);  // ranks that outlived the process that started them
-  exchange_side(process_, 0);
   process_ = -1;
   return false;
 }

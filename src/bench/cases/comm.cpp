@@ -9,7 +9,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "isograd/world.hpp"
 

@@ -9,7 +9,7 @@
 
 #include "base/refuse.hpp"
 #include "bench/cases/step_case.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/model.hpp"
 #include "isograd/step.hpp"

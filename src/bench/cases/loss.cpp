@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "isograd/loss.hpp"
 #include "layout/cost/meter.hpp"
 #include "model/fused.hpp"

@@ -8,7 +8,7 @@
 
 #include "base/files.hpp"
 #include "bench/cases/step_case.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"

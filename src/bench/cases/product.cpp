@@ -6,7 +6,7 @@
 #include <array>
 
 #include "bench/cases/step_case.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "kernels/matmul/product.hpp"
 
 namespace isograd {

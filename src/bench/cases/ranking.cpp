@@ -4,7 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "base/files.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "isograd/ranking.hpp"
 #include "isograd/world.hpp"
 

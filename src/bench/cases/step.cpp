@@ -5,7 +5,7 @@
 
 #include "base/refuse.hpp"
 #include "bench/cases/step_case.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 #include "train/utilisation.hpp"
 
 namespace isograd {

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "bench/cases/step_case.hpp"
-#include "bench/verbs.hpp"
+#include "bench/runner.hpp"
 
 namespace isograd {
 namespace {
