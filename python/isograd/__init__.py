@@ -17,8 +17,7 @@ from ._native.isograd_comm import ConfigError, PeerError, checksum, empty_shared
 from .gradients import all_reduce_gradients, clip_grad_norm_, sum_gradients  # noqa: E402
 from .losses import (Deferred, FixedDenominator, LinearCrossEntropy, SampleMean, Step, TokenMean, WeightedMean,  # noqa: E402
                      linear_cross_entropy)
-from .proving import prove  # noqa: E402
-from .watching import Verdict, watch  # noqa: E402
+from .watching import Verdict, prove, watch  # noqa: E402
 
 __all__ = ["ConfigError", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Step", "TokenMean", "Verdict",
            "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",

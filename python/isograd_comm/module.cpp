@@ -81,7 +81,7 @@ at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, const py::obje
   return shm->empty_shared(numel, dtype);
 }
 
-// What a dump says of a tensor's bits (docs/verify.md).
+// The checksum of a tensor's bits that dumps have (docs/verify.md).
 std::string checksum_of(const at::Tensor& tensor) {
   const py::gil_scoped_release release;
   const at::Tensor held = tensor.detach().cpu().contiguous();
@@ -133,7 +133,6 @@ PYBIND11_MODULE(isograd_comm, module) {
              "XXH3-64 of a tensor's bits, row after row, as 16 hex digits. Of any dtype, on any device.");
   bind_timing(module);
   bind_losses(module);
-  bind_ranking(module);
   bind_verdict(module);
 
   // Futures call Python functions from a thread of ours, which must not need the interpreter once it ends.
