@@ -2,7 +2,7 @@
 
     python3 examples/video_clips.py [FOLDER]      .cache/isograd/clips unless given
 
-Fetches the package with `apt-get download` and unpacks it beside the clips, which needs no rights; cuts with the
+Fetches the package with `apt-get download` and unpacks it next to the clips, which needs no rights; cuts with the
 program ffmpeg. What is there already is kept. The videos are a street from above (vtest.avi), a cartoon
 (Megamind.avi), a tree (tree.avi) and two objects before a camera (box.mp4, cup.mp4).
 """

@@ -18,7 +18,7 @@ def folder_of(package: str) -> pathlib.Path | None:
 
 
 def torch_problem(torch: pathlib.Path | None, built_with: str) -> str | None:
-    """What is wrong with the torch in that folder, in three parts; None where it fits."""
+    """Says in three parts what is wrong with the torch in that folder; None where it fits."""
     expected = f"torch {'.'.join(built_with.split('.')[:2])}, for isograd was built with {built_with}"
     if torch is None or not (torch / "version.py").exists():
         return f"found no torch; expected {expected}. Run `pip install torch=={built_with.split('+')[0]}`"

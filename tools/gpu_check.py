@@ -1,4 +1,4 @@
-"""What `./dev gpu-check` runs on a machine with a GPU: parts in an order of value, until a time limit.
+"""`./dev gpu-check`: checks and benchmarks for a machine with a GPU, parts in an order of value, until a time limit.
 
     python3 tools/gpu_check.py --built build/release [--out DIR] [--limit SECONDS]     runs them
     python3 tools/gpu_check.py --built build/release --pack DIR                        makes a folder for another machine
@@ -23,7 +23,7 @@ import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Of the bench, by value: what it must show first.
+# Cases of the bench, the most important first.
 BENCH = [("large", "bfloat16", ["eager", "compiled", "autocast", "autocast-compiled"]),
          ("8B-layer", "bfloat16", ["eager", "compiled", "autocast", "autocast-compiled"]),
          ("medium", "bfloat16", ["eager", "autocast"]), ("small", "bfloat16", ["eager", "autocast"]),
@@ -31,7 +31,7 @@ BENCH = [("large", "bfloat16", ["eager", "compiled", "autocast", "autocast-compi
          ("large", "float32", ["eager", "compiled"]), ("communication", "bfloat16", ["eager", "autocast"]),
          ("medium", "float32", ["eager"]), ("small", "float32", ["eager"]), ("communication", "float32", ["eager"]),
          ("medium", "bfloat16", ["compiled"]), ("small", "bfloat16", ["compiled"]), ("8B-layer", "float32", ["eager"])]
-# What the machine reaches, in a process of its own.
+# Measures the machine's peaks in a process of its own.
 PEAKS = r"""
 import json, statistics, sys, time, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda, "name": torch.cuda.get_device_name(),

@@ -227,7 +227,7 @@ class Masters:
 
 
 def profile_steps(device, steps, step):
-    """What profile_steps() of src/bench/cases/step_side.cpp records of our steps."""
+    """Records as profile_steps() of src/bench/cases/step_side.cpp does."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile

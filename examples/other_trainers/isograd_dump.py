@@ -1,4 +1,4 @@
-"""What one step of any trainer says of itself, for `isograd compare` (docs/verify.md has the format)."""
+"""Writes one step of any trainer for `isograd compare` (docs/verify.md has the format)."""
 import json
 import math
 import os

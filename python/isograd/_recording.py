@@ -1,4 +1,4 @@
-"""What one step of a trainer did, recorded without communication, so that the step stays what it is.
+"""Records what one step of a trainer does, without communication, so that the step stays what it is.
 
 Gradients before clipping, what optimizers took, norm and limit; and of each parameter whether an optimizer holds it, whether
 it moved, and alike on every rank. An optimizer's arithmetic is not repeated: a parameter that moved was updated by something;
@@ -76,7 +76,7 @@ class Recording:
         self._others = False  # the optimizer that was given stepped and holds none of the parameters
 
     def take(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
-        """The gradients as they are now, unless they are taken already; names: of these parameters alone."""
+        """The gradients as they are now, unless they are taken already; names: those of these parameters alone."""
         before = self.gradients or {}
         now = {name: before[name] if name in before else held(g).mul_(scale) if scale != 1.0 else held(g)
                for name, g in self._now() if name in before or names is None or name in names}
@@ -135,7 +135,7 @@ class Recording:
             self._inside = None
 
     def updating(self, optimizer: Any, groups: Mapping[str, dict[str, Any]]) -> None:
-        """What plain SGD with learning rate 1 would take away now."""
+        """Adds to `applied` what plain SGD with learning rate 1 would take away now."""
         scaled = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to divide by it
         scale = 1.0 if scaled is None else 1.0 / float(scaled)
         in_backward = torch._C._current_graph_task_id() != -1  # other parameters' gradients come after it
@@ -173,7 +173,7 @@ class Recording:
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))
-            # Of all optimizers: the one that was given may be a wrapper, or not the one that steps.
+            # All optimizers are watched: the one that was given may be a wrapper, or not the one that steps.
             undo.callback(register_optimizer_step_pre_hook(self.stepping).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self.before = sums_of(self.model)
@@ -345,7 +345,7 @@ def _proven(states: Mapping[str, Sequence[str]], stepped: bool, alike: bool) -> 
 
 
 def checksums_after(model: nn.Module) -> dict[str, str]:
-    """Of the whole parameters. Collective over the mesh of a DTensor."""
+    """Checksums of the whole parameters. Collective over the mesh of a DTensor."""
     return {name: checksum(whole(p)) for name, p in trained(model).items()}
 
 

@@ -185,7 +185,7 @@ def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[
 
 def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autocast: torch.dtype | None,
             own: torch.dtype | None) -> tuple[torch.Tensor, int]:
-    """Of one sample: the sum of its losses, and over how many targets."""
+    """The sum of a sample's losses, and over how many targets."""
     try:
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
             found = loss(model, in_precision(sample, dtype))
@@ -241,7 +241,7 @@ def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: 
 #             none can be held to less; the run is one more draw, of which four times the most is allowed, as of rounding.
 #   rounding: how far one process in that precision is from fp64 there: the largest of several draws.
 def distances(one: Gradients, other: Gradients) -> dict[str, float]:
-    """Of each parameter the norm of the difference, in fp64."""
+    """The norm of each parameter's difference, in fp64."""
     return {name: float((g.double() - other[name].double()).norm()) for name, g in one.items()}
 
 

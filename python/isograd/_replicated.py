@@ -1,4 +1,4 @@
-"""What losses over the rows of all ranks share: their value is the same on every rank, their gradient each rank's own part."""
+"""The base of losses over the rows of all ranks: their value is the same on every rank, their gradient each rank's own part."""
 from __future__ import annotations
 
 import math

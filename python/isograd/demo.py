@@ -36,7 +36,7 @@ def sample_loss(model: nn.Module, sample: Sample) -> torch.Tensor:
 
 
 def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Any) -> float:
-    """What most loops do: each rank's mean, gradients averaged."""
+    """The step of most loops: each rank's mean, gradients averaged."""
     optimizer.zero_grad()
     (batch,) = micro_batches
     tokens, targets = (torch.cat(column) for column in zip(*batch))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Iterable, Sequence, Union
+from typing import Callable, Iterable, Sequence, Union
 
 import torch
 
@@ -28,8 +28,8 @@ IGNORED = -100
 class Step:
     """One optimizer step: what its loss is divided by. `count` of a mean makes it.
 
-    denominator: of the whole step, over all ranks and micro-batches; 0 where nothing carries loss.
-    targets:     targets of the whole step, where the mean counts them, else 0.
+    denominator: that of the whole step, over all ranks and micro-batches; 0 where nothing carries loss.
+    targets:     those of the whole step, where the mean counts them, else 0.
     global_micro_batches: most micro-batches of a rank. FSDP2 and pipelines want as many on every rank: go on with empty ones.
     """
 
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def gradient_scale(self) -> float:
-        """What the gradient of the undivided sum is multiplied by; 0 in a step without any target."""
+        """The factor of the undivided sum's gradient; 0 in a step without any target."""
         return 1.0 / self.denominator if self.denominator > 0 else 0.0
 
     def scale(self, loss_sum: torch.Tensor) -> torch.Tensor:
@@ -60,9 +60,8 @@ class Step:
         return share
 
     def weights(self, micro_batch: int) -> torch.Tensor:
-        """Of SampleMean: the weight of each token's loss in the micro-batch's sum, fp64, in the shape of its samples.
-
-        Of an empty one, which this rank goes on with after its own: [0].
+        """A SampleMean's weight of each token's loss in the micro-batch's sum, fp64, in the shape of its samples; [0] of an
+        empty micro-batch, which this rank goes on with after its own.
         """
         if self._weights is None:
             refuse("Step.weights", "a mean without weights of its own", "the step of a SampleMean",
@@ -84,14 +83,9 @@ class TokenMean:
         self.group, self.ignore_index = group, ignore_index
 
     def count(self, targets: Iterable[Counts]) -> Step:
-        """Of each micro-batch of this rank, in order: its targets, of any shape, or how many are valid. Collective."""
-        def own() -> tuple[float, float]:
-            counts = [self.own(each) for each in targets]
-            return sum(counts), len(counts)
-
-        rows = agreed("TokenMean.count", own, self.group)
-        count = float(rows[:, 0].sum())
-        return Step(self.group, count, int(count), int(rows[:, 1].max()))
+        """targets: those of each micro-batch of this rank, in order, of any shape, or how many are valid. Collective."""
+        count, micro_batches = _counted("TokenMean.count", lambda: map(self.own, targets), self.group)
+        return Step(self.group, count, int(count), micro_batches)
 
     def own(self, targets: Union[Counts, float]) -> int:
         """How many targets of a micro-batch are valid."""
@@ -114,16 +108,12 @@ class WeightedMean:
         self.group = group
 
     def count(self, weights: Iterable[Union[torch.Tensor, float]]) -> Step:
-        """Of each micro-batch the weights w_i >= 0 of its valid targets, of any shape, or their sum. Collective.
+        """weights: for each micro-batch the w_i >= 0 of its valid targets, of any shape, or their sum. Collective.
 
         A target without loss has weight 0. `scale` takes Σ w_i ℓ_i.
         """
-        def own() -> tuple[float, float]:
-            sums = [self.own(each) for each in weights]
-            return math.fsum(sums), len(sums)
-
-        rows = agreed("WeightedMean.count", own, self.group)
-        return Step(self.group, float(rows[:, 0].sum()), 0, int(rows[:, 1].max()))
+        total, micro_batches = _counted("WeightedMean.count", lambda: map(self.own, weights), self.group)
+        return Step(self.group, total, 0, micro_batches)
 
     def own(self, weights: Union[torch.Tensor, float]) -> float:
         """The sum of a micro-batch's weights, in fp64."""
@@ -162,7 +152,7 @@ class SampleMean:
         self.group, self.ignore_index, self.cut = group, ignore_index, cut
 
     def count(self, samples: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Step:
-        """Of each micro-batch, in one shape: the id of each token's sample, and its targets. Collective.
+        """For each micro-batch, in one shape: the id of each token's sample, and its targets. Collective.
 
         `scale` then takes (losses * step.weights(j)).sum() of micro-batch j.
         """
@@ -230,7 +220,7 @@ class Deferred:
         self._calls: list[float] = []
 
     def add(self, counted: Union[torch.Tensor, float, None] = None) -> None:
-        """What `count` of the mean takes of one micro-batch: nothing for a FixedDenominator."""
+        """A micro-batch, as `count` of the mean takes it: nothing for a FixedDenominator."""
         if isinstance(self.mean, FixedDenominator):
             self._calls.append(0.0)
         elif counted is None:
@@ -247,6 +237,16 @@ class Deferred:
         return self.mean.count(calls)
 
 
+def _counted(where: str, numbers: Callable[[], Iterable[float]], group: Group) -> tuple[float, int]:
+    """The sum of all ranks' numbers, one for each micro-batch, and the most micro-batches of a rank. Collective."""
+    def own() -> tuple[float, float]:
+        found = list(numbers())
+        return math.fsum(found), len(found)
+
+    rows = agreed(where, own, group)
+    return float(rows[:, 0].sum()), int(rows[:, 1].max())
+
+
 def _check_integers(where: str, what: str, values: torch.Tensor) -> None:
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         refuse(where, f"{what} in {values.dtype}", "integers", "Give class or token numbers, ignore_index where none")
@@ -254,7 +254,7 @@ def _check_integers(where: str, what: str, values: torch.Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCrossEntropy:
-    """Of the tokens with a target and a weight above 0.
+    """Sums over the tokens with a target and a weight above 0.
 
     sum:               differentiable: Σ w (loss + z · lse²), lse = log Σ exp of a token's logits.
     cross_entropy:     detached: Σ w loss. z_loss: detached: Σ w lse², without the coefficient.

@@ -15,7 +15,7 @@ from ._replicated import Given, ReplicatedLoss, backend_of, floating, pooled
 
 
 class RankingLoss(ReplicatedLoss):
-    """What the ranking losses share.
+    """The base of the ranking losses.
 
     num_classes:    1: targets 0 and 1; more: targets 0 to C - 1, each class against the rest.
     temperature:    in units of the scores; of PAUC of its own scale. It may be set between steps, alike on all ranks.

@@ -402,7 +402,7 @@ class watch:
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
         run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
                "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
-               # What the ranks counted is known where nothing was taken twice.
+               # The ranks' counts are known where nothing was taken twice.
                "counts": right.counts if once is batch or len(set(numbers)) == len(numbers) else None,
                "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else views, "findings": findings,
                **{key: self._logged.get(key) for key in ("loss", "targets", "tokens")}}
@@ -568,7 +568,7 @@ def prove(step: TrainerStep, model: nn.Module, optimizer: torch.optim.Optimizer,
 
     step:          step(model, optimizer, micro_batches): yours, with zero_grad, forward, backward, clip, update. What it
                    returns is the loss as logged, or None.
-    micro_batches: of this rank, [micro-batch][sample].
+    micro_batches: this rank's, [micro-batch][sample].
     experiments:   after a failure make it with other batches too: without accumulation, and with the same on every
                    rank. What they show is in the verdict's notes.
     empty:         a sample without targets: then also with that alone on the last rank.

@@ -85,7 +85,7 @@ class StepCheck(HasVerdict, TrainerCallback):
             self._step.begin(more["model"], more["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        # What is logged of several steps is a mean over them. The callback that decides on logging comes before this one.
+        # A log of several steps is a mean over them. The callback that decides on logging comes before this one.
         if self._step.open and not (control.should_log and self._logged + 1 == state.global_step):
             self._step.end()
 
