@@ -92,9 +92,12 @@ function(isograd_test name)
     WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
 endfunction()
 
-# isograd_test_at_levels(NAME [FILTER pattern]): the tests of an executable once more at each level of instruction
-# sets (tests/processors.py), as NAME_as_LEVEL. A level that the processor lacks is skipped by name.
-function(isograd_test_at_levels name)
+# The tests of an executable once more, as NAME_as_LEVEL or NAME_by_LIBRARY; FILTER chooses some of them:
+#   isograd_test_at_levels(NAME [FILTER pattern])     at each level of instruction sets (tests/processors.py)
+#   isograd_test_as_intel(NAME [FILTER pattern])      with MKL's kernels for Intel's processors
+#   isograd_test_by_products(NAME [FILTER pattern])   with each library that can multiply in fp32 (src/kernels/matmul)
+# A level that the processor lacks is skipped by name.
+function(isograd_test_again name how values)
   cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
   if(NOT TARGET test_${name})
     return()
@@ -103,39 +106,28 @@ function(isograd_test_at_levels name)
     set(TEST_FILTER "*")
   endif()
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
-  foreach(_level scalar avx2 avx512)
-    add_test(NAME ${name}_as_${_level} COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/processors.py ${_level}
-      $<TARGET_FILE:test_${name}> --gtest_color=no --gtest_filter=${TEST_FILTER})
-    set_tests_properties(${name}_as_${_level} PROPERTIES TIMEOUT 1800 SKIP_RETURN_CODE 77 ENVIRONMENT "OMP_NUM_THREADS=1"
+  foreach(_value IN LISTS values)
+    set(_test ${name}_${how}_${_value})
+    set(_command $<TARGET_FILE:test_${name}> --gtest_color=no --gtest_filter=${TEST_FILTER})
+    set(_environment "OMP_NUM_THREADS=1" "ISOGRAD_BUILD_DIR=${CMAKE_BINARY_DIR}")
+    if(how STREQUAL "as")
+      list(PREPEND _command ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/processors.py ${_value})
+    else()
+      list(APPEND _environment "ISOGRAD_PRODUCTS=${_value}")
+    endif()
+    add_test(NAME ${_test} COMMAND ${_command})
+    set_tests_properties(${_test} PROPERTIES TIMEOUT 1800 SKIP_RETURN_CODE 77 ENVIRONMENT "${_environment}"
       WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
   endforeach()
 endfunction()
-
-# isograd_test_as_intel(NAME FILTER pattern): tests of an executable once more with MKL's kernels for Intel's processors.
-function(isograd_test_as_intel name)
-  cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
-  if(NOT TARGET test_${name} OR ISOGRAD_SANITIZE)
-    return()
-  endif()
-  find_package(Python3 REQUIRED COMPONENTS Interpreter)
-  foreach(_level intel intel-avx2)
-    add_test(NAME ${name}_as_${_level} COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tests/processors.py ${_level}
-      $<TARGET_FILE:test_${name}> --gtest_color=no --gtest_filter=${TEST_FILTER})
-    set_tests_properties(${name}_as_${_level} PROPERTIES TIMEOUT 1800 SKIP_RETURN_CODE 77
-      ENVIRONMENT "OMP_NUM_THREADS=1;ISOGRAD_BUILD_DIR=${CMAKE_BINARY_DIR}" WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
-  endforeach()
+function(isograd_test_at_levels name)
+  isograd_test_again(${name} as "scalar;avx2;avx512" ${ARGN})
 endfunction()
-
-# isograd_test_by_products(NAME [FILTER pattern]): the tests of an executable once more with each library that can
-# multiply in fp32 (src/kernels/matmul), as NAME_by_LIBRARY.
-function(isograd_test_by_products name)
-  cmake_parse_arguments(TEST "" "FILTER" "" ${ARGN})
-  if(NOT TARGET test_${name})
-    return()
+function(isograd_test_as_intel name)
+  if(NOT ISOGRAD_SANITIZE)
+    isograd_test_again(${name} as "intel;intel-avx2" ${ARGN})
   endif()
-  foreach(_library blas onednn)
-    add_test(NAME ${name}_by_${_library} COMMAND test_${name} --gtest_color=no --gtest_filter=${TEST_FILTER})
-    set_tests_properties(${name}_by_${_library} PROPERTIES TIMEOUT 1800
-      ENVIRONMENT "OMP_NUM_THREADS=1;ISOGRAD_PRODUCTS=${_library}" WORKING_DIRECTORY ${CMAKE_BINARY_DIR})
-  endforeach()
+endfunction()
+function(isograd_test_by_products name)
+  isograd_test_again(${name} by "blas;onednn" ${ARGN})
 endfunction()
