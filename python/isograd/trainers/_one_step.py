@@ -57,48 +57,33 @@ def unpatched(model: nn.Module) -> nn.Module:
     return own
 
 
-class HasVerdict:
-    """A StepCheck of a loop. verdict: None until the step was made."""
-
-    _step: OneStep
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return self._step.verdict
-
-
 class OneStep:
-    """Opens `watch` when a loop comes to its step `step`, counted from 1, and holds the verdict afterwards."""
+    """The part of a StepCheck that no loop changes: opens `watch` when a loop comes to its step `step`, counted from 1.
 
-    def __init__(self, loop: str, loss: Loss | None, step: int, samples: Split | None, options: dict[str, Any]) -> None:
+    verdict: None until the step was made.
+    """
+
+    def __init__(self, loop: str, loss: Loss, step: int, samples: Split | None, options: dict[str, Any]) -> None:
         if not isinstance(step, int) or step < 1:
             refuse("StepCheck", f"step={step!r}", "a number from 1 on", "Say which step of the optimizer is compared")
-        self.loop, self.loss, self.step, self.options = loop, loss, step, options
-        self.split = samples or rows
+        self._loop, self._loss, self._step, self._options = loop, loss, step, options
+        self._split = samples or rows
         self.verdict: Verdict | None = None
-        self._watch: watch | None = None
+        self._watch: watch | None = None  # while the step is being made
 
-    @property
-    def open(self) -> bool:
-        """The step is being made."""
-        return self._watch is not None
-
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Before the step's first forward. Collective."""
-        more = dict(self.options)
+        more = dict(self._options)
         if more.get("make_model") is None and not any(isinstance(p, DTensor) for p in trained(model).values()):
             more["make_model"] = lambda: unpatched(model)
-        assert self.loss is not None
-        opened = watch(model, getattr(optimizer, "optimizer", optimizer), loss=self.loss, **more)
-        opened.__enter__()
-        self._watch = opened
+        self._watch = watch(model, getattr(optimizer, "optimizer", optimizer), loss=self._loss, **more).__enter__()
 
-    def add(self, batch: Any) -> None:
+    def _add(self, batch: Any) -> None:
         """A micro-batch, before its forward."""
         assert self._watch is not None
-        self._watch.add(self.split(batch))
+        self._watch.add(self._split(batch))
 
-    def end(self, **logged: Any) -> None:
+    def _end(self, **logged: Any) -> None:
         """After the update, with what the loop logs of this step. Collective."""
         opened, self._watch = self._watch, None
         assert opened is not None
@@ -107,10 +92,10 @@ class OneStep:
         self.verdict = opened.verdict
         if self.verdict is not None and not self.verdict.passed:
             self.verdict.notes.append(
-                f"step {self.step} of {self.loop} was compared, which cannot be called again: not tried were other "
+                f"step {self._step} of {self._loop} was compared, which cannot be called again: not tried were other "
                 "numbers of micro-batches, the same sample on every rank and a rank without targets")
 
-    def abandon(self, error: BaseException) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """The step failed here: tells the other ranks."""
         opened, self._watch = self._watch, None
         if opened is not None:

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from .._reference import Loss
-from ._one_step import HasVerdict, OneStep, Split
+from ._one_step import OneStep, Split
 
 
-class StepCheck(HasVerdict):
+class StepCheck(OneStep):
     """Compares one step of a loop with the same step on one device.
 
     model, optimizer: what accelerator.prepare gave.
@@ -33,7 +33,7 @@ class StepCheck(HasVerdict):
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, loss: Loss,
                  step: int = 1, samples: Split | None = None, **options: Any) -> None:
-        self._step = OneStep("the loop over Accelerator", loss, step, samples, options)
+        super().__init__("the loop over Accelerator", loss, step, samples, options)
         self._model, self._optimizer = accelerator.unwrap_model(model, keep_fp32_wrapper=True), optimizer
         self._made = 0  # updates
         getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._stepped)
@@ -45,19 +45,19 @@ class StepCheck(HasVerdict):
         """
         try:
             for batch in loader:
-                if self._made + 1 == self._step.step and not self._step.open:
-                    self._step.begin(self._model, self._optimizer)
-                if self._step.open:
-                    self._step.add(batch)
+                if self._made + 1 == self._step and not self._watch:
+                    self._begin(self._model, self._optimizer)
+                if self._watch:
+                    self._add(batch)
                 yield batch
         except GeneratorExit:  # an iterator does not learn what raised in the loop's body
-            self._step.abandon(RuntimeError("the loop ended before the step did (see that rank's own error)"))
+            self._abandon(RuntimeError("the loop ended before the step did (see that rank's own error)"))
             raise
         except BaseException as error:
-            self._step.abandon(error)
+            self._abandon(error)
             raise
 
     def _stepped(self, *_: Any) -> None:
         self._made += 1
-        if self._step.open:
-            self._step.end()
+        if self._watch:
+            self._end()

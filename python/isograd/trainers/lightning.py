@@ -17,10 +17,10 @@ except ImportError:  # the same under its older name
 
 from .._groups import refuse
 from .._reference import Loss
-from ._one_step import HasVerdict, OneStep, Split
+from ._one_step import OneStep, Split
 
 
-class StepCheck(HasVerdict, Callback):
+class StepCheck(OneStep, Callback):
     """Compares one step of automatic optimization with the same step on one device.
 
     loss:   loss(module, sample) as `isograd.watch` has it; `module` is a copy of the LightningModule without a trainer.
@@ -33,21 +33,22 @@ class StepCheck(HasVerdict, Callback):
 
     def __init__(self, *, loss: Loss, step: int = 1, samples: Split | None = None, logged: str | None = None,
                  **options: Any) -> None:
-        self._step, self._logged = OneStep("lightning's Trainer", loss, step, samples, options), logged
+        super().__init__("lightning's Trainer", loss, step, samples, options)
+        self._logged = logged
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step + 1 == self._step.step and not self._step.open:
+        if trainer.global_step + 1 == self._step and not self._watch:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
                 refuse("StepCheck", f"{len(trainer.optimizers)} optimizers"
                        + ("" if pl_module.automatic_optimization else " and manual optimization"),
                        "one optimizer and automatic optimization", "Put isograd.watch around the step in training_step")
-            self._step.begin(pl_module, trainer.optimizers[0])
-        if self._step.open:
-            self._step.add(batch)
+            self._begin(pl_module, trainer.optimizers[0])
+        if self._watch:
+            self._add(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._step.open and trainer.global_step >= self._step.step:
-            self._step.end(loss=trainer.callback_metrics.get(self._logged) if self._logged else None)
+        if self._watch and trainer.global_step >= self._step:
+            self._end(loss=trainer.callback_metrics.get(self._logged) if self._logged else None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._step.abandon(exception)
+        self._abandon(exception)

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .._groups import refuse
 from .._reference import Loss
-from ._one_step import HasVerdict, OneStep, Split
+from ._one_step import OneStep, Split
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
 
@@ -40,7 +40,7 @@ def causal_lm_loss(model: nn.Module, sample: Mapping[str, Any]) -> torch.Tensor:
     return F.cross_entropy(logits[valid], targets[valid], reduction="none")
 
 
-class StepCheck(HasVerdict, TrainerCallback):
+class StepCheck(OneStep, TrainerCallback):
     """Compares one step of `trainer`, a transformers.Trainer or SFTTrainer, with the same step on one device.
 
     trainer:    before train() is called; the callback adds itself.
@@ -60,18 +60,18 @@ class StepCheck(HasVerdict, TrainerCallback):
         if loss is None and type(trainer.model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             refuse("StepCheck", f"a {type(trainer.model).__name__} and no loss", "what one sample's loss is",
                    "Give loss=lambda model, sample: (sum of its losses, how many)")
-        self._step = OneStep(type(trainer).__name__, loss or causal_lm_loss, step, samples, options)
+        super().__init__(type(trainer).__name__, loss or causal_lm_loss, step, samples, options)
         self._logged = 0  # the last step that was in a log
         original = trainer.training_step
 
         def training_step(model: nn.Module, inputs: Any, *arguments: Any, **more: Any) -> torch.Tensor:
-            if not self._step.open:
+            if not self._watch:
                 return original(model, inputs, *arguments, **more)
             try:
-                self._step.add(inputs)
+                self._add(inputs)
                 return original(model, inputs, *arguments, **more)
             except BaseException as error:
-                self._step.abandon(error)
+                self._abandon(error)
                 raise
 
         trainer.training_step = training_step
@@ -81,17 +81,17 @@ class StepCheck(HasVerdict, TrainerCallback):
         self._logged = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step + 1 == self._step.step and self.verdict is None:
-            self._step.begin(more["model"], more["optimizer"])
+        if state.global_step + 1 == self._step and self.verdict is None:
+            self._begin(more["model"], more["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # A log of several steps is a mean over them. The callback that decides on logging comes before this one.
-        if self._step.open and not (control.should_log and self._logged + 1 == state.global_step):
-            self._step.end()
+        if self._watch and not (control.should_log and self._logged + 1 == state.global_step):
+            self._end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if "loss" not in (logs or {}):
             return
         self._logged = state.global_step
-        if self._step.open:
-            self._step.end(loss=logs["loss"], norm=logs.get("grad_norm"))
+        if self._watch:
+            self._end(loss=logs["loss"], norm=logs.get("grad_norm"))

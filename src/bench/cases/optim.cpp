@@ -173,7 +173,9 @@ class Problem {
       bases_.push_back(pattern(offset, numel, 1 + world.rank).mul_(kGradientUnit).view(shape));
       offset += numel;
     }
-    layout_ = bucketed(parameters_, world.group, find_strategy(strategy).options);
+    const Strategy& of = find_strategy(strategy);
+    layout_ = bucketed(parameters_, world.group,
+                       {.stage = of.setting == "zero1" ? 1 : 0, .share_parameters = of.share_parameters});
   }
 
   void draw_gradients(std::int64_t update) {

@@ -198,7 +198,7 @@ std::vector<Side> sides_of_step(const BenchOptions& options, int ranks) {
   for (const Strategy& strategy : chosen(strategies(), options.strategies)) {
     if (ranks == 1 || strategy.parallel != Strategy::Parallel::kData) continue;
     // Parameters on a GPU cannot be in host memory.
-    if (options.strategies.empty() && options.device == "cuda" && strategy.options.share_parameters) continue;
+    if (options.strategies.empty() && options.device == "cuda" && strategy.share_parameters) continue;
     sides.push_back(ours(strategy.name, ranks));
   }
   const auto add = [&](const std::string& name, const std::string& title, int processes,

@@ -7,11 +7,8 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
-#include "isograd/data_parallel.hpp"
-#include "isograd/expert_parallel.hpp"
 #include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/tensor_parallel.hpp"
 
 namespace isograd {
 
@@ -37,11 +34,10 @@ struct Strategy {
   std::string name;   // --strategy
   std::string title;  // human-readable
   Parallel parallel = Parallel::kData;
-  DataParallelOptions options{};
+  // Of a configuration: parallel.strategy, .tensor_overlap of the next two, .expert_overlap or .schedule.
+  std::string setting{};
+  bool share_parameters = false, overlap = true;
   bool standard = true;  // part of a run without --strategy
-  TensorOverlap tensor_overlap = TensorOverlap::kNone;
-  ExpertOverlap expert_overlap = ExpertParallelOptions().overlap;
-  std::string schedule{};  // of stages
 
   // All ranks see one batch.
   bool one_batch() const { return parallel != Parallel::kData && parallel != Parallel::kExperts; }

@@ -14,7 +14,6 @@
 #include "bench/cases/step_case.hpp"
 #include "bench/runner.hpp"
 #include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/step.hpp"
 #include "isograd/world.hpp"
@@ -32,53 +31,39 @@ struct Prepared {
   std::shared_ptr<Pipeline> pipeline{};
 };
 
-Prepared prepare_stages(const Strategy& strategy, DecoderLM& model, const World& world) {
-  const Mesh mesh(world, Grid({{kStageAxis, world.size}}));
-  const auto pipeline = std::make_shared<Pipeline>(mesh, PipelineOptions{.schedule = strategy.schedule});
-  const Layout placed = split_decoder(model, mesh, pipeline);
-  const NamedTensors own = held_parameters(model.named(), placed.placements(), mesh.grid(), world.rank);
-  return {.layout = make_strategy("bucketed", own, nullptr, mesh, {}, {}, placed.placements()),
-          .forward = [&model](const Batch& batch) -> LossTerms {
-            const DecoderOutputs outputs = model.outputs(batch);
-            if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
-            return {{"cross_entropy", cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets)}};
-          },
-          .options = through(*pipeline),
-          .pipeline = pipeline};
-}
-
 Prepared prepare(const Strategy& strategy, DecoderLM& model, const World& world) {  // collective
-  const auto forward = [&model](const Batch& batch) -> LossTerms {
-    return {{"cross_entropy", cross_entropy_sum(model.logits(batch), batch.targets)}};
-  };
-  if (strategy.parallel == Strategy::Parallel::kStages) return prepare_stages(strategy, model, world);
-  if (strategy.parallel == Strategy::Parallel::kExperts) {
-    // Each rank has tokens of its own, and its part of the experts.
-    const Grid grid = data_grid(world.size, {.dp_replicate = world.size});
-    const Mesh mesh(world, grid.viewed(data_axes(grid), {{"edp", 1}, {kExpertAxis, world.size}}));
-    const Layout placed = shard_experts(model, mesh, {}, {.overlap = strategy.expert_overlap});
-    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()), forward};
+  using enum Strategy::Parallel;
+  const auto kind = strategy.parallel;
+  const bool tensor = kind == kSequence || kind == kWholeTokens;
+  RunConfig config;
+  auto& parallel = config.parallel;
+  parallel.share_parameters = strategy.share_parameters ? "on" : "off";
+  parallel.overlap = parallel.prefetch = strategy.overlap;
+  parallel.sequence_parallel = kind == kSequence;
+  (kind == kData      ? parallel.strategy
+   : kind == kExperts ? parallel.expert_overlap
+   : kind == kStages  ? parallel.schedule
+                      : parallel.tensor_overlap) = strategy.setting;
+  if (kind != kData) (tensor ? parallel.tp : kind == kExperts ? parallel.ep : parallel.pp) = world.size;
+  const Mesh mesh(world, tensor            ? Grid({{"tp", world.size}})
+                         : kind == kStages ? Grid({{kStageAxis, world.size}})
+                                           : grid_of(config, world.size));
+  std::optional<ComposedDecoder> composed;
+  if (kind != kData) composed = compose_decoder(model, config, mesh);
+  const ModelUnits units = model_units(model, config);
+  Prepared prepared{
+      make_layout(config, model.named(), units, mesh, composed ? &composed->layout : nullptr),
+      inside(units.root, [&model](const Batch& batch) -> LossTerms {
+        const DecoderOutputs outputs = model.outputs(batch);
+        if (outputs.passed_on.defined()) return {{"cross_entropy", outputs.passed_on}};
+        return {{"cross_entropy", cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
+                                                    {.shard = model.vocabulary()})}};
+      })};
+  if (composed && composed->pipeline) {
+    prepared.pipeline = composed->pipeline;
+    prepared.options = through(*prepared.pipeline);
   }
-  if (strategy.one_batch()) {
-    const Mesh mesh(world, Grid({{"tp", world.size}}));
-    const bool sequence_parallel = strategy.parallel == Strategy::Parallel::kSequence;
-    const Layout placed = cut_decoder(
-        model, mesh, {.sequence_parallel = sequence_parallel, .overlap = strategy.tensor_overlap});
-    return {make_strategy("bucketed", model.named(), nullptr, mesh, {}, {}, placed.placements()),
-            [&model](const Batch& batch) -> LossTerms {
-              return {{"cross_entropy",
-                       cross_entropy_sum(model.logits(batch), batch.targets, {.shard = model.vocabulary()})}};
-            }};
-  }
-  const auto& options = strategy.options;
-  if (options.stage < 3)
-    return {make_strategy(options.stage == 0 ? "bucketed" : fmt::format("zero{}", options.stage),
-                          model.named(), nullptr, world.group, options),
-            forward};
-  const ModelUnits units = model_units(model, RunConfig{});
-  return {make_strategy("zero3", model.named(), &units, world.group, {},
-                        {.share_parameters = options.share_parameters, .prefetch = options.overlap}),
-          inside(units.root, forward)};
+  return prepared;
 }
 
 void synchronize(c10::Device device) {
