@@ -14,11 +14,6 @@
 #include "isograd/world.hpp"
 
 namespace isograd {
-
-// a = b + s · c: what memory gives to a core that does little else (McCalpin's STREAM). No overlap. In
-// triad.cpp.
-void triad(float* a, const float* b, const float* c, float s, std::int64_t count);
-
 namespace {
 
 const char* const kPyTorchUpdate = "PyTorch clip_grad_norm_ + fused AdamW";
@@ -255,7 +250,9 @@ void run_optim_rank(const std::filesystem::path& exchange, const std::string& na
   World world = join();
   const auto shapes = read_case(exchange).at("shapes").get<Shapes>();
   std::unique_ptr<Problem> problem;
-  std::vector<at::Tensor> abc;  // of the triad, which is as long in all as the parameters
+  // The triad a = b + s c, as long in all as the parameters, shows what memory gives to a core that does
+  // little else (McCalpin's STREAM).
+  std::vector<at::Tensor> abc;
   if (name == "triad")
     for (int i = 0; i < 3; ++i)
       abc.push_back(at::ones({split_rows(numel_of(shapes), world.size)[world.rank]}));
@@ -273,8 +270,7 @@ void run_optim_rank(const std::filesystem::path& exchange, const std::string& na
         if (problem)
           norms.push_back(problem->update());
         else
-          triad(abc[0].mutable_data_ptr<float>(), abc[1].const_data_ptr<float>(),
-                abc[2].const_data_ptr<float>(), 3, abc[0].numel());
+          at::add_out(abc[0], abc[1], abc[2], 3);
       }));
     }
     at::Tensor slowest = at::tensor(seconds, at::kDouble);
