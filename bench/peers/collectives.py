@@ -25,28 +25,64 @@ def backend_of(name):
     return dist.new_group(backend=name, timeout=TIMEOUT)._get_backend(CPU)
 
 
+def sizes_of(operation, numel, ranks):
+    """Elements of a rank's input and output, of which the larger has `numel` at most; an output of 0: in place."""
+    part = numel // ranks
+    if operation.startswith("all_gather"):
+        return part, part * ranks
+    return {"reduce_scatter": (part * ranks, part), "all_to_all": (part * ranks, part * ranks)}.get(operation, (numel, 0))
+
+
+def pattern(numel, rank, dtype):
+    """Element i of rank r: i mod 32, plus r. In bf16 too their sum over the ranks is exact."""
+    return (torch.arange(32.0) + rank).to(dtype).repeat(numel // 32 + 1)[:numel]
+
+
+def right_result(operation, sizes, rank, ranks, dtype):
+    if operation in ("broadcast", "round_trip"):
+        return pattern(sizes[0], 0 if operation == "broadcast" or rank < 2 else rank, dtype)
+    parts = (pattern(sizes[0], other, dtype) for other in range(ranks))
+    if operation in ("all_reduce", "reduce_scatter"):
+        total = sum(parts)
+        return total if operation == "all_reduce" else total.view(ranks, -1)[rank]
+    return torch.cat(list(parts) if operation.startswith("all_gather") else [part.view(ranks, -1)[rank] for part in parts])
+
+
 def run_case(isograd_comm, meeting, case, contestants):
-    dtype = getattr(torch, case["dtype"])
-    race = isograd_comm._Race(meeting, case["operation"], case["bytes"], dtype)
-    input_numel, output_numel = race.numel()
-    if case["operation"] == "barrier":
-        for name, backend in contestants.items():
-            race.add_backend(name, backend, None, None)
-        race.add_group("group", contestants["ordinary"], None, None)
-    else:
-        def buffers(make):
-            if case["operation"] == "all_gather_in_place":
-                output = make(output_numel)
-                return output.narrow(0, dist.get_rank() * input_numel, input_numel), output
-            return make(input_numel), make(output_numel) if output_numel else None
+    operation, dtype = case["operation"], getattr(torch, case["dtype"])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = sizes_of(operation, case["bytes"] // dtype.itemsize, ranks)
+    race = isograd_comm._Race(meeting, operation)
+
+    def enter(add, name, backend, input=None, output=None):
+        """A first call, not timed, whose result must be right."""
+        add(name, backend, input, output)
+        if input is None:
+            return race.call()
+        if output is not None:
+            output.fill_(-1)
+        input.copy_(pattern(sizes[0], rank, dtype))
+        race.call()
+        if not torch.equal(input if output is None else output, right_result(operation, sizes, rank, ranks, dtype)):
+            raise RuntimeError(f"{operation} of {name} gave a wrong result on rank {rank}")
+
+    def buffers(make):
+        if operation == "all_gather_in_place":
+            output = make(sizes[1])
+            return output.narrow(0, rank * sizes[0], sizes[0]), output
+        return make(sizes[0]), make(sizes[1]) if sizes[1] else None
+
+    ordinary = shared = (None, None)
+    if operation != "barrier":
         ordinary = buffers(lambda numel: torch.zeros(numel, dtype=dtype))
         shared = buffers(lambda numel: isograd_comm.empty_shared(numel, dtype, case["group"]))
-        numel = max(input_numel, output_numel)
-        race.add_backend("shared", contestants["ordinary"], *shared)
-        race.add_group("group", contestants["ordinary"], *shared)
-        for name, backend in contestants.items():
-            race.add_backend(name, backend, *ordinary)
-        race.add_memcpy("memcpy", torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype))
+        enter(race.add_backend, "shared", contestants["ordinary"], *shared)
+    enter(race.add_group, "group", contestants["ordinary"], *shared)
+    for name, backend in contestants.items():
+        enter(race.add_backend, name, backend, *ordinary)
+    if operation != "barrier":
+        race.add_memcpy("memcpy", *(torch.zeros(max(sizes), dtype=dtype) for _ in range(2)))
+        race.call()
     return race.run(case["seconds"], case["fewest"], case["most"])
 
 
