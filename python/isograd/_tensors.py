@@ -130,10 +130,11 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        entries = [mapped(entry, change) for entry in value]
-        if all(new is old for new, old in zip(entries, value)):
+        listed = [mapped(entry, change) for entry in value]
+        if all(new is old for new, old in zip(listed, value)):
             return value
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed)
+    entries: Mapping[Any, Any]
     put: Callable[[Any, Any, Any], None]
     if isinstance(value, dict):
         entries, put = value, operator.setitem
