@@ -71,8 +71,7 @@ def attention_alone(c, own):
 
 def model_step(exchange, c, own):
     llama_step.Block.attend = staticmethod(attend)
-    model = llama_step.Llama(c, c["tokens"])
-    llama_step.load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
+    model = llama_step.loaded(llama_step.Llama(c, c["tokens"]), exchange, c)
     model.cos, model.sin = model.cos[own], model.sin[own]
     tokens = (torch.arange(c["tokens"]) * 7919 + 13) % c["vocabulary"]
     targets = (tokens * 31 + 1) % c["vocabulary"]

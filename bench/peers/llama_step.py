@@ -19,6 +19,7 @@ EXCHANGE holds
 Ranks of "tp" shard one model and see one batch: their case has one rank's tokens. An eager side of a case with several
 ranks computes what rank 0 sees: one process with the tokens of one rank.
 """
+import functools
 import itertools
 import json
 import os
@@ -44,20 +45,13 @@ class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = c["heads"], c["key_value_heads"], c["head_dim"]
-        d, f = c["hidden"], c["feed_forward"]
+        d, f, q, kv = c["hidden"], c["feed_forward"], self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.input_layernorm = nn.RMSNorm(d, eps=c["norm_epsilon"])
         self.post_attention_layernorm = nn.RMSNorm(d, eps=c["norm_epsilon"])
+        linear = functools.partial(nn.Linear, bias=False)
         self.self_attn = nn.ModuleDict({
-            "q_proj": nn.Linear(d, self.heads * self.head_dim, bias=False),
-            "k_proj": nn.Linear(d, self.kv_heads * self.head_dim, bias=False),
-            "v_proj": nn.Linear(d, self.kv_heads * self.head_dim, bias=False),
-            "o_proj": nn.Linear(self.heads * self.head_dim, d, bias=False),
-        })
-        self.mlp = nn.ModuleDict({
-            "gate_proj": nn.Linear(d, f, bias=False),
-            "up_proj": nn.Linear(d, f, bias=False),
-            "down_proj": nn.Linear(f, d, bias=False),
-        })
+            "q_proj": linear(d, q), "k_proj": linear(d, kv), "v_proj": linear(d, kv), "o_proj": linear(q, d)})
+        self.mlp = nn.ModuleDict({"gate_proj": linear(d, f), "up_proj": linear(d, f), "down_proj": linear(f, d)})
 
     def forward(self, x, cos, sin):
         y, attn = self.input_layernorm(x), self.self_attn
@@ -113,18 +107,17 @@ def read_safetensors(path):
     return state
 
 
-def load_safetensors(path, model, tied):
-    """Fills `model` from a safetensors file; every tensor must be used, every parameter filled."""
-    state = read_safetensors(path)
-    if tied:
+def loaded(model, exchange, c):
+    """The model with the exchange's weights; every tensor must be used, every parameter filled."""
+    state = read_safetensors(exchange / "model/model.safetensors")
+    if c["tied_output"]:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     model.load_state_dict(state, strict=True)
+    return model
 
 
 def make_model(exchange, c, mode, rank, ranks):
-    model = Llama(c, c["length"])
-    load_safetensors(exchange / "model/model.safetensors", model, c["tied_output"])
-    return model
+    return loaded(Llama(c, c["length"]), exchange, c)
 
 
 def optimizer_for(model, c, mode, apart=()):
