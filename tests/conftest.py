@@ -3,6 +3,7 @@
 Tests of process ranks take turns with the backends; with ISOGRAD_FULL_TESTS=1, and where a backend decides what is
 seen (`both_backends`: lost ranks), each runs once with each."""
 import functools
+import json
 import os
 import pathlib
 import re
@@ -19,7 +20,55 @@ import warm_python
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
+BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")).resolve()
+BINARY = BUILD / "bin/isograd"
+LIMIT = 240  # seconds; a call that takes longer hangs
+FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMPI_COMM_WORLD_", "PMIX_", "PMI_")
+
+
+def words_of(arguments):
+    """An argument "section.key=value" changes the configuration."""
+    words = []
+    for word in map(str, arguments):
+        words += ["--set", word] if re.match(r"[a-z]+(\.\w+)+=", word) and words[-1:] != ["--set"] else [word]
+    return words
+
+
+def isograd(*arguments, status=None, cwd=None, limit=LIMIT, **environment):
+    """The command line, which has ended: with that status, if one is given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    done = subprocess.run([BINARY, *words_of(arguments)], capture_output=True, text=True, timeout=limit, cwd=cwd,
+                          env={**clean, "OMP_NUM_THREADS": "1", **environment})
+    assert status is None or done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+ran = functools.partial(isograd, status=0)
+
+
+def refused(*arguments, status=2, **options):
+    """The message of a refused call: once, on standard error, in few lines."""
+    said = isograd(*arguments, status=status, **options).stderr
+    assert len(said.splitlines()) <= 4, said
+    return said
+
+
+def rows_of(folder, key="loss"):
+    """The log of a run, a row a step; key="figures" or "validation_loss": a row an evaluation."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row.get(key) is not None]
+
+
+def full(*values, **options):
+    """A case that is left out of the default suite."""
+    return pytest.param(*values, marks=pytest.mark.full, **options)
+
+
+def by_turns(first, second):
+    """Every pair of two dimensions. By default each value of the longer one comes with one value of the other."""
+    return [(full if (i + j) % min(len(first), len(second)) else pytest.param)(a, b)
+            for i, a in enumerate(first) for j, b in enumerate(second)]
 
 
 @functools.cache
@@ -39,12 +88,12 @@ def backend(request):
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory):
     """The Python package, packed from the build folder as it stands."""
-    missing = BINARY.parent.parent / "python/isograd_comm.missing"
+    missing = BUILD / "python/isograd_comm.missing"
     if missing.exists():
         pytest.skip(f"isograd_comm: {missing.read_text()}")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation",
-               "-C", f"cmake.define.ISOGRAD_BUILD={BINARY.parent.parent.resolve()}", "-w", str(folder), str(ROOT / "python")]
+               "-C", f"cmake.define.ISOGRAD_BUILD={BUILD}", "-w", str(folder), str(ROOT / "python")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("isograd-*.whl"))
@@ -73,7 +122,7 @@ def warm(installed):
 
 
 def run_python(python, *arguments, timeout=300, **variables):
-    """What a program of tests/python_package, or another one, prints on standard output."""
+    """The standard output of a program of tests/python_package, or of another one."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=ROOT / "tests/python_package",
                           capture_output=True, text=True, timeout=timeout)
@@ -104,7 +153,7 @@ def out_of_turn(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    if os.environ.get("ISOGRAD_FULL_TESTS"):
+    if FULL:
         return
     left_out = [item for item in items if item.get_closest_marker("full")] + out_of_turn(items)
     config.hook.pytest_deselected(items=left_out)

@@ -1,4 +1,4 @@
-"""What a small run reads: a configuration, documents, videos."""
+"""The files that a small run reads: a configuration, documents, videos."""
 import json
 
 
@@ -20,6 +20,17 @@ def write_run(path, tables, **more):
         f"{key} = {json.dumps(value)}\n".replace("{folder}", str(path.parent)) for key, value in keys.items())
         for table, keys in merged(tables, more).items()))
     return path
+
+
+def write_documents(folder, count, text=lambda i: "abc " * (3 + 7 * i % 23)):
+    """Documents of different lengths in {folder}/text."""
+    (folder / "text").mkdir()
+    for i in range(count):
+        (folder / f"text/{i:02}.txt").write_text(f"document {i}: {text(i)}")
+
+
+def counting(i):
+    return " ".join(map(str, range(10 * i)))
 
 
 def write_video(path, frames, rows, columns, seed):

@@ -14,14 +14,13 @@ import pytest
 
 import processors
 import warm_python
+from conftest import BINARY, BUILD, ROOT, full
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 COLD = dict(os.environ, PYTHON=sys.executable)
 
 
 def bench(*arguments, of="step", **options):
-    return subprocess.run([BUILD / "bin/isograd", "bench", of, *map(str, arguments)], cwd=ROOT, text=True,
+    return subprocess.run([BINARY, "bench", of, *map(str, arguments)], cwd=ROOT, text=True,
                           capture_output=True, timeout=300, env=warm_python.for_peers(), **options)
 
 
@@ -91,10 +90,6 @@ def broken_peer(tmp_path, name, right, wrong):
     return python_that(tmp_path, f'shift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"')
 
 
-def full(*values, **options):
-    return pytest.param(*values, marks=pytest.mark.full, **options)
-
-
 def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     """The peer starts from our weights through a Hugging Face directory: equal losses over several optimizer
     steps mean equal models, gradients, clipping and AdamW."""
@@ -154,7 +149,7 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     assert all(record["exposed_ms"] > 0 and record["unit"] == peers[record["peer_name"]] for record in records)
 
 
-# Of a model on several ranks: the peers of the tiny case. Equal losses and norms over several optimizer steps.
+# A model on several ranks: the peers of the tiny case. Equal losses and norms over several optimizer steps.
 @pytest.mark.parametrize("of, peers", [
     ("tensor", {"isograd, one rank", "PyTorch tensor parallel over Gloo", "one PyTorch process"}),
     ("pipeline", {"isograd, one rank", "PyTorch pipelining, 1F1B over Gloo", "one PyTorch process"}),
@@ -238,7 +233,7 @@ def test_a_bench_that_is_ended_leaves_no_side_behind(tmp_path):
                 found += str(tmp_path).encode() in path.read_bytes()
         return found
 
-    bench = subprocess.Popen([BUILD / "bin/isograd", "bench", "step", "--case", "tiny", "--ranks", "2"], cwd=ROOT, text=True,
+    bench = subprocess.Popen([BINARY, "bench", "step", "--case", "tiny", "--ranks", "2"], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(COLD, TMPDIR=str(tmp_path)))
     until = time.monotonic() + 60
     while (started := sides()) < 2 and time.monotonic() < until:

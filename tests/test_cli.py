@@ -1,7 +1,6 @@
-"""The command line: what is said about bad input, and with which status; every verb on something small; the museum.
+"""The command line: its messages about bad input and their status; every verb on something small; the museum.
 
-Training itself is in test_train.py, stops, kills and full disks in test_train.py. The binary comes from
-ISOGRAD_BUILD_DIR (default build/release).
+Training itself, stops, kills and full disks are in test_train.py.
 """
 import json
 import os
@@ -11,71 +10,18 @@ import subprocess
 import sys
 
 import pytest
-from conftest import built_backends
+from conftest import BINARY, BUILD, LIMIT, ROOT, built_backends, full, isograd, ran, refused, rows_of, words_of
+from run_files import text_tables, write_documents, write_run, write_video
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BINARY = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
-LIMIT = 120  # seconds; what takes longer hangs
-
-CONFIG = """
-[run]
-directory = "{folder}/run"
-[data]
-text = ["{folder}/text"]
-cache = "{folder}/cache"
-pack_length = 32
-validation_fraction = 0.2
-[batch]
-packs_per_step = 4
-packs_per_micro_batch = 2
-[model]
-hidden = 16
-layers = 1
-heads = 2
-key_value_heads = 1
-head_dim = 8
-feed_forward = 24
-max_positions = 64
-[train]
-steps = 3
-evaluate_every = 2
-evaluate_packs = 2
-[parallel]
-timeout_seconds = 30
-[sample]
-tokens = 8
-"""
-
-
-def isograd(*arguments, cwd=None, **environment):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-             and not k.startswith(("OMPI_COMM_WORLD_", "PMIX_", "PMI_"))}
-    return subprocess.run([str(BINARY), *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT, cwd=cwd,
-                          env=dict(clean, **environment))
-
-
-def ran(*arguments, **options):
-    """A call that ends well."""
-    done = isograd(*arguments, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def refused(*arguments, status=2, **options):
-    """What a refused call says; it must say it once, on standard error, in few lines."""
-    done = isograd(*arguments, **options)
-    assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert len(done.stderr.splitlines()) <= 4, done.stderr
-    return done.stderr
+TABLES = text_tables(4, 2, 32, (16, 1, 2, 1, 8, 24), data={"validation_fraction": 0.2}, model={"max_positions": 64},
+                     train={"steps": 3, "evaluate_every": 2, "evaluate_packs": 2}, parallel={"timeout_seconds": 30},
+                     sample={"tokens": 8})
 
 
 def written(folder):
     """A configuration and its text in a folder."""
-    (folder / "text").mkdir()
-    for i in range(20):
-        (folder / f"text/{i:02}.txt").write_text(f"document {i}: " + "abc " * (3 + 7 * i % 23))
-    (folder / "run.toml").write_text(CONFIG.format(folder=folder))
-    return folder / "run.toml"
+    write_documents(folder, 20)
+    return write_run(folder / "run.toml", TABLES)
 
 
 @pytest.fixture
@@ -87,18 +33,16 @@ def config(tmp_path):
 def finished(tmp_path_factory):
     """The configuration of a run of two ranks that has ended. It is only read."""
     config = written(tmp_path_factory.mktemp("finished"))
-    ran("train", config, "--ranks", 2, "--set", "verify.at_end=false")
+    ran("train", config, "--ranks", 2, "verify.at_end=false")
     return config
 
 
 def without_model(config):
     """The same, for model.load: a model that is loaded describes itself."""
-    path = config.parent / "loads.toml"
-    path.write_text(re.sub(r"\[model\].*?(?=\[train\])", "", config.read_text(), flags=re.S))
-    return path
+    return write_run(config.parent / "loads.toml", {table: keys for table, keys in TABLES.items() if table != "model"})
 
 
-# What is refused. In a row: the words behind `isograd`, and what must be said. {config} and {folder} are there, not much else.
+# A row: the words after `isograd` of a call that is refused, and parts of the message. Files: {config}, {folder}, {loads}.
 REFUSED = [
     ("", "--help"), ("trian run.toml", "Did you mean train?"), ("train run.toml --rank 2", "Did you mean --ranks?"),
     ("train", "See isograd train --help."), ("data pack", "See isograd data pack --help."),
@@ -156,6 +100,9 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
 # Configuration
 
 
+VERBS = [["train"], ["verify"], ["train", "--ranks", "3"]]  # by turns
+
+
 @pytest.mark.parametrize("text, parts", [
     ("[data]\n\npack_lenght = 3\n", [":3", 'Did you mean "data.pack_length"?']),
     ("[data]\npack_length = \"long\"\n", [":2", "the text \"long\"", "integer, at least 1"]),
@@ -168,15 +115,13 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
 def test_bad_configuration_names_the_line_and_what_is_expected(tmp_path, text, parts):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    for verb in [["config"], ["train"], ["verify"], ["train", "--ranks", "3"]]:
+    for verb in [["config"], VERBS[len(text) % 3]]:
         said = refused(*verb, path)
-        for part in [str(path), *parts]:
-            assert part in said, said
+        assert all(part in said for part in [str(path), *parts]), said
 
 
 def test_overrides_and_files_give_what_config_prints(config):
-    done = ran("config", config, "--set", "train.steps=77", "--set", "data.text=[\"a\", \"b c\"]", "--set",
-                   "sample.prompt=[x]")
+    done = ran("config", config, "train.steps=77", "data.text=[\"a\", \"b c\"]", "sample.prompt=[x]")
     assert "steps = 77" in done.stdout and 'text = ["a", "b c"]' in done.stdout and 'prompt = "[x]"' in done.stdout
     again = config.parent / "again.toml"
     again.write_text(done.stdout)
@@ -184,9 +129,8 @@ def test_overrides_and_files_give_what_config_prints(config):
 
 
 def test_documentation_is_generated_from_the_table():
-    done = ran("config", "--markdown")
-    assert done.stdout == (ROOT / "docs/configuration.md").read_text(), \
-        "run: isograd config --markdown > docs/configuration.md"
+    table = ran("config", "--markdown").stdout
+    assert table == (ROOT / "docs/configuration.md").read_text(), "run: isograd config --markdown > docs/configuration.md"
 
 
 def test_every_key_is_read_somewhere():
@@ -217,16 +161,13 @@ def test_example_configurations_are_valid():
 
 
 def test_bad_input_found_by_the_ranks_is_said_once(config, backend):
-    done = isograd("train", config, "--ranks", 2, "--backend", backend, "--set",
-                   f"data.text={config.parent}/nothing-here")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("ConfigError") == 1, done.stderr
+    said = isograd("train", config, "--ranks", 2, "--backend", backend, f"data.text={config.parent}/nothing-here", status=2).stderr
+    assert said.count("ConfigError") == 1, said
 
 
 def test_ranks_flag_against_a_launcher(config):
     # Alone, but told by the environment that it is one of one.
-    said = refused("train", config, "--ranks", 2, RANK="0", WORLD_SIZE="1")
-    assert "WORLD_SIZE=1" in said
+    assert "WORLD_SIZE=1" in refused("train", config, "--ranks", 2, RANK="0", WORLD_SIZE="1")
 
 
 def test_launch_gives_ranks_and_passes_the_status_on():
@@ -242,7 +183,7 @@ def test_launch_gives_ranks_and_passes_the_status_on():
 
 @pytest.mark.both_backends
 def test_launch_through_mpirun(backend):
-    """What mpirun's ranks see, their output with the rank in front, and what becomes of their status."""
+    """The variables of mpirun's ranks, their output with the rank in front, and their status."""
     name = {"shm": "RANK", "mpi": "OMPI_COMM_WORLD_RANK"}[backend]
     launch = ["launch", "-n", 2, "--backend", backend, "--prefix", "--", sys.executable, "-c"]
     done = ran(*launch, f"import os, sys; print('I am', os.environ['{name}'], sys.argv[1:])", "--x", "[a,b]")
@@ -253,10 +194,11 @@ def test_launch_through_mpirun(backend):
 
 
 def test_mpi_is_there_or_the_build_says_how_to_get_it(config):
+    launch = ["launch", "-n", 2, "--backend", "mpi", "--", "true"]
     if "mpi" in built_backends():
-        ran("launch", "-n", 2, "--backend", "mpi", "--", "true")
+        ran(*launch)
         return
-    for command in (["launch", "-n", 2, "--backend", "mpi", "--", "true"], ["train", config, "--backend", "mpi"]):
+    for command in (launch, ["train", config, "--backend", "mpi"]):
         said = refused(*command)
         assert "libopenmpi-dev" in said and "--backend shm" in said
 
@@ -274,17 +216,16 @@ def test_mpirun_by_hand(config, backend):
     assert done.stdout.count("PASS") == 1, done.stdout
 
 
-@pytest.mark.parametrize("ranks, load", [(2, "empty"), (3, "broken"), pytest.param(2, "broken", marks=pytest.mark.full),
-                                         pytest.param(3, "empty", marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks, load", [(2, "empty"), (3, "broken"), full(2, "broken"), full(3, "empty")])
 def test_what_ranks_find_alike_is_said_once_and_without_a_log_of_collectives(config, ranks, load):
     folder, config = config.parent, without_model(config)
     (folder / load).mkdir()
     if load == "broken":
         (folder / load / "config.json").write_text("{}")
-    said = refused("train", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+    said = refused("train", config, "--ranks", ranks, f"model.load={folder / load}")
     assert len(said.splitlines()) == 1 and said.count("ConfigError") == 1, said
     assert not re.search(r"rank \d|operations", said), said
-    said = refused("verify", config, "--ranks", ranks, "--set", f"model.load={folder / load}")
+    said = refused("verify", config, "--ranks", ranks, f"model.load={folder / load}")
     assert len(said.splitlines()) == 1, said
 
 
@@ -297,7 +238,7 @@ def test_gpus_that_are_not_there_are_said_once(config):
     assert "parallel.device" in refused("train", config, "--backend", "nccl")
     assert "without CUDA" in refused("train", config, "--device", "auto", "--backend", "nccl")
     assert "parallel.device" in refused("train", config, "--device", "gpu")
-    assert isograd("config", config, "--set", "parallel.device=cuda").returncode == 0  # to be run elsewhere
+    ran("config", config, "parallel.device=cuda")  # to be run elsewhere
 
 
 # Every verb on something small
@@ -314,16 +255,13 @@ def test_train_verify_and_sample(config, backend):
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3]
     assert [row["step"] for row in steps if "validation_loss" in row] == [2, 3]
 
-    first = ran("sample", run, "--prompt", "document", "--tokens", 12, "--seed", 4)
-    assert first.stdout.startswith("document")
-    assert isograd("sample", run, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout == first.stdout
-    checkpoint = max((run / "checkpoints").glob("step-*"))
-    assert isograd("sample", checkpoint, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout == first.stdout
+    texts = [ran("sample", folder, "--prompt", "document", "--tokens", 12, "--seed", 4).stdout
+             for folder in (run, run, max((run / "checkpoints").glob("step-*")))]
+    assert texts[0].startswith("document") and texts == texts[:1] * 3
 
     verdict, page = config.parent / "verdict.json", config.parent / "verdict.html"
-    done = ran("verify", config, "--ranks", 2, "--backend", backend, "--layout", "naive", "--layout", "bucketed",
-                   "--json", verdict, "--report", page)
-    assert "PASS" in done.stdout
+    assert "PASS" in ran("verify", config, "--ranks", 2, "--backend", backend, "--layout", "naive", "--layout", "bucketed",
+                         "--json", verdict, "--report", page).stdout
     told = json.loads(verdict.read_text())
     assert told["verdict"] == "pass" and told["parameters"] and set(told["grades"]) == {"naive", "bucketed"}
     assert "<!doctype html>" in page.read_text()
@@ -333,10 +271,9 @@ def test_what_is_printed_must_arrive(config):
     """A full disk, here the device that is always full, is no success."""
     for arguments in (["--help"], ["--version"], ["config", config], ["train", "--help"],
                       ["launch", "-n", 2, "--prefix", "--", "echo", "said"],
-                      ["train", config, "--ranks", 2, "--set", "train.steps=1"]):
-        with open("/dev/full", "w") as full:
-            done = subprocess.run([str(BINARY), *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
-                                  timeout=LIMIT)
+                      ["train", config, "--ranks", 2, "train.steps=1"]):
+        with open("/dev/full", "w") as device:
+            done = subprocess.run([BINARY, *words_of(arguments)], stdout=device, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
         assert done.returncode == 2, (arguments, done.returncode, done.stderr)
         assert done.stderr.count("ConfigError") == 1 and "output" in done.stderr, done.stderr
 
@@ -355,15 +292,14 @@ def test_a_single_host_needs_no_network(config):
 
 
 def test_advice_can_be_followed(finished):
-    """In keys, and in those that are allowed beside what is set."""
+    """It names keys that the rest of the configuration allows."""
     config, run = finished, finished.parent / "run"
-    said = refused("train", config, "--set", "data.pack_length=65", "--overwrite")
+    said = refused("train", config, "data.pack_length=65", "--overwrite")
     assert "model.max_positions = 65" in said, said
-    said = refused("train", config, "--set", "parallel.strategy=naive", "--set", "parallel.share_parameters=on")
+    said = refused("train", config, "parallel.strategy=naive", "parallel.share_parameters=on")
     assert 'parallel.strategy = "bucketed"' in said and "bucketed()" not in said, said
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    said = refused("train", without_model(config), "--set", f"model.load={checkpoint}", "--set", "data.pack_length=65", "--set",
-                   f"run.directory={run}2")
+    said = refused("train", without_model(config), f"model.load={checkpoint}", "data.pack_length=65", f"run.directory={run}2")
     assert "Set data.pack_length = 64" in said and "model.max_positions =" not in said, said
 
 
@@ -372,17 +308,16 @@ def test_a_prompt_is_never_dropped_in_silence(finished):
     long = "x" * 64
     assert "--prompt" in refused("sample", run, "--prompt", long)
     assert isograd("sample", run, "--prompt", "x" * 62).stdout.startswith("x" * 62)
-    said = refused("train", config, "--overwrite", "--set", f"sample.prompt={long}")
+    said = refused("train", config, "--overwrite", f"sample.prompt={long}")
     assert "sample.prompt" in said and "Shorten the prompt" in said, said
     shard = config.parent / "tokens.bin"  # of nanoGPT: nothing says whose tokens they are
     shard.write_bytes(bytes(range(1, 200)) * 20)
-    said = refused("train", config, "--overwrite", "--set", "data.text=[]", "--set", f"data.shards={shard}", "--set",
-                   "model.vocabulary=65536", "--set", "sample.prompt=ab")
+    said = refused("train", config, "--overwrite", "data.text=[]", f"data.shards={shard}", "model.vocabulary=65536", "sample.prompt=ab")
     assert "sample.prompt" in said and "tokenizer" in said, said
 
 
 def test_a_prompt_longer_than_the_sliding_window_is_refused_and_fewer_tokens_are_said(config, tmp_path):
-    done = ran("train", config, "--set", "model.family=mistral", "--set", "verify.at_end=false")
+    ran("train", config, "model.family=mistral", "verify.at_end=false")
     trained = max((config.parent / "run/checkpoints").glob("step-*"))
     window = tmp_path / "window"
     window.mkdir()
@@ -392,13 +327,12 @@ def test_a_prompt_longer_than_the_sliding_window_is_refused_and_fewer_tokens_are
     sample = ("sample", window, "--tokenizer", "bytes")
     said = refused(*sample, "--prompt", "x" * 20)  # and the mark in front
     assert "--prompt" in said and "21 tokens" in said and "16, the model's sliding window" in said, said
-    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 30)
-    assert done.returncode == 0 and done.stdout.startswith("x" * 10)
+    done = ran(*sample, "--prompt", "x" * 10, "--tokens", 30)
+    assert done.stdout.startswith("x" * 10)
     assert "at most 5 of 30 tokens" in done.stderr and "sliding window" in done.stderr, done.stderr
-    done = isograd(*sample, "--prompt", "x" * 10, "--tokens", 5)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    done = isograd("sample", trained, "--prompt", "x" * 10, "--tokens", 60)
-    assert "at most 53 of 60 tokens" in done.stderr and "positions" in done.stderr, done.stderr
+    assert ran(*sample, "--prompt", "x" * 10, "--tokens", 5).stderr == ""
+    said = ran("sample", trained, "--prompt", "x" * 10, "--tokens", 60).stderr
+    assert "at most 53 of 60 tokens" in said and "positions" in said, said
 
 
 # A run's folder
@@ -406,18 +340,19 @@ def test_a_prompt_longer_than_the_sliding_window_is_refused_and_fewer_tokens_are
 
 def test_a_run_does_not_write_over_another(config):
     run = config.parent / "run"
-    ran("train", config, "--set", "checkpoint.every=1")
-    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    ran("train", config, "checkpoint.every=1", "verify.at_end=false")
+
+    def content():
+        return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = content()
     for ranks in (1, 2):
-        said = refused("train", config, "--ranks", ranks, "--set", "train.steps=1")
+        said = refused("train", config, "--ranks", ranks, "train.steps=1")
         for part in ("run.directory", "2 checkpoints up to step-00000003", "checkpoint.resume=latest", "--overwrite"):
             assert part in said, said
-    after = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert after == before
-    done = isograd("train", config, "--set", "checkpoint.resume=latest", "--set", "train.steps=5")
-    assert done.returncode == 0 and "the learning rate" in done.stderr and "train.steps = 5 (was 3)" in done.stderr
-    done = isograd("train", config, "--overwrite", "--set", "train.steps=1")
-    assert done.returncode == 0 and "--overwrite: 2 checkpoints" in done.stderr, done.stderr
+    assert content() == before
+    said = ran("train", config, "checkpoint.resume=latest", "train.steps=5").stderr
+    assert "the learning rate" in said and "train.steps = 5 (was 3)" in said
+    assert "--overwrite: 2 checkpoints" in ran("train", config, "--overwrite", "train.steps=1").stderr
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -429,37 +364,17 @@ def test_sample_of_something_else_is_refused(tmp_path):
     assert "state.json" in refused("sample", tmp_path)
 
 
-VIDEOS = """
-[run]
-directory = "{folder}/run"
-[batch]
-videos_per_step = 2
-[model]
-kind = "video"
-hidden = 16
-layers = 1
-heads = 2
-head_dim = 8
-feed_forward = 24
-[video]
-files = ["{folder}/videos"]
-height = 8
-frames_per_second = 0
-patch_height = 4
-patch_width = 4
-timestep_features = 8
-[train]
-steps = 2
-"""
+VIDEOS = {"run": {"directory": "{folder}/run"}, "batch": {"videos_per_step": 2}, "train": {"steps": 2},
+          "model": {"kind": "video", "hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "feed_forward": 24},
+          "video": {"files": ["{folder}/videos"], "height": 8, "frames_per_second": 0, "patch_height": 4, "patch_width": 4,
+                    "timestep_features": 8}}
 
 
 def test_train_and_sample_of_videos(tmp_path):
     (tmp_path / "videos").mkdir()
     for i in range(3):
-        frame = b"FRAME\n" + bytes((5 * x + 3 * i) % 256 for x in range(3 * 8 * 12))
-        (tmp_path / f"videos/{i}.y4m").write_bytes(b"YUV4MPEG2 W12 H8 F8:1 Ip A1:1 C444\n" + 4 * frame)
-    path = tmp_path / "run.toml"
-    path.write_text(VIDEOS.format(folder=tmp_path))
+        write_video(tmp_path / f"videos/{i}.y4m", 4, 8, 12, i)
+    path = write_run(tmp_path / "run.toml", VIDEOS)
     done = ran("train", path)
     assert " patches/s" in done.stderr and "tokens/s" not in done.stdout + done.stderr
 
@@ -478,25 +393,23 @@ def test_train_and_sample_of_videos(tmp_path):
 
 def test_data_pack_and_show(config):
     folder = config.parent
-    done = ran("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens", 500)
+    pack = ("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens", 500)
+    done = ran(*pack)
     count, tokens = map(int, re.match(r"(\d+) documents, (\d+) tokens from 20 files", done.stdout).groups())
     # Bytes and two marks a document.
     assert count == 20 and tokens == sum(p.stat().st_size + 2 for p in (folder / "text").iterdir())
     shards = done.stdout.splitlines()[1:]
     assert len(shards) > 1 and all(pathlib.Path(s).exists() for s in shards)
-    assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
-                                  500).stdout
+    assert "unchanged" in ran(*pack).stdout
     other = folder / "other.txt"
     other.write_text("another corpus")
     said = refused("data", "pack", other, "--out", folder / "shards")
     for part in (str(folder / "shards"), f"{len(shards)} shards", "such as tokens-", "--out", "--overwrite"):
         assert part in said, said
     assert all(pathlib.Path(s).exists() for s in shards) and len(list((folder / "shards").glob("*.isograd"))) == len(shards)
-    assert "unchanged" in isograd("data", "pack", folder / "text", "--out", folder / "shards", "--shard-tokens",
-                                  500).stdout
-    shown = isograd("data", "show", *shards, "--documents", 1)
-    assert shown.returncode == 0 and str(tokens) in shown.stdout.replace(",", "").replace(" ", "") and \
-        "document 0: abc" in shown.stdout, shown.stdout
+    assert "unchanged" in ran(*pack).stdout
+    shown = ran("data", "show", *shards, "--documents", 1).stdout
+    assert str(tokens) in shown.replace(",", "").replace(" ", "") and "document 0: abc" in shown, shown
 
     broken = pathlib.Path(shards[0])
     content = bytearray(broken.read_bytes())
@@ -511,8 +424,7 @@ def test_data_pack_and_show(config):
 def test_data_show_prints_what_a_step_trains_on(finished):
     """Its documents, and as many tokens and targets as the run's own log counted in that step."""
     config = finished
-    rows = [json.loads(line) for line in (config.parent / "run/metrics.jsonl").read_text().splitlines()]
-    for row in (row for row in rows if "loss" in row):
+    for row in rows_of(config.parent / "run"):
         shown = ran("data", "show", config, "--step", row["step"], "--ranks", 2)
         packs = re.findall(r"^pack \d+: rank (\d), micro-batch \d, (\d+) tokens, (\d+) targets$", shown.stdout, re.M)
         assert sum(int(pack[1]) for pack in packs) == row["tokens"], shown.stdout
@@ -520,7 +432,7 @@ def test_data_show_prints_what_a_step_trains_on(finished):
         assert {pack[0] for pack in packs} == {"0", "1"}
         assert re.search(r"^  document \d+, tokens \d+ to \d+ of \d+: .*abc", shown.stdout, re.M)
     # Another seed, another order; a number of steps beyond the epoch goes on in the next one.
-    one, other = (isograd("data", "show", config, "--step", 1, "--set", f"run.seed={seed}").stdout for seed in (1, 2))
+    one, other = (isograd("data", "show", config, "--step", 1, f"run.seed={seed}").stdout for seed in (1, 2))
     assert one != other
     assert "of epoch 2" in isograd("data", "show", config, "--step", 1 + int(re.search(r"of (\d+) of epoch 1", one)[1])).stdout
 
@@ -536,7 +448,7 @@ def test_the_table_of_the_ranking_example_without_its_package_is_one_line():
 def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
     text = (ROOT / f"examples/{name}.toml").read_text()
     assert f"python3 examples/{script}" in text.split("[run]")[0]
-    said = refused("train", ROOT / f"examples/{name}.toml", "--set", f"run.directory={tmp_path}", cwd=tmp_path)
+    said = refused("train", ROOT / f"examples/{name}.toml", f"run.directory={tmp_path}", cwd=tmp_path)
     assert f"python3 examples/{script}" in said, said
 
 
@@ -544,8 +456,7 @@ def test_an_example_without_its_data_says_how_to_get_it(name, script, tmp_path):
 
 
 def museum(*arguments):
-    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
-    return subprocess.run([build / "tests/museum/museum", *arguments], capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run([BUILD / "tests/museum/museum", *arguments], capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_museum_lists_explains_and_catches():

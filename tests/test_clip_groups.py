@@ -1,11 +1,11 @@
-"""train.clip_groups, train.part_norms: runs on ranks beside one process, what is logged, resumed, verified and refused."""
+"""train.clip_groups, train.part_norms: runs on ranks compared with one process, what is logged, resumed, verified and refused."""
 import json
 
 import pytest
-from test_cli import isograd
-from test_hosts import steps, written
+from conftest import isograd, rows_of
+from test_hosts import written
 
-GROUPS = 'train.clip_groups=["*.mlp.*: 0.02", "*norm.weight: 0.002"]'
+LIMITED = ['train.clip_groups=["*.mlp.*: 0.02", "*norm.weight: 0.002"]', "train.max_norm=0.05"]
 
 
 @pytest.fixture
@@ -14,13 +14,12 @@ def config(tmp_path):
 
 
 def train(config, directory, *arguments):
-    done = isograd("train", config, f"--set={GROUPS}", "--set=train.max_norm=0.05", f"--set=run.directory={directory}", *arguments)
-    assert done.returncode == 0, done.stderr
-    return steps(directory)
+    isograd("train", config, f"run.directory={directory}", *arguments, status=0)
+    return rows_of(directory)
 
 
 def test_ranks_clip_as_one_process_does_and_a_resume_goes_on(config, tmp_path):
-    alone = train(config, tmp_path / "one")
+    alone = train(config, tmp_path / "one", *LIMITED)
     for row in alone:
         assert row["clip_coefficient"] == 1 and set(row["clip_groups"]) == {"*.mlp.*", "*norm.weight", "others"}
         assert sum(one["norm"] ** 2 for one in row["clip_groups"].values()) == pytest.approx(row["norm"] ** 2, rel=1e-10)
@@ -29,42 +28,35 @@ def test_ranks_clip_as_one_process_does_and_a_resume_goes_on(config, tmp_path):
             assert own["clip_coefficient"] == pytest.approx(min(1, limit / (own["norm"] + 1e-6)), rel=1e-12)
             assert own["clip_coefficient"] < 0.9  # each clips, and by a number of its own
     whole = [row["loss"] for row in alone]
-    unclipped = isograd("train", config, "--set=train.max_norm=0", f"--set=run.directory={tmp_path}/not")
-    assert unclipped.returncode == 0 and steps(tmp_path / "not")[-1]["loss"] != pytest.approx(whole[-1], rel=1e-6)
-    several = train(config, tmp_path / "four", "--ranks", 4, "--set=parallel.tp=2", "--set=parallel.strategy=zero1")
+    assert train(config, tmp_path / "not", "train.max_norm=0")[-1]["loss"] != pytest.approx(whole[-1], rel=1e-6)
+    several = train(config, tmp_path / "four", *LIMITED, "--ranks", 4, "parallel.tp=2", "parallel.strategy=zero1")
     assert [row["loss"] for row in several] == pytest.approx(whole, rel=1e-10)
     for one, other in zip(several, alone):
         for name, own in one["clip_groups"].items():
             assert own["norm"] == pytest.approx(other["clip_groups"][name]["norm"], rel=1e-10)
-    train(config, tmp_path / "again", "--set=train.steps=2")
-    resumed = train(config, tmp_path / "again", "--set=checkpoint.resume=latest", "--ranks", 2)
+    train(config, tmp_path / "again", *LIMITED, "train.steps=2")
+    resumed = train(config, tmp_path / "again", *LIMITED, "checkpoint.resume=latest", "--ranks", 2)
     assert [row["loss"] for row in resumed] == pytest.approx(whole, rel=1e-10)
     assert "clipped separately" in (tmp_path / "four/report.html").read_text()
 
 
 def test_verify_clips_each_group_by_its_own_norm(config, tmp_path):
-    done = isograd("verify", config, "--ranks", 2, f"--set={GROUPS}", "--set=train.max_norm=0.05",
-                   "--set=train.dtype=float32", "--json", tmp_path / "v.json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    isograd("verify", config, "--ranks", 2, *LIMITED, "train.dtype=float32", "--json", tmp_path / "v.json", status=0)
     grades = json.loads((tmp_path / "v.json").read_text())["grades"]
     assert grades["E1"]["state"] == grades["E2"]["state"] == "pass"
 
 
 def test_norms_of_layers_are_those_of_one_process(config, tmp_path):
     """On a mesh of three axes, where a layer's elements lie in one stage, on two tp ranks, in two shards."""
-    rows = {}
-    for name, mesh in (("one", []), ("mesh", ["--ranks", 8, "--set=parallel.pp=2", "--set=parallel.tp=2", "--set=parallel.strategy=zero1"])):
-        done = isograd("train", config, "--set=train.part_norms=layers", f"--set=run.directory={tmp_path}/{name}", *mesh)
-        assert done.returncode == 0, done.stderr
-        rows[name] = steps(tmp_path / name)
+    layers = "train.part_norms=layers"
+    rows = {name: train(config, tmp_path / name, layers, *mesh) for name, mesh in (
+        ("one", []), ("mesh", ["--ranks", 8, "parallel.pp=2", "parallel.tp=2", "parallel.strategy=zero1"]))}
     for one, mesh in zip(rows["one"], rows["mesh"], strict=True):
         assert {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"} <= set(one["norms"])
         assert one["norms"] == pytest.approx(mesh["norms"], rel=1e-10)
         assert sum(norm ** 2 for norm in mesh["norms"].values()) == pytest.approx(mesh["norm"] ** 2, rel=1e-12)
-    done = isograd("train", config, "--set=train.part_norms=layers", "--set=train.steps=4",
-                   "--set=checkpoint.resume=latest", f"--set=run.directory={tmp_path}/one")
-    assert done.returncode == 0, done.stderr
-    assert [row["norms"] for row in steps(tmp_path / "one")[:3]] == [row["norms"] for row in rows["one"]]
+    longer = train(config, tmp_path / "one", layers, "train.steps=4", "checkpoint.resume=latest")
+    assert [row["norms"] for row in longer[:3]] == [row["norms"] for row in rows["one"]]
 
 
 @pytest.mark.parametrize("groups, said", [
@@ -72,5 +64,4 @@ def test_norms_of_layers_are_those_of_one_process(config, tmp_path):
     ('["*.mlp.*: 0"]', "no number above 0"), ('["*.mlp.*"]', "names no limit"), ('["a: 1", "a: 2"]', "there already")])
 def test_bad_groups_are_refused(config, groups, said):
     for verb, more in (("train", ["--ranks", 2]), ("layout", [])):
-        done = isograd(verb, config, *more, f"--set=train.clip_groups={groups}")
-        assert done.returncode == 2 and said in done.stderr, done.stderr
+        assert said in isograd(verb, config, *more, f"train.clip_groups={groups}", status=2).stderr

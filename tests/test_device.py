@@ -1,6 +1,7 @@
 """`isograd train` and `verify` with parallel.device = "cuda", on GPUs that are none (tests/standin_gpu.cpp): host memory
 that passes for CUDA's and is as strict about devices. A real GPU is `./dev gpu-check`'s (docs/gpu.md).
 """
+import functools
 import json
 import os
 import pathlib
@@ -9,12 +10,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BINARY, ROOT
-from run_files import text_tables, write_run, write_video
+from conftest import BUILD, LIMIT, ROOT, by_turns, full, rows_of
+import conftest
+from run_files import text_tables, write_documents, write_run, write_video
 
-BUILD = BINARY.parent.parent
 STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
-LIMIT = 240
 
 COMMON = {"run": {"directory": "{folder}/run"}, "train": {"steps": 3, "evaluate_every": 2, "evaluate_packs": 2},
           "data": {"validation_fraction": 0.2}, "parallel": {"timeout_seconds": 60}}
@@ -36,10 +36,8 @@ def folder(tmp_path_factory):
             pytest.skip("needs a build without CUDA: a real GPU is ./dev gpu-check's")
         pytest.fail(f"{STANDIN} is not built")
     path = tmp_path_factory.mktemp("device")
-    (path / "text").mkdir()
+    write_documents(path, 20)
     (path / "videos").mkdir()
-    for i in range(20):
-        (path / "text" / f"{i:02}.txt").write_text(f"document {i}: " + "abc " * (3 + 7 * i % 23))
     for i, shape in enumerate([(2, 8, 8), (4, 8, 12), (8, 12, 16), (3, 8, 8), (6, 12, 8), (2, 12, 12)]):
         write_video(path / "videos" / f"clip{i}.y4m", *shape, i)
     return path
@@ -49,22 +47,21 @@ def config(folder, kind, dtype="float32"):
     return write_run(folder / f"{kind}-{dtype}.toml", TABLES[kind], train={"dtype": dtype})
 
 
-def isograd(*arguments, gpu=True):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    if gpu:
-        clean["LD_PRELOAD"] = str(STANDIN)
-    return subprocess.run([str(BUILD / "bin/isograd"), *map(str, arguments)], capture_output=True, text=True,
-                          timeout=LIMIT, env=dict(clean, OMP_NUM_THREADS="1"))
+def isograd(*arguments, gpu=True, status=None):
+    return conftest.isograd(*arguments, status=status, **({"LD_PRELOAD": str(STANDIN)} if gpu else {}))
 
 
 def train(path, name, *arguments, gpu=True):
+    """The finished process, its folder and its losses. The proof is of what runs on the stand-in, not of the CPU's run."""
     run = path.parent / name
-    proof = [] if gpu else ["--set", "verify.at_end=false"]  # of what is proved, not of what it is compared with
-    done = isograd("train", path, "--overwrite", "--set", f"run.directory={run}", *proof, *arguments, gpu=gpu)
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [row["loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-              if "loss" in row]
-    return done, run, losses
+    proof = [] if gpu else ["verify.at_end=false"]
+    done = isograd("train", path, "--overwrite", f"run.directory={run}", *proof, *arguments, gpu=gpu, status=0)
+    return done, run, [row["loss"] for row in rows_of(run)]
+
+
+@functools.cache
+def losses_on_cpu(path, *arguments):
+    return train(path, "on_cpu", *arguments, gpu=False)[2]
 
 
 LAYOUTS = [("text", "float32", 1, "bucketed", []), ("text", "bfloat16", 1, "zero3", []),
@@ -81,7 +78,7 @@ def test_a_run_on_gpus_is_the_run_on_the_cpu(folder, kind, dtype, ranks, strateg
     log.unlink(missing_ok=True)
     monkeypatch.setenv("ISOGRAD_STANDIN_GPU", str(log))
     path = config(folder, kind, dtype)
-    common = ["--ranks", ranks, "--set", f"parallel.strategy={strategy}", *(x for s in sets for x in ("--set", s))]
+    common = ["--ranks", ranks, f"parallel.strategy={strategy}", *sets]
     done, run, losses = train(path, "on_gpu", "--device", "cuda", "--backend", "shm", "--memory", *common)
     assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
     assert "on GPUs over shm" in done.stdout
@@ -95,28 +92,23 @@ def test_a_run_on_gpus_is_the_run_on_the_cpu(folder, kind, dtype, ranks, strateg
     for gpu in ("gpu0", "gpu1"):  # rank 2 shares the first one's
         assert sum(each[gpu] > 0 for each in used) == len(range(0 if gpu == "gpu0" else 1, ranks, 2)), used
 
-    _, _, expected = train(path, "on_cpu", *common, gpu=False)
-    assert len(losses) == len(expected) == 3
+    assert len(losses) == 3
     if dtype == "float64":  # below it the parity line has said how far they may be apart
-        assert losses == pytest.approx(expected, rel=1e-9)
+        assert losses == pytest.approx(losses_on_cpu(path, *common), rel=1e-9)
 
 
 def test_checkpoints_load_on_either(folder):
     path = config(folder, "text", "float64")
     for first, then in [("cuda", "cpu"), ("cpu", "cuda")]:
         name = f"{first}_{then}"
-        train(path, name, "--device", first, "--set", "train.steps=3", "--set", "schedule.kind=constant")
-        done, run, losses = train(path, name, "--device", then, "--set", "train.steps=6",
-                                  "--set", "schedule.kind=constant", "--set", "checkpoint.resume=latest")
+        train(path, name, "--device", first, "train.steps=3", "schedule.kind=constant")
+        done, run, losses = train(path, name, "--device", then, "train.steps=6", "schedule.kind=constant", "checkpoint.resume=latest")
         assert "continuing after step 3" in done.stderr and len(losses) == 6
-        _, _, expected = train(path, f"{name}_whole", "--set", "train.steps=6", "--set", "schedule.kind=constant",
-                               gpu=False)
-        assert losses == pytest.approx(expected, rel=1e-9)
+        assert losses == pytest.approx(losses_on_cpu(path, "train.steps=6", "schedule.kind=constant"), rel=1e-9)
         assert isograd("sample", run, "--tokens", 4, gpu=False).returncode == 0
 
 
-@pytest.mark.parametrize("graphs", ["true", "false"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype, graphs", by_turns(["float64", "bfloat16"], ["true", "false"]))
 def test_a_step_waits_for_the_device_once(folder, dtype, graphs, monkeypatch):
     """Whatever the micro-batches and terms: what is read of a step is read together. Between two runs that differ in
     their number of steps alone; a wait more in each step would be 20 more."""
@@ -125,10 +117,9 @@ def test_a_step_waits_for_the_device_once(folder, dtype, graphs, monkeypatch):
     waits, losses = [], []
     for steps in (4, 24):
         log.unlink(missing_ok=True)
-        _, _, found = train(config(folder, "text", dtype), f"waits_{graphs}", "--device", "cuda", "--ranks", 1, "--set",
-                            f"parallel.cuda_graphs={graphs}", "--set", f"train.steps={steps}", "--set", "train.evaluate_every=99",
-                            "--set", "checkpoint.every=0", "--set", "sample.tokens=0", "--set", "verify.at_end=false",
-                            "--set", "schedule.kind=constant")
+        _, _, found = train(config(folder, "text", dtype), f"waits_{graphs}", "--device", "cuda", "--ranks", 1,
+                            f"parallel.cuda_graphs={graphs}", f"train.steps={steps}", "train.evaluate_every=99",
+                            "checkpoint.every=0", "sample.tokens=0", "verify.at_end=false", "schedule.kind=constant")
         words = log.read_text().split()
         waits.append(int(words[words.index("waits") + 1]))
         losses.append(found)
@@ -141,17 +132,16 @@ def test_batches_of_a_recorded_form_train_as_on_the_cpu(folder):
     path = config(folder, "text", "float64")
     for sets in (["loss.kind=sample_mean"], ["loss.kind=token_mean", "loss.fused=on"],
                  ["batch.packs_per_micro_batch=2", "train.max_norm=0.5"]):
-        sets = ["--ranks", 1, "--set", "train.steps=5", *(word for each in sets for word in ("--set", each))]
+        sets = ["--ranks", 1, "train.steps=5", *sets]
         _, _, losses = train(path, "recorded", "--device", "cuda", *sets)
-        _, _, expected = train(path, "unrecorded", *sets, gpu=False)
-        assert losses == pytest.approx(expected, rel=1e-9)
+        assert losses == pytest.approx(losses_on_cpu(path, *sets), rel=1e-9)
 
 
 # Every strategy, type and number of ranks; their other combinations in the full suite.
 OFFLOADED = [("float64", 1, "bucketed", []), ("float64", 3, "zero2", []),
              ("bfloat16", 2, "zero2", ["train.fp32_gradients=false"]), ("float64", 2, "zero1", []),
              ("float32", 2, "zero3", ["parallel.reduce_once=true"]), ("float64", 4, "zero3", ["parallel.replicas=2"])]
-OFFLOADED += [pytest.param(*case, marks=pytest.mark.full) for case in [
+OFFLOADED += [full(*case) for case in [
     ("bfloat16", 1, "zero3", []), ("float64", 2, "naive", []), ("float32", 3, "bucketed", []),
     ("float64", 2, "zero2", ["parallel.reduce_once=true"]), ("float64", 3, "zero3", []),
     ("float64", 4, "zero2", ["parallel.replicas=2"])]]
@@ -161,28 +151,25 @@ OFFLOADED += [pytest.param(*case, marks=pytest.mark.full) for case in [
 def test_an_offloaded_run_is_the_run_on_the_cpu(folder, dtype, ranks, strategy, sets):
     """Five packs a step, one to a micro-batch: every rank accumulates, not all of them equally often."""
     path = config(folder, "text", dtype)
-    common = ["--ranks", ranks, "--set", f"parallel.strategy={strategy}", *(x for s in sets for x in ("--set", s))]
-    done, _, losses = train(path, "offloaded", "--device", "cuda", "--backend", "shm", "--set", "parallel.offload=true",
-                            *common)
+    common = ["--ranks", ranks, f"parallel.strategy={strategy}", *sets]
+    done, _, losses = train(path, "offloaded", "--device", "cuda", "--backend", "shm", "parallel.offload=true", *common)
     assert re.search(r"parity\s+.*PASS", done.stdout), done.stdout
     assert "gradients and states in host memory" in done.stdout
-    _, _, expected = train(path, "offloaded_on_cpu", *common, gpu=False)
-    assert len(losses) == len(expected) == 3
+    assert len(losses) == 3
     if dtype == "float64":
-        assert losses == pytest.approx(expected, rel=1e-9)
+        assert losses == pytest.approx(losses_on_cpu(path, *common), rel=1e-9)
 
 
-# What leaves the GPU; where backward needs whole gradients there, they stay.
+# Gradients stay on the GPU where backward needs them whole there; all the rest leaves it.
 @pytest.mark.parametrize("strategy, ranks, leaves", [
-    ("bucketed", 1, ["masters", "state"]), pytest.param("zero1", 2, ["masters", "state"], marks=pytest.mark.full),
-    pytest.param("zero2", 2, ["gradients", "masters", "state"], marks=pytest.mark.full),
+    ("bucketed", 1, ["masters", "state"]), full("zero1", 2, ["masters", "state"]),
+    full("zero2", 2, ["gradients", "masters", "state"]),
     ("zero3", 2, ["gradients", "masters", "state"])])
 def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
     path = config(folder, "text", "bfloat16")
 
     def memory(*arguments):
-        done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks, "--set",
-                           f"parallel.strategy={strategy}", "--set", "model.hidden=128", "--set", "model.feed_forward=512",
+        done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks, f"parallel.strategy={strategy}", "model.hidden=128", "model.feed_forward=512",
                            *arguments)
         text = done.stdout + done.stderr
         row = re.search(r"^rank 0 +(.*)$", text, re.MULTILINE).group(1).split()
@@ -190,7 +177,7 @@ def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
         host = re.search(r"offload: ([\d.]+) MB of rank 0", text)
         return dict(zip(names, map(float, row)), host=float(host.group(1)) if host else 0)
 
-    here, away = memory(), memory("--set", "parallel.offload=true")
+    here, away = memory(), memory("parallel.offload=true")
     assert here["host"] == 0 and away["host"] == pytest.approx(away["total"], abs=0.01)
     moved = sum(here[name] for name in leaves)
     assert moved > 1
@@ -201,60 +188,44 @@ def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
 def test_offloaded_checkpoints_load_on_either(folder):
     path = config(folder, "text", "float64")
     places = [["cuda", "true"], ["cuda", "false"], ["cuda", "true"], ["cpu", "false"]]
-    constant = ["--set", "schedule.kind=constant"]
+    constant = ["schedule.kind=constant"]
     for i, (device, offload) in enumerate(places, 1):
-        _, _, losses = train(path, "moving", "--device", device, "--set", f"parallel.offload={offload}", "--set",
-                             f"train.steps={2 * i}", *constant,
-                             *(["--set", "checkpoint.resume=latest"] if i > 1 else []))
-    _, _, expected = train(path, "staying", "--set", f"train.steps={2 * len(places)}", *constant, gpu=False)
+        _, _, losses = train(path, "moving", "--device", device, f"parallel.offload={offload}", f"train.steps={2 * i}", *constant,
+                             *(["checkpoint.resume=latest"] if i > 1 else []))
     assert len(losses) == 2 * len(places)
-    assert losses == pytest.approx(expected, rel=1e-9)
+    assert losses == pytest.approx(losses_on_cpu(path, f"train.steps={2 * len(places)}", *constant), rel=1e-9)
 
     path = config(folder, "text", "bfloat16")  # with masters of its own: the same bits
-    offloaded = ["--device", "cuda", "--backend", "shm", "--ranks", 2, "--set", "parallel.strategy=zero1", "--set",
-                 "parallel.offload=true", *constant]
+    offloaded = ["--device", "cuda", "--backend", "shm", "--ranks", 2, "parallel.strategy=zero1", "parallel.offload=true", *constant]
     train(path, "halves", *offloaded)
-    _, _, losses = train(path, "halves", *offloaded, "--set", "train.steps=6", "--set", "checkpoint.resume=latest")
-    _, _, expected = train(path, "whole", *offloaded, "--set", "train.steps=6")
+    _, _, losses = train(path, "halves", *offloaded, "train.steps=6", "checkpoint.resume=latest")
+    _, _, expected = train(path, "whole", *offloaded, "train.steps=6")
     assert len(losses) == 6 and losses == expected
 
 
-@pytest.mark.parametrize("kind, offload", [pytest.param("text", "false", marks=pytest.mark.full), ("video", "false"),
-                                           ("text", "true")])
+@pytest.mark.parametrize("kind, offload", [full("text", "false"), ("video", "false"), ("text", "true")])
 def test_verify_of_every_layout(folder, kind, offload):
     verdict = folder / "verdict.json"
-    done = isograd("verify", config(folder, kind), "--device", "cuda", "--backend", "shm", "--ranks", 2, "--layout",
-                   "all", "--json", verdict, "--set", f"parallel.offload={offload}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    isograd("verify", config(folder, kind), "--device", "cuda", "--backend", "shm", "--ranks", 2, "--layout", "all",
+            "--json", verdict, f"parallel.offload={offload}", status=0)
     grades = json.loads(verdict.read_text())["grades"]
     assert len(grades) > 5 and not any("share=on" in name for name in grades)
 
 
-def test_what_cannot_be_done_on_gpus_is_said_once(folder):
-    path = config(folder, "text")
-    for arguments, parts in [
-            (["--ranks", 2], ["parallel.backend", "nccl", "ISOGRAD_CUDA=ON"]),
-            (["--set", "parallel.share_parameters=on"], ["parallel.share_parameters"]),
-    ]:
-        done = isograd("train", path, "--device", "cuda", *arguments)
-        assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
-        assert len(done.stderr.splitlines()) <= 4
-    done = isograd("verify", path, "--device", "cuda", "--minimise", folder / "least.toml")
-    assert done.returncode == 2 and "--device cpu" in done.stderr, done.stderr
+GPUS = ["--device", "cuda", "--backend", "shm", "--ranks", 2]
 
 
-def test_offload_is_refused_where_it_is_no_use(folder):
-    path = config(folder, "text")
-    for verb in ("train", "verify"):
-        for arguments, parts in [
-                ([], ["parallel.offload", "where they already are", 'parallel.device = "cuda"']),
-                (["--ranks", 2], ["parallel.offload", "where they already are"]),
-                (["--device", "cuda", "--backend", "shm", "--ranks", 2, "--set", "parallel.share_parameters=on"],
-                 ["parallel.share_parameters", '"off"']),
-        ]:
-            done = isograd(verb, path, "--set", "parallel.offload=true", *arguments)
-            assert done.returncode == 2 and all(part in done.stderr for part in parts), done.stderr
-            assert done.stderr.count("ConfigError") == 1, done.stderr
+@pytest.mark.parametrize("verb, arguments, parts", [
+    ("train", ["--device", "cuda", "--ranks", 2], ["parallel.backend", "nccl", "ISOGRAD_CUDA=ON"]),
+    ("train", ["--device", "cuda", "parallel.share_parameters=on"], ["parallel.share_parameters"]),
+    ("verify", ["--device", "cuda", "--minimise", "least.toml"], ["--device cpu"]),
+    ("train", ["parallel.offload=true"], ["parallel.offload", "where they already are", 'parallel.device = "cuda"']),
+    ("verify", ["parallel.offload=true", "--ranks", 2], ["parallel.offload", "where they already are"]),
+    *((verb, [*GPUS, "parallel.offload=true", "parallel.share_parameters=on"], ["parallel.share_parameters", '"off"'])
+      for verb in ("train", "verify"))], ids=str)
+def test_what_cannot_be_done_on_gpus_is_said_once(folder, verb, arguments, parts):
+    said = isograd(verb, config(folder, "text"), *arguments, status=2).stderr
+    assert all(part in said for part in parts) and said.count("ConfigError") == 1 and len(said.splitlines()) <= 4, said
 
 
 def test_auto_takes_the_gpu_that_is_there(folder):

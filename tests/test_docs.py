@@ -1,6 +1,5 @@
-"""What the documents quote is what the code says, and the program prints."""
+"""Quotes, outputs, commands and links of the documents agree with the code and the program."""
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -8,8 +7,7 @@ import sys
 
 import pytest
 import warm_python
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from conftest import BINARY, FULL, ROOT, isograd, ran
 
 
 def quoted_blocks(markdown):
@@ -34,9 +32,22 @@ def said(line):
     return " ".join(NUMBER.sub("#", line).split()), [float(number) for number in NUMBER.findall(line)]
 
 
+def output_of(page):
+    """The command and the lines of a page's `<!-- output: COMMAND -->`."""
+    command, shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / page).read_text(), re.S).groups()
+    return command.split(), shown.splitlines()
+
+
+@pytest.mark.parametrize("page", ["docs/hosts.md", "docs/layout.md"])
+def test_the_layout_that_is_documented(page):
+    command, shown = output_of(page)
+    printed = [said(line) for line in ran(*command, cwd=ROOT).stdout.splitlines()]
+    for line in shown:
+        assert line == "..." or said(line) in printed, f"not printed: {line}"
+
+
 def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
     """Words are equal; numbers within 1 % of those shown: another processor rounds otherwise, by far less."""
-    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
     trainers = ROOT / "examples/other_trainers"
     for command in (["one_device.py", "--ranks", "3", "--dump", tmp_path / "dumps/one"],
                     ["-m", "torch.distributed.run", "--nproc-per-node", "3", "ddp.py", "--loss", "mean", "--dump",
@@ -44,12 +55,10 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
         done = subprocess.run([warm_python.python(), *map(str, command)], cwd=trainers, capture_output=True, text=True,
                               timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
         assert done.returncode == 0, done.stderr
-    shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    done = subprocess.run([build / "bin/isograd", *shown.group(1).split()], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 1, done.stderr
+    command, shown = output_of("README.md")
+    done = isograd(*command, cwd=tmp_path, status=1)
     printed = [said(line) for line in done.stdout.splitlines()]
-    for line in shown.group(2).splitlines():
+    for line in shown:
         words, numbers = said(line)
         found = [theirs for theirs_words, theirs in printed if theirs_words == words]
         assert found, f"not printed: {line}\n{done.stdout}"
@@ -57,7 +66,7 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
             f"other numbers: {line}\n{found}"
 
 
-# What a block of commands may need that is not at hand: `<!-- needs: WORD, ... -->` above it. `WORD (TEXT)`: only the lines with
+# A block of commands may need more than is at hand: `<!-- needs: WORD, ... -->` above it. `WORD (TEXT)`: only the lines with
 # TEXT in them. Those are checked for their words alone; `minutes` runs with ISOGRAD_FULL_TESTS=1.
 NEEDS = {"build": "sets up and builds a clone", "dumps": "gradient dumps of two trainers", "gpu": "a GPU",
          "hosts": "several hosts, or a file that names them", "mpi": "a build with MPI",
@@ -115,15 +124,14 @@ def reader(tmp_path_factory):
 
 
 def in_shell(command, folder):
-    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
-    environment = dict(os.environ, PATH=f"{build / 'bin'}:{os.environ['PATH']}", OMP_NUM_THREADS="1", PYTHON=sys.executable)
+    environment = dict(os.environ, PATH=f"{BINARY.parent}:{os.environ['PATH']}", OMP_NUM_THREADS="1", PYTHON=sys.executable)
     return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_commands_of_a_document_run_as_pasted(document, reader, tmp_path):
     """One after the other in a folder where `./dev run` has been, with fewer steps and shorter packs."""
-    at_hand = {"minutes"} if os.environ.get("ISOGRAD_FULL_TESTS") else set()
+    at_hand = {"minutes"} if FULL else set()
     shutil.copytree(reader, tmp_path / "reader", symlinks=True)
     for line, needs, commands in command_blocks(document):
         for command in commands:

@@ -1,6 +1,6 @@
-"""Files from outside are hostile: what the command line says about them, and with which status.
+"""Files from outside are hostile: the messages of the command line about them, and their status.
 
-tests/fuzz changes real files at random; here is what was found once, by name. A terminal sees no byte of a file that
+tests/fuzz changes real files at random; here are those that were found once, by name. A terminal sees no byte of a file that
 could steer it, and no line that a file wrote.
 """
 import json
@@ -13,19 +13,19 @@ import subprocess
 
 import pytest
 import torch
+from conftest import BINARY, BUILD, isograd, ran
+from run_files import write_documents, write_run
 from safetensors.torch import save_file
-from test_cli import CONFIG, isograd
+from test_cli import TABLES, without_model
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEEP = 100_000
 ESCAPE = "\x1b[2J\x1b[31m"
 FORGED = f"w{ESCAPE}\nparity PASS: forged\r\u202e"
 
 
 def bad_input(*arguments, **environment):
-    """What a refused call says: status 2, one line, three parts, nothing that steers a terminal."""
-    done = isograd(*arguments, **environment)
-    assert done.returncode == 2, f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    """The message of a refused call: status 2, one line, three parts, nothing that steers a terminal."""
+    done = isograd(*arguments, status=2, **environment)
     # verify says what it begins with before it comes to what it cannot write.
     said = [line for line in done.stderr.splitlines() if not re.match(r"\d+ layouts?: ", line)]
     assert len(said) == 1 and "found " in said[0] and "expected " in said[0], done.stderr[-2000:]
@@ -52,12 +52,8 @@ def safetensors_file(path, header, data=b""):
 def trained(tmp_path_factory):
     """A folder with a configuration and the run it made."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text").mkdir()
-    for i in range(12):
-        (folder / "text" / f"{i}.txt").write_text(f"document {i} says the same thing {i} times over and over again")
-    (folder / "run.toml").write_text(CONFIG.replace("{folder}", str(folder)))
-    done = isograd("train", folder / "run.toml")
-    assert done.returncode == 0, done.stderr
+    write_documents(folder, 12)
+    ran("train", write_run(folder / "run.toml", TABLES), "verify.at_end=false")
     return folder
 
 
@@ -111,15 +107,13 @@ def test_deep_json_in_documents_and_metrics_is_refused(trained, tmp_path):
     assert "d.jsonl:2" in bad_input("data", "pack", tmp_path / "d.jsonl", "--out", tmp_path / "out")
     run = pathlib.Path(shutil.copytree(trained / "run", tmp_path / "run"))
     (run / "metrics.jsonl").write_text(deep("[") + "\n")
-    said = bad_input("train", trained / "run.toml", "--set", f"run.directory={run}", "--set",
-                     "checkpoint.resume=latest", "--set", "train.steps=4")
+    said = bad_input("train", trained / "run.toml", f"run.directory={run}", "checkpoint.resume=latest", "train.steps=4")
     assert "metrics.jsonl:1" in said
 
 
 def test_a_header_of_many_tensors_is_read_in_time(tmp_path):
     tensors = {f"layer.{i}.weight": torch.full((1,), float(i + 1), dtype=torch.float64) for i in range(40_000)}
-    done = isograd("compare", dump(tmp_path / "a", tensors), dump(tmp_path / "b", tensors))  # under its limit of time
-    assert done.returncode == 0, done.stderr
+    ran("compare", dump(tmp_path / "a", tensors), dump(tmp_path / "b", tensors), limit=120)
 
 
 def test_a_shape_whose_strides_overflow_is_refused(tmp_path):
@@ -135,9 +129,9 @@ def test_a_shape_whose_strides_overflow_is_refused(tmp_path):
     ["compare", "{good}", "{good}", "--report", "{long}"], ["sample", "{long}"],
     ["sample", "{run}", "--tokenizer", "{long}"], ["data", "show", "{long}"], ["data", "pack", "{long}", "--out", "{new}"],
     ["data", "pack", "{text}", "--out", "{long}"], ["data", "pack", "{text}", "--out", "{new}", "--tokenizer", "{long}"],
-    ["train", "{config}", "--set", "run.directory={long}"], ["train", "{config}", "--set", "data.cache={long}"],
-    ["train", "{config}", "--set", "data.text={long}"], ["train", "{config}", "--json-log", "{long}"],
-    ["train", "{plain}", "--set", "model.load={long}"], ["train", "{config}", "--set", "checkpoint.resume={long}"],
+    ["train", "{config}", "run.directory={long}"], ["train", "{config}", "data.cache={long}"],
+    ["train", "{config}", "data.text={long}"], ["train", "{config}", "--json-log", "{long}"],
+    ["train", "{plain}", "model.load={long}"], ["train", "{config}", "checkpoint.resume={long}"],
     ["verify", "{config}", "--dump", "{long}"], ["verify", "{config}", "--minimise", "{long}"],
 ], ids=lambda words: " ".join(words))
 def test_a_path_of_5000_characters_is_bad_input(trained, tmp_path, arguments):
@@ -154,25 +148,17 @@ def test_a_path_of_5000_characters_is_bad_input(trained, tmp_path, arguments):
 
 
 def test_model_load_refuses_a_flipped_bit(trained, checkpoint, tmp_path):
-    def train(**environment):
-        config = tmp_path / "load.toml"
-        model = "\n".join(line for line in CONFIG.splitlines())
-        begin, end = model.index("[model]"), model.index("[train]")
-        config.write_text((model[:begin] + f'[model]\nload = "{checkpoint}"\n' + model[end:])
-                          .replace("{folder}/run", f"{tmp_path}/run").replace("{folder}", str(trained)))
-        return config, environment
-
-    config, _ = train()
+    config = write_run(trained / "load.toml", {table: keys for table, keys in TABLES.items() if table != "model"},
+                       model={"load": str(checkpoint)}, run={"directory": str(tmp_path / "run")})
     weights = checkpoint / "model.safetensors"
     whole = weights.read_bytes()
     for verb in ("train", "verify"):
-        done = isograd(verb, config)
-        assert done.returncode == 0, done.stderr
-    # What only a resumed run reads may be missing.
+        ran(verb, config)
+    # Files that only a resumed run reads may be missing.
     for name in ("optimizer.safetensors", "state.json"):
         (checkpoint / name).rename(tmp_path / name)
-    assert isograd("train", config, "--overwrite").returncode == 0
-    assert isograd("sample", checkpoint, "--tokenizer", "bytes").returncode == 0
+    ran("train", config, "--overwrite")
+    ran("sample", checkpoint, "--tokenizer", "bytes")
     flipped = bytearray(whole)
     flipped[len(whole) - 5] ^= 1
     weights.write_bytes(flipped)
@@ -199,15 +185,13 @@ def test_names_from_dumps_reach_the_terminal_written_out(tmp_path):
     for i, (other, more, status) in enumerate([(tensors(1.0), step, 0), (tensors(2.0), step, 1),
                                                ({"b": torch.ones(2, dtype=torch.float64)}, step, 1),
                                                (tensors(1.0), {"precision": FORGED}, None)]):
-        done = isograd("compare", dump(folder / f"found{i}", other, more), good)
-        assert status is None or done.returncode == status, done.stdout + done.stderr
+        done = isograd("compare", dump(folder / f"found{i}", other, more), good, status=status)
         assert_harmless(done)
         if status is not None:
             assert "\\u{1b}[2J" in done.stdout and "\\nparity PASS: forged" in done.stdout
     for key, value in [(FORGED, 1), ("terms", {"a": FORGED}), ("parameters", [FORGED, FORGED]), ("format", FORGED)]:
-        done = isograd("compare", dump(folder / f"bad{len(key)}{key[:4].strip(ESCAPE)}", tensors(1.0), {key: value}), good)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert_harmless(done)
+        assert_harmless(isograd("compare", dump(folder / f"bad{len(key)}{key[:4].strip(ESCAPE)}", tensors(1.0), {key: value}), good,
+                                status=2))
 
 
 def test_names_from_files_and_configurations_reach_the_terminal_written_out(trained, checkpoint, tmp_path):
@@ -216,7 +200,7 @@ def test_names_from_files_and_configurations_reach_the_terminal_written_out(trai
     (folder / "c.toml").write_text(f'[data]\n"{ESCAPE.encode("unicode_escape").decode().replace(chr(92) + "x1b", chr(92) + "u001b")}" = 1\n')
     bad_input("config", folder / "c.toml")
     bad_input("config", "--set", f"{FORGED}=1")
-    bad_input("config", "--set", f"optimizer.kind={FORGED}")
+    bad_input("config", f"optimizer.kind={FORGED}")
     bad_input("train", folder / "absent.toml")
     bad_input("sample", folder)
     bad_input("compare", folder, folder)
@@ -228,32 +212,22 @@ def test_names_from_files_and_configurations_reach_the_terminal_written_out(trai
         bad_input("sample", folder, "--tokenizer", "bytes")
     text = folder / f"text{ESCAPE}.txt"
     text.write_text("words")
-    done = isograd("data", "pack", text, "--out", folder / "out")
-    assert done.returncode == 0, done.stderr
-    assert_harmless(done)
-    done = isograd("train", trained / "run.toml", "--set", f"run.directory={folder / 'run'}")
-    assert done.returncode == 0, done.stderr
+    assert_harmless(ran("data", "pack", text, "--out", folder / "out"))
+    done = ran("train", trained / "run.toml", f"run.directory={folder / 'run'}")
     assert_harmless(done)
     assert "\\u{1b}[2J" in done.stdout
-    done = isograd("config", "--set", f"run.directory={FORGED}")
-    assert done.returncode == 0, done.stderr
+    done = ran("config", f"run.directory={FORGED}")
     assert_harmless(done)
     (tmp_path / "again.toml").write_text(done.stdout)  # and is read back as it was
     assert isograd("config", tmp_path / "again.toml").stdout == done.stdout
     for arguments in ([FORGED], ["train", f"--{FORGED}"], ["sample", checkpoint, "--top-k", FORGED]):
-        done = isograd(*arguments)
-        assert done.returncode == 2
-        assert_harmless(done)
+        assert_harmless(isograd(*arguments, status=2))
 
 
 def test_a_shard_in_a_folder_with_a_line_feed_is_found(trained, tmp_path):
     folder = tmp_path / "a\nb"
-    done = isograd("data", "pack", trained / "text", "--out", folder)
-    assert done.returncode == 0, done.stderr
-    config = (trained / "run.toml").read_text().replace(f'text = ["{trained}/text"]', f'shards = ["{tmp_path}/a?b/*"]')
-    (tmp_path / "run.toml").write_text(config.replace(f"{trained}/run", f"{tmp_path}/run"))
-    done = isograd("train", tmp_path / "run.toml")
-    assert done.returncode == 0, done.stderr
+    ran("data", "pack", trained / "text", "--out", folder)
+    ran("train", trained / "run.toml", "data.text=[]", f"data.shards={tmp_path}/a?b/*", f"run.directory={tmp_path}/run")
 
 
 def test_a_sample_steers_no_terminal(trained):
@@ -261,8 +235,7 @@ def test_a_sample_steers_no_terminal(trained):
     prompt = "document \x1b[31m"
     assert isograd("sample", trained / "run", "--prompt", prompt, "--tokens", 2).stdout.startswith(prompt)
     master, slave = os.openpty()
-    binary = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "bin/isograd"
-    done = subprocess.run([binary, "sample", trained / "run", "--prompt", prompt, "--tokens", "2"], stdout=slave,
+    done = subprocess.run([BINARY, "sample", trained / "run", "--prompt", prompt, "--tokens", "2"], stdout=slave,
                           stderr=subprocess.PIPE, timeout=120)
     shown = os.read(master, 10_000)
     os.close(master), os.close(slave)
@@ -271,8 +244,7 @@ def test_a_sample_steers_no_terminal(trained):
 
 
 def test_the_fuzzer_finds_what_is_planted(tmp_path):
-    binary = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release")) / "tests/fuzz/isograd_fuzz"
-    command = [binary, "--only", "planted", "--seconds", "0.5", "--megabytes", "500"]
+    command = [BUILD / "tests/fuzz/isograd_fuzz", "--only", "planted", "--seconds", "0.5", "--megabytes", "500"]
     done = subprocess.run([*command, "--inputs", "60", "--seed", "3"], cwd=tmp_path, capture_output=True, text=True,
                           timeout=120, env=dict(os.environ, OMP_NUM_THREADS="1"))
     assert done.returncode == 1, done.stdout + done.stderr

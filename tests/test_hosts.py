@@ -4,49 +4,17 @@ import math
 import re
 
 import pytest
-from conftest import built_backends
-from test_cli import ROOT, isograd
-from test_docs import said
+from conftest import built_backends, full, isograd, rows_of
+from run_files import counting, text_tables, write_documents, write_run
 
-CONFIG = """
-[run]
-directory = "{folder}/run"
-[data]
-text = ["{folder}/text"]
-cache = "{folder}/cache"
-pack_length = 48
-[batch]
-packs_per_step = 8
-packs_per_micro_batch = 2
-[model]
-hidden = 48
-layers = 2
-heads = 6
-key_value_heads = 3
-head_dim = 8
-feed_forward = 48
-[train]
-steps = 3
-dtype = "float64"
-[optimizer]
-kind = "sgd"
-[schedule]
-kind = "constant"
-peak = 0.1
-warmup = 0
-[verify]
-at_end = false
-"""
+TABLES = text_tables(8, 2, 48, (48, 2, 6, 3, 8, 48), train={"steps": 3, "dtype": "float64"}, optimizer={"kind": "sgd"},
+                     schedule={"kind": "constant", "peak": 0.1, "warmup": 0}, verify={"at_end": False})
 
 
 def written(folder):
-    """CONFIG in a file of the folder, with a text beside it."""
-    (folder / "text").mkdir()
-    for i in range(16):
-        (folder / f"text/{i:02}.txt").write_text(f"document {i} counts " + " ".join(map(str, range(10 * i))))
-    path = folder / "run.toml"
-    path.write_text(CONFIG.format(folder=folder))
-    return path
+    """The configuration and its text in a folder."""
+    write_documents(folder, 16, counting)
+    return write_run(folder / "run.toml", TABLES)
 
 
 @pytest.fixture
@@ -56,27 +24,20 @@ def config(tmp_path):
     return written(tmp_path)
 
 
-def on(hosts, verb, config, *arguments, sets=(), backend="shm+mpi"):
-    ranks = len(hosts.split(","))
-    return isograd(verb, config, "--ranks", ranks, "--backend", backend, *arguments, *[f"--set={one}" for one in sets],
+def on(hosts, verb, config, *arguments, status=0):
+    return isograd(verb, config, "--ranks", len(hosts.split(",")), "--backend", "shm+mpi", *arguments, status=status,
                    ISOGRAD_HOST=hosts)
-
-
-def steps(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row.get("loss") is not None]
 
 
 def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_path):
     """Two hosts of two: replicas across, tp within; then the same ranks assigned in turns, which puts tp across."""
-    assert isograd("train", config, f"--set=run.directory={tmp_path}/one").returncode == 0
-    alone = steps(tmp_path / "one")
+    isograd("train", config, f"run.directory={tmp_path}/one", status=0)
+    alone = rows_of(tmp_path / "one")
     assert all("bytes_across_hosts" not in row for row in alone)
     across = {}
     for hosts in ("a,a,b,b", "a,b,a,b"):
-        done = on(hosts, "train", config, "--memory", sets=["parallel.tp=2", f"run.directory={tmp_path}/{hosts}"])
-        assert done.returncode == 0, done.stderr
-        rows = steps(tmp_path / hosts)
+        done = on(hosts, "train", config, "--memory", "parallel.tp=2", f"run.directory={tmp_path}/{hosts}")
+        rows = rows_of(tmp_path / hosts)
         assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-10)
         assert [row["norm"] for row in rows] == pytest.approx([row["norm"] for row in alone], rel=1e-10)
         across[hosts] = [row["bytes_across_hosts"] for row in rows]
@@ -86,9 +47,9 @@ def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_p
         assert told[1] == ("a: ranks 0-1; b: ranks 2-3" if hosts == "a,a,b,b" else "a: ranks 0, 2; b: ranks 1, 3")
         assert (told[2], told[3]) == (("dp_replicate", "tp") if hosts == "a,a,b,b" else ("tp", "dp_replicate"))
         assert ("tp crosses hosts (rank 0 on a, rank 1 on b)" in done.stderr) == (hosts == "a,b,a,b")
-    # Of the gradient each element crosses there and back, 8 bytes each time: once for both tp ranks where it is cut or
-    # summed over them, else for each. And a few KB of counts, losses and norms.
-    told = json.loads(isograd("layout", config, "--ranks", 4, "--set=parallel.tp=2", "--json").stdout)
+    # Each element of the gradient crosses there and back, 8 bytes each time: once for both tp ranks where it is cut or
+    # summed over them, else for each. A few KB of counts, losses and norms come on top.
+    told = json.loads(isograd("layout", config, "--ranks", 4, "parallel.tp=2", "--json").stdout)
     formula = sum(2 * 8 * math.prod(one["whole_shape"]) * (1 if one["cuts"] or "tp" in one["summed_along"] else 2)
                   for one in told["parameters"])
     assert formula <= across["a,a,b,b"][-1] < formula + 8192
@@ -99,34 +60,24 @@ def test_a_run_is_that_of_one_process_and_counts_what_leaves_hosts(config, tmp_p
     ("a,a,a,b,b,b", ["parallel.pp=2"]),  # stages across
     # A host ends between ranks along tp: copies of norms are sums over data ranks that lie on hosts otherwise.
     ("a,a,a,b,b,b", ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    pytest.param("a,a,a,b,b,b", ["parallel.tp=3"], marks=pytest.mark.full),  # replicas across
-    pytest.param("a,a,a,b", ["parallel.pp=2", "parallel.tp=2"], marks=pytest.mark.full)])  # a stage torn apart
+    full("a,a,a,b,b,b", ["parallel.tp=3"]),  # replicas across
+    full("a,a,a,b", ["parallel.pp=2", "parallel.tp=2"])])  # a stage on two hosts
 def test_verify_proves_steps_on_several_hosts(config, hosts, sets):
-    done = on(hosts, "verify", config, sets=[*sets, "batch.packs_per_step=7"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = on(hosts, "verify", config, *sets, "batch.packs_per_step=7")
     assert f"parity PASS: {len(hosts.split(','))} ranks" in done.stdout
 
 
 @pytest.mark.full
 def test_verify_proves_every_layout_on_two_hosts(config, tmp_path):
-    done = on("a,a,b,b", "verify", config, "--layout", "all", "--json", tmp_path / "v.json",
-              sets=["train.dtype=float32"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    on("a,a,b,b", "verify", config, "--layout", "all", "--json", tmp_path / "v.json", "train.dtype=float32")
     grades = json.loads((tmp_path / "v.json").read_text())["grades"]
     assert len(grades) > 8
     assert all(grade["E1"]["state"] == grade["E3"]["state"] == "pass" for grade in grades.values())
 
 
-def test_the_layout_that_is_documented():
-    shown = re.search(r"<!-- output: (.*?) -->\n```\n(.*?)```", (ROOT / "docs/hosts.md").read_text(), re.S)
-    printed = [said(line) for line in isograd(*shown[1].split(), cwd=ROOT).stdout.splitlines()]
-    for line in shown[2].splitlines():
-        assert line == "..." or said(line) in printed, f"not printed: {line}"
-
-
 def test_layout_shows_hosts(config):
-    arguments = ["--ranks", 8, "--hosts", 2, "--set=parallel.backend=shm+mpi", "--set=parallel.tp=2", "--set=parallel.strategy=zero1"]
-    text = isograd("layout", config, *arguments, "--set=parallel.replicas=2").stdout
+    arguments = ["--ranks", 8, "--hosts", 2, "parallel.backend=shm+mpi", "parallel.tp=2", "parallel.strategy=zero1"]
+    text = isograd("layout", config, *arguments, "parallel.replicas=2").stdout
     assert re.search(r"^dp_replicate .* across ", text, re.M) and re.search(r"^tp .* within ", text, re.M)
     assert "2 hosts (host0: ranks 0-3; host1: ranks 4-7), across: dp_replicate, within: dp_shard, tp." in text
     assert "crosses hosts" not in text
@@ -141,10 +92,8 @@ def test_layout_shows_hosts(config):
     (["--ranks", 2, "--hosts", 3], "a rank for each"), (["--ranks", 2, "--hosts", 0], "at least one host"),
     (["--ranks", 4, "--hosts", 2], "parallel.backend = \"shm+mpi\"")])
 def test_hosts_that_cannot_be_are_refused(config, arguments, said):
-    done = isograd("layout", config, *arguments)
-    assert done.returncode == 2 and said in done.stderr
+    assert said in isograd("layout", config, *arguments, status=2).stderr
 
 
 def test_what_one_host_alone_can_do_is_refused(config):
-    done = on("a,b", "train", config, sets=["parallel.strategy=zero1", "parallel.share_parameters=on"])
-    assert done.returncode == 2 and "share" in done.stderr, done.stderr
+    assert "share" in on("a,b", "train", config, "parallel.strategy=zero1", "parallel.share_parameters=on", status=2).stderr

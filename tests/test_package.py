@@ -1,13 +1,11 @@
 """An installed isograd is usable from another project: find_package(isograd), build, run, outside the tree."""
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import zipfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
+from conftest import BUILD, FULL, ROOT
 
 
 def run(*command, cwd=None, env=None, input=None):
@@ -25,10 +23,9 @@ def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
     run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", *launcher, cwd=project)
     # The one that the tree itself does not build and run, or all. The next run's folder is another, and ccache is told
     # which part of the paths that is.
-    full = os.environ.get("ISOGRAD_FULL_TESTS")
-    run("cmake", "--build", "build", "--target", "all" if full else "own_module", cwd=project,
+    run("cmake", "--build", "build", "--target", "all" if FULL else "own_module", cwd=project,
         env=dict(os.environ, CCACHE_BASEDIR=str(tmp_path), CCACHE_NOHASHDIR="1"))
-    if full:
+    if FULL:
         run(project / "build/sharded_module")
         assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]

@@ -11,55 +11,45 @@ import sys
 import pytest
 
 import processors
-from conftest import BINARY, ROOT
+from conftest import BINARY, by_turns, isograd, ran
 from test_verify import config  # noqa: F401  (a fixture)
 
-
-def isograd(*arguments, **variables):
-    return subprocess.run([BINARY, *map(str, arguments)], cwd=ROOT, text=True, capture_output=True,
-                          timeout=300, env={**os.environ, **variables})
+SETTINGS = ["train.evaluate_every=0", "verify.at_end=false", "sample.tokens=0", "--ranks", 2]
 
 
-# Types take turns by default.
-@pytest.mark.parametrize("level_name, dtype", [
-    pytest.param(level, dtype, marks=[] if i % 2 == j else pytest.mark.full)
-    for i, level in enumerate(processors.LEVELS) for j, dtype in enumerate(["bfloat16", "float32"])])
+def proved(config, folder, *arguments, **variables):  # noqa: F811
+    ran("verify", config, "--ranks", 2, *arguments, "--json", folder / "verdict.json", **variables)
+    return json.loads((folder / "verdict.json").read_text())["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("level_name, dtype", by_turns(list(processors.LEVELS), ["bfloat16", "float32"]))
 def test_a_run_is_proved_and_repeats_its_bits(config, level_name, dtype, tmp_path):  # noqa: F811
     if processors.missing(level_name):
         pytest.skip(f"needs a processor with {', '.join(processors.missing(level_name))}")
     level = processors.LEVELS[level_name]
-    settings = ["--set", f"train.dtype={dtype}", "--set", "train.steps=3", "--set", "train.evaluate_every=0",
-                "--set", "verify.at_end=false", "--set", "sample.tokens=0", "--ranks", 2]
     weights = []
     for fused, name in (("on", "first"), ("on", "second"), ("off", "unfused")):
-        done = isograd("train", config, *settings, "--set", f"loss.fused={fused}",
-                       "--set", f"run.directory={tmp_path / name}", **level)
-        assert done.returncode == 0, done.stdout + done.stderr
+        ran("train", config, *SETTINGS, f"train.dtype={dtype}", "train.steps=3", f"loss.fused={fused}",
+            f"run.directory={tmp_path / name}", **level)
         saved, = (tmp_path / name / "checkpoints").glob("step-*/model.safetensors")
         weights.append(saved.read_bytes())
     assert weights[0] == weights[1]
-    proved = isograd("verify", config, "--ranks", 2, "--set", f"train.dtype={dtype}", "--set", "loss.fused=on",
-                     "--json", tmp_path / "verdict.json", **level)
-    assert proved.returncode == 0, proved.stdout + proved.stderr
-    assert json.loads((tmp_path / "verdict.json").read_text())["verdict"] == "pass"
+    assert proved(config, tmp_path, f"train.dtype={dtype}", "loss.fused=on", **level)
 
 
 @pytest.mark.parametrize("level_name", ["avx1024", "AVX2"])
 def test_a_level_that_does_not_exist_is_named(config, level_name):  # noqa: F811
-    done = isograd("verify", config, "--ranks", 2, ISOGRAD_PROCESSOR=level_name)
-    assert done.returncode == 2
-    assert level_name in done.stderr and "scalar, avx2 or avx512" in done.stderr
+    said = isograd("verify", config, "--ranks", 2, status=2, ISOGRAD_PROCESSOR=level_name).stderr
+    assert level_name in said and "scalar, avx2 or avx512" in said
 
 
 @pytest.mark.parametrize("products", ["rule", "blas", "onednn", "brgemm"])
 def test_every_choice_of_products_is_proved_and_resumed_to_the_same_bits(config, products, tmp_path):  # noqa: F811
     """ISOGRAD_PRODUCTS: whoever multiplies in fp32, a run that goes on after its second step ends as the whole one."""
     chosen = {"ISOGRAD_PRODUCTS": products}
-    settings = ["--set", "train.dtype=float32", "--set", "train.steps=4", "--set", "train.evaluate_every=0", "--set",
-                "verify.at_end=false", "--set", "sample.tokens=0", "--set", "checkpoint.every=2", "--ranks", 2]
     run = tmp_path / "run"
-    done = isograd("train", config, *settings, "--set", f"run.directory={run}", ONEDNN_VERBOSE="1", **chosen)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = [*SETTINGS, "train.dtype=float32", "train.steps=4", "checkpoint.every=2", f"run.directory={run}"]
+    done = ran("train", config, *settings, ONEDNN_VERBOSE="1", **chosen)
     # Who multiplied, in oneDNN's own words; bits would not show it, as libraries may round alike.
     has_brgemm = not processors.missing("avx2") and os.environ.get("ISOGRAD_PROCESSOR") != "scalar"
     made = set(re.findall("^onednn_verbose,v1,(primitive|ukernel),exec,", done.stdout, re.MULTILINE))
@@ -68,28 +58,21 @@ def test_every_choice_of_products_is_proved_and_resumed_to_the_same_bits(config,
     middle, end = sorted((run / "checkpoints").glob("step-*"))
     whole = (end / "model.safetensors").read_bytes()
     shutil.rmtree(end)
-    done = isograd("train", config, *settings, "--set", f"run.directory={run}", "--set",
-                   f"checkpoint.resume={middle}", **chosen)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran("train", config, *settings, f"checkpoint.resume={middle}", **chosen)
     assert (end / "model.safetensors").read_bytes() == whole
-    proved = isograd("verify", config, "--ranks", 2, "--set", "train.dtype=float32", "--json",
-                     tmp_path / "verdict.json", **chosen)
-    assert proved.returncode == 0, proved.stdout + proved.stderr
-    assert json.loads((tmp_path / "verdict.json").read_text())["verdict"] == "pass"
+    assert proved(config, tmp_path, "train.dtype=float32", **chosen)
 
 
 def test_a_choice_of_products_that_does_not_exist_is_named(config):  # noqa: F811
-    done = isograd("verify", config, "--ranks", 2, ISOGRAD_PRODUCTS="mkl")
-    assert done.returncode == 2
-    assert "mkl" in done.stderr and "rule, blas, onednn or brgemm" in done.stderr
+    said = isograd("verify", config, "--ranks", 2, status=2, ISOGRAD_PRODUCTS="mkl").stderr
+    assert "mkl" in said and "rule, blas, onednn or brgemm" in said
 
 
 def test_ranks_that_multiply_otherwise_are_refused(config):  # noqa: F811
     """Copies of one parameter would be apart after an update."""
     otherwise = f"export ISOGRAD_PRODUCTS=$([ $RANK = 0 ] && echo blas || echo onednn); exec '{BINARY}' verify '{config}'"
-    done = isograd("launch", "-n", 2, "--", "bash", "-c", otherwise)
-    assert done.returncode == 2
-    assert "ISOGRAD_PRODUCTS" in done.stderr and "onednn on rank 1, blas on rank 0" in done.stderr
+    said = isograd("launch", "-n", 2, "--", "bash", "-c", otherwise, status=2).stderr
+    assert "ISOGRAD_PRODUCTS" in said and "onednn on rank 1, blas on rank 0" in said
 
 
 def test_the_stand_in_sends_mkl_the_way_for_intel():

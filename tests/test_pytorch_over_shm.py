@@ -16,9 +16,8 @@ import time
 
 import pytest
 import warm_python
+from conftest import BUILD, ROOT, full
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
 MODULE = BUILD / "python"
 SCRIPTS = ROOT / "tests/pytorch_over_shm"
 MISSING = MODULE / "isograd_comm.missing"
@@ -77,7 +76,7 @@ def outcomes(size, faulty=False, names=None, debug="OFF"):
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [full(2), 3, full(4)])
 @pytest.mark.parametrize("name", COLLECTIVES + TRAINING)
 def test_gives_what_gloo_gives(name, size):
     problems = outcomes(size)[name]
@@ -85,7 +84,7 @@ def test_gives_what_gloo_gives(name, size):
         f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
-# Of each way to train one: PyTorch wraps each group in one that compares what ranks call, over Gloo.
+# One of each way to train: PyTorch wraps each group in one that compares what ranks call, over Gloo.
 CHECKED = ("ddp_with_bucket_views", "fsdp2", "tensor_parallel", "pipelining", "checkpoints")
 
 
@@ -133,7 +132,7 @@ WAITS = ["dist.all_reduce(torch.ones(10))", "dist.barrier()", "dist.recv(torch.o
 
 # 4 ranks wait in the first, 2 in the others; in the full suite both in each.
 @pytest.mark.parametrize("size, waits_in", [
-    pytest.param(size, waits_in, marks=[] if (size == 4) == (waits_in == WAITS[0]) else pytest.mark.full)
+    (pytest.param if (size == 4) == (waits_in == WAITS[0]) else full)(size, waits_in)
     for waits_in in WAITS for size in (2, 4)])
 def test_a_killed_rank_is_an_exception_within_a_second(size, waits_in):
     results, killed_at = run_program(size, f"""

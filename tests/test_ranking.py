@@ -1,4 +1,4 @@
-"""Our ranking and imbalance losses beside those of the package imbalanced-losses, on one process.
+"""Our ranking and imbalance losses compared with those of the package imbalanced-losses, on one process.
 
 Random inputs with ties, ignored rows, empty classes, flags, weights and queues over 50 steps: values and gradients in
 fp32, except where docs/ranking.md lists that the package is wrong or means something else; each of those rows has a
@@ -6,7 +6,6 @@ test here that shows the difference.
 """
 import itertools
 import json
-import os
 import subprocess
 import warnings
 
@@ -14,11 +13,10 @@ import imbalanced_losses
 import numpy as np
 import pytest
 import torch
-from conftest import BINARY, ROOT
+from conftest import BINARY, FULL, ROOT, isograd, rows_of
 
-FULL = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
-# Of values and of gradients: in fp64 of the largest element; in fp32 of that or of 1, and what the package's own fp32
-# is off its fp64 comes on top (gradients of saturated sigmoids are differences of rounded numbers there).
+# Errors of values and of gradients: in fp64 relative to the largest element; in fp32 to that or to 1, and the error of the
+# package's own fp32 against its fp64 comes on top (gradients of saturated sigmoids are differences of rounded numbers there).
 ALLOWED = {"float32": 1e-6, "float64": 1e-9}
 
 
@@ -261,12 +259,6 @@ def test_alpha_of_another_length_is_refused(tmp_path):
         probe(tmp_path, [case])
 
 
-def metrics(folder):
-    """The rows of a run's steps, and those of its evaluations."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row], [row for row in rows if "figures" in row]
-
-
 def scorer_table(tmp_path):
     rng = np.random.default_rng(5)
     x = rng.normal(size=(300, 4))
@@ -277,10 +269,8 @@ def scorer_table(tmp_path):
     return file
 
 
-def isograd(verb, *sets, ranks=2):
-    command = [BINARY, verb, ROOT / "examples/ranking.toml", "--ranks", str(ranks)]
-    return subprocess.run([*command, *(part for each in sets for part in ("--set", each))], capture_output=True,
-                          text=True, timeout=120)
+def ranked(verb, *sets, ranks=2, status=0):
+    return isograd(verb, ROOT / "examples/ranking.toml", "--ranks", ranks, *sets, status=status)
 
 
 @pytest.mark.parametrize("loss", ["smooth_ap", "pauc"])
@@ -288,25 +278,21 @@ def test_a_scorer_trains_on_several_ranks_and_proves_its_gradient(tmp_path, loss
     table = scorer_table(tmp_path)
     sets = [f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70", "train.steps=40",
             f"ranking.loss={loss}", "ranking.quantile=0.1"]
-    run = isograd("train", *sets, ranks=3)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = ranked("train", *sets, ranks=3)
     assert "parity PASS: 3 ranks = 1 device" in run.stdout
     assert "cross_entropy" in run.stdout
     assert "average precision" in (tmp_path / "run/report.html").read_text()
     for folder in (tmp_path / "run", tmp_path / "run/cross_entropy"):
-        steps, figures = metrics(folder)
+        steps, figures = rows_of(folder), rows_of(folder, "figures")
         assert len(steps) == 40 and [row["step"] for row in figures] == [40]
         if folder.name == "run":
             assert figures[0]["figures"]["average_precision"] > 0.5
         assert (folder / "checkpoints/step-00000040/checksums.json").exists()
-    same = isograd("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=",
-                   f"run.directory={tmp_path}/same", ranks=1)
-    assert same.returncode == 0, same.stderr
-    assert isograd("verify", *sets, ranks=2).returncode == 0
-    longer = isograd("train", *sets, "train.steps=60", "checkpoint.resume=latest", ranks=2)
-    assert longer.returncode == 0, longer.stdout + longer.stderr
-    assert "continuing after step 40" in longer.stderr and len(metrics(tmp_path / "run")[0]) == 60
-    assert len(metrics(tmp_path / "run/cross_entropy")[0]) == 60
+    ranked("train", *sets, f"data.table={tmp_path}/table.npz", "data.target=", f"run.directory={tmp_path}/same", ranks=1)
+    ranked("verify", *sets)
+    longer = ranked("train", *sets, "train.steps=60", "checkpoint.resume=latest")
+    assert "continuing after step 40" in longer.stderr
+    assert len(rows_of(tmp_path / "run")) == len(rows_of(tmp_path / "run/cross_entropy")) == 60
 
 
 def test_what_a_scorer_cannot_do_is_refused(tmp_path):
@@ -317,8 +303,7 @@ def test_what_a_scorer_cannot_do_is_refused(tmp_path):
                        ([f"data.table={table}", "verify.every=2"], "verify.every"),
                        ([f"data.table={table}", "parallel.strategy=zero3", "parallel.checkpoint_activations=true"],
                         "fill the loss's queue twice")]:
-        run = isograd("train", f"run.directory={tmp_path}/run", *sets)
-        assert run.returncode == 2 and text in run.stderr, run.stderr
+        assert text in ranked("train", f"run.directory={tmp_path}/run", *sets, status=2).stderr
 
 
 # Weights of 1e36 give scores that fp32 cannot hold: one rule for all tasks.
@@ -326,12 +311,12 @@ def test_what_a_scorer_cannot_do_is_refused(tmp_path):
 @pytest.mark.parametrize("loss", ["smooth_ap", "sigmoid_focal", "cross_entropy"])
 def test_scores_that_are_not_finite_are_what_on_non_finite_says(tmp_path, loss, rule, status):
     table = scorer_table(tmp_path)
-    run = isograd("train", f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70",
+    run = ranked("train", f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70",
                   "train.steps=6", f"ranking.loss={loss}", "ranking.compare=false", "optimizer.kind=sgd",
                   "schedule.kind=constant", "schedule.peak=1e37", "schedule.warmup=0", "train.max_norm=0",
-                  "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3)
-    assert run.returncode == status, run.stdout + run.stderr
-    rows, _ = metrics(tmp_path / "run")
+                  "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3, status=status)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]  # null where it is not finite
     assert rows[0]["updated"] and rows[0]["loss"] is not None
     assert not rows[-1]["updated"] and rows[-1]["loss"] is None
     skipped = sum(not row["updated"] for row in rows)

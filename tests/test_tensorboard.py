@@ -1,21 +1,15 @@
 """TensorBoard reads what a run wrote: every value, and after a resume no step of a future that was not taken."""
 import json
-import subprocess
 
 import pytest
-from conftest import BINARY
-from run_files import text_tables, write_run
+from conftest import ran
+from run_files import text_tables, write_documents, write_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TAGS = {"train/loss": "loss", "train/norm": "norm", "train/clip_coefficient": "clip_coefficient",
         "train/learning_rate": "learning_rate", "speed/tokens_per_second": "tokens_per_second",
         "train/perplexity": "perplexity", "validation/perplexity": "validation_perplexity", "speed/mfu": "mfu",
         "speed/seconds": "seconds", "speed/exposed_seconds": "exposed_seconds", "validation/loss": "validation_loss"}
-
-
-def train(config, *arguments):
-    done = subprocess.run([str(BINARY), "train", str(config), *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 def check_against_log(run):
@@ -34,21 +28,19 @@ def check_against_log(run):
 
 
 def test_tensorboard_reads_a_run_and_its_continuation(tmp_path):
-    (tmp_path / "text").mkdir()
-    for i in range(12):
-        (tmp_path / "text" / f"{i}.txt").write_text("some words " * (3 + i))
+    write_documents(tmp_path, 12)
     config = write_run(tmp_path / "run.toml", text_tables(
         2, 2, 32, (16, 1, 2, 1, 8, 24), data={"validation_fraction": 0.2}, model={"max_positions": 64},
         train={"steps": 6, "evaluate_every": 3, "evaluate_packs": 2}, checkpoint={"every": 3, "keep": 10},
         verify={"at_end": False}, sample={"tokens": 0}))
-    train(config)
+    ran("train", config)
     assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
 
     # Back to step 3: steps 4 to 6 of the first run must be gone, in the log and in TensorBoard.
     checkpoint = tmp_path / "run/checkpoints/step-00000003"
-    train(config, "--set", f"checkpoint.resume={checkpoint}", "--set", "train.steps=5")
+    ran("train", config, f"checkpoint.resume={checkpoint}", "train.steps=5")
     assert check_against_log(tmp_path / "run") == [1, 2, 3, 4, 5]
 
     # A fresh run in the same folder: nothing of the earlier ones.
-    train(config, "--overwrite", "--set", "train.steps=2", "--set", "train.evaluate_every=1")
+    ran("train", config, "--overwrite", "train.steps=2", "train.evaluate_every=1")
     assert check_against_log(tmp_path / "run") == [1, 2]

@@ -10,15 +10,15 @@ import numpy
 import pytest
 import tokenizers
 import torch
-from conftest import BINARY
+from conftest import BINARY, isograd
 from run_files import text_tables, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 TEXTS = ["the gradient of many ranks", "is the gradient of one rank", "ünïcode, and 数 too\n", "a" * 300]
 
 
-@pytest.fixture()
-def corpus(tmp_path):
+@pytest.fixture
+def run(tmp_path):
     (tmp_path / "text/sub").mkdir(parents=True)
     (tmp_path / "text/b.txt").write_text(TEXTS[2])
     (tmp_path / "text/sub/c.txt").write_text(TEXTS[3])
@@ -32,6 +32,7 @@ def corpus(tmp_path):
                                              initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
     model.train_from_iterator(TEXTS * 10, trainer)
     model.save(str(tmp_path / "tokenizer.json"))
+    write_run(tmp_path / "run.toml", CONFIG)
     return tmp_path
 
 
@@ -53,25 +54,16 @@ CONFIG = text_tables(
     sample={"prompt": "the gradient", "tokens": 8})
 
 
-def isograd(*arguments, **variables):
-    return subprocess.run([str(BINARY), *map(str, arguments)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHON": sys.executable, **variables})
-
-
 def ok(*arguments, **variables):
-    done = isograd(*arguments, **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return isograd(*arguments, status=0, **{"PYTHON": sys.executable, **variables}).stdout
+
+
+def bad(*arguments, **variables):
+    return isograd(*arguments, status=2, **{"PYTHON": sys.executable, **variables}).stderr
 
 
 def documents_of(folder):
     return sum((read_shard(shard)[1] for shard in sorted(folder.glob("*.isograd"))), [])
-
-
-@pytest.fixture()
-def run(corpus):
-    write_run(corpus / "run.toml", CONFIG)
-    return corpus
 
 
 def test_packing_gives_the_tokens_of_the_package(run):
@@ -125,7 +117,7 @@ def test_a_tokenizer_config_that_changes_packs_the_text_again(run):
 def test_from_text_to_samples_and_back_into_transformers(run, config):
     if config:
         (run / "tokenizer_config.json").write_text(json.dumps(config))
-    settings = ("--set", "checkpoint.every=2")
+    settings = ("checkpoint.every=2")
     ok("train", run / "run.toml", "--ranks", 2, *settings)
     checkpoint = run / "run/checkpoints/step-00000004"
     assert json.loads((checkpoint / "state.json").read_text())["tokenizer"].startswith("tokenizer.json:")
@@ -148,8 +140,7 @@ def test_from_text_to_samples_and_back_into_transformers(run, config):
     written = model.generate(prompt, max_new_tokens=8, do_sample=False, attention_mask=prompt * 0 + 1, pad_token_id=299)
     assert text == theirs.decode(written[0], skip_special_tokens=True).rstrip("\n")
     # The run goes on with the checkpoint's tokenizer, which is the same one.
-    ok("train", run / "run.toml", "--ranks", 3, "--set", f"data.tokenizer={checkpoint}/tokenizer.json", "--set",
-       "train.steps=6", "--set", "checkpoint.resume=latest")
+    ok("train", run / "run.toml", "--ranks", 3, f"data.tokenizer={checkpoint}/tokenizer.json", "train.steps=6", "checkpoint.resume=latest")
 
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}\n"
@@ -179,7 +170,7 @@ def llama_folder(run, **config):
 
 
 def greedy(folder, tokens=43):
-    """What transformers writes, and how many tokens of it are new."""
+    """The text that transformers writes, and those of its tokens that are new."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer("the gradient of", return_tensors="pt").input_ids
     written = model.generate(prompt, max_new_tokens=tokens, do_sample=False, attention_mask=prompt * 0 + 1, pad_token_id=299)[0]
@@ -208,7 +199,7 @@ def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
         (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [later, early]}))
         del kept["generation_config.json"]
     else:
-        # What else the file has is another's: kept, and not read.
+        # The other keys of the file are kept and not read.
         kept["generation_config.json"] = json.dumps({"temperature": 0.6, "do_sample": True, **{
             "list": {"eos_token_id": [299, later, early]}, "one": {"eos_token_id": early}, "none": {}}[ends]}, indent=3)
         (folder / "generation_config.json").write_text(kept["generation_config.json"])
@@ -219,7 +210,7 @@ def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
         assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
 
     write_run(run / "load.toml", {table: keys for table, keys in CONFIG.items() if table != "model"})
-    loads = ("--set", "model.load={0}", "--set", "data.tokenizer={0}/tokenizer.json", "--set")
+    loads = ("model.load={0}", "data.tokenizer={0}/tokenizer.json")
     ok("train", run / "load.toml", "--ranks", 2, *(each.format(folder) for each in loads), "train.steps=2")
     checkpoint = run / "run/checkpoints/step-00000002"
     for name, content in kept.items():
@@ -229,8 +220,8 @@ def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
     wanted = [later, early] if ends == "of config.json" else 0
     assert json.loads((checkpoint / "config.json").read_text())["eos_token_id"] == wanted
     assert sampled(checkpoint) == greedy(checkpoint)[0]
-    # Of a checkpoint's checkpoint, with what was read from the first one.
-    ok("train", run / "load.toml", *(each.format(checkpoint) for each in loads), "train.steps=1", "--set", f"run.directory={run}/next")
+    # The same of a checkpoint's checkpoint.
+    ok("train", run / "load.toml", *(each.format(checkpoint) for each in loads), "train.steps=1", f"run.directory={run}/next")
     for name, content in kept.items():
         assert (run / "next/checkpoints/step-00000001" / name).read_text() == content, name
 
@@ -240,16 +231,15 @@ def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
 def test_a_damaged_generation_config_is_named(run, content, said):
     folder = llama_folder(run)
     (folder / "generation_config.json").write_text(content)
-    done = isograd("sample", folder)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert str(folder / "generation_config.json") in done.stderr and said in done.stderr
+    message = bad("sample", folder)
+    assert str(folder / "generation_config.json") in message and said in message
 
 
 def test_a_directory_without_a_tokenizer_says_what_to_add(run):
     folder = llama_folder(run)
     (folder / "tokenizer.json").unlink()
-    done = isograd("sample", folder)
-    assert done.returncode == 2 and "tokenizer.model" in done.stderr and "--tokenizer" in done.stderr
+    message = bad("sample", folder)
+    assert "tokenizer.model" in message and "--tokenizer" in message
 
 
 def test_a_sample_is_shown_while_it_is_generated_by_one_thread(run):
@@ -269,15 +259,15 @@ def test_a_sample_is_shown_while_it_is_generated_by_one_thread(run):
 
 def test_shards_of_the_tokenizer_are_trained_with_and_without_it(run):
     ok("data", "pack", run / "text", "--tokenizer", run / "tokenizer.json", "--out", run / "shards")
-    shards = ("--set", "data.text=[]", "--set", f"data.shards={run}/shards/*.isograd")
+    shards = ("data.text=[]", f"data.shards={run}/shards/*.isograd")
     with_it = ok("train", run / "run.toml", *shards)
     assert "the gradient" in with_it  # the sample's prompt
-    ok("train", run / "run.toml", *shards, "--set", "data.tokenizer=bytes", "--set", f"run.directory={run}/without",
-       "--set", "sample.prompt=''", PYTHON="/nonexistent")
+    ok("train", run / "run.toml", *shards, "data.tokenizer=bytes", f"run.directory={run}/without",
+       "sample.prompt=''", PYTHON="/nonexistent")
     other = json.loads((run / "tokenizer.json").read_text())
     (run / "other.json").write_text(json.dumps(other))  # the same tokenizer, other bytes
-    refused = isograd("train", run / "run.toml", "--overwrite", *shards, "--set", f"data.tokenizer={run}/other.json")
-    assert refused.returncode == 2 and "which these shards were packed with" in refused.stderr
+    assert "which these shards were packed with" in bad("train", run / "run.toml", "--overwrite", *shards,
+                                                        f"data.tokenizer={run}/other.json")
 
 
 def test_a_proof_with_it(run):
@@ -291,24 +281,20 @@ def test_a_python_without_the_package_is_an_error_that_says_how_to_get_it(run, t
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
         python.chmod(0o755)
     for ranks in (1, 2):
-        done = isograd("train", run / "run.toml", "--ranks", ranks, PYTHON=str(python))
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert "pip install tokenizers" in done.stderr and str(python) in done.stderr
-        assert done.stderr.count("pip install tokenizers") == 1
+        message = bad("train", run / "run.toml", "--ranks", ranks, PYTHON=str(python))
+        assert message.count("pip install tokenizers") == 1 and str(python) in message
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 100000, b'{"version": "1.0", "model": {"type": "BPE"}}'])
 def test_a_damaged_file_is_named(run, content):
     (run / "tokenizer.json").write_bytes(content)
-    done = isograd("train", run / "run.toml", "--ranks", 2)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert str(run / "tokenizer.json") in done.stderr and "Traceback" not in done.stderr
+    message = bad("train", run / "run.toml", "--ranks", 2)
+    assert str(run / "tokenizer.json") in message and "Traceback" not in message
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_named(run):
     (run / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    done = isograd("train", run / "run.toml")
-    assert done.returncode == 2 and "eos_token '</s>'" in done.stderr
+    assert "eos_token '</s>'" in bad("train", run / "run.toml")
 
 
 def test_nothing_of_the_working_folder_is_executed(run, tmp_path):
@@ -338,7 +324,7 @@ def test_what_the_tokenizer_lacks_of_a_prompt_is_said(run):
     few.decoder = tokenizers.decoders.Fuse()
     few.save(str(run / "few.json"))
     sample = ("sample", run / "run", "--tokenizer", run / "few.json", "--tokens", 2, "--prompt")
-    done = isograd(*sample, "ab ça")
-    assert done.returncode == 0 and done.stdout.startswith("ab a"), done.stderr
+    done = isograd(*sample, "ab ça", status=0, PYTHON=sys.executable)
+    assert done.stdout.startswith("ab a"), done.stderr
     assert 'does not keep all of the prompt: the model is given "ab a"' in done.stderr, done.stderr
-    assert isograd(*sample, "ab a").stderr == ""
+    assert isograd(*sample, "ab a", PYTHON=sys.executable).stderr == ""
