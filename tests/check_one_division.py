@@ -81,7 +81,7 @@ ALLOWED = [
      "the outside oracle: one process that shares no code with the normaliser"),
 ]
 
-# What a mean of gradients or losses is divided by: as a whole word or as the last part of a name.
+# Names of the divisor of a mean of gradients or losses: as a whole word or as the last part of a name.
 COUNTS = (r"(?:\w*_)?(?:world|world_size|size|ranks|num_ranks|nranks|W|G|targets|tokens|num_targets|num_tokens|"
           r"divisor|mass|whole|t_b|samples|num_samples|micro_batches|accumulation|grad_acc|replicas|denominator|count|counts|N|value)_?")
 # An operand: an optional cast or parenthesis, then member accesses and calls, e.g. double(group_.size()).

@@ -39,7 +39,7 @@ IDLE = {"mixtral": {"model.layers.0.mlp.experts.gate_up_proj[4]", "model.layers.
 
 @dataclass(frozen=True)
 class Run:
-    """What differs between runs. Two ranks have 3 and 4 of the 7 packs, of which one is short."""
+    """The difference between runs. Two ranks have 3 and 4 of the 7 packs, of which one is short."""
     ranks: int = 2
     ep: int = 2
     micro_batch: int = 4  # packs
@@ -109,7 +109,7 @@ class Part:
 
 
 class Gradients:
-    """Of the mean over the step's targets, by part of a document, and summed as asked for."""
+    """Gradients of the mean over the step's targets, by part of a document, and summed as asked for."""
 
     def __init__(self, model, documents, parts):
         self.parameters = dict(model.named_parameters())

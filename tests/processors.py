@@ -27,7 +27,7 @@ NEEDS = {"scalar": set(), "avx2": {"avx2", "fma"}, "intel": set(), "intel-avx2":
 
 
 def missing(level):
-    """What the level needs and this processor (instruction sets) or build (the stand-in) lacks."""
+    """Needs of the level that this processor (instruction sets) or build (the stand-in) lacks."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

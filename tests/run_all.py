@@ -1,8 +1,9 @@
 """Runs every test and closes with one count.
 
 CTest runs the GoogleTest executables (one a room) and the script checks, two at a time; pytest runs tests/test_*.py
-against the built command line, beside them; when it is done, three of the others run at a time. The counts come from
-the runners' own JUnit files, so a test that did not run is not counted as passed. `N passed, N failed, N skipped` is the last line; a skip must name the missing capability.
+against the built command line at the same time; when it is done, three of the others run at a time. The counts come
+from the runners' own JUnit files, so a test that did not run is not counted as passed. `N passed, N failed, N skipped`
+is the last line; a skip must name the missing capability.
 """
 import argparse
 import json

@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import BINARY, ROOT
+from conftest import FULL, ROOT, by_turns, full, isograd
 from safetensors.torch import load_file, save_file
 import warm_python
 
@@ -32,13 +32,9 @@ DUMPS = pathlib.Path(tempfile.mkdtemp(prefix="isograd-dumps-"))
 atexit.register(shutil.rmtree, DUMPS, ignore_errors=True)  # also where no test of this file is run
 
 
-def compare(*arguments):
-    return subprocess.run([BINARY, "compare", *map(str, arguments)], cwd=ROOT, text=True, capture_output=True, timeout=120)
-
-
 def verdict(folder, *arguments, status=None):
-    """The names of the findings, what is printed, and the verdict as JSON, all of which say the same."""
-    done = compare(*arguments, "--json", folder / "v.json")
+    """The names of the findings, the output, and the verdict as JSON, which agree."""
+    done = isograd("compare", *arguments, "--json", folder / "v.json")
     assert done.returncode in ((0, 1) if status is None else (status,)), done.stdout + done.stderr
     document = json.loads((folder / "v.json").read_text())
     assert (done.returncode == 0) == (document["verdict"] == "pass") == (document["findings"] == []), done.stdout
@@ -66,8 +62,8 @@ def dump(trainer, ranks, loss="", dtype="float64"):
 
 
 def trainers(default):
-    return [trainer if trainer == default else pytest.param(*trainer, marks=pytest.mark.full)
-            for trainer in (("ddp", 3, "float32"), ("fsdp2", 2, "float64"), ("ddp", 2, "float64"), ("fsdp2", 3, "float32"))]
+    return [trainer if trainer == default else full(*trainer) for trainer in (
+        ("ddp", 3, "float32"), ("fsdp2", 2, "float64"), ("ddp", 2, "float64"), ("fsdp2", 3, "float32"))]
 
 
 @pytest.mark.parametrize("trainer, ranks, dtype", trainers(("ddp", 3, "float32")))
@@ -82,7 +78,7 @@ def test_the_mean_of_rank_means_is_guilty_and_named(tmp_path, trainer, ranks, dt
     assert not re.search(r"https?:|<script|src=|url\(", html)
 
 
-@pytest.mark.parametrize("trainer", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("trainer", ["ddp", full("fsdp2")])
 def test_bf16_parameters_are_no_false_alarm(tmp_path, trainer):
     run, one = dump(trainer, 3, "sum", "bfloat16"), dump("one_device", 3)
     ids, text, _ = verdict(tmp_path, run, one, status=1)
@@ -173,7 +169,7 @@ def test_broken_files_are_refused_by_name(tmp_path):
         folder = changed(tmp_path, f"broken{i}")
         spoil(folder)
         for arguments in [(folder, good), (good, folder)]:
-            done = compare(*arguments)
+            done = isograd("compare", *arguments)
             assert done.returncode == 2 and said in done.stderr, (said, done.stderr)
             assert "internal" not in done.stderr and "report" not in done.stderr.lower()
 
@@ -349,8 +345,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name, dtype", by_turns(list(WEIGHTS), [torch.float64, torch.bfloat16]), ids=str)
 def test_wrong_weights_fail_and_are_named(tmp_path, name, dtype):
     ids, text, _ = Steps(tmp_path, dtype=dtype).reference().run(WEIGHTS[name]).verdict()
     assert ids[:1] == [name.split(",")[0]], text
@@ -491,12 +486,11 @@ def test_figures_and_ranks_that_are_wrong_fail(tmp_path):
 
 # ---- in lower precision ----
 
-LOWER = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+LOWER = pytest.mark.parametrize("dtype, alone", by_turns([torch.float32, torch.bfloat16], [False, True]), ids=str)
 
 
-@pytest.mark.parametrize("dtype", LOWER)
+@LOWER
 @pytest.mark.parametrize("counts", [UNEVEN, NEAR], ids=["uneven", "near"])
-@pytest.mark.parametrize("alone", [False, True])
 def test_right_steps_pass_in_lower_precision(tmp_path, dtype, counts, alone):
     ids, text, document = Steps(tmp_path, counts, dtype).reference().alone().run().verdict(alone)
     # In bf16 half of a vector's gradient may be rounding, and over a thousand tokens a LayerNorm's is off by 6 % on one
@@ -506,8 +500,7 @@ def test_right_steps_pass_in_lower_precision(tmp_path, dtype, counts, alone):
     assert finds["uniform_scale"] < (1e-6 if dtype == torch.float32 else 2e-2), text
 
 
-@pytest.mark.parametrize("dtype", LOWER)
-@pytest.mark.parametrize("alone", [False, True])
+@LOWER
 def test_a_mean_of_nearly_equal_ranks_is_not_the_mean(tmp_path, dtype, alone):
     weight = lambda k, j: total(NEAR) / (NEAR[k][0] * len(NEAR))  # noqa: E731
     ids, text, _ = Steps(tmp_path, NEAR, dtype).reference().alone().run(weight).verdict(alone)
@@ -517,8 +510,7 @@ def test_a_mean_of_nearly_equal_ranks_is_not_the_mean(tmp_path, dtype, alone):
         assert ids == ["mean_of_rank_means"], text
 
 
-@pytest.mark.parametrize("dtype", LOWER)
-@pytest.mark.parametrize("alone", [False, True])
+@LOWER
 def test_errors_of_scale_show_from_where_the_verdict_says(tmp_path, dtype, alone):
     steps = Steps(tmp_path, dtype=dtype).reference().alone()
     # In fp32 tensors a factor of 1 + 3e-7 would itself be rounded: written in fp64, of a run in `dtype`.
@@ -595,9 +587,9 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
         content = dict(good, **change)
         steps_file.write_text(json.dumps(content))
         assert validator.is_valid(content) == accepted, change
-        if number % 3 and not os.environ.get("ISOGRAD_FULL_TESTS"):
+        if number % 3 and not FULL:
             continue  # a process for each takes its time
-        done = compare(tmp_path / "run", tmp_path / "one")
+        done = isograd("compare", tmp_path / "run", tmp_path / "one")
         assert (done.returncode != 2) == accepted, (change, done.stderr)
 
 

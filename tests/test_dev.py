@@ -1,14 +1,13 @@
 """./dev's first command, with a stand-in for cmake: what it says before and while it builds, and that a build which
 fails ends it. And what runs the tests: it takes any number of names, and a test that cannot be started has failed."""
 import os
-import pathlib
 import shutil
 import subprocess
 
 import pytest
 import run_all
+from conftest import BUILD, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 CMAKE = """#!/bin/bash
 case "$1" in
@@ -103,7 +102,7 @@ case "$*" in *find_spec*) echo torch >>calls; echo {folder}/site/torch ;; esac
     assert asked(ISOGRAD_TORCH=str(folder / "torch")) == ["dpkg-query"]  # another answer, which is given
     assert sorted(asked()) == ["dpkg-query", "torch"]
     assert asked() == []
-    (folder / "site/package").mkdir()  # installed beside torch, or another torch
+    (folder / "site/package").mkdir()  # installed next to torch, or another torch
     assert sorted(asked()) == ["dpkg-query", "torch"]
     (folder / "dev").touch()
     assert sorted(asked()) == ["dpkg-query", "torch"]
@@ -132,8 +131,7 @@ if [ "$3" = wheel ]; then echo "$@"; mkdir -p dist; touch dist/isograd-0.1.0-py3
 
 
 def runs_of_base(results, cases):
-    build = pathlib.Path(os.environ.get("ISOGRAD_BUILD_DIR", ROOT / "build/release"))
-    tests = run_all.Tests(build, results, {"base": ":".join(cases)}, verbose=False)
+    tests = run_all.Tests(BUILD, results, {"base": ":".join(cases)}, verbose=False)
     tests.run()
     return tests
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, LIMIT, ROOT, by_turns, full, rows_of
+from conftest import BUILD, FULL, LIMIT, ROOT, by_turns, full, rows_of
 import conftest
 from run_files import text_tables, write_documents, write_run, write_video
 
@@ -251,17 +251,17 @@ def gpu_check(folder, out, *arguments):
 
 
 def test_gpu_check_runs_on_the_stand_in(folder, tmp_path):
-    done, result = gpu_check(folder, tmp_path, "--parts", "^device_check$|^bench tiny")
+    done, result = gpu_check(folder, tmp_path, "--parts", "^device_check$|^bench tiny" if FULL else "^bench tiny")
     assert done.returncode == 0, done.stdout + done.stderr
-    device, bench = result["parts"]
-    assert device["status"] == bench["status"] == "passed", result
-    assert re.search(r"^cuda:0, 1 rank\(s\): \d+ cases, 0 failed$", device["found"]), device
+    *device, bench = result["parts"]  # CTest runs device_check
+    assert {part["status"] for part in result["parts"]} == {"passed"}, result
+    assert all(re.search(r"^cuda:0, 1 rank\(s\): \d+ cases, 0 failed$", part["found"]) for part in device), device
     assert [record["peer_name"] for record in bench["found"]] == ["PyTorch eager", "PyTorch eager, autocast"]
     for record in bench["found"]:
         assert record["dtype"] == "bfloat16" and record["flops"] > 0 and record["ours_ms"] > 0
         assert record["ours_device"]["peak_bytes"] > 0 and "problem" not in record["ours_device"], record
     assert all(line in done.stdout for line in result["table"])
-    assert "not run: none" in done.stdout and "==== device_check: passed" in (tmp_path / "log.txt").read_text()
+    assert "not run: none" in done.stdout and "==== bench tiny bfloat16: passed" in (tmp_path / "log.txt").read_text()
 
 
 def test_gpu_check_ends_at_its_limit_with_what_it_has(folder, tmp_path):

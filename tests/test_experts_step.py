@@ -79,7 +79,7 @@ def test_gradients_of_ranks_differ_before_they_are_summed(name, place, wide):
     assert min(apart.values()) > 0.1  # eight orders above the bound
 
 
-# What makes wrong gradients of those of each rank, and how far the experts' steps are then off.
+# Each makes wrong gradients of those of each rank; the relative error of the experts' steps follows.
 def times(factor):
     return lambda reference: {name: gradient * factor if is_expert(name) else gradient
                               for name, gradient in reference.total().items()}
@@ -119,7 +119,7 @@ def test_experts_counted_twice_in_the_norm_are_noticed(name, place, wide):
     assert all(error == 0 or error == pytest.approx(off, rel=1e-4) for error in found.steps.values())
 
 
-# What a router of dots1 chooses by, left out: each is another model for these tokens.
+# A part of a router of dots1, left out: each is another model for these tokens.
 def without_bias(model):
     for router in routers_with_bias(model).values():
         router.e_score_correction_bias.zero_()

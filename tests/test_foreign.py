@@ -16,7 +16,7 @@ import torch
 from conftest import BINARY, BUILD, isograd, ran
 from run_files import write_documents, write_run
 from safetensors.torch import save_file
-from test_cli import TABLES, without_model
+from test_cli import TABLES
 
 DEEP = 100_000
 ESCAPE = "\x1b[2J\x1b[31m"

@@ -284,18 +284,18 @@ CHANGES = {
     "both, one theta": dict(rope_scaling=LINEAR | dict(rope_theta=5e5), rope_parameters=LINEAR | dict(rope_theta=5e5)),
     "both, another kind": dict(rope_scaling=LINEAR, rope_parameters=dict(rope_type="default")),
     "both, scaling empty": dict(rope_scaling={}, rope_parameters=LINEAR | dict(rope_theta=5e5)),
-    "theta beside": dict(rope_theta=7e4, rope_parameters=LINEAR),
-    "theta beside another": dict(rope_theta=7e4, rope_parameters=LINEAR | dict(rope_theta=8e4)),
+    "theta outside": dict(rope_theta=7e4, rope_parameters=LINEAR),
+    "theta outside another": dict(rope_theta=7e4, rope_parameters=LINEAR | dict(rope_theta=8e4)),
     "three thetas": dict(rope_theta=7e4, rope_scaling=LINEAR, rope_parameters=LINEAR | dict(rope_theta=8e4)),
     "old form": dict(rope_theta=7e4, rope_scaling=dict(type="linear", factor=2.0), rope_parameters=ABSENT),
     "old form with null": dict(rope_scaling=LINEAR | dict(rope_theta=None), rope_parameters=ABSENT),
 }
-# What the files of well-known models have must not be refused.
+# Keys in the files of well-known models must not be refused.
 ACCEPTED = {"harmless", "pretraining_tp 2", "act swish", "yarn", "yarn finetuned", "yarn truncate null",
             "yarn factor null", "yarn betas null", "no type",
             "num_key_value_heads null", "head_dim null", "rope_scaling null", "rope_parameters null", "pad 0", "pad -1",
             "pad_token_id null", "eos_token_id null", "sliding_window null", "quantization_config null", "old form",
-            "both, scaling empty", "both, one theta", "theta beside", "yarn without original"}
+            "both, scaling empty", "both, one theta", "theta outside", "yarn without original"}
 
 
 @pytest.mark.parametrize("name", CHANGES)

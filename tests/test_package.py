@@ -75,8 +75,8 @@ def test_an_older_standard_is_one_message(tmp_path):
     above: examples/own_module."""
     compilers = [found for found in map(shutil.which, ("g++", "clang++-19", "clang++")) if found]
     headers = sorted((ROOT / "include/isograd").glob("*.hpp"))
-    for compiler in compilers:
-        for header in headers:
+    for number, header in enumerate(headers):
+        for compiler in compilers if FULL else [compilers[number % len(compilers)]]:
             done = subprocess.run([compiler, "-std=c++17", "-fsyntax-only", "-I", ROOT / "include", "-x", "c++", header],
                                   capture_output=True, text=True, timeout=60)
             errors = [line for line in done.stderr.splitlines() if "error:" in line]

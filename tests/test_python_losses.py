@@ -1,7 +1,7 @@
-"""isograd.ranking and isograd.focal on 1 to 3 ranks, beside the C++ losses on one process and the package
+"""isograd.ranking and isograd.focal on 1 to 3 ranks, compared with the C++ losses on one process and the package
 imbalanced-losses, neither of which shares code with them.
 
-ISOGRAD_FULL_TESTS=1: every case in both types, and on one rank too; else every third in each.
+ISOGRAD_FULL_TESTS=1: every case in both types, and on one rank too; else every fifth in each.
 """
 import itertools
 import json
@@ -10,10 +10,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from conftest import BINARY, run_python
-from test_ranking import FULL, focal_cases, make_step, numbers, options_of_ranking
+from conftest import BINARY, FULL, full, run_python
+from test_ranking import focal_cases, make_step, numbers, options_of_ranking
 
-# Of the largest element of a value or gradient; of 1 where that is less. fp32: sums of some 40 terms of a unit roundoff.
+# Relative to the largest element of a value or gradient; to 1 where that is less. fp32: sums of some 40 terms of a unit roundoff.
 ALLOWED = {"float64": 1e-12, "float32": 4e-6}
 
 
@@ -34,15 +34,15 @@ def made_cases():
 @pytest.fixture(scope="module")
 def found(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("losses")
-    cases = [{**case, "dtype": dtype} for number, case in enumerate(made_cases()) for third, dtype in enumerate(ALLOWED)
-             if FULL or number % 3 == third]
+    cases = [{**case, "dtype": dtype} for number, case in enumerate(made_cases()) for turn, dtype in enumerate(ALLOWED)
+             if FULL or number % 5 == turn]
     (folder / "cases.json").write_text(json.dumps(cases))
     ours = run_python(warm, "losses.py", folder / "cases.json", *(["1"] if FULL else []), "2", "3")
     subprocess.run([BINARY.parent / "ranking_probe", folder / "cases.json", folder / "said.json"], check=True, timeout=120)
     return cases, json.loads((folder / "said.json").read_text()), json.loads(ours)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("size", [full(1), 2, 3])
 def test_all_ranks_have_the_loss_and_the_gradient_of_one_process_in_cpp(found, size):
     cases, wanted, ours = found
     differentiated = 0
@@ -124,7 +124,7 @@ OUT_OF_RANGE = [
 
 @pytest.fixture(scope="module")
 def refusals(warm):
-    """What one process is told of each: to load torch takes longer than all of them."""
+    """All messages, by one process: to load torch takes longer."""
     program = """import json, sys
 from isograd import ConfigError, focal, ranking
 for name, options in json.load(sys.stdin):

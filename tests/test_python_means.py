@@ -3,7 +3,7 @@ import json
 import re
 
 import pytest
-from conftest import run_python
+from conftest import full, run_python
 
 U32 = 2.0**-24
 
@@ -21,7 +21,7 @@ def means(warm):
     return {name: worst(ranks) for name, ranks in run(warm, "means.py").items()}
 
 
-@pytest.mark.parametrize("size", ["2", "3", pytest.param("4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", ["2", "3", full("4")])
 def test_every_mean_is_that_of_one_process(means, size):
     """DDP, FSDP2, a plain loop; uneven, an empty rank, accumulation. Sums of some hundred terms in fp64: 1e-12 is a
     hundred times what they round."""
@@ -47,7 +47,7 @@ def norms(warm):
 def test_the_norm_counts_each_element_once(norms, name):
     """Gradients in fp32, squares in fp64: the norm is exact but for fp64's rounding, a clipped element rounds once."""
     for rank in norms:
-        print(name, rank[name])  # PyTorch's own norm of the same gradient is beside it
+        print(name, rank[name])  # with PyTorch's own norm of the same gradient
         assert abs(rank[name]["norm"]) <= 1e-12 and rank[name]["clipped"] <= 2 * U32, rank[name]
         if "summed" in rank[name]:  # over both axes of a mesh, at most four gradients in fp32
             assert rank[name]["summed"] <= 64 * U32
@@ -147,7 +147,7 @@ def test_input_that_one_rank_refuses_is_refused_on_all(warm):
 
 # ---- isograd.linear_cross_entropy: the formula in fp64, token after token ----
 
-# Of the largest element. 37 tokens and 29 logits are added up; bf16 rounds each gradient and product of a tile once, 2^-8.
+# Relative to the largest element. 37 tokens and 29 logits are added up; bf16 rounds each gradient and product of a tile once, 2^-8.
 ALLOWED = {"float64": 1e-13, "float32": 3e-6, "bfloat16": 3e-2}
 
 

@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import BINARY, ROOT
+from conftest import BINARY, BUILD, ROOT, full
 
 
 def run(python, *arguments, status=0, **environment):
@@ -26,7 +26,7 @@ def test_the_wheel_holds_the_package_and_no_path_of_this_machine(wheel):
         assert {"_isograd_command.py", "isograd/__init__.py", "isograd/py.typed", "isograd/_native/isograd",
                 "isograd/_native/isograd_comm.so", "isograd/_native/isograd_comm.pyi"} <= names
         assert all(name.startswith(("isograd/", "_isograd_command.py")) for name in names), names
-        torch = (BINARY.parent.parent / "CMakeCache.txt").read_text().split("ISOGRAD_TORCH:PATH=")[1].split("\n")[0]
+        torch = (BUILD / "CMakeCache.txt").read_text().split("ISOGRAD_TORCH:PATH=")[1].split("\n")[0]
         for name in names:
             assert f"{torch}/lib".encode() not in packed.read(name), f"{name} looks for libraries in {torch}"
 
@@ -54,8 +54,7 @@ os._exit(0)  # DETAIL's Gloo threads may abort a process that is taken down in o
 """
 
 
-@pytest.mark.parametrize("backend, debug", [pytest.param("isograd", "OFF", marks=pytest.mark.full),
-                                            ("cpu:isograd", "DETAIL")])
+@pytest.mark.parametrize("backend, debug", [full("isograd", "OFF"), ("cpu:isograd", "DETAIL")])
 def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
     program = RANK.format(backend=backend, store=tmp_path / "store")
     environment = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISTRIBUTED_DEBUG=debug)
@@ -66,8 +65,7 @@ def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
         assert rank.returncode == 0 and output == "[3.0, 3.0, 3.0] [2.0, 2.0, 2.0, 2.0] True\n", output + errors
 
 
-@pytest.mark.parametrize("first, second", [("isograd", "isograd_comm"),
-                                           pytest.param("isograd_comm", "isograd", marks=pytest.mark.full)])
+@pytest.mark.parametrize("first, second", [("isograd", "isograd_comm"), full("isograd_comm", "isograd")])
 def test_the_extension_of_a_build_folder_is_the_same_one(installed, first, second):
     """Registered twice it would end the process. The version is the program's, checksums those of a dump."""
     xxhash = pytest.importorskip("xxhash")
@@ -78,7 +76,7 @@ def test_the_extension_of_a_build_folder_is_the_same_one(installed, first, secon
     said = run(installed, "-c", f"import {first}, {second}, isograd, isograd_comm, torch\n"
                "v = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)\n"
                "print(isograd.__version__, isograd.ConfigError is isograd_comm.ConfigError, isograd.checksum(v), "
-               "isograd.checksum(v.T))", PYTHONPATH=str(BINARY.parent.parent / "python"))
+               "isograd.checksum(v.T))", PYTHONPATH=str(BUILD / "python"))
     assert said.split() == [version, "True", *sums] and sums[0] != sums[1]
 
 
@@ -95,7 +93,7 @@ print(isograd.ConfigError.__doc__, isograd.PeerError.__doc__, sep=chr(10))
 
 
 def test_errors_say_their_family_once_and_what_they_are_for(installed):
-    """Of Python and of the extension: once in the last line of a traceback, which Python writes in front."""
+    """Errors of Python and of the extension: once in the last line of a traceback, which Python writes in front."""
     of_python, of_the_extension, input_wrong, rank_lost = run(installed, "-c", ERRORS).splitlines()
     for last in (of_python, of_the_extension):
         assert last.count("ConfigError") == 1 and re.search("ConfigError: (?!ConfigError)", last), last
@@ -122,7 +120,7 @@ def test_a_later_build_of_the_same_torch_fits(installed):
     assert said.startswith("None found no torch; expected torch 2.13") and "torch==2.13.0`" in said
 
 
-@pytest.mark.parametrize("made", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("made", [full(False), True])
 def test_a_folder_without_artefacts_is_refused(tmp_path, made):
     (tmp_path / "build").mkdir()
     expected = "isograd: found no torch in ''"

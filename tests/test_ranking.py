@@ -13,7 +13,7 @@ import imbalanced_losses
 import numpy as np
 import pytest
 import torch
-from conftest import BINARY, FULL, ROOT, isograd, rows_of
+from conftest import BINARY, FULL, ROOT, by_turns, isograd, rows_of
 
 # Errors of values and of gradients: in fp64 relative to the largest element; in fp32 to that or to 1, and the error of the
 # package's own fp32 against its fp64 comes on top (gradients of saturated sigmoids are differences of rounded numbers there).
@@ -133,13 +133,14 @@ def options_of_ranking():
                                    "tau_scale": scale, "pos_numerator": numerator, "budget_basis": basis}
 
 
-@pytest.mark.parametrize("classes", [1, 4])
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("classes, ties", by_turns([1, 4], [False, True]))
 def test_ranking_losses_without_a_queue(tmp_path, classes, ties):
     rng = np.random.default_rng(1)
     cases = []
-    for (loss, options), reduction, weights in itertools.product(options_of_ranking(), ("mean", "sum", "none"),
-                                                                 (False, True)):
+    for number, ((loss, options), reduction, weights) in enumerate(itertools.product(
+            options_of_ranking(), ("mean", "sum", "none"), (False, True))):
+        if not FULL and number // 2 % 2 != weights:  # by turns
+            continue
         steps = [make_step(rng, int(rows), classes, ties=ties, ignored=True, empty_class=True, weights=weights, iid=True)
                  for rows in rng.integers(4, 60, 4)]
         cases.append({"loss": loss, "dtype": "float32", "steps": steps,
@@ -154,7 +155,9 @@ STEPS_WITH_QUEUE = 50 if FULL else 20  # 20 turn a queue of 37 rows over three t
 def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     rng = np.random.default_rng(2)
     cases = []
-    for (loss, options), weights in itertools.product(options_of_ranking(), (False, True)):
+    for number, ((loss, options), weights) in enumerate(itertools.product(options_of_ranking(), (False, True))):
+        if not FULL and number // 2 % 2 != weights:  # by turns
+            continue
         # No ignored rows and no batch as large as the queue: exceptions of their own, below.
         steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,
                            weights=weights and number % 3 > 0, iid=True)
@@ -307,14 +310,13 @@ def test_what_a_scorer_cannot_do_is_refused(tmp_path):
 
 
 # Weights of 1e36 give scores that fp32 cannot hold: one rule for all tasks.
-@pytest.mark.parametrize("rule,status", [("stop", 1), ("skip", 0)])
-@pytest.mark.parametrize("loss", ["smooth_ap", "sigmoid_focal", "cross_entropy"])
-def test_scores_that_are_not_finite_are_what_on_non_finite_says(tmp_path, loss, rule, status):
+@pytest.mark.parametrize("loss, rule", by_turns(["smooth_ap", "sigmoid_focal", "cross_entropy"], ["stop", "skip"]))
+def test_scores_that_are_not_finite_are_what_on_non_finite_says(tmp_path, loss, rule):
     table = scorer_table(tmp_path)
     run = ranked("train", f"run.directory={tmp_path}/run", f"data.table={table}", "batch.rows_per_step=70",
                   "train.steps=6", f"ranking.loss={loss}", "ranking.compare=false", "optimizer.kind=sgd",
                   "schedule.kind=constant", "schedule.peak=1e37", "schedule.warmup=0", "train.max_norm=0",
-                  "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3, status=status)
+                  "verify.at_end=false", f"train.on_non_finite={rule}", ranks=3, status=1 if rule == "stop" else 0)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]  # null where it is not finite
     assert rows[0]["updated"] and rows[0]["loss"] is not None

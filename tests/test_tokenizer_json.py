@@ -10,7 +10,7 @@ import numpy
 import pytest
 import tokenizers
 import torch
-from conftest import BINARY, isograd
+from conftest import BINARY, full, isograd
 from run_files import text_tables, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -79,12 +79,12 @@ END = "<|endoftext|>"
 
 
 @pytest.mark.parametrize("config, template, front, back", [
-    ({"eos_token": END}, None, [], [0]),
+    full({"eos_token": END}, None, [], [0]),
     ({"eos_token": {"content": END, "lstrip": False}}, None, [], [0]),
     ({"eos_token": END, "bos_token": END, "add_bos_token": True}, None, [0], [0]),
     ({"eos_token": END, "bos_token": END}, None, [], [0]),
     (None, f"{END} $A", [0], []),
-    (None, f"$A {END}", [], [0]),
+    full(None, f"$A {END}", [], [0]),
     ({"eos_token": END}, f"$A {END}", [], [0]),
     ({"bos_token": END, "eos_token": END, "add_bos_token": True}, f"{END} $A", [0], [0]),
     (None, None, [], []),
@@ -98,9 +98,7 @@ def test_what_stands_around_a_document(run, config, template, front, back):
         tokenizer.save(str(file))
     if config is not None:
         (run / "tokenizer_config.json").write_text(json.dumps(config))
-    # Packed twice into one folder: the marks are part of what the shards were made from.
-    ok("data", "pack", run / "text/b.txt", "--tokenizer", file, "--out", run / "ours")
-    ok("data", "pack", run / "text", "--tokenizer", file, "--out", run / "ours", "--overwrite")
+    ok("data", "pack", run / "text", "--tokenizer", file, "--out", run / "ours")
     assert documents_of(run / "ours") == [front + ids + back for ids in plain]
 
 
@@ -113,7 +111,7 @@ def test_a_tokenizer_config_that_changes_packs_the_text_again(run):
     assert all(document[-1] == 0 for document in documents_of(run / "ours"))
 
 
-@pytest.mark.parametrize("config", [None, {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}])
+@pytest.mark.parametrize("config", [full(None), {"eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}])
 def test_from_text_to_samples_and_back_into_transformers(run, config):
     if config:
         (run / "tokenizer_config.json").write_text(json.dumps(config))
@@ -186,7 +184,7 @@ def sampled(folder, tokens=43):
     return ok("sample", folder, "--prompt", "the gradient of", "--tokens", tokens, "--temperature", 0)[:-1]
 
 
-@pytest.mark.parametrize("ends", ["list", "one", "of config.json", "none"])
+@pytest.mark.parametrize("ends", ["list", full("one"), "of config.json", full("none")])
 def test_a_directory_is_sampled_and_carried_as_transformers_has_it(run, ends):
     folder = llama_folder(run)
     new = greedy(folder)[1]

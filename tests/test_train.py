@@ -17,7 +17,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BINARY
+from conftest import BINARY, by_turns, full
 from run_files import text_tables, write_run
 
 LIMIT = 60  # seconds; a run that takes longer hangs
@@ -133,7 +133,7 @@ def ranks_of(process):
 
 
 def finish(process, status=0):
-    """What it printed."""
+    """Its output."""
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == status, out
     return out
@@ -180,12 +180,12 @@ BF16 = dict(train__dtype="bfloat16", train__fp32_gradients="false")
 
 
 @pytest.mark.parametrize("changes, keeps, rounds", [
-    (dict(parallel__strategy="bucketed"), "16Ψ", 1), (dict(parallel__strategy="zero1"), "8Ψ + 8Ψ/N", 1),
+    (dict(parallel__strategy="bucketed"), "16Ψ", 1), full(dict(parallel__strategy="zero1"), "8Ψ + 8Ψ/N", 1),
     (dict(parallel__strategy="zero2"), "4Ψ + 12Ψ/N", 2),  # two micro-batches a step: gradients are sent twice
     # The root stays whole from forward to the end of backward; with reshard_after_forward = false everything does.
-    (ZERO3, "", 0), (ZERO3 | dict(parallel__reshard_after_forward="false"), "", 0),
+    full(ZERO3, "", 0), (ZERO3 | dict(parallel__reshard_after_forward="false"), "", 0),
     (ZERO3 | dict(parallel__share_parameters="auto"), "", 0),  # MPI: not shared
-    (ZERO3 | BF16, "", 0), (dict(parallel__strategy="zero1") | BF16, "", 0)], ids=str)
+    full(ZERO3 | BF16, "", 0), (dict(parallel__strategy="zero1") | BF16, "", 0)], ids=str)
 def test_memory_and_traffic_are_those_of_the_formulas(place, changes, keeps, rounds):
     _, text = place.run(train__steps=3, run__memory="true", batch__packs_per_step=8, model__hidden=64,
                         **{"parallel__share_parameters": "off", **changes})
@@ -206,7 +206,7 @@ def test_memory_and_traffic_are_those_of_the_formulas(place, changes, keeps, rou
     assert not gathered or 0 < float(gathered[1]) <= float(gathered[2])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [full(2), 3])
 def test_bytes_to_experts_are_those_of_the_formula(place, ranks):
     """Each rank its own, as its tokens' choices are uneven."""
     _, text = place.run(ranks=ranks, train__steps=2, run__memory="true", parallel__ep=ranks, model__family="qwen3_moe",
@@ -286,7 +286,7 @@ def is_complete(shm, name="run"):
     return True
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [full(1), 2])
 def test_a_run_outlives_the_reader_of_what_it_prints(shm, ranks):
     """`isograd train ... 2>&1 | head`: it trains on, saves as it would, and its status is that of the run."""
     process = shm.start(ranks=ranks, checkpoint__every=10)  # a line is printed with each checkpoint
@@ -301,8 +301,7 @@ def test_a_run_outlives_the_reader_of_what_it_prints(shm, ranks):
     assert is_complete(shm, "short")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full", ">/dev/full"])
+@pytest.mark.parametrize("redirection, ranks", by_turns([">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full", ">/dev/full"], [1, 2]))
 def test_a_run_whose_standard_streams_are_closed_or_full(shm, redirection, ranks):
     """A closed one is not a file of the run's that is opened next. A full disk has its status, the run is whole."""
     done = through_a_shell(redirection, shm.command(ranks=ranks))
@@ -329,8 +328,8 @@ def test_a_launcher_outlives_the_reader_of_its_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("victim, changes", [
-    (0, {}), (2, {}), (1, {"parallel__strategy": "zero3"}),
-    (0, {"parallel__pp": 3, "model__layers": 3}), (2, {"parallel__pp": 3, "model__layers": 3})])
+    (0, {}), full(2, {}), (1, {"parallel__strategy": "zero3"}),
+    full(0, {"parallel__pp": 3, "model__layers": 3}), (2, {"parallel__pp": 3, "model__layers": 3})])
 def test_a_terminal_is_told_of_a_lost_rank_in_a_few_lines(shm, victim, changes):
     """Which one, in what, what the others waited in, how to continue; the last operations are in a file."""
     process = shm.start(ranks=3, checkpoint__every=20, **changes)
@@ -413,7 +412,6 @@ def test_a_hang_up_saves_as_sigterm_does(place):
     place.saved([stopped_after(out)])
 
 
-@pytest.mark.both_backends
 def test_a_rank_killed_during_start_ends_the_run_at_once(place):
     """Long before the launcher's grace (10 s), whatever it was doing then."""
     for delay in (0, 0.05, 0.3, 1.0):
@@ -500,7 +498,6 @@ def test_ctrl_c_skips_the_proof_at_the_end(place, ranks):
     assert "skipped by a signal" in (place.folder / "run/report.html").read_text()
 
 
-@pytest.mark.both_backends
 def test_a_second_signal_ends_at_once(place):
     process = place.start()
     ranks = ranks_of(process)
@@ -515,7 +512,6 @@ def test_a_second_signal_ends_at_once(place):
     assert process.returncode != 0 and time.time() - started < 15
 
 
-@pytest.mark.both_backends
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
     process = place.start(ranks=3, checkpoint__every=50)

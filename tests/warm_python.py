@@ -183,7 +183,7 @@ def tell_who_ended(askers, ready):
 
 
 def become(request, streams):
-    """What Python does before it runs a program, as far as it depends on the request; then that."""
+    """Sets up what Python sets up for a program, as far as it depends on the request; then runs it."""
     import multiprocessing
     import random
     import runpy

@@ -13,13 +13,13 @@ from trainers import ByHand, Ddp, Fsdp, Trainer, coefficient
 from trial import Trial, one_by_one, planted
 
 
-# What the loss is divided by.
+# The divisor of the loss.
 def micro_mean(self, nll, micro, rank, j):
     return nll.sum() / num_targets(micro.targets)
 
 
 def mean_of_ranks(self, records):
-    """What is logged."""
+    """The logged loss."""
     return sum(sum(record["losses"]) for record in records) / len(records)
 
 
@@ -64,7 +64,7 @@ def padded_by_the_sampler(self):
             for rank in range(self.problem.ranks)]
 
 
-# What is reduced, and when.
+# The reduction: of which gradients, and when.
 class ParameterIgnoredByReducer(Ddp):
     def wrap(self, model, group):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
@@ -161,7 +161,7 @@ class DropoutByRank(Ddp):
         return (kept / (1 - self.problem.dropout)).to(torch.float64 if self.precision == "fp64" else torch.float32)
 
 
-# What is not finite, what is logged.
+# Values that are not finite, and logs.
 class EmptyMicroBatch(Ddp):
     """(loss * mask).sum() / mask.sum(): without a target, 0 / 0 of the loss and 0 * inf of its gradient."""
 
@@ -208,7 +208,7 @@ TRIALS = [
             ("scaled_by_factor", "undecided"), alone=True, __init__=counts(lambda micro: num_targets(micro.labels))),
     planted("MaskedPositionsCounted", Ddp, Problem("mlp", uneven, masked=0.5, precision="fp64"),
             "(loss * mask).mean() on each rank, averaged", ("undecided",), loss=lambda self, nll, micro, rank, j: nll.mean()),
-    # What is predicted.
+    # The targets.
     planted("PaddingTrained", Trainer, Problem("transformer", ((3,), (2,), (3,))), "padding is predicted",
             ("other_targets", "undecided"), padded=True,
             targets=lambda self, micro: torch.where(micro.documents.flatten() < 0, 0, micro.targets)),

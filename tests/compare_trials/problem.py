@@ -1,4 +1,4 @@
-"""What the trials train: three small models, samples of uneven length, and how these are assigned to ranks."""
+"""Model and data of the trials: three small models, samples of uneven length, and how these are assigned to ranks."""
 import dataclasses
 
 import torch
@@ -100,7 +100,7 @@ class Sample:
 
     id: int
     inputs: torch.Tensor  # tokens [T], rows [T, 12] or an image [1, 2, 8, 8]
-    labels: torch.Tensor  # [T], beside the input that they name: a language model's are not shifted yet
+    labels: torch.Tensor  # [T], at the positions of the inputs that they name: a language model's are not shifted yet
     targets: torch.Tensor  # [T], what each position must predict; IGNORED carries no loss
     whole: int  # valid targets of the whole sample
     first: bool = True  # whether this is the beginning of the sample
@@ -108,7 +108,7 @@ class Sample:
 
 @dataclasses.dataclass
 class Micro:
-    """What one forward sees."""
+    """The input of one forward."""
 
     inputs: torch.Tensor
     documents: torch.Tensor  # [rows, T]

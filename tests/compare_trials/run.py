@@ -74,7 +74,7 @@ def distance(mine, one):
 
 
 def effect_of(folder):
-    """What the mistake does in fp64, relative to the right value: of the gradient, of one parameter, of the rest."""
+    """The effect of the mistake in fp64, relative to the right value: of the gradient, of one parameter, of the rest."""
     mine, one = folder / "mine64", folder / "one"
     total, single = distance(*(
         {name.removeprefix("module."): g for name, g in load_file(side / "gradients.safetensors").items()}
@@ -190,10 +190,10 @@ def table(rows):
         effect = dict(row["effect"])
         gradient, largest = effect.pop("gradient"), effect.pop("parameter")
         key, other = max(effect.items(), key=lambda item: (item[1] != item[1], item[1]))
-        beside = f"{key} {other:.1e}" if not other <= PLANTED else ""
+        also = f"{key} {other:.1e}" if not other <= PLANTED else ""
         expected = "; " + " or ".join(row["names"]) if row["names"] and row["outcome"] != "right" else ""
         lines.append(f"{row['name']:28} {row['precision'] + ('+' if row['alone'] else ''):16} {gradient:8.1e} "
-                     f"{largest:8.1e} {beside:>16} {row['status']:4}  {row['outcome']:13} "
+                     f"{largest:8.1e} {also:>16} {row['status']:4}  {row['outcome']:13} "
                      f"{', '.join(row['said']) or '-'}{expected}")
     return "\n".join(lines) + "\n" + (
         "gradient, largest: the effect in fp64, relative to the right gradient and to a parameter's own; other: to\n"

@@ -19,7 +19,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Groups:
-    """Of four processes, made once: they are numbered by how many each process has made before."""
+    """The groups of four processes, made once: they are numbered by how many each process has made before."""
 
     def __init__(self):
         self.first = {size: dist.new_group(list(range(size)), timeout=TIMEOUT) for size in (2, 3, 4)}
@@ -53,7 +53,7 @@ class Trainer:
         return micro.targets
 
     def loss(self, nll, micro, rank, j):
-        """What backward starts from. `nll`: one for each position, 0 where nothing is to be predicted."""
+        """The tensor that backward starts from. `nll`: one for each position, 0 where nothing is to be predicted."""
         if self.problem.mean == "sample":
             return (nll * micro.shares).sum() / self.with_loss * self.factor
         return nll.sum() / self.total * self.factor
@@ -189,7 +189,7 @@ class Processes(Trainer):
         """For trainers whose backward does not reduce by itself."""
 
     def after_reduction(self, model, rank):
-        """What a rank does to the reduced gradients by itself."""
+        """A change that a rank makes to the reduced gradients by itself."""
 
     def step(self, groups=None):
         self.groups, group = groups, groups.first[self.ranks]
@@ -282,7 +282,7 @@ def plain_name(name):
 
 
 def gradients_of(model):
-    """Of each trained parameter, whole; zeros where no gradient came. Collective under FSDP2."""
+    """Whole gradients of each trained parameter; zeros where no gradient came. Collective under FSDP2."""
     gradients = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -293,7 +293,7 @@ def gradients_of(model):
 
 
 def held_norm(model):
-    """Of the gradients, or parts of them, that this rank holds."""
+    """The norm of the gradients, or parts of them, that this rank holds."""
     squares = 0.0
     for p in model.parameters():
         if p.grad is not None:

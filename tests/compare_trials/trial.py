@@ -1,4 +1,4 @@
-"""What a trial is: a trainer, a step, and what `isograd compare` should say of them."""
+"""A trial: a trainer, a step, and the verdict that `isograd compare` should give."""
 import dataclasses
 from typing import Callable
 

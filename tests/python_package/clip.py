@@ -1,4 +1,4 @@
-"""python clip.py: clip_grad_norm_ beside the fp64 norm of the assembled gradient, on 4 ranks; figures as JSON."""
+"""python clip.py: clip_grad_norm_ compared with the fp64 norm of the assembled gradient, on 4 ranks; figures as JSON."""
 import json
 import sys
 
@@ -44,7 +44,7 @@ def norm_of(parameters):
 
 
 def judged(model, parameters=None, **more):
-    """Norm and clipped gradient, relative to those of the assembled gradient; PyTorch's own norm beside."""
+    """Norm and clipped gradient, relative to those of the assembled gradient; and PyTorch's own norm."""
     parameters = list(model.parameters())
     expected = norm_of(parameters)
     before = [whole(p.grad) for p in parameters]

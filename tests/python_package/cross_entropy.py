@@ -1,4 +1,4 @@
-"""isograd.linear_cross_entropy beside what PyTorch's linear and log_softmax make in fp64; what it refuses. As JSON."""
+"""isograd.linear_cross_entropy compared with PyTorch's linear and log_softmax in fp64; its refusals. As JSON."""
 import json
 import sys
 
@@ -49,13 +49,13 @@ def expected(hidden, weight, targets, bias=None, weights=None, ignore_index=-100
 
 
 def off(found, wanted):
-    """Of the largest element of what it should be; of 1 where that is less."""
+    """The error relative to the largest element of the right value; to 1 where that is less."""
     found, wanted = (t.detach().double().flatten() if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float64).flatten()
                      for t in (found, wanted))
     return float((found - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
 
 
-def beside(dtype, rows=(37,), fault=False, **options):
+def apart_from_pytorch(dtype, rows=(37,), fault=False, **options):
     hidden, weight, targets, given = made(dtype, rows, **options)
     loss = isograd.linear_cross_entropy(hidden, weight, targets, **given)
     (0.7 * loss.sum).backward()
@@ -107,10 +107,10 @@ def calls(**changed):
 
 
 def main():
-    found = {str(dtype).split(".")[1]: {name: beside(dtype, **options) for name, options in OPTIONS.items()}
+    found = {str(dtype).split(".")[1]: {name: apart_from_pytorch(dtype, **options) for name, options in OPTIONS.items()}
              for dtype in (torch.float64, torch.float32, torch.bfloat16)}
-    found["leading"] = beside(torch.float64, rows=(3, 5, 4), weights=True)
-    found["fault"] = beside(torch.float64, fault=True)
+    found["leading"] = apart_from_pytorch(torch.float64, rows=(3, 5, 4), weights=True)
+    found["fault"] = apart_from_pytorch(torch.float64, fault=True)
     found["tied"] = tied()
     hidden, weight, targets, _ = made(torch.float64)
     found["no_gradient"] = isograd.linear_cross_entropy(hidden.detach(), weight.detach(), targets).sum.requires_grad

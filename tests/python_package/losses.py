@@ -40,7 +40,7 @@ def forward(loss, case, step, rank, size):
 
 
 def refused(rank):
-    """What two ranks say where rank 1 gives what does not fit."""
+    """The messages of two ranks where the input of rank 1 does not fit."""
     def said(loss, scores, targets, weight=None, *more):
         try:
             loss(scores, targets, weight, *more)

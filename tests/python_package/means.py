@@ -1,4 +1,4 @@
-"""python means.py: means under DDP, FSDP2 and a loop of one's own, beside one process; errors as JSON.
+"""python means.py: means under DDP, FSDP2 and a loop of one's own, compared with one process; errors as JSON.
 
 Once as is, on each number of ranks, and on three with a planted fault: "averaged" (sum_gradients is left out),
 "own_count" (each rank counts for itself). The reference is plain PyTorch on the whole batch in fp64.

@@ -1,5 +1,5 @@
-"""python trainer_cases.py: isograd.trainers in loops of the real libraries, on two ranks: cases that tests/trials does
-not show. As JSON, by case and rank."""
+"""python trainer_cases.py [CELL ...]: isograd.trainers in loops of the real libraries, on two ranks: those cells of
+tests/trials and the cases that it does not show. As JSON: the verdicts by cell; by case and rank."""
 import json
 import os
 import pathlib
@@ -12,6 +12,7 @@ os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2
 import accelerate  # noqa: E402
 import lightning.pytorch  # noqa: E402
 import loops  # noqa: E402
+import run as trials  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
@@ -242,6 +243,7 @@ def run(rank):
 if __name__ == "__main__":
     output = os.dup(1)  # the libraries print
     os.dup2(2, 1)
-    found = on_ranks(2, run)
+    known = {cell.name: cell for cell in trials.cells()}
+    found = {name: trials.made(known[name]) for name in sys.argv[1:]}, on_ranks(2, run)
     with os.fdopen(output, "w") as file:
         json.dump(found, file)

@@ -344,7 +344,7 @@ def objects(c):
 
 @scenario
 def refusals(c):
-    """What is refused over isograd is refused with a reason, and the group stays usable."""
+    """A call that is refused over isograd gets a reason, and the group stays usable."""
     if c.over_gloo:
         return sum(c.every(3))
     c.refused(lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BXOR), "; expected ")

@@ -1,4 +1,4 @@
-"""What a scenario is given, and how the results of two runs are compared."""
+"""The context that a scenario is given, and how the results of two runs are compared."""
 import dataclasses
 
 import torch
@@ -43,7 +43,7 @@ class Context:
         return self.plant(tensor) if rank == self.rank else tensor
 
     def every(self, *shape, dtype=torch.float32, slot=0):
-        """What whole() gives on each rank, without the fault."""
+        """The result of whole() on each rank, without the fault."""
         context = Context(-1, self.size, "gloo", self.seed, False)
         return [context.whole(*shape, dtype=dtype, rank=r, slot=slot) for r in range(self.size)]
 

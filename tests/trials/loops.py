@@ -28,7 +28,7 @@ def arguments(cell, folder, kind, **more):
 
 
 def trained(trainer, cell):
-    """What isograd says of a step of a transformers.Trainer, or of what is derived from it."""
+    """The verdict on a step of a transformers.Trainer, or of a class derived from it."""
     check = isograd.trainers.transformers.StepCheck(trainer, **told(cell))
     trainer.train()
     return check.verdict

@@ -1,4 +1,4 @@
-"""What every cell trains: a small Llama or GPT-2 with random weights, and documents of random tokens. Nothing is downloaded."""
+"""Model and data of every cell: a small Llama or GPT-2 with random weights, and documents of random tokens. Nothing is downloaded."""
 import dataclasses
 import zlib
 

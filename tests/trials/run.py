@@ -62,7 +62,7 @@ def _rank(cell, rank, port, folder, results):
 
 
 def made(cell):
-    """What rank 0 says of the cell's step, which every rank has to say too."""
+    """Rank 0's verdict on the cell's step, which every rank has to give too."""
     context = multiprocessing.get_context("fork")  # the libraries are there already
     results = context.Queue()
     with socket.socket() as free:
