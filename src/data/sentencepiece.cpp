@@ -16,6 +16,7 @@
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "data/companions.hpp"
+#include "isograd/data.hpp"
 
 namespace isograd {
 namespace {

@@ -14,7 +14,7 @@
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
-#include "comm/relayed.hpp"
+#include "comm/failures.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "base/refuse.hpp"
-#include "comm/gradient_place.hpp"
+#include "comm/autograd.hpp"
 #include "comm/squares.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"

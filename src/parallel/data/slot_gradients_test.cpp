@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "comm/gradient_place.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
