@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/accumulate.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -428,8 +429,13 @@ void Group::Impl::lost(const Call& call, const std::string& found) {
 }
 
 void Group::Impl::complete(const Call& call, Started& started) const {
-  const auto wait = [&] { return guarded(call, [&] { return started.work->wait(timeout); }); };
-  if (started.work && !traffic.timed(wait)) lost(call, "the backend aborted the operation");
+  if (started.work) {
+    using Clock = std::chrono::steady_clock;
+    const auto counted =
+        c10::make_scope_exit([&, begin = Clock::now()] { traffic.add_wait(Clock::now() - begin); });
+    if (!guarded(call, [&] { return started.work->wait(timeout); }))
+      lost(call, "the backend aborted the operation");
+  }
   if (started.copies.empty()) return;
   const at::NoGradGuard no_graph;
   for (Started::Copy& copy : started.copies) copy.to.copy_(copy.from);

@@ -62,18 +62,8 @@ class TrafficCounter {
     calls_[kind].fetch_add(1, std::memory_order_relaxed);
     bytes_[kind].fetch_add(bytes, std::memory_order_relaxed);
   }
-  // Runs `wait`, which may throw, and adds its duration.
-  template <typename Wait>
-  auto timed(Wait&& wait) {
-    struct Clock {
-      std::atomic<std::int64_t>& sum;
-      std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-      ~Clock() {
-        const auto taken = std::chrono::steady_clock::now() - start;
-        sum.fetch_add(std::chrono::nanoseconds(taken).count(), std::memory_order_relaxed);
-      }
-    } clock{nanoseconds_};
-    return wait();
+  void add_wait(std::chrono::nanoseconds taken) {
+    nanoseconds_.fetch_add(taken.count(), std::memory_order_relaxed);
   }
   Traffic read() const;
 

@@ -12,7 +12,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -141,12 +140,11 @@ struct Communicator {
   bool failed = false;
 };
 
-// The requests of one call.
+// The requests of one call, and the memory that MPI may read or write until they are complete.
 class Requests final : public c10d::Work {
  public:
-  Requests(std::shared_ptr<Communicator> communicator, std::string where, OpType type, Tensors results)
-      : c10d::Work(-1, type), where(std::move(where)), results_(std::move(results)) {
-    kept_->communicator = std::move(communicator);
+  Requests(MPI_Comm comm, std::string where, OpType type = OpType::UNKNOWN, Tensors results = {})
+      : c10d::Work(-1, type), where(std::move(where)), comm_(comm), results_(std::move(results)) {
     keep(results_);
   }
   ~Requests() override {
@@ -160,12 +158,14 @@ class Requests final : public c10d::Work {
 
   // `issue` makes one request of MPI.
   void add(const std::function<int(MPI_Comm, MPI_Request*)>& issue) {
-    check(issue(kept_->communicator->comm, &requests_.emplace_back(MPI_REQUEST_NULL)), where);
+    check(issue(comm_, &requests_.emplace_back(MPI_REQUEST_NULL)), where);
   }
-  void keep(const Tensors& tensors) {
-    kept_->tensors.insert(kept_->tensors.end(), tensors.begin(), tensors.end());
+  template <typename T>
+  T& keep(T value) {
+    const auto kept = std::make_shared<T>(std::move(value));
+    kept_->push_back(kept);
+    return *kept;
   }
-  const int* keep(std::vector<int> numbers) { return kept_->numbers.emplace_back(std::move(numbers)).data(); }
 
   bool isCompleted() override {
     if (complete_) return true;
@@ -182,7 +182,7 @@ class Requests final : public c10d::Work {
     }
     for (const auto& action : finish) action();
     finish.clear();
-    kept_->tensors.clear();
+    kept_->clear();
     return complete_ = true;
   }
   bool wait(std::chrono::milliseconds) override { return true; }  // the queue polls
@@ -196,11 +196,8 @@ class Requests final : public c10d::Work {
   std::vector<std::function<void()>> finish;  // called once all requests are complete; may throw
 
  private:
-  struct Kept {  // memory that MPI may read or write until the requests are complete
-    std::shared_ptr<Communicator> communicator;
-    Tensors tensors;
-    std::deque<std::vector<int>> numbers;
-  };
+  using Kept = std::vector<std::shared_ptr<void>>;
+  const MPI_Comm comm_;
   std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
   std::vector<MPI_Request> requests_;
   Tensors results_;
@@ -324,7 +321,8 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
     if (type == OpType::RECV) name += fmt::format(" from rank {}", peer);
     if (type == OpType::RECVANYSOURCE) name += " from any rank";
     const auto begin = [&](const std::string& where) {
-      auto requests = c10::make_intrusive<Requests>(communicator_, where, type, std::move(results));
+      auto requests = c10::make_intrusive<Requests>(communicator_->comm, where, type, std::move(results));
+      requests->keep(communicator_);
       const CallScope scope;
       for (const Step& step : steps) step(*requests);
       return requests;
@@ -344,7 +342,7 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
     return [=, this](Requests& requests) {
       const Operand form = operand(tensor, reduction);
       const bool receives = root == kAllRanks || root == rank_;
-      requests.keep({form.tensor});
+      requests.keep(form.tensor);
       in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         if (root == kAllRanks)
           return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
@@ -363,8 +361,8 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
       // PyTorch may pass a part of the input as output.
       const bool direct = form.tensor.scalar_type() == output.scalar_type() && !overlap(output, form.tensor);
       const at::Tensor combined = direct ? output : at::empty({output.numel()}, form.tensor.options());
-      requests.keep({form.tensor, combined});
-      const int* kept = requests.keep(counts);
+      requests.keep(Tensors{form.tensor, combined});
+      const int* kept = requests.keep(counts).data();
       requests.add([&](MPI_Comm comm, MPI_Request* request) {
         return MPI_Ireduce_scatter(data_of(form.tensor), data_of(combined), kept, form.type, form.operation,
                                    comm, request);
@@ -390,7 +388,7 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
     return [=, output = outputs.tensors[0], each = count(input.numel(), check),
             type = copied_type(input, check)](Requests& requests) {
       const at::Tensor from = !in_place && overlap(output, input) ? input.clone() : input;
-      requests.keep({from});
+      requests.keep(from);
       requests.add([&](MPI_Comm comm, MPI_Request* request) {
         return MPI_Iallgather(in_place ? MPI_IN_PLACE : data_of(from), each, type, data_of(output), each,
                               type, comm, request);
@@ -493,9 +491,11 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
           const at::Tensor output = outputs.size() == 1 ? outputs[0] : at::empty({elements}, like.options());
           at::Tensor input = joined(inputs, like);
           if (overlap(output, input)) input = input.clone();
-          requests.keep({input, output});
-          const int *counts_to = requests.keep(to.counts), *begins_to = requests.keep(to.begins),
-                    *counts_from = requests.keep(from.counts), *begins_from = requests.keep(from.begins);
+          requests.keep(Tensors{input, output});
+          const int *counts_to = requests.keep(to.counts).data(),
+                    *begins_to = requests.keep(to.begins).data(),
+                    *counts_from = requests.keep(from.counts).data(),
+                    *begins_from = requests.keep(from.begins).data();
           requests.add([&](MPI_Comm comm, MPI_Request* request) {
             return MPI_Ialltoallv(data_of(input), counts_to, begins_to, type, data_of(output), counts_from,
                                   begins_from, type, comm, request);
@@ -519,18 +519,10 @@ c10::intrusive_ptr<c10d::Backend> make(MPI_Comm comm, const std::string& name,
   return c10::make_intrusive<MpiBackend>(comm, own, name, timeout, most_elements);
 }
 
-// Completes the requests, or throws PeerError at the timeout. Incomplete requests stay alive.
-void complete(std::vector<MPI_Request>& requests, const std::string& where,
-              std::chrono::milliseconds timeout) {
-  const auto done = [&] {
-    const CallScope scope;
-    int flag = 0;
-    check(MPI_Testall(static_cast<int>(requests.size()), requests.data(), &flag, MPI_STATUSES_IGNORE), where);
-    return flag != 0;
-  };
-  if (queue::poll_until(done, timeout)) return;
-  keeper().abandoned = true;
-  throw_peer_error(where, fmt::format("not all of its ranks within {} ms", timeout.count()),
+// Completes the requests, or throws PeerError at the timeout.
+void complete(Requests& requests, std::chrono::milliseconds timeout) {
+  if (queue::poll_until([&] { return requests.isCompleted(); }, timeout)) return;
+  throw_peer_error(requests.where, fmt::format("not all of its ranks within {} ms", timeout.count()),
                    "all of them to make it",
                    "See which rank does not come, or raise parallel.timeout_seconds");
 }
@@ -541,38 +533,34 @@ void meet(const std::vector<int>& ranks, std::uint64_t mark, int tag, const std:
           std::chrono::milliseconds timeout) {
   int self = 0;
   MPI_Comm_rank(keeper().control, &self);
-  struct Marks {
-    std::uint64_t own;
-    std::vector<std::uint64_t> got;
-  };
-  // Incomplete requests keep using this memory.
-  auto* marks = new Marks{mark, std::vector<std::uint64_t>(ranks.size(), mark)};
+  const auto marks = std::make_shared<std::vector<std::uint64_t>>(ranks.size() + 1, mark);  // the last: sent
   const auto exchange_with = [&](std::size_t first, std::size_t end, bool receives, bool sends) {
-    std::vector<MPI_Request> requests;
-    const CallScope scope;
-    for (std::size_t i = first; i < end && receives; ++i)
-      check(MPI_Irecv(&marks->got[i], 1, MPI_UINT64_T, ranks[i], tag, keeper().control,
-                      &requests.emplace_back()),
-            where);
-    for (std::size_t i = first; i < end && sends; ++i)
-      check(
-          MPI_Isend(&marks->own, 1, MPI_UINT64_T, ranks[i], tag, keeper().control, &requests.emplace_back()),
-          where);
-    return requests;
+    const auto requests = c10::make_intrusive<Requests>(keeper().control, where);
+    requests->keep(marks);
+    {
+      const CallScope scope;
+      for (std::size_t i = first; i < end && receives; ++i)
+        requests->add([&](MPI_Comm comm, MPI_Request* request) {
+          return MPI_Irecv(&(*marks)[i], 1, MPI_UINT64_T, ranks[i], tag, comm, request);
+        });
+      for (std::size_t i = first; i < end && sends; ++i)
+        requests->add([&](MPI_Comm comm, MPI_Request* request) {
+          return MPI_Isend(&marks->back(), 1, MPI_UINT64_T, ranks[i], tag, comm, request);
+        });
+    }
+    complete(*requests, timeout);
   };
-  const auto all = [&](std::vector<MPI_Request> requests) { complete(requests, where, timeout); };
   if (self == ranks[0]) {
-    all(exchange_with(1, ranks.size(), true, false));
-    all(exchange_with(1, ranks.size(), false, true));
+    exchange_with(1, ranks.size(), true, false);
+    exchange_with(1, ranks.size(), false, true);
   } else {
-    all(exchange_with(0, 1, true, true));
+    exchange_with(0, 1, true, true);
   }
   for (std::size_t i = 0; i < ranks.size(); ++i)
-    if (marks->got[i] != mark)
+    if ((*marks)[i] != mark)
       throw_peer_error(where, fmt::format("rank {} makes another group now", ranks[i]),
                        "the same ranks and name on all members, in the same order",
                        "Make groups in one order on all ranks");
-  delete marks;
 }
 
 }  // namespace
@@ -633,18 +621,18 @@ std::vector<std::string> launcher(int ranks) {
 c10::intrusive_ptr<c10d::Backend> make_world(const std::string& name, std::chrono::milliseconds timeout,
                                              std::int64_t most_elements) {
   start(timeout);
-  auto* copy = new MPI_Comm(MPI_COMM_NULL);  // MPI writes to it until the request is complete
-  std::vector<MPI_Request> requests(1);
   const std::string where = fmt::format("making group '{}' (mpi)", name);
+  const auto copy = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+  const auto requests = c10::make_intrusive<Requests>(keeper().control, where);
+  requests->keep(copy);
   {
     const CallScope scope;
-    check(MPI_Comm_idup(keeper().control, copy, requests.data()), where);
+    requests->add(
+        [&](MPI_Comm comm, MPI_Request* request) { return MPI_Comm_idup(comm, copy.get(), request); });
   }
-  complete(requests, where, std::max<std::chrono::milliseconds>(timeout, kLeastStart));
+  complete(*requests, std::max<std::chrono::milliseconds>(timeout, kLeastStart));
   const CallScope scope;
-  auto backend = make(*copy, name, timeout, most_elements);
-  delete copy;
-  return backend;
+  return make(*copy, name, timeout, most_elements);
 }
 
 c10::intrusive_ptr<c10d::Backend> make_subgroup(const std::vector<int>& ranks, const std::string& name,
