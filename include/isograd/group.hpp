@@ -51,9 +51,8 @@ struct GroupOptions {
 std::vector<std::int64_t> split_rows(std::int64_t rows, int parts);
 
 // Traffic of collectives as ring algorithms count it, whatever the backend does: each rank sends (N - 1)/N of
-// the whole buffer in a reduce-scatter or all-gather, and twice that in an all-reduce. In an all-to-all each
-// rank counts the parts that leave it. Every rank of the group has the same figures, except for messages and
-// uneven parts.
+// the whole buffer in a reduce-scatter or all-gather, twice that in an all-reduce, and the parts that leave
+// it in an all-to-all. Ranks have the same figures, except for messages and uneven parts.
 struct Traffic {
   struct Operation {
     std::int64_t calls = 0;
@@ -140,9 +139,8 @@ class Group {
 
   void barrier(Site site = Site::current());
 
-  // Returns a zero-filled flat tensor. Where the backend has memory on `device` that all ranks reach, the
-  // tensor is there, and collectives inside it need no copy. Collective, with the same arguments on all
-  // ranks.
+  // Returns a zero-filled flat tensor, in memory that all ranks reach where the backend has such memory on
+  // `device`: collectives inside it need no copy. Collective, with the same arguments on all ranks.
   at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, at::Device device = at::kCPU);
 
   // Returns one zero-filled flat tensor for all ranks of the group: after a barrier, each rank reads what the
@@ -154,8 +152,7 @@ class Group {
   // Traffic of this rank in this group so far.
   Traffic traffic() const;
 
-  // Reports to the other ranks that this one failed with `reason`; they raise PeerError with it instead of
-  // waiting.
+  // Tells the other ranks that this one failed; they raise PeerError with `reason` instead of waiting.
   void poison(const std::string& reason) noexcept;
 
   struct Impl;

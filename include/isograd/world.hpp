@@ -45,9 +45,8 @@ struct JoinOptions {
 std::vector<std::string> backends();
 
 // Joins the ranks that this process was started with, by `isograd launch` or --ranks, torchrun, mpirun or
-// srun (src/comm/README.md names the variables). Without any: a world of one. With an MPI backend mpirun or
-// srun starts the ranks. ConfigError on contradictory variables, PeerError when other ranks do not arrive in
-// time.
+// srun (src/comm/README.md names the variables). Without any: a world of one. ConfigError on contradictory
+// variables, PeerError when other ranks do not arrive in time.
 World join(const JoinOptions& options = {});
 
 // Runs `body` on `size` threads of this process, each a rank with its World over "shm" and one intra-op
@@ -62,13 +61,11 @@ struct LaunchOptions {
 };
 
 // Starts `command` (argv, searched in PATH) as `ranks` processes of this host with the variables that join()
-// reads, a private store, and OMP_NUM_THREADS=1 unless it is set. Passes SIGINT, SIGTERM and SIGHUP on. When
-// a rank fails the others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL. Returns 0, or
-// the most informative status: 3 if any rank was killed by a signal (named on stderr) or lost a peer, else
-// the first non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The ranks read
-// nothing from the terminal and are killed when this process is.
-// With an MPI backend mpirun starts them (its variables, no store). When one fails it ends all, with SIGTERM
-// and a second later SIGKILL whatever `grace` is, and returns the status of the first that failed.
+// reads and OMP_NUM_THREADS=1 unless it is set. Passes SIGINT, SIGTERM and SIGHUP on. When a rank fails the
+// others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL. Returns 0, or the most
+// informative status: 3 if any rank was killed by a signal (named on stderr) or lost a peer, else the first
+// non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The ranks read nothing
+// from the terminal and are killed when this process is. mpirun has its own grace and status (README.md).
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 
 // ---- Mesh ----
@@ -139,8 +136,7 @@ std::vector<std::string> said_of_hosts(const Grid& grid, const Hosts& hosts);
 std::string hosts_text(const Grid& grid, const Hosts& hosts);
 
 // Bytes that one rank has sent (Traffic::bytes), within its host and across hosts. Exact for sums and gathers
-// of shm+mpi, messages, all-to-alls, gathers and scatters. Elsewhere, as in Traffic, what a ring of the ranks
-// would send: a rank's bytes leave where the next rank is on another host.
+// of shm+mpi, messages, all-to-alls, gathers and scatters; elsewhere what a ring of the ranks would send.
 struct HostBytes {
   std::int64_t within = 0, across = 0;
 };
