@@ -65,7 +65,7 @@ struct LaunchOptions {
 // others get `grace` to end (stopped ones none), then SIGTERM, then SIGKILL. Returns 0, or the most
 // informative status: 3 if any rank was killed by a signal (named on stderr) or lost a peer, else the first
 // non-zero status; 128 + n if the ranks ended by signal n because it was passed on. The ranks read nothing
-// from the terminal and are killed when this process is. mpirun has its own grace and status (README.md).
+// from the terminal and are killed when this process is. mpirun has its own (src/comm/README.md).
 int launch_ranks(const std::vector<std::string>& command, const LaunchOptions& options);
 
 // ---- Mesh ----
