@@ -64,11 +64,15 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
  private:
   using Task = std::shared_ptr<shm::Task>;
   using Region = shm::Region;
+  using Kind = shm::Kind;
   static std::int8_t code_of(const at::Tensor& tensor) {
     return static_cast<std::int8_t>(tensor.scalar_type());
   }
   static std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
   static Region region_of(const at::Tensor& tensor) { return {data_of(tensor), tensor.nbytes()}; }
+  static shm::Fingerprint print_of(Kind kind, const at::Tensor& tensor, int root = 0) {
+    return {.kind = kind, .dtype = code_of(tensor), .root = root, .count = tensor.numel()};
+  }
   // `used` and `more` are kept alive until the task is complete.
   static Task made(Task task, Tensors used, const Tensors& more = {}) {
     used.insert(used.end(), more.begin(), more.end());
@@ -95,49 +99,50 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
                                         timeout == c10d::kUnsetTimeout ? timeout_ : timeout);
   }
   Task make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) override {
-    return made(shm::all_reduce(data_of(tensor), tensor.numel(), code_of(tensor), reduction), {tensor});
+    return made(shm::reduce(print_of(Kind::kAllReduce, tensor), region_of(tensor), reduction), {tensor});
   }
   Task make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) override {
-    return made(shm::reduce(data_of(tensor), tensor.numel(), code_of(tensor), reduction, root), {tensor});
+    return made(shm::reduce(print_of(Kind::kReduce, tensor, root), region_of(tensor), reduction), {tensor});
   }
   Task make_broadcast(const Call&, const at::Tensor& tensor, int root) override {
     return made(
-        shm::broadcast(region_of(tensor), tensor.numel(), code_of(tensor), root, size_, rank_ == root),
+        shm::broadcast(print_of(Kind::kBroadcast, tensor, root), region_of(tensor), size_, rank_ == root),
         {tensor});
   }
   Task make_all_gather(const Call& check, const at::Tensor& input, Parts outputs) override {
+    return gathered(check, print_of(Kind::kAllGather, input), input, std::move(outputs));
+  }
+  Task make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
+    return gathered(check, print_of(Kind::kGather, input, root), input, std::move(outputs));
+  }
+  static Task gathered(const Call& check, const shm::Fingerprint& print, const at::Tensor& input,
+                       Parts outputs) {
     check.disjoint(region_of(input), outputs.by_rank);
-    return made(shm::all_gather(region_of(input), std::move(outputs.by_rank), input.numel(), code_of(input)),
-                std::move(outputs.tensors), {input});
+    return made(shm::gather(print, region_of(input), std::move(outputs.by_rank)), std::move(outputs.tensors),
+                {input});
   }
   Task make_reduce_scatter(const Call& check, const at::Tensor& output, Parts inputs,
                            const shm::Reduction& reduction) override {
     return reduce_scattered(check, output, std::move(inputs), reduction, nullptr);
   }
   // The output may be this rank's own part of the input, because no peer reads that.
-  Task reduce_scattered(const Call& check, const at::Tensor& output, Parts inputs,
-                        const shm::Reduction& reduction, std::shared_ptr<double> squares) {
+  static Task reduce_scattered(const Call& check, const at::Tensor& output, Parts inputs,
+                               const shm::Reduction& reduction, std::shared_ptr<double> squares) {
     check.disjoint(region_of(output), inputs.by_rank);
-    return made(shm::reduce_scatter(std::move(inputs.by_rank), region_of(output), code_of(output), reduction,
-                                    std::move(squares)),
+    return made(shm::reduce_scatter(print_of(Kind::kReduceScatter, output), std::move(inputs.by_rank),
+                                    region_of(output), reduction, std::move(squares)),
                 std::move(inputs.tensors), {output});
-  }
-  Task make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
-    check.disjoint(region_of(input), outputs.by_rank);
-    return made(
-        shm::gather(region_of(input), std::move(outputs.by_rank), input.numel(), code_of(input), root),
-        std::move(outputs.tensors), {input});
   }
   Task make_scatter(const Call& check, const at::Tensor& output, Parts inputs, int root) override {
     check.disjoint(region_of(output), inputs.by_rank);
-    return made(shm::scatter(region_of(output), std::move(inputs.by_rank), output.numel(), code_of(output),
-                             root, size_),
+    return made(shm::scatter(print_of(Kind::kScatter, output, root), region_of(output),
+                             std::move(inputs.by_rank), size_),
                 std::move(inputs.tensors), {output});
   }
   Task make_all_to_all(const Call& check, Parts outputs, Parts inputs) override {
     check.disjoint(inputs.by_rank, outputs.by_rank);
-    const std::int8_t code = code_of(inputs.tensors[0]);
-    return made(shm::all_to_all(std::move(outputs.by_rank), std::move(inputs.by_rank), code),
+    const shm::Fingerprint print{.kind = Kind::kAllToAll, .dtype = code_of(inputs.tensors[0])};
+    return made(shm::all_to_all(print, std::move(outputs.by_rank), std::move(inputs.by_rank)),
                 std::move(outputs.tensors), inputs.tensors);
   }
   Task make_send(const Call&, const at::Tensor& tensor, int to, int tag) override {

@@ -16,11 +16,17 @@ void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 }
 
 // The whole of each source goes to `outputs_[source]`. Without outputs this rank is only a source.
-class Copies : public Operation {
- protected:
-  Copies(Fingerprint print, std::vector<Extent> extents, Region input, std::vector<Region> outputs)
-      : Operation(print, std::move(extents)), input_(input), outputs_(std::move(outputs)) {}
+class Copies final : public Operation {
+ public:
+  Copies(Fingerprint print, std::vector<Extent> extents, Region input, std::vector<Region> outputs,
+         bool waits)
+      : Operation(print, std::move(extents)), input_(input), outputs_(std::move(outputs)), waits_(waits) {}
 
+ private:
+  bool is_source(int rank) const override {
+    return fingerprint_.kind != Kind::kBroadcast || rank == fingerprint_.root;
+  }
+  bool waits_for_all() const override { return waits_; }
   std::uint64_t source_bytes() const override { return input_.bytes; }
   const std::byte* source_data() const override { return input_.data; }
   std::uint64_t staged_chunks() const override {
@@ -47,29 +53,7 @@ class Copies : public Operation {
   Region input_;
   std::vector<Region> outputs_;  // by rank
   std::uint64_t length_ = 0;     // bytes of a chunk
-};
-
-class Broadcast final : public Copies {
- public:
-  Broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size, bool is_root)
-      : Copies({.kind = Kind::kBroadcast, .dtype = dtype, .root = root, .count = count},
-               {{data.data, data.bytes, !is_root}}, data,
-               std::vector<Region>(static_cast<std::size_t>(size), data)),
-        is_root_(is_root) {}
-
- private:
-  bool is_source(int rank) const override { return rank == fingerprint_.root; }
-  bool waits_for_all() const override { return is_root_; }
-  bool is_root_;
-};
-
-class Gather final : public Copies {
- public:
-  Gather(Fingerprint print, Region input, std::vector<Region> outputs)
-      : Copies(print, extents_of({input}, outputs), input, outputs) {}
-
- private:
-  bool is_source(int) const override { return true; }
+  bool waits_;
 };
 
 // Each source has a piece for each rank. A rank's piece for itself is copied directly.
@@ -146,43 +130,25 @@ class Exchange final : public Operation {
 
 }  // namespace
 
-OperationPointer broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size,
-                           bool is_root) {
-  return std::make_shared<Broadcast>(data, count, dtype, root, size, is_root);
+OperationPointer broadcast(const Fingerprint& print, Region data, int size, bool is_root) {
+  return std::make_shared<Copies>(print, std::vector<Extent>{{data.data, data.bytes, !is_root}}, data,
+                                  std::vector<Region>(static_cast<std::size_t>(size), data), is_root);
 }
-
-OperationPointer all_gather(Region input, std::vector<Region> outputs, std::int64_t count,
-                            std::int8_t dtype) {
-  const std::uint64_t sizes = hash_if_uneven(outputs);
-  return std::make_shared<Gather>(
-      Fingerprint{.kind = Kind::kAllGather, .dtype = dtype, .count = sizes ? 0 : count, .sizes = sizes},
-      input, std::move(outputs));
+OperationPointer gather(const Fingerprint& print, Region input, std::vector<Region> outputs) {
+  return std::make_shared<Copies>(with_sizes(print, outputs), extents_of({input}, outputs), input, outputs,
+                                  true);
 }
-
-OperationPointer gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype,
-                        int root) {
-  return std::make_shared<Gather>(
-      Fingerprint{.kind = Kind::kGather, .dtype = dtype, .root = root, .count = count}, input,
-      std::move(outputs));
-}
-
-OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t count, std::int8_t dtype,
-                         int root, int size) {
+OperationPointer scatter(const Fingerprint& print, Region output, std::vector<Region> inputs, int size) {
   std::vector<Region> outputs(static_cast<std::size_t>(size));
-  outputs[static_cast<std::size_t>(root)] = output;
+  outputs[static_cast<std::size_t>(print.root)] = output;
   const bool is_root = !inputs.empty();
-  return std::make_shared<Parts>(
-      Fingerprint{.kind = Kind::kScatter, .dtype = dtype, .root = root, .count = count}, std::move(outputs),
-      std::move(inputs), is_root);
+  return std::make_shared<Parts>(print, std::move(outputs), std::move(inputs), is_root);
 }
-
-OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype) {
-  return std::make_shared<Parts>(Fingerprint{.kind = Kind::kAllToAll, .dtype = dtype}, std::move(outputs),
-                                 std::move(inputs), true);
+OperationPointer all_to_all(const Fingerprint& print, std::vector<Region> outputs,
+                            std::vector<Region> inputs) {
+  return std::make_shared<Parts>(print, std::move(outputs), std::move(inputs), true);
 }
-
 OperationPointer barrier() { return std::make_shared<Exchange>(Fingerprint{}, Payload{}, nullptr); }
-
 OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
                           std::shared_ptr<std::vector<Payload>> received) {
   return std::make_shared<Exchange>(

@@ -170,14 +170,15 @@ std::vector<int> Operation::awaited() const {
   return ranks;
 }
 
-std::uint64_t hash_if_uneven(const std::vector<Region>& pieces) {
+Fingerprint with_sizes(Fingerprint print, const std::vector<Region>& pieces) {
   bool even = true;
   std::uint64_t hash = 0xcbf29ce484222325;  // FNV-1a, a word at a time
   for (const Region& piece : pieces) {
     even &= piece.bytes == pieces.front().bytes;
     hash = (hash ^ piece.bytes) * 0x100000001b3;
   }
-  return even ? 0 : hash | 1;
+  if (!even) print.sizes = hash | 1, print.count = 0;
+  return print;
 }
 
 std::vector<Extent> extents_of(const std::vector<Region>& inputs, const std::vector<Region>& outputs) {

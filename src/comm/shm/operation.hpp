@@ -94,8 +94,8 @@ inline std::uint64_t chunks_of(std::uint64_t amount, std::uint64_t length) {
   return amount == 0 ? 1 : (amount + length - 1) / length;
 }
 
-// 0 when all pieces have the same size; otherwise a hash of all sizes.
-std::uint64_t hash_if_uneven(const std::vector<Region>& pieces);
+// `print`, with a hash of all sizes in place of the count where the pieces' sizes differ.
+Fingerprint with_sizes(Fingerprint print, const std::vector<Region>& pieces);
 
 // The memory that is read and the memory that is written. Adjacent pieces become one extent; gaps are left
 // out.
@@ -123,28 +123,23 @@ struct Pieces {
 
 using OperationPointer = std::shared_ptr<Operation>;
 
-// Every rank's `data` becomes the combination of all, in rank order.
-OperationPointer all_reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction);
-// As all_reduce, for the root's `data` alone.
-OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction,
-                        int root);
+// The fingerprints have the kind, type, root and count of the call.
+// All-reduce: every rank's `data` becomes the combination of all, in rank order. Reduce: the root's alone.
+OperationPointer reduce(const Fingerprint& print, Region data, const Reduction& reduction);
 // pieces[r] of all ranks are combined into rank r's `output`, which may be its own piece. `squares`, if not
 // null, becomes Σ x² over the output; kFloat32, kFloat64 and kBFloat16 only.
-OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
-                                Reduction reduction, std::shared_ptr<double> squares = nullptr);
+OperationPointer reduce_scatter(const Fingerprint& print, std::vector<Region> pieces, Region output,
+                                const Reduction& reduction, std::shared_ptr<double> squares = nullptr);
 // Every rank's `data` becomes the root's.
-OperationPointer broadcast(Region data, std::int64_t count, std::int8_t dtype, int root, int size,
-                           bool is_root);
-// outputs[r] becomes rank r's input. On rank r that output may be the input itself.
-OperationPointer all_gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype);
-// As all_gather, on the root alone. `outputs` is empty elsewhere.
-OperationPointer gather(Region input, std::vector<Region> outputs, std::int64_t count, std::int8_t dtype,
-                        int root);
+OperationPointer broadcast(const Fingerprint& print, Region data, int size, bool is_root);
+// All-gather: outputs[r] becomes rank r's input. On rank r that output may be the input itself. Gather: the
+// same on the root alone; `outputs` is empty elsewhere.
+OperationPointer gather(const Fingerprint& print, Region input, std::vector<Region> outputs);
 // `output` becomes the root's inputs[rank]. `inputs` is empty elsewhere.
-OperationPointer scatter(Region output, std::vector<Region> inputs, std::int64_t count, std::int8_t dtype,
-                         int root, int size);
+OperationPointer scatter(const Fingerprint& print, Region output, std::vector<Region> inputs, int size);
 // outputs[r] becomes rank r's inputs[rank]. The sizes may differ between pairs.
-OperationPointer all_to_all(std::vector<Region> outputs, std::vector<Region> inputs, std::int8_t dtype);
+OperationPointer all_to_all(const Fingerprint& print, std::vector<Region> outputs,
+                            std::vector<Region> inputs);
 OperationPointer barrier();
 
 // Sends every rank's payload to every rank: `received` has one per rank afterwards.

@@ -47,13 +47,11 @@ class Reducing : public Operation {
 // rank's own slice skips its staging buffer, because no other rank reads it there.
 class AllReduce final : public Reducing {
  public:
-  AllReduce(Kind kind, std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction, int root)
-      : Reducing({.kind = kind, .dtype = dtype, .root = root, .count = count},
-                 {{data, static_cast<std::uint64_t>(count) * kernels::bytes_of(reduction.number)}},
-                 reduction),
-        data_(data),
-        count_(count),
-        to_all_(kind == Kind::kAllReduce) {}
+  AllReduce(const Fingerprint& print, Region data, const Reduction& reduction)
+      : Reducing(print, {{data.data, data.bytes}}, reduction),
+        data_(data.data),
+        count_(print.count),
+        to_all_(print.kind == Kind::kAllReduce) {}
 
  private:
   std::uint64_t source_bytes() const override { return static_cast<std::uint64_t>(count_ * width_); }
@@ -123,9 +121,9 @@ class AllReduce final : public Reducing {
 
 class ReduceScatter final : public Reducing {
  public:
-  ReduceScatter(std::vector<Region> pieces, Region output, std::int8_t dtype, Reduction reduction,
-                std::shared_ptr<double> squares)
-      : Reducing(fingerprint_of(pieces, dtype, reduction), extents_of(pieces, {output}), reduction),
+  ReduceScatter(const Fingerprint& print, std::vector<Region> pieces, Region output,
+                const Reduction& reduction, std::shared_ptr<double> squares)
+      : Reducing(with_sizes(print, pieces), extents_of(pieces, {output}), reduction),
         pieces_(std::move(pieces)),
         output_(output.data),
         squares_(std::move(squares)) {
@@ -133,13 +131,6 @@ class ReduceScatter final : public Reducing {
   }
 
  private:
-  static Fingerprint fingerprint_of(const std::vector<Region>& pieces, std::int8_t dtype,
-                                    const Reduction& reduction) {
-    const std::uint64_t sizes = hash_if_uneven(pieces);
-    const auto width = static_cast<std::int64_t>(kernels::bytes_of(reduction.number));
-    const std::int64_t count = sizes ? 0 : static_cast<std::int64_t>(pieces.front().bytes) / width;
-    return {.kind = Kind::kReduceScatter, .dtype = dtype, .count = count, .sizes = sizes};
-  }
   std::uint64_t source_bytes() const override { return pieces_.hull.bytes; }
   const std::byte* source_data() const override { return pieces_.hull.data; }
   void write_spans(Span* spans) const override { pieces_.write_spans(spans); }
@@ -192,18 +183,12 @@ class ReduceScatter final : public Reducing {
 
 }  // namespace
 
-OperationPointer all_reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction) {
-  return std::make_shared<AllReduce>(Kind::kAllReduce, data, count, dtype, reduction, 0);
+OperationPointer reduce(const Fingerprint& print, Region data, const Reduction& reduction) {
+  return std::make_shared<AllReduce>(print, data, reduction);
 }
-
-OperationPointer reduce(std::byte* data, std::int64_t count, std::int8_t dtype, Reduction reduction,
-                        int root) {
-  return std::make_shared<AllReduce>(Kind::kReduce, data, count, dtype, reduction, root);
-}
-
-OperationPointer reduce_scatter(std::vector<Region> pieces, Region output, std::int8_t dtype,
-                                Reduction reduction, std::shared_ptr<double> squares) {
-  return std::make_shared<ReduceScatter>(std::move(pieces), output, dtype, reduction, std::move(squares));
+OperationPointer reduce_scatter(const Fingerprint& print, std::vector<Region> pieces, Region output,
+                                const Reduction& reduction, std::shared_ptr<double> squares) {
+  return std::make_shared<ReduceScatter>(print, std::move(pieces), output, reduction, std::move(squares));
 }
 
 }  // namespace isograd::shm
