@@ -86,10 +86,10 @@ void Engine::forget(const Allocation& allocation) {
   allocations_.erase(allocation.id());
 }
 
-std::vector<Payload> Engine::exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
-                                      const Payload& mine, std::chrono::milliseconds timeout) {
+std::vector<Payload> Engine::exchange(const Fingerprint& print, const Payload& mine,
+                                      std::chrono::milliseconds timeout) {
   const auto received = std::make_shared<std::vector<Payload>>();
-  const auto operation = shm::exchange(stage, count, dtype, mine, received);
+  const auto operation = shm::exchange(print, mine, received);
   start(operation);
   wait(*operation, timeout);
   return *received;
@@ -103,8 +103,13 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
   const std::uint64_t segment_bytes = Allocation::segment_bytes(own_bytes);
   const std::string purpose = fmt::format("a buffer of {} elements {} in group '{}'", count,
                                           one ? "for all ranks" : "per rank", name_);
-  // The fingerprint reveals ranks that ask for different things.
-  const auto stage = [one](int number) { return static_cast<std::uint8_t>(number + (one ? 3 : 0)); };
+  // It reveals ranks that ask for different things.
+  const auto print = [&](int stage) {
+    return Fingerprint{.kind = Kind::kAllocate,
+                       .dtype = dtype,
+                       .stage = static_cast<std::uint8_t>(stage + (one ? 3 : 0)),
+                       .count = count};
+  };
   const auto id = [&] {
     const std::lock_guard lock(mutex_);
     return static_cast<std::int64_t>(next_sequence_);
@@ -112,7 +117,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
 
   // All ranks measure before any takes memory, and all use the smallest number, so they agree.
   std::uint64_t available = ~std::uint64_t{0};
-  for (const Payload& each : exchange(stage(0), dtype, count, {{available_memory()}}, timeout))
+  for (const Payload& each : exchange(print(0), {{available_memory()}}, timeout))
     available = std::min(available, each.words[0]);
   const std::uint64_t all_bytes =
       Allocation::segment_bytes(bytes) +
@@ -147,7 +152,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
     words = {{static_cast<std::uint64_t>(own.pid) << 32 | static_cast<std::uint32_t>(own.descriptor),
               own.inode, own.bytes}};
   }
-  const auto ids = exchange(stage(1), dtype, count, words, timeout);
+  const auto ids = exchange(print(1), words, timeout);
   agree_on_trouble(ids);
   attempt([&] {
     for (int r = 0; r < size_; ++r) {
@@ -165,7 +170,7 @@ std::shared_ptr<Allocation> Engine::allocate(std::uint64_t bytes, Copies copies,
     remember(allocation);
   });
   try {
-    agree_on_trouble(exchange(stage(2), dtype, count, {{trouble.empty() ? 1u : 0u}}, timeout));
+    agree_on_trouble(exchange(print(2), {{trouble.empty() ? 1u : 0u}}, timeout));
   } catch (...) {
     if (allocation) forget(*allocation);
     throw;

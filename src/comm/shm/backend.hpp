@@ -68,8 +68,9 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
   static std::int8_t code_of(const at::Tensor& tensor) {
     return static_cast<std::int8_t>(tensor.scalar_type());
   }
-  static std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
-  static Region region_of(const at::Tensor& tensor) { return {data_of(tensor), tensor.nbytes()}; }
+  static Region region_of(const at::Tensor& tensor) {
+    return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
+  }
   static shm::Fingerprint print_of(Kind kind, const at::Tensor& tensor, int root = 0) {
     return {.kind = kind, .dtype = code_of(tensor), .root = root, .count = tensor.numel()};
   }
@@ -146,12 +147,10 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
                 std::move(outputs.tensors), inputs.tensors);
   }
   Task make_send(const Call&, const at::Tensor& tensor, int to, int tag) override {
-    return made(shm::send(data_of(tensor), tensor.nbytes(), tensor.numel(), code_of(tensor), to, tag),
-                {tensor});
+    return made(shm::send(print_of(Kind::kSend, tensor, to), region_of(tensor), tag), {tensor});
   }
   Task make_recv(const Call&, const at::Tensor& tensor, int from, int tag) override {
-    return made(shm::receive(data_of(tensor), tensor.nbytes(), tensor.numel(), code_of(tensor), from, tag),
-                {tensor});
+    return made(shm::receive(print_of(Kind::kReceive, tensor, from), region_of(tensor), tag), {tensor});
   }
   Task make_barrier() override { return made(shm::barrier(), {}); }
 

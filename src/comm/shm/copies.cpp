@@ -149,11 +149,9 @@ OperationPointer all_to_all(const Fingerprint& print, std::vector<Region> output
   return std::make_shared<Parts>(print, std::move(outputs), std::move(inputs), true);
 }
 OperationPointer barrier() { return std::make_shared<Exchange>(Fingerprint{}, Payload{}, nullptr); }
-OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
+OperationPointer exchange(const Fingerprint& print, const Payload& mine,
                           std::shared_ptr<std::vector<Payload>> received) {
-  return std::make_shared<Exchange>(
-      Fingerprint{.kind = Kind::kAllocate, .dtype = dtype, .stage = stage, .count = count}, mine,
-      std::move(received));
+  return std::make_shared<Exchange>(print, mine, std::move(received));
 }
 
 }  // namespace isograd::shm

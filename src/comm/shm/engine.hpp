@@ -168,8 +168,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A rank's segment: its channels to each rank, its staging buffers, the channels' rings.
   std::uint64_t channels_bytes() const { return static_cast<std::uint64_t>(size_) * sizeof(Channel); }
   std::uint64_t rings_begin() const { return channels_bytes() + options_.chunks * options_.chunk_bytes; }
-  std::vector<Payload> exchange(std::uint8_t stage, std::int8_t dtype, std::int64_t count,
-                                const Payload& mine, std::chrono::milliseconds timeout);
+  std::vector<Payload> exchange(const Fingerprint& print, const Payload& mine,
+                                std::chrono::milliseconds timeout);
   std::string where(const Task& task) const;
 
   const int rank_;

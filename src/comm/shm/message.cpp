@@ -14,10 +14,6 @@ std::string describe(const Fingerprint& print, int tag) {
   return call_of(print) + (tag ? fmt::format(" with tag {}", tag) : "");
 }
 
-Fingerprint fingerprint_of(Kind kind, std::int64_t count, std::int8_t dtype, int peer) {
-  return {.kind = kind, .dtype = dtype, .root = peer, .count = count};
-}
-
 // Copies between memory and a ring, around the ring's end.
 void to_ring(std::byte* ring, std::uint64_t ring_bytes, std::uint64_t position, const std::byte* from,
              std::uint64_t bytes) {
@@ -44,14 +40,10 @@ void let_go(Inbox& inbox, Channel& way) {
     inbox.taken.erase(inbox.first++);
 }
 
-// Complete when its memory may be reused, possibly before the message is received.
 class Send final : public Task {
  public:
-  Send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int to, int tag)
-      : Task(fingerprint_of(Kind::kSend, count, dtype, to), {{data, bytes, false}}),
-        data_(data),
-        bytes_(bytes),
-        tag_(tag) {}
+  Send(const Fingerprint& print, Region data, int tag)
+      : Task(print, {{data.data, data.bytes, false}}), data_(data.data), bytes_(data.bytes), tag_(tag) {}
 
   std::string name() const override { return fmt::format("send #{} to rank {}", number_, fingerprint_.root); }
   std::string call() const override { return describe(fingerprint_, tag_) + at(to_text(site_)); }
@@ -130,13 +122,12 @@ class Send final : public Task {
 
 class Receive final : public Task {
  public:
-  // from = -1: any rank; the first message with this tag is taken.
-  Receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype, int from, int tag)
-      : Task(fingerprint_of(Kind::kReceive, count, dtype, from), {{data, bytes, true}}),
-        data_(data),
-        bytes_(bytes),
+  Receive(const Fingerprint& print, Region data, int tag)
+      : Task(print, {{data.data, data.bytes, true}}),
+        data_(data.data),
+        bytes_(data.bytes),
         tag_(tag),
-        source_(from) {}
+        source_(print.root) {}
 
   std::string name() const override {
     const int from = source_;
@@ -259,7 +250,8 @@ class Receive final : public Task {
   }
   void check(const Envelope& envelope) {
     if (envelope.count == fingerprint_.count && envelope.dtype == fingerprint_.dtype) return;
-    const Fingerprint sent = fingerprint_of(Kind::kSend, envelope.count, envelope.dtype, engine().rank());
+    const Fingerprint sent{
+        .kind = Kind::kSend, .dtype = envelope.dtype, .root = engine().rank(), .count = envelope.count};
     engine().fail(*this,
                   fmt::format("the ranks disagreed: rank {} called {}, rank {} called {}", engine().rank(),
                               call(), source_, describe(sent, envelope.tag) + at(envelope.site)),
@@ -307,14 +299,11 @@ class Receive final : public Task {
 
 }  // namespace
 
-std::shared_ptr<Task> send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
-                           int to, int tag) {
-  return std::make_shared<Send>(data, bytes, count, dtype, to, tag);
+std::shared_ptr<Task> send(const Fingerprint& print, Region data, int tag) {
+  return std::make_shared<Send>(print, data, tag);
 }
-
-std::shared_ptr<Task> receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
-                              int from, int tag) {
-  return std::make_shared<Receive>(data, bytes, count, dtype, from, tag);
+std::shared_ptr<Task> receive(const Fingerprint& print, Region data, int tag) {
+  return std::make_shared<Receive>(print, data, tag);
 }
 
 }  // namespace isograd::shm

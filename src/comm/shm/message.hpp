@@ -54,11 +54,10 @@ struct Inbox {
 };
 
 // Complete when its memory may be reused, possibly before the message is received.
-std::shared_ptr<Task> send(const std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
-                           int to, int tag);
+// The root of the fingerprint is the other end.
+std::shared_ptr<Task> send(const Fingerprint& print, Region data, int tag);
 
-// from = -1: any rank; the first message with this tag is taken.
-std::shared_ptr<Task> receive(std::byte* data, std::uint64_t bytes, std::int64_t count, std::int8_t dtype,
-                              int from, int tag);
+// From rank -1: any rank; the first message with this tag is taken.
+std::shared_ptr<Task> receive(const Fingerprint& print, Region data, int tag);
 
 }  // namespace isograd::shm

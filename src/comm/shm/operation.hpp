@@ -75,12 +75,6 @@ class Operation : public Task {
   std::uint64_t out_ = 0;  // chunks that every rank has worked on and this one has copied out
 };
 
-// Memory of this rank, for or from one rank.
-struct Region {
-  std::byte* data = nullptr;
-  std::uint64_t bytes = 0;
-};
-
 struct Reduction {
   kernels::Number number;
   kernels::Combine combine;
@@ -143,7 +137,7 @@ OperationPointer all_to_all(const Fingerprint& print, std::vector<Region> output
 OperationPointer barrier();
 
 // Sends every rank's payload to every rank: `received` has one per rank afterwards.
-OperationPointer exchange(std::uint8_t stage, std::int64_t count, std::int8_t dtype, const Payload& mine,
+OperationPointer exchange(const Fingerprint& print, const Payload& mine,
                           std::shared_ptr<std::vector<Payload>> received);
 
 }  // namespace isograd::shm

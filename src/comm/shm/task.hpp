@@ -42,6 +42,12 @@ namespace shm {
 
 class Engine;
 
+// Memory of this rank, for or from one rank.
+struct Region {
+  std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+};
+
 // Memory of this rank that a task reads or writes. If one of two tasks writes memory that the other uses, the
 // later one starts after the earlier one has ended.
 struct Extent {
