@@ -133,14 +133,11 @@ struct WorldMaker {
                           GroupOptions options, c10::intrusive_ptr<c10d::Backend> over_mpi = nullptr,
                           bool by_hosts = true) {
     const std::vector<int>& host_of = membership.hosts.hosts.of_rank;
-    std::vector<int> of_rank, here;  // hosts of the group's ranks; places of those on this rank's host
+    std::vector<int> of_rank;
     for (const int rank : ranks) of_rank.push_back(host_of[static_cast<std::size_t>(rank)]);
-    const int host = of_rank[static_cast<std::size_t>(place)];
-    for (int other = 0; other < static_cast<int>(ranks.size()); ++other)
-      if (of_rank[static_cast<std::size_t>(other)] == host) here.push_back(other);
     const int size = static_cast<int>(ranks.size());
-    const bool one_host = here.size() == ranks.size();
     auto hosts = std::make_shared<HostsOfGroup>(of_rank, place, membership.bytes);
+    const bool one_host = !hosts->several();
 
     // Each group has its own prefix in the store. The world uses the store itself.
     const auto store = [&](const std::string& part) -> c10::intrusive_ptr<c10d::Store> {
@@ -160,14 +157,13 @@ struct WorldMaker {
     }
     if (membership.backend == "shm+mpi" && !one_host && by_hosts) {
       HostsBackend::Parts parts{std::move(over_mpi), nullptr, nullptr};
-      const int on_host = static_cast<int>(std::ranges::find(here, place) - here.begin());
+      const auto here = static_cast<int>(hosts->members[hosts->host].size());
+      const std::string& host =
+          membership.hosts.hosts.names[static_cast<std::size_t>(hosts->numbers[hosts->host])];
       const auto within = [&](const std::string& use) -> c10::intrusive_ptr<ShmBackend> {
-        if (here.size() == 1) return nullptr;
-        return c10::make_intrusive<ShmBackend>(
-            store(" " + use), on_host, static_cast<int>(here.size()),
-            fmt::format("{}, {} on host {}", name, use,
-                        membership.hosts.hosts.names[static_cast<std::size_t>(host)]),
-            timeout);
+        if (here == 1) return nullptr;
+        return c10::make_intrusive<ShmBackend>(store(" " + use), static_cast<int>(hosts->place), here,
+                                               fmt::format("{}, {} on host {}", name, use, host), timeout);
       };
       parts.reducing = within("summing"), parts.gathering = within("gathering");
       backend = make_over_hosts(std::move(parts), hosts, membership.hosts.hosts.names, name, timeout);

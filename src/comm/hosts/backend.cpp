@@ -74,29 +74,14 @@ class OverHosts final : public HostsBackend {
         name_("shm+" + parts.all->getBackendName()) {
     auto links = std::make_shared<Links>();
     links->parts = parts;
-    std::vector<int> seen;  // host numbers in the order of their first ranks
-    for (int rank = 0; rank < size_; ++rank) {
-      const int host = hosts->of_rank()[static_cast<std::size_t>(rank)];
-      const auto found = std::ranges::find(seen, host);
-      const auto at = static_cast<std::size_t>(found - seen.begin());
-      if (found == seen.end()) {
-        seen.push_back(host);
-        links->members.emplace_back();
-        links->names.push_back(names[static_cast<std::size_t>(host)]);
-      }
-      if (rank == rank_) {
-        links->host = static_cast<int>(at);
-        links->place = static_cast<int>(links->members[at].size());
-      }
-      links->members[at].push_back(rank);
-    }
+    for (const int number : hosts->numbers) links->names.push_back(names[static_cast<std::size_t>(number)]);
     const auto [fewest, most] =
-        std::ranges::minmax(links->members, {}, [](const std::vector<int>& ranks) { return ranks.size(); });
+        std::ranges::minmax(hosts->members, {}, [](const std::vector<int>& ranks) { return ranks.size(); });
     links->lanes = static_cast<int>(fewest.size());
     links->even = fewest.size() == most.size();
+    links->hosts = std::move(hosts);
     ISOGRAD_INVARIANT(links->host_count() > 1, "a group of one host");
     ISOGRAD_INVARIANT(!parts.reducing == (links->here() == 1), "shared memory of another group");
-    links->hosts = std::move(hosts);
     links_ = links;
     const auto give_up = [parts](const std::string& reason) {
       for (const auto& within : {parts.reducing, parts.gathering})
@@ -125,7 +110,7 @@ class OverHosts final : public HostsBackend {
     const at::Tensor flat = widened(tensor).view(-1);
     const auto reduction = this->reduction(check, flat, options.reduceOp);
     const auto links = links_;
-    const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+    const std::size_t host = links->hosts->host, place = links->hosts->place;
     const Tensors pieces = cut_up(flat, links->cut(flat.numel()));
     const at::Tensor piece = pieces[place];
     const Tensors parts = cut_up(piece, split_rows(piece.numel(), links->host_count()));
@@ -158,7 +143,7 @@ class OverHosts final : public HostsBackend {
     check.piece(input), check.piece(output);
     check.cut(input, output);
     const auto links = links_;
-    const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+    const std::size_t host = links->hosts->host, place = links->hosts->place;
     const std::int64_t part = output.numel();
     const at::Tensor flat = widened(input).view(-1);
     const auto reduction = this->reduction(check, flat, options.reduceOp);
@@ -205,7 +190,7 @@ class OverHosts final : public HostsBackend {
     check.piece(input), check.piece(output);
     check.cut(output, input);
     const auto links = links_;
-    const auto host = static_cast<std::size_t>(links->host), place = static_cast<std::size_t>(links->place);
+    const std::size_t host = links->hosts->host, place = links->hosts->place;
     const std::int64_t part = input.numel();
     const Tensors slices = output.view(-1).split(part);
 
@@ -297,15 +282,13 @@ class OverHosts final : public HostsBackend {
   struct Links : std::enable_shared_from_this<Links> {
     Parts parts;
     std::shared_ptr<HostsOfGroup> hosts;
-    std::vector<std::vector<int>> members;  // ranks of each host
-    std::vector<std::string> names;
-    int host = 0, place = 0;  // this rank's host, and its place on it
-    int lanes = 0;            // the smallest number of ranks of a host
-    bool even = true;         // all hosts have the same number of ranks
+    std::vector<std::string> names;  // of hosts
+    int lanes = 0;                   // the smallest number of ranks of a host
+    bool even = true;                // all hosts have the same number of ranks
 
-    int host_count() const { return static_cast<int>(members.size()); }
-    int here() const { return static_cast<int>(members[static_cast<std::size_t>(host)].size()); }
-    bool sends() const { return place < lanes; }
+    int host_count() const { return static_cast<int>(hosts->members.size()); }
+    int here() const { return static_cast<int>(hosts->members[hosts->host].size()); }
+    bool sends() const { return static_cast<int>(hosts->place) < lanes; }
     // How `numel` elements are split over the ranks of this host. Only lanes get a part.
     Splits cut(std::int64_t numel) const {
       Splits pieces = split_rows(numel, lanes);
@@ -315,7 +298,7 @@ class OverHosts final : public HostsBackend {
     // The ranks' tensors by host, in the order of the host's ranks.
     Lists by_host(const Tensors& of_ranks) const {
       Lists of_hosts;
-      for (const std::vector<int>& ranks : members) {
+      for (const std::vector<int>& ranks : hosts->members) {
         of_hosts.emplace_back();
         for (const int rank : ranks) of_hosts.back().push_back(of_ranks[static_cast<std::size_t>(rank)]);
       }
@@ -340,7 +323,7 @@ class OverHosts final : public HostsBackend {
     queue::Stage sum_between(Tensors sums, at::Tensor own, const shm::Reduction& reduction) const {
       Tensors received(sums.size());
       for (at::Tensor& one : received) one = at::empty_like(own);
-      received[static_cast<std::size_t>(host)] = sums[static_cast<std::size_t>(host)];
+      received[hosts->host] = sums[hosts->host];
       return {kExchange,
               [links = shared_from_this(), sums = std::move(sums), received] {
                 return links->exchange(sums, received, tag_of(kExchange));
@@ -350,9 +333,9 @@ class OverHosts final : public HostsBackend {
     // Sends to_hosts[h] to this lane's rank on each other host h and receives from_hosts[h] from it.
     std::vector<queue::Part> exchange(const Tensors& to_hosts, const Tensors& from_hosts, int tag) const {
       std::vector<Part> begun;
-      for (std::size_t other = 0; other < members.size(); ++other) {
-        if (static_cast<int>(other) == host) continue;
-        const int rank = members[other][static_cast<std::size_t>(place)];
+      for (std::size_t other = 0; other < hosts->members.size(); ++other) {
+        if (other == hosts->host) continue;
+        const int rank = hosts->members[other][hosts->place];
         if (from_hosts[other].numel() > 0) {
           Tensors into{from_hosts[other]};
           begun.push_back({queue::polled(parts.all->recv(into, rank, tag)),

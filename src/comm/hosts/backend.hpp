@@ -24,18 +24,28 @@ struct WorldBytes {
 // The hosts of one group. Several threads of a rank may start operations.
 class HostsOfGroup {
  public:
-  // `of_rank`: the host number of each rank of the group.
-  HostsOfGroup(std::vector<int> of_rank, int rank, std::shared_ptr<WorldBytes> world)
-      : of_rank_(std::move(of_rank)),
-        rank_(rank),
-        several_(std::ranges::any_of(of_rank_, [this](int host) { return host != of_rank_[0]; })),
-        world_(std::move(world)) {}
+  // `of_rank`: the number of each rank's host in the world.
+  HostsOfGroup(const std::vector<int>& of_rank, int rank, std::shared_ptr<WorldBytes> world)
+      : rank_(rank), world_(std::move(world)) {
+    for (const int number : of_rank) {
+      const auto r = static_cast<int>(of_rank_.size());
+      const auto at = static_cast<std::size_t>(std::ranges::find(numbers, number) - numbers.begin());
+      if (at == numbers.size()) numbers.push_back(number), members.emplace_back();
+      if (r == rank) host = at, place = members[at].size();
+      members[at].push_back(r);
+      of_rank_.push_back(at);
+    }
+  }
 
-  bool several() const { return several_; }
-  bool here(int rank) const { return of_rank_[static_cast<std::size_t>(rank)] == of(rank_); }
+  // Hosts are in the order of their first ranks.
+  std::vector<std::vector<int>> members{};  // ranks by host
+  std::vector<int> numbers{};               // of the hosts in the world
+  std::size_t host = 0, place = 0;          // this rank's host, and its place among the host's ranks
+
+  bool several() const { return members.size() > 1; }
+  bool here(int rank) const { return of_rank_[static_cast<std::size_t>(rank)] == host; }
   // In a ring each rank sends to the next one.
   bool next_is_here() const { return here((rank_ + 1) % static_cast<int>(of_rank_.size())); }
-  const std::vector<int>& of_rank() const { return of_rank_; }
 
   void add(std::int64_t bytes) { world_->all.fetch_add(bytes, std::memory_order_relaxed); }
   void add_across(std::int64_t bytes) {
@@ -47,11 +57,8 @@ class HostsOfGroup {
   std::int64_t across() const { return across_.load(std::memory_order_relaxed); }
 
  private:
-  int of(int rank) const { return of_rank_[static_cast<std::size_t>(rank)]; }
-
-  std::vector<int> of_rank_;
+  std::vector<std::size_t> of_rank_{};
   int rank_;
-  bool several_;
   std::shared_ptr<WorldBytes> world_;
   std::atomic<std::int64_t> across_{0};
 };
