@@ -183,16 +183,15 @@ class CheckedBackend : public c10d::Backend {
  protected:
   using OpType = c10d::OpType;
   using Steps = std::vector<Step>;
-  static constexpr int kAnyRank = -1;
+  static constexpr int kAnyRank = -1, kAllRanks = -1;  // in place of a sender, and of a root
 
   CheckedBackend(int rank, int size, std::string name, const char* kind, bool uneven_at_root)
       : c10d::Backend(rank, size), name_(std::move(name)), kind_(kind), uneven_at_root_(uneven_at_root) {}
 
-  // Tensors are contiguous and on the CPU. Parts of a gather or scatter are empty away from the root.
-  virtual Step make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) = 0;
+  // Tensors are contiguous and on the CPU. Parts of a gather or scatter are empty away from the root. An
+  // all-reduce is a reduction to kAllRanks, an all-gather a gather.
   virtual Step make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) = 0;
   virtual Step make_broadcast(const Call& check, const at::Tensor& tensor, int root) = 0;
-  virtual Step make_all_gather(const Call& check, const at::Tensor& input, Parts outputs) = 0;
   virtual Step make_reduce_scatter(const Call& check, const at::Tensor& output, Parts inputs,
                                    const shm::Reduction& reduction) = 0;
   virtual Step make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) = 0;
@@ -212,17 +211,17 @@ class CheckedBackend : public c10d::Backend {
  private:
   Step all_reduced(const Call& check, const at::Tensor& tensor, const c10d::ReduceOp& op) {
     check.piece(tensor);
-    return make_all_reduce(tensor, check.reduction(tensor, op));
+    return make_reduce(tensor, check.reduction(tensor, op), kAllRanks);
   }
   Step gathered(const Call& check, const at::Tensor& output, const at::Tensor& input) {
     check.piece(input);
-    return make_all_gather(check, input, {{output}, check.cut(output, input)});
+    return make_gather(check, input, {{output}, check.cut(output, input)}, kAllRanks);
   }
   Step gathered_list(const Call& check, const Tensors& outputs, const at::Tensor& input) {
     check.piece(input);
     Parts parts{outputs, check.list(outputs, input)};
     check.same_size(outputs[static_cast<std::size_t>(rank_)], input);
-    return make_all_gather(check, input, std::move(parts));
+    return make_gather(check, input, std::move(parts), kAllRanks);
   }
   Step reduce_scattered(const Call& check, const at::Tensor& output, const at::Tensor& input,
                         const c10d::ReduceOp& op) {

@@ -49,6 +49,13 @@ std::vector<Part> of(std::vector<c10::intrusive_ptr<c10d::Work>> works) {
   return parts;
 }
 
+queue::Works gathered(const c10::intrusive_ptr<ShmBackend>& within, const Tensors& outputs,
+                      const at::Tensor& input) {
+  std::vector<Tensors> lists{outputs};
+  Tensors inputs{input};
+  return within->allgather(lists, inputs);
+}
+
 Tensors cut_up(const at::Tensor& flat, const std::vector<std::int64_t>& pieces) {
   const at::NoGradGuard no_graph;
   return flat.split_with_sizes(pieces);
@@ -126,9 +133,7 @@ class OverHosts final : public HostsBackend {
     }
     if (links->here() > 1)
       stages.push_back({kGatherWithin, [links, pieces, piece] {
-                          Lists outputs{pieces};
-                          Tensors input{piece};
-                          return of({links->parts.gathering->allgather(outputs, input)});
+                          return of({gathered(links->parts.gathering, pieces, piece)});
                         }});
     if (!flat.is_alias_of(tensor)) end_with(stages, [tensor, flat] { tensor.view(-1).copy_(flat); });
     return queue_->begin("all_reduce", std::move(stages), options.timeout);
@@ -169,9 +174,8 @@ class OverHosts final : public HostsBackend {
       const at::Tensor whole = at::empty({part * links->here()}, flat.options());
       stages.push_back({kGatherWithin,
                         [links, whole, own] {
-                          Lists outputs{cut_up(whole, links->cut(whole.numel()))};
-                          Tensors mine{own};
-                          return of({links->parts.gathering->allgather(outputs, mine)});
+                          const Tensors pieces = cut_up(whole, links->cut(whole.numel()));
+                          return of({gathered(links->parts.gathering, pieces, own)});
                         },
                         [whole, output, part, place] {
                           output.view(-1).copy_(
@@ -208,9 +212,7 @@ class OverHosts final : public HostsBackend {
     std::vector<Stage> stages;
     if (!links->even && links->here() > 1)
       stages.push_back({kReduceWithin, [links, mine, part, whole = wholes[host]] {
-                          Lists outputs{whole.split(part)};
-                          Tensors own{mine};
-                          return of({links->parts.reducing->allgather(outputs, own)});
+                          return of({gathered(links->parts.reducing, whole.split(part), mine)});
                         }});
     else if (!links->even)
       wholes[host].copy_(mine);
@@ -226,9 +228,7 @@ class OverHosts final : public HostsBackend {
                           std::vector<Works> works;
                           for (std::size_t i = 0; i < pieces.size(); ++i) {
                             if (!links->even && i == host) continue;  // there already
-                            Lists outputs{pieces[i]};
-                            Tensors own{pieces[i][place]};
-                            works.push_back(links->parts.gathering->allgather(outputs, own));
+                            works.push_back(gathered(links->parts.gathering, pieces[i], pieces[i][place]));
                           }
                           return of(std::move(works));
                         }});

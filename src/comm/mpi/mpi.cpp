@@ -331,14 +331,7 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
   }
 
   // ---- reductions ----
-  static constexpr int kAllRanks = -1;  // in place of a root
-  Step make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) override {
-    return combine(tensor, reduction, kAllRanks);
-  }
   Step make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) override {
-    return combine(tensor, reduction, root);
-  }
-  Step combine(const at::Tensor& tensor, const shm::Reduction& reduction, int root) const {
     return [=, this](Requests& requests) {
       const Operand form = operand(tensor, reduction);
       const bool receives = root == kAllRanks || root == rank_;
@@ -380,7 +373,9 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
       });
     };
   }
-  Step make_all_gather(const Call& check, const at::Tensor& input, Parts outputs) override {
+  Step make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
+    if (root != kAllRanks)
+      return exchange(check, outputs.tensors, counts_of(outputs), {input}, only_of(root, input.numel()));
     if (outputs.tensors.size() > 1)  // every rank gets the same elements
       return exchange(check, outputs.tensors, counts_of(outputs), {input}, Sizes(ranks(), input.numel()),
                       /*consecutive=*/false);
@@ -394,9 +389,6 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
                               type, comm, request);
       });
     };
-  }
-  Step make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
-    return exchange(check, outputs.tensors, counts_of(outputs), {input}, only_of(root, input.numel()));
   }
   Step make_scatter(const Call& check, const at::Tensor& output, Parts inputs, int root) override {
     return exchange(check, {output}, only_of(root, output.numel()), inputs.tensors, counts_of(inputs));

@@ -72,6 +72,8 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
     return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()};
   }
   static shm::Fingerprint print_of(Kind kind, const at::Tensor& tensor, int root = 0) {
+    if (root == kAllRanks && kind == Kind::kReduce) kind = Kind::kAllReduce, root = 0;
+    if (root == kAllRanks && kind == Kind::kGather) kind = Kind::kAllGather, root = 0;
     return {.kind = kind, .dtype = code_of(tensor), .root = root, .count = tensor.numel()};
   }
   // `used` and `more` are kept alive until the task is complete.
@@ -99,9 +101,6 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
     return c10::make_intrusive<ShmWork>(engine_, std::move(tasks), rank_, type, std::move(results),
                                         timeout == c10d::kUnsetTimeout ? timeout_ : timeout);
   }
-  Task make_all_reduce(const at::Tensor& tensor, const shm::Reduction& reduction) override {
-    return made(shm::reduce(print_of(Kind::kAllReduce, tensor), region_of(tensor), reduction), {tensor});
-  }
   Task make_reduce(const at::Tensor& tensor, const shm::Reduction& reduction, int root) override {
     return made(shm::reduce(print_of(Kind::kReduce, tensor, root), region_of(tensor), reduction), {tensor});
   }
@@ -110,15 +109,9 @@ class ShmBackend final : public CheckedBackend<std::shared_ptr<shm::Task>> {
         shm::broadcast(print_of(Kind::kBroadcast, tensor, root), region_of(tensor), size_, rank_ == root),
         {tensor});
   }
-  Task make_all_gather(const Call& check, const at::Tensor& input, Parts outputs) override {
-    return gathered(check, print_of(Kind::kAllGather, input), input, std::move(outputs));
-  }
   Task make_gather(const Call& check, const at::Tensor& input, Parts outputs, int root) override {
-    return gathered(check, print_of(Kind::kGather, input, root), input, std::move(outputs));
-  }
-  static Task gathered(const Call& check, const shm::Fingerprint& print, const at::Tensor& input,
-                       Parts outputs) {
     check.disjoint(region_of(input), outputs.by_rank);
+    const shm::Fingerprint print = print_of(Kind::kGather, input, root);
     return made(shm::gather(print, region_of(input), std::move(outputs.by_rank)), std::move(outputs.tensors),
                 {input});
   }
