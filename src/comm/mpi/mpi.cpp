@@ -335,7 +335,6 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
     return [=, this](Requests& requests) {
       const Operand form = operand(tensor, reduction);
       const bool receives = root == kAllRanks || root == rank_;
-      requests.keep(form.tensor);
       in_pieces(requests, form.tensor, [&](void* data, int count, MPI_Comm comm, MPI_Request* request) {
         if (root == kAllRanks)
           return MPI_Iallreduce(MPI_IN_PLACE, data, count, form.type, form.operation, comm, request);
@@ -446,6 +445,7 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
   // Makes a request for each piece of at most most_elements, and one for an empty tensor.
   void in_pieces(Requests& requests, const at::Tensor& tensor,
                  const std::function<int(void*, int, MPI_Comm, MPI_Request*)>& issue) const {
+    requests.keep(tensor);
     std::int64_t begin = 0;
     do {
       const std::int64_t piece = std::min(tensor.numel() - begin, most_elements_);
