@@ -8,8 +8,6 @@
 namespace isograd::kernels {
 namespace {
 
-constexpr int kLanes = 32;
-
 // A NaN stays NaN.
 ISOGRAD_ALWAYS_INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }
 
@@ -42,9 +40,7 @@ ISOGRAD_ALWAYS_INLINE void weights_body(float* scores, std::int64_t stride, std:
       lanes[j - whole] += row[j];
     }
     for (std::int64_t j = seen; j < padded; ++j) row[j] = 0;
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    sum[r] = sum[r] * factor[r] + lanes[0];
+    sum[r] = sum[r] * factor[r] + folded(lanes);
   }
 }
 

@@ -8,9 +8,6 @@
 namespace isograd::kernels {
 namespace {
 
-// Independent partial sums, so that the additions of one vector do not wait for those of the last.
-constexpr int kLanes = 32;
-
 template <typename T>
 ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t count) {
   double lanes[kLanes] = {};
@@ -24,9 +21,7 @@ ISOGRAD_ALWAYS_INLINE double squared_norm_body(const T* values, std::int64_t cou
     const double value = load(values[i]);
     lanes[i - whole] += value * value;
   }
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
+  return folded(lanes);
 }
 
 // Magnitudes are ordered like their bits, and every NaN is above infinity. Integer comparison keeps NaNs,

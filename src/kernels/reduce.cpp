@@ -11,8 +11,7 @@
 namespace isograd::kernels {
 namespace {
 
-// ---- conversion of stored numbers
-// --------------------------------------------------------------------------
+// ---- conversion of stored numbers ----
 // Integers are combined as unsigned ones, whose overflow is defined (the same bits as two's complement).
 template <typename T>
 struct Plain {
@@ -63,8 +62,7 @@ struct Boolean {
   static ISOGRAD_ALWAYS_INLINE Stored store(Value x) { return x; }
 };
 
-// ---- combination of two numbers
-// ----------------------------------------------------------------------------
+// ---- combination of two numbers ----
 template <Combine combine, typename Value>
 ISOGRAD_ALWAYS_INLINE Value apply(Value a, Value b) {
   if constexpr (combine == Combine::kAnd) {
@@ -102,7 +100,7 @@ ISOGRAD_ALWAYS_INLINE Value begin_with(Value value, const double* factors, int k
   return value;
 }
 
-// ---- the passes ------------------------------------------------------------------------------------------
+// ---- the passes ----
 
 // Compile-time numbers of inputs and outputs: an all-reduce or reduce-scatter of few ranks stays in
 // registers.

@@ -6,7 +6,6 @@
 namespace isograd::kernels {
 namespace {
 
-constexpr int kLanes = 32;
 constexpr std::int64_t kTile = 1024;   // values that stay in the first-level cache while anchors pass
 constexpr std::int64_t kAnchors = 64;  // their slopes are added in the computing type before they go to fp64
 
@@ -28,14 +27,6 @@ ISOGRAD_ALWAYS_INLINE T slope(T z) {
   return e / (one * one);
 }
 
-// Σ of the lanes, in a fixed order.
-template <typename T>
-ISOGRAD_ALWAYS_INLINE double fold(T* lanes) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return static_cast<double>(lanes[0]);
-}
-
 template <typename T>
 ISOGRAD_ALWAYS_INLINE void sums_body(const T* values, std::int64_t num_values, const T* anchors,
                                      std::int64_t num_anchors, T scale, double* sums) {
@@ -51,7 +42,7 @@ ISOGRAD_ALWAYS_INLINE void sums_body(const T* values, std::int64_t num_values, c
       for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = 0;
       for (std::int64_t j = tile; j < whole; j += kLanes)
         for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += sigmoid((values[j + lane] - anchor) * scale);
-      sums[k] += fold(lanes) + rest;
+      sums[k] += static_cast<double>(folded(lanes)) + rest;
     }
   }
 }
@@ -86,7 +77,7 @@ ISOGRAD_ALWAYS_INLINE void slopes_body(const T* values, std::int64_t num_values,
             lanes[lane] += d;
           }
         }
-        by_anchor[k] += fold(lanes) + rest;
+        by_anchor[k] += static_cast<double>(folded(lanes)) + rest;
       }
       for (std::int64_t j = 0; j < size; ++j) by_value[tile + j] += static_cast<double>(partial[j]);
     }

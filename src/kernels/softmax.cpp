@@ -8,21 +8,14 @@
 namespace isograd::kernels {
 namespace {
 
-constexpr int kLanes = 32;
 constexpr std::int64_t kTile = 1024;  // elements summed in the computing type before they are added in fp64
 
 template <typename T>
-struct Computing {
-  using type = T;
-};
-template <>
-struct Computing<Bfloat16> {
-  using type = float;
-};
+using Computing = decltype(load(T{}));
 
 template <typename T>
 ISOGRAD_ALWAYS_INLINE RowSum row_sum(const T* row, std::int64_t vocabulary) {
-  using C = typename Computing<T>::type;
+  using C = Computing<T>;
   const std::int64_t whole = vocabulary - vocabulary % kLanes;
   C lanes[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = -std::numeric_limits<C>::infinity();
@@ -48,9 +41,7 @@ ISOGRAD_ALWAYS_INLINE RowSum row_sum(const T* row, std::int64_t vocabulary) {
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = 0;
     for (std::int64_t j = tile; j < end; j += kLanes)
       for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += exponential(load(row[j + lane]) - maximum);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    sum += lanes[0];
+    sum += folded(lanes);
   }
   return {static_cast<double>(maximum), sum};
 }
@@ -66,7 +57,7 @@ template <typename T>
 ISOGRAD_ALWAYS_INLINE void softmax_gradient_body(const T* logits, std::int64_t rows, std::int64_t vocabulary,
                                                  const bool* mask, const std::int64_t* targets,
                                                  const RowGradient* of, T* gradient) {
-  using C = typename Computing<T>::type;
+  using C = Computing<T>;
   for (std::int64_t t = 0; t < rows; ++t) {
     const T* row = logits + t * vocabulary;
     T* out = gradient + t * vocabulary;
@@ -99,9 +90,7 @@ ISOGRAD_ALWAYS_INLINE void logit_sums_body(const T* logits, std::int64_t rows, s
     for (std::int64_t j = whole; j < vocabulary; ++j) sum += load(row[j]);
     for (std::int64_t j = 0; j < whole; j += kLanes)
       for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += load(row[j + lane]);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-    sums[t] = sum + lanes[0];
+    sums[t] = sum + folded(lanes);
   }
 }
 

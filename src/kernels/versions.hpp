@@ -49,3 +49,18 @@ int& processor_level();
 #define ISOGRAD_VERSIONS(result, name, parameters, arguments, call) \
   result name parameters { return call; }
 #endif
+
+namespace isograd::kernels {
+
+// Independent partial sums, so that the additions of one vector do not wait for those of the last.
+inline constexpr int kLanes = 32;
+
+// Σ of the lanes, in a fixed order.
+template <typename T>
+ISOGRAD_ALWAYS_INLINE T folded(T* lanes) {
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
+}  // namespace isograd::kernels

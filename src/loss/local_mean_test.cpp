@@ -1,5 +1,5 @@
 // Means over a micro-batch that a forward returns in place of sums, by LibTorch's real graphs.
-#include "loss/local_mean.hpp"
+#include "loss/term_graph.hpp"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

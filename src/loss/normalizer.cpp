@@ -14,6 +14,7 @@
 #include "isograd/loss.hpp"
 #include "loss/counting.hpp"
 #include "loss/share.hpp"
+#include "loss/term_graph.hpp"
 
 namespace isograd {
 namespace {

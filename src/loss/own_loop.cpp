@@ -8,6 +8,7 @@
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 #include "loss/share.hpp"
+#include "loss/term_graph.hpp"
 
 namespace isograd {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "isograd/loss.hpp"
 #include "loss/normalizer_testing.hpp"
-#include "loss/share.hpp"
 #include "loss/sixteen_bits_testing.hpp"
+#include "loss/term_graph.hpp"
 
 namespace isograd {
 namespace {

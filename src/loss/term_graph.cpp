@@ -1,6 +1,4 @@
-// What a loss term's graph shows: a mean over its micro-batch, and a gradient that is rounded to 16 bits
-// while it is still one number for all elements.
-#include "loss/local_mean.hpp"
+#include "loss/term_graph.hpp"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -8,14 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "base/refuse.hpp"
-#include "loss/share.hpp"
 
 namespace isograd {
 namespace {

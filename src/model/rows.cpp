@@ -8,21 +8,15 @@
 namespace isograd::rows {
 
 using kernels::Bfloat16;
+using kernels::folded;
+using kernels::kLanes;
 using kernels::load;
 using kernels::processor_level;
 using kernels::store;
 
 namespace {
 
-constexpr int kLanes = 32;
 constexpr std::int64_t kTile = 512;  // elements whose exponentials stay in the first-level cache
-
-template <typename C>
-ISOGRAD_ALWAYS_INLINE C folded(C* lanes) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
-}
 
 template <typename T, typename C>
 ISOGRAD_ALWAYS_INLINE void norm_body(const T* x, const T* weight, std::int64_t rows, std::int64_t width,

@@ -13,7 +13,7 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "layout/flat.hpp"
-#include "loss/local_mean.hpp"
+#include "loss/term_graph.hpp"
 #include "loss/term_sums.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 #include "train/captured.hpp"

@@ -1,9 +1,12 @@
-// A term that is a mean over its micro-batch, where the step wants a sum.
+// Findings in the graph of a loss term: a mean over its micro-batch, where the step wants a sum, and 16-bit
+// gradients.
 #pragma once
 
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "isograd/batch.hpp"
 #include "isograd/error.hpp"
@@ -39,5 +42,22 @@ class LocalMeans {
   std::map<std::string, Term> terms_;
   int looks_ = 0;
 };
+
+// Which part of the gradient of a sum, or mean, is in 16 bits while it is still one number for all elements:
+// there the division is rounded, the same way for every token.
+enum class In16Bits {
+  kNothing,
+  kCopies,     // tensors that get the sum's own gradient, its negative or 0
+  kMultiples,  // tensors that get it multiplied or added up: masks, weights, means
+  kSum,        // the sum itself, or a scalar that it is made of
+};
+In16Bits in_16_bits(const at::Tensor& sum);
+void check_16_bits(const std::string& where, const LossTerm& term, bool deferred);
+
+// LibTorch's functions, by their nodes' names without "Backward".
+const std::set<std::string>& functions_of_own_slope();  // whose slope differs between elements
+const std::set<std::string>& copying_functions();
+// Where factors stand among the inputs: a factor's slope is the product of the others.
+const std::map<std::string, std::vector<std::size_t>>& products();
 
 }  // namespace isograd
