@@ -56,11 +56,26 @@ Totals totals_over_ranks(const std::string& where, Group& group, std::uint64_t f
   return totals;
 }
 
-// The whole's value; the gradient of this rank's share, times W where the trainer averages.
-at::Tensor whole_value(const at::Tensor& share, double value, GradReduction reduction, int ranks) {
-  const double factor = reduction == GradReduction::kMean ? ranks : 1;
-  const at::Tensor level = at::full({}, value, share.options().requires_grad(false));
+// Reduced over all ranks: the whole's value, with the gradient of this rank's share, times W where the
+// trainer averages. `own`: the sum of `losses` and what it is divided by. Collective.
+at::Tensor reduced_over_ranks(const std::string& where, Group& group, const std::string& options,
+                              int weighted, const std::optional<ErrorText>& problem, const Totals& own,
+                              const at::Tensor& losses, LossReduction reduction, GradReduction of_gradients) {
+  const Totals totals = totals_over_ranks(where, group, hash_name(options), weighted, problem, own);
+  const double factor = of_gradients == GradReduction::kMean ? group.size() : 1;
+  if (reduction == LossReduction::kNone)
+    return of_gradients == GradReduction::kMean && losses.requires_grad()
+               ? losses.detach() + (losses - losses.detach()) * group.size()
+               : losses;
+  const double divisor = reduction == LossReduction::kSum || totals.mass == 0 ? 1 : totals.mass;
+  const at::Tensor share = losses.sum() / divisor;
+  const at::Tensor level = at::full({}, totals.sum / divisor, share.options().requires_grad(false));
   return share.requires_grad() ? level + (share - share.detach()) * factor : level;
+}
+
+void check_option(bool holds, const std::string& loss, const std::string& key, double found,
+                  const std::string& expected) {
+  if (!holds) refuse(loss + ": " + key, fmt::format("{}", found), expected, "Set " + key + " in that range");
 }
 
 // The losses of scores that are numbers, NaN for the others: an infinite score may have a loss of 0.
@@ -96,12 +111,10 @@ bool broadcasts(const at::Tensor& weights, at::IntArrayRef sizes) {
 
 SigmoidFocalLoss::SigmoidFocalLoss(SigmoidFocalOptions options, Group group)
     : torch::nn::Module("SigmoidFocalLoss"), options_(options), group_(std::move(group)) {
-  if (!(options_.alpha >= 0 && options_.alpha <= 1) && options_.alpha != -1)
-    refuse("SigmoidFocalLoss: alpha", fmt::format("{}", options_.alpha), "from 0 to 1, or -1 for none",
-           "Set alpha in that range");
-  if (!(options_.gamma >= 0 && std::isfinite(options_.gamma)))
-    refuse("SigmoidFocalLoss: gamma", fmt::format("{}", options_.gamma), "0 or more",
-           "Set gamma in that range");
+  check_option((options_.alpha >= 0 && options_.alpha <= 1) || options_.alpha == -1, "SigmoidFocalLoss",
+               "alpha", options_.alpha, "from 0 to 1, or -1 for none");
+  check_option(options_.gamma >= 0 && std::isfinite(options_.gamma), "SigmoidFocalLoss", "gamma",
+               options_.gamma, "0 or more");
   if (options_.reduction == LossReduction::kMeanPositive)
     refuse("SigmoidFocalLoss: reduction", "mean_positive",
            "mean, sum or none: mean_positive is softmax focal's", "Choose one of them");
@@ -143,24 +156,17 @@ at::Tensor SigmoidFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
     own.sum = losses.detach().to(at::kDouble).sum().item<double>();
   }
   const int weighted = problem || scores.numel() == 0 ? 2 : sample_weight.defined() ? 1 : 0;
-  const auto print = hash_name(fmt::format(
+  const std::string options = fmt::format(
       "{} {} {} {} {} {}", where, options_.alpha, options_.gamma, static_cast<int>(options_.reduction),
-      static_cast<int>(options_.grad_reduction), problem ? "" : c10::toString(scores.scalar_type())));
-  const Totals totals = totals_over_ranks(where, group_, print, weighted, problem, own);
-  if (options_.reduction == LossReduction::kNone)
-    return options_.grad_reduction == GradReduction::kMean && losses.requires_grad()
-               ? losses.detach() + (losses - losses.detach()) * group_.size()
-               : losses;
-  const double mass = totals.mass == 0 ? 1 : totals.mass;
-  const double divisor = options_.reduction == LossReduction::kMean ? mass : 1;
-  return whole_value(losses.sum() / divisor, totals.sum / divisor, options_.grad_reduction, group_.size());
+      static_cast<int>(options_.grad_reduction), problem ? "" : c10::toString(scores.scalar_type()));
+  return reduced_over_ranks(where, group_, options, weighted, problem, own, losses, options_.reduction,
+                            options_.grad_reduction);
 }
 
 SoftmaxFocalLoss::SoftmaxFocalLoss(SoftmaxFocalOptions options, Group group)
     : torch::nn::Module("SoftmaxFocalLoss"), options_(std::move(options)), group_(std::move(group)) {
-  const auto check = [](bool holds, const std::string& key, double found, const std::string& expected) {
-    if (!holds)
-      refuse("SoftmaxFocalLoss: " + key, fmt::format("{}", found), expected, "Set " + key + " in that range");
+  const auto check = [](bool holds, const char* key, double found, const char* expected) {
+    check_option(holds, "SoftmaxFocalLoss", key, found, expected);
   };
   check(options_.gamma >= 0 && std::isfinite(options_.gamma), "gamma", options_.gamma, "0 or more");
   check(options_.label_smoothing >= 0 && options_.label_smoothing < 1, "label_smoothing",
@@ -245,22 +251,13 @@ at::Tensor SoftmaxFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
                    : of_valid;
     }
   }
-  const auto print = hash_name(fmt::format(
+  const std::string options = fmt::format(
       "{} {} {} {} {} {} {} {}", where, options_.gamma, static_cast<int>(options_.reduction),
       options_.label_smoothing, options_.background_class, static_cast<int>(options_.grad_reduction),
-      fmt::join(options_.alpha, ","), problem ? "" : kind));
-  const Totals totals = totals_over_ranks(where, group_, print,
-                                          problem || empty ? 2
-                                          : weighted       ? 1
-                                                           : 0,
-                                          problem, own);
-  if (options_.reduction == LossReduction::kNone)
-    return options_.grad_reduction == GradReduction::kMean && losses.requires_grad()
-               ? losses.detach() + (losses - losses.detach()) * group_.size()
-               : losses;
-  const bool sum_only = options_.reduction == LossReduction::kSum;
-  const double divisor = sum_only || totals.mass == 0 ? 1 : totals.mass;
-  return whole_value(losses.sum() / divisor, totals.sum / divisor, options_.grad_reduction, group_.size());
+      fmt::join(options_.alpha, ","), problem ? "" : kind);
+  const int weights = problem || empty ? 2 : weighted ? 1 : 0;
+  return reduced_over_ranks(where, group_, options, weights, problem, own, losses, options_.reduction,
+                            options_.grad_reduction);
 }
 
 }  // namespace isograd

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -83,23 +82,27 @@ bool all_classes(const at::Tensor& targets, std::int64_t most, std::int64_t igno
   return !others;
 }
 
-// An exponent of ones alone, that of infinities and NaN, carries into the sign's place.
-template <typename T, typename Bits>
+template <typename T>
 bool all_finite(const T* values, std::int64_t count) {
-  constexpr int kMantissa = std::numeric_limits<T>::digits - 1;
-  constexpr Bits kExponent = ~Bits{0} >> 1 >> kMantissa << kMantissa;
-  Bits carried = 0;
-  for (std::int64_t i = 0; i < count; ++i)
-    carried |= (std::bit_cast<Bits>(values[i]) & kExponent) + (Bits{1} << kMantissa);
-  return carried >> (8 * sizeof(Bits) - 1) == 0;
+  bool all = true;
+  for (std::int64_t i = 0; i < count; ++i) all &= std::abs(values[i]) <= std::numeric_limits<T>::max();
+  return all;
 }
 
 bool all_finite(const at::Tensor& scores) {
   switch (scores.scalar_type()) {
-    case at::kFloat: return all_finite<float, std::uint32_t>(scores.const_data_ptr<float>(), scores.numel());
-    case at::kDouble:
-      return all_finite<double, std::uint64_t>(scores.const_data_ptr<double>(), scores.numel());
+    case at::kFloat: return all_finite(scores.const_data_ptr<float>(), scores.numel());
+    case at::kDouble: return all_finite(scores.const_data_ptr<double>(), scores.numel());
     default: return at::isfinite(scores).all().item<bool>();
+  }
+}
+
+// All of some rows but their scores.
+template <typename Rows>
+void take_rows(const Rows& from, const std::vector<std::int64_t>& rows, Rows& to) {
+  for (const auto row : rows) {
+    to.labels.push_back(from.labels[row]), to.iid.push_back(from.iid[row]);
+    if (!from.weights.empty()) to.weights.push_back(from.weights[row]);
   }
 }
 
@@ -356,11 +359,7 @@ RankingPool gather_some(Group& group, const LocalRows& local, const RowCounts& c
   }
   LocalRows some;
   some.scores = local.scores.index_select(0, at::tensor(own, at::kLong));
-  for (const auto index : own) {
-    const auto at = static_cast<std::size_t>(index);
-    some.labels.push_back(local.labels[at]), some.iid.push_back(local.iid[at]);
-    if (local.has_weights) some.weights.push_back(local.weights[at]);
-  }
+  take_rows(local, own, some);
   return gather_rows(group, some, chosen);
 }
 
@@ -368,11 +367,7 @@ RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& 
   RankingPool some{.classes = pool.classes,
                    .scores = pool.scores.index_select(1, at::tensor(rows, at::kLong))};
   some.live = std::ssize(rows);
-  for (const auto row : rows) {
-    const auto at = static_cast<std::size_t>(row);
-    some.labels.push_back(pool.labels[at]), some.iid.push_back(pool.iid[at]);
-    if (!pool.weights.empty()) some.weights.push_back(pool.weights[at]);
-  }
+  take_rows(pool, rows, some);
   return some;
 }
 
