@@ -26,16 +26,23 @@ at::Tensor with_dims_of(const at::Tensor& of_tokens, const at::Tensor& values) {
   return of_tokens.view(shape);
 }
 
-at::Tensor error_sum(const std::string& where, const at::Tensor& prediction, const at::Tensor& wanted,
-                     const at::Tensor& weights) {
+// Σ_i w_i · mean over a token's elements of each(prediction − target): what a regression loss has of its own
+// is `each`, a function of all elements.
+template <typename Each>
+at::Tensor regression_sum(const std::string& where, const at::Tensor& prediction, const at::Tensor& target,
+                          const at::Tensor& weights, const Each& each) {
+  check_same(where, "prediction and target", prediction, target);
   const std::int64_t tokens = prediction.size(0);
   const TokenWeights of = token_weights(where, weights, {}, tokens, prediction.device());
   const auto type = computing_type(prediction.scalar_type());
-  // Chosen before the square, so that a NaN of an invalid token meets a 0 in neither direction.
-  const at::Tensor error = at::where(with_dims_of(of.mask, prediction), prediction.to(type) - wanted, 0.0);
+  if (prediction.numel() == 0) return each(prediction.to(type)).sum();
+  // Chosen before anything is computed of them, so that a NaN of an invalid token meets a 0 in neither
+  // direction.
+  const at::Tensor error =
+      at::where(with_dims_of(of.mask, prediction), prediction.to(type) - target.to(type), 0.0);
   const double elements = static_cast<double>(prediction.numel()) / static_cast<double>(tokens);
-  const at::Tensor squares = error.square().reshape({tokens, -1}).sum(1, false, at::kDouble);
-  return (squares * (of.weights / elements)).sum().to(type);
+  const at::Tensor sums = each(error).reshape({tokens, -1}).sum(1, false, at::kDouble);
+  return (sums * (of.weights / elements)).sum().to(type);
 }
 
 // A constant [T] next to the log-probabilities, in their computing type.
@@ -69,13 +76,8 @@ at::Tensor weighted_sum(const at::Tensor& values, const TokenWeights& tokens) {
 
 at::Tensor squared_error_sum(const at::Tensor& prediction, const at::Tensor& target,
                              const at::Tensor& weights) {
-  const std::string where = "squared_error_sum";
-  check_same(where, "prediction and target", prediction, target);
-  if (prediction.numel() == 0) {
-    token_weights(where, weights, {}, prediction.size(0), prediction.device());
-    return prediction.to(computing_type(prediction.scalar_type())).square().sum();
-  }
-  return error_sum(where, prediction, target.to(computing_type(prediction.scalar_type())), weights);
+  return regression_sum("squared_error_sum", prediction, target, weights,
+                        [](const at::Tensor& error) { return error.square(); });
 }
 
 at::Tensor flow_matching_sum(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,

@@ -169,7 +169,7 @@ void check(const DecoderConfig& config) {
        config.sliding_window, family == "llama" ? "0 (none) for llama" : "0 (none) or more");
   want(config.full_layers >= 0, "full_layers", config.full_layers, "0 or more");
 
-  // What the families' files in Hugging Face's form can say.
+  // A family's files in Hugging Face's form can say no other.
   const auto is = [&](const char* key, bool found, bool expected) {
     want(found == expected, key, found, fmt::format("{} for {}", expected, family));
   };

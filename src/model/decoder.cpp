@@ -77,7 +77,8 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   const Block& block = blocks[layer];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
   const std::int64_t count = cos.size(0);  // of all tokens, also where each rank's stream has some of them
-  const auto projected = project(normed, count, {block.q, key_rows(block.k), key_rows(block.v)});
+  const auto projected =
+      project(hooks.tensor, normed, count, {block.q, key_rows(block.k), key_rows(block.v)});
   const auto by_head = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
   at::Tensor q = by_head(projected[0]), k = by_head(projected[1]), v = by_head(projected[2]);
   if (config.query_key_norm) {
@@ -91,7 +92,7 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (!config.has_experts(layer)) {
-    const auto inner = project(normed, count, {block.gate, block.up});
+    const auto inner = project(hooks.tensor, normed, count, {block.gate, block.up});
     return {onto(residual, swiglu(inner[0], inner[1]), block.down)};
   }
   const MixtureOutput mixed = compute_mixture(
@@ -147,11 +148,6 @@ at::Tensor DecoderLM::Impl::last_norm(const at::Tensor& stream, std::int64_t tok
   return hooks.tensor.region_input ? hooks.tensor.region_input(normed, tokens) : normed;
 }
 
-std::vector<at::Tensor> DecoderLM::Impl::project(const at::Tensor& stream, std::int64_t tokens,
-                                                 const std::vector<Linear>& with) const {
-  return isograd::project(hooks.tensor, stream, tokens, with);
-}
-
 at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
                                  const Linear& linear) const {
   if (!hooks.tensor.row_parallel) return linear_onto(residual, x, linear.weight, linear.bias);
@@ -176,7 +172,7 @@ void DecoderLM::Impl::read_by_queries(at::Tensor& k, at::Tensor& v) const {
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
-  return linears(hidden, {output()}, {at::Tensor()})[0];
+  return linear(hidden, Linear{.weight = output(), .bias = {}});
 }
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device)

@@ -57,7 +57,7 @@ struct Block {
 using Attend =
     std::function<at::Tensor(std::int64_t, const at::Tensor&, const at::Tensor&, const at::Tensor&)>;
 
-// What is the same for all blocks of a forward.
+// The inputs that all blocks of a forward share.
 struct BlockPass {
   at::Tensor cos, sin;
   Attend attend;
@@ -83,11 +83,8 @@ struct DecoderLM::Impl {
   at::Tensor logits(const at::Tensor& hidden) const;
   at::Tensor last_norm(const at::Tensor& stream, std::int64_t tokens) const;  // DecoderOutputs::hidden
 
-  // What tensor parallelism (hooks.tensor) changes in a block: x Wᵀ + b of all tokens; residual + x Wᵀ + b;
-  // the rows of k_proj or v_proj that are computed here; and a key head for each query head, where it must be
-  // said.
-  std::vector<at::Tensor> project(const at::Tensor& stream, std::int64_t tokens,
-                                  const std::vector<Linear>& with) const;
+  // Steps that tensor parallelism (hooks.tensor) changes in a block: residual + x Wᵀ + b; the rows of k_proj
+  // or v_proj that are computed here; and a key head for each query head, where it must be said.
   at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
   Linear key_rows(const Linear& whole) const;
   void read_by_queries(at::Tensor& k, at::Tensor& v) const;

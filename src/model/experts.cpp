@@ -262,7 +262,7 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   const TensorHooks& tp = hooks.tensor;
   const at::Tensor x = tp.region_input ? tp.region_input(stream, tokens) : stream;
   const auto of_all_tokens = [&](const at::Tensor& weight) {
-    const at::Tensor own = linears(stream, {weight}, {at::Tensor()})[0];
+    const at::Tensor own = linear(stream, Linear{.weight = weight, .bias = {}});
     return tp.gather_tokens ? tp.gather_tokens(own, tokens) : own;
   };
   const auto used = [&](const at::Tensor& same) { return tp.copy_to_tp ? tp.copy_to_tp(same) : same; };
@@ -274,9 +274,8 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   at::Tensor shared;
   const auto compute_shared = [&] {
     if (!mixture.shared_gate.weight.defined()) return;
-    const auto inner =
-        linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight}, {at::Tensor(), at::Tensor()});
-    shared = linears(swiglu(inner[0], inner[1]), {mixture.shared_down.weight}, {at::Tensor()})[0];
+    const auto inner = project({}, x, tokens, {mixture.shared_gate, mixture.shared_up});
+    shared = linear(swiglu(inner[0], inner[1]), mixture.shared_down);
     if (mixture.shared_switch.defined())
       shared = used(at::sigmoid(of_all_tokens(mixture.shared_switch))) * shared;
   };

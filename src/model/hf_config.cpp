@@ -202,7 +202,7 @@ void read_scaling(const json& object, const std::string& where, DecoderConfig& c
   const std::string old_kind = reader.text("type", "default");
   scaling = {};
   scaling.kind = reader.text("rope_type", old_kind);
-  // What transformers takes as Python's `x or absent`.
+  // transformers takes these as Python's `x or absent`.
   const auto number_or = [&](const char* key, double absent) {
     const double given = reader.find(key) ? reader.number(key) : 0;
     return given == 0 ? absent : given;
@@ -268,8 +268,8 @@ void read_rotary(JsonReader& reader, const std::string& where, DecoderConfig& co
     };
     if ((theta_given && found.rope_theta != theta) || (before && fields(*before) != fields(found)))
       reader.bad(key, fmt::format("{} (base {})", brief(*object), found.rope_theta),
-                 before ? fmt::format("the same as rope_scaling beside it (base {})", before->rope_theta)
-                        : fmt::format("the base of rope_theta beside it, {}", theta));
+                 before ? fmt::format("the same as in rope_scaling (base {})", before->rope_theta)
+                        : fmt::format("the base in rope_theta, {}", theta));
     before = found;
   }
   if (before) config = *before;
@@ -393,7 +393,7 @@ void read_experts(JsonReader& reader, DecoderConfig& config) {
     if (dense < 0 || dense >= config.layers)
       reader.bad_value("first_k_dense_replace", "0 or more, and one that leaves a layer with experts");
     for (std::int64_t layer = 0; layer < dense; ++layer) experts.dense_layers.push_back(layer);
-    // Of the published files; transformers' code reads neither.
+    // The published files have both; transformers' code reads neither.
     reader.only("moe_layer_freq", 1);
     reader.only("scoring_func", "noaux_tc");
   } else {

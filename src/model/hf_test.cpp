@@ -84,7 +84,7 @@ TEST_F(HuggingFace, ShardsAreReadAndTheirIndexIsChecked) {
   json broken = map;
   broken["model.norm.weight"] = "../part-0.safetensors";
   index(broken);
-  EXPECT_THAT(error(), HasSubstr("the name of a file beside the index"));
+  EXPECT_THAT(error(), HasSubstr("the name of a file next to the index"));
   broken = map;
   broken["model.norm.weight"] =
       map["model.norm.weight"] == "part-0.safetensors" ? "part-1.safetensors" : "part-0.safetensors";
@@ -133,7 +133,7 @@ TEST_F(HuggingFace, LargeModelsAreWrittenAsSeveralFiles) {
     for (std::size_t i = 0; i < model.named().size(); ++i)
       EXPECT_TRUE(back->named()[i].second.equal(model.named()[i].second)) << model.named()[i].first;
   }
-  // Neither form is written beside the other.
+  // Neither form is written in addition to the other.
   const fs::path folder = folder_ / "whole";
   write_hf(folder, model);
   EXPECT_THROW(write_hf(folder, model.config(), stream_of(model.named()), 1), ConfigError);

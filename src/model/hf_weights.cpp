@@ -24,7 +24,7 @@ constexpr const char* kHead = "lm_head.weight";
 [[noreturn]] void bad(const fs::path& file, const std::string& tensor, const std::string& found,
                       const std::string& expected) {
   refuse(file.string() + (tensor.empty() ? "" : ": " + tensor), found, expected,
-         "Use weights that belong to the config.json beside them");
+         "Use weights that belong to the config.json next to them");
 }
 
 // Experts' weights are stacked here ([experts, out, in]), gate and up apart. Files have a tensor for each
@@ -96,7 +96,7 @@ std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
     const std::string shard = file.is_string() ? file.get<std::string>() : "";
     if (shard.empty() || shard.front() == '.' || shard.find_first_of("/\\") != std::string::npos ||
         shard.find('\0') != std::string::npos)
-      bad(index, name, brief(file), "the name of a file beside the index");
+      bad(index, name, brief(file), "the name of a file next to the index");
     if (!shards.contains(shard)) shards.emplace(shard, read_safetensors(directory / shard));
     if (!shards[shard].contains(name))
       bad(directory / shard, name, "no such tensor", "one, as the index says");

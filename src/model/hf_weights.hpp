@@ -26,7 +26,7 @@ class HfWeights {
   const DecoderConfig& config() const { return config_; }
   // Into a tensor of the parameter's shape, rounded to its type. ConfigError: not finite.
   void fill(const std::string& name, const at::Tensor& values) const;
-  // Of config()'s shape; the rest of its configuration is `config`.
+  // A model of config()'s shape; the rest of its configuration is `config`.
   std::shared_ptr<DecoderLM> model(const DecoderConfig& config) const;
 
  private:

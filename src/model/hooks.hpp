@@ -1,5 +1,5 @@
-// What a model's forward leaves to model parallelism, by axis. Each axis sets its own hooks (parallel/tensor,
-// parallel/expert, parallel/pipeline); without them the model computes on one device.
+// Steps of a model's forward that model parallelism replaces, by axis. Each axis sets its own hooks
+// (parallel/tensor, parallel/expert, parallel/pipeline); without them the model computes on one device.
 #pragma once
 
 #include <functional>
@@ -49,6 +49,10 @@ inline std::vector<at::Tensor> project(const TensorHooks& tp, const at::Tensor& 
   for (const Linear& one : with) weights.push_back(one.weight), biases.push_back(one.bias);
   return tp.column_parallel ? tp.column_parallel(stream, tokens, weights, biases)
                             : linears(stream, weights, biases);
+}
+
+inline at::Tensor linear(const at::Tensor& x, const Linear& with) {
+  return linears(x, {with.weight}, {with.bias})[0];
 }
 
 // Experts are on several ranks along ep (expert_parallel.hpp).

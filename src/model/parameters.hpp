@@ -1,5 +1,4 @@
-// What models share: parameters registered by dotted names, initial values by name, a look at values that
-// were read.
+// Helpers of all models: parameters registered by dotted names, initial values by name, checks.
 #pragma once
 
 #include <fmt/format.h>
@@ -59,7 +58,7 @@ inline void want_size(const char* key, std::int64_t value) {
 // ConfigError unless it is fp64, fp32 or bf16.
 void check_model_dtype(at::ScalarType dtype);
 
-// Of weights as they were read from `file`; ConfigError with the parameter's name and the first place.
+// ConfigError, with the name and the first place, unless all weights that were read from `file` are finite.
 void check_finite(const std::filesystem::path& file, const std::string& name, const at::Tensor& values);
 
 }  // namespace isograd

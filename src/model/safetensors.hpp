@@ -43,7 +43,7 @@ class SafetensorsFile {
   std::size_t written_ = 0;
 };
 std::int64_t bytes_of(const TensorStream::Entry& entry);
-// The same of a whole stream.
+// Writes a whole stream.
 void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 

@@ -138,11 +138,10 @@ struct VideoDiT::Impl {
     const std::int64_t count = batch.num_tokens(), dim = config.width_of_head();
     const DiTBlock& block = blocks[layer];
     const auto onto_stream = [&](const at::Tensor& x, const Linear& with) {
-      if (!hooks.tensor.row_parallel) return linears(x, {with.weight}, {with.bias})[0];
+      if (!hooks.tensor.row_parallel) return linear(x, with);
       return hooks.tensor.row_parallel(x, with.weight) + with.bias;
     };
-    const auto modulation =
-        linears(condition, {block.modulation.weight}, {block.modulation.bias})[0].chunk(6, 1);
+    const auto modulation = linear(condition, block.modulation).chunk(6, 1);
     const auto projected =
         project(hooks.tensor, modulated(norm(stream), modulation[0], modulation[1], lengths), count,
                 {block.q, block.k, block.v});
@@ -242,9 +241,6 @@ at::Tensor VideoDiT::velocity(const Batch& batch, const at::Tensor& noised, cons
     const auto within = [&](std::int64_t at) { return std::clamp<std::int64_t>(at - begin, 0, own); };
     lengths.push_back(within(batch.cu_seqlens[f + 1]) - within(batch.cu_seqlens[f]));
   }
-  const auto linear = [](const at::Tensor& x, const Linear& with) {
-    return linears(x, {with.weight}, {with.bias})[0];
-  };
   const at::Device device = noised.device();
   at::Tensor stream = linear(noised.narrow(0, begin, own).to(model.dtype), model.patch);
   const at::Tensor* tables[] = {&model.frame, &model.row, &model.column};

@@ -47,7 +47,7 @@ void gather(const Head<const float>& from, std::int64_t rows, std::int64_t dim, 
   std::fill(to + rows * dim, to + filled_up(rows) * dim, 0.f);
 }
 
-// The same turned: [dim, stride], its columns filled up.
+// gather() into columns: [dim, stride], its columns filled up.
 void gather_turned(const Head<const float>& from, std::int64_t rows, std::int64_t dim, float* to,
                    std::int64_t stride) {
   kernels::transpose(from.data, from.stride, rows, dim, to, stride);
@@ -99,8 +99,7 @@ struct Work {
         each(i / key_heads, i % key_heads, memory.mutable_data_ptr<float>());
     });
   }
-  // Of the queries from `begin`, how many make a block, and of the keys from `key` how many they see of a
-  // block.
+  // The number of queries of the block from `begin`, and of keys of the block from `key` that they see.
   std::int64_t queries_from(std::int64_t begin) const { return std::min(kQueries, tile.q_length - begin); }
   std::int64_t keys_from(std::int64_t key, std::int64_t begin) const {
     const std::int64_t end =

@@ -16,7 +16,7 @@ at::Tensor scaled_product(const at::Tensor& a, const at::Tensor& b, double alpha
   return at::baddbmm(at::empty({1, 1, 1}, a.options()), a, b, /*beta=*/0, alpha);
 }
 
-// What the products of a tile share: its keys and values, [F · Hkv, k_length, D] in the accumulating type.
+// Operands of all products of a tile: its keys and values, [F · Hkv, k_length, D] in the accumulating type.
 struct Operands {
   const Tile& tile;
   std::int64_t groups;

@@ -47,7 +47,7 @@ struct Qkv {
   at::Tensor q, k, v;
 };
 
-// Of queries and the keys they met so far.
+// The state of queries after the keys they met so far.
 struct Attended {
   at::Tensor out;  // [T, H, D] in the accumulating type; zeros before the first key
   // [T, H] log Σ exp(score); −∞ before the first key. In fp64 while parts are merged: fp32 would round it
@@ -63,7 +63,7 @@ void merge(const at::Tensor& part, const at::Tensor& log_sums, at::Tensor out, a
 // Merges one tile into `attended`; scores are never kept. No gradient.
 void attend(const Qkv& of, const Tile& tile, Attended& attended);
 
-// What queries keep for backward: `out` of all keys in q's type, `log_sums`, and the gradient of `out`. Here
+// Kept for backward, of queries: `out` of all keys in q's type, `log_sums`, and the gradient of `out`. Here
 // log-sums may be in the accumulating type: rounded once, they add a third of the error of fp32 scores.
 struct AttendedGradient {
   at::Tensor out, log_sums, gradient;  // [T, H, D], [T, H], [T, H, D]
