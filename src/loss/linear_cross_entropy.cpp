@@ -26,8 +26,7 @@ struct Problem {
   at::Tensor hidden, weight, bias;  // [T, H], [V, H], [V] or undefined
   at::Tensor targets;               // [T]
   TokenWeights tokens;              // [T]
-  double label_smoothing = 0, z_loss = 0;
-  std::int64_t tile_tokens = 0, tile_vocabulary = 0;
+  const LinearCrossEntropyOptions& options;
   VocabularyShard shard{};
   bool of_hidden = false, of_weight = false, of_bias = false;  // gradients wanted
   // Tokens without a loss are computed too, from zeros, with weight 0: their number is not asked of the
@@ -69,7 +68,7 @@ Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
                                 static_cast<std::int64_t>(c10::elementSize(sum_type)),
                      least = std::int64_t{sum_type == problem.weight.scalar_type() ? 2 : 8} << 20,
                      buffer = gradient >= kMostBytes || !on_cpu ? kMostBytes : std::max(gradient / 2, least);
-  Tiles tiles{problem.tile_tokens, problem.tile_vocabulary};
+  Tiles tiles{problem.options.tile_tokens, problem.options.tile_vocabulary};
   if (tiles.vocabulary == 0)
     tiles.vocabulary =
         std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewestUncut));
@@ -111,7 +110,9 @@ class Sweep {
         count_(problem.all_tokens ? problem.hidden.size(0) : valid_.size(0)),
         tiles_(choose_tiles(problem, count_)),
         all_valid_(count_ == problem.hidden.size(0)),
-        loss_{.cross_entropy = 1, .label_smoothing = problem.label_smoothing, .z_loss = problem.z_loss} {
+        loss_{.cross_entropy = 1,
+              .label_smoothing = problem.options.label_smoothing,
+              .z_loss = problem.options.z_loss} {
     const auto wide = p_.hidden.options().dtype(at::kDouble),
                options = p_.hidden.options().dtype(computing_type(p_.hidden.scalar_type()));
     sums_ = at::zeros({3}, wide);
@@ -131,8 +132,8 @@ class Sweep {
     for (std::int64_t begin = 0; begin < count_; begin += tiles_.tokens)
       tile(begin, std::min(tiles_.tokens, count_ - begin));
     if (p_.all_tokens) result_.log_probabilities.masked_fill_(p_.tokens.mask.logical_not(), 0);
-    result_.sum = sums_[0] + p_.z_loss * sums_[1];
-    if (p_.z_loss == 0) result_.sum = sums_[0];
+    result_.sum = sums_[0] + p_.options.z_loss * sums_[1];
+    if (p_.options.z_loss == 0) result_.sum = sums_[0];
     result_.cross_entropy = sums_[0], result_.z_loss = sums_[1];
     return std::move(result_);
   }
@@ -314,10 +315,7 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
                   .targets = wanted.to(hidden.device()),
                   .tokens = token_weights(kWhere, options.weights, wanted, hidden.size(0), hidden.device(),
                                           shard.vocabulary),
-                  .label_smoothing = options.label_smoothing,
-                  .z_loss = options.z_loss,
-                  .tile_tokens = options.tile_tokens,
-                  .tile_vocabulary = options.tile_vocabulary,
+                  .options = options,
                   .shard = shard,
                   .of_hidden = wants_gradient(hidden),
                   .of_weight = wants_gradient(weight),

@@ -73,21 +73,18 @@ void add(std::vector<Number>& sums, const std::vector<Number>& more) {
 }
 
 void add(StepCounts& total, const StepCounts& call) {
-  total.targets += call.targets;
-  total.tokens += call.tokens;
-  total.micro_batches += call.micro_batches;
-  total.stop_requested |= call.stop_requested;
-  add(total.targets_by_rank, call.targets_by_rank);
-  total.rank = call.rank;
-  total.global_micro_batches += call.global_micro_batches;
-  total.call_micro_batches = call.call_micro_batches;
-  total.weights += call.weights;
-  total.samples += call.samples;
-  total.silent += call.silent;
-  total.cut += call.cut;
+  for (const auto count :
+       {&StepCounts::targets, &StepCounts::tokens, &StepCounts::micro_batches,
+        &StepCounts::global_micro_batches, &StepCounts::samples, &StepCounts::silent, &StepCounts::cut})
+    total.*count += call.*count;
+  for (const auto counts :
+       {&StepCounts::targets_by_rank, &StepCounts::samples_by_rank, &StepCounts::micro_batches_by_rank})
+    add(total.*counts, call.*counts);
   add(total.weights_by_rank, call.weights_by_rank);
-  add(total.samples_by_rank, call.samples_by_rank);
-  add(total.micro_batches_by_rank, call.micro_batches_by_rank);
+  total.weights += call.weights;
+  total.stop_requested |= call.stop_requested;
+  total.rank = call.rank;
+  total.call_micro_batches = call.call_micro_batches;
   total.sample_sizes = call.sample_sizes;  // those of earlier calls have been used
 }
 

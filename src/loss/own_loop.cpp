@@ -11,14 +11,6 @@
 #include "loss/term_graph.hpp"
 
 namespace isograd {
-namespace {
-
-[[noreturn]] void refuse_loop(std::string found, std::string expected, std::string action) {
-  refuse("gradient_accumulate_loss", std::move(found), std::move(expected), std::move(action));
-}
-
-}  // namespace
-
 std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data) {
   std::int64_t count = 0;
   for (const Batch& batch : micro_batches) count += batch.num_targets();
@@ -29,17 +21,19 @@ std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data) 
 
 at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
                                     std::int64_t global_valid, Group& data) {
+  constexpr const char* kWhere = "gradient_accumulate_loss";
   if (!mean_loss.defined() || mean_loss.numel() != 1)
-    refuse_loop(
-        mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
-        "a scalar: the mean over this micro-batch's valid tokens", "Take the mean, and pass its token count");
+    refuse(kWhere,
+           mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
+           "a scalar: the mean over this micro-batch's valid tokens",
+           "Take the mean, and pass its token count");
   if (local_valid < 0 || local_valid > global_valid)
-    refuse_loop(fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
-                "0 to as many as in the whole step",
-                "Count with count_valid_tokens over all micro-batches and ranks");
+    refuse(kWhere, fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
+           "0 to as many as in the whole step",
+           "Count with count_valid_tokens over all micro-batches and ranks");
   if (is_share(mean_loss))
-    refuse_loop("a value that was divided already", "the mean over this micro-batch's valid tokens",
-                "Divide once: pass the plain mean");
+    refuse(kWhere, "a value that was divided already", "the mean over this micro-batch's valid tokens",
+           "Divide once: pass the plain mean");
   double value = 0;
   if (local_valid > 0)
     value = mean_loss.detach().to(at::kDouble).item<double>() * static_cast<double>(local_valid);
@@ -64,7 +58,8 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
     for (int i = 0; i < 4; ++i) sums[i] = message.const_data_ptr<double>()[i];
     const double ranks = data.size();
     if (sums[1] != ranks * valid || std::abs(sums[2] - ranks * valid * valid) > 1e-9 * ranks * valid * valid)
-      refuse_loop(
+      refuse(
+          kWhere,
           fmt::format(
               "{} valid tokens in the step on this rank, {:.17g} on the ranks together, each counting all",
               global_valid, sums[1]),
@@ -72,7 +67,8 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
           "Count once for the step, and call this once for each of the most micro-batches that a rank has");
   }
   if (sums[3] != 0)
-    refuse_loop(
+    refuse(
+        kWhere,
         fmt::format("a mean whose gradient begins in 16 bits{}, to which the division would be rounded",
                     narrow ? "" : " on another rank"),
         "losses in float32 or float64, and their mean",

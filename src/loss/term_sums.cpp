@@ -12,13 +12,6 @@
 #include "base/refuse.hpp"
 
 namespace isograd {
-namespace {
-
-[[noreturn]] void refuse_terms(std::string found, std::string expected, std::string action) {
-  refuse("loss terms", std::move(found), std::move(expected), std::move(action));
-}
-
-}  // namespace
 
 void TermSums::clear() {
   loss_ = 0;
@@ -30,24 +23,25 @@ void TermSums::add(const LossTerms& terms, const at::Tensor& share, const Denomi
   readings.add_loss(share, [this](double value) { loss_ += value; });
   if (terms_.empty()) {
     if (terms.size() > kMostTerms)
-      refuse_terms(fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
-                   "Add some of them up");
+      refuse("loss terms", fmt::format("{} terms", terms.size()), fmt::format("at most {}", kMostTerms),
+             "Add some of them up");
     for (const LossTerm& term : terms) {
       if (term.name.empty() || term.name.size() > kLongestName)
-        refuse_terms(fmt::format("a term named '{}'", term.name),
-                     fmt::format("1 to {} letters", kLongestName), "Rename it");
+        refuse("loss terms", fmt::format("a term named '{}'", term.name),
+               fmt::format("1 to {} letters", kLongestName), "Rename it");
       terms_.push_back({term.name, 0});
     }
   }
   if (terms.size() != terms_.size())
-    refuse_terms(
-        fmt::format("{} terms after {} in the step's first micro-batch", terms.size(), terms_.size()),
-        "the same terms in every micro-batch", "Return a sum of 0 for a term that has nothing to add");
+    refuse("loss terms",
+           fmt::format("{} terms after {} in the step's first micro-batch", terms.size(), terms_.size()),
+           "the same terms in every micro-batch", "Return a sum of 0 for a term that has nothing to add");
   for (std::size_t i = 0; i < terms.size(); ++i) {
     const LossTerm& term = terms[i];
     if (term.name != terms_[i].name)
-      refuse_terms(fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
-                   "the same terms in the same order in every micro-batch", "Return them in one order");
+      refuse("loss terms",
+             fmt::format("'{}' where the step's first micro-batch had '{}'", term.name, terms_[i].name),
+             "the same terms in the same order in every micro-batch", "Return them in one order");
     const double divisor = denominator.of_term(term);
     if (divisor == 0 || std::isinf(divisor)) continue;  // nothing is counted, in the step or this replica
     const bool ours = !term.replicated || step_counts.rank == step_counts.first_with_micro_batches();
@@ -84,11 +78,11 @@ void TermNames::agree(const std::vector<TermValue>& own, Group& all) {
     if (first < 0)
       first = rank, names_ = std::move(names);
     else if (names != names_)
-      refuse_terms(
-          fmt::format(
-              "terms with other names or in another order on some rank: '{}' on rank {}, '{}' on rank {}",
-              fmt::join(names_, "', '"), first, fmt::join(names, "', '"), rank),
-          "the same terms on every rank", "Return a sum of 0 for a term that has nothing to add");
+      refuse("loss terms",
+             fmt::format(
+                 "terms with other names or in another order on some rank: '{}' on rank {}, '{}' on rank {}",
+                 fmt::join(names_, "', '"), first, fmt::join(names, "', '"), rank),
+             "the same terms on every rank", "Return a sum of 0 for a term that has nothing to add");
   }
 }
 

@@ -75,30 +75,6 @@ enum Which { kSwiGlu, kSwiGluBackward, kRotary, kRmsNorm, kRmsNormBackward, kAda
 constexpr std::array<const char*, kKernels> kNames = {"swiglu",   "swiglu_backward",   "rotary",
                                                       "rms_norm", "rms_norm_backward", "adamw"};
 
-// NVRTC and CUDA's driver, through the library in which LibTorch links both. nvrtc.h may be missing where
-// the rest of CUDA's headers are found.
-struct Libraries {
-  using Program = void*;
-  int (*version)(int*, int*) = nullptr;
-  int (*create)(Program*, const char*, const char*, int, const char* const*, const char* const*) = nullptr;
-  int (*compile)(Program, int, const char* const*) = nullptr;
-  int (*log_size)(Program, std::size_t*) = nullptr;
-  int (*log)(Program, char*) = nullptr;
-  int (*code_size)(Program, std::size_t*) = nullptr;
-  int (*code)(Program, char*) = nullptr;
-  int (*destroy)(Program*) = nullptr;
-  decltype(&::cuDeviceGet) device_get = nullptr;
-  decltype(&::cuDeviceGetAttribute) attribute = nullptr;
-  decltype(&::cuDevicePrimaryCtxRetain) retain = nullptr;
-  decltype(&::cuCtxGetCurrent) current = nullptr;
-  decltype(&::cuCtxSetCurrent) set_current = nullptr;
-  decltype(&::cuModuleLoadData) load = nullptr;
-  decltype(&::cuModuleGetFunction) function = nullptr;
-  decltype(&::cuLaunchKernel) launch = nullptr;
-  decltype(&::cuStreamIsCapturing) is_capturing = nullptr;
-  decltype(&::cuGetErrorString) error_string = nullptr;
-};
-
 [[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
 
 void* open_libraries() {
@@ -117,32 +93,49 @@ void* open_libraries() {
   fail(why);
 }
 
-Libraries loaded_libraries() {
+// NVRTC and CUDA's driver, through the library in which LibTorch links both. nvrtc.h may be missing where
+// the rest of CUDA's headers are found.
+struct Libraries {
   void* const library = open_libraries();
-  Libraries all;
-  const auto find = [&](auto& function, const char* name) {
+  using Program = void*;
+  int (*version)(int*, int*) = find("nvrtcVersion");
+  int (*create)(Program*, const char*, const char*, int, const char* const*,
+                const char* const*) = find("nvrtcCreateProgram");
+  int (*compile)(Program, int, const char* const*) = find("nvrtcCompileProgram");
+  int (*log_size)(Program, std::size_t*) = find("nvrtcGetProgramLogSize");
+  int (*log)(Program, char*) = find("nvrtcGetProgramLog");
+  int (*code_size)(Program, std::size_t*) = find("nvrtcGetCUBINSize");
+  int (*code)(Program, char*) = find("nvrtcGetCUBIN");
+  int (*destroy)(Program*) = find("nvrtcDestroyProgram");
+  decltype(&::cuDeviceGet) device_get = find("cuDeviceGet");
+  decltype(&::cuDeviceGetAttribute) attribute = find("cuDeviceGetAttribute");
+  decltype(&::cuDevicePrimaryCtxRetain) retain = find("cuDevicePrimaryCtxRetain");
+  decltype(&::cuCtxGetCurrent) current = find("cuCtxGetCurrent");
+  decltype(&::cuCtxSetCurrent) set_current = find("cuCtxSetCurrent");
+  decltype(&::cuModuleLoadData) load = find("cuModuleLoadData");
+  decltype(&::cuModuleGetFunction) function = find("cuModuleGetFunction");
+  decltype(&::cuLaunchKernel) launch = find("cuLaunchKernel");
+  decltype(&::cuStreamIsCapturing) is_capturing = find("cuStreamIsCapturing");
+  decltype(&::cuGetErrorString) error_string = find("cuGetErrorString");
+
+ private:
+  // A function of any type.
+  struct Found {
+    void* place;
+    template <typename Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(place);
+    }
+  };
+  Found find(const char* name) const {
     void* const found = dlsym(library, name);
     if (!found) fail(fmt::format("no {} in the libraries of CUDA", name));
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
-  };
-  find(all.version, "nvrtcVersion");
-  find(all.create, "nvrtcCreateProgram");
-  find(all.compile, "nvrtcCompileProgram");
-  find(all.log_size, "nvrtcGetProgramLogSize");
-  find(all.log, "nvrtcGetProgramLog");
-  find(all.code_size, "nvrtcGetCUBINSize");
-  find(all.code, "nvrtcGetCUBIN");
-  find(all.destroy, "nvrtcDestroyProgram");
-  find(all.device_get, "cuDeviceGet");
-  find(all.attribute, "cuDeviceGetAttribute");
-  find(all.retain, "cuDevicePrimaryCtxRetain");
-  find(all.current, "cuCtxGetCurrent");
-  find(all.set_current, "cuCtxSetCurrent");
-  find(all.load, "cuModuleLoadData");
-  find(all.function, "cuModuleGetFunction");
-  find(all.launch, "cuLaunchKernel");
-  find(all.is_capturing, "cuStreamIsCapturing");
-  find(all.error_string, "cuGetErrorString");
+    return {found};
+  }
+};
+
+Libraries loaded_libraries() {
+  Libraries all;
   // NVRTC opens a library of its own by name. Where it lies in no folder that the loader knows it must have
   // been opened before.
   int major = 0, minor = 0;

@@ -696,7 +696,6 @@ RankingMetrics ranking_metrics(Group& group, const at::Tensor& scores, const at:
   RankingExchange header;
   const RowCounts counts = exchange_headers(where, group, local, header);
   if (!header.finite) {
-    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
     at::Tensor positives = at::full({1}, std::count(local.labels.begin(), local.labels.end(), 1), at::kLong);
     if (group.size() > 1) group.all_reduce(positives);
     return {.rows = counts.total(),
