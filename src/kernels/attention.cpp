@@ -63,17 +63,15 @@ ISOGRAD_ALWAYS_INLINE void backward_body(float* weights, float* dweights, std::i
 
 }  // namespace
 
-ISOGRAD_VERSIONS(void, attention_weights,
+ISOGRAD_VERSIONS(void, attention_weights, weights_body,
                  (float* scores, std::int64_t stride, std::int64_t rows, std::int64_t keys,
                   std::int64_t padded, std::int64_t visible, float scale, float* max, float* sum,
                   float* factor),
-                 (scores, stride, rows, keys, padded, visible, scale, max, sum, factor),
-                 weights_body(scores, stride, rows, keys, padded, visible, scale, max, sum, factor))
+                 (scores, stride, rows, keys, padded, visible, scale, max, sum, factor))
 
-ISOGRAD_VERSIONS(void, attention_weights_backward,
+ISOGRAD_VERSIONS(void, attention_weights_backward, backward_body,
                  (float* weights, float* dweights, std::int64_t keys, std::int64_t queries,
                   std::int64_t ahead, float scale, const float* log_sums, const float* mean),
-                 (weights, dweights, keys, queries, ahead, scale, log_sums, mean),
-                 backward_body(weights, dweights, keys, queries, ahead, scale, log_sums, mean))
+                 (weights, dweights, keys, queries, ahead, scale, log_sums, mean))
 
 }  // namespace isograd::kernels

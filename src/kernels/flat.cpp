@@ -48,7 +48,7 @@ ISOGRAD_ALWAYS_INLINE double max_abs_body(const T* values, std::int64_t count) {
 }
 
 template <bool kRound, typename G, typename T>
-ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict gradients,
+ISOGRAD_ALWAYS_INLINE void adamw_loop(const AdamW& scalars, const G* __restrict gradients,
                                       T* __restrict parameters, T* __restrict first, T* __restrict second,
                                       Bfloat16* __restrict rounded, std::int64_t count) {
   const T scale = static_cast<T>(scalars.gradient_scale), keep = static_cast<T>(scalars.keep);
@@ -66,6 +66,13 @@ ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* __restrict 
     parameters[i] = updated;
     if constexpr (kRound) rounded[i] = to_bfloat16(static_cast<float>(updated));
   }
+}
+
+template <typename G, typename T>
+ISOGRAD_ALWAYS_INLINE void adamw_body(const AdamW& scalars, const G* gradients, T* parameters, T* first,
+                                      T* second, Bfloat16* rounded, std::int64_t count) {
+  if (rounded) return adamw_loop<true>(scalars, gradients, parameters, first, second, rounded, count);
+  adamw_loop<false>(scalars, gradients, parameters, first, second, rounded, count);
 }
 
 template <bool kMomentum, bool kRound, typename G, typename T>
@@ -98,29 +105,24 @@ ISOGRAD_ALWAYS_INLINE void sgd_body(const Sgd& scalars, const G* gradients, T* p
 
 }  // namespace
 
-#define ISOGRAD_FOR_TYPE(T)                                                                      \
-  ISOGRAD_VERSIONS(double, squared_norm, (const T* values, std::int64_t count), (values, count), \
-                   squared_norm_body(values, count))                                             \
-  ISOGRAD_VERSIONS(double, max_abs, (const T* values, std::int64_t count), (values, count),      \
-                   max_abs_body(values, count))
+#define ISOGRAD_FOR_TYPE(T)                                                                        \
+  ISOGRAD_VERSIONS(double, squared_norm, squared_norm_body, (const T* values, std::int64_t count), \
+                   (values, count))                                                                \
+  ISOGRAD_VERSIONS(double, max_abs, max_abs_body, (const T* values, std::int64_t count), (values, count))
 ISOGRAD_FOR_TYPE(float)
 ISOGRAD_FOR_TYPE(double)
 ISOGRAD_FOR_TYPE(Bfloat16)
 #undef ISOGRAD_FOR_TYPE
 
 #define ISOGRAD_FOR_TYPES(G, T)                                                                            \
-  ISOGRAD_VERSIONS(void, adamw,                                                                            \
+  ISOGRAD_VERSIONS(void, adamw, adamw_body,                                                                \
                    (const AdamW& scalars, const G* gradients, T* parameters, T* first, T* second,          \
                     Bfloat16* rounded, std::int64_t count),                                                \
-                   (scalars, gradients, parameters, first, second, rounded, count),                        \
-                   rounded                                                                                 \
-                       ? adamw_body<true>(scalars, gradients, parameters, first, second, rounded, count)   \
-                       : adamw_body<false>(scalars, gradients, parameters, first, second, rounded, count)) \
-  ISOGRAD_VERSIONS(void, sgd,                                                                              \
+                   (scalars, gradients, parameters, first, second, rounded, count))                        \
+  ISOGRAD_VERSIONS(void, sgd, sgd_body,                                                                    \
                    (const Sgd& scalars, const G* gradients, T* parameters, T* velocity, Bfloat16* rounded, \
                     std::int64_t count),                                                                   \
-                   (scalars, gradients, parameters, velocity, rounded, count),                             \
-                   sgd_body(scalars, gradients, parameters, velocity, rounded, count))
+                   (scalars, gradients, parameters, velocity, rounded, count))
 ISOGRAD_FOR_TYPES(float, float)
 ISOGRAD_FOR_TYPES(double, double)
 ISOGRAD_FOR_TYPES(Bfloat16, float)

@@ -176,11 +176,10 @@ constexpr std::size_t kCombines = 9;
 
 // One function per number format and operation, each compiled for several processors.
 #define ISOGRAD_PASS(name, format, combine)                                                     \
-  ISOGRAD_VERSIONS(void, name,                                                                  \
+  ISOGRAD_VERSIONS(void, name, (pass<format, combine>),                                         \
                    (const void* const* inputs, int count, std::int64_t begin, std::int64_t end, \
                     void* const* outputs, int outputs_count, const double* factors),            \
-                   (inputs, count, begin, end, outputs, outputs_count, factors),                \
-                   (pass<format, combine>(inputs, count, begin, end, outputs, outputs_count, factors)))
+                   (inputs, count, begin, end, outputs, outputs_count, factors))
 #define ISOGRAD_COMMON_PASSES(name, format)               \
   ISOGRAD_PASS(sum_##name, format, Combine::kSum)         \
   ISOGRAD_PASS(max_##name, format, Combine::kMax)         \

@@ -87,17 +87,14 @@ ISOGRAD_ALWAYS_INLINE void slopes_body(const T* values, std::int64_t num_values,
 }  // namespace
 
 #define ISOGRAD_FOR_TYPE(T)                                                                               \
-  ISOGRAD_VERSIONS(void, sigmoid_sums,                                                                    \
+  ISOGRAD_VERSIONS(void, sigmoid_sums, sums_body,                                                         \
                    (const T* values, std::int64_t num_values, const T* anchors, std::int64_t num_anchors, \
                     T scale, double* sums),                                                               \
-                   (values, num_values, anchors, num_anchors, scale, sums),                               \
-                   sums_body(values, num_values, anchors, num_anchors, scale, sums))                      \
-  ISOGRAD_VERSIONS(                                                                                       \
-      void, sigmoid_slopes,                                                                               \
-      (const T* values, std::int64_t num_values, const T* anchors, const T* weights,                      \
-       std::int64_t num_anchors, T scale, double* by_value, double* by_anchor),                           \
-      (values, num_values, anchors, weights, num_anchors, scale, by_value, by_anchor),                    \
-      slopes_body(values, num_values, anchors, weights, num_anchors, scale, by_value, by_anchor))
+                   (values, num_values, anchors, num_anchors, scale, sums))                               \
+  ISOGRAD_VERSIONS(void, sigmoid_slopes, slopes_body,                                                     \
+                   (const T* values, std::int64_t num_values, const T* anchors, const T* weights,         \
+                    std::int64_t num_anchors, T scale, double* by_value, double* by_anchor),              \
+                   (values, num_values, anchors, weights, num_anchors, scale, by_value, by_anchor))
 ISOGRAD_FOR_TYPE(float)
 ISOGRAD_FOR_TYPE(double)
 #undef ISOGRAD_FOR_TYPE

@@ -104,26 +104,25 @@ ISOGRAD_ALWAYS_INLINE void exp_body(const T* values, std::int64_t count, T* resu
 
 #define ISOGRAD_FOR_TYPE(T)                                                                          \
   ISOGRAD_VERSIONS(                                                                                  \
-      void, row_sums,                                                                                \
+      void, row_sums, row_sums_body,                                                                 \
       (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask, RowSum* sums), \
-      (logits, rows, vocabulary, mask, sums), row_sums_body(logits, rows, vocabulary, mask, sums))   \
-  ISOGRAD_VERSIONS(void, softmax_gradient,                                                           \
+      (logits, rows, vocabulary, mask, sums))                                                        \
+  ISOGRAD_VERSIONS(void, softmax_gradient, softmax_gradient_body,                                    \
                    (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask,   \
                     const std::int64_t* targets, const RowGradient* of, T* gradient),                \
-                   (logits, rows, vocabulary, mask, targets, of, gradient),                          \
-                   softmax_gradient_body(logits, rows, vocabulary, mask, targets, of, gradient))     \
+                   (logits, rows, vocabulary, mask, targets, of, gradient))                          \
   ISOGRAD_VERSIONS(                                                                                  \
-      void, logit_sums,                                                                              \
+      void, logit_sums, logit_sums_body,                                                             \
       (const T* logits, std::int64_t rows, std::int64_t vocabulary, const bool* mask, double* sums), \
-      (logits, rows, vocabulary, mask, sums), logit_sums_body(logits, rows, vocabulary, mask, sums))
+      (logits, rows, vocabulary, mask, sums))
 ISOGRAD_FOR_TYPE(float)
 ISOGRAD_FOR_TYPE(double)
 ISOGRAD_FOR_TYPE(Bfloat16)
 #undef ISOGRAD_FOR_TYPE
 
-ISOGRAD_VERSIONS(void, exp_nonpositive, (const float* values, std::int64_t count, float* results),
-                 (values, count, results), exp_body(values, count, results))
-ISOGRAD_VERSIONS(void, exp_nonpositive, (const double* values, std::int64_t count, double* results),
-                 (values, count, results), exp_body(values, count, results))
+ISOGRAD_VERSIONS(void, exp_nonpositive, exp_body, (const float* values, std::int64_t count, float* results),
+                 (values, count, results))
+ISOGRAD_VERSIONS(void, exp_nonpositive, exp_body, (const double* values, std::int64_t count, double* results),
+                 (values, count, results))
 
 }  // namespace isograd::kernels

@@ -59,10 +59,9 @@ ISOGRAD_ALWAYS_INLINE void transpose_body(const float* from, std::int64_t from_s
 
 }  // namespace
 
-ISOGRAD_VERSIONS(void, transpose,
+ISOGRAD_VERSIONS(void, transpose, transpose_body,
                  (const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t columns,
                   float* to, std::int64_t to_stride),
-                 (from, from_stride, rows, columns, to, to_stride),
-                 transpose_body(from, from_stride, rows, columns, to, to_stride))
+                 (from, from_stride, rows, columns, to, to_stride))
 
 }  // namespace isograd::kernels

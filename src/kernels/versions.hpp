@@ -31,23 +31,23 @@ int& processor_level();
   __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512cd" ISOGRAD_VECTOR_WIDTH)))
 #define ISOGRAD_AVX2 __attribute__((target("avx2,fma")))
 
-// Defines `result name parameters`, which returns `call` (of ISOGRAD_ALWAYS_INLINE functions) compiled for
-// this processor. `arguments` repeats the names of the parameters. It avoids ifunc, whose resolvers run
-// before the sanitizers are ready.
-#define ISOGRAD_VERSIONS(result, name, parameters, arguments, call)         \
-  ISOGRAD_AVX512 static result name##_on_avx512 parameters { return call; } \
-  ISOGRAD_AVX2 static result name##_on_avx2 parameters { return call; }     \
-  static result name##_on_any parameters { return call; }                   \
-  result name parameters {                                                  \
-    const int level = processor_level();                                    \
-    return level == 2   ? name##_on_avx512 arguments                        \
-           : level == 1 ? name##_on_avx2 arguments                          \
-                        : name##_on_any arguments;                          \
+// Defines `result name parameters`, which returns `body arguments` (an ISOGRAD_ALWAYS_INLINE function)
+// compiled for this processor. `arguments` repeats the names of the parameters. It avoids ifunc, whose
+// resolvers run before the sanitizers are ready.
+#define ISOGRAD_VERSIONS(result, name, body, parameters, arguments)                   \
+  ISOGRAD_AVX512 static result name##_on_avx512 parameters { return body arguments; } \
+  ISOGRAD_AVX2 static result name##_on_avx2 parameters { return body arguments; }     \
+  static result name##_on_any parameters { return body arguments; }                   \
+  result name parameters {                                                            \
+    const int level = processor_level();                                              \
+    return level == 2   ? name##_on_avx512 arguments                                  \
+           : level == 1 ? name##_on_avx2 arguments                                    \
+                        : name##_on_any arguments;                                    \
   }
 #else
 #define ISOGRAD_ALWAYS_INLINE inline
-#define ISOGRAD_VERSIONS(result, name, parameters, arguments, call) \
-  result name parameters { return call; }
+#define ISOGRAD_VERSIONS(result, name, body, parameters, arguments) \
+  result name parameters { return body arguments; }
 #endif
 
 namespace isograd::kernels {

@@ -138,25 +138,22 @@ ISOGRAD_ALWAYS_INLINE void swiglu_backward_body(const T* __restrict dy, const T*
 
 #define ISOGRAD_FOR_TYPE(T, C)                                                                              \
   ISOGRAD_VERSIONS(                                                                                         \
-      void, rms_norm,                                                                                       \
+      void, rms_norm, norm_body,                                                                            \
       (const T* x, const T* weight, std::int64_t rows, std::int64_t width, double epsilon, T* y, C* scale), \
-      (x, weight, rows, width, epsilon, y, scale), norm_body(x, weight, rows, width, epsilon, y, scale))    \
-  ISOGRAD_VERSIONS(void, rms_norm_backward,                                                                 \
+      (x, weight, rows, width, epsilon, y, scale))                                                          \
+  ISOGRAD_VERSIONS(void, rms_norm_backward, norm_backward_body,                                             \
                    (const T* dy, const T* x, const T* weight, const C* scale, const T* residual,            \
                     std::int64_t rows, std::int64_t width, T* dx, C* weight_gradient),                      \
-                   (dy, x, weight, scale, residual, rows, width, dx, weight_gradient),                      \
-                   norm_backward_body(dy, x, weight, scale, residual, rows, width, dx, weight_gradient))    \
-  ISOGRAD_VERSIONS(void, rotate,                                                                            \
+                   (dy, x, weight, scale, residual, rows, width, dx, weight_gradient))                      \
+  ISOGRAD_VERSIONS(void, rotate, rotate_body,                                                               \
                    (const T* x, std::int64_t x_stride, const C* cos, const C* sin, std::int64_t rows,       \
                     std::int64_t heads, std::int64_t dim, int direction, T* y),                             \
-                   (x, x_stride, cos, sin, rows, heads, dim, direction, y),                                 \
-                   rotate_body(x, x_stride, cos, sin, rows, heads, dim, direction, y))                      \
-  ISOGRAD_VERSIONS(void, swiglu, (const T* gate, const T* up, std::int64_t count, T* y),                    \
-                   (gate, up, count, y), (swiglu_body<T, C>(gate, up, count, y)))                           \
-  ISOGRAD_VERSIONS(void, swiglu_backward,                                                                   \
+                   (x, x_stride, cos, sin, rows, heads, dim, direction, y))                                 \
+  ISOGRAD_VERSIONS(void, swiglu, (swiglu_body<T, C>),                                                       \
+                   (const T* gate, const T* up, std::int64_t count, T* y), (gate, up, count, y))            \
+  ISOGRAD_VERSIONS(void, swiglu_backward, (swiglu_backward_body<T, C>),                                     \
                    (const T* dy, const T* gate, const T* up, std::int64_t count, T* dgate, T* dup),         \
-                   (dy, gate, up, count, dgate, dup),                                                       \
-                   (swiglu_backward_body<T, C>(dy, gate, up, count, dgate, dup)))
+                   (dy, gate, up, count, dgate, dup))
 ISOGRAD_FOR_TYPE(double, double)
 ISOGRAD_FOR_TYPE(float, float)
 ISOGRAD_FOR_TYPE(Bfloat16, float)

@@ -13,6 +13,7 @@
 #include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
+#include "parallel/data/flat_parameters.hpp"
 #include "parallel/data/strategies_testing.hpp"
 
 namespace isograd {
