@@ -371,18 +371,4 @@ RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& 
   return some;
 }
 
-void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,
-                 const std::vector<std::uint8_t>& iid, const std::vector<double>& weights) {
-  if (labels.empty()) return;
-  const bool all_ones =
-      pool.weights.empty() && std::all_of(weights.begin(), weights.end(), [](double w) { return w == 1; });
-  if (!all_ones) {
-    pool.weights.resize(pool.labels.size(), 1);
-    pool.weights.insert(pool.weights.end(), weights.begin(), weights.end());
-  }
-  pool.scores = at::cat({pool.scores, scores.t().to(pool.scores.scalar_type())}, 1);
-  pool.labels.insert(pool.labels.end(), labels.begin(), labels.end());
-  pool.iid.insert(pool.iid.end(), iid.begin(), iid.end());
-}
-
 }  // namespace isograd

@@ -76,8 +76,4 @@ RankingPool some_rows(const RankingPool& pool, const std::vector<std::int64_t>& 
 RankingPool gather_some(Group& group, const LocalRows& local, const RowCounts& counts,
                         const std::vector<std::int64_t>& rows);
 
-// Appends rows that all ranks have: scores [n, C] fp64.
-void append_rows(RankingPool& pool, const at::Tensor& scores, const std::vector<std::int64_t>& labels,
-                 const std::vector<std::uint8_t>& iid, const std::vector<double>& weights);
-
 }  // namespace isograd

@@ -529,18 +529,20 @@ void RankingLoss::push(const RankingPool& rows) {
 }
 
 void RankingLoss::append_queue(RankingPool& pool) const {
-  if (options_.queue_size == 0) return;
   const at::Tensor filled = queue_labels_.ne(kNotFilled).nonzero().squeeze(1);
-  std::vector<std::int64_t> labels;
-  std::vector<std::uint8_t> iid;
-  std::vector<double> weights;
-  for (std::int64_t i = 0; i < filled.numel(); ++i) {
-    const std::int64_t row = filled.const_data_ptr<std::int64_t>()[i];
-    labels.push_back(queue_labels_.const_data_ptr<std::int64_t>()[row]);
-    iid.push_back(queue_iid_.const_data_ptr<bool>()[row]);
-    weights.push_back(queue_weights_.const_data_ptr<double>()[row]);
+  if (filled.numel() == 0) return;
+  const at::ArrayRef<std::int64_t> rows(filled.const_data_ptr<std::int64_t>(), filled.numel());
+  const auto* weights = queue_weights_.const_data_ptr<double>();
+  const bool weighted =
+      !pool.weights.empty() || std::ranges::any_of(rows, [&](auto row) { return weights[row] != 1; });
+  if (weighted) pool.weights.resize(pool.labels.size(), 1);
+  for (const auto row : rows) {
+    pool.labels.push_back(queue_labels_.const_data_ptr<std::int64_t>()[row]);
+    pool.iid.push_back(queue_iid_.const_data_ptr<bool>()[row]);
+    if (weighted) pool.weights.push_back(weights[row]);
   }
-  append_rows(pool, queue_scores_.index_select(0, filled), labels, iid, weights);
+  pool.scores =
+      at::cat({pool.scores, queue_scores_.index_select(0, filled).t().to(pool.scores.scalar_type())}, 1);
 }
 
 // A class without value leaves the mean, and a mean over none is 0, which looks like a perfect loss.
@@ -595,43 +597,31 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
   // Decided from what all ranks know alike.
   const bool selects =
       rule && selects_thresholds(options_, *rule, counts, type, queued.size(), group_.size());
-  RankingPool pool;
-  bool any_rows = false;
-  Computed computed;
-  if (selects) {
-    Group alone = Group::solo();
-    const std::int64_t own = std::ssize(local.labels);
-    pool = gather_rows(alone, local, {{own}, counts.weighted, counts.row_bytes});
-    if (group_.rank() == 0) append_queue(pool);  // on one rank: each row counts once
-    const std::int64_t rows = counts.total() + queue_rows();
-    const auto run = [&](auto zero) {
-      return compute_by_selection<decltype(zero)>(pool, rows, temperature(), header.wants_gradient, *rule,
-                                                  group_);
-    };
-    computed = type == at::kDouble ? run(double()) : run(float());
-    refuse_cold(name_, computed.classes, temperature());
-    if (!queued.empty()) push(gather_some(group_, local, counts, queued));
-    any_rows = rows > 0;
-  } else {
-    // The rows of all ranks, then those of earlier batches.
-    pool = gather_rows(group_, local, counts);
-    append_queue(pool);
-    any_rows = pool.size() > 0;
-    const std::vector<std::int64_t> chosen = subsample(pool);
-    const auto run = [&](auto zero) {
-      using T = decltype(zero);
-      return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, core_->shards_work,
-                                group_, [&](const ClassPool<T>& view, T* own) {
-                                  if constexpr (std::is_same_v<T, float>)
-                                    return core_->single(view, own);
-                                  else
-                                    return core_->exact(view, own);
-                                });
-    };
-    computed = type == at::kDouble ? run(double()) : run(float());
-    refuse_cold(name_, computed.classes, temperature());
-    if (!queued.empty()) push(some_rows(pool, queued));
-  }
+  // Selected: this rank's rows, and the queue's on one rank, so that each row counts once. Else the rows of
+  // all ranks, then those of earlier batches.
+  const std::int64_t own = std::ssize(local.labels);
+  Group alone = Group::solo();
+  RankingPool pool = selects ? gather_rows(alone, local, {{own}, counts.weighted, counts.row_bytes})
+                             : gather_rows(group_, local, counts);
+  if (!selects || group_.rank() == 0) append_queue(pool);
+  const std::int64_t rows = selects ? counts.total() + queue_rows() : pool.size();
+  const std::vector<std::int64_t> chosen = subsample(pool);  // none where thresholds are selected
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    if (selects)
+      return compute_by_selection<T>(pool, rows, temperature(), header.wants_gradient, *rule, group_);
+    return compute_classes<T>(pool, chosen, temperature(), header.wants_gradient, core_->shards_work, group_,
+                              [&](const ClassPool<T>& view, T* gradient) {
+                                if constexpr (std::is_same_v<T, float>)
+                                  return core_->single(view, gradient);
+                                else
+                                  return core_->exact(view, gradient);
+                              });
+  };
+  const Computed computed = type == at::kDouble ? run(double()) : run(float());
+  refuse_cold(name_, computed.classes, temperature());
+  if (!queued.empty()) push(selects ? gather_some(group_, local, counts, queued) : some_rows(pool, queued));
+  const bool any_rows = rows > 0;
   forwards_made(position_) += 1;
   if (any_rows && is_training()) warn_of_classes_without_value(computed.classes);
 
@@ -655,7 +645,6 @@ RankingResult RankingLoss::evaluate(const at::Tensor& scores, const at::Tensor& 
     result.loss = reduced(of);
     return result;
   }
-  const auto own = std::ssize(local.labels);
   at::Tensor gradient = computed.gradient;
   if (!computed.own_only) gradient = gradient.narrow(0, pool.own_begin, own);
   if (options_.grad_reduction == GradReduction::kMean) gradient = gradient * group_.size();
