@@ -106,8 +106,8 @@ void take_rows(const Rows& from, const std::vector<std::int64_t>& rows, Rows& to
   }
 }
 
-std::string ranks_by(const std::int64_t* headers, int size, Field field,
-                     const std::function<std::string(std::int64_t)>& say) {
+using Say = std::string (*)(std::int64_t value);
+std::string ranks_by(const std::int64_t* headers, int size, Field field, Say say) {
   std::string text;
   for (int rank = 0; rank < size; ++rank)
     text += fmt::format("{}rank {}: {}", rank > 0 ? ", " : "", rank, say(headers[rank * kFields + field]));
@@ -122,35 +122,30 @@ void check_headers(const std::string& where, const std::int64_t* headers, int si
       refuse(where, fmt::format("rank {} refused its input", rank), "rows that can be ranked on every rank",
              fmt::format("See what rank {} says", rank));
     }
-  const auto differ = [&](Field field) {
+  // {} in `found` stands for the ranks' values.
+  const auto must_agree = [&](Field field, const char* found, Say say, const char* expected,
+                              const char* action) {
     for (int rank = 1; rank < size; ++rank)
-      if (headers[rank * kFields + field] != headers[field]) return true;
-    return false;
+      if (headers[rank * kFields + field] != headers[field])
+        refuse(where, fmt::format(fmt::runtime(found), ranks_by(headers, size, field, say)), expected,
+               action);
   };
-  const auto number = [](std::int64_t value) { return std::to_string(value); };
-  if (differ(kFingerprint))
-    refuse(where,
-           "ranks that differ: " +
-               ranks_by(headers, size, kFingerprint,
-                        [](std::int64_t v) { return fmt::format("{:016x}", static_cast<std::uint64_t>(v)); }),
-           "the same loss with the same options", "Construct it alike on every rank");
-  if (differ(kClasses))
-    refuse(where, "scores of " + ranks_by(headers, size, kClasses, number) + " classes", "one number",
-           "Give scores [N, C] with one C");
-  if (differ(kType))
-    refuse(where,
-           "scores of other types: " +
-               ranks_by(headers, size, kType,
-                        [](std::int64_t value) { return c10::toString(static_cast<at::ScalarType>(value)); }),
-           "one type", "Convert the scores");
-  if (differ(kForwards))
-    refuse(where, "forwards made: " + ranks_by(headers, size, kForwards, number), "as many on every rank",
-           "Call the loss equally often, without rows where there are none; load one state everywhere");
-  if (differ(kUpdates))
-    refuse(where, "ranks in training and ranks in evaluation", "one mode", "Call train() or eval() alike");
-  if (differ(kChecksum))
-    refuse(where, "queues that differ over ranks", "the same rows on every rank",
-           "Load one state on every rank, and never write to the buffers");
+  const Say number = [](std::int64_t value) { return std::to_string(value); },
+            hash =
+                [](std::int64_t value) { return fmt::format("{:016x}", static_cast<std::uint64_t>(value)); },
+            type = [](std::int64_t value) -> std::string {
+              return c10::toString(static_cast<at::ScalarType>(value));
+            };
+  must_agree(kFingerprint, "ranks that differ: {}", hash, "the same loss with the same options",
+             "Construct it alike on every rank");
+  must_agree(kClasses, "scores of {} classes", number, "one number", "Give scores [N, C] with one C");
+  must_agree(kType, "scores of other types: {}", type, "one type", "Convert the scores");
+  must_agree(kForwards, "forwards made: {}", number, "as many on every rank",
+             "Call the loss equally often, without rows where there are none; load one state everywhere");
+  must_agree(kUpdates, "ranks in training and ranks in evaluation", number, "one mode",
+             "Call train() or eval() alike");
+  must_agree(kChecksum, "queues that differ over ranks", number, "the same rows on every rank",
+             "Load one state on every rank, and never write to the buffers");
   for (const Field field : {kWeights, kIid}) {
     bool given = false, absent = false;
     for (int rank = 0; rank < size; ++rank) {
@@ -161,7 +156,7 @@ void check_headers(const std::string& where, const std::int64_t* headers, int si
       refuse(where,
              std::string(field == kWeights ? "sample_weight" : "iid_mask") + " on some ranks only: " +
                  ranks_by(headers, size, field,
-                          [](std::int64_t value) {
+                          [](std::int64_t value) -> std::string {
                             return value == 2 ? "no rows" : value == 1 ? "given" : "not given";
                           }),
              "on all ranks that have rows, or on none",
