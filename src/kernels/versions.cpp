@@ -5,7 +5,6 @@
 #include <string>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::kernels {
 namespace {

@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "isograd/batch.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

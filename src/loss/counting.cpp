@@ -8,7 +8,6 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::counting {
 namespace {

@@ -6,7 +6,6 @@
 
 #include <cmath>
 
-#include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 #include "kernels/softmax.hpp"
 #include "loss/checks.hpp"

@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "loss/share.hpp"
 #include "loss/term_graph.hpp"
 

@@ -1,7 +1,5 @@
 #include "loss/rows.hpp"
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>

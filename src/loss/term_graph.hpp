@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "isograd/batch.hpp"
-#include "isograd/error.hpp"
 #include "isograd/loss.hpp"
 
 namespace isograd {

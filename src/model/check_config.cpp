@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "isograd/model.hpp"
 #include "model/parameters.hpp"
 

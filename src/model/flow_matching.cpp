@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "data/move.hpp"
-#include "isograd/loss.hpp"
 #include "isograd/random.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "loss/checks.hpp"

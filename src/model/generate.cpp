@@ -3,7 +3,6 @@
 #include <numeric>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "model/attention/attention.hpp"
 #include "model/decoder.hpp"

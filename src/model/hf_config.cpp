@@ -11,7 +11,6 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

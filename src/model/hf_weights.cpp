@@ -1,12 +1,10 @@
 // model.safetensors, or shards listed in its index.
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "model/decoder.hpp"
 #include "model/hf_config.hpp"
 #include "model/hf_weights.hpp"

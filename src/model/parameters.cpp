@@ -1,6 +1,5 @@
 #include "model/parameters.hpp"
 
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "model/hooks.hpp"

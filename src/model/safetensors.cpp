@@ -5,10 +5,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 namespace {

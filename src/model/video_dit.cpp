@@ -5,7 +5,6 @@
 
 #include "base/refuse.hpp"
 #include "data/move.hpp"
-#include "isograd/error.hpp"
 #include "model/attention/attention.hpp"
 #include "model/fused.hpp"
 #include "model/hooks.hpp"

@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
-#include <string_view>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "kernels/matmul/brgemm.hpp"
 
 namespace isograd {

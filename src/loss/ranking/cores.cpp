@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "kernels/sigmoid.hpp"
 #include "loss/ranking/quantile.hpp"

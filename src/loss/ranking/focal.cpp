@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"
 #include "loss/checks.hpp"

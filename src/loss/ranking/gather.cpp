@@ -7,7 +7,6 @@
 
 #include <numeric>
 
-#include "isograd/group.hpp"
 #include "loss/checks.hpp"
 
 namespace isograd {

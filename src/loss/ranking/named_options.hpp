@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "isograd/ranking.hpp"
 

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "isograd/error.hpp"
 #include "isograd/group.hpp"
 
 namespace isograd {

@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "model/attention/kernel.hpp"
 
 namespace isograd {
