@@ -52,6 +52,7 @@ ALLOWED = [
     ("src/loss/ranking/cores.cpp", "whole.weighted / whole.mass", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/cores.cpp", "own.slopes[i] / sums.mass", "ranking: a mean over the rows of all ranks"),
     ("src/loss/ranking/focal.cpp", "totals.sum / divisor", "ranking: a mean over the rows of all ranks"),
+    ("src/loss/ranking/focal.cpp", "losses.sum() / divisor", "ranking: this rank's share of that mean"),
     ("src/loss/ranking/ranking.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
     ("src/verify/diagnose_gradient.cpp", "- target) / whole", "the diagnosis: what a fit leaves"),
     ("src/cli/train.cpp", "3 / samples + (4 + kForward) / micro_batches", "how long the proof takes, in steps"),
