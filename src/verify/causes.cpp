@@ -51,14 +51,7 @@ Cause::Weight product(const Powers& p, const std::string& axis = {}) {
   };
 }
 
-// A known mistake: its sentence has the sizes of the step by name.
-struct Mistake {
-  const char* id;
-  Powers powers;
-  const char* sentence;
-  Cause::Loss loss = Cause::Loss::kAny;
-  bool exists = true;  // where it is another gradient than the mistakes before it
-};
+using Loss = Cause::Loss;
 
 class Causes {
  public:
@@ -68,6 +61,7 @@ class Causes {
     if (axes.size() == 1 && kSampleAxes.count(axes[0]) == 0) along_ = " along " + axes[0];
   }
 
+  // A sentence with the sizes of the step by name.
   std::string say(const char* sentence, const std::string& axis = {}) const {
     using fmt::arg;
     return fmt::format(fmt::runtime(sentence), arg("unit", one_.unit()), arg("counted", one_.counted()),
@@ -78,15 +72,17 @@ class Causes {
                        arg("axis", axis.empty() ? "" : name_of(one_, axis)), arg("along", along_),
                        arg("G", one_.most_micro_batches()), arg("M", one_.micro_batches()));
   }
-  void add(const Mistake& mistake, const std::string& axis = {}) {
-    if (!mistake.exists) return;
-    add(mistake.id, product(mistake.powers, axis), say(mistake.sentence, axis), axis);
-    causes.back().loss = mistake.loss;
+  void add(const char* id, const Powers& powers, const char* sentence, Loss loss = Loss::kAny,
+           const std::string& axis = {}) {
+    add(id, product(powers, axis), say(sentence, axis), axis);
+    causes.back().loss = loss;
   }
-  void add(const std::string& id, Cause::Weight weight, std::string sentence, const std::string& axis = {},
-           int rank = -1) {
+  void add(const char* id, Cause::Weight weight, const char* sentence, const std::string& axis = {}) {
+    add(id, std::move(weight), say(sentence, axis), axis);
+  }
+  void add(const char* id, Cause::Weight weight, std::string text, const std::string& axis, int rank = -1) {
     causes.push_back(
-        {.id = id, .weight = std::move(weight), .sentence = std::move(sentence), .axis = axis, .rank = rank});
+        {.id = id, .weight = std::move(weight), .sentence = std::move(text), .axis = axis, .rank = rank});
   }
 
   std::vector<Cause> causes;
@@ -99,26 +95,19 @@ class Causes {
 // Adds the causes that need accumulation, along `axes` among others.
 void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::string>& axes, Causes& causes) {
   // A mean of each micro-batch's own tokens, multiplied or divided as if it were something else.
-  const int most = one.most_micro_batches();
-  for (const Mistake& mistake : std::initializer_list<Mistake>{
-           {finding_id::summed_over_micro_batches,
-            {.N = 1, .n_kj = -1, .W = -1},
-            "per-{unit} weights fit 1/n_kj: each rank's means of micro-batches are summed, not divided by "
-            "accumulation ({G}), then the ranks averaged"},
-           {finding_id::summed_over_micro_batches,
-            {.N = 1, .n_kj = -1},
-            "per-{unit} weights fit 1/n_kj: the means of all {M} micro-batches of all ranks are summed"},
-           {finding_id::mean_of_micro_batch_means,
-            {.N = 1, .n_kj = -1, .W = -1, .G = -1},
-            "per-{unit} weights fit 1/(n_kj G W): each micro-batch's mean, divided on every rank by the {G} "
-            "micro-batches of the one that has most, averaged over ranks",
-            Cause::Loss::kAny,
-            one.micro_batches() != most * one.ranks()},
-           {finding_id::count_not_reduced,
-            {.N = 1, .n_kj = -1, .G_k = -1},
-            "per-{unit} weights fit 1/(n_kj G_k): each rank has the mean of its micro-batches' means, "
-            "gradients are summed over the ranks"}})
-    causes.add(mistake);
+  causes.add(finding_id::summed_over_micro_batches, {.N = 1, .n_kj = -1, .W = -1},
+             "per-{unit} weights fit 1/n_kj: each rank's means of micro-batches are summed, not divided by "
+             "accumulation ({G}), then the ranks averaged");
+  causes.add(finding_id::summed_over_micro_batches, {.N = 1, .n_kj = -1},
+             "per-{unit} weights fit 1/n_kj: the means of all {M} micro-batches of all ranks are summed");
+  if (one.micro_batches() != one.most_micro_batches() * one.ranks())
+    causes.add(
+        finding_id::mean_of_micro_batch_means, {.N = 1, .n_kj = -1, .W = -1, .G = -1},
+        "per-{unit} weights fit 1/(n_kj G W): each micro-batch's mean, divided on every rank by the {G} "
+        "micro-batches of the one that has most, averaged over ranks");
+  causes.add(finding_id::count_not_reduced, {.N = 1, .n_kj = -1, .G_k = -1},
+             "per-{unit} weights fit 1/(n_kj G_k): each rank has the mean of its micro-batches' means, "
+             "gradients are summed over the ranks");
   // The count is reduced over the ranks, but for each micro-batch by itself.
   for (const bool summed : {false, true})
     causes.add(
@@ -129,18 +118,16 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
             if (other.micro_batch == cell.micro_batch) together += other.targets;
           return c.targets() / together / (summed ? 1 : c.most_micro_batches());
         },
-        causes.say(summed ? "the means of the {G} global micro-batches are summed"
-                          : "the targets are counted over the ranks for each micro-batch by itself: mean of "
-                            "the means of the {G} global micro-batches"));
-  causes.add({finding_id::averaged_over_micro_batches,
-              {.G = -1},
-              "1/{G}: divided by accumulation ({G}), though the count covers the whole step"});
-  causes.add({finding_id::averaged_over_micro_batches,
-              {.M = -1},
-              "1/{M}: divided by the number of micro-batches of all ranks ({M}), though the count covers the "
-              "whole step",
-              Cause::Loss::kAny,
-              one.micro_batches() != most});
+        summed ? "the means of the {G} global micro-batches are summed"
+               : "the targets are counted over the ranks for each micro-batch by itself: mean of the "
+                 "means of the {G} global micro-batches");
+  causes.add(finding_id::averaged_over_micro_batches, {.G = -1},
+             "1/{G}: divided by accumulation ({G}), though the count covers the whole step");
+  if (one.micro_batches() != one.most_micro_batches())
+    causes.add(
+        finding_id::averaged_over_micro_batches, {.M = -1},
+        "1/{M}: divided by the number of micro-batches of all ranks ({M}), though the count covers the "
+        "whole step");
   // Gradients are set to zero, or used, in mid-accumulation.
   for (const bool last : {true, false})
     for (const Powers& kept :
@@ -151,8 +138,8 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
             const bool stays = cell.micro_batch == (last ? c.micro_batches(cell.rank) - 1 : 0);
             return stays ? weight(c, cell) : 0.0;
           },
-          causes.say(last ? "only the last micro-batch of each rank is in it ({G} are accumulated)"
-                          : "only the first micro-batch of each rank is in it ({G} are accumulated)"));
+          last ? "only the last micro-batch of each rank is in it ({G} are accumulated)"
+               : "only the first micro-batch of each rank is in it ({G} are accumulated)");
   // The accumulated gradient is summed over an axis again with each further micro-batch.
   for (const auto& axis : axes)
     for (const bool averaged : {false, true})
@@ -162,12 +149,10 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
             const int further = c.micro_batches(cell.rank) - 1 - cell.micro_batch;
             return std::pow(c.size_of(axis), averaged ? further - 1 : further);
           },
-          causes.say(averaged
-                         ? "weights of micro-batches are powers of {axis}, divided by it once: what was "
-                           "accumulated is summed over it again with every further micro-batch"
-                         : "weights of micro-batches are powers of {axis}: what was accumulated is summed "
-                           "over it again with every further micro-batch",
-                     axis),
+          averaged ? "weights of micro-batches are powers of {axis}, divided by it once: what was "
+                     "accumulated is summed over it again with every further micro-batch"
+                   : "weights of micro-batches are powers of {axis}: what was accumulated is summed "
+                     "over it again with every further micro-batch",
           axis);
 }
 
@@ -187,49 +172,36 @@ void add_partial_counts(const ComparedStep& one, Causes& causes) {
             for (const int rank : grid.ranks_along(others, cell.rank)) counted += c.targets_of(rank);
             return c.targets() / counted / (averaged ? c.size_of(axis) : 1);
           },
-          causes.say(averaged ? "per-{unit} weights fit a mean of means over {axis}"
-                              : "per-{unit} weights fit a count that is not reduced over {axis}: each of its "
-                                "ranks divides by the count of its own place, gradients are summed",
-                     axis),
+          averaged ? "per-{unit} weights fit a mean of means over {axis}"
+                   : "per-{unit} weights fit a count that is not reduced over {axis}: each of its ranks "
+                     "divides by the count of its own place, gradients are summed",
           axis);
   }
 }
 
 void add_count_causes(const ComparedStep& one, Causes& causes) {
-  causes.add({finding_id::unscaled_sum,
-              {.N = 1},
-              "{N}: the {counted} of the step, by which nothing divides",
-              Cause::Loss::kScaled});
-  causes.add({finding_id::gradient_scaled_by_count,
-              {.N = 1},
-              "{N}: the {counted} of the step; the loss that is logged is right",
-              Cause::Loss::kRight});
-  causes.add(
-      {finding_id::count_not_reduced,
-       {.N = 1, .n_k = -1},
-       "per-{unit} weights fit 1/n_k: each rank{along} divides by its own count, gradients are summed"});
+  causes.add(finding_id::unscaled_sum, {.N = 1}, "{N}: the {counted} of the step, by which nothing divides",
+             Loss::kScaled);
+  causes.add(finding_id::gradient_scaled_by_count, {.N = 1},
+             "{N}: the {counted} of the step; the loss that is logged is right", Loss::kRight);
+  causes.add(finding_id::count_not_reduced, {.N = 1, .n_k = -1},
+             "per-{unit} weights fit 1/n_k: each rank{along} divides by its own count, gradients are summed");
   const int first = one.cells()[0].rank;
   causes.add(
       finding_id::count_not_reduced,
       [](const ComparedStep& c, const Cell&) { return c.targets() / c.targets_of(c.cells()[0].rank); },
-      fmt::format("N/n_{}: all ranks divide by the count of rank {} alone", first, first));
-  causes.add({finding_id::mean_of_rank_means,
-              {.N = 1, .n_k = -1, .W = -1},
-              "per-{unit} weights fit 1/n_k: mean of per-rank means over {W} ranks{along}"});
+      fmt::format("N/n_{}: all ranks divide by the count of rank {} alone", first, first), "");
+  causes.add(finding_id::mean_of_rank_means, {.N = 1, .n_k = -1, .W = -1},
+             "per-{unit} weights fit 1/n_k: mean of per-rank means over {W} ranks{along}");
   add_partial_counts(one, causes);
   // With one micro-batch on every rank these are means of rank means, unless an experiment can tell.
-  const bool several = one.most_micro_batches() > 1 || one.can_run();
-  causes.add({finding_id::mean_of_micro_batch_means,
-              {.N = 1, .n_kj = -1, .M = -1},
-              "per-{unit} weights fit 1/n_kj: mean of the means of all {M} micro-batches",
-              Cause::Loss::kAny,
-              several});
-  causes.add(
-      {finding_id::mean_of_micro_batch_means_by_rank,
-       {.N = 1, .n_kj = -1, .W = -1, .G_k = -1},
-       "per-{unit} weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, averaged over ranks",
-       Cause::Loss::kAny,
-       several});
+  if (one.most_micro_batches() > 1 || one.can_run()) {
+    causes.add(finding_id::mean_of_micro_batch_means, {.N = 1, .n_kj = -1, .M = -1},
+               "per-{unit} weights fit 1/n_kj: mean of the means of all {M} micro-batches");
+    causes.add(
+        finding_id::mean_of_micro_batch_means_by_rank, {.N = 1, .n_kj = -1, .W = -1, .G_k = -1},
+        "per-{unit} weights fit 1/(n_kj G_k): each rank's mean of micro-batch means, averaged over ranks");
+  }
   causes.add(
       finding_id::accumulation_rescaled,
       [](const ComparedStep& c, const Cell& cell) {
@@ -238,13 +210,11 @@ void add_count_causes(const ComparedStep& one, Causes& causes) {
       },
       "weights of micro-batches fall by the accumulation from each to the one before it: every backward "
       "rescales what was accumulated");
-  causes.add(
-      {finding_id::unscaled_sum,
-       {.N = 1, .W = -1},
-       "{N_over_W:.6g}: the {counted} of the step, by which nothing divides, over the ranks ({W}), over "
-       "which the sum is averaged",
-       Cause::Loss::kAny,
-       one.ranks() > 1});
+  if (one.ranks() > 1)
+    causes.add(
+        finding_id::unscaled_sum, {.N = 1, .W = -1},
+        "{N_over_W:.6g}: the {counted} of the step, by which nothing divides, over the ranks ({W}), over "
+        "which the sum is averaged");
 }
 
 void add_rank_causes(const ComparedStep& one, Causes& causes) {
@@ -268,19 +238,19 @@ void add_rank_causes(const ComparedStep& one, Causes& causes) {
     for (const auto& [times, how] : multiples) {
       if (!ids && times != 1)
         causes.add(finding_id::other_batch, alone(times),
-                   fmt::format("every rank had the data of rank {}", rank));
+                   fmt::format("every rank had the data of rank {}", rank), "");
       causes.add(finding_id::not_summed_over_axis, alone(times),
-                 fmt::format("the part of rank {} alone, {}: not reduced over the ranks", rank, how));
+                 fmt::format("the part of rank {} alone, {}: not reduced over the ranks", rank, how), "");
     }
     causes.add(
         finding_id::missing_rank_part,
         [rank](const ComparedStep&, const Cell& cell) { return cell.rank == rank ? 0 : 1; },
-        fmt::format("without the part of rank {}", rank), {}, rank);
+        fmt::format("without the part of rank {}", rank), "", rank);
     if (one.can_run())
       causes.add(
           finding_id::missing_data_part,
           [rank](const ComparedStep& c, const Cell& cell) { return c.home_of(cell.rank) == rank ? 0 : 1; },
-          fmt::format("without the data that rank {} has, whichever rank has them", rank), {}, rank);
+          fmt::format("without the data that rank {} has, whichever rank has them", rank), "", rank);
   }
 }
 
@@ -330,7 +300,7 @@ std::vector<Cause> unsummed_causes(const ComparedStep& one) {
         [first](const ComparedStep&, const Cell& cell) {
           return std::binary_search(first.begin(), first.end(), cell.rank) ? 1 : 0;
         },
-        causes.say("not summed over {axis}", axis), axis);
+        "not summed over {axis}", axis);
   }
   return std::move(causes.causes);
 }
@@ -340,51 +310,40 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   auto axes = long_axes(one);
   if (without_axes(one)) axes = {kAllRanks};
   for (const auto& axis : axes) {
-    causes.add(
-        {finding_id::averaged_over_axis, {.P = -1}, "1/{P}: averaged over {axis}", Cause::Loss::kNotScaled},
-        axis);
-    causes.add({finding_id::counted_on_peers,
-                {.P = -1},
-                "1/{P}: so is the loss; targets are counted on every rank of {axis}",
-                Cause::Loss::kScaled},
+    causes.add(finding_id::averaged_over_axis, {.P = -1}, "1/{P}: averaged over {axis}", Loss::kNotScaled,
                axis);
-    causes.add({finding_id::multiplied_by_axis,
-                {.P = 1},
-                "{P}: a sum over {axis} stands where an average was expected"},
-               axis);
+    causes.add(finding_id::counted_on_peers, {.P = -1},
+               "1/{P}: so is the loss; targets are counted on every rank of {axis}", Loss::kScaled, axis);
+    causes.add(finding_id::multiplied_by_axis, {.P = 1},
+               "{P}: a sum over {axis} stands where an average was expected", Loss::kAny, axis);
   }
   for (const auto& [name, value] : one.found().scales)
     causes.add(
         finding_id::scaled_by_factor, [value](const ComparedStep&, const Cell&) { return value; },
-        fmt::format("{:.6g}: {}", value, name));
+        fmt::format("{:.6g}: {}", value, name), "");
   if (one.cells().empty()) return std::move(causes.causes);
   // Where every rank has data these are averages over all; where some has none, the loss may be averaged too.
   const bool idle = one.holders() < one.ranks();
-  causes.add({finding_id::averaged_over_holders,
-              {.holders = -1},
-              "1/{holders}: averaged over the ranks that have data ({holders} of {W})",
-              idle ? Cause::Loss::kAny : Cause::Loss::kNotScaled,
-              one.holders() > 1 && (one.can_run() || idle)});
-  causes.add({finding_id::summed_over_micro_batches,
-              {.G = 1},
-              "{G}: micro-batches are summed, not divided by accumulation ({G})"});
+  if (one.holders() > 1 && (one.can_run() || idle))
+    causes.add(finding_id::averaged_over_holders, {.holders = -1},
+               "1/{holders}: averaged over the ranks that have data ({holders} of {W})",
+               idle ? Loss::kAny : Loss::kNotScaled);
+  causes.add(finding_id::summed_over_micro_batches, {.G = 1},
+             "{G}: micro-batches are summed, not divided by accumulation ({G})");
   if (one.most_micro_batches() > 1) add_micro_batch_causes(one, axes, causes);
   add_count_causes(one, causes);
   add_rank_causes(one, causes);
+  const auto leave_out = [&](std::initializer_list<std::string> ids) {
+    std::erase_if(causes.causes, [&](const Cause& cause) { return std::ranges::count(ids, cause.id) > 0; });
+  };
   // Where one rank, with its peers, has all the data no count can stay on a rank.
   if (grid_of_counts(one).ranks() == 1 && one.grid().ranks() > 1)
-    std::erase_if(causes.causes, [](const Cause& cause) {
-      return cause.id == finding_id::count_not_reduced || cause.id == finding_id::mean_of_rank_means ||
-             cause.id == finding_id::mean_of_micro_batch_means_by_rank;
-    });
+    leave_out({finding_id::count_not_reduced, finding_id::mean_of_rank_means,
+               finding_id::mean_of_micro_batch_means_by_rank});
   // Without accumulation these are the same as their counterparts over ranks.
   if (one.most_micro_batches() == 1)
-    std::erase_if(causes.causes, [](const Cause& cause) {
-      return cause.id == finding_id::summed_over_micro_batches ||
-             cause.id == finding_id::mean_of_micro_batch_means ||
-             cause.id == finding_id::mean_of_micro_batch_means_by_rank ||
-             cause.id == finding_id::accumulation_rescaled;
-    });
+    leave_out({finding_id::summed_over_micro_batches, finding_id::mean_of_micro_batch_means,
+               finding_id::mean_of_micro_batch_means_by_rank, finding_id::accumulation_rescaled});
   return std::move(causes.causes);
 }
 
