@@ -42,13 +42,13 @@ struct Batch {
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
   std::int64_t draw = 0;  // the step: a key of the forward's randomness, with seed, sample and position
-  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Normalizer::prepare() replaces them where the
-  // mean needs others (w_i / T_b under the sample mean).
+  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Normalizer::prepare() replaces them for some
+  // means.
   at::Tensor weights;
   // Samples that are no token sequences (docs/own_data.md): each [F, ...]. None in a padding batch.
   std::vector<at::Tensor> inputs;
-  // Not null: one context rank's part. Fragment f is piece f of cut->own(), its positions start where the
-  // piece begins, and attention reaches the rest of the document.
+  // Not null: one context rank's part. Fragment f is piece f of cut->own(); its positions start where that
+  // begins.
   std::shared_ptr<const ContextCut> cut;
   // Set by Normalizer::prepare() for further terms: the caller's weights, and w_i / T_b for sample means.
   at::Tensor given_weights, sample_weights;
@@ -69,10 +69,9 @@ Batch to_device(const Batch& batch, at::Device device);
 
 Batch empty_batch();  // no tokens; tensors of the right types
 
-// Makes a micro-batch of F whole samples that are not token sequences: inputs each [F, ...]; targets [F] or
-// [F, ...] int64, one or several per sample (kIgnoreIndex: no loss; zeros, for the number of losses, where
-// the loss reads its targets from `inputs`); sample_ids [F]. T_local is the number of targets. ConfigError:
-// sizes or types.
+// A micro-batch of F whole samples that are no token sequences: inputs each [F, ...]; targets [F] or [F, ...]
+// int64 (kIgnoreIndex: no loss; zeros where the loss reads its targets from `inputs`), one for each loss;
+// sample_ids [F]. ConfigError: sizes or types.
 Batch batch_of_samples(std::vector<at::Tensor> inputs, const at::Tensor& targets,
                        std::vector<std::int64_t> sample_ids);
 

@@ -19,9 +19,9 @@
 
 namespace isograd {
 
-// The state of a run, apart from its tensors. It does not depend on the number of ranks. save_checkpoint()
-// takes `updates` and `missed_updates` from the optimizer, and fills in `optimizer`, `dtype` and
-// `bucket_order` where they are empty. The caller sets the rest.
+// The state of a run, apart from its tensors, on any number of ranks. save_checkpoint() takes `updates` and
+// `missed_updates` from the optimizer, and fills in `optimizer`, `dtype` and `bucket_order` where they are
+// empty.
 struct TrainingState {
   std::int64_t step = 0;     // steps made, with skipped and empty ones; the index of the next step
   std::int64_t updates = 0;  // of the optimizer (AdamW's t)
@@ -39,8 +39,8 @@ struct TrainingState {
   std::string dtype;      // float64 | float32 | bfloat16
   std::string tokenizer;  // Tokenizer::name(); empty for foreign shards and where nothing is tokenized
   std::string config;     // the whole configuration as TOML
-  // DataParallel::bucket_order(). A resumed run has the same bits only with the same buckets. Empty in
-  // checkpoints of versions that did not save it.
+  // DataParallel::bucket_order(), by which a resumed run has the same bits. Checkpoints of old versions lack
+  // it.
   std::vector<std::string> bucket_order{};
   // Optimizer::missed_updates(). Empty unless parameters were frozen.
   std::map<std::string, std::int64_t> missed_updates{};
@@ -54,22 +54,19 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& root, std::in
 // The complete checkpoints below `root`, by ascending step. Half-written ones are never listed.
 std::vector<std::filesystem::path> list_checkpoints(const std::filesystem::path& root);
 
-// `which` is "latest" (the highest step below `root`) or a checkpoint's directory. ConfigError when there is
-// none.
+// `which`: "latest" (the highest step below `root`) or a checkpoint's directory. ConfigError: there is none.
 std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, const std::string& which);
 
 struct SaveOptions {
   std::filesystem::path root;  // folder of checkpoints
   std::int64_t keep = 2;  // number of newest checkpoints to keep; older ones go once the new one is complete
-  // Needed where parameters are sharded over model-parallel ranks. Null: each rank (or its data-parallel
-  // shards) has them whole.
+  // Of a model that is sharded over model-parallel ranks; null: each rank, or its shards, have it whole.
   const Layout* placed = nullptr;
   bool makes_folders = true;  // creates `root` and its parents; false: ConfigError when the parent is missing
 };
 
-// Writes config.json, model.safetensors and the model's other files into a folder. Called on rank 0.
-// `weights` streams the trained parameters in the model's order; at most two buckets are whole at a time.
-// Other tensors of the model can be read directly, unless the layout shards them.
+// Writes config.json, model.safetensors and the model's other files, on rank 0. `weights` streams the trained
+// parameters in the model's order; other tensors can be read directly, unless the layout shards them.
 using WriteModel = std::function<void(const std::filesystem::path& directory, const TensorStream& weights)>;
 
 // Collective. Rank 0 writes a hidden sibling folder, fsyncs every file, renames it and fsyncs the parent; the
@@ -87,10 +84,9 @@ std::filesystem::path save_checkpoint(const SaveOptions& options, const Training
 // Verifies all checksums, then reads state.json. ConfigError names the bad file.
 TrainingState open_checkpoint(const std::filesystem::path& directory);
 
-// Restores the optimizer's state and the master weights. Before it, read the model (e.g. read_hf(directory,
-// dtype)) and make its layout. `placed`: as in SaveOptions, for this run's mesh, which may differ from the
-// mesh that saved. ConfigError on missing, unexpected or misshapen tensors, and on moments in a state of 0
-// updates (earlier versions saved such states).
+// Restores optimizer state and masters into a layout of the model that was read from the same checkpoint.
+// `placed`: as in SaveOptions, for this run's mesh, which may be another. ConfigError: missing, unexpected or
+// misshapen tensors, moments in a state of 0 updates.
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer, const Layout* placed = nullptr);
 

@@ -57,7 +57,7 @@ struct SamplerOptions {
   bool drop_last = false;
 };
 
-// An epoch is a permutation of the samples, split into steps; every sample comes once, on any number of
+// An epoch is a permutation of the samples, split into steps: every sample comes once, on any number of
 // ranks.
 class Sampler {
  public:
@@ -102,17 +102,16 @@ class Tokenizer {
 std::unique_ptr<Tokenizer> byte_tokenizer();
 // A SentencePiece model file. ConfigError when it cannot be read.
 std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model);
-// A Hugging Face tokenizer.json, with tokenizer_config.json if there is one: bos_token before a document
-// where add_bos_token is true, eos_token after it. It runs in a process of the first Python ($PYTHON, the
-// checkout's .venv, python3) that has the package `tokenizers` (ConfigError where none has it).
+// A Hugging Face tokenizer.json: bos_token before a document where the tokenizer_config.json next to it sets
+// add_bos_token, eos_token after it. Runs in a process of the first Python ($PYTHON, the checkout's .venv,
+// python3), which needs the package `tokenizers` (ConfigError).
 std::unique_ptr<Tokenizer> json_tokenizer(const std::filesystem::path& file);
 // By name: "bytes", a file *.json, or a SentencePiece model.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name);
 
-// Each pattern is a file, a glob, or a directory (all files below it, except names that begin with a dot).
-// *.jsonl files give one document per line (field "text"), others are one document. Sorted by path, each read
-// once. ConfigError: a pattern without match, an empty corpus, text that is not UTF-8 (file and offset), a
-// bad line of JSON.
+// A pattern is a file, a glob, or a directory (all files below, except names that begin with a dot). *.jsonl
+// files give a document per line (field "text"), others are one. Each file is read once, by path.
+// ConfigError: a pattern without match, no text, text that is not UTF-8, a bad line of JSON.
 struct CorpusOptions {
   std::vector<std::string> patterns;
   std::int64_t shard_tokens = 64 << 20;  // most tokens of a shard; a longer document has a shard of its own
@@ -132,17 +131,17 @@ struct PackSummary {
   bool reused = false;               // the directory already held the shards of these inputs
 };
 
-// Writes a corpus as shards (header, document offsets, tokens, xxh3 checksum) into `directory` and returns
-// them. Shards of the same inputs (paths, content, tokenizer) are reused; those of other inputs are replaced
-// or refused. Several processes may call this: one packs, the others wait, at most an hour (ConfigError).
+// Writes a corpus as shards into `directory` and returns them. Shards of the same inputs (paths, content,
+// tokenizer) are reused, others replaced or refused. Of several processes one packs, the others wait, at most
+// an hour.
 std::vector<std::filesystem::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                                const std::filesystem::path& directory,
                                                PackSummary* summary = nullptr);
 
-// Memory-mapped tokens. Opens isograd shards, llm.c's *.bin (magic 20240520: uint16, 20240801: uint32) and
-// nanoGPT's (uint16 without header). In *.bin `end_of_text` delimits documents: it begins one in llm.c's and
-// ends one in nanoGPT's; without it a file is one document. ConfigError that names the file: missing,
-// truncated, inconsistent, a wrong checksum, another tokenizer.
+// Memory-mapped tokens of isograd's shards, llm.c's *.bin (magic 20240520: uint16, 20240801: uint32) and
+// nanoGPT's (uint16, no header). `end_of_text` begins a document in llm.c's and ends one in nanoGPT's;
+// without it a file is one. ConfigError: missing, truncated, inconsistent, a wrong checksum, another
+// tokenizer.
 class TokenStore {
  public:
   static std::shared_ptr<TokenStore> open(const std::vector<std::filesystem::path>& files,
@@ -197,9 +196,9 @@ std::string describe_packs(const std::vector<PackContents>& packs, const TokenSt
                            const Tokenizer* tokenizer = nullptr);
 
 // Documents are shuffled by (seed, epoch), concatenated and split every pack_length tokens. Step k takes
-// packs [k·P, (k+1)·P), in order or shuffled; rank r a contiguous part of them, split into micro-batches. An
-// epoch's last step is short; nothing is dropped or repeated. Sample id = document. Targets are shifted
-// before any split; a document's last token has kIgnoreIndex.
+// packs [k·P, (k+1)·P), rank r a contiguous part of them. The last step is short; nothing is dropped or
+// repeated. Sample id = document. Targets are shifted before any split; a document's last token has
+// kIgnoreIndex.
 class TextLoader : public BatchLoader {
  public:
   // ConfigError: no documents, a document twice, or an option out of range.
@@ -239,9 +238,8 @@ struct VideoOptions {
   VideoGrid patch{2, 8, 8};
 };
 
-// Frames are scaled to whole patches: rows to the largest multiple of patch.h within `height` and the file's
-// rows, columns by the aspect ratio; frames beyond whole patches are left out. Decoded once, on one thread,
-// bit-exact. Read-only; threads may share a store.
+// Frames are scaled to whole patches: rows to the most within `height` and the file's, columns by the aspect
+// ratio; frames beyond whole patches are left out. Decoded once, bit-exact. Threads may share a store.
 class VideoStore {
  public:
   // ConfigError naming the file: missing, damaged, truncated, too small for a patch; options out of range.
@@ -261,8 +259,8 @@ class VideoStore {
   std::string name(std::int64_t video) const;
   std::uint64_t fingerprint() const;  // of all pixels and shapes
 
-  // `tokens` [T] int64: first_token(video) + position (ConfigError: no such) -> [T, 3 · pt · ph · pw] in [−1,
-  // 1].
+  // `tokens` [T] int64: first_token(video) + position (ConfigError: no such) -> [T, 3 · pt · ph · pw], −1 to
+  // 1.
   at::Tensor patches(const at::Tensor& tokens, at::ScalarType dtype) const;
   at::Tensor coordinates(const at::Tensor& tokens) const;  // [T, 3] int64: frame, row, column of patches
 
@@ -296,10 +294,9 @@ struct VideoLoaderOptions {
   int size = 1;
 };
 
-// Videos are shuffled by (seed, epoch); step k takes videos [k·V, (k+1)·V). Ranks get whole videos, the
-// longest first to the rank with the least Σ tokens²; a rank may get none. Every rank computes the same
-// assignment. Tokens and targets are token numbers of the store, each video is one fragment, sample id =
-// video, draw = the step since the first epoch.
+// Videos are shuffled by (seed, epoch); step k takes videos [k·V, (k+1)·V), whole, the longest first to the
+// rank with the least Σ tokens²; a rank may get none. Every rank computes the same assignment. Tokens and
+// targets are the store's, a video is one fragment, sample id = video, draw = the step since the first epoch.
 class VideoLoader : public BatchLoader {
  public:
   // ConfigError: no videos, a video twice, an option out of range.

@@ -17,8 +17,7 @@ namespace isograd {
 
 class Pipeline;
 
-// A rank's micro-batches in a step, as a schedule runs them. Each is done in as many parts as the rank has
-// stages of the model (pipeline_parallel.hpp), usually one.
+// A rank's micro-batches in a step, each in as many parts as the rank has stages (pipeline_parallel.hpp).
 class MicroBatchWork {
  public:
   virtual ~MicroBatchWork() = default;
@@ -27,9 +26,8 @@ class MicroBatchWork {
   virtual void forward(std::size_t i, std::size_t part = 0) = 0;
   // Adds the share's gradient. `last`: this rank's last backward in the step; its gradient is then complete.
   virtual void backward(std::size_t i, bool last, std::size_t part = 0) = 0;
-  // The two halves of a backward: first the gradients that other ranks wait for, then, at any time, those of
-  // parameters. `last` as above. ConfigError where the work cannot do this: under ZeRO-3, whose units compute
-  // both at once.
+  // The halves of a backward: first the gradients that other ranks wait for, at any time later those of
+  // parameters. ConfigError where both are computed at once: under ZeRO-3.
   virtual void backward_inputs(std::size_t i, std::size_t part = 0);
   virtual void backward_weights(std::size_t i, bool last, std::size_t part = 0);
 };
@@ -37,20 +35,20 @@ class MicroBatchWork {
 using MicroBatchSchedule = std::function<void(MicroBatchWork& work)>;
 void one_after_another(MicroBatchWork& work);  // alternates forward and backward, in order
 
-// Runs before the first forward of each accumulate(), on this rank's micro-batches (with even_micro_batches,
-// also the empty ones) and over the ranks that see different data. For terms that use statistics of the whole
-// step (BalanceLoss). Collective; without gradient. recomputing() is true in it, so that buffers which a
-// forward changes (running statistics) change only in the forwards that follow.
+// Runs before the first forward of each accumulate(), on this rank's micro-batches and over the ranks that
+// see different data, for terms that use statistics of the whole step (BalanceLoss). Collective; without
+// gradient; recomputing() is true, so that buffers (running statistics) change only in the forwards that
+// follow.
 using LookAhead = std::function<void(const MicroBatches& micro_batches, const Group& data)>;
 
-// Returns extra counters to sum over ranks (e.g. tokens per expert) since the last call. Same length on every
-// rank and in every step. Called at the beginning of a step, where the result is dropped, and in finish().
+// Counters to sum over ranks (e.g. tokens per expert) since the last call, always as many. Called at the
+// beginning of a step, where the result is dropped, and in finish().
 using Counters = std::function<std::vector<double>()>;
 
 struct StepOptions {
   double max_norm = 1.0;  // 0: no clipping
-  // Ranks with fewer micro-batches than others also run the forward on empty ones, for terms whose forward
-  // has a collective (BalanceLoss).
+  // Ranks with fewer micro-batches run the forward on empty ones too, for terms with a collective
+  // (BalanceLoss).
   bool even_micro_batches = false;
   LookAhead look_ahead{};
   Counters counters{};  // summed over the ranks in the norm's message: no collective of its own
@@ -63,13 +61,11 @@ struct StepOptions {
   // Checks that ranks divide by the same numbers, with one more collective per step (BrokenInvariant).
   bool check_denominators = debug_build();
   MicroBatchSchedule schedule = one_after_another;
-  // For pipelines: the number of this rank's stages; and the number of micro-batches is padded to a multiple
-  // of this with empty ones.
+  // For pipelines: this rank's stages, and what the number of micro-batches is padded to a multiple of.
   std::size_t parts = 1, micro_batches_of = 1;
 };
 
-// Returns options for micro-batches that go through a pipeline, which must outlive the step: schedule, parts
-// and micro_batches_of.
+// Options for micro-batches that go through a pipeline, which must outlive the step.
 StepOptions through(const Pipeline& pipeline, StepOptions others = {});
 
 struct StepReport {

@@ -1,5 +1,4 @@
-// Trainer: a whole run from a configuration: data, model, layout, optimizer, the loop around the step,
-// validation, checkpoints and reports. The rules of exact gradients are in Step, not here.
+// Trainer: a whole run from a configuration, with validation, checkpoints and reports around its steps.
 #pragma once
 
 #include "isograd/error.hpp"
@@ -40,8 +39,7 @@ struct StepEvent {
   double exposed_seconds = 0;      // part of `seconds`: communication that no computation hid
   double tokens_per_second = 0;    // of all ranks together
   std::optional<double> mfu = {};  // model FLOPs utilisation, 0 to 1; absent where the task counts no FLOPs
-  // For each layer with experts, ascending. Empty: no such layer, or the step had no tokens or was not
-  // finite.
+  // By layer with experts, ascending. Empty: there is none, or the step had no tokens or was not finite.
   std::vector<ExpertLoad> expert_loads{};
   // For each of train.clip_groups, then the others. Empty: no groups, or nothing was updated.
   std::vector<ClippedGroup> clipped{};
@@ -79,8 +77,7 @@ struct FinishedRun {
   std::int64_t micro_batches = 0;          // the most of one rank in the last step
 };
 
-// The run after a step's update, for checks. The model is whole while whole_parameters() of the layout is
-// held.
+// The run after a step's update. The model is whole while the layout's whole_parameters() are held.
 struct RunningRun {
   FinishedRun run;
   DataParallel& layout;
@@ -94,13 +91,12 @@ struct TrainerHooks {
   // Wraps the forward that a step differentiates (e.g. your own loss, or a planted fault).
   std::function<ForwardLossTerms(ForwardLossTerms)> wrap_forward;
   std::function<void(const StepEvent&)> on_step;
-  // Called after each step whose number verify.every or verify.checksums_every divides. Collective; must not
-  // change the model. Returns why the run must stop, the same text on every rank; empty: continue.
+  // After each step whose number verify.every or verify.checksums_every divides. Collective; must not change
+  // the model. Returns why the run must stop, the same on every rank; empty: continue.
   std::function<std::string(RunningRun&)> check;
   std::function<void(const Evaluation&)> on_evaluation;
   std::function<void(const std::filesystem::path&)> on_checkpoint;
-  // Called after the last step of a run that was neither stopped nor diverged. May use collectives. Rank 0's
-  // tables go into the report.
+  // After the last step, unless stopped or diverged. May use collectives. Rank 0's tables go into the report.
   std::function<std::vector<ReportTable>(FinishedRun&)> on_finish;
 };
 
@@ -141,9 +137,9 @@ struct Outcome {
   int exit_status() const;
 };
 
-// Every rank constructs one with its World and calls run() once. Errors are thrown on every rank (where the
-// group still works), also for a run.directory that has another run in it. SIGINT, SIGTERM and SIGHUP are
-// caught: the first asks for an orderly stop, a second one a second or more later ends the process at once.
+// Every rank constructs one with its World and calls run() once. Errors are thrown on every rank, also for a
+// run.directory with another run in it. The first SIGINT, SIGTERM or SIGHUP asks for an orderly stop, another
+// one a second or more later ends the process.
 class Trainer {
  public:
   Trainer(const RunConfig& config, World& world, TrainerHooks hooks = {});

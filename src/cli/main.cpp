@@ -14,7 +14,6 @@
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
-#include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "comm/failures.hpp"
 #include "comm/store.hpp"

@@ -1,4 +1,4 @@
-#include "cli/ranks.hpp"
+#include "cli/verbs.hpp"
 
 #include <cmath>
 #include <filesystem>

@@ -6,7 +6,6 @@
 
 #include "base/memory.hpp"
 #include "base/waiting.hpp"
-#include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "comm/environment.hpp"
 #include "isograd/trainer.hpp"

@@ -9,7 +9,6 @@
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
 #include "base/waiting.hpp"
-#include "cli/ranks.hpp"
 #include "cli/verbs.hpp"
 #include "train/device.hpp"
 #include "verify/layouts.hpp"

@@ -18,10 +18,9 @@ using Moment = std::function<void(std::string_view)>;
 // Step of a directory named step-00000100; nothing for any other name.
 std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directory);
 
-// `write` fills a hidden sibling of `directory`. Then checksums.json is added, every file and the folder are
-// fsynced and the sibling is renamed to `directory`. An earlier directory of that name is moved aside first,
-// stays listed until the new one is complete, and is deleted then. Leftovers of killed saves are removed at
-// the start. The folder that contains `directory` is created if it is missing; the folder above it is not.
+// `write` fills a hidden sibling of `directory`, which gets checksums.json, is fsynced and renamed to
+// `directory`. An earlier directory of that name stays listed until then. Leftovers of killed saves are
+// removed first. The containing folder is created if missing, the one above it is not.
 void publish_directory(const std::filesystem::path& directory,
                        const std::function<void(const std::filesystem::path&)>& write,
                        const Moment& moment = {});
@@ -30,12 +29,10 @@ void publish_directory(const std::filesystem::path& directory,
 void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std::int64_t keep,
                        const Moment& moment = {});
 
-// Compares every file with checksums.json. ConfigError names the first bad one and what to resume from
-// instead.
+// Compares every file with checksums.json. ConfigError names the first bad one and what to resume from.
 void verify_checksums(const std::filesystem::path& directory);
 
-// For a directory of which only the model is read (a checkpoint or a Hugging Face directory): if it
-// contains checksums.json, the model's files must match it. The run's state may be missing.
+// As above for a model's files, if the directory has a checksums.json. The run's state may be missing.
 void verify_model_files(const std::filesystem::path& directory);
 
 // TrainingState as state.json, parsed as a file from outside.

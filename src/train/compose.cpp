@@ -80,8 +80,7 @@ PipelineOptions pipeline_options(const RunConfig& config) {
 
 // ---- the layout of a run ----
 
-// The options of a strategy by its name, for all stages except 3. ConfigError: no such strategy, stage 3 of a
-// model without units.
+// The options of a strategy, except for stage 3. ConfigError: no such one, stage 3 of a model without units.
 DataParallelOptions chosen(const std::string& strategy, const ModelUnits* units,
                            DataParallelOptions options) {
   const auto names = strategy_names();

@@ -1,5 +1,4 @@
-// Reads a configuration (TOML and --set, through the table of keys; errors name the place and the fix), and
-// writes it and its documentation.
+// Reads a configuration (TOML and --set, through the table of keys), and writes it and its documentation.
 #include "train/config.hpp"
 
 #include <fmt/format.h>
@@ -23,8 +22,7 @@ namespace {
 constexpr const char* kReference = "docs/configuration.md lists every key (isograd config --markdown)";
 constexpr std::size_t kLongestFile = 1 << 20;
 
-// Quotes a text for TOML. Characters that a terminal would not show are escaped by number; bytes that are not
-// UTF-8 stay.
+// Quotes a text for TOML: unprintable characters by number; bytes that are not UTF-8 stay.
 std::string quoted(const std::string& text) {
   std::string result = "\"";
   auto bad = utf8::find_invalid(text.begin(), text.end());
@@ -303,8 +301,7 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   std::optional<std::string> best;
   std::size_t least = near_enough(text) + 1;
   for (const auto& candidate : candidates) {
-    // The right key in the wrong section is near. A length difference of `least` or more cannot be within
-    // `least` edits.
+    // A right key in a wrong section is near. So many characters more cannot be within `least` edits.
     const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
     const std::size_t longer = std::max(candidate.size(), text.size()),
                       shorter = candidate.size() + text.size() - longer;

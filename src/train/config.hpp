@@ -1,5 +1,4 @@
-// The configuration of a run as plain data. One table (config_table.cpp) parses, checks and documents each
-// key.
+// The configuration of a run as plain data; config_table.cpp parses, checks and documents each key.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,7 @@ inline constexpr double kSelectionBiasRate = 1e-3;  // of DeepSeek-V3 (arXiv 241
 
 struct RunConfig {
   std::filesystem::path source;  // the TOML file, for messages; empty when none
-  // Whether the run may replace what an earlier one has left in run.directory. This belongs to the command,
-  // so it is neither read from the file nor saved with the configuration.
+  // Whether the run may replace an earlier one in run.directory: of the command, neither read nor saved.
   bool overwrite = false;
 
   struct {
@@ -143,17 +141,16 @@ struct RunConfig {
 inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
 
-// ConfigError with file, line, what was found, what is allowed and the nearest valid key. `overrides` are
-// "section.key=value" as given to --set; texts may go without quotes, a list as TOML or as its only entry. An
-// empty `file` gives the defaults.
+// ConfigError with file, line and the nearest valid key. `overrides`: as given to --set; texts may go without
+// quotes, a list as TOML or as its only entry. An empty `file` gives the defaults.
 RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides = {});
 // As load_config(), from a text; `file` appears in messages.
 RunConfig parse_config(std::string_view text, const std::string& file,
                        const std::vector<std::string>& overrides = {});
 int stage_of(const std::string& strategy);  // ZeRO stage of a strategy; 0: no sharding
-// The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks. Without
-// sharding, all ranks with different samples are replicas. With parallel.ep the data axes have the view edp x
-// ep. ConfigError unless the configured sizes divide the ranks.
+// The axes dp_replicate x dp_shard x cp_ring x cp_ulysses, and tp or pp if they have several ranks; with
+// parallel.ep the view edp x ep. Without sharding, ranks with different samples are replicas. ConfigError:
+// sizes that do not divide the ranks.
 Grid grid_of(const RunConfig& config, int ranks);
 // Axes along which parameters are sharded, or gradients summed at once; the other data axes have replicas.
 AxisSet sharded_axes(const RunConfig& config);
@@ -167,13 +164,12 @@ bool normalises_by_replica(const RunConfig& config);
 void check(const RunConfig& config, int ranks);
 // As check(), for ranks on other machines: this machine's devices are not checked.
 void check_but_devices(const RunConfig& config, int ranks);
-// ConfigError unless `text` is a folder. The message names the nearest existing one, and for a Hugging Face
-// Hub id the command that downloads it. `where`: the key or flag that holds `text`.
+// ConfigError unless `text` is a folder; names the nearest one, or how to download a Hub id. `where`: its key
+// or flag.
 void require_model_folder(const std::string& text, const std::string& where);
 // The text of docs/configuration.md, generated from the same table.
 std::string configuration_markdown();
-// The configuration as TOML with every key written out; parse_config() reads it back. It is saved in the
-// run's directory, the report and checkpoints.
+// Every key as TOML, which parse_config() reads back.
 std::string to_toml(const RunConfig& config);
 
 }  // namespace isograd

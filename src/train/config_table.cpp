@@ -297,8 +297,7 @@ void check_loss(const RunConfig& config, const std::string& where) {
             "for the first; \"mean\" and leave it out for the second");
 }
 
-// "organisation/name" if the text names a repository on the Hugging Face Hub, by its form or its address,
-// and no local folder.
+// "organisation/name" of a repository on the Hugging Face Hub, unless it is a local folder.
 std::optional<std::string> hub_id(const std::string& text) {
   std::string_view id = text;
   bool address = false;

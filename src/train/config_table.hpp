@@ -18,8 +18,7 @@ namespace isograd {
 
 using ConfigValue = std::variant<bool, std::int64_t, double, std::string, std::vector<std::string>>;
 
-// The allowed values of a key. Bounds of numbers are inclusive unless marked; texts with choices must be
-// one of them.
+// The allowed values of a key; bounds are inclusive unless marked.
 struct Allowed {
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
@@ -66,8 +65,7 @@ std::string toml_text(const ConfigValue& value);  // as written in a TOML file
 // Why the value is refused, or nothing. The alternative is already the key's.
 std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& value);
 
-// The candidate closest to `text`: a key of the same last name first, then the smallest edit distance (with
-// transpositions). Nothing when none is near.
+// The closest candidate, if one is near: a key of the same last name, then by edit distance.
 std::optional<std::string> nearest(std::string_view text, const std::vector<std::string>& candidates);
 
 // ConfigError if values contradict each other although each alone is allowed.
@@ -167,9 +165,8 @@ struct TaskKind {
   // Checks of the configuration alone and for a number of ranks. ConfigError.
   void (*check)(const RunConfig& config){};
   void (*check_ranks)(const RunConfig& config, int ranks){};
-  // The configuration itself and, if a rank has several samples, one that splits a rank's part of the step
-  // differently: into one micro-batch, or into one sample each if it is one already. accumulation_text() is
-  // a human-readable name: "2 to a micro-batch".
+  // The configuration and, if a rank has several samples, one that splits its part of the step differently:
+  // into one micro-batch, or into one sample each. accumulation_text() names it: "2 to a micro-batch".
   std::vector<RunConfig> (*accumulations)(const RunConfig& config, int ranks);
   std::string (*accumulation_text)(const RunConfig& config);
   // The views of tp that the model's placements need. Null: none.
@@ -191,8 +188,8 @@ struct SplitOverTp {
   std::int64_t heads = 0, key_heads = 0;  // 0: it has none
   std::vector<std::pair<const char*, std::int64_t>> others{};
 };
-// For check_ranks. ConfigError unless each rank along tp gets at least one of everything, and Ulysses can
-// split the heads of each rank further.
+// For check_ranks. ConfigError unless each rank along tp gets some of everything, and Ulysses can split its
+// heads.
 void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split);
 
 const std::vector<const TaskKind*>& task_kinds();

@@ -1,5 +1,4 @@
-// Chooses the device that a run computes on and the backend that carries its data, from parallel.device and
-// parallel.backend.
+// Chooses a run's device and backend, from parallel.device and parallel.backend.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -30,8 +29,7 @@ std::string device_kind(const RunConfig& config, const FindGpus& find = find_gpu
 // The backend between `ranks` ranks. parallel.backend = "auto": NCCL between ranks on GPUs, otherwise shm.
 std::string backend_of(const RunConfig& config, int ranks, const FindGpus& find = find_gpus);
 
-// ConfigError where the device or the backend is not there, or where something of this run has no code for a
-// GPU yet: that is named.
+// ConfigError: the device or backend is missing, or part of the run has no code for a GPU.
 void check_device(const RunConfig& config, int ranks, const FindGpus& find = find_gpus);
 
 // The device of this rank: rank i of a host takes GPU i modulo the number of GPUs. Collective.

@@ -1,5 +1,7 @@
-// Measures a rank's memory and its traffic, and compares both with the formulas.
+// What a run costs: a rank's memory, its traffic and its FLOPs, measured and by formula.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
@@ -8,10 +10,13 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
+#include "isograd/group.hpp"
+#include "isograd/model.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/trainer.hpp"
 #include "layout/cost/meter.hpp"
+#include "train/config.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -27,24 +32,21 @@ struct MemoryUse {
   std::optional<Outcome::Sent> to_experts{};    // to other ranks' experts: all-to-alls of a step
 };
 
-// Bytes of the storages behind buckets and state, each counted once. Slices count with the whole storage, as
-// allocated. Where ranks share one copy of the parameters, on the grid `shared_on`, a rank counts its part.
+// Bytes of the storages behind buckets and state, each once and whole. On the grid `shared_on` ranks share
+// one copy of the parameters: each counts its part.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
                              const Grid* shared_on = nullptr);
 
-// Follows a run. Construct it before the model; call before_step() and after_step() around each step. On a
-// GPU it asks LibTorch's allocator of that device and ignores host memory.
+// Follows a run: construct it before the model. On a GPU it asks its allocator and ignores host memory.
 class MemoryWatch {
  public:
   explicit MemoryWatch(at::Device device = at::kCPU);
-  // Also measures the traffic to other ranks' experts. Call it after the model is laid out, if
-  // config.parallel.ep > 1. Collective.
+  // With parallel.ep also measures traffic to other ranks' experts; after the model is laid out. Collective.
   void follow_experts(const RunConfig& config, const Mesh& mesh, const TaskModel::ShardedExperts& sharded);
   // Wraps the counter so that this rank's choices of experts in a step are kept.
   Counters remembering(Counters counters);
   void before_step(DataParallel& layout);
-  // `shared`: ranks share one copy of the parameters. `rounds`: micro-batches, empty ones included.
-  // Collective.
+  // `shared`: one copy of the parameters. `rounds`: micro-batches, empty ones included. Collective.
   void after_step(DataParallel& layout, Optimizer& optimizer, bool shared, std::int64_t rounds);
   // Figures of the last step.
   const MemoryUse& use() const { return use_; }
@@ -76,21 +78,39 @@ ElementBytes element_bytes(at::ScalarType parameters, int states);
 // "ZeRO stage 2: keeps 4Ψ + 12Ψ/N" and its symbols, "with Ψ = 93 parameters, N = 4"; `more` goes between.
 std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "");
 
-// The table of `isograd train --memory`: a line for each rank, then the formulas. For a tensor-parallel
-// model the formulas are those of rank 0's part. Collective; only rank 0 gets the text.
+// The table of `isograd train --memory`: the ranks, then the formulas, under tp of rank 0's part. Collective;
+// only rank 0 gets it.
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
 
 using SharedElements = DataParallelPlan::Elements;
 
-// The entry of a plan for elements with these axes. Parameters differ in the axes along which they are summed
-// and sharded: sharded along tp, experts along ep, layers along pp. `asked`: axes that may be sharded
-// (sharded_axes()).
+// A plan's entry for elements with these axes: parameters differ in those along which they are summed and
+// sharded. `asked`: sharded_axes().
 SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
                                std::int64_t numel, std::int64_t whole = 0);
 
-// One entry for each bucket, with or without the padding of flat storage, for traffic_bytes(). For stage 3
-// with the elements that stay whole, as the layout reports them.
+// An entry for each bucket, `padded` or not; for stage 3 with the elements that stay whole.
 std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded);
+
+// ---- model FLOPs utilisation ----
+
+// FLOPs of forward and backward of `tokens` tokens with `pairs` attending (query, key) pairs: 6 per token and
+// matrix weight, 12 per pair, head and channel (PaLM, 2022, appendix B). Masked pairs, norms, biases and
+// recomputation are not counted.
+double decoder_flops(const DecoderConfig& shape, double tokens, double pairs);
+
+struct Peak {
+  double flops_per_second = 0;  // of all ranks together; 0: not known, or not steady
+  std::string source{};         // "measured: products of 512 x 512 matrices in float32"
+};
+
+// The median of all times if the medians of the rounds agree within kSteadyPeak, otherwise nothing.
+inline constexpr double kSteadyPeak = 1.5;
+std::optional<double> steady_time(const std::vector<std::vector<double>>& rounds);
+
+// run.peak_tflops times the ranks; if that is 0, matrix products on all ranks at once, in three rounds of
+// some 100 ms. The peak is 0, and `source` says so, if a rank's rounds differ too much. Collective.
+Peak find_peak(const RunConfig& config, at::ScalarType dtype, at::Device device, Group& group);
 
 }  // namespace isograd

@@ -120,9 +120,8 @@ std::vector<MetricRow> kept_rows(const MetricsOptions& options) {
 
 using OpenFile = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-// Two runs that write one log would lose each other's rows, so the log is locked where files can be locked.
-// A write lock needs write permission, which flock() does not; a read lock would keep users out of their
-// own log.
+// Two runs would lose each other's rows. A write lock needs write permission, which flock() does not; a read
+// lock would keep users out of their own log.
 void keep_others_out(std::FILE* log, const fs::path& file) {
   struct flock whole {};
   whole.l_type = F_WRLCK, whole.l_whence = SEEK_SET;

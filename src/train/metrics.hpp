@@ -39,14 +39,12 @@ class IdleExperts {
   std::vector<std::vector<std::int64_t>> idle_{};  // steps without a token, by layer and expert
 };
 
-// Writes and reads the value of "experts" in a line of the JSON log. read_experts() returns a
-// human-readable problem, or nothing.
+// The value of "experts" in the JSON log. read_experts() returns a human-readable problem, or nothing.
 nlohmann::ordered_json experts_json(const std::vector<ExpertLoad>& loads, const DeadExperts& dead);
 std::string read_experts(const nlohmann::json& json, std::vector<ExpertLoad>& loads, DeadExperts& dead);
 
-// One line of the JSON log. A step has all fields except the validation's; an evaluation has `step` and the
-// validation's. Perplexities and the MFU are present if the task has them (RunFacts). Values that are not
-// finite are written as null and read back as NaN.
+// A line of the JSON log. A step has all fields except the validation's, an evaluation `step` and those;
+// perplexities and MFU where the task has them. What is not finite is null and read back as NaN.
 struct MetricRow {
   std::int64_t step = 0;
   std::optional<double> loss = {};              // nats per token
@@ -57,7 +55,7 @@ struct MetricRow {
   std::optional<std::int64_t> tokens = {};   // of this step, over all ranks
   std::optional<std::int64_t> targets = {};  // those of them that carried loss
   std::optional<double> tokens_per_second = {};
-  std::optional<double> mfu = {};              // model FLOPs utilisation, a part of 1 (utilisation.hpp)
+  std::optional<double> mfu = {};              // model FLOPs utilisation, a part of 1 (memory.hpp)
   std::optional<double> seconds = {};          // of this step on rank 0, reading data included
   std::optional<double> exposed_seconds = {};  // of these: communication that no computation hid
   std::vector<TermValue> part_norms = {};      // by name: train.part_norms
@@ -74,8 +72,7 @@ struct MetricRow {
 
 std::string to_json_line(const MetricRow& row);  // ends in a line break
 
-// Rows of a log. A last line that is incomplete (the run was killed) is skipped. ConfigError on any other
-// line that is not a row.
+// Rows of a log, without a last incomplete line (of a killed run). ConfigError: a line that is no row.
 std::vector<MetricRow> read_metrics(const std::filesystem::path& file);
 
 struct MetricsOptions {
@@ -114,8 +111,8 @@ struct ChartWords {
 std::vector<Chart> training_charts(const std::vector<MetricRow>& rows, double baseline,
                                    const ChartWords& words = {});
 
-// Selects the rows of a log that say the load of experts: those with the same layers and experts as the last
-// one that has any. Empty: no row has any. The next two take them, at least one.
+// Rows with loads of the same layers and experts as the last such one; none: empty. The next two take at
+// least one.
 std::vector<const MetricRow*> rows_with_loads(const std::vector<MetricRow>& rows);
 Chart load_chart(const std::vector<const MetricRow*>& rows);  // max over mean of layers, over time
 ReportTable load_table(const std::vector<const MetricRow*>& rows);

@@ -61,8 +61,7 @@ struct ListedParameter {
   int given = -1;  // which of the given tensors it is, if any
 };
 
-// Descriptions of all ranks, by rank. `describe` is not collective itself. If it throws a ConfigError on any
-// rank, all ranks throw the one of the first. Collective.
+// All ranks' descriptions. `describe` is not collective; its first ConfigError is thrown on all. Collective.
 std::vector<Json> described_by_all(Group& group, const std::function<Json()>& describe) {
   std::string own;
   on_every_rank(group, [&] { own = Json{{"modules", describe()}}.dump(); });
@@ -94,8 +93,7 @@ void check_same_lists(const std::vector<Json>& lists) {
   }
 }
 
-// `modules`: Impl::described() of all ranks. `pp`: the place of each rank along pp. ConfigError names module,
-// parameter and ranks if two ranks describe a module differently.
+// `modules`: Impl::described() by rank; `pp`: each rank's place along pp. ConfigError where two ranks differ.
 std::vector<ListedParameter> listed_parameters(const std::vector<Json>& modules, const std::vector<int>& pp,
                                                const std::vector<PipelineModule>& list) {
   std::vector<ListedParameter> all;

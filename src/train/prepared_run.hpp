@@ -1,5 +1,4 @@
-// A run that is ready for its steps. It has no loop, keeps no time, writes no file of its own accord and
-// prints nothing: the trainer does that around it.
+// A run that is ready for its steps. Loop, clock, files and output are the trainer's.
 #pragma once
 
 #include <filesystem>
@@ -16,21 +15,19 @@
 
 namespace isograd {
 
-// Gives a rank its part of a run's micro-batches: context-parallel ranks split them, the memory limit is
-// checked, and the balance of the split is measured.
+// A rank's part of micro-batches that context-parallel ranks split; checks the memory limit, measures the
+// balance.
 class CutBatches {
  public:
   // `task` and `mesh` must outlive this object. `world`: all ranks of the run.
   CutBatches(const Task& task, const Mesh& mesh, Group world);
 
-  // This rank's parts. With batch.max_tokens_per_rank collective over the run's ranks: an AgreedConfigError
-  // on all of them when one has a micro-batch that is larger.
+  // This rank's parts. With batch.max_tokens_per_rank collective: an AgreedConfigError where a rank has more.
   MicroBatches of(const MicroBatches& whole);
   // As of(), for a training step, which the figures below include.
   MicroBatches of_step(const MicroBatches& whole);
 
-  // The least balanced split of the first step, in words; empty except after the first step with
-  // context-parallel ranks.
+  // The least balanced split of the first step, in words; empty after others, and without context ranks.
   const std::string& first_step() const { return first_step_; }
   // Balance over all micro-batches so far and all ranks; nothing without context parallelism. Collective.
   std::optional<Outcome::Balance> balance();
@@ -47,17 +44,16 @@ class CutBatches {
 
 class PreparedRun {
  public:
-  // From fresh weights, or from the checkpoint that checkpoint.resume names. `accepted` is called once every
-  // rank has accepted the configuration, before data is read. Collective; ConfigError on every rank.
+  // From fresh weights, or from checkpoint.resume. `accepted`: called once every rank has accepted the
+  // configuration. Collective; ConfigError on every rank.
   PreparedRun(const RunConfig& run_config, World& run_world,
               const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward = {},
               const std::function<void()>& accepted = {});
   PreparedRun(const PreparedRun&) = delete;  // the step refers to what it is made of
   PreparedRun& operator=(const PreparedRun&) = delete;
 
-  // The next step of the data, at the schedule's learning rate. A step that is not finite counts as made only
-  // where the run skips it (train.on_non_finite). `when_split`: called once context ranks have their parts.
-  // Collective.
+  // The next step, at the schedule's learning rate. One that is not finite counts only where the run skips
+  // it. `when_split`: called once context ranks have their parts. Collective.
   StepReport step(bool stop_requested = false, const std::function<void()>& when_split = {});
   // The validation loss under the run's normaliser; nothing where nothing is held out. Collective.
   std::optional<Evaluation> evaluate();

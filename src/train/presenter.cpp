@@ -81,8 +81,7 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
   return times;
 }
 
-// Two pictures of the last step of rank 0's pipeline, with their bubbles in the captions: as measured, and
-// as the table plans with the measured times of its stages. Pure.
+// The last step of rank 0's pipeline, as measured and as planned with the measured times of its stages.
 std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured) {
   const PipelineTimeline planned = simulate(measured.table, times_of(measured));
   const auto caption = [](const PipelineTimeline& timeline, const char* what) {
@@ -107,9 +106,8 @@ std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured)
        .width = kPictureWidth}};
 }
 
-// The last step of all ranks in Chrome's trace format (chrome://tracing, Perfetto): a process for each
-// rank, an event for each action, in microseconds. `measured`: by each pipeline's ranks. Collective over
-// mesh.all(); only rank 0 gets the text.
+// The last step of all ranks in Chrome's trace format: a process for each rank, an event for each action, in
+// microseconds. Collective over mesh.all(); only rank 0 gets the text.
 std::string stage_trace(const std::optional<Pipeline::Measured>& measured, const Mesh& mesh) {
   nlohmann::ordered_json own = nlohmann::ordered_json::array();
   const auto place = static_cast<std::size_t>(mesh.grid().has(kStageAxis) ? mesh.place({kStageAxis}) : 0);

@@ -1,5 +1,4 @@
-// Human-readable output of a run, on rank 0: progress, metrics, TensorBoard events, the report and the
-// summary.
+// Output of a run, on rank 0: progress, metrics, TensorBoard events, the report and the summary.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +12,15 @@
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/trainer.hpp"
 #include "isograd/world.hpp"
+#include "train/memory.hpp"
 #include "train/task.hpp"
-#include "train/utilisation.hpp"
 
 namespace isograd {
 
 // The moving line.
 class Progress {
  public:
-  // `tokens`: what samples consist of. `perplexity`: exp(loss) is shown too. A plain line is written for the
-  // first and the last step in any case.
+  // `tokens`: what samples consist of. `perplexity`: exp(loss) is shown too.
   explicit Progress(std::string tokens = "tokens", bool perplexity = false,
                     const StatusOptions& options = {.redraw_seconds = 0.1, .plain_seconds = 5});
   ~Progress();  // leaves the cursor on a fresh line
@@ -71,8 +69,7 @@ struct RunFacts {
 
 // The notice of a run without validation data.
 std::string nothing_held_out(const TaskFacts& facts);
-// Explains why a run ended before its last step, and how to continue. `failed_check`: the result of the check
-// that failed.
+// Why a run ended before its last step, and how to continue. `failed_check`: of the check that failed.
 std::string early_end(const Outcome& outcome, const RunConfig& config, int ranks,
                       const std::string& failed_check);
 
@@ -93,8 +90,7 @@ class Presenter {
   std::unique_ptr<Impl> impl_;
 };
 
-// Writes a trace of the last step's pipeline stages into the run's folder and returns pictures of it.
-// Called at the end of a run. Collective.
+// Writes a trace of the last step's stages into the run's folder and returns pictures of it. Collective.
 std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
                                           const std::filesystem::path& directory);
 

@@ -168,7 +168,7 @@ class Task {
   // Human-readable: the samples of step `step` (from 1), with the rank that takes each.
   std::string describe_step(std::int64_t step, int ranks) const;
   virtual Baseline baseline(Group& /*group*/) const { return {}; }  // collective
-  // FLOPs of a step's forward and backward over all ranks (utilisation.hpp). 0: not counted.
+  // FLOPs of a step's forward and backward over all ranks (memory.hpp). 0: not counted.
   virtual double step_flops(const BatchLoader&, LoaderPosition) const { return 0; }
 
   // ---- model ----

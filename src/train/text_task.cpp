@@ -28,10 +28,10 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/evaluate.hpp"
+#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 #include "train/router_losses.hpp"
 #include "train/task.hpp"
-#include "train/utilisation.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;

@@ -10,11 +10,11 @@
 #include "comm/failures.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/config_table.hpp"
+#include "train/memory.hpp"
 #include "train/prepared_run.hpp"
 #include "train/presenter.hpp"
 #include "train/rank_zero.hpp"
 #include "train/run_folder.hpp"
-#include "train/utilisation.hpp"
 
 namespace isograd {
 namespace {

@@ -1,4 +1,4 @@
-#include "train/utilisation.hpp"
+#include "train/memory.hpp"
 
 #include <gmock/gmock.h>
 

@@ -6,7 +6,7 @@
 #include "base/refuse.hpp"
 #include "bench/cases/step_case.hpp"
 #include "bench/runner.hpp"
-#include "train/utilisation.hpp"
+#include "train/memory.hpp"
 
 namespace isograd {
 namespace {
