@@ -248,16 +248,16 @@ class VideoStore {
   static std::shared_ptr<const VideoStore> from_frames(const std::vector<at::Tensor>& videos,
                                                        VideoGrid patch);
 
-  std::int64_t num_videos() const;
-  VideoGrid grid(std::int64_t video) const;           // in patches
-  std::int64_t num_tokens(std::int64_t video) const;  // grid(video).count()
-  std::int64_t first_token(std::int64_t video) const;
-  std::int64_t num_tokens() const;  // of all videos
-  VideoGrid patch() const;
+  std::int64_t num_videos() const { return static_cast<std::int64_t>(grids_.size()); }
+  VideoGrid grid(std::int64_t video) const { return grids_[index(video)]; }  // in patches
+  std::int64_t num_tokens(std::int64_t video) const { return grid(video).count(); }
+  std::int64_t first_token(std::int64_t video) const { return first_[index(video)]; }
+  std::int64_t num_tokens() const { return first_.back(); }  // of all videos
+  VideoGrid patch() const { return patch_; }
   VideoGrid largest() const;            // of all videos' grids, each axis by itself
-  std::int64_t patch_elements() const;  // 3 · patch().count()
-  std::string name(std::int64_t video) const;
-  std::uint64_t fingerprint() const;  // of all pixels and shapes
+  std::int64_t patch_elements() const { return 3 * patch_.count(); }
+  std::string name(std::int64_t video) const { return names_[index(video)]; }
+  std::uint64_t fingerprint() const { return fingerprint_; }  // of all pixels and shapes
 
   // `tokens` [T] int64: first_token(video) + position (ConfigError: no such) -> [T, 3 · pt · ph · pw], −1 to
   // 1.
@@ -265,9 +265,16 @@ class VideoStore {
   at::Tensor coordinates(const at::Tensor& tokens) const;  // [T, 3] int64: frame, row, column of patches
 
  private:
-  struct Impl;
-  explicit VideoStore(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
-  std::shared_ptr<const Impl> impl_;
+  VideoStore(const std::vector<at::Tensor>& videos, std::vector<std::string> names, VideoGrid patch);
+  std::size_t index(std::int64_t video) const;         // ConfigError: no such video
+  at::Tensor checked(const at::Tensor& tokens) const;  // int64, contiguous, all of them tokens of a video
+
+  VideoGrid patch_;
+  std::vector<std::string> names_;
+  std::vector<VideoGrid> grids_{};
+  std::vector<std::int64_t> first_{0};  // the first token of each video, and the end of the last
+  at::Tensor bytes_{};                  // [tokens, E] uint8
+  std::uint64_t fingerprint_ = 0;
 };
 
 // One video as VideoOptions say: uint8 [frames, rows, columns, 3]. ConfigErrors as of VideoStore::open.

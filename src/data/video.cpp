@@ -61,63 +61,24 @@ at::Tensor to_bytes(const at::Tensor& patches) {
   return patches.to(at::kDouble).add(1).mul(127.5).round().clamp(0, 255).to(at::kByte);
 }
 
-struct VideoStore::Impl {
-  VideoGrid patch;
-  std::vector<std::string> names;
-  std::vector<VideoGrid> grids;
-  std::vector<std::int64_t> first{0};  // the first token of each video, and the end of the last
-  at::Tensor bytes;                    // [tokens, E] uint8
-  std::uint64_t fingerprint = 0;
-
-  const VideoGrid& grid(std::int64_t video) const {
-    check_video(video);
-    return grids[static_cast<std::size_t>(video)];
+VideoStore::VideoStore(const std::vector<at::Tensor>& videos, std::vector<std::string> names, VideoGrid patch)
+    : patch_(patch), names_(std::move(names)) {
+  if (videos.empty())
+    refuse("videos", "none", "at least one", "Name a file, a folder or a glob such as clips/*.mp4");
+  std::vector<at::Tensor> patches;
+  std::vector<std::int64_t> shape{patch.t, patch.h, patch.w};
+  for (const at::Tensor& frames : videos) {
+    const VideoGrid grid = grid_of(frames, patch);
+    grids_.push_back(grid);
+    first_.push_back(first_.back() + grid.count());
+    shape.insert(shape.end(), {grid.t, grid.h, grid.w});
+    patches.push_back(patchify(frames, patch));
   }
-  void check_video(std::int64_t video) const {
-    if (video < 0 || video >= static_cast<std::int64_t>(grids.size()))
-      refuse("video", std::to_string(video), fmt::format("0 to {}", grids.size() - 1),
-             "Give the number of a video of this store");
-  }
-  // int64, contiguous, all of them tokens of a video.
-  at::Tensor checked(const at::Tensor& tokens) const {
-    if (tokens.dim() != 1 || tokens.scalar_type() != at::kLong)
-      refuse("tokens of videos", c10::str(c10::toString(tokens.scalar_type()), " ", tokens.sizes()),
-             "[T] int64", "Pass a batch of a video loader");
-    const at::Tensor numbers = tokens.cpu().contiguous();
-    if (numbers.numel() > 0) {
-      const auto [least, most] = at::aminmax(numbers);
-      if (least.item<std::int64_t>() < 0 || most.item<std::int64_t>() >= first.back())
-        refuse("tokens of videos",
-               fmt::format("{} to {}", least.item<std::int64_t>(), most.item<std::int64_t>()),
-               fmt::format("0 to {}, those of the store's videos", first.back() - 1),
-               "Pass batches that a loader made of this store");
-    }
-    return numbers;
-  }
-
-  static std::shared_ptr<const Impl> make(const std::vector<at::Tensor>& videos,
-                                          std::vector<std::string> names, VideoGrid patch) {
-    if (videos.empty())
-      refuse("videos", "none", "at least one", "Name a file, a folder or a glob such as clips/*.mp4");
-    auto impl = std::make_shared<Impl>();
-    impl->patch = patch;
-    impl->names = std::move(names);
-    std::vector<at::Tensor> patches;
-    std::vector<std::int64_t> shape{patch.t, patch.h, patch.w};
-    for (const at::Tensor& frames : videos) {
-      const VideoGrid grid = grid_of(frames, patch);
-      impl->grids.push_back(grid);
-      impl->first.push_back(impl->first.back() + grid.count());
-      shape.insert(shape.end(), {grid.t, grid.h, grid.w});
-      patches.push_back(patchify(frames, patch));
-    }
-    impl->bytes = at::cat(patches).contiguous();
-    const auto seed = XXH3_64bits(shape.data(), shape.size() * sizeof(shape[0]));
-    impl->fingerprint = XXH3_64bits_withSeed(impl->bytes.const_data_ptr(),
-                                             static_cast<std::size_t>(impl->bytes.numel()), seed);
-    return impl;
-  }
-};
+  bytes_ = at::cat(patches).contiguous();
+  const auto seed = XXH3_64bits(shape.data(), shape.size() * sizeof(shape[0]));
+  fingerprint_ =
+      XXH3_64bits_withSeed(bytes_.const_data_ptr(), static_cast<std::size_t>(bytes_.numel()), seed);
+}
 
 std::shared_ptr<const VideoStore> VideoStore::open(const VideoOptions& options) {
   check(options);
@@ -127,54 +88,58 @@ std::shared_ptr<const VideoStore> VideoStore::open(const VideoOptions& options) 
     videos.push_back(decode_video(file.path, options));
     names.push_back(file.path.filename().string());
   }
-  return std::shared_ptr<const VideoStore>(
-      new VideoStore(Impl::make(videos, std::move(names), options.patch)));
+  return std::shared_ptr<const VideoStore>(new VideoStore(videos, std::move(names), options.patch));
 }
 
 std::shared_ptr<const VideoStore> VideoStore::from_frames(const std::vector<at::Tensor>& videos,
                                                           VideoGrid patch) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < videos.size(); ++i) names.push_back(fmt::format("video {}", i));
-  return std::shared_ptr<const VideoStore>(new VideoStore(Impl::make(videos, std::move(names), patch)));
+  return std::shared_ptr<const VideoStore>(new VideoStore(videos, std::move(names), patch));
 }
 
-std::int64_t VideoStore::num_videos() const { return static_cast<std::int64_t>(impl_->grids.size()); }
-VideoGrid VideoStore::grid(std::int64_t video) const { return impl_->grid(video); }
-std::int64_t VideoStore::num_tokens(std::int64_t video) const { return impl_->grid(video).count(); }
-std::int64_t VideoStore::first_token(std::int64_t video) const {
-  impl_->check_video(video);
-  return impl_->first[static_cast<std::size_t>(video)];
+std::size_t VideoStore::index(std::int64_t video) const {
+  if (video < 0 || video >= num_videos())
+    refuse("video", std::to_string(video), fmt::format("0 to {}", num_videos() - 1),
+           "Give the number of a video of this store");
+  return static_cast<std::size_t>(video);
 }
-std::int64_t VideoStore::num_tokens() const { return impl_->first.back(); }
-VideoGrid VideoStore::patch() const { return impl_->patch; }
+
+at::Tensor VideoStore::checked(const at::Tensor& tokens) const {
+  if (tokens.dim() != 1 || tokens.scalar_type() != at::kLong)
+    refuse("tokens of videos", c10::str(c10::toString(tokens.scalar_type()), " ", tokens.sizes()),
+           "[T] int64", "Pass a batch of a video loader");
+  const at::Tensor numbers = tokens.cpu().contiguous();
+  if (numbers.numel() == 0) return numbers;
+  const auto [least, most] = at::aminmax(numbers);
+  if (least.item<std::int64_t>() < 0 || most.item<std::int64_t>() >= first_.back())
+    refuse("tokens of videos", fmt::format("{} to {}", least.item<std::int64_t>(), most.item<std::int64_t>()),
+           fmt::format("0 to {}, those of the store's videos", first_.back() - 1),
+           "Pass batches that a loader made of this store");
+  return numbers;
+}
+
 VideoGrid VideoStore::largest() const {
   VideoGrid most;
-  for (const VideoGrid& grid : impl_->grids)
+  for (const VideoGrid& grid : grids_)
     most = {std::max(most.t, grid.t), std::max(most.h, grid.h), std::max(most.w, grid.w)};
   return most;
 }
-std::int64_t VideoStore::patch_elements() const { return 3 * impl_->patch.count(); }
-std::string VideoStore::name(std::int64_t video) const {
-  impl_->check_video(video);
-  return impl_->names[static_cast<std::size_t>(video)];
-}
-std::uint64_t VideoStore::fingerprint() const { return impl_->fingerprint; }
 
 at::Tensor VideoStore::patches(const at::Tensor& tokens, at::ScalarType dtype) const {
-  const at::Tensor bytes = impl_->bytes.index_select(0, impl_->checked(tokens));
+  const at::Tensor bytes = bytes_.index_select(0, checked(tokens));
   return bytes.to(dtype == at::kDouble ? at::kDouble : at::kFloat).mul_(2.0 / 255).sub_(1).to(dtype);
 }
 
 at::Tensor VideoStore::coordinates(const at::Tensor& tokens) const {
-  const at::Tensor numbers = impl_->checked(tokens);
+  const at::Tensor numbers = checked(tokens);
   at::Tensor result = at::empty({numbers.numel(), 3}, at::kLong);
   const auto* token = numbers.const_data_ptr<std::int64_t>();
   auto* to = result.mutable_data_ptr<std::int64_t>();
-  const auto& first = impl_->first;
   for (std::int64_t i = 0; i < numbers.numel(); ++i, to += 3) {
-    const auto video = std::upper_bound(first.begin(), first.end(), token[i]) - first.begin() - 1;
-    const VideoGrid& grid = impl_->grids[static_cast<std::size_t>(video)];
-    std::ranges::copy(grid.place_of(token[i] - first[static_cast<std::size_t>(video)]), to);
+    const auto video = std::upper_bound(first_.begin(), first_.end(), token[i]) - first_.begin() - 1;
+    const VideoGrid& grid = grids_[static_cast<std::size_t>(video)];
+    std::ranges::copy(grid.place_of(token[i] - first_[static_cast<std::size_t>(video)]), to);
   }
   return result;
 }

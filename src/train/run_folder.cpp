@@ -333,9 +333,9 @@ Resumed resume_run(const Task& task, Group& group) {
            "Give back the data this run was started with, or train from these weights anew: "
            "model.load = \"" +
                resumed.directory.string() + "\"");
-  const ShapeKeys shape = task.saved_shape(resumed.directory);
+  const ShapeKeys shape = task.shape(resumed.directory);
   const std::map<std::string, std::string> saved(shape.begin(), shape.end());
-  for (const auto& [key, value] : task.shape())
+  for (const auto& [key, value] : task.shape({}))
     if (const auto found = saved.find(key); found != saved.end()) same(key, value, found->second);
   return resumed;
 }

@@ -442,20 +442,6 @@ class ScorerTask : public Task {
     return task;
   }
 
-  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    return std::make_unique<RowLoader>(
-        data_, data_->train,
-        SamplerOptions{.samples = static_cast<std::int64_t>(data_->train.size()),
-                       .samples_per_step = config().batch.rows_per_step,
-                       .rank = rank,
-                       .size = size,
-                       .seed = seed()});
-  }
-  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
-    if (data_->validation.empty()) return nullptr;
-    return all_at_once(data_, data_->validation, rank, size);
-  }
-
   TaskFacts facts() const override {
     const ShapeKeys keys = values_of(config(), "batch.rows_per_step ranking.loss ranking.queue_size");
     std::map<std::string, std::string> order(keys.begin(), keys.end());
@@ -491,9 +477,8 @@ class ScorerTask : public Task {
     if (repeatable_) model->fix_queue(queued_);
     return model;
   }
-  ShapeKeys shape() const override { return shape_keys(own_shape()); }
-  ShapeKeys saved_shape(const fs::path& directory) const override {
-    return shape_keys(read_shape(directory));
+  ShapeKeys shape(const fs::path& directory) const override {
+    return shape_keys(directory.empty() ? own_shape() : read_shape(directory));
   }
 
   // Figures over all held-out rows, or over the training rows if there are none. Each rank scores its part.
@@ -572,6 +557,17 @@ class ScorerTask : public Task {
             .hidden = config().model.scorer_units,
             .layers = config().model.scorer_layers,
             .output_bias = loss != "smooth_ap" && loss != "pauc_pairwise"};  // which see differences alone
+  }
+  std::unique_ptr<BatchLoader> loader_of(bool training, int rank, int size) const override {
+    if (!training && data_->validation.empty()) return nullptr;
+    if (!training) return all_at_once(data_, data_->validation, rank, size);
+    return std::make_unique<RowLoader>(
+        data_, data_->train,
+        SamplerOptions{.samples = static_cast<std::int64_t>(data_->train.size()),
+                       .samples_per_step = config().batch.rows_per_step,
+                       .rank = rank,
+                       .size = size,
+                       .seed = seed()});
   }
   std::string describe_rank(MicroBatches own, int rank) const override {
     const Batch& batch = own[0];

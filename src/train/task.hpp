@@ -157,9 +157,13 @@ class Task {
   virtual std::unique_ptr<Task> under(const RunConfig& config) const = 0;
 
   // ---- data ----
-  virtual std::unique_ptr<BatchLoader> make_loader(int rank, int size) const = 0;
+  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const {
+    return loader_of(/*training=*/true, rank, size);
+  }
   // Its first step is the whole evaluation: at most train.evaluate_packs packs. Null: nothing is held out.
-  virtual std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const = 0;
+  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const {
+    return loader_of(/*training=*/false, rank, size);
+  }
   // Options for splitting a micro-batch over context-parallel ranks: `causal` and `token_cost` of the model.
   virtual CutOptions cut_options() const { return {}; }
   // The model's attention heads and key heads, which Ulysses splits over ranks.
@@ -182,9 +186,8 @@ class Task {
   // state.
   virtual std::shared_ptr<TaskModel> shape_model(const std::filesystem::path& directory,
                                                  at::ScalarType dtype) const = 0;
-  // Shape of this run's model and of a checkpoint's. An error names the key that differs.
-  virtual ShapeKeys shape() const = 0;
-  virtual ShapeKeys saved_shape(const std::filesystem::path& directory) const = 0;
+  // Shape of a checkpoint's model; empty: of this run's.
+  virtual ShapeKeys shape(const std::filesystem::path& directory) const = 0;
 
   // ---- human-readable results ----
   // Figures of the model in addition to its validation loss, by name. Collective.
@@ -205,6 +208,7 @@ class Task {
   RunConfig micro_sized(int ranks, std::int64_t step) const;
 
  private:
+  virtual std::unique_ptr<BatchLoader> loader_of(bool training, int rank, int size) const = 0;
   // For describe_step(): all ranks, by rank 0's loader, or rank by rank.
   virtual std::string describe(const BatchLoader& loader, LoaderPosition at, int ranks) const;
   virtual std::string describe_rank(MicroBatches /*own*/, int /*rank*/) const { return {}; }

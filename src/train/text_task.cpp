@@ -533,22 +533,6 @@ class TextTask : public Task {
     return std::make_unique<TextTask>(config, corpus_);
   }
 
-  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    LoaderOptions options = loader_options(rank, size);
-    options.packs_per_step = config().batch.packs_per_step;
-    options.shuffle_packs = config().data.shuffle_packs;
-    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.train, options);
-  }
-
-  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
-    if (corpus_.split.validation.empty()) return nullptr;
-    LoaderOptions options = loader_options(rank, size);
-    options.packs_per_step = config().train.evaluate_packs;
-    options.shuffle = false;  // in document order
-    options.read_ahead = false;
-    return std::make_unique<TextLoader>(corpus_.tokens, corpus_.split.validation, options);
-  }
-
   CutOptions cut_options() const override { return {.token_cost = 6 * shape_.hidden}; }
 
   std::pair<std::int64_t, std::int64_t> heads() const override {
@@ -587,9 +571,8 @@ class TextTask : public Task {
         directory.empty() ? shape_ : with_marks(read_hf_config(directory), corpus_.tokenizer.get());
     return std::make_shared<TextModel>(DecoderLM::without_values(shape, dtype), config(), corpus_.tokenizer);
   }
-  ShapeKeys shape() const override { return shape_keys(shape_); }
-  ShapeKeys saved_shape(const fs::path& directory) const override {
-    return shape_keys(read_hf_config(directory));
+  ShapeKeys shape(const fs::path& directory) const override {
+    return shape_keys(directory.empty() ? shape_ : read_hf_config(directory));
   }
 
   bool shows_model() const override { return corpus_.tokenizer && config().sample.tokens > 0; }
@@ -605,14 +588,22 @@ class TextTask : public Task {
   PlainLoss plain_loss() const override { return {.name = "cross_entropy"}; }
 
  private:
-  LoaderOptions loader_options(int rank, int size) const {
-    return {.pack_length = config().data.pack_length,
-            .packs_per_micro_batch = config().batch.packs_per_micro_batch,
-            .seed = seed(),
-            .rank = rank,
-            .size = size};
+  std::unique_ptr<BatchLoader> loader_of(bool training, int rank, int size) const override {
+    const auto& documents = training ? corpus_.split.train : corpus_.split.validation;
+    if (!training && documents.empty()) return nullptr;
+    const auto& batch = config().batch;
+    return std::make_unique<TextLoader>(
+        corpus_.tokens, documents,
+        LoaderOptions{.pack_length = config().data.pack_length,
+                      .packs_per_step = training ? batch.packs_per_step : config().train.evaluate_packs,
+                      .packs_per_micro_batch = batch.packs_per_micro_batch,
+                      .seed = seed(),
+                      .shuffle = training,
+                      .shuffle_packs = training && config().data.shuffle_packs,
+                      .rank = rank,
+                      .size = size,
+                      .read_ahead = training});
   }
-  // All packs at once, with the ranks that take them.
   std::string describe(const BatchLoader& loader, LoaderPosition at, int) const override {
     return describe_packs(static_cast<const TextLoader&>(loader).packs(at), *corpus_.tokens,
                           corpus_.tokenizer.get());

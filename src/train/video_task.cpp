@@ -309,14 +309,6 @@ class VideoTask : public Task {
     return std::make_unique<VideoTask>(config, store_, split_);
   }
 
-  std::unique_ptr<BatchLoader> make_loader(int rank, int size) const override {
-    return loader(split_.train, config().batch.videos_per_step, true, rank, size);
-  }
-  std::unique_ptr<BatchLoader> make_validation_loader(int rank, int size) const override {
-    if (split_.validation.empty()) return nullptr;
-    return loader(split_.validation, config().train.evaluate_packs, false, rank, size);
-  }
-
   CutOptions cut_options() const override {
     return {.causal = false, .token_cost = 6 * shape_of_model().hidden};
   }
@@ -362,9 +354,8 @@ class VideoTask : public Task {
     const VideoDiTConfig shape = directory.empty() ? shape_of_model() : read_video_shape(directory);
     return std::make_shared<VideoModel>(VideoDiT::without_values(shape, dtype), store_, config());
   }
-  ShapeKeys shape() const override { return shape_keys(shape_of_model()); }
-  ShapeKeys saved_shape(const fs::path& directory) const override {
-    return shape_keys(read_video_shape(directory));
+  ShapeKeys shape(const fs::path& directory) const override {
+    return shape_keys(directory.empty() ? shape_of_model() : read_video_shape(directory));
   }
 
   Showing show(TaskModel& model, const Outcome&, const Outcome*) const override {
@@ -382,16 +373,19 @@ class VideoTask : public Task {
   }
 
  private:
-  std::unique_ptr<VideoLoader> loader(const std::vector<std::int64_t>& videos, std::int64_t per_step,
-                                      bool shuffle, int rank, int size) const {
+  std::unique_ptr<BatchLoader> loader_of(bool training, int rank, int size) const override {
+    const auto& videos = training ? split_.train : split_.validation;
+    if (!training && videos.empty()) return nullptr;
+    const auto& batch = config().batch;
     return std::make_unique<VideoLoader>(
         store_, videos,
-        VideoLoaderOptions{.videos_per_step = per_step,
-                           .tokens_per_micro_batch = config().batch.tokens_per_micro_batch,
-                           .seed = seed(),
-                           .shuffle = shuffle,
-                           .rank = rank,
-                           .size = size});
+        VideoLoaderOptions{
+            .videos_per_step = training ? batch.videos_per_step : config().train.evaluate_packs,
+            .tokens_per_micro_batch = batch.tokens_per_micro_batch,
+            .seed = seed(),
+            .shuffle = training,
+            .rank = rank,
+            .size = size});
   }
   std::string describe_rank(MicroBatches own, int rank) const override {
     std::string text;
