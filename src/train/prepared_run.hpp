@@ -44,8 +44,8 @@ class CutBatches {
 
 class PreparedRun {
  public:
-  // From fresh weights, or from checkpoint.resume. `accepted`: called once every rank has accepted the
-  // configuration. Collective; ConfigError on every rank.
+  // From fresh weights, or from checkpoint.resume. Keeps references to configuration and world. `accepted`:
+  // called once every rank has accepted the configuration. Collective; ConfigError on every rank.
   PreparedRun(const RunConfig& run_config, World& run_world,
               const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward = {},
               const std::function<void()>& accepted = {});
@@ -66,7 +66,7 @@ class PreparedRun {
   const Layout* placed() const { return placed_ ? &*placed_ : nullptr; }  // null: each rank has a whole model
   DataParallelPlan plan() const { return plan_of(config, *layout, rounds, world.group); }
 
-  const RunConfig config;
+  const RunConfig& config;
   World& world;
   const at::Device device;
   std::unique_ptr<Task> task{};

@@ -56,10 +56,11 @@ std::string dumped(const nlohmann::json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-using Named = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
+using KeyValues = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
 
 // Collective: throws on all ranks where a value is not that of rank 0.
-void refuse_others(const Named& own, Group& world, const std::string& expected, const std::string& action) {
+void refuse_others(const KeyValues& own, Group& world, const std::string& expected,
+                   const std::string& action) {
   std::string text;
   for (const auto& [name, value] : own) text += value + '\n';
   const std::string first = broadcast_text(world, text);
@@ -141,7 +142,7 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
 
 void check_same_configuration(const RunConfig& config, Group& world) {
   if (world.size() == 1) return;
-  Named own;
+  KeyValues own;
   for (const ConfigKey& key : config_keys())
     if (key.ranks == Ranks::kAlike) own.emplace_back(key.name, toml_text(key.get(config)));
   // No key: who multiplies. What several ranks compute alike, as those of tp do, must be the same bits.
@@ -154,10 +155,10 @@ void check_same_configuration(const RunConfig& config, Group& world) {
 
 void check_same_data(const TaskFacts& facts, Group& world) {
   if (world.size() == 1) return;
-  Named own = {{"data.tokenizer", toml_text(facts.tokenizer)},
-               {"training " + facts.documents, std::to_string(facts.train_documents)},
-               {"validation " + facts.documents, std::to_string(facts.validation_documents)},
-               {facts.tokens + " of all data", std::to_string(facts.num_tokens)}};
+  KeyValues own = {{"data.tokenizer", toml_text(facts.tokenizer)},
+                   {"training " + facts.documents, std::to_string(facts.train_documents)},
+                   {"validation " + facts.documents, std::to_string(facts.validation_documents)},
+                   {facts.tokens + " of all data", std::to_string(facts.num_tokens)}};
   for (const auto& [name, value] : facts.order) own.emplace_back(name, toml_text(value));
   refuse_others(own, world, "the same data on all ranks",
                 "Copy the same files to every host, whatever their paths there");

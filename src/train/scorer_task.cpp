@@ -640,6 +640,7 @@ const TaskKind& scorer_kind() {
       .tokens = "rows",
       .smaller = "batch.rows_per_step",
       .per_step = &decltype(RunConfig::batch)::rows_per_step,
+      .per_micro_batch = nullptr,
       .keys = key_table::scorer_keys,
       .unused = {{"sample.", "model.kind is \"scorer\", which generates no text"}},
       .check_ranks = check_scorer,

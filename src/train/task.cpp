@@ -94,9 +94,10 @@ std::string Task::describe(const BatchLoader&, LoaderPosition at, int ranks) con
 RunConfig Task::micro_sized(int ranks, std::int64_t step) const {
   constexpr std::int64_t kPack = 64;  // tokens
   RunConfig micro = config_;
-  micro.batch.*kind_of(micro).per_step = ranks + 1;
-  micro.batch.packs_per_micro_batch = micro.batch.tokens_per_micro_batch = 1;
-  micro.data.pack_length = std::min(micro.data.pack_length, kPack);
+  const TaskKind& kind = kind_of(micro);
+  micro.batch.*kind.per_step = ranks + 1;
+  if (kind.per_micro_batch) micro.batch.*kind.per_micro_batch = 1;
+  micro.data.pack_length = std::min(micro.data.pack_length, kPack);  // of text
   micro.run.seed += step;
   return micro;
 }

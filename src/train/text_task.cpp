@@ -698,6 +698,7 @@ const TaskKind& text_kind() {
       .tokens = "tokens",
       .smaller = "batch.packs_per_micro_batch or data.pack_length",
       .per_step = &decltype(RunConfig::batch)::packs_per_step,
+      .per_micro_batch = &decltype(RunConfig::batch)::packs_per_micro_batch,
       .keys = key_table::text_keys,
       .of_no_other = {{"loss.balance", kOnlyOfRouters},
                       {"loss.router_z", kOnlyOfRouters},

@@ -502,6 +502,7 @@ const TaskKind& video_kind() {
       .tokens = "patches",
       .smaller = "batch.tokens_per_micro_batch, video.height or video.max_frames",
       .per_step = &decltype(RunConfig::batch)::videos_per_step,
+      .per_micro_batch = &decltype(RunConfig::batch)::tokens_per_micro_batch,
       .keys = key_table::video_keys,
       .unused = {{"model.",
                   kNotOfVideos,
