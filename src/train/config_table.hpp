@@ -59,8 +59,6 @@ struct ConfigSection {
 };
 const std::vector<ConfigSection>& config_sections();  // in the order of the documentation
 
-std::string type_name(const ConfigValue& value);  // "integer", "list of texts", ...
-std::string allowed_text(const ConfigKey& key);   // "integer, at least 1"; with what it may be
 std::string toml_text(const ConfigValue& value);  // as written in a TOML file
 // Why the value is refused, or nothing. The alternative is already the key's.
 std::optional<std::string> refusal(const ConfigKey& key, const ConfigValue& value);
