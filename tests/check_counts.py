@@ -36,7 +36,7 @@ def counts():
     functions = re.findall(r"^(?!#|//|using|namespace|  |\}|return)[\w:<>,&*\[\] ]+?\b(\w+)\([^;{]*\)?[^;{]*[;{]", headers, re.M)
     types = re.findall(r"^(?:class|struct|enum class) (\w+)[^;]*\{", headers, re.M)
     return {
-        "configuration keys": len(re.findall(r"\bKEY\w*\(\s*\"", text("src/**/*.cpp"))),
+        "configuration keys": len(re.findall(r"\bKEY\(\s*\"?[a-z_]+\.|\bNAMED_KEY\(", text("src/**/*.cpp"))),
         "environment variables": len(set(re.findall(r'"(ISOGRAD_[A-Z_]+)"', code))),
         "findings": len(re.findall(r"^\| `\w+` \|", diagnoses, re.M)),
         "commands": len(re.findall(r"add_subcommand\(\s*\"", commands)) + len(re.findall(r"\b(?:verb|model_parallel)\(\s*\"", benches)),

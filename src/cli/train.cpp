@@ -37,7 +37,7 @@ double proof_seconds(const FinishedRun& run) {
       static_cast<double>(run.micro_batches * grid_of(run.config, run.world.size).size(kSampleAxes));
   double passes = slower * (1 + 3 / samples + (4 + kForward) / micro_batches);
   if (!fp64 && run.model.choose_experts({})) passes += kForward * (slower + 1);
-  // What ranks do at the same time one process does alone, with as many threads as a rank has.
+  // One process does alone what ranks do at the same time, with as many threads as a rank has.
   const double threads = at::get_num_threads(), cores = std::thread::hardware_concurrency();
   const double at_once = std::clamp(cores / threads, 1.0, static_cast<double>(run.world.size));
   return run.step_seconds * (at_once * passes + slower + (fp64 ? 1 : 2));

@@ -143,7 +143,7 @@ class Work final : public CapturedWork {
   }
 
  private:
-  // What a recording is made of.
+  // Forward and backward, of which a recording is made.
   at::Tensor pass(const FixedBatch& batch, const ForwardLossTerms& forward, const Look& look) {
     const FixedShapes mark(true);
     const LossTerms given = forward(batch.batch());

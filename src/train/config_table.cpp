@@ -780,7 +780,7 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
   std::optional<std::string> best;
   std::size_t least = near_enough(text) + 1;
   for (const auto& candidate : candidates) {
-    // A right key in a wrong section is near. So many characters more cannot be within `least` edits.
+    // A right key in a wrong section is near. A longer difference cannot be within `least` edits.
     const bool same_key = last_name(candidate) == last_name(text) && candidate.find('.') != std::string::npos;
     const std::size_t longer = std::max(candidate.size(), text.size()),
                       shorter = candidate.size() + text.size() - longer;

@@ -1,4 +1,4 @@
-// What a run costs: a rank's memory, its traffic and its FLOPs, measured and by formula.
+// The costs of a run: memory, traffic and FLOPs of a rank, measured and by formula.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// What ranks must agree on: failures of work that one rank does for all, configuration, data, a stop.
+// Ranks agree: on failures of work that one rank does for all, configuration, data, a stop.
 #pragma once
 
 #include <functional>

@@ -23,7 +23,7 @@
 namespace isograd {
 namespace {
 
-// What the ranks of a step add up in the message of its norm.
+// The sums over the ranks of a step that travel in the message of its norm.
 struct StepMessage {
   double loss = 0;
   double local_means = 0;  // ranks that have found a mean of a micro-batch
