@@ -268,8 +268,7 @@ void RunFolder::check() const {
          std::string(there ? "a folder whose LOCK" : "a folder that") +
              " was removed or moved while the run wrote to it",
          "the folder that the run began in, and its LOCK, which keeps other runs out",
-         "Put it back and continue from its last checkpoint (--set checkpoint.resume=latest), or "
-         "start anew");
+         "Put it back and continue from its last checkpoint (--set checkpoint.resume=latest), or start anew");
 }
 
 // ---- continuing a run ----
@@ -330,8 +329,7 @@ Resumed resume_run(const Task& task, Group& group) {
     refuse("data", fmt::format("{} {} and {} {}", now.documents, facts.documents, now.tokens, facts.tokens),
            fmt::format("{} {} and {} {}, as in checkpoint {}", then.documents, facts.documents, then.tokens,
                        facts.tokens, resumed.directory.string()),
-           "Give back the data this run was started with, or train from these weights anew: "
-           "model.load = \"" +
+           "Give back the data this run was started with, or train from these weights anew: model.load = \"" +
                resumed.directory.string() + "\"");
   const ShapeKeys shape = task.shape(resumed.directory);
   const std::map<std::string, std::string> saved(shape.begin(), shape.end());
