@@ -9,6 +9,7 @@
 #include "base/files.hpp"
 #include "bench/cases/step_case.hpp"
 #include "bench/runner.hpp"
+#include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/world.hpp"
