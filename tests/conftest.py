@@ -121,13 +121,23 @@ def warm(installed):
     return warm_python.python(str(installed))
 
 
-def run_python(python, *arguments, timeout=300, **variables):
+def on_loopback(**variables):
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+
+
+def run_python(python, *arguments, timeout=300, cwd=ROOT / "tests/python_package", **variables):
     """The standard output of a program of tests/python_package, or of another one."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
-    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=environment, cwd=ROOT / "tests/python_package",
+    done = subprocess.run([str(python), "-W", "ignore", *map(str, arguments)], env=on_loopback(**variables), cwd=cwd,
                           capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def two_ranks(python, program, *arguments, **variables):
+    """[(output, errors, status)] of two processes of the program; its first argument is the rank."""
+    ranks = [subprocess.Popen([str(python), "-W", "ignore", "-c", program, str(rank), *map(str, arguments)], text=True,
+                              env=on_loopback(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    return [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
 
 
 def pytest_configure(config):

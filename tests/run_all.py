@@ -1,9 +1,9 @@
 """Runs every test and closes with one count.
 
-CTest runs the GoogleTest executables (one a room) and the script checks, two at a time; pytest runs tests/test_*.py
-against the built command line at the same time; when it is done, three of the others run at a time. The counts come
-from the runners' own JUnit files, so a test that did not run is not counted as passed. `N passed, N failed, N skipped`
-is the last line; a skip must name the missing capability.
+Three at a time: two of pytest, for tests/test_*.py against the built command line, and one of CTest, for the GoogleTest
+executables (one a room) and the script checks; those of pytest go on with the others when they are done. The counts come
+from the runners' own JUnit files, so a test that did not run is not counted as passed. `N passed, N failed, N skipped` is
+the last line; a skip must name the missing capability.
 """
 import argparse
 import json
@@ -65,12 +65,20 @@ def cases_of(executable):
     return cases
 
 
-def run_pytest(results, match):
-    """The Python tests; what they print is shown after CTest's. The exit status."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--junitxml", str(results / "pytest.xml"), "tests"]
+def python_files():
+    """The files of each of the two: those that share a wheel and a warm Python (tests/warm_python.py), and the others."""
+    parts = [], []
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        parts[not re.search(r"\b(warm|warm_python|installed|wheel)\b", path.read_text())].append(str(path))
+    return parts
+
+
+def run_pytest(results, name, files, match):
+    """The exit status. The output is shown after CTest's."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--junitxml", str(results / f"{name}.xml"), *files]
     if match:
         command += ["-k", match]
-    with (results / "pytest.log").open("w") as log:
+    with (results / f"{name}.log").open("w") as log:
         return subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=log,
                               stderr=subprocess.STDOUT).returncode
 
@@ -147,15 +155,17 @@ def main():
         again = tuple(f"_as_{level}" for level in (*processors.LEVELS, *processors.INTEL))
         tests = {name: cases for name, cases in tests.items() if not name.endswith(again)}
     queue = Tests(build, results, tests, options.verbose)
-    python = []
+    python = {}
 
-    def python_first():
-        python.append(run_pytest(results, options.match))
+    def python_first(name, files):
+        python[name] = run_pytest(results, name, files, options.match)
         queue.run()
     # Three at a time on two processors: each waits for some of its time, for ranks that start and for timeouts.
-    workers = [threading.Thread(target=queue.run) for _ in range(2)]
-    if not options.rooms_only:
-        workers.append(threading.Thread(target=python_first))
+    if options.rooms_only:
+        workers = [threading.Thread(target=queue.run) for _ in range(2)]
+    else:
+        workers = [threading.Thread(target=python_first, args=(f"pytest-{number}", files)) for number, files in enumerate(python_files())]
+        workers.append(threading.Thread(target=queue.run))
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -170,12 +180,12 @@ def main():
             rows += [("ctest", *row[1:]) for row in read_junit(whole)]
     if queue.failed or not (tests or match):
         broken.append("ctest")  # a crash leaves no JUnit rows behind, but never a zero status
-    if python:
-        print((results / "pytest.log").read_text(errors="replace"), end="", flush=True)
-        if (results / "pytest.xml").exists():
-            rows += read_junit(results / "pytest.xml")
-        if python[0] not in (0, 5 if match else 0):
-            broken.append("pytest")
+    for name, status in sorted(python.items()):
+        print((results / f"{name}.log").read_text(errors="replace"), end="", flush=True)
+        if (results / f"{name}.xml").exists():
+            rows += read_junit(results / f"{name}.xml")
+        if status not in (0, 5 if match else 0):
+            broken.append(name)
 
     failed = [row for row in rows if row[3] is not None]
     skipped = [row for row in rows if row[3] is None and row[4] is not None]

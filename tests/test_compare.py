@@ -4,13 +4,12 @@ kind are simulated in one process, from the parts of the gradient that their mic
 import atexit
 import copy
 import functools
+import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 
@@ -18,7 +17,7 @@ import jsonschema
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import FULL, ROOT, by_turns, full, isograd
+from conftest import FULL, ROOT, by_turns, full, isograd, run_python
 from safetensors.torch import load_file, save_file
 import warm_python
 
@@ -44,9 +43,7 @@ def verdict(folder, *arguments, status=None):
 # ---- real trainers ----
 
 def python(*command):
-    done = subprocess.run([warm_python.python(), "-W", "ignore", *map(str, command)], cwd=WRITERS, text=True,
-                          capture_output=True, timeout=240, env=dict(os.environ, OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(warm_python.python(), *command, cwd=WRITERS)
 
 
 @functools.cache
@@ -308,12 +305,6 @@ class Steps:
         more = ["--alone", self.folder / "alone"] if alone else []
         return verdict(self.folder, self.folder / "run", self.folder / "one", *more)
 
-    def applied(self, side, make):
-        """Writes what was taken away, by name and gradient, into the dump `run` or `one`."""
-        gradients = load_file(self.folder / side / "gradients.safetensors")
-        save_file({name: make(name, g).contiguous() for name, g in gradients.items()},
-                  self.folder / side / "applied.safetensors")
-
 
 def of_rank(rank):
     return sum(UNEVEN[rank])
@@ -425,36 +416,14 @@ def test_a_count_that_is_not_recorded_is_no_number(tmp_path, targets):
 
 
 def test_the_update_is_checked_against_the_gradient(tmp_path):
+    """Other updates, and references whose own contradicts their gradient: src/verify/diagnosis_test.cpp."""
     steps = Steps(tmp_path).reference(clip_coefficient=0.5).run(clip_coefficient=0.5)
     assert steps.verdict()[0] == []
-    for found, make in [
-            ([], lambda name, g: g / 2), (["clip_not_applied"], lambda name, g: g),
-            (["groups_clipped_apart"], lambda name, g: g / (2 if "up" in name else 4)),
-            (["optimizer_differs"], lambda name, g: g * 1.7), (["optimizer_differs"], lambda name, g: torch.randn_like(g)),
-            (["optimizer_differs"], lambda name, g: g / 2 + torch.randn_like(g) * g.norm() / g.numel() ** 0.5),
-            (["not_finite"], lambda name, g: g * math.nan)]:
-        steps.run(clip_coefficient=0.5).applied("run", make)
+    for found, make in [([], lambda g: g / 2), (["clip_not_applied"], lambda g: g), (["optimizer_differs"], lambda g: g * 1.7),
+                        (["not_finite"], lambda g: g * math.nan)]:
+        gradients = load_file(tmp_path / "run/gradients.safetensors")
+        save_file({name: make(g).contiguous() for name, g in gradients.items()}, tmp_path / "run/applied.safetensors")
         assert steps.verdict()[0] == found
-
-
-def test_a_reference_whose_update_contradicts_its_gradient(tmp_path):
-    steps = Steps(tmp_path).reference(clip_coefficient=0.5).run(clip_coefficient=0.5)
-    gradients = load_file(tmp_path / "one/gradients.safetensors")
-    swapped = {"blocks.0.up.weight": "blocks.1.up.weight", "blocks.1.up.weight": "blocks.0.up.weight"}
-    weights = dict(base().named_parameters())
-    for sides in (["one"], ["one", "run"]):
-        for found, make in [([], lambda name, g: g / 2), (["clip_not_applied"], lambda name, g: g),
-                            (["optimizer_differs"], lambda name, g: -g / 2),
-                            (["groups_clipped_apart"], lambda name, g: g / (2 if "up" in name else 4)),
-                            (["optimizer_differs"], lambda name, g: gradients[swapped.get(name, name)] / 2)]:
-            for side in sides:
-                steps.applied(side, make)
-            ids, text, _ = steps.verdict()
-            assert ids == found * len(sides) and (not ids or "reference contradicts itself" in text), (sides, text)
-    # Weight decay, where both say what was taken away.
-    for side in ("one", "run"):
-        steps.applied(side, lambda name, g: g / 2 + 0.1 * weights[name].detach() * (g.dim() > 1))
-    assert steps.verdict()[0] == []
 
 
 def test_figures_and_ranks_that_are_wrong_fail(tmp_path):
@@ -466,14 +435,11 @@ def test_figures_and_ranks_that_are_wrong_fail(tmp_path):
     def ranks(one, other):
         return {"ranks": [one, one, other]}  # 3, as the axes say
     for identity, cases in {
-            "not_finite": [{"loss": math.nan}, {"norm": math.nan}, {"clip_coefficient": math.nan}, {"loss": math.inf},
-                           {"norm": math.inf}, {"terms": {"a": "nan"}},
-                           *(ranks({"norm": right}, {"norm": right, key: "nan"})
-                             for key in ("norm", "spread", "owned_norm", "bytes_moved"))],
+            "not_finite": [{"loss": math.nan}, {"norm": math.inf}, {"terms": {"a": "nan"}},
+                           ranks({"norm": right}, {"norm": right, "spread": "nan"})],
             "loss_differs": [{"loss": 1.0}], "clip_differs": [{"clip_coefficient": 0.4}],
-            "norm_differs": [{"norm": right * 1.1}, ranks({"norm": right}, {"norm": right * 1.2})],
-            "replicas_differ": [ranks({"gradients": hashes}, {"gradients": others}),
-                                ranks({"norm": right}, {"norm": right, "spread": 0.1})],
+            "norm_differs": [ranks({"norm": right}, {"norm": right * 1.2})],
+            "replicas_differ": [ranks({"gradients": hashes}, {"gradients": others})],
             "sum_order_depends_on_rank": [ranks({"gradients": hashes, "spread": 0}, {"gradients": others, "spread": 1e-15})],
             "initial_parameters_differ": [ranks({"initial": hashes}, {"initial": others})],
             None: [ranks({"gradients": hashes, "norm": right}, {"gradients": hashes, "norm": right})],
@@ -539,7 +505,7 @@ def test_a_matrix_that_is_off_shows_with_a_reference_in_bf16(tmp_path):
     assert ids == ["unresolved"] and "in a single one" in text.splitlines()[0], text
     matrices = [name for name, p in base().named_parameters() if p.dim() > 1]
     assert all(p["scale_found"] < 0.2 for p in document["parameters"] if p["name"] in matrices), document["parameters"]
-    for name, factor in [(name, factor) for name in matrices for factor in (1.3, 0.7)]:
+    for name, factor in itertools.product(matrices if FULL else matrices[::3], (1.3, 0.7)):
         ids, text, _ = steps.run(change=lambda g: g[name].mul_(factor), norm=None).verdict()
         assert ids == ["some_parameters_scaled"], (name, factor, text)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import warm_python
-from conftest import BINARY, FULL, ROOT, isograd, ran
+from conftest import BINARY, FULL, ROOT, isograd, ran, run_python
 
 
 def quoted_blocks(markdown):
@@ -52,9 +52,7 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
     for command in (["one_device.py", "--ranks", "3", "--dump", tmp_path / "dumps/one"],
                     ["-m", "torch.distributed.run", "--nproc-per-node", "3", "ddp.py", "--loss", "mean", "--dump",
                      tmp_path / "dumps/mean"]):
-        done = subprocess.run([warm_python.python(), *map(str, command)], cwd=trainers, capture_output=True, text=True,
-                              timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
-        assert done.returncode == 0, done.stderr
+        run_python(warm_python.python(), *command, cwd=trainers)
     command, shown = output_of("README.md")
     done = isograd(*command, cwd=tmp_path, status=1)
     printed = [said(line) for line in done.stdout.splitlines()]

@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import BINARY, BUILD, ROOT, full
+from conftest import BINARY, BUILD, ROOT, full, two_ranks
 
 
 def run(python, *arguments, status=0, **environment):
@@ -57,12 +57,8 @@ os._exit(0)  # DETAIL's Gloo threads may abort a process that is taken down in o
 @pytest.mark.parametrize("backend, debug", [full("isograd", "OFF"), ("cpu:isograd", "DETAIL")])
 def test_the_backend_comes_with_the_import(installed, tmp_path, backend, debug):
     program = RANK.format(backend=backend, store=tmp_path / "store")
-    environment = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISTRIBUTED_DEBUG=debug)
-    ranks = [subprocess.Popen([str(installed), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    for rank in ranks:
-        output, errors = rank.communicate(timeout=60)
-        assert rank.returncode == 0 and output == "[3.0, 3.0, 3.0] [2.0, 2.0, 2.0, 2.0] True\n", output + errors
+    for output, errors, status in two_ranks(installed, program, TORCH_DISTRIBUTED_DEBUG=debug):
+        assert status == 0 and output == "[3.0, 3.0, 3.0] [2.0, 2.0, 2.0, 2.0] True\n", output + errors
 
 
 @pytest.mark.parametrize("first, second", [("isograd", "isograd_comm"), full("isograd_comm", "isograd")])

@@ -6,10 +6,9 @@ import json
 import os
 import re
 import socket
-import subprocess
 
 import pytest
-from conftest import FULL, ROOT, full, run_python
+from conftest import FULL, ROOT, full, run_python, two_ranks
 
 PROGRAMS = ROOT / "tests/python_package"
 # Under DDP or FSDP2, with the name that the verdict has to give.
@@ -253,13 +252,9 @@ with isograd.watch(model, None, micro_batches=[[torch.ones(3)]], loss=lambda m, 
 
 @pytest.mark.parametrize("backend", ["gloo", full("isograd")])
 def test_an_exception_ends_also_who_waits_inside_the_step(warm, tmp_path, backend):
-    program = FAILS.format(backend=backend, store=tmp_path / "store")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([str(warm), "-W", "ignore", "-c", program, str(rank)], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert all(rank.returncode for rank in ranks) and "ValueError: out of cheese" in errors[1], errors
-    assert "Error" in errors[0] and "TimeoutExpired" not in errors[0]
+    (_, first, status), (_, second, other) = two_ranks(warm, FAILS.format(backend=backend, store=tmp_path / "store"))
+    assert status and other and "ValueError: out of cheese" in second, second
+    assert "Error" in first and "TimeoutExpired" not in first
 
 
 ONLY_TORCH = """
@@ -370,19 +365,15 @@ os._exit(0)  # with rank 0 its store goes
 
 
 def over_tcp(python, program, *more):
-    """[(output, errors)] of two ranks whose store listens on a port."""
+    """The outputs of two ranks whose store listens on a port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([str(python), "-W", "ignore", "-c", program, str(rank), port, *map(str, more)], env=environment,
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
-    return [rank.communicate(timeout=60) for rank in ranks]
+    return [output for output, *_ in two_ranks(python, program, port, *more)]
 
 
 def test_rank_0_leaves_when_the_others_have_its_verdict(warm):
-    said = over_tcp(warm, LEAVES)
-    assert [output for output, _ in said] == ["True\n", "True\n"], said
+    assert over_tcp(warm, LEAVES) == ["True\n", "True\n"]
 
 
 PLANTED = """
@@ -416,7 +407,7 @@ def test_a_pickle_in_the_store_is_not_executed(warm, tmp_path):
     """Anyone on the host can write into the store that ranks meet in."""
     said = over_tcp(warm, PLANTED, tmp_path / "ran")
     assert not (tmp_path / "ran").exists(), said
-    assert [output for output, _ in said] == ["refused\n", "no verdict\nrefused\n"], said
+    assert said == ["refused\n", "no verdict\nrefused\n"]
 
 
 def test_the_demo_names_the_mistake_and_passes_the_cure_with_nothing_but_torch(installed):
