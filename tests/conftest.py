@@ -7,10 +7,13 @@ import json
 import os
 import pathlib
 import re
+import select
 import signal
 import site
+import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -35,11 +38,49 @@ def words_of(arguments):
     return words
 
 
+@functools.cache
+def warm_isograd():
+    """A socket to a process of the command line that has its libraries and makes copies (warm_isograd.cpp), and what it read of its
+    environment meanwhile; None in a build without it."""
+    library = BUILD / "tests/libisograd_warm.so"
+    if not library.exists():
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with theirs:
+        subprocess.Popen(["sh", "-c", f'export LD_PRELOAD="$1"; exec "$0" 3<&{theirs.fileno()}', BINARY, library], env=environment,
+                         pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    return ours, read_at_load(environment)
+
+
+def read_at_load(environment):
+    ours = {name: value for name, value in environment.items() if name.startswith("ISOGRAD_")}
+    return {**warm_python.read_at_load(environment), **ours}
+
+
+def finished(words, environment, cwd, limit):
+    """As subprocess.run() gives it, by a copy of the process that has the libraries where one fits."""
+    warm = warm_isograd()
+    if warm is None or read_at_load(environment) != warm[1]:
+        return subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment)
+    with open(os.devnull) as no_input, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        command = [str(cwd or os.getcwd()), str(1 + len(words)), str(BINARY), *words]
+        request = "\0".join([*command, *(f"{name}={value}" for name, value in environment.items()), ""]).encode()
+        socket.send_fds(warm[0], [request], [no_input.fileno(), output.fileno(), errors.fileno()])
+        copy = int.from_bytes(warm[0].recv(4), sys.byteorder)
+        if not select.select([warm[0]], [], [], limit)[0]:
+            os.kill(copy, signal.SIGKILL)
+            warm[0].recv(4)
+            raise subprocess.TimeoutExpired(words, limit)
+        status = os.waitstatus_to_exitcode(int.from_bytes(warm[0].recv(4), sys.byteorder))
+        texts = [(file.seek(0), file.read().decode())[1] for file in (output, errors)]
+    return subprocess.CompletedProcess([BINARY, *words], status, *texts)
+
+
 def isograd(*arguments, status=None, cwd=None, limit=LIMIT, **environment):
     """The command line, which has ended: with that status, if one is given."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    done = subprocess.run([BINARY, *words_of(arguments)], capture_output=True, text=True, timeout=limit, cwd=cwd,
-                          env={**clean, "OMP_NUM_THREADS": "1", **environment})
+    done = finished(words_of(arguments), {**clean, "OMP_NUM_THREADS": "1", **environment}, cwd, limit)
     assert status is None or done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

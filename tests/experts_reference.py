@@ -4,14 +4,14 @@ import functools
 import json
 import random
 import re
-import subprocess
 from dataclasses import dataclass
 
 import torch
 from transformers import (AutoModelForCausalLM, Dots1Config, Dots1ForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig,
                           Qwen3MoeForCausalLM)
 
-from conftest import BINARY
+from conftest import ran, rows_of
+from run_files import write_run
 
 SEED, LIMIT, PACK, PACKS, RATE, BOUND = 25, 60, 37, 7, 0.5, 1e-9
 BOS, EOS = 256, 257
@@ -225,64 +225,33 @@ class Place:
     def config(self, name, run, backend):
         self.model(name)
         label = "-".join(map(str, (name, backend, *vars(run).values())))
-        path = self.folder / f"{label}.toml"
-        path.write_text(f"""
-[run]
-directory = "{self.folder / label}"
-seed = {SEED}
-[data]
-text = ["{self.folder}/text.jsonl"]
-cache = "{self.folder}/cache"
-pack_length = {PACK}
-validation_fraction = 0
-[batch]
-packs_per_step = {PACKS}
-packs_per_micro_batch = {run.micro_batch}
-[model]
-load = "{self.folder / name}"
-[train]
-steps = 1
-dtype = "float64"
-max_norm = {run.max_norm}
-evaluate_every = 0
-[optimizer]
-kind = "sgd"
-weight_decay = {run.decay}
-[schedule]
-kind = "constant"
-peak = {RATE}
-warmup = 0
-[parallel]
-ep = {run.ep}
-backend = "{backend}"
-timeout_seconds = 20
-[verify]
-at_end = false
-[sample]
-tokens = 0
-""")
+        path = write_run(self.folder / f"{label}.toml", {
+            "run": {"directory": f"{{folder}}/{label}", "seed": SEED},
+            "data": {"text": ["{folder}/text.jsonl"], "cache": "{folder}/cache", "pack_length": PACK, "validation_fraction": 0},
+            "batch": {"packs_per_step": PACKS, "packs_per_micro_batch": run.micro_batch},
+            "model": {"load": f"{{folder}}/{name}"},
+            "train": {"steps": 1, "dtype": "float64", "max_norm": run.max_norm, "evaluate_every": 0},
+            "optimizer": {"kind": "sgd", "weight_decay": run.decay}, "schedule": {"kind": "constant", "peak": RATE, "warmup": 0},
+            "parallel": {"ep": run.ep, "backend": backend, "timeout_seconds": 20}, "verify": {"at_end": False},
+            "sample": {"tokens": 0}})
         return path, self.folder / label
 
     @functools.cache
     def train(self, name, run, backend):
         """The weights that it saved, as transformers loads them, and the line of its log."""
         path, directory = self.config(name, run, backend)
-        done = subprocess.run([BINARY, "train", path, "--ranks", str(run.ranks)], capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        ran("train", path, "--ranks", run.ranks, limit=LIMIT)
         (checkpoint,) = (directory / "checkpoints").glob("step-*")
         model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True)
         assert type(model) is MODELS[name][0] and model.dtype == torch.float64
         assert not any(report.values()), report
-        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        (row,) = [row for row in rows if row.get("loss") is not None]
+        (row,) = rows_of(directory)
         return weights_of(model), row
 
     @functools.cache
     def parts(self, run):
         path, _ = self.config("mixtral", run, "shm")
-        shown = subprocess.run([BINARY, "data", "show", path, "--step", "1", "--ranks", str(run.ranks)], capture_output=True,
-                               text=True, timeout=LIMIT)
-        assert shown.returncode == 0, shown.stderr
+        shown = ran("data", "show", path, "--step", 1, "--ranks", run.ranks)
         found, parts = re.search(r"^step 1: step 1 of (\d+) of epoch 1$", shown.stdout, re.M), []
         assert found[1] == "1", shown.stdout
         for line in shown.stdout.splitlines()[1:]:

@@ -11,6 +11,7 @@ of the bound where the step of a matrix is not below 1e-6 of its weights; `Step.
 import copy
 
 import pytest
+from conftest import full
 from experts_reference import (BIAS, BOUND, IDLE, MODELS, RATE, RUNS, SEED, Gradients, Place, Step, is_expert, pieces,
                                routers_with_bias, step_of_pytorch, weights_of)
 from test_hf import wide  # noqa: F401  (a fixture)
@@ -42,12 +43,12 @@ def check(place, name, label, backend="shm"):
 # By default one run of each kind of mistake: accumulating with a rank out of packs, copies of experts, clipping.
 DEFAULT = {("mixtral", "accumulating"), ("mixtral", "two copies of each expert"), ("mixtral", "clipped"),
            ("qwen3-moe", "one rank out of packs, clipped, decaying"), ("dots1", "accumulating")}
-MODELS_FULL = [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.full) for name in MODELS]
+MODELS_FULL = [name if name == "mixtral" else full(name) for name in MODELS]
 
 
 @pytest.mark.parametrize("name, label", [
-    pytest.param(name, label, marks=[] if (name, label) in DEFAULT else pytest.mark.full)
-    for name in MODELS for label in RUNS if RUNS[label].ranks > 1])
+    (pytest.param if (name, label) in DEFAULT else full)(name, label) for name in MODELS for label in RUNS
+    if RUNS[label].ranks > 1])
 def test_a_step_is_that_of_pytorch(name, label, place, wide):
     check(place, name, label)
 

@@ -29,15 +29,15 @@ def libraries(installed):
 
 
 @pytest.fixture(scope="module")
-def said(libraries):
+def judged(libraries):
     """The verdicts of cells and of cases, by one process: the libraries take as long to load as all of them."""
     names = CELLS if FULL else DEFAULT
     return json.loads(run_python(libraries, "trainer_cases.py", *names, timeout=900, HF_HUB_OFFLINE="1").splitlines()[-1])
 
 
 @pytest.mark.parametrize("cell", [cell if cell in DEFAULT else full(cell) for cell in CELLS])
-def test_a_public_trainer_is_judged(said, cell):
-    card = said[0]
+def test_a_public_trainer_is_judged(judged, cell):
+    card = judged[0]
     assert "error" not in card[cell], card[cell]
     assert (card[cell]["passed"], card[cell]["findings"]) == (not CELLS[cell], CELLS[cell]), card[cell]["text"]
     assert ("cannot be called again" in card[cell]["text"]) == bool(CELLS[cell])
@@ -55,8 +55,8 @@ def test_the_page_says_the_same():
 
 
 @pytest.fixture(scope="module")
-def cases(said):
-    return said[1]
+def cases(judged):
+    return judged[1]
 
 
 @pytest.mark.parametrize("name, said", {

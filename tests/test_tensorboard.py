@@ -28,7 +28,7 @@ def check_against_log(run):
 
 
 def test_tensorboard_reads_a_run_and_its_continuation(tmp_path):
-    write_documents(tmp_path, 12)
+    write_documents(tmp_path, 12, lambda i: "some words " * (3 + i))
     config = write_run(tmp_path / "run.toml", text_tables(
         2, 2, 32, (16, 1, 2, 1, 8, 24), data={"validation_fraction": 0.2}, model={"max_positions": 64},
         train={"steps": 6, "evaluate_every": 3, "evaluate_packs": 2}, checkpoint={"every": 3, "keep": 10},

@@ -115,8 +115,7 @@ def test_a_tokenizer_config_that_changes_packs_the_text_again(run):
 def test_from_text_to_samples_and_back_into_transformers(run, config):
     if config:
         (run / "tokenizer_config.json").write_text(json.dumps(config))
-    settings = ("checkpoint.every=2")
-    ok("train", run / "run.toml", "--ranks", 2, *settings)
+    ok("train", run / "run.toml", "--ranks", 2, "checkpoint.every=2")
     checkpoint = run / "run/checkpoints/step-00000004"
     assert json.loads((checkpoint / "state.json").read_text())["tokenizer"].startswith("tokenizer.json:")
     assert (checkpoint / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()

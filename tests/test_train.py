@@ -17,7 +17,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BINARY, by_turns, full
+from conftest import BINARY, by_turns, full, isograd
 from run_files import text_tables, write_run
 
 LIMIT = 60  # seconds; a run that takes longer hangs
@@ -49,8 +49,7 @@ class Workplace:
 
     def run(self, *args, status=0, **kwargs):
         """Standard output and errors of a run that ends with that status."""
-        done = subprocess.run(self.command(*args, **kwargs), capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == status, done.stdout + done.stderr
+        done = isograd(*self.command(*args, **kwargs)[1:], status=status, limit=LIMIT)
         return done.stdout, done.stderr
 
     def start(self, *args, **kwargs):
