@@ -13,6 +13,7 @@
 #include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "layout/cost/meter.hpp"
+#include "parallel/data/flat_parameters.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "parallel/pipeline/split_backward.hpp"
 #include "train/memory.hpp"
