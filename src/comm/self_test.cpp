@@ -215,29 +215,27 @@ class Exam {
     summed[rank()].copy_(mine);
     ask("agreement", [&](int) { group_.all_reduce(summed); });
     ask("agreement", [&](int) { group_.all_gather_async(gathered, mine).wait(); });
-    const int by_gather = first_with_finding(gathered), by_sum = first_with_finding(summed);
-    const bool sum_is_wrong = by_gather >= 0 && name_of(at_rank(gathered, by_gather)) == "all_reduce(sum)";
-    if (by_sum >= 0 && !sum_is_wrong) fail(by_sum, at_rank(summed, by_sum));
-    if (by_gather >= 0) fail(by_gather, at_rank(gathered, by_gather));
+    const auto by_gather = first_finding(gathered), by_sum = first_finding(summed);
+    const bool sum_is_wrong = by_gather && name_of(by_gather->second) == "all_reduce(sum)";
+    if (by_sum && !sum_is_wrong) fail(by_sum->first, by_sum->second);
+    if (by_gather) fail(by_gather->first, by_gather->second);
     if (finding_[0] != 0) fail(rank(), finding_);
   }
 
-  static Finding at_rank(const at::Tensor& findings, int rank) {
-    Finding finding;
-    std::copy_n(findings.cpu().data_ptr<double>() + finding.size() * static_cast<std::size_t>(rank),
-                finding.size(), finding.begin());
-    return finding;
-  }
   std::string_view name_of(const Finding& finding) const {
     return names_[static_cast<std::size_t>(finding[1])];
   }
-  int first_with_finding(const at::Tensor& findings) const {  // -1: none
+  // The first rank that found something, and what it found.
+  std::optional<std::pair<int, Finding>> first_finding(const at::Tensor& findings) const {
+    const at::Tensor all = findings.cpu();
     for (int r = 0; r < size(); ++r) {
-      const Finding finding = at_rank(findings, r);
+      Finding finding;
+      std::copy_n(all.data_ptr<double>() + finding.size() * static_cast<std::size_t>(r), finding.size(),
+                  finding.begin());
       const bool names_a_collective = finding[1] >= 0 && finding[1] < static_cast<double>(names_.size()) - 2;
-      if (finding[0] == 1 && names_a_collective) return r;
+      if (finding[0] == 1 && names_a_collective) return std::pair(r, finding);
     }
-    return -1;
+    return std::nullopt;
   }
 
   [[noreturn]] void fail(int where, const Finding& finding) const {
