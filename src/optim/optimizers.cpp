@@ -12,7 +12,6 @@
 #include "isograd/error.hpp"
 #include "kernels/gpu/kernels.hpp"
 #include "kernels/threads/parallel_for.hpp"
-#include "layout/flat.hpp"
 
 namespace isograd {
 namespace {
@@ -304,7 +303,7 @@ std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed&
         !joined.empty() && joined.back().range.end == run.range.begin && joined.back().missed == run.missed;
     if (!goes_on) joined.push_back({.range = {run.range.begin, run.range.begin}, .missed = run.missed});
     joined.back().range.end = run.range.end;
-    if (run.decays) joined.back().decaying.push_back(run.range);
+    joined.back().parts.push_back(run);
   }
   return joined;
 }
@@ -331,9 +330,12 @@ std::vector<at::Tensor> parts(const at::Tensor& flat, const std::vector<Range>& 
   return result;
 }
 
-std::vector<Range> from_begin_of(Range range, std::vector<Range> parts) {
-  for (Range& each : parts) each = {each.begin - range.begin, each.end - range.begin};
-  return parts;
+// The parts that decay, or the others, as places of a tensor that begins at `from`.
+std::vector<Range> ranges_of(const LongRun& run, bool decay, std::int64_t from = 0) {
+  std::vector<Range> ranges;
+  for (const Run& part : run.parts)
+    if (part.decays == decay) ranges.push_back({part.range.begin - from, part.range.end - from});
+  return ranges;
 }
 
 // Perhaps the bucket's own memory: to be read alone.
@@ -351,18 +353,6 @@ void write_back(Bucket& bucket, Range range) {
 // its own corrections are 1 for every β below 1.
 constexpr double kManyUpdates = 1e30;
 
-// The parts of `range` between `parts`, which are in order.
-std::vector<Range> between(Range range, const std::vector<Range>& parts) {
-  std::vector<Range> result;
-  std::int64_t at = range.begin;
-  for (const Range& each : parts) {
-    if (each.begin > at) result.push_back({at, each.begin});
-    at = each.end;
-  }
-  if (range.end > at) result.push_back({at, range.end});
-  return result;
-}
-
 // One kernel for the whole bucket, in the order of operations of kernels::adamw.
 bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
                       const LongRun& run, const OnDevice& on_device) {
@@ -371,12 +361,7 @@ bool update_by_kernel(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor&
       !gpu::has_kernels(bucket.gradients) || (rounds && !gpu::has_kernels(bucket.parameters)))
     return false;
   std::vector<gpu::RunEnd> ends;
-  std::int64_t at = run.range.begin;
-  for (const Range& decaying : run.decaying) {
-    if (decaying.begin > at) ends.push_back({decaying.begin, false});
-    ends.push_back({at = decaying.end, true});
-  }
-  if (run.range.end > at) ends.push_back({run.range.end, false});
+  for (const Run& part : run.parts) ends.push_back({part.range.end, part.decays});
   gpu::adamw({.scale = static_cast<float>(scalars.gradient_scale),
               .keep = static_cast<float>(scalars.keep),
               .beta2 = static_cast<float>(scalars.beta2),
@@ -403,16 +388,17 @@ void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at:
   const double rate = scalars.step_size / scalars.inverse_root_correction,
                epsilon = scalars.epsilon / scalars.inverse_root_correction;
   const at::Tensor updates = at::full({}, kManyUpdates, g.options().dtype(at::kFloat));
-  const auto update = [&](const std::vector<Range>& ranges, double weight_decay) {
+  const auto update = [&](bool decay, double weight_decay) {
+    const std::vector<Range> ranges = ranges_of(run, decay);
     if (ranges.empty()) return;
-    at::_fused_adamw_(parts(bucket.master, ranges), parts(g, from_begin_of(run.range, ranges)),
+    at::_fused_adamw_(parts(bucket.master, ranges), parts(g, ranges_of(run, decay, run.range.begin)),
                       parts(first, ranges), parts(second, ranges), {},
                       std::vector<at::Tensor>(ranges.size(), updates), rate, scalars.beta1, scalars.beta2,
                       weight_decay, epsilon, /*amsgrad=*/false,
                       /*maximize=*/false, /*grad_scale=*/std::nullopt, stop);
   };
-  update(run.decaying, rate > 0 ? (1 - scalars.keep) / rate : 0);
-  update(between(run.range, run.decaying), 0);
+  update(true, rate > 0 ? (1 - scalars.keep) / rate : 0);
+  update(false, 0);
   write_back(bucket, run.range);
 }
 
@@ -421,9 +407,9 @@ void sgd(const kernels::Sgd& scalars, Bucket& bucket, at::Tensor* velocity, cons
   const Range range = run.range;
   at::Tensor g = gradient_of(bucket, range, scalars.gradient_scale);
   const at::Tensor p = part(bucket.master, range);
-  if (scalars.weight_decay != 0 && !run.decaying.empty()) {
+  if (const auto decaying = ranges_of(run, true); scalars.weight_decay != 0 && !decaying.empty()) {
     g = g.is_alias_of(bucket.gradients) ? g.clone() : g;
-    at::_foreach_add_(parts(g, from_begin_of(range, run.decaying)), parts(bucket.master, run.decaying),
+    at::_foreach_add_(parts(g, ranges_of(run, true, range.begin)), parts(bucket.master, decaying),
                       scalars.weight_decay);
   }
   if (velocity) {

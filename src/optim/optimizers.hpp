@@ -25,7 +25,7 @@ std::vector<Run> runs_of(const Bucket& bucket, std::int64_t most_elements = 1 <<
 // passes rather than many short ones.
 struct LongRun {
   Range range;
-  std::vector<Range> decaying{};  // parts of it
+  std::vector<Run> parts{};  // in order, all of it
   std::int64_t missed = 0;
 };
 std::vector<LongRun> long_runs_of(const Bucket& bucket, const Optimizer::Missed& missed = {});
@@ -43,9 +43,8 @@ struct OnDevice {
   at::Tensor scale{}, stop{};
 };
 
-// Updates a run's elements; scalars.keep and scalars.weight_decay apply to those that decay. Computed in
-// the type of the master. AdamW uses LibTorch's fused pass; SGD uses the same expressions as operators,
-// each rounding once.
+// Updates a run's elements in the type of the master; keep and weight_decay apply to those that decay. AdamW
+// uses LibTorch's fused pass, SGD the same expressions as operators, each rounding once.
 void adamw(const kernels::AdamW& scalars, Bucket& bucket, at::Tensor& first, at::Tensor& second,
            const LongRun& run, const OnDevice& on_device = {});
 // `velocity` is null exactly when momentum is 0.

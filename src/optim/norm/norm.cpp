@@ -12,7 +12,6 @@
 
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/parameters.hpp"
 #include "kernels/flat.hpp"
