@@ -190,9 +190,8 @@ class FlatShard final : public FlatParameters {
     piece.own = true;
     piece.sum.add_(gradient);
   }
-  // Reduces what was added, zeros where nothing was. `buffer` is [numel] in memory that the shard group
-  // shares and stays in use until wait() returns or progress() is true. Not read where whole gradients are
-  // kept.
+  // Reduces what was added, zeros where nothing was. `buffer`, where needs_buffer(): [numel] in memory of the
+  // shard group, in use until wait() returns or progress() is true.
   void begin_reduction(at::Tensor buffer) {
     const at::NoGradGuard no_grad;
     if (whole_gradients_.defined()) {

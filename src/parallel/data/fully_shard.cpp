@@ -13,7 +13,6 @@
 #include "base/memory.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
-#include "layout/flat.hpp"
 #include "layout/storage.hpp"
 #include "parallel/data/flat_shard.hpp"
 #include "parallel/data/planned_bucket.hpp"
@@ -38,12 +37,6 @@ struct UseRange {
   std::size_t begin = 1, end = 1;
 };
 
-struct PassOptions {
-  bool prefetch = true;              // the next use is gathered while this one computes
-  std::int64_t gather_limit = 0;     // bytes whole at a time; 0: no limit
-  std::function<UseRange()> uses{};  // of the pass that begins; empty: all
-};
-
 // The order in which units are gathered, freed and reduced: one list of uses, walked forwards and backwards.
 //
 // All ranks issue the same collectives in the same order whatever their batches make them do, because that
@@ -52,25 +45,28 @@ struct PassOptions {
 // is a constant) when it comes to the next pass or to the step's end.
 class UnitPasses final : public UnitHost {
  public:
-  // uses[0] is the root, then the blocks in the order in which forward uses them.
+  // uses[0] is the root, then the blocks in the order in which forward uses them. `uses_of_pass`: those of
+  // the pass that begins; empty: all.
   UnitPasses(std::unique_ptr<ShardContext> context, std::vector<ShardedUnit> units,
-             std::vector<std::size_t> uses, const std::vector<NamedParameter>& trained,
-             const std::vector<NamedParameter>& frozen, PassOptions options)
+             std::vector<std::size_t> uses, const UnitMembers& members, const FullyShardOptions& options,
+             std::function<UseRange()> uses_of_pass)
       : context_(std::move(context)),
         units_(std::move(units)),
         uses_(std::move(uses)),
         first_use_(units_.size()),
-        options_(std::move(options)),
+        prefetch_(options.prefetch),
+        gather_limit_(options.gather_limit_bytes),
+        uses_of_pass_(std::move(uses_of_pass)),
         reduced_(units_.size()) {
     for (std::size_t use = uses_.size(); use-- > 0;) first_use_[uses_[use]] = use;
     for (auto* flat : flats()) {
       if (flat->storage())
         for (const c10::StorageImpl* storage : flat->storage()->storages()) storages_.insert(storage);
       if (flat->trained())
-        add_places(*flat, trained);
+        add_places(*flat, members.trained);
       else
         for (const Slot& slot : flat->bucket().plan.slots)
-          frozen_.insert(frozen.at(slot.index).tensor.unsafeGetTensorImpl());
+          frozen_.insert(members.frozen.at(slot.index).tensor.unsafeGetTensorImpl());
     }
     make_buffers();
   }
@@ -191,25 +187,6 @@ class UnitPasses final : public UnitHost {
   }
 
   bool needs_even_micro_batches() const { return context_->even_micro_batches; }
-
-  std::int64_t gather_bound() const {
-    std::int64_t whole = 0;
-    std::vector<std::int64_t> others;
-    for (const ShardedUnit& unit : units_) {
-      std::int64_t bytes = 0;
-      for (const auto& flat : unit.flats) bytes += flat->gathered_bytes();
-      const bool is_root =
-          &unit == &units_[kRootUnit];  // whole all the time where it is freed in between, too
-      if (unit.reshard && !is_root)
-        others.push_back(bytes);
-      else
-        whole += bytes;
-    }
-    std::sort(others.rbegin(), others.rend());
-    for (std::size_t i = 0; i < std::min<std::size_t>(others.size(), options_.prefetch ? 2 : 1); ++i)
-      whole += others[i];
-    return options_.gather_limit > 0 ? std::min(whole, options_.gather_limit) : whole;
-  }
 
   std::int64_t whole_numel(bool experts_only) const {
     std::int64_t numel = 0;
@@ -385,12 +362,12 @@ class UnitPasses final : public UnitHost {
   // The decision is the same on all ranks, for it rests on the options, and what is whole at this point of
   // the list.
   void ahead(std::size_t use) {
-    if (!options_.prefetch || use < pass_.begin || use >= pass_.end) return;
+    if (!prefetch_ || use < pass_.begin || use >= pass_.end) return;
     ShardedUnit& unit = units_[uses_[use]];
     std::int64_t more = 0;
     for (const auto& flat : unit.flats)
       if (flat->is_freed()) more += flat->gathered_bytes();
-    if (options_.gather_limit > 0 && context_->pool.bytes() + more > options_.gather_limit) return;
+    if (gather_limit_ > 0 && context_->pool.bytes() + more > gather_limit_) return;
     for (auto& flat : unit.flats) flat->begin_gather();
   }
   void free_unit(std::size_t unit) {
@@ -507,14 +484,16 @@ class UnitPasses final : public UnitHost {
   std::vector<ShardedUnit> units_;
   std::vector<std::size_t> uses_;       // unit by use
   std::vector<std::size_t> first_use_;  // use by unit
-  PassOptions options_;
+  bool prefetch_;                       // the next use is gathered while this one computes
+  std::int64_t gather_limit_;           // bytes whole at a time; 0: no limit
+  std::function<UseRange()> uses_of_pass_;
   std::unordered_map<const c10::TensorImpl*, Place> places_{};
   std::unordered_set<const c10::TensorImpl*> frozen_{};
   std::unordered_set<const c10::StorageImpl*> storages_{};
 
   // The pass that runs, and the backward that is announced.
   UseRange pass_{}, announced_pass_{};
-  UseRange pass_that_begins() const { return options_.uses ? options_.uses() : UseRange{1, uses_.size()}; }
+  UseRange pass_that_begins() const { return uses_of_pass_ ? uses_of_pass_() : UseRange{1, uses_.size()}; }
   // Forward has passed uses [pass_.begin, cursor_), backward with (back_, pass_.end).
   bool in_forward_ = false, in_backward_ = false, with_graph_ = false, held_ = false, closed_ = false;
   std::size_t cursor_ = 0, back_ = 0;
@@ -554,22 +533,32 @@ void check_same(const UnitMembers& members, const Mesh& mesh) {
   check_same_parameters(all, mesh);
 }
 
-void check_limit(const std::vector<UnitPlan>& units, std::int64_t limit) {
+// The most bytes that are gathered at a time. ConfigError: more than the limit.
+std::int64_t gather_bound(const std::vector<UnitPlan>& units, const FullyShardOptions& options) {
+  const std::int64_t limit = options.gather_limit_bytes;
   if (limit < 0)
     refuse_options(fmt::format("gather_limit_bytes = {}", limit), "0 or more", "0 stands for no limit");
-  if (limit == 0) return;
+  // The root is whole all the time where it is freed in between, too.
   const auto stays = [&](const UnitPlan& unit) { return &unit == &units[kRootUnit] || !unit.reshard; };
   std::int64_t kept = 0;  // between forward and backward, or as long as the blocks
+  std::vector<std::int64_t> others;
   for (const UnitPlan& unit : units)
-    if (stays(unit)) kept += unit.bytes;
+    if (stays(unit))
+      kept += unit.bytes;
+    else
+      others.push_back(unit.bytes);
   for (const UnitPlan& unit : units) {
     const std::int64_t bytes = kept + (stays(unit) ? 0 : unit.bytes);
-    if (bytes > limit)
+    if (limit > 0 && bytes > limit)
       refuse_unit(unit.name,
                   fmt::format("{} bytes whole at a time, {} of them of units that stay whole", bytes, kept),
                   fmt::format("at most {} (gather_limit_bytes)", limit),
                   "Raise the limit, make smaller blocks, or let more units be freed after forward");
   }
+  std::ranges::sort(others, std::greater<>());
+  for (std::size_t i = 0; i < std::min<std::size_t>(others.size(), options.prefetch ? 2 : 1); ++i)
+    kept += others[i];
+  return limit > 0 ? std::min(kept, limit) : kept;
 }
 
 // Parameters of other stages, empty here, are on the device of the rank's own: a model may ask any parameter
@@ -611,7 +600,7 @@ class ShardedLayout final : public FullySharded {
                                   any_cut_along_data(members_.trained, mesh.grid());
     // Everything that can refuse comes before the model is touched.
     auto plans = plan_units(uses, named, members_, options, mesh.grid());
-    check_limit(plans, options.gather_limit_bytes);
+    gather_bound_ = gather_bound(plans, options);
     if (options.offload)
       for (const UnitPlan& plan : plans)
         for (const auto& [flat, trained] : plan.flats)
@@ -637,11 +626,8 @@ class ShardedLayout final : public FullySharded {
       return_freed_memory();  // of values that were whole
     }
     leave_meta_device(named, options.device);
-    passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_.trained,
-                                           members_.frozen,
-                                           PassOptions{.prefetch = options.prefetch,
-                                                       .gather_limit = options.gather_limit_bytes,
-                                                       .uses = uses_of_pass(uses, options.blocks_of_pass)});
+    passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_, options,
+                                           uses_of_pass(uses, options.blocks_of_pass));
     for (std::size_t unit = 0; unit < handles_.size(); ++unit) {
       UnitHandle::Binding& binding = *handles_[unit].binding();
       const bool checkpoint = unit != kRootUnit && binding.checkpoint.value_or(options.checkpoint);
@@ -675,7 +661,7 @@ class ShardedLayout final : public FullySharded {
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }
   std::int64_t gathered_bytes() const override { return passes_->context().pool.bytes(); }
   std::int64_t most_gathered_bytes() const override { return passes_->context().pool.most_bytes(); }
-  std::int64_t gather_bound_bytes() const override { return passes_->gather_bound(); }
+  std::int64_t gather_bound_bytes() const override { return gather_bound_; }
   std::int64_t whole_numel() const override { return passes_->whole_numel(/*experts_only=*/false); }
   std::int64_t whole_expert_numel() const override { return passes_->whole_numel(/*experts_only=*/true); }
 
@@ -753,6 +739,7 @@ class ShardedLayout final : public FullySharded {
   std::vector<Claim> claims_;
   std::vector<Bucket> buckets_;
   std::vector<FlatShard*> frozen_flats_;  // of units, in an order that all ranks share
+  std::int64_t gather_bound_ = 0;
   std::shared_ptr<UnitPasses> passes_;
 };
 

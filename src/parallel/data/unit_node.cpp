@@ -62,15 +62,14 @@ class RecomputeState {
       if (input.defined() && !input.is_meta() &&
           std::find(devices.begin(), devices.end(), input.device()) == devices.end())
         devices.push_back(input.device());
-    for (const at::Device device : devices) {
-      const at::Generator& generator = at::globalContext().defaultGenerator(device);
-      random_.push_back({generator, state_of(generator)});
-    }
+    for (const at::Device device : devices)
+      random_.push_back({at::globalContext().defaultGenerator(device), {}});
+    for (Random& one : random_) one.state = one.exchange({});
   }
 
   // A generator that the forward has left alone is left alone by its recomputation: others may be drawing.
   void forward_is_done() {
-    std::erase_if(random_, [](const Random& one) { return at::equal(state_of(one.generator), one.state); });
+    std::erase_if(random_, [](Random& one) { return at::equal(one.exchange({}), one.state); });
   }
 
   template <typename Action>
@@ -78,7 +77,6 @@ class RecomputeState {
     const at::ThreadLocalStateGuard locals(locals_);
     const at::AutoGradMode with_graph(true);
     const PutBack put_back(random_);
-    for (const Random& one : random_) set_state(one);
     const Recomputing mark;
     action();
   }
@@ -87,25 +85,25 @@ class RecomputeState {
   struct Random {
     at::Generator generator;
     Tensor state;
+
+    // The state that the generator had; `next`, unless undefined, is the one that it gets.
+    Tensor exchange(const Tensor& next) {
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      const Tensor had = generator.get_state();
+      if (next.defined()) generator.set_state(next);
+      return had;
+    }
   };
-  static Tensor state_of(at::Generator generator) {
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    return generator.get_state();
-  }
-  static void set_state(Random one) {
-    const std::lock_guard<std::mutex> lock(one.generator.mutex());
-    one.generator.set_state(one.state);
-  }
+  // Sets states, and puts back those that were there.
   struct PutBack {
-    explicit PutBack(std::vector<Random> random) : now(std::move(random)) {
-      for (Random& one : now) one.state = state_of(one.generator);
-    }
-    ~PutBack() {
-      for (const Random& one : now) set_state(one);
-    }
+    explicit PutBack(std::vector<Random> random_) : random(std::move(random_)) { exchange(); }
+    ~PutBack() { exchange(); }
     PutBack(const PutBack&) = delete;
     PutBack& operator=(const PutBack&) = delete;
-    std::vector<Random> now;
+    void exchange() {
+      for (Random& one : random) one.state = one.exchange(one.state);
+    }
+    std::vector<Random> random;
   };
 
   at::ThreadLocalState locals_;
