@@ -3,11 +3,10 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
-#include <unordered_map>
+#include <set>
 
 #include "base/refuse.hpp"
 #include "layout/storage.hpp"
@@ -80,20 +79,19 @@ std::int64_t padded(std::int64_t numel, std::int64_t alignment) {
 
 TrainableParameters trainable_parameters(const std::vector<std::pair<std::string, at::Tensor>>& named) {
   TrainableParameters parameters;
-  std::unordered_map<const c10::TensorImpl*, std::string> seen;
-  std::map<std::string, const c10::TensorImpl*> names;
+  std::set<const c10::TensorImpl*> seen;
+  std::set<std::string> names;
   for (const auto& [name, tensor] : named) {
     if (!tensor.defined()) continue;
-    if (!seen.emplace(tensor.unsafeGetTensorImpl(), name).second) continue;  // tied: the first name stays
-    if (!tensor.requires_grad()) {
-      parameters.frozen.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
-      continue;
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;  // tied: the first name stays
+    if (tensor.requires_grad()) {
+      check_one(name, tensor);
+      if (!names.insert(name).second)
+        refuse(quoted(name), "two different tensors of this name", "a name for each parameter",
+               "Rename one of them");
     }
-    check_one(name, tensor);
-    if (!names.emplace(name, tensor.unsafeGetTensorImpl()).second)
-      refuse(quoted(name), "two different tensors of this name", "a name for each parameter",
-             "Rename one of them");
-    parameters.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+    auto& list = tensor.requires_grad() ? parameters : parameters.frozen;
+    list.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
   }
   check_disjoint(parameters);
   check_one_device(parameters);

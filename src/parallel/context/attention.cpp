@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
-#include <cstring>
 #include <optional>
 
 #include "base/refuse.hpp"

@@ -1,7 +1,6 @@
 // Gradients in buckets of shared memory, reduced inside backward as soon as they are complete.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -90,8 +89,7 @@ class SlotGradients {
   }
 
   // For a backward that is replayed (DataParallel::gradient_places()): two bits a place, whether it is
-  // written and whether its parameter is trained, appended to `words`; the state of earlier ones, from `word`
-  // on; all of them written, as after a backward.
+  // written and whether its parameter is trained.
   void append_places(std::vector<std::uint64_t>& words) const {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       if (i % 32 == 0) words.push_back(0);
@@ -300,9 +298,8 @@ TrainableParameters checked_and_placed(TrainableParameters parameters, const Mes
   return parameters;
 }
 
-// The order in which gradients came, `arrivals` (indices of parameters, perhaps not all), of the first rank
-// that saw any, so that all ranks have the same; those that did not come last, in reverse. Empty where no
-// rank saw any. Collective.
+// The order in which gradients came (indices of parameters) on the first rank that saw any; those that did
+// not come last, in reverse. Empty where no rank saw any. Collective.
 std::vector<std::size_t> agree_on_order(const std::vector<std::size_t>& arrivals, std::size_t parameters,
                                         Group& group) {
   const auto count = static_cast<std::int64_t>(parameters);

@@ -12,7 +12,6 @@
 
 #include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
 #include "isograd/fully_shard.hpp"
 #include "isograd/group.hpp"
 #include "parallel/data/same_parameters.hpp"

@@ -4,7 +4,6 @@
 
 #include "base/refuse.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/flat_parameters.hpp"
 

@@ -10,7 +10,6 @@
 #include <unordered_set>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/unit_node.hpp"
 

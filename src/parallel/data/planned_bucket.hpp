@@ -25,9 +25,8 @@ struct HeldRanges {
   AxisSet sharded{};  // where not held whole: the axes along which the other parts lie (Bucket::sharded)
 };
 
-// Along which of the axes `asked` such a parameter is sharded: those that it is summed along, and factors of
-// views of data axes (what is cut along one factor, experts along ep, shards along the other). ConfigError:
-// an axis that is no data axis.
+// The axes of `asked` along which such a parameter is sharded: those that it is summed along, and factors of
+// views of data axes (for experts the other one than ep). ConfigError: an axis that is no data axis.
 AxisSet sharded_along(const Grid& grid, const SyncAxes& sync, const AxisSet& asked);
 
 // Whether ranks that see different data hold different parts of such a parameter: experts along ep.
@@ -125,8 +124,8 @@ std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named
 
 // ---- rules of bucketed() ----
 
-// Determined by the stage, the options and the numbers of shards for all buckets of a layout.
-// For bucketed(). ConfigError: a stage that it does not have.
+// For all buckets of bucketed(), from options and numbers of shards. ConfigError: a stage that it does not
+// have.
 struct BucketRules {
   // `parameters` as place_parameters() leaves them.
   BucketRules(const DataParallelOptions& options, const TrainableParameters& parameters, const Grid& grid);
@@ -136,9 +135,8 @@ struct BucketRules {
   bool reduces_each_micro_batch = false;  // gradients of each micro-batch are reduced and dropped
 };
 
-// In which order a model's parameters fill the buckets.
-// Indices of `names` in `parameters`; empty where there are none. ConfigError unless each parameter is named
-// once.
+// The order in which parameters fill the buckets: indices of `names`; empty where there are none. ConfigError
+// unless each parameter is named once.
 std::vector<std::size_t> order_by_names(const std::vector<NamedParameter>& parameters,
                                         const std::vector<std::string>& names);
 

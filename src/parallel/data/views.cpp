@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -150,19 +149,18 @@ std::vector<std::string> HeldValues::bucket_order() {
 
 std::vector<HeldValues::View> HeldValues::views() {
   take_over_writes({});
-  std::vector<std::pair<std::size_t, View>> ordered;
+  std::map<std::size_t, View> ordered;  // by the model's order
   for (Bucket& bucket : buckets()) {
     const at::Tensor parameters = gather_whole(bucket, bucket.parameters);
     const at::Tensor gradients = gather_whole(bucket, bucket.gradients);
     const bool same = bucket.master.scalar_type() == bucket.parameters.scalar_type();
     const at::Tensor master = same ? parameters : gather_whole(bucket, bucket.master);
     for (const Slot& slot : bucket.plan.slots)
-      ordered.emplace_back(slot.index, View{.name = slot.name,
-                                            .parameter = slot_view(parameters, slot),
-                                            .master = slot_view(master, slot),
-                                            .gradient = slot_view(gradients, slot)});
+      ordered[slot.index] = {.name = slot.name,
+                             .parameter = slot_view(parameters, slot),
+                             .master = slot_view(master, slot),
+                             .gradient = slot_view(gradients, slot)};
   }
-  std::sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<View> views;
   for (auto& [index, view] : ordered) views.push_back(std::move(view));
   return views;

@@ -1,6 +1,5 @@
-// Dispatch of tokens to experts on other ranks along `ep`, and combine of what they return: one uneven
-// all-to-all each way, whose gradients go back the other way. Ranks without tokens take part in forward and
-// backward.
+// Dispatch of tokens to experts on other ranks along `ep`, and combine of what they return: an uneven
+// all-to-all each way, whose gradients go the other way. Ranks without tokens take part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +14,7 @@ namespace isograd {
 
 // An all-to-all of rows in two halves. What is computed between start() and finish() overlaps with it, and
 // its backward with the exchange of gradients: autograd takes nodes in the opposite order of their making.
-// Collective: every rank starts and finishes the same exchanges in the same order, with gradients enabled or
-// not.
+// Collective: every rank starts and finishes the same exchanges in the same order.
 class Exchange {
  public:
   struct State;

@@ -1,10 +1,10 @@
 // A decoder's layers in stages.
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <charconv>
+#include <set>
 
 #include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
@@ -41,11 +41,9 @@ std::vector<int> stages_with(const std::string& name, const DecoderConfig& confi
   }
   std::int64_t layer = 0;
   std::from_chars(name.data() + prefix.size(), name.data() + name.size(), layer);
-  int stage = 0;
-  while (layer >=
-         layers[static_cast<std::size_t>(stage)].begin + layers[static_cast<std::size_t>(stage)].count)
-    ++stage;
-  return {stage};
+  const auto stage =
+      std::ranges::find_if(layers, [&](const StageLayers& own) { return layer < own.begin + own.count; });
+  return {static_cast<int>(stage - layers.begin())};
 }
 
 }  // namespace
@@ -56,14 +54,11 @@ Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::ve
   if (!grid.has(kStageAxis) || grid.size({kStageAxis}) == 1) return others;
   const auto layers = stages_of(model.config(), static_cast<int>(rank_of_stage.size()));
   for (auto& [name, placement] : others) {
-    std::vector<int> on;
+    std::set<int> on;
     for (const int stage : stages_with(name, model.config(), layers))
-      on.push_back(rank_of_stage[static_cast<std::size_t>(stage)]);
-    std::sort(on.begin(), on.end());
-    on.erase(std::unique(on.begin(), on.end()), on.end());
-    if (on.size() == 2)
-      placement.summed.insert(kStageAxis);  // each has a part of a tied embedding's gradient
-    placement.stages = std::move(on);
+      on.insert(rank_of_stage[static_cast<std::size_t>(stage)]);
+    if (on.size() == 2) placement.summed.insert(kStageAxis);  // parts of a tied embedding's gradient
+    placement.stages = {on.begin(), on.end()};
   }
   return others;
 }

@@ -1,7 +1,6 @@
 // Which rows of which parameters a rank has along tp, and the hooks of the models' forwards.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@
 #include "base/paths.hpp"
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "parallel/tensor/hooks.hpp"
 
 namespace isograd {

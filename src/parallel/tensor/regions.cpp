@@ -172,32 +172,27 @@ struct ColumnParallel final : torch::autograd::Function<ColumnParallel> {
                                const std::vector<std::int64_t>& has_bias,
                                const c10::intrusive_ptr<Tokens>& tokens) {
     const at::Tensor whole = tokens->rows.empty() ? x : tokens->empty(tokens->all(), x);
-    variable_list saved{whole}, results;
-    std::size_t bias = 0;
+    variable_list saved{whole}, results, bias(weights.size());
+    for (std::size_t i = 0, next = 0; i < bias.size(); ++i)
+      if (has_bias[i] != 0) bias[i] = biases[next++];
     Pending pending;
     if (!tokens->rows.empty()) pending = tokens->tp.all_gather_rows_async(whole, x, tokens->rows);
     const bool by_tokens = tokens->overlap == TensorOverlap::kTokens;
     if (!by_tokens) pending.wait();
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      const at::Tensor row = has_bias[i] != 0 ? biases[bias++] : at::Tensor();
-      if (by_tokens) {
-        results.push_back(at::empty({whole.size(0), weights[i].size(0)}, whole.options()));
-        tokens->own().of(results[i]).copy_(product(x, weights[i], {}, row));
-        pending.progress();
-      } else {
-        results.push_back(product(whole, weights[i], {}, row));
-      }
       saved.push_back(weights[i]);
+      if (!by_tokens) {
+        results.push_back(product(whole, weights[i], {}, bias[i]));
+        continue;
+      }
+      results.push_back(at::empty({whole.size(0), weights[i].size(0)}, whole.options()));
+      tokens->own().of(results[i]).copy_(product(x, weights[i], {}, bias[i]));
+      pending.progress();
     }
     pending.wait();
-    if (by_tokens) {
-      bias = 0;
-      for (std::size_t i = 0; i < weights.size(); ++i) {
-        const at::Tensor row = has_bias[i] != 0 ? biases[bias++] : at::Tensor();
-        for (const Span& span : tokens->others())
-          span.of(results[i]).copy_(product(span.of(whole), weights[i], {}, row));
-      }
-    }
+    for (std::size_t i = 0; by_tokens && i < weights.size(); ++i)
+      for (const Span& span : tokens->others())
+        span.of(results[i]).copy_(product(span.of(whole), weights[i], {}, bias[i]));
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
     context->saved_data["has_bias"] = has_bias;
@@ -245,9 +240,8 @@ struct ColumnParallel final : torch::autograd::Function<ColumnParallel> {
   }
 };
 
-// reduce_scatter_to_sequence() of x Wᵀ. Forward: what other ranks' tokens get from here travels while own
-// tokens are multiplied. Backward: the gradient of the weight by own tokens is computed while the others'
-// come.
+// reduce_scatter_to_sequence() of x Wᵀ. Parts for other ranks' tokens travel while own tokens are multiplied;
+// in backward the others' gradients come while the weight's gradient by own tokens is computed.
 struct RowParallel final : torch::autograd::Function<RowParallel> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& /*anchor*/,
                             const at::Tensor& weight, const c10::intrusive_ptr<Tokens>& tokens) {
