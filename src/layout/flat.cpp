@@ -84,14 +84,16 @@ TrainableParameters trainable_parameters(const std::vector<std::pair<std::string
   for (const auto& [name, tensor] : named) {
     if (!tensor.defined()) continue;
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;  // tied: the first name stays
-    if (tensor.requires_grad()) {
-      check_one(name, tensor);
-      if (!names.insert(name).second)
-        refuse(quoted(name), "two different tensors of this name", "a name for each parameter",
-               "Rename one of them");
+    NamedParameter parameter{.name = name, .tensor = tensor, .decays = tensor.dim() >= 2};
+    if (!tensor.requires_grad()) {
+      parameters.frozen.push_back(std::move(parameter));
+      continue;
     }
-    auto& list = tensor.requires_grad() ? parameters : parameters.frozen;
-    list.push_back({.name = name, .tensor = tensor, .decays = tensor.dim() >= 2});
+    check_one(name, tensor);
+    if (!names.insert(name).second)
+      refuse(quoted(name), "two different tensors of this name", "a name for each parameter",
+             "Rename one of them");
+    parameters.push_back(std::move(parameter));
   }
   check_disjoint(parameters);
   check_one_device(parameters);
