@@ -116,12 +116,6 @@ std::vector<std::int64_t> distinct(const std::vector<QuantileRank>& ranks) {
   return wanted;
 }
 
-void check_q(const std::vector<double>& q) {
-  for (const double value : q)
-    if (!(value >= 0 && value <= 1))
-      refuse("quantiles", fmt::format("q = {}", value), "0 <= q <= 1", "Give probabilities");
-}
-
 template <typename T>
 std::vector<T> rounded(const std::vector<double>& q) {
   return {q.begin(), q.end()};
@@ -151,35 +145,18 @@ struct Search {
   std::size_t histogram = 0;
 };
 
-template <typename T>
-std::vector<double> quantiles_of(const at::Tensor& values, const std::vector<double>& q,
-                                 Interpolation interpolation) {
-  const T* data = values.data_ptr<T>();
-  std::vector<T> copy(data, data + values.numel());
-  for (const T value : copy)
-    if (std::isnan(value)) return std::vector<double>(q.size(), std::numeric_limits<double>::quiet_NaN());
-  const auto result = select_quantiles(copy, rounded<T>(q), interpolation);
-  return {result.begin(), result.end()};
-}
-
-template <typename T>
-std::vector<double> distributed_quantiles_of(Group& group, const at::Tensor& values,
-                                             const std::vector<double>& q, Interpolation interpolation) {
-  const T* data = values.data_ptr<T>();
-  const auto found = select_over_ranks<T>(group, {{data, data + values.numel()}}, rounded<T>(q),
-                                          interpolation, std::numeric_limits<std::int64_t>::max());
-  if (found.not_numbers[0] > 0)
-    return std::vector<double>(q.size(), std::numeric_limits<double>::quiet_NaN());
-  if (found.counts[0] == 0)
-    refuse("distributed_quantiles", "no values on any rank", "one at least", "Give some");
-  return {found.quantiles[0].begin(), found.quantiles[0].end()};
-}
-
-at::Tensor checked(const at::Tensor& values) {
+at::Tensor checked(const at::Tensor& values, const std::vector<double>& q) {
+  for (const double value : q)
+    if (!(value >= 0 && value <= 1))
+      refuse("quantiles", fmt::format("q = {}", value), "0 <= q <= 1", "Give probabilities");
   if (!values.defined() || values.dim() != 1 || !at::isFloatingType(values.scalar_type()))
     refuse("quantiles", values.defined() ? fmt::format("values of {} dims", values.dim()) : "no values",
            "[n] of a floating type", "Pass a flat tensor of scores");
   return values.detach().to(at::kCPU, computing_type(values.scalar_type())).contiguous();
+}
+
+std::vector<double> not_numbers(const std::vector<double>& q) {
+  return std::vector<double>(q.size(), std::numeric_limits<double>::quiet_NaN());
 }
 
 }  // namespace
@@ -326,19 +303,32 @@ template std::vector<double> select_quantiles(const std::vector<double>&, const 
 
 std::vector<double> quantiles(const at::Tensor& values, const std::vector<double>& q,
                               Interpolation interpolation) {
-  check_q(q);
-  const at::Tensor given = checked(values);
+  const at::Tensor given = checked(values, q);
   if (given.numel() == 0) refuse("quantiles", "no values", "one at least", "Give some");
-  return given.scalar_type() == at::kDouble ? quantiles_of<double>(given, q, interpolation)
-                                            : quantiles_of<float>(given, q, interpolation);
+  const auto of = [&]<typename T>(const T* data) -> std::vector<double> {
+    const std::vector<T> copy(data, data + given.numel());
+    for (const T value : copy)
+      if (std::isnan(value)) return not_numbers(q);
+    const auto result = select_quantiles(copy, rounded<T>(q), interpolation);
+    return {result.begin(), result.end()};
+  };
+  return given.scalar_type() == at::kDouble ? of(given.const_data_ptr<double>())
+                                            : of(given.const_data_ptr<float>());
 }
 
 std::vector<double> distributed_quantiles(Group& group, const at::Tensor& values,
                                           const std::vector<double>& q, Interpolation interpolation) {
-  check_q(q);
-  const at::Tensor given = checked(values);
-  return given.scalar_type() == at::kDouble ? distributed_quantiles_of<double>(group, given, q, interpolation)
-                                            : distributed_quantiles_of<float>(group, given, q, interpolation);
+  const at::Tensor given = checked(values, q);
+  const auto of = [&]<typename T>(const T* data) -> std::vector<double> {
+    const auto found = select_over_ranks<T>(group, {{data, data + given.numel()}}, rounded<T>(q),
+                                            interpolation, std::numeric_limits<std::int64_t>::max());
+    if (found.not_numbers[0] > 0) return not_numbers(q);
+    if (found.counts[0] == 0)
+      refuse("distributed_quantiles", "no values on any rank", "one at least", "Give some");
+    return {found.quantiles[0].begin(), found.quantiles[0].end()};
+  };
+  return given.scalar_type() == at::kDouble ? of(given.const_data_ptr<double>())
+                                            : of(given.const_data_ptr<float>());
 }
 
 }  // namespace isograd
