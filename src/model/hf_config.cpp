@@ -1,5 +1,5 @@
 // config.json of a Hugging Face directory: tables of keys that are read, written and named in messages.
-#include "model/hf_config.hpp"
+#include "model/hf.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "model/decoder_testing.hpp"
-#include "model/hf_config.hpp"
+#include "model/hf.hpp"
 
 namespace isograd {
 namespace {

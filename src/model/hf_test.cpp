@@ -8,7 +8,7 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "model/decoder_testing.hpp"
-#include "model/hf_config.hpp"
+#include "model/hf.hpp"
 #include "model/safetensors.hpp"
 
 namespace isograd {

@@ -6,8 +6,7 @@
 #include "base/json.hpp"
 #include "base/refuse.hpp"
 #include "model/decoder.hpp"
-#include "model/hf_config.hpp"
-#include "model/hf_weights.hpp"
+#include "model/hf.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
 

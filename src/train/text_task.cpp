@@ -23,7 +23,7 @@
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/experts.hpp"
-#include "model/hf_weights.hpp"
+#include "model/hf.hpp"
 #include "model/hooks.hpp"
 #include "train/build.hpp"
 #include "train/config_table.hpp"

@@ -8,7 +8,7 @@
 #include "fuzz/readers.hpp"
 #include "isograd/model.hpp"
 #include "model/decoder.hpp"
-#include "model/hf_config.hpp"
+#include "model/hf.hpp"
 #include "model/safetensors.hpp"
 #include "train/evaluate.hpp"
 

@@ -13,7 +13,7 @@
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "isograd/model.hpp"
-#include "model/hf_config.hpp"
+#include "model/hf.hpp"
 #include "model/safetensors.hpp"
 
 namespace isograd {
