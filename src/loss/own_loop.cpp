@@ -20,18 +20,18 @@ std::int64_t count_valid_tokens(const MicroBatches& micro_batches, Group& data) 
 
 at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t local_valid,
                                     std::int64_t global_valid, Group& data) {
-  constexpr const char* kWhere = "gradient_accumulate_loss";
+  constexpr const char* kFunction = "gradient_accumulate_loss";
   if (!mean_loss.defined() || mean_loss.numel() != 1)
-    refuse(kWhere,
+    refuse(kFunction,
            mean_loss.defined() ? fmt::format("a loss of shape {}", c10::str(mean_loss.sizes())) : "no loss",
            "a scalar: the mean over this micro-batch's valid tokens",
            "Take the mean, and pass its token count");
   if (local_valid < 0 || local_valid > global_valid)
-    refuse(kWhere, fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
+    refuse(kFunction, fmt::format("{} valid tokens here of {} in the whole step", local_valid, global_valid),
            "0 to as many as in the whole step",
            "Count with count_valid_tokens over all micro-batches and ranks");
   if (is_share(mean_loss))
-    refuse(kWhere, "a value that was divided already", "the mean over this micro-batch's valid tokens",
+    refuse(kFunction, "a value that was divided already", "the mean over this micro-batch's valid tokens",
            "Divide once: pass the plain mean");
   double value = 0;
   if (local_valid > 0)
@@ -58,7 +58,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
     const double ranks = data.size();
     if (sums[1] != ranks * valid || std::abs(sums[2] - ranks * valid * valid) > 1e-9 * ranks * valid * valid)
       refuse(
-          kWhere,
+          kFunction,
           fmt::format(
               "{} valid tokens in the step on this rank, {:.17g} on the ranks together, each counting all",
               global_valid, sums[1]),
@@ -67,7 +67,7 @@ at::Tensor gradient_accumulate_loss(const at::Tensor& mean_loss, std::int64_t lo
   }
   if (sums[3] != 0)
     refuse(
-        kWhere,
+        kFunction,
         fmt::format("a mean whose gradient begins in 16 bits{}, to which the division would be rounded",
                     narrow ? "" : " on another rank"),
         "losses in float32 or float64, and their mean",

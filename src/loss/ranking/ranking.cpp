@@ -48,8 +48,7 @@ std::uint64_t bytes_hash(const at::Tensor& tensor) {
                     static_cast<std::size_t>(tensor.numel() * tensor.element_size())});
 }
 
-// ---- all classes of one forward, over all ranks: from a pool of gathered rows, or by selection of
-// thresholds ----
+// ---- all classes of one forward: from gathered rows, or by selection of thresholds over the ranks ----
 
 constexpr std::int64_t kSums = 3;  // of a class whose work is split: value, contributions, their squares
 // About what two ranks exchange through shared memory in the time of a collective of a few numbers.
