@@ -170,28 +170,22 @@ ErrorText describe(int rank, const std::int64_t* slot) {
 
 enum Column : std::int64_t { kId, kHeld, kDeclared, kWeight, kColumns };
 
-struct CutSample {
-  std::int64_t held = 0, declared = 0;
-  double weight = 0;
-  int owner = 0;
-};
-
 [[noreturn]] void refuse_sample(std::int64_t id, std::string found, std::string expected,
                                 std::string action) {
   refuse(fmt::format("sample {}", id), std::move(found), std::move(expected), std::move(action));
 }
 
 // Every rank's cut samples, put together; the same on all ranks.
-std::map<std::int64_t, CutSample> join(const at::Tensor& rows, const std::vector<std::int64_t>& rows_by_rank,
-                                       const Rule& rule) {
+std::map<std::int64_t, Sample> join(const at::Tensor& rows, const std::vector<std::int64_t>& rows_by_rank,
+                                    const Rule& rule) {
   const int ranks_of_replica = static_cast<int>(rows_by_rank.size()) / rule.replicas;
-  std::map<std::int64_t, CutSample> samples;
+  std::map<std::int64_t, Sample> samples;
   const auto* row = rows.const_data_ptr<std::int64_t>();
   for (int rank = 0; rank < static_cast<int>(rows_by_rank.size()); ++rank)
     for (std::int64_t i = 0; i < rows_by_rank[rank]; ++i, row += kColumns) {
       const std::int64_t id = row[kId];
       const auto [place, first] = samples.try_emplace(id);
-      CutSample& sample = place->second;
+      Sample& sample = place->second;
       if (first) {
         sample.declared = row[kDeclared];
         sample.owner = rank;

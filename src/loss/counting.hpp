@@ -42,6 +42,7 @@ struct Sample {
   std::int64_t held = 0;      // valid targets on this rank
   std::int64_t declared = 0;  // in the whole step
   double weight = 0;          // Σ w over the held ones
+  int owner = 0;              // once the ranks' parts are joined: the lowest rank that holds some
 };
 
 // This rank's own numbers.

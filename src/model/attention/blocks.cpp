@@ -142,9 +142,8 @@ void attend(const Qkv& of, const Tile& tile, const at::Tensor& out, const at::Te
         std::fill_n(sum, rows, 0.f);
         for (std::int64_t key = 0, count; (count = work.keys_from(key, begin)) > 0; key += kKeys) {
           const std::int64_t columns = filled_up(count);
-          float *const turned = all_turned + (at_once ? key * dim : 0), *const values =
-                                                                            all_values +
-                                                                            (at_once ? key * dim : 0);
+          const std::int64_t place_of_key = at_once ? key * dim : 0;
+          float *const turned = all_turned + place_of_key, *const values = all_values + place_of_key;
           if (!at_once) gather_block(key, turned, values);
           multiply_block(filled, columns, dim, {queries, dim}, {turned, kKeys}, {scores, kKeys}, false);
           kernels::attention_weights(scores, kKeys, rows, count, columns,
@@ -175,8 +174,8 @@ void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile
     float *const dkeys = take_floats(all_keys * dim), *const dvalues = take_floats(all_keys * dim);
     float *const queries = take_floats(kQueries * dim), *const dqueries = take_floats(kQueries * dim);
     float* const gradient = take_floats(kQueries * dim);  // of out
-    float *const turned_queries = take_floats(kQueries * dim), *const turned_gradient =
-                                                                   take_floats(kQueries * dim);
+    float* const turned_queries = take_floats(kQueries * dim);
+    float* const turned_gradient = take_floats(kQueries * dim);
     // Keys in rows, [keys, queries]; and the scores' gradient with queries in rows.
     float *const weights = take_floats(kQueries * kKeys), *const dweights = take_floats(kQueries * kKeys);
     float* const dscores = take_floats(kQueries * kKeys);
@@ -196,10 +195,10 @@ void attend_backward(const Qkv& of, const AttendedGradient& attended, const Tile
                                   of_gradient = head_of(attended.gradient, place, head),
                                   of_out = head_of(attended.out, place, head),
                                   of_logs = head_of(attended.log_sums, place, head);
-          gather(of_queries, rows, dim, queries),
-              gather_turned(of_queries, rows, dim, turned_queries, filled);
-          gather(of_gradient, rows, dim, gradient),
-              gather_turned(of_gradient, rows, dim, turned_gradient, filled);
+          gather(of_queries, rows, dim, queries);
+          gather_turned(of_queries, rows, dim, turned_queries, filled);
+          gather(of_gradient, rows, dim, gradient);
+          gather_turned(of_gradient, rows, dim, turned_gradient, filled);
           for (std::int64_t i = 0; i < filled; ++i) {
             // Queries that fill up have the weight 0.
             logs[i] = i < rows ? *of_logs.row(i) : std::numeric_limits<float>::infinity();
