@@ -9,7 +9,6 @@
 #include <cmath>
 #include <numeric>
 #include <set>
-#include <span>
 
 #include "isograd/random.hpp"
 #include "loss/checks.hpp"
@@ -61,6 +60,22 @@ struct Computed {
   bool own_only = false;  // rows: this rank's; else those of all ranks, of which only this rank's are whole
 };
 
+// One class's view of the pool, which must outlive it.
+template <typename T>
+ClassPool<T> view_of(const RankingPool& pool, std::int64_t c, double temperature) {
+  const T* scores = pool.scores.const_data_ptr<T>() + c * pool.size();
+  ClassPool<T> view;
+  view.scores.assign(scores, scores + pool.size());
+  view.positive.resize(pool.labels.size());
+  for (std::size_t i = 0; i < pool.labels.size(); ++i)
+    view.positive[i] = pool.labels[i] == (pool.classes == 1 ? 1 : c);
+  view.iid = pool.iid;
+  view.weights = pool.weights.empty() ? nullptr : pool.weights.data();
+  view.live = pool.live;
+  view.temperature = temperature;
+  return view;
+}
+
 // Every class's core on the rows `chosen` of the pool, all of them where it is empty; then, where the work
 // was split, one collective that adds the shares up: a reduce-scatter of gradients and sums, or without
 // gradient an all-reduce.
@@ -68,38 +83,24 @@ template <typename T>
 Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t>& chosen, double temperature,
                          bool wants_gradient, bool split, Group& group, const auto& compute) {
   Computed computed;
-  const std::int64_t classes = pool.classes, whole = pool.size();
+  const std::int64_t classes = pool.classes;
   const auto type = c10::CppTypeToScalarType<T>::value;
   at::Tensor by_class;  // gradients [C, live]
   if (wants_gradient) by_class = at::zeros({classes, pool.live}, at::TensorOptions(type));
-  const bool all_rows = chosen.empty();
-  const auto take = [&](auto& to, const auto& from) {
-    if (all_rows) return to.assign(std::begin(from), std::end(from));
-    to.clear();
-    for (const auto row : chosen) to.push_back(from[row]);
-  };
-  ClassPool<T> view;
-  std::vector<double> weights;
-  std::vector<std::int64_t> labels;
-  if (!pool.weights.empty()) take(weights, pool.weights);
-  view.weights = weights.empty() ? nullptr : weights.data();
-  view.live =
-      all_rows ? pool.live : std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
-  view.temperature = temperature;
-  if (split) view.share = group.rank(), view.shares = group.size();
-  take(view.iid, pool.iid), take(labels, pool.labels);
-  view.positive.resize(labels.size());
-  std::vector<T> of_chosen;
+  RankingPool some;
+  if (!chosen.empty()) {
+    some = some_rows(pool, chosen);
+    some.live = std::lower_bound(chosen.begin(), chosen.end(), pool.live) - chosen.begin();
+  }
   for (std::int64_t c = 0; c < classes; ++c) {
-    take(view.scores,
-         std::span(pool.scores.const_data_ptr<T>() + c * whole, static_cast<std::size_t>(whole)));
-    for (std::size_t i = 0; i < labels.size(); ++i) view.positive[i] = labels[i] == (classes == 1 ? 1 : c);
+    ClassPool<T> view = view_of<T>(chosen.empty() ? pool : some, c, temperature);
+    if (split) view.share = group.rank(), view.shares = group.size();
     T* own = wants_gradient ? by_class.data_ptr<T>() + c * pool.live : nullptr;
-    if (!wants_gradient || all_rows) {
+    if (!wants_gradient || chosen.empty()) {
       computed.classes.push_back(compute(view, own));
       continue;
     }
-    of_chosen.assign(static_cast<std::size_t>(view.live), T(0));
+    std::vector<T> of_chosen(view.live, T(0));
     computed.classes.push_back(compute(view, of_chosen.data()));
     for (std::size_t i = 0; i < of_chosen.size(); ++i) own[chosen[i]] = of_chosen[i];
   }
@@ -142,20 +143,13 @@ Computed compute_classes(const RankingPool& pool, const std::vector<std::int64_t
 template <typename T>
 Computed compute_by_selection(const RankingPool& own, std::int64_t rows, double temperature,
                               bool wants_gradient, const RateRule& rule, Group& group) {
-  const std::int64_t classes = own.classes, here = own.size();
+  const std::int64_t classes = own.classes;
   const auto count = static_cast<std::size_t>(classes);
-  std::vector<ClassPool<T>> views(count);
+  std::vector<ClassPool<T>> views;
   std::vector<std::vector<T>> references;
   for (std::int64_t c = 0; c < classes; ++c) {
-    ClassPool<T>& view = views[c];
-    const T* scores = own.scores.const_data_ptr<T>() + c * here;
-    view.scores.assign(scores, scores + here);
-    for (const auto label : own.labels) view.positive.push_back(label == (classes == 1 ? 1 : c));
-    view.iid = own.iid;
-    view.weights = own.weights.empty() ? nullptr : own.weights.data();
-    view.live = own.live;
-    view.temperature = temperature;
-    references.push_back(rate_reference(view, rule));
+    views.push_back(view_of<T>(own, c, temperature));
+    references.push_back(rate_reference(views.back(), rule));
   }
   const auto selected =
       select_over_ranks(group, references, rate_probabilities<T>(rule), rule.interpolation, rows);
