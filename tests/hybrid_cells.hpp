@@ -83,7 +83,7 @@ struct Cell {
     other.row[f] = static_cast<int>(place - values.begin());
     return other;
   }
-  // What differs from the first of its values.
+  // Factors that have another value than their first.
   std::string name() const {
     std::string all = dtype == "float64" ? "" : dtype + " ";
     for (std::size_t f = 0; f < kFactors; ++f)
@@ -92,7 +92,7 @@ struct Cell {
   }
 };
 
-// What is known of a row that is not complete.
+// The known values of a row that is not complete.
 struct Known {
   const covering::Row& row;
   bool said(Which f) const { return row[f] >= 0; }

@@ -37,7 +37,7 @@ using Touch = std::function<void(World&, DataParallel&)>;
 
 class HybridCheckpoints : public HybridCells {
  protected:
-  // Of moments, and of masters where the parameters are bf16. As many layers as the longest pipeline has
+  // Moments are saved, and masters where the parameters are bf16. As many layers as the longest pipeline has
   // stages, so that all meshes have one model.
   RunConfig configured(const Cell& cell, const std::string& name) const {
     RunConfig config = config_for(cell);
@@ -45,11 +45,11 @@ class HybridCheckpoints : public HybridCells {
     config.train.steps = 2;
     config.train.evaluate_every = 0;
     config.train.dtype = cell.is(kModel, "biased") ? "bfloat16" : "float32";
-    if (!cell.is(kModel, "video")) config.model.shape.layers = 8;
+    if (!cell.is(kModel, "video")) config.model.shape.layers = 8, config.batch.packs_per_step = 9;
     return config;
   }
 
-  // What `cell` saves of what `from` holds. `touch` the layout between.
+  // The checkpoint that `cell` saves after loading `from`. `touch` the layout between.
   fs::path saved_again(const Cell& cell, const fs::path& from, const std::string& name,
                        const Touch& touch = {}) const {
     RunConfig config = configured(cell, name);

@@ -12,7 +12,7 @@ namespace {
 using isograd::testing::Garbles;
 using isograd::testing::HostGroups;
 
-// Of one problem: the meshes of its model, and those of its layouts.
+// The meshes of a problem's model and of its layouts.
 Planted over(const HostGroups& groups) {
   return {.meshes = [&groups](const std::shared_ptr<bool>&) -> MeshesOfProblem {
     const auto made = std::make_shared<std::map<std::string, Mesh>>();

@@ -20,7 +20,7 @@ inline double summed(double value, const Mesh& mesh, const AxisSet& along) {
   return message.item<double>();
 }
 
-// Of this rank's shard of one gradient, which all ranks along `shards` have whole.
+// The squares of this rank's shard of one gradient, which all ranks along `shards` have whole.
 inline double squares_of_shard(const at::Tensor& gradient, const Mesh& mesh, const AxisSet& shards) {
   const Range own = owned_slice(gradient.numel(), mesh.place(shards), mesh.size(shards), 1);
   return gradient.flatten().narrow(0, own.begin, own.size()).to(at::kDouble).square().sum().item<double>();

@@ -1,4 +1,4 @@
-// What one process has of a configured step: the whole batch in fp64, LibTorch's log_softmax, dense
+// The step of one process: the whole batch in fp64, LibTorch's log_softmax, dense
 // attention, means and the losses of routers by their definition. It shares the model's matrices with what is
 // tested, and the loader, and nothing else.
 #pragma once

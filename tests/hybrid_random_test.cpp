@@ -13,7 +13,7 @@
 namespace isograd::hybrid {
 namespace {
 
-// What is drawn beside a cell's factors; each begins with what the sweep has.
+// Factors that are drawn in addition to a cell's; each begins with the sweep's value.
 const std::vector<covering::Factor>& more_factors() {
   static const std::vector<covering::Factor> all = {{"packs_per_step", {"9", "8", "11", "16"}},
                                                     {"pack_length", {"24", "5", "13", "48"}},
@@ -38,7 +38,7 @@ const std::vector<covering::Factor>& more_factors() {
 }
 constexpr std::size_t kPacksPerStep = 0, kPackLength = 1, kTimesDataRanks = 12, kLayers = 18;
 
-// Of a model and a batch: sizes that a failure is tried with in place of its own, the smallest first.
+// Sizes of a model and a batch that a failure is tried with in place of its own, the smallest first.
 const std::map<std::size_t, std::vector<std::string>>& sizes() {
   static const std::map<std::size_t, std::vector<std::string>> all = {
       {kPacksPerStep, {"1", "2", "3", "5"}},
@@ -189,7 +189,8 @@ class HybridRandom : public HybridCells {
     if (refusal_of(config, ranks) != "no error") return {};
     ++run;
     try {
-      return hybrid::wrong_with(measure(config, ranks, wanted_of(config, 0, ranks)), false);
+      return hybrid::wrong_with(measure(config, ranks, wanted_of(config, 0, ranks), {.look_before = false}),
+                                false);
     } catch (const std::exception& error) {
       return error.what();
     }

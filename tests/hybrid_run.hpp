@@ -1,5 +1,5 @@
 // A cell of the sweep, run: the problem of its configuration (the same that `isograd verify` judges), one
-// step of the layout on thread ranks, its raw gradient and norm beside those of one process.
+// step of the layout on thread ranks, its raw gradient and norm against those of one process.
 #pragma once
 
 #include <fmt/ranges.h>
@@ -25,7 +25,7 @@
 
 namespace isograd::hybrid {
 
-// What a planted mistake puts in place of the right thing, on every rank. `armed` is true from the first
+// A planted mistake, on every rank. `armed` is true from the first
 // forward of the step until its gradients are summed: how models are made and gradients assembled stays
 // right.
 struct Planted {
@@ -41,7 +41,7 @@ struct Measured {
   double parts = 0, largest = 0;     // of the norm of any parameter, and of the infinity norm
   bool repeats = true;               // the same step again has the same bits
   bool same_norm = true;             // to the bit, on all ranks
-  // Of parameters that are summed: how many, and those of which all ranks had the same part before the sum.
+  // Parameters that are summed: how many, and those of which all ranks had the same part before the sum.
   int summed = 0;
   std::vector<std::string> alike{};
   std::map<std::string, double> errors{};  // by parameter
@@ -51,7 +51,7 @@ struct Measured {
 inline constexpr double kExact = 1e-10;  // E1
 inline constexpr double kNorm = 1e-12;   // of norms against the assembled gradient's
 
-// What is wrong with it; empty: nothing. `alike`: whether parts that are the same on all ranks count, which
+// The problems found; empty: none. `alike`: whether parts that are the same on all ranks count, which
 // they may be where ranks see few samples.
 inline std::string wrong_with(const Measured& measured, bool alike = true) {
   std::string text;
@@ -257,7 +257,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
   return measured;
 }
 
-// Of all ranks: the worst of each.
+// The worst of all ranks.
 inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted, const Asked& asked = {}) {
   const auto start = std::chrono::steady_clock::now();
   Measured all;
@@ -282,8 +282,8 @@ inline Measured measure(const RunConfig& config, int ranks, const Wanted& wanted
   return all;
 }
 
-// What replicas see, where the loss is the mean of their own means: samples are assigned to the ranks that
-// see different ones in order, and neighbours make up a replica.
+// The batches of replicas, where the loss is the mean of their own means: samples are assigned to the ranks
+// that see different ones in order, and neighbours make up a replica.
 inline std::vector<MicroBatches> by_replica(const RunConfig& config, int ranks, World& world) {
   const Grid grid = grid_of(config, ranks);
   const int shares = grid.size(kSampleAxes), replicas = grid.size({"dp_replicate"});

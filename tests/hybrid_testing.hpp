@@ -24,14 +24,14 @@ class HybridCells : public testing_runs::TinyVideos {
       ++seed;
     }
   }
-  // More packs, or videos, than ranks that they are assigned to, and no number of ranks divides them.
+  // No number of ranks that they are assigned to divides the packs, or videos; there are more of them.
   RunConfig base(const Cell& cell) const {
     RunConfig config = cell.is(kModel, "video") ? videos("hybrid") : tiny("hybrid");
     if (cell.is(kModel, "video"))
       config.batch.videos_per_step = 9, config.data.validation_fraction = 0,
       config.sample = RunConfig{}.sample;
     else
-      config.batch.packs_per_step = 9, config.data.pack_length = 24;
+      config.batch.packs_per_step = cell.data() <= 4 ? 5 : 9, config.data.pack_length = 24;
     config.run.seed = static_cast<std::int64_t>(kNoiseSeed);  // the oracle's
     return config;
   }
