@@ -44,7 +44,7 @@ DecoderConfig small_decoder() {
   return config;
 }
 
-// Of each rank: uneven packs of documents; one sample has a part in every micro-batch.
+// Each rank has uneven packs of documents; one sample has a part in every micro-batch.
 std::vector<MicroBatches> batches_of(int ranks) {
   constexpr std::int64_t kShared = 9000;
   std::vector<MicroBatches> all(static_cast<std::size_t>(ranks));
@@ -118,7 +118,7 @@ struct Unpublished final : DataParallel {
   const Mesh& mesh() const override { return inner->mesh(); }
 };
 
-// What a layout with offload holds, and the optimizer's state.
+// Tensors of a layout with offload, and the optimizer's state.
 void check_in_host_memory(DataParallel& layout, Optimizer& optimizer) {
   std::vector<at::Tensor> held;
   for (const Bucket& bucket : layout.buckets())
@@ -180,7 +180,7 @@ double used(const Case& one, const std::map<std::string, at::Tensor>& found,
   return worst;
 }
 
-// What is updated in host memory against what is updated on the device: the gradients two steps later.
+// Updates in host memory against updates on the device: the gradients two steps later.
 int check_offload(World& world, at::Device device, const DecoderConfig& config, const MicroBatches& batches) {
   int failed = 0;
   for (const Strategy& strategy : all_strategies()) {
@@ -700,6 +700,17 @@ int run(World& world, at::Device device) {
   MicroBatches all;
   for (const MicroBatches& batches : whole) all.insert(all.end(), batches.begin(), batches.end());
   int failed = 0, checked = 0;
+  // By type and mean: the same for every strategy.
+  std::map<std::pair<at::ScalarType, bool>, Wanted> references;
+  std::map<std::pair<at::ScalarType, bool>, std::map<std::string, at::Tensor>> ones;
+  for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const bool samples : {false, true}) {
+      references[{dtype, samples}] = reference(config, all, samples, dtype);
+      if (dtype == at::kDouble) continue;
+      const Case naive{
+          .strategy = {.flat = {.name = "naive", .is_naive = true}}, .dtype = dtype, .samples = samples};
+      ones[{dtype, samples}] = gradients_of(naive, config, all, device, Group::solo());
+    }
   for (const Strategy& strategy : all_strategies()) {
     if (strategy.flat.share && !device.is_cpu()) continue;  // refused there, see parallel/data
     for (const auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
@@ -707,15 +718,10 @@ int run(World& world, at::Device device) {
         for (const bool fault : {false, true}) {
           if (fault && (world.size == 1 || dtype != at::kDouble)) continue;
           const Case one{.strategy = strategy, .dtype = dtype, .samples = samples, .fault = fault};
-          const Wanted wanted = reference(config, all, samples, dtype);
+          const Wanted& wanted = references[{dtype, samples}];
           const auto found =
               gradients_of(one, config, whole[static_cast<std::size_t>(world.rank)], device, world.group);
-          const auto alone = dtype == at::kDouble
-                                 ? std::map<std::string, at::Tensor>{}
-                                 : gradients_of({.strategy = {.flat = {.name = "naive", .is_naive = true}},
-                                                 .dtype = dtype,
-                                                 .samples = samples},
-                                                config, all, device, Group::solo());
+          const auto& alone = ones[{dtype, samples}];
           at::Tensor share = at::full({1}, used(one, found, alone, wanted, 2 * world.size), at::kDouble);
           world.group.all_reduce(share, ReduceOp::kMax);
           const double worst = share.item<double>();
