@@ -255,6 +255,16 @@ TEST(Parity, DoesNotDependOnWhoHoldsASample) {
   EXPECT_LT(toy::worst_error(run_step(alone).gradients[0], wanted), 1e-12);
 }
 
+TEST(Parity, BucketedEqualsItsNaiveTwin) {
+  for (int size : kRanks) {
+    const auto batches = toy::make_step(size, 3, 1);
+    const Outcome fast = run_step(batches),
+                  slow = run_step(batches, {.strategy = {.name = "naive", .is_naive = true}});
+    for (int rank = 0; rank < size; ++rank)
+      EXPECT_LT(toy::worst_error(fast.gradients[rank], slow.gradients[rank]), 1e-12);
+  }
+}
+
 // Two ranks with 900 and 100 targets, losses 1 and 11 each: token mean 2, mean of means 6 (losses.md §9).
 TEST(Parity, NineHundredAndOneHundredTargets) {
   const auto loss_with = [](auto mean) {

@@ -44,7 +44,7 @@ inline const std::vector<ContextCase> kContextCases = {
     {.name = "one long document", .lengths = {61}},
     {.name = "packs of many", .lengths = {5, 1, 9, 0, 3, 12, 7, 2, 4, 8, 6, 10, 11, 5}},
     {.name = "a row of many", .lengths = {5, 1, 9, 0, 3, 12, 7, 2, 4, 8}, .options = {.level = false}},
-    {.name = "one over all ranks beside short ones", .lengths = {3, 57, 5, 2}},
+    {.name = "one over all ranks and short ones", .lengths = {3, 57, 5, 2}},
     {.name = "ranks with only padding", .lengths = {1}, .options = {.pad_to_multiple = 3}},
     {.name = "ranks without tokens", .lengths = {0, 1}},
     {.name = "padded", .lengths = {13, 4, 22}, .options = {.level = false, .pad_to_multiple = 4}},

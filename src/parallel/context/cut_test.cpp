@@ -115,7 +115,7 @@ TEST(ContextCut, ZigzagLevelsOneDocument) {
 }
 
 // Documents of very different lengths: costs are levelled, not token counts; the measured figures are
-// printed beside those of a packer that levels tokens alone.
+// printed next to those of a packer that levels tokens alone.
 TEST(ContextCut, LevelsTheSumOfSquares) {
   std::mt19937 random(1);
   std::lognormal_distribution<double> length(6, 1.2);
@@ -157,6 +157,22 @@ TEST(ContextCut, ManyShortDocumentsAreNotCut) {
   EXPECT_EQ(cost.imbalance, 1);
 }
 
+// Cases of ranks with padding alone or without tokens are what they are called.
+TEST(ContextCut, ARankHasOnlyPaddingOrNothing) {
+  for (const ContextSizes& sizes : kContextSizes)
+    for (const ContextCase* one : {&kContextCases[4], &kContextCases[5]}) {
+      const ContextCut cut = one->cut(sizes, /*causal=*/true);
+      int without_text = 0;
+      for (int rank = 0; rank < sizes.ring * sizes.ulysses; ++rank) {
+        const std::vector<std::int64_t> rows = rows_of(cut, rank);
+        const bool text = std::ranges::any_of(rows, [](std::int64_t row) { return row >= 0; });
+        without_text += !text;
+        EXPECT_EQ(!rows.empty(), text || one->options.pad_to_multiple > 0) << one->name;
+      }
+      EXPECT_GT(without_text, 0) << one->name << ", " << sizes.ring << " x " << sizes.ulysses;
+    }
+}
+
 TEST(ContextCut, BadInputIsNamed) {
   const CutOptions two{.ring = 2};
   EXPECT_THAT(error_of([&] { cut_documents({0, 5, 3, 9}, two); }), HasSubstr("[0, 5, 3, 9]"));
@@ -180,7 +196,7 @@ TEST(ContextCut, BadInputIsNamed) {
   EXPECT_THAT(much, HasSubstr("the longest document, 1, has 4000 of 4040"));
   EXPECT_THAT(much, HasSubstr("Use 8 context ranks or more"));
 
-  // What a rank gets counts, padding included: 9 tokens of 18, filled up to 16.
+  // A rank's tokens count with their padding: 9 tokens of 18, filled up to 16.
   const auto padded = [](std::int64_t most_tokens, std::int64_t length = 18) {
     return error_of([&] {
       cut_documents({0, length}, {.ring = 2, .pad_to_multiple = 16, .most_tokens = most_tokens});
