@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "full_tests.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {
@@ -70,16 +71,19 @@ class Strategies : public testing_runs::TinyRuns {
   }
 };
 
+// Each on half of the numbers of ranks, by turns; ISOGRAD_FULL_TESTS=1: on all.
 TEST_F(Strategies, AreTheRunOfOneProcess) {
   const Run one = run(under(tiny("one", "float64"), {"bucketed", "auto"}), 1);
   for (std::size_t i : {1u, 4u, 6u})
     EXPECT_GT(std::abs(one.steps[0].report.loss - one.steps[i].report.loss), 1e-5)
         << "a step would not be seen";
   EXPECT_LT(*one.outcomes[0].validation_loss, one.evaluations[0].loss) << "nothing was learnt";
+  std::size_t turn = 0;
   for (const Kind& kind : kKinds)
     for (int ranks : {1, 2, 3, 4, 5}) {
       if (ranks % kind.replicas != 0 || (ranks > 4 && kind.strategy != "zero3")) continue;
       if (kind.share == "on" && ranks == kind.replicas) continue;  // no rank to share with: refused
+      if (!full_tests() && takes_first(turn++)) continue;
       const std::string name = kind.name() + "-" + std::to_string(ranks);
       expect_same(run(under(tiny(name, "float64"), kind), ranks), one, 0, name);
     }
@@ -101,9 +105,12 @@ TEST_F(Strategies, LoadOneAnothersCheckpoints) {
   }
 }
 
+// In one of two precisions by turns; ISOGRAD_FULL_TESTS=1: in both.
 TEST_F(Strategies, ResumeBitForBit) {
+  std::size_t turn = 0;
   for (const Kind& kind : {kKinds[3], kKinds[6], kKinds[8], kKinds[10]})
     for (const char* dtype : {"float32", "bfloat16"}) {
+      if (!full_tests() && takes_first(turn++)) continue;
       const RunConfig config = under(saving("saving-" + kind.name() + dtype, dtype), kind);
       const Run saved = run(config, 3);
       const Run resumed = run(under(continued(config, "resumed-" + kind.name() + dtype), kind), 3);

@@ -16,7 +16,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// What a mean counts of a micro-batch: parts of samples, or weights.
+// The amount that a mean counts of a micro-batch: parts of samples, or weights.
 double amount_of(const Batch& batch, Mean mean) {
   double sum = 0;
   for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
@@ -30,7 +30,7 @@ double amount_of(const Batch& batch, Mean mean) {
   return sum;
 }
 
-// What a rank knows of the step.
+// The counts of a step that a rank knows.
 struct Counted {
   double all = 0, own = 0, first = 0, holders = 0;
   double ranks = 1, rounds = 1, micro_batches = 1, own_micro_batches = 1;
@@ -278,13 +278,14 @@ std::vector<int> ranks_of(const std::string& id, const Setting& setting) {
   return {all[static_cast<std::size_t>(turn) % all.size()]};
 }
 
-// An exhibit whose mistake is made here in terms of the mean stands in every setting; one that never looks at
-// the mean stands in one of them, by turns. ISOGRAD_FULL_TESTS=1: each in every setting.
+// An exhibit whose mistake is made here in terms of the mean stands in two settings, one that never looks at
+// the mean in one, by turns. ISOGRAD_FULL_TESTS=1: each in every setting.
 bool stands_in(const std::string& id, const Setting& setting) {
-  if (full_tests() || id == "B25" || own_plants().contains(id)) return true;
+  if (full_tests() || id == "B25") return true;
   const auto ids = crossed();
   const auto turn = static_cast<std::size_t>(std::find(ids.begin(), ids.end(), id) - ids.begin());
-  return turn % std::size(kSettings) == static_cast<std::size_t>(&setting - kSettings);
+  const bool its_turn = turn % std::size(kSettings) == static_cast<std::size_t>(&setting - kSettings);
+  return own_plants().contains(id) ? !its_turn : its_turn;
 }
 
 class OtherMeans : public ::testing::TestWithParam<std::string> {};
@@ -311,8 +312,10 @@ TEST_P(OtherMeans, EveryMistakeIsNamedRightly) {
 }
 
 TEST(OtherMeansRight, Pass) {
+  std::size_t turn = 0;
   for (const Setting& setting : kSettings)
     for (const int ranks : {1, 2, 3, 4, 5}) {
+      if (!full_tests() && takes_first(turn++)) continue;
       const Verdict verdict = shown("", setting, ranks);
       EXPECT_TRUE(verdict.passed) << setting.name << ", " << ranks << " ranks\n" << to_text(verdict, 9);
     }
@@ -332,8 +335,10 @@ TEST(OtherMeansUndeclared, AreUnknownWithTheirNumbers) {
       return TokenMean::prepare(plain, denominator);
     }
   };
+  std::size_t turn = 0;
   for (const Setting& setting : kSettings)
     for (const int ranks : {1, 2, 3, 5}) {
+      if (!full_tests() && takes_first(turn++)) continue;
       const Exhibit other{.plant = [&](VerifyProblem& p, World& world) {
         declare(p, world, setting);
         with_normalizer<Unweighted>(p);
