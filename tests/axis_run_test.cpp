@@ -385,15 +385,20 @@ TEST_F(AxisRun, IsProvenOnEveryLayout) {
 
 // ---- mistakes ----
 
+std::string first_finding(const Verdict& verdict) {
+  return verdict.findings.empty() ? "none" : verdict.findings[0].id;
+}
+
 TEST_F(AxisRun, TargetsCountedOnPeersAreFound) {
-  for (const OnRanks& cell : {OnRanks{4, "tp=2"}, {2, "pp=2"}})
-    EXPECT_FALSE(verified(on(text("x", "float32"), cell.set, "counted"), cell.ranks, {},
-                          [](VerifyProblem& problem, World&) {
-                            problem.make_normalizer = [] {
-                              return std::make_unique<planted::CountsPeers>(2);
-                            };
-                          })
-                     .passed);
+  for (const OnRanks& cell : {OnRanks{4, "tp=2"}, {2, "pp=2"}}) {
+    const Verdict verdict = verified(
+        on(text("x", "float32"), cell.set, "counted"), cell.ranks, {}, [](VerifyProblem& problem, World&) {
+          problem.make_normalizer = [] { return std::make_unique<planted::CountsPeers>(2); };
+        });
+    EXPECT_FALSE(verdict.passed);
+    // With tp two axes have two ranks each: the factor fits both, and neither is named.
+    EXPECT_EQ(first_finding(verdict), cell.ranks == 4 ? "scaled_by_factor" : "counted_on_peers") << cell.set;
+  }
 }
 
 // Placements whose sums over ranks are left out, of all experts or one layer's, or of norms under cut tokens.
@@ -424,6 +429,7 @@ TEST_F(AxisRun, ASumLeftOutIsFound) {
           };
         });
     EXPECT_FALSE(verdict.passed) << left.which;
+    EXPECT_EQ(first_finding(verdict), "not_summed_over_axis") << left.which << ", " << left.strategy;
     EXPECT_THAT(to_text(verdict), HasSubstr(left.which[0] == 'i' ? "layernorm" : "experts"));
     for (const ParameterVerdict& one : verdict.layouts.at(0).parameters)
       EXPECT_EQ(one.exact.passed, one.name.find(left.which) == std::string::npos) << one.name;
@@ -510,6 +516,7 @@ TEST_F(AxisRun, RoutingCountedTwiceOnOneRankIsFound) {
   const Verdict verdict = verified(on(experts("x", "float32"), "", "twice"), 3, {"bucketed"}, twice);
   EXPECT_FALSE(verdict.passed);
   EXPECT_EQ(verdict.layouts.at(0).e1.state, Grade::State::kFailed);
+  EXPECT_EQ(first_finding(verdict), "undecided");  // without experiments
 }
 
 // While it trains a step of the live layout is proven too, and copies along tp are compared: masters too, in
