@@ -136,7 +136,7 @@ TEST(Buckets, AreSentInTheOrderOfTheGradientsAndStayWhereTheyAre) {
         }
 }
 
-// What is sent first changes no bit, norm included: a run that goes on from a checkpoint need not know it.
+// The order of sending changes no bit, norm included: a run that goes on from a checkpoint need not know it.
 TEST(Buckets, HaveTheSameBitsWhateverIsSentFirst) {
   for (const Strategy& strategy : strategies()) {
     if (strategy.is_naive) continue;

@@ -46,7 +46,7 @@ inline DecoderConfig shape_with_experts(std::int64_t experts, std::int64_t share
   return config;
 }
 
-// What data rank `place` of `places` has: uneven micro-batches, some without a target, fewer on the last one.
+// Data of rank `place` of `places`: uneven micro-batches, some without a target, fewer on the last one.
 inline MicroBatches step_of(int place, int places, std::int64_t vocabulary, int accumulation = 3) {
   MicroBatches batches;
   const int count = place + 1 == places && places > 1 ? 1 : accumulation;
@@ -126,22 +126,9 @@ inline std::unique_ptr<Normalizer> normalizer_of(Mean mean) {
   return std::make_unique<TokenMean>();
 }
 
-// By name, whole, of what a layout's ranks have. Collective.
-inline std::map<std::string, at::Tensor> whole_gradients(DataParallel& layout, const Layout& placed) {
-  std::map<std::string, at::Tensor> local, whole;
-  for (const auto& view : layout.views()) local[view.name] = view.gradient;
-  for (const PlacedParameter& each : placed.parameters())
-    if (!each.name.ends_with("e_score_correction_bias"))  // which has none
-      whole[each.name] =
-          placed.whole(each.name, each.held ? local.at(each.name) : at::empty({0}, at::kDouble));
-  return whole;
-}
-
-using Errors = std::map<std::string, double>;
-
 // ‖g − g64‖ / ‖g64‖ by parameter.
-inline Errors errors(const Gradient& found, const Gradient& wanted) {
-  Errors result;
+inline std::map<std::string, double> errors(const Gradient& found, const Gradient& wanted) {
+  std::map<std::string, double> result;
   for (const auto& [name, gradient] : wanted.of) {
     const at::Tensor exact = gradient.to(at::kDouble);
     const double error = (found.of.at(name).to(at::kDouble) - exact).norm().item<double>();

@@ -106,7 +106,7 @@ inline void update(DataParallel& layout, Optimizer& optimizer) {
   layout.publish_parameters();
 }
 
-// Of what views() gives under `key`, from the reference's tensors.
+// The reference's tensors for what views() gives under `key`.
 inline double worst(DataParallel& layout, Net& wanted, at::Tensor DataParallel::View::*key) {
   double error = 0;
   for (const auto& view : layout.views()) {

@@ -1,4 +1,4 @@
-// What happens to a layout's parameters between steps, under every strategy and at any number of ranks: state
+// A layout's parameters between steps, under every strategy and at any number of ranks: state
 // written early, tensors that share their memory, values written into them, sparse gradients.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -111,7 +111,7 @@ TEST(LayoutLife, ASecondLayoutOfTheSameMemoryIsRefusedByName) {
   }
 }
 
-// bf16 has a master beside it; an update so small that bf16 cannot tell must not bring the old values back.
+// bf16 has a master; an update so small that bf16 cannot tell must not bring the old values back.
 TEST(LayoutLife, ValuesWrittenInPlaceStay) {
   for (const Way& way : ways())
     for (const auto type : {at::kBFloat16, at::kFloat})
@@ -198,7 +198,7 @@ TEST(LayoutLife, ValuesWrittenInMidStepStay) {
         });
 }
 
-// What is written once the update has been computed from copies would be lost without a word.
+// A value that is written after the update was computed from copies would be lost silently.
 TEST(LayoutLife, ValuesWrittenBetweenUpdateAndPublishingAreRefused) {
   for (const Way& way : ways()) {
     if (way.shared) continue;

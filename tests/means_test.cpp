@@ -25,7 +25,7 @@ namespace {
 
 // ---- the museum's mistakes of normalisation, for every kind of mean, and in which batches each is one ----
 
-// What each exhibit is, by kind of mean: c is what token, sample and weighted means count (of a micro-batch,
+// Each exhibit, by kind of mean: c is what token, sample and weighted means count (of a micro-batch,
 // of a rank, of all), D the fixed number, W the ranks, M the micro-batches of all ranks, G_r those of a rank.
 //
 //              token, sample, weighted            fixed                      none
@@ -124,7 +124,7 @@ struct Facts {
   double targets = 0;
   bool idle = false;  // a micro-batch without a valid target
   bool cut = false;   // a sample with valid targets in several micro-batches
-  // What the mean counts: of all, of each rank, of each micro-batch (rank, amount).
+  // The amount that the mean counts: of all, of each rank, of each micro-batch (rank, amount).
   double all = 0;
   std::vector<double> by_rank;
   std::vector<std::pair<std::size_t, double>> by_batch;
@@ -315,7 +315,7 @@ TEST_P(EveryMean, GivesTheGradientOfOneProcess) {
       ranks, cases, worst, kExact, faults, harmless);
 }
 
-// What debug builds do in every step: ranks that divide by different numbers stop, instead of training on.
+// Debug builds check in every step: ranks that divide by different numbers stop, instead of training on.
 TEST(CheckedDenominators, FindRanksThatDivideDifferently) {
   for (int ranks : {2, 3, 4, 5, 8})
     for (Mean mean : {Mean::kTargets, Mean::kSamples, Mean::kWeights}) {

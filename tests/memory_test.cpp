@@ -1,4 +1,4 @@
-// What ranks keep and send, against the formulas of parameters.hpp, on ranks as threads: under every
+// Bytes that ranks keep and send, against the formulas of parameters.hpp, on ranks as threads: under every
 // strategy, of a model that ranks hold together (its part along tp, its experts), and of the activations of
 // stages.
 #include <gtest/gtest.h>
@@ -220,7 +220,7 @@ std::int64_t elements(const DecoderConfig& config, int tp) {
   return config.layers * block + 2 * most(config.vocabulary) * h + h;
 }
 
-// Of the experts and of the rest, likewise.
+// The experts and the rest, likewise.
 DecoderConfig large_with_experts() {
   DecoderConfig config = tensor::shape_with_experts(5);
   config.vocabulary = 257, config.hidden = 64, config.head_dim = 16;
@@ -238,7 +238,7 @@ std::int64_t other_elements(const DecoderConfig& config) {
   return config.layers * block + (config.tied_output ? 1 : 2) * config.vocabulary * h + h;
 }
 
-// Of buckets of experts alone.
+// Bytes of buckets of experts alone.
 PersistentBytes kept_of_experts(const std::vector<Bucket>& all, const OptimizerState& state) {
   std::vector<Bucket> buckets;
   OptimizerState states;
@@ -494,7 +494,7 @@ TEST(ExpertParallelTraffic, IsTheFormulas) {
         for (int rank = 0; rank < ep; ++rank)
           EXPECT_EQ(sent[static_cast<std::size_t>(rank)], expert_traffic_bytes(plan, rank))
               << ep << " ranks, " << c10::toString(type) << ", rank " << rank;
-        // Of two ranks each sends what the other gets back; of more they differ.
+        // Each of two ranks sends what the other gets back; more ranks differ.
         EXPECT_EQ(sent[0] == sent[1], ep == 2) << ep << " ranks";
       }
 }
@@ -531,8 +531,8 @@ DecoderConfig shape_of(int stages) {
   return config;
 }
 
-// What one micro-batch of one process keeps between the halves of its backward, as a part of what its forward
-// kept.
+// The memory that one micro-batch of one process keeps between the halves of its backward, as a part of what
+// its forward kept.
 double measure_between_halves() {
   const DecoderConfig config = shape_of(1);
   const auto model = whole_model(config, at::kFloat);

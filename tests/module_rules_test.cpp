@@ -1,4 +1,4 @@
-// What a torch::nn module may not have, and is refused for by name on all ranks before a step; what a
+// A torch::nn module is refused by name on all ranks before a step for what it may not have; what a
 // synchronised batch normalisation counts inside a unit.
 #include "isograd/data_parallel.hpp"
 

@@ -164,7 +164,7 @@ TEST(OwnLoop, AConstantKeepsUpWithShardedUnits) {
             {.timeout = std::chrono::seconds(10)});
 }
 
-// What a unit exchanges in backward cannot be made up for: the rank with the constant says so.
+// An exchange that a unit makes in backward cannot be made later: the rank with the constant says so.
 TEST(OwnLoop, AConstantIsNamedWhereAUnitExchanges) {
   constexpr int kRanks = 3;
   std::vector<std::string> said(kRanks);

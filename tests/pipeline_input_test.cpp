@@ -1,4 +1,4 @@
-// What a user gets wrong of a pipeline is refused with words that name it, on every rank and without a wait;
+// A user's mistakes with a pipeline are refused by name, on every rank and without a wait;
 // a rank that is lost in mid-schedule ends all; ranks and stages without micro-batches are no mistake.
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -24,7 +24,7 @@ using Kind = PipelineAction::Kind;
 
 Mesh stages_of(const World& world) { return Mesh(world, Grid({{kStageAxis, world.size}})); }
 
-// What each rank is told by a pipeline that is made with such options, all of them at once.
+// The errors of each rank where a pipeline is made with such options, all at once.
 std::vector<std::string> refused(int ranks, const std::function<PipelineOptions(int rank)>& options) {
   std::vector<std::string> told(static_cast<std::size_t>(ranks));
   run_ranks(ranks, [&](World& world) {
@@ -56,7 +56,7 @@ at::Tensor right_forward(Pipeline& pipeline, std::size_t) {
   return pipeline.is_last() ? x.sum() : pipeline.pass_on(x * 2);
 }
 
-// What each rank is told where the stages compute this, 1f1b over 3 micro-batches. Those that did nothing
+// The error of each rank where the stages compute this, 1f1b over 3 micro-batches. Those that did nothing
 // wrong hear of the rank that did.
 std::vector<std::string> told_by_run(int ranks, const StageForward& forward) {
   std::vector<std::string> told(static_cast<std::size_t>(ranks), "no error");
@@ -246,7 +246,7 @@ TEST(PipelineInput, AStepGivenUpByOneRankAloneIsSeen) {
 constexpr int kRanks = 3;
 constexpr const char *kFolder = "ISOGRAD_TEST_LOST_FOLDER", *kVictim = "ISOGRAD_TEST_LOST_VICTIM";
 
-// What a rank does: it is killed in the forward of its third micro-batch of six, or leaves what it is told.
+// A rank is killed in the forward of its third micro-batch of six, or leaves what it is told.
 [[noreturn]] void be_a_rank(const fs::path& folder, int victim) {
   World world = join({.timeout = std::chrono::minutes(1)});
   std::string told = "no error";

@@ -132,7 +132,7 @@ TEST(PipelineModulesCheckpoint, GoesOnWithAnotherNumberOfStages) {
 
 // ---- what is refused ----
 
-// What each rank is told, all of them at once.
+// The errors of all ranks.
 std::vector<std::string> refused(int ranks, const std::function<std::vector<PipelineModule>(int rank)>& list,
                                  const PipelineOptions& options = {}, int pp = 0) {
   std::vector<std::string> told(static_cast<std::size_t>(ranks));

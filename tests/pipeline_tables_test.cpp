@@ -192,7 +192,7 @@ MicroBatches batches_of(Random& random, int micro_batches, bool even) {
   return all;
 }
 
-// What a rank has of a staged model.
+// A rank's part of a staged model.
 struct Staged {
   PipelineModel model;
   std::unique_ptr<DataParallel> layout;

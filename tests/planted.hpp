@@ -1,4 +1,4 @@
-// Mistakes that real trainers made, each put in through the seam of the right component. Numbers B.. are
+// Mistakes that real trainers made, each put in at the right component. Numbers B.. are
 // those of the museum of biased gradients.
 #pragma once
 

@@ -73,7 +73,7 @@ std::vector<Outcome> run(const Sizes& sizes, const Loop& loop = {}) {
     loop.counting(layout).all_reduce(counted);
     mine.targets = counted.item<double>();
     const double loss = backward(layout, parameters, tokens, mine.targets);
-    // Of ranks along tp, which hold the same loss, one contributes.
+    // One of the ranks along tp, which hold the same loss, contributes.
     mine.loss = summed(mesh.place({"tp"}) == 0 ? loss : 0, mesh, mesh.grid().names());
 
     Gradients gradients;

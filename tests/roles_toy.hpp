@@ -42,7 +42,7 @@ inline std::vector<std::pair<std::string, at::Tensor>> whole_model() {
           {"experts", random({kExperts, kHidden, kHidden}, 7) * 0.4}};
 }
 
-// What the ranks at one place along the data axes see: uneven, and nothing at the second of three or more.
+// The data of ranks at one place along the data axes: uneven, and nothing at the second of three or more.
 struct Tokens {
   at::Tensor x, target, expert, valid;
 };
@@ -166,7 +166,7 @@ inline at::Tensor through_experts(const at::Tensor& h, const Tokens& tokens, con
 // One step's gradients, before they are summed. `targets`: by how much the loss is divided.
 inline double backward(const Layout& layout, Tensors& p, const Tokens& tokens, double targets) {
   const Mesh& mesh = layout.mesh();
-  // Beside the reductions that backward launches: groups of their own.
+  // Not in order with the reductions that backward launches: groups of their own.
   Group tp = mesh.along({"tp"}, "seams"), pp = mesh.along({"pp"}, "stages");
   const int stage = pp.rank(), last = pp.size() - 1;
   const at::Tensor input = stage == 0 ? tokens.x : at::empty_like(tokens.x);

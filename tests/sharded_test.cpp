@@ -1,4 +1,4 @@
-// What sharded and shared strategies keep, gather and move.
+// Memory and traffic of sharded and shared strategies.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>

@@ -293,7 +293,7 @@ void refuse_mixed_devices(const c10::OperatorHandle& op, const torch::jit::Stack
               " and ", *other, ":", arguments_seen);
 }
 
-// What is drawn without a generator named comes from that of the first tensor's GPU.
+// Without a named generator, values are drawn from that of the first tensor's GPU.
 void name_generator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const std::size_t first = stack.size() - arguments.size();

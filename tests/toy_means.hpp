@@ -164,7 +164,7 @@ inline at::Tensor piece_sum(const Model& model, const Assignment& assigned, cons
   return weighted ? (losses * sample.weights.narrow(0, piece.begin, length)).sum() : losses.sum();
 }
 
-// What each piece's sum is divided by under the declared kind, counted from the samples; 0: it takes no part.
+// The divisor of each piece's sum under the declared kind, counted from the samples; 0: it takes no part.
 inline std::vector<double> divisors(const Assignment& assigned, Mean mean, bool weighted) {
   double targets = 0, weights = 0, counted = 0;
   std::vector<double> sizes;

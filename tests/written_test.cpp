@@ -74,7 +74,7 @@ TEST(Written, OneCopyWrittenInPlaceIsNotHandedOut) {
   }
 }
 
-// Of gradients after write(), where a forward has left the model whole and no backward has freed it.
+// Checks gradients after write(), where a forward has left the model whole and no backward has freed it.
 double error_after_probe(const Way& way, int size, bool planted) {
   std::vector<double> errors(size);
   run_ranks(size, [&](World& world) {
@@ -107,7 +107,7 @@ TEST(Written, TheNextForwardReadsIt) {
 
 enum class Writers { kFirst, kDiffering, kAll };
 
-// What each rank is told where ranks do not write the same, into a parameter that is trained or a frozen one.
+// The error of each rank where ranks do not write the same, into a parameter that is trained or a frozen one.
 std::vector<std::string> told(const Way& way, int size, Writers writers, bool frozen = false) {
   std::vector<std::string> said(size);
   try {
@@ -204,7 +204,7 @@ TEST(Written, AfterASkippedStepIsTakenOver) {
       }
 }
 
-// What publish_parameters() refuses it refuses until it is taken over.
+// publish_parameters() refuses a write until it is taken over.
 TEST(Written, ARefusedWriteIsNotForgotten) {
   for (const Way& way : ways()) {
     if (way.shared) continue;
@@ -308,7 +308,7 @@ TEST(Written, NothingWhereRanksAreGivenOtherValues) {
             const auto whole = layout->whole_parameters();
             EXPECT_TRUE(at::equal(net->block->shift, drawn({6}, 4))) << way.name;
           }
-          // What becomes the same is the same, of whatever type.
+          // Values that become the same are the same, of whatever type.
           const at::Tensor halves = at::full({7, 6}, 0.5, alone ? at::kFloat : at::kDouble);
           EXPECT_EQ(error_of([&] { layout->write({{"out", halves}}); }), "no error") << way.name;
           const at::Tensor wanted = at::full({7, 6}, 0.5, at::kDouble);

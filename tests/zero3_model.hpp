@@ -17,7 +17,7 @@ namespace isograd::zero3 {
 
 inline constexpr std::int64_t kVocabulary = 13, kHidden = 7;  // odd: no size is a multiple of a rank count
 
-// What happens at places where ranks can get out of step; tests put delays and exceptions there.
+// Called where ranks can get out of step; tests put delays and exceptions there.
 inline thread_local std::function<void(const char* place)> at_place;
 
 struct Block : torch::nn::Module {

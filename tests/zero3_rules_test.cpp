@@ -1,4 +1,4 @@
-// What ZeRO-3 keeps, gathers and moves, in which precision, what it asks of a model, and what it says when
+// ZeRO-3: memory, gathers and traffic, in which precision, what it asks of a model, and what it says when
 // that is missing.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -130,7 +130,7 @@ TEST(Zero3Memory, NothingIsWholeBetweenForwardAndBackward) {
   });
 }
 
-// By the allocator: beside the shards, two buffers of the largest block's gradients and one of the root's;
+// By the allocator: besides the shards, two buffers of the largest block's gradients and one of the root's;
 // after a step what was gathered at a time. Whole parameters are given back when they are let go.
 TEST(Zero3Memory, KeepsTheBuffersOfOneStepAndNoMore) {
   MemoryMeter::install();
@@ -462,7 +462,7 @@ TEST(Zero3Precision, Bf16GradientsIfAsked) {
     });
 }
 
-// What a unit returns is cast, sharded or not; its gradient comes back in the unit's own type.
+// The output of a unit is cast, sharded or not; its gradient comes back in the unit's own type.
 TEST(Zero3Precision, OutputsAreCastIfAsked) {
   run_ranks(2, [](World& world) {
     auto model = make(at::kBFloat16);

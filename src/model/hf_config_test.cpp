@@ -60,7 +60,7 @@ TEST(HuggingFaceConfig, WhatIsNotSupportedIsRefusedByName) {
            {"mistral", "sliding_window", -1},
            {"mistral", "layer_types", sliding},
            {"mistral", "num_key_value_heads", nullptr},
-           // What transformers refuses to be null.
+           // transformers refuses null here.
            {"llama", "hidden_act", nullptr},
            {"llama", "rms_norm_eps", nullptr},
            {"llama", "rope_theta", nullptr},

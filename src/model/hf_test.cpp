@@ -133,7 +133,7 @@ TEST_F(HuggingFace, LargeModelsAreWrittenAsSeveralFiles) {
     for (std::size_t i = 0; i < model.named().size(); ++i)
       EXPECT_TRUE(back->named()[i].second.equal(model.named()[i].second)) << model.named()[i].first;
   }
-  // Neither form is written in addition to the other.
+  // Only one of the two forms is written.
   const fs::path folder = folder_ / "whole";
   write_hf(folder, model);
   EXPECT_THROW(write_hf(folder, model.config(), stream_of(model.named()), 1), ConfigError);

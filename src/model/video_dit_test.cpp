@@ -44,7 +44,7 @@ void perturb(VideoDiT& model) {
   }
 }
 
-// What was said, then the gradient of every parameter.
+// The output, then the gradient of every parameter.
 std::vector<at::Tensor> run(VideoDiT& model, const at::Tensor& out) {
   std::vector<at::Tensor> parameters, results{out.detach()};
   for (auto& [name, tensor] : model.named()) parameters.push_back(tensor);

@@ -695,7 +695,7 @@ TEST(Schedule, AScheduleThatLeavesSomethingOutIsRefused) {
       "a forward and a backward of each");
 }
 
-// What a message counts: backwards that ran, of all parts, or the index of the micro-batch that was asked
+// A message counts backwards that ran, of all parts, or the index of the micro-batch that was asked
 // for.
 TEST(Schedule, ARefusalSaysWhichMicroBatchOrHowManyBackwards) {
   const auto batches = toy::make_step(1, 4)[0];

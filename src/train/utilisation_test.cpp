@@ -61,7 +61,7 @@ TEST_F(Utilisation, FlopsOfEachStepAreThoseOfTheWholeBatchOnAnyRanks) {
     }
 }
 
-TEST_F(Utilisation, IsInTheLogBesideThePerplexity) {
+TEST_F(Utilisation, IsInTheLogWithThePerplexity) {
   RunConfig config = tiny("run");
   config.overwrite = true;
   const Run made = run(config, 2);

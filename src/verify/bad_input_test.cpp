@@ -1,4 +1,4 @@
-// What verify cannot judge, and says so; documents that leak; the data of experiments.
+// Input that verify refuses to judge; documents that leak; the data of experiments.
 #include "verify/reference.hpp"
 
 #include <gmock/gmock.h>

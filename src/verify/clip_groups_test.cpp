@@ -73,7 +73,8 @@ TEST(ClipGroupsVerified, AGroupWithTheWrongCoefficientIsSeen) {
     EXPECT_EQ(layout.e1.state, Grade::State::kFailed) << layout.name;
 }
 
-// What is compared is clipped, each group by its own norm: the norm that the step logs is the one before.
+// The compared gradients are clipped, each group by its own norm: the norm that the step logs is the one
+// before.
 TEST(ClipGroupsVerified, TheNormBeforeTheClipIsComparedToo) {
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     const Verdict verdict = verdict_of(3, dtype, false, true);

@@ -204,7 +204,7 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   one_off.gradients[2].second.mul_(1 + 8e-6);
   EXPECT_FALSE(compare_dumps(one_off, right(), kNames, rounded(1)).verdict.passed);
   EXPECT_GT(good.verdict.layouts[0].e2.single_found, 8e-6);
-  // What one process is said to be off by never widens the bound, and what is no such step is refused.
+  // The error that is given for one process never widens the bound; another step is refused.
   const auto refused = [&](const StepDump& found, const StepDump& alone) {
     try {
       compare_dumps(found, right(), kNames, alone);
@@ -369,7 +369,7 @@ TEST(CompareDumps, TermsWithoutANameInCommonAreSaidNotToBeCompared) {
   EXPECT_THAT(result.notices[0], HasSubstr("no term of the loss has one name in both"));
 }
 
-// A term that is logged in another unit, beside a cause that explains the gradient: that cause.
+// A term is logged in another unit, and a cause explains the gradient: the cause is named.
 TEST(CompareDumps, ACauseIsNotCalledAScaledTerm) {
   StepDump found = right(false), expected = right();
   found.gradients[0].second = found.gradients[0].second / 3;  // not summed but averaged, in one parameter

@@ -68,7 +68,7 @@ TEST(Compare, NotFiniteNeverPasses) {
   }
 }
 
-// What is in all elements alike shows below the noise of each: 1.0002 with rounding of 1e-5 on every run.
+// An error of all elements alike shows below the noise of each: 1.0002 with rounding of 1e-5 on every run.
 TEST(Compare, RoundingDoesNotHideAScaleOf10002) {
   const at::Tensor reference = random_gradient(10000, 1);
   const double scale = error_scales({reference})[0];
@@ -256,7 +256,7 @@ TEST(Resolution, AnErrorOfScaleOfASingleParameterShowsFromWhereItIsSaidOn) {
     }
 }
 
-// In bf16, by its own pieces: also beside a reference that is off in no particular direction.
+// In bf16, by its own pieces: also against a reference that is off in no particular direction.
 TEST(Resolution, AnErrorOfScaleOfOneMatrixShowsFromWhereItIsSaidOn) {
   constexpr double kUnit = 0x1p-9, kAllowed = 32 * kUnit;
   for (const auto& shape : std::vector<std::vector<std::int64_t>>{{8, 8}, {24, 72}, {61, 24}, {300, 200}})
@@ -329,7 +329,7 @@ TEST(Resolution, ADirectionIsFoundBelowTheSizeOfRounding) {
   EXPECT_TRUE(std::isinf(along(errors, times(direction, 0), made.right, 0x1p-9).scatter));
 }
 
-// One matrix whose gradient is a tenth of the others', beside a reference in bf16: too small to show in the
+// One matrix whose gradient is a tenth of the others', against a reference in bf16: too small to show in the
 // whole. Of a vector the precision tells no more than half, which the verdict says: that is no pass.
 TEST(Resolution, AMatrixThatIsThirtyPercentOffShowsBesideAReferenceInBf16) {
   const auto step = [](std::uint64_t seed, const char* precision, double matrix, double vector) {

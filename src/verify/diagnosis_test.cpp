@@ -364,7 +364,7 @@ TEST(Diagnosis, InSinglePrecision) {
   EXPECT_EQ(ids(trainer.diagnosis()), "mean_of_rank_means");
 }
 
-// What a term's value does not tell: whether it is multiplied or made of other rows.
+// A term's value does not tell whether it is multiplied or made of other rows.
 TEST(Diagnosis, ATermIsCalledScaledByASizeOfTheRunAlone) {
   ToyTrainer trainer;
   double ratio = 1.0147;
@@ -609,7 +609,7 @@ TEST(Diagnosis, Figures) {
          found.applied.clear();
          found.figures.clip_coefficient = 1.5, expected.figures.clip_coefficient = NAN;
        }},
-      // What the ranks say contradicts itself.
+      // The ranks contradict each other.
       {"norm_differs", [](auto& found, auto&) { found.ranks[1].owned_norm = 1e9; }},
       {"norm_differs",
        [](auto& found, auto&) {
@@ -663,7 +663,7 @@ TEST(Diagnosis, Figures) {
   EXPECT_EQ(takes(0.5, 0.5), "");
   for (const double own : {3.0, 0.9, -1.0, 1 + 1e-7}) EXPECT_EQ(takes(own, 0.5), "optimizer_differs");
   for (const double own : {-1.0, 3.0}) EXPECT_EQ(takes(own, 0), "optimizer_differs");
-  // Terms, beside a loss that is right or was not recorded.
+  // Terms, with a loss that is right or was not recorded.
   const auto terms = [](double cross_entropy, double balance, double loss) {
     return with([=](StepDump& found, StepDump& expected) {
       found.terms = {{"cross_entropy", cross_entropy}, {"balance", balance}, {"another", 7}};

@@ -85,7 +85,7 @@ TEST(DumpFiles, WhatIsWrittenComesBackInTheModelsOrder) {
                                              "owners", "parameters", "peers", "precision", "samples",
                                              "targets", "terms", "tokens", "initial", "gradients", "spread",
                                              "owned_norm", "bytes_moved"}));
-  // Written again, it replaces the earlier one and leaves nothing beside it.
+  // Written again, it replaces the earlier one and leaves no other file.
   StepDump other = full_dump();
   other.shares.clear();
   other.figures.loss = 2;

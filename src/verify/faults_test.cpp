@@ -202,7 +202,7 @@ TEST(Fault, ALossThatIsWrongInTheRunsPrecisionAloneIsFoundFromTheBoundOn) {
     }
 }
 
-// What is logged must be what was differentiated: a loss of another scale fails although the gradient is
+// The logged loss must be the differentiated one: a loss of another scale fails although the gradient is
 // right.
 TEST(Fault, ALossThatIsNotWhatWasDifferentiatedIsFound) {
   const Verdict verdict = verify_on(2, Small{}, [](VerifyProblem& problem, World&) {

@@ -76,7 +76,7 @@ TEST_F(ScorerVerify, PassesForEveryLossUnderEveryStrategy) {
     }
 }
 
-// By ranks along tp, alone and beside data.
+// By ranks along tp, alone and with data ranks.
 TEST_F(ScorerVerify, PassesWhereRanksHoldTheModelTogether) {
   config_.model.scorer_layers = 3;
   for (const auto& [ranks, tp] : {std::pair{2, 2}, {4, 2}, {5, 5}})

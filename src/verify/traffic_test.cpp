@@ -152,7 +152,7 @@ TEST_F(Traffic, AUnitGatheredTwiceIsFound) {
       }
 }
 
-// What is gathered but not trained has no formula here: nothing is claimed of it.
+// Gathered parameters that are not trained have no formula here: nothing is claimed of them.
 TEST_F(Traffic, OfFrozenParametersIsNotClaimed) {
   const Verdict verdict = verified(sharded("frozen"), 2, [](VerifyProblem& problem, World&) {
     verify_test::change_model(problem, [](auto& model) { model.named[0].second.requires_grad_(false); });

@@ -133,7 +133,7 @@ TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
   EXPECT_EQ(least.parallel.cp_ring, 1);
   EXPECT_EQ(least.data.pack_length, config.data.pack_length);  // of text
   EXPECT_THAT(always->changes, ::testing::Contains("video.files 5 files -> 1"));
-  // What it needs stays: two of the files, of several frames, on ranks that accumulate.
+  // The failure needs two of the files, of several frames, on ranks that accumulate.
   const auto fails = [](const Trial& trial) -> std::string {
     const auto& files = trial.config.video.files;
     const auto has = [&](const char* name) { return std::count(files.begin(), files.end(), name) > 0; };

@@ -174,7 +174,7 @@ std::string mutated(const std::string& sound, const std::string& other, const st
 
 constexpr std::uint64_t kBatch = 1000;  // inputs of one child
 
-// What a child says of itself while it works.
+// Messages of a child while it works.
 struct Progress {
   std::atomic<std::uint64_t> input{0};    // the one that is being read
   std::atomic<bool> reading{false};       // false: between two inputs
@@ -339,7 +339,7 @@ class Fuzzer {
       ++progress_->refused;
     }
     progress_->reading = false;
-    put(sound.file, sound.bytes);  // whatever reads beside it finds it sound
+    put(sound.file, sound.bytes);  // other readers find it sound
   }
 
   // Reads from `next` on in a child; where to go on, behind what it ended at.

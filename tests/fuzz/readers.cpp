@@ -46,7 +46,7 @@ std::vector<std::string> with(std::vector<std::string> words, std::initializer_l
 
 namespace {
 
-// What the program must find: a crash, a loop, memory without bound, an error that nobody foresaw.
+// Failures that the program must find: a crash, a loop, memory without bound, an error that nobody foresaw.
 void read_wrongly(const fs::path& file) {
   const std::string text = read_file(file);
   const int what = static_cast<int>(XXH3_64bits(text.data(), text.size()) % 16);

@@ -14,7 +14,7 @@ namespace isograd::fuzz {
 
 struct Reader {
   std::string name;
-  // Writes sound files into an empty folder; each of them is changed in turn, beside the others.
+  // Writes sound files into an empty folder; each of them is changed in turn, the others are not.
   std::function<void(const std::filesystem::path& folder)> prepare;
   // Reads `file`, or the folder that it lies in, and looks at all of what was read. What is wrong with it
   // must come as a ConfigError.

@@ -1,4 +1,4 @@
-// What runs leave, configurations, dumps of steps.
+// Files of runs, configurations, dumps of steps.
 #include <ATen/ATen.h>
 
 #include <cmath>

@@ -13,7 +13,7 @@ using planted::Wrapped;
 
 constexpr std::int64_t kHeads = 12;
 
-// Every strategy of cutting somewhere: documents cut over all ranks beside whole ones, data ranks beside
+// Every strategy of cutting somewhere: documents cut over all ranks and whole ones, data ranks and
 // context ranks.
 struct Axes {
   int data = 1, ring = 1, ulysses = 1;

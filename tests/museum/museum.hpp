@@ -45,7 +45,7 @@ VerifyProblem right_problem(World& world);
 
 // Rank 0's verdict of `ranks` thread ranks; an exhibit's, or (null) the right one's.
 Verdict show(const Exhibit* exhibit, int ranks);
-// What it says first: a diagnosis, "pass", or "fail" without one.
+// The first finding: a diagnosis, "pass", or "fail" without one.
 std::string first_finding(const Verdict& verdict);
 
 // A number of random correct configurations (models, packs, accumulation, ranks, strategies, means,

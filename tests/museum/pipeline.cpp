@@ -1,5 +1,5 @@
 // Mistakes on the pipeline axis: B5, B6, B8, B9, B10, B16, B18 and B26. A small decoder whose layers lie in
-// stages, beside data ranks where there are ranks for both.
+// stages, and data ranks where there are ranks for both.
 #include <cmath>
 
 #include "isograd/pipeline_parallel.hpp"
@@ -13,7 +13,7 @@ using SharedCount = std::shared_ptr<const CountedStep>;
 
 // The parts that an exhibit replaces.
 struct Wrong {
-  // What the last stage differentiates and logs, of a micro-batch's cross entropy.
+  // The last stage's loss, of a micro-batch's cross entropy.
   std::function<at::Tensor(const at::Tensor& cross_entropy, const CountedStep&)> loss{};
   std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>, SharedCount)> layout{};
   bool ends_summed = true;  // of a tied embedding, where they lie on two ranks

@@ -1,4 +1,4 @@
-// What the exhibits share: the museum's model and data, and layouts to wrap.
+// Shared by the exhibits: the museum's model and data, and layouts to wrap.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace isograd::museum {
 using Noise = std::function<double(std::int64_t sample, std::int64_t position)>;
 // [T_local, 1]: what each token is multiplied by, 0 for a quarter of them.
 at::Tensor kept_tokens(const Batch& batch, const Noise& noise);
-// Keyed as it should be (the rank 0), or by a rank beside.
+// Keyed as it should be (the rank 0), or by a rank too.
 Noise keyed_by(std::uint64_t rank);
 
 // The toy model, with what some exhibits need.
@@ -73,7 +73,7 @@ struct HeldTogether {
   DecoderConfig shape;
   // Gives it what its axis needs: VerifyModel::cut, and more.
   std::function<void(VerifyModel& made, const std::shared_ptr<DecoderLM>& model)> complete{};
-  // A term beside the cross entropy, of tokens with a target and the weight 0.5; steps multiply it by a
+  // A second term, of tokens with a target and the weight 0.5; steps multiply it by a
   // factor that the oracle does not know.
   struct Term {
     std::string name;
@@ -89,7 +89,7 @@ struct HeldTogether {
 // The right problem with it. Collective over the world.
 VerifyProblem problem_of(World& world, HeldTogether how);
 
-// What a rank has counted of a step, for what is wrong and uses it.
+// A rank's counts of a step, which mistakes use.
 struct CountedStep {
   StepCounts step_counts;
   double denominator = 0;            // of the declared mean

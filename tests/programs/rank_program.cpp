@@ -319,7 +319,7 @@ int run(const std::string& mode, const Arguments& arguments, const std::string& 
 }  // namespace isograd
 
 #if defined(ISOGRAD_SANITIZE_ADDRESS)
-// What Open MPI never frees was taken by plugins that it has unloaded by then: no suppression could name
+// Memory that Open MPI never frees was taken by plugins that are unloaded by then: no suppression could name
 // them.
 extern "C" int __lsan_is_turned_off();
 extern "C" int __lsan_is_turned_off() { return isograd::backend_name != "shm"; }

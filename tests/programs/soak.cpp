@@ -60,7 +60,7 @@ struct UnderWay {
   std::string what;
 };
 
-// What a leak would add to: heap in use, and mappings (segments of its peers among them). Resident memory
+// A leak would add to heap in use, and mappings (segments of its peers among them). Resident memory
 // tells less: it grows as shared buffers are touched and with what the allocator keeps for later.
 struct Memory {
   double heap_kilobytes = 0;

@@ -100,7 +100,7 @@ TEST(Focal, IsNaNWhereAScoreIsNotFinite) {
   });
 }
 
-// Beside the formula as it is usually written, (1 − exp(log p))^γ, in the same type: its rounding is the
+// Against the formula as it is usually written, (1 − exp(log p))^γ, in the same type: its rounding is the
 // measure. γ multiplies what 1 − p_y and its derivative are off.
 TEST(Focal, OfALargeExponentIsAsExactAsThePlainFormula) {
   constexpr std::uint64_t kSeed = 11;

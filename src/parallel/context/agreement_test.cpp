@@ -1,4 +1,4 @@
-// What attention over context ranks refuses, and that no rank waits for one that is at fault.
+// Attention over context ranks refuses bad input, and no rank waits for one that is at fault.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -96,7 +96,7 @@ TEST(ContextAttention, NobodyWaitsForARankAtFault) {
               Input in = input_of(cut, world.rank);
               if (world.rank == faulty) fault.plant(in);
               const std::string said = error_of([&] { attention(in.batch, in.q, in.k, in.v); });
-              // What each finds right by itself is compared with rank 0's.
+              // Each rank's own, valid by itself, is compared with rank 0's.
               const std::string wanted =
                   world.rank == faulty
                       ? fault.said

@@ -1,4 +1,4 @@
-// What ranks send, in bytes, beside the formulas of docs/context-parallelism.md.
+// Bytes that ranks send, against the formulas of docs/context-parallelism.md.
 #include <gtest/gtest.h>
 
 #include "isograd/world.hpp"

@@ -62,7 +62,7 @@ Gradients one_process(const Problem& p) {
   return {g[0], g[1], g[2], g[3], g[4]};
 }
 
-// What a rank with tokens [from, from + count) and experts of `dispatch` finds.
+// The result of a rank with tokens [from, from + count) and experts of `dispatch`.
 Gradients on_rank(const Problem& p, const ExpertDispatch& dispatch, std::int64_t from, std::int64_t count,
                   bool uses_loss) {
   const auto leaf = [](const at::Tensor& values) { return values.detach().clone().requires_grad_(); };

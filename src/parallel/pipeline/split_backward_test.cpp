@@ -33,7 +33,7 @@ Weights weights() {
   return all;
 }
 
-// What a stage is given, and the gradients that come back, in order.
+// Inputs of a stage, and the gradients that come back, in order.
 struct Source {
   std::vector<at::Tensor> back{};
   at::Tensor give(double phase = 0.5) {
@@ -256,7 +256,7 @@ TEST(SplitBackward, ComputesEachGradientOnce) {
   EXPECT_EQ(Whole::calls, 2);
 }
 
-// What weights of several ranks exchange is exchanged at once, in the order of a whole backward: a rank in
+// Weights of several ranks make their exchanges at once, in the order of a whole backward: a rank in
 // whose graph it stands elsewhere must not wait.
 TEST(SplitBackward, ExchangesEverythingInTheFirstHalf) {
   const auto order = [](bool split) {
