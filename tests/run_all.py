@@ -164,8 +164,8 @@ def main():
     if options.rooms_only:
         workers = [threading.Thread(target=queue.run) for _ in range(2)]
     else:
-        workers = [threading.Thread(target=python_first, args=(f"pytest-{number}", files)) for number, files in enumerate(python_files())]
-        workers.append(threading.Thread(target=queue.run))
+        workers = [threading.Thread(target=python_first, args=(f"pytest-{number}", files))
+                   for number, files in enumerate(python_files())] + [threading.Thread(target=queue.run)]
     for worker in workers:
         worker.start()
     for worker in workers:

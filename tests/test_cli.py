@@ -311,7 +311,8 @@ def test_a_prompt_is_never_dropped_in_silence(finished):
     assert "sample.prompt" in said and "Shorten the prompt" in said, said
     shard = config.parent / "tokens.bin"  # of nanoGPT: nothing says whose tokens they are
     shard.write_bytes(bytes(range(1, 200)) * 20)
-    said = refused("train", config, "--overwrite", "data.text=[]", f"data.shards={shard}", "model.vocabulary=65536", "sample.prompt=ab")
+    said = refused("train", config, "--overwrite", "data.text=[]", f"data.shards={shard}", "model.vocabulary=65536",
+                   "sample.prompt=ab")
     assert "sample.prompt" in said and "tokenizer" in said, said
 
 

@@ -9,9 +9,9 @@ import re
 import subprocess
 import sys
 
+import conftest
 import pytest
 from conftest import BUILD, FULL, LIMIT, ROOT, by_turns, full, rows_of
-import conftest
 from run_files import text_tables, write_documents, write_run, write_video
 
 STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
@@ -169,8 +169,8 @@ def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
     path = config(folder, "text", "bfloat16")
 
     def memory(*arguments):
-        done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks, f"parallel.strategy={strategy}", "model.hidden=128", "model.feed_forward=512",
-                           *arguments)
+        done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks,
+                           f"parallel.strategy={strategy}", "model.hidden=128", "model.feed_forward=512", *arguments)
         text = done.stdout + done.stderr
         row = re.search(r"^rank 0 +(.*)$", text, re.MULTILINE).group(1).split()
         names = ["parameters", "gradients", "masters", "state", "total", "other"]

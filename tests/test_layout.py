@@ -80,7 +80,8 @@ def test_videos_and_tables(tmp_path):
     (tmp_path / "table.toml").write_text(f'[data]\ntable = "{tmp_path}/table.csv"\n[batch]\nrows_per_step = 8\n'
                                          '[model]\nkind = "scorer"\nscorer_units = 5\n')
     for strategy in ("naive", "zero1", "zero3"):
-        videos, scorer = (layout(tmp_path / f"{kind}.toml", "--ranks", 2, f"parallel.strategy={strategy}") for kind in ("videos", "table"))
+        videos, scorer = (layout(tmp_path / f"{kind}.toml", "--ranks", 2, f"parallel.strategy={strategy}")
+                          for kind in ("videos", "table"))
         assert {tuple(p["whole_shape"]) for p in scorer["parameters"]} >= {(5, 2), (5,), (1, 5)}
         for one in (videos, scorer):
             assert len(one["parameters"]) > 2 and all(set(owners_of(p)) == {1} for p in one["parameters"])
