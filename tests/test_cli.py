@@ -159,11 +159,6 @@ def test_example_configurations_are_valid():
 # Ranks
 
 
-def test_bad_input_found_by_the_ranks_is_said_once(config, backend):
-    said = isograd("train", config, "--ranks", 2, "--backend", backend, f"data.text={config.parent}/nothing-here", status=2).stderr
-    assert said.count("ConfigError") == 1, said
-
-
 def test_ranks_flag_against_a_launcher(config):
     # Alone, but told by the environment that it is one of one.
     assert "WORLD_SIZE=1" in refused("train", config, "--ranks", 2, RANK="0", WORLD_SIZE="1")

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import zipfile
 
+import pytest
 from conftest import BUILD, FULL, ROOT
 
 
@@ -15,12 +16,18 @@ def run(*command, cwd=None, env=None, input=None):
     return done.stdout
 
 
-def test_find_package_builds_and_trains_outside_the_tree(tmp_path):
-    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("installed") / "prefix"
+    run("cmake", "--install", BUILD, "--prefix", folder)
+    return folder
+
+
+def test_find_package_builds_and_trains_outside_the_tree(prefix, tmp_path):
     project = tmp_path / "own_module"
     shutil.copytree(ROOT / "examples/own_module", project)
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", *launcher, cwd=project)
+    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", *launcher, cwd=project)
     # The one that the tree itself does not build and run, or all. The next run's folder is another, and ccache is told
     # which part of the paths that is.
     run("cmake", "--build", "build", "--target", "all" if FULL else "own_module", cwd=project,
@@ -48,21 +55,20 @@ def searched_folders(path):
     return [one for found in re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text) for one in found.split(":")]
 
 
-def test_nothing_loads_libraries_from_the_working_folder(tmp_path, request):
+def test_nothing_loads_libraries_from_the_working_folder(prefix, tmp_path, request):
     """An empty or relative element of the path would: whoever can write there would run their code."""
     # The check sees one.
     planted = tmp_path / "planted"
     run("c++", "-x", "c++", "-", "-o", planted, "-Wl,-rpath,/usr/lib:", input="int main() {}")
     assert searched_folders(planted) == ["/usr/lib", ""]
     planted.unlink()
-    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
     if not (BUILD / "python/isograd_comm.missing").exists():
         with zipfile.ZipFile(request.getfixturevalue("wheel")) as packed:
             packed.extractall(tmp_path / "wheel")
         for name in ("isograd", "isograd_comm.so"):
             (tmp_path / "wheel/isograd/_native" / name).chmod(0o755)
     found = {}
-    for folder in (BUILD, tmp_path / "prefix", tmp_path / "wheel"):
+    for folder in (BUILD, prefix, tmp_path / "wheel"):
         for path in linked_files(folder):
             found[path] = [one for one in searched_folders(path) if not one.startswith(("/", "$ORIGIN"))]
     assert {"isograd", "isograd_comm.so"} <= {path.name for path in found} or not (tmp_path / "wheel").exists()
@@ -70,7 +76,7 @@ def test_nothing_loads_libraries_from_the_working_folder(tmp_path, request):
     assert not {str(path): bad for path, bad in found.items() if bad}
 
 
-def test_an_older_standard_is_one_message(tmp_path):
+def test_an_older_standard_is_one_message(prefix, tmp_path):
     """Each public header by itself, and a project that holds its own files to C++17. One that names no standard is
     above: examples/own_module."""
     compilers = [found for found in map(shutil.which, ("g++", "clang++-19", "clang++")) if found]
@@ -82,7 +88,6 @@ def test_an_older_standard_is_one_message(tmp_path):
             errors = [line for line in done.stderr.splitlines() if "error:" in line]
             assert done.returncode == 1 and "isograd needs C++20" in errors[0], (header.name, done.stderr)
             assert len(errors) == 2 and "C++20" in errors[1], (header.name, done.stderr)  # which ends the compilation
-    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
     (tmp_path / "main.cpp").write_text("#include <isograd/isograd.hpp>\nint main() { isograd::World world; }\n")
     (tmp_path / "CMakeLists.txt").write_text("""cmake_minimum_required(VERSION 3.24)
 project(older LANGUAGES CXX)
@@ -91,16 +96,15 @@ add_executable(older main.cpp)
 target_link_libraries(older PRIVATE isograd::isograd)
 target_compile_options(older PRIVATE -std=c++17)
 """)
-    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}", cwd=tmp_path)
+    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", cwd=tmp_path)
     done = subprocess.run(["cmake", "--build", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if "error:" in line]
     assert done.returncode != 0 and len(errors) == 2 and "isograd needs C++20" in errors[0], done.stdout
 
 
-def test_the_installed_program_starts_and_trains(tmp_path):
+def test_the_installed_program_starts_and_trains(prefix, tmp_path):
     """Without the build folder's run path and without LD_LIBRARY_PATH; on two ranks, which it starts itself."""
-    run("cmake", "--install", BUILD, "--prefix", tmp_path / "prefix")
-    program = tmp_path / "prefix/bin/isograd"
+    program = prefix / "bin/isograd"
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     assert "LibTorch 2.13" in run(program, "--version", env=environment)
     (tmp_path / "text.txt").write_text("to be counted before it is divided. " * 60)

@@ -35,11 +35,6 @@ def test_verify_proves_the_configured_run(config, tmp_path, ranks, backend):
     assert "<html" in page and "parity PASS" in page
 
 
-def test_verify_tries_every_layout_asked_for(config, tmp_path, backend):
-    document, _ = verdict_of(tmp_path, config, "--ranks", 2, "--backend", backend, "--layout", "bucketed", "--layout", "naive")
-    assert set(document["grades"]) == {"bucketed", "naive"}
-
-
 @pytest.mark.parametrize("ranks, train", by_turns([2, 3], [False, True]))
 def test_the_sample_mean_of_documents_longer_than_the_pack(config, tmp_path, ranks, train):
     changes = ["--ranks", ranks, "loss.kind=sample_mean", "data.shuffle_packs=false", "data.pack_length=20"]
