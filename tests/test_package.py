@@ -31,7 +31,7 @@ def test_find_package_builds_and_trains_outside_the_tree(prefix, tmp_path):
     # The one that the tree itself does not build and run, or all. The next run's folder is another, and ccache is told
     # which part of the paths that is.
     run("cmake", "--build", "build", "--target", "all" if FULL else "own_module", cwd=project,
-        env=dict(os.environ, CCACHE_BASEDIR=str(tmp_path), CCACHE_NOHASHDIR="1"))
+        env=dict(os.environ, CCACHE_BASEDIR=str(tmp_path.parent), CCACHE_NOHASHDIR="1"))
     if FULL:
         run(project / "build/sharded_module")
         assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
