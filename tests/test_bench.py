@@ -93,11 +93,11 @@ def broken_peer(tmp_path, name, right, wrong):
 def test_a_step_alone_is_compared_with_pytorch(tmp_path):
     """The peer starts from our weights through a Hugging Face directory: equal losses over several optimizer
     steps mean equal models, gradients, clipping and AdamW."""
-    (record,), _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.05, more={"exposed_ms", "products_ms"})
+    (record,), _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.1, more={"exposed_ms", "products_ms"})
     assert record["unit"] == "tokens/s" and record["products_ms"] > 0
     assert record["exposed_ms"] == 0  # nobody to wait for
     assert record["peer_name"] == "PyTorch eager"
-    of_two = bench("--case", "tiny", "--ranks", 1, "--threads", 2, "--seconds", 0.05)
+    of_two = bench("--case", "tiny", "--ranks", 1, "--threads", 2, "--seconds", 0.1)
     assert of_two.returncode == 0 and "tiny, 1 rank of 2 threads" in of_two.stdout, of_two.stdout + of_two.stderr
 
 
@@ -113,7 +113,7 @@ def test_every_product_of_a_step_is_timed_by_every_library(tmp_path):
 @pytest.mark.full
 def test_compiled_pytorch_takes_part(tmp_path):
     """One process, compiled whole; its losses and norms agree as the others' do."""
-    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.05, "--compiled",
+    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 1, "--seconds", 0.1, "--compiled",
                           more={"exposed_ms", "products_ms"})
     assert [record["peer_name"] for record in records] == ["PyTorch eager", "PyTorch compiled"]
 
@@ -122,7 +122,7 @@ def test_compiled_pytorch_takes_part(tmp_path):
 def test_every_side_is_held_to_a_lesser_processor(tmp_path, level):
     """--as: the libraries' own variables, also of the peer's process; said in each record."""
     python = python_that(tmp_path, f'env >> {tmp_path}/environment\nexec {sys.executable} "$@"')
-    arguments = ["--case", "tiny", "--ranks", 1, "--seconds", 0.05, "--as", level, "--python", python]
+    arguments = ["--case", "tiny", "--ranks", 1, "--seconds", 0.1, "--as", level, "--python", python]
     if processors.missing(level):
         done = bench(*arguments)
         assert done.returncode == 2 and "a level that the processor has" in done.stderr
@@ -139,7 +139,7 @@ def test_every_side_is_held_to_a_lesser_processor(tmp_path, level):
 
 def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     """All of them take part in one run and agree in losses and gradient norms."""
-    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 2, "--seconds", 0.05, more={"exposed_ms", "products_ms"})
+    records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 2, "--seconds", 0.1, more={"exposed_ms", "products_ms"})
     strategies = {record["case"] for record in records}
     assert {"tiny, 2 ranks, stage 0", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
             "tiny, 2 ranks, ZeRO-3", "tiny, 2 ranks, shared parameters",
@@ -156,14 +156,14 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     ("expert", {"transformers' Mixtral", "transformers' Mixtral, looping", "PyTorch, all-to-all over Gloo, FSDP2",
                 "isograd, all experts on each rank", "experts sharded over ranks, in halves"})])
 def test_a_model_on_several_ranks_is_compared_with_pytorchs(tmp_path, of, peers):
-    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.05, of=of)
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, of=of)
     assert {record["peer_name"] for record in records} == peers and {record["unit"] for record in records} == {"ms"}
     assert of != "tensor" or len(records) == 8
 
 
 @pytest.mark.full
 def test_what_is_computed_while_tokens_travel_is_compared_without_a_peer(tmp_path):
-    records, _ = compared(tmp_path, "--case", "shared-tiny", "--seconds", 0.05, of="expert")
+    records, _ = compared(tmp_path, "--case", "shared-tiny", "--seconds", 0.1, of="expert")
     assert {record["case"] for record in records} == {
         "shared-tiny, 2 ranks, experts sharded, the shared one meanwhile",
         "shared-tiny, 2 ranks, experts sharded over ranks, in halves"}
@@ -200,7 +200,7 @@ LEARNING_RATE = 'lr=c["learning_rate"]'
 def test_a_peer_that_computes_something_else_is_not_compared(tmp_path, of, script, right, wrong, arguments, whose):
     python = broken_peer(tmp_path, script, right, wrong)
     case = "tiny one" if of == "context" else "tiny"
-    said = not_compared("--case", case, *arguments, "--seconds", 0.05, "--python", python, of=of)
+    said = not_compared("--case", case, *arguments, "--seconds", 0.1, "--python", python, of=of)
     assert re.search(f"NOT COMPARABLE: (.* differs from )?{re.escape(whose)}", said), said
 
 
@@ -210,7 +210,7 @@ def test_experts_that_the_peer_cannot_split_evenly_are_refused():
 
 
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
-    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.05, of="optim")
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, of="optim")
     assert [record["case"] for record in records[::2]] == [
         "tiny, 1 rank, one rank", "tiny, 2 ranks, shared parameters", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, stage 0"]
     for record in records:
@@ -273,7 +273,7 @@ def test_collectives_are_compared_with_gloo_and_memcpy(tmp_path):
 @without_module
 @pytest.mark.parametrize("wrapper", ["ddp", full("fsdp2")])
 def test_wrapped_steps_differ_in_the_backends_name_alone(tmp_path, wrapper):
-    (record,), said = compared(tmp_path, "--case", wrapper, "--size", "tiny", "--seconds", 0.05, of="wrapped",
+    (record,), said = compared(tmp_path, "--case", wrapper, "--size", "tiny", "--seconds", 0.1, of="wrapped",
                                more={"floor"})  # equal losses, bit by bit
     assert record["peer_name"] == "Gloo" and record["unit"] == "ms" and record["floor"] > 0 and " limit" in said
 
@@ -320,7 +320,7 @@ def test_a_collective_with_a_wrong_result_ends_the_comparison(tmp_path):
 
 
 def test_the_fused_loss_is_compared_in_time_and_memory(tmp_path):
-    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.05, of="loss")
+    records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, of="loss")
     assert [(r["unit"], r["peer_name"].split()[0]) for r in records] == [
         ("tokens/s", "LibTorch"), ("MiB", "LibTorch"), ("tokens/s", "isograd"), ("MiB", "isograd")]
     assert {record["case"] for record in records} == {"tiny"}
@@ -335,7 +335,7 @@ def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, mo
 
 def test_a_ring_is_compared_with_pytorchs(tmp_path):
     """The same document, weights and chunks: equal losses and gradient norms."""
-    records, _ = compared(tmp_path, "--case", "tiny one", "--seconds", 0.05, "--ranks", 2, "--peer", of="context")
+    records, _ = compared(tmp_path, "--case", "tiny one", "--seconds", 0.1, "--ranks", 2, "--peer", of="context")
     assert [record["case"] for record in records if record["peer_name"] == "PyTorch's ring attention over Gloo"] == [
         "tiny one", "tiny one, least"]
     result = bench("--case", "tiny one", "--ranks", 3, "--peer", of="context")
@@ -343,7 +343,7 @@ def test_a_ring_is_compared_with_pytorchs(tmp_path):
 
 
 def test_context_ranks_are_compared_with_one(tmp_path):
-    records, said = compared(tmp_path, "--case", "tiny", "--seconds", 0.05, "--ranks", 4, "--ulysses", 2, of="context")
+    records, said = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, "--ranks", 4, "--ulysses", 2, of="context")
     assert "cut over 2 ring ranks" in said
     assert {record["unit"] for record in records} == {"ms", "ms of the busiest processor", "MiB"}
 
@@ -351,7 +351,7 @@ def test_context_ranks_are_compared_with_one(tmp_path):
 def test_packs_are_compared_with_their_sum_of_squares_and_the_best_cut(tmp_path):
     """One number of tokens, different sums of squared lengths: the share, the time of each unit of it, and all of
     one rank's time divided evenly."""
-    records, said = compared(tmp_path, "--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.05, of="context")
+    records, said = compared(tmp_path, "--case", "tiny pack 2", "--case", "tiny pack 3", "--seconds", 0.1, of="context")
     shares = re.findall(r"sum len\^2 ([\d.]+) of one document's", said)
     assert shares == ["0.5000", "0.3750"]
     best = [record for record in records if record["case"].endswith(", best cut")]
