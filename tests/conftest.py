@@ -48,8 +48,7 @@ def warm_isograd():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with theirs:
-        subprocess.Popen(["sh", "-c", f'export LD_PRELOAD="$1"; exec "$0" 3<&{theirs.fileno()}', BINARY, library], env=environment,
-                         pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        subprocess.Popen([BINARY], env={**environment, "LD_PRELOAD": str(library)}, stdin=theirs)
     return ours, read_at_load(environment)
 
 
