@@ -226,7 +226,7 @@ class Place:
         self.model(name)
         label = "-".join(map(str, (name, backend, *vars(run).values())))
         path = write_run(self.folder / f"{label}.toml", {
-            "run": {"directory": f"{{folder}}/{label}", "seed": SEED},
+            "run": {"directory": f"{{folder}}/{label}", "seed": SEED, "peak_tflops": 1},
             "data": {"text": ["{folder}/text.jsonl"], "cache": "{folder}/cache", "pack_length": PACK, "validation_fraction": 0},
             "batch": {"packs_per_step": PACKS, "packs_per_micro_batch": run.micro_batch},
             "model": {"load": f"{{folder}}/{name}"},

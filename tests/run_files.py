@@ -7,9 +7,12 @@ def merged(tables, more):
 
 
 def text_tables(packs, micro_batch, length, sizes, **more):
-    """A decoder on the documents in {folder}/text. sizes: hidden, layers, heads, key_value_heads, head_dim, feed_forward."""
+    """A decoder on the documents in {folder}/text. sizes: hidden, layers, heads, key_value_heads, head_dim, feed_forward.
+
+    peak_tflops: to measure the peak takes longer than such a run, and fails on a machine that is busy.
+    """
     model = dict(zip(("hidden", "layers", "heads", "key_value_heads", "head_dim", "feed_forward"), sizes))
-    return merged({"run": {"directory": "{folder}/run"},
+    return merged({"run": {"directory": "{folder}/run", "peak_tflops": 1},
                    "data": {"text": ["{folder}/text"], "cache": "{folder}/cache", "pack_length": length},
                    "batch": {"packs_per_step": packs, "packs_per_micro_batch": micro_batch}, "model": model}, more)
 

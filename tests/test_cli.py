@@ -359,7 +359,7 @@ def test_sample_of_something_else_is_refused(tmp_path):
     assert "state.json" in refused("sample", tmp_path)
 
 
-VIDEOS = {"run": {"directory": "{folder}/run"}, "batch": {"videos_per_step": 2}, "train": {"steps": 2},
+VIDEOS = {"run": {"directory": "{folder}/run", "peak_tflops": 1}, "batch": {"videos_per_step": 2}, "train": {"steps": 2},
           "model": {"kind": "video", "hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "feed_forward": 24},
           "video": {"files": ["{folder}/videos"], "height": 8, "frames_per_second": 0, "patch_height": 4, "patch_width": 4,
                     "timestep_features": 8}}

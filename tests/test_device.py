@@ -16,8 +16,8 @@ from run_files import text_tables, write_documents, write_run, write_video
 
 STANDIN = BUILD / "tests/libisograd_standin_gpu.so"
 
-COMMON = {"run": {"directory": "{folder}/run"}, "train": {"steps": 3, "evaluate_every": 2, "evaluate_packs": 2},
-          "data": {"validation_fraction": 0.2}, "parallel": {"timeout_seconds": 60}}
+COMMON = {"run": {"directory": "{folder}/run", "peak_tflops": 1}, "data": {"validation_fraction": 0.2},
+          "train": {"steps": 3, "evaluate_every": 2, "evaluate_packs": 2}, "parallel": {"timeout_seconds": 60}}
 TABLES = {
     "text": text_tables(5, 1, 32, (16, 2, 4, 2, 4, 24), **COMMON, model={"max_positions": 64}, loss={"kind": "sample_mean"},
                         sample={"tokens": 8}),

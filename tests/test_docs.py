@@ -73,7 +73,7 @@ NEEDS = {"build": "sets up and builds a clone", "dumps": "gradient dumps of two 
 COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:isograd|\./dev|python3?|pip|mpirun|torchrun|git|cmake) ")
 # Steps, packs and words, not what a command is about.
 SHORT = ("--set train.steps=2 --set train.evaluate_packs=2 --set batch.packs_per_step=8 --set batch.packs_per_micro_batch=1 "
-         "--set data.pack_length=32 --set sample.tokens=4")
+         "--set data.pack_length=32 --set sample.tokens=4 --set run.peak_tflops=1")
 
 
 def command_blocks(document):

@@ -183,7 +183,7 @@ def test_videos_on_every_layout_and_their_dumps(tmp_path):
     for seed, (frames, rows, columns) in enumerate([(2, 8, 8), (4, 16, 16), (6, 16, 8), (8, 8, 16), (4, 8, 24), (2, 16, 24)]):
         write_video(tmp_path / f"clips/{seed}.y4m", frames, rows, columns, seed)
     path = write_run(tmp_path / "videos.toml", {
-        "run": {"directory": "{folder}/run"}, "data": {"validation_fraction": 0.2},
+        "run": {"directory": "{folder}/run", "peak_tflops": 1}, "data": {"validation_fraction": 0.2},
         "batch": {"videos_per_step": 4, "tokens_per_micro_batch": 20},
         "model": {"kind": "video", "hidden": 16, "layers": 2, "heads": 2, "head_dim": 8, "feed_forward": 24},
         "video": {"files": ["{folder}/clips"], "height": 16, "frames_per_second": 0, "gate_init": 0.5, "timestep_features": 8}})
