@@ -16,7 +16,7 @@ from test_train import Workplace, finish, ranks_of
 
 MB = 1e6
 HIDDEN, FORWARD, VOCABULARY = 512, 1536, 258
-SMALL, LARGE = 1, 4  # layers
+SMALL, LARGE = 2, 6  # layers
 
 
 def parameters(layers):
