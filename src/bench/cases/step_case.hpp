@@ -34,7 +34,8 @@ struct Strategy {
   std::string name;   // --strategy
   std::string title;  // human-readable
   Parallel parallel = Parallel::kData;
-  // Of a configuration: parallel.strategy, .tensor_overlap of the next two, .expert_overlap or .schedule.
+  // A configuration's parallel.strategy, .tensor_overlap (kWholeTokens, kSequence), .expert_overlap,
+  // .schedule.
   std::string setting{};
   bool share_parameters = false, overlap = true;
   bool standard = true;  // part of a run without --strategy
