@@ -9,6 +9,7 @@ EXCHANGE is a folder with what the peer's own description names, and
 """
 import argparse
 import ctypes
+import functools
 import json
 import os
 import pathlib
@@ -60,14 +61,17 @@ def main(run):
         if dist.is_initialized():
             leave()
         return
-    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)), preexec_fn=end_with_parent)
+    end = functools.partial(end_with, os.getpid())
+    children = [subprocess.Popen([sys.executable, *sys.argv], env=dict(os.environ, RANK=str(rank)), preexec_fn=end)
                 for rank in range(ranks)]
     sys.exit(max(abs(child.wait()) for child in children))
 
 
-def end_with_parent():
+def end_with(parent):
     """A rank that still starts would wait at its pipe for ever when the process that started it is gone."""
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def leave():
