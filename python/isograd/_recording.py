@@ -179,33 +179,25 @@ class Recording:
             self.before = sums_of(self.model)
             yield
 
-    def _norm_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-            some = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self.clipping(some, float(max_norm), total_norm)
-            return original(some, max_norm, total_norm, *arguments, **more)
+    def _norm_clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor,
+                   *arguments: Any, **more: Any) -> Any:
+        some = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.clipping(some, float(max_norm), total_norm)
+        return original(some, max_norm, total_norm, *arguments, **more)
 
-        return clip
+    def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        before = scaler.get_scale()
+        result = original(scaler, optimizer, *arguments, **named)
+        found = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
+        if any(float(each) > 0 for each in found.values()):
+            self.skipped = float(before)
+        return result
 
-    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
-            before = scaler.get_scale()
-            result = original(scaler, optimizer, *arguments, **named)
-            found = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
-            if any(float(each) > 0 for each in found.values()):
-                self.skipped = float(before)
-            return result
-
-        return step
-
-    def _value_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _value_clip(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """clip_grad_value_ calls this first, under whatever name a trainer has imported it."""
-        def grouped(*arguments: Any, **named: Any) -> Any:
-            if sys._getframe(1).f_code.co_name == "clip_grad_value_":
-                self.take()
-            return original(*arguments, **named)
-
-        return grouped
+        if sys._getframe(2).f_code.co_name == "clip_grad_value_":  # frame 1 is that of _replace
+            self.take()
+        return original(*arguments, **named)
 
     def states(self) -> dict[str, str]:
         """By parameter: "moved", "still", "unheld", or a key of EXCUSES."""
@@ -262,9 +254,9 @@ class Recording:
         return "masters" if masters else "unheld"
 
 
-def _replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[[Any], Any]) -> None:
+def _replace(undo: contextlib.ExitStack, module: Any, name: str, by: Callable[..., Any]) -> None:
     original = getattr(module, name)
-    setattr(module, name, by(original))
+    setattr(module, name, lambda *arguments, **named: by(original, *arguments, **named))
     undo.callback(setattr, module, name, original)
 
 
