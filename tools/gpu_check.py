@@ -273,10 +273,7 @@ def main():
             left = [part.name for part in parts if part.status == "not run"]
             print(f"\n{len(parts) - len(left)} of {len(parts)} parts in {time.monotonic() - begin:.0f} s; not run: {', '.join(left) or 'none'}")
 
-    def stop(signum, frame):
-        raise SystemExit(f"signal {signum}")
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(f"signal {number}"))
     try:
         for part in [part for part in machine if part in parts]:
             part.run(environment, until)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any, Callable, Iterable, NoReturn, Sequence, Union
 
 import torch
@@ -50,10 +51,7 @@ def groups_of(group: Group) -> list[ProcessGroup]:
 
 def size_of(group: Group) -> int:
     """How many ranks the group or mesh has; 1 where there is none."""
-    size = 1
-    for each in groups_of(group):
-        size *= dist.get_world_size(each)
-    return size
+    return math.prod(dist.get_world_size(each) for each in groups_of(group))
 
 
 def device_of(group: ProcessGroup) -> torch.device:
