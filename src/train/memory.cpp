@@ -19,38 +19,7 @@
 namespace isograd {
 namespace {
 
-// Bytes of storages not seen before.
-class Storages {
- public:
-  explicit Storages(std::optional<at::DeviceType> only) : only_(only) {}
-  std::int64_t add(const at::Tensor& tensor) {
-    if (!tensor.defined() || (only_ && tensor.device().type() != *only_)) return 0;
-    if (!seen_.insert(tensor.storage().data()).second) return 0;
-    return static_cast<std::int64_t>(tensor.storage().nbytes());
-  }
-
- private:
-  std::optional<at::DeviceType> only_;
-  std::set<const void*> seen_;
-};
-
 std::string megabytes(double bytes) { return fmt::format("{:.2f}", bytes / 1e6); }
-
-// Bytes of tensors on any device or on those of one type.
-PersistentBytes measure(const std::vector<Bucket>& buckets, const OptimizerState& state,
-                        const Grid* shared_on, std::optional<at::DeviceType> only) {
-  Storages storages(only);
-  PersistentBytes kept;
-  for (const Bucket& bucket : buckets) {
-    const int sharers = shared_on ? shared_on->size(bucket.sharded) : 1;
-    kept.parameters += split_rows(storages.add(bucket.parameters), sharers)[0];
-    kept.gradients += storages.add(bucket.gradients);
-    kept.master += storages.add(bucket.master);
-  }
-  for (const auto& [name, tensors] : state)
-    for (const at::Tensor& tensor : tensors) kept.state += storages.add(tensor);
-  return kept;
-}
 
 // Bytes that the device's allocator has handed out.
 c10::CachingAllocator::Stat allocated(at::Device device) {
@@ -61,8 +30,23 @@ c10::CachingAllocator::Stat allocated(at::Device device) {
 }  // namespace
 
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
-                             const Grid* shared_on) {
-  return measure(buckets, state, shared_on, std::nullopt);
+                             const Grid* shared_on, std::optional<at::DeviceType> only) {
+  std::set<const void*> seen;
+  const auto bytes = [&](const at::Tensor& tensor) -> std::int64_t {
+    if (!tensor.defined() || (only && tensor.device().type() != *only)) return 0;
+    if (!seen.insert(tensor.storage().data()).second) return 0;
+    return static_cast<std::int64_t>(tensor.storage().nbytes());
+  };
+  PersistentBytes kept;
+  for (const Bucket& bucket : buckets) {
+    const int sharers = shared_on ? shared_on->size(bucket.sharded) : 1;
+    kept.parameters += split_rows(bytes(bucket.parameters), sharers)[0];
+    kept.gradients += bytes(bucket.gradients);
+    kept.master += bytes(bucket.master);
+  }
+  for (const auto& [name, tensors] : state)
+    for (const at::Tensor& tensor : tensors) kept.state += bytes(tensor);
+  return kept;
 }
 
 MemoryWatch::MemoryWatch(at::Device device) : device_(device) {
@@ -126,7 +110,7 @@ void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool sh
   const Grid* shared_on = shared ? &layout.mesh().grid() : nullptr;
   const OptimizerState state = optimizer.state(layout.buckets());
   use_.kept = measure_kept(layout.buckets(), state, shared_on);
-  const std::int64_t here = measure(layout.buckets(), state, shared_on, device_.type()).total();
+  const std::int64_t here = measure_kept(layout.buckets(), state, shared_on, device_.type()).total();
   use_.in_host_memory = use_.kept.total() - here;
   use_.other = alive() + (device_.is_cpu() ? meter_.shared() : 0) - start_ - here;
   use_.passing = peak() - alive_;

@@ -33,9 +33,10 @@ struct MemoryUse {
 };
 
 // Bytes of the storages behind buckets and state, each once and whole. On the grid `shared_on` ranks share
-// one copy of the parameters: each counts its part.
+// one copy of the parameters: each counts its part. `only`: those on devices of one type.
 PersistentBytes measure_kept(const std::vector<Bucket>& buckets, const OptimizerState& state,
-                             const Grid* shared_on = nullptr);
+                             const Grid* shared_on = nullptr,
+                             std::optional<at::DeviceType> only = std::nullopt);
 
 // Follows a run: construct it before the model. On a GPU it asks its allocator and ignores host memory.
 class MemoryWatch {
