@@ -1,4 +1,4 @@
-// Ranks agree: on failures of work that one rank does for all, configuration, data, a stop.
+// Agreement of ranks: on failures of work that one rank does for all, on configuration, data and a stop.
 #pragma once
 
 #include <functional>
@@ -17,8 +17,8 @@ class AgreedConfigError : public ConfigError {
   using ConfigError::ConfigError;
 };
 
-// Collective. Rank 0 runs `work`, for at most the group's timeout. What it throws every rank throws: a
-// ConfigError as an AgreedConfigError, anything else as a PeerError on the others.
+// Collective. Rank 0 runs `work`; the others wait, at most for the group's timeout. Every rank throws what it
+// throws: a ConfigError as an AgreedConfigError, anything else as a PeerError on the others.
 void on_rank_zero(Group& group, const std::function<void()>& work);
 
 // Collective. Where some ranks have a problem every rank throws the first one's, as an AgreedConfigError.
