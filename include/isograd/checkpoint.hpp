@@ -60,7 +60,7 @@ std::filesystem::path resolve_checkpoint(const std::filesystem::path& root, cons
 struct SaveOptions {
   std::filesystem::path root;  // folder of checkpoints
   std::int64_t keep = 2;  // number of newest checkpoints to keep; older ones go once the new one is complete
-  // The layout of a model that is sharded over model-parallel ranks; null: each rank, or its shards, have all.
+  // The layout of a model that is sharded over model-parallel ranks; null: each rank has it whole, or shards.
   const Layout* placed = nullptr;
   bool makes_folders = true;  // creates `root` and its parents; false: ConfigError when the parent is missing
 };

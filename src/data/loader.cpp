@@ -54,10 +54,7 @@ class Epoch {
 
 Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, const LoaderOptions& options,
              std::int64_t number)
-    : store_(store),
-      number_(number),
-      pack_length_(options.pack_length),
-      order_(documents.begin(), documents.end()) {
+    : store_(store), number_(number), pack_length_(options.pack_length) {
   const auto shuffled = [&](std::int64_t count, const char* purpose) {
     return random_permutation(
         count,
@@ -66,6 +63,8 @@ Epoch::Epoch(const TokenStore& store, std::span<const std::int64_t> documents, c
   if (options.shuffle) {
     order_ = shuffled(static_cast<std::int64_t>(documents.size()), "data.shuffle");
     for (auto& place : order_) place = documents[static_cast<std::size_t>(place)];
+  } else {
+    order_.assign(documents.begin(), documents.end());
   }
   starts_.reserve(order_.size() / kStride + 1);
   for (std::size_t i = 0; i < order_.size(); ++i) {
@@ -142,8 +141,8 @@ struct TextLoader::Impl {
   std::shared_ptr<TokenStore> store;
   std::vector<std::int64_t> documents;
   LoaderOptions options;
-  std::int64_t packs = 0, steps = 0;              // of an epoch
-  LoaderPosition position;                        // of the step that next() returns
+  std::int64_t packs = 0, steps = 0;  // of an epoch
+  LoaderPosition position;            // of the step that next() returns
 
   mutable std::mutex mutex;  // guards `current`, which the reading thread and whole_step() share
   mutable std::shared_ptr<const Epoch> current;

@@ -156,9 +156,9 @@ struct TaskKind {
   const char* samples;  // elements of a global batch: the key is batch.SAMPLES_per_step
   const char* tokens;   // parts of these, which batch.max_tokens_per_rank counts
   const char* smaller;  // human-readable keys that make a micro-batch smaller
-  std::int64_t decltype(RunConfig::batch)::*per_step;  // the field of batch.SAMPLES_per_step
+  std::int64_t decltype(RunConfig::batch)::*per_step;         // the field of batch.SAMPLES_per_step
   std::int64_t decltype(RunConfig::batch)::*per_micro_batch;  // that of a micro-batch's size; null: none
-  std::vector<ConfigKey> (*keys)();                    // its own, by section
+  std::vector<ConfigKey> (*keys)();                           // its own, by section
   // Keys that have no effect in its runs, and its own keys, which have no effect in other runs.
   std::vector<UnusedKeys> unused{}, of_no_other{};
   // Checks of the configuration alone and for a number of ranks. ConfigError.
