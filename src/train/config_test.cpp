@@ -13,6 +13,7 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
+#include "train/task.hpp"
 #include "train/trainer_testing.hpp"
 
 namespace isograd {
