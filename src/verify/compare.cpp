@@ -289,11 +289,13 @@ double norm_of(const std::vector<double>& norms) {
   return largest * std::sqrt(squares);
 }
 
-double norm_of(const Tensors& tensors) {
+std::vector<double> norms_of(const Tensors& tensors) {
   std::vector<double> norms;
   for (const at::Tensor& tensor : tensors) norms.push_back(norm_of(tensor));
-  return norm_of(norms);
+  return norms;
 }
+
+double norm_of(const Tensors& tensors) { return norm_of(norms_of(tensors)); }
 
 double in_scales(double difference, double scale) {
   if (!std::isfinite(scale)) return kNothing;         // nothing is small against it
@@ -336,9 +338,7 @@ Bounds bounds_for(at::ScalarType dtype, int ranks, std::int64_t micro_batches) {
 }
 
 std::vector<double> error_scales(const Tensors& reference, double floor) {
-  std::vector<double> norms;
-  for (const auto& gradient : reference) norms.push_back(norm_of(gradient));
-  return error_scales(reference, norms, floor);
+  return error_scales(reference, norms_of(reference), floor);
 }
 
 std::vector<double> error_scales(const Tensors& reference, const std::vector<double>& norms, double floor) {

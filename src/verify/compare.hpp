@@ -38,6 +38,7 @@ double squares_apart(const at::Tensor& a, const at::Tensor& b, double factor);  
 
 // The roots of these, also where a square would over- or underflow.
 double norm_of(const at::Tensor& tensor);
+std::vector<double> norms_of(const Tensors& tensors);
 double norm_of(const Tensors& tensors);
 double norm_of(const std::vector<double>& norms);                              // of all parts together
 double distance(const at::Tensor& a, const at::Tensor& b, double factor = 1);  // ‖a − factor · b‖

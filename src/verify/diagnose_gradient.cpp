@@ -369,10 +369,8 @@ std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>
   const Along along_itself = along(errors, direction, direction, one.allowance().bounds.unit);
   const double ratio = 1 + along_itself.share;
   if (std::isinf(along_itself.scatter) || !std::isfinite(ratio)) return std::nullopt;
-  const auto prediction =
-      one.weighted(std::vector<double>(std::max<std::size_t>(1, one.cells().size()), ratio), names);
-  if (!prediction || !one.is(*prediction)) return std::nullopt;
-  return ratio;
+  const std::vector<double> weights(std::max<std::size_t>(1, one.cells().size()), ratio);
+  return one.is(weights, names).value_or(false) ? std::optional(ratio) : std::nullopt;
 }
 
 // The 16-bit type that every element found is a number of, if the run is in a finer one and all else is

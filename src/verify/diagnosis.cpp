@@ -476,11 +476,8 @@ ComparedStep::ComparedStep(RunPair pair, Experiment setting, const RunAgain& aga
   allowance_.bounds = bounds_of(found(), type);
   const bool measured = !allowance_.exact && !by_one.empty();
   Tensors reference;
-  std::vector<double> norms;
-  for (const auto& [name, tensor] : expected().gradients) {
-    reference.push_back(tensor.to(at::kDouble));
-    norms.push_back(norm_of(reference.back()));
-  }
+  for (const auto& [name, tensor] : expected().gradients) reference.push_back(tensor.to(at::kDouble));
+  const std::vector<double> norms = norms_of(reference);
   const auto unmeasured = error_scales(reference, norms, kUnmeasuredFloor);
   const auto scales = allowance_.exact || measured ? error_scales(reference, norms, kFloor) : unmeasured;
   double most_alone = 0;  // over few elements one run measures rounding badly: the worst of all counts
@@ -615,13 +612,6 @@ bool ComparedStep::is_whole(const Prediction& prediction, double off, double gro
   const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
   return std::sqrt(off) <= unit * std::sqrt(grown) &&
          scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit);
-}
-
-bool ComparedStep::is(const Prediction& prediction) const {
-  double off = 0, grown = 0;
-  for (std::size_t i = 0; i < parameters_.size(); ++i)
-    if (!is_one(i, prediction, off, grown)) return false;
-  return is_whole(prediction, off, grown);
 }
 
 std::optional<bool> ComparedStep::is(const std::vector<double>& weights,

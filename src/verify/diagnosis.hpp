@@ -239,10 +239,7 @@ class ComparedStep {
   double limit() const { return allowance_.exact ? Bounds{}.exact : allowance_.bounds.figures; }
   // How far replicas may be apart, of their norm, where each adds up in its own order.
   double spread_allowed() const { return allowance_.exact ? Bounds{}.exact : 256 * allowance_.bounds.unit; }
-  // Whether the gradient found is this one, within what rounding may do.
-  bool is(const Prediction& prediction) const;
-  // The same of weighted(weights, names), up to the first parameter that differs. `made`: the prediction that
-  // fits.
+  // Whether the gradient found is weighted(weights, names), within what rounding may do. `made`: that, if so.
   std::optional<bool> is(const std::vector<double>& weights, const std::vector<std::string>& names,
                          Prediction* made = nullptr);
   // How far the gradient found lies from one prediction towards another, relative to `alone` if that tells

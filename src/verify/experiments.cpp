@@ -7,7 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <map>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "train/rank_zero.hpp"
@@ -325,28 +325,11 @@ std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& expe
   return std::nullopt;
 }
 
-// All of them: ranks that knew one of them alone would make another step.
-template <class E>
-static auto fields(E& e) {
-  return std::tie(e.counts, e.split_micro_batches, e.one_micro_batch, e.without_silent, e.empty_rank,
-                  e.only_rank, e.only_micro_batch, e.swapped[0], e.swapped[1], e.only_axis, e.muted_document,
-                  e.perturbed, e.ranks, e.without_noise, e.without_resume, e.reference_only);
-}
-
-std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group) {
-  Experiment shared = experiment.value_or(Experiment{});
-  const auto own = std::apply(
-      [&](const auto&... field) {
-        return std::vector<std::int64_t>{experiment.has_value(), static_cast<std::int64_t>(field)...};
-      },
-      fields(shared));
-  at::Tensor numbers = at::tensor(own, at::kLong);
-  group.broadcast(numbers, 0);
-  const auto* number = numbers.const_data_ptr<std::int64_t>();
-  if (*number == 0) return std::nullopt;
-  std::apply([&](auto&... field) { ((field = static_cast<std::decay_t<decltype(field)>>(*++number)), ...); },
-             fields(shared));
-  return shared;
+std::optional<Experiment> share_experiment(std::optional<Experiment> experiment, Group& group) {
+  static_assert(std::is_trivially_copyable_v<std::optional<Experiment>>);
+  at::Tensor bytes = at::from_blob(&experiment, {sizeof(experiment)}, at::kByte);
+  group.broadcast(bytes, 0);
+  return experiment;
 }
 
 std::vector<std::uint64_t> checksums_of(const Initial& initial) {

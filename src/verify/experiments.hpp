@@ -41,7 +41,7 @@ Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last);
 std::optional<DataByRank> arrange(const DataByRank& data, const Experiment& experiment);
 
 // Rank 0's experiment on every rank; nothing: no more of them. Collective.
-std::optional<Experiment> share_experiment(const std::optional<Experiment>& experiment, Group& group);
+std::optional<Experiment> share_experiment(std::optional<Experiment> experiment, Group& group);
 
 // Diagnosing a layout on the ranks: rank 0 asks for experiments, all ranks make them.
 class Investigation {
