@@ -6,7 +6,6 @@
 
 #include "base/files.hpp"
 #include "isograd_comm/bindings.hpp"
-#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
@@ -107,15 +106,9 @@ std::tuple<bool, std::string, std::string> compare(const py::dict& run, const py
     if (bound) write_dump(*bound, in / "alone");
   }
   const std::optional<StepDump> rounded = bound ? std::optional(in_fp64(*bound)) : std::nullopt;
-  const auto [verdict, findings, notices] = compare_dumps(in_fp64(found), in_fp64(expected), names, rounded);
-  const Wording wording{.left = names.found,
-                        .right = names.expected,
-                        .reference = names.expected,
-                        .subject = "dump " + names.found,
-                        .findings = findings,
-                        .notices = notices,
-                        .command = fmt::format("isograd compare {} {}{}", names.found, names.expected,
-                                               bound ? " --alone alone" : "")};
+  const DumpComparison comparison = compare_dumps(in_fp64(found), in_fp64(expected), names, rounded);
+  const Verdict& verdict = comparison.verdict;
+  const Wording wording = compare_wording(comparison, names, bound ? "alone" : "");
   const std::string json = to_json(verdict, wording) + "\n";
   if (report) write_verify_page(verdict, wording, *report);
   if (folder) write_file(std::filesystem::path(*folder) / "verdict.json", json);

@@ -1,10 +1,8 @@
 // isograd compare: two gradient dumps of one step, of any trainer.
 #include "base/files.hpp"
 #include "base/print.hpp"
-#include "base/shell.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/verify.hpp"
-#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
@@ -33,14 +31,7 @@ Verb compare_verb(CLI::App& program) {
     if (!flags->alone.empty()) alone = read_dump(flags->alone);
     const StepDump expected = read_dump(names.expected);
     const DumpComparison comparison = compare_dumps(read_dump(names.found), expected, names, alone);
-    Wording wording{.left = names.found,
-                    .right = names.expected,
-                    .reference = names.expected,
-                    .subject = "dump " + names.found,
-                    .findings = comparison.findings,
-                    .notices = comparison.notices,
-                    .command = "isograd compare " + shell_words({names.found, names.expected})};
-    if (!flags->alone.empty()) wording.command += " --alone " + shell_words({flags->alone});
+    const Wording wording = compare_wording(comparison, names, flags->alone);
     print(stdout, to_text(comparison.verdict, wording));
     if (!flags->json.empty()) write_file(flags->json, to_json(comparison.verdict, wording) + "\n");
     if (!flags->report.empty()) write_verify_page(comparison.verdict, wording, flags->report);

@@ -57,12 +57,6 @@ std::vector<std::string> terms_of(const StepDump& dump) {
   return names;
 }
 
-// Terms are compared by name: where none is on both sides, none is.
-bool terms_meet(const StepDump& found, const StepDump& expected) {
-  const auto own = terms_of(found), theirs = terms_of(expected);
-  return std::find_first_of(own.begin(), own.end(), theirs.begin(), theirs.end()) != own.end();
-}
-
 // Grades, from a case whose parameters are compared already.
 void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& one, bool with_alone,
            const std::string& precision) {
@@ -272,10 +266,12 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
         "what rounding in {} is worth, as where a derivative jumps: no run in {} is sure of it, and what is "
         "smaller does not show (a run in fp64 tells; docs/verify.md, losses that jump)",
         moved, precision, precision));
-  if (!pair.found.terms.empty() && !expected.terms.empty() && !terms_meet(pair.found, expected))
-    result.notices.push_back(fmt::format(
-        "no term of the loss has one name in both: none is compared ({}: {}; {}: {})", names.found,
-        list_names(terms_of(pair.found)), names.expected, list_names(terms_of(expected))));
+  const auto terms = terms_of(pair.found), their_terms = terms_of(expected);
+  const auto in_both = [&](const std::string& term) { return contains(their_terms, term); };
+  if (!terms.empty() && !their_terms.empty() && std::ranges::none_of(terms, in_both))
+    result.notices.push_back(
+        fmt::format("no term of the loss has one name in both: none is compared ({}: {}; {}: {})",
+                    names.found, list_names(terms), names.expected, list_names(their_terms)));
 
   Verdict& verdict = result.verdict;
   verdict.ranks = std::max(1, static_cast<int>(pair.found.counts.size()));

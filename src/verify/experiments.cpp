@@ -369,38 +369,43 @@ void Investigation::describe(const LayoutRun::RecordedStep& made, StepDump& dump
   if (group_.rank() == 0) note_step(made, dump);
 }
 
-Investigation::StepData Investigation::step_data_of(const VerifyProblem& problem, Group counting) {
-  StepData step_data;
+// A step's data before any cut, by data rank, and the data rank of each place in `counting`.
+struct Investigation::StepData {
+  DataByRank data;
+  std::vector<int> data_rank;
+  StepData(const VerifyProblem& problem, Group counting);  // collective
+};
+
+Investigation::StepData::StepData(const VerifyProblem& problem, Group counting) {
   if (!problem.shared_samples) {
-    step_data.data = gather_batches(problem.local, counting);
-    for (int rank = 0; rank < counting.size(); ++rank) step_data.data_rank.push_back(rank);
-    return step_data;
+    data = gather_batches(problem.local, counting);
+    for (int rank = 0; rank < counting.size(); ++rank) data_rank.push_back(rank);
+    return;
   }
   // Ranks that share samples have the same ones: the first of them gives them.
   const at::Tensor ranks =
       counting.all_gather(at::full({1}, problem.shared_samples->data_rank, at::kLong)).reshape({-1});
   for (int rank = 0; rank < counting.size(); ++rank)
-    step_data.data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
-  const auto first = std::ranges::find(step_data.data_rank, problem.shared_samples->data_rank);
-  const bool contributes = first - step_data.data_rank.begin() == counting.rank();
+    data_rank.push_back(static_cast<int>(ranks[rank].item<std::int64_t>()));
+  const auto first = std::ranges::find(data_rank, problem.shared_samples->data_rank);
+  const bool contributes = first - data_rank.begin() == counting.rank();
   const DataByRank all =
       gather_batches(contributes ? problem.shared_samples->whole : MicroBatches{}, counting);
-  step_data.data.resize(static_cast<std::size_t>(
-      *std::max_element(step_data.data_rank.begin(), step_data.data_rank.end()) + 1));
+  data.resize(static_cast<std::size_t>(*std::max_element(data_rank.begin(), data_rank.end()) + 1));
   for (std::size_t rank = 0; rank < all.size(); ++rank)
-    if (!all[rank].empty()) step_data.data[static_cast<std::size_t>(step_data.data_rank[rank])] = all[rank];
-  return step_data;
+    if (!all[rank].empty()) data[static_cast<std::size_t>(data_rank[rank])] = all[rank];
 }
 
-bool Investigation::by_data_rank(Experiment& experiment, const StepData& step_data) {
+// The ranks of the experiment become data ranks. False: it makes no sense there.
+static bool by_data_rank(Experiment& experiment, const std::vector<int>& data_rank) {
   for (int* rank : {&experiment.empty_rank, &experiment.swapped[0], &experiment.swapped[1]})
-    if (*rank >= 0) *rank = step_data.data_rank.at(static_cast<std::size_t>(*rank));
+    if (*rank >= 0) *rank = data_rank.at(static_cast<std::size_t>(*rank));
   return experiment.swapped[0] < 0 || experiment.swapped[0] != experiment.swapped[1];
 }
 
-bool Investigation::leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data,
-                               int rank, int micro_batch, Group counting) {
-  const auto owner = static_cast<std::size_t>(step_data.data_rank.at(static_cast<std::size_t>(rank)));
+// Leaves of `data` the part of `rank` alone, whose data rank is `owner`.
+static bool leave_only(DataByRank& data, const VerifyProblem& problem, std::size_t owner, int rank,
+                       int micro_batch, Group counting) {
   for (std::size_t other = 0; other < data.size(); ++other)
     if (other != owner) data[other].clear();
   MicroBatches& own = data[owner];
@@ -429,20 +434,20 @@ std::vector<Finding> Investigation::diagnose(std::optional<ComparedStep>& compar
   std::vector<Finding> findings;
   if (group_.rank() == 0) findings = isograd::diagnose(*compared);
   if (!of_rank_zero(group_, problem_.experiments && (failed || !findings.empty()))) return findings;
-  step_data_ = step_data_of(problem_, problem_.counting(group_));
+  const StepData given(problem_, problem_.counting(group_));
   if (group_.rank() == 0) {
     findings = isograd::diagnose(compared->pair(), [&](const Experiment& experiment) {
       share_experiment(experiment, group_);
-      return again(experiment);
+      return again(experiment, given);
     });
     share_experiment(std::nullopt, group_);
     return findings;
   }
-  while (const auto experiment = share_experiment(std::nullopt, group_)) again(*experiment);
+  while (const auto experiment = share_experiment(std::nullopt, group_)) again(*experiment, given);
   return {};
 }
 
-std::optional<RunPair> Investigation::again(const Experiment& asked) {
+std::optional<RunPair> Investigation::again(const Experiment& asked, const StepData& given) {
   const bool reports = group_.rank() == 0, as_given = asked == Experiment{};
   // Decided alike on all ranks, from what all of them know.
   if (asked.without_resume && !problem_.uninterrupted) return std::nullopt;
@@ -468,18 +473,20 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
   if (asked.without_resume) {
     assigned = gather_batches(problem.uninterrupted(), counting);
   } else {
-    const StepData other = along ? step_data_of(problem, counting) : StepData{};
-    const StepData& step_data = along ? other : step_data_;
+    const StepData& step_data = along ? StepData(problem, counting) : given;
     Experiment experiment = asked;
     experiment.only_rank = experiment.only_micro_batch = -1;
     // Parts of ranks that share samples can only be run as they were cut, by whoever made the problem.
     const auto is_part = [](const Batch& batch) { return batch.cut != nullptr; };
     if (std::ranges::any_of(all_of(step_data.data), is_part) && !as_given) return std::nullopt;
-    if (!by_data_rank(experiment, step_data)) return std::nullopt;
+    if (!by_data_rank(experiment, step_data.data_rank)) return std::nullopt;
     assigned = arrange(step_data.data, experiment);
     if (assigned) of = all_of(*assigned);
     if (assigned && asked.only_rank >= 0 &&
-        !leave_only(*assigned, problem, step_data, asked.only_rank, asked.only_micro_batch, counting))
+        !leave_only(
+            *assigned, problem,
+            static_cast<std::size_t>(step_data.data_rank.at(static_cast<std::size_t>(asked.only_rank))),
+            asked.only_rank, asked.only_micro_batch, counting))
       return std::nullopt;
   }
   if (!assigned) return std::nullopt;
@@ -504,10 +511,10 @@ std::optional<RunPair> Investigation::again(const Experiment& asked) {
       VerifyModel model = initial_.oracle(problem);
       if (asked.without_noise) model.without_noise();
       // The step as given is compared with the whole step as one process would have it.
-      const bool given = as_given || asked.without_resume;
-      const MicroBatches whole = given ? problem.whole() : all_of(*assigned);
+      const bool as_one = as_given || asked.without_resume;
+      const MicroBatches whole = as_one ? problem.whole() : all_of(*assigned);
       const auto parts =
-          given && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
+          as_one && problem.loss.replicas ? problem.loss.replicas() : std::vector<MicroBatches>{whole};
       const auto tick = [&heartbeat] { heartbeat.tick(); };
       const OracleStep oracle = asked.only_rank >= 0
                                     ? oracle_part(model, whole, of, problem.loss, tick)

@@ -57,27 +57,15 @@ class Investigation {
   std::vector<Finding> diagnose(std::optional<ComparedStep>& compared, bool failed);
 
  private:
-  // A step's data before any cut, by data rank, and the data rank of each place in `counting`.
-  struct StepData {
-    DataByRank data;
-    std::vector<int> data_rank;
-  };
-  static StepData step_data_of(const VerifyProblem& problem, Group counting);  // collective
-  // Ranks of the experiment become data ranks. False: it makes no sense there.
-  static bool by_data_rank(Experiment& experiment, const StepData& step_data);
-  // Leaves of `data` the part of `rank` alone.
-  static bool leave_only(DataByRank& data, const VerifyProblem& problem, const StepData& step_data, int rank,
-                         int micro_batch, Group counting);
-
+  struct StepData;
   // Collective; nothing where this cannot be run, or on ranks that take no part.
-  std::optional<RunPair> again(const Experiment& experiment);
+  std::optional<RunPair> again(const Experiment& asked, const StepData& given);
 
   const VerifyProblem& problem_;
   const LayoutUnderTest& layout_;
   const Initial& initial_;
   LayoutRun& exact_;
   Group& group_;
-  StepData step_data_;
 };
 
 // The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.

@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <sstream>
 
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
@@ -215,27 +216,20 @@ RunConfig LayoutChoice::in(RunConfig config) const {
 
 LayoutChoice parse_layout(const std::string& text) {
   LayoutChoice choice;
-  std::size_t begin = 0;
-  for (bool first = true; begin <= text.size(); first = false) {
-    const std::size_t end = std::min(text.find(':', begin), text.size());
-    const std::string part = text.substr(begin, end - begin);
-    begin = end + 1;
-    if (first) {
-      if (!contains(strategy_names(), part)) refuse_layout(text);
-      choice.strategy = part;
-    } else if (part == "share=on" || part == "share=off") {
+  std::istringstream parts(text);
+  std::getline(parts, choice.strategy, ':');
+  if (!contains(strategy_names(), choice.strategy) || text.ends_with(':')) refuse_layout(text);
+  for (std::string part; std::getline(parts, part, ':');)
+    if (part == "share=on" || part == "share=off") {
       choice.share_parameters = part == "share=on";
-    } else if (part.starts_with("replicas=")) {
+    } else {
+      if (!part.starts_with("replicas=") || !shards(choice.strategy)) refuse_layout(text);
       std::int64_t replicas = 0;
       const char* last = part.data() + part.size();
       const auto [stop, problem] = std::from_chars(part.data() + 9, last, replicas);
-      if (problem != std::errc() || stop != last || replicas < 1 || !shards(choice.strategy))
-        refuse_layout(text);
+      if (problem != std::errc() || stop != last || replicas < 1) refuse_layout(text);
       choice.replicas = replicas;
-    } else {
-      refuse_layout(text);
     }
-  }
   return choice;
 }
 

@@ -8,8 +8,8 @@
 #include <map>
 
 #include "base/print.hpp"
+#include "base/shell.hpp"
 #include "report/report.hpp"
-#include "verify/diagnosis.hpp"
 
 namespace isograd {
 namespace {
@@ -475,6 +475,17 @@ Wording verify_wording(const Verdict& verdict) {
   for (const auto& statement : verdict.diagnosis)
     wording.findings.push_back({.id = {}, .sentence = statement, .evidence = {}});
   return wording;
+}
+
+Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone) {
+  return {.left = names.found,
+          .right = names.expected,
+          .reference = names.expected,
+          .subject = "dump " + names.found,
+          .findings = comparison.findings,
+          .notices = comparison.notices,
+          .command = "isograd compare " + shell_words({names.found, names.expected}) +
+                     (alone.empty() ? "" : " --alone " + shell_words({alone}))};
 }
 
 std::string parity_line(const Verdict& verdict, const Wording& wording) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "isograd/verify.hpp"
+#include "verify/diagnosis.hpp"
 
 namespace isograd {
 
@@ -19,6 +20,8 @@ struct Wording {
   std::string configuration{};  // TOML
 };
 Wording verify_wording(const Verdict& verdict);
+// `alone`: the dump of that option, if given.
+Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone);
 
 std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 

@@ -36,8 +36,6 @@ std::vector<at::Tensor> trainable(const VerifyModel& model) {
   return leaves;
 }
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 // "model.layers.7.mlp" -> 7; -1 where no part of the name is a number.
 int layer_of(const std::string& name) {
   for (std::size_t at = 0; at < name.size();) {
@@ -147,7 +145,7 @@ void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, con
     const auto type = backward(in_fp64);
     if (type != at::kDouble) reject(fmt::format("logits of type {}", c10::toString(type)));
   } catch (const c10::Error& error) {
-    const std::string message = first_line(error.what_without_backtrace());
+    const std::string text = error.what_without_backtrace(), message = text.substr(0, text.find('\n'));
     backward(own);  // an error of the model in its own precision is passed on as it is
     reject("it fails: " + message);
   }
@@ -216,13 +214,10 @@ std::optional<Leak> probe_documents(const VerifyModel& model, const Batch& batch
                                     const DeclaredLoss& declared) {
   const std::set<std::int64_t> documents(batch.sample_ids.begin(), batch.sample_ids.end());
   if (documents.size() < 2) return std::nullopt;
-  std::vector<at::Tensor> leaves;
+  const std::vector<at::Tensor> leaves = trainable(model);
   std::vector<std::string> names;
   for (const auto& [name, tensor] : model.named)
-    if (tensor.requires_grad()) {
-      leaves.push_back(tensor);
-      names.push_back(name);
-    }
+    if (tensor.requires_grad()) names.push_back(name);
   const bool to_the_bit = !model.choose_experts;
   const std::int64_t vocabulary = model.logits(batch).size(1);
   // Documents look at what stands before them, or after: the first one is changed, then the last.

@@ -392,9 +392,6 @@ MakeVerifyModel fresh_models(const Setting& setting) {
       [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
 }
 
-// Updates after which parameters are compared.
-constexpr int kUpdates = 2;
-
 }  // namespace
 
 VerifyProblem configured_problem(const RunConfig& config, World& world,
@@ -409,7 +406,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const auto asked = [&](const char* name) { return std::ranges::find(layouts, name) != layouts.end(); };
   std::int64_t begun = 0, total = 0;  // layouts, of all proofs
   const ChangeProblem followed = [&](VerifyProblem& problem, World& own) {
-    problem.updates = kUpdates;
+    problem.updates = VerifyProblem{}.updates;
     if (begins) problem.progress = [&](const std::string& layout) { begins(++begun, total, layout); };
     problem.take_dump = take_dump;
     if (change) change(problem, own);

@@ -44,14 +44,6 @@ void take(const VerifyProblem& problem, const std::string& name, const StepDump&
   problem.take_dump(rounded_name, dump);
 }
 
-// Evidence for a wrong update: an optimizer without state and one with it.
-std::vector<std::string> passed_paths(const LayoutVerdict& layout) {
-  std::vector<std::string> lines;
-  for (const auto& trajectory : layout.trajectories)
-    lines.push_back(fmt::format("{}: {}", updates_of(trajectory), trajectory.passed ? "right" : "wrong"));
-  return lines;
-}
-
 std::string text_of(const OtherFigure& other) {
   return fmt::format("{} {:.9g}, expected {:.9g} ({:.2g} allowed)", other.name, other.found, other.expected,
                      other.allowed);
@@ -118,6 +110,9 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
                      "allowed: rounding takes it in all parameters alike",
                      scale.error, precision, scale.allowed)});
   if (right_in_fp64 && !off) add_other_figures(layout, precision);
+  std::vector<std::string> paths;  // evidence for a wrong update: an optimizer without state and one with it
+  for (const auto& trajectory : layout.trajectories)
+    paths.push_back(fmt::format("{}: {}", updates_of(trajectory), trajectory.passed ? "right" : "wrong"));
   for (const auto& trajectory : layout.trajectories)
     if (!trajectory.passed && layout.findings.empty())
       layout.findings.push_back(
@@ -126,7 +121,7 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
                "the gradient is right, parameters after {} are not: {} is off by {:.3g} of its way, {:.3g} "
                "allowed",
                updates_of(trajectory), trajectory.worst, trajectory.error, trajectory.allowed),
-           passed_paths(layout)});
+           paths});
 }
 
 // Before a step of all ranks.
