@@ -7,7 +7,6 @@
 #include <limits>
 #include <tuple>
 
-#include "isograd/error.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "verify/diagnosis.hpp"
 

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "verify/diagnosis.hpp"
 
 namespace isograd {

@@ -8,10 +8,6 @@
 #include <numeric>
 #include <set>
 
-#include "base/refuse.hpp"
-#include "isograd/error.hpp"
-#include "verify/compare.hpp"
-
 namespace isograd {
 namespace {
 

@@ -2,17 +2,11 @@
 // again in other circumstances. A gradient that fits no known mistake is `unknown`; nothing is guessed.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "isograd/grid.hpp"
-#include "isograd/verify.hpp"
 #include "verify/compare.hpp"
 
 namespace isograd {

@@ -12,7 +12,6 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/refuse.hpp"
-#include "isograd/verify.hpp"
 #include "model/safetensors.hpp"
 #include "verify/diagnosis.hpp"
 

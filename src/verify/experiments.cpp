@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "train/rank_zero.hpp"
-#include "verify/layout_run.hpp"
 
 namespace isograd {
 namespace {

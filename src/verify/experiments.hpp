@@ -4,9 +4,6 @@
 #include <optional>
 #include <vector>
 
-#include "isograd/batch.hpp"
-#include "isograd/group.hpp"
-#include "isograd/verify.hpp"
 #include "verify/diagnosis.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"

@@ -10,8 +10,6 @@
 #include <map>
 
 #include "base/files.hpp"
-#include "isograd/error.hpp"
-#include "isograd/step.hpp"
 #include "layout/flat.hpp"
 #include "optim/norm/norm.hpp"
 #include "parallel/data/same_parameters.hpp"

@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "isograd/batch.hpp"
-#include "isograd/group.hpp"
 #include "isograd/verify.hpp"
 
 namespace isograd {

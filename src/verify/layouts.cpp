@@ -12,12 +12,9 @@
 
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/error.hpp"
 #include "isograd/expert_parallel.hpp"
-#include "isograd/group.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
-#include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "isograd/verify.hpp"
-#include "isograd/world.hpp"
 #include "train/config.hpp"
 
 namespace isograd {

@@ -10,8 +10,6 @@
 #include <set>
 
 #include "base/refuse.hpp"
-#include "isograd/loss.hpp"
-#include "isograd/verify.hpp"
 #include "train/build.hpp"
 #include "verify/layouts.hpp"
 

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "isograd/verify.hpp"
 #include "verify/diagnosis.hpp"
 
 namespace isograd {

@@ -12,13 +12,9 @@
 
 #include "base/refuse.hpp"
 #include "comm/shm/segment.hpp"
-#include "isograd/error.hpp"
 #include "isograd/random.hpp"
 #include "train/rank_zero.hpp"
-#include "verify/compare.hpp"
 #include "verify/experiments.hpp"
-#include "verify/layout_run.hpp"
-#include "verify/oracle.hpp"
 
 namespace isograd {
 namespace {

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "isograd/verify.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
 

@@ -14,12 +14,6 @@
 
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
-#include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
-#include "isograd/group.hpp"
-#include "isograd/parameters.hpp"
-#include "isograd/verify.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/planned_bucket.hpp"
 #include "parallel/data/unit_node.hpp"

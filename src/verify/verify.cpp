@@ -6,12 +6,8 @@
 #include <optional>
 
 #include "base/refuse.hpp"
-#include "isograd/verify.hpp"
 #include "train/rank_zero.hpp"
-#include "verify/compare.hpp"
-#include "verify/diagnosis.hpp"
 #include "verify/experiments.hpp"
-#include "verify/layout_run.hpp"
 #include "verify/present.hpp"
 #include "verify/reference.hpp"
 #include "verify/replayed_choices.hpp"
