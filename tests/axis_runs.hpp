@@ -12,7 +12,6 @@
 #include "changed_config.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
-#include "verify/layouts.hpp"
 #include "verify/run.hpp"
 
 namespace isograd {

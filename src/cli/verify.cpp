@@ -11,7 +11,6 @@
 #include "base/waiting.hpp"
 #include "cli/verbs.hpp"
 #include "train/device.hpp"
-#include "verify/layouts.hpp"
 #include "verify/present.hpp"
 #include "verify/run.hpp"
 

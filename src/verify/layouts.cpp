@@ -1,4 +1,4 @@
-#include "verify/layouts.hpp"
+#include "verify/run.hpp"
 
 #include <fmt/ranges.h>
 

@@ -1,6 +1,6 @@
 // Which layouts, accumulations and meshes a run is verified on, which axes are blamed, and a fault that only
 // two axes together have.
-#include "verify/layouts.hpp"
+#include "verify/run.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,6 @@
 #include "train/config_table.hpp"
 #include "train/trainer_testing.hpp"
 #include "verify/present.hpp"
-#include "verify/run.hpp"
 #include "verify/test_problem.hpp"
 
 namespace isograd {

@@ -11,7 +11,7 @@
 
 #include "base/refuse.hpp"
 #include "train/build.hpp"
-#include "verify/layouts.hpp"
+#include "verify/run.hpp"
 
 namespace isograd {
 namespace {

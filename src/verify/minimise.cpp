@@ -9,7 +9,6 @@
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
 #include "train/config_table.hpp"
-#include "verify/layouts.hpp"
 
 namespace isograd {
 namespace {

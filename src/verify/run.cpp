@@ -24,7 +24,6 @@
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "verify/layout_run.hpp"
-#include "verify/layouts.hpp"
 
 namespace isograd {
 namespace {

@@ -13,7 +13,6 @@
 #include "planted.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
-#include "verify/layouts.hpp"
 #include "verify/test_problem.hpp"
 
 namespace isograd {
