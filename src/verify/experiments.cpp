@@ -15,6 +15,9 @@
 namespace isograd {
 namespace {
 
+constexpr at::Tensor Batch::*kByToken[] = {&Batch::tokens, &Batch::targets, &Batch::positions,
+                                           &Batch::weights};
+
 // Leaves the first `keep` of the batch's targets.
 void keep_targets(Batch& batch, std::int64_t keep) {
   batch.targets = batch.targets.clone();
@@ -154,43 +157,36 @@ void perturb_inputs(Batch& batch, std::int64_t fragment) {
 Batch joined(const MicroBatches& batches) {
   Batch whole;
   whole.draw = batches.front().draw;  // of one step all have the same
-  std::vector<at::Tensor> tokens, targets, positions, weights;
-  std::vector<std::vector<at::Tensor>> inputs;
   const bool weighted =
       std::ranges::any_of(batches, [](const Batch& batch) { return batch.weights.defined(); });
+  for (const auto of : kByToken) {
+    if (of == &Batch::weights && !weighted) continue;
+    std::vector<at::Tensor> parts;
+    for (const Batch& batch : batches)
+      parts.push_back(of == &Batch::weights && !batch.weights.defined()
+                          ? at::ones({batch.num_tokens()}, at::kDouble)
+                          : batch.*of);
+    whole.*of = at::cat(parts);
+  }
+  std::vector<std::vector<at::Tensor>> inputs;
   for (const Batch& batch : batches) {
     const std::int64_t offset = whole.cu_seqlens.back();
-    tokens.push_back(batch.tokens);
-    targets.push_back(batch.targets);
-    positions.push_back(batch.positions);
-    if (weighted)
-      weights.push_back(batch.weights.defined() ? batch.weights
-                                                : at::ones({batch.num_tokens()}, at::kDouble));
     for (std::size_t f = 0; f < batch.sample_ids.size(); ++f)
       whole.cu_seqlens.push_back(offset + batch.cu_seqlens[f + 1]);
     whole.sample_ids.insert(whole.sample_ids.end(), batch.sample_ids.begin(), batch.sample_ids.end());
     inputs.resize(std::max(inputs.size(), batch.inputs.size()));  // batches without fragment may have none
     for (std::size_t i = 0; i < batch.inputs.size(); ++i) inputs[i].push_back(batch.inputs[i]);
   }
-  whole.tokens = at::cat(tokens);
-  whole.targets = at::cat(targets);
-  whole.positions = at::cat(positions);
-  if (weighted) whole.weights = at::cat(weights);
   for (const auto& parts : inputs) whole.inputs.push_back(at::cat(parts));
   return whole;
 }
 
 Batch fragments_of(const Batch& batch, std::int64_t first, std::int64_t last) {
   const auto at = [&](std::int64_t fragment) { return batch.cu_seqlens[static_cast<std::size_t>(fragment)]; };
-  const auto cut = [&](const at::Tensor& tensor) {
-    return tensor.defined() ? tensor.slice(0, at(first), at(last)) : tensor;
-  };
   Batch part;
   part.draw = batch.draw;
-  part.tokens = cut(batch.tokens);
-  part.targets = cut(batch.targets);
-  part.positions = cut(batch.positions);
-  part.weights = cut(batch.weights);
+  for (const auto of : kByToken)
+    if ((batch.*of).defined()) part.*of = (batch.*of).slice(0, at(first), at(last));
   for (const at::Tensor& input : batch.inputs) part.inputs.push_back(input.slice(0, first, last));
   for (std::int64_t f = first; f < last; ++f) {
     part.cu_seqlens.push_back(at(f + 1) - at(first));
