@@ -22,8 +22,7 @@ bool holds(double squares) {
   return squares >= kLeast && squares <= kMost;
 }
 
-// N sums over elements [begin, end) of what `of` makes of the tensors' elements; blocks are added up in
-// order.
+// N sums over elements [begin, end) of what `of` makes of the tensors' elements, block by block.
 template <std::size_t N, std::size_t M, typename Of>
 std::array<double, N> summed(std::array<at::Tensor, M> tensors, std::int64_t begin, std::int64_t end,
                              const Of& of) {
@@ -59,7 +58,6 @@ std::array<double, N> summed(std::array<at::Tensor, M> tensors, std::int64_t beg
 
 constexpr std::int64_t kPieces = 16, kLeastPiece = 64;
 
-// Calls `sums_of(parameter, begin, end)` for each piece of each parameter.
 template <typename SumsOf>
 std::vector<FitSums> cut(const Tensors& parameters, const SumsOf& sums_of) {
   std::vector<FitSums> pieces;
@@ -156,8 +154,7 @@ WholeScale test(const std::vector<FitSums>& pieces, double unit, const AllowedSc
   return result;
 }
 
-// The root of a sum of squares; where that over- or underflows, of what `made` gives, relative to its
-// largest.
+// The root of a sum of squares; where that over- or underflows, the norm of what `made` gives.
 template <typename Made>
 double root_of(double squares, const Made& made) {
   if (holds(squares)) return std::sqrt(squares);

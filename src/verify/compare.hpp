@@ -25,7 +25,6 @@ struct PairSums {
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b, std::int64_t begin, std::int64_t end);
 PairSums pair_sums(const at::Tensor& a, const at::Tensor& b);
 
-// The same over three tensors e, d and v.
 struct FitSums {
   double error_direction = 0, direction = 0, error = 0, value = 0;  // ⟨e, d⟩, ⟨d, d⟩, ⟨e, e⟩, ⟨v, v⟩
   double elements = 0;
@@ -50,9 +49,8 @@ struct Along {
   double share = 0;    // 0: not at all; 1: as far as the whole direction
   double scatter = 0;  // standard error of `share`, from how much pieces of the parameters differ
 };
-// Fits errors by a multiple of `direction`, in up to 16 pieces of each parameter, each weighted by the
-// inverse mean square of its error (at least that of one rounding of `values`). A direction of zeros: {0,
-// inf}.
+// Fits errors by a multiple of `direction` (of zeros: {0, inf}), in up to 16 pieces of each parameter, each
+// weighted by the inverse mean square of its error, at least that of one rounding of `values`.
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
 
 // E2's scale of the whole gradient: |error| ≤ 4 (u + scatter + alone), for up to four roundings that all
@@ -70,7 +68,6 @@ bool scale_of_one_agrees(const at::Tensor& gradient, const at::Tensor& reference
 // How many times one process's rounding a run of the same precision may be off.
 constexpr double kRoundingFactor = 4;
 
-// The numbers that the bounds of one layout depend on.
 struct Bounds {
   double exact = 1e-10;      // E1: ‖g − g64‖ ≤ exact · s
   double unit_roundoff = 0;  // u of the number type that gradients are summed in

@@ -56,7 +56,6 @@ std::vector<std::string> terms_of(const StepDump& dump) {
   return names;
 }
 
-// Grades, from a case whose parameters are compared already.
 void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& one, bool with_alone,
            const std::string& precision) {
   const Allowance& allowance = one.allowance();
@@ -155,7 +154,6 @@ std::optional<StepDump> assigned_as(const StepDump& expected,
   return assigned;
 }
 
-// The ranks have as many targets in both, whatever their micro-batches.
 bool same_by_rank(const StepDump& found, const StepDump& expected) {
   return std::ranges::equal(found.counts, expected.counts, [](const auto& own, const auto& theirs) {
     return std::accumulate(own.begin(), own.end(), std::int64_t{0}) ==

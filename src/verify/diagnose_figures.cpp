@@ -520,9 +520,8 @@ std::vector<Finding> diagnose_loss(const ComparedStep& one) {
            {terms.empty() ? "" : "terms: " + list_names(terms)}}};
 }
 
-// Parameters whose update differs from the reference's (weight decay included) or, where that has none, from
-// `coefficient` times their own gradient; NaN: not known. `unbelieved`: the reference contradicts itself
-// there.
+// Parameters whose update differs from the reference's (weight decay included) or, without that, from their
+// gradient times `coefficient` (NaN: not known). `unbelieved`: where the reference contradicts itself.
 std::vector<std::string> applied_otherwise(const ComparedStep& one, double coefficient, double limit,
                                            const std::vector<std::string>& unbelieved) {
   std::map<std::string, at::Tensor> references;
@@ -549,7 +548,6 @@ std::vector<std::string> applied_otherwise(const ComparedStep& one, double coeff
   return others;
 }
 
-// How the gradient was applied.
 std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<std::string>& unbelieved) {
   const double own = one.found().figures.clip_coefficient;
   const double limit = tolerance(one), wide = 10 * limit;

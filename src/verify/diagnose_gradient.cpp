@@ -61,7 +61,6 @@ std::string subject(const ComparedStep& one, const std::vector<std::string>& nam
                      list_names(names));
 }
 
-// The named parameters in which something would show.
 std::vector<const Parameter*> where_it_shows(const ComparedStep& one, const std::vector<std::string>& names) {
   std::vector<const Parameter*> parameters;
   for (std::size_t i = 0; i < one.parameters().size(); ++i)
@@ -73,7 +72,6 @@ bool same_ids(const std::vector<Cause>& causes) {
   return std::ranges::all_of(causes, [&](const Cause& cause) { return cause.id == causes[0].id; });
 }
 
-// Ratios, cosine and error of the named parameters, in words.
 std::string numbers_of(const ComparedStep& one, const std::vector<std::string>& names) {
   double low = HUGE_VAL, high = -HUGE_VAL, cosine = 1, error = 0;
   for (const Parameter* parameter : where_it_shows(one, names)) {
@@ -241,8 +239,7 @@ std::optional<Finding> diagnose_missing_parts(const ComparedStep& one, const std
                  {text_of(one, fitted)}};
 }
 
-// Scatter up to which a direction is sure. Errors go together through a network: the scatter is up to 5 times
-// too small.
+// Scatter up to which a direction is sure: up to 5 times too small, as errors go together through a network.
 constexpr double kTold = 1.0 / 32, kLeans = 1.0 / 8;
 
 // Leaves of causes that explain the gradient within rounding those to which it lies nearest.
@@ -373,8 +370,7 @@ std::optional<double> scale_of(ComparedStep& one, const std::vector<std::string>
   return one.is(weights, names).value_or(false) ? std::optional(ratio) : std::nullopt;
 }
 
-// The 16-bit type that every element found is a number of, if the run is in a finer one and all else is
-// right.
+// The 16-bit type of all numbers found, if the run is in a finer one and nothing else is wrong.
 const char* coarser_type(const ComparedStep& one) {
   if (one.found().precision == "bf16" || one.found().precision == "fp16") return nullptr;
   Tensors found, expected, errors;
@@ -437,7 +433,6 @@ std::vector<Axis> axes_of_cuts(const ComparedStep& one) {
   return axes;
 }
 
-// A few parameters have one ratio.
 Finding some_scaled(const ComparedStep& one, const std::vector<std::string>& names, double ratio) {
   const auto axis = axis_of_cut(one, names);
   const double factor = factor_of(one, ratio);
@@ -536,7 +531,6 @@ Finding diagnose_not_finite(ComparedStep& one) {
           fmt::format("not finite: {} parameters ({})", broken.size(), list_names(broken))};
 }
 
-// Which experiments were made.
 struct Tried {
   bool any = false, emptied = false, swapped = false;
 };
@@ -570,7 +564,6 @@ Tried try_apart(ComparedStep& one, const RunAgain& again, const std::vector<std:
   return tried;
 }
 
-// The finding for a gradient that no known mistake makes, with the evidence.
 Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bool all,
                     const std::optional<Fitted>& fitted, std::vector<std::string> evidence) {
   Finding finding;

@@ -93,9 +93,8 @@ class LayoutRun {
   std::unique_ptr<Step> step_;
 };
 
-// Waiting for work that only some ranks do, without tripping the group's timeout: they tick() after each
-// piece of it, and every rank calls finish() when it has no more. Where any rank's `stop` is true, all throw
-// VerifyStopped.
+// Waits for work of some ranks within the group's timeout: they tick() after each piece of it, and every rank
+// calls finish() when it has no more. Where any rank's `stop` is true, all throw VerifyStopped.
 class Heartbeat {
  public:
   explicit Heartbeat(Group& group, std::function<bool()> stop = {}) : group_(group), stop_(std::move(stop)) {}

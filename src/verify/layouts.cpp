@@ -58,7 +58,6 @@ MeshChoice choice_of(RunConfig config, int ranks) {
   return choice;
 }
 
-// Every factorization, admissible or not.
 std::vector<RunConfig> factorizations(const RunConfig& config, int ranks) {
   const bool sharded = stage_of(config.parallel.strategy) > 0;
   const bool experts = config.model.shape.experts.count > 0 || !config.model.load.empty();
@@ -179,7 +178,6 @@ std::string sentence(const Suspect& one) {
   return fmt::format("right {}, wrong together ({})", fmt::join(right, " and "), where);
 }
 
-// All subsets of this size.
 std::vector<std::vector<std::string>> subsets(const std::vector<std::string>& names, std::size_t size) {
   if (size == 0) return {{}};
   std::vector<std::vector<std::string>> all;

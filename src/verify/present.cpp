@@ -54,7 +54,6 @@ std::string scientific(double value) {
 
 std::string ratio_cell(double ratio) { return std::isnan(ratio) ? "-" : fmt::format("{:.9g}", ratio); }
 
-// Columns of the grades that are claimed.
 std::vector<std::string> cells(const ParameterVerdict& parameter, const LayoutVerdict& layout) {
   const Comparison& comparison = shown(parameter, layout);
   std::vector<std::string> row = {

@@ -30,9 +30,8 @@ namespace {
 
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
-// The elements of each unit that ZeRO-3 gathers, padded. Counted here, not asked of the layout, which is what
-// is checked. Nothing where the formula does not hold: untrained parameters, blocks that are used several
-// times.
+// The elements of each unit that ZeRO-3 gathers, padded. Counted, not asked of the layout that is checked.
+// Nothing where the formula does not hold: untrained parameters, blocks that are used several times.
 std::optional<std::vector<SharedElements>> gathered_by(const VerifyModel& model, const RunConfig& config,
                                                        const Grid& grid, int rank) {
   for (const auto& [name, tensor] : model.named)

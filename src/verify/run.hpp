@@ -102,8 +102,7 @@ VerifyProblem configured_problem(const RunConfig& config, World& world,
 Verdict verify_finished(FinishedRun& run, const ChangeProblem& change = {});
 
 // Collective, for TrainerHooks::check: compares replicas bit for bit every verify.checksums_every steps and
-// verifies a small step with the weights of now every verify.every. Returns why the run must stop, on all
-// ranks.
+// verifies a small step with the present weights every verify.every. Returns, on all, why the run must stop.
 std::string check_running(RunningRun& run, const ChangeProblem& change = {});
 
 struct Trial {

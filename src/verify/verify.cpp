@@ -120,7 +120,6 @@ void add_plain_findings(LayoutVerdict& layout, const std::string& precision, boo
            paths});
 }
 
-// Before a step of all ranks.
 void stop_if_told(const VerifyProblem& problem, Group& group) {
   if (problem.stop) Heartbeat(group, problem.stop).tick();
 }
@@ -298,7 +297,6 @@ LayoutVerdict try_layout(const VerifyProblem& problem, const LayoutUnderTest& la
       result.rounded_off = figures_off(first.figures, oracle.figures, bounds, &reference.alone_figures);
     }
     grade(result, oracle.figures, precision, exact_run, bounds, scale);
-    // Every element owned once, every trajectory followed.
     result.passed = result.passed && !result.parameters.empty() && in_fp64.names == oracle.names &&
                     std::ranges::all_of(result.parameters,
                                         [](const ParameterVerdict& one) {
