@@ -182,8 +182,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
     reject("a gradient that is further from that of " + names.expected + " than rounding explains");
 }
 
-}  // namespace
-
+// Makes single micro-batches of the step again from the shares that a dump recorded. Empty without any.
 RunAgain again_from_shares(const StepDump& expected) {
   if (expected.shares.empty() || expected.counts.empty()) return {};
   return [&expected](const Experiment& experiment) -> std::optional<RunPair> {
@@ -203,6 +202,8 @@ RunAgain again_from_shares(const StepDump& expected) {
     return pair;
   };
 }
+
+}  // namespace
 
 DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
                              std::optional<StepDump> alone) {

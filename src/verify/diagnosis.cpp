@@ -316,8 +316,7 @@ Bounds bounds_of(const StepDump& found, at::ScalarType type) {
 // Without a run of one process: units that a parameter and all of them may be off by, and the floor of s.
 constexpr double kUnitsOfParameter = 256, kUnitsOfWhole = 32, kUnmeasuredFloor = 1.0 / 32;
 // Units of bf16 by which a matrix's scale may be off: nearly three times the most, 12, of right steps of nine
-// models (12,000 pairs of matrices). Vectors have no such bound: PyTorch sums a LayerNorm's in bf16, up to 58
-// % too small in right steps.
+// models. Vectors have no such bound: PyTorch sums a LayerNorm's in bf16, 58 % too small in some right steps.
 constexpr double kUnitsOfMatrix = 32;
 
 }  // namespace

@@ -236,8 +236,7 @@ class ComparedStep {
   // Whether the gradient found is weighted(weights, names), within what rounding may do. `made`: that, if so.
   std::optional<bool> is(const std::vector<double>& weights, const std::vector<std::string>& names,
                          Prediction* made = nullptr);
-  // How far the gradient found lies from one prediction towards another, relative to `alone` if that tells
-  // more.
+  // How far the gradient found lies from one prediction towards another; against `alone` if that tells more.
   Along between(const Prediction& from, const Prediction& to) const;
   Prediction right() const;
   // Weights by cells() on the named parameters; the others are right. Nothing: the parts cannot be had.
@@ -255,8 +254,7 @@ class ComparedStep {
   int holders() const;                        // ranks that have targets
   int home_of(int rank) const;                // the rank that has this one's data as given
   const Grid& grid() const { return grid_; }  // the axes that the run names; none: of one rank
-  // The axes that a subject's axis stands for: several for kAllRanks and kContextRanks; none if it is
-  // unknown.
+  // The axes that a name stands for: several for kAllRanks and kContextRanks; none if it is unknown.
   AxisSet axis_set(const std::string& axis) const;
   double size_of(const std::string& axis) const;  // ranks along it
   int micro_batches(int rank) const;
@@ -265,8 +263,7 @@ class ComparedStep {
   bool can_run() const { return static_cast<bool>(again_); }
   bool assigned_otherwise() const { return pair_.assigned_otherwise; }
   bool silent() const;  // some micro-batch has no target
-  // Whether it would show that the gradient of this one of parameters() is lost; with next to none it would
-  // not.
+  // Whether it would show that this parameter's gradient is lost; of next to none it would not.
   bool shows(std::size_t parameter) const;
   const std::vector<Cell>& cells() const { return cells_; }
   // Fills in the parts by running each micro-batch alone. False: they cannot be had, or do not add up.
@@ -343,8 +340,7 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
 std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
-// Contradictions inside each dump: norms, owners, counts, shares. `notices`: checks that missing shares
-// prevent.
+// Contradictions inside each dump: norms, owners, counts, shares. `notices`: what missing shares prevent.
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);
 // The terms of the loss that both sides recorded and that are not alike, with their values.
@@ -374,13 +370,10 @@ struct DumpComparison {
 };
 
 // The table, grade and diagnosis of `found` against `expected`, the step of one process or of a right
-// trainer. In fp64: E1; otherwise E2, sharper with `alone`, one process in the precision of `found`
-// (Allowance). Nothing is claimed of what is not recorded; each finding fails the verdict. ConfigError on an
-// `alone` of another step.
+// trainer: E1 in fp64, else E2, sharper with `alone`, one process in the precision of `found` (Allowance).
+// Nothing is claimed of what is not recorded; each finding fails the verdict. ConfigError on an `alone` of
+// another step.
 DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
                              std::optional<StepDump> alone = {});
-
-// A step made again from what a dump recorded of it: single micro-batches from `shares`. Empty without any.
-RunAgain again_from_shares(const StepDump& expected);
 
 }  // namespace isograd

@@ -190,8 +190,7 @@ class RecordingOptimizer : public NoUpdate {
   double scale_ = 1, norm_ = 0;
 };
 
-// Counts the bytes of the layout itself: from the first forward to the complete sum, and of publishing the
-// update.
+// Counts the layout's own bytes: from the first forward to the complete sum, and of publishing the update.
 struct LayoutRun::Metered : DataParallel {
   std::unique_ptr<DataParallel> owned;
   DataParallel* inner;
