@@ -299,31 +299,19 @@ std::vector<Finding> diagnose_shares(const ComparedStep& one, const StepDump& du
   return {};
 }
 
-// The ranks' norms: of the whole gradient, and (`owned`, by rank) of the elements that a rank owns.
-struct Norms {
-  std::vector<double> found, owned;
-
-  explicit Norms(const StepDump& dump) {
-    for (const auto& rank : dump.ranks) {
-      if (!std::isnan(rank.norm)) found.push_back(rank.norm);
-      owned.push_back(rank.owned_norm);
-    }
-  }
-};
-
 // The parts of which `is` holds, in words: those that ranks own or those at each place along an axis.
 template <class Is>
-std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, const char* owned,
-                                   const char* along, const Is& is) {
-  if (is(norms.owned)) return owned;
+std::optional<std::string> made_of(const ComparedStep& one, const std::vector<double>& owned_norms,
+                                   const char* owned, const char* along, const Is& is) {
+  if (is(owned_norms)) return owned;
   const Grid& grid = one.grid();
   for (const std::string& axis : long_axes(one)) {
     std::vector<double> parts;  // none where the axes do not say which ranks these are
     const AxisSet others = without(grid.names(), one.axis_set(axis));
-    for (int rank = 0; rank < grid.ranks() && grid.ranks() == static_cast<int>(norms.owned.size()); ++rank) {
+    for (int rank = 0; rank < grid.ranks() && grid.ranks() == static_cast<int>(owned_norms.size()); ++rank) {
       double squares = 0;
       for (const int other : grid.ranks_along(others, rank))
-        squares += std::pow(norms.owned[static_cast<std::size_t>(other)], 2);
+        squares += std::pow(owned_norms[static_cast<std::size_t>(other)], 2);
       parts.push_back(std::sqrt(squares));
     }
     if (is(parts)) return fmt::format(fmt::runtime(along), name_of(one, axis));
@@ -333,15 +321,15 @@ std::optional<std::string> made_of(const ComparedStep& one, const Norms& norms, 
 
 // Each rank along an axis counts its part of what is cut along it and all of the rest. With the norm n_p at
 // place p of P, D of the rest and N of all: Σ n_p² = N² + (P - 1) D², R / P times as much over all R ranks.
-std::optional<std::string> cut_not_summed(const ComparedStep& one, const Norms& norms, double expected,
-                                          double limit) {
+std::optional<std::string> cut_not_summed(const ComparedStep& one, const std::vector<double>& norms,
+                                          double expected, double limit) {
   std::set<std::string> tried;
   for (const StepDump::CutParameter& first : one.found().cut) {
     const auto& [axis, places] = first.axis;
     if (!tried.insert(axis).second) continue;
-    const auto ranks = static_cast<double>(norms.found.size());
+    const auto ranks = static_cast<double>(norms.size());
     double all = 0, rest = 0;  // squares
-    for (const double norm : norms.found) all += norm * norm;
+    for (const double norm : norms) all += norm * norm;
     for (const Parameter& parameter : one.parameters()) {
       const bool is_cut = std::ranges::any_of(one.found().cut, [&](const auto& cut) {
         return cut.name == parameter.name && cut.axis.name == axis;
@@ -382,13 +370,17 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
   // The norm that the reference recorded, or its gradient's where it is another one.
   double expected = one.expected().figures.norm;
   if (!close_together(expected, norm_recorded_for(one.expected()), limit)) expected = one.norm();  // also NaN
-  const Norms norms(one.found());
+  std::vector<double> norms, owned_norms;  // of the whole gradient; of what each rank owns
+  for (const auto& rank : one.found().ranks) {
+    if (!std::isnan(rank.norm)) norms.push_back(rank.norm);
+    owned_norms.push_back(rank.owned_norm);
+  }
   double found = one.found().figures.norm;
-  if (std::isnan(found) && !norms.found.empty()) found = norms.found[0];
+  if (std::isnan(found) && !norms.empty()) found = norms[0];
   bool right = std::isnan(found) || close_together(found, expected, limit), agree = true;
-  for (const double norm : norms.found) {
+  for (const double norm : norms) {
     right = right && close_together(norm, expected, limit);
-    agree = agree && close_together(norm, norms.found[0], limit);
+    agree = agree && close_together(norm, norms[0], limit);
   }
   if (right) return diagnose_parts_of_norm(one.found(), "", expected, limit);
 
@@ -405,20 +397,20 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
         {id, fmt::format("norm {:.9g}, expected {:.9g} (ratio {:.9g}){}", found, expected, ratio, how),
          std::move(evidence)}};
   };
-  if (!agree && norms.found.size() == norms.owned.size())
+  if (!agree && norms.size() == owned_norms.size())
     for (const auto& how :
-         {made_of(one, norms, "each rank has the norm of the part it keeps",
+         {made_of(one, owned_norms, "each rank has the norm of the part it keeps",
                   "squares are not summed over {}, whose ranks each have the norm of their own part",
                   [&](const std::vector<double>& own) {
                     return std::ranges::equal(
-                        own, norms.found, [&](double a, double b) { return close_together(a, b, limit); });
+                        own, norms, [&](double a, double b) { return close_together(a, b, limit); });
                   }),
           cut_not_summed(one, norms, expected, limit)})
       if (how)
         return finding(finding_id::norm_of_own_shard, ": " + *how,
-                       {fmt::format("norms by rank: {:.6g}", fmt::join(norms.found, ", "))});
+                       {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))});
   if (!agree) return finding(finding_id::norm_differs, ", and other norms on other ranks");
-  const bool owned = close_together(found, norm_of(norms.owned), limit);
+  const bool owned = close_together(found, norm_of(owned_norms), limit);
   if (most > 1 && owned)
     return finding(finding_id::norm_counts_replicas, ": " + once,
                    {fmt::format("ratio² = {:.9g}", ratio * ratio)});
@@ -429,20 +421,20 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
                    fmt::format(": the square is {} times too large: {}", ratio_text(ratio * ratio), factor),
                    {once});
   const auto mean = made_of(
-      one, norms, "the mean of the norms of the ranks' parts",
+      one, owned_norms, "the mean of the norms of the ranks' parts",
       "the mean over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
         const double sum = std::accumulate(parts.begin(), parts.end(), 0.0);
         return parts.size() > 1 && close_together(found * static_cast<double>(parts.size()), sum, limit);
       });
   const auto largest =
-      made_of(one, norms, "the largest of the norms of the ranks' parts",
+      made_of(one, owned_norms, "the largest of the norms of the ranks' parts",
               "the largest over {} of the norms of its ranks' parts", [&](const std::vector<double>& parts) {
                 return parts.size() > 1 && close_together(found, std::ranges::max(parts), limit);
               });
   if (mean || largest)
     return finding(mean ? finding_id::norms_averaged : finding_id::norm_of_largest_part,
                    ": " + (mean ? *mean : *largest),
-                   {fmt::format("norms of parts: {:.6g}", fmt::join(norms.owned, ", "))});
+                   {fmt::format("norms of parts: {:.6g}", fmt::join(owned_norms, ", "))});
   Tensors own_gradient;
   for (const auto& parameter : one.parameters()) own_gradient.push_back(parameter.found);
   return finding(finding_id::norm_differs,

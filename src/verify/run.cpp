@@ -476,9 +476,7 @@ std::string check_running(RunningRun& run, const ChangeProblem& change) {
                                               .forward = run.forward,
                                               .placed = run.run.placed,
                                               .look_ahead = run.look_ahead,
-                                              .named = run.run.model.named(),
-                                              .choose_experts = {},
-                                              .through = {}};
+                                              .named = run.run.model.named()};
     if (const Pipeline* pipeline = run.run.model.pipeline())
       problem.live_run->through = [pipeline](StepOptions options) {
         return through(*pipeline, std::move(options));
