@@ -62,8 +62,7 @@ struct StepDump {
   StepFigures figures;
   std::vector<std::int64_t> samples;  // sorted ids of the samples; an id occurs as often as it was counted
   std::vector<std::vector<std::int64_t>> counts;  // [rank][micro-batch] targets that carry loss
-  // [rank][micro-batch] what a mean over other units counts: "samples" (also in fractions), "weights". Not in
-  // files.
+  // [rank][micro-batch] what another mean counts: "samples" (also in fractions), "weights". Not in files.
   std::vector<std::vector<double>> amounts{};
   std::string counted{};
   std::vector<Axis> axes;  // {"dp_shard", 4}, ..., outermost first
@@ -111,13 +110,11 @@ struct StepDump {
   // Findings of the recorder itself, without evidence, e.g. a parameter that no optimizer holds.
   std::vector<Finding> findings{};
 
-  // [rank][micro-batch] the part of `gradients` from these tokens: identifies wrong weights without a second
-  // step.
+  // [rank][micro-batch] the part of `gradients` from these tokens, with which wrong weights are named.
   std::vector<std::vector<Named>> shares{};
 };
 
-// Writes a dump as a directory (docs/verify.md). Replaces an earlier dump; ConfigError for any other
-// directory.
+// Writes a directory (docs/verify.md). Replaces an earlier dump; ConfigError for any other directory.
 void write_dump(const StepDump& dump, const std::filesystem::path& directory);
 
 // Reads tensors as fp64, in the recorded order, else by name. ConfigError names the file and the key.
@@ -135,8 +132,7 @@ struct OracleTerm {
   std::function<void(const MicroBatches& whole)> prepare{};
 };
 
-// The oracle differentiates `logits` with its own loss, the step under test `loss_terms`. They keep the model
-// alive.
+// The oracle differentiates `logits`, the step under test `loss_terms`; both keep the model alive.
 struct VerifyModel {
   std::vector<std::pair<std::string, at::Tensor>> named;  // parameters; tied ones by the first name
   std::function<at::Tensor(const Batch&)> logits;         // [T, V]
@@ -147,8 +143,7 @@ struct VerifyModel {
   std::function<void()> without_noise{};  // turns dropout off, if there is any
   // Buffers that forward may change; ranks must change them equally.
   std::vector<std::pair<std::string, at::Tensor>> buffers{};
-  // For model parallelism: replaces parameters by this rank's shards, as isograd::cut() does; not for the
-  // oracle.
+  // For layouts of model parallelism: replaces parameters by this rank's shards, as isograd::cut() does.
   std::function<Layout(const Mesh&)> cut{};
   std::shared_ptr<const Layout> placed{};  // result of `cut`; set before a layout under test is made
   // For pipelines, after `cut`: returns options of steps that go through the stages. Not given: unchanged.
@@ -202,8 +197,7 @@ using OptimizerOptions = std::variant<SgdOptions, AdamWOptions>;
 struct DeclaredLoss {
   Mean mean = Mean::kTargets;  // kTargets, kSamples, kWeights, kFixed or kNone
   double denominator = 1;      // kFixed
-  // For means of replicas' means: the step as the replicas see it, on rank 0. Not given: one mean over
-  // `whole`.
+  // For means of replicas' means: the step as the replicas see it. Rank 0. Not given: one mean over `whole`.
   std::function<std::vector<MicroBatches>()> replicas;
 
   // Plain loss of each token [T] from the model's outputs [T, ...], instead of the cross entropy of logits.
@@ -216,14 +210,12 @@ struct DeclaredLoss {
   std::string text() const;  // "token mean", "mean of per-replica sample means", ...
 };
 
-// Receives dumps on rank 0: "oracle" and each layout in fp64, "alone" and "NAME, fp32" in the run's
-// precision.
+// Receives rank 0's dumps: "oracle" and each layout in fp64, "alone" and "NAME, fp32" in lower precision.
 using TakeDump = std::function<void(const std::string& name, const StepDump& dump)>;
 
 // One step to prove. Each rank fills in its own.
 struct VerifyProblem {
-  // Makes a fresh model. Values of `dtype` are copied into the fp64 models: all runs begin with the same
-  // bits.
+  // Makes a fresh model. Values of `dtype` are copied into fp64 models, so that all begin alike.
   MakeVerifyModel make_model;
   MicroBatches local;  // this rank's part of the step; may be empty
   std::optional<SharedSamples>
@@ -240,8 +232,7 @@ struct VerifyProblem {
   MakeNormalizer make_normalizer;
 
   std::optional<OwnClipping> clipping{};
-  // Parameters are compared after this many updates in fp64, of plain SGD and of `optimizer`. 0: they are
-  // not.
+  // Updates in fp64, of plain SGD and of `optimizer`, after which parameters are compared. 0: they are not.
   int updates = 2;
   OptimizerOptions optimizer = AdamWOptions{};
   // Wraps the optimizers of the run under test.
@@ -252,8 +243,7 @@ struct VerifyProblem {
   bool experiments = true;        // repeats a failed step in other circumstances to find the cause
   std::function<MicroBatches()> uninterrupted{};  // `local` of a run that was not resumed
   TakeDump take_dump{};
-  // Called between micro-batches and steps, on all ranks or none. True on any: verify() throws VerifyStopped
-  // on all.
+  // Called between micro-batches, on all ranks or none. True on any: verify() throws VerifyStopped on all.
   std::function<bool()> stop{};
   // Called on rank 0 with the name of each layout that begins.
   std::function<void(const std::string& layout)> progress{};
@@ -275,8 +265,7 @@ struct VerifyProblem {
   std::function<Group(const std::vector<int>&)> subgroup{};
 };
 
-// g and the reference g64 of one parameter, with s = max(‖g64‖, 1e-3 · RMS · √numel), RMS over the whole
-// gradient.
+// g and the reference g64 of one parameter. s = max(‖g64‖, 1e-3 · RMS · √numel), RMS over all parameters.
 struct Comparison {
   double ratio = 0;     // ρ = ⟨g, g64⟩ / ⟨g64, g64⟩; NaN where g64 is exactly zero
   double cosine = 0;    // NaN where either is exactly zero
@@ -440,8 +429,7 @@ VerifyModel verify_model(std::vector<std::pair<std::string, at::Tensor>> named,
                          std::function<at::Tensor(const Batch&)> logits,
                          std::optional<ModelUnits> units = {});
 
-// A module; `logits(*module, batch)` returns its logits. All ranks take rank 0's values. One unit under
-// zero3.
+// A module; `logits(*module, batch)` returns its logits. All ranks take rank 0's values. One zero3 unit.
 template <typename Module, typename Logits>
 VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
   std::vector<std::pair<std::string, at::Tensor>> named;

@@ -348,8 +348,7 @@ std::vector<std::string> other_terms(const ComparedStep& one);
 double tolerance(
     const ComparedStep& one);  // the error allowed in figures that come from sums of many numbers
 
-// The axes of more than one rank, then kContextRanks and kAllRanks where several make them up.
-// And one of them in words: "dp_shard (4)".
+// The axes of more than one rank, and sets of them (kContextRanks, kAllRanks); one in words: "dp_shard (4)".
 std::vector<std::string> long_axes(const ComparedStep& one);
 std::string name_of(const ComparedStep& one, const std::string& axis);
 // "dp_shard (4)", "accumulation (3)": whatever in the run has this size.

@@ -1,5 +1,4 @@
-// verify for a configured run: its layouts and meshes by name, its problem, and the smallest configuration
-// that still fails.
+// verify for a configured run: layouts and meshes by name, the problem, the smallest failing configuration.
 #pragma once
 
 #include <cstdint>
