@@ -220,21 +220,14 @@ OptimizerOptions configured_optimizer(const RunConfig& config) {
   return options;
 }
 
-// The inputs for making a model of one run.
-struct Setting {
-  std::shared_ptr<const Task> task;
-  std::shared_ptr<const Mesh> mesh;
-  at::Device device = at::kCPU;
-};
-
-VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> model) {
-  model->to(setting.device);
-  model->attend_over(*setting.mesh);
+VerifyModel as_verify_model(const RunConfig& config, const Mesh& mesh, at::Device device,
+                            std::shared_ptr<TaskModel> model) {
+  model->to(device);
+  model->attend_over(mesh);
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
-  if (model_parallel(setting.task->config()))
-    made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
+  if (model_parallel(config)) made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
   made.through = [model](StepOptions options) {
     return model->pipeline() ? through(*model->pipeline(), std::move(options)) : options;
   };
@@ -244,7 +237,7 @@ VerifyModel as_verify_model(const Setting& setting, std::shared_ptr<TaskModel> m
   for (const PlainTerm& term : model->plain_terms())
     made.more_terms.push_back({term.name, term.sum, term.mean, term.weight, term.prepare});
   made.units = model->make_units();
-  made.loss_terms = [model, loss = on_device(setting.device, inside(made.units->root, model->loss()))](
+  made.loss_terms = [model, loss = on_device(device, inside(made.units->root, model->loss()))](
                         const Batch& batch) { return loss(batch); };
   return made;
 }
@@ -292,7 +285,7 @@ std::optional<RunConfig> along(const Task& task, const RunConfig& config, const 
 }
 
 using KeptTask = std::shared_ptr<const Task>;
-using MakeModel = std::function<MakeVerifyModel(const Setting&)>;
+using MakeModel = std::function<std::shared_ptr<TaskModel>(const Task&, at::ScalarType)>;
 
 // One step of `task`, this rank's part of it and its layouts, with `suffix` behind their names.
 VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& model,
@@ -307,7 +300,9 @@ VerifyProblem problem_of(const KeptTask& task, World& world, const MakeModel& mo
   const at::Device device = device_of(config, world);
   VerifyProblem problem;
   problem.updates = 0;
-  problem.make_model = model({task, mesh, device});
+  problem.make_model = [task, mesh, device, model](at::ScalarType dtype) {
+    return as_verify_model(task->config(), *mesh, device, model(*task, dtype));
+  };
   SharedSamples shared{
       .whole = task->make_loader(mesh->place(kSampleAxes), mesh->size(kSampleAxes))->next(),
       .data_rank = mesh->place(kSampleAxes),
@@ -367,21 +362,18 @@ std::vector<at::Tensor> values_of(const FinishedRun& run) {
 
 // The model of a run with these values; what it draws is keyed as the run's own.
 MakeModel model_of(const std::vector<at::Tensor>& values, const Task& task) {
-  return [values, &task](const Setting& setting) {
-    return [setting, values, &task](at::ScalarType dtype) {
-      const auto made = task.make_blank_model(dtype);
-      at::NoGradGuard no_grad;
-      auto named = made->named();
-      for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
-      return as_verify_model(setting, made);
-    };
+  return [values, &task](const Task&, at::ScalarType dtype) {
+    const auto made = task.make_blank_model(dtype);
+    at::NoGradGuard no_grad;
+    auto named = made->named();
+    for (std::size_t i = 0; i < named.size(); ++i) named[i].second.copy_(values[i]);
+    return made;
   };
 }
 
 // With the weights that the run starts from.
-MakeVerifyModel fresh_models(const Setting& setting) {
-  return
-      [setting](at::ScalarType dtype) { return as_verify_model(setting, setting.task->make_model(dtype)); };
+std::shared_ptr<TaskModel> fresh_model(const Task& task, at::ScalarType dtype) {
+  return task.make_model(dtype);
 }
 
 }  // namespace
@@ -389,7 +381,7 @@ MakeVerifyModel fresh_models(const Setting& setting) {
 VerifyProblem configured_problem(const RunConfig& config, World& world,
                                  const std::vector<std::string>& layouts, const MeshesOfProblem& meshes) {
   const KeptTask task = make_task(config, world.group)->repeatable(nullptr);
-  return problem_of(task, world, fresh_models, chosen_layouts(config, layouts, world), {}, {}, meshes);
+  return problem_of(task, world, fresh_model, chosen_layouts(config, layouts, world), {}, {}, meshes);
 }
 
 Verdict verify_run(const RunConfig& config, World& world, const std::vector<std::string>& layouts,
@@ -407,7 +399,7 @@ Verdict verify_run(const RunConfig& config, World& world, const std::vector<std:
   const auto choices = chosen_layouts(config, layouts, world);
   const auto verify_cut = [&](const RunConfig& cut, const std::vector<LayoutChoice>& on,
                               const std::string& suffix, const ChangeProblem& own) {
-    return verify_step(task->under(cut), world, fresh_models, on, own, suffix);
+    return verify_step(task->under(cut), world, fresh_model, on, own, suffix);
   };
   const TaskKind& kind = kind_of(config);
   std::vector<RunConfig> cuts = {config};
