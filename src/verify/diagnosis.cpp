@@ -584,41 +584,34 @@ std::vector<std::string> ComparedStep::off() const {
   return names;
 }
 
-bool ComparedStep::is_one(std::size_t i, const Prediction& prediction, double& off, double& grown) const {
-  const Parameter& parameter = parameters_[i];
-  const at::Tensor& predicted = prediction.gradient[i];
-  const double error = distance(parameter.found, predicted);
-  const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(predicted))
-                                        : allowance_.parameter[i] * prediction.growth[i];
-  if (!(error <= limit)) return false;
-  off += error * error;
-  const double more = prediction.growth[i] * parameter.norm;
-  grown += more * more;
-  if (!scale_told(parameter)) return true;
-  const double own = norm_of(predicted);
-  return own <= 0 || scale_of_one_agrees(parameter.found, predicted, allowance_.bounds.unit,
-                                         allowance_.matrix * more / own);
-}
-
-bool ComparedStep::is_whole(const Prediction& prediction, double off, double grown) const {
-  if (allowance_.exact) return true;
-  Tensors gradient;
-  for (const Parameter& parameter : parameters_) gradient.push_back(parameter.found);
-  const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
-  return std::sqrt(off) <= unit * std::sqrt(grown) &&
-         scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit);
-}
-
 std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
                                      const std::vector<std::string>& names, Prediction* made) {
   if (!can_weight(weights)) return std::nullopt;
   Prediction prediction = right();
-  double off = 0, grown = 0;
+  Tensors gradient;
+  double off = 0, grown = 0;  // the error of the whole and its bound, both squared
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (contains(names, parameters_[i].name)) weight_one(i, weights, prediction);
-    if (!is_one(i, prediction, off, grown)) return false;
+    const Parameter& parameter = parameters_[i];
+    if (contains(names, parameter.name)) weight_one(i, weights, prediction);
+    const at::Tensor& predicted = prediction.gradient[i];
+    const double error = distance(parameter.found, predicted);
+    const double limit = allowance_.exact ? Bounds{}.exact * std::max(parameter.scale, norm_of(predicted))
+                                          : allowance_.parameter[i] * prediction.growth[i];
+    if (!(error <= limit)) return false;
+    off += error * error;
+    const double more = prediction.growth[i] * parameter.norm;
+    grown += more * more;
+    gradient.push_back(parameter.found);
+    if (!scale_told(parameter)) continue;
+    const double own = norm_of(predicted);
+    if (!(own <= 0) && !scale_of_one_agrees(parameter.found, predicted, allowance_.bounds.unit,
+                                            allowance_.matrix * more / own))
+      return false;
   }
-  if (!is_whole(prediction, off, grown)) return false;
+  const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
+  if (!allowance_.exact && (!(std::sqrt(off) <= unit * std::sqrt(grown)) ||
+                            !scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit)))
+    return false;
   if (made) *made = std::move(prediction);
   return true;
 }

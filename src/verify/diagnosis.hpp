@@ -275,9 +275,6 @@ class ComparedStep {
   // Where the parts are known, if they are needed.
   bool can_weight(const std::vector<double>& weights);
   void weight_one(std::size_t parameter, const std::vector<double>& weights, Prediction& prediction) const;
-  // Compares one parameter; adds its error and its bound in the whole, both squared.
-  bool is_one(std::size_t parameter, const Prediction& prediction, double& off, double& grown) const;
-  bool is_whole(const Prediction& prediction, double off, double grown) const;
 
   RunPair pair_;
   Grid grid_;
