@@ -110,7 +110,6 @@ std::string unseen_in(const Grade& grade) {
                      grade.single_least, 100 * std::min(1.0, grade.single_found));
 }
 
-// The reference with its counts where the run has them: in their order or, if no two are equal, by size.
 using Cells = std::vector<std::pair<std::size_t, std::size_t>>;  // rank, micro-batch
 Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
   Cells cells;
@@ -119,6 +118,8 @@ Cells cells_of(const std::vector<std::vector<std::int64_t>>& counts) {
       if (counts[rank][i] > 0) cells.emplace_back(rank, i);
   return cells;
 }
+
+// The reference with its counts where the run has them: in their order or, if no two are equal, by size.
 std::optional<StepDump> assigned_as(const StepDump& expected,
                                     const std::vector<std::vector<std::int64_t>>& counts) {
   const Cells theirs = cells_of(expected.counts), ours = cells_of(counts);

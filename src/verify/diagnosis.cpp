@@ -64,6 +64,17 @@ std::vector<Finding> diagnose_names(const RunPair& pair) {
   return findings;
 }
 
+// The same samples, but as many targets as if each were counted once on every rank of some axes.
+bool counted_several_times(const StepDump& found, const StepDump& expected) {
+  const std::int64_t own = found.figures.targets, theirs = expected.figures.targets;
+  if (found.samples.empty() || found.samples != expected.samples || theirs <= 0) return false;
+  const Grid grid(found.axes);
+  const auto times = [&](const AxisSet& along) { return own == theirs * grid.size(along); };
+  for (const auto& [name, size] : grid.axes())
+    if (size > 1 && times({name})) return true;
+  return own > theirs && (times(present(grid, kContextAxes)) || times(grid.names()));
+}
+
 std::vector<Finding> diagnose_samples(const StepDump& found, const StepDump& expected) {
   if (!found.samples.empty() && !expected.samples.empty() && found.samples != expected.samples) {
     std::map<std::int64_t, int> extra;
@@ -363,16 +374,6 @@ std::string ratio_text(double ratio) {
 AxisSet present(const Grid& grid, AxisSet along) {
   std::erase_if(along, [&](const std::string& name) { return !grid.has(name); });
   return along;
-}
-
-bool counted_several_times(const StepDump& found, const StepDump& expected) {
-  const std::int64_t own = found.figures.targets, theirs = expected.figures.targets;
-  if (found.samples.empty() || found.samples != expected.samples || theirs <= 0) return false;
-  const Grid grid(found.axes);
-  const auto times = [&](const AxisSet& along) { return own == theirs * grid.size(along); };
-  for (const auto& [name, size] : grid.axes())
-    if (size > 1 && times({name})) return true;
-  return own > theirs && (times(present(grid, kContextAxes)) || times(grid.names()));
 }
 
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side) {

@@ -324,8 +324,6 @@ std::vector<Cause> causes_of(const ComparedStep& one);
 // Where ranks hold different gradients: rank 0 has the sum over the ranks of its place along an axis alone.
 std::vector<Cause> unsummed_causes(const ComparedStep& one);
 
-// The same samples, but as many targets as if each were counted once on every rank of some axes.
-bool counted_several_times(const StepDump& found, const StepDump& expected);
 // A dump whose counts contradict its targets or its gradient; `side`: " of the reference".
 std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 

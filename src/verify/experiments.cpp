@@ -123,6 +123,14 @@ void note_step(const LayoutRun::RecordedStep& made, StepDump& dump) {
   for (const auto& [name, value] : dump.terms) note("terms." + name, value);
 }
 
+// xxHash of the initial bits of the trainable parameters.
+std::vector<std::uint64_t> checksums_of(const Initial& initial) {
+  std::vector<at::Tensor> values;
+  for (std::size_t i = 0; i < initial.values.size(); ++i)
+    if (initial.trainable[i]) values.push_back(initial.values[i]);
+  return checksums(digest(values));
+}
+
 }  // namespace
 
 DataByRank gather_batches(const MicroBatches& local, Group& group) {
@@ -325,13 +333,6 @@ std::optional<Experiment> share_experiment(std::optional<Experiment> experiment,
   at::Tensor bytes = at::from_blob(&experiment, {sizeof(experiment)}, at::kByte);
   group.broadcast(bytes, 0);
   return experiment;
-}
-
-std::vector<std::uint64_t> checksums_of(const Initial& initial) {
-  std::vector<at::Tensor> values;
-  for (std::size_t i = 0; i < initial.values.size(); ++i)
-    if (initial.trainable[i]) values.push_back(initial.values[i]);
-  return checksums(digest(values));
 }
 
 StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDump& found,

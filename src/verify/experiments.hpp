@@ -68,7 +68,5 @@ class Investigation {
 // The oracle's step as a dump. What depends on the layout (counts by rank, axes) is taken from `found`.
 StepDump dump_of(const OracleStep& oracle, const Initial& initial, const StepDump& found,
                  std::vector<std::int64_t> samples, double bytes_needed);
-// xxHash of the initial bits of the trainable parameters.
-std::vector<std::uint64_t> checksums_of(const Initial& initial);
 
 }  // namespace isograd

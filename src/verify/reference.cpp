@@ -122,8 +122,7 @@ std::vector<std::size_t> share(const std::vector<std::size_t>& own, Group& group
   return places;
 }
 
-}  // namespace
-
+// ConfigError when the model runs in its own precision but not in fp64 throughout.
 void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole) {
   const Batch* batch = first_with_targets(whole);
   if (!batch) return;
@@ -147,6 +146,7 @@ void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, con
   }
 }
 
+// How two runs of the first micro-batch that has a target differ; "": not at all.
 std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches& whole) {
   const Batch* batch = first_with_targets(whole);
   if (!batch) return "";
@@ -170,6 +170,8 @@ std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches&
       return fmt::format("the same logits, another gradient of trainable parameter {}", i);
   return "";
 }
+
+}  // namespace
 
 void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group) {
   double available = static_cast<double>(std::numeric_limits<std::int64_t>::max());

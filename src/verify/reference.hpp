@@ -10,12 +10,6 @@
 
 namespace isograd {
 
-// ConfigError when the model runs in its own precision but not in fp64 throughout.
-void refuse_without_fp64(const VerifyModel& in_fp64, const VerifyModel& own, const MicroBatches& whole);
-
-// How two runs of the first micro-batch that has a target differ; "" when all bits are the same.
-std::string difference_of_two_runs(const VerifyModel& model, const MicroBatches& whole);
-
 // ConfigError on all ranks when rank 0 has not the memory for the oracle. Collective.
 void refuse_without_memory(const VerifyProblem& problem, const Initial& initial, Group& group);
 

@@ -227,7 +227,7 @@ VerifyModel as_verify_model(const RunConfig& config, const Mesh& mesh, at::Devic
   VerifyModel made;
   made.named = model->named();
   made.logits = [model](const Batch& batch) { return model->outputs(batch).to(at::kCPU); };
-  if (model_parallel(config)) made.cut = [model](const Mesh& mesh) { return model->cut(mesh); };
+  if (model_parallel(config)) made.cut = [model](const Mesh& over) { return model->cut(over); };
   made.through = [model](StepOptions options) {
     return model->pipeline() ? through(*model->pipeline(), std::move(options)) : options;
   };
