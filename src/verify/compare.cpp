@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <functional>
-#include <limits>
 #include <tuple>
 
 #include "kernels/threads/parallel_for.hpp"

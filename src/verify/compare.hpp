@@ -1,13 +1,7 @@
 // Sums over large tensors, the scale of errors along a direction, bounds and grades (DESIGN.md).
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cmath>
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "isograd/verify.hpp"
 

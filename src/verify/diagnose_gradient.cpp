@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <optional>
 #include <set>
-#include <string>
-#include <vector>
 
 #include "verify/diagnosis.hpp"
 

@@ -2,11 +2,6 @@
 // again in other circumstances. A gradient that fits no known mistake is `unknown`; nothing is guessed.
 #pragma once
 
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "verify/compare.hpp"
 
 namespace isograd {

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <map>
 #include <type_traits>
-#include <utility>
 
 #include "train/rank_zero.hpp"
 

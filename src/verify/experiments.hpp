@@ -1,9 +1,6 @@
 // The data of an experiment, made from the data of the step.
 #pragma once
 
-#include <optional>
-#include <vector>
-
 #include "verify/diagnosis.hpp"
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"

@@ -1,13 +1,6 @@
 // A layout's step on this rank's part of the batch, what it says of itself, and digests that ranks compare.
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "isograd/verify.hpp"
 
 namespace isograd {

@@ -6,7 +6,6 @@
 #include <charconv>
 #include <iterator>
 #include <map>
-#include <optional>
 #include <set>
 #include <sstream>
 

@@ -1,10 +1,6 @@
 // The outside oracle: one process, the whole batch, plain LibTorch.
 #pragma once
 
-#include <functional>
-#include <string>
-#include <vector>
-
 #include "isograd/verify.hpp"
 
 namespace isograd {

@@ -1,10 +1,6 @@
 // A verdict in the words of whoever asked for it: as text, JSON, a table and a page.
 #pragma once
 
-#include <filesystem>
-#include <string>
-#include <vector>
-
 #include "verify/diagnosis.hpp"
 
 namespace isograd {

@@ -1,10 +1,6 @@
 // The step of one process, in fp64 and in the run's precision, and checks of the input before it.
 #pragma once
 
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "verify/layout_run.hpp"
 #include "verify/oracle.hpp"
 

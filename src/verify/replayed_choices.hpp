@@ -3,13 +3,9 @@
 // Their own choices may differ only where scores are closer than rounding can tell.
 #pragma once
 
-#include <cstdint>
-#include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "isograd/verify.hpp"
 

@@ -6,10 +6,7 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <map>
-#include <memory>
-#include <optional>
 #include <set>
 
 #include "base/refuse.hpp"

@@ -1,13 +1,6 @@
 // verify for a configured run: layouts and meshes by name, the problem, the smallest failing configuration.
 #pragma once
 
-#include <cstdint>
-#include <functional>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "isograd/verify.hpp"
 #include "train/config.hpp"
 
