@@ -9,22 +9,22 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALLOWED = {
-    "beside": 133,
+    "beside": 14,
     "mend\\w*": 1,
-    "torn": 4,
-    "living": 7,
+    "torn": 3,
+    "living": 6,
     "speaks": 0,
-    "seams?": 11,
+    "seams?": 10,
     "held_together": 0,
     "census": 0,
     "ledger": 0,
     "tally": 0,
     "for people": 1,
     "so many": 10,
-    "but for": 23,
-    "// What ": 100,
-    "// Of ": 31,
-    "// The same of ": 1,
+    "but for": 22,
+    "// What ": 0,
+    "// Of ": 0,
+    "// The same of ": 0,
 }
 PLACES = ["src/**/*.[ch]pp", "src/**/*.cu", "include/isograd/*.hpp", "python/**/*.py", "python/**/*.cpp", "bench/**/*.py", "examples/**/*.*pp",
           "tests/**/*.[ch]pp", "tests/**/*.py", "tools/*.py", "docs/*.md", "src/**/README.md", "*.md", "dev"]

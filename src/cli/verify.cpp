@@ -40,7 +40,7 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
            "one process: it starts ranks of its own, as many as each trial needs",
            "Start it without a launcher, with --ranks");
   if (!flags.json.empty() || !flags.report.empty() || !flags.dump.empty())
-    refuse("--minimise", "--json, --report or --dump beside it",
+    refuse("--minimise", "--json, --report or --dump with it",
            "none: it makes many verdicts and writes a configuration", "Verify the file that it writes");
   if (device_kind(config) != "cpu")
     refuse("--minimise", fmt::format("parallel.device = \"{}\"", config.parallel.device),

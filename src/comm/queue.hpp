@@ -51,7 +51,7 @@ struct Operation {
 // The operations of one rank in one group. They advance only in calls of begin(), advance() and wait().
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
-  // Of the group and this rank, for errors.
+  // The group and this rank, for errors.
   struct Names {
     std::string group, backend;
     int rank, size;

@@ -33,7 +33,7 @@ class Exam {
   }
 
  private:
-  // What a rank found first: whether there is anything, the number of the collective, the element, its value
+  // A rank finds this first: whether there is anything, the number of the collective, the element, its value
   // and the right one.
   using Finding = std::array<double, 5>;
 

@@ -167,7 +167,7 @@ void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& 
                   const DumpNames& names) {
   const auto reject = [](const std::string& what) {
     refuse("--alone", what,
-           "the step of one process in the precision of the run, beside that of one "
+           "the step of one process in the precision of the run, next to that of one "
            "process in fp64",
            "Write both dumps with the same program, from the same parameters and "
            "samples, or compare without --alone");

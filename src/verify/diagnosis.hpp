@@ -34,7 +34,7 @@ namespace isograd {
   FINDING(clipped_before_reduction, \
           "each rank's or micro-batch's part is clipped by itself, then they are added up") \
   FINDING(not_finite_empty_micro_batch, "a micro-batch without a target divides zero by zero") \
-  FINDING(not_finite, "the gradient, or what was recorded beside it, is not finite") \
+  FINDING(not_finite, "the gradient, or what was recorded with it, is not finite") \
   FINDING(replicas_differ, "ranks hold different gradients for the same parameter") \
   FINDING(buffers_differ, "forward changes a buffer by each rank's own rows") \
   FINDING(not_summed_over_axis, \
