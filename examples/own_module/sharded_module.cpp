@@ -46,7 +46,8 @@ double train(isograd::World& world, int ranks) {
   isograd::Sharded<Model> model(module);
   auto layout = isograd::fully_shard(model, {model->blocks.begin(), model->blocks.end()}, world.group);
   auto adamw = isograd::adamw({.learning_rate = 0.05});
-  double global = 0;  // targets of all ranks: what divides
+  // Targets of all ranks, by which each share is divided; isograd::Step would count and divide for us.
+  double global = 0;
   for (int rank = 0; rank < ranks; ++rank) global += static_cast<double>(tokens_of(rank).numel());
   at::Tensor loss = at::zeros({1});
   for (int step = 0; step < 40; ++step) {
@@ -60,7 +61,7 @@ double train(isograd::World& world, int ranks) {
       loss += share.detach();
     }
     layout->finish_reduction();
-    adamw->update(layout->buckets(), 1);
+    adamw->update(layout->buckets(), /*gradient_scale=*/1);
     layout->publish_parameters();
   }
   world.group.all_reduce(loss);

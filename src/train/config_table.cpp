@@ -485,7 +485,7 @@ void check_but_devices(const RunConfig& config, int ranks) {
            "Leave it out (\"auto\" shares wherever there are ranks to share with)");
   const std::int64_t batch = kind.samples_per_step(config);
   const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
-  if (distinct > batch)
+  if (distinct > batch)  // "more ranks than packs in the batch"
     refuse(fmt::format("--ranks {}", ranks),
            fmt::format("more ranks than {} in the batch ({} = {}): some would never have anything to do",
                        samples, key, batch),

@@ -28,9 +28,9 @@ using Clock = std::chrono::steady_clock;
 // How to wait: 2 ranks on 2 cores meet while spinning; more ranks than cores need the yields; then sleep.
 constexpr int kSpins = 10;
 constexpr auto kYielding = std::chrono::microseconds(50);
-constexpr auto kLookEvery = std::chrono::milliseconds(100);  // at the peers' processes, when only polled
+constexpr auto kLookEvery = std::chrono::milliseconds(100);  // at the peers' processes
 constexpr long kShortNapNanoseconds = 200'000;  // while operations of several groups are under way
-constexpr long kNapNanoseconds = 10'000'000;    // between checks of the peers' processes and of the deadline
+constexpr long kNapNanoseconds = 10'000'000;    // otherwise
 
 // The groups in which operations that this thread started may be under way.
 thread_local std::vector<std::weak_ptr<Engine>> busy;
