@@ -180,6 +180,14 @@ class Check {
     expect("allgather_into_tensor_coalesced", outputs[0], at::cat(from_all(0, count_)));
     expect("allgather_into_tensor_coalesced", outputs[1], at::cat(from_all(1, 1)));
 
+    std::vector<Tensors> by_rank;
+    for (int r = 0; r < size_; ++r) by_rank.push_back({room(count_), room(1)});
+    wait("all_gather", backend_.allgather_coalesced(by_rank, inputs));
+    for (int r = 0; r < size_; ++r) {
+      expect("allgather_coalesced", by_rank[static_cast<std::size_t>(r)][0], numbers(r, 0, count_, type_));
+      expect("allgather_coalesced", by_rank[static_cast<std::size_t>(r)][1], numbers(r, 1, 1, type_));
+    }
+
     at::Tensor exchanged = room(count_ * size_), mine = own(5, count_ * size_);
     Sizes none;
     wait("all_to_all", backend_.alltoall_base(exchanged, mine, none, none));

@@ -57,7 +57,7 @@ constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGPIPE};  // the 
 std::string find_program(const std::string& name) {
   const char* path = std::getenv("PATH");
   // The last colon keeps an empty last entry, which is the working folder as any empty entry is.
-  std::istringstream folders(path ? std::string(path) + ":" : "/usr/bin:/bin");
+  std::istringstream folders(path ? std::string(path) + (*path ? ":" : "") : "/usr/bin:/bin");
   Texts candidates;
   for (std::string folder; std::getline(folders, folder, ':');)
     candidates.push_back((folder.empty() ? "." : folder) + "/" + name);

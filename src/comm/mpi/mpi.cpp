@@ -476,25 +476,23 @@ class MpiBackend final : public CheckedBackend<std::function<void(Requests&)>> {
   Step exchange(const Call& check, const Tensors& outputs, const Sizes& received, const Tensors& inputs,
                 const Sizes& sent, bool consecutive = true) const {
     const at::Tensor like = inputs.empty() ? outputs[0] : inputs[0];
-    return
-        [outputs, inputs, like, from = layout(check, received, true), to = layout(check, sent, consecutive),
-         elements = std::accumulate(received.begin(), received.end(), std::int64_t{0}),
-         type = copied_type(like, check)](Requests& requests) {
-          const at::Tensor output = outputs.size() == 1 ? outputs[0] : at::empty({elements}, like.options());
-          at::Tensor input = joined(inputs, like);
-          if (overlap(output, input)) input = input.clone();
-          requests.keep(Tensors{input, output});
-          const int *counts_to = requests.keep(to.counts).data(),
-                    *begins_to = requests.keep(to.begins).data(),
-                    *counts_from = requests.keep(from.counts).data(),
-                    *begins_from = requests.keep(from.begins).data();
-          requests.add([&](MPI_Comm comm, MPI_Request* request) {
-            return MPI_Ialltoallv(data_of(input), counts_to, begins_to, type, data_of(output), counts_from,
-                                  begins_from, type, comm, request);
-          });
-          if (outputs.size() > 1)
-            requests.finish.push_back([output, outputs] { distribute(output, outputs); });
-        };
+    return [outputs, inputs, like, from = layout(check, received, true),
+            to = layout(check, sent, consecutive),
+            elements = std::accumulate(received.begin(), received.end(), std::int64_t{0}),
+            type = copied_type(like, check)](Requests& requests) {
+      const at::Tensor output = outputs.size() == 1 ? outputs[0] : at::empty({elements}, like.options());
+      at::Tensor input = joined(inputs, like);
+      if (overlap(output, input)) input = input.clone();
+      requests.keep(Tensors{input, output});
+      const int *counts_to = requests.keep(to.counts).data(), *begins_to = requests.keep(to.begins).data(),
+                *counts_from = requests.keep(from.counts).data(),
+                *begins_from = requests.keep(from.begins).data();
+      requests.add([&](MPI_Comm comm, MPI_Request* request) {
+        return MPI_Ialltoallv(data_of(input), counts_to, begins_to, type, data_of(output), counts_from,
+                              begins_from, type, comm, request);
+      });
+      if (outputs.size() > 1) requests.finish.push_back([output, outputs] { distribute(output, outputs); });
+    };
   }
 
   const std::int64_t most_elements_;
@@ -514,6 +512,7 @@ c10::intrusive_ptr<c10d::Backend> make(MPI_Comm comm, const std::string& name,
 // Completes the requests, or throws PeerError at the timeout.
 void complete(Requests& requests, std::chrono::milliseconds timeout) {
   if (queue::poll_until([&] { return requests.isCompleted(); }, timeout)) return;
+  keeper().abandoned = true;  // another rank may wait in MPI, even if these complete now
   throw_peer_error(requests.where, fmt::format("not all of its ranks within {} ms", timeout.count()),
                    "all of them to make it",
                    "See which rank does not come, or raise parallel.timeout_seconds");
