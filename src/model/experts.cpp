@@ -274,7 +274,8 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   at::Tensor shared;
   const auto compute_shared = [&] {
     if (!mixture.shared_gate.weight.defined()) return;
-    const auto inner = project({}, x, tokens, {mixture.shared_gate, mixture.shared_up});
+    const auto inner =
+        linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight}, {at::Tensor(), at::Tensor()});
     shared = linear(swiglu(inner[0], inner[1]), mixture.shared_down);
     if (mixture.shared_switch.defined())
       shared = used(at::sigmoid(of_all_tokens(mixture.shared_switch))) * shared;

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <set>
 
 #include "base/refuse.hpp"
@@ -25,12 +26,12 @@ std::string identity(const NamedParameter& parameter) {
                      c10::str(parameter.tensor.sizes()));
 }
 
-// [W, P]. Called where something has changed: ranks where nothing has do something else in the group
-// meanwhile.
-at::Tensor from_all_ranks(const at::Tensor& mine, Group group, const std::string& parameter,
+// [W, P] of `gather`, which may make the group too. Called where something has changed: ranks where nothing
+// has do something else in the group meanwhile.
+at::Tensor from_all_ranks(const std::function<at::Tensor()>& gather, const std::string& parameter,
                           const std::string& change, const std::string& expected, const std::string& action) {
   try {
-    return group.all_gather(mine);
+    return gather();
   } catch (const PeerError& error) {
     throw PeerError({.where = fmt::format("parameter '{}'", parameter),
                      .found = change + " on this rank, and not on every rank: " + error.text().found,
@@ -68,8 +69,9 @@ void check_same_on_all_ranks(const TrainableParameters& parameters, const std::s
   std::vector<std::int64_t> trained;
   for (const NamedParameter* parameter : all) trained.push_back(parameter->tensor.requires_grad());
   const char* const action = "Freeze and unfreeze parameters on all ranks in the same step";
-  const at::Tensor by_rank = from_all_ranks(at::tensor(trained, at::kLong), group, changed,
-                                            "requires_grad changed", "the same on every rank", action);
+  const at::Tensor by_rank =
+      from_all_ranks([&] { return group.all_gather(at::tensor(trained, at::kLong)); }, changed,
+                     "requires_grad changed", "the same on every rank", action);
   const auto table = by_rank.accessor<std::int64_t, 2>();
   for (int rank = 1; rank < group.size(); ++rank)
     for (std::size_t i = 0; i < all.size(); ++i)
@@ -219,8 +221,8 @@ void WrittenValues::compare(const TrainableParameters& parameters, const AxisSet
     if (first.empty() && written != hashes_.end()) first = parameter->name;
   }
   const at::Tensor by_rank =
-      from_all_ranks(hashes.mine(), mesh_.along(copies), first, "values written in place",
-                     "the same values on every rank", kWriteTogether);
+      from_all_ranks([&] { return mesh_.along(copies).all_gather(hashes.mine()); }, first,
+                     "values written in place", "the same values on every rank", kWriteTogether);
   if (const auto difference = hashes.first_difference(by_rank, "written in place", kWriteTogether))
     throw ConfigError(*difference);
 }
