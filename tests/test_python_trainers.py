@@ -84,7 +84,8 @@ def test_a_step_that_is_not_reached_has_no_verdict(cases):
 
 @pytest.mark.parametrize("name, parts", {
     "step_zero": ["step=0", "from 1 on"], "no_loss": ["a Other and no loss", "Give loss="],
-    "no_tensors": ["a micro-batch as dict", "samples=lambda batch"], "micro_batches_twice": ["another by `add`"],
+    "no_tensors": ["a micro-batch as dict", "samples=lambda batch"],
+    "an_object": ["a micro-batch as SimpleNamespace", "samples=lambda batch"], "micro_batches_twice": ["another by `add`"],
     "two_optimizers": ["2 optimizers and manual optimization", "isograd.watch"]}.items())
 def test_what_does_not_fit_is_refused(cases, name, parts):
     for rank in cases:

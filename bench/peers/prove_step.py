@@ -19,6 +19,22 @@ import turns
 VOCABULARY = 8192
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width, activation):
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.activation = activation
+
+    def forward(self, x):
+        heads = self.qkv(self.norms[0](x)).view(x.size(0), 3, self.heads, -1).permute(1, 2, 0, 3)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(0, 1).reshape(x.shape))
+        return x + self.down(self.activation(self.up(self.norms[1](x))))
+
+
 class Transformer(torch.nn.Module):
     """The head is the embedding's own matrix."""
 
@@ -26,17 +42,11 @@ class Transformer(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, width)
         torch.nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, dropout=0.0, activation=activation,
-                                             norm_first=True) for _ in range(layers))
+        self.blocks = torch.nn.Sequential(*(Block(width, activation) for _ in range(layers)))
         self.norm = torch.nn.LayerNorm(width)
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
-        mask = torch.nn.Transformer.generate_square_subsequent_mask(len(tokens), dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, mask, is_causal=True)
-        return F.linear(self.norm(x), self.embedding.weight)
+        return F.linear(self.norm(self.blocks(self.embedding(tokens))), self.embedding.weight)
 
 
 def losses(model, document):
@@ -55,7 +65,8 @@ def on_rank(rank, options, store):
     torch.set_num_threads(options.threads)
     dist.init_process_group("isograd", init_method=f"file://{store}/store", rank=rank, world_size=options.ranks)
     torch.manual_seed(0)
-    model = Transformer(options.layers, options.width, options.activation)
+    activation = {"gelu": F.gelu, "relu": F.relu}[options.activation]
+    model = Transformer(options.layers, options.width, activation)
     everything = [[torch.randint(VOCABULARY, (options.length + 1 - 7 * ((i + 3 * of) % 5),)) for i in range(options.samples)]
                   for of in range(options.ranks)]
     mine = everything[rank]
@@ -80,7 +91,7 @@ def on_rank(rank, options, store):
         if rank == 0:  # the others wait, as they do while rank 0 proves
             whole = [document for some in everything for document in some]
             for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32)):
-                alone = Transformer(options.layers, options.width, options.activation).to(dtype)
+                alone = Transformer(options.layers, options.width, activation).to(dtype)
                 taken[name].append(turns.timed(lambda: one_device(alone, whole))[0])
                 del alone
         dist.barrier()

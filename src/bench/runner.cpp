@@ -280,6 +280,10 @@ Contestant::Contestant(const Side& side, const fs::path& exchange)
   arguments.push_back(nullptr);
   // One thread a rank on both sides, whatever the caller's environment says.
   for (const char* variable : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}) setenv(variable, "1", 1);
+  const std::string message =
+      words[0] +
+      " could not be started; expected a program. Name the Python interpreter that has "
+      "torch in the variable PYTHON\n";
   const pid_t bench = getpid();
   process_ = fork();
   if (process_ == 0) {  // async-signal-safe calls only: other threads of the bench may hold any lock
@@ -287,12 +291,12 @@ Contestant::Contestant(const Side& side, const fs::path& exchange)
     // A side that still starts would wait at its pipe for ever when the bench is gone, whatever ended it.
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != bench) _exit(2);
-    const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    const int log = open(log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    const int null = open("/dev/null", O_RDONLY);
+    const int log = open(log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    if (null < 0 || log < 0) _exit(2);
     dup2(null, STDIN_FILENO), dup2(log, STDOUT_FILENO), dup2(log, STDERR_FILENO);
     execvp(arguments[0], arguments.data());
-    constexpr char kMessage[] = "the program could not be started\n";
-    (void)!write(STDERR_FILENO, kMessage, sizeof kMessage - 1);
+    (void)!write(STDERR_FILENO, message.data(), message.size());
     _exit(2);
   }
   if (process_ < 0)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trials"))
 os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -108,6 +109,11 @@ def no_loss():
 
 def no_tensors():
     return rows({"text": ["one", "two"]})
+
+
+def an_object():
+    """A graph: nothing says which of its tensors have a row for each sample."""
+    return rows(types.SimpleNamespace(x=torch.zeros(5, 3), edges=torch.zeros(2, 7)))
 
 
 def a_tuple_and_a_tensor():
@@ -220,7 +226,7 @@ def lightning_logs():
     return lit(Logs(False), logged="train_loss")
 
 
-CASES = [the_second_step, no_log_of_one_step, a_step_that_is_not_reached, a_wrong_log, bf16, step_zero, no_loss, no_tensors,
+CASES = [the_second_step, no_log_of_one_step, a_step_that_is_not_reached, a_wrong_log, bf16, step_zero, no_loss, no_tensors, an_object,
          a_tuple_and_a_tensor, micro_batches_twice, accelerated_by_counts, two_optimizers, lightning_logs, a_rank_fails,
          an_accelerated_rank_fails, an_accelerated_rank_leaves, an_accelerated_rank_cannot_cut]
 

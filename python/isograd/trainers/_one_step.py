@@ -10,12 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._groups import refuse
-from .._tensors import mapped, plain, tensors_in, trained
+from .._tensors import plain, trained
 from .._reference import Loss
 from ..watching import Verdict, watch
 
 Split = Callable[[Any], Sequence[Any]]
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # where documents lie in a row
 
 
 def rows(batch: Any) -> list[Any]:
@@ -24,28 +23,48 @@ def rows(batch: Any) -> list[Any]:
     A row of documents laid one after the other, [1, n] with `position_ids` that begin anew at 0 (padding-free batches),
     is cut into them. ConfigError: nothing in it is a tensor with rows.
     """
-    name = type(batch).__name__
-    if isinstance(batch, Mapping):
-        batch = dict(batch)
-    sizes = [tensor.size(0) for tensor in tensors_in(batch) if tensor.dim()]
-    if not sizes:
-        refuse("isograd.trainers", f"a micro-batch as {name}, of which it cannot tell the samples",
+    size = _rows_of(batch)
+    if isinstance(batch, Mapping) and size == 1 and isinstance(batch.get("position_ids"), torch.Tensor):
+        begins = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        length = batch["position_ids"].size(-1)
+        if begins and begins[0] == 0 and length == _length_of(batch):
+            return [_part(batch, 1, begin, end, length) for begin, end in zip(begins, [*begins[1:], length])]
+    return [_part(batch, 0, i, i + 1, size) for i in range(size)]
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch] if batch.dim() else []
+    entries = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
+    return [tensor for entry in entries for tensor in _tensors(entry)]
+
+
+def _rows_of(batch: Any) -> int:
+    tensors = _tensors(batch)
+    if not tensors:
+        refuse("isograd.trainers", f"a micro-batch as {type(batch).__name__}, of which it cannot tell the samples",
                "tensors with a row for each sample, in a dictionary, list or tuple",
                "Give samples=lambda batch: [one, two, ...]")
-    ids, positions = (batch.get(key) if isinstance(batch, dict) else None for key in ("input_ids", "position_ids"))
-    if sizes[0] == 1 and isinstance(positions, torch.Tensor) and isinstance(ids, torch.Tensor) and ids.dim() == 2:
-        begins = (positions[0] == 0).nonzero().flatten().tolist()
-        length = positions.size(-1)
-        if begins and begins[0] == 0 and length == ids.size(-1):
-            batch = {key: entry for key, entry in batch.items() if key not in _PACKING}
-            return [_part(batch, 1, begin, end, length) for begin, end in zip(begins, [*begins[1:], length])]
-    return [_part(batch, 0, i, i + 1, sizes[0]) for i in range(sizes[0])]
+    return tensors[0].size(0)
+
+
+def _length_of(batch: Mapping[Any, Any]) -> int:
+    ids = batch.get("input_ids")
+    return ids.size(-1) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else -1
 
 
 def _part(batch: Any, dim: int, begin: int, end: int, size: int) -> Any:
-    """Elements begin to end of the tensors that have `size` along `dim`."""
-    return mapped(batch, lambda tensor: tensor.narrow(dim, begin, end - begin)
-                  if tensor.dim() > dim and tensor.size(dim) == size else tensor)
+    """Elements begin to end of what has `size` along `dim`; of documents in a row, what tells where they lie is left out."""
+    if isinstance(batch, torch.Tensor):
+        return batch.narrow(dim, begin, end - begin) if batch.dim() > dim and batch.size(dim) == size else batch
+    if isinstance(batch, Mapping):
+        kept = {key: entry for key, entry in batch.items()
+                if not (dim == 1 and key in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))}
+        return {key: _part(entry, dim, begin, end, size) for key, entry in kept.items()}
+    if isinstance(batch, (list, tuple)):
+        entries = [_part(entry, dim, begin, end, size) for entry in batch]
+        return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+    return batch
 
 
 def unpatched(model: nn.Module) -> nn.Module:
