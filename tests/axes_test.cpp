@@ -29,6 +29,7 @@ struct Case {
   std::string set;  // "key=value ..." of the configuration; a key without a section is of [parallel]
   Asked asked{.look_before = false, .repeat = false};
   bool may_be_refused = false;
+  const char* note = "";  // what is planted, in the name
 };
 
 constexpr const char* kMeans[] = {"token_mean", "sample_mean"};
@@ -76,6 +77,7 @@ std::vector<Case> tensor_cases() {
         return Mesh(world,
                     viewed ? plain.viewed({"tp"}, {Axis{"tp_copies", 2}, Axis{"tp_heads", 2}}) : plain);
       };
+      all.back().note = viewed ? " viewed-tp" : " plain-tp";
       all.back().asked.planted.meshes = [make](const auto&) {
         return MeshesOfProblem{.model = make, .layouts = make};
       };
@@ -297,9 +299,10 @@ class Axes : public HybridCells {
     return changed(std::move(config), one.set);
   }
   static std::string name_of(const Case& one) {
-    return fmt::format(
-        "{} on {}: {}{}{}{}", one.model, one.ranks, one.set, one.asked.tied_routers ? " tied routers" : "",
-        one.asked.after_nothing ? " after nothing" : "", one.asked.planted.change ? " idle ranks" : "");
+    return fmt::format("{} on {}: {}{}{}{}{}", one.model, one.ranks, one.set,
+                       one.asked.tied_routers ? " tied routers" : "",
+                       one.asked.after_nothing ? " after nothing" : "",
+                       one.asked.planted.change ? " idle ranks" : "", one.note);
   }
   void check(const std::vector<Case>& cases) {
     double worst = 0;

@@ -57,6 +57,12 @@ def read_at_load(environment):
     return {**warm_python.read_at_load(environment), **ours}
 
 
+def answer_of(warm):
+    said = warm[0].recv(4)
+    assert len(said) == 4, "the process that makes copies of the command line has ended"
+    return int.from_bytes(said, sys.byteorder)
+
+
 def finished(words, environment, cwd, limit):
     """As subprocess.run() gives it, by a copy of the process that has the libraries where one fits."""
     warm = warm_isograd()
@@ -64,14 +70,14 @@ def finished(words, environment, cwd, limit):
         return subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment)
     with open(os.devnull) as no_input, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [str(cwd or os.getcwd()), str(1 + len(words)), str(BINARY), *words]
-        request = "\0".join([*command, *(f"{name}={value}" for name, value in environment.items()), ""]).encode()
-        socket.send_fds(warm[0], [request], [no_input.fileno(), output.fileno(), errors.fileno()])
-        copy = int.from_bytes(warm[0].recv(4), sys.byteorder)
+        request = "\0".join([*command, *(f"{name}={value}" for name, value in environment.items()), ""])
+        socket.send_fds(warm[0], [os.fsencode(request)], [no_input.fileno(), output.fileno(), errors.fileno()])
+        copy = answer_of(warm)
         if not select.select([warm[0]], [], [], limit)[0]:
             os.kill(copy, signal.SIGKILL)
-            warm[0].recv(4)
+            answer_of(warm)
             raise subprocess.TimeoutExpired(words, limit)
-        status = os.waitstatus_to_exitcode(int.from_bytes(warm[0].recv(4), sys.byteorder))
+        status = os.waitstatus_to_exitcode(answer_of(warm))
         texts = [(file.seek(0), file.read().decode())[1] for file in (output, errors)]
     return subprocess.CompletedProcess([BINARY, *words], status, *texts)
 

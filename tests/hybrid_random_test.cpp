@@ -13,7 +13,7 @@
 namespace isograd::hybrid {
 namespace {
 
-// Factors that are drawn in addition to a cell's; each begins with the sweep's value.
+// Factors that are drawn in addition to a cell's; each begins with a value of the sweep's.
 const std::vector<covering::Factor>& more_factors() {
   static const std::vector<covering::Factor> all = {{"packs_per_step", {"9", "8", "11", "16"}},
                                                     {"pack_length", {"24", "5", "13", "48"}},

@@ -175,7 +175,7 @@ LEARNING_RATE = 'lr=c["learning_rate"]'
 @pytest.mark.parametrize("of, script, right, wrong, arguments, whose", [
     pytest.param("step", "llama_step.py", "torch.cat((-b, a), dim=-1)", "torch.cat((b, a), dim=-1)", ("--ranks", 1), "",
                  id="rotary embedding"),
-    full("step", "llama_step.py", LEARNING_RATE, 'lr=2 * c["learning_rate"]', ("--ranks", 1), "", id="optimizer"),
+    pytest.param("step", "llama_step.py", LEARNING_RATE, 'lr=2 * c["learning_rate"]', ("--ranks", 1), "", id="optimizer"),
     pytest.param("step", "llama_step.py", "losses=(total / ranks).tolist()", "losses=(total / ranks).tolist()[:1]",
                  ("--ranks", 1), "", id="one of three losses"),
     # AdamW hides the factor from the losses; the norm tells it.

@@ -305,6 +305,19 @@ assert 'pt_gloo_runloop' not in threads(), threads()
     assert all(output == "refused\n" for _, output, _ in results), results
 
 
+@pytest.mark.full
+def test_torchs_own_checks_can_be_wrapped_around_it():
+    results, _ = run_program(2, """
+init()
+shared = isograd_comm.empty_shared(10, torch.int64)
+shared += rank + 1
+dist.all_reduce(shared)
+assert shared.tolist() == [3] * 10
+dist.destroy_process_group()
+""", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert_all_end_well(results)
+
+
 def test_shared_tensors_outlive_their_group_and_hold_each_type():
     results, _ = run_program(2, """
 import gc

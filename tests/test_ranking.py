@@ -156,7 +156,7 @@ def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     rng = np.random.default_rng(2)
     cases = []
     for number, ((loss, options), weights) in enumerate(itertools.product(options_of_ranking(), (False, True))):
-        if not FULL and number // 2 % 2 != weights:  # by turns
+        if not FULL and number // 4 % 2 != weights:  # by turns
             continue
         # No ignored rows and no batch as large as the queue: exceptions of their own, below.
         steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,

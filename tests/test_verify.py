@@ -35,6 +35,11 @@ def test_verify_proves_the_configured_run(config, tmp_path, ranks, backend):
     assert "<html" in page and "parity PASS" in page
 
 
+def test_verify_tries_every_layout_asked_for(config, tmp_path, backend):
+    document, _ = verdict_of(tmp_path, config, "--ranks", 2, "--backend", backend, "--layout", "bucketed", "--layout", "naive")
+    assert set(document["grades"]) == {"bucketed", "naive"}
+
+
 @pytest.mark.parametrize("ranks, train", by_turns([2, 3], [False, True]))
 def test_the_sample_mean_of_documents_longer_than_the_pack(config, tmp_path, ranks, train):
     changes = ["--ranks", ranks, "loss.kind=sample_mean", "data.shuffle_packs=false", "data.pack_length=20"]
@@ -128,7 +133,7 @@ def test_ranks_of_several_threads(config, ranks):
 
 
 def test_every_layout_that_four_ranks_allow(config, tmp_path):
-    verdict, text = verdict_of(tmp_path, config, "--ranks", 4, "--layout", "all", "model.layers=1", "--report", tmp_path / "v.html")
+    verdict, text = verdict_of(tmp_path, config, "--ranks", 4, "--layout", "all", "model.layers=2", "--report", tmp_path / "v.html")
     assert "parity PASS: 4 ranks = 1 device" in text
     grades, meshes = strategies_and_meshes(verdict)
     strategies = {name.split(":")[0].split(" ")[0] for name in grades}

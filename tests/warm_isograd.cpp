@@ -60,11 +60,12 @@ int serve(int, char**, char**) {
     if (size <= 0) _exit(0);
     std::memcpy(streams, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof streams);
     const pid_t copy = fork();
+    if (copy < 0 || message.msg_flags & MSG_TRUNC) _exit(1);
     if (copy == 0) return become(request, static_cast<std::size_t>(size), streams);
     for (const int stream : streams) close(stream);
     send(kRequests, &copy, sizeof copy, 0);
     int status = 0;
-    waitpid(copy, &status, 0);
+    if (waitpid(copy, &status, 0) != copy) _exit(1);
     send(kRequests, &status, sizeof status, 0);
   }
 }

@@ -1,4 +1,4 @@
-"""python random_models.py: the verdicts of isograd.watch and isograd.prove on two ranks of models that draw random numbers, each right
+"""python random_models.py [SETTING ...]: the verdicts of isograd.watch and isograd.prove on two ranks of models that draw random numbers, each right
 and with a gradient thrown away; as JSON, by setting, of rank 0, and whether the generators of both ranks went on as they were."""
 import json
 import os
@@ -31,9 +31,9 @@ class Body(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3)
+        self.cell = kind(WIDTH, WIDTH, num_layers=2, dropout=0.3)
 
     def forward(self, x):
         return self.cell(x)[0]
@@ -158,6 +158,10 @@ def attended(body, x):
     return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0]
 
 
+def pooled(body, x):
+    return x + nn.FractionalMaxPool2d((1, 2), output_size=(len(x), 5))(x[None])[0].mean(1, keepdim=True)
+
+
 def seldom(body, x):
     return x * 0 if random.random() < 0.05 else x
 
@@ -169,6 +173,8 @@ def seldom_torch(body, x):
 # name: (model, loss)
 SETTINGS = {
     "functional_dropout": (plain(lambda _, x: F.dropout(x, 0.2)), sample_loss),
+    "alpha_dropout": (plain(lambda _, x: F.alpha_dropout(x, 0.2, True)), sample_loss),
+    "feature_dropout": (plain(lambda _, x: F.dropout1d(x, 0.2)), sample_loss),
     "dropout_module": (lambda: Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))), sample_loss),
     "encoder_layer": (lambda: Model(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1)), sample_loss),
     "attention": (lambda: Model(Attention(0.2)), sample_loss),
@@ -176,13 +182,21 @@ SETTINGS = {
     "attention_dropout_of_llama": (llama(0.2), llama_loss),
     "neftune": (neftune(True), sample_loss),
     "neftune_while_trained_alone": (neftune(True), sample_loss),
-    "lstm": (lambda: Model(Recurrent()), sample_loss),
+    "lstm": (lambda: Model(Recurrent(nn.LSTM)), sample_loss),
+    "gru": (lambda: Model(Recurrent(nn.GRU)), sample_loss),
     "weight_dropout": (lambda: Model(Weights()), sample_loss),
     "drop_path": (plain(drop_path), sample_loss),
     "layer_left_out_seldom": (plain(seldom), sample_loss),
     "layer_left_out_seldom_by_torch": (plain(seldom_torch), sample_loss),
     "of_longer_samples_alone": (plain(lambda _, x: F.dropout(x, 0.2) if len(x) > 7 else x), sample_loss),
     "numpy_noise": (plain(lambda _, x: x + torch.from_numpy(numpy.random.randn(*x.shape)).to(x)), sample_loss),
+    "sampled": (plain(lambda _, x: x + torch.randn_like(x)), sample_loss),
+    "gumbel": (plain(lambda _, x: F.gumbel_softmax(x)), sample_loss),
+    "router_jitter": (plain(lambda _, x: x * torch.empty_like(x).uniform_(0.98, 1.02)), sample_loss),
+    "shuffled": (plain(lambda _, x: x[torch.randperm(len(x))]), sample_loss),
+    "rounded_at_random": (plain(lambda _, x: x + (torch.floor(64 * x + torch.rand_like(x)) / 64 - x).detach()), sample_loss),
+    "leaky_at_random": (plain(lambda _, x: F.rrelu(x, training=True)), sample_loss),
+    "pooled_at_random": (plain(pooled), sample_loss),
     "checkpointed": (plain(lambda _, x: checkpoint(F.dropout, x, use_reentrant=True)), sample_loss),
     "targets_chosen": (plain(lambda _, x: x), masked_loss),
     "tokens_replaced": (plain(lambda _, x: x), noisy_tokens_loss),
