@@ -1,5 +1,5 @@
 // Counting: its cost, how exact it is, and that bad input of one rank is the same error on every rank.
-#include "loss/counting.hpp"
+#include "loss/normalizer.hpp"
 
 #include <bit>
 #include <cmath>

@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "isograd/loss.hpp"
+#include "loss/normalizer.hpp"
 #include "loss/normalizer_testing.hpp"
-#include "loss/term_sums.hpp"
 
 namespace isograd {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "loss/normalizer.hpp"
 #include "loss/normalizer_testing.hpp"
-#include "loss/term_sums.hpp"
 
 // A user's functions, whose names say what the normaliser's own node is called.
 namespace isograd_app {

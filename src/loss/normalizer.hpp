@@ -1,13 +1,18 @@
-// Counting a step: what a rank holds, the vector that the ranks add up, and the exchange of cut samples.
+// Counting a step, and its terms as they are logged: the parts of the normaliser that `Step` and tests use.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <set>
+#include <string>
 #include <unordered_map>
+#include <vector>
 
+#include "isograd/group.hpp"
 #include "isograd/loss.hpp"
+#include "layout/readings.hpp"
 
+// Counting a step: what a rank holds, the vector that the ranks add up, and the exchange of cut samples.
 namespace isograd::counting {
 
 // Numbers that a rank writes into its slot of the counting vector; fp64 numbers as their bits.
@@ -64,3 +69,40 @@ void resolve_samples(const OwnCounts& counts, const at::Tensor& slots, const Rul
                      StepCounts& step_counts);
 
 }  // namespace isograd::counting
+
+// A step's loss and its terms, as they are logged: exact global values, added up with the gradient's norm.
+namespace isograd {
+
+// One rank's part of the loss and of each term. A rank without micro-batches does not know the terms.
+class TermSums {
+ public:
+  static constexpr std::size_t kMostTerms = 8, kLongestName = 30;
+
+  void clear();
+  // One micro-batch's terms, the same ones in the same order in every micro-batch and on every rank, and the
+  // share that the normaliser made of them. Numbers on a device are added when `readings` are read.
+  void add(const LossTerms& terms, const at::Tensor& share, const Denominator& denominator,
+           const StepCounts& step_counts, Readings& readings);
+  double loss() const { return loss_; }
+  const std::vector<TermValue>& terms() const { return terms_; }
+
+ private:
+  double loss_ = 0;
+  std::vector<TermValue> terms_;
+};
+
+// The names of the terms, the same on all ranks. In a step only their values travel, in this order.
+class TermNames {
+ public:
+  // Whether this rank has terms with other names than were agreed: then all ranks must agree() anew.
+  bool differ_from(const std::vector<TermValue>& own) const;
+  // Collective. Afterwards the names are those of the ranks that have terms. ConfigError on all ranks where
+  // these differ in names or order.
+  void agree(const std::vector<TermValue>& own, Group& all);
+  const std::vector<std::string>& names() const { return names_; }
+
+ private:
+  std::vector<std::string> names_;
+};
+
+}  // namespace isograd
