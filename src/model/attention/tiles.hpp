@@ -39,7 +39,9 @@ std::vector<Tile> tiles_between(const std::vector<Span>& queries, const std::vec
 bool sees_any(const std::vector<Span>& queries, const Span& keys, bool causal);
 
 // fp64 for fp64, else fp32: what parts are merged and gradients added up in.
-at::ScalarType accumulating_type(at::ScalarType type);
+inline at::ScalarType accumulating_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // q [T, H, D], k and v [N, Hkv, D], H a multiple of Hkv (query head h reads key head h / (H / Hkv)), heads
 // dense, rows any distance apart; or gradients of these.
