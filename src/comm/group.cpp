@@ -20,6 +20,32 @@
 #include "isograd/world.hpp"
 
 namespace isograd {
+
+// Defined before their first use, because guarded() returns what `action` returns.
+template <typename Action>
+auto Group::Impl::guarded(const Call& call, Action&& action) const {
+  const CallSiteScope scope(call.site());
+  try {
+    return action();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    lost(call, error.what());
+  }
+}
+
+template <typename Operation, typename... Arguments>
+void Group::Impl::now(const Call& call, Operation operation, Arguments&&... arguments) const {
+  Started started = operation(*this, call, std::forward<Arguments>(arguments)...);
+  complete(call, started);
+}
+
+template <typename Operation, typename... Arguments>
+Pending Group::Impl::later(const std::shared_ptr<Impl>& impl, const Call& call, Operation operation,
+                           Arguments&&... arguments) {
+  return pend(impl, call, operation(*impl, call, std::forward<Arguments>(arguments)...));
+}
+
 namespace {
 
 using Impl = Group::Impl;

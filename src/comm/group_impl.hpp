@@ -113,31 +113,17 @@ struct Group::Impl {
 
   // Runs `action` of the backend. An exception of a foreign backend becomes an error with the call's place.
   template <typename Action>
-  auto guarded(const Call& call, Action&& action) const {
-    const CallSiteScope scope(call.site());
-    try {
-      return action();
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      lost(call, error.what());
-    }
-  }
+  auto guarded(const Call& call, Action&& action) const;
   [[noreturn]] static void lost(const Call& call, const std::string& found);
   void complete(const Call& call, Started& started) const;
 
   // Starts an operation, which is a function of group.cpp, and completes it.
   template <typename Operation, typename... Arguments>
-  void now(const Call& call, Operation operation, Arguments&&... arguments) const {
-    Started started = operation(*this, call, std::forward<Arguments>(arguments)...);
-    complete(call, started);
-  }
+  void now(const Call& call, Operation operation, Arguments&&... arguments) const;
   // Starts it and returns it under way.
   template <typename Operation, typename... Arguments>
   static Pending later(const std::shared_ptr<Impl>& impl, const Call& call, Operation operation,
-                       Arguments&&... arguments) {
-    return pend(impl, call, operation(*impl, call, std::forward<Arguments>(arguments)...));
-  }
+                       Arguments&&... arguments);
   static Pending pend(const std::shared_ptr<Impl>& impl, const Call& call, Started started);
 
   // The tensor in a form that backends can read: itself or a copy.
