@@ -13,7 +13,6 @@
 #include "base/files.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/shm/backend.hpp"
-#include "comm/shm/work.hpp"
 #include "isograd/error.hpp"
 #include "isograd_comm/bindings.hpp"
 

@@ -12,7 +12,7 @@
 
 #include "base/refuse.hpp"
 #include "comm/call.hpp"
-#include "comm/shm/work.hpp"
+#include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd::queue {
