@@ -1,6 +1,9 @@
 #include "train/build.hpp"
 
+#include <ATen/ops/zeros.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <cctype>
@@ -9,8 +12,16 @@
 #include <map>
 #include <set>
 
+#include "base/memory.hpp"
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
+#include "isograd/context_parallel.hpp"
+#include "isograd/expert_parallel.hpp"
+#include "isograd/tensor_parallel.hpp"
+#include "model/attention/attention.hpp"
+#include "train/config_table.hpp"
+#include "train/device.hpp"
+#include "train/memory.hpp"
 
 namespace isograd {
 namespace {
@@ -167,6 +178,412 @@ NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named) {
     return found == of_parameter.end() ? -1 : found->second;
   };
   return parts;
+}
+
+// ---- where the axes meet ----
+
+namespace {
+
+// Experts are sharded over neighbouring ranks among those that see different tokens.
+Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
+  if (experts_ranks == 1) return grid;
+  const AxisSet data = data_axes(grid);
+  const int ranks = grid.size(data);
+  if (ranks % experts_ranks != 0)
+    refuse("parallel.ep", fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
+           "a size that divides them", "Change parallel.ep or the ranks");
+  const auto ep = static_cast<int>(experts_ranks);
+  return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
+}
+
+// The grid of ranks that see different tokens.
+Grid data_grid_of(const RunConfig& config, int ranks) {
+  const auto& parallel = config.parallel;
+  DataAxes sizes{.dp_replicate = static_cast<int>(parallel.replicas),
+                 .cp_ring = static_cast<int>(parallel.cp_ring),
+                 .cp_ulysses = static_cast<int>(parallel.cp_ulysses)};
+  const Grid grid = data_grid(ranks, sizes);
+  if (stage_of(parallel.strategy) > 0) return grid;
+  sizes.dp_replicate = grid.size(kSampleAxes);  // each keeps everything
+  return data_grid(ranks, sizes);
+}
+
+void check_stages(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  if (parallel.pp == 1) return;
+  const DecoderConfig shape = configured_shape(config);
+  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
+    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
+           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
+  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
+    refuse("parallel.schedule",
+           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
+                       parallel.schedule),
+           "a schedule of whole backwards, or a strategy that keeps parameters whole",
+           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
+  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
+      config.loss.balance_over == "model")
+    refuse("loss.balance_scope",
+           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
+           "different micro-batches at a time",
+           "step, or a balance loss of each layer",
+           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
+}
+
+TensorParallelOptions tensor_options(const RunConfig& config) {
+  return {.sequence_parallel = config.parallel.sequence_parallel,
+          .overlap = tensor_overlap_named(config.parallel.tensor_overlap)};
+}
+
+PipelineOptions pipeline_options(const RunConfig& config) {
+  return {.schedule = config.parallel.schedule,
+          .stages_of_rank = static_cast<int>(config.parallel.stages_per_rank),
+          .table = std::nullopt};
+}
+
+// ---- the layout of a run ----
+
+// The options of a strategy, except for stage 3. ConfigError: no such one, stage 3 of a model without units.
+DataParallelOptions chosen(const std::string& strategy, const ModelUnits* units,
+                           DataParallelOptions options) {
+  const auto names = strategy_names();
+  if (std::ranges::find(names, strategy) == names.end())
+    refuse("parallel.strategy", strategy, fmt::format("{}", fmt::join(names, ", ")), "Choose one of them");
+  options.stage = stage_of(strategy);
+  if (options.stage == 3 && !units)
+    refuse("zero3", "a model without units", "VerifyModel::units, as verify_model() gives it",
+           "Make the model with verify_model(), or fill in its units");
+  if (strategy == "overlapped") options.bucket_bytes = 1, options.first_bucket_bytes = 0;
+  return options;
+}
+
+TrainableParameters trainable(const NamedTensors& parameters, const Layout::Named& placements,
+                              const Grid& grid, int rank) {
+  TrainableParameters result = trainable_parameters(held_parameters(parameters, placements, grid, rank));
+  result.placements = placements;
+  return result;
+}
+
+// An order saved by a run with other pipeline stages does not apply to these parameters.
+std::vector<std::string> order_of(const std::vector<std::string>& saved, const TrainableParameters& own) {
+  std::vector<std::string> order;
+  for (const std::string& name : saved)
+    if (std::ranges::find(own, name, &NamedParameter::name) != own.end()) order.push_back(name);
+  if (order.size() != own.size()) order.clear();
+  return order;
+}
+
+FullyShardOptions with(FullyShardOptions options, const Layout::Named& placements) {
+  options.placements = placements;
+  return options;
+}
+
+bool shares_parameters(const RunConfig& config, const RanksOfRun& ranks) {
+  const std::string &asked = config.parallel.share_parameters, &strategy = config.parallel.strategy;
+  if (asked != "auto") return asked == "on";
+  return strategy != "naive" && strategy != "overlapped" && ranks.host_memory && device_kind(config) == "cpu";
+}
+
+DataParallelOptions whole_options(const RunConfig& config, bool share) {
+  const auto& parallel = config.parallel;
+  return {.sharded = sharded_axes(config),
+          .share_parameters = share,
+          .fp32_gradients = config.train.fp32_gradients,
+          .reduce_once = parallel.reduce_once,
+          .offload = parallel.offload,
+          .bucket_bytes = parallel.bucket_bytes,
+          .first_bucket_bytes = parallel.first_bucket_bytes,
+          .overlap = parallel.overlap};
+}
+
+FullyShardOptions sharded_options(const RunConfig& config, bool share) {
+  const auto& parallel = config.parallel;
+  return {.reshard_after_forward = parallel.reshard_after_forward,
+          .checkpoint = parallel.checkpoint_activations,
+          .reduce_once = parallel.reduce_once,
+          .fp32_gradients = config.train.fp32_gradients,
+          .sharded = sharded_axes(config),
+          .share_parameters = share,
+          .offload = parallel.offload,
+          .gather_limit_bytes = parallel.gather_limit_bytes,
+          .prefetch = parallel.prefetch};
+}
+
+// One parameter at a time is whole, so that its values are the same under every layout.
+FillValues local_part_of(FillValues fill, const Layout& placed) {
+  return [fill = std::move(fill), placed](const std::string& name, at::Tensor& values) {
+    at::Tensor whole = at::zeros(placed.parameter(name).placement.whole_shape, values.options());
+    fill(name, whole);
+    values.copy_(placed.local(name, whole));
+  };
+}
+
+}  // namespace
+
+int stage_of(const std::string& strategy) {
+  if (strategy == "zero1") return 1;
+  if (strategy == "zero3") return 3;
+  return strategy == "zero2" ? 2 : 0;
+}
+
+Grid grid_of(const RunConfig& config, int ranks) {
+  const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
+  if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
+  if (ranks % (tp * pp) != 0)
+    refuse(pp == 1   ? "parallel.tp"
+           : tp == 1 ? "parallel.pp"
+                     : "parallel.tp times parallel.pp",
+           fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
+           "Change it or the ranks");
+  std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
+  if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they communicate most
+  if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
+  const Grid grid = with_expert_view(Grid(axes, ranks), config.parallel.ep);
+  const TaskKind& kind = kind_of(config);
+  return kind.view && tp > 1 ? kind.view(config, grid) : grid;
+}
+
+bool model_parallel(const RunConfig& config) {
+  return config.parallel.tp > 1 || config.parallel.ep > 1 || config.parallel.pp > 1;
+}
+
+bool cuts_backwards(const RunConfig& config) {
+  const auto& parallel = config.parallel;
+  const auto ranks = static_cast<int>(parallel.pp);
+  return ranks > 1 && has_halves(make_pipeline(parallel.schedule, ranks,
+                                               static_cast<int>(parallel.stages_per_rank), ranks));
+}
+
+void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split) {
+  const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
+  if (ranks == 1) return;
+  auto all = split.others;
+  if (split.heads > 0) all.insert(all.begin(), {"query heads", split.heads});
+  for (const auto& [what, number] : all)
+    if (ranks > number)
+      refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
+             fmt::format("at most {}", number), "Lower parallel.tp; more ranks fit along the other axes");
+  if (ulysses == 1) return;
+  const auto heads = split_rows(split.heads, static_cast<int>(ranks)),
+             keys = split_rows(split.key_heads, static_cast<int>(ranks));
+  const bool even = heads.front() == heads.back() && keys.front() == keys.back();
+  const auto possible = even ? possible_ulysses(heads.front(), keys.front()) : std::vector<int>{1};
+  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end()) {
+    const std::string rule =
+        even ? fmt::format(
+                   "{}: a rank along tp has {} query heads and {} key heads; cp_ulysses divides the first, "
+                   "and divides the second or is a multiple of it",
+                   fmt::join(possible, " or "), heads.front(), keys.front())
+             : "a parallel.tp that divides the query heads and the key heads, which cp_ulysses divides "
+               "further; or cp_ulysses = 1";
+    refuse("parallel.cp_ulysses",
+           fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses, ranks,
+                       split.heads, split.key_heads),
+           rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
+  }
+}
+
+AxisSet sharded_axes(const RunConfig& config) {
+  if (stage_of(config.parallel.strategy) == 0) return kDataAxes;  // gradients are summed over all at once
+  const std::string& mode = config.parallel.cp_fsdp_mode;
+  if (mode == "all") return {"dp_shard", "cp_ring", "cp_ulysses"};
+  if (mode == "ulysses_only") return {"dp_shard", "cp_ulysses"};
+  if (mode == "ring_only") return {"dp_shard", "cp_ring"};
+  if (mode == "none") return {"dp_shard"};
+  refuse("parallel.cp_fsdp_mode", mode, "all, ulysses_only, ring_only or none", "Choose one of them");
+}
+
+void check_expert_parallel(const RunConfig& config) {
+  const std::int64_t ep = config.parallel.ep;
+  if (ep == 1) return;
+  const std::int64_t experts = configured_shape(config).experts.count;
+  if (experts == 0)
+    refuse("parallel.ep", fmt::format("{} ranks for the experts of a model that has none", ep),
+           "a model.family with experts", "Leave parallel.ep out, or set model.family and model.experts");
+  if (ep > experts)
+    refuse("parallel.ep", fmt::format("{} ranks for {} experts", ep, experts),
+           fmt::format("at most {}", experts), "Lower parallel.ep; more ranks fit along the other axes");
+}
+
+void check_decoder_parallel(const RunConfig& config) {
+  check_stages(config);
+  if (config.parallel.tp == 1) return;
+  const DecoderConfig shape = configured_shape(config);
+  SplitOverTp split{.heads = shape.heads,
+                    .key_heads = shape.key_value_heads,
+                    .others = {{"tokens of the vocabulary", shape.vocabulary}}};
+  bool dense = false, experts = false;  // in some layer
+  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
+    (shape.has_experts(layer) ? experts : dense) = true;
+  if (dense) split.others.emplace_back("features of the feed-forward network", shape.feed_forward);
+  if (experts) split.others.emplace_back("features of an expert", shape.experts.feed_forward);
+  if (experts && shape.experts.shared_feed_forward > 0)
+    split.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
+  check_tensor_parallel(config, split);
+}
+
+Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {
+  const auto& parallel = config.parallel;
+  Layout::Named all = decoder_placements(model, grid, tensor_options(config));
+  if (parallel.ep > 1) all = expert_placements(model, grid, std::move(all));
+  if (parallel.pp == 1) return all;
+  const auto [schedule, stages, table] = pipeline_options(config);
+  const int ranks = static_cast<int>(parallel.pp);
+  return stage_placements(model, grid, make_pipeline(schedule, ranks, stages, ranks).rank_of_stage,
+                          std::move(all));
+}
+
+ComposedDecoder compose_decoder(DecoderLM& model, const RunConfig& config, const Mesh& mesh) {
+  const auto& parallel = config.parallel;
+  Layout layout = cut_decoder(model, mesh, tensor_options(config));
+  if (parallel.ep > 1)
+    layout = shard_experts(model, mesh, layout.placements(),
+                           {.overlap = expert_overlap_named(parallel.expert_overlap)});
+  if (parallel.pp == 1) return {.layout = std::move(layout)};
+  auto pipeline = std::make_shared<Pipeline>(mesh, pipeline_options(config));
+  layout = split_decoder(model, mesh, pipeline, layout.placements());
+  return {.layout = std::move(layout), .pipeline = std::move(pipeline)};
+}
+
+void attend_over(DecoderLM& model, const Mesh& mesh) {
+  if (mesh.size(kContextAxes) == 1) return;
+  model.set_attention([over = ContextAttention(mesh)](const Batch& batch, const at::Tensor& q,
+                                                      const at::Tensor& k, const at::Tensor& v) {
+    return batch.cut ? over(batch, q, k, v) : variable_length_attention(q, k, v, batch);
+  });
+}
+
+NamedTensors held_parameters(const NamedTensors& parameters, const Layout::Named& placements,
+                             const Grid& grid, int rank) {
+  std::set<std::string> elsewhere;
+  for (const auto& [name, placement] : placements)
+    if (!holds(placement, grid, rank)) elsewhere.insert(name);
+  NamedTensors held = parameters;
+  std::erase_if(held, [&](const auto& parameter) { return elsewhere.contains(parameter.first); });
+  return held;
+}
+
+std::unique_ptr<DataParallel> make_strategy(const std::string& strategy, const NamedTensors& parameters,
+                                            const ModelUnits* units, const Mesh& mesh,
+                                            DataParallelOptions options, const FullyShardOptions& sharded,
+                                            const Layout::Named& placements) {
+  options = chosen(strategy, units, std::move(options));
+  if (options.stage == 3)
+    return fully_shard(units->root, parameters, units->blocks, mesh, with(sharded, placements));
+  TrainableParameters own = trainable(parameters, placements, mesh.grid(), mesh.rank());
+  options.order = order_of(options.order, own);
+  return (strategy == "naive" ? naive : bucketed)(std::move(own), mesh, std::move(options));
+}
+
+std::vector<PlannedBucket> plan_strategy(const std::string& strategy, const NamedTensors& parameters,
+                                         const ModelUnits* units, const Grid& grid, int rank,
+                                         DataParallelOptions options, const FullyShardOptions& sharded,
+                                         const Layout::Named& placements) {
+  options = chosen(strategy, units, std::move(options));
+  if (options.stage == 3)
+    return plan_fully_sharded(units->root, parameters, units->blocks, grid, rank, with(sharded, placements));
+  const auto plan = strategy == "naive" ? plan_naive : plan_bucketed;
+  return plan(trainable(parameters, placements, grid, rank), grid, rank, options);
+}
+
+std::unique_ptr<DataParallel> make_layout(const RunConfig& config, const NamedTensors& parameters,
+                                          const ModelUnits& units, const Mesh& mesh, const Layout* placed,
+                                          const std::vector<std::string>& bucket_order, at::Device device) {
+  const bool share = shares_parameters(config, mesh.all());
+  DataParallelOptions options = whole_options(config, share);
+  options.order = bucket_order;
+  FullyShardOptions sharded = sharded_options(config, share);
+  sharded.blocks_of_pass = units.blocks_of_pass;
+  sharded.initialize = units.initialize;
+  if (placed && units.initialize) sharded.initialize = local_part_of(units.initialize, *placed);
+  sharded.device = device;
+  return make_strategy(config.parallel.strategy, parameters, &units, mesh, std::move(options), sharded,
+                       placed ? placed->placements() : Layout::Named{});
+}
+
+void give_values(const NamedTensors& parameters, const FillValues& fill, const Layout* placed,
+                 at::Device device) {
+  const FillValues own = placed ? local_part_of(fill, *placed) : fill;
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : parameters) {
+    at::Tensor values = at::zeros(parameter.sizes(), parameter.options().device(at::kCPU));
+    const bool elsewhere = placed && !placed->parameter(name).held;
+    if (!elsewhere) own(name, values);  // the same bits on any device
+    values = values.to(device);
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+  }
+  return_freed_memory();
+}
+
+std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
+                                       const ModelUnits& units, const RanksOfRun& ranks, int rank,
+                                       const Layout::Named& placements) {
+  const bool share = shares_parameters(config, ranks);
+  return plan_strategy(config.parallel.strategy, parameters, &units, grid_of(config, ranks.size), rank,
+                       whole_options(config, share), sharded_options(config, share), placements);
+}
+
+std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
+  const std::string& strategy = config.parallel.strategy;
+  const int stage = stage_of(strategy);
+  const Grid grid = grid_of(config, ranks.size);
+  std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
+  if (stage > 0 && config.parallel.replicas > 1)
+    text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
+  if (grid.size(kContextAxes) > 1) {
+    text += fmt::format(", samples over a ring of {} x Ulysses of {}", config.parallel.cp_ring,
+                        config.parallel.cp_ulysses);
+    if (stage > 0) text += fmt::format(" (cp_fsdp_mode {})", config.parallel.cp_fsdp_mode);
+  }
+  if (const std::int64_t tp = config.parallel.tp; tp > 1)
+    text += fmt::format(
+        ", matrices sharded over {}{}", tp,
+        config.parallel.sequence_parallel && kind_of(config).cuts_tokens ? "(sequence parallel)" : "");
+  if (config.parallel.ep > 1) text += fmt::format(", experts sharded over {} ranks", config.parallel.ep);
+  if (const auto& p = config.parallel; p.pp > 1)
+    text += fmt::format(", layers in {} stages on {} ranks ({})", p.pp * p.stages_per_rank, p.pp, p.schedule);
+  if (strategy != "naive" && config.parallel.overlap) text += ", summed during backward";
+  if (grid.size(kDataAxes) > 1 && shares_parameters(config, ranks)) text += ", one copy of the parameters";
+  if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));
+  if (config.parallel.offload) text += ", gradients and states in host memory";
+  return text;
+}
+
+DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks) {
+  const std::string& strategy = config.parallel.strategy;
+  const Grid grid = grid_of(config, ranks.size);
+  const AxisSet sharded = sharded_axes(config);
+  int states = 2;  // moments of AdamW
+  if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
+  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
+  const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
+  DataParallelPlan plan{
+      .elements = {{.shards = grid.size(sharded), .replicas = grid.size(without(kDataAxes, sharded))}},
+      .bytes = element_bytes(scalar_type(config.train.dtype), states),
+      .stage = stage_of(strategy),
+      .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
+      .reduce_once = config.parallel.reduce_once,
+      .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
+  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
+  if (config.parallel.ep > 1)
+    plan.elements.push_back({.shards = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep)});
+  return plan;
+}
+
+DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,
+                         const RanksOfRun& ranks) {
+  DataParallelPlan plan = make_plan(config, ranks);
+  for (const Bucket& bucket : layout.buckets())
+    for (const Slot& slot : bucket.plan.slots)
+      plan.elements.at(cut_along_data(bucket.plan.sync, layout.mesh().grid()) ? 1 : 0).numel += slot.numel;
+  if (rounds > 0) plan.micro_batches = rounds;
+  if (const auto* sharded = dynamic_cast<const FullySharded*>(&layout)) {
+    // whole_numel() counts padding, numel does not.
+    const std::int64_t experts = sharded->whole_expert_numel();
+    plan.elements[0].whole = std::min(sharded->whole_numel() - experts, plan.elements[0].numel);
+    if (experts > 0) plan.elements.at(1).whole = std::min(experts, plan.elements[1].numel);
+  }
+  return plan;
 }
 
 }  // namespace isograd

@@ -1,5 +1,5 @@
 // Builds what a configuration describes, for the trainer, verify and others (a task makes its models and
-// loaders). The axes meet in compose.cpp: it chooses grid, operators, placements, schedule and strategy, and
+// loaders). The axes meet in build.cpp: it chooses grid, operators, placements, schedule and strategy, and
 // refuses what does not go together. A new axis adds its lines there and in config_table.cpp.
 #pragma once
 
