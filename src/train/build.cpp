@@ -11,6 +11,7 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "base/memory.hpp"
 #include "base/pattern.hpp"
@@ -18,10 +19,12 @@
 #include "isograd/context_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
+#include "loss/checks.hpp"
 #include "model/attention/attention.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
+#include "train/task.hpp"
 
 namespace isograd {
 namespace {
@@ -178,6 +181,42 @@ NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named) {
     return found == of_parameter.end() ? -1 : found->second;
   };
   return parts;
+}
+
+ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward) {
+  return [unit, forward = std::move(forward)](const Batch& batch) {
+    LossTerms terms;
+    const auto sums = unit.run({}, [&](const std::vector<at::Tensor>&) {
+      terms = forward(batch);
+      std::vector<at::Tensor> results;
+      for (LossTerm& term : terms) results.push_back(std::exchange(term.sum, at::Tensor()));
+      return results;
+    });
+    for (std::size_t i = 0; i < terms.size(); ++i) terms[i].sum = sums[i];
+    return terms;
+  };
+}
+
+ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward) {
+  if (device.is_cpu()) return forward;
+  return [device, forward = std::move(forward)](const Batch& batch) {
+    // Computing what has no loss as well costs less than asking the device how much of it there is.
+    const FixedShapes mark(FixedShapes::wanted() || 2 * batch.num_targets() >= batch.num_tokens());
+    return forward(to_device(batch, device));
+  };
+}
+
+CutOptions cut_options(const Task& task, const Mesh& mesh) {
+  CutOptions options;
+  if (mesh.size(kContextAxes) > 1) options = task.cut_options();
+  options.ring = static_cast<int>(task.config().parallel.cp_ring);
+  options.ulysses = static_cast<int>(task.config().parallel.cp_ulysses);
+  return options;
+}
+
+MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches) {
+  if (mesh.size(kContextAxes) == 1) return micro_batches;
+  return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.place(kContextAxes));
 }
 
 // ---- where the axes meet ----

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "base/refuse.hpp"
-#include "loss/checks.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
 #include "train/evaluate.hpp"
@@ -25,29 +24,6 @@ const RunConfig& checked(const RunConfig& config, World& world) {
 }
 
 }  // namespace
-
-ForwardLossTerms inside(const UnitHandle& unit, ForwardLossTerms forward) {
-  return [unit, forward = std::move(forward)](const Batch& batch) {
-    LossTerms terms;
-    const auto sums = unit.run({}, [&](const std::vector<at::Tensor>&) {
-      terms = forward(batch);
-      std::vector<at::Tensor> results;
-      for (LossTerm& term : terms) results.push_back(std::exchange(term.sum, at::Tensor()));
-      return results;
-    });
-    for (std::size_t i = 0; i < terms.size(); ++i) terms[i].sum = sums[i];
-    return terms;
-  };
-}
-
-ForwardLossTerms on_device(at::Device device, ForwardLossTerms forward) {
-  if (device.is_cpu()) return forward;
-  return [device, forward = std::move(forward)](const Batch& batch) {
-    // Computing what has no loss as well costs less than asking the device how much of it there is.
-    const FixedShapes mark(FixedShapes::wanted() || 2 * batch.num_targets() >= batch.num_tokens());
-    return forward(to_device(batch, device));
-  };
-}
 
 PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
                          const std::function<ForwardLossTerms(ForwardLossTerms)>& wrap_forward,
@@ -161,14 +137,6 @@ std::filesystem::path PreparedRun::save() {
 
 namespace {
 
-CutOptions cut_options(const Task& task, const Mesh& mesh) {
-  CutOptions options;
-  if (mesh.size(kContextAxes) > 1) options = task.cut_options();
-  options.ring = static_cast<int>(task.config().parallel.cp_ring);
-  options.ulysses = static_cast<int>(task.config().parallel.cp_ulysses);
-  return options;
-}
-
 // Memory check of a micro-batch that is not split.
 void check_memory(const Batch& batch, const RunConfig& config) {
   const std::int64_t most = config.batch.max_tokens_per_rank, tokens = batch.num_tokens();
@@ -182,11 +150,6 @@ void check_memory(const Batch& batch, const RunConfig& config) {
 }
 
 }  // namespace
-
-MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches) {
-  if (mesh.size(kContextAxes) == 1) return micro_batches;
-  return cut_micro_batches(micro_batches, cut_options(task, mesh), mesh.place(kContextAxes));
-}
 
 CutBatches::CutBatches(const Task& task, const Mesh& mesh, Group world)
     : task_(task), mesh_(mesh), world_(std::move(world)), options_(cut_options(task, mesh)) {

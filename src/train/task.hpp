@@ -228,6 +228,8 @@ std::shared_ptr<TaskModel> model_without_values(const RunConfig& config);
 // The data position of step `step` of a run (from 1).
 LoaderPosition position_of_step(const BatchLoader& loader, std::int64_t step);
 
+// How the documents of a micro-batch are cut over the context ranks of `mesh`.
+CutOptions cut_options(const Task& task, const Mesh& mesh);
 // This rank's parts of the micro-batches that its context ranks share.
 MicroBatches own_parts(const Task& task, const Mesh& mesh, MicroBatches micro_batches);
 
