@@ -23,7 +23,6 @@
 #include "model/attention/attention.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
-#include "train/memory.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -586,6 +585,39 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
   if (device_kind(config) == "cuda") text += fmt::format(", on GPUs over {}", backend_of(config, ranks.size));
   if (config.parallel.offload) text += ", gradients and states in host memory";
   return text;
+}
+
+ElementBytes element_bytes(at::ScalarType parameters, int states) {
+  if (parameters == at::kDouble) return {.parameter = 8, .gradient = 8, .master = 0, .state = 8 * states};
+  const bool rounded = parameters != at::kFloat;
+  return {.parameter = rounded ? 2 : 4, .gradient = 4, .master = rounded ? 4 : 0, .state = 4 * states};
+}
+
+SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
+                               std::int64_t numel, std::int64_t whole) {
+  const AxisSet sharded = sharded_along(grid, sync, asked);
+  return {.numel = numel,
+          .whole = whole,
+          .shards = grid.size(sharded),
+          .replicas = grid.size(without(sync.summed, sharded))};
+}
+
+std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded) {
+  const Grid& grid = layout.mesh().grid();
+  const auto* stage3 = dynamic_cast<const FullySharded*>(&layout);
+  // Experts are in other numbers of shards than all else; among those of one number it is all the same.
+  std::int64_t experts = stage3 ? stage3->whole_expert_numel() : 0,
+               rest = stage3 ? stage3->whole_numel() - experts : 0;
+  std::vector<SharedElements> result;
+  for (const Bucket& bucket : layout.buckets()) {
+    std::int64_t numel = padded ? bucket.plan.numel : 0;
+    if (!padded)
+      for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
+    std::int64_t& left = cut_along_data(bucket.plan.sync, grid) ? experts : rest;
+    result.push_back(shared_elements(bucket.plan.sync, grid, asked, numel, std::min(left, numel)));
+    left -= result.back().whole;
+  }
+  return result;
 }
 
 DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks) {

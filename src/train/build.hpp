@@ -158,6 +158,20 @@ std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTenso
                                        const Layout::Named& placements = {});
 // Human-readable: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
+
+// Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
+ElementBytes element_bytes(at::ScalarType parameters, int states);
+
+using SharedElements = DataParallelPlan::Elements;
+
+// A plan's entry for elements with these axes: parameters differ in those along which they are summed and
+// sharded. `asked`: sharded_axes().
+SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
+                               std::int64_t numel, std::int64_t whole = 0);
+
+// An entry for each bucket, `padded` or not; for stage 3 with the elements that stay whole.
+std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded);
+
 // Plan of that layout, by which a rank's bytes are computed; with parallel.ep of two kinds of elements.
 DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks);
 // As make_plan(), for an existing layout. `rounds`: micro-batches per step (0: configured).

@@ -14,7 +14,6 @@
 #include <set>
 
 #include "kernels/matmul/product.hpp"
-#include "parallel/data/planned_bucket.hpp"
 
 namespace isograd {
 namespace {
@@ -121,12 +120,6 @@ void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool sh
   }
 }
 
-ElementBytes element_bytes(at::ScalarType parameters, int states) {
-  if (parameters == at::kDouble) return {.parameter = 8, .gradient = 8, .master = 0, .state = 8 * states};
-  const bool rounded = parameters != at::kFloat;
-  return {.parameter = rounded ? 2 : 4, .gradient = 4, .master = rounded ? 4 : 0, .state = 4 * states};
-}
-
 std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more) {
   const std::string strategy = plan.share_parameters ? std::string("one copy of the parameters")
                                                      : fmt::format("ZeRO stage {}", plan.stage);
@@ -192,33 +185,6 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
         fmt::format("\noffload: {} MB of rank 0's total are in host memory; memory of its GPU is under other",
                     megabytes(static_cast<double>(use.in_host_memory)));
   return text + "\n";
-}
-
-SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
-                               std::int64_t numel, std::int64_t whole) {
-  const AxisSet sharded = sharded_along(grid, sync, asked);
-  return {.numel = numel,
-          .whole = whole,
-          .shards = grid.size(sharded),
-          .replicas = grid.size(without(sync.summed, sharded))};
-}
-
-std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded) {
-  const Grid& grid = layout.mesh().grid();
-  const auto* stage3 = dynamic_cast<const FullySharded*>(&layout);
-  // Experts are in other numbers of shards than all else; among those of one number it is all the same.
-  std::int64_t experts = stage3 ? stage3->whole_expert_numel() : 0,
-               rest = stage3 ? stage3->whole_numel() - experts : 0;
-  std::vector<SharedElements> result;
-  for (const Bucket& bucket : layout.buckets()) {
-    std::int64_t numel = padded ? bucket.plan.numel : 0;
-    if (!padded)
-      for (const Slot& slot : bucket.plan.slots) numel += slot.numel;
-    std::int64_t& left = cut_along_data(bucket.plan.sync, grid) ? experts : rest;
-    result.push_back(shared_elements(bucket.plan.sync, grid, asked, numel, std::min(left, numel)));
-    left -= result.back().whole;
-  }
-  return result;
 }
 
 // ---- model FLOPs utilisation ----

@@ -73,9 +73,6 @@ class MemoryWatch {
   MemoryUse use_;
 };
 
-// Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.
-ElementBytes element_bytes(at::ScalarType parameters, int states);
-
 // "ZeRO stage 2: keeps 4Ψ + 12Ψ/N" and its symbols, "with Ψ = 93 parameters, N = 4"; `more` goes between.
 std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "");
 
@@ -83,16 +80,6 @@ std::string kept_by_formula(const DataParallelPlan& plan, const std::string& mor
 // only rank 0 gets it.
 std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
-
-using SharedElements = DataParallelPlan::Elements;
-
-// A plan's entry for elements with these axes: parameters differ in those along which they are summed and
-// sharded. `asked`: sharded_axes().
-SharedElements shared_elements(const SyncAxes& sync, const Grid& grid, const AxisSet& asked,
-                               std::int64_t numel, std::int64_t whole = 0);
-
-// An entry for each bucket, `padded` or not; for stage 3 with the elements that stay whole.
-std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet& asked, bool padded);
 
 // ---- model FLOPs utilisation ----
 

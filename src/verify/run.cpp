@@ -17,7 +17,6 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
-#include "train/memory.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "verify/layout_run.hpp"
