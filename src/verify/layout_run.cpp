@@ -447,4 +447,24 @@ std::vector<std::pair<std::int64_t, std::int64_t>> LayoutRun::owners(const std::
   return result;
 }
 
+void Heartbeat::tick() { somebody_works(true); }
+
+void Heartbeat::finish() {
+  while (somebody_works(false)) {
+  }
+}
+
+bool Heartbeat::somebody_works(bool this_rank) {
+  const bool stops = stop_ && stop_();
+  if (group_.size() == 1) {
+    if (stops) throw VerifyStopped();
+    return this_rank;
+  }
+  at::Tensor said = at::zeros({2}, at::kLong);
+  said[0] = this_rank ? 1 : 0, said[1] = stops ? 1 : 0;
+  group_.all_reduce(said, ReduceOp::kMax);
+  if (said[1].item<std::int64_t>() != 0) throw VerifyStopped();
+  return said[0].item<std::int64_t>() != 0;
+}
+
 }  // namespace isograd

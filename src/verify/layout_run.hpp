@@ -92,25 +92,11 @@ class Heartbeat {
  public:
   explicit Heartbeat(Group& group, std::function<bool()> stop = {}) : group_(group), stop_(std::move(stop)) {}
 
-  void tick() { somebody_works(true); }
-  void finish() {
-    while (somebody_works(false)) {
-    }
-  }
+  void tick();
+  void finish();
 
  private:
-  bool somebody_works(bool this_rank) {
-    const bool stops = stop_ && stop_();
-    if (group_.size() == 1) {
-      if (stops) throw VerifyStopped();
-      return this_rank;
-    }
-    at::Tensor said = at::zeros({2}, at::kLong);
-    said[0] = this_rank ? 1 : 0, said[1] = stops ? 1 : 0;
-    group_.all_reduce(said, ReduceOp::kMax);
-    if (said[1].item<std::int64_t>() != 0) throw VerifyStopped();
-    return said[0].item<std::int64_t>() != 0;
-  }
+  bool somebody_works(bool this_rank);
 
   Group& group_;
   std::function<bool()> stop_;
