@@ -184,7 +184,7 @@ LayoutUnderTest layout_of(const RunConfig& config, const LayoutChoice& choice, c
                 if (group.size() == world.size) {
                   const Mesh mesh = make_mesh(world, grid_of(chosen, world.size));
                   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
-                  if (chosen.parallel.pp == 1)
+                  if (chosen.parallel.pp == 1 && stage_of(chosen.parallel.strategy) == 3)
                     *gathered = gathered_by(model, chosen, mesh.grid(), world.rank);
                   return make_layout(chosen, model.named, *model.units, mesh, model.placed.get(), {}, device);
                 }
