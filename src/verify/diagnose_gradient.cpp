@@ -616,7 +616,6 @@ Finding unexplained(ComparedStep& one, const std::vector<std::string>& names, bo
 }  // namespace
 
 std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous) {
-  if (one.allowance().exact || !one.same() || !one.finite()) return {};
   const std::vector<std::string> names = all_names(one);
   const Prediction right = one.right();
   std::vector<Cause> nearer;

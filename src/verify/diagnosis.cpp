@@ -445,7 +445,7 @@ std::vector<Finding> diagnose(ComparedStep& one, const RunAgain& again, std::vec
     ended_by(diagnose_gradient(one, again));
     return findings;
   }
-  ended_by(diagnose_rivals(one, ambiguous));
+  if (!one.allowance().exact && one.finite()) ended_by(diagnose_rivals(one, ambiguous));
   if (findings.empty()) ended_by(diagnose_figures(one, ambiguous));  // else another model's
   if (findings.empty() && counted_several_times(pair.found, pair.expected))
     ended_by({{finding_id::counted_on_peers,

@@ -324,7 +324,8 @@ std::vector<Finding> diagnose_counts(const StepDump& dump, const char* side);
 
 // The parameters that are off: what explains them.
 std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again);
-// The gradient is right within rounding: findings where it lies nearer to a known mistake's.
+// The gradient is finite and right within rounding, not exact: findings where it lies nearer to a known
+// mistake's.
 std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>* ambiguous);
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
