@@ -99,7 +99,7 @@ VerifyModel with_values(VerifyModel made, const std::vector<at::Tensor>& values)
 
 }  // namespace
 
-Initial::Initial(const VerifyModel& model) {
+Initial::Initial(const VerifyModel& model) : chooses_experts(model.choose_experts) {
   for (const auto& [name, tensor] : model.named) {
     names.push_back(name);
     values.push_back(copied(tensor));

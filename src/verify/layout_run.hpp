@@ -26,7 +26,8 @@ struct Initial {
   std::vector<std::string> names;
   std::vector<at::Tensor> values;
   std::vector<bool> trainable;
-  bool other_values = false;  // nudged(): the oracle replays choices too
+  bool chooses_experts = false;  // VerifyModel::choose_experts
+  bool other_values = false;     // nudged(): the oracle replays choices too
 
   // The oracle's choice of experts, which runs in the run's precision replay; null: they choose.
   std::shared_ptr<ReplayedChoices> choices{};

@@ -177,9 +177,7 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
 
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group) {
-  if (problem.dtype == at::kDouble) return nullptr;
   const VerifyModel rounded = initial.model(problem, problem.dtype);
-  if (!rounded.choose_experts) return nullptr;
   auto choices = std::make_shared<ReplayedChoices>();
   const int last = group.size() - 1;
   std::vector<std::int64_t> keys;
