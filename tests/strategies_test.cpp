@@ -207,8 +207,10 @@ Momentum momentum_alone(at::ScalarType type, bool exact, int ranks, int draw = 0
   return result;
 }
 
-// E2, added up over the steps: ‖w − w64‖ ≤ 4‖w_one − w64‖ + u·√(W·G)·Σ rate·(weight of the step)·s, where
-// w_one is one process in the same precision, the most of up to 8 draws, as rounding_of() has it.
+// E2, added up over the steps: ‖w − w64‖ ≤ 4‖w_one − w64‖ + u·√(W·G)·Σ rate·(weight of the step)·s +
+// steps·u32·‖w‖. w_one is one process in the same precision, the most of up to 8 draws, as rounding_of() has
+// it. The last term is what fp32 masters lose by being rounded after each step, which one process may happen
+// not to lose.
 TEST(Strategies, MomentumInLowPrecisionIsNoWorseThanOneProcess) {
   for (const int ranks : {1, 2, 3, 4, 5, 8})
     for (const auto type : {at::kFloat, at::kBFloat16}) {
@@ -239,7 +241,9 @@ TEST(Strategies, MomentumInLowPrecisionIsNoWorseThanOneProcess) {
             double own = 0;
             for (const Momentum& draw : alone) own = std::max(own, error(draw.end.at(view.name)));
             const double share =
-                error(found) / (4 * own + unit * wanted.rounding.at(view.name).item<double>());
+                error(found) /
+                (4 * own + unit * wanted.rounding.at(view.name).item<double>() +
+                 kMomentumSteps * std::ldexp(1.0, -24) * wanted.end.at(view.name).norm().item<double>());
             worst = std::isfinite(share) ? std::max(worst, share) : HUGE_VAL;
           }
         });

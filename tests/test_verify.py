@@ -147,7 +147,7 @@ def test_every_layout_that_four_ranks_allow(config, tmp_path):
         assert layout["bytes_moved"] == layout["bytes_needed"] > 0, name
     assert "after 1 update of SGD" in text and "after 2 updates of AdamW" in text
     page = (tmp_path / "v.html").read_text()
-    assert page.count("<title>") == 1 + 3 * (38 + len(meshes)) * 12  # a dot for each parameter, layout and precision, and its ratio
+    assert page.count("<title>") == 1 + 3 * (38 + len(meshes)) * 21  # a dot for each parameter, layout and precision, and its ratio
     names = {mesh["mesh"] for mesh in verdict["meshes"]["tried"]}
     assert {"dp_replicate 4", "cp_ring 4", "dp_replicate 2 x tp 2", "cp_ring 2 x tp 2"} <= names, names
     for shown in [text, page]:
