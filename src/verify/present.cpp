@@ -703,7 +703,7 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   }
   for (const std::string& guilty : verdict.meshes.guilty)
     findings.insert(findings.begin(), {guilty, {"by which of the meshes below went wrong"}});
-  if (!findings.empty()) report.list("What is wrong, and what contributes for it", std::move(findings));
+  if (!findings.empty()) report.list("What is wrong, and the evidence for it", std::move(findings));
   explain(report, verdict, wording);
   if (ReportTable meshes = meshes_table(verdict); !meshes.rows.empty()) report.table(std::move(meshes));
   if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);
