@@ -192,8 +192,7 @@ inline Measured measure_rank(const RunConfig& config, World& world, const Wanted
                          asked.planted.meshes ? asked.planted.meshes(armed) : one_mesh_each());
   if (asked.planted.change) asked.planted.change(problem, world);
   Initial initial = initial_of(problem, asked.nudge, asked.tied_routers);
-  if (initial.chooses_experts && problem.dtype != at::kDouble)
-    initial.choices = record_choices(problem, initial, world.group);
+  initial.choices = record_choices(problem, initial, world.group);
 
   if (asked.look_before) {
     LayoutUnderTest naive = problem.layouts[1];

@@ -177,6 +177,7 @@ at::Tensor ReplayedChoices::choose(const Batch& batch, std::int64_t layer, const
 
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group) {
+  if (problem.dtype == at::kDouble || !initial.chooses_experts) return nullptr;
   const VerifyModel rounded = initial.model(problem, problem.dtype);
   auto choices = std::make_shared<ReplayedChoices>();
   const int last = group.size() - 1;

@@ -39,7 +39,7 @@ class ReplayedChoices : public std::enable_shared_from_this<ReplayedChoices> {
   LayoutVerdict::Choices counts_;
 };
 
-// For models that choose experts, below fp64. Collective: the last rank makes both forwards of one process.
+// Collective: the last rank makes both forwards of one process. Null in fp64 and without experts.
 std::shared_ptr<ReplayedChoices> record_choices(const VerifyProblem& problem, const Initial& initial,
                                                 Group& group);
 

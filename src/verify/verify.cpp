@@ -404,8 +404,7 @@ Verdict verify(const VerifyProblem& problem, Group& group) {
                              differing.size(), initial.names.size(), initial.names[differing[0]]),
                  {"initialisation depends on the rank or the layout"}});
 
-  if (initial.chooses_experts && problem.dtype != at::kDouble)
-    initial.choices = record_choices(problem, initial, group);
+  initial.choices = record_choices(problem, initial, group);
   const Reference reference = make_reference(problem, initial, group);
   if (of_rank_zero(group, !reference.random.empty()))
     return ends(
