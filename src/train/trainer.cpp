@@ -263,6 +263,15 @@ struct Trainer::Impl {
     throw_agreed(world.group, file_error);
   }
 
+  // A rank that was lost during a save may have been lost after rank 0 had written the checkpoint.
+  std::filesystem::path last_checkpoint() const {
+    std::filesystem::path last = outcome.checkpoint;
+    if (run)
+      for (const auto& checkpoint : list_checkpoints(checkpoint_root(config)))
+        if (*checkpoint_step(checkpoint) <= run->state.step) last = checkpoint;
+    return last;
+  }
+
   // Makes the run that a finished one is compared with, by the same loop in a folder of its own.
   std::optional<Outcome> compare() {
     std::optional<RunConfig> other = kind_of(config).comparison(config);
@@ -343,7 +352,7 @@ Outcome Trainer::run() {
     impl_->world.group.poison(error.what());
     if (const auto* lost = dynamic_cast<const PeerError*>(&error); lost && impl_->operations)
       rethrow(*lost, impl_->config, impl_->world.size, impl_->run ? impl_->run->state.step : 0,
-              impl_->outcome.checkpoint);
+              impl_->last_checkpoint());
     throw;
   }
   return impl_->outcome;
