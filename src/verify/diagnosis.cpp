@@ -545,7 +545,9 @@ void ComparedStep::allow(double most_alone) {
         widest = moved;
       }
       const bool few = parameter.expected.numel() < kMeasurable;
-      allowed = measured ? std::min(kRoundingFactor * (few ? most_alone : parameter.alone_error) + sums, widest) : widest;
+      allowed = measured
+                    ? std::min(kRoundingFactor * (few ? most_alone : parameter.alone_error) + sums, widest)
+                    : widest;
     }
     parameter.comparison = compare(parameter.found, parameter.expected, parameter.scale, allowed);
     apart_.push_back(parameter.scale > 0 && std::isfinite(parameter.scale)
