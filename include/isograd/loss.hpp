@@ -87,6 +87,34 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
 at::Tensor linear_cross_entropy_sum(const at::Tensor& hidden, const at::Tensor& weight,
                                     const at::Tensor& targets, const LinearCrossEntropyOptions& options = {});
 
+// ---- losses of log-probabilities with signed weights, as sums (policy gradients, preferences, distillation) ----
+
+enum class RowLoss { kCrossEntropy, kImportanceSampling, kPpo, kCispo, kDro, kGspo };
+struct RowLossOptions {
+  double clip_low = 0.8, clip_high = 1.2;  // of the ratio: kPpo, kCispo, kGspo
+  double beta = 0;                         // kDro
+};
+struct RowLossInputs {
+  at::Tensor targets;                     // [T] or, for kCrossEntropy, [T, K] int64
+  at::Tensor weights;                     // kCrossEntropy: as targets, any finite numbers
+  at::Tensor old_log_probabilities;       // [T], the others: q
+  at::Tensor advantages;                  // [T], the others
+  at::Tensor ratio_mask;                  // [T], kGspo: tokens whose mean log-ratio is the sequence's
+  std::vector<std::int64_t> cu_seqlens{};  // [F + 1], kGspo's sequences
+};
+struct RowLossResult {
+  at::Tensor sum;                // differentiable: Σ over rows, nothing is divided
+  at::Tensor log_probabilities;  // detached, of the targets' shape: of every row, also of weight 0
+};
+// The rows' log-probabilities are those of softmax(hidden · weightᵀ + scale (hidden · aᵀ) bᵀ), hidden [T, H], weight
+// [V, H]; `update`: null or an adapter's of the head. Logits are made a tile at a time; formulas in docs/losses.md.
+struct LowRankUpdate {
+  at::Tensor a, b;  // [r, H], [V, r]
+  double scale = 1;
+};
+RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight, const RowLossInputs& inputs,
+                              RowLoss loss, const RowLossOptions& options = {}, const LowRankUpdate* update = nullptr);
+
 // ---- regression, diffusion ----
 
 // Σ_i w_i · mean over a token's elements of (prediction − target)²; both [T, ...] of one shape.

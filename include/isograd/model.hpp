@@ -154,6 +154,24 @@ class ReferenceModel : public torch::nn::Module {
   std::string blocks_;  // before a block's index in its parameters' names
 };
 
+// A low-rank update of a matrix, y += scale · (x aᵀ) bᵀ (Hu et al. 2021, arXiv 2106.09685).
+struct LowRank {
+  at::Tensor a;  // [rank, in]
+  at::Tensor b;  // [out, rank]
+  double scale = 1;
+};
+enum class Projection { kQuery, kKey, kValue, kOutput, kGate, kUp, kDown, kHead };  // kHead: of layer 0
+class Adapter {
+ public:
+  virtual ~Adapter() = default;
+  virtual const LowRank* find(std::int64_t layer, Projection projection) const = 0;  // null: not adapted
+};
+// Rows [begin, end) of a forward are computed with this adapter; null: with none.
+struct AdaptedRows {
+  std::int64_t begin = 0, end = 0;
+  const Adapter* adapter = nullptr;
+};
+
 // Parameters carry Hugging Face names: named_parameters() gives "model.layers.0.self_attn.q_proj.weight", ...
 class DecoderLM : public ReferenceModel {
  public:
@@ -184,6 +202,10 @@ class DecoderLM : public ReferenceModel {
   using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
                                                  const ExpertScores& scores, const at::Tensor& likeliest)>;
   void set_choice_of_experts(ChooseExperts choose);
+  // For all forwards from now on; the adapters must outlive them. The rows of set_adapters() are those of the next
+  // forwards' batches, ascending and without gaps.
+  void set_adapter(const Adapter* adapter);
+  void set_adapters(std::vector<AdaptedRows> rows);
 
  private:
   struct Impl;

@@ -49,7 +49,12 @@ struct AdamWOptions {
   double epsilon = 1e-8;
   double weight_decay = 0.1;  // decoupled (Loshchilov & Hutter 2019); only where Slot::decays
 };
-std::unique_ptr<Optimizer> adamw(const AdamWOptions& options);
+// Its options may change before each update.
+class AdamW : public Optimizer {
+ public:
+  virtual void set_options(const AdamWOptions& options) = 0;  // ConfigError: as adamw()
+};
+std::unique_ptr<AdamW> adamw(const AdamWOptions& options);
 
 struct SgdOptions {
   double learning_rate = 0.1;

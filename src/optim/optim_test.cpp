@@ -57,6 +57,10 @@ struct Workbench {
   }
 };
 
+double relative_distance(const at::Tensor& a, const at::Tensor& b) {
+  return ((a - b).abs().max() / b.abs().max()).item<double>();
+}
+
 // Runs our optimizer and LibTorch's; returns the largest difference relative to the largest value.
 template <typename Theirs, typename Options>
 double compare(at::ScalarType type, Optimizer& ours, Options decaying, Options plain, double gradient_scale) {
@@ -107,6 +111,69 @@ TEST(AdamW, EqualsLibTorch) {
           adamw({.learning_rate = 0.01, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-6, .weight_decay = 0.1});
       EXPECT_GT(compare<torch::optim::AdamW>(type, *wrong, theirs(0.2), theirs(0), scale), bound(type));
     }
+}
+
+// Every option another one before each update, as torch.optim.AdamW takes it from its parameter groups.
+double compare_changing(at::ScalarType type, bool keeps_the_first_betas) {
+  Workbench setup(type);
+  std::vector<at::Tensor> copies[2], all(setup.parameters.size());
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i] = setup.parameters[i].tensor.detach().clone().requires_grad_(true);
+    copies[setup.parameters[i].decays ? 0 : 1].push_back(all[i]);
+  }
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto& of : copies) groups.emplace_back(of, std::make_unique<torch::optim::AdamWOptions>());
+  torch::optim::AdamW theirs(groups, torch::optim::AdamWOptions());
+  const auto ours = adamw({});
+  double worst = 0;
+  for (int step = 0; step < 12; ++step) {
+    AdamWOptions options{.learning_rate = 0.01 / (1 + step % 4),
+                         .beta1 = 0.8 + 0.015 * step,
+                         .beta2 = 0.999 - 0.01 * (step % 5),
+                         .epsilon = step % 2 == 0 ? 1e-12 : 1e-4,
+                         .weight_decay = 0.1 * (step % 3)};
+    for (std::size_t g = 0; g < 2; ++g)
+      static_cast<torch::optim::AdamWOptions&>(theirs.param_groups()[g].options())
+          .lr(options.learning_rate)
+          .betas({options.beta1, options.beta2})
+          .eps(options.epsilon)
+          .weight_decay(g == 0 ? options.weight_decay : 0);
+    if (keeps_the_first_betas) options.beta1 = 0.8, options.beta2 = 0.999;
+    ours->set_options(options);
+    EXPECT_EQ(ours->learning_rate(), options.learning_rate);
+    setup.draw_gradients(step);
+    setup.each_slot([&](std::size_t b, const Slot& slot) {
+      all[slot.index].mutable_grad() = slot_view(setup.buckets[b].gradients, slot).clone();
+    });
+    ours->update(setup.buckets, 1);
+    theirs.step();
+    for (std::size_t i = 0; i < all.size(); ++i)
+      worst = std::max(worst, relative_distance(setup.parameters[i].tensor.detach(), all[i].detach()));
+  }
+  return worst;
+}
+
+TEST(AdamW, TakesOtherOptionsBeforeEachUpdate) {
+  EXPECT_LT(compare_changing(at::kDouble, false), 1e-12);
+  EXPECT_LT(compare_changing(at::kFloat, false), bound(at::kFloat));
+  EXPECT_GT(compare_changing(at::kDouble, true), 1e-4);
+  const auto optimizer = adamw({.learning_rate = 0.5});
+  EXPECT_THROW(optimizer->set_options({.learning_rate = 0.1, .beta1 = 1}), ConfigError);
+  EXPECT_EQ(optimizer->learning_rate(), 0.5) << "a refused call changes nothing";
+}
+
+// Gradients of 1e-9: an epsilon of 1e-8 would make the first update a tenth of the learning rate.
+TEST(AdamW, HonoursASmallEpsilon) {
+  for (const auto type : {at::kDouble, at::kFloat}) {
+    Workbench setup(type);
+    const at::Tensor before = setup.buckets[0].master.clone();
+    for (auto& bucket : setup.buckets) bucket.gradients.fill_(1e-9);
+    const auto optimizer = adamw({});
+    optimizer->set_options({.learning_rate = 0.01, .epsilon = 1e-12, .weight_decay = 0});
+    optimizer->update(setup.buckets, 1);
+    const at::Tensor moved = slot_view(before - setup.buckets[0].master, setup.buckets[0].plan.slots[0]);
+    EXPECT_LT((moved / 0.01 - 1 / (1 + 1e-3)).abs().max().item<double>(), type == at::kDouble ? 1e-12 : 1e-4);
+  }
 }
 
 TEST(Sgd, EqualsLibTorch) {
@@ -190,7 +257,7 @@ TEST(AdamW, KeepsFp32MastersOfBf16Parameters) {
 }
 
 TEST(Optimizer, StateSurvivesACopyBitForBit) {
-  for (auto make : {+[] { return adamw({.learning_rate = 0.02}); },
+  for (auto make : {+[]() -> std::unique_ptr<Optimizer> { return adamw({.learning_rate = 0.02}); },
                     +[] { return sgd({.learning_rate = 0.02, .momentum = 0.9}); }}) {
     Workbench straight(at::kFloat), resumed(at::kFloat, 1 << 20);  // resumed has other buckets
     ASSERT_NE(straight.buckets.size(), resumed.buckets.size());
@@ -272,7 +339,8 @@ TEST(Runs, LeaveFrozenSlotsOut) {
 
 // Parameters of the same sizes in another order would get other parameters' moments.
 TEST(Optimizer, RefusesTheBucketsOfAnotherLayout) {
-  for (auto make : {+[] { return adamw({}); }, +[] { return sgd({.momentum = 0.9}); }}) {
+  for (auto make :
+       {+[]() -> std::unique_ptr<Optimizer> { return adamw({}); }, +[] { return sgd({.momentum = 0.9}); }}) {
     std::vector<NamedParameter> parameters = trainable_parameters(
         {{"a", at::ones({40}).requires_grad_(true)}, {"b", at::ones({40}).requires_grad_(true)}});
     const auto buckets_of = [&](const std::vector<std::size_t>& order) {

@@ -29,8 +29,10 @@ kernels::Bfloat16* rounded_elements(const Bucket& bucket, Range range) {
   return bucket.plan.dtype == at::kBFloat16 ? elements<kernels::Bfloat16>(bucket.parameters, range) : nullptr;
 }
 
-// State and counts, and the choice between passes of ours and of LibTorch.
-class FlatOptimizer : public Optimizer {
+// State and counts, and the choice between passes of ours and of LibTorch. `Interface`: Optimizer, or what is
+// derived from it.
+template <typename Interface>
+class FlatOptimizer : public Interface {
  public:
   void update(std::vector<Bucket>& buckets, double gradient_scale) override {
     make_state(buckets);
@@ -47,8 +49,8 @@ class FlatOptimizer : public Optimizer {
   double learning_rate() const override { return learning_rate_; }
   std::int64_t updates() const override { return updates_; }
   void set_updates(std::int64_t updates) override { updates_ = updates; }
-  Missed missed_updates() const override { return missed_; }
-  void set_missed_updates(Missed missed) override { missed_ = std::move(missed); }
+  Optimizer::Missed missed_updates() const override { return missed_; }
+  void set_missed_updates(Optimizer::Missed missed) override { missed_ = std::move(missed); }
   OptimizerState state(const std::vector<Bucket>& buckets) override {
     make_state(buckets);
     return state_;
@@ -120,13 +122,16 @@ class FlatOptimizer : public Optimizer {
   }
 
   std::vector<std::vector<Place>> known_{};  // by bucket and slot
-  Missed missed_{};
+  Optimizer::Missed missed_{};
 };
 
-class AdamW final : public FlatOptimizer {
+class FlatAdamW final : public FlatOptimizer<AdamW> {
  public:
-  explicit AdamW(const AdamWOptions& options)
-      : FlatOptimizer(options.learning_rate, {"exp_avg", "exp_avg_sq"}), options_(options) {
+  explicit FlatAdamW(const AdamWOptions& options)
+      : FlatOptimizer(options.learning_rate, {"exp_avg", "exp_avg_sq"}) {
+    set_options(options);
+  }
+  void set_options(const AdamWOptions& options) override {
     const auto check = [](bool sound, const char* key, double found, const char* expected) {
       if (!sound) refuse(fmt::format("AdamW {}", key), fmt::format("{}", found), expected, "Change it");
     };
@@ -135,6 +140,7 @@ class AdamW final : public FlatOptimizer {
     check(options.epsilon > 0, "epsilon", options.epsilon, "more than 0");
     check(options.weight_decay >= 0, "weight_decay", options.weight_decay, "0 or more");
     check(options.learning_rate >= 0, "learning_rate", options.learning_rate, "0 or more");
+    options_ = options, learning_rate_ = options.learning_rate;
   }
   std::string kind() const override { return "adamw"; }
 
@@ -202,7 +208,7 @@ class AdamW final : public FlatOptimizer {
   AdamWOptions options_;
 };
 
-class Sgd final : public FlatOptimizer {
+class Sgd final : public FlatOptimizer<Optimizer> {
  public:
   explicit Sgd(const SgdOptions& options)
       : FlatOptimizer(options.learning_rate, options.momentum > 0
@@ -258,7 +264,7 @@ class Sgd final : public FlatOptimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> adamw(const AdamWOptions& options) { return std::make_unique<AdamW>(options); }
+std::unique_ptr<AdamW> adamw(const AdamWOptions& options) { return std::make_unique<FlatAdamW>(options); }
 
 std::unique_ptr<Optimizer> sgd(const SgdOptions& options) { return std::make_unique<Sgd>(options); }
 

@@ -1,0 +1,54 @@
+// An HTTP server: libmicrohttpd with one I/O thread, whose requests may be answered later, from any thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace isograd::serve {
+
+struct HttpRequest {
+  std::string method, path;                    // path: percent-decoded once, without the query
+  std::map<std::string, std::string> query;
+  std::map<std::string, std::string> headers;  // names in lower case
+  std::string body;
+};
+
+struct HttpReply {
+  int status = 200;
+  std::string type = "application/json";
+  std::string body;
+  std::map<std::string, std::string> headers{};
+};
+
+// Answers its request once, at once or later, from any thread; destroyed without an answer: 500.
+using Respond = std::function<void(HttpReply)>;
+
+struct HttpOptions {
+  std::string host = "127.0.0.1";
+  int port = 0;  // 0: any free one
+  std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
+  unsigned connections = 4096, per_address = 0;     // 0: no limit of its own
+  unsigned idle_seconds = 120, header_seconds = 10;
+};
+
+class HttpServer {
+ public:
+  // Called on the I/O thread and must return at once.
+  using Handler = std::function<void(const HttpRequest& request, Respond respond)>;
+  // Asked before a body is read, with all but the body: an answer refuses the request.
+  using Admit = std::function<std::unique_ptr<HttpReply>(const HttpRequest& request)>;
+  HttpServer(HttpOptions options, Admit admit, Handler handler);  // ConfigError: the address cannot be had
+  ~HttpServer();                                                  // answers what waits with 503
+  int port() const;
+  std::int64_t connections() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd::serve

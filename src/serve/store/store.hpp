@@ -1,0 +1,105 @@
+// What a training server keeps on disk: a journal of what it accepted, snapshots of its state, named checkpoints.
+// Plain bytes and folders; no torch, no HTTP.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace isograd::serve {
+
+// Locks a state folder for one server. ConfigError: in use, of a newer version, not writable.
+class StateFolder {
+ public:
+  explicit StateFolder(std::filesystem::path path);
+  ~StateFolder();
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  int lock_ = -1;
+};
+
+// An append-only file of records {length, XXH3, bytes}. A torn tail (of a kill in the middle of a write) is cut off;
+// damage before it is a ConfigError.
+class Journal {
+ public:
+  struct Options {
+    bool sync = false;  // fsync before append() returns, several waiting records by one
+  };
+  // Replays all whole records first, in order, with their positions.
+  Journal(std::filesystem::path file, Options options,
+          const std::function<void(std::uint64_t position, std::string_view record)>& replay);
+  ~Journal();
+  // Returns the position after the record. ConfigError (full disk): nothing was appended, later appends may succeed.
+  std::uint64_t append(std::string_view record);
+  std::uint64_t position() const;
+  // Removes all records before `position` (a snapshot has their effect). Whole or not at all.
+  void drop_before(std::uint64_t position);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Folders that are whole or absent: filled under a hidden name, fsynced, renamed.
+class WholeFolder {
+ public:
+  explicit WholeFolder(std::filesystem::path target);  // an existing target is replaced by commit()
+  ~WholeFolder();                                      // not committed: nothing is left
+  const std::filesystem::path& directory() const { return partial_; }
+  void commit();
+
+ private:
+  std::filesystem::path target_, partial_;
+  bool committed_ = false;
+};
+
+// ---- named checkpoints, below <state>/checkpoints ----
+
+struct CheckpointInfo {
+  std::string run;   // the model that wrote it: "<session>:train:<n>"
+  std::string kind;  // "weights", "sampler_weights", "external_weights"
+  std::string name;
+  std::string tenant, base;
+  std::int64_t rank = 0;  // 0: whole weights
+  std::int64_t bytes = 0;
+  double created = 0, expires = 0;  // seconds since 1970; 0: never
+  bool is_public = false;
+  std::map<std::string, std::string> metadata;
+
+  std::string path() const { return "tinker://" + run + "/" + kind + "/" + name; }
+};
+
+// A valid name: 1 to 128 of [A-Za-z0-9._-], neither "." nor "..". Else what is wrong with it, as ConfigError.
+void check_checkpoint_name(const std::string& name);
+// "tinker://<run>/<kind>/<name>", three parts. ConfigError.
+CheckpointInfo parse_checkpoint_path(const std::string& path);
+
+class CheckpointStore {
+ public:
+  explicit CheckpointStore(std::filesystem::path root);  // lists what there is; half-written ones are removed
+  // `fill` writes the files. ConfigError: the name is taken and not `overwrite`; a full disk (nothing is left).
+  void save(CheckpointInfo info, bool overwrite,
+            const std::function<std::int64_t(const std::filesystem::path& directory)>& fill);
+  // Null: there is none, or it has expired by `now`, or it is another tenant's and not public.
+  const CheckpointInfo* find(const std::string& path, const std::string& tenant, double now) const;
+  std::filesystem::path directory(const CheckpointInfo& info) const;
+  void check_files(const CheckpointInfo& info) const;  // checksums; ConfigError: damaged
+  std::vector<CheckpointInfo> list(const std::string& tenant, double now) const;  // newest first
+  void update(const CheckpointInfo& info);  // expiry, public
+  void remove(const CheckpointInfo& info);
+  void remove_expired(double now);
+
+ private:
+  std::filesystem::path root_;
+  std::map<std::string, CheckpointInfo> by_path_;
+};
+
+}  // namespace isograd::serve
