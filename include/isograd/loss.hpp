@@ -95,11 +95,11 @@ struct RowLossOptions {
   double beta = 0;                         // kDro
 };
 struct RowLossInputs {
-  at::Tensor targets;                     // [T] or, for kCrossEntropy, [T, K] int64
-  at::Tensor weights;                     // kCrossEntropy: as targets, any finite numbers
-  at::Tensor old_log_probabilities;       // [T], the others: q
-  at::Tensor advantages;                  // [T], the others
-  at::Tensor ratio_mask;                  // [T], kGspo: tokens whose mean log-ratio is the sequence's
+  at::Tensor targets{};                    // [T] or, for kCrossEntropy, [T, K] int64
+  at::Tensor weights{};                    // kCrossEntropy: as targets, any finite numbers
+  at::Tensor old_log_probabilities{};      // [T], the others: q
+  at::Tensor advantages{};                 // [T], the others
+  at::Tensor ratio_mask{};                 // [T], kGspo: tokens whose mean log-ratio is the sequence's
   std::vector<std::int64_t> cu_seqlens{};  // [F + 1], kGspo's sequences
 };
 struct RowLossResult {
@@ -112,6 +112,8 @@ struct LowRankUpdate {
   at::Tensor a, b;  // [r, H], [V, r]
   double scale = 1;
 };
+// ConfigError: shapes, a target outside the vocabulary, numbers that are not finite, a NaN in
+// old_log_probabilities, clip limits that are negative or in the wrong order.
 RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight, const RowLossInputs& inputs,
                               RowLoss loss, const RowLossOptions& options = {}, const LowRankUpdate* update = nullptr);
 

@@ -40,7 +40,7 @@ bool may_overwrite(const at::Tensor& logits) {
 // rows. Two passes over the logits: row sums forward, softmax minus one-hot backward.
 struct RowLosses : torch::autograd::Function<RowLosses> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits, const at::Tensor& targets,
-                            const at::Tensor& mask, const RowLoss& loss, const VocabularyShard& shard,
+                            const at::Tensor& mask, const EntropyLoss& loss, const VocabularyShard& shard,
                             bool summed) {
     RowStatistics rows = begin_rows(logits.size(0), loss, logits.device());
     take_in(logits.contiguous(), shard.first, targets, mask, rows);
@@ -97,7 +97,7 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
   const at::Tensor wanted = targets.contiguous();
   const VocabularyShard shard = check_arguments("cross_entropy_sum", logits, wanted);
   if (!logits.is_cpu()) return cross_entropy_sum(logits, wanted, CrossEntropyOptions{});
-  return RowLosses::apply(logits, wanted, wanted.ne(kIgnoreIndex), RowLoss{}, shard, /*summed=*/true);
+  return RowLosses::apply(logits, wanted, wanted.ne(kIgnoreIndex), EntropyLoss{}, shard, /*summed=*/true);
 }
 
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
@@ -108,7 +108,7 @@ at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets
   check_coefficients(where, options.label_smoothing, options.z_loss);
   const TokenWeights tokens =
       token_weights(where, options.weights, wanted, logits.size(0), logits.device(), shard.vocabulary);
-  const RowLoss loss{.label_smoothing = options.label_smoothing, .z_loss = options.z_loss};
+  const EntropyLoss loss{.label_smoothing = options.label_smoothing, .z_loss = options.z_loss};
   const at::Tensor each = RowLosses::apply(logits, wanted, tokens.mask, loss, shard, false);
   return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
 }
@@ -119,7 +119,7 @@ at::Tensor z_loss_sum(const at::Tensor& logits, const at::Tensor& targets, const
   const VocabularyShard shard = check_arguments("z_loss_sum", logits, wanted, given);
   const TokenWeights tokens =
       token_weights("z_loss_sum", weights, wanted, logits.size(0), logits.device(), shard.vocabulary);
-  const RowLoss loss{.cross_entropy = 0, .z_loss = 1};
+  const EntropyLoss loss{.cross_entropy = 0, .z_loss = 1};
   const at::Tensor each = RowLosses::apply(logits, wanted, tokens.mask, loss, shard, false);
   return (each * tokens.weights).sum().to(computing_type(logits.scalar_type()));
 }
@@ -129,7 +129,7 @@ at::Tensor token_log_probabilities(const at::Tensor& logits, const at::Tensor& t
   const at::Tensor wanted = targets.contiguous();
   const VocabularyShard shard = check_arguments("token_log_probabilities", logits, wanted, given);
   // Subtracted from 0, not negated: an ignored token has 0, not −0.
-  return at::rsub(RowLosses::apply(logits, wanted, wanted.ne(kIgnoreIndex), RowLoss{}, shard, false), 0.0)
+  return at::rsub(RowLosses::apply(logits, wanted, wanted.ne(kIgnoreIndex), EntropyLoss{}, shard, false), 0.0)
       .to(computing_type(logits.scalar_type()));
 }
 

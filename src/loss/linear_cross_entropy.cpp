@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -12,6 +11,7 @@
 #include "isograd/loss.hpp"
 #include "kernels/matmul/product.hpp"
 #include "loss/checks.hpp"
+#include "loss/projection.hpp"
 #include "loss/rows.hpp"
 
 namespace isograd {
@@ -41,66 +41,6 @@ struct Result {
   at::Tensor hidden, weight, bias;
 };
 
-// Tile sizes: the whole vocabulary with as many tokens as fit into the buffer, for a row seen whole needs
-// its logits made only once; a narrower tile only where a few tokens would not fit. More tokens in a tile
-// mean fewer passes over the weight's gradient: where that is small they cost little, and the buffer takes
-// half of it. With G bytes of gradient and V columns on a rank of elements of b bytes
-//   tokens = clamp(buffer / (b V), 16, 1024), buffer = 64 MiB from G = 64 MiB on, else max(G / 2, least),
-// where 64 tokens of V columns fit into 64 MiB. least = 2 MiB, or 8 where a pass over the gradient also
-// widens what it adds. Beside the buffer lies a slice of it, which a product makes.
-constexpr std::int64_t kSliceBytes = std::int64_t{1} << 19,
-                       kMostOnHeap = std::int64_t{32} << 20;  // glibc maps what is larger apart
-
-struct Tiles {
-  std::int64_t tokens, vocabulary;
-};
-Tiles choose_tiles(const Problem& problem, std::int64_t valid) {
-  // A GPU has no cache that a tile should fit into, and wants few and large kernels.
-  const bool on_cpu = problem.hidden.is_cpu();
-  const std::int64_t kMostBytes = std::int64_t{on_cpu ? 64 : 512} << 20, kMost = on_cpu ? 1024 : 1 << 16;
-  constexpr std::int64_t kFewest = 16, kFewestUncut = 64;
-  const at::ScalarType sum_type = computing_type(problem.weight.scalar_type());
-  // Each tile of tokens is a collective: ranks must choose alike, whatever their own columns.
-  const std::int64_t ranks = problem.shard.group.size(),
-                     vocabulary = std::max<std::int64_t>(1, (problem.shard.vocabulary + ranks - 1) / ranks),
-                     element = static_cast<std::int64_t>(problem.weight.element_size()),
-                     gradient = problem.shard.vocabulary * problem.weight.size(1) *
-                                static_cast<std::int64_t>(c10::elementSize(sum_type)),
-                     least = std::int64_t{sum_type == problem.weight.scalar_type() ? 2 : 8} << 20,
-                     buffer = gradient >= kMostBytes || !on_cpu ? kMostBytes : std::max(gradient / 2, least);
-  Tiles tiles{problem.options.tile_tokens, problem.options.tile_vocabulary};
-  if (tiles.vocabulary == 0)
-    tiles.vocabulary =
-        std::min(vocabulary, kMostBytes / element / (tiles.tokens > 0 ? tiles.tokens : kFewestUncut));
-  tiles.vocabulary = std::clamp<std::int64_t>(tiles.vocabulary, 1, vocabulary);
-  if (tiles.tokens == 0) tiles.tokens = std::clamp(buffer / element / tiles.vocabulary, kFewest, kMost);
-  tiles.tokens = std::clamp<std::int64_t>(tiles.tokens, 1, std::max<std::int64_t>(1, valid));
-  return tiles;
-}
-
-// to += gradientᵀ rows, the columns' part of the weight's gradient [columns, H]; written the first time.
-// `turned`: rows in the other order, where the sum is wider than they are.
-void accumulate(const at::Tensor& gradient, const at::Tensor& rows, const at::Tensor& turned, bool first,
-                at::Tensor to) {
-  if (to.scalar_type() == gradient.scalar_type()) return multiply_into(to, gradient.t(), rows.t(), !first);
-  if (!to.is_cpu()) {
-    to.add_(at::mm(gradient.t(), rows));
-    return;
-  }
-  // In slices whose partial result is still in the cache when it is added.
-  constexpr std::int64_t kSliceElements = std::int64_t{1} << 20;
-  const std::int64_t columns = to.size(0), step = std::max<std::int64_t>(
-                                               64, kSliceElements / std::max<std::int64_t>(1, to.size(1)));
-  for (std::int64_t begin = 0; begin < columns; begin += step) {
-    const std::int64_t count = std::min(step, columns - begin);
-    const at::Tensor part = product(gradient.narrow(1, begin, count).t(), turned);
-    if (first)
-      to.narrow(0, begin, count).copy_(part);
-    else
-      to.narrow(0, begin, count).add_(part);
-  }
-}
-
 // State that the tiles of one run share.
 class Sweep {
  public:
@@ -108,7 +48,9 @@ class Sweep {
       : p_(problem),
         valid_(problem.all_tokens ? at::Tensor() : problem.tokens.mask.nonzero().squeeze(1)),
         count_(problem.all_tokens ? problem.hidden.size(0) : valid_.size(0)),
-        tiles_(choose_tiles(problem, count_)),
+        tiles_(choose_tiles(problem.weight, problem.shard,
+                            {problem.options.tile_tokens, problem.options.tile_vocabulary}, count_)),
+        logits_(problem.weight, problem.bias, tiles_),
         all_valid_(count_ == problem.hidden.size(0)),
         loss_{.cross_entropy = 1,
               .label_smoothing = problem.options.label_smoothing,
@@ -152,27 +94,6 @@ class Sweep {
       of_tokens.index_copy_(0, valid_.narrow(0, begin, values.size(0)), values.to(of_tokens.scalar_type()));
   }
 
-  // In the sweep's own buffer, which a product fills slice by slice: tiles made one after the other would
-  // leave adjacent holes in the C library's heap. One too large for the heap is given back at once.
-  at::Tensor logits(const at::Tensor& rows, std::int64_t first, std::int64_t columns) {
-    const auto of = [&](std::int64_t begin, std::int64_t count) {
-      return product(rows, p_.weight.narrow(0, first + begin, count), {},
-                     p_.bias.defined() ? p_.bias.narrow(0, first + begin, count) : at::Tensor());
-    };
-    const std::int64_t count = rows.size(0), whole = tiles_.tokens * tiles_.vocabulary,
-                       element = static_cast<std::int64_t>(p_.weight.element_size()),
-                       elements = kSliceBytes / element;
-    if (!rows.is_cpu() || count * columns <= elements || whole * element > kMostOnHeap) return of(0, columns);
-    if (!buffer_.defined()) buffer_ = at::empty({whole}, rows.options());
-    at::Tensor made = buffer_.narrow(0, 0, count * columns).view({count, columns});
-    const std::int64_t step = std::max<std::int64_t>(64, elements / count);
-    for (std::int64_t begin = 0; begin < columns; begin += step) {
-      const std::int64_t width = std::min(step, columns - begin);
-      made.narrow(1, begin, width).copy_(of(begin, width));
-    }
-    return made;
-  }
-
   void tile(std::int64_t begin, std::int64_t count) {
     const at::Tensor rows = cut(p_.hidden, begin, count), targets = cut(p_.targets, begin, count),
                      weights = cut(p_.tokens.weights, begin, count);
@@ -181,7 +102,7 @@ class Sweep {
     at::Tensor made;  // the logits of the last columns
     for (std::int64_t first = 0; first < vocabulary; first += tiles_.vocabulary) {
       made.reset();  // before the next are made
-      made = logits(rows, first, std::min(tiles_.vocabulary, vocabulary - first));
+      made = logits_(rows, first, std::min(tiles_.vocabulary, vocabulary - first));
       take_in(made, p_.shard.first + first, targets, {}, statistics);
     }
     take_in_columns_of(p_.shard.group, statistics);
@@ -203,7 +124,7 @@ class Sweep {
       const std::int64_t columns = std::min(tiles_.vocabulary, vocabulary - first);
       if (columns < vocabulary) {
         made.reset();
-        made = logits(rows, first, columns);
+        made = logits_(rows, first, columns);
       }
       write_gradient(made, p_.shard.first + first, targets, {}, coefficients, made);
       if (p_.of_hidden) {
@@ -226,10 +147,10 @@ class Sweep {
   const at::Tensor valid_;  // [N] indices of the valid tokens, ascending; undefined: all tokens
   const std::int64_t count_;
   const Tiles tiles_;
+  TiledLogits logits_;
   const bool all_valid_;
-  const RowLoss loss_;
-  at::Tensor sums_;    // [3] fp64: cross entropy, z
-  at::Tensor buffer_;  // of a tile's logits
+  const EntropyLoss loss_;
+  at::Tensor sums_;  // [3] fp64: cross entropy, z
   Result result_;
 };
 
@@ -249,57 +170,17 @@ struct LinearCrossEntropyFunction : torch::autograd::Function<LinearCrossEntropy
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list upstream) {
-    if (at::GradMode::is_enabled())
-      refuse(kWhere, "a backward with create_graph", "first derivatives only",
-             "Use at::linear and at::cross_entropy_loss where second derivatives are needed");
-    const auto type = static_cast<at::ScalarType>(ctx->saved_data["type"].toInt());
-    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
-    variable_list gradients = ctx->get_saved_variables();
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      at::Tensor& gradient = gradients[i];
-      if (!gradient.defined()) continue;
-      if (!ctx->needs_input_grad(i)) {
-        gradient = at::Tensor();
-        continue;
-      }
-      const at::Tensor scale = upstream[0].to(computing_type(gradient.scalar_type()));
-      // They are not read again unless the graph is kept.
-      gradient = (keep ? gradient * scale : gradient.detach().mul_(scale)).to(type);
-    }
-    gradients.emplace_back();
-    return gradients;
+    return made_gradients(kWhere, *ctx, upstream[0]);
   }
 };
 
 const differentiable::Separable<LinearCrossEntropyFunction> kFusedLossIsSeparable;
 
-bool wants_gradient(const at::Tensor& values) {
-  return at::GradMode::is_enabled() && values.defined() && values.requires_grad();
-}
-
-void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias) {
-  check_type(kWhere, "hidden", hidden);
-  check_type(kWhere, "weight", weight);
-  const auto describe = [](const at::Tensor& t) {
-    return fmt::format("{} of {} on {}", c10::str(t.sizes()), c10::toString(t.scalar_type()),
-                       t.device().str());
-  };
-  const auto fits = [&](const at::Tensor& t) {
-    return t.scalar_type() == hidden.scalar_type() && t.device() == hidden.device();
-  };
-  if (hidden.dim() != 2 || weight.dim() != 2 || hidden.size(1) != weight.size(1) || !fits(weight))
-    refuse(kWhere, fmt::format("hidden {}, weight {}", describe(hidden), describe(weight)),
-           "hidden [T, H] and weight [V, H] of one type on one device", "Flatten the leading dims of hidden");
-  if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0) || !fits(bias)))
-    refuse(kWhere, fmt::format("bias {}, weight {}", describe(bias), describe(weight)),
-           "bias [V] of the weight's type on its device", "Pass one bias for each token of the vocabulary");
-}
-
 }  // namespace
 
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                         const at::Tensor& targets, const LinearCrossEntropyOptions& options) {
-  check_shapes(hidden, weight, options.bias);
+  check_projection(kWhere, hidden, weight, options.bias);
   check_coefficients(kWhere, options.label_smoothing, options.z_loss);
   if (options.tile_tokens < 0 || options.tile_vocabulary < 0)
     refuse(

@@ -56,7 +56,7 @@ kernels::RowSum merge(const kernels::RowSum& before, kernels::RowSum tile, const
 
 }  // namespace
 
-RowStatistics begin_rows(std::int64_t rows, const RowLoss& loss, const at::Device& device) {
+RowStatistics begin_rows(std::int64_t rows, const EntropyLoss& loss, const at::Device& device) {
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
   RowStatistics result{.sums = at::zeros({rows, 2}, options), .target = at::zeros({rows}, options)};
   result.sums.select(1, 0).fill_(-kInfinity);
@@ -124,7 +124,7 @@ at::Tensor smoothed_cross_entropy(const RowStatistics& rows, double label_smooth
   return (1 - label_smoothing) * likelihood + label_smoothing * average;
 }
 
-at::Tensor losses(const RowStatistics& rows, const RowLoss& loss, std::int64_t vocabulary) {
+at::Tensor losses(const RowStatistics& rows, const EntropyLoss& loss, std::int64_t vocabulary) {
   at::Tensor result;
   if (loss.cross_entropy != 0)
     result = loss.cross_entropy * smoothed_cross_entropy(rows, loss.label_smoothing, vocabulary);
@@ -135,7 +135,7 @@ at::Tensor losses(const RowStatistics& rows, const RowLoss& loss, std::int64_t v
   return result.defined() ? result : at::zeros_like(rows.target);
 }
 
-at::Tensor gradient_coefficients(const RowStatistics& rows, const RowLoss& loss, std::int64_t vocabulary,
+at::Tensor gradient_coefficients(const RowStatistics& rows, const EntropyLoss& loss, std::int64_t vocabulary,
                                  const at::Tensor& upstream) {
   at::Tensor of_softmax = upstream * loss.cross_entropy;
   if (loss.z_loss != 0) of_softmax = of_softmax + upstream * (2 * loss.z_loss) * log_sum_exp(rows);

@@ -12,7 +12,7 @@
 namespace isograd {
 
 // ℓ = cross_entropy · [(1 − ε)(lse − x_target) + ε (lse − mean x)] + z_loss · lse², lse = log Σ_j exp x_j.
-struct RowLoss {
+struct EntropyLoss {
   double cross_entropy = 1;
   double label_smoothing = 0;  // ε
   double z_loss = 0;
@@ -24,7 +24,7 @@ struct RowStatistics {
   at::Tensor target;   // [T] x_target
   at::Tensor total{};  // [T] Σ_j x_j; undefined unless labels are smoothed
 };
-RowStatistics begin_rows(std::int64_t rows, const RowLoss& loss, const at::Device& device);
+RowStatistics begin_rows(std::int64_t rows, const EntropyLoss& loss, const at::Device& device);
 
 // Takes in the columns [first_column, first_column + logits.size(1)) of the rows. logits contiguous, targets
 // [T] column numbers of the whole row. Columns may all be −inf (a masked vocabulary); a NaN shows.
@@ -39,10 +39,10 @@ void take_in_columns_of(Group group, RowStatistics& rows);
 at::Tensor log_sum_exp(const RowStatistics& rows);
 at::Tensor negative_log_likelihood(const RowStatistics& rows);
 at::Tensor smoothed_cross_entropy(const RowStatistics& rows, double label_smoothing, std::int64_t vocabulary);
-at::Tensor losses(const RowStatistics& rows, const RowLoss& loss, std::int64_t vocabulary);
+at::Tensor losses(const RowStatistics& rows, const EntropyLoss& loss, std::int64_t vocabulary);
 
 // d(Σ_t upstream_t ℓ_t) / dx as four numbers a row, [T, 4] fp64: kernels::RowGradient.
-at::Tensor gradient_coefficients(const RowStatistics& rows, const RowLoss& loss, std::int64_t vocabulary,
+at::Tensor gradient_coefficients(const RowStatistics& rows, const EntropyLoss& loss, std::int64_t vocabulary,
                                  const at::Tensor& upstream);
 // The gradient of those columns, into `gradient`, which may be `logits`; exactly 0 where the mask is false.
 void write_gradient(const at::Tensor& logits, std::int64_t first_column, const at::Tensor& targets,

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "loss/checks.hpp"
+#include "loss/clip.hpp"
 
 namespace isograd {
 namespace {
@@ -133,13 +134,10 @@ PolicyLoss policy_gradient(const at::Tensor& log_probabilities, const at::Tensor
   PolicyLoss result;
   at::Tensor clipped = at::zeros_like(tokens.mask), bound;
   if (clips) {
-    // min(r A, clip(r) A) is the second only where the clip binds in the direction that A pushes.
     const double low = 1 - options.clip_low, high = 1 + options.clip_high;
-    const at::Tensor fixed = log_ratio.detach().exp(), above = fixed.gt(high).logical_and(advantage.gt(0)),
-                     below = fixed.lt(low).logical_and(advantage.lt(0));
-    clipped = above.logical_or(below);
+    clipped = clip_binds(log_ratio.detach().exp(), advantage, low, high);
     const auto number = [&](double x) { return at::full({}, x, advantage.options()); };
-    bound = at::where(above, number(high), number(low)) * advantage;
+    bound = at::where(advantage.gt(0), number(high), number(low)) * advantage;
   }
   // A clipped ratio is not computed again: one that overflowed would turn its zero gradient into a NaN.
   at::Tensor surrogate = at::where(clipped, 0.0, log_ratio).exp() * advantage;

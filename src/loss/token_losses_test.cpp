@@ -187,7 +187,7 @@ TEST(CrossEntropyOptions, WriteOverLogitsOnlyWhenNobodyElseSeesThem) {
 // Other devices take plain ATen; here it is compared with the kernels, whole and in tiles.
 TEST(Rows, OfPlainAtenAreThoseOfTheKernels) {
   at::manual_seed(7);
-  const RowLoss loss{.cross_entropy = 1, .label_smoothing = 0.2, .z_loss = 0.1};
+  const EntropyLoss loss{.cross_entropy = 1, .label_smoothing = 0.2, .z_loss = 0.1};
   for (const TokenLossCase& c : kTokenLossCases)
     for (const std::int64_t tile : {77, 20}) {
       at::Tensor logits = (at::randn({9, 77}, at::kDouble) * 3).to(c.type);
