@@ -42,8 +42,8 @@ struct Batch {
   std::vector<std::int64_t> sample_ids;      // [F]; fragments of one sample share its id
   std::vector<std::int64_t> sample_targets;  // [F], valid targets of that sample in the whole step, all ranks
   std::int64_t draw = 0;  // the step: a key of the forward's randomness, with seed, sample and position
-  // [T_local] floating or bool, finite, >= 0; undefined: all 1. Normalizer::prepare() replaces them for some
-  // means.
+  // [T_local] floating or bool, finite, >= 0 (NormalizerOptions::signed_weights: any sign); undefined: all 1.
+  // Normalizer::prepare() replaces them for some means.
   at::Tensor weights;
   // Samples that are no token sequences (docs/own_data.md): each [F, ...]. None in a padding batch.
   std::vector<at::Tensor> inputs;

@@ -231,6 +231,7 @@ struct Denominator {
   bool is_empty() const { return value == 0 || gradient_scale == 0; }  // no weight moves
 
   Mean mean = Mean::kTargets;
+  bool signed_weights = false;  // their sum is no denominator
   // Denominators of terms with another mean than kStep.
   double targets = 0, weights = 0, samples = 0, tokens = 0, micro_batches = 0;
   std::vector<double> by_replica{};                         // for means of replicas: the value of each
@@ -247,6 +248,9 @@ struct NormalizerOptions {
   int replicas = 1;
   // Counts samples although the step's own mean does not need them, because a term has Mean::kSamples.
   bool count_samples = false;
+  // Batch::weights may be negative. Under NoDenominator and FixedDenominator alone, also deferred: the other
+  // means divide by a sum of weights (ConfigError).
+  bool signed_weights = false;
 };
 
 // Counts, then scales local sums: the only division.
@@ -310,7 +314,8 @@ class FixedDenominator : public Normalizer {
 
 // Any of these means, counted over several calls (losses.md §4): raw sums are differentiated, and
 // gradient_scale divides once at the end. All terms share one denominator, and samples must be whole in each
-// call (ConfigError).
+// call (ConfigError). A WeightedMean divides by Σ Batch::weights, whatever weights the loss has used: who
+// counts by himself writes there what counts.
 class Deferred : public Normalizer {
  public:
   explicit Deferred(std::unique_ptr<Normalizer> of);

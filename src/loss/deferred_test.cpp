@@ -103,6 +103,74 @@ TEST(Deferred, KnowsTheRoundsOfACallBesideThoseOfTheStep) {
   });
 }
 
+// ---- weights of both signs, and counts of the caller's own ----
+
+TEST(SignedWeights, AreTakenWhereASumIsWanted) {
+  Group alone = Group::solo();
+  const NormalizerOptions options{.signed_weights = true};
+  const Batch batch = batch_of({{1, 3, 3}}, {0.5, -2, 0}), bad = batch_of({{1, 2, 2}}, {-1, INFINITY});
+  const auto share = [&](Normalizer& mean) {
+    const Denominator denominator = mean.denominator(mean.count({batch}, alone, false));
+    EXPECT_TRUE(mean.prepare(batch, denominator).weights.is_same(batch.weights));
+    return mean.scale({{"a", at::full({}, -6.0)}}, denominator).item<double>() * denominator.gradient_scale;
+  };
+  NoDenominator sum(options);
+  FixedDenominator fixed(4, options);
+  Deferred deferred(std::make_unique<NoDenominator>(options));
+  EXPECT_EQ(share(sum), -6);
+  EXPECT_EQ(share(fixed), -1.5);
+  EXPECT_EQ(share(deferred), -6);
+  const auto refused = [&](Normalizer&& mean, const Batch& of) {
+    return error_of([&] { mean.count({of}, alone, false); });
+  };
+  EXPECT_THAT(refused(NoDenominator(options), bad),
+              AllOf(HasSubstr("weights[1]"), HasSubstr("a finite number")));
+  EXPECT_THAT(refused(NoDenominator(), batch), AllOf(HasSubstr("weights[1]"), HasSubstr("signed_weights")));
+  EXPECT_THAT(refused(WeightedMean(), batch), HasSubstr("0 or more"));
+  EXPECT_THAT(error_of([&] { WeightedMean{options}; }),
+              AllOf(HasSubstr("weighted_mean"), HasSubstr("nothing to divide by")));
+  EXPECT_THAT(error_of([&] { SampleMean{options}; }), HasSubstr("sample_mean"));
+  EXPECT_THAT(error_of([&] { TokenMean{options}; }), HasSubstr("token_mean"));
+  EXPECT_THAT(error_of([&] { NoDenominator({.count_samples = true, .signed_weights = true}); }),
+              HasSubstr("counts samples"));
+  const Denominator denominator = sum.denominator(sum.count({batch}, alone, false));
+  EXPECT_THAT(error_of([&] {
+                sum.scale({{"a", at::ones({}), Mean::kWeights}}, denominator);
+              }),
+              HasSubstr("signed weights"));
+  run_ranks(2, [&](World& world) {
+    NoDenominator mean(NormalizerOptions{.signed_weights = world.rank == 0});
+    EXPECT_THAT(error_of([&] {
+                  mean.count({batch_of({{world.rank, 1, 1}})}, world.group, false);
+                }),
+                HasSubstr("another kind of mean"));
+  });
+}
+
+// Calls whose losses have weights of their own, divided by tokens, weights or sequences as Batch::weights
+// say.
+TEST(Deferred, DividesByWhatTheCallerCounts) {
+  Group alone = Group::solo();
+  const std::vector<std::vector<double>> of_tokens = {{1, 0, 1}, {1, 1}}, of_sequences = {{1, 0, 0}, {1, 0}},
+                                         of_weights = {{0.5, 0, 2}, {0.25, 0.25}};
+  for (const auto& [counts, divisor] :
+       {std::pair{of_tokens, 4.0}, std::pair{of_sequences, 2.0}, std::pair{of_weights, 3.0}}) {
+    Deferred mean(std::make_unique<WeightedMean>());
+    mean.begin_step();
+    const at::Tensor x = at::ones({}, at::kDouble).requires_grad_();
+    Denominator denominator;
+    for (std::size_t call = 0; call < 2; ++call) {
+      const Batch batch =
+          batch_of({{static_cast<std::int64_t>(call), std::ssize(counts[call]), std::ssize(counts[call])}},
+                   counts[call]);
+      denominator = mean.denominator(mean.count({batch}, alone, false));
+      mean.scale({{"loss", x * (call == 0 ? 7.0 : -1.0)}}, denominator).backward();
+    }
+    EXPECT_DOUBLE_EQ(x.grad().item<double>() * denominator.gradient_scale, 6 / divisor);
+    EXPECT_GT(std::abs(x.grad().item<double>() - 6 / divisor), 1) << "planted: the division forgotten";
+  }
+}
+
 // ---- what is logged ----
 
 TEST(TermSums, AddUpOverTheRanksAndCountAReplicatedTermOnce) {

@@ -110,7 +110,7 @@ class Counter {
     const at::Tensor weights = batch.weights.detach().to(at::kCPU, at::kDouble).contiguous();
     const double* weight = weights.const_data_ptr<double>();
     for (std::int64_t t = 0; t < length; ++t)
-      if (!(weight[t] >= 0 && std::isfinite(weight[t]))) {
+      if (!((weight[t] >= 0 || rule_.signed_weights) && std::isfinite(weight[t]))) {
         problem(kWeightValue, batch_, t, bits(weight[t]));
         return {};
       }
@@ -135,7 +135,7 @@ class Counter {
 };
 
 // The error that the problem in a rank's slot stands for.
-ErrorText describe(int rank, const std::int64_t* slot) {
+ErrorText describe(int rank, const std::int64_t* slot, const Rule& rule) {
   const std::int64_t a = slot[kProblemA], b = slot[kProblemB], c = slot[kProblemC];
   const std::string batch = fmt::format("rank {}, micro-batch {}", rank, a),
                     sample = fmt::format("rank {}, sample {}", rank, a);
@@ -156,8 +156,10 @@ ErrorText describe(int rank, const std::int64_t* slot) {
     case kWeightValue:
       return {
           fmt::format("{}, weights[{}]", batch, b), fmt::format("{}", number(c)),
-          "a finite number, 0 or more",
-          "Make the weights finite and 0 or more; a token without loss has weight 0 or target kIgnoreIndex"};
+          rule.signed_weights ? "a finite number" : "a finite number, 0 or more",
+          rule.signed_weights
+              ? "Look for where the weight was computed"
+              : "Make the weights finite and 0 or more; a token without loss has weight 0 or target kIgnoreIndex. Weights of both signs need NormalizerOptions::signed_weights, under none and fixed alone"};
     case kWeightsUnwanted:
       return {batch, "weights under the token mean, which divides by the number of targets",
               "one of two readings: sum of w*loss over sum of w, or sum of w*loss over a number",
@@ -241,8 +243,8 @@ OwnCounts count_own(const MicroBatches& micro_batches, const Rule& rule, bool st
   counter.finish();
   counts.slot[kMicroBatches] = std::ssize(micro_batches);
   counts.slot[kStop] = stop_requested ? 1 : 0;
-  counts.slot[kRule] =
-      static_cast<std::int64_t>(rule.mean) + (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
+  counts.slot[kRule] = static_cast<std::int64_t>(rule.mean) + (rule.signed_weights ? 50 : 0) +
+                       (rule.samples ? 100 : 0) + std::int64_t{1000} * rule.replicas;
   counts.slot[kRuleValueBits] = bits(rule.fixed);
   return counts;
 }
@@ -256,7 +258,7 @@ StepCounts merge(const at::Tensor& slots, int rank, const Rule& rule) {
       refuse("counting the step", fmt::format("another kind of mean on rank {} than on rank 0", r),
              "one normaliser, with the same numbers, on every rank",
              "Make the normaliser from the same configuration everywhere");
-    if (slot_of(r)[kProblem] != kNone) throw ConfigError(describe(r, slot_of(r)));
+    if (slot_of(r)[kProblem] != kNone) throw ConfigError(describe(r, slot_of(r), rule));
   }
   if (size % rule.replicas != 0)
     refuse("normalise_over", fmt::format("{} ranks in {} replicas", size, rule.replicas),
@@ -479,7 +481,11 @@ double Denominator::of_term(const LossTerm& term) const {
         refuse(fmt::format("loss term '{}'", term.name), "a sample mean in a step that counts no samples",
                "samples counted beforehand", "Make the normaliser with count_samples = true");
       return samples;
-    case Mean::kWeights: return mean == term.mean ? value : weights;
+    case Mean::kWeights:
+      if (signed_weights)
+        refuse(fmt::format("loss term '{}'", term.name), "a weighted mean in a step of signed weights",
+               "a mean that is not divided by their sum", "Give the term another mean");
+      return mean == term.mean ? value : weights;
     case Mean::kTokens: return tokens;
     case Mean::kMicroBatches: return micro_batches;
     case Mean::kFixed:
@@ -505,6 +511,12 @@ Normalizer::Normalizer(Mean mean, NormalizerOptions options, double fixed)
         "normalise_over", fmt::format("a mean of per-replica means under {}", name_of(mean)),
         "one of two readings: a sum over all ranks divided by the given number, or a mean that is counted in each replica",
         "Leave normalise_over alone for the first, or choose token_mean, sample_mean or weighted_mean");
+  if (options.signed_weights && ((mean != Mean::kNone && mean != Mean::kFixed) || options.count_samples))
+    refuse(
+        "NormalizerOptions::signed_weights",
+        options.count_samples ? "a step that counts samples" : name_of(mean),
+        "none or fixed: a sum of signed weights may be 0 or negative, and is nothing to divide by",
+        "Take NoDenominator or FixedDenominator, without count_samples; or divide by a count of your own, as Batch::weights of a WeightedMean");
 }
 
 StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, bool stop_requested) {
@@ -516,7 +528,8 @@ StepCounts Normalizer::count(const MicroBatches& micro_batches, Group& data, boo
   const counting::Rule rule{.mean = mean_,
                             .samples = mean_ == Mean::kSamples || options_.count_samples,
                             .replicas = options_.replicas,
-                            .fixed = fixed_};
+                            .fixed = fixed_,
+                            .signed_weights = options_.signed_weights};
   const auto own = counting::count_own(micro_batches, rule, stop_requested, earlier_samples);
   at::Tensor slots = at::zeros({data.size(), counting::kSlotWidth}, at::kLong);  // [W, kSlotWidth]
   std::copy(own.slot.begin(), own.slot.end(),
@@ -555,6 +568,7 @@ Denominator Normalizer::denominator(const StepCounts& step_counts) const {
 
   Denominator result;
   result.mean = mean_;
+  result.signed_weights = options_.signed_weights;
   result.targets = mine(targets);
   result.weights = mine(weights);
   result.samples = mine(samples);

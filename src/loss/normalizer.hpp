@@ -41,6 +41,7 @@ struct Rule {
   bool samples = false;
   int replicas = 1;
   double fixed = 1;
+  bool signed_weights = false;
 };
 
 struct Sample {
