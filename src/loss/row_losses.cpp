@@ -123,10 +123,10 @@ class RowSweep {
     return p_.given.ne(0).any(1);
   }
 
-  // Those of the rows `at`, or of all where it is undefined.
-  LossAndSlope terms(const at::Tensor& log_p, const at::Tensor& at) const {
+  // For the rows `places`, or for all where it is undefined.
+  LossAndSlope terms(const at::Tensor& log_p, const at::Tensor& places) const {
     const auto of = [&](const at::Tensor& all) {
-      return all.defined() && at.defined() ? all.index_select(0, at) : all;
+      return all.defined() && places.defined() ? all.index_select(0, places) : all;
     };
     const at::Tensor old = of(p_.old);
     at::Tensor log_ratio = of(log_ratio_);
@@ -152,25 +152,25 @@ class RowSweep {
       tile(rows.narrow(0, begin, std::min(tiles_.tokens, rows.size(0) - begin)), differentiate);
   }
 
-  void tile(const at::Tensor& at, bool differentiate) {
-    const at::Tensor rows = p_.hidden.index_select(0, at), targets = p_.targets.index_select(0, at);
+  void tile(const at::Tensor& places, bool differentiate) {
+    const at::Tensor rows = p_.hidden.index_select(0, places), targets = p_.targets.index_select(0, places);
     at::Tensor made = logits_(rows, 0, p_.weight.size(0)), low_rank;  // [n, V], [n, r]
     if (p_.a.defined()) {
       low_rank = product(rows, p_.a).mul_(p_.scale);
       multiply_into(made, low_rank, p_.b, /*adds=*/true);
     }
     const EntropyLoss loss;
-    RowStatistics statistics = begin_rows(at.size(0), loss, rows.device());
-    take_in(made, 0, no_targets(at.size(0)), {}, statistics);
+    RowStatistics statistics = begin_rows(places.size(0), loss, rows.device());
+    take_in(made, 0, no_targets(places.size(0)), {}, statistics);
     const at::Tensor log_p = (made.gather(1, targets).to(at::kDouble) - statistics.sums.narrow(1, 0, 1))
                                  .sub_(statistics.sums.narrow(1, 1, 1).log());
     // Rounded as it is answered, so that the same number sent back is a ratio of exactly 1.
     const at::Tensor answered = log_p.to(computing_type(rows.scalar_type())).to(at::kDouble);
-    result_.log_probabilities.index_copy_(0, at, answered);
+    result_.log_probabilities.index_copy_(0, places, answered);
     if (!differentiate) return;
-    const at::Tensor slope = terms(answered, at).slope;
+    const at::Tensor slope = terms(answered, places).slope;
     write_logits_gradient(made, targets, log_p, slope, statistics);
-    multiply_out(at, rows, low_rank, made);
+    multiply_out(places, rows, low_rank, made);
   }
 
   at::Tensor no_targets(std::int64_t rows) const { return at::full({rows}, -1, p_.targets.options()); }
@@ -191,7 +191,7 @@ class RowSweep {
     made.scatter_(1, targets, at_target.to(made.scalar_type()));
   }
 
-  void multiply_out(const at::Tensor& at, const at::Tensor& rows, const at::Tensor& low_rank,
+  void multiply_out(const at::Tensor& places, const at::Tensor& rows, const at::Tensor& low_rank,
                     const at::Tensor& gradient) {
     const auto turned = [&](const at::Tensor& values, const at::Tensor& into) {
       return into.scalar_type() != values.scalar_type() ? values.t().contiguous() : at::Tensor();
@@ -201,7 +201,7 @@ class RowSweep {
     if (p_.of_hidden) {
       at::Tensor of_rows = product(gradient, p_.weight.t());
       if (of_low_rank.defined()) multiply_into(of_rows, of_low_rank, p_.a.t(), /*adds=*/true);
-      result_.hidden.index_copy_(0, at, of_rows);
+      result_.hidden.index_copy_(0, places, of_rows);
     }
     if (p_.of_weight) accumulate(gradient, rows, turned(rows, result_.weight), first_, result_.weight);
     if (p_.of_a) accumulate(of_low_rank, rows, turned(rows, result_.a), first_, result_.a);

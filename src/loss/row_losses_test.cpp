@@ -39,13 +39,13 @@ at::Tensor plain_log_p(const RowCase& c, const at::Tensor& hidden, const at::Ten
 // Every second row has weight 0 or advantage 0; q of some of these is what clients send for "none".
 RowCase row_case(RowLoss loss, std::int64_t rows, std::int64_t vocabulary, at::ScalarType type, bool updates,
                  std::int64_t wide_targets = 0) {
-  constexpr std::int64_t kWidth = 24, kRank = 5;
+  constexpr std::int64_t kHidden = 24, kRankOfUpdate = 5;
   RowCase c{.loss = loss};
   c.updates = updates;
-  c.hidden = leaf(at::randn({rows, kWidth}, at::kDouble).to(type));
-  c.weight = leaf((at::randn({vocabulary, kWidth}, at::kDouble) * 0.3).to(type));
-  c.a = leaf((at::randn({kRank, kWidth}, at::kDouble) * 0.3).to(type));
-  c.b = leaf((at::randn({vocabulary, kRank}, at::kDouble) * 0.3).to(type));
+  c.hidden = leaf(at::randn({rows, kHidden}, at::kDouble).to(type));
+  c.weight = leaf((at::randn({vocabulary, kHidden}, at::kDouble) * 0.3).to(type));
+  c.a = leaf((at::randn({kRankOfUpdate, kHidden}, at::kDouble) * 0.3).to(type));
+  c.b = leaf((at::randn({vocabulary, kRankOfUpdate}, at::kDouble) * 0.3).to(type));
   c.inputs.targets = at::randint(vocabulary, {rows}, at::kLong);
   if (wide_targets > 0) {
     c.inputs.targets = at::randint(vocabulary, {rows, wide_targets}, at::kLong);
@@ -105,12 +105,12 @@ at::Tensor plain_loss(const RowCase& c, const at::Tensor& log_p) {
   }
 }
 
-struct Found {
+struct RowFound {
   at::Tensor sum, log_p, hidden, weight, a, b;
 };
-using PlainLoss = std::function<at::Tensor(const RowCase&, const at::Tensor& log_p)>;
+using PlainRowLoss = std::function<at::Tensor(const RowCase&, const at::Tensor& log_p)>;
 
-Found by_autograd(const RowCase& c, double upstream, const PlainLoss& loss = plain_loss) {
+RowFound by_autograd(const RowCase& c, double upstream, const PlainRowLoss& loss = plain_loss) {
   const auto wide = [](const at::Tensor& t) { return leaf(t.to(at::kDouble)); };
   const at::Tensor hidden = wide(c.hidden), weight = wide(c.weight), a = wide(c.a), b = wide(c.b),
                    log_p = plain_log_p(c, hidden, weight, a, b), sum = loss(c, log_p);
@@ -118,24 +118,24 @@ Found by_autograd(const RowCase& c, double upstream, const PlainLoss& loss = pla
   return {sum.detach(), log_p.detach(), hidden.grad(), weight.grad(), a.grad(), b.grad()};
 }
 
-RowLossResult ours(const RowCase& c) {
+RowLossResult row_loss_of(const RowCase& c) {
   const LowRankUpdate update{.a = c.a, .b = c.b, .scale = c.scale};
   return linear_row_loss(c.hidden, c.weight, c.inputs, c.loss, c.options, c.updates ? &update : nullptr);
 }
 
-Found by_ours(const RowCase& c, double upstream) {
+RowFound by_ours(const RowCase& c, double upstream) {
   for (const at::Tensor& t : {c.hidden, c.weight, c.a, c.b}) t.mutable_grad() = at::Tensor();
-  const RowLossResult result = ours(c);
+  const RowLossResult result = row_loss_of(c);
   if (result.sum.requires_grad()) (result.sum * upstream).backward();
   return {result.sum.detach(), result.log_probabilities, c.hidden.grad(), c.weight.grad(), c.a.grad(),
           c.b.grad()};
 }
 
 // The largest relative distance; the sum's relative to the sum of magnitudes, about one for each row.
-double worst(const Found& found, const Found& wanted) {
+double worst_of_rows(const RowFound& found, const RowFound& wanted) {
   double most = std::abs(found.sum.to(at::kDouble).item<double>() - wanted.sum.item<double>()) /
                 (1 + static_cast<double>(wanted.log_p.numel()));
-  for (const auto of : {&Found::log_p, &Found::hidden, &Found::weight, &Found::a, &Found::b}) {
+  for (const auto of : {&RowFound::log_p, &RowFound::hidden, &RowFound::weight, &RowFound::a, &RowFound::b}) {
     const at::Tensor &x = found.*of, &y = wanted.*of;
     if (!x.defined() && !y.defined()) continue;
     if (!x.defined() || !y.defined() || x.sizes() != y.sizes()) return INFINITY;
@@ -154,8 +154,9 @@ TEST(LinearRowLoss, EqualsAutogradInSeveralTiles) {
       for (const bool updates : {false, true}) {
         if (type == at::kBFloat16 && loss != RowLoss::kCrossEntropy && loss != RowLoss::kCispo) continue;
         const RowCase c = row_case(loss, 391, 3001, type, updates);
-        const Found found = by_ours(c, 0.3);
-        EXPECT_LT(worst(found, by_autograd(c, 0.3)), bound) << static_cast<int>(loss) << " " << updates;
+        const RowFound found = by_ours(c, 0.3);
+        EXPECT_LT(worst_of_rows(found, by_autograd(c, 0.3)), bound)
+            << static_cast<int>(loss) << " " << updates;
         EXPECT_EQ(found.sum.scalar_type(), type == at::kDouble ? at::kDouble : at::kFloat);
       }
 }
@@ -166,7 +167,8 @@ TEST(LinearRowLoss, EqualsAutogradOnSmallSizes) {
     for (const std::int64_t rows : {4, 5, 33})
       for (const std::int64_t vocabulary : {2, 7, 101}) {
         const RowCase c = row_case(loss, rows, vocabulary, at::kDouble, rows == 5);
-        EXPECT_LT(worst(by_ours(c, -2), by_autograd(c, -2)), 1e-12) << static_cast<int>(loss) << " " << rows;
+        EXPECT_LT(worst_of_rows(by_ours(c, -2), by_autograd(c, -2)), 1e-12)
+            << static_cast<int>(loss) << " " << rows;
       }
 }
 
@@ -176,13 +178,13 @@ TEST(LinearRowLoss, TakesSeveralTargetsForARow) {
     for (const std::int64_t targets : {1, 2, 9})
       for (const bool updates : {false, true}) {
         const RowCase c = row_case(RowLoss::kCrossEntropy, 205, 3001, type, updates, targets);
-        const Found wanted = by_autograd(c, 0.3);
-        EXPECT_LT(worst(by_ours(c, 0.3), wanted), bound) << targets;
+        const RowFound wanted = by_autograd(c, 0.3);
+        EXPECT_LT(worst_of_rows(by_ours(c, 0.3), wanted), bound) << targets;
         if (targets < 2) continue;
         RowCase once = c;  // planted: a repeated id counts once
         once.inputs.weights = c.inputs.weights.clone();
         once.inputs.weights.select(1, 1).zero_();
-        EXPECT_GT(worst(by_ours(once, 0.3), wanted), 2 * bound);
+        EXPECT_GT(worst_of_rows(by_ours(once, 0.3), wanted), 2 * bound);
       }
   const RowCase none = row_case(RowLoss::kCrossEntropy, 3, 7, at::kDouble, false, 0);
   RowCase c = none;
@@ -194,9 +196,9 @@ TEST(LinearRowLoss, TakesSeveralTargetsForARow) {
 // The comparisons above must refuse these.
 TEST(LinearRowLoss, PlantedMistakesAreFound) {
   at::manual_seed(44);
-  const auto found_by = [](const RowCase& c, const PlainLoss& mistake) {
-    EXPECT_LT(worst(by_ours(c, 0.3), by_autograd(c, 0.3)), 1e-12);
-    return worst(by_ours(c, 0.3), by_autograd(c, 0.3, mistake));
+  const auto found_by = [](const RowCase& c, const PlainRowLoss& mistake) {
+    EXPECT_LT(worst_of_rows(by_ours(c, 0.3), by_autograd(c, 0.3)), 1e-12);
+    return worst_of_rows(by_ours(c, 0.3), by_autograd(c, 0.3, mistake));
   };
   const auto with = [](const auto& change) {
     return [change](const RowCase& c, const at::Tensor& log_p) {
@@ -214,7 +216,7 @@ TEST(LinearRowLoss, PlantedMistakesAreFound) {
               1e-2);
     RowCase unscaled = c;  // planted: the update's scale forgotten
     unscaled.scale = 1;
-    EXPECT_GT(worst(by_ours(unscaled, 0.3), by_autograd(c, 0.3)), 1e-2);
+    EXPECT_GT(worst_of_rows(by_ours(unscaled, 0.3), by_autograd(c, 0.3)), 1e-2);
   }
   EXPECT_GT(found_by(row_case(RowLoss::kCrossEntropy, 95, 101, at::kDouble, false),
                      with([](RowCase& c) { c.inputs.weights = c.inputs.weights.clamp_min(0); })),
@@ -240,13 +242,13 @@ TEST(LinearRowLoss, HasTheGradientOfFiniteDifferences) {
   const at::Tensor hidden = c.hidden, b = c.b;
   const auto of_hidden = [&](const at::Tensor& x) {
     c.hidden = x;
-    return ours(c).sum;
+    return row_loss_of(c).sum;
   };
   EXPECT_LT(off_from_differences(of_hidden, hidden, gradient_of(of_hidden(hidden), hidden)), 1e-7);
   c.hidden = hidden;
   const auto of_b = [&](const at::Tensor& x) {
     c.b = x;
-    return ours(c).sum;
+    return row_loss_of(c).sum;
   };
   EXPECT_LT(off_from_differences(of_b, b, gradient_of(of_b(b), b)), 1e-7);
 }
@@ -277,10 +279,10 @@ TEST(LinearRowLoss, MakesTheGradientsThatAreWanted) {
   at::manual_seed(46);
   for (const RowLoss loss : kRowLosses) {
     const RowCase c = row_case(loss, 205, 3001, at::kDouble, true);
-    const Found wanted = by_autograd(c, 1);
+    const RowFound wanted = by_autograd(c, 1);
     const auto check = [&](const std::vector<at::Tensor RowCase::*>& frozen) {
       RowCase part = c;
-      Found of = wanted;
+      RowFound of = wanted;
       for (const auto field : frozen) {
         part.*field = (c.*field).detach();
         if (field == &RowCase::hidden) of.hidden = at::Tensor();
@@ -288,7 +290,7 @@ TEST(LinearRowLoss, MakesTheGradientsThatAreWanted) {
         if (field == &RowCase::a) of.a = at::Tensor();
         if (field == &RowCase::b) of.b = at::Tensor();
       }
-      EXPECT_LT(worst(by_ours(part, 1), of), 1e-12) << static_cast<int>(loss) << " " << frozen.size();
+      EXPECT_LT(worst_of_rows(by_ours(part, 1), of), 1e-12) << static_cast<int>(loss) << " " << frozen.size();
     };
     check({&RowCase::weight});
     check({&RowCase::hidden, &RowCase::weight});
@@ -298,7 +300,7 @@ TEST(LinearRowLoss, MakesTheGradientsThatAreWanted) {
     check({&RowCase::weight, &RowCase::a});
     check({&RowCase::hidden, &RowCase::weight, &RowCase::a, &RowCase::b});
     const at::NoGradGuard none;
-    const RowLossResult result = ours(c);
+    const RowLossResult result = row_loss_of(c);
     EXPECT_FALSE(result.sum.requires_grad());
     EXPECT_LT(relative(result.sum, wanted.sum), 1e-11);
     EXPECT_LT(relative(result.log_probabilities, wanted.log_p), 1e-13);
@@ -324,26 +326,26 @@ TEST(LinearRowLoss, GivesRowsOfWeight0NothingEvenWhereTheyAreNaN) {
       RowCase c = row_case(loss, 205, 3001, type, true);
       if (loss == RowLoss::kDro) c.options.beta = 0;
       if (loss == RowLoss::kGspo) c.inputs.ratio_mask[7] = 0;
-      const Found wanted = by_ours(c, 1);
+      const RowFound wanted = by_ours(c, 1);
       {
         const at::NoGradGuard none;
         c.hidden[7].fill_(std::nan(""));
       }
-      const Found found = by_ours(c, 1);
+      const RowFound found = by_ours(c, 1);
       EXPECT_EQ(found.hidden.slice(0, 1, 205, 2).abs().sum().item<double>(), 0);
       EXPECT_TRUE(std::isnan(found.log_p[7].item<double>()));
-      for (const auto of : {&Found::sum, &Found::hidden, &Found::weight, &Found::a, &Found::b})
+      for (const auto of : {&RowFound::sum, &RowFound::hidden, &RowFound::weight, &RowFound::a, &RowFound::b})
         EXPECT_TRUE(at::equal(found.*of, wanted.*of)) << static_cast<int>(loss);
       EXPECT_TRUE(found.log_p[9].lt(0).item<bool>()) << "a row of weight 0 is answered";
     }
 }
 
-// What was answered and comes back as q is a ratio of exactly 1, in fp32 too.
+// An answer that comes back as q is a ratio of exactly 1, in fp32 too.
 TEST(LinearRowLoss, IsOnPolicyWithItsOwnAnswers) {
   at::manual_seed(49);
   RowCase c = row_case(RowLoss::kImportanceSampling, 95, 101, at::kFloat, true);
-  c.inputs.old_log_probabilities = ours(c).log_probabilities;
-  EXPECT_EQ(ours(c).sum.item<float>(), static_cast<float>(-c.inputs.advantages.sum().item<double>()));
+  c.inputs.old_log_probabilities = row_loss_of(c).log_probabilities;
+  EXPECT_EQ(row_loss_of(c).sum.item<float>(), static_cast<float>(-c.inputs.advantages.sum().item<double>()));
 }
 
 TEST(LinearRowLoss, HasNothingToSayWithoutRows) {
@@ -356,7 +358,7 @@ TEST(LinearRowLoss, HasNothingToSayWithoutRows) {
           &RowLossInputs::advantages, &RowLossInputs::ratio_mask})
       if ((c.inputs.*field).defined()) c.inputs.*field = (c.inputs.*field).narrow(0, 0, 0);
     if (loss == RowLoss::kGspo) c.inputs.cu_seqlens = {0};
-    const Found found = by_ours(c, 1);
+    const RowFound found = by_ours(c, 1);
     EXPECT_EQ(found.sum.item<double>(), 0);
     EXPECT_EQ(found.log_p.numel(), 0);
     for (const at::Tensor& gradient : {found.weight, found.a, found.b})
@@ -368,18 +370,18 @@ TEST(LinearRowLoss, ShowsARatioThatOverflowsUnlessItIsClipped) {
   RowCase c = row_case(RowLoss::kPpo, 2, 5, at::kDouble, false);
   c.inputs.old_log_probabilities = at::full({2}, -1e30, at::kDouble);
   c.inputs.advantages = at::tensor({1.0, 2.0}, at::kDouble);
-  const Found clipped = by_ours(c, 1);
+  const RowFound clipped = by_ours(c, 1);
   EXPECT_DOUBLE_EQ(clipped.sum.item<double>(), -1.3 * 3);
   EXPECT_EQ(clipped.hidden.abs().sum().item<double>(), 0);
   c.loss = RowLoss::kImportanceSampling;
-  EXPECT_TRUE(std::isinf(ours(c).sum.item<double>()));
+  EXPECT_TRUE(std::isinf(row_loss_of(c).sum.item<double>()));
 }
 
 TEST(LinearRowLoss, RefusesBadArguments) {
   const auto message = [](RowLoss loss, const std::function<void(RowCase&)>& change) {
     RowCase c = row_case(loss, 4, 7, at::kFloat, true);
     change(c);
-    return error_of([&] { ours(c); });
+    return error_of([&] { row_loss_of(c); });
   };
   const auto entropy = RowLoss::kCrossEntropy, ppo = RowLoss::kPpo, gspo = RowLoss::kGspo;
   for (const RowLoss loss : kRowLosses) EXPECT_EQ(message(loss, [](RowCase&) {}), "no error");
@@ -460,7 +462,7 @@ TEST(LinearRowLoss, RefusesBadArguments) {
       entropy, [](RowCase& c) { c.scale = INFINITY; }, "scale inf");
   EXPECT_EQ(message(ppo, [](RowCase& c) { c.options.beta = -1; }), "no error") << "not its option";
   const RowCase c = row_case(entropy, 4, 7, at::kFloat, false);
-  const at::Tensor sum = ours(c).sum;
+  const at::Tensor sum = row_loss_of(c).sum;
   EXPECT_THAT(error_of([&] { torch::autograd::grad({sum}, {c.hidden}, {}, true, true); }),
               HasSubstr("create_graph"));
 }
