@@ -202,10 +202,20 @@ class DecoderLM : public ReferenceModel {
   using ChooseExperts = std::function<at::Tensor(const Batch& batch, std::int64_t layer,
                                                  const ExpertScores& scores, const at::Tensor& likeliest)>;
   void set_choice_of_experts(ChooseExperts choose);
-  // For all forwards from now on; the adapters must outlive them. The rows of set_adapters() are those of the next
-  // forwards' batches, ascending and without gaps.
+  // For all forwards from now on; the adapters must outlive them. The rows of set_adapters() are those of the
+  // next forwards' batches and of what logits_of() is given, from 0, ascending and without gaps; ConfigError
+  // where they are not.
   void set_adapter(const Adapter* adapter);
   void set_adapters(std::vector<AdaptedRows> rows);
+  const Adapter* adapter() const;  // of set_adapter(); logits() and logits_of() add its update of the head
+  // Drops features of the input of an adapter's `a` (not of the head's) in forwards with gradients. `x`: all
+  // tokens of the batch and this rank's features.
+  using DropInputs = std::function<at::Tensor(const Batch& batch, std::int64_t layer, Projection projection,
+                                              const at::Tensor& x)>;
+  void set_dropout_of_adapter(DropInputs drop);
+  // Parameters of an adapter that a layout trains with the model: named() and block_parameters() have them
+  // behind the model's own.
+  void include(const NamedTensors& of_adapter);
 
  private:
   struct Impl;

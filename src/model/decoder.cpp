@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <numbers>
 
 #include "loss/checks.hpp"
@@ -30,6 +31,23 @@ void check_batch(const Batch& batch, std::int64_t vocabulary) {
     bad(fmt::format("tokens from {} to {}", least.item<std::int64_t>(), most.item<std::int64_t>()),
         fmt::format("a vocabulary of {}: 0 to {}", vocabulary, vocabulary - 1));
   if (batch.positions.min().item<std::int64_t>() < 0) bad("a negative position", "positions from 0");
+}
+
+constexpr std::int64_t kAllRows = std::numeric_limits<std::int64_t>::max();
+
+const Adapter* adapter_of_all(const std::vector<AdaptedRows>& adapters) {
+  return adapters.size() == 1 && adapters[0].end == kAllRows ? adapters[0].adapter : nullptr;
+}
+
+bool adapts(const std::vector<AdaptedRows>& adapters, std::int64_t layer, Projection projection) {
+  return std::ranges::any_of(adapters, [&](const AdaptedRows& rows) {
+    return rows.adapter && rows.adapter->find(layer, projection);
+  });
+}
+
+[[noreturn]] void refuse_rows(const std::string& found, const std::string& expected) {
+  refuse("rows of DecoderLM::set_adapters()", found, expected,
+         "Set the rows of each batch before its forward, and those of the hidden states before logits_of()");
 }
 
 }  // namespace
@@ -71,14 +89,17 @@ void DecoderLM::Impl::create(torch::nn::Module& root, at::Device device, NamedTe
 
 std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor stream,
                                                const BlockPass& pass) const {
-  const auto& [cos, sin, attend, choose, chosen] = pass;
+  const at::Tensor &cos = pass.cos, &sin = pass.sin;
   const std::int64_t dim = config.head_dim;
   const double epsilon = config.norm_epsilon;
   const Block& block = blocks[layer];
   auto [normed, residual] = rms_norm_and_residual(stream, block.input_norm, epsilon);
   const std::int64_t count = cos.size(0);  // of all tokens, also where each rank's stream has some of them
-  const auto projected =
-      project(hooks.tensor, normed, count, {block.q, key_rows(block.k), key_rows(block.v)});
+  const auto projected = projections(layer, normed, count,
+                                     {{Projection::kQuery, block.q},
+                                      {Projection::kKey, key_rows(block.k)},
+                                      {Projection::kValue, key_rows(block.v)}},
+                                     pass);
   const auto by_head = [&](const at::Tensor& x) { return x.view({count, x.size(1) / dim, dim}); };
   at::Tensor q = by_head(projected[0]), k = by_head(projected[1]), v = by_head(projected[2]);
   if (config.query_key_norm) {
@@ -87,25 +108,29 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
   }
   q = isograd::rotary(q, cos, sin), k = isograd::rotary(k, cos, sin);
   read_by_queries(k, v);
-  const at::Tensor attended = attend(layer, q, k, v);
-  stream = onto(residual, attended.reshape({count, q.size(1) * dim}), block.o);
+  const at::Tensor attended = pass.attend(layer, q, k, v);
+  stream =
+      onto(residual, attended.reshape({count, q.size(1) * dim}), layer, {Projection::kOutput, block.o}, pass);
 
   std::tie(normed, residual) = rms_norm_and_residual(stream, block.post_attention_norm, epsilon);
   if (!config.has_experts(layer)) {
-    const auto inner = project(hooks.tensor, normed, count, {block.gate, block.up});
-    return {onto(residual, swiglu(inner[0], inner[1]), block.down)};
+    const auto inner = projections(layer, normed, count,
+                                   {{Projection::kGate, block.gate}, {Projection::kUp, block.up}}, pass);
+    return {onto(residual, swiglu(inner[0], inner[1]), layer, {Projection::kDown, block.down}, pass)};
   }
   const MixtureOutput mixed = compute_mixture(
       block.mixture, config.experts, normed, count,
       [&](const ExpertScores& scores, const at::Tensor& likeliest) {
-        return choose ? choose(layer, scores, likeliest) : likeliest;
+        return pass.choose ? pass.choose(layer, scores, likeliest) : likeliest;
       },
       hooks);
-  if (chosen) chosen->at(static_cast<std::size_t>(layer)) = mixed.chosen;
+  if (pass.chosen) pass.chosen->at(static_cast<std::size_t>(layer)) = mixed.chosen;
   return {residual + mixed.sum, mixed.router_logits};
 }
 
-DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& pass) const {
+DecoderOutputs DecoderLM::Impl::outputs(const at::Tensor& tokens, const BlockPass& given) const {
+  BlockPass pass = given;
+  pass.adapters = adapters;
   if (hooks.pipeline.stages) return stage_outputs(tokens, pass);
   DecoderOutputs result;
   result.hidden = last_norm(layers(0, config.layers, embed(tokens), pass, result), tokens.size(0));
@@ -148,11 +173,80 @@ at::Tensor DecoderLM::Impl::last_norm(const at::Tensor& stream, std::int64_t tok
   return hooks.tensor.region_input ? hooks.tensor.region_input(normed, tokens) : normed;
 }
 
-at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x,
-                                 const Linear& linear) const {
-  if (!hooks.tensor.row_parallel) return linear_onto(residual, x, linear.weight, linear.bias);
-  const at::Tensor sum = residual + hooks.tensor.row_parallel(x, linear.weight);
+std::vector<at::Tensor> DecoderLM::Impl::projections(std::int64_t layer, const at::Tensor& stream,
+                                                     std::int64_t tokens, const std::vector<Role>& roles,
+                                                     const BlockPass& pass) const {
+  std::vector<Linear> with;
+  std::vector<std::pair<std::size_t, const LowRank*>> updates;  // by role
+  for (const auto& [projection, linear] : roles) with.push_back(linear);
+  // Under one adapter, products by `a` are made with the others: their gradients travel along tp together.
+  if (const Adapter* one = pass.drop ? nullptr : adapter_of_all(pass.adapters))
+    for (std::size_t i = 0; i < roles.size(); ++i)
+      if (const LowRank* update = one->find(layer, roles[i].first)) {
+        updates.emplace_back(i, update);
+        with.push_back({.weight = update->a, .bias = {}});
+      }
+  auto results = project(hooks.tensor, stream, tokens, with);
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    const auto& [role, update] = updates[i];
+    results[role] = add_update(results[role], results[roles.size() + i], *update, roles[role].first);
+  }
+  results.resize(roles.size());
+  const bool adapted =
+      std::ranges::any_of(roles, [&](const Role& role) { return adapts(pass.adapters, layer, role.first); });
+  if (!adapted || !updates.empty()) return results;
+  const at::Tensor x = hooks.tensor.region_input ? hooks.tensor.region_input(stream, tokens) : stream;
+  for (std::size_t i = 0; i < roles.size(); ++i)
+    results[i] =
+        updated(results[i], x, layer, roles[i].first, pass.adapters, pass.dropping(layer, roles[i].first));
+  return results;
+}
+
+at::Tensor DecoderLM::Impl::onto(const at::Tensor& residual, const at::Tensor& x, std::int64_t layer,
+                                 const Role& role, const BlockPass& pass) const {
+  const auto& [projection, linear] = role;
+  const auto with_updates = [&, &of = role.first](const at::Tensor& y) {
+    return updated(y, x, layer, of, pass.adapters, pass.dropping(layer, of));
+  };
+  if (!hooks.tensor.row_parallel) return with_updates(linear_onto(residual, x, linear.weight, linear.bias));
+  // Each rank has its columns of `a`: its update is a part, as its product is.
+  const at::Tensor sum =
+      residual + (adapts(pass.adapters, layer, projection)
+                      ? hooks.tensor.region_output(with_updates(isograd::linear(x, {linear.weight, {}})))
+                      : hooks.tensor.row_parallel(x, linear.weight));
   return linear.bias.defined() ? sum + linear.bias : sum;
+}
+
+at::Tensor DecoderLM::Impl::add_update(const at::Tensor& y, const at::Tensor& by_a, const LowRank& update,
+                                       Projection projection) const {
+  const bool of_keys = projection == Projection::kKey || projection == Projection::kValue;
+  const at::Tensor b = of_keys ? key_rows({.weight = update.b, .bias = {}}).weight : update.b;
+  return linear_onto(y, update.scale == 1 ? by_a : by_a * update.scale, b, {});
+}
+
+at::Tensor DecoderLM::Impl::updated(const at::Tensor& y, const at::Tensor& x, std::int64_t layer,
+                                    Projection projection, const std::vector<AdaptedRows>& rows,
+                                    const std::function<at::Tensor(const at::Tensor&)>& dropping) const {
+  if (!adapts(rows, layer, projection)) return y;
+  std::vector<at::Tensor> parts;
+  std::int64_t done = 0;
+  for (const auto& [begin, end, adapter] : rows) {
+    const std::int64_t count = std::min(end, y.size(0)) - begin;
+    if (count < 0) break;
+    const at::Tensor own = y.narrow(0, begin, count);
+    const LowRank* update = adapter ? adapter->find(layer, projection) : nullptr;
+    if (update) {
+      const at::Tensor in = x.narrow(0, begin, count);
+      const at::Tensor by_a = linear(dropping ? dropping(in) : in, {.weight = update->a, .bias = {}});
+      parts.push_back(add_update(own, by_a, *update, projection));
+    } else {
+      parts.push_back(own);
+    }
+    done = end;
+  }
+  if (done != y.size(0) && done != kAllRows)
+    refuse_rows(fmt::format("rows to {}, and a forward of {}", done, y.size(0)), "the same number");
+  return parts.size() == 1 ? parts[0] : at::cat(parts);
 }
 
 Linear DecoderLM::Impl::key_rows(const Linear& whole) const {
@@ -172,7 +266,8 @@ void DecoderLM::Impl::read_by_queries(at::Tensor& k, at::Tensor& v) const {
 }
 
 at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
-  return linear(hidden, Linear{.weight = output(), .bias = {}});
+  return updated(linear(hidden, Linear{.weight = output(), .bias = {}}), hidden, 0, Projection::kHead,
+                 adapters);
 }
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device)
@@ -237,6 +332,10 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
                                                         const at::Tensor& likeliest) {
       return given(batch, layer, scores, likeliest);
     };
+  if (impl_->drop && at::GradMode::is_enabled())
+    pass.drop = [given = impl_->drop, batch](std::int64_t layer, Projection projection, const at::Tensor& x) {
+      return given(batch, layer, projection, x);
+    };
   if (impl_->config.experts.count > 0)
     pass.chosen = std::make_shared<std::vector<at::Tensor>>(impl_->config.layers);
   return impl_->outputs(batch.tokens.to(device), pass);
@@ -255,6 +354,30 @@ const VocabularyShard& DecoderLM::vocabulary() const { return hooks_->tensor.voc
 void DecoderLM::set_around_block(AroundBlock around) { impl_->around = std::move(around); }
 
 void DecoderLM::set_choice_of_experts(ChooseExperts choose) { impl_->given_experts = std::move(choose); }
+
+void DecoderLM::set_adapter(const Adapter* adapter) {
+  impl_->adapters.clear();
+  if (adapter) impl_->adapters.push_back({.begin = 0, .end = kAllRows, .adapter = adapter});
+}
+
+void DecoderLM::set_adapters(std::vector<AdaptedRows> rows) {
+  std::int64_t next = 0;
+  for (const AdaptedRows& own : rows) {
+    if (own.begin != next || own.end < own.begin || own.end == kAllRows)
+      refuse_rows(fmt::format("rows {} to {} behind {} others", own.begin, own.end, next),
+                  "rows from 0, ascending and without gaps");
+    next = own.end;
+  }
+  impl_->adapters = std::move(rows);
+}
+
+const Adapter* DecoderLM::adapter() const { return adapter_of_all(impl_->adapters); }
+
+void DecoderLM::set_dropout_of_adapter(DropInputs drop) { impl_->drop = std::move(drop); }
+
+void DecoderLM::include(const NamedTensors& of_adapter) {
+  named_.insert(named_.end(), of_adapter.begin(), of_adapter.end());
+}
 
 namespace {
 

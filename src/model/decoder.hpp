@@ -65,6 +65,15 @@ struct BlockPass {
       choose{};  // not given: the likeliest experts
   // By layer: DecoderOutputs::chosen. A block that is computed again says the same again.
   std::shared_ptr<std::vector<at::Tensor>> chosen{};
+  // Impl::outputs() sets it: what a block is computed with does not change before it is computed again.
+  std::vector<AdaptedRows> adapters{};
+  std::function<at::Tensor(std::int64_t layer, Projection projection, const at::Tensor& x)> drop{};
+
+  // For one input of an adapter; empty: nothing is dropped.
+  std::function<at::Tensor(const at::Tensor&)> dropping(std::int64_t layer, Projection projection) const {
+    if (!drop) return {};
+    return [this, layer, projection](const at::Tensor& x) { return drop(layer, projection, x); };
+  }
 };
 
 struct DecoderLM::Impl {
@@ -83,11 +92,23 @@ struct DecoderLM::Impl {
   at::Tensor logits(const at::Tensor& hidden) const;
   at::Tensor last_norm(const at::Tensor& stream, std::int64_t tokens) const;  // DecoderOutputs::hidden
 
-  // Steps that tensor parallelism (hooks.tensor) changes in a block: residual + x Wᵀ + b; the rows of k_proj
-  // or v_proj that are computed here; and a key head for each query head, where it must be said.
-  at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, const Linear& linear) const;
+  // Steps that tensor parallelism (hooks.tensor) changes in a block: x Wᵀ + b of several projections;
+  // residual
+  // + x Wᵀ + b; the rows of k_proj or v_proj that are computed here; and a key head for each query head,
+  // where it must be said.
+  using Role = std::pair<Projection, Linear>;
+  std::vector<at::Tensor> projections(std::int64_t layer, const at::Tensor& stream, std::int64_t tokens,
+                                      const std::vector<Role>& roles, const BlockPass& pass) const;
+  at::Tensor onto(const at::Tensor& residual, const at::Tensor& x, std::int64_t layer, const Role& role,
+                  const BlockPass& pass) const;
   Linear key_rows(const Linear& whole) const;
   void read_by_queries(at::Tensor& k, at::Tensor& v) const;
+  // y and the updates of its rows by their adapters; x is the projection's input.
+  at::Tensor updated(const at::Tensor& y, const at::Tensor& x, std::int64_t layer, Projection projection,
+                     const std::vector<AdaptedRows>& adapters,
+                     const std::function<at::Tensor(const at::Tensor&)>& drop = {}) const;
+  at::Tensor add_update(const at::Tensor& y, const at::Tensor& by_a, const LowRank& update,
+                        Projection projection) const;
   // The stages of this forward in a pipeline (hooks.pipeline).
   DecoderOutputs stage_outputs(const at::Tensor& tokens, const BlockPass& pass) const;
   const at::Tensor& output() const { return config.tied_output ? embedding : head; }
@@ -102,6 +123,8 @@ struct DecoderLM::Impl {
   AroundBlock around;           // empty: nothing
   const ModelHooks& hooks;      // the model's
   ChooseExperts given_experts;  // empty: the likeliest
+  std::vector<AdaptedRows> adapters;
+  DropInputs drop;  // empty: nothing
 };
 
 // A token drawn from softmax(logits / temperature), among the top_k likeliest and, of those, the fewest that
