@@ -1,0 +1,343 @@
+// Adapters against a decoder written in plain ATen, fp64; files and merging. tests/test_lora.py compares with
+// peft.
+#include "isograd/lora.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/files.hpp"
+#include "model/attention/attention.hpp"
+#include "model/decoder.hpp"
+#include "model/decoder_testing.hpp"
+#include "model/safetensors.hpp"
+
+namespace isograd {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr double kScale = 0.75;  // alpha 3, rank 4
+
+LoraConfig small_lora() { return {.rank = 4, .alpha = 3}; }
+
+// Adapters whose b is not zero.
+std::shared_ptr<LoraAdapter> trained(const DecoderConfig& model, std::uint64_t seed,
+                                     const LoraConfig& config = small_lora(),
+                                     at::ScalarType type = at::kDouble) {
+  auto adapter = std::make_shared<LoraAdapter>(model, config, type, seed);
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : adapter->named())
+    for (std::int64_t i = 0; i < tensor.numel(); ++i)
+      tensor.view(-1)[i] +=
+          0.1 * random_normal({.seed = seed + 1, .layer = hash_name(name)}, static_cast<std::uint64_t>(i));
+  return adapter;
+}
+
+// Rows of one adapter, by the names of files: linear layers and updates in plain ATen.
+at::Tensor plain_logits(DecoderLM& model, const NamedTensors& adapter, const Batch& batch) {
+  const DecoderConfig& c = model.config();
+  std::map<std::string, at::Tensor> w;
+  for (const NamedTensors& all : {model.named(), adapter})
+    for (const auto& [name, tensor] : all) w[name] = tensor;
+  const auto norm = [&](const at::Tensor& x, const std::string& name) {
+    return x * at::rsqrt(x.pow(2).mean(-1, true) + c.norm_epsilon) * w.at(name);
+  };
+  const auto linear = [&](const at::Tensor& x, const std::string& name) {
+    const bool head = name == "lm_head";
+    at::Tensor y = x.matmul(w.at(head && c.tied_output ? "model.embed_tokens.weight" : name + ".weight").t());
+    if (w.contains(name + ".bias")) y = y + w.at(name + ".bias");
+    if (w.contains(name + ".lora_A.weight"))
+      y = y + kScale * x.matmul(w.at(name + ".lora_A.weight").t()).matmul(w.at(name + ".lora_B.weight").t());
+    return y;
+  };
+  const at::Tensor angles =
+      batch.positions.to(at::kDouble).unsqueeze(1) * rotary_frequencies(c, 0, at::kDouble).first;
+  const at::Tensor cos = angles.cos().repeat({1, 2}).unsqueeze(1),
+                   sin = angles.sin().repeat({1, 2}).unsqueeze(1);
+  const auto turned = [&](const at::Tensor& x) {
+    const auto halves = x.chunk(2, -1);
+    return x * cos + at::cat({-halves[1], halves[0]}, -1) * sin;
+  };
+  at::Tensor x = at::embedding(w.at("model.embed_tokens.weight"), batch.tokens);
+  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
+    const std::string at = fmt::format("model.layers.{}.", layer);
+    at::Tensor n = norm(x, at + "input_layernorm.weight");
+    at::Tensor q = linear(n, at + "self_attn.q_proj").view({-1, c.heads, c.head_dim});
+    at::Tensor k = linear(n, at + "self_attn.k_proj").view({-1, c.key_value_heads, c.head_dim});
+    const at::Tensor v = linear(n, at + "self_attn.v_proj").view({-1, c.key_value_heads, c.head_dim});
+    if (c.query_key_norm)
+      q = norm(q, at + "self_attn.q_norm.weight"), k = norm(k, at + "self_attn.k_norm.weight");
+    const at::Tensor a = naive_variable_length_attention(turned(q), turned(k), v, batch.cu_seqlens);
+    x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
+    n = norm(x, at + "post_attention_layernorm.weight");
+    x = x + linear(at::silu(linear(n, at + "mlp.gate_proj")) * linear(n, at + "mlp.up_proj"),
+                   at + "mlp.down_proj");
+  }
+  return linear(norm(x, "model.norm.weight"), "lm_head");
+}
+
+at::Tensor weighted(const at::Tensor& logits) {
+  return (logits * (at::arange(logits.numel(), at::kDouble) * 0.31).sin().view(logits.sizes())).sum();
+}
+
+double relative_error(const at::Tensor& a, const at::Tensor& b) {
+  return ((a - b).norm() / b.norm().clamp_min(1e-300)).item<double>();
+}
+
+void freeze(DecoderLM& model) {
+  for (auto& [name, tensor] : model.named()) tensor.requires_grad_(false);
+}
+
+// An adapter with a mistake.
+struct Faulty : Adapter {
+  explicit Faulty(const LoraAdapter& of, const std::function<void(LowRank&)>& mistake) {
+    for (std::int64_t place = 0; place < 16; ++place)
+      if (const LowRank* right = of.find(place / 8, static_cast<Projection>(place % 8))) {
+        wrong[place] = *right;
+        mistake(wrong[place]);
+      }
+  }
+  const LowRank* find(std::int64_t layer, Projection projection) const override {
+    const auto found = wrong.find(layer * 8 + static_cast<std::int64_t>(projection));
+    return found == wrong.end() ? nullptr : &found->second;
+  }
+  std::map<std::int64_t, LowRank> wrong;
+};
+
+TEST(Lora, LogitsAndGradientsAreThoseOfPlainAten) {
+  for (const DecoderConfig& config : small_configs()) {
+    if (config.rope_scaling.kind != "default") continue;
+    for (const LoraConfig& lora :
+         {small_lora(), LoraConfig{.rank = 4, .alpha = 3, .mlp = false, .unembed = false},
+          LoraConfig{.rank = 4, .alpha = 3, .modules = {"v_proj", "down_proj"}}}) {
+      DecoderLM model(config, at::kDouble, 21);
+      perturb(model, 22);
+      freeze(model);
+      const auto adapter = trained(config, 23, lora);
+      const Batch batch = make_batch({5, 9, 1, 14}, config.vocabulary, 24);
+      std::vector<at::Tensor> parameters;
+      for (const auto& [name, tensor] : adapter->named()) parameters.push_back(tensor);
+      model.set_adapter(adapter.get());
+      const at::Tensor ours = model.logits(batch), plain = plain_logits(model, adapter->named(), batch);
+      EXPECT_LT(relative_error(ours, plain), 1e-13) << config.family;
+      const auto of_ours = torch::autograd::grad({weighted(ours)}, parameters),
+                 of_plain = torch::autograd::grad({weighted(plain)}, parameters);
+      for (std::size_t i = 0; i < parameters.size(); ++i)
+        EXPECT_LT(relative_error(of_ours[i], of_plain[i]), 1e-12)
+            << config.family << " " << adapter->named()[i].first;
+      for (const auto& mistake :
+           std::vector<std::function<void(LowRank&)>>{[](LowRank& update) { update.scale = 1; },
+                                                      [](LowRank& update) { update.a = update.a.flip(0); }}) {
+        const Faulty wrong(*adapter, mistake);
+        model.set_adapter(&wrong);
+        EXPECT_GT(relative_error(model.logits(batch), plain), 1e-3);
+      }
+      model.set_adapter(nullptr);
+      EXPECT_LT(relative_error(model.logits(batch), plain_logits(model, {}, batch)), 1e-13);
+    }
+  }
+}
+
+TEST(Lora, FrozenWeightsGetNoGradient) {
+  const DecoderConfig config = small_config("qwen3");
+  DecoderLM model(config, at::kDouble, 1);
+  freeze(model);
+  const auto adapter = trained(config, 2);
+  model.set_adapter(adapter.get());
+  weighted(model.logits(make_batch({9, 4}, config.vocabulary, 3))).backward();
+  for (const auto& [name, tensor] : model.named()) EXPECT_FALSE(tensor.grad().defined()) << name;
+  for (const auto& [name, tensor] : adapter->named()) EXPECT_TRUE(tensor.grad().defined()) << name;
+}
+
+TEST(Lora, SeveralAdaptersInOnePass) {
+  const DecoderConfig config = small_config("qwen2");
+  DecoderLM model(config, at::kDouble, 31);
+  const auto one = trained(config, 32), two = trained(config, 33, {.rank = 4, .alpha = 3, .mlp = false});
+  const std::vector<std::int64_t> lengths = {6, 3, 8};
+  const Batch batch = make_batch(lengths, config.vocabulary, 34);
+  const at::NoGradGuard no_grad;
+  const at::Tensor plain = at::cat({plain_logits(model, one->named(), batch).narrow(0, 0, 6),
+                                    plain_logits(model, {}, batch).narrow(0, 6, 3),
+                                    plain_logits(model, two->named(), batch).narrow(0, 9, 8)});
+  model.set_adapters({{0, 6, one.get()}, {6, 9, nullptr}, {9, 17, two.get()}});
+  EXPECT_LT(relative_error(model.logits(batch), plain), 1e-13);
+  EXPECT_EQ(model.adapter(), nullptr);
+  model.set_adapters({{0, 5, one.get()}, {5, 9, nullptr}, {9, 17, two.get()}});
+  EXPECT_GT(relative_error(model.logits(batch), plain), 1e-3);  // a row by the wrong adapter
+  model.set_adapters({{0, 6, one.get()}, {6, 9, nullptr}});
+  EXPECT_THAT(message_of([&] { model.logits(batch); }), HasSubstr("rows to 9, and a forward of 17"));
+  EXPECT_THAT(message_of([&] {
+                model.set_adapters({{0, 6, one.get()}, {7, 9, nullptr}});
+              }),
+              HasSubstr("without gaps"));
+}
+
+TEST(Lora, InitialValuesAreKeyedByName) {
+  const DecoderConfig config = small_config("llama");
+  const LoraAdapter first(config, small_lora(), at::kDouble, 5), again(config, small_lora(), at::kDouble, 5),
+      other(config, small_lora(), at::kDouble, 6);
+  for (std::size_t i = 0; i < first.named().size(); ++i) {
+    const auto& [name, tensor] = first.named()[i];
+    EXPECT_TRUE(tensor.equal(again.named()[i].second)) << name;
+    if (i % 2 == 1) {
+      EXPECT_EQ(tensor.abs().max().item<double>(), 0) << name;
+      continue;
+    }
+    EXPECT_FALSE(tensor.equal(other.named()[i].second)) << name;
+    // Uniform: bound and standard deviation, of 128 to 192 values.
+    const double bound = 1 / std::sqrt(static_cast<double>(tensor.size(1)));
+    EXPECT_LE(tensor.abs().max().item<double>(), bound) << name;
+    EXPECT_NEAR(tensor.std().item<double>(), bound / std::sqrt(3.0), 0.15 * bound) << name;
+  }
+  EXPECT_EQ(first.named()[0].first, "model.layers.0.self_attn.q_proj.lora_A.weight");
+  EXPECT_EQ(adapted_matrix(first.named()[0].first), "model.layers.0.self_attn.q_proj.weight");
+  EXPECT_EQ(adapted_matrix("model.norm.weight"), "");
+}
+
+TEST(Lora, ACopyIsApart) {
+  const DecoderConfig config = small_config("llama");
+  const auto adapter = trained(config, 7);
+  const auto copy = adapter->copy();
+  for (std::size_t i = 0; i < copy->named().size(); ++i) {
+    EXPECT_TRUE(copy->named()[i].second.equal(adapter->named()[i].second));
+    EXPECT_FALSE(copy->named()[i].second.requires_grad());
+  }
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& [name, tensor] : adapter->named()) tensor.zero_();
+  }
+  EXPECT_TRUE(copy->find(1, Projection::kDown)->a.is_same(copy->named()[26].second));
+  EXPECT_GT(copy->find(0, Projection::kHead)->b.abs().max().item<double>(), 0);
+}
+
+TEST(Lora, AMergedModelComputesTheSame) {
+  DecoderConfig config = small_config("qwen3");
+  DecoderLM model(config, at::kDouble, 41);
+  const auto adapter = trained(config, 42);
+  const Batch batch = make_batch({5, 9}, config.vocabulary, 43);
+  const at::NoGradGuard no_grad;
+  model.set_adapter(adapter.get());
+  const at::Tensor apart = model.logits(batch);
+  model.set_adapter(nullptr);
+  merge(model, *adapter);
+  EXPECT_LT(relative_error(model.logits(batch), apart), 1e-13);
+  config.tied_output = true;
+  DecoderLM tied(config, at::kDouble, 41);
+  EXPECT_THAT(message_of([&] { merge(tied, *adapter); }), HasSubstr("a tied head is the embedding"));
+}
+
+class PeftDirectory : public ::testing::Test {
+ protected:
+  ~PeftDirectory() override { fs::remove_all(folder_); }
+  // The error with a key of adapter_config.json set.
+  std::string error_with(const std::string& key, const json& value) {
+    json object = json::parse(read_file(folder_ / "adapter_config.json"));
+    const json before = object;
+    object[key] = value;
+    write_file(folder_ / "adapter_config.json", object.dump());
+    const std::string error = message_of([&] { read_peft(folder_, config_, at::kDouble); });
+    write_file(folder_ / "adapter_config.json", before.dump());
+    return error;
+  }
+
+  DecoderConfig config_ = small_config("llama");
+  fs::path folder_ = fs::temp_directory_path() / ("isograd-peft-" + std::to_string(getpid()));
+};
+
+TEST_F(PeftDirectory, WhatIsWrittenComesBack) {
+  for (const LoraConfig& lora :
+       {small_lora(),
+        LoraConfig{.rank = 1, .alpha = 0.5, .attention = false, .unembed = false, .dropout = 0.25},
+        LoraConfig{.rank = 3, .modules = {"q_proj", "lm_head"}}}) {
+    const auto adapter = trained(config_, 9, lora);
+    write_peft(folder_, *adapter, config_, "base");
+    const auto back = read_peft(folder_, config_, at::kDouble);
+    ASSERT_EQ(back->named().size(), adapter->named().size());
+    for (std::size_t i = 0; i < back->named().size(); ++i) {
+      EXPECT_EQ(back->named()[i].first, adapter->named()[i].first);
+      EXPECT_TRUE(back->named()[i].second.equal(adapter->named()[i].second));
+      EXPECT_TRUE(back->named()[i].second.requires_grad());
+    }
+    const LoraConfig& read = back->config();
+    EXPECT_EQ(std::tuple(read.rank, read.alpha, read.dropout),
+              std::tuple(lora.rank, lora.alpha, lora.dropout));
+    EXPECT_EQ(back->find(0, Projection::kQuery) ? back->find(0, Projection::kQuery)->scale : 0,
+              lora.attention ? lora.alpha / static_cast<double>(lora.rank) : 0);
+  }
+}
+
+TEST_F(PeftDirectory, WhatChangesTheMathematicsIsRefusedByName) {
+  write_peft(folder_, *trained(config_, 9), config_, "base");
+  const std::vector<std::pair<std::string, json>> all = {{"use_rslora", true},
+                                                         {"use_dora", true},
+                                                         {"bias", "all"},
+                                                         {"fan_in_fan_out", true},
+                                                         {"rank_pattern", {{"q_proj", 2}}},
+                                                         {"alpha_pattern", {{"q_proj", 2}}},
+                                                         {"modules_to_save", {"embed_tokens"}},
+                                                         {"layers_to_transform", 1},
+                                                         {"init_lora_weights", "pissa"},
+                                                         {"lora_bias", true},
+                                                         {"a_later_variant", "on"},
+                                                         {"target_modules", "all-linear"},
+                                                         {"target_modules", {"q_proj", "experts"}},
+                                                         {"peft_type", "IA3"},
+                                                         {"r", 2.5},
+                                                         {"lora_alpha", "high"}};
+  for (const auto& [key, value] : all)
+    EXPECT_THAT(error_with(key, value), HasSubstr(value == json({"q_proj", "experts"}) ? "experts" : key));
+  for (const auto& [key, value] : std::vector<std::pair<std::string, json>>{
+           {"r", 0}, {"r", 513}, {"lora_alpha", 0}, {"lora_dropout", 1}})
+    EXPECT_THAT(error_with(key, value), HasSubstr("of a low-rank adapter")) << key;
+  EXPECT_EQ(error_with("rank_pattern", json::object()), "no error");
+  EXPECT_EQ(error_with("corda_config", nullptr), "no error");
+  EXPECT_THAT(error_with("r", 5), HasSubstr("shape"));
+  EXPECT_THAT(error_with("target_modules", {"q_proj"}), HasSubstr("no place for"));
+}
+
+TEST_F(PeftDirectory, DamagedFilesAreRefused) {
+  const auto adapter = trained(config_, 9);
+  NamedTensors tensors;
+  for (const auto& [name, tensor] : adapter->named())
+    tensors.emplace_back("base_model.model." + name, tensor);
+  const auto error = [&](const NamedTensors& of) {
+    write_peft(folder_, *adapter, config_, "base");
+    write_safetensors(folder_ / "adapter_model.safetensors", of);
+    return message_of([&] { read_peft(folder_, config_, at::kDouble); });
+  };
+  EXPECT_THAT(error({tensors.begin() + 1, tensors.end()}), HasSubstr("no such tensor"));
+  NamedTensors changed = tensors;
+  changed[2].second = at::full_like(tensors[2].second, NAN);
+  EXPECT_THAT(error(changed), HasSubstr("not finite"));
+  changed[2].second = at::zeros(tensors[2].second.sizes(), at::kLong);
+  EXPECT_THAT(error(changed), HasSubstr("floating-point"));
+  EXPECT_EQ(error(tensors), "no error");
+  fs::remove(folder_ / "adapter_config.json");
+  EXPECT_THAT(message_of([&] { read_peft(folder_, config_, at::kDouble); }),
+              HasSubstr("adapter_config.json"));
+}
+
+TEST(Lora, WhatCannotBeAdaptedIsRefused) {
+  EXPECT_THAT(message_of([] { check(LoraConfig{.rank = 0}); }), HasSubstr("1 to 512"));
+  EXPECT_THAT(message_of([] { check(LoraConfig{.alpha = 0}); }), HasSubstr("above 0"));
+  EXPECT_THAT(message_of([] { check(LoraConfig{.dropout = 1}); }), HasSubstr("below 1"));
+  EXPECT_THAT(message_of([] { check(LoraConfig{.modules = {"router"}}); }), HasSubstr("q_proj, k_proj"));
+  EXPECT_THAT(message_of([] { check(LoraConfig{.attention = false, .mlp = false, .unembed = false}); }),
+              HasSubstr("attention, mlp or unembed"));
+  DecoderConfig experts = small_config("qwen3");
+  experts.family = "qwen3_moe";
+  experts.experts = {.count = 4, .per_token = 2, .feed_forward = 16};
+  const auto adapt = [&](const LoraConfig& config) {
+    return message_of([&] { LoraAdapter(experts, config, at::kFloat, 1); });
+  };
+  EXPECT_THAT(adapt({}), HasSubstr("experts are not adapted yet"));
+  EXPECT_EQ(adapt({.mlp = false}), "no error");
+}
+
+}  // namespace
+}  // namespace isograd
