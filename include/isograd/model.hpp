@@ -224,9 +224,7 @@ class DecoderLM : public ReferenceModel {
   std::unique_ptr<Impl> impl_;
 
   friend class HfWeights;
-  friend std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
-                                             const struct SampleOptions& options,
-                                             const std::function<void(std::uint32_t)>& on_token);
+  friend class TextSampler;
 };
 
 // Hugging Face directories. ConfigError: an unsupported key that changes the mathematics, truncated files,
@@ -238,18 +236,6 @@ inline constexpr std::int64_t kHfFileBytes = 5'000'000'000;  // transformers 4's
 void write_hf(const std::filesystem::path& directory, const DecoderConfig& config,
               const TensorStream& weights, std::int64_t file_bytes = kHfFileBytes);
 std::shared_ptr<DecoderLM> read_hf(const std::filesystem::path& directory, at::ScalarType dtype);
-
-struct SampleOptions {
-  std::int64_t max_tokens = 200;
-  double temperature = 0.8;  // 0: greedy
-  std::int64_t top_k = 0;    // 0: off
-  double top_p = 1.0;
-  std::uint64_t seed = 0;
-};
-// Samples after `prompt` (not empty) until one of ends() or max_tokens; keys and values are cached.
-std::vector<std::uint32_t> generate(DecoderLM& model, const std::vector<std::uint32_t>& prompt,
-                                    const SampleOptions& options,
-                                    const std::function<void(std::uint32_t)>& on_token = {});
 
 // ---- video: a small diffusion transformer ----
 

@@ -1,19 +1,21 @@
-// Sampler: continuous batching over a decoder, with a paged cache of keys and values (src/sampler).
+// TextSampler: continuous batching over a decoder, with a paged cache of keys and values (src/sampler).
 #pragma once
 
 #include "isograd/error.hpp"
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/model.hpp"
 
 namespace isograd {
 
-struct SamplerOptions {
+struct TextSamplerOptions {
   std::int64_t most_rows = 256;           // tokens of a pass
   std::int64_t page = 32;                 // positions of a page of the cache
   std::int64_t cache_bytes = std::int64_t{1} << 30;
@@ -27,13 +29,14 @@ struct SampleRequest {
   std::int64_t top_k = 0;  // 0: off
   double top_p = 1;
   std::uint64_t seed = 0;
-  std::vector<std::int64_t> stop_tokens{};  // ends are the caller's to add
+  std::vector<std::int64_t>
+      stop_tokens{};  // ends are the caller's to add; a sequence includes the one it stops at
   // Stop strings: asked after each token of a sequence with all its tokens; true: it ends there.
   std::function<bool(const std::vector<std::int64_t>& tokens)> stops{};
   bool prompt_log_probabilities = false;
   std::int64_t prompt_last = -1;           // only of so many last positions; -1: all
   std::int64_t top_prompt = 0, top_samples = 0;
-  at::Tensor prompt_targets{};             // [len - 1, K] int64, -1: none
+  at::Tensor prompt_targets{};  // [len - 1, K] int64 for positions 1 to len - 1, -1: none
   std::shared_ptr<const Adapter> adapter{};
   std::uint64_t weights = 0;  // requests of equal numbers share cached prefixes: base and adapter must be the same
 };
@@ -51,18 +54,21 @@ struct Sampled {
   at::Tensor prompt_log_probabilities{}, prompt_top_tokens{}, prompt_top_log_probabilities{};
   at::Tensor prompt_target_log_probabilities{};  // [len - 1, K], 0 where none was asked for
   std::int64_t cached_prompt_tokens = 0;
+  std::string error{};  // not empty: the logits were not finite, and nothing else is set
 };
 
-// Draws are keyed by (seed, index of the sample, position): the same tokens alone, in any company and after a restart.
-class Sampler {
+// Draws are keyed by (seed, index of the sample, position): the same tokens alone, in any company and after a
+// restart. For one thread, between the model's forwards; a pass leaves the model without an adapter.
+class TextSampler {
  public:
-  Sampler(DecoderLM& model, SamplerOptions options);  // keeps a reference
-  ~Sampler();
-  // ConfigError: an empty prompt, a token outside the vocabulary, more positions than model or cache can hold.
+  explicit TextSampler(DecoderLM& model, TextSamplerOptions options = {});  // keeps a reference
+  ~TextSampler();
+  // ConfigError: an empty prompt, a token outside the vocabulary, more positions than model or cache can
+  // hold, numbers outside their ranges.
   void submit(std::string id, SampleRequest request);
   // One pass over up to most_rows rows of all requests. Those that are complete.
   std::vector<std::pair<std::string, Sampled>> pass();
-  bool busy() const;
+  bool busy() const;                   // some requests are not complete
   void forget(std::uint64_t weights);  // frees cached prefixes of these weights
 
  private:

@@ -19,7 +19,7 @@ namespace {
 
 struct SampleFlags {
   std::string checkpoint, prompt, tokenizer;
-  SampleOptions options;
+  SampleRequest options{.prompt = {}, .temperature = 0.8};
   VideoSampleOptions videos;
   std::vector<CLI::Option*> of_text, of_videos;
 };
@@ -109,7 +109,7 @@ int run(const SampleFlags& flags) {
 Verb sample_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("sample", "Generate text or videos from a checkpoint");
   auto flags = std::make_shared<SampleFlags>();
-  SampleOptions& options = flags->options;
+  SampleRequest& options = flags->options;
   verb->add_option("CHECKPOINT", flags->checkpoint,
                    "a checkpoint, a run's folder (its latest), or a Hugging Face directory")
       ->required();

@@ -127,10 +127,4 @@ struct DecoderLM::Impl {
   DropInputs drop;  // empty: nothing
 };
 
-// A token drawn from softmax(logits / temperature), among the top_k likeliest and, of those, the fewest that
-// together have top_p, by the random number of (options.seed, position). ConfigError when a logit is NaN or
-// +∞.
-std::uint32_t draw_token(const std::vector<double>& logits, const SampleOptions& options,
-                         std::uint64_t position);
-
 }  // namespace isograd

@@ -13,6 +13,7 @@
 #include "isograd/data_parallel.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/model.hpp"
+#include "isograd/sampler.hpp"
 #include "isograd/trainer.hpp"
 
 namespace isograd {
@@ -32,11 +33,11 @@ void check_prompt(const Tokenizer& tokenizer, const std::string& prompt, const D
 std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::string& prompt,
                                         const DecoderConfig& model, std::int64_t max_tokens);
 
-// The prompt and its continuation. An empty prompt starts a document (bos, else eos, else a line break).
-// `on_text` is given the text in parts of whole characters that no later token changes, at most some 20 times
-// a second.
+// The prompt and its continuation by `ask`, whose own prompt does not count. An empty prompt starts a
+// document (bos, else eos, else a line break). `on_text` is given the text in parts of whole characters that
+// no later token changes, at most some 20 times a second.
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
-                        SampleOptions options, const std::function<void(std::string_view)>& on_text = {});
+                        SampleRequest ask, const std::function<void(std::string_view)>& on_text = {});
 
 // ConfigErrors name the file and the key that is missing or does not fit.
 bool is_video_model(const std::filesystem::path& directory);  // by its config.json

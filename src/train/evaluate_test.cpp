@@ -38,12 +38,12 @@ TEST(SampleText, GivesItsPartsAsTheyAreSettled) {
   DecoderLM model(shape, at::kFloat, 1);
   for (const std::int64_t tokens : {1, 2, 3, 700}) {
     std::vector<std::string> parts;
-    const std::string text = sample_text(model, Letters(), "ab", {.max_tokens = tokens},
+    const std::string text = sample_text(model, Letters(), "ab", {.prompt = {}, .max_tokens = tokens},
                                          [&](std::string_view part) { parts.emplace_back(part); });
     EXPECT_EQ(std::accumulate(parts.begin(), parts.end(), std::string()), text);
     for (const std::string& part : parts)
       EXPECT_TRUE(part.find("\xEF\xBF\xBD") == std::string::npos || &part == &parts.back()) << part;
-    EXPECT_EQ(text, sample_text(model, Letters(), "ab", {.max_tokens = tokens}));
+    EXPECT_EQ(text, sample_text(model, Letters(), "ab", {.prompt = {}, .max_tokens = tokens}));
   }
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -580,7 +581,8 @@ class TextTask : public Task {
     if (!shows_model()) return {};
     return {.text = sample_text(static_cast<TextModel&>(model).decoder(), *corpus_.tokenizer,
                                 config().sample.prompt,
-                                {.max_tokens = config().sample.tokens,
+                                {.prompt = {},
+                                 .max_tokens = config().sample.tokens,
                                  .temperature = config().sample.temperature,
                                  .seed = seed()})};
   }
@@ -796,10 +798,11 @@ std::vector<std::string> prompt_notices(const Tokenizer& tokenizer, const std::s
 }
 
 std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std::string& prompt,
-                        SampleOptions options, const std::function<void(std::string_view)>& on_text) {
+                        SampleRequest ask, const std::function<void(std::string_view)>& on_text) {
   std::vector<std::uint32_t> tokens = prompt_tokens(tokenizer, prompt);
   const std::int64_t room = text_limit(model.config()).tokens - static_cast<std::int64_t>(tokens.size());
-  options.max_tokens = std::clamp<std::int64_t>(room, 0, options.max_tokens);
+  ask.max_tokens = std::clamp<std::int64_t>(room, 0, ask.max_tokens);
+  ask.prompt.assign(tokens.begin(), tokens.end());
   // A decoding takes as long as all of its tokens, so that not every token has one.
   constexpr std::chrono::milliseconds kPause(50);
   std::string before = on_text ? tokenizer.decode(tokens) : std::string();
@@ -811,14 +814,23 @@ std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std:
   };
   if (on_text) give(before, settled(before, before));
   auto last = std::chrono::steady_clock::now() - kPause;
-  generate(model, tokens, options, [&](std::uint32_t token) {
-    tokens.push_back(token);
-    if (!on_text || std::chrono::steady_clock::now() - last < kPause) return;
+  const std::vector<std::int64_t> ends = model.config().ends();
+  ask.stops = [&](const std::vector<std::int64_t>& drawn) {
+    if (std::ranges::find(ends, drawn.back()) != ends.end()) return true;
+    tokens.push_back(static_cast<std::uint32_t>(drawn.back()));
+    if (!on_text || std::chrono::steady_clock::now() - last < kPause) return false;
     std::string now = tokenizer.decode(tokens);
     give(now, settled(before, now));
     before = std::move(now);
     last = std::chrono::steady_clock::now();
-  });
+    return false;
+  };
+  TextSampler sampler(model, {.cache_bytes = std::numeric_limits<std::int64_t>::max()});
+  sampler.submit({}, std::move(ask));
+  while (sampler.busy())
+    for (const auto& [id, sampled] : sampler.pass())
+      if (!sampled.error.empty())
+        refuse("the model", sampled.error, "a model whose weights are finite", "Load another checkpoint");
   std::string text = tokenizer.decode(tokens);
   if (on_text) give(text, text.size());
   return text;
