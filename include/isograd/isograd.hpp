@@ -19,6 +19,7 @@
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"
+#include "isograd/sampler.hpp"
 #include "isograd/step.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "isograd/trainer.hpp"

@@ -31,10 +31,11 @@ struct SampleRequest {
   std::uint64_t seed = 0;
   std::vector<std::int64_t>
       stop_tokens{};  // ends are the caller's to add; a sequence includes the one it stops at
-  // Stop strings: asked after each token of a sequence with all its tokens; true: it ends there.
+  // Stop strings: asked after each token of a sequence with all its tokens; true: it ends there. It throws
+  // nothing.
   std::function<bool(const std::vector<std::int64_t>& tokens)> stops{};
   bool prompt_log_probabilities = false;
-  std::int64_t prompt_last = -1;           // only of so many last positions; -1: all
+  std::int64_t prompt_last = -1;  // only of the last positions; -1: all
   std::int64_t top_prompt = 0, top_samples = 0;
   at::Tensor prompt_targets{};  // [len - 1, K] int64 for positions 1 to len - 1, -1: none
   std::shared_ptr<const Adapter> adapter{};
@@ -45,7 +46,7 @@ struct Sampled {
   struct Sequence {
     bool stopped = false;
     std::vector<std::int64_t> tokens{};
-    // Of the distribution that was drawn from, before top_k and top_p: logits / temperature (raw at temperature 0).
+    // By softmax(logits / temperature), before top_k and top_p (softmax(logits) at temperature 0).
     std::vector<double> log_probabilities{};
     at::Tensor top_tokens{}, top_log_probabilities{};  // [tokens, k]
   };

@@ -209,7 +209,7 @@ TEST(Sampler, ATextInTwoHalvesIsTheTextAtOnce) {
   EXPECT_EQ(run(model, ask).sequences[0].tokens, Tokens(whole.begin() + 10, whole.end()));
 }
 
-// What is asked of prompts, samples and likeliest tokens.
+// Log-probabilities of prompts, of targets and of the likeliest tokens.
 TEST(Sampler, AnswersAboutPromptsAreTheModelsOwn) {
   for (const auto type : {at::kDouble, at::kFloat}) {
     const double allowed = type == at::kDouble ? 1e-12 : 1e-5;
