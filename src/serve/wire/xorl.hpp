@@ -1,0 +1,40 @@
+// The dialect of xorl's client: JSON alone, over the same plain data. Its paths are those of tinker; a
+// request without tinker's header X-API-Key is in this dialect.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "serve/wire/messages.hpp"
+#include "serve/wire/tinker.hpp"
+
+namespace isograd::serve::xorl {
+
+// ---- requests; a sequence of 0 is none: operations run in the order they came ----
+NewModel create_model(std::string_view json);  // without lora_config: rank 0
+// Also forward, which says so by forward_input.
+Operation<ForwardBackward> forward_backward(std::string_view json);
+Operation<AdamParams> optim_step(std::string_view json);
+Operation<SaveWeights> save_weights(std::string_view json);
+Operation<SaveWeights> save_weights_for_sampler(std::string_view json);
+LoadWeights load_weights(std::string_view json);
+std::string create_sampling_session(std::string_view json);  // the path
+std::string abort_gradient_epoch(std::string_view json);     // the model
+std::string weights_info(std::string_view json);             // the path
+std::string retrieve_future(std::string_view json);          // the request
+
+// "tinker://a/b/c" as "xorl://a/b/c", and back.
+std::string path_out(const std::string& path);
+std::string path_in(const std::string& path);
+
+// ---- results ----
+std::string create_model_reply(const std::string& model);
+// `request` gives the targets, of which xorl reports losses.
+std::string forward_backward_reply(const ForwardBackward& request, const ForwardBackwardResult& result);
+std::string optim_step_reply(const Metrics& metrics);
+std::string path_reply(const std::string& path);  // of save_weights*, load_weights
+std::string sampling_session_reply(const std::string& path);
+std::string weights_info_reply(const CreateModel& saved);
+
+}  // namespace isograd::serve::xorl
