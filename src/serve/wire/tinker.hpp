@@ -15,7 +15,7 @@
 namespace isograd::serve {
 
 inline constexpr std::int64_t kMostCells = std::int64_t{1} << 26;  // of all arrays of one request, dense
-inline constexpr std::int64_t kMostSamples = 4096, kMostStops = 1000, kMostRank = 512;
+inline constexpr std::int64_t kMostSamples = 4096, kMostStops = 1000, kMostRank = 512, kMostTop = 4096;
 
 // Operation `sequence` (1, 2, ...) of a model. 0: the client gave none (xorl's may).
 template <class Body>
@@ -55,7 +55,7 @@ struct SaveWeights {
   std::optional<std::int64_t> ttl_seconds;
   bool overwrite = false;
   std::map<std::string, std::string> metadata;
-  // Of save_weights_for_sampler without a name; a repeated request may have another.
+  // Given by save_weights_for_sampler without a name; a repeated request may give another.
   std::optional<std::int64_t> sampling_sequence;
 };
 
@@ -76,7 +76,7 @@ struct Finish {
   std::string detail;
 };
 
-// ---- what replies tell ----
+// ---- what replies list ----
 
 struct ModelInfo {
   std::string model, base, architecture, tokenizer;
@@ -140,9 +140,9 @@ std::string session_reply(const std::string& session);
 std::string promise_reply(const std::string& request, const std::string& model);
 std::string sample_promise_reply(const std::string& request, const std::vector<std::string>& sequences);
 std::string try_again_reply(const std::string& request);  // with status 408
-// Of a failed future (status 200). `category`: "user", "server" or "unknown".
+// A future that failed (status 200). `category`: "user", "server" or "unknown".
 std::string failure_reply(const std::string& error, const std::string& category);
-std::string detail_reply(const std::string& detail);  // of a refused request (status 4xx)
+std::string detail_reply(const std::string& detail);  // a refused request (status 4xx)
 std::string create_model_reply(const std::string& model);
 std::string load_weights_reply(const std::string& model, const std::string& path);
 std::string info_reply(const ModelInfo& info);

@@ -1,0 +1,283 @@
+#include "serve/wire/xorl.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "base/refuse.hpp"
+#include "serve/wire/fields.hpp"
+
+namespace isograd::serve::xorl {
+namespace {
+
+constexpr std::int64_t kIgnored = -100;  // a label that is no target
+
+std::string model_of(const Fields& fields) { return fields.text("model_id").value_or("default"); }
+
+template <class Body>
+Operation<Body> operation_of(const Fields& fields) {
+  return {
+      .model = model_of(fields), .sequence = fields.integer("seq_id", 1, kMostInt32).value_or(0), .body = {}};
+}
+
+// The parts whose projections `target_modules` names. An adapter has all projections of a part or none.
+void read_modules(const Fields& lora, LoraShape& shape) {
+  const Json* names = lora.list("target_modules");
+  shape.unembed = false;  // xorl's own choice where none are named
+  if (names == nullptr) return;
+  const std::vector<std::string> attention{"k_proj", "o_proj", "q_proj", "v_proj"};
+  const std::vector<std::string> mlp{"down_proj", "gate_proj", "up_proj"}, unembed{"lm_head"};
+  std::size_t found = 0;
+  auto holds = [&](const std::vector<std::string>& part) {
+    std::size_t held = 0;
+    for (const std::string& name : part)
+      held += std::find(names->begin(), names->end(), name) != names->end();
+    found += held;
+    if (held != 0 && held != part.size())
+      lora.refuse("target_modules", fmt::format("all of {} or none", fmt::join(part, ", ")),
+                  "Name all projections of a part");
+    return held != 0;
+  };
+  shape.attention = holds(attention), shape.mlp = holds(mlp), shape.unembed = holds(unembed);
+  if (found == 0 || found != names->size())
+    lora.refuse("target_modules", fmt::format("names among {}, {}, lm_head, each once",
+                                              fmt::join(attention, ", "), fmt::join(mlp, ", ")));
+}
+
+// A target of -100 becomes token 0 with weight 0 (and no advantage).
+void read_ignored(Datum& datum, WireArray& targets, const std::string& loss) {
+  std::vector<float> weights(targets.integers.size(), 1.0F);
+  bool any = false;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (targets.integers[i] != kIgnored) continue;
+    any = true, targets.integers[i] = 0, weights[i] = 0;
+    for (const char* name : {"weights", "advantages"})
+      if (auto at = datum.inputs.find(name); at != datum.inputs.end() && i < at->second.numbers.size())
+        at->second.numbers[i] = 0;
+  }
+  if (loss == "cross_entropy" && !datum.inputs.contains("weights")) {
+    std::vector<std::int64_t> shape = targets.shape;
+    if (shape.empty()) shape = {static_cast<std::int64_t>(weights.size())};
+    datum.inputs["weights"] = {.shape = shape, .numbers = std::move(weights), .integers = {}};
+  } else if (any && loss != "cross_entropy" && !datum.inputs.contains("advantages")) {
+    refuse("forward_backward: target_tokens", "-100 without advantages",
+           "advantages, of which those rows have 0", "Send advantages");
+  }
+}
+
+Datum read_datum(const Json& value, const std::string& where, const std::string& loss, std::int64_t& cells) {
+  if (!value.is_object()) refuse(where, brief(value), "an object", "Correct that datum");
+  const Fields fields(value, where + ".");
+  Datum datum;
+  const Fields input = fields.need_object("model_input");
+  datum.tokens =
+      input.find("chunks") != nullptr ? json_chunks(input) : input.integers("input_ids", 0, kMostInt32);
+  if (datum.tokens.empty()) refuse(where, "no tokens", "at least one", "Leave that datum out");
+  const Json* inputs = fields.find("loss_fn_inputs");
+  if (inputs == nullptr || !inputs->is_object() || inputs->size() > kMostInputs)
+    fields.refuse("loss_fn_inputs", fmt::format("an object of at most {} arrays", kMostInputs));
+  std::optional<WireArray> targets;
+  for (const auto& [name, array] : inputs->items()) {
+    const std::string place = fmt::format("{}.loss_fn_inputs.{}", where, name);
+    if (name == "labels" || name == "target_tokens") {
+      if (targets) refuse(place, "labels and target_tokens", "one of them", "Leave one of them out");
+      targets = json_array(array, place);
+    } else {
+      datum.inputs[name] = as_input(to_dense(json_array(array, place), 0, place, cells), name, place);
+    }
+  }
+  if (targets) {
+    const std::string place = where + ".loss_fn_inputs.target_tokens";
+    if (targets->sparse) refuse(place, "a sparse array", "a dense one", "Send all targets");
+    read_ignored(datum, *targets, loss);
+    datum.inputs["target_tokens"] =
+        as_input(to_dense(*std::move(targets), 0, place, cells), "target_tokens", place);
+  }
+  return datum;
+}
+
+Json array_json(std::vector<float> numbers, const std::vector<std::int64_t>& shape) {
+  return {{"data", std::move(numbers)}, {"dtype", "float32"}, {"shape", shape}};
+}
+
+std::string dumped(const Json& reply) { return reply.dump(-1, ' ', false, Json::error_handler_t::replace); }
+
+std::string moved(const std::string& path, std::string_view from, std::string_view to) {
+  return path.starts_with(from) ? std::string(to) + path.substr(from.size()) : path;
+}
+
+Operation<SaveWeights> save(std::string_view json, const char* request, const char* key) {
+  const Json body = parse_body(request, json);
+  const Fields fields(body, std::string(request) + ": ");
+  auto result = operation_of<SaveWeights>(fields);
+  result.body.name = fields.text(key);
+  return result;
+}
+
+}  // namespace
+
+std::string path_out(const std::string& path) { return moved(path, "tinker://", "xorl://"); }
+std::string path_in(const std::string& path) { return moved(path, "xorl://", "tinker://"); }
+
+NewModel create_model(std::string_view json) {
+  const Json body = parse_body("create_model", json);
+  const Fields fields(body, "create_model: ");
+  NewModel model{.session = {}, .model_sequence = 0, .model = model_of(fields), .body = {}};
+  model.body = {
+      .base = fields.need_text("base_model"), .lora = {}, .metadata = fields.metadata("user_metadata")};
+  model.body.metadata.emplace("isograd.normalise", "tokens");
+  LoraShape& shape = model.body.lora;
+  const auto lora = fields.object("lora_config");
+  if (!lora) {
+    shape.rank = 0;
+    return model;
+  }
+  shape.rank =
+      lora->integer(lora->find("rank") != nullptr ? "rank" : "lora_rank", 0, kMostRank).value_or(shape.rank);
+  shape.seed = lora->seed("seed");
+  const double alpha = lora->number(
+      "alpha", 0, [](double x) { return x > 0; }, "a finite number above 0");
+  if (alpha > 0) model.body.metadata.emplace("isograd.alpha", fmt::format("{}", alpha));
+  lora->number(
+      "dropout", 0, [](double x) { return x == 0; }, "0: adapters of this server have no dropout");
+  read_modules(*lora, shape);
+  return model;
+}
+
+Operation<ForwardBackward> forward_backward(std::string_view json) {
+  const Json body = parse_body("forward_backward", json);
+  const Fields fields(body, "forward_backward: ");
+  auto result = operation_of<ForwardBackward>(fields);
+  result.body.forward_only = fields.find("forward_input") != nullptr;
+  const Fields input =
+      fields.need_object(result.body.forward_only ? "forward_input" : "forward_backward_input");
+  result.body.loss = input.text("loss_fn").value_or("cross_entropy");
+  if (const auto params =
+          input.object(input.find("loss_fn_params") != nullptr ? "loss_fn_params" : "loss_fn_config")) {
+    const Json& values =
+        *input.find(input.find("loss_fn_params") != nullptr ? "loss_fn_params" : "loss_fn_config");
+    for (const auto& [key, value] : values.items()) {
+      if (value.is_number())
+        result.body.config[key] = value.get<double>();
+      else if (value.is_string())
+        result.body.config[key] = value.get<std::string>();
+      else if (!value.is_null())
+        params->refuse(key.c_str(), "a number or a text");
+    }
+  }
+  const Json* data = input.list("data");
+  if (data == nullptr || data->empty() || data->size() > kMostDatums)
+    input.refuse("data", fmt::format("1 to {} datums", kMostDatums));
+  std::int64_t cells = kMostCells;
+  result.body.data.reserve(data->size());
+  for (const Json& datum : *data)
+    result.body.data.push_back(read_datum(
+        datum, input.where(fmt::format("data[{}]", result.body.data.size())), result.body.loss, cells));
+  return result;
+}
+
+Operation<AdamParams> optim_step(std::string_view json) {
+  const Json body = parse_body("optim_step", json);
+  const Fields fields(body, "optim_step: ");
+  auto result = operation_of<AdamParams>(fields);
+  result.body = json_adam(fields.need_object("adam_params"));
+  result.body.clip = fields.number(
+      "gradient_clip", result.body.clip, [](double) { return true; }, "a finite number; 0 does not clip");
+  return result;
+}
+
+Operation<SaveWeights> save_weights(std::string_view json) { return save(json, "save_weights", "path"); }
+
+Operation<SaveWeights> save_weights_for_sampler(std::string_view json) {
+  auto result = save(json, "save_weights_for_sampler", "name");
+  if (!result.body.name)
+    refuse("save_weights_for_sampler: name", "nothing", "a name", "Name the weights that are saved");
+  return result;
+}
+
+LoadWeights load_weights(std::string_view json) {
+  const Json body = parse_body("load_weights", json);
+  const Fields fields(body, "load_weights: ");
+  const auto of = operation_of<bool>(fields);
+  LoadWeights load;
+  load.model = of.model, load.sequence = of.sequence;
+  load.path = path_in(fields.need_text("path"));
+  load.optimizer = fields.flag("optimizer", false);
+  return load;
+}
+
+std::string create_sampling_session(std::string_view json) {
+  const Json body = parse_body("create_sampling_session", json);
+  return path_in(Fields(body, "create_sampling_session: ").need_text("model_path"));
+}
+
+std::string abort_gradient_epoch(std::string_view json) {
+  const Json body = parse_body("abort_gradient_epoch", json);
+  return model_of(Fields(body, "abort_gradient_epoch: "));
+}
+
+std::string weights_info(std::string_view json) {
+  const Json body = parse_body("weights_info", json);
+  return path_in(Fields(body, "weights_info: ").need_text("xorl_path"));
+}
+
+std::string retrieve_future(std::string_view json) { return tinker::retrieve_future(json); }
+
+std::string create_model_reply(const std::string& model) {
+  return dumped({{"model_id", model}, {"status", "created"}});
+}
+
+std::string forward_backward_reply(const ForwardBackward& request, const ForwardBackwardResult& result) {
+  Json outputs = Json::array(), metrics = Json::object();
+  double valid = 0;
+  for (std::size_t i = 0; i < result.log_probabilities.size(); ++i) {
+    const Array& log_probabilities = result.log_probabilities[i];
+    const auto& inputs = request.data.at(i).inputs;
+    Json output = {{"logprobs", array_json(log_probabilities.numbers, log_probabilities.shape)}};
+    const bool entropy = request.loss == "cross_entropy";
+    const auto at = inputs.find(entropy ? "weights" : "advantages");
+    if (at != inputs.end())
+      for (const float factor : at->second.numbers) valid += factor != 0;
+    if (entropy && at != inputs.end() && at->second.numbers.size() == log_probabilities.numbers.size()) {
+      std::vector<float> losses(log_probabilities.numbers.size());
+      double sum = 0;
+      for (std::size_t k = 0; k < losses.size(); ++k) {
+        losses[k] = at->second.numbers[k] == 0 ? 0 : -at->second.numbers[k] * log_probabilities.numbers[k];
+        sum += losses[k];
+      }
+      output["loss"] = sum;
+      output["elementwise_loss"] = array_json(std::move(losses), log_probabilities.shape);
+    }
+    outputs.push_back(std::move(output));
+  }
+  for (const auto& [name, value] : result.metrics)
+    if (std::isfinite(value)) metrics[name] = value;
+  if (valid > 0) {
+    metrics.emplace("valid_tokens:sum", valid);
+    if (metrics.contains("loss:sum")) metrics.emplace("loss:mean", metrics["loss:sum"].get<double>() / valid);
+  }
+  return dumped({{"loss_fn_output_type", request.loss},
+                 {"loss_fn_outputs", std::move(outputs)},
+                 {"metrics", std::move(metrics)},
+                 {"info", Json::object()}});
+}
+
+std::string optim_step_reply(const Metrics& metrics) { return tinker::optim_step_reply(metrics); }
+
+// Two names, for older clients and newer ones.
+std::string path_reply(const std::string& path) {
+  return dumped({{"path", path_out(path)}, {"model_path", path_out(path)}});
+}
+
+std::string sampling_session_reply(const std::string& path) {
+  const std::string out = path_out(path);
+  return dumped({{"success", true},
+                 {"model_path", out},
+                 {"lora_name", out.substr(out.rfind('/') + 1)},
+                 {"message", "ready"}});
+}
+
+std::string weights_info_reply(const CreateModel& saved) { return tinker::weights_info_reply(saved); }
+
+}  // namespace isograd::serve::xorl
