@@ -260,7 +260,7 @@ std::string sample_reply(const SampleResult& result) {
   pbf_writer response(reply);
   for (const SampledSequence& sequence : result.sequences) {
     pbf_writer written(response, 1);
-    written.add_enum(1, sequence.stopped ? 0 : 1);
+    if (!sequence.stopped) written.add_enum(1, 1);
     add_values(written, 2, sequence.tokens);
     add_values(written, 3, sequence.log_probabilities);
     add_top(written, 4, sequence.top);
