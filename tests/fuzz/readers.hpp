@@ -35,6 +35,7 @@ using Tensors = std::vector<std::pair<std::string, at::Tensor>>;
 std::vector<Reader> model_readers();
 std::vector<Reader> run_readers();
 std::vector<Reader> data_readers();
+std::vector<Reader> wire_readers();
 
 void put(const std::filesystem::path& file, const std::string& bytes);
 // Reads every byte, so that a view beyond its file is found.
