@@ -21,7 +21,7 @@ struct Body {
   std::function<void(const std::string&)> read;
 };
 
-// What a model is given: every array as large as its shape says, every token one that int32 holds.
+// A model gets sound values: every array is as large as its shape says, every token one that int32 holds.
 void look_at_pass(const serve::ForwardBackward& request) {
   for (const serve::Datum& datum : request.data) {
     if (datum.tokens.empty()) throw std::logic_error("a datum without tokens");

@@ -22,12 +22,15 @@ std::string range(std::int64_t least, std::int64_t most) {
 
 }  // namespace
 
-Json parse_body(const std::string& request, std::string_view body) {
-  auto parsed = parse_json(body);
-  if (!parsed.problem.empty())
-    refuse(request, parsed.problem, "a JSON object", "Send the request's fields as one JSON object");
-  return std::move(parsed.value);
-}
+RequestJson::RequestJson(const std::string& request, std::string_view text)
+    : OwnedJson{[&] {
+        auto parsed = parse_json(text);
+        if (!parsed.problem.empty())
+          isograd::refuse(request, parsed.problem, "a JSON object",
+                          "Send the request's fields as one JSON object");
+        return std::move(parsed.value);
+      }()},
+      Fields(OwnedJson::json, request + ": ") {}
 
 const Json* Fields::find(const char* key) const {
   const auto at = object_->find(key);

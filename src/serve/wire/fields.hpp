@@ -23,15 +23,13 @@ inline constexpr std::size_t kMostText = 4096;                           // byte
 inline constexpr std::size_t kMostDatums = 1 << 16, kMostInputs = 32;    // of a request, of a datum
 inline constexpr std::int64_t kLeastTtl = 3600, kMostTtl = 315'360'000;  // an hour, ten years
 
-// The body of `request`, an object.
-Json parse_body(const std::string& request, std::string_view body);
-
 class Fields {
  public:
   // `object` must outlive this; `prefix` ends in ": " or ".".
   Fields(const Json& object, std::string prefix) : object_(&object), prefix_(std::move(prefix)) {}
 
   const Json* find(const char* key) const;  // null: absent, or JSON's null
+  bool has(const char* key) const { return object_->contains(key); }
   std::string where(const std::string& key) const { return prefix_ + key; }
   [[noreturn]] void refuse(const char* key, const std::string& expected,
                            const std::string& action = "Correct that field") const;
@@ -59,6 +57,17 @@ class Fields {
  private:
   const Json* object_;
   std::string prefix_;
+};
+
+// The body of a request, an object.
+struct OwnedJson {
+  Json json;
+};
+class RequestJson : OwnedJson, public Fields {
+ public:
+  RequestJson(const std::string& request, std::string_view text);
+  RequestJson(const RequestJson&) = delete;
+  RequestJson& operator=(const RequestJson&) = delete;
 };
 
 // ---- arrays as they come ----

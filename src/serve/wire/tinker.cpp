@@ -284,8 +284,7 @@ std::string sampler_id(const std::string& session, std::int64_t sequence) {
 }
 
 Session create_session(std::string_view json) {
-  const Json body = parse_body("create_session", json);
-  const Fields fields(body, "create_session: ");
+  const RequestJson fields("create_session", json);
   Session session{
       .tags = {}, .metadata = fields.metadata("user_metadata"), .sdk_version = {}, .display_name = {}};
   if (const Json* tags = fields.list("tags"))
@@ -300,14 +299,10 @@ Session create_session(std::string_view json) {
   return session;
 }
 
-std::string heartbeat(std::string_view json) {
-  const Json body = parse_body("session_heartbeat", json);
-  return session_of(Fields(body, "session_heartbeat: "));
-}
+std::string heartbeat(std::string_view json) { return session_of(RequestJson("session_heartbeat", json)); }
 
 Finish finish(std::string_view json) {
-  const Json body = parse_body("finish", json);
-  const Fields fields(body, "finish: ");
+  const RequestJson fields("finish", json);
   const auto reason = fields.object("reason");
   const Json* detail = fields.find("detail");
   return {.reason = reason ? reason->text("type").value_or("success") : "success",
@@ -315,8 +310,7 @@ Finish finish(std::string_view json) {
 }
 
 NewModel create_model(std::string_view json) {
-  const Json body = parse_body("create_model", json);
-  const Fields fields(body, "create_model: ");
+  const RequestJson fields("create_model", json);
   NewModel model{.session = session_of(fields),
                  .model_sequence = counted(fields, "model_seq_id"),
                  .model = {},
@@ -342,8 +336,7 @@ NewModel create_model(std::string_view json) {
 }
 
 LoadWeights load_weights(std::string_view json) {
-  const Json body = parse_body("load_weights", json);
-  const Fields fields(body, "load_weights: ");
+  const RequestJson fields("load_weights", json);
   LoadWeights load;
   load.creates = fields.find("session_id") != nullptr;
   if (load.creates) {
@@ -364,10 +357,7 @@ LoadWeights load_weights(std::string_view json) {
   return load;
 }
 
-std::string get_info(std::string_view json) {
-  const Json body = parse_body("get_info", json);
-  return Fields(body, "get_info: ").need_text("model_id");
-}
+std::string get_info(std::string_view json) { return RequestJson("get_info", json).need_text("model_id"); }
 
 Operation<ForwardBackward> forward_backward(std::string_view protobuf) {
   try {
@@ -379,8 +369,7 @@ Operation<ForwardBackward> forward_backward(std::string_view protobuf) {
 }
 
 Operation<AdamParams> optim_step(std::string_view json) {
-  const Json body = parse_body("optim_step", json);
-  const Fields fields(body, "optim_step: ");
+  const RequestJson fields("optim_step", json);
   auto result = operation<AdamParams>(fields);
   if (const auto other = fields.object("optimizer_params"); other && fields.find("adam_params") == nullptr)
     other->refuse("type", "adam_params in place of optimizer_params",
@@ -390,8 +379,7 @@ Operation<AdamParams> optim_step(std::string_view json) {
 }
 
 Operation<SaveWeights> save_weights(std::string_view json) {
-  const Json body = parse_body("save_weights", json);
-  const Fields fields(body, "save_weights: ");
+  const RequestJson fields("save_weights", json);
   auto result = operation<SaveWeights>(fields);
   result.body = {.name = fields.text("path"),
                  .ttl_seconds = ttl_seconds(fields),
@@ -402,8 +390,7 @@ Operation<SaveWeights> save_weights(std::string_view json) {
 }
 
 Operation<SaveWeights> save_weights_for_sampler(std::string_view json) {
-  const Json body = parse_body("save_weights_for_sampler", json);
-  const Fields fields(body, "save_weights_for_sampler: ");
+  const RequestJson fields("save_weights_for_sampler", json);
   auto result = operation<SaveWeights>(fields);
   if (fields.text("kind").value_or("snapshot") != "snapshot")
     fields.refuse("kind", "\"snapshot\"",
@@ -416,8 +403,7 @@ Operation<SaveWeights> save_weights_for_sampler(std::string_view json) {
 }
 
 Operation<SaveWeights> save_weights_external(std::string_view json) {
-  const Json body = parse_body("save_weights_external", json);
-  const Fields fields(body, "save_weights_external: ");
+  const RequestJson fields("save_weights_external", json);
   auto result = operation<SaveWeights>(fields);
   if (const Json* recipients = fields.list("age_encryption_recipients");
       recipients != nullptr && !recipients->empty())
@@ -429,8 +415,7 @@ Operation<SaveWeights> save_weights_external(std::string_view json) {
 }
 
 SamplingSession create_sampling_session(std::string_view json) {
-  const Json body = parse_body("create_sampling_session", json);
-  const Fields fields(body, "create_sampling_session: ");
+  const RequestJson fields("create_sampling_session", json);
   SamplingSession session{.session = session_of(fields),
                           .sequence = counted(fields, "sampling_session_seq_id"),
                           .base = fields.text("base_model").value_or(""),
@@ -441,8 +426,7 @@ SamplingSession create_sampling_session(std::string_view json) {
 }
 
 SampleRequest asample(std::string_view json) {
-  const Json body = parse_body("asample", json);
-  const Fields fields(body, "asample: ");
+  const RequestJson fields("asample", json);
   SampleRequest result{
       .sampler = fields.need_text("sampling_session_id"), .sequence = counted(fields, "seq_id"), .body = {}};
   Sample& sample = result.body;
@@ -506,19 +490,16 @@ SampleRequest asample(std::string_view json) {
 }
 
 std::string retrieve_future(std::string_view json) {
-  const Json body = parse_body("retrieve_future", json);
-  return Fields(body, "retrieve_future: ").need_text("request_id");
+  return RequestJson("retrieve_future", json).need_text("request_id");
 }
 
 std::string weights_info(std::string_view json) {
-  const Json body = parse_body("weights_info", json);
-  return Fields(body, "weights_info: ").need_text("tinker_path");
+  return RequestJson("weights_info", json).need_text("tinker_path");
 }
 
 std::optional<std::int64_t> ttl(std::string_view json) {
-  const Json body = parse_body("ttl", json);
-  const Fields fields(body, "ttl: ");
-  if (!body.contains("ttl_seconds"))
+  const RequestJson fields("ttl", json);
+  if (!fields.has("ttl_seconds"))
     fields.refuse("ttl_seconds", "seconds, or null", "Say how long the checkpoint is kept");
   return ttl_seconds(fields);
 }

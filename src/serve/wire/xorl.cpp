@@ -108,8 +108,7 @@ std::string moved(const std::string& path, std::string_view from, std::string_vi
 }
 
 Operation<SaveWeights> save(std::string_view json, const char* request, const char* key) {
-  const Json body = parse_body(request, json);
-  const Fields fields(body, std::string(request) + ": ");
+  const RequestJson fields(request, json);
   auto result = operation_of<SaveWeights>(fields);
   result.body.name = fields.text(key);
   return result;
@@ -121,8 +120,7 @@ std::string path_out(const std::string& path) { return moved(path, "tinker://", 
 std::string path_in(const std::string& path) { return moved(path, "xorl://", "tinker://"); }
 
 NewModel create_model(std::string_view json) {
-  const Json body = parse_body("create_model", json);
-  const Fields fields(body, "create_model: ");
+  const RequestJson fields("create_model", json);
   NewModel model{.session = {}, .model_sequence = 0, .model = model_of(fields), .body = {}};
   model.body = {
       .base = fields.need_text("base_model"), .lora = {}, .metadata = fields.metadata("user_metadata")};
@@ -146,8 +144,7 @@ NewModel create_model(std::string_view json) {
 }
 
 Operation<ForwardBackward> forward_backward(std::string_view json) {
-  const Json body = parse_body("forward_backward", json);
-  const Fields fields(body, "forward_backward: ");
+  const RequestJson fields("forward_backward", json);
   auto result = operation_of<ForwardBackward>(fields);
   result.body.forward_only = fields.find("forward_input") != nullptr;
   const Fields input =
@@ -178,8 +175,7 @@ Operation<ForwardBackward> forward_backward(std::string_view json) {
 }
 
 Operation<AdamParams> optim_step(std::string_view json) {
-  const Json body = parse_body("optim_step", json);
-  const Fields fields(body, "optim_step: ");
+  const RequestJson fields("optim_step", json);
   auto result = operation_of<AdamParams>(fields);
   result.body = json_adam(fields.need_object("adam_params"));
   result.body.clip = fields.number(
@@ -197,8 +193,7 @@ Operation<SaveWeights> save_weights_for_sampler(std::string_view json) {
 }
 
 LoadWeights load_weights(std::string_view json) {
-  const Json body = parse_body("load_weights", json);
-  const Fields fields(body, "load_weights: ");
+  const RequestJson fields("load_weights", json);
   const auto of = operation_of<bool>(fields);
   LoadWeights load;
   load.model = of.model, load.sequence = of.sequence;
@@ -208,18 +203,15 @@ LoadWeights load_weights(std::string_view json) {
 }
 
 std::string create_sampling_session(std::string_view json) {
-  const Json body = parse_body("create_sampling_session", json);
-  return path_in(Fields(body, "create_sampling_session: ").need_text("model_path"));
+  return path_in(RequestJson("create_sampling_session", json).need_text("model_path"));
 }
 
 std::string abort_gradient_epoch(std::string_view json) {
-  const Json body = parse_body("abort_gradient_epoch", json);
-  return model_of(Fields(body, "abort_gradient_epoch: "));
+  return model_of(RequestJson("abort_gradient_epoch", json));
 }
 
 std::string weights_info(std::string_view json) {
-  const Json body = parse_body("weights_info", json);
-  return path_in(Fields(body, "weights_info: ").need_text("xorl_path"));
+  return path_in(RequestJson("weights_info", json).need_text("xorl_path"));
 }
 
 std::string retrieve_future(std::string_view json) { return tinker::retrieve_future(json); }
