@@ -19,10 +19,9 @@
 #include "isograd/error.hpp"
 
 namespace isograd {
-namespace {
 
-[[noreturn]] void fail(const std::string& operation, const std::filesystem::path& path, int code,
-                       std::uint64_t to_write = 0) {
+void refuse_file(const std::string& operation, const std::filesystem::path& path, int code,
+                 std::uint64_t to_write) {
   const bool reads = operation == "open" || operation == "map";
   ErrorText text{.where = operation + " " + path.string(),
                  .found = std::strerror(code),
@@ -44,13 +43,15 @@ namespace {
   throw ConfigError(text);
 }
 
+namespace {
+
 void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offset,
                const std::filesystem::path& path) {
   const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t done = pwrite(file, from, bytes, static_cast<off_t>(offset));
     if (done < 0 && errno == EINTR) continue;
-    if (done <= 0) fail("write", path, done == 0 ? ENOSPC : errno, bytes);
+    if (done <= 0) refuse_file("write", path, done == 0 ? ENOSPC : errno, bytes);
     from += done, bytes -= static_cast<std::size_t>(done), offset += static_cast<std::uint64_t>(done);
   }
 }
@@ -82,7 +83,7 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(behind_links(std::mov
   partial_ =
       path_.parent_path() / fmt::format(".{}.partial-{}-{}", path_.filename().string(), getpid(), serial++);
   file_ = open(partial_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0644);
-  if (file_ < 0) fail("create", path_, errno);
+  if (file_ < 0) refuse_file("create", path_, errno);
 }
 
 AtomicFile::~AtomicFile() {
@@ -102,12 +103,12 @@ void AtomicFile::write_at(std::uint64_t offset, const void* data, std::size_t by
 }
 
 void AtomicFile::commit() {
-  if (fsync(file_) != 0) fail("fsync", path_, errno);
+  if (fsync(file_) != 0) refuse_file("fsync", path_, errno);
   const auto check = [&](const char* operation, int result) {
     if (result == 0) return;
     const int code = errno;
     unlink(partial_.c_str());
-    fail(operation, path_, code);
+    refuse_file(operation, path_, code);
   };
   check("close", close(std::exchange(file_, -1)));
   check("rename", rename(partial_.c_str(), path_.c_str()));
@@ -143,10 +144,11 @@ int open_lock(const std::filesystem::path& path) {
 void fsync_directory(const std::filesystem::path& directory) {
   const std::string name = directory.empty() ? "." : directory.string();
   const int file = open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (file < 0) fail("open", name, errno);
+  if (file < 0) refuse_file("open", name, errno);
   const int result = fsync(file), code = errno;
   close(file);
-  if (result != 0 && code != EINVAL) fail("fsync", name, code);  // some file systems have no directory fsync
+  if (result != 0 && code != EINVAL)
+    refuse_file("fsync", name, code);  // some file systems have no directory fsync
 }
 
 void check_no_input(const std::string& option, const std::filesystem::path& output,
@@ -177,7 +179,7 @@ std::string checksum_file(const std::filesystem::path& path) {
 MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   // Non-blocking: opening a pipe without a writer would wait for ever instead of being refused below.
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (file < 0) fail("open", path, errno);
+  if (file < 0) refuse_file("open", path, errno);
   struct stat status {};
   if (fstat(file, &status) != 0 || !S_ISREG(status.st_mode)) {
     close(file);
@@ -188,7 +190,7 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   void* mapped = size_ > 0 ? mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file, 0) : nullptr;
   const int code = errno;
   close(file);
-  if (mapped == MAP_FAILED) fail("map", path, code);
+  if (mapped == MAP_FAILED) refuse_file("map", path, code);
   data_ = static_cast<const std::uint8_t*>(mapped);
 }
 

@@ -9,6 +9,11 @@
 
 namespace isograd {
 
+// Throws the ConfigError of an operation ("open", "write", ...) on `path` that failed with errno `code`; on a
+// full disk with the bytes free and the bytes left to write.
+[[noreturn]] void refuse_file(const std::string& operation, const std::filesystem::path& path, int code,
+                              std::uint64_t to_write = 0);
+
 // ConfigError unless the path is a regular file or absent. Renaming a file over a device or pipe would remove
 // it, and opening a pipe may wait for ever.
 void check_replaceable(const std::filesystem::path& path);
