@@ -19,6 +19,8 @@ class StateFolder {
  public:
   explicit StateFolder(std::filesystem::path path);
   ~StateFolder();
+  StateFolder(const StateFolder&) = delete;
+  StateFolder& operator=(const StateFolder&) = delete;
   const std::filesystem::path& path() const { return path_; }
 
  private:
@@ -26,21 +28,27 @@ class StateFolder {
   int lock_ = -1;
 };
 
-// An append-only file of records {length, XXH3, bytes}. A torn tail (of a kill in the middle of a write) is cut off;
-// damage before it is a ConfigError.
+// An append-only file of records {u32 length, u32 its checksum, u64 XXH3, bytes}; any thread may append. A
+// last record that is not whole (a kill in the middle of a write) is cut off; damage before it is a
+// ConfigError. A position counts the bytes of all records that were ever appended; drop_before() does not
+// change it.
 class Journal {
  public:
   struct Options {
     bool sync = false;  // fsync before append() returns, several waiting records by one
   };
-  // Replays all whole records first, in order, with their positions.
+  // Replays all whole records first, in order, each with the position that its append() returned. No other
+  // Journal may be open on the file: StateFolder's lock sees to that.
   Journal(std::filesystem::path file, Options options,
           const std::function<void(std::uint64_t position, std::string_view record)>& replay);
   ~Journal();
-  // Returns the position after the record. ConfigError (full disk): nothing was appended, later appends may succeed.
+  // Returns the position after the record. ConfigError (full disk): nothing was appended, later appends may
+  // succeed. When a failed fsync made it fail, everything since the last successful one is gone, and every
+  // waiting append fails.
   std::uint64_t append(std::string_view record);
   std::uint64_t position() const;
-  // Removes all records before `position` (a snapshot has their effect). Whole or not at all.
+  // Removes all records before `position`, which append() returned (a snapshot has their effect). Whole or
+  // not at all.
   void drop_before(std::uint64_t position);
 
  private:
@@ -53,6 +61,10 @@ class WholeFolder {
  public:
   explicit WholeFolder(std::filesystem::path target);  // an existing target is replaced by commit()
   ~WholeFolder();                                      // not committed: nothing is left
+  WholeFolder(const WholeFolder&) = delete;
+  WholeFolder& operator=(const WholeFolder&) = delete;
+  // Removes what killed processes left in the folder of targets. No other process may be writing there.
+  static void remove_partial(const std::filesystem::path& folder);
   const std::filesystem::path& directory() const { return partial_; }
   void commit();
 
@@ -79,16 +91,23 @@ struct CheckpointInfo {
 
 // A valid name: 1 to 128 of [A-Za-z0-9._-], neither "." nor "..". Else what is wrong with it, as ConfigError.
 void check_checkpoint_name(const std::string& name);
-// "tinker://<run>/<kind>/<name>", three parts. ConfigError.
+// "tinker://<run>/<kind>/<name>", three parts; a run is 1 to 80 of [A-Za-z0-9._:-] and does not begin with a
+// dot. ConfigError.
 CheckpointInfo parse_checkpoint_path(const std::string& path);
 
+// For one thread at a time.
 class CheckpointStore {
  public:
   explicit CheckpointStore(std::filesystem::path root);  // lists what there is; half-written ones are removed
-  // `fill` writes the files. ConfigError: the name is taken and not `overwrite`; a full disk (nothing is left).
+  // Entries of the folder that are no checkpoint (links, damaged info.json), each with the reason: not
+  // listed, and left where they are.
+  const std::vector<std::string>& ignored() const { return ignored_; }
+  // `fill` writes the files and returns their bytes. ConfigError: the name is taken and not `overwrite`; a
+  // full disk (nothing is left).
   void save(CheckpointInfo info, bool overwrite,
             const std::function<std::int64_t(const std::filesystem::path& directory)>& fill);
   // Null: there is none, or it has expired by `now`, or it is another tenant's and not public.
+  // Valid until the next save, update or remove.
   const CheckpointInfo* find(const std::string& path, const std::string& tenant, double now) const;
   std::filesystem::path directory(const CheckpointInfo& info) const;
   void check_files(const CheckpointInfo& info) const;  // checksums; ConfigError: damaged
@@ -100,6 +119,7 @@ class CheckpointStore {
  private:
   std::filesystem::path root_;
   std::map<std::string, CheckpointInfo> by_path_;
+  std::vector<std::string> ignored_;
 };
 
 }  // namespace isograd::serve

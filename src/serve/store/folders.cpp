@@ -1,0 +1,110 @@
+// The state folder's lock and version, and folders that are whole or absent.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <charconv>
+#include <cstdio>
+#include <utility>
+
+#include "base/files.hpp"
+#include "base/paths.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "serve/store/store.hpp"
+
+namespace isograd::serve {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr int kVersion = 1;  // of everything below the state folder
+constexpr const char* kPartial = ".partial-";
+
+void check_version(const fs::path& file) {
+  std::error_code error;
+  if (!fs::exists(fs::symlink_status(file, error))) return write_file(file, fmt::format("{}\n", kVersion));
+  const std::string text = read_file(file, 64);
+  int version = 0;
+  const auto [end, bad] = std::from_chars(text.data(), text.data() + text.size(), version);
+  if (bad != std::errc() || std::string_view(end, text.data() + text.size()) != "\n" || version < 1)
+    refuse(file.string(), "\"" + printable(text) + "\"", "the number of a version",
+           "Restore the folder from a copy, or name another folder");
+  if (version > kVersion)
+    refuse(file.string(), fmt::format("version {}", version),
+           fmt::format("at most {}, which this isograd knows", kVersion),
+           "Start the isograd that wrote the folder, or name another folder");
+}
+
+void fsync_file(const fs::path& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  const bool synced = file >= 0 && ::fsync(file) == 0;
+  const int code = errno;
+  if (file >= 0) ::close(file);
+  if (!synced) refuse_file("fsync", path, code);
+}
+
+void fsync_all(const fs::path& directory) {
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const fs::file_status status = entry.symlink_status();
+    ISOGRAD_INVARIANT(fs::is_directory(status) || fs::is_regular_file(status), entry.path().string());
+    fs::is_directory(status) ? fsync_all(entry.path()) : fsync_file(entry.path());
+  }
+  fsync_directory(directory);
+}
+
+}  // namespace
+
+StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
+  make_folders(path_);
+  lock_ = open_lock(path_ / "LOCK");
+  if (lock_ < 0) refuse_file("create", path_ / "LOCK", errno);
+  try {
+    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0)
+      refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
+             "Stop the other server, or name another folder");
+    check_version(path_ / "VERSION");
+  } catch (...) {
+    ::close(lock_);
+    throw;
+  }
+}
+
+StateFolder::~StateFolder() { ::close(lock_); }
+
+WholeFolder::WholeFolder(fs::path target) : target_(std::move(target)) {
+  static std::atomic<unsigned> serial{0};
+  partial_ = target_.parent_path() / fmt::format("{}{}-{}", kPartial, ::getpid(), serial++);
+  std::error_code error;
+  if (!fs::create_directory(partial_, error)) refuse_file("create", partial_, error ? error.value() : EEXIST);
+}
+
+WholeFolder::~WholeFolder() {
+  std::error_code error;
+  if (!committed_) fs::remove_all(partial_, error);
+}
+
+void WholeFolder::commit() {
+  fsync_all(partial_);
+  const auto rename_to_target = [&](unsigned flags) {
+    return ::renameat2(AT_FDCWD, partial_.c_str(), AT_FDCWD, target_.c_str(), flags) == 0;
+  };
+  // An exchange leaves no moment without a target; afterwards the former one has the hidden name.
+  std::error_code error;
+  const bool replaces = fs::exists(fs::symlink_status(target_, error));
+  if (!rename_to_target(replaces ? RENAME_EXCHANGE : 0)) refuse_file("rename", target_, errno);
+  committed_ = true;
+  fsync_directory(target_.parent_path());
+  if (replaces) fs::remove_all(partial_, error);
+}
+
+void WholeFolder::remove_partial(const fs::path& folder) {
+  std::vector<fs::path> left;
+  for (const auto& entry : fs::directory_iterator(folder))
+    if (entry.path().filename().string().starts_with(kPartial)) left.push_back(entry.path());
+  for (const fs::path& path : left) fs::remove_all(path);
+}
+
+}  // namespace isograd::serve
