@@ -32,14 +32,15 @@ struct HttpOptions {
   int port = 0;  // 0: any free one
   std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
   unsigned connections = 4096, per_address = 0;     // 0: no limit of its own
-  unsigned idle_seconds = 120, header_seconds = 10;
+  unsigned idle_seconds = 120;                      // without a byte, or between requests
+  unsigned header_seconds = 10;  // from connecting to the end of the first request's headers
 };
 
 class HttpServer {
  public:
   // Called on the I/O thread and must return at once.
   using Handler = std::function<void(const HttpRequest& request, Respond respond)>;
-  // Asked before a body is read, with all but the body: an answer refuses the request.
+  // Asked before a body is read, with all but the body, on the I/O thread: an answer refuses the request.
   using Admit = std::function<std::unique_ptr<HttpReply>(const HttpRequest& request)>;
   HttpServer(HttpOptions options, Admit admit, Handler handler);  // ConfigError: the address cannot be had
   ~HttpServer();                                                  // answers what waits with 503

@@ -1,0 +1,344 @@
+// HttpServer by libmicrohttpd. One thread of the library reads and writes all connections; a request that has
+// no answer yet is suspended and costs nothing. A second thread closes connections that take too long to send
+// a request.
+#include <fmt/format.h>
+#include <microhttpd.h>
+#include <netdb.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "base/refuse.hpp"
+#include "serve/http/http.hpp"
+#include "serve/http/request.hpp"
+
+namespace isograd::serve {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kNever = Clock::time_point::max();
+// Memory that the library takes for a connection and keeps while it is open: its headers, and the part of a
+// body that is read at once.
+constexpr std::size_t kConnectionBytes = 16 << 10;
+constexpr auto kLastAnswers = std::chrono::seconds(2);  // the time that a server which ends has for them
+
+// A request from its first byte until its answer is sent; shared with those who may answer it.
+struct Exchange {
+  std::string target;
+  HttpRequest request{};
+  bool begun = false, dispatched = false;
+  std::int64_t received = 0;
+  std::optional<HttpReply> refusal{};  // sent when the body has been read and dropped
+
+  std::mutex mutex{};
+  bool answered = false;
+  std::optional<HttpReply> reply{};
+  MHD_Connection* suspended = nullptr;
+
+  void answer(HttpReply with) {
+    const std::scoped_lock held(mutex);
+    if (std::exchange(answered, true)) return;
+    reply = std::move(with);
+    if (suspended) MHD_resume_connection(std::exchange(suspended, nullptr));
+  }
+};
+
+struct Ticket {
+  explicit Ticket(std::shared_ptr<Exchange> of) : exchange(std::move(of)) {}
+  ~Ticket() { exchange->answer(error_reply(500, "The server gave no answer")); }
+  Ticket(const Ticket&) = delete;
+  Ticket& operator=(const Ticket&) = delete;
+  std::shared_ptr<Exchange> exchange;
+};
+
+struct Peer {
+  int socket = -1;
+  Clock::time_point deadline = kNever;  // for the headers of the next request
+};
+
+MHD_Result send(MHD_Connection* connection, HttpReply reply) {
+  auto* body = new std::string(std::move(reply.body));
+  MHD_Response* response = MHD_create_response_from_buffer_with_free_callback_cls(
+      body->size(), body->data(), [](void* text) { delete static_cast<std::string*>(text); }, body);
+  if (!response) {
+    delete body;
+    return MHD_NO;  // closes the connection
+  }
+  if (!reply.type.empty()) MHD_add_response_header(response, "Content-Type", reply.type.c_str());
+  for (const auto& [name, value] : reply.headers)
+    MHD_add_response_header(response, name.c_str(), value.c_str());
+  const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(reply.status), response);
+  MHD_destroy_response(response);
+  return queued;
+}
+
+struct Address {
+  int socket = -1, port = 0;
+  bool loopback = false;
+};
+
+Address listen_on(const std::string& host, int port) {
+  const std::string where = fmt::format("listen on {}:{}", host, port);
+  const auto refuse_address = [&](const std::string& found) {
+    refuse(where, found, "an address of this machine and a free port", "Choose another --host or --port");
+  };
+  addrinfo hints{}, *all = nullptr;
+  hints.ai_socktype = SOCK_STREAM, hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
+  if (const int code = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &all))
+    refuse_address(gai_strerror(code));
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> found(all, freeaddrinfo);
+  const int socket = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), on = 1;
+  if (socket >= 0) setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  sockaddr_storage bound{};
+  socklen_t size = sizeof(bound);
+  if (socket < 0 || ::bind(socket, found->ai_addr, found->ai_addrlen) != 0 ||
+      ::listen(socket, SOMAXCONN) != 0 ||
+      ::getsockname(socket, reinterpret_cast<sockaddr*>(&bound), &size) != 0) {
+    const int code = errno;
+    if (socket >= 0) ::close(socket);
+    refuse_address(std::strerror(code));
+  }
+  if (bound.ss_family == AF_INET6) {
+    const auto& address = reinterpret_cast<const sockaddr_in6&>(bound);
+    return {socket, ntohs(address.sin6_port), IN6_IS_ADDR_LOOPBACK(&address.sin6_addr) != 0};
+  }
+  const auto& address = reinterpret_cast<const sockaddr_in&>(bound);
+  return {socket, ntohs(address.sin_port), ntohl(address.sin_addr.s_addr) >> 24 == 127};
+}
+
+// Every connection takes a descriptor; shells commonly allow 1024 unless asked for more.
+void allow_descriptors(rlim_t wanted) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= wanted) return;
+  limit.rlim_cur = std::min(wanted, limit.rlim_max);
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+}  // namespace
+
+struct HttpServer::Impl {
+  Impl(HttpOptions with, Admit ask, Handler call)
+      : options(std::move(with)), admit(std::move(ask)), handler(std::move(call)) {
+    address = listen_on(options.host, options.port);
+    allow_descriptors(options.connections + 256);
+    daemon = MHD_start_daemon(
+        MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, nullptr, nullptr, &on_request, this,
+        MHD_OPTION_LISTEN_SOCKET, address.socket, MHD_OPTION_STRICT_FOR_CLIENT, 1,
+        MHD_OPTION_CONNECTION_LIMIT, options.connections, MHD_OPTION_PER_IP_CONNECTION_LIMIT,
+        options.per_address, MHD_OPTION_CONNECTION_TIMEOUT, options.idle_seconds,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, kConnectionBytes, MHD_OPTION_URI_LOG_CALLBACK, &on_target, this,
+        MHD_OPTION_NOTIFY_COMPLETED, &on_completed, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
+        MHD_OPTION_END);
+    if (!daemon) {
+      const int code = errno;
+      ::close(address.socket);
+      refuse("start the HTTP server", std::strerror(code), "a free thread and descriptors",
+             "Raise the limits of this process (ulimit -a)");
+    }
+    watch = std::thread([this] { close_slow_ones(); });
+  }
+
+  ~Impl() {
+    ::close(MHD_quiesce_daemon(daemon));
+    std::unique_lock held(mutex);
+    stopping = true;
+    const auto left = waiting;
+    held.unlock();
+    for (const auto& exchange : left) exchange->answer(error_reply(503, "The server is ending"));
+    held.lock();
+    changed.wait_for(held, kLastAnswers, [&] { return waiting.empty(); });
+    held.unlock();
+    MHD_stop_daemon(daemon);
+    changed.notify_all();
+    watch.join();
+  }
+
+  void close_slow_ones() {
+    std::unique_lock held(mutex);
+    while (!stopping) {
+      const auto now = Clock::now();
+      for (Peer* peer : peers)
+        if (peer->deadline < now) {
+          peer->deadline = kNever;
+          ::shutdown(peer->socket, SHUT_RDWR);  // the library sees the end of the stream and closes
+        }
+      changed.wait_for(held, std::chrono::milliseconds(250));
+    }
+  }
+
+  // ---- called by the library, on its thread ----
+
+  static void* on_target(void*, const char* target, MHD_Connection*) {
+    return new std::shared_ptr<Exchange>(new Exchange{.target = target});
+  }
+
+  static void on_connection(void* self, MHD_Connection* connection, void** context,
+                            MHD_ConnectionNotificationCode code) {
+    auto& impl = *static_cast<Impl*>(self);
+    const std::scoped_lock held(impl.mutex);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+      auto* peer = new Peer{
+          .socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd,
+          .deadline = Clock::now() + std::chrono::seconds(impl.options.header_seconds)};
+      impl.peers.insert(peer);
+      *context = peer;
+    } else {
+      auto* peer = static_cast<Peer*>(*context);
+      impl.peers.erase(peer);
+      delete peer;
+    }
+  }
+
+  void set_deadline(MHD_Connection* connection, Clock::time_point deadline) {
+    const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    const std::scoped_lock held(mutex);
+    static_cast<Peer*>(info->socket_context)->deadline = deadline;
+  }
+
+  static void on_completed(void* self, MHD_Connection* connection, void** context,
+                           MHD_RequestTerminationCode) {
+    const std::unique_ptr<std::shared_ptr<Exchange>> exchange(
+        static_cast<std::shared_ptr<Exchange>*>(std::exchange(*context, nullptr)));
+    auto& impl = *static_cast<Impl*>(self);
+    impl.set_deadline(connection, Clock::now() + std::chrono::seconds(impl.options.idle_seconds));
+    if (!exchange) return;
+    {
+      const std::scoped_lock held((*exchange)->mutex);
+      (*exchange)->answered = true, (*exchange)->suspended = nullptr;
+    }
+    const std::scoped_lock held(impl.mutex);
+    impl.waiting.erase(*exchange);
+    if (impl.waiting.empty()) impl.changed.notify_all();
+  }
+
+  static MHD_Result on_request(void* self, MHD_Connection* connection, const char*, const char* method,
+                               const char* version, const char* upload, std::size_t* upload_bytes,
+                               void** context) {
+    const std::shared_ptr<Exchange> exchange = *static_cast<std::shared_ptr<Exchange>*>(*context);
+    auto& impl = *static_cast<Impl*>(self);
+    try {
+      if (!std::exchange(exchange->begun, true)) return impl.begin(*exchange, connection, method, version);
+      if (*upload_bytes > 0) return impl.read(*exchange, {upload, std::exchange(*upload_bytes, 0)});
+      return impl.finish(exchange, connection);
+    } catch (const std::exception&) {  // no memory
+      return MHD_NO;
+    }
+  }
+
+  // The most that is read and dropped so that a client which sends first and reads later sees its refusal.
+  std::int64_t most_dropped() const { return 2 * options.most_body + (1 << 20); }
+
+  MHD_Result begin(Exchange& exchange, MHD_Connection* connection, const char* method, const char* version) {
+    set_deadline(connection, kNever);
+    HttpRequest& request = exchange.request;
+    request.method = method;
+    MHD_get_connection_values_n(
+        connection, MHD_HEADER_KIND,
+        [](void* to, MHD_ValueKind, const char* name, std::size_t name_size, const char* value,
+           std::size_t value_size) {
+          add_header(*static_cast<HttpRequest*>(to), {name, name_size}, {value ? value : "", value_size});
+          return MHD_YES;
+        },
+        &request);
+    const Framing framing = framing_of(request);
+    exchange.refusal = refusal_of(exchange, framing, version);
+    if (!exchange.refusal || (!framing.broken && !request.headers.contains("expect") &&
+                              framing.length.value_or(0) <= most_dropped()))
+      return MHD_YES;
+    exchange.refusal->headers["Connection"] = "close";
+    return send(connection, *std::move(exchange.refusal));
+  }
+
+  std::optional<HttpReply> refusal_of(Exchange& exchange, const Framing& framing,
+                                      const std::string& version) const {
+    HttpRequest& request = exchange.request;
+    if (framing.broken) return error_reply(400, framing.broken);
+    if (version != "HTTP/1.1" && version != "HTTP/1.0") return error_reply(400, "Expected HTTP/1.1");
+    if (!read_target(exchange.target, request)) return error_reply(400, "The path cannot be decoded");
+    // A browser sends the name that its page came from, whatever address that name leads to.
+    if (const auto host = request.headers.find("host");
+        address.loopback && host != request.headers.end() && !is_local_host(host->second, options.host))
+      return error_reply(421,
+                         "This server listens for programs of its own machine: use localhost or 127.0.0.1");
+    if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
+    if (framing.length.value_or(0) > options.most_body) return too_large();
+    if (framing.has_body && !is_known_type(request))
+      return error_reply(415, "Expected a body of application/json or application/x-protobuf");
+    return std::nullopt;
+  }
+
+  HttpReply too_large() const {
+    return error_reply(413, fmt::format("Expected a body of at most {} bytes", options.most_body));
+  }
+
+  MHD_Result read(Exchange& exchange, std::string_view part) {
+    exchange.received += static_cast<std::int64_t>(part.size());
+    if (!exchange.refusal && exchange.received > options.most_body) {
+      exchange.refusal = too_large();
+      std::string().swap(exchange.request.body);
+    }
+    if (!exchange.refusal) exchange.request.body += part;
+    return exchange.received > most_dropped() ? MHD_NO : MHD_YES;
+  }
+
+  MHD_Result finish(const std::shared_ptr<Exchange>& exchange, MHD_Connection* connection) {
+    if (exchange->refusal) return send(connection, *std::move(exchange->refusal));
+    if (!std::exchange(exchange->dispatched, true)) dispatch(exchange);
+    const std::scoped_lock held(exchange->mutex);
+    if (exchange->reply) return send(connection, *std::move(exchange->reply));
+    MHD_suspend_connection(connection);  // resumed by answer(); then finish() is called again
+    exchange->suspended = connection;
+    return MHD_YES;
+  }
+
+  void dispatch(const std::shared_ptr<Exchange>& exchange) {
+    bool ends;
+    {
+      const std::scoped_lock held(mutex);
+      ends = stopping;
+      if (!ends) waiting.insert(exchange);
+    }
+    if (ends) return exchange->answer(error_reply(503, "The server is ending"));
+    try {
+      handler(exchange->request, [ticket = std::make_shared<Ticket>(exchange)](HttpReply reply) {
+        ticket->exchange->answer(std::move(reply));
+      });
+    } catch (const std::exception&) {
+      exchange->answer(error_reply(500, "The server failed"));
+    }
+  }
+
+  const HttpOptions options;
+  const Admit admit;
+  const Handler handler;
+  Address address;
+  MHD_Daemon* daemon = nullptr;
+  std::thread watch;
+  std::mutex mutex;  // of what follows
+  std::condition_variable changed;
+  bool stopping = false;
+  std::set<Peer*> peers;
+  std::set<std::shared_ptr<Exchange>> waiting;  // given to the handler, the answer not yet sent
+};
+
+HttpServer::HttpServer(HttpOptions options, Admit admit, Handler handler)
+    : impl_(std::make_unique<Impl>(std::move(options), std::move(admit), std::move(handler))) {}
+HttpServer::~HttpServer() = default;
+int HttpServer::port() const { return impl_->address.port; }
+std::int64_t HttpServer::connections() const {
+  const std::scoped_lock held(impl_->mutex);
+  return static_cast<std::int64_t>(impl_->peers.size());
+}
+
+}  // namespace isograd::serve
