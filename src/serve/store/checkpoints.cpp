@@ -88,7 +88,7 @@ json read_info(const fs::path& directory) {
   return body;
 }
 
-// Of every file below the folder, by relative path.
+// The checksums of all files below the folder, by relative path.
 json checksums_below(const fs::path& directory) {
   json files = json::object();
   for (const auto& entry : fs::recursive_directory_iterator(directory)) {

@@ -1,4 +1,4 @@
-// What a training server keeps on disk: a journal of what it accepted, snapshots of its state, named checkpoints.
+// The files of a training server: a journal of accepted requests, snapshots of its state, named checkpoints.
 // Plain bytes and folders; no torch, no HTTP.
 #pragma once
 
