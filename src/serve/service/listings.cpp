@@ -1,0 +1,290 @@
+// What there is: models, checkpoints, sessions, and how busy the server is.
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include "base/files.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "serve/service/service.hpp"
+#include "serve/wire/xorl.hpp"
+
+namespace isograd::serve {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::int64_t number_in(const HttpRequest& request, const char* key, std::int64_t otherwise) {
+  const auto found = request.query.find(key);
+  if (found == request.query.end()) return otherwise;
+  std::int64_t value = 0;
+  const char* const end = found->second.data() + found->second.size();
+  const auto [at, bad] = std::from_chars(found->second.data(), end, value);
+  if (bad != std::errc() || at != end || value < 0)
+    refuse(key, printable(found->second, 100), "a whole number of 0 or more", "Correct the query");
+  return value;
+}
+
+// The part of `all` that the query asks for.
+template <class Entry>
+Cursor cut(const HttpRequest& request, std::int64_t limit, std::vector<Entry>& all) {
+  const Cursor cursor{.offset = number_in(request, "offset", 0),
+                      .limit = number_in(request, "limit", limit),
+                      .total = static_cast<std::int64_t>(all.size())};
+  const std::int64_t from = std::min(cursor.offset, cursor.total), most = cursor.total - from;
+  const auto begin = all.begin() + static_cast<std::ptrdiff_t>(from);
+  all = std::vector<Entry>(begin, begin + static_cast<std::ptrdiff_t>(std::min(cursor.limit, most)));
+  return cursor;
+}
+
+CheckpointListing listing_of_checkpoint(const CheckpointInfo& info) {
+  return {.id = info.kind + "/" + info.name,
+          .kind = info.kind == "weights"           ? "training"
+                  : info.kind == "sampler_weights" ? "sampler"
+                                                   : "external",
+          .path = info.path(),
+          .created = info.created,
+          .expires = info.expires,
+          .bytes = info.bytes,
+          .is_public = info.is_public,
+          .metadata = info.metadata};
+}
+
+std::string label(const std::string& text) {
+  std::string escaped;
+  for (const char c : text) escaped += c == '"' || c == '\\' ? std::string{'\\', c} : std::string(1, c);
+  return escaped;
+}
+
+}  // namespace
+
+RunListing Service::listing_of(const State::Model& model, double now) const {
+  RunListing run;
+  run.id = model.id, run.base = model.request.base, run.owner = model.tenant.empty() ? "local" : model.tenant;
+  run.rank = model.request.lora.rank, run.last_request = model.last_request;
+  run.corrupted = !model.failure.empty(), run.metadata = model.request.metadata;
+  for (const auto& [path, saved] : state_.saved) {
+    if (saved.info.run != model.id || !saved.exists(now)) continue;
+    auto& last = saved.info.kind == "weights" ? run.last_checkpoint : run.last_sampler_checkpoint;
+    if (saved.info.kind != "external_weights" && (!last || last->created < saved.info.created))
+      last = listing_of_checkpoint(saved.info);
+  }
+  return run;
+}
+
+// Null: no such path. The lock is held.
+Service::OptionalReply Service::list(const HttpRequest& request, const std::string& path,
+                                     const std::string& tenant) {
+  const bool get = request.method == "GET", xorl = !request.headers.contains("x-api-key");
+  const double now = seconds_now();
+  const auto missing = [](const std::string& thing) {
+    return HttpReply{.status = 404, .body = tinker::detail_reply("there is no " + printable(thing, 200))};
+  };
+  const auto checkpoints_of = [&](const std::string& run) {
+    std::vector<CheckpointListing> found;
+    for (const auto& [key, saved] : state_.saved)
+      if (saved.info.tenant == tenant && saved.exists(now) && (run.empty() || saved.info.run == run))
+        found.push_back(listing_of_checkpoint(saved.info));
+    std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
+    return found;
+  };
+  if (request.method == "POST" && path == "get_info") {
+    const State::Model& model = find_model(tinker::get_info(request.body), tenant, xorl);
+    ModelInfo info{.model = model.id,
+                   .base = model.request.base,
+                   .architecture = {},
+                   .tokenizer = {},
+                   .rank = model.request.lora.rank};
+    for (const BaseModel& base : engine_.bases())
+      if (base.name == info.base)
+        info.architecture = base.architecture, info.tokenizer = base.tokenizer.string();
+    return HttpReply{.body = tinker::info_reply(info)};
+  }
+  if (request.method == "POST" && path == "weights_info") {
+    const std::string asked =
+        xorl ? xorl::path_in(xorl::weights_info(request.body)) : tinker::weights_info(request.body);
+    const State::Saved* saved = find_saved(asked, tenant, now);
+    if (!saved) return missing("checkpoint " + asked);
+    return HttpReply{.body = xorl ? xorl::weights_info_reply(saved->shape)
+                                  : tinker::weights_info_reply(saved->shape)};
+  }
+  if (!get) return {};
+  if (path == "get_server_capabilities") {
+    std::vector<ServedModel> models;
+    for (const BaseModel& base : engine_.bases()) models.push_back({base.name, base.context});
+    return HttpReply{.body = tinker::capabilities_reply(models)};
+  }
+  if (path.starts_with("samplers/")) {
+    const std::string id = path.substr(9);
+    const State::Sampler& sampler = find_sampler(id, tenant);
+    return HttpReply{.body = tinker::sampler_reply(id, sampler.base, sampler.path)};
+  }
+  if (path == "sessions") {
+    std::vector<std::string> ids;
+    for (const auto& [id, session] : state_.sessions)
+      if (session.tenant == tenant) ids.push_back(id);
+    std::stable_sort(ids.begin(), ids.end(), [&](auto& a, auto& b) {
+      return state_.sessions.at(a).created > state_.sessions.at(b).created;
+    });
+    cut(request, 20, ids);
+    return HttpReply{.body = tinker::sessions_reply(ids)};
+  }
+  if (path.starts_with("sessions/") && path.find('/', 9) == std::string::npos) {
+    const std::string id = path.substr(9);
+    const State::OpenSession& session = find_session(id, tenant);
+    std::vector<std::string> models, samplers;
+    for (const auto& [name, model] : state_.models)
+      if (model.session == id) models.push_back(name);
+    for (const auto& [name, sampler] : state_.samplers)
+      if (sampler.session == id) samplers.push_back(name);
+    return HttpReply{.body = tinker::session_info_reply(models, samplers, session.client)};
+  }
+  if (path == "checkpoints") {
+    std::vector<CheckpointListing> found = checkpoints_of("");
+    const Cursor cursor = cut(request, 100, found);
+    return HttpReply{.body = tinker::checkpoints_reply(found, cursor)};
+  }
+  if (path == "training_runs") {
+    std::vector<const State::Model*> models;
+    for (const auto& [id, model] : state_.models)
+      if (model.tenant == tenant) models.push_back(&model);
+    std::stable_sort(models.begin(), models.end(),
+                     [](auto* a, auto* b) { return a->last_request > b->last_request; });
+    const Cursor cursor = cut(request, 20, models);
+    std::vector<RunListing> runs;
+    for (const State::Model* model : models) runs.push_back(listing_of(*model, now));
+    return HttpReply{.body = tinker::runs_reply(runs, cursor)};
+  }
+  if (!path.starts_with("training_runs/")) return {};
+  const std::string rest = path.substr(14), id = rest.substr(0, rest.find('/'));
+  const State::Model& model = find_model(id, tenant, false);
+  if (rest == id) return HttpReply{.body = tinker::run_reply(listing_of(model, now))};
+  if (rest == id + "/checkpoints")
+    return HttpReply{.body = tinker::checkpoints_reply(checkpoints_of(id), {})};
+  const std::string_view kUrls = "/external_weights_urls", kList = "/checkpoints/";
+  if (rest.ends_with(kUrls) && rest.substr(id.size()).starts_with(kList)) {
+    const std::size_t from = id.size() + kList.size();
+    return external_urls(
+        request, "tinker://" + id + "/" + rest.substr(from, rest.size() - from - kUrls.size()), tenant);
+  }
+  return {};
+}
+
+HttpReply Service::external_urls(const HttpRequest& request, const std::string& path,
+                                 const std::string& tenant) const {
+  const double now = seconds_now();
+  const State::Saved* saved = find_saved(path, tenant, now);
+  if (!saved || saved->secret.empty())
+    return {.status = 404,
+            .body = tinker::detail_reply("there is no external checkpoint " + printable(path, 200))};
+  const auto header = [&](const char* name, const char* otherwise) {
+    const auto found = request.headers.find(name);
+    return found == request.headers.end() ? std::string(otherwise) : found->second;
+  };
+  const std::string root = header("x-forwarded-proto", "http") + "://" + header("host", "localhost");
+  nlohmann::json urls = nlohmann::json::object();
+  const fs::path directory = store_.directory(saved->info);
+  for (const auto& entry : fs::recursive_directory_iterator(directory)) {
+    const std::string name = fs::relative(entry.path(), directory).string();
+    if (entry.is_regular_file() && name != "info.json")
+      urls[name] = fmt::format("{}/isograd/files/{}/{}", root, saved->secret, name);
+  }
+  // The addresses are good while the checkpoint is.
+  const auto expires = static_cast<std::time_t>(saved->info.expires > 0 ? saved->info.expires : now + 86400);
+  return {.body = nlohmann::json{{"urls", urls},
+                                 {"expires", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(expires))}}
+                      .dump()};
+}
+
+// "<secret>/<file>": whoever has the address may read the file.
+HttpReply Service::external_file(const std::string& path) const {
+  const std::size_t slash = path.find('/');
+  const std::string secret = path.substr(0, slash);
+  const fs::path name = slash == std::string::npos ? "" : path.substr(slash + 1);
+  const HttpReply missing{.status = 404, .body = tinker::detail_reply("there is no such file")};
+  fs::path directory;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [key, saved] : state_.saved)
+      if (!saved.secret.empty() && saved.secret == secret && saved.exists(seconds_now()))
+        directory = store_.directory(saved.info);
+  }
+  // Only names as they are listed: nothing that leaves the directory.
+  if (directory.empty() || name.empty() || name.is_absolute() || name != name.lexically_normal() ||
+      *name.begin() == "..")
+    return missing;
+  std::error_code error;
+  const fs::path file = fs::canonical(directory / name, error);
+  if (error || file != fs::canonical(directory, error) / name || !fs::is_regular_file(file, error))
+    return missing;
+  return {.type = "application/octet-stream", .body = read_file(file, std::uint64_t{1} << 40)};
+}
+
+std::string Service::metrics() const {
+  const Lock lock(mutex_);
+  std::string text;
+  std::int64_t models = 0, samplers = 0;
+  for (const auto& [id, model] : state_.models) {
+    if (model.gone) continue;
+    const std::string of =
+        fmt::format("{{model=\"{}\",tenant=\"{}\"}}", label(model.id), label(model.tenant));
+    const auto line = [&](const char* name, double value) {
+      text += fmt::format("isograd_{}{} {}\n", name, of, value);
+    };
+    models += 1;
+    line("steps_total", static_cast<double>(model.steps)),
+        line("tokens_total", static_cast<double>(model.tokens));
+    line("compute_seconds_total", model.seconds), line("queue", static_cast<double>(model.waiting.size()));
+    line("failed", model.failure.empty() ? 0 : 1);
+    for (const char* name : {"grad_norm", "denominator"})
+      if (const auto found = model.last.find(name); found != model.last.end()) line(name, found->second);
+  }
+  for (const auto& [id, sampler] : state_.samplers) samplers += sampler.open;
+  std::int64_t sessions = 0;
+  for (const auto& [id, session] : state_.sessions) sessions += !session.ended && session.finished.empty();
+  text +=
+      fmt::format("isograd_models {}\nisograd_samplers {}\nisograd_sessions {}\nisograd_samples_waiting {}\n",
+                  models, samplers, sessions, state_.samples.size());
+  text += fmt::format("isograd_journal_bytes {}\nisograd_snapshots_total {}\nisograd_snapshot_seconds {}\n",
+                      journal_->position() - position_at_snapshot_, snapshot_number_, snapshot_seconds_);
+  return text + fmt::format("isograd_uptime_seconds {}\n", seconds_now() - started_);
+}
+
+std::string Service::status() const {
+  const Lock lock(mutex_);
+  nlohmann::json all{{"uptime_seconds", seconds_now() - started_},
+                     {"samples_waiting", state_.samples.size()},
+                     {"journal_bytes", journal_->position() - position_at_snapshot_},
+                     {"snapshots", snapshot_number_},
+                     {"bases", nlohmann::json::array()},
+                     {"models", nlohmann::json::array()},
+                     {"tenants", nlohmann::json::object()}};
+  for (const BaseModel& base : engine_.bases()) all["bases"].push_back(base.name);
+  for (const auto& [id, model] : state_.models) {
+    if (model.gone) continue;
+    nlohmann::json last = nlohmann::json::object();
+    for (const auto& [name, value] : model.last) last[name] = value;
+    all["models"].push_back({{"model", id},
+                             {"tenant", model.tenant},
+                             {"base", model.request.base},
+                             {"rank", model.request.lora.rank},
+                             {"steps", model.steps},
+                             {"tokens", model.tokens},
+                             {"seconds", model.seconds},
+                             {"queue", model.waiting.size()},
+                             {"next", model.next},
+                             {"failure", model.failure},
+                             {"last", last}});
+  }
+  for (const auto& [tenant, share] : shares_) all["tenants"][tenant]["seconds"] = share.seconds;
+  for (const auto& [path, saved] : state_.saved) {
+    if (!saved.exists(seconds_now())) continue;
+    nlohmann::json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];
+    bytes = (bytes.is_null() ? 0 : bytes.get<std::int64_t>()) + saved.info.bytes;
+  }
+  return all.dump();
+}
+
+}  // namespace isograd::serve

@@ -1,0 +1,657 @@
+// The thread that computes: whose turn it is, what an operation does, and how its completion becomes part of
+// the state.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "serve/service/service.hpp"
+#include "serve/wire/xorl.hpp"
+
+namespace isograd::serve {
+namespace {
+
+namespace fs = std::filesystem;
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Adds the result of the next datums. Keys are "name:reduction".
+void join(ForwardBackwardResult& all, ForwardBackwardResult piece) {
+  const auto before = static_cast<double>(all.log_probabilities.size());
+  const auto datums = static_cast<double>(piece.log_probabilities.size());
+  for (const auto& [key, value] : piece.metrics) {
+    const auto [found, is_new] = all.metrics.try_emplace(key, value);
+    if (is_new) continue;
+    const std::string reduction = key.substr(key.find(':') + 1);
+    if (reduction == "sum")
+      found->second += value;
+    else if (reduction == "mean")
+      found->second = (found->second * before + value * datums) / (before + datums);
+    else if (reduction == "min")
+      found->second = std::min(found->second, value);
+    else if (reduction == "max")
+      found->second = std::max(found->second, value);
+    else
+      found->second = value;
+  }
+  std::move(piece.log_probabilities.begin(), piece.log_probabilities.end(),
+            std::back_inserter(all.log_probabilities));
+}
+
+// Failures of these leave a state that the client did not ask for; later operations would build on it.
+bool changes_model(const LogRecord& record) {
+  const std::string path = record.text("path");
+  return path == "forward_backward" || path == "optim_step" || path == "load_weights" ||
+         path == "create_model";
+}
+
+// Errors of a call become the outcome: a ConfigError is the user's mistake.
+template <class Call>
+auto guarded(const std::string& id, Call call) -> decltype(call()) {
+  using Outcome = typename std::remove_reference_t<decltype(*call())>;
+  Outcome failed;
+  try {
+    return call();
+  } catch (const ConfigError& error) {
+    failed.error = error.what(), failed.category = "user", failed.status = 400;
+  } catch (const std::exception& error) {
+    print(stderr, fmt::format("{}: {}\n", id, printable(error.what())));
+    failed.error = fmt::format("the server failed: {}", printable(error.what(), 1000));
+    failed.category = "server", failed.status = 500;
+  }
+  return failed;
+}
+
+}  // namespace
+
+// ---- turns ----
+
+void Service::run() {
+  Lock lock(mutex_);
+  started_ = seconds_now();
+  while (!stopping_) {
+    State::Model* model = nullptr;
+    switch (choose(model)) {
+      case Turn::kNone: changed_.wait_for(lock, std::chrono::seconds(1)); break;
+      case Turn::kControl: {
+        const Accepted record = state_.controls.front();
+        lock.unlock();
+        Outcome outcome = *guarded(record->text("id"), [&] { return std::optional(control(*record)); });
+        lock.lock();
+        complete(lock, record, std::move(outcome));
+        break;
+      }
+      case Turn::kTraining: train(lock, *model); break;
+      case Turn::kSampling: sample(lock); break;
+      case Turn::kSnapshot:
+        lock.unlock();
+        take_snapshot();
+        lock.lock();
+        break;
+    }
+    send(lock);
+  }
+  const bool behind = work_since_ > 0 && !abandoned_;
+  const bool between = std::none_of(state_.models.begin(), state_.models.end(),
+                                    [](const auto& entry) { return entry.second.progress.has_value(); });
+  lock.unlock();
+  if (behind && between) take_snapshot();
+}
+
+// A tenant's share grows by the seconds that its models take; the smallest share has the next turn. One that
+// did not want any for a while starts with the smallest share of those that did: it cannot save up.
+Service::Turn Service::choose(State::Model*& best) {
+  if (!state_.controls.empty()) return Turn::kControl;
+  std::map<std::string, State::Model*> ready;
+  if (snapshot_due()) {  // between operations: those in progress are completed first
+    for (auto& [id, model] : state_.models)
+      if (model.progress) best = &model;
+    return best ? Turn::kTraining : Turn::kSnapshot;
+  }
+  for (auto& [id, model] : state_.models) {
+    if (!model.ready()) continue;
+    State::Model*& first = ready[model.tenant];
+    if (!first || model.turn < first->turn) first = &model;
+  }
+  double least = std::numeric_limits<double>::infinity();
+  for (const auto& [tenant, share] : shares_)
+    if (share.was_ready && ready.contains(tenant)) least = std::min(least, share.seconds);
+  for (auto& [tenant, share] : shares_) share.was_ready &= ready.contains(tenant);
+  for (auto& [tenant, model] : ready) {
+    Share& share = shares_[tenant];
+    if (!share.was_ready && std::isfinite(least)) share.seconds = std::max(share.seconds, least);
+    share.was_ready = true;
+    if (!best || share.seconds < shares_[best->tenant].seconds) best = model;
+  }
+  const bool samples = !state_.samples.empty();
+  if (samples && (!best || !sampled_last_)) {
+    sampled_last_ = true;
+    return Turn::kSampling;
+  }
+  sampled_last_ = false;
+  return best ? Turn::kTraining : Turn::kNone;
+}
+
+void Service::train(Lock& lock, State::Model& model) {
+  const Accepted record = model.waiting.begin()->second;
+  const std::string failure = model.failure;
+  lock.unlock();
+  const auto start = std::chrono::steady_clock::now();
+  std::optional<Outcome> outcome = guarded(record->text("id"), [&]() -> std::optional<Outcome> {
+    if (failure.empty()) return advance(model, *record);
+    refuse(record->text("id"), "an earlier operation that failed: " + failure, "a model without failures",
+           "Create another model, from a checkpoint where there is one");
+  });
+  const double seconds = seconds_since(start);
+  lock.lock();
+  model.seconds += seconds, model.step_seconds += seconds, model.turn = ++turn_, work_since_ += seconds;
+  shares_[model.tenant].seconds += seconds;
+  bool changes = changes_model(*record);
+  if (model.progress) {
+    const std::int64_t tokens = std::exchange(model.progress->tokens, 0);
+    changes = !model.progress->request.forward_only;
+    model.tokens += tokens, model.step_tokens += changes ? tokens : 0;
+  }
+  if (!outcome) return;
+  outcome->poison = !outcome->error.empty() && changes && failure.empty();
+  complete(lock, record, std::move(*outcome));
+}
+
+// ---- operations of a model ----
+
+std::optional<Service::Outcome> Service::advance(State::Model& model, const LogRecord& record) {
+  const std::string path = record.text("path");
+  if (path != "forward_backward" && path != "forward") return perform(model, record);
+  if (!model.progress) {
+    model.progress.emplace();
+    model.progress->request =
+        record.xorl() ? xorl::forward_backward(record.body).body : tinker::forward_backward(record.body).body;
+  }
+  ForwardProgress& progress = *model.progress;
+  ForwardBackward piece{.data = {},
+                        .loss = progress.request.loss,
+                        .config = progress.request.config,
+                        .forward_only = progress.request.forward_only};
+  std::vector<Datum>& data = progress.request.data;
+  std::int64_t tokens = 0;
+  do {
+    if (progress.done == data.size()) break;  // the engine refuses a request without data
+    tokens += static_cast<std::int64_t>(data[progress.done].tokens.size());
+    piece.data.push_back(std::move(data[progress.done++]));
+  } while (tokens < options_.piece_tokens);
+  join(progress.result, engine_.forward_backward(model.id, piece));
+  progress.tokens = tokens;
+  if (progress.done < data.size()) return {};
+  Outcome outcome;
+  if (record.xorl()) {
+    outcome.body = xorl::forward_backward_reply(xorl::forward_backward(record.body).body, progress.result);
+  } else {
+    outcome.type = tinker::kProtobuf, outcome.body = tinker::forward_backward_reply(progress.result);
+  }
+  return outcome;
+}
+
+Service::Outcome Service::perform(State::Model& model, const LogRecord& record) {
+  const std::string path = record.text("path");
+  const bool xorl = record.xorl();
+  if (path == "optim_step") return step(model, record);
+  if (path == "load_weights") return load(model, record);
+  if (path == "create_model") {
+    engine_.create(model.id, model.request);
+    const std::string name = xorl ? model.name : model.id;
+    return {.body = xorl ? xorl::create_model_reply(name) : tinker::create_model_reply(name),
+            .change = [&model] { model.loaded = true; }};
+  }
+  if (path == "unload_model") {
+    engine_.remove(model.id);
+    return {.body = nlohmann::json{{"model_id", model.id}, {"type", "unload_model"}}.dump(),
+            .change = [&model] { model.loaded = false, model.gone = true; }};
+  }
+  if (path == "save_weights")
+    return save(model, record,
+                xorl ? xorl::save_weights(record.body).body : tinker::save_weights(record.body).body,
+                Engine::Save::kTraining);
+  if (path == "save_weights_external")
+    return save(model, record, tinker::save_weights_external(record.body).body, Engine::Save::kExternal);
+  ISOGRAD_INVARIANT(path == "save_weights_for_sampler", path);
+  const SaveWeights request = xorl ? xorl::save_weights_for_sampler(record.body).body
+                                   : tinker::save_weights_for_sampler(record.body).body;
+  if (!request.name && request.sampling_sequence)
+    return open_sampler_of(model, *request.sampling_sequence, record.time());
+  return save(model, record, request, Engine::Save::kSampler);
+}
+
+Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
+  const AdamParams params =
+      record.xorl() ? xorl::optim_step(record.body).body : tinker::optim_step(record.body).body;
+  const Metrics metrics = engine_.optim_step(model.id, params);
+  const auto change = [this, &model, metrics] {
+    model.steps += 1, model.last = metrics;
+    if (options_.print_steps && !replaying_) {
+      std::string line = fmt::format("{} step {}:", model.id, model.steps);
+      for (const auto& [name, value] : metrics) line += fmt::format(" {} {:.6g}", name, value);
+      print(stdout, fmt::format("{} tokens {} seconds {:.3f} queue {}\n", line, model.step_tokens,
+                                model.step_seconds, model.waiting.size() - 1));
+    }
+    model.step_tokens = 0, model.step_seconds = 0;
+  };
+  return {.body = record.xorl() ? xorl::optim_step_reply(metrics) : tinker::optim_step_reply(metrics),
+          .change = change};
+}
+
+Service::Outcome Service::save(State::Model& model, const LogRecord& record, const SaveWeights& request,
+                               Engine::Save which) {
+  const bool sampler = which == Engine::Save::kSampler, external = which == Engine::Save::kExternal;
+  State::Saved saved{.shape = model.request};
+  CheckpointInfo& info = saved.info;
+  info.run = model.id, info.tenant = model.tenant, info.base = model.request.base,
+  info.rank = model.request.lora.rank;
+  info.kind = sampler ? "sampler_weights" : external ? "external_weights" : "weights";
+  info.name =
+      request.name.value_or(fmt::format("operation-{}", record.head.at("sequence").get<std::int64_t>()));
+  info.metadata = request.metadata;
+  check_checkpoint_name(info.name);
+  // Times are those of the request: a replay has the same.
+  info.created = record.time();
+  if (request.ttl_seconds) info.expires = record.time() + static_cast<double>(*request.ttl_seconds);
+  const std::string path = info.path();
+  if (!request.overwrite && find_saved(path, model.tenant, record.time()))
+    refuse("save", fmt::format("a checkpoint {}", path), "a name that is free",
+           "Choose another name, or overwrite");
+  std::int64_t used = 0;
+  for (const auto& [key, other] : state_.saved)
+    if (other.info.tenant == model.tenant && other.exists(record.time()) && key != path)
+      used += other.info.bytes;
+  if (options_.checkpoint_bytes > 0 && used >= options_.checkpoint_bytes)
+    refuse("save", fmt::format("{} bytes of checkpoints of this key", used),
+           fmt::format("fewer than {}", options_.checkpoint_bytes),
+           "Delete checkpoints that are not needed any more");
+  if (external) saved.secret = record.text("draw");
+  release(path);
+  store_.save(info, true, [&](const fs::path& directory) {
+    return info.bytes = engine_.save(model.id, which, directory);
+  });
+  std::string body = record.xorl() ? xorl::path_reply(xorl::path_out(path))
+                     : sampler     ? tinker::save_for_sampler_reply(path, "")
+                     : external    ? tinker::save_external_reply(path, info.bytes)
+                                   : tinker::save_weights_reply(path);
+  return {.body = std::move(body), .change = [this, path, saved] { state_.saved[path] = saved; }};
+}
+
+Service::Outcome Service::open_sampler_of(State::Model& model, std::int64_t sequence, double time) {
+  const std::string id = tinker::sampler_id(model.session, sequence);
+  {
+    const Lock lock(mutex_);
+    if (state_.samplers.contains(id))
+      refuse("sampling_session_seq_id", std::to_string(sequence),
+             "a number that no sampler of the session has", "Use an SDK that counts them");
+  }
+  Outcome outcome{.body = tinker::save_for_sampler_reply("", id)};
+  make_room_for_sampler(model.tenant, outcome);
+  engine_.open_sampler_of(id, model.id);
+  outcome.change = [this, &model, id, time] {
+    state_.samplers[id] = {
+        .tenant = model.tenant, .session = model.session, .base = model.request.base, .open = true};
+    state_.samplers[id].used = time;
+  };
+  return outcome;
+}
+
+// Clients never close samplers: the one that was not used for longest makes room. Which ones those are is
+// part of the journal, because a replay does not know what was complete by then.
+void Service::make_room_for_sampler(const std::string& tenant, Outcome& outcome) {
+  if (replaying_) return;
+  std::vector<std::pair<double, std::string>> idle;
+  std::int64_t open = 0;
+  const Lock lock(mutex_);
+  for (const auto& [id, sampler] : state_.samplers) {
+    if (sampler.tenant != tenant || !sampler.open) continue;
+    open += 1;
+    if (sampler.waiting == 0) idle.emplace_back(sampler.used, id);
+  }
+  std::sort(idle.begin(), idle.end());
+  for (std::size_t i = 0; i < idle.size() && open >= options_.samplers; ++i, --open) {
+    outcome.closed.push_back(idle[i].second);
+    state_.samplers[idle[i].second].closed =
+        true;  // no further samples; the engine's is closed with the outcome
+  }
+  if (open >= options_.samplers)
+    refuse("sampler", fmt::format("{} samplers at work", open),
+           fmt::format("fewer than {}", options_.samplers), "Wait for their results");
+}
+
+Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
+  const LoadWeights request = [&] {
+    if (!record.xorl()) return tinker::load_weights(record.body);
+    LoadWeights found = xorl::load_weights(record.body);
+    found.path = xorl::path_in(found.path);
+    return found;
+  }();
+  const State::Saved* found = find_saved(request.path, model.tenant, record.time());
+  if (!found) refuse("load", "no checkpoint " + request.path, "one that was saved", "List the checkpoints");
+  const State::Saved& saved = *found;
+  if (saved.info.kind != "weights")
+    refuse("load", saved.info.kind + " of " + request.path, "weights that training goes on from",
+           "Save with save_state, and load that");
+  const std::string base = request.creates ? request.base : model.request.base;
+  if (!base.empty() && base != saved.info.base)
+    refuse("load", fmt::format("a checkpoint of {}", saved.info.base), "one of " + base,
+           "Load it into a model of its base");
+  if (!request.creates && model.request.lora.rank != saved.info.rank)
+    refuse("load", fmt::format("a checkpoint of rank {}", saved.info.rank),
+           fmt::format("rank {}", model.request.lora.rank), "Create a model from the checkpoint");
+  const fs::path directory = store_.directory(saved.info);
+  store_.check_files(saved.info);
+  loaded_since_.insert(request.path);
+  CreateModel shape = saved.shape;
+  // Knobs of the saved model hold unless the request has its own.
+  std::map<std::string, std::string> metadata = request.creates ? request.metadata : model.request.metadata;
+  for (const auto& [key, value] : saved.shape.metadata)
+    if (key.starts_with("isograd.")) metadata.try_emplace(key, value);
+  shape.metadata = metadata;
+  if (model.loaded) {
+    engine_.remove(model.id);
+    const Lock lock(mutex_);
+    model.loaded = false;
+  }
+  engine_.load(model.id, directory, request.optimizer, metadata);
+  const std::string name = record.xorl() ? model.name : model.id;
+  return {.body = record.xorl() ? xorl::path_reply(xorl::path_out(request.path))
+                                : tinker::load_weights_reply(name, request.path),
+          .change = [&model, shape] { model.loaded = true, model.request = shape; }};
+}
+
+// ---- the rest ----
+
+Service::Outcome Service::control(const LogRecord& record) {
+  const std::string path = record.text("path"), id = record.text("id");
+  Outcome outcome{.body = tinker::empty_reply()};
+  if (path == "end") return end_session(record.text("session"));
+  if (path == "open") {
+    State::Sampler& sampler = [&]() -> State::Sampler& {
+      const Lock lock(mutex_);
+      return state_.samplers.at(id);
+    }();
+    make_room_for_sampler(sampler.tenant, outcome);
+    if (sampler.path.empty()) {
+      engine_.open_sampler(id, sampler.base);
+    } else {
+      const State::Saved* saved = find_saved(sampler.path, sampler.tenant, record.time());
+      if (!saved) refuse(id, "no checkpoint " + sampler.path, "one that was saved", "Save it again");
+      store_.check_files(saved->info);
+      loaded_since_.insert(sampler.path);
+      engine_.load_sampler(id, store_.directory(saved->info));
+    }
+    outcome.change = [&sampler] { sampler.open = true; };
+    return outcome;
+  }
+  State::Saved& saved = state_.saved.at(record.text("checkpoint"));
+  if (saved.deleted > 0) {
+    outcome.status = path == "delete" ? 200 : 404;
+    return outcome;
+  }
+  CheckpointInfo info = saved.info;
+  const double time = record.time();
+  const bool has_files = fs::exists(store_.directory(info));  // a replay may find that they are gone
+  if (path == "delete") {
+    release(info.path());
+    if (has_files) store_.remove(info);
+    outcome.change = [&saved, time] { saved.deleted = time; };
+    return outcome;
+  }
+  if (path == "ttl") {
+    const std::optional<std::int64_t> seconds = tinker::ttl(record.body);
+    info.expires = seconds ? time + static_cast<double>(*seconds) : 0;
+  } else {
+    info.is_public = path == "publish";
+  }
+  if (has_files) store_.update(info);
+  outcome.change = [&saved, info] { saved.info = info; };
+  return outcome;
+}
+
+Service::Outcome Service::end_session(const std::string& id) {
+  Outcome outcome;
+  const Lock lock(mutex_);
+  for (const auto& [name, sampler] : state_.samplers)
+    if (sampler.session == id && sampler.open) outcome.closed.push_back(name);
+  for (auto& [name, model] : state_.models)
+    if (model.session == id && model.loaded) engine_.remove(name);
+  outcome.change = [this, id] {
+    const double now = seconds_now();
+    for (auto& [name, sampler] : state_.samplers)
+      if (sampler.session == id) sampler.closed = true;
+    for (auto& [name, model] : state_.models) {
+      if (model.session != id) continue;
+      for (const auto& [sequence, record] : model.waiting)
+        finish_future(record->text("id"), "application/json",
+                      tinker::failure_reply("the session ended before earlier operations arrived", "user"),
+                      now);
+      model.waiting.clear();
+      model.waiting_bytes = 0, model.loaded = false, model.gone = true;
+    }
+    state_.sessions.at(id).ended = true;
+  };
+  return outcome;
+}
+
+void Service::sample(Lock& lock) {
+  std::vector<std::pair<Accepted, Outcome>> complete_ones;
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Accepted> asked;
+  for (; !state_.unsubmitted.empty(); state_.unsubmitted.pop_front()) {
+    const auto found = state_.samples.find(state_.unsubmitted.front());
+    if (found != state_.samples.end()) asked.push_back(found->second);  // else a replay has completed it
+  }
+  lock.unlock();
+  for (const Accepted& record : asked) {
+    const std::string id = record->text("id"), name = record->text("sampler");
+    std::optional<Outcome> refused = guarded(id, [&]() -> std::optional<Outcome> {
+      {
+        const Lock held(mutex_);
+        const State::Sampler& sampler = state_.samplers.at(name);
+        if (!sampler.open)
+          refuse(name, sampler.failure.empty() ? "a closed sampler" : sampler.failure, "an open sampler",
+                 "Create another one");
+      }
+      engine_.submit(id, name, tinker::asample(record->body).body, record->seed());
+      return {};
+    });
+    if (refused)
+      complete_ones.emplace_back(record, std::move(*refused));
+    else
+      submitted_.insert(id);
+  }
+  std::vector<Engine::Sampled> sampled;
+  std::string failure;
+  try {
+    if (engine_.sampling()) sampled = engine_.sample_pass();
+  } catch (const std::exception& error) {
+    print(stderr, fmt::format("sampling: {}\n", printable(error.what())));
+    failure = error.what();
+  }
+  lock.lock();
+  if (!failure.empty())  // of the pass, not of one request
+    for (const std::string& id : submitted_) sampled.push_back({id, "the server failed: " + failure, {}});
+  for (Engine::Sampled& one : sampled) {
+    const auto found = state_.samples.find(one.id);
+    if (found == state_.samples.end() || submitted_.erase(one.id) == 0) continue;
+    Outcome outcome{.type = tinker::kProtobuf};
+    if (one.error.empty())
+      outcome.body = tinker::sample_reply(one.result);
+    else
+      outcome.error = one.error, outcome.category = failure.empty() ? "user" : "server";
+    complete_ones.emplace_back(found->second, std::move(outcome));
+  }
+  for (auto& [record, outcome] : complete_ones) complete(lock, record, std::move(outcome));
+  // A pass that has nothing to do would be repeated at once.
+  if (complete_ones.empty() && sampled.empty() && seconds_since(start) < 1e-4)
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
+}
+
+// A replay reads the files of checkpoints that were loaded since the last snapshot, so it must not need them
+// any more. Models in the middle of an operation are completed first: a snapshot has none.
+void Service::release(const std::string& path) {
+  if (replaying_ || !loaded_since_.contains(path)) return;
+  Lock lock(mutex_);
+  for (auto& [id, model] : state_.models)
+    while (model.progress && !abandoned_) train(lock, model);
+  lock.unlock();
+  if (!take_snapshot())
+    throw std::runtime_error("no snapshot can be written, which must come before a change of " + path);
+}
+
+// ---- completion ----
+
+void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
+  const double time = seconds_now();
+  LogRecord done{{{"kind", "done"}, {"of", record->text("kind")}, {"id", record->text("id")}, {"time", time}},
+                 ""};
+  if (record->head.contains("model")) done.head["model"] = record->head.at("model");
+  if (!outcome.error.empty())
+    done.head.update({{"error", outcome.error}, {"category", outcome.category}, {"poison", outcome.poison}});
+  if (!outcome.closed.empty()) done.head["closed"] = outcome.closed;
+  // What was sampled is kept, all other results are computed again.
+  if (record->text("kind") == "sample" && outcome.error.empty())
+    done.head["type"] = outcome.type, done.body = outcome.body;
+  for (bool first = true;; first = false) {
+    if (abandoned_) return;
+    try {
+      journal_->append(done.encode());
+      break;
+    } catch (const ConfigError& error) {
+      if (first) print(stderr, fmt::format("results wait until they can be journalled: {}\n", error.what()));
+      changed_.wait_for(lock, std::chrono::seconds(1));
+      abandoned_ = stopping_;
+    }
+  }
+  apply(record, outcome, time);
+}
+
+void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
+  const Accepted record = accepted;  // the state's own may go away
+  const std::string kind = record->text("kind"), id = record->text("id");
+  if (!outcome.error.empty()) {
+    outcome.type = "application/json";
+    outcome.body = tinker::failure_reply(outcome.error, outcome.category);
+  } else if (outcome.change) {
+    outcome.change();
+  }
+  for (const std::string& name : outcome.closed) {
+    State::Sampler& sampler = state_.samplers.at(name);
+    if (sampler.open) engine_.close_sampler(name);
+    sampler.open = false, sampler.closed = true;
+  }
+  if (kind == "control" || kind == "sampler") {
+    state_.controls.pop_front();
+    if (kind == "sampler") state_.samplers.at(id).failure = outcome.error;
+    if (const auto answer = control_answers_.extract(id)) {
+      const bool failed = outcome.status >= 400;
+      answers_.emplace_back(
+          std::move(answer.mapped()),
+          HttpReply{.status = outcome.status,
+                    .body = failed
+                                ? tinker::detail_reply(outcome.error.empty() ? "there is no such checkpoint"
+                                                                             : outcome.error)
+                                : outcome.body});
+    }
+    return;
+  }
+  if (kind == "sample") {
+    state_.samplers.at(record->text("sampler")).waiting -= 1;
+    state_.samples.erase(id);
+  } else {
+    State::Model& model = state_.models.at(record->text("model"));
+    model.waiting.erase(model.next);
+    model.waiting_bytes -= static_cast<std::int64_t>(record->body.size());
+    model.next += 1;
+    model.progress.reset();
+    if (outcome.poison) {
+      model.failure =
+          fmt::format("operation {} ({}): {}", model.next - 1, record->text("path"), outcome.error);
+      if (model.loaded) engine_.remove(model.id);
+      model.loaded = false;
+    }
+  }
+  finish_future(id, outcome.type, std::move(outcome.body), time);
+}
+
+void Service::finish_future(const std::string& id, const std::string& type, std::string body, double time) {
+  State::Future& future = state_.futures.at(id);
+  for (State::Future::Poll& poll : future.polls)
+    answers_.emplace_back(std::move(poll.respond), HttpReply{.type = type, .body = body});
+  future.polls.clear();
+  future.done = true, future.finished = time, future.type = type, future.body = std::move(body);
+  results_.emplace_back(time + options_.result_seconds, id);
+}
+
+void Service::send(Lock& lock) {
+  if (answers_.empty()) return;
+  const auto answers = std::exchange(answers_, {});
+  lock.unlock();
+  for (const auto& [respond, reply] : answers) respond(reply);
+  lock.lock();
+}
+
+// ---- time ----
+
+void Service::watch() {
+  Lock lock(mutex_);
+  double sessions_at = 0;
+  while (!stopping_) {
+    ticked_.wait_for(lock, std::chrono::milliseconds(100));
+    const double now = seconds_now();
+    for (; !polls_.empty() && polls_.front().first <= now; polls_.pop_front()) {
+      const auto found = state_.futures.find(polls_.front().second);
+      if (found == state_.futures.end()) continue;
+      auto& polls = found->second.polls;
+      for (auto poll = polls.begin(); poll != polls.end();) {
+        if (poll->deadline > now) {
+          ++poll;
+          continue;
+        }
+        answers_.emplace_back(std::move(poll->respond),
+                              HttpReply{.status = 408, .body = tinker::try_again_reply(found->first)});
+        poll = polls.erase(poll);
+      }
+    }
+    for (; !results_.empty() && results_.front().first <= now; results_.pop_front()) {
+      const auto found = state_.futures.find(results_.front().second);
+      if (found != state_.futures.end() && found->second.done &&
+          found->second.finished + options_.result_seconds <= now)
+        state_.futures.erase(found);
+    }
+    if (now >= sessions_at + 1) end_sessions(sessions_at = now);
+    send(lock);
+  }
+}
+
+// A session that finished, or whose client is silent, ends when nothing of it can be computed any more.
+void Service::end_sessions(double now) {
+  for (auto& [id, session] : state_.sessions) {
+    if (session.ending || session.lasting) continue;
+    if (session.finished.empty() && now - session.seen < options_.session_seconds) continue;
+    bool busy = false;
+    for (const auto& [name, model] : state_.models) busy |= model.session == id && model.ready();
+    for (const auto& [name, sampler] : state_.samplers) busy |= sampler.session == id && sampler.waiting > 0;
+    if (busy) continue;
+    LogRecord record =
+        new_record("control", fmt::format("control:{}", state_.control_count), session.tenant, "");
+    record.head.update({{"path", "end"}, {"session", id}});
+    try {
+      journal_->append(record.encode());
+    } catch (const ConfigError&) {
+      return;  // the next second tries again
+    }
+    admit(std::make_shared<LogRecord>(std::move(record)));
+    changed_.notify_all();
+  }
+}
+
+}  // namespace isograd::serve

@@ -1,0 +1,496 @@
+// The endpoints: checks, duplicates, limits, the journal. Nothing here waits for the engine.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <protozero/pbf_message.hpp>
+
+#include "base/json.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "serve/service/service.hpp"
+#include "serve/wire/xorl.hpp"
+
+namespace isograd::serve {
+namespace {
+
+// Answered with this status. No mistake of a user has one that clients retry: 408, 409, 429, 5xx.
+struct Refusal {
+  int status;
+  std::string detail;
+};
+
+HttpReply json_reply(std::string body, int status = 200) {
+  return {.status = status, .body = std::move(body)};
+}
+
+struct Address {
+  std::string model;
+  std::int64_t sequence = 0;  // 0: not given
+};
+
+// The model and sequence of an operation whose other parts are read when it runs: what is wrong with them
+// fails the operation, whose sequence is used either way.
+Address address_of(const std::string& body, bool protobuf) {
+  Address found;
+  if (protobuf) {
+    try {
+      protozero::pbf_reader message(body);
+      while (message.next()) {
+        if (message.tag_and_type() == protozero::tag_and_type(1, protozero::pbf_wire_type::length_delimited))
+          found.model = message.get_string();
+        else if (message.tag_and_type() == protozero::tag_and_type(2, protozero::pbf_wire_type::varint))
+          found.sequence = message.get_int64();
+        else
+          message.skip();
+      }
+    } catch (const protozero::exception&) {
+      if (found.model.empty() || found.sequence == 0)
+        refuse("the body", "bytes that are no protobuf message", "a ForwardBackwardRequest",
+               "Use an SDK of tinker");
+    }
+    return found;
+  }
+  const auto parsed = parse_json(body);
+  if (!parsed.problem.empty())
+    refuse("the body", parsed.problem, "a JSON object", "Send the JSON of the request");
+  const auto model = parsed.value.find("model_id"), sequence = parsed.value.find("seq_id");
+  if (model != parsed.value.end() && model->is_string()) found.model = model->get<std::string>();
+  if (sequence == parsed.value.end() || sequence->is_null()) return found;
+  if (!sequence->is_number_integer() || *sequence < 1 || *sequence > std::int64_t{1} << 53)
+    refuse("seq_id", brief(*sequence), "a whole number of 1 or more", "Count a model's operations from 1");
+  found.sequence = sequence->get<std::int64_t>();
+  return found;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// "a/b/c" as its parts.
+std::vector<std::string> parts_of(const std::string& path) {
+  std::vector<std::string> parts(1);
+  for (const char c : path) c == '/' ? void(parts.emplace_back()) : parts.back().push_back(c);
+  return parts;
+}
+
+}  // namespace
+
+void Service::handle(const HttpRequest& request, const std::string& tenant, Respond respond) {
+  HttpReply refused;
+  try {
+    OptionalReply reply = route(request, tenant, respond);
+    if (reply) respond(std::move(*reply));
+    return;
+  } catch (const Refusal& refusal) {
+    refused = json_reply(tinker::detail_reply(refusal.detail), refusal.status);
+    if (refusal.status == 429) refused.headers["retry-after"] = "1";
+  } catch (const ConfigError& error) {
+    refused = json_reply(tinker::detail_reply(error.what()), 400);
+  } catch (const std::exception& error) {
+    print(stderr,
+          fmt::format("{} {}: {}\n", request.method, printable(request.path, 200), printable(error.what())));
+    refused = json_reply(tinker::detail_reply("a defect of the server; its log says more"), 500);
+  }
+  if (respond) respond(std::move(refused));
+}
+
+Service::OptionalReply Service::route(const HttpRequest& request, const std::string& tenant,
+                                      Respond& respond) {
+  static constexpr std::string_view kPrefix = "/api/v1/", kFiles = "/isograd/files/";
+  const bool get = request.method == "GET", post = request.method == "POST";
+  if (get && request.path == "/metrics")
+    return HttpReply{.type = "text/plain; version=0.0.4", .body = metrics()};
+  if (get && request.path == "/isograd/status") return json_reply(status());
+  // A prefix that a proxy left is skipped.
+  if (const std::size_t at = request.path.find(kFiles); get && at != std::string::npos)
+    return external_file(request.path.substr(at + kFiles.size()));
+  const std::size_t at = request.path.find(kPrefix);
+  const std::string path = at == std::string::npos ? "" : request.path.substr(at + kPrefix.size());
+  const std::vector<std::string> parts = parts_of(path);
+  const bool xorl = !request.headers.contains("x-api-key");
+
+  if (get && path == "healthz") return json_reply(R"({"status":"ok"})");
+  if (post && path == "client/config") return json_reply(options_.client_config);
+  if (post && path == "client/dynamic_config") return json_reply("{}");
+  if (post && path == "telemetry")
+    return json_reply(R"({"status":"accepted"})");  // may hold the key: not read
+  if (post && path == "cancel_future") return json_reply(tinker::empty_reply());
+  if (post && path == "create_session") {
+    tinker::create_session(request.body);
+    LogRecord record = new_record("session", random_hex(), tenant, request.body);
+    const std::string id = record.text("id");
+    const Lock lock(mutex_);
+    accept(std::move(record));
+    return json_reply(tinker::session_reply(id));
+  }
+  if (post && path == "session_heartbeat") {
+    const std::string id = tinker::heartbeat(request.body);
+    const Lock lock(mutex_);
+    State::OpenSession& session = find_session(id, tenant);
+    if (!session.finished.empty() || session.ending) throw Refusal{410, "the session is over"};
+    session.seen = seconds_now();
+    return json_reply(tinker::empty_reply());
+  }
+  if (post && parts.size() == 3 && parts[0] == "sessions" && parts[2] == "finish") {
+    tinker::finish(request.body);
+    const Lock lock(mutex_);
+    if (find_session(parts[1], tenant).finished.empty())
+      accept(new_record("finish", parts[1], tenant, request.body));
+    return json_reply(tinker::empty_reply());
+  }
+  if (post && path == "create_model") return create_model(request, false, tenant);
+  // The form that creates names a session; the other one is an operation, which keeps its sequence if it is
+  // refused.
+  if (post && path == "load_weights" && !xorl && address_of(request.body, false).model.empty())
+    return create_model(request, true, tenant);
+  static const std::vector<std::string> kOperations{
+      "forward_backward",         "optim_step",   "load_weights",         "save_weights",
+      "save_weights_for_sampler", "unload_model", "save_weights_external"};
+  if (post && (contains(kOperations, path) || (xorl && path == "forward")))
+    return submit_operation(request, path, tenant);
+  if (post && path == "create_sampling_session") return create_sampler(request, tenant);
+  if (post && path == "asample") return submit_sample(request, tenant);
+  if (post && path == "retrieve_future")
+    return retrieve(tinker::retrieve_future(request.body), tenant, respond);
+  // training_runs/<run>/checkpoints/<kind>/<name>[/publish or /ttl]
+  if (!get && parts.size() >= 5 && parts[0] == "training_runs" && parts[2] == "checkpoints") {
+    const std::string checkpoint = "tinker://" + parts[1] + "/" + parts[3] + "/" + parts[4];
+    const std::string last = parts.size() == 6 ? parts[5] : "";
+    const std::string change = request.method == "DELETE" && parts.size() == 5   ? "delete"
+                               : request.method == "DELETE" && last == "publish" ? "unpublish"
+                               : post && last == "publish"                       ? "publish"
+                               : request.method == "PUT" && last == "ttl"        ? "ttl"
+                                                                                 : "";
+    if (!change.empty()) return change_checkpoint(request, checkpoint, change, tenant, respond);
+  }
+  const Lock lock(mutex_);
+  if (OptionalReply reply = list(request, path, tenant)) return reply;
+  throw Refusal{404, fmt::format("{} {} is not served here", request.method, printable(request.path, 200))};
+}
+
+// ---- what is asked for by name: another tenant's looks like an unknown one ----
+
+State::OpenSession& Service::find_session(const std::string& id, const std::string& tenant) {
+  const auto found = state_.sessions.find(id);
+  if (found == state_.sessions.end() || found->second.tenant != tenant)
+    throw Refusal{404, fmt::format("there is no session {}", printable(id, 100))};
+  return found->second;
+}
+
+State::OpenSession& Service::usable_session(const std::string& id, const std::string& tenant) {
+  State::OpenSession& session = find_session(id, tenant);
+  if (session.ending || !session.finished.empty())
+    throw Refusal{400, fmt::format("session {} is over; create another one", id)};
+  session.seen = seconds_now();
+  return session;
+}
+
+State::Model& Service::find_model(const std::string& id, const std::string& tenant, bool xorl) {
+  State::Model* best = nullptr;
+  if (const auto found = state_.models.find(id); found != state_.models.end()) best = &found->second;
+  if (xorl && !best) {
+    for (auto& [key, model] : state_.models) {
+      const bool newer = !best || model.created > best->created;
+      if (model.name == id && model.tenant == tenant && !model.name.empty() && newer) best = &model;
+    }
+  }
+  if (!best || best->tenant != tenant)
+    throw Refusal{404, fmt::format("there is no model {}", printable(id, 100))};
+  return *best;
+}
+
+State::Sampler& Service::find_sampler(const std::string& id, const std::string& tenant) {
+  const auto found = state_.samplers.find(id);
+  if (found == state_.samplers.end() || found->second.tenant != tenant)
+    throw Refusal{404, fmt::format("there is no sampler {}", printable(id, 100))};
+  return found->second;
+}
+
+const State::Saved* Service::find_saved(const std::string& path, const std::string& tenant,
+                                        double now) const {
+  const auto found = state_.saved.find(path);
+  if (found == state_.saved.end() || !found->second.exists(now)) return nullptr;
+  return found->second.info.tenant == tenant || found->second.info.is_public ? &found->second : nullptr;
+}
+
+void Service::check_room(const std::string& tenant, std::size_t bytes) const {
+  std::int64_t count = 0, waiting = static_cast<std::int64_t>(bytes);
+  for (const auto& [id, model] : state_.models)
+    if (model.tenant == tenant)
+      count += static_cast<std::int64_t>(model.waiting.size()), waiting += model.waiting_bytes;
+  if (count >= options_.waiting || (count > 0 && waiting > options_.waiting_bytes))
+    throw Refusal{429, fmt::format("{} operations of {} bytes wait; send this one later", count, waiting)};
+}
+
+// ---- journal ----
+
+LogRecord Service::new_record(const char* kind, const std::string& id, const std::string& tenant,
+                              std::string body) const {
+  return {{{"kind", kind}, {"id", id}, {"tenant", tenant}, {"time", seconds_now()}}, std::move(body)};
+}
+
+void Service::accept(LogRecord record) {
+  try {
+    journal_->append(record.encode());
+  } catch (const ConfigError& error) {
+    print(stderr, fmt::format("a request is refused: {}\n", error.what()));
+    throw Refusal{503, "the server's journal cannot be written now; nothing was changed"};
+  }
+  admit(std::make_shared<LogRecord>(std::move(record)));
+  changed_.notify_all();
+}
+
+void Service::admit(const Accepted& record) {
+  const std::string kind = record->text("kind"), id = record->text("id"), tenant = record->text("tenant");
+  if (kind == "session") {
+    State::OpenSession& session = state_.sessions[id];
+    session.tenant = tenant, session.lasting = record->xorl();
+    if (!session.lasting) session.client = tinker::create_session(record->body);
+    session.created = record->time(), session.seen = seconds_now();
+    return;
+  }
+  if (kind == "finish") {
+    state_.sessions.at(id).finished = tinker::finish(record->body).reason;
+    return;
+  }
+  if (kind == "control") {
+    state_.controls.push_back(record);
+    state_.control_count += 1;
+    if (record->text("path") == "end") state_.sessions.at(record->text("session")).ending = true;
+    return;
+  }
+  if (kind == "sampler") {
+    const SamplingSession asked = tinker::create_sampling_session(record->body);
+    State::Sampler& sampler = state_.samplers[id];
+    sampler = {.tenant = tenant, .session = asked.session, .base = asked.base, .path = asked.path};
+    if (!asked.path.empty()) sampler.base = state_.saved.at(asked.path).info.base;
+    sampler.used = record->time();
+    state_.controls.push_back(record);
+    return;
+  }
+  if (kind == "sample") {
+    State::Sampler& sampler = state_.samplers.at(record->text("sampler"));
+    sampler.used = record->time(), sampler.waiting += 1;
+    state_.samples[id] = record;
+    state_.unsubmitted.push_back(id);
+    state_.futures[id] = {.tenant = tenant};
+    return;
+  }
+  ISOGRAD_INVARIANT(kind == "model" || kind == "operation", kind);
+  const std::string name = record->text("model");
+  State::Model& model = state_.models[name];
+  if (kind == "model") {
+    model.id = name, model.tenant = tenant, model.session = record->text("session");
+    model.name = record->text("name"), model.created = record->time();
+    if (record->text("path") == "create_model")
+      model.request =
+          record->xorl() ? xorl::create_model(record->body).body : tinker::create_model(record->body).body;
+    state_.sessions.at(model.session).models += 1;
+    if (!model.request.lora.seed) model.request.lora.seed = record->seed();
+    // xorl divides by the tokens of the step.
+    if (record->xorl()) model.request.metadata.try_emplace("isograd.normalise", "tokens");
+  }
+  model.waiting[record->head.at("sequence").get<std::int64_t>()] = record;
+  model.waiting_bytes += static_cast<std::int64_t>(record->body.size());
+  model.last_request = record->time();
+  state_.futures[id] = {.tenant = tenant};
+}
+
+// ---- models ----
+
+std::string Service::xorl_session(const std::string& tenant) {
+  for (const auto& [id, session] : state_.sessions)
+    if (session.lasting && session.tenant == tenant) return id;
+  LogRecord record = new_record("session", random_hex(), tenant, "");
+  record.head["xorl"] = true;
+  const std::string id = record.text("id");
+  accept(std::move(record));
+  return id;
+}
+
+LogRecord Service::operation_record(const State::Model& model, std::int64_t sequence, const std::string& path,
+                                    std::string body, bool xorl) const {
+  LogRecord record =
+      new_record("operation", fmt::format("{}:op:{}", model.id, sequence), model.tenant, std::move(body));
+  record.head.update({{"model", model.id}, {"sequence", sequence}, {"path", path}, {"draw", random_hex()}});
+  if (xorl) record.head["xorl"] = true;
+  return record;
+}
+
+HttpReply Service::create_model(const HttpRequest& request, bool loads, const std::string& tenant) {
+  const bool xorl = !request.headers.contains("x-api-key");
+  NewModel asked;
+  if (loads) {
+    const LoadWeights load = tinker::load_weights(request.body);
+    asked.session = load.session, asked.model = load.model;
+  } else {
+    asked = xorl ? xorl::create_model(request.body) : tinker::create_model(request.body);
+  }
+  const Lock lock(mutex_);
+  std::string name;
+  if (xorl) {
+    name = asked.model;
+    asked.session = xorl_session(tenant);
+    asked.model = tinker::model_id(asked.session, state_.sessions.at(asked.session).models);
+    // These clients give no sequence. A model that has run nothing is the one that a repeated request means;
+    // another one of this name is replaced.
+    for (const auto& [id, model] : state_.models) {
+      if (model.tenant != tenant || model.name != name || model.gone || !model.failure.empty()) continue;
+      if (model.free_sequence() <= 1)
+        return json_reply(tinker::promise_reply(fmt::format("{}:op:0", id), name));
+      accept(operation_record(model, model.free_sequence(), "unload_model", "", true));
+    }
+  } else {
+    find_session(asked.session, tenant);
+  }
+  const std::string id = fmt::format("{}:op:0", asked.model);
+  if (!state_.models.contains(asked.model)) {
+    usable_session(asked.session, tenant);
+    check_room(tenant, request.body.size());
+    const auto& bases = engine_.bases();
+    const auto named = [&](const BaseModel& base) { return base.name == asked.body.base; };
+    if (!loads && std::none_of(bases.begin(), bases.end(), named)) {
+      std::string known;
+      for (const BaseModel& base : bases) known += (known.empty() ? "" : ", ") + base.name;
+      refuse("base_model", asked.body.base, known, "Name one of these, or start the server with that model");
+    }
+    const auto counted = [&](const auto& entry) {
+      return entry.second.tenant == tenant && !entry.second.gone && entry.second.failure.empty();
+    };
+    if (std::count_if(state_.models.begin(), state_.models.end(), counted) >= options_.models)
+      refuse("create_model", fmt::format("{} models of this key", options_.models),
+             fmt::format("at most {}", options_.models),
+             "Close sessions whose models are not needed any more");
+    LogRecord record = new_record("model", id, tenant, request.body);
+    record.head.update({{"model", asked.model},
+                        {"session", asked.session},
+                        {"sequence", 0},
+                        {"draw", random_hex()},
+                        {"path", loads ? "load_weights" : "create_model"}});
+    if (xorl) record.head.update({{"xorl", true}, {"name", name}});
+    accept(std::move(record));
+  }
+  return json_reply(tinker::promise_reply(id, xorl ? name : asked.model));
+}
+
+HttpReply Service::submit_operation(const HttpRequest& request, const std::string& path,
+                                    const std::string& tenant) {
+  const bool xorl = !request.headers.contains("x-api-key");
+  const Address address = address_of(request.body, path == "forward_backward" && !xorl);
+  const Lock lock(mutex_);
+  State::Model& model = find_model(address.model, tenant, xorl);
+  if (const auto session = state_.sessions.find(model.session); session != state_.sessions.end())
+    session->second.seen = seconds_now();
+  std::int64_t sequence = address.sequence;
+  if (sequence == 0 && (xorl || path == "unload_model")) sequence = model.free_sequence();
+  if (sequence < 1)
+    refuse("seq_id", "none", "a whole number of 1 or more", "Count a model's operations from 1");
+  // A number that was used before belongs to the request that came first, whatever this one asks for.
+  if (sequence >= model.next && !model.waiting.contains(sequence)) {
+    if (model.gone) throw Refusal{400, fmt::format("model {} was closed with its session", address.model)};
+    usable_session(model.session, tenant);
+    check_room(tenant, request.body.size());
+    accept(operation_record(model, sequence, path, request.body, xorl));
+  }
+  return json_reply(tinker::promise_reply(fmt::format("{}:op:{}", model.id, sequence), address.model));
+}
+
+// ---- samplers ----
+
+HttpReply Service::create_sampler(const HttpRequest& request, const std::string& tenant) {
+  if (!request.headers.contains("x-api-key")) {
+    const std::string path = xorl::create_sampling_session(request.body);
+    const Lock lock(mutex_);
+    if (!find_saved(xorl::path_in(path), tenant, seconds_now()))
+      throw Refusal{404, fmt::format("there is no checkpoint {}", printable(path, 200))};
+    return json_reply(xorl::sampling_session_reply(path));
+  }
+  const SamplingSession asked = tinker::create_sampling_session(request.body);
+  const std::string id = tinker::sampler_id(asked.session, asked.sequence);
+  const Lock lock(mutex_);
+  find_session(asked.session, tenant);
+  if (!state_.samplers.contains(id)) {
+    usable_session(asked.session, tenant);
+    const auto& bases = engine_.bases();
+    if (!asked.path.empty() && !find_saved(asked.path, tenant, seconds_now()))
+      throw Refusal{404, fmt::format("there is no checkpoint {}", printable(asked.path, 200))};
+    if (asked.path.empty() &&
+        std::none_of(bases.begin(), bases.end(), [&](auto& base) { return base.name == asked.base; }))
+      throw Refusal{404, fmt::format("there is no base model {}", printable(asked.base, 200))};
+    const auto busy = [&](const auto& entry) {
+      return entry.second.tenant == tenant && entry.second.waiting > 0;
+    };
+    if (std::count_if(state_.samplers.begin(), state_.samplers.end(), busy) >= options_.samplers)
+      refuse("create_sampling_session", "as many samplers at work",
+             fmt::format("fewer than {}", options_.samplers), "Wait for their results");
+    LogRecord record = new_record("sampler", id, tenant, request.body);
+    record.head["path"] = "open";
+    accept(std::move(record));
+  }
+  return json_reply(tinker::sampling_session_reply(id));
+}
+
+HttpReply Service::submit_sample(const HttpRequest& request, const std::string& tenant) {
+  const SampleRequest asked = tinker::asample(request.body);
+  const std::string id = fmt::format("{}:{}", asked.sampler, asked.sequence);
+  const Lock lock(mutex_);
+  State::Sampler& sampler = find_sampler(asked.sampler, tenant);
+  if (!state_.futures.contains(id)) {
+    if (sampler.closed)
+      throw Refusal{
+          404, fmt::format("sampler {} was closed: it was the longest unused of {}, or its session is over",
+                           asked.sampler, options_.samplers)};
+    if (!sampler.failure.empty()) throw Refusal{400, sampler.failure};
+    std::int64_t waiting = 0;
+    for (const auto& [key, other] : state_.samplers) waiting += other.tenant == tenant ? other.waiting : 0;
+    if (waiting >= options_.waiting_samples) throw Refusal{429, fmt::format("{} samples wait", waiting)};
+    if (const auto session = state_.sessions.find(sampler.session); session != state_.sessions.end())
+      session->second.seen = seconds_now();
+    LogRecord record = new_record("sample", id, tenant, request.body);
+    record.head.update({{"sampler", asked.sampler}, {"draw", random_hex()}});
+    accept(std::move(record));
+  }
+  std::vector<std::string> sequences;
+  for (std::int64_t i = 0; i < asked.body.samples; ++i) sequences.push_back(fmt::format("{}:{}", id, i));
+  return json_reply(tinker::sample_promise_reply(id, sequences));
+}
+
+// ---- checkpoints and results ----
+
+Service::OptionalReply Service::change_checkpoint(const HttpRequest& request, const std::string& checkpoint,
+                                                  const std::string& change, const std::string& tenant,
+                                                  Respond& respond) {
+  if (change == "ttl") tinker::ttl(request.body);
+  const Lock lock(mutex_);
+  const auto found = state_.saved.find(checkpoint);
+  const bool own = found != state_.saved.end() && found->second.info.tenant == tenant;
+  // A client whose DELETE was answered after its connection broke sends it again.
+  if (own && change == "delete" && !found->second.exists(seconds_now()))
+    return json_reply(tinker::empty_reply());
+  if (!own || !found->second.exists(seconds_now()))
+    throw Refusal{404, fmt::format("there is no checkpoint {} of this key", printable(checkpoint, 200))};
+  LogRecord record =
+      new_record("control", fmt::format("control:{}", state_.control_count), tenant, request.body);
+  record.head.update({{"path", change}, {"checkpoint", checkpoint}});
+  const std::string id = record.text("id");
+  accept(std::move(record));
+  control_answers_[id] = std::move(respond);
+  return {};
+}
+
+Service::OptionalReply Service::retrieve(const std::string& id, const std::string& tenant, Respond& respond) {
+  const Lock lock(mutex_);
+  const auto found = state_.futures.find(id);
+  if (found == state_.futures.end() || found->second.tenant != tenant)
+    throw Refusal{410,
+                  fmt::format("there is no result {}: unknown, or older than an hour", printable(id, 100))};
+  State::Future& future = found->second;
+  if (future.done) return HttpReply{.type = future.type, .body = future.body};
+  const double deadline = seconds_now() + options_.poll_seconds;
+  future.polls.push_back({deadline, std::move(respond)});
+  polls_.emplace_back(deadline, id);
+  return {};
+}
+
+}  // namespace isograd::serve

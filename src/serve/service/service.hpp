@@ -1,0 +1,170 @@
+// The service of a training server: every endpoint that the tinker SDK and xorl's client call, over an
+// Engine. handle() accepts requests and journals them, run() computes them. The journal determines every bit
+// of every answer.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "serve/engine.hpp"
+#include "serve/http/http.hpp"
+#include "serve/service/state.hpp"
+#include "serve/store/store.hpp"
+
+namespace isograd::serve {
+
+struct ServiceOptions {
+  std::filesystem::path state;  // a folder of this server alone
+  bool sync = false;            // survive power cuts, not only kills
+  // Limits of each tenant. 0 bytes: none.
+  std::int64_t models = 64, samplers = 64, checkpoint_bytes = 0;
+  std::int64_t waiting = 4096, waiting_bytes = std::int64_t{1} << 30, waiting_samples = 2048;
+  double poll_seconds = 25, session_seconds = 900, result_seconds = 3600;
+  std::int64_t piece_tokens = 8192;  // a forward_backward is computed in pieces of about this size
+  // A snapshot is due when a replay would take longer than `snapshot_least`, and longer than writing one
+  // takes divided by `snapshot_share`: no more than that share of the time goes into snapshots.
+  double snapshot_least = 2, snapshot_share = 0.1;
+  std::string client_config = R"({"use_pyqwest_transport": false})";
+  bool print_steps = true;
+};
+
+class Service {
+ public:
+  // Restores the state folder: the last snapshot, then the journal. ConfigError: it cannot be restored.
+  Service(ServiceOptions options, Engine& engine);
+  ~Service();
+  Service(const Service&) = delete;
+  Service& operator=(const Service&) = delete;
+
+  // Called on the I/O thread; never waits for the engine. A server without keys has one tenant, "".
+  void handle(const HttpRequest& request, const std::string& tenant, Respond respond);
+  // Computes until stop(), which any thread may call. What is unfinished then goes on at the next start.
+  void run();
+  void stop();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using OptionalReply = std::optional<HttpReply>;
+  // Results of an operation. `change` is applied to the state together with the result.
+  struct Outcome {
+    std::string type = "application/json", body{};
+    std::string error{}, category{};  // empty: it succeeded
+    bool poison = false;              // a failure that fails the model's later operations
+    int status = 200;                 // of a control's reply
+    std::function<void()> change{};
+    std::vector<std::string> closed{};  // samplers
+  };
+  enum class Turn { kNone, kControl, kTraining, kSampling, kSnapshot };
+
+  // ---- requests (requests.cpp): on the I/O thread ----
+  OptionalReply route(const HttpRequest& request, const std::string& tenant, Respond& respond);
+  HttpReply create_model(const HttpRequest& request, bool loads, const std::string& tenant);
+  HttpReply submit_operation(const HttpRequest& request, const std::string& path, const std::string& tenant);
+  HttpReply create_sampler(const HttpRequest& request, const std::string& tenant);
+  HttpReply submit_sample(const HttpRequest& request, const std::string& tenant);
+  OptionalReply change_checkpoint(const HttpRequest& request, const std::string& checkpoint,
+                                  const std::string& change, const std::string& tenant, Respond& respond);
+  OptionalReply retrieve(const std::string& id, const std::string& tenant, Respond& respond);
+  State::OpenSession& find_session(const std::string& id, const std::string& tenant);
+  State::OpenSession& usable_session(const std::string& id, const std::string& tenant);
+  std::string xorl_session(const std::string& tenant);
+  State::Model& find_model(const std::string& id, const std::string& tenant, bool xorl);
+  State::Sampler& find_sampler(const std::string& id, const std::string& tenant);
+  const State::Saved* find_saved(const std::string& path, const std::string& tenant, double now) const;
+  void check_room(const std::string& tenant, std::size_t bytes) const;
+  LogRecord new_record(const char* kind, const std::string& id, const std::string& tenant,
+                       std::string body) const;
+  LogRecord operation_record(const State::Model& model, std::int64_t sequence, const std::string& path,
+                             std::string body, bool xorl) const;
+  void accept(LogRecord record);       // appends it to the journal, then admits it
+  void admit(const Accepted& record);  // the change of the state by an accepted request
+
+  // ---- what replies tell (listings.cpp) ----
+  OptionalReply list(const HttpRequest& request, const std::string& path, const std::string& tenant);
+  RunListing listing_of(const State::Model& model, double now) const;
+  HttpReply external_urls(const HttpRequest& request, const std::string& path,
+                          const std::string& tenant) const;
+  HttpReply external_file(const std::string& path) const;
+  std::string metrics() const;
+  std::string status() const;
+
+  // ---- computing (operations.cpp): on the thread of run(), or in the constructor ----
+  Turn choose(State::Model*& model);
+  void train(Lock& lock, State::Model& model);  // one piece
+  // None: the operation has further pieces.
+  std::optional<Outcome> advance(State::Model& model, const LogRecord& record);
+  Outcome perform(State::Model& model, const LogRecord& record);
+  Outcome save(State::Model& model, const LogRecord& record, const SaveWeights& request, Engine::Save which);
+  Outcome open_sampler_of(State::Model& model, std::int64_t sequence, double time);
+  Outcome load(State::Model& model, const LogRecord& record);
+  Outcome step(State::Model& model, const LogRecord& record);
+  Outcome control(const LogRecord& record);
+  Outcome end_session(const std::string& id);
+  void sample(Lock& lock);
+  void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
+  void release(const std::string& path);  // before files of a checkpoint change
+  // Journals that the operation is complete (until that succeeds, or the service stops) and applies the
+  // outcome.
+  void complete(Lock& lock, const Accepted& record, Outcome outcome);
+  void apply(const Accepted& record, Outcome& outcome, double time);
+  void finish_future(const std::string& id, const std::string& type, std::string body, double time);
+  void send(Lock& lock);  // gives the collected answers, without the lock
+  void watch();           // the thread that ends long polls, results and sessions
+  void end_sessions(double now);
+
+  // ---- durability (snapshot.cpp) ----
+  void restore();
+  void replay(std::string_view text);
+  bool snapshot_due() const;
+  bool take_snapshot();  // false: it could not be written
+
+  const ServiceOptions options_;
+  Engine& engine_;
+  StateFolder folder_;
+  CheckpointStore
+      store_;  // files alone, for the computing thread. State::saved says which checkpoints there are.
+  std::unique_ptr<Journal> journal_{};
+
+  mutable std::mutex mutex_{};  // of everything below
+  std::condition_variable changed_{}, ticked_{};
+  State state_{};
+  std::map<std::string, Respond> control_answers_{};  // by id
+  std::vector<std::pair<Respond, HttpReply>> answers_{};
+  std::deque<std::pair<double, std::string>> polls_{}, results_{};  // until when, and the future
+  std::set<std::string> submitted_{};                               // samples
+  struct Share {
+    double seconds = 0;  // of computing
+    bool was_ready = false;
+  };
+  std::map<std::string, Share> shares_{};  // by tenant
+  std::int64_t turn_ = 0;
+  bool sampled_last_ = false, replaying_ = false, stopping_ = false;
+  bool abandoned_ = false;  // the engine is ahead of the journal, which could not be written
+  double started_ = 0;
+
+  // Since the last snapshot: checkpoints whose files a replay would read, and seconds that it would take.
+  std::set<std::string> loaded_since_{};
+  double work_since_ = 0;
+  std::uint64_t position_at_snapshot_ = 0;
+  double snapshot_seconds_ = 0, snapshot_after_ = 0;
+  std::uint64_t snapshot_number_ = 0;
+  // Folders of the last snapshot by model and sampler, with the model's next operation: what did not change
+  // is linked.
+  std::map<std::string, std::pair<std::int64_t, std::filesystem::path>> snapshot_folders_{};
+  std::thread watcher_{};
+};
+
+}  // namespace isograd::serve

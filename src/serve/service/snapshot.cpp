@@ -1,0 +1,248 @@
+// Snapshots and replay. The state is the last snapshot and what the journal holds behind its position:
+// accepted requests are admitted again, and complete operations are executed again in the order in which they
+// were completed.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+
+#include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "serve/service/service.hpp"
+
+namespace isograd::serve {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kSnapshot = "snapshot-";
+constexpr double kKeepDeleted = 3600;  // seconds
+
+// Numbers of the snapshots in the folder.
+std::vector<std::uint64_t> snapshots_in(const fs::path& folder) {
+  std::vector<std::uint64_t> numbers;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    std::uint64_t number = 0;
+    if (!name.starts_with(kSnapshot)) continue;
+    const auto [end, bad] =
+        std::from_chars(name.data() + kSnapshot.size(), name.data() + name.size(), number);
+    if (bad == std::errc() && end == name.data() + name.size()) numbers.push_back(number);
+  }
+  std::sort(numbers.begin(), numbers.end());
+  return numbers;
+}
+
+fs::path snapshot_path(const fs::path& folder, std::uint64_t number) {
+  return folder / fmt::format("{}{}", kSnapshot, number);
+}
+
+const StateFolder& cleaned(const StateFolder& folder) {
+  WholeFolder::remove_partial(folder.path());
+  return folder;
+}
+
+}  // namespace
+
+Service::Service(ServiceOptions options, Engine& engine)
+    : options_(std::move(options)),
+      engine_(engine),
+      folder_(options_.state),
+      store_(cleaned(folder_).path() / "checkpoints"),
+      started_(seconds_now()) {
+  restore();
+  watcher_ = std::thread([this] { watch(); });
+}
+
+Service::~Service() {
+  stop();
+  watcher_.join();
+}
+
+void Service::stop() {
+  const Lock lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all(), ticked_.notify_all();
+}
+
+void Service::restore() {
+  const auto start = std::chrono::steady_clock::now();
+  const std::vector<std::uint64_t> numbers = snapshots_in(folder_.path());
+  std::uint64_t position = 0;
+  if (!numbers.empty()) {
+    snapshot_number_ = numbers.back();
+    const fs::path path = snapshot_path(folder_.path(), snapshot_number_);
+    const auto parsed = parse_json(read_file(path / "state.json"));
+    if (!parsed.problem.empty())
+      refuse((path / "state.json").string(), parsed.problem, "the state as a server wrote it",
+             "Restore the state folder from a copy");
+    const MappedFile blobs(path / "blobs");
+    state_ = State::from_json(parsed.value.at("state"),
+                              {reinterpret_cast<const char*>(blobs.data()), blobs.size()});
+    parsed.value.at("position").get_to(position);
+    for (const auto& [id, entry] : parsed.value.at("folders").items())
+      snapshot_folders_[id] = {entry.at(0).get<std::int64_t>(), path / entry.at(1).get<std::string>()};
+    for (const auto& [id, model] : state_.models)
+      if (model.loaded) engine_.load(id, snapshot_folders_.at(id).second, true, model.request.metadata);
+    for (const auto& [id, sampler] : state_.samplers)
+      if (sampler.open) engine_.load_sampler(id, snapshot_folders_.at(id).second);
+    for (std::size_t i = 0; i + 1 < numbers.size(); ++i)
+      fs::remove_all(snapshot_path(folder_.path(), numbers[i]));
+  }
+  replaying_ = true;
+  std::int64_t count = 0;
+  journal_ = std::make_unique<Journal>(folder_.path() / "journal", Journal::Options{.sync = options_.sync},
+                                       [&](std::uint64_t after, std::string_view text) {
+                                         if (after > position) replay(text), ++count;
+                                       });
+  replaying_ = false;
+  if (journal_->position() < position)
+    refuse((folder_.path() / "journal").string(), fmt::format("{} bytes", journal_->position()),
+           fmt::format("at least the {} that the snapshot has", position),
+           "Restore the state folder from a copy");
+  position_at_snapshot_ = position;
+  for (const auto& [id, future] : state_.futures)
+    if (future.done) results_.emplace_back(future.finished + options_.result_seconds, id);
+  std::sort(results_.begin(), results_.end());
+  const double now = seconds_now();
+  for (auto& [id, session] : state_.sessions) session.seen = now;
+  if (count > 0 && options_.print_steps)
+    print(
+        stdout,
+        fmt::format("restored {}: {} records replayed in {:.2f} s\n", printable(folder_.path().string()),
+                    count, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
+}
+
+void Service::replay(std::string_view text) {
+  const Accepted record = std::make_shared<LogRecord>(LogRecord::decode(text));
+  Lock lock(mutex_);
+  if (record->text("kind") != "done") return admit(record);
+  const std::string of = record->text("of"), id = record->text("id");
+  Outcome outcome;
+  Accepted accepted;
+  if (of == "sample") {
+    accepted = state_.samples.at(id);
+    outcome.type = record->text("type"), outcome.body = record->body;
+  } else if (of == "control" || of == "sampler") {
+    accepted = state_.controls.front();
+  } else {
+    State::Model& model = state_.models.at(record->text("model"));
+    accepted = model.waiting.at(model.next);
+  }
+  ISOGRAD_INVARIANT(accepted->text("id") == id,
+                    fmt::format("{} where {} was complete", accepted->text("id"), id));
+  outcome.error = record->text("error"), outcome.category = record->text("category");
+  outcome.poison = record->head.value("poison", false);
+  if (outcome.error.empty() && of != "sample") {
+    const auto start = std::chrono::steady_clock::now();
+    lock.unlock();  // as in live operation
+    if (of == "control" || of == "sampler") {
+      outcome = control(*accepted);
+    } else {
+      State::Model& model = state_.models.at(record->text("model"));
+      std::optional<Outcome> found;
+      while (!found) {
+        found = advance(model, *accepted);
+        if (!model.progress) continue;
+        const std::int64_t tokens = std::exchange(model.progress->tokens, 0);
+        model.tokens += tokens, model.step_tokens += model.progress->request.forward_only ? 0 : tokens;
+      }
+      outcome = std::move(*found);
+    }
+    lock.lock();
+    work_since_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+  if (record->head.contains("closed")) record->head.at("closed").get_to(outcome.closed);
+  apply(accepted, outcome, record->time());
+}
+
+// Bodies count too: they are read again, and they fill the disk.
+bool Service::snapshot_due() const {
+  const double seconds =
+      work_since_ + 1e-8 * static_cast<double>(journal_->position() - position_at_snapshot_);
+  return seconds > options_.snapshot_least && seconds * options_.snapshot_share > snapshot_seconds_ &&
+         seconds_now() > snapshot_after_;
+}
+
+bool Service::take_snapshot() {
+  const auto start = std::chrono::steady_clock::now();
+  const auto passed = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  std::vector<CheckpointInfo> expired;
+  std::vector<std::pair<std::string, std::int64_t>> models;  // and the next operation
+  std::vector<std::string> samplers;
+  nlohmann::json all;
+  std::string blobs;
+  {
+    // Requests that are accepted from here on have later positions. Operations are completed by this thread
+    // alone.
+    const Lock lock(mutex_);
+    const double now = seconds_now();
+    std::erase_if(state_.saved, [&](const auto& entry) {
+      const State::Saved& saved = entry.second;
+      const bool old = saved.deleted > 0 && saved.deleted + kKeepDeleted < now;
+      if (saved.deleted == 0 && !saved.exists(now)) expired.push_back(saved.info);
+      return old || (saved.deleted == 0 && !saved.exists(now));
+    });
+    all["position"] = journal_->position();
+    all["state"] = state_.to_json(blobs);
+    for (const auto& [id, model] : state_.models)
+      if (model.loaded) models.emplace_back(id, model.next);
+    for (const auto& [id, sampler] : state_.samplers)
+      if (sampler.open) samplers.push_back(id);
+  }
+  const std::uint64_t number = snapshot_number_ + 1;
+  const fs::path target = snapshot_path(folder_.path(), number);
+  std::map<std::string, std::pair<std::int64_t, fs::path>> folders;
+  try {
+    WholeFolder folder(target);
+    all["folders"] = nlohmann::json::object();
+    const auto add = [&](const std::string& id, std::int64_t next, const auto& write) {
+      const std::string name = fmt::format("{}", folders.size());
+      const fs::path into = folder.directory() / name;
+      const auto before = snapshot_folders_.find(id);
+      if (before != snapshot_folders_.end() && before->second.first == next) {
+        fs::copy(before->second.second, into,
+                 fs::copy_options::recursive | fs::copy_options::create_hard_links);
+      } else {
+        fs::create_directory(into);
+        write(into);
+      }
+      folders[id] = {next, target / name};
+      all["folders"][id] = {next, name};
+    };
+    for (const auto& [id, next] : models)
+      add(id, next, [&](const fs::path& into) { engine_.save(id, Engine::Save::kTraining, into); });
+    for (const std::string& id : samplers)
+      add(id, -1, [&](const fs::path& into) { engine_.save_sampler(id, into); });
+    write_file(folder.directory() / "blobs", blobs);
+    write_file(folder.directory() / "state.json", all.dump());
+    folder.commit();
+  } catch (const std::exception& error) {
+    print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));
+    const Lock lock(mutex_);
+    snapshot_after_ = seconds_now() + 10;
+    return false;
+  }
+  const Lock lock(mutex_);
+  const fs::path former = snapshot_path(folder_.path(), snapshot_number_);
+  snapshot_number_ = number, snapshot_folders_ = std::move(folders);
+  all.at("position").get_to(position_at_snapshot_);
+  loaded_since_.clear();
+  work_since_ = 0, snapshot_seconds_ = passed();
+  try {
+    journal_->drop_before(position_at_snapshot_);
+    fs::remove_all(former);
+    for (const CheckpointInfo& info : expired)
+      if (fs::exists(store_.directory(info)) && !state_.saved.contains(info.path())) store_.remove(info);
+  } catch (const std::exception& error) {  // a restart skips what the snapshot has
+    print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
+  }
+  return true;
+}
+
+}  // namespace isograd::serve
