@@ -1,0 +1,269 @@
+#include "serve/models/datums.hpp"
+
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "base/refuse.hpp"
+
+namespace isograd::serve {
+namespace {
+
+constexpr const char* kTargets = "target_tokens";
+constexpr const char* kWeights = "weights";
+constexpr const char* kMask = "sequence_ratio_mask";
+
+// A loss by the name of the wire (docs/losses.md has the formulas).
+struct LossKind {
+  const char* name;
+  RowLoss loss;
+  std::vector<std::string> inputs;  // all are needed
+  std::vector<std::string> keys;
+  RowLossOptions defaults{};
+};
+
+const std::vector<LossKind>& loss_kinds() {
+  static const std::vector<std::string> policy = {kTargets, "logprobs", "advantages"};
+  static const std::vector<std::string> thresholds = {"clip_low_threshold", "clip_high_threshold"};
+  static const std::vector<LossKind> kinds = {
+      {"cross_entropy", RowLoss::kCrossEntropy, {kTargets, kWeights}, {}},
+      {"importance_sampling", RowLoss::kImportanceSampling, policy, {}},
+      {"ppo", RowLoss::kPpo, policy, thresholds, {.clip_low = 0.8, .clip_high = 1.2}},
+      {"cispo", RowLoss::kCispo, policy, thresholds, {.clip_low = 0, .clip_high = 4}},
+      {"dro", RowLoss::kDro, policy, {"beta"}},
+      {"gspo",
+       RowLoss::kGspo,
+       {kTargets, "logprobs", "advantages", kMask},
+       thresholds,
+       {.clip_low = 0.8, .clip_high = 1.2}},
+  };
+  return kinds;
+}
+
+std::string listed(const std::vector<std::string>& names) {
+  return names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", "));
+}
+
+const LossKind& find_loss(const std::string& name) {
+  std::vector<std::string> known;
+  for (const LossKind& kind : loss_kinds()) {
+    if (kind.name == name) return kind;
+    known.emplace_back(kind.name);
+  }
+  if (name == "stable_reinforce")
+    refuse("loss_fn", "stable_reinforce, whose formula is not published", listed(known),
+           "Pass loss_fn=importance_sampling, ppo, cispo or gspo");
+  if (name == "custom")
+    refuse("loss_fn", "custom, a loss that the server would run", listed(known),
+           "Use forward_backward_custom, which runs it in the client");
+  refuse("loss_fn", "'" + name + "'", "one of " + listed(known), "Pass one of these");
+}
+
+bool has(const std::vector<std::string>& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+RowLossOptions options_of(const LossKind& kind, const std::map<std::string, ConfigValue>& config) {
+  RowLossOptions options = kind.defaults;
+  for (const auto& [key, value] : config) {
+    const std::string where = fmt::format("loss_fn_config of {}: {}", kind.name, key);
+    if (!has(kind.keys, key)) refuse(where, "an unknown key", listed(kind.keys), "Leave it out");
+    const auto* number = std::get_if<double>(&value);
+    if (!number || !std::isfinite(*number) || *number < 0)
+      refuse(where, number ? fmt::format("{}", *number) : "'" + std::get<std::string>(value) + "'",
+             "a finite number, 0 or more", "Change it");
+    (key == "beta"                 ? options.beta
+     : key == "clip_low_threshold" ? options.clip_low
+                                   : options.clip_high) = *number;
+  }
+  if (kind.loss == RowLoss::kDro && !config.contains("beta"))
+    refuse("loss_fn_config of dro", "no beta", "a beta: it has no agreed default",
+           "Pass loss_fn_config={\"beta\": 0.05}");
+  if (options.clip_low > options.clip_high)
+    refuse(fmt::format("loss_fn_config of {}", kind.name),
+           fmt::format("clip_low_threshold {} above clip_high_threshold {}", options.clip_low,
+                       options.clip_high),
+           "limits of the ratio, in ascending order", "Exchange them");
+  return options;
+}
+
+double number_at(const Array& array, std::size_t i) {
+  return array.numbers.empty() ? static_cast<double>(array.integers[i])
+                               : static_cast<double>(array.numbers[i]);
+}
+std::size_t size_of(const Array& array) { return array.numbers.size() + array.integers.size(); }
+
+class DatumCheck {
+ public:
+  DatumCheck(const Datum& datum, std::size_t place, const LossKind& kind, const DecoderConfig& model,
+             std::int64_t context)
+      : datum_(datum), place_(place), kind_(kind), vocabulary_(model.vocabulary) {
+    const auto length = static_cast<std::int64_t>(datum.tokens.size());
+    if (length == 0) refuse(where("model_input"), "no tokens", "one at least", "Leave the datum out");
+    if (length > context)
+      refuse(where("model_input"), fmt::format("{} tokens", length),
+             fmt::format("at most {}, the context", context), "Shorten it");
+    check_tokens("model_input", datum.tokens);
+    for (const auto& [name, array] : datum.inputs)
+      if (!has(kind.inputs, name))
+        refuse(where(name), "an input that " + std::string(kind.name) + " does not have", listed(kind.inputs),
+               "Leave it out");
+    for (const std::string& name : kind.inputs)
+      if (!datum.inputs.contains(name))
+        refuse(where(name), "no such input", listed(kind.inputs), "Add it to loss_fn_inputs");
+    check_shapes(length);
+    for (const auto& [name, array] : datum.inputs)
+      for (const float number : array.numbers)
+        if (!std::isfinite(number))
+          refuse(where(name), fmt::format("{}", number), "finite numbers", "Look for where it was computed");
+    if (kind.loss == RowLoss::kGspo) check_mask();
+  }
+
+  void count(CheckedCall& call) const {
+    call.counted.sequences += 1;
+    const auto found = datum_.inputs.find(kWeights);
+    const std::size_t rows = datum_.tokens.size();
+    if (found == datum_.inputs.end()) {
+      call.counted.tokens += static_cast<std::int64_t>(rows),
+          call.counted.weights += static_cast<double>(rows);
+      return;
+    }
+    const std::size_t columns = size_of(found->second) / rows;
+    for (std::size_t row = 0; row < rows; ++row) {
+      bool any = false;
+      for (std::size_t i = row * columns; i < (row + 1) * columns; ++i) {
+        const double weight = number_at(found->second, i);
+        any = any || weight != 0, call.counted.weights += weight;
+        call.negative_weights = call.negative_weights || weight < 0;
+      }
+      call.counted.tokens += any ? 1 : 0;
+    }
+  }
+
+ private:
+  std::string where(const std::string& input) const { return fmt::format("datum {}: {}", place_, input); }
+
+  void check_tokens(const std::string& name, const std::vector<std::int64_t>& tokens) const {
+    for (const std::int64_t token : tokens)
+      if (token < 0 || token >= vocabulary_)
+        refuse(where(name), fmt::format("token {}", token),
+               fmt::format("0 to {}, the vocabulary", vocabulary_ - 1),
+               "Tokenize with this model's tokenizer");
+  }
+
+  void check_shapes(std::int64_t length) const {
+    const Array& targets = datum_.inputs.at(kTargets);
+    const bool two = kind_.loss == RowLoss::kCrossEntropy && targets.shape.size() == 2;
+    if (!targets.numbers.empty())
+      refuse(where(kTargets), "floating-point numbers", "integers", "Pass int64 token ids");
+    if ((targets.shape.size() != 1 && !two) || targets.shape[0] != length || (two && targets.shape[1] < 1))
+      refuse(where(kTargets), shape_text(targets),
+             fmt::format("[{0}]{1}: a row for each token", length,
+                         kind_.loss == RowLoss::kCrossEntropy ? fmt::format(" or [{}, K]", length) : ""),
+             "Shift targets by one in the client, and pass one for each token");
+    for (const auto& [name, array] : datum_.inputs) {
+      if (array.shape != targets.shape)
+        refuse(where(name), shape_text(array), "the shape of target_tokens, " + shape_text(targets),
+               "Reshape it");
+      const std::int64_t elements =
+          std::accumulate(array.shape.begin(), array.shape.end(), std::int64_t{1}, std::multiplies<>());
+      if (static_cast<std::int64_t>(size_of(array)) != elements)
+        refuse(where(name), fmt::format("{} numbers", size_of(array)),
+               fmt::format("{}, its shape's", elements), "Pass all of them");
+    }
+    check_tokens(kTargets, targets.integers);
+  }
+  static std::string shape_text(const Array& array) {
+    return fmt::format("[{}]", fmt::join(array.shape, ", "));
+  }
+
+  void check_mask() const {
+    const auto any = [](const Array& array) {
+      for (std::size_t i = 0; i < size_of(array); ++i)
+        if (number_at(array, i) != 0) return true;
+      return false;
+    };
+    if (any(datum_.inputs.at("advantages")) && !any(datum_.inputs.at(kMask)))
+      refuse(where(kMask), "zeros alone, and advantages other than 0",
+             "a token over which the ratio is a mean", "Set it to 1 at sampled tokens");
+  }
+
+  const Datum& datum_;
+  const std::size_t place_;
+  const LossKind& kind_;
+  const std::int64_t vocabulary_;
+};
+
+}  // namespace
+
+Counted& Counted::operator+=(const Counted& more) {
+  calls += more.calls, sequences += more.sequences, tokens += more.tokens, weights += more.weights;
+  return *this;
+}
+
+CheckedCall check_call(const ForwardBackward& request, const DecoderConfig& model, std::int64_t context) {
+  const LossKind& kind = find_loss(request.loss);
+  if (request.data.empty()) refuse("forward_backward", "no datums", "one at least", "Leave the call out");
+  CheckedCall call{.loss = kind.loss, .options = options_of(kind, request.config), .counted = {.calls = 1}};
+  for (std::size_t i = 0; i < request.data.size(); ++i)
+    DatumCheck(request.data[i], i, kind, model, context).count(call);
+  return call;
+}
+
+std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
+                             std::int64_t most_tokens) {
+  std::vector<PackedRows> all;
+  for (std::size_t begin = 0, end = 0; begin < request.data.size(); begin = end) {
+    const auto& shape = request.data[begin].inputs.at(kTargets).shape;
+    const auto columns = [](const std::vector<std::int64_t>& of) { return of.size() == 2 ? of[1] : -1; };
+    std::int64_t rows = 0;
+    for (end = begin; end < request.data.size(); ++end) {
+      const auto more = static_cast<std::int64_t>(request.data[end].tokens.size());
+      if (end > begin && (rows + more > most_tokens ||
+                          columns(request.data[end].inputs.at(kTargets).shape) != columns(shape)))
+        break;
+      rows += more;
+    }
+    PackedRows packed{.begin = begin, .end = end};
+    std::vector<std::int64_t> tokens, positions;
+    for (std::size_t i = begin; i < end; ++i) {
+      const auto& own = request.data[i].tokens;
+      tokens.insert(tokens.end(), own.begin(), own.end());
+      for (std::size_t p = 0; p < own.size(); ++p) positions.push_back(static_cast<std::int64_t>(p));
+      packed.batch.cu_seqlens.push_back(static_cast<std::int64_t>(tokens.size()));
+      packed.batch.sample_ids.push_back(static_cast<std::int64_t>(i));
+    }
+    std::vector<std::int64_t> row_shape = {rows};
+    if (shape.size() == 2) row_shape.push_back(shape[1]);
+    const auto joined = [&](const char* name) {
+      std::vector<double> values;
+      for (std::size_t i = begin; i < end; ++i) {
+        const auto found = request.data[i].inputs.find(name);
+        if (found == request.data[i].inputs.end()) return at::Tensor();
+        for (std::size_t j = 0; j < size_of(found->second); ++j)
+          values.push_back(number_at(found->second, j));
+      }
+      return at::tensor(values, at::kDouble).view(row_shape);
+    };
+    packed.batch.tokens = at::tensor(tokens, at::kLong);
+    packed.batch.positions = at::tensor(positions, at::kLong);
+    packed.batch.targets = packed.batch.tokens;  // the model's forward does not read them
+    packed.batch.sample_targets.assign(end - begin, 1);
+    packed.inputs = {
+        .targets = joined(kTargets).to(at::kLong),
+        .weights = joined(kWeights),
+        .old_log_probabilities = joined("logprobs"),
+        .advantages = joined("advantages"),
+        .ratio_mask = joined(kMask),
+        .cu_seqlens = call.loss == RowLoss::kGspo ? packed.batch.cu_seqlens : std::vector<std::int64_t>()};
+    all.push_back(std::move(packed));
+  }
+  return all;
+}
+
+}  // namespace isograd::serve

@@ -1,0 +1,47 @@
+// What a client sends to forward_backward: checked whole, before anything is computed, then packed for the
+// model.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "isograd/batch.hpp"
+#include "isograd/loss.hpp"
+#include "isograd/model.hpp"
+#include "serve/wire/messages.hpp"
+
+namespace isograd::serve {
+
+// Numbers by which optim_step may divide, counted since the last one.
+struct Counted {
+  std::int64_t calls = 0, sequences = 0;  // sequences: datums
+  std::int64_t tokens = 0;                // rows with a weight other than 0; without weights all
+  double weights = 0;                     // Σ w; 1 for rows without weights
+
+  Counted& operator+=(const Counted& more);
+};
+
+// A request that can be computed.
+struct CheckedCall {
+  RowLoss loss = RowLoss::kCrossEntropy;
+  RowLossOptions options{};
+  Counted counted{};
+  bool negative_weights = false;
+};
+
+// ConfigError: a loss, key or input that does not exist or is missing; shapes, token ids and numbers that do
+// not fit.
+CheckedCall check_call(const ForwardBackward& request, const DecoderConfig& model, std::int64_t context);
+
+// Consecutive datums in one micro-batch.
+struct PackedRows {
+  Batch batch{};
+  RowLossInputs inputs{};
+  std::size_t begin = 0, end = 0;  // datums
+};
+// In order, no datum split, at most `most_tokens` unless a datum has more. All of one have targets of one
+// shape.
+std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
+                             std::int64_t most_tokens);
+
+}  // namespace isograd::serve

@@ -1,0 +1,114 @@
+#include "serve/models/fixed_weights.hpp"
+
+#include <atomic>
+
+#include "base/files.hpp"
+#include "base/json.hpp"
+#include "base/refuse.hpp"
+
+namespace isograd::serve {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kSavedFile = "isograd.json";
+constexpr int kSavedFormat = 1;
+
+fs::path tokenizer_in(const fs::path& directory) {
+  for (const char* name : {"tokenizer.json", "tokenizer.model"})
+    if (fs::exists(directory / name)) return directory / name;
+  return {};
+}
+
+}  // namespace
+
+Base::Base(const std::string& name, const fs::path& directory, at::ScalarType dtype,
+           const TextSamplerOptions& options) {
+  const std::shared_ptr<DecoderLM> model = read_hf(directory, dtype);
+  for (const auto& [parameter, tensor] : model->named()) at::Tensor(tensor).requires_grad_(false);
+  const DecoderConfig& config = model->config();
+  const bool slides = config.sliding_window > 0 && config.full_layers < config.layers;
+  info = {.name = name,
+          .directory = fs::absolute(directory),
+          .tokenizer = tokenizer_in(fs::absolute(directory)),
+          .architecture = config.family,
+          .context = slides ? std::min(config.sliding_window, config.max_positions) : config.max_positions,
+          .vocabulary = config.vocabulary};
+  sampled = std::make_shared<SampledModel>(model, options);
+}
+
+const Tokenizer& Base::tokenizer() {
+  if (info.tokenizer.empty())
+    refuse("stop strings of a sample", "a base without a tokenizer: " + info.name,
+           "tokenizer.json or tokenizer.model in its directory", "Pass stop tokens");
+  if (!tokenizer_) tokenizer_ = open_tokenizer(info.tokenizer.string());
+  return *tokenizer_;
+}
+
+FixedWeights::FixedWeights(std::shared_ptr<Base> of, std::shared_ptr<const LoraAdapter> low_rank,
+                           std::shared_ptr<SampledModel> whole)
+    : base(std::move(of)),
+      adapter(std::move(low_rank)),
+      sampled(whole ? std::move(whole) : base->sampled),
+      number([] {
+        static std::atomic<std::uint64_t> last{0};
+        return ++last;
+      }()) {}
+
+void write_saved(const fs::path& directory, const SavedModel& saved) {
+  const LoraShape& lora = saved.created.lora;
+  nlohmann::ordered_json json{{"format", kSavedFormat},      {"base", saved.created.base},
+                              {"weights", saved.weights},    {"rank", lora.rank},
+                              {"unembed", lora.unembed},     {"mlp", lora.mlp},
+                              {"attention", lora.attention}, {"metadata", saved.created.metadata}};
+  if (lora.seed) json["seed"] = *lora.seed;
+  if (saved.training)
+    json["training"] = {{"dtype", saved.dtype},        {"updates", saved.updates},
+                        {"calls", saved.open.calls},   {"sequences", saved.open.sequences},
+                        {"tokens", saved.open.tokens}, {"weights", saved.open.weights}};
+  write_file(directory / kSavedFile, json.dump(1) + "\n");
+}
+
+SavedModel read_saved(const fs::path& directory) {
+  const fs::path file = directory / kSavedFile;
+  const auto bad = [&](const std::string& found) {
+    refuse(file.string(), found, "a model that this server has saved", "Give another checkpoint");
+  };
+  if (!fs::exists(file)) bad("no such file");
+  const auto [json, problem] = parse_json(read_file(file));
+  if (!problem.empty()) bad(problem);
+  SavedModel saved;
+  try {
+    if (json.at("format") != kSavedFormat) bad("format " + json.at("format").dump());
+    LoraShape& lora = saved.created.lora;
+    json.at("base").get_to(saved.created.base);
+    json.at("weights").get_to(saved.weights);
+    json.at("rank").get_to(lora.rank);
+    json.at("unembed").get_to(lora.unembed);
+    json.at("mlp").get_to(lora.mlp);
+    json.at("attention").get_to(lora.attention);
+    json.at("metadata").get_to(saved.created.metadata);
+    if (json.contains("seed")) lora.seed = json.at("seed").get<std::uint64_t>();
+    if (!json.contains("training")) return saved;
+    const auto& training = json.at("training");
+    saved.training = true;
+    training.at("dtype").get_to(saved.dtype);
+    training.at("updates").get_to(saved.updates);
+    training.at("calls").get_to(saved.open.calls);
+    training.at("sequences").get_to(saved.open.sequences);
+    training.at("tokens").get_to(saved.open.tokens);
+    training.at("weights").get_to(saved.open.weights);
+  } catch (const nlohmann::json::exception& error) {
+    bad(error.what());
+  }
+  return saved;
+}
+
+void write_weights(const fs::path& directory, const Base& base, const LoraAdapter* adapter,
+                   DecoderLM& model) {
+  if (adapter)
+    write_peft(directory, *adapter, base.shape(), base.info.name);
+  else
+    write_hf(directory, model);
+}
+
+}  // namespace isograd::serve

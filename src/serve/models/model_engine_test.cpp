@@ -1,0 +1,831 @@
+#include "serve/models/model_engine.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "base/error_testing.hpp"
+#include "base/files.hpp"
+#include "model/decoder_testing.hpp"
+#include "model/safetensors.hpp"
+
+namespace isograd::serve {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using Tensors = std::map<std::string, at::Tensor>;
+
+constexpr std::uint64_t kSeed = 20261128;
+
+class ModelEngineTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = fs::path(::testing::TempDir()) /
+            fmt::format("model_engine_{}_{}", ::getpid(),
+                        ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    fs::remove_all(root_);
+    fs::create_directories(root_);
+    RecordProperty("seed", std::to_string(kSeed));
+  }
+  void TearDown() override { fs::remove_all(root_); }
+
+  fs::path folder(const std::string& name) const {
+    const fs::path made = root_ / name;
+    fs::create_directories(made);
+    return made;
+  }
+  // A base on disk, and an engine on it.
+  fs::path base(const std::string& family, at::ScalarType dtype = at::kDouble) const {
+    const fs::path directory = folder("base_" + family);
+    DecoderLM model(small_config(family), dtype, kSeed);
+    perturb(model, kSeed + 1);
+    write_hf(directory, model);
+    return directory;
+  }
+  std::unique_ptr<ModelEngine> engine(const std::string& family, at::ScalarType dtype = at::kDouble,
+                                      std::int64_t micro_batch_tokens = 20) const {
+    ModelEngineOptions options;
+    options.bases = {{"tiny", base(family, dtype)}};
+    options.dtype = dtype, options.micro_batch_tokens = micro_batch_tokens;
+    return std::make_unique<ModelEngine>(options);
+  }
+  // What a model's weights are, from a directory that peft (rank 0: transformers) would load.
+  Tensors weights(ModelEngine& engine, const std::string& model) {
+    const fs::path directory = folder(fmt::format("weights_{}", saves_++));
+    engine.save(model, Engine::Save::kExternal, directory);
+    const bool whole = fs::exists(directory / "model.safetensors");
+    Tensors found;
+    for (const auto& [name, tensor] :
+         read_safetensors(directory / (whole ? "model.safetensors" : "adapter_model.safetensors")))
+      found[whole ? name : name.substr(std::string("base_model.model.").size())] = tensor.clone();
+    return found;
+  }
+
+  fs::path root_;
+  int saves_ = 0;
+};
+
+CreateModel request_of(std::int64_t rank, std::map<std::string, std::string> metadata = {}) {
+  CreateModel request;
+  request.base = "tiny", request.lora.rank = rank, request.lora.seed = 7,
+  request.metadata = std::move(metadata);
+  return request;
+}
+
+double apart(const Tensors& a, const Tensors& b) {
+  double most = a.size() == b.size() ? 0 : 1e9;
+  for (const auto& [name, tensor] : a) {
+    const at::Tensor other = b.at(name).to(at::kDouble);
+    most = std::max(most, ((tensor.to(at::kDouble) - other).norm() / (other.norm() + 1e-30)).item<double>());
+  }
+  return most;
+}
+bool same_bits(const Tensors& a, const Tensors& b) {
+  return a.size() == b.size() &&
+         std::ranges::all_of(a, [&](const auto& each) { return each.second.equal(b.at(each.first)); });
+}
+
+// ---- a plain reference: torch operations and formulas, nothing of isograd's ----
+
+struct Mistake {
+  bool divides_by_call = false, drops_negative = false, fixed_beta2 = false, clips_before_scale = false,
+       counts_twice = false;
+};
+
+class Plain {
+ public:
+  // `trained`: matrices "x.lora_A.weight", "x.lora_B.weight", or parameters of the model itself.
+  Plain(const DecoderConfig& config, Tensors base, const Tensors& trained, double scale, Mistake mistake = {})
+      : c_(config), base_(std::move(base)), scale_(scale), mistake_(mistake) {
+    for (const auto& [name, tensor] : trained) {
+      trained_[name] = tensor.clone().requires_grad_(true);
+      if (base_.contains(name)) base_[name] = trained_[name];
+      sum_[name] = m_[name] = v_[name] = at::zeros_like(tensor);
+    }
+  }
+  const Tensors& trained() const { return trained_; }
+
+  at::Tensor log_probabilities(const Datum& datum) const {
+    const at::Tensor logits = forward(at::tensor(datum.tokens, at::kLong)).log_softmax(-1);
+    const Array& targets = datum.inputs.at("target_tokens");
+    const auto rows = static_cast<std::int64_t>(datum.tokens.size());
+    return logits.gather(1, at::tensor(targets.integers, at::kLong).view({rows, -1})).view(targets.shape);
+  }
+
+  double accumulate(const ForwardBackward& call) {
+    double total = 0;
+    std::map<std::string, at::Tensor> of_call;
+    for (const Datum& datum : call.data) {
+      const at::Tensor lp = log_probabilities(datum);
+      at::Tensor w = input(datum, "weights", lp);
+      if (mistake_.drops_negative) w = w.clamp_min(0);
+      const at::Tensor loss = loss_of(call, datum, lp, w);
+      total += loss.item<double>();
+      loss.backward();
+      sequences_ += 1;
+      tokens_ += (w.dim() == 2 ? w.ne(0).any(1) : w.ne(0)).sum().item<double>();
+      weights_ += w.sum().item<double>();
+    }
+    const double factor = (mistake_.divides_by_call ? 1.0 / static_cast<double>(call.data.size()) : 1.0) *
+                          (mistake_.counts_twice ? 2.0 : 1.0);
+    for (auto& [name, tensor] : trained_) {
+      if (!tensor.grad().defined()) continue;
+      sum_[name] = sum_[name] + tensor.grad() * factor;
+      tensor.mutable_grad() = at::Tensor();
+    }
+    return total;
+  }
+
+  double step(const AdamParams& p, const std::string& mode) {
+    const double divisor = mode == "tokens"      ? tokens_
+                           : mode == "weights"   ? weights_
+                           : mode == "sequences" ? sequences_
+                                                 : 1;
+    double squares = 0;
+    for (auto& [name, sum] : sum_)
+      squares += (mistake_.clips_before_scale ? sum : sum / divisor).square().sum().item<double>();
+    const double norm = std::sqrt(squares);
+    double factor = 1 / divisor;
+    if (p.clip > 0) factor *= std::min(1.0, p.clip / (norm + 1e-6));
+    ++t_;
+    const double beta2 = mistake_.fixed_beta2 ? 0.95 : p.beta2;
+    const at::NoGradGuard no_grad;
+    // With betas that change, bias corrections are by this step's, as in torch.optim.AdamW.
+    for (auto& [name, parameter] : trained_) {
+      const at::Tensor g = sum_[name] * factor;
+      m_[name] = m_[name] * p.beta1 + g * (1 - p.beta1);
+      v_[name] = v_[name] * beta2 + g * g * (1 - beta2);
+      parameter.mul_(1 - p.learning_rate * p.weight_decay);
+      const at::Tensor root = v_[name].sqrt() / std::sqrt(1 - std::pow(beta2, t_)) + p.epsilon;
+      parameter.sub_(m_[name] / root * (p.learning_rate / (1 - std::pow(p.beta1, t_))));
+      sum_[name] = at::zeros_like(parameter);
+    }
+    tokens_ = weights_ = sequences_ = 0;
+    return norm;
+  }
+
+ private:
+  static at::Tensor input(const Datum& datum, const std::string& name, const at::Tensor& like) {
+    const auto found = datum.inputs.find(name);
+    if (found == datum.inputs.end()) return at::ones_like(like).detach();
+    std::vector<double> values(found->second.numbers.begin(), found->second.numbers.end());
+    return at::tensor(values, at::kDouble).view(found->second.shape);
+  }
+
+  static at::Tensor loss_of(const ForwardBackward& call, const Datum& datum, const at::Tensor& lp,
+                            const at::Tensor& w) {
+    const auto key = [&](const char* name, double otherwise) {
+      const auto found = call.config.find(name);
+      return found == call.config.end() ? otherwise : std::get<double>(found->second);
+    };
+    if (call.loss == "cross_entropy") return -(w * lp).sum();
+    const at::Tensor q = input(datum, "logprobs", lp), a = input(datum, "advantages", lp);
+    at::Tensor r = (lp - q).exp();
+    if (call.loss == "importance_sampling") return -(r * a).sum();
+    if (call.loss == "dro") return -(lp * a - 0.5 * key("beta", 0) * (lp - q).square()).sum();
+    const bool cispo = call.loss == "cispo";
+    const double low = key("clip_low_threshold", cispo ? 0 : 0.8),
+                 high = key("clip_high_threshold", cispo ? 4 : 1.2);
+    if (cispo) return -(r.clamp(low, high).detach() * lp * a).sum();
+    if (call.loss == "gspo") {
+      const at::Tensor mask = input(datum, "sequence_ratio_mask", lp).ne(0);
+      r = (lp - q).masked_select(mask).mean().exp().detach() * (lp - lp.detach()).exp();
+    }
+    return -at::min(r * a, r.clamp(low, high) * a).sum();
+  }
+
+  at::Tensor linear(const at::Tensor& x, const std::string& name) const {
+    at::Tensor y = x.matmul(base_.at(name + ".weight").t());
+    if (base_.contains(name + ".bias")) y = y + base_.at(name + ".bias");
+    if (trained_.contains(name + ".lora_A.weight"))
+      y = y + x.matmul(trained_.at(name + ".lora_A.weight").t())
+                      .matmul(trained_.at(name + ".lora_B.weight").t()) *
+                  scale_;
+    return y;
+  }
+  at::Tensor norm(const at::Tensor& x, const std::string& name) const {
+    return x * (x.square().mean(-1, true) + c_.norm_epsilon).rsqrt() * base_.at(name);
+  }
+  at::Tensor forward(const at::Tensor& tokens) const {
+    const std::int64_t length = tokens.size(0), half = c_.head_dim / 2;
+    const at::Tensor frequencies =
+        at::pow(c_.rope_theta, at::arange(half, at::kDouble) * (-1.0 / static_cast<double>(half)));
+    const at::Tensor angles =
+        at::outer(at::arange(length, at::kDouble), frequencies).repeat({1, 2}).unsqueeze(1);
+    const auto turned = [&](const at::Tensor& x) {
+      return x * angles.cos() +
+             at::cat({-x.narrow(-1, half, half), x.narrow(-1, 0, half)}, -1) * angles.sin();
+    };
+    const at::Tensor later = at::ones({length, length}, at::kBool).triu(1);
+    at::Tensor x = base_.at("model.embed_tokens.weight").index_select(0, tokens);
+    for (std::int64_t layer = 0; layer < c_.layers; ++layer) {
+      const std::string at_layer = fmt::format("model.layers.{}.", layer);
+      const at::Tensor n = norm(x, at_layer + "input_layernorm.weight");
+      const auto heads = [&](const char* name, std::int64_t number) {
+        return linear(n, at_layer + "self_attn." + name).view({length, number, c_.head_dim});
+      };
+      at::Tensor q = heads("q_proj", c_.heads), k = heads("k_proj", c_.key_value_heads);
+      at::Tensor v = heads("v_proj", c_.key_value_heads);
+      if (c_.query_key_norm)
+        q = norm(q, at_layer + "self_attn.q_norm.weight"), k = norm(k, at_layer + "self_attn.k_norm.weight");
+      q = turned(q), k = turned(k).repeat_interleave(c_.heads / c_.key_value_heads, 1);
+      v = v.repeat_interleave(c_.heads / c_.key_value_heads, 1);
+      const at::Tensor scores =
+          at::einsum("qhd,khd->hqk", {q, k}) / std::sqrt(static_cast<double>(c_.head_dim));
+      const at::Tensor mixed =
+          at::einsum("hqk,khd->qhd", {scores.masked_fill(later, -INFINITY).softmax(-1), v});
+      x = x + linear(mixed.reshape({length, -1}), at_layer + "self_attn.o_proj");
+      const at::Tensor p = norm(x, at_layer + "post_attention_layernorm.weight");
+      x = x + linear(at::silu(linear(p, at_layer + "mlp.gate_proj")) * linear(p, at_layer + "mlp.up_proj"),
+                     at_layer + "mlp.down_proj");
+    }
+    return linear(norm(x, "model.norm.weight"), "lm_head");
+  }
+
+  DecoderConfig c_;
+  Tensors base_, trained_;
+  double scale_;
+  Mistake mistake_;
+  Tensors sum_, m_, v_;
+  double tokens_ = 0, weights_ = 0, sequences_ = 0, t_ = 0;
+};
+
+// ---- calls ----
+
+class Calls {
+ public:
+  explicit Calls(std::uint64_t seed, std::int64_t vocabulary = 61) : random_(seed), vocabulary_(vocabulary) {}
+
+  std::int64_t integer(std::int64_t least, std::int64_t most) {
+    return std::uniform_int_distribution<std::int64_t>(least, most)(random_);
+  }
+  float number(double least, double most) {
+    return static_cast<float>(std::uniform_real_distribution<double>(least, most)(random_));
+  }
+  Array tokens(std::vector<std::int64_t> shape) {
+    Array array{.shape = shape, .numbers = {}, .integers = {}};
+    for (std::int64_t i = 0; i < size(shape); ++i) array.integers.push_back(integer(0, vocabulary_ - 1));
+    return array;
+  }
+  Array numbers(std::vector<std::int64_t> shape, double least, double most) {
+    Array array{.shape = shape, .numbers = {}, .integers = {}};
+    for (std::int64_t i = 0; i < size(shape); ++i) array.numbers.push_back(number(least, most));
+    return array;
+  }
+  // A cross entropy of signed, fractional weights; sometimes with several targets a token.
+  Datum supervised(std::int64_t length, std::int64_t columns = 0, double least = -0.6) {
+    Datum datum{.tokens = tokens({length}).integers, .inputs = {}};
+    std::vector<std::int64_t> shape = {length};
+    if (columns > 0) shape.push_back(columns);
+    datum.inputs["target_tokens"] = tokens(shape);
+    datum.inputs["weights"] = numbers(shape, least, 1);
+    if (length > 2) datum.inputs["weights"].numbers[1] = 0;
+    return datum;
+  }
+  ForwardBackward cross_entropy(std::vector<std::int64_t> lengths, double least = -0.6) {
+    ForwardBackward call{.data = {}, .loss = "cross_entropy", .config = {}};
+    for (const std::int64_t length : lengths) call.data.push_back(supervised(length, 0, least));
+    return call;
+  }
+  // Any loss. Old log-probabilities are near the model's, so that ratios are inside and outside of the clip.
+  ForwardBackward any(ModelEngine& engine, const std::string& model, double least_weight = -0.6) {
+    const char* losses[] = {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"};
+    ForwardBackward call{.data = {}, .loss = "cross_entropy", .config = {}};
+    const std::string loss = losses[integer(0, 5)];
+    for (std::int64_t i = integer(1, 4); i > 0; --i)
+      call.data.push_back(
+          supervised(integer(1, 12), loss == "cross_entropy" ? integer(0, 3) : 0, least_weight));
+    if (loss == "cross_entropy") return call;
+    call.forward_only = true;
+    const ForwardBackwardResult now = engine.forward_backward(model, call);
+    call.forward_only = false, call.loss = loss;
+    if (loss == "dro") call.config["beta"] = 0.05;
+    if (loss == "ppo" && integer(0, 1)) call.config["clip_high_threshold"] = 1.4;
+    for (std::size_t i = 0; i < call.data.size(); ++i) {
+      auto& inputs = call.data[i].inputs;
+      const std::vector<std::int64_t> shape = inputs.at("target_tokens").shape;
+      inputs.erase("weights");
+      inputs["logprobs"] = now.log_probabilities[i];
+      for (float& q : inputs["logprobs"].numbers) q += number(-0.5, 0.5);
+      inputs["advantages"] = numbers(shape, -1, 1);
+      if (loss == "gspo") {
+        inputs["sequence_ratio_mask"] = numbers(shape, 0, 1);
+        for (float& mask : inputs["sequence_ratio_mask"].numbers) mask = mask > 0.4F ? 1.F : 0.F;
+        inputs["sequence_ratio_mask"].numbers.back() = 1;
+      }
+    }
+    return call;
+  }
+  AdamParams params() {
+    AdamParams p{
+        .learning_rate = number(1e-3, 2e-2), .beta1 = number(0.8, 0.95), .beta2 = number(0.9, 0.999)};
+    p.epsilon = std::pow(10.0, static_cast<double>(integer(-8, -4)));
+    p.weight_decay = integer(0, 1) ? 0.1 : 0;
+    p.clip = integer(0, 2) == 0 ? 0 : integer(0, 1) ? 1e6 : 0.05;
+    return p;
+  }
+
+ private:
+  static std::int64_t size(const std::vector<std::int64_t>& shape) {
+    std::int64_t product = 1;
+    for (const std::int64_t each : shape) product *= each;
+    return product;
+  }
+  std::mt19937_64 random_;
+  std::int64_t vocabulary_;
+};
+
+Tensors base_weights(const fs::path& directory) {
+  Tensors all;
+  for (const auto& [name, tensor] : read_safetensors(directory / "model.safetensors"))
+    all[name] = tensor.clone();
+  return all;
+}
+
+struct Case {
+  std::string family;
+  std::int64_t rank;
+  std::string mode;
+  bool mlp = true, unembed = true;
+};
+
+TEST_F(ModelEngineTest, TwentyMixedStepsAreThoseOfPlainTorch) {
+  for (const Case& each : {Case{"qwen3", 4, "none"}, Case{"qwen2", 1, "tokens", false, false},
+                           Case{"mistral", 8, "weights"}, Case{"llama", 0, "sequences"}}) {
+    const auto engine = this->engine(each.family);
+    CreateModel request =
+        request_of(each.rank, {{"isograd.normalise", each.mode}, {"isograd.alpha", "6"}, {"mine", "x"}});
+    request.lora.mlp = each.mlp, request.lora.unembed = each.unembed;
+    engine->create("m", request);
+    const Tensors first = weights(*engine, "m");
+    const double scale = each.rank > 0 ? 6.0 / static_cast<double>(each.rank) : 0;
+    Plain plain(small_config(each.family), base_weights(folder("base_" + each.family)), first, scale);
+    Calls calls(kSeed);
+    const double least = each.mode == "weights" ? 0.01 : -0.6;
+    for (int step = 0; step < 20; ++step) {
+      for (std::int64_t i = calls.integer(1, 3); i > 0; --i) {
+        const ForwardBackward call = calls.any(*engine, "m", least);
+        const ForwardBackwardResult found = engine->forward_backward("m", call);
+        for (std::size_t d = 0; d < call.data.size(); ++d) {
+          const at::Tensor expected = plain.log_probabilities(call.data[d]).detach();
+          EXPECT_EQ(found.log_probabilities[d].shape, expected.sizes().vec());
+          EXPECT_LT((at::tensor(found.log_probabilities[d].numbers).view(expected.sizes()) - expected)
+                        .abs()
+                        .max()
+                        .item<double>(),
+                    3e-6);
+        }
+        const double loss = plain.accumulate(call);
+        EXPECT_NEAR(found.metrics.at("loss:sum"), loss, 1e-10 * (1 + std::abs(loss))) << call.loss;
+      }
+      const AdamParams params = calls.params();
+      const Metrics metrics = engine->optim_step("m", params);
+      const double norm = plain.step(params, each.mode);
+      EXPECT_NEAR(metrics.at("grad_norm"), norm, 1e-10 * norm);
+      EXPECT_NEAR(metrics.at("grad_norm_sum"), norm * metrics.at("denominator"),
+                  1e-10 * metrics.at("grad_norm_sum"));
+      EXPECT_EQ(metrics.at("step"), step + 1);
+    }
+    EXPECT_LT(apart(weights(*engine, "m"), plain.trained()), 1e-10) << each.family;
+    EXPECT_GT(apart(weights(*engine, "m"), first), 1e-2);
+  }
+}
+
+// Five steps of signed cross entropies on the engine and on a reference with a mistake.
+TEST_F(ModelEngineTest, MistakesAreSeen) {
+  const auto distance = [&](const Mistake& mistake, const std::string& mode) {
+    const auto engine = this->engine("qwen3");
+    engine->create("m", request_of(4, {{"isograd.normalise", mode}}));
+    Plain plain(small_config("qwen3"), base_weights(folder("base_qwen3")), weights(*engine, "m"), 8, mistake);
+    Calls calls(kSeed + 3);
+    for (int step = 0; step < 5; ++step) {
+      for (std::int64_t lengths = 0; lengths < 2; ++lengths) {
+        const ForwardBackward call =
+            calls.cross_entropy(lengths ? std::vector<std::int64_t>{3, 9, 4} : std::vector<std::int64_t>{6});
+        engine->forward_backward("m", call);
+        plain.accumulate(call);
+      }
+      AdamParams params = calls.params();
+      params.beta2 = 0.99, params.epsilon = 1e-3, params.clip = 0.5;
+      engine->optim_step("m", params);
+      plain.step(params, mode);
+    }
+    return apart(weights(*engine, "m"), plain.trained());
+  };
+  EXPECT_LT(distance({}, "tokens"), 1e-11);
+  EXPECT_GT(distance({.divides_by_call = true}, "tokens"), 1e-5);
+  EXPECT_GT(distance({.drops_negative = true}, "none"), 1e-5);
+  EXPECT_GT(distance({.fixed_beta2 = true}, "none"), 1e-5);
+  EXPECT_GT(distance({.clips_before_scale = true}, "tokens"), 1e-5);
+  EXPECT_GT(distance({.counts_twice = true}, "tokens"), 1e-5);
+}
+
+TEST_F(ModelEngineTest, CallsAndMicroBatchesDoNotMatter) {
+  const auto run = [&](std::size_t datums_of_call, std::int64_t micro_batch_tokens) {
+    const auto engine = this->engine("qwen3", at::kDouble, micro_batch_tokens);
+    engine->create("m", request_of(4, {{"isograd.normalise", "tokens"}}));
+    Calls calls(kSeed + 4);
+    for (int step = 0; step < 3; ++step) {
+      const ForwardBackward all = calls.cross_entropy({5, 12, 1, 7, 3, 9, 2, 8});
+      for (std::size_t i = 0; i < all.data.size(); i += datums_of_call) {
+        ForwardBackward call = all;
+        call.data.assign(all.data.begin() + static_cast<std::ptrdiff_t>(i),
+                         all.data.begin() + static_cast<std::ptrdiff_t>(i + datums_of_call));
+        engine->forward_backward("m", call);
+      }
+      engine->optim_step("m", {.learning_rate = 1e-2, .epsilon = 1e-6, .clip = 0.5});
+    }
+    return weights(*engine, "m");
+  };
+  const Tensors one = run(8, 4096);
+  for (const auto& [datums, tokens] :
+       {std::pair<std::size_t, std::int64_t>{1, 4096}, {4, 4096}, {8, 1}, {8, 13}, {4, 20}})
+    EXPECT_LT(apart(run(datums, tokens), one), 1e-12) << datums << " " << tokens;
+  EXPECT_TRUE(same_bits(run(8, 4096), one));
+}
+
+TEST_F(ModelEngineTest, SavedModelsGoOnWithTheSameBits) {
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t rank : {4, 0})
+      for (const bool open : {false, true}) {
+        const auto engine = this->engine("qwen3", dtype);
+        engine->create("m", request_of(rank, {{"isograd.normalise", "tokens"}}));
+        Calls calls(kSeed + 5);
+        const auto step = [&](const std::string& model, const ForwardBackward& call) {
+          engine->forward_backward(model, call);
+          engine->optim_step(model, {.learning_rate = 1e-2, .weight_decay = 0.1, .clip = 1});
+        };
+        for (int i = 0; i < 2; ++i) step("m", calls.cross_entropy({5, 12}));
+        if (open) engine->forward_backward("m", calls.cross_entropy({7}));
+        const fs::path saved = folder(fmt::format("saved_{}_{}_{}", static_cast<int>(dtype), rank, open));
+        engine->save("m", Engine::Save::kTraining, saved);
+        const auto again = this->engine("qwen3", dtype);
+        again->load("with", saved, true, {});
+        again->load("without", saved, false, {});
+        EXPECT_TRUE(same_bits(weights(*again, "without"), weights(*engine, "m")));
+        for (int i = 0; i < 2; ++i) {
+          const ForwardBackward call = calls.cross_entropy({3, 9, 4});
+          step("m", call);
+          for (const char* model : {"with", "without"}) {
+            again->forward_backward(model, call);
+            again->optim_step(model, {.learning_rate = 1e-2, .weight_decay = 0.1, .clip = 1});
+          }
+        }
+        EXPECT_TRUE(same_bits(weights(*again, "with"), weights(*engine, "m"))) << dtype << rank << open;
+        EXPECT_FALSE(same_bits(weights(*again, "without"), weights(*engine, "m")));
+        const CreateModel described = again->describe(saved);
+        EXPECT_EQ(described.base, "tiny");
+        EXPECT_EQ(described.lora.rank, rank);
+        EXPECT_EQ(described.metadata.at("isograd.normalise"), "tokens");
+      }
+}
+
+TEST_F(ModelEngineTest, DenominatorsDivideOnce) {
+  const auto engine = this->engine("qwen3");
+  Calls calls(kSeed + 6);
+  const std::vector<ForwardBackward> given = {calls.cross_entropy({5, 12}, 0.1),
+                                              calls.cross_entropy({7}, 0.1)};
+  const auto run = [&](const std::string& mode, double factor) {
+    engine->create(mode, request_of(4, {{"isograd.normalise", mode}}));
+    for (ForwardBackward call : given) {
+      for (Datum& datum : call.data)
+        for (float& weight : datum.inputs.at("weights").numbers) weight = static_cast<float>(weight * factor);
+      engine->forward_backward(mode, call);
+    }
+    const Metrics metrics = engine->optim_step(mode, {.learning_rate = 1e-2, .epsilon = 1e-4, .clip = 0.3});
+    const Tensors found = weights(*engine, mode);
+    engine->remove(mode);
+    return std::pair(metrics, found);
+  };
+  // 24 rows, less the one of weight 0 in each datum. A power of 2 divides weights without rounding.
+  EXPECT_EQ(run("tokens", 1).first.at("denominator"), 21);
+  EXPECT_EQ(run("tokens", 1).first.at("tokens"), 21);
+  EXPECT_EQ(run("sequences", 1).first.at("denominator"), 3);
+  EXPECT_EQ(run("none", 1).first.at("denominator"), 1);
+  double sum = 0;
+  for (const auto& call : given)
+    for (const auto& datum : call.data)
+      for (const float weight : datum.inputs.at("weights").numbers) sum += weight;
+  EXPECT_NEAR(run("weights", 1).first.at("denominator"), sum, 1e-12);
+  const auto [divided, of_divided] = run("weights", 1);
+  const auto [halved, of_halved] = run("weights", 0.5);
+  EXPECT_NEAR(divided.at("grad_norm"), halved.at("grad_norm"), 1e-13);
+  EXPECT_LT(apart(of_divided, of_halved), 1e-12);
+  const auto [summed, of_summed] = run("none", 0.125);
+  EXPECT_NEAR(run("none", 1).first.at("grad_norm"), 8 * summed.at("grad_norm"), 1e-12);
+}
+
+TEST_F(ModelEngineTest, TenantsDoNotSeeOneAnother) {
+  const auto run = [&](const std::vector<std::string>& models) {
+    const auto engine = this->engine("qwen3", at::kFloat);
+    std::map<std::string, Calls> calls;
+    for (const auto& model : models) {
+      engine->create(model, request_of(model == "a" ? 4 : 8));
+      calls.emplace(model, Calls(kSeed + model[0]));
+    }
+    for (int step = 0; step < 3; ++step) {
+      for (int call = 0; call < 2; ++call)
+        for (const auto& model : models) engine->forward_backward(model, calls.at(model).any(*engine, model));
+      for (const auto& model : models) engine->optim_step(model, calls.at(model).params());
+    }
+    std::map<std::string, Tensors> all;
+    for (const auto& model : models) all[model] = weights(*engine, model);
+    return all;
+  };
+  const auto both = run({"a", "b"});
+  EXPECT_TRUE(same_bits(run({"a"}).at("a"), both.at("a")));
+  EXPECT_TRUE(same_bits(run({"b"}).at("b"), both.at("b")));
+}
+
+// ---- refusals ----
+
+TEST_F(ModelEngineTest, BadCallsChangeNothing) {
+  const auto engine = this->engine("qwen3");
+  engine->create("m", request_of(4));
+  engine->create("w", request_of(4, {{"isograd.normalise", "weights"}}));
+  Calls calls(kSeed + 7);
+  const ForwardBackward good = calls.cross_entropy({5, 4});
+  const auto refused = [&](const std::string& text, const std::function<void(ForwardBackward&)>& change,
+                           const std::string& model = "m") {
+    ForwardBackward call = good;
+    change(call);
+    try {
+      engine->forward_backward(model, call);
+      ADD_FAILURE() << "accepted: " << text;
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(text));
+    }
+  };
+  const auto inputs = [](ForwardBackward & call) -> auto& { return call.data[1].inputs; };
+  refused("cross_entropy, importance_sampling, ppo, cispo, dro, gspo", [](auto& c) { c.loss = "mean"; });
+  refused("not published", [](auto& c) { c.loss = "stable_reinforce"; });
+  refused("forward_backward_custom", [](auto& c) { c.loss = "custom"; });
+  refused("no beta", [](auto& c) { c.loss = "dro"; });
+  refused("unknown key", [](auto& c) { c.config["reduction"] = 1.0; });
+  refused("clip_low_threshold, clip_high_threshold", [](auto& c) { c.loss = "ppo", c.config["beta"] = 1.0; });
+  refused("in ascending order", [](auto& c) { c.loss = "ppo", c.config["clip_low_threshold"] = 2.0; });
+  refused("'high'", [](auto& c) { c.loss = "ppo", c.config["clip_low_threshold"] = "high"; });
+  refused("no datums", [](auto& c) { c.data.clear(); });
+  refused("datum 1: model_input: found no tokens", [](auto& c) { c.data[1].tokens.clear(); });
+  refused("token 61", [](auto& c) { c.data[1].tokens[2] = 61; });
+  refused("token -1", [](auto& c) { c.data[1].tokens[2] = -1; });
+  refused("at most 64", [&](auto& c) { c.data[1] = Calls(1).supervised(65); });
+  refused("token 99", [&](auto& c) { inputs(c)["target_tokens"].integers[0] = 99; });
+  refused("a row for each token", [&](auto& c) { inputs(c)["target_tokens"] = Calls(1).tokens({3}); });
+  refused("floating-point", [&](auto& c) { inputs(c)["target_tokens"] = Calls(1).numbers({4}, 0, 1); });
+  refused("shape of target_tokens", [&](auto& c) { inputs(c)["weights"] = Calls(1).numbers({3}, 0, 1); });
+  refused("shape of target_tokens", [&](auto& c) { inputs(c)["weights"] = Calls(1).numbers({4, 2}, 0, 1); });
+  refused("3 numbers", [&](auto& c) { inputs(c)["weights"].numbers.pop_back(); });
+  refused("finite numbers", [&](auto& c) { inputs(c)["weights"].numbers[0] = NAN; });
+  refused("finite numbers", [&](auto& c) { inputs(c)["weights"].numbers[0] = INFINITY; });
+  refused("datum 1: weights: found no such input", [&](auto& c) { inputs(c).erase("weights"); });
+  refused("target_tokens, weights", [&](auto& c) { inputs(c)["mask"] = inputs(c)["weights"]; });
+  refused(
+      "negative ones", [](auto&) {}, "w");
+  refused(
+      "does not exist", [](auto&) {}, "other");
+  refused("zeros alone", [](auto& c) {
+    c.loss = "gspo";
+    for (Datum& datum : c.data) {
+      const Array weights = datum.inputs.at("weights");
+      datum.inputs.erase("weights");
+      datum.inputs["logprobs"] = datum.inputs["advantages"] = datum.inputs["sequence_ratio_mask"] = weights;
+    }
+    for (float& mask : c.data[1].inputs["sequence_ratio_mask"].numbers) mask = 0;
+  });
+
+  // Nothing was added by any of them.
+  EXPECT_THAT(message_of([&] { engine->optim_step("m", {}); }), HasSubstr("no forward_backward"));
+  engine->create("n", request_of(4));
+  for (const char* model : {"m", "n"}) {
+    engine->forward_backward(model, good);
+    for (const auto& [text, params] :
+         std::vector<std::pair<std::string, AdamParams>>{{"learning_rate", {.learning_rate = -1}},
+                                                         {"beta1", {.beta1 = 1}},
+                                                         {"beta2", {.beta2 = NAN}},
+                                                         {"epsilon", {.epsilon = -1}},
+                                                         {"weight_decay", {.weight_decay = -1}},
+                                                         {"clip", {.clip = NAN}}})
+      if (std::string(model) == "m")
+        EXPECT_THAT(message_of([&] { engine->optim_step("m", params); }), HasSubstr(text));
+    engine->optim_step(model, {.learning_rate = 1e-2});
+  }
+  EXPECT_TRUE(same_bits(weights(*engine, "m"), weights(*engine, "n")));
+}
+
+TEST_F(ModelEngineTest, StepsThatCannotBeMadeChangeNothing) {
+  const auto engine = this->engine("qwen3");
+  engine->create("m", request_of(4, {{"isograd.normalise", "tokens"}}));
+  Calls calls(kSeed + 8);
+  ForwardBackward silent = calls.cross_entropy({5}), loud = calls.cross_entropy({5});
+  for (float& weight : silent.data[0].inputs["weights"].numbers) weight = 0;
+  engine->forward_backward("m", silent);
+  EXPECT_THAT(message_of([&] { engine->optim_step("m", {}); }), HasSubstr("a denominator of 0"));
+  engine->forward_backward("m", loud);
+  EXPECT_EQ(engine->optim_step("m", {}).at("tokens"), 4);
+  const Tensors before = weights(*engine, "m");
+  // exp(lp + 1e30) overflows.
+  ForwardBackward overflows = loud;
+  overflows.loss = "importance_sampling";
+  auto& inputs = overflows.data[0].inputs;
+  inputs.erase("weights");
+  inputs["logprobs"] = Calls(1).numbers({5}, -1e30, -1e29),
+  inputs["advantages"] = Calls(1).numbers({5}, 0.5, 1);
+  engine->forward_backward("m", overflows);
+  EXPECT_THAT(message_of([&] { engine->optim_step("m", {}); }), HasSubstr("not finite"));
+  EXPECT_TRUE(same_bits(weights(*engine, "m"), before));
+  EXPECT_THAT(message_of([&] { engine->optim_step("m", {}); }), HasSubstr("no forward_backward"));
+  // An advantage of 0 adds 0 there.
+  for (float& advantage : inputs["advantages"].numbers) advantage = 0;
+  engine->forward_backward("m", overflows);
+  engine->forward_backward("m", loud);
+  EXPECT_EQ(engine->optim_step("m", {}).at("step"), 2);
+}
+
+TEST_F(ModelEngineTest, BadModelsAreRefused) {
+  const auto engine = this->engine("qwen3");
+  const auto refused = [&](const std::string& text, const CreateModel& request) {
+    EXPECT_THAT(message_of([&] { engine->create("x", request); }), HasSubstr(text));
+  };
+  CreateModel other = request_of(4), none = request_of(4), some = request_of(0);
+  other.base = "Qwen/Qwen3-8B";
+  none.lora.attention = none.lora.mlp = none.lora.unembed = false, some.lora.mlp = false;
+  refused("one of tiny", other);
+  refused("attention", none);
+  refused("whole weights", some);
+  refused("rank", request_of(-1));
+  refused("rank", request_of(100000));
+  refused("isograd.normalise, isograd.alpha", request_of(4, {{"isograd.normalize", "tokens"}}));
+  refused("none, tokens, weights or sequences", request_of(4, {{"isograd.normalise", "mean"}}));
+  for (const char* alpha : {"0", "-1", "x", "", "1e", "nan", "inf"})
+    refused("a number above 0", request_of(4, {{"isograd.alpha", alpha}}));
+  engine->create("x", request_of(4));
+  refused("exists", request_of(4));
+  EXPECT_THAT(message_of([&] { ModelEngine({}); }), HasSubstr("one at least"));
+  // Directories.
+  engine->save("x", Engine::Save::kSampler, folder("sampler"));
+  engine->save("x", Engine::Save::kTraining, folder("training"));
+  EXPECT_THAT(message_of([&] { engine->load("y", folder("sampler"), false, {}); }),
+              HasSubstr("weights for sampling"));
+  EXPECT_THAT(message_of([&] { engine->load("y", folder("empty"), false, {}); }), HasSubstr("no such file"));
+  EXPECT_THAT(message_of([&] {
+                engine->load("y", folder("training"), true, {{"isograd.alpha", "4"}});
+              }),
+              HasSubstr("32"));
+  const auto narrow = this->engine("qwen3", at::kFloat);
+  EXPECT_THAT(message_of([&] { narrow->load("y", folder("training"), true, {}); }), HasSubstr("float64"));
+  narrow->load("y", folder("training"), false, {});
+  write_file(folder("training") / "isograd.json", "{\"format\": 1}");
+  EXPECT_THAT(message_of([&] { engine->describe(folder("training")); }), HasSubstr("base"));
+}
+
+// ---- samplers ----
+
+SampleResult sample(ModelEngine& engine, const std::string& sampler, Sample request, std::uint64_t seed = 1) {
+  engine.submit("id", sampler, request, seed);
+  while (engine.sampling())
+    for (auto& done : engine.sample_pass()) {
+      EXPECT_EQ(done.error, "");
+      return done.result;
+    }
+  ADD_FAILURE() << "no answer";
+  return {};
+}
+
+TEST_F(ModelEngineTest, SamplersHaveTheWeightsOfTheirTime) {
+  for (const std::int64_t rank : {4, 0}) {
+    const auto engine = this->engine("qwen3");
+    engine->create("m", request_of(rank));
+    Calls calls(kSeed + 9);
+    const Datum text = calls.supervised(12);
+    Sample request;
+    request.prompt = text.tokens, request.prompt_log_probabilities = true, request.params.max_tokens = 1;
+    request.top_prompt = 3, request.top_samples = 2, request.samples = 2;
+    Array targets{.shape = {11, 2}, .numbers = {}, .integers = std::vector<std::int64_t>(22, -1)};
+    for (std::size_t i = 0; i < 11; ++i) targets.integers[2 * i] = text.tokens[i + 1];
+    request.prompt_targets = targets;
+    // The trainer's log-probability of each token after the first.
+    const auto trained = [&] {
+      ForwardBackward call{.data = {text}, .loss = "cross_entropy", .config = {}, .forward_only = true};
+      auto& to = call.data[0].inputs["target_tokens"].integers;
+      std::copy(text.tokens.begin() + 1, text.tokens.end(), to.begin());
+      return engine->forward_backward("m", call).log_probabilities[0].numbers;
+    };
+    const auto difference = [&](const std::string& sampler, const std::vector<float>& expected) {
+      const SampleResult found = sample(*engine, sampler, request);
+      EXPECT_EQ(found.sequences.size(), 2U);
+      EXPECT_EQ(found.sequences[0].tokens.size(), 1U);
+      EXPECT_EQ(found.sequences[0].top->k, 2);
+      EXPECT_EQ(found.top_prompt->length, 12);
+      EXPECT_TRUE(std::isnan((*found.prompt_log_probabilities)[0]));
+      double most = 0;
+      for (std::size_t i = 0; i < 11; ++i) {
+        most = std::max(
+            most, static_cast<double>(std::abs((*found.prompt_log_probabilities)[i + 1] - expected[i])));
+        EXPECT_EQ(found.prompt_targets->numbers[2 * i], (*found.prompt_log_probabilities)[i + 1]);
+        EXPECT_EQ(found.prompt_targets->numbers[2 * i + 1], 0);
+      }
+      return most;
+    };
+    const std::vector<float> first = trained();
+    engine->open_sampler("base", "tiny");
+    engine->open_sampler_of("before", "m");
+    for (int i = 0; i < 2; ++i) {
+      engine->forward_backward("m", calls.cross_entropy({9, 12}));
+      engine->optim_step("m", {.learning_rate = 3e-2});
+    }
+    engine->open_sampler_of("after", "m");
+    const std::vector<float> second = trained();
+    EXPECT_LT(difference("base", first), 1e-6);
+    EXPECT_LT(difference("before", first), 1e-6);
+    EXPECT_LT(difference("after", second), 1e-6);
+    EXPECT_GT(difference("before", second), 1e-2);  // a stale one is seen
+    // Through files, and after the model has gone.
+    engine->save("m", Engine::Save::kSampler, folder(fmt::format("saved_{}", rank)));
+    engine->save_sampler("before", folder(fmt::format("before_{}", rank)));
+    engine->save_sampler("base", folder(fmt::format("base_{}", rank)));
+    engine->remove("m");
+    engine->load_sampler("saved", folder(fmt::format("saved_{}", rank)));
+    engine->load_sampler("before again", folder(fmt::format("before_{}", rank)));
+    engine->load_sampler("base again", folder(fmt::format("base_{}", rank)));
+    EXPECT_LT(difference("saved", second), 1e-6);
+    EXPECT_LT(difference("before again", first), 1e-6);
+    EXPECT_LT(difference("base again", first), 1e-6);
+    // A request outlives its sampler.
+    engine->submit("late", "after", request, 1);
+    engine->close_sampler("after");
+    std::vector<Engine::Sampled> late;
+    while (late.empty()) late = engine->sample_pass();
+    EXPECT_EQ(late[0].id, "late");
+    EXPECT_THAT(message_of([&] { engine->submit("x", "after", request, 1); }), HasSubstr("does not exist"));
+  }
+}
+
+TEST_F(ModelEngineTest, SamplesDependOnTheirSeedAlone) {
+  const auto engine = this->engine("qwen3");
+  engine->open_sampler("s", "tiny");
+  Sample request;
+  request.prompt = {1, 2, 3}, request.samples = 3, request.params.max_tokens = 20,
+  request.params.stop_given = true;
+  const SampleResult one = sample(*engine, "s", request, 5), same = sample(*engine, "s", request, 5),
+                     other = sample(*engine, "s", request, 6);
+  request.params.seed = 5;
+  const SampleResult given = sample(*engine, "s", request, 99);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(one.sequences[i].tokens, same.sequences[i].tokens);
+    EXPECT_EQ(one.sequences[i].tokens, given.sequences[i].tokens);
+    EXPECT_EQ(one.sequences[i].tokens.size(), 20U);
+    EXPECT_FALSE(one.sequences[i].stopped);
+  }
+  EXPECT_NE(one.sequences[0].tokens, other.sequences[0].tokens);
+  EXPECT_NE(one.sequences[0].tokens, one.sequences[1].tokens);
+  request.params.stop_tokens = {one.sequences[0].tokens[7]};
+  const SampleResult stopped = sample(*engine, "s", request);
+  EXPECT_TRUE(stopped.sequences[0].stopped);
+  EXPECT_LE(stopped.sequences[0].tokens.size(), 8U);
+  EXPECT_EQ(stopped.sequences[0].tokens.back(),
+            one.sequences[0].tokens[stopped.sequences[0].tokens.size() - 1]);
+  // Without a limit up to the context.
+  request.params.stop_tokens.clear(), request.params.max_tokens.reset();
+  EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens.size(), 61U);
+}
+
+TEST_F(ModelEngineTest, BadSamplesAreRefused) {
+  const auto engine = this->engine("qwen3");
+  engine->open_sampler("s", "tiny");
+  const auto refused = [&](const std::string& text, const std::function<void(Sample&)>& change) {
+    Sample request;
+    request.prompt = {1, 2, 3}, request.params.max_tokens = 4;
+    change(request);
+    EXPECT_THAT(message_of([&] { engine->submit("x", "s", request, 1); }), HasSubstr(text));
+  };
+  refused("no tokens", [](auto& r) { r.prompt.clear(); });
+  refused("0 to 60", [](auto& r) { r.prompt[1] = 61; });
+  refused("num_samples", [](auto& r) { r.samples = 0; });
+  refused("num_samples", [](auto& r) { r.samples = 1000000; });
+  refused("max_tokens", [](auto& r) { r.params.max_tokens = 0; });
+  refused("temperature", [](auto& r) { r.params.temperature = -1; });
+  refused("temperature", [](auto& r) { r.params.temperature = NAN; });
+  refused("top_k", [](auto& r) { r.params.top_k = -2; });
+  refused("top_p", [](auto& r) { r.params.top_p = 0; });
+  refused("top_p", [](auto& r) { r.params.top_p = 1.5; });
+  refused("topk_prompt_logprobs", [](auto& r) { r.top_prompt = 62; });
+  refused("target_prompt_logprobs", [](auto& r) { r.prompt_targets = Calls(1).tokens({3, 1}); });
+  refused("100000 of them", [](auto& r) { r.params.stop_strings.assign(100000, "x"); });
+  refused("a base without a tokenizer", [](auto& r) { r.params.stop_strings = {"x"}; });
+  for (const std::int64_t tokens : {70L, 1000000000L})
+    EXPECT_NE(message_of([&] {
+                Sample request;
+                request.prompt = {1, 2, 3}, request.params.max_tokens = tokens;
+                engine->submit("x", "s", request, 1);
+              }),
+              "no error");
+  EXPECT_FALSE(engine->sampling());
+}
+
+}  // namespace
+}  // namespace isograd::serve

@@ -1,0 +1,177 @@
+#include "serve/models/sampling.hpp"
+
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/refuse.hpp"
+
+namespace isograd::serve {
+namespace {
+
+constexpr std::int64_t kMostSamples = 4096;
+constexpr std::size_t kMostStops = 1024, kLongestStop = 4096;
+
+void want(bool holds, const char* field, const std::string& found, const std::string& expected) {
+  if (!holds) refuse(fmt::format("asample: {}", field), found, expected, "Change it");
+}
+
+void check_sample(const Sample& request, std::int64_t vocabulary) {
+  const SamplingParams& params = request.params;
+  const auto among = [&](const char* field, std::int64_t found, std::int64_t least, std::int64_t most) {
+    want(found >= least && found <= most, field, fmt::format("{}", found),
+         fmt::format("{} to {}", least, most));
+  };
+  want(!request.prompt.empty(), "prompt", "no tokens", "one at least");
+  for (const std::int64_t token : request.prompt) among("prompt", token, 0, vocabulary - 1);
+  among("num_samples", request.samples, 1, kMostSamples);
+  if (params.max_tokens) among("max_tokens", *params.max_tokens, 1, std::int64_t{1} << 31);
+  want(params.temperature >= 0 && std::isfinite(params.temperature), "temperature",
+       fmt::format("{}", params.temperature), "a finite number, 0 or more");
+  among("top_k", params.top_k, -1, std::int64_t{1} << 31);
+  want(params.top_p > 0 && params.top_p <= 1, "top_p", fmt::format("{}", params.top_p), "above 0, at most 1");
+  among("prompt_logprobs_last_n", request.prompt_last, -1, std::int64_t{1} << 31);
+  among("topk_prompt_logprobs", request.top_prompt, 0, vocabulary);
+  among("topk_sample_logprobs", request.top_samples, 0, vocabulary);
+  const std::size_t stops = params.stop_tokens.size() + params.stop_strings.size();
+  want(stops <= kMostStops, "stop", fmt::format("{} of them", stops), fmt::format("at most {}", kMostStops));
+  for (const std::string& stop : params.stop_strings)
+    want(!stop.empty() && stop.size() <= kLongestStop, "stop",
+         fmt::format("a string of {} bytes", stop.size()), fmt::format("1 to {}", kLongestStop));
+  if (!request.prompt_targets) return;
+  const Array& targets = *request.prompt_targets;
+  const auto rows = static_cast<std::int64_t>(request.prompt.size()) - 1;
+  want(targets.shape.size() == 2 && targets.shape[0] == rows && targets.shape[1] >= 0 &&
+           static_cast<std::int64_t>(targets.integers.size()) == rows * targets.shape[1],
+       "target_prompt_logprobs", fmt::format("{} integers", targets.integers.size()),
+       fmt::format("[{}, K] integers: a row for each token after the first", rows));
+  for (const std::int64_t token : targets.integers)
+    among("target_prompt_logprobs", token, -1, vocabulary - 1);
+}
+
+// A special token, which decodes to nothing, is found by its id.
+std::optional<std::int64_t> special_token(const std::string& text, const Tokenizer& tokenizer) {
+  std::vector<std::uint32_t> tokens = tokenizer.encode(text);
+  const auto is = [&](std::uint32_t token, std::int64_t mark) {
+    return static_cast<std::int64_t>(token) == mark;
+  };
+  if (tokens.size() > 1 && is(tokens.front(), tokenizer.bos())) tokens.erase(tokens.begin());
+  if (tokens.size() > 1 && is(tokens.back(), tokenizer.eos())) tokens.pop_back();
+  if (tokens.size() != 1 || !tokenizer.decode(tokens).empty()) return std::nullopt;
+  return tokens.front();
+}
+
+// Asked after each token, so a stop string can only be at the end: a token in it has a byte at least, or
+// decodes to nothing.
+std::function<bool(const std::vector<std::int64_t>&)> stops_at(const std::vector<std::string>& strings,
+                                                               std::shared_ptr<Base> base) {
+  constexpr std::size_t kMoreTokens = 8;
+  std::size_t longest = 0;
+  for (const std::string& each : strings) longest = std::max(longest, each.size());
+  return [strings, base = std::move(base),
+          most = longest + kMoreTokens](const std::vector<std::int64_t>& tokens) {
+    const std::size_t begin = tokens.size() - std::min(tokens.size(), most);
+    const std::vector<std::uint32_t> last(tokens.begin() + static_cast<std::ptrdiff_t>(begin), tokens.end());
+    const std::string text = base->tokenizer().decode(last);
+    return std::ranges::any_of(strings,
+                               [&](const auto& each) { return text.find(each) != std::string::npos; });
+  };
+}
+
+SampleRequest to_request(const Sample& sample, const FixedWeights& weights, std::uint64_t seed) {
+  Base& base = *weights.base;
+  const SamplingParams& params = sample.params;
+  const auto length = static_cast<std::int64_t>(sample.prompt.size());
+  SampleRequest request{
+      .prompt = sample.prompt,
+      .samples = sample.samples,
+      .max_tokens = params.max_tokens.value_or(std::max<std::int64_t>(1, base.info.context - length)),
+      .temperature = params.temperature,
+      .top_k = std::max<std::int64_t>(params.top_k, 0),
+      .top_p = params.top_p,
+      .seed = params.seed.value_or(seed),
+      .stop_tokens = params.stop_given ? params.stop_tokens : base.shape().ends(),
+      .prompt_log_probabilities = sample.prompt_log_probabilities,
+      .prompt_last = sample.prompt_last,
+      .top_prompt = sample.top_prompt,
+      .top_samples = sample.top_samples,
+      .adapter = weights.adapter,
+      .weights = weights.number};
+  std::vector<std::string> strings;
+  for (const std::string& stop : params.stop_strings)
+    if (const auto token = special_token(stop, base.tokenizer()))
+      request.stop_tokens.push_back(*token);
+    else
+      strings.push_back(stop);
+  if (!strings.empty()) request.stops = stops_at(strings, weights.base);
+  if (sample.prompt_targets)
+    request.prompt_targets =
+        at::tensor(sample.prompt_targets->integers, at::kLong).view(sample.prompt_targets->shape);
+  return request;
+}
+
+std::vector<float> floats_of(const at::Tensor& values) {
+  const at::Tensor flat = values.to(at::kCPU, at::kFloat).contiguous();
+  return {flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel()};
+}
+
+TopTokens top_of(const at::Tensor& tokens, const at::Tensor& log_probabilities) {
+  const at::Tensor ids = tokens.to(at::kCPU, at::kInt).contiguous();
+  return {.k = ids.size(1),
+          .length = ids.size(0),
+          .tokens = {ids.const_data_ptr<int>(), ids.const_data_ptr<int>() + ids.numel()},
+          .log_probabilities = floats_of(log_probabilities)};
+}
+
+SampleResult to_result(const isograd::Sampled& sampled, const Sample& request) {
+  SampleResult result;
+  result.cached_prompt_tokens = sampled.cached_prompt_tokens;
+  for (const auto& sequence : sampled.sequences) {
+    SampledSequence& one = result.sequences.emplace_back();
+    one.stopped = sequence.stopped;
+    one.tokens.assign(sequence.tokens.begin(), sequence.tokens.end());
+    one.log_probabilities.assign(sequence.log_probabilities.begin(), sequence.log_probabilities.end());
+    if (request.top_samples > 0) one.top = top_of(sequence.top_tokens, sequence.top_log_probabilities);
+  }
+  if (request.prompt_log_probabilities)
+    result.prompt_log_probabilities = floats_of(sampled.prompt_log_probabilities);
+  if (request.top_prompt > 0)
+    result.top_prompt = top_of(sampled.prompt_top_tokens, sampled.prompt_top_log_probabilities);
+  if (request.prompt_targets) {
+    Array& array = result.prompt_targets.emplace();
+    array.shape = request.prompt_targets->shape;
+    array.numbers = floats_of(sampled.prompt_target_log_probabilities);
+  }
+  return result;
+}
+
+}  // namespace
+
+void Sampling::submit(const std::string& id, std::shared_ptr<const FixedWeights> weights,
+                      const Sample& request, std::uint64_t seed) {
+  check_sample(request, weights->base->info.vocabulary);
+  SampledModel* of = weights->sampled.get();
+  of->sampler.submit(id, to_request(request, *weights, seed));
+  waiting_[id] = {std::move(weights), request};
+  if (std::ranges::find(turns_, of) == turns_.end()) turns_.push_back(of);
+}
+
+std::vector<Engine::Sampled> Sampling::pass() {
+  std::vector<Engine::Sampled> complete;
+  if (turns_.empty()) return complete;
+  SampledModel* of = turns_.front();
+  turns_.pop_front();
+  const auto sampled = of->sampler.pass();
+  if (of->sampler.busy()) turns_.push_back(of);
+  for (const auto& [id, answer] : sampled) {
+    const auto found = waiting_.extract(id);  // keeps the weights to the end of the conversion
+    Engine::Sampled& done = complete.emplace_back();
+    done.id = id, done.error = answer.error;
+    if (answer.error.empty()) done.result = to_result(answer, found.mapped().request);
+  }
+  return complete;
+}
+
+}  // namespace isograd::serve
