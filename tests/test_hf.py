@@ -1,6 +1,5 @@
 """Our models and transformers' own, from the same directories: logits, loss and gradients."""
 import functools
-import importlib
 import json
 import subprocess
 import types
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 import transformers
 from conftest import BINARY
+from fp64_transformers import in_fp64
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FAMILIES = ("dots1", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -195,19 +195,9 @@ TOLERANCE64 = 2e-5 * 2 ** -29
 
 
 @pytest.fixture
-def wide(monkeypatch):
-    """transformers in fp64 throughout: by itself it computes norms, angles and the loss in fp32."""
-    class Wide:
-        float = float32 = torch.float64
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-    for module in ("modeling_rope_utils", *(f"models.{family}.modeling_{family}" for family in FAMILIES)):
-        monkeypatch.setattr(importlib.import_module(f"transformers.{module}"), "torch", Wide())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)  # quotients of whole numbers
-    yield
-    torch.set_default_dtype(torch.float32)
+def wide():
+    with in_fp64(FAMILIES):
+        yield
 
 
 def gradients_in_fp64(model, tokens):

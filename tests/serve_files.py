@@ -1,0 +1,143 @@
+"""What the tests of `isograd serve` share: a tiny Qwen3 with a tokenizer, stand-ins for data sets, and servers that can
+be killed and started again.
+
+Everything lies under the names that programs of tinker-cookbook ask for, so that these find it in their working folder
+in place of the hub: Qwen/Qwen3-8B, openai/gsm8k, ...
+"""
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import time
+
+from conftest import BINARY
+
+NAME = "Qwen/Qwen3-8B"
+WORDS = "alpha beta gamma delta red blue green one two three four five six seven eight nine ten apples pears sum of is the".split()
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
+           "<tool_response>", "</tool_response>"]
+GUESS = "Guess: 512"  # a token, so that a random model says what guess_number understands
+START_LIMIT = 60  # seconds
+
+
+def write_tokenizer(folder):
+    """A byte-level BPE of some 400 tokens in the folder."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator([" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))], trainer)
+    tokenizer.add_tokens([AddedToken(GUESS, normalized=False)])
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    whole.save_pretrained(folder)
+    return whole
+
+
+def write_model(folder, layers=2, hidden=64):
+    """A Qwen3 with random weights, with the tokenizer. It often says its end of text and GUESS: else no reward of the
+    cookbook's games would differ from another."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    tokenizer = write_tokenizer(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    torch.manual_seed(20)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=hidden // 4, intermediate_size=2 * hidden, max_position_embeddings=4096,
+        initializer_range=0.1, tie_word_embeddings=False, eos_token_id=end, bos_token_id=None, pad_token_id=None))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1  # in every hidden state, so that the next line is a bias
+        model.lm_head.weight[[end, tokenizer.convert_tokens_to_ids(GUESS)], 0] = 3.5
+    model.save_pretrained(folder)
+    return model
+
+
+def write_data(folder):
+    """The data sets that programs of tinker-cookbook load."""
+    rng = random.Random(7)
+
+    def text(least, most):
+        return " ".join(rng.choices(WORDS, k=rng.randint(least, most)))
+
+    def chat(**more):
+        return {"messages": [{"role": "user", "content": text(2, 9)}, {"role": "assistant", "content": text(1, 9)}], **more}
+
+    def sum_question():
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        return {"question": f"What is {a}+{b}?", "answer": f"sum #### {a + b}"}
+
+    def comparison():
+        asked = f"\n\nHuman: {text(2, 8)}\n\nAssistant: "
+        return {"chosen": asked + text(2, 9), "rejected": asked + text(2, 9)}
+
+    def put(name, configuration=None, **splits):
+        (folder / name).mkdir(parents=True)
+        for split, rows in splits.items():
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if configuration:
+            files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
+            (folder / name / "README.md").write_text(f"---\nconfigs:\n- config_name: {configuration}\n  data_files:\n{files}---\n")
+    put("HuggingFaceH4/no_robots", train=[chat(prompt="x", prompt_id=str(i), category="c") for i in range(40)],
+        test=[chat(prompt="x", prompt_id=str(i), category="c") for i in range(8)])
+    put("openai/gsm8k", "main", train=[sum_question() for _ in range(16)], test=[sum_question() for _ in range(4)])
+    put("Anthropic/hh-rlhf", train=[comparison() for _ in range(32)], test=[comparison() for _ in range(8)])
+    put("zwhe99/DeepMath-103K", train=[{"question": text(3, 9), "final_answer": "1"} for _ in range(32)])
+    put("Salesforce/wikitext", "wikitext-103-raw-v1", train=[{"text": text(20, 60)} for _ in range(3000)])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`isograd serve` of the model in {folder}/Qwen/Qwen3-8B, on loopback. Its state and port outlive the process."""
+
+    def __init__(self, folder, state, *options):
+        self.folder, self.state, self.port = folder, state, free_port()
+        self.command = [str(BINARY), "serve", "--model", f"{NAME}={folder / NAME}", "--state", str(state),
+                        "--port", str(self.port), *map(str, options)]
+        self.process = None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self):
+        log = open(f"{self.state}.log", "a")
+        with log:
+            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=log, text=True,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+        line, end = "", time.monotonic() + START_LIMIT
+        while self.url not in line:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
+            line = self.process.stdout.readline() if ready else ""
+            assert line, f"no line with {self.url} on standard output: {open(log.name).read()[-2000:]}"
+        return self
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(timeout=START_LIMIT)
+        self.process.stdout.close()
+
+    def restart(self):
+        self.kill()
+        return self.start()
+
+
+@contextlib.contextmanager
+def server(folder, state, *options):
+    """A server that has said its address. It is killed at the end."""
+    started = Server(folder, state, *options)
+    try:
+        yield started.start()
+    finally:
+        if started.process:
+            started.kill()
