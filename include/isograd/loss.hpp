@@ -93,6 +93,7 @@ enum class RowLoss { kCrossEntropy, kImportanceSampling, kPpo, kCispo, kDro, kGs
 struct RowLossOptions {
   double clip_low = 0.8, clip_high = 1.2;  // of the ratio: kPpo, kCispo, kGspo
   double beta = 0;                         // kDro
+  VocabularyShard shard{};  // whose rows of weight and b are given; a too comes out of copy_to_tp()
 };
 struct RowLossInputs {
   at::Tensor targets{};                    // [T] or, for kCrossEntropy, [T, K] int64

@@ -83,8 +83,8 @@ class RowSweep {
  public:
   explicit RowSweep(const RowProblem& problem)
       : p_(problem),
-        tiles_(choose_tiles(p_.weight, {.vocabulary = p_.weight.size(0)}, {0, p_.weight.size(0)},
-                            p_.hidden.size(0))),
+        shard_(p_.options.shard),
+        tiles_(choose_tiles(p_.weight, shard_, {0, shard_.vocabulary}, p_.hidden.size(0))),
         logits_(p_.weight, {}, tiles_) {}
 
   RowResult run() {
@@ -153,7 +153,8 @@ class RowSweep {
   }
 
   void tile(const at::Tensor& places, bool differentiate) {
-    const at::Tensor rows = p_.hidden.index_select(0, places), targets = p_.targets.index_select(0, places);
+    const at::Tensor rows = p_.hidden.index_select(0, places),
+                     columns = p_.targets.index_select(0, places) - shard_.first;
     at::Tensor made = logits_(rows, 0, p_.weight.size(0)), low_rank;  // [n, V], [n, r]
     if (p_.a.defined()) {
       low_rank = product(rows, p_.a).mul_(p_.scale);
@@ -162,33 +163,45 @@ class RowSweep {
     const EntropyLoss loss;
     RowStatistics statistics = begin_rows(places.size(0), loss, rows.device());
     take_in(made, 0, no_targets(places.size(0)), {}, statistics);
-    const at::Tensor log_p = (made.gather(1, targets).to(at::kDouble) - statistics.sums.narrow(1, 0, 1))
-                                 .sub_(statistics.sums.narrow(1, 1, 1).log());
+    take_in_columns_of(shard_.group, statistics);
+    const at::Tensor here = within(columns, made);
+    at::Tensor at_target =
+        at::where(here, made.gather(1, columns.clamp(0, made.size(1) - 1)).to(at::kDouble), 0.0);
+    if (shard_.group.size() > 1) shard_.group.all_reduce(at_target);
+    const at::Tensor log_p =
+        (at_target - statistics.sums.narrow(1, 0, 1)).sub_(statistics.sums.narrow(1, 1, 1).log());
     // Rounded as it is answered, so that the same number sent back is a ratio of exactly 1.
     const at::Tensor answered = log_p.to(computing_type(rows.scalar_type())).to(at::kDouble);
     result_.log_probabilities.index_copy_(0, places, answered);
     if (!differentiate) return;
     const at::Tensor slope = terms(answered, places).slope;
-    write_logits_gradient(made, targets, log_p, slope, statistics);
+    write_logits_gradient(made, columns, log_p, slope, statistics);
     multiply_out(places, rows, low_rank, made);
   }
 
+  // Targets that are columns of this rank.
+  static at::Tensor within(const at::Tensor& columns, const at::Tensor& made) {
+    return columns.ge(0).logical_and(columns.lt(made.size(1)));
+  }
   at::Tensor no_targets(std::int64_t rows) const { return at::full({rows}, -1, p_.targets.options()); }
 
-  // Σ_k slope_k (1[j = target_k] − p_j) in place of the logits.
-  void write_logits_gradient(at::Tensor& made, const at::Tensor& targets, const at::Tensor& log_p,
+  // Σ_k slope_k (1[j = column_k] − p_j) in place of the logits.
+  void write_logits_gradient(at::Tensor& made, const at::Tensor& columns, const at::Tensor& log_p,
                              const at::Tensor& slope, const RowStatistics& statistics) const {
     const at::Tensor softmax = slope.sum(1).neg();
-    const bool one = targets.size(1) == 1;
-    write_gradient(made, 0, one ? targets.squeeze(1) : no_targets(targets.size(0)), {},
-                   gradient_coefficients(statistics, {}, made.size(1), softmax), made);
+    const bool one = columns.size(1) == 1;
+    write_gradient(made, 0, one ? columns.squeeze(1) : no_targets(columns.size(0)), {},
+                   gradient_coefficients(statistics, {}, shard_.vocabulary, softmax), made);
     if (one) return;
     // At the targets anew, so that a difference of nearly equal numbers is rounded once; a repeated id is
     // written as often, with the same sum.
     at::Tensor at_target = log_p.exp().mul_(softmax.unsqueeze(1));
-    for (std::int64_t k = 0; k < targets.size(1); ++k)
-      at_target.add_(at::where(targets.eq(targets.narrow(1, k, 1)), slope.narrow(1, k, 1), 0.0));
-    made.scatter_(1, targets, at_target.to(made.scalar_type()));
+    for (std::int64_t k = 0; k < columns.size(1); ++k)
+      at_target.add_(at::where(columns.eq(columns.narrow(1, k, 1)), slope.narrow(1, k, 1), 0.0));
+    const at::Tensor here = within(columns, made),
+                     rows = at::arange(columns.size(0), columns.options()).unsqueeze(1).expand_as(columns);
+    made.index_put_({rows.masked_select(here), columns.masked_select(here)},
+                    at_target.to(made.scalar_type()).masked_select(here));
   }
 
   void multiply_out(const at::Tensor& places, const at::Tensor& rows, const at::Tensor& low_rank,
@@ -210,6 +223,7 @@ class RowSweep {
   }
 
   const RowProblem& p_;
+  VocabularyShard shard_;
   const Tiles tiles_;
   TiledLogits logits_;
   at::Tensor log_ratio_;  // [T, 1], of the sequences
@@ -341,14 +355,16 @@ RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight
            fmt::format("targets [{}]{} of int64, for each row of hidden", rows,
                        entropy ? fmt::format(" or [{}, K]", rows) : ""),
            "Pass one row of targets for each row of hidden");
-  refuse_where(targets.lt(0).logical_or(targets.ge(weight.size(0))), "targets", targets,
-               fmt::format("0 to {} (the vocabulary)", weight.size(0) - 1),
+  const VocabularyShard shard = checked_shard(kRowLossName, options.shard, weight.size(0));
+  refuse_where(targets.lt(0).logical_or(targets.ge(shard.vocabulary)), "targets", targets,
+               fmt::format("0 to {} (the vocabulary)", shard.vocabulary - 1),
                "Check that the data were tokenized for this model; leave a row out by weight 0");
   RowProblem problem{.loss = loss,
                      .options = options,
                      .hidden = hidden.detach().contiguous(),
                      .weight = weight.detach().contiguous(),
                      .targets = targets.to(hidden.device())};
+  problem.options.shard = shard;
   if (entropy) {
     problem.given = constant_of_rows("weights", inputs.weights, targets.sizes(), hidden.device());
   } else {

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "isograd/loss.hpp"
+#include "isograd/world.hpp"
 #include "loss/loss_testing.hpp"
 
 namespace isograd {
@@ -346,6 +347,30 @@ TEST(LinearRowLoss, IsOnPolicyWithItsOwnAnswers) {
   RowCase c = row_case(RowLoss::kImportanceSampling, 95, 101, at::kFloat, true);
   c.inputs.old_log_probabilities = row_loss_of(c).log_probabilities;
   EXPECT_EQ(row_loss_of(c).sum.item<float>(), static_cast<float>(-c.inputs.advantages.sum().item<double>()));
+}
+
+// Each rank holds 34, 34 and 33 columns of 101; gradients of what all ranks hold are parts of a sum.
+TEST(LinearRowLoss, IsTheWholeOneOverAShardedVocabulary) {
+  at::manual_seed(50);
+  for (const std::int64_t targets : {0, 3})
+    for (const RowLoss loss : kRowLosses) {
+      if (targets > 0 && loss != RowLoss::kCrossEntropy) continue;
+      const RowCase c = row_case(loss, 45, 101, at::kDouble, true, targets);
+      const RowFound wanted = by_autograd(c, 0.3);
+      run_ranks(3, [&](World& world) {
+        const std::int64_t first = 34 * world.rank, columns = world.rank == 2 ? 33 : 34;
+        RowCase part = c;
+        part.hidden = leaf(c.hidden), part.a = leaf(c.a);
+        part.weight = leaf(c.weight.narrow(0, first, columns)), part.b = leaf(c.b.narrow(0, first, columns));
+        part.options.shard = {.group = world.group, .first = first, .vocabulary = 101};
+        RowFound found = by_ours(part, 0.3), own = wanted;
+        own.weight = wanted.weight.narrow(0, first, columns), own.b = wanted.b.narrow(0, first, columns);
+        EXPECT_GT(worst_of_rows(found, own), 1e-2) << "planted: a part for the whole";
+        world.group.all_reduce(found.hidden);
+        world.group.all_reduce(found.a);
+        EXPECT_LT(worst_of_rows(found, own), 1e-12) << static_cast<int>(loss);
+      });
+    }
 }
 
 TEST(LinearRowLoss, HasNothingToSayWithoutRows) {
