@@ -141,6 +141,7 @@ int run(int argc, char** argv) {
                              verify_verb(program, invocation),
                              compare_verb(program),
                              sample_verb(program),
+                             export_verb(program),
                              config_verb(program),
                              layout_verb(program),
                              schedule_verb(program),

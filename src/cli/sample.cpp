@@ -9,6 +9,7 @@
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/checkpoint.hpp"
+#include "isograd/lora.hpp"
 #include "train/build.hpp"
 #include "train/checkpoint_files.hpp"
 #include "train/evaluate.hpp"
@@ -32,15 +33,6 @@ void refuse_flags(const std::vector<CLI::Option*>& flags, const std::string& kin
              "flags that have an effect: this is a model of " + model, "Leave it out");
 }
 
-// A checkpoint, a run's folder (its latest checkpoint), or a Hugging Face directory.
-fs::path find_model(const fs::path& given) {
-  if (fs::exists(given / "state.json")) return given;
-  if (fs::is_directory(given / "checkpoints")) return resolve_checkpoint(given / "checkpoints", "latest");
-  if (fs::exists(given / "config.json")) return given;
-  require_model_folder(given.string(), "isograd sample");
-  return resolve_checkpoint(given, "latest");
-}
-
 // The tokenizer of a Hugging Face directory that transformers would use.
 std::string tokenizer_beside(const fs::path& directory) {
   for (const char* name : {"tokenizer.json", "tokenizer.model"})
@@ -59,7 +51,7 @@ void choose_threads(DecoderLM& model) {
 }
 
 int run(const SampleFlags& flags) {
-  const fs::path directory = find_model(flags.checkpoint);
+  const fs::path directory = find_model(flags.checkpoint, "isograd sample");
   if (is_video_model(directory)) {
     refuse_flags(flags.of_text, "text", "videos");
     VideoSampleOptions options = flags.videos;
@@ -70,18 +62,17 @@ int run(const SampleFlags& flags) {
   }
   refuse_flags(flags.of_videos, "video", "text");
   std::unique_ptr<Tokenizer> tokenizer;
-  at::ScalarType dtype = at::kFloat;
+  std::optional<TrainingState> state;
   if (fs::exists(directory / "state.json")) {
-    const TrainingState state = open_checkpoint(directory);
-    dtype = scalar_type(state.dtype);
+    state = open_checkpoint(directory);
     tokenizer =
-        flags.tokenizer.empty() ? checkpoint_tokenizer(directory, state) : open_tokenizer(flags.tokenizer);
+        flags.tokenizer.empty() ? checkpoint_tokenizer(directory, *state) : open_tokenizer(flags.tokenizer);
   } else {
     tokenizer = open_tokenizer(flags.tokenizer.empty() ? tokenizer_beside(directory) : flags.tokenizer);
-  }
-  if (!fs::exists(directory / "state.json"))
     verify_model_files(directory);  // open_checkpoint() did otherwise
-  const auto model = read_hf(directory, dtype);
+  }
+  const auto [model, adapter, base] = read_decoder(directory, state ? &*state : nullptr);
+  model->set_adapter(adapter.get());
   choose_threads(*model);
   if (tokenizer->vocabulary() > model->config().vocabulary)
     refuse("--tokenizer " + flags.tokenizer, fmt::format("a vocabulary of {}", tokenizer->vocabulary()),
@@ -105,6 +96,14 @@ int run(const SampleFlags& flags) {
 }
 
 }  // namespace
+
+fs::path find_model(const fs::path& given, const std::string& verb) {
+  if (fs::exists(given / "state.json")) return given;
+  if (fs::is_directory(given / "checkpoints")) return resolve_checkpoint(given / "checkpoints", "latest");
+  if (fs::exists(given / "config.json")) return given;
+  require_model_folder(given.string(), verb);
+  return resolve_checkpoint(given, "latest");
+}
 
 Verb sample_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("sample", "Generate text or videos from a checkpoint");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -48,6 +49,7 @@ Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);
 Verb compare_verb(CLI::App& program);
 Verb sample_verb(CLI::App& program);
+Verb export_verb(CLI::App& program);
 std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation);
 std::vector<Verb> data_verbs(CLI::App& program);
 Verb config_verb(CLI::App& program);
@@ -74,6 +76,9 @@ RunConfig configuration(const RunFlags& flags, std::vector<std::string> more_set
 // once per rank (through mpirun for "mpi"). Ranks of a launcher are recognised by their environment.
 int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfig& config,
              const std::function<int(World&)>& body);
+
+// A checkpoint, a run's folder (its latest checkpoint), or a Hugging Face directory. ConfigError at `verb`.
+std::filesystem::path find_model(const std::filesystem::path& given, const std::string& verb);
 
 // This process's rank if there are several; nothing for a process on its own.
 std::optional<int> rank_of_several();

@@ -170,8 +170,10 @@ struct TextLoader::Impl {
     const Counts sample_targets = count_targets(*order, all);
     const Range own = part(all, rank, size);
     MicroBatches batches;
-    for (std::int64_t pack = own.begin; pack < own.end; pack += group)
+    for (std::int64_t pack = own.begin; pack < own.end; pack += group) {
       batches.push_back(make_batch(*store, *order, {pack, std::min(pack + group, own.end)}, sample_targets));
+      batches.back().draw = at.epoch * steps + at.step;
+    }
     return batches;
   }
 

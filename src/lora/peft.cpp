@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char *kConfig = "adapter_config.json", *kValues = "adapter_model.safetensors";
-constexpr const char* kPrefix = "base_model.model.";
+constexpr const char *kPrefix = "base_model.model.", *kHead = "base_model.model.lm_head.base_layer.weight";
 
 [[noreturn]] void bad(const fs::path& file, const std::string& key, const std::string& found,
                       const std::string& expected) {
@@ -120,6 +120,13 @@ std::shared_ptr<LoraAdapter> read_peft(const fs::path& directory, const DecoderC
           c10::str("shape ", parameter.sizes()));
     if (!at::isFloatingType(found->second.scalar_type()))
       bad(file, kPrefix + name, c10::toString(found->second.scalar_type()), "floating-point numbers");
+  }
+  // PEFT adds the base's output where it is adapted, which no training of an adapter changes.
+  if (const auto head = stored.find(kHead); head != stored.end() && config.adapts(Projection::kHead)) {
+    if (head->second.sizes() != at::IntArrayRef({model.vocabulary, model.hidden}))
+      bad(file, kHead, c10::str("shape ", head->second.sizes()),
+          fmt::format("shape [{}, {}], the base's", model.vocabulary, model.hidden));
+    stored.erase(head);
   }
   auto adapter = std::make_shared<LoraAdapter>(model, config, dtype, /*seed=*/0);
   const at::NoGradGuard no_grad;

@@ -23,7 +23,9 @@
 
 namespace isograd {
 
+class LoraAdapter;
 class RouterLosses;
+struct TrainingState;
 
 struct Corpus {
   std::shared_ptr<TokenStore> tokens;
@@ -38,6 +40,15 @@ Corpus open_corpus(const RunConfig& config, Group& group);
 
 at::ScalarType scalar_type(const std::string& dtype);     // of train.dtype
 DecoderConfig configured_shape(const RunConfig& config);  // of model.load, or of [model]
+
+// The decoder of a checkpoint, or, without `state`, of a Hugging Face directory. Where a checkpoint has an
+// adapter: its base, from where the run had it, and the adapter.
+struct SavedDecoder {
+  std::shared_ptr<DecoderLM> model;
+  std::shared_ptr<LoraAdapter> adapter;  // null: all parameters were trained
+  std::string base;                      // folder of the base; empty: fresh weights by the run's seed
+};
+SavedDecoder read_decoder(const std::filesystem::path& directory, const TrainingState* state);
 
 // A unit for each block of a model, and one for all that is outside of them. Keeps a reference.
 template <class Model>

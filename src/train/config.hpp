@@ -51,6 +51,13 @@ struct RunConfig {
     std::int64_t scorer_units = 64, scorer_layers = 1;
     std::int64_t experts_every = 1;  // n-th layer has experts
     std::int64_t dense_layers = 0;   // number of leading layers without experts
+    struct {
+      std::int64_t rank = 0;  // 0: no adapter, all parameters are trained
+      double alpha = 32;
+      std::vector<std::string> targets = {"attention", "mlp"};  // and "unembed", or PEFT's names of matrices
+      double dropout = 0;
+      double b_range = 0;  // standard deviation of fresh b
+    } lora;
   } model;
   struct {
     std::vector<std::string> files;  // files, directories, globs

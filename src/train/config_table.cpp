@@ -227,7 +227,9 @@ std::vector<UnusedKeys> unused_in(const RunConfig& config) {
   const auto& parallel = config.parallel;
   add(config.data.shards.empty(), {"data.end_of_text"}, "data.shards is empty, and text has its own marks");
   add(!config.model.load.empty(), {"model."}, "model.load is given, and its config.json describes the model",
-      {"model.load", "model.kind"});
+      {"model.load", "model.kind", "model.lora.rank", "model.lora.alpha", "model.lora.targets",
+       "model.lora.dropout", "model.lora.b_range"});
+  add(config.model.lora.rank == 0, {"model.lora."}, "model.lora.rank is 0: no adapter", {"model.lora.rank"});
   add(config.model.shape.rope_scaling.kind == "default", {"model.rope_scaling."},
       "model.rope_scaling.kind is \"default\": no scaling", {"model.rope_scaling.kind"});
   add(parallel.tp == 1, {"parallel.sequence_parallel", "parallel.tensor_overlap"}, "parallel.tp is 1");
@@ -369,6 +371,7 @@ const std::vector<ConfigSection>& config_sections() {
       {"batch", "What one step sees."},
       {"model", "The decoder language model: Llama to the letter, and its near relatives."},
       {"model.rope_scaling", "Rotary embedding for long contexts, as Hugging Face's `rope_scaling`."},
+      {"model.lora", "A low-rank adapter of the decoder, which alone is trained."},
       {"video",
        "Videos and the diffusion transformer that learns from them (`model.kind = \"video\"`, "
        "`docs/video.md`)."},

@@ -9,6 +9,8 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,15 +19,18 @@
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "data/corpus.hpp"
+#include "isograd/checkpoint.hpp"
 #include "isograd/data.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/group.hpp"
+#include "isograd/lora.hpp"
 #include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "model/experts.hpp"
 #include "model/hf.hpp"
 #include "model/hooks.hpp"
+#include "model/parameters.hpp"
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/evaluate.hpp"
@@ -134,6 +139,19 @@ std::vector<ConfigKey> text_keys() {
           gets no gradient as an input (tied, it still gets the output layer's), as `pad_token_id` in
           transformers. `-1`: no such token.)"),
 
+      KEY(model.lora.rank, at_least(0, 512), R"(Rank of a low-rank adapter: it alone is trained, and the
+          model of `model.load` stays as it is. A checkpoint is then a directory of PEFT's. 0: no adapter, all
+          parameters are trained.)"),
+      KEY(model.lora.alpha, above(0), "The adapter's update is scaled by alpha / rank."),
+      KEY(model.lora.targets, R"(Matrices that the adapter updates: `attention` (q, k, v and o), `mlp` (gate,
+          up and down; not with experts), `unembed` (the output), or PEFT's names of single ones, such as
+          `q_proj`.)"),
+      KEY(model.lora.dropout, fraction(), R"(Fraction of the features of an adapter's input that are dropped
+          in training, by (seed, step, sample, layer, position, feature), so that all layouts drop the same.)"),
+      KEY(model.lora.b_range, at_least(0), R"(Standard deviation of fresh values of b. 0, as in PEFT: the
+          adapter begins as no update, and only b has a gradient in the first step. Above 0, a proof of that
+          step (`isograd verify`) says as much of a.)"),
+
       NAMED_KEY(
           "model.rope_scaling.kind", model.shape.rope_scaling.kind,
           one_of({"default", "linear", "dynamic", "llama3", "yarn"}),
@@ -178,6 +196,8 @@ std::vector<ConfigKey> text_keys() {
 }  // namespace key_table
 
 namespace {
+
+constexpr const char* kAdapterConfig = "adapter_config.json";
 
 // ---- the corpus ----
 
@@ -232,6 +252,23 @@ std::vector<fs::path> split_paths(const std::string& text) {
 }
 
 }  // namespace
+
+SavedDecoder read_decoder(const fs::path& directory, const TrainingState* state) {
+  const at::ScalarType dtype = state ? scalar_type(state->dtype) : at::kFloat;
+  if (!fs::exists(directory / kAdapterConfig))
+    return {.model = read_hf(directory, dtype), .adapter = nullptr, .base = {}};
+  if (!state)
+    refuse(directory.string(), "an adapter without state.json, which says where its base is",
+           "a checkpoint of a run, or a whole model", "Name the checkpoint");
+  const RunConfig run = parse_config(state->config, (directory / "state.json").string());
+  SavedDecoder saved{.model = nullptr, .adapter = nullptr, .base = run.model.load};
+  saved.model = saved.base.empty()
+                    ? std::make_shared<DecoderLM>(read_hf_config(directory), dtype,
+                                                  static_cast<std::uint64_t>(run.run.seed))
+                    : read_hf(saved.base, dtype);
+  saved.adapter = read_peft(directory, saved.model->config(), dtype);
+  return saved;
+}
 
 Corpus open_corpus(const RunConfig& config, Group& group) {
   Corpus corpus;
@@ -344,14 +381,19 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
       terms.insert(terms.begin(), {"cross_entropy", outputs.passed_on});
       return terms;
     }
-    const at::Tensor& weight = model.output_weight();
+    at::Tensor weight = model.output_weight(), hidden = outputs.hidden;
     // The whole vocabulary decides, so that ranks with unequal parts of it choose alike.
     const bool fused =
         fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
+    const LowRank* update = model.adapter() ? model.adapter()->find(0, Projection::kHead) : nullptr;
+    if (fused && update) {  // further columns of one product: [x, scale x aᵀ] [W, b]ᵀ
+      hidden = at::cat({hidden, linear(hidden, Linear{.weight = update->a, .bias = {}}) * update->scale}, 1);
+      weight = at::cat({weight, update->b}, 1);
+    }
     terms.insert(
         terms.begin(),
         {"cross_entropy",
-         connected(fused ? linear_cross_entropy_sum(outputs.hidden, weight, batch.targets,
+         connected(fused ? linear_cross_entropy_sum(hidden, weight, batch.targets,
                                                     {.weights = batch.weights, .shard = model.vocabulary()})
                          : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
                                              {.weights = batch.weights, .shard = model.vocabulary()}))});
@@ -360,6 +402,67 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
 }
 
 namespace {
+
+// ---- adapters ----
+
+// The adapter of model.lora; nothing without one.
+std::optional<LoraConfig> adapter_of(const RunConfig& config) {
+  const auto& lora = config.model.lora;
+  if (lora.rank == 0) return std::nullopt;
+  LoraConfig result{.rank = lora.rank,
+                    .alpha = lora.alpha,
+                    .attention = false,
+                    .mlp = false,
+                    .unembed = false,
+                    .dropout = lora.dropout};
+  const std::map<std::string, std::vector<std::string>> groups = {
+      {"attention", {"q_proj", "k_proj", "v_proj", "o_proj"}},
+      {"mlp", {"gate_proj", "up_proj", "down_proj"}},
+      {"unembed", {"lm_head"}}};
+  for (const std::string& target : lora.targets) {
+    const auto group = groups.find(target);
+    const std::vector<std::string> names = group == groups.end() ? std::vector{target} : group->second;
+    for (const std::string& name : names)
+      if (std::ranges::find(result.modules, name) == result.modules.end()) result.modules.push_back(name);
+  }
+  return result;
+}
+
+// The tensors of an adapter among all of a model.
+TensorStream adapter_values(const TensorStream& all) {
+  TensorStream part;
+  std::vector<bool> taken;
+  for (const TensorStream::Entry& entry : all.entries) {
+    taken.push_back(!adapted_matrix(entry.name).empty());
+    if (taken.back()) part.entries.push_back(entry);
+  }
+  part.each = [each = all.each, taken](const TensorStream::Take& take) {
+    std::size_t next = 0;
+    each([&](const at::Tensor& tensor) {
+      if (taken.at(next++)) take(tensor);
+    });
+  };
+  return part;
+}
+
+// Values of an adapter in a checkpoint of this run.
+FillValues saved_adapter(const fs::path& directory, const LoraConfig& own, const DecoderConfig& shape,
+                         at::ScalarType dtype) {
+  const auto adapter = read_peft(directory, shape, dtype);
+  const LoraConfig& saved = adapter->config();
+  const auto same = [&](Projection projection) { return saved.adapts(projection) == own.adapts(projection); };
+  bool fits = saved.rank == own.rank && saved.alpha == own.alpha;
+  for (int i = 0; i <= static_cast<int>(Projection::kHead); ++i) fits &= same(static_cast<Projection>(i));
+  if (!fits)
+    refuse((directory / kAdapterConfig).string(),
+           fmt::format("an adapter of rank {}, alpha {:g}", saved.rank, saved.alpha),
+           fmt::format("model.lora of this run: rank {}, alpha {:g} and its targets", own.rank, own.alpha),
+           "Go on with the adapter's own model.lora");
+  return [adapter](const std::string& name, at::Tensor& values) {
+    const auto& all = adapter->named();
+    values.copy_(std::ranges::find(all, name, &NamedTensors::value_type::first)->second);
+  };
+}
 
 // ---- the model and the task ----
 
@@ -370,14 +473,35 @@ class TextModel : public TaskModel {
       : model_(std::move(model)), config_(config), tokenizer_(std::move(tokenizer)) {
     if (model_->config().experts.count > 0)
       routers_ = std::make_shared<RouterLosses>(config_, model_->config());
+    const auto lora = adapter_of(config_);
+    if (!lora) return;
+    for (const auto& [name, tensor] : model_->named()) tensor.requires_grad_(false);
+    adapter_ =
+        LoraAdapter::without_values(model_->config(), *lora, model_->output_weight().scalar_type());
+    model_->include(adapter_->named());
+    model_->set_adapter(adapter_.get());
+    for (int i = 0; i < static_cast<int>(Projection::kHead); ++i)
+      if (const LowRank* update = adapter_->find(0, static_cast<Projection>(i)))
+        dropouts_[static_cast<Projection>(i)] = {.fraction = lora->dropout,
+                                                 .seed = static_cast<std::uint64_t>(config_.run.seed),
+                                                 .width = update->a.size(1)};
+    drop_inputs_by([](const std::string&) { return 0; });
   }
 
   DecoderLM& decoder() { return *model_; }
   NamedTensors named() override { return model_->named(); }
   void initialize(const std::string& name, at::Tensor& values) const override {
-    model_->initialize(name, values, static_cast<std::uint64_t>(config_.run.seed));
+    const auto seed = static_cast<std::uint64_t>(config_.run.seed);
+    if (adapted_matrix(name).empty()) return model_->initialize(name, values, seed);
+    initialize_lora(name, values, seed);
+    if (name.ends_with("lora_B.weight") && config_.model.lora.b_range > 0)
+      fill_normal(values, config_.model.lora.b_range, seed, name);
   }
-  ModelUnits make_units() override { return model_units(*model_, config_); }
+  ModelUnits make_units() override {
+    ModelUnits units = model_units(*model_, config_);
+    units.initialize = [this](const std::string& name, at::Tensor& values) { initialize(name, values); };
+    return units;
+  }
   ForwardLossTerms loss() override { return forward_loss(*model_, config_, routers_); }
   std::vector<PlainTerm> plain_terms() override { return plain_router_terms(config_, *model_); }
   LookAhead look_ahead(const ForwardLossTerms& forward) override {
@@ -404,7 +528,7 @@ class TextModel : public TaskModel {
   // choice of experts sees, rises if its expert got less than its layer's mean. The same bits on every rank.
   void after_update(const std::vector<double>& choices, DataParallel& layout) override {
     const double rate = config_.loss.selection_bias_rate;
-    if (!model_->config().experts.sigmoid || rate == 0) return;
+    if (!model_->config().experts.sigmoid || rate == 0 || adapter_) return;
     if (biases_.empty()) {
       const auto whole = layout.whole_parameters();
       for (const auto& [name, tensor] : named())
@@ -433,7 +557,10 @@ class TextModel : public TaskModel {
     return true;
   }
   void to(at::Device device) override {
-    if (!model_->output_weight().is_meta()) model_->to(device);
+    if (model_->output_weight().is_meta()) return;
+    model_->to(device);
+    if (adapter_)
+      for (auto [name, tensor] : adapter_->named()) tensor.set_data(tensor.to(device));
   }
   at::Tensor outputs(const Batch& batch) override { return model_->logits(batch); }
   void attend_over(const Mesh& mesh) override {
@@ -449,11 +576,20 @@ class TextModel : public TaskModel {
       axes.insert(kStageAxis);
       routers_->sum_over_stages(mesh.along(axes, "routers"));
     }
+    drop_inputs_by([&](const std::string& name) { return first_column(made.layout, name); });
     return std::move(made.layout);
   }
   const Pipeline* pipeline() const override { return pipeline_.get(); }
   void write(const fs::path& directory, const TensorStream& weights) override {
-    write_hf(directory, model_->config(), weights);
+    if (adapter_) {
+      const std::string& base = config_.model.load;
+      write_peft(directory, adapter_->config(), adapter_values(weights),
+                 base.empty() ? "" : fs::absolute(base).string());
+      write_file(directory / "config.json",
+                 hf_config_text(model_->config(), scalar_type(config_.train.dtype)));
+    } else {
+      write_hf(directory, model_->config(), weights);
+    }
     if (tokenizer_) tokenizer_->write(directory);
   }
 
@@ -461,7 +597,31 @@ class TextModel : public TaskModel {
   // Not for one micro-batch: its stages compute it one after another.
   bool over_stages() const { return routers_ && pipeline_ && routers_->looks_ahead(); }
 
+  // `first`: of this rank's columns of a parameter.
+  void drop_inputs_by(const std::function<std::int64_t(const std::string& name)>& first) {
+    if (!adapter_ || config_.model.lora.dropout == 0) return;
+    for (const auto& [name, tensor] : adapter_->named())
+      for (int i = 0; i < static_cast<int>(Projection::kHead); ++i) {
+        const auto projection = static_cast<Projection>(i);
+        if (const LowRank* update = adapter_->find(0, projection); update && update->a.is_same(tensor))
+          dropouts_[projection].first = first(name);
+      }
+    model_->set_dropout_of_adapter([by = dropouts_](const Batch& batch, std::int64_t layer,
+                                                    Projection projection, const at::Tensor& x) {
+      return drop_inputs(x, batch, layer, projection, by.at(projection));
+    });
+  }
+  static std::int64_t first_column(const Layout& layout, const std::string& name) {
+    std::int64_t first = 0;
+    for (const Cut& cut : layout.parameter(name).placement.cuts)
+      for (int place = 0; cut.dim == 1 && place < layout.mesh().place({cut.axis}); ++place)
+        first += cut.rows[0][static_cast<std::size_t>(place)];
+    return first;
+  }
+
   std::shared_ptr<DecoderLM> model_;
+  std::shared_ptr<LoraAdapter> adapter_{};         // null: all parameters are trained
+  std::map<Projection, LoraDropout> dropouts_{};  // of all layers
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   std::shared_ptr<RouterLosses> routers_{};  // null: a model without experts
@@ -528,7 +688,13 @@ DecoderConfig model_shape(const RunConfig& config, const Corpus& corpus) {
 class TextTask : public Task {
  public:
   TextTask(const RunConfig& config, Corpus corpus)
-      : Task(config), corpus_(std::move(corpus)), shape_(model_shape(config, corpus_)) {}
+      : Task(config), corpus_(std::move(corpus)), shape_(model_shape(config, corpus_)) {
+    const auto lora = adapter_of(config);
+    if (!lora) return;
+    const auto adapter = LoraAdapter::without_values(shape_, *lora, at::kFloat);
+    for (const auto& [name, tensor] : adapter->named())
+      adapter_elements_ += static_cast<double>(tensor.numel());
+  }
 
   std::unique_ptr<Task> under(const RunConfig& config) const override {
     return std::make_unique<TextTask>(config, corpus_);
@@ -559,7 +725,10 @@ class TextTask : public Task {
         tokens += length;
         pairs += length * (length + 1) / 2;  // a token attends to those before it and to itself
       }
-    return decoder_flops(shape_, tokens, pairs);
+    const double all = decoder_flops(shape_, tokens, pairs);
+    if (adapter_elements_ == 0) return all;
+    // The base's weights have no gradient, a third of their products; the adapter's have all three.
+    return all - decoder_flops(shape_, tokens, 0) / 3 + 6 * adapter_elements_ * tokens;
   }
 
   Baseline baseline(Group& group) const override {
@@ -611,12 +780,29 @@ class TextTask : public Task {
                           corpus_.tokenizer.get());
   }
   FillValues open_weights(const fs::path& directory, at::ScalarType dtype) const override {
+    if (const auto lora = adapter_of(config())) {
+      // A checkpoint has the adapter alone. The base is model.load's, or the one of the seed.
+      const bool saved = fs::exists(directory / kAdapterConfig);
+      const fs::path base = saved ? fs::path(config().model.load) : directory;
+      const FillValues fresh = [model = shape_model({}, dtype)](const std::string& name, at::Tensor& values) {
+        model->initialize(name, values);
+      };
+      const FillValues of_base = base.empty() ? fresh : hf_weights(base, dtype);
+      const FillValues of_adapter = saved ? saved_adapter(directory, *lora, shape_, dtype) : fresh;
+      return [of_base, of_adapter](const std::string& name, at::Tensor& values) {
+        (adapted_matrix(name).empty() ? of_base : of_adapter)(name, values);
+      };
+    }
+    return hf_weights(directory, dtype);
+  }
+  static FillValues hf_weights(const fs::path& directory, at::ScalarType dtype) {
     const auto weights = std::make_shared<const HfWeights>(directory, dtype);
     return [weights](const std::string& name, at::Tensor& values) { weights->fill(name, values); };
   }
 
   Corpus corpus_;
   DecoderConfig shape_;
+  double adapter_elements_ = 0;  // 0: all parameters are trained
 };
 
 std::shared_ptr<TaskModel> text_model_without_values(const RunConfig& config) {
@@ -691,6 +877,21 @@ void check_router_losses(const RunConfig& config) {
            "Set loss.balance_scope = \"step\", or verify.at_end = false and verify.every = 0");
 }
 
+void check_adapter(const RunConfig& config) {
+  const auto lora = adapter_of(config);
+  if (!lora) return;
+  if (config.model.lora.targets.empty())
+    refuse("model.lora.targets", "none", "attention, mlp, unembed or names such as q_proj", "Name some");
+  const auto model = LoraAdapter::without_values(configured_shape(config), *lora, at::kFloat);
+  if (lora->dropout == 0) return;
+  if (lora->adapts(Projection::kHead))
+    refuse("model.lora.dropout", "dropout with an adapter of the output (unembed)",
+           "an adapter of attention or mlp", "Leave unembed or lm_head out, or the dropout");
+  if (config.loss.balance != 0)
+    refuse("model.lora.dropout", "dropout with loss.balance, whose first pass over the step drops nothing",
+           "the same routing in both passes", "Leave one of them out");
+}
+
 }  // namespace
 
 const TaskKind& text_kind() {
@@ -705,11 +906,13 @@ const TaskKind& text_kind() {
       .of_no_other = {{"loss.balance", kOnlyOfRouters},
                       {"loss.router_z", kOnlyOfRouters},
                       {"parallel.ep", kOnlyOfRouters},
+                      {"model.lora.", "adapters are a decoder's (model.kind)"},
                       {"parallel.pp", "stages are a decoder's (model.kind)"}},
       .check =
           [](const RunConfig& config) {
             if (config.model.load.empty()) check(configured_shape(config));
             check_router_losses(config);
+            check_adapter(config);
             check_expert_parallel(config);
           },
       .check_ranks = [](const RunConfig& config, int) { check_decoder_parallel(config); },
