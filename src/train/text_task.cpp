@@ -262,10 +262,9 @@ SavedDecoder read_decoder(const fs::path& directory, const TrainingState* state)
            "a checkpoint of a run, or a whole model", "Name the checkpoint");
   const RunConfig run = parse_config(state->config, (directory / "state.json").string());
   SavedDecoder saved{.model = nullptr, .adapter = nullptr, .base = run.model.load};
-  saved.model = saved.base.empty()
-                    ? std::make_shared<DecoderLM>(read_hf_config(directory), dtype,
-                                                  static_cast<std::uint64_t>(run.run.seed))
-                    : read_hf(saved.base, dtype);
+  saved.model = saved.base.empty() ? std::make_shared<DecoderLM>(read_hf_config(directory), dtype,
+                                                                 static_cast<std::uint64_t>(run.run.seed))
+                                   : read_hf(saved.base, dtype);
   saved.adapter = read_peft(directory, saved.model->config(), dtype);
   return saved;
 }
@@ -476,8 +475,7 @@ class TextModel : public TaskModel {
     const auto lora = adapter_of(config_);
     if (!lora) return;
     for (const auto& [name, tensor] : model_->named()) tensor.requires_grad_(false);
-    adapter_ =
-        LoraAdapter::without_values(model_->config(), *lora, model_->output_weight().scalar_type());
+    adapter_ = LoraAdapter::without_values(model_->config(), *lora, model_->output_weight().scalar_type());
     model_->include(adapter_->named());
     model_->set_adapter(adapter_.get());
     for (int i = 0; i < static_cast<int>(Projection::kHead); ++i)
@@ -606,10 +604,10 @@ class TextModel : public TaskModel {
         if (const LowRank* update = adapter_->find(0, projection); update && update->a.is_same(tensor))
           dropouts_[projection].first = first(name);
       }
-    model_->set_dropout_of_adapter([by = dropouts_](const Batch& batch, std::int64_t layer,
-                                                    Projection projection, const at::Tensor& x) {
-      return drop_inputs(x, batch, layer, projection, by.at(projection));
-    });
+    model_->set_dropout_of_adapter(
+        [by = dropouts_](const Batch& batch, std::int64_t layer, Projection projection, const at::Tensor& x) {
+          return drop_inputs(x, batch, layer, projection, by.at(projection));
+        });
   }
   static std::int64_t first_column(const Layout& layout, const std::string& name) {
     std::int64_t first = 0;
@@ -620,7 +618,7 @@ class TextModel : public TaskModel {
   }
 
   std::shared_ptr<DecoderLM> model_;
-  std::shared_ptr<LoraAdapter> adapter_{};         // null: all parameters are trained
+  std::shared_ptr<LoraAdapter> adapter_{};        // null: all parameters are trained
   std::map<Projection, LoraDropout> dropouts_{};  // of all layers
   RunConfig config_;
   std::shared_ptr<const Tokenizer> tokenizer_;
