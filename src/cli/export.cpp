@@ -20,11 +20,13 @@ Verb export_verb(CLI::App& program) {
     bool merge = false;
   };
   auto flags = std::make_shared<Flags>();
-  verb->add_option("CHECKPOINT", flags->checkpoint, "a checkpoint or a run's folder (its latest)")->required();
+  verb->add_option("CHECKPOINT", flags->checkpoint, "a checkpoint or a run's folder (its latest)")
+      ->required();
   verb->add_option("DIRECTORY", flags->directory, "new folder for the files")->required();
-  verb->add_flag("--merge", flags->merge,
-                 "a Hugging Face directory of the base with the adapter added to its weights; else a directory "
-                 "that PEFT loads next to the base");
+  verb->add_flag(
+      "--merge", flags->merge,
+      "a Hugging Face directory of the base with the adapter added to its weights; else a directory "
+      "that PEFT loads next to the base");
   verb->footer(
       "  isograd export runs/lora adapter\n"
       "  isograd export runs/lora merged --merge\n\n"
@@ -46,8 +48,9 @@ Verb export_verb(CLI::App& program) {
       if (!flags->merge) return write_peft(folder, *saved.adapter, saved.model->config(), saved.base);
       merge(*saved.model, *saved.adapter);
       write_hf(folder, *saved.model);
-      const std::set<std::string> of_run = {"adapter_config.json", "adapter_model.safetensors", "config.json",
-                                            "optimizer.safetensors", "state.json", "checksums.json"};
+      const std::set<std::string> of_run = {"adapter_config.json", "adapter_model.safetensors",
+                                            "config.json",         "optimizer.safetensors",
+                                            "state.json",          "checksums.json"};
       for (const auto& entry : fs::directory_iterator(from))  // the tokenizer's
         if (!of_run.contains(entry.path().filename().string()))
           fs::copy_file(entry.path(), folder / entry.path().filename());
