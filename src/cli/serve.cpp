@@ -1,0 +1,271 @@
+// isograd serve: the training server, its state, its keys.
+#include <netdb.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <thread>
+
+#include "base/json.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "cli/verbs.hpp"
+#include "serve/http/http.hpp"
+#include "serve/http/keys.hpp"
+#include "serve/models/model_engine.hpp"
+#include "serve/service/service.hpp"
+#include "train/build.hpp"
+
+namespace isograd {
+namespace {
+
+struct ServeFlags {
+  std::vector<std::string> models;
+  std::string state, keys, dtype = "float32", url, tenant;
+  serve::HttpOptions http{.host = "127.0.0.1", .port = 8000};
+  std::int64_t micro_batch_tokens = 2048, cache_megabytes = 1024, models_per_tenant = 64;
+  bool insecure = false, sync = false;
+};
+
+// ---- serving ----
+
+serve::ModelEngineOptions engine_options(const ServeFlags& flags) {
+  serve::ModelEngineOptions options;
+  for (const std::string& model : flags.models) {
+    const auto at = model.find('=');
+    if (at == std::string::npos || at == 0 || at + 1 == model.size())
+      refuse("--model " + model, "no name and directory", "NAME=DIR, as in Qwen/Qwen3-8B=/models/qwen3-8b",
+             "Give both");
+    options.bases.emplace_back(model.substr(0, at), model.substr(at + 1));
+  }
+  if (options.bases.empty())
+    refuse("isograd serve", "no --model", "a base to train and sample on", "Add --model NAME=DIR");
+  if (flags.state.empty())
+    refuse("isograd serve", "no --state", "a folder for checkpoints and what was accepted",
+           "Add --state DIR");
+  options.dtype = scalar_type(flags.dtype);
+  options.micro_batch_tokens = flags.micro_batch_tokens;
+  options.sampler.cache_bytes = flags.cache_megabytes << 20;
+  return options;
+}
+
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.");
+}
+
+// Whose request it is. Nothing: a key is missing or wrong.
+std::optional<std::string> tenant_of(const serve::HttpRequest& request, const serve::ApiKeys* keys) {
+  if (!keys) return "";
+  constexpr std::string_view kBearer = "Bearer ";
+  const auto header = [&](const char* name) -> std::string_view {
+    const auto found = request.headers.find(name);
+    return found == request.headers.end() ? std::string_view() : found->second;
+  };
+  std::string_view key = header("x-api-key"), bearer = header("authorization");
+  if (key.empty() && bearer.starts_with(kBearer)) key = bearer.substr(kBearer.size());
+  return keys->tenant_of(key);
+}
+
+// Ends a service on SIGINT or SIGTERM. Made before any other thread, so that all of them leave these signals
+// alone.
+class StopSignals {
+ public:
+  StopSignals() {
+    sigemptyset(&signals_);
+    sigaddset(&signals_, SIGINT), sigaddset(&signals_, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+  }
+  ~StopSignals() {
+    done_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+  void stop(serve::Service& service) {
+    thread_ = std::thread([this, &service] {
+      constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000'000};
+      while (!done_)
+        if (sigtimedwait(&signals_, nullptr, &kPause) > 0) return service.stop();
+    });
+  }
+
+ private:
+  sigset_t signals_{};
+  std::atomic<bool> done_ = false;
+  std::thread thread_{};
+};
+
+int run(const ServeFlags& flags) {
+  const serve::ModelEngineOptions options = engine_options(flags);
+  const std::string& host = flags.http.host;
+  if (!is_loopback(host) && flags.keys.empty() && !flags.insecure)
+    refuse("--host " + host, "an address that others reach, and no --keys",
+           "keys, or --insecure to let anybody in",
+           "Make a key with `isograd serve key TENANT >> keys.txt`, and add --keys keys.txt");
+  std::optional<serve::ApiKeys> keys;
+  if (!flags.keys.empty()) keys.emplace(flags.keys);
+  const serve::ApiKeys* known = keys ? &*keys : nullptr;
+
+  StopSignals signals;
+  serve::ModelEngine engine(options);
+  serve::ServiceOptions service_options;
+  service_options.state = flags.state, service_options.sync = flags.sync;
+  service_options.models = flags.models_per_tenant;
+  serve::Service service(service_options, engine);
+  const auto admit = [known](const serve::HttpRequest& request) -> std::unique_ptr<serve::HttpReply> {
+    if (tenant_of(request, known)) return nullptr;
+    return std::make_unique<serve::HttpReply>(
+        serve::HttpReply{.status = 401, .body = R"({"detail": "a missing or unknown API key"})"});
+  };
+  const auto handle = [&service, known](const serve::HttpRequest& request, serve::Respond respond) {
+    if (const auto tenant = tenant_of(request, known)) service.handle(request, *tenant, std::move(respond));
+  };
+  const serve::HttpServer server(flags.http, admit, handle);
+  const std::string shown =
+      host.find(':') == std::string::npos ? printable(host) : "[" + printable(host) + "]";
+  const std::string address = fmt::format("http://{}:{}", shown, server.port());
+  std::string names;
+  for (const auto& base : engine.bases()) names += (names.empty() ? "" : ", ") + printable(base.name);
+  print(stdout,
+        fmt::format("serving {} on {}\n"
+                    "  export TINKER_BASE_URL={} TINKER_API_KEY={}\n"
+                    "  python -c 'import tinker; print(tinker.ServiceClient().get_server_capabilities())'\n",
+                    names, address, address, keys ? "tml-..." : "tml-local"));
+  std::fflush(stdout);
+  signals.stop(service);
+  service.run();
+  return 0;
+}
+
+// ---- asking a server ----
+
+// The body of a GET by plain HTTP. ConfigError: no such server, no answer in time, another status than 200.
+std::string get(const std::string& url, const std::string& path) {
+  constexpr std::string_view kScheme = "http://";
+  constexpr timeval kTimeout{.tv_sec = 10, .tv_usec = 0};
+  const auto fail = [&](const std::string& found) {
+    refuse(url, found, "a server started by `isograd serve`",
+           "Give its address, as in http://127.0.0.1:8000");
+  };
+  if (!url.starts_with(kScheme)) fail("no http:// address");
+  std::string rest = url.substr(kScheme.size());
+  const std::string authority = rest.substr(0, rest.find('/'));
+  std::string prefix = rest.substr(authority.size());
+  while (prefix.ends_with('/')) prefix.pop_back();
+  const auto colon = authority.rfind(':');
+  const bool has_port = colon != std::string::npos && authority.find(']', colon) == std::string::npos;
+  std::string name = authority.substr(0, has_port ? colon : std::string::npos);
+  if (name.starts_with('[') && name.ends_with(']')) name = name.substr(1, name.size() - 2);
+
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (const int code =
+          ::getaddrinfo(name.c_str(), has_port ? authority.substr(colon + 1).c_str() : "80", &hints, &found))
+    fail(::gai_strerror(code));
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, ::freeaddrinfo);
+  struct Socket {
+    int file = -1;
+    ~Socket() {
+      if (file >= 0) ::close(file);
+    }
+  } socket;
+  socket.file = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
+    ::setsockopt(socket.file, SOL_SOCKET, option, &kTimeout, sizeof kTimeout);
+  if (::connect(socket.file, found->ai_addr, found->ai_addrlen) != 0) fail(std::strerror(errno));
+  const char* key = std::getenv("TINKER_API_KEY");
+  const std::string request =
+      fmt::format("GET {}{} HTTP/1.1\r\nHost: {}\r\nX-API-Key: {}\r\nConnection: close\r\n\r\n", prefix, path,
+                  authority, key ? key : "");
+  for (std::size_t sent = 0; sent < request.size();) {
+    const auto more = ::send(socket.file, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
+    if (more <= 0) fail(std::strerror(errno));
+    sent += static_cast<std::size_t>(more);
+  }
+  constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+  std::string reply;
+  for (char piece[1 << 14]; reply.size() < kMostBytes;) {
+    const auto more = ::recv(socket.file, piece, sizeof piece, 0);
+    if (more < 0) fail(std::strerror(errno));
+    if (more == 0) break;
+    reply.append(piece, static_cast<std::size_t>(more));
+  }
+  const auto head = reply.find("\r\n\r\n");
+  if (head == std::string::npos || !reply.starts_with("HTTP/1.1 ")) fail("no answer by HTTP/1.1");
+  if (reply.compare(9, 4, "200 ") == 0) return reply.substr(head + 4);
+  if (reply.compare(9, 4, "401 ") == 0)
+    refuse(url, "status 401", "a key that the server knows", "Set TINKER_API_KEY");
+  fail("status " + reply.substr(9, reply.find('\r') - 9));
+  return {};
+}
+
+int show_status(const std::string& url) {
+  const auto [status, problem] = parse_json(get(url, "/isograd/status"));
+  if (!problem.empty()) refuse(url, problem, "the status of a server", "Give the address of `isograd serve`");
+  std::string text;
+  for (const auto& [key, value] : status.items())
+    if (!value.is_structured()) text += fmt::format("{} {}\n", printable(key), brief(value));
+  for (const auto& model : status.value("models", nlohmann::json::array())) {
+    text += "model";
+    for (const auto& [key, value] : model.items())
+      if (!value.is_structured() &&
+          !(value.is_string() && value.template get_ref<const std::string&>().empty()))
+        text += fmt::format("  {} {}", printable(key), brief(value));
+    text += "\n";
+  }
+  print(stdout, text);
+  return 0;
+}
+
+int make_key(const std::string& tenant) {
+  const serve::NewKey made(tenant);
+  print(stderr, fmt::format("The key, shown once: {}\n", made.key));
+  print(stdout, made.line + "\n");
+  return 0;
+}
+
+}  // namespace
+
+Verb serve_verb(CLI::App& program) {
+  CLI::App* verb =
+      program.add_subcommand("serve", "Serve training and sampling to clients of the tinker SDK");
+  auto flags = std::make_shared<ServeFlags>();
+  constexpr double kMany = 0x1p40;
+  add_option(*verb, "--model", flags->models,
+             "a base: its name for clients and its Hugging Face directory; repeatable", "NAME=DIR");
+  add_option(*verb, "--state", flags->state, "folder of this server: checkpoints, and what it accepted",
+             "DIR");
+  add_option(*verb, "--host", flags->http.host, "address to listen on; others than the loopback need --keys",
+             "HOST");
+  add_option(*verb, "--port", flags->http.port, "0: any free one", "N", 0, 65535);
+  add_option(*verb, "--keys", flags->keys, "file of API keys, made by `isograd serve key`", "FILE");
+  verb->add_flag("--insecure", flags->insecure, "let anybody in who reaches --host");
+  add_option(*verb, "--dtype", flags->dtype, "of weights and computing: float32, float64 or bfloat16", "TYPE")
+      ->check(CLI::IsMember({"float32", "float64", "bfloat16"}));
+  verb->add_flag("--sync", flags->sync, "survive power cuts, not only kills: an fsync before each answer");
+  add_option(*verb, "--micro-batch-tokens", flags->micro_batch_tokens,
+             "most tokens that a forward and backward sees", "N", 1, kMany);
+  add_option(*verb, "--cache-megabytes", flags->cache_megabytes, "keys and values of each sampler", "N", 1,
+             kMany);
+  add_option(*verb, "--models-per-tenant", flags->models_per_tenant, "most models of a tenant at a time", "N",
+             1, kMany);
+  CLI::App* status = verb->add_subcommand("status", "Show a server's models (key: TINKER_API_KEY)");
+  status->add_option("URL", flags->url, "its address")->required();
+  CLI::App* key =
+      verb->add_subcommand("key", "Make an API key: its line for the file of keys on standard output");
+  key->add_option("TENANT", flags->tenant, "whose key it is")->required();
+  verb->footer(
+      "  isograd serve --model Qwen/Qwen3-8B=models/qwen3-8b --state server\n"
+      "  isograd serve status http://127.0.0.1:8000\n"
+      "  isograd serve key alice >> keys.txt\n\n"
+      "SIGINT and SIGTERM end it; the next start on the same --state goes on. docs/server.md says more.\n"
+      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+  return {verb, [flags, status, key] {
+            if (status->parsed()) return show_status(flags->url);
+            return key->parsed() ? make_key(flags->tenant) : run(*flags);
+          }};
+}
+
+}  // namespace isograd
