@@ -62,8 +62,8 @@ def write_data(folder):
     """The data sets that programs of tinker-cookbook load."""
     rng = random.Random(7)
 
-    def text(least, most):
-        return " ".join(rng.choices(WORDS, k=rng.randint(least, most)))
+    def text(least, most, words=WORDS):
+        return " ".join(rng.choices(words, k=rng.randint(least, most)))
 
     def chat(**more):
         return {"messages": [{"role": "user", "content": text(2, 9)}, {"role": "assistant", "content": text(1, 9)}], **more}
@@ -74,7 +74,7 @@ def write_data(folder):
 
     def comparison():
         asked = f"\n\nHuman: {text(2, 8)}\n\nAssistant: "
-        return {"chosen": asked + text(2, 9), "rejected": asked + text(2, 9)}
+        return {"chosen": asked + text(2, 9, WORDS[:12]), "rejected": asked + text(2, 9, WORDS[12:])}  # can be learnt
 
     def put(name, configuration=None, **splits):
         (folder / name).mkdir(parents=True)
