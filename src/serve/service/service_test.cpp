@@ -1,0 +1,694 @@
+#include "serve/service/service.hpp"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <random>
+
+#include "serve/service/service_testing.hpp"
+
+namespace isograd::serve {
+namespace {
+
+using namespace service_testing;
+namespace fs = std::filesystem;
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "isograd-service-XXXXXX").string();
+    EXPECT_NE(::mkdtemp(name.data()), nullptr);
+    path = name;
+  }
+  ~Folder() { fs::remove_all(path); }
+  fs::path path;
+};
+
+ServiceOptions options_in(const Folder& folder) {
+  ServiceOptions options;
+  options.state = folder.path / "state", options.print_steps = false;
+  options.snapshot_least = 1e9;
+  return options;
+}
+
+json sampling(const std::string& sampler, int sequence, int samples = 2, int tokens = 5) {
+  return {{"sampling_session_id", sampler},
+          {"seq_id", sequence},
+          {"num_samples", samples},
+          {"prompt", {{"chunks", {{{"type", "encoded_text"}, {"tokens", {1, 2, 3}}}}}}},
+          {"sampling_params", {{"max_tokens", tokens}, {"temperature", 1.0}}},
+          {"prompt_logprobs", false}};
+}
+
+TEST(Service, ChunksInAnyOrderAndTwiceAreOneBatch) {
+  const auto digest = [](bool shuffled) {
+    Folder folder;
+    ToyEngine engine;
+    Running running(options_in(folder), engine);
+    Client client(running.transport());
+    client.start();
+    const std::string model = client.create();
+    std::vector<std::string> ids(4);
+    for (const int chunk : shuffled ? std::vector{2, 3, 2, 4, 4, 1, 3} : std::vector{1, 2, 3, 4})
+      ids[static_cast<std::size_t>(chunk) - 1] =
+          client.forward_backward(forward_backward_body(model, chunk, 10 * chunk, 3));
+    const std::string step = client.step(model, 5);
+    EXPECT_EQ(client.step(model, 5), step);
+    const json metrics = client.value(step)["metrics"];
+    EXPECT_EQ(metrics["datums"], 12);
+    for (const std::string& id : ids) {
+      const HttpReply reply = client.result(id);
+      EXPECT_EQ(reply.type, tinker::kProtobuf);
+      EXPECT_EQ(client.result(id).body, reply.body);  // readable again
+    }
+    return metrics["digest"].get<double>();
+  };
+  EXPECT_EQ(digest(true), digest(false));
+}
+
+TEST(Service, PiecesJoinToTheResultOfOneCall) {
+  std::vector<std::string> bodies;
+  for (const std::int64_t tokens : {1, 7, 1000000}) {
+    Folder folder;
+    ToyEngine engine;
+    ServiceOptions options = options_in(folder);
+    options.piece_tokens = tokens;
+    Running running(options, engine);
+    Client client(running.transport());
+    client.start();
+    const std::string model = client.create();
+    bodies.push_back(client.result(client.forward_backward(forward_backward_body(model, 1, 8, 16))).body);
+    EXPECT_EQ(engine.calls.size(), tokens == 1 ? 16u : tokens == 7 ? 4u : 1u);
+  }
+  EXPECT_EQ(bodies[0], bodies[2]);
+  EXPECT_EQ(bodies[1], bodies[2]);
+}
+
+TEST(Service, AHoleWaitsAndALongPollSaysTryAgain) {
+  Folder folder;
+  ToyEngine engine;
+  ServiceOptions options = options_in(folder);
+  options.poll_seconds = 0.2;
+  Running running(options, engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  const std::string late = client.forward_backward(forward_backward_body(model, 2, 1, 1));
+  const HttpReply reply = client.post("retrieve_future", {{"request_id", late}});
+  EXPECT_EQ(reply.status, 408);
+  EXPECT_EQ(json::parse(reply.body)["type"], "try_again");
+  EXPECT_TRUE(engine.calls.empty());
+  client.forward_backward(forward_backward_body(model, 1, 1, 1));
+  EXPECT_EQ(client.result(late).status, 200);
+  EXPECT_EQ(client.post("retrieve_future", {{"request_id", "nothing"}}).status, 410);
+}
+
+TEST(Service, AFailedOperationFailsTheLaterOnesWithItsCause) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  const std::string bad =
+      client.forward_backward(forward_backward_body(model, 1, 1, 1, 2, "stable_reinforce"));
+  const std::string step = client.step(model, 2);
+  const std::string broken = client.forward_backward(forward_backward_body(model, 3, 1, 1).substr(0, 60));
+  for (const std::string& id : {bad, step, broken}) {
+    const json failure = client.value(id);
+    EXPECT_EQ(failure["category"], "user") << failure;
+    EXPECT_NE(failure["error"].get<std::string>().find("stable_reinforce"), std::string::npos) << failure;
+  }
+  EXPECT_FALSE(engine.models.contains(model));
+  const std::string next = client.create(1);
+  client.forward_backward(forward_backward_body(next, 1, 1, 1));
+  EXPECT_EQ(client.value(client.step(next, 2))["metrics"]["steps"], 1);
+  // A save that is refused changes nothing, and the model goes on.
+  client.value(client.operation("save_weights", next, 3, {{"path", "one"}}));
+  EXPECT_EQ(client.value(client.operation("save_weights", next, 4, {{"path", "one"}}))["category"], "user");
+  EXPECT_EQ(client.value(client.operation("save_weights", next, 5, {{"path", "a/b"}}))["category"], "user");
+  client.forward_backward(forward_backward_body(next, 6, 1, 1));
+  EXPECT_EQ(client.value(client.step(next, 7))["metrics"]["steps"], 2);
+}
+
+TEST(Service, UserErrorsAreNeverOnesThatClientsRetry) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  const auto refused = [&](const HttpReply& reply, int status) {
+    EXPECT_EQ(reply.status, status) << reply.body;
+    EXPECT_TRUE(json::parse(reply.body).contains("detail"));
+  };
+  refused(client.call("POST", "/api/v1/optim_step", "{"), 400);
+  refused(client.call("POST", "/api/v1/optim_step", "[]"), 400);
+  refused(client.call("POST", "/api/v1/forward_backward", "\xff\xff"), 400);
+  refused(client.call("POST", "/api/v1/create_session", "7"), 400);
+  refused(client.call("GET", "/api/v1/nothing"), 404);
+  refused(client.call("GET", "/"), 404);
+  refused(client.call("GET", "/api/v1/optim_step"), 404);
+  refused(client.post("optim_step", {{"model_id", "unknown"}, {"seq_id", 1}}), 404);
+  refused(client.post("optim_step", {{"model_id", model}}), 400);
+  for (const json& number : {json(0), json(-1), json(1.5), json("1"), json(1e300)})
+    refused(client.post("optim_step", {{"model_id", model}, {"seq_id", number}}), 400);
+  refused(client.post("create_model",
+                      {{"session_id", client.session}, {"model_seq_id", 1}, {"base_model", "other"}}),
+          400);
+  refused(
+      client.post("create_model", {{"session_id", "other"}, {"model_seq_id", 1}, {"base_model", "toy/base"}}),
+      404);
+  refused(client.post("create_sampling_session", {{"session_id", client.session},
+                                                  {"sampling_session_seq_id", 0},
+                                                  {"model_path", "tinker://a/weights/b"}}),
+          404);
+  refused(client.post("asample", sampling("nobody", 0)), 404);
+  refused(client.post("get_info", {{"model_id", "nobody"}}), 404);
+  refused(client.post("weights_info", {{"tinker_path", "tinker://a/weights/b"}}), 404);
+  refused(client.call("DELETE", "/api/v1/training_runs/a/checkpoints/weights/b"), 404);
+  refused(client.call("PUT", "/api/v1/training_runs/a/checkpoints/weights/b/ttl", R"({"ttl_seconds":1})"),
+          400);
+  refused(client.call("GET", "/isograd/files/00/../../x"), 404);
+  // Refused when they run, and their sequence is used.
+  std::int64_t sequence = 0;
+  const auto failed = [&](const std::string& id) {
+    const json reply = client.value(id);
+    EXPECT_EQ(reply["category"], "user") << reply;
+    EXPECT_NE(reply["error"].get<std::string>().find("found"), std::string::npos) << reply;
+  };
+  for (const json& path : {json(".."), json("a b"), json(""), json(7)})
+    failed(client.operation("save_weights", model, ++sequence, {{"path", path}}));
+  failed(client.operation("save_weights_for_sampler", model, ++sequence,
+                          {{"sampling_session_seq_id", 0}, {"kind", "inflight"}}));
+  failed(client.operation("optim_step", model, ++sequence, {{"optimizer_params", {{"type", "dimuon"}}}}));
+  const json promise = client.sure("create_model", {{"session_id", client.session},
+                                                    {"model_seq_id", 5},
+                                                    {"base_model", "toy/base"},
+                                                    {"lora_config", {{"rank", 99}}}});
+  failed(promise["request_id"]);
+  const json load = client.sure("load_weights", {{"session_id", client.session},
+                                                 {"model_seq_id", 6},
+                                                 {"path", "tinker://a/weights/b"},
+                                                 {"optimizer", true}});
+  failed(load["request_id"]);
+}
+
+TEST(Service, AnotherTenantsThingsLookUnknown) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client owner(running.transport(), "a"), other(running.transport(), "b");
+  owner.start(), other.start();
+  const std::string model = owner.create();
+  const std::string saved = owner.value(owner.operation("save_weights", model, 1, {{"path", "one"}}))["path"];
+  const std::string sampler = owner.value(owner.operation(
+      "save_weights_for_sampler", model, 2, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+  const std::string future = owner.sure("asample", sampling(sampler, 0))["request_id"];
+  EXPECT_EQ(owner.result(future).status, 200);
+  const auto as_unknown = [&](const HttpReply& foreign, HttpReply unknown, const std::string& id,
+                              const std::string& name) {
+    EXPECT_EQ(foreign.status, unknown.status);
+    const std::size_t at = unknown.body.find(name);
+    if (at != std::string::npos) unknown.body.replace(at, name.size(), id);
+    EXPECT_EQ(foreign.body, unknown.body);
+  };
+  const auto compare = [&](const std::string& path, const std::string& key, const std::string& id,
+                           json body) {
+    json unknown = body;
+    body[key] = id, unknown[key] = "none";
+    as_unknown(other.post(path, body), other.post(path, unknown), id, "none");
+  };
+  compare("get_info", "model_id", model, {});
+  compare("optim_step", "model_id", model, {{"seq_id", 3}});
+  compare("asample", "sampling_session_id", sampler, sampling("x", 1));
+  compare("retrieve_future", "request_id", future, {});
+  compare("session_heartbeat", "session_id", owner.session, {});
+  compare("create_model", "session_id", owner.session, {{"model_seq_id", 9}, {"base_model", "toy/base"}});
+  const std::string checkpoint = "/api/v1/training_runs/" + model + "/checkpoints/weights/one";
+  EXPECT_EQ(other.call("DELETE", checkpoint).status, 404);
+  EXPECT_EQ(other.call("GET", "/api/v1/training_runs/" + model).status, 404);
+  EXPECT_EQ(other.call("GET", "/api/v1/sessions/" + owner.session).status, 404);
+  EXPECT_EQ(other.call("GET", "/api/v1/samplers/" + sampler).status, 404);
+  EXPECT_EQ(other
+                .call("POST", "/api/v1/sessions/" + owner.session + "/finish",
+                      R"({"reason":{"type":"success"},"detail":null})")
+                .status,
+            404);
+  EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 404);
+  EXPECT_EQ(json::parse(other.call("GET", "/api/v1/training_runs").body)["cursor"]["total_count"], 0);
+  EXPECT_TRUE(json::parse(other.call("GET", "/api/v1/checkpoints").body)["checkpoints"].empty());
+  EXPECT_EQ(owner.call("POST", checkpoint + "/publish").status, 200);
+  EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 200);
+  EXPECT_EQ(other.call("DELETE", checkpoint).status, 404);
+  EXPECT_EQ(owner.call("DELETE", checkpoint + "/publish").status, 200);
+  EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 404);
+}
+
+TEST(Service, Checkpoints) {
+  Folder folder;
+  ToyEngine engine;
+  ServiceOptions options = options_in(folder);
+  Running running(options, engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  client.forward_backward(forward_backward_body(model, 1, 1, 2));
+  client.step(model, 2);
+  client.forward_backward(forward_backward_body(model, 3, 5, 2));  // an open accumulator is saved too
+  const std::string path =
+      client.value(client.operation("save_weights", model, 4, {{"path", "one"}}))["path"];
+  EXPECT_EQ(path, "tinker://" + model + "/weights/one");
+  const auto created = [&](int number, bool optimizer) {
+    const json promise = client.sure(
+        "load_weights",
+        {{"session_id", client.session}, {"model_seq_id", number}, {"path", path}, {"optimizer", optimizer}});
+    EXPECT_EQ(client.value(promise["request_id"])["type"], "load_weights");
+    const std::string id = client.session + ":train:" + std::to_string(number);
+    EXPECT_EQ(client.sure("get_info", {{"model_id", id}})["lora_rank"], 8);
+    client.forward_backward(forward_backward_body(id, 1, 9, 1));
+    return client.value(client.step(id, 2))["metrics"];
+  };
+  client.forward_backward(forward_backward_body(model, 5, 9, 1));
+  const json uninterrupted = client.value(client.step(model, 6))["metrics"];
+  EXPECT_EQ(created(1, true), uninterrupted);
+  EXPECT_NE(created(2, false), uninterrupted);
+  // Loaded, then overwritten and deleted: a snapshot comes first.
+  EXPECT_EQ(client.value(
+                client.operation("save_weights", model, 7, {{"path", "one"}, {"overwrite", true}}))["path"],
+            path);
+  EXPECT_TRUE(fs::exists(folder.path / "state" / "snapshot-1"));
+  const std::string weights =
+      client.value(client.operation("save_weights_for_sampler", model, 8, {{"path", "s"}}))["path"];
+  EXPECT_EQ(
+      client.value(client.operation("load_weights", model, 9, {{"path", path}, {"optimizer", true}}))["type"],
+      "load_weights");
+  EXPECT_EQ(json::parse(client.call("GET", "/api/v1/checkpoints").body)["checkpoints"].size(), 2u);
+  const json sampler =
+      client.sure("create_sampling_session",
+                  {{"session_id", client.session}, {"sampling_session_seq_id", 0}, {"model_path", weights}});
+  EXPECT_EQ(
+      client.sure("create_sampling_session",
+                  {{"session_id", client.session}, {"sampling_session_seq_id", 0}, {"model_path", weights}}),
+      sampler);
+  const json promise = client.sure("asample", sampling(sampler["sampling_session_id"], 0));
+  EXPECT_EQ(client.sure("asample", sampling(sampler["sampling_session_id"], 0)), promise);
+  EXPECT_NE(promise["sample_sequence_ids"][0], promise["sample_sequence_ids"][1]);
+  EXPECT_EQ(client.result(promise["request_id"]).type, tinker::kProtobuf);
+  const std::string url = "/api/v1/training_runs/" + model + "/checkpoints/weights/one";
+  EXPECT_EQ(client.call("PUT", url + "/ttl", R"({"ttl_seconds":null})").status, 200);
+  EXPECT_EQ(client.call("DELETE", url).status, 200);
+  EXPECT_EQ(client.call("DELETE", url).status, 200);
+  EXPECT_EQ(client.post("weights_info", {{"tinker_path", path}}).status, 404);
+  // External ones are read by anybody who has the address.
+  client.value(client.operation("save_weights_external", model, 10, {{"path", "out"}}));
+  const json urls =
+      json::parse(client
+                      .call("GET", "/api/v1/training_runs/" + model +
+                                       "/checkpoints/external_weights/out/external_weights_urls")
+                      .body);
+  const std::string address = urls["urls"]["toy"];
+  EXPECT_TRUE(address.starts_with("http://127.0.0.1:1/isograd/files/"));
+  EXPECT_EQ(client.call("GET", address.substr(18)).body.size(), sizeof(ToyEngine::Toy));
+  EXPECT_EQ(client.call("GET", address.substr(18) + "/../toy").status, 404);
+  EXPECT_EQ(client.call("GET", "/isograd/files//toy").status, 404);
+  EXPECT_NE(client.call("GET", "/metrics").body.find("isograd_steps_total{model=\"" + model),
+            std::string::npos);
+  EXPECT_EQ(json::parse(client.call("GET", "/isograd/status").body)["models"].size(), 3u);
+}
+
+TEST(Service, Sessions) {
+  Folder folder;
+  ToyEngine engine;
+  ServiceOptions options = options_in(folder);
+  options.session_seconds = 1.5;
+  Running running(options, engine);
+  Client client(running.transport()), silent(running.transport());
+  client.start(), silent.start();
+  const std::string model = client.create();
+  silent.create();
+  const std::string waits = silent.step(silent.session + ":train:0", 2);  // behind a hole
+  const std::string sampler = client.value(client.operation(
+      "save_weights_for_sampler", model, 1, {{"sampling_session_seq_id", 3}}))["sampling_session_id"];
+  EXPECT_EQ(sampler, client.session + ":sample:3");
+  for (int i = 0; i < 35; ++i) {
+    EXPECT_EQ(client.post("session_heartbeat", {{"session_id", client.session}}).status, 200);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  EXPECT_EQ(silent.post("session_heartbeat", {{"session_id", silent.session}}).status, 410);
+  EXPECT_EQ(silent.value(waits)["category"], "user");
+  const std::string finish = "/api/v1/sessions/" + client.session + "/finish";
+  EXPECT_EQ(client.call("POST", finish, R"({"reason":{"type":"success"},"detail":null})").status, 200);
+  EXPECT_EQ(client.call("POST", finish, R"({"reason":{"type":"errored"},"detail":null})").status, 200);
+  EXPECT_EQ(client.post("session_heartbeat", {{"session_id", client.session}}).status, 410);
+  EXPECT_EQ(client.post("optim_step", {{"model_id", model}, {"seq_id", 2}}).status, 400);
+  for (int i = 0; i < 100 && !json::parse(client.call("GET", "/isograd/status").body)["models"].empty(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(client.post("asample", sampling(sampler, 0)).status, 404);
+  EXPECT_EQ(client.call("GET", "/api/v1/training_runs/" + model).status, 200);  // still listed
+  running.service.stop();
+  EXPECT_TRUE(engine.models.empty());
+  EXPECT_TRUE(engine.samplers.empty());
+}
+
+TEST(Service, Limits) {
+  Folder folder;
+  ToyEngine engine;
+  ServiceOptions options = options_in(folder);
+  options.models = 1, options.samplers = 2, options.checkpoint_bytes = 1, options.waiting = 3,
+  options.waiting_samples = 2;
+  Running running(options, engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  EXPECT_EQ(client
+                .post("create_model",
+                      {{"session_id", client.session}, {"model_seq_id", 1}, {"base_model", "toy/base"}})
+                .status,
+            400);
+  Client other(running.transport(), "b");
+  other.start(), other.create();
+  std::vector<std::string> samplers;
+  std::int64_t sequence = 0;
+  for (int i = 0; i < 3; ++i)
+    samplers.push_back(
+        client.value(client.operation("save_weights_for_sampler", model, ++sequence,
+                                      {{"sampling_session_seq_id", i}}))["sampling_session_id"]);
+  EXPECT_EQ(client.post("asample", sampling(samplers[0], 0)).status, 404);  // the longest unused made room
+  EXPECT_EQ(engine.samplers.size(), 2u);
+  client.value(client.operation("save_weights", model, ++sequence, {{"path", "one"}}));
+  EXPECT_EQ(client.value(client.operation("save_weights", model, ++sequence, {{"path", "two"}}))["category"],
+            "user");
+  for (int i = 0; i < 3; ++i) client.forward_backward(forward_backward_body(model, sequence + 5 + i, 1, 1));
+  EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, sequence + 9, 1, 1))
+                .status,
+            429);
+  engine.datum_time = std::chrono::milliseconds(20);
+  const std::string first = client.sure("asample", sampling(samplers[1], 0, 1, 10))["request_id"];
+  client.sure("asample", sampling(samplers[2], 0, 1, 10));
+  EXPECT_EQ(client.post("asample", sampling(samplers[2], 1)).status, 429);
+  EXPECT_EQ(client.result(first).status, 200);
+}
+
+TEST(Service, TenantsTakeTurnsByTime) {
+  Folder folder;
+  ToyEngine engine;
+  engine.datum_time = std::chrono::milliseconds(1);
+  ServiceOptions options = options_in(folder);
+  options.piece_tokens = 8;  // four datums
+  Running running(options, engine);
+  Client many(running.transport(), "a"), few(running.transport(), "b");
+  many.start(), few.start();
+  const std::string big = many.create(), small = few.create();
+  const std::string last = many.forward_backward(forward_backward_body(big, 1, 1, 400));
+  for (int i = 1; i <= 20; ++i) {
+    few.result(few.forward_backward(forward_backward_body(small, i, 1, 1)));
+  }
+  EXPECT_EQ(many.result(last).status, 200);
+  running.service.stop();
+  // One datum of B waits for at most the piece that runs when it comes, and one more.
+  std::size_t run = 0, longest = 0;
+  std::size_t ended = 0;
+  for (std::size_t i = 0; i < engine.calls.size(); ++i)
+    if (engine.calls[i] == small) ended = i;
+  for (std::size_t i = 0; i < ended; ++i) {
+    run = engine.calls[i] == big ? run + 1 : 0;
+    longest = std::max(longest, run);
+  }
+  EXPECT_LE(longest, 3u);
+  EXPECT_LT(ended, engine.calls.size() - 10);
+}
+
+TEST(Service, AFullJournalRefusesAndGoesOn) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  client.result(client.forward_backward(forward_backward_body(model, 1, 1, 1)));
+  const auto size = fs::file_size(folder.path / "state" / "journal");
+  rlimit former{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &former), 0);
+  const auto ignored = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit limit = former;
+  const std::string body = forward_backward_body(model, 2, 1, 1);
+  limit.rlim_cur = size + body.size() + 400;  // enough for a request and not for its completion
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const std::string second = client.forward_backward(body);
+  EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 3, 1, 50)).status,
+            503);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &former), 0);
+  std::signal(SIGXFSZ, ignored);
+  EXPECT_EQ(client.result(second).status, 200);
+  client.forward_backward(forward_backward_body(model, 3, 1, 1));
+  EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 3);
+}
+
+TEST(Service, ARestartGoesOnWithTheSameBits) {
+  for (const double snapshots : {1e9, 0.0}) {  // by replay alone; by snapshots
+    Folder folder;
+    ServiceOptions options = options_in(folder);
+    options.snapshot_least = snapshots, options.snapshot_share = 1e9;
+    std::string model, sampler, future, waits;
+    HttpReply sampled;
+    Client client({});
+    {
+      ToyEngine engine;
+      Running running(options, engine);
+      client = Client(running.transport());
+      client.start();
+      model = client.create(0, {{"rank", 8}});  // seeds are drawn
+      client.forward_backward(forward_backward_body(model, 1, 1, 3));
+      client.result(client.step(model, 2));
+      client.forward_backward(forward_backward_body(model, 3, 7, 3));
+      sampler = client.value(client.operation("save_weights_for_sampler", model, 4,
+                                              {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+      future = client.sure("asample", sampling(sampler, 0))["request_id"];
+      sampled = client.result(future);
+      waits = client.step(model, 7);
+      if (snapshots > 0) running.service.stop();
+    }
+    ToyEngine engine;
+    Running running(options, engine);
+    const std::string session = client.session;
+    client = Client(running.transport());
+    client.session = session;
+    EXPECT_EQ(client.result(future).body, sampled.body);
+    EXPECT_EQ(client.value(client.operation("save_weights_for_sampler", model, 4,
+                                            {{"sampling_session_seq_id", 9}}))["sampling_session_id"],
+              sampler);
+    client.forward_backward(forward_backward_body(model, 5, 9, 1));
+    client.forward_backward(forward_backward_body(model, 6, 11, 1));
+    const json metrics = client.value(waits)["metrics"];
+    EXPECT_EQ(metrics["datums"], 5);
+    EXPECT_EQ(metrics["steps"], 2);
+    client.result(client.sure("asample", sampling(sampler, 1))["request_id"]);
+    EXPECT_EQ(client.result(future).body, sampled.body);
+  }
+}
+
+// ---- kills ----
+
+struct Pipes {
+  int requests[2], replies[2];
+};
+
+void write_text(int file, const std::string& text) {
+  const std::uint64_t size = text.size();
+  std::string all(reinterpret_cast<const char*>(&size), sizeof(size));
+  all += text;
+  for (std::size_t at = 0; at < all.size();) {
+    const ssize_t done = ::write(file, all.data() + at, all.size() - at);
+    if (done <= 0) return;
+    at += static_cast<std::size_t>(done);
+  }
+}
+
+bool read_text(int file, std::string& text) {
+  const auto read_all = [&](char* into, std::size_t size) {
+    for (std::size_t at = 0; at < size;) {
+      const ssize_t done = ::read(file, into + at, size - at);
+      if (done <= 0) return false;
+      at += static_cast<std::size_t>(done);
+    }
+    return true;
+  };
+  std::uint64_t size = 0;
+  if (!read_all(reinterpret_cast<char*>(&size), sizeof(size))) return false;
+  text.resize(size);
+  return read_all(text.data(), size);
+}
+
+// A service in a process of its own, which ends by SIGKILL after a random time and is started again.
+class KilledService {
+ public:
+  KilledService(ServiceOptions options, std::uint64_t seed, bool kills)
+      : options_(std::move(options)), random_(seed), kills_(kills) {
+    start();
+  }
+  ~KilledService() { stop(); }
+  HttpReply call(const HttpRequest& request, const std::string&) {
+    for (int attempt = 0; attempt < 10000; ++attempt) {
+      write_text(pipes_.requests[1], json{request.method, request.path, request.headers}.dump());
+      write_text(pipes_.requests[1], request.body);
+      std::string status, type, body;
+      if (read_text(pipes_.replies[0], status) && read_text(pipes_.replies[0], type) &&
+          read_text(pipes_.replies[0], body))
+        return {.status = std::stoi(status), .type = type, .body = body};
+      stop();
+      restarts += 1;
+      start();
+    }
+    return {.status = 599, .body = "no answer"};
+  }
+  int restarts = 0;
+
+ private:
+  void start() {
+    ASSERT_EQ(::pipe2(pipes_.requests, O_CLOEXEC), 0);
+    ASSERT_EQ(::pipe2(pipes_.replies, O_CLOEXEC), 0);
+    // Every other life is long enough to make progress for sure.
+    const auto life = std::chrono::microseconds(
+        std::uniform_int_distribution<int>(500, restarts % 2 ? 60000 : 15000)(random_));
+    child_ = ::fork();
+    ASSERT_GE(child_, 0);
+    if (child_ > 0) {
+      ::close(pipes_.requests[0]), ::close(pipes_.replies[1]);
+      return;
+    }
+    ::close(pipes_.requests[1]), ::close(pipes_.replies[0]);
+    if (kills_) {
+      std::thread([life] {
+        std::this_thread::sleep_for(life);
+        ::kill(::getpid(), SIGKILL);
+      }).detach();
+    }
+    try {
+      ToyEngine engine;
+      engine.datum_time = std::chrono::microseconds(100);
+      Running running(options_, engine);
+      const Transport transport = running.transport();
+      std::string head, body;
+      while (read_text(pipes_.requests[0], head) && read_text(pipes_.requests[0], body)) {
+        const json parts = json::parse(head);
+        HttpRequest request{
+            .method = parts[0], .path = parts[1], .query = {}, .headers = parts[2], .body = body};
+        const HttpReply reply = transport(request, "a");
+        write_text(pipes_.replies[1], std::to_string(reply.status));
+        write_text(pipes_.replies[1], reply.type);
+        write_text(pipes_.replies[1], reply.body);
+      }
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "the server cannot start: %s\n", error.what());
+      ::_exit(3);
+    }
+    ::_exit(0);
+  }
+  void stop() {
+    ::close(pipes_.requests[1]), ::close(pipes_.replies[0]);
+    int status = 0;
+    ASSERT_EQ(::waitpid(child_, &status, 0), child_);
+    ASSERT_FALSE(WIFEXITED(status) && WEXITSTATUS(status) == 3);
+  }
+
+  ServiceOptions options_;
+  std::mt19937_64 random_;
+  bool kills_;
+  Pipes pipes_{};
+  pid_t child_ = -1;
+};
+
+// Everything that a client is told, with the session's name replaced.
+std::vector<std::string> scripted_run(const Transport& transport, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::string> told;
+  Client client(transport);
+  client.start();
+  const auto tell = [&](const HttpReply& reply) {
+    EXPECT_EQ(reply.status, 200) << reply.body;
+    std::string body = reply.body;
+    for (std::size_t at; (at = body.find(client.session)) != std::string::npos;)
+      body.replace(at, client.session.size(), "S");
+    told.push_back(body);
+  };
+  const std::string one = client.create(0), two = client.create(1);
+  std::map<std::string, std::int64_t> next{{one, 1}, {two, 1}};
+  const auto twice = [&](const auto& post) {
+    const std::string id = post();
+    EXPECT_EQ(post(), id);
+    return id;
+  };
+  for (int round = 0; round < 6; ++round) {
+    std::vector<std::string> ids;
+    for (const std::string& model : {one, two}) {
+      const std::int64_t first = next[model];
+      for (const std::int64_t chunk : {1, 2, 3, 0})
+        ids.push_back(twice([&] {
+          return client.forward_backward(forward_backward_body(model, first + chunk, 100 * round + chunk, 4));
+        }));
+      ids.push_back(twice([&] { return client.step(model, first + 4); }));
+      const std::string name = "round" + std::to_string(round % 2);
+      ids.push_back(
+          client.operation("save_weights", model, first + 5, {{"path", name}, {"overwrite", true}}));
+      next[model] = first + 6;
+    }
+    for (const std::string& id : ids) tell(client.result(id));
+    const std::string sampler =
+        client.value(client.operation("save_weights_for_sampler", one, next[one]++,
+                                      {{"sampling_session_seq_id", round}}))["sampling_session_id"];
+    json ask = sampling(sampler, round);
+    ask["sampling_params"]["seed"] = round;
+    const std::string sample = client.sure("asample", ask)["request_id"];
+    // The other model goes on from the first one's weights, which are deleted afterwards.
+    const std::string path = "tinker://" + one + "/weights/round" + std::to_string(round % 2);
+    tell(client.result(twice([&] {
+      return client.operation("load_weights", two, next[two], {{"path", path}, {"optimizer", true}});
+    })));
+    next[two] += 1;
+    if (round % 3 == 2)
+      EXPECT_EQ(client
+                    .call("DELETE", "/api/v1/training_runs/" + one + "/checkpoints/weights/round" +
+                                        std::to_string(round % 2))
+                    .status,
+                200);
+    tell(client.result(sample));
+  }
+  return told;
+}
+
+TEST(Service, KillsLoseAndDoubleNothing) {
+  const std::uint64_t seed = 20261128;
+  std::printf("seed %lu\n", static_cast<unsigned long>(seed));
+  ServiceOptions options;
+  options.print_steps = false, options.piece_tokens = 4, options.poll_seconds = 5;
+  options.snapshot_least = 0.01, options.snapshot_share = 0.5;
+  std::vector<std::string> expected;
+  {
+    Folder folder;
+    options.state = folder.path / "state";
+    KilledService service(options, seed, false);
+    expected = scripted_run(
+        [&](const auto& request, const auto& tenant) { return service.call(request, tenant); }, seed);
+  }
+  ASSERT_GT(expected.size(), 70u);
+  int kills = 0;
+  for (std::uint64_t run = 0; kills < 200 && run < 40; ++run) {
+    Folder folder;
+    options.state = folder.path / "state";
+    KilledService service(options, seed + run, true);
+    const auto told = scripted_run(
+        [&](const auto& request, const auto& tenant) { return service.call(request, tenant); }, seed);
+    kills += service.restarts;
+    ASSERT_EQ(told, expected) << "run " << run << ", " << service.restarts << " kills";
+  }
+  std::printf("%d kills\n", kills);
+  EXPECT_GE(kills, 200);
+}
+
+}  // namespace
+}  // namespace isograd::serve
