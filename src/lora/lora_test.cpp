@@ -199,6 +199,35 @@ TEST(Lora, InitialValuesAreKeyedByName) {
   EXPECT_EQ(adapted_matrix("model.norm.weight"), "");
 }
 
+TEST(Lora, DropoutIsKeyedByWhatAFeatureIs) {
+  Batch batch = make_batch({6, 3, 8}, 61, 34);
+  batch.draw = 4;
+  const at::Tensor x = at::ones({17, 90}, at::kDouble);
+  const LoraDropout all{.fraction = 0.25, .seed = 5, .first = 0, .width = 90};
+  const at::Tensor whole = drop_inputs(x, batch, 1, Projection::kUp, all);
+  EXPECT_NEAR(whole.eq(0).to(at::kDouble).mean().item<double>(), 0.25, 0.04);  // 3.6 standard deviations
+  EXPECT_NEAR(whole.max().item<double>(), 4 / 3.0, 1e-6);
+  // Some features, as a rank along tp has them, and one of the samples alone.
+  LoraDropout part = all;
+  part.first = 31;
+  EXPECT_TRUE(
+      drop_inputs(x.narrow(1, 31, 50), batch, 1, Projection::kUp, part).equal(whole.narrow(1, 31, 50)));
+  Batch one = make_batch({8}, 61, 1);
+  one.draw = 4, one.sample_ids = {2};
+  EXPECT_TRUE(drop_inputs(x.narrow(0, 0, 8), one, 1, Projection::kUp, all).equal(whole.narrow(0, 9, 8)));
+  // Another step, layer, matrix, seed or sample.
+  const auto differs = [&](const Batch& of, std::int64_t layer, Projection projection,
+                           const LoraDropout& by) {
+    return !drop_inputs(x, of, layer, projection, by).equal(whole);
+  };
+  Batch later = batch;
+  later.draw = 5;
+  LoraDropout other = all;
+  other.seed = 6;
+  EXPECT_TRUE(differs(later, 1, Projection::kUp, all) && differs(batch, 0, Projection::kUp, all) &&
+              differs(batch, 1, Projection::kGate, all) && differs(batch, 1, Projection::kUp, other));
+}
+
 TEST(Lora, ACopyIsApart) {
   const DecoderConfig config = small_config("llama");
   const auto adapter = trained(config, 7);
