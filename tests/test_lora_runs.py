@@ -1,0 +1,72 @@
+"""Runs of `isograd` with model.lora: proved, saved, continued on other axes, exported."""
+import json
+
+import pytest
+from conftest import ROOT, ran, refused
+from safetensors.torch import load_file
+
+SMALL = ("data.pack_length=48", "batch.packs_per_step=6", "batch.packs_per_micro_batch=2", "model.hidden=96", "model.layers=2",
+         "model.head_dim=16", "model.feed_forward=96", "train.evaluate_packs=4", "sample.tokens=8")
+EXAMPLE = ROOT / "examples/lora.toml"
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.tp=2"], ["parallel.strategy=zero3"], ["parallel.pp=2"],
+                                    ["parallel.tp=2", "model.lora.dropout=0.2", "model.lora.targets=[\"attention\",\"mlp\"]"],
+                                    ["parallel.cp_ring=2", "loss.fused=on"]], ids=" ".join)
+def test_the_gradient_is_that_of_one_process(layout):
+    said = ran("verify", EXAMPLE, "--ranks", 2, *SMALL, "model.lora.b_range=0.05", *layout).stdout
+    assert "parity PASS" in said and "gradient of zero" not in said
+
+
+def test_a_run_goes_on_with_its_adapter_and_is_exported(tmp_path):
+    base = tmp_path / "base"
+    ran("train", EXAMPLE, *SMALL, "model.lora.rank=0", "model.lora.alpha=32", "model.lora.targets=[\"attention\",\"mlp\"]",
+        "train.steps=1", f"run.directory={tmp_path / 'full'}", "verify.at_end=false")
+    (tmp_path / "full/checkpoints/step-00000001").rename(base)
+    # model.load describes the model, so that its keys are left out.
+    text = EXAMPLE.read_text()
+    config = tmp_path / "lora.toml"
+    config.write_text(text[:text.index("[model]")] + f'[model]\nload = "{base}"\n\n' + text[text.index("[model.lora]"):])
+    small = [key for key in SMALL if not key.startswith("model.")] + ["model.lora.b_range=0.05"]
+
+    def train(folder, steps, *more):
+        return ran("train", config, "--ranks", 2, *small, f"train.steps={steps}", "schedule.warmup=0", "schedule.kind=constant",
+                   f"run.directory={tmp_path / folder}", *more).stdout
+    assert "parity PASS" in train("whole", 4, "parallel.strategy=zero3")
+    train("parts", 2, "parallel.strategy=zero3")
+    train("parts", 4, "parallel.tp=2", "checkpoint.resume=latest")
+    whole, parts = (load_file(tmp_path / run / "checkpoints/step-00000004/adapter_model.safetensors") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        assert (parts[name] - value).abs().max() < 1e-4 and value.abs().max() > 0, name
+    saved = json.loads((tmp_path / "whole/checkpoints/step-00000004/adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], saved["base_model_name_or_path"]) == (8, 16, str(base))
+    assert not (tmp_path / "whole/checkpoints/step-00000004/model.safetensors").exists()
+
+    ran("export", tmp_path / "whole", tmp_path / "adapter")
+    assert load_file(tmp_path / "adapter/adapter_model.safetensors").keys() == whole.keys()
+    ran("export", tmp_path / "whole", tmp_path / "merged", "--merge")
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    update = whole[f"base_model.model.{name}.lora_B.weight"] @ whole[f"base_model.model.{name}.lora_A.weight"] * 2
+    assert (after[f"{name}.weight"] - before[f"{name}.weight"] - update).abs().max() < 1e-6 < update.abs().max()
+    assert after["model.norm.weight"].equal(before["model.norm.weight"])
+    greedy = ("--tokens", 12, "--temperature", 0)
+    assert (ran("sample", tmp_path / "whole", *greedy).stdout
+            == ran("sample", tmp_path / "merged", *greedy, "--tokenizer", "bytes").stdout)
+
+    assert "a new folder" in refused("export", tmp_path / "whole", tmp_path / "merged")
+    assert "without an adapter" in refused("export", base, tmp_path / "other")
+    assert "model.lora of this run" in refused("train", config, *small, f"run.directory={tmp_path / 'whole'}",
+                                               "checkpoint.resume=latest", "model.lora.alpha=8", "train.steps=5")
+
+
+@pytest.mark.parametrize("changes, said", [
+    (["model.lora.targets=[\"router\"]"], "q_proj"),
+    (["model.lora.targets=[]"], "model.lora.targets"),
+    (["model.lora.dropout=0.1"], "unembed"),
+    (["model.lora.rank=600"], "512"),
+    (["model.lora.rank=0"], "no effect"),
+    (["model.family=qwen3_moe", "model.experts=4", "model.expert_feed_forward=32"], "experts are not adapted yet")])
+def test_bad_input_is_refused(changes, said):
+    assert said in refused("verify", EXAMPLE, *SMALL, *changes)
