@@ -4,7 +4,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <random>
+#include <thread>
 
 #include "base/error_testing.hpp"
 #include "base/files.hpp"
@@ -239,6 +241,8 @@ TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
   CheckpointStore(root()).save(info_of("0"), false, writes("x"));
   for (int round = 0; round < 100; ++round) {
     const unsigned seed = random();
+    int ends[2];
+    ASSERT_EQ(pipe(ends), 0);
     const pid_t child = fork();
     if (child == 0) {
       std::mt19937 own(seed);
@@ -250,12 +254,20 @@ TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
           case 2: store.update(info); break;
           default: store.save(info, true, writes(std::string(own() % 3000, 'x')));
         }
+        if (::write(ends[1], "", 1) != 1) _exit(1);
       }
     }
-    usleep(static_cast<useconds_t>(2000 + random() % 15000));
+    // Anywhere within the operation after the second one, which takes about as long as that.
+    char done;
+    ASSERT_EQ(::read(ends[0], &done, 1), 1);
+    const auto begun = std::chrono::steady_clock::now();
+    ASSERT_EQ(::read(ends[0], &done, 1), 1);
+    const auto took = std::chrono::steady_clock::now() - begun;
+    std::this_thread::sleep_for(took * std::uniform_real_distribution<>(0, 1)(random));
     int status = 0;
     kill(child, SIGKILL);
     waitpid(child, &status, 0);
+    for (const int end : ends) ::close(end);
     ASSERT_TRUE(WIFSIGNALED(status)) << "the writer ended by itself";
     const CheckpointStore store(root());
     ASSERT_TRUE(store.ignored().empty()) << store.ignored()[0];
