@@ -19,7 +19,7 @@ from tinker.lib.api_future_impl import QueueState
 from tinker.types import SamplingParams, SessionSearchRequest
 
 names = map("name-{}".format, itertools.count())
-NOT_OFFERED = re.compile(r"\bnot offer")  # "is not offered", "does not offer"
+NOT_OFFERED = re.compile("not (offered|served)")
 
 
 def twice_negative(logprobs):
