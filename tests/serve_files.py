@@ -9,8 +9,10 @@ import json
 import os
 import random
 import select
+import site
 import socket
 import subprocess
+import sys
 import time
 
 from conftest import BINARY
@@ -39,9 +41,9 @@ def write_tokenizer(folder):
     return whole
 
 
-def write_model(folder, layers=2, hidden=64):
-    """A Qwen3 with random weights, with the tokenizer. It often says its end of text and GUESS: else no reward of the
-    cookbook's games would differ from another."""
+def write_model(folder, plays=False, layers=2, hidden=64):
+    """A Qwen3 with random weights, with the tokenizer. One that `plays` often says its end of text and GUESS: else no reward of
+    the cookbook's games would differ from another."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     tokenizer = write_tokenizer(folder)
@@ -51,9 +53,10 @@ def write_model(folder, layers=2, hidden=64):
         vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, intermediate_size=2 * hidden, max_position_embeddings=4096,
         initializer_range=0.1, tie_word_embeddings=False, eos_token_id=end, bos_token_id=None, pad_token_id=None))
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1  # in every hidden state, so that the next line is a bias
-        model.lm_head.weight[[end, tokenizer.convert_tokens_to_ids(GUESS)], 0] = 3.5
+    if plays:
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 1  # in every hidden state, so that the next line is a bias
+            model.lm_head.weight[[end, tokenizer.convert_tokens_to_ids(GUESS)], 0] = 3.5
     model.save_pretrained(folder)
     return model
 
@@ -89,6 +92,21 @@ def write_data(folder):
     put("Anthropic/hh-rlhf", train=[comparison() for _ in range(32)], test=[comparison() for _ in range(8)])
     put("zwhe99/DeepMath-103K", train=[{"question": text(3, 9), "final_answer": "1"} for _ in range(32)])
     put("Salesforce/wikitext", "wikitext-103-raw-v1", train=[{"text": text(20, 60)} for _ in range(3000)])
+
+
+def environment(folder, *packages):
+    """The interpreter of an environment that has these packages, without what they depend on, and sees those of this one. It is
+    made once."""
+    wanted = " ".join((sys.executable, *packages))
+    stamp, python = folder / "made-of", folder / "bin/python"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True, timeout=60)
+        (next(folder.glob("lib/python*/site-packages")) / "seen.pth").write_text(
+            "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()))
+        subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", "--disable-pip-version-check", *packages],
+                       check=True, timeout=300)
+        stamp.write_text(wanted)
+    return str(python)
 
 
 def free_port():

@@ -10,17 +10,14 @@ import contextlib
 import json
 import os
 import re
-import site
 import subprocess
-import sys
 import threading
 import types
 
 import pytest
 from conftest import BUILD, ROOT
-from serve_files import NAME, server, write_data, write_model
+from serve_files import NAME, environment, server, write_data, write_model
 
-REQUIREMENTS = ROOT / "tests/requirements_cookbook.txt"
 PROGRAM_LIMIT = 120  # seconds
 
 
@@ -75,22 +72,14 @@ def python():
     """The interpreter with tinker-cookbook, which sees the packages of this one."""
     if given := os.environ.get("ISOGRAD_COOKBOOK_VENV"):
         return f"{given}/bin/python"
-    folder, wanted = BUILD / "cookbook", sys.executable + REQUIREMENTS.read_text()
-    stamp = folder / "made-of"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True, timeout=60)
-        (next(folder.glob("lib/python*/site-packages")) / "seen.pth").write_text(
-            "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()))
-        subprocess.run([str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed",
-                        "--disable-pip-version-check", "-r", str(REQUIREMENTS)], check=True, timeout=300)
-        stamp.write_text(wanted)
-    return str(folder / "bin/python")
+    lines = (ROOT / "tests/requirements_cookbook.txt").read_text().splitlines()
+    return environment(BUILD / "cookbook", *(line for line in lines if line and not line.startswith("#")))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cookbook")
-    write_model(folder / NAME)
+    write_model(folder / NAME, plays=True)
     write_data(folder)
     with server(folder, folder / "state", "--client-config", json.dumps({"use_pyqwest_transport": True})) as running:
         yield running
@@ -170,10 +159,10 @@ BEFORE = {"chat_sl resumed": "chat_sl"}
 def run(name, python, served, log):
     row = PROGRAMS[name]
     with contextlib.closing(Proxy(served.port)) as proxy:
-        environment = {**os.environ, "TINKER_API_KEY": "tml-local", "TINKER_BASE_URL": proxy.url, "TINKER_TELEMETRY": "0",
+        variables = {**os.environ, "TINKER_API_KEY": "tml-local", "TINKER_BASE_URL": proxy.url, "TINKER_TELEMETRY": "0",
                        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(served.folder / "hub"), "OMP_NUM_THREADS": "1"}
         command = [python, "-m", f"tinker_cookbook.recipes.{row.module}", f"model_name={NAME}", f"log_path={log}", *row.arguments]
-        done = subprocess.run(command, env=environment, cwd=served.folder, capture_output=True, text=True, timeout=PROGRAM_LIMIT)
+        done = subprocess.run(command, env=variables, cwd=served.folder, capture_output=True, text=True, timeout=PROGRAM_LIMIT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return proxy.counts, [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
