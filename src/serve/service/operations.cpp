@@ -391,28 +391,29 @@ Service::Outcome Service::control(const LogRecord& record) {
     outcome.change = [&sampler] { sampler.open = true; };
     return outcome;
   }
-  State::Saved& saved = state_.saved.at(record.text("checkpoint"));
-  if (saved.deleted > 0) {
+  const std::string checkpoint = record.text("checkpoint");
+  const auto found = state_.saved.find(checkpoint);
+  if (found == state_.saved.end() || found->second.deleted > 0) {  // since the request was accepted
     outcome.status = path == "delete" ? 200 : 404;
     return outcome;
   }
-  CheckpointInfo info = saved.info;
+  CheckpointInfo info = found->second.info;
   const double time = record.time();
   const bool has_files = fs::exists(store_.directory(info));  // a replay may find that they are gone
   if (path == "delete") {
-    release(info.path());
+    release(checkpoint);
     if (has_files) store_.remove(info);
-    outcome.change = [&saved, time] { saved.deleted = time; };
-    return outcome;
-  }
-  if (path == "ttl") {
+  } else if (path == "ttl") {
     const std::optional<std::int64_t> seconds = tinker::ttl(record.body);
     info.expires = seconds ? time + static_cast<double>(*seconds) : 0;
   } else {
     info.is_public = path == "publish";
   }
-  if (has_files) store_.update(info);
-  outcome.change = [&saved, info] { saved.info = info; };
+  if (has_files && path != "delete") store_.update(info);
+  outcome.change = [this, checkpoint, info, deleted = path == "delete" ? time : 0.0] {
+    const auto entry = state_.saved.find(checkpoint);
+    if (entry != state_.saved.end()) entry->second.info = info, entry->second.deleted = deleted;
+  };
   return outcome;
 }
 

@@ -24,6 +24,8 @@ HttpReply json_reply(std::string body, int status = 200) {
   return {.status = status, .body = std::move(body)};
 }
 
+constexpr std::int64_t kMostSequence = std::int64_t{1} << 53;
+
 struct Address {
   std::string model;
   std::int64_t sequence = 0;  // 0: not given
@@ -49,6 +51,9 @@ Address address_of(const std::string& body, bool protobuf) {
         refuse("the body", "bytes that are no protobuf message", "a ForwardBackwardRequest",
                "Use an SDK of tinker");
     }
+    if (found.sequence > kMostSequence)
+      refuse("seq_id", std::to_string(found.sequence), "a number of 1 or more",
+             "Count a model's operations from 1");
     return found;
   }
   const auto parsed = parse_json(body);
@@ -57,7 +62,7 @@ Address address_of(const std::string& body, bool protobuf) {
   const auto model = parsed.value.find("model_id"), sequence = parsed.value.find("seq_id");
   if (model != parsed.value.end() && model->is_string()) found.model = model->get<std::string>();
   if (sequence == parsed.value.end() || sequence->is_null()) return found;
-  if (!sequence->is_number_integer() || *sequence < 1 || *sequence > std::int64_t{1} << 53)
+  if (!sequence->is_number_integer() || *sequence < 1 || *sequence > kMostSequence)
     refuse("seq_id", brief(*sequence), "a whole number of 1 or more", "Count a model's operations from 1");
   found.sequence = sequence->get<std::int64_t>();
   return found;
@@ -288,8 +293,6 @@ void Service::admit(const Accepted& record) {
           record->xorl() ? xorl::create_model(record->body).body : tinker::create_model(record->body).body;
     state_.sessions.at(model.session).models += 1;
     if (!model.request.lora.seed) model.request.lora.seed = record->seed();
-    // xorl divides by the tokens of the step.
-    if (record->xorl()) model.request.metadata.try_emplace("isograd.normalise", "tokens");
   }
   model.waiting[record->head.at("sequence").get<std::int64_t>()] = record;
   model.waiting_bytes += static_cast<std::int64_t>(record->body.size());
@@ -377,7 +380,8 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
 HttpReply Service::submit_operation(const HttpRequest& request, const std::string& path,
                                     const std::string& tenant) {
   const bool xorl = !request.headers.contains("x-api-key");
-  const Address address = address_of(request.body, path == "forward_backward" && !xorl);
+  Address address = address_of(request.body, path == "forward_backward" && !xorl);
+  if (xorl && address.model.empty()) address.model = "default";
   const Lock lock(mutex_);
   State::Model& model = find_model(address.model, tenant, xorl);
   if (const auto session = state_.sessions.find(model.session); session != state_.sessions.end())

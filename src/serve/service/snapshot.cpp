@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kSnapshot = "snapshot-";
-constexpr double kKeepDeleted = 3600;  // seconds
+constexpr double kKeepDeleted = 3600, kKeepClosed = 86400;  // seconds
 
 // Numbers of the snapshots in the folder.
 std::vector<std::uint64_t> snapshots_in(const fs::path& folder) {
@@ -187,6 +187,21 @@ bool Service::take_snapshot() {
       const bool old = saved.deleted > 0 && saved.deleted + kKeepDeleted < now;
       if (saved.deleted == 0 && !saved.exists(now)) expired.push_back(saved.info);
       return old || (saved.deleted == 0 && !saved.exists(now));
+    });
+    // Nothing that clients may still name is forgotten.
+    std::erase_if(state_.samplers, [&](const auto& entry) {
+      const State::Sampler& sampler = entry.second;
+      return sampler.closed && !sampler.open && sampler.waiting == 0 && sampler.used + kKeepClosed < now;
+    });
+    std::set<std::string> runs, sessions;
+    for (const auto& [path, saved] : state_.saved) runs.insert(saved.info.run);
+    std::erase_if(state_.models, [&](const auto& entry) {
+      return entry.second.gone && !runs.contains(entry.first) &&
+             entry.second.last_request + kKeepClosed < now;
+    });
+    for (const auto& [id, model] : state_.models) sessions.insert(model.session);
+    std::erase_if(state_.sessions, [&](const auto& entry) {
+      return entry.second.ended && !sessions.contains(entry.first) && entry.second.seen + kKeepClosed < now;
     });
     all["position"] = journal_->position();
     all["state"] = state_.to_json(blobs);

@@ -11,32 +11,32 @@
 
 namespace isograd::serve {
 
+void to_json(nlohmann::json& to, const LoraShape& shape) {
+  to = {{"rank", shape.rank}, {"unembed", shape.unembed}, {"mlp", shape.mlp}, {"attention", shape.attention}};
+  if (shape.seed) to["seed"] = *shape.seed;
+}
+void from_json(const nlohmann::json& from, LoraShape& shape) {
+  from.at("rank").get_to(shape.rank), from.at("unembed").get_to(shape.unembed);
+  from.at("mlp").get_to(shape.mlp), from.at("attention").get_to(shape.attention);
+  if (from.contains("seed")) shape.seed = from.at("seed").get<std::uint64_t>();
+}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CreateModel, base, lora, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Session, tags, metadata, sdk_version, display_name)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CheckpointInfo, run, kind, name, tenant, base, rank, bytes, created,
                                    expires, is_public, metadata)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::OpenSession, tenant, client, created, finished, lasting, ending,
+                                   ended, models)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Model, id, tenant, session, name, request, created, last_request,
+                                   next, failure, loaded, gone, steps, tokens, step_tokens, seconds,
+                                   step_seconds)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Sampler, tenant, session, base, path, open, closed, failure, used,
+                                   waiting)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Saved, info, shape, secret, deleted)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Future, tenant, done, finished, type)
 
 namespace {
 
 using nlohmann::json;
-
-json json_of(const CreateModel& model) {
-  json found{{"base", model.base},    {"rank", model.lora.rank},           {"unembed", model.lora.unembed},
-             {"mlp", model.lora.mlp}, {"attention", model.lora.attention}, {"metadata", model.metadata}};
-  if (model.lora.seed) found["seed"] = *model.lora.seed;
-  return found;
-}
-
-CreateModel model_of(const json& found) {
-  CreateModel model;
-  found.at("base").get_to(model.base);
-  found.at("rank").get_to(model.lora.rank);
-  found.at("unembed").get_to(model.lora.unembed);
-  found.at("mlp").get_to(model.lora.mlp);
-  found.at("attention").get_to(model.lora.attention);
-  found.at("metadata").get_to(model.metadata);
-  if (found.contains("seed")) model.lora.seed = found.at("seed").get<std::uint64_t>();
-  return model;
-}
 
 // Bodies are kept in one file, one after another; the JSON has their lengths.
 struct Writer {
@@ -88,112 +88,37 @@ LogRecord LogRecord::decode(std::string_view text) {
 
 json State::to_json(std::string& blobs) const {
   const Writer blob{blobs};
-  json all{{"control_count", control_count}};
-  json& open = all["sessions"] = json::object();
-  for (const auto& [id, of] : sessions)
-    open[id] = {{"tenant", of.tenant},     {"client", of.client},   {"created", of.created},
-                {"finished", of.finished}, {"lasting", of.lasting}, {"ending", of.ending},
-                {"ended", of.ended},       {"models", of.models}};
-  json& runs = all["models"] = json::object();
-  for (const auto& [id, of] : models) {
-    json& run = runs[id] = {{"tenant", of.tenant},
-                            {"session", of.session},
-                            {"name", of.name},
-                            {"request", json_of(of.request)},
-                            {"created", of.created},
-                            {"last_request", of.last_request},
-                            {"next", of.next},
-                            {"failure", of.failure},
-                            {"loaded", of.loaded},
-                            {"gone", of.gone},
-                            {"steps", of.steps},
-                            {"tokens", of.tokens},
-                            {"seconds", of.seconds},
-                            {"step_tokens", of.step_tokens},
-                            {"step_seconds", of.step_seconds}};
-    for (const auto& [sequence, record] : of.waiting) run["waiting"].push_back({sequence, blob(record)});
-  }
-  json& opened = all["samplers"] = json::object();
-  for (const auto& [id, of] : samplers)
-    opened[id] = {{"tenant", of.tenant},   {"session", of.session}, {"base", of.base},
-                  {"path", of.path},       {"open", of.open},       {"closed", of.closed},
-                  {"failure", of.failure}, {"used", of.used},       {"waiting", of.waiting}};
-  json& kept = all["saved"] = json::array();
-  for (const auto& [path, of] : saved)
-    kept.push_back(
-        {{"info", of.info}, {"shape", json_of(of.shape)}, {"secret", of.secret}, {"deleted", of.deleted}});
-  json& promised = all["futures"] = json::object();
-  for (const auto& [id, of] : futures)
-    promised[id] = {{"tenant", of.tenant},
-                    {"done", of.done},
-                    {"finished", of.finished},
-                    {"type", of.type},
-                    {"body", blob(of.body)}};
+  json all{{"control_count", control_count}, {"sessions", sessions}, {"models", models},
+           {"samplers", samplers},           {"saved", saved},       {"futures", futures}};
+  for (const auto& [id, model] : models)
+    for (const auto& [sequence, record] : model.waiting)
+      all["waiting"].push_back({id, sequence, blob(record)});
+  for (const auto& [id, future] : futures) all["bodies"].push_back({id, blob(future.body)});
   for (const Accepted& record : controls) all["controls"].push_back(blob(record));
   for (const auto& [id, record] : samples) all["samples"].push_back(blob(record));
   return all;
 }
 
-// The blobs are read in the order in which they were written: objects are sorted by key on both sides.
 State State::from_json(const json& all, std::string_view blobs) {
   State state;
   Reader reader(blobs);
-  const double now = seconds_now();
   all.at("control_count").get_to(state.control_count);
-  for (const auto& [id, from] : all.at("sessions").items()) {
-    OpenSession& of = state.sessions[id];
-    from.at("tenant").get_to(of.tenant), from.at("client").get_to(of.client);
-    from.at("created").get_to(of.created), from.at("finished").get_to(of.finished);
-    from.at("lasting").get_to(of.lasting), from.at("ending").get_to(of.ending);
-    from.at("ended").get_to(of.ended), from.at("models").get_to(of.models);
-    of.seen = now;
+  all.at("sessions").get_to(state.sessions), all.at("models").get_to(state.models);
+  all.at("samplers").get_to(state.samplers), all.at("saved").get_to(state.saved);
+  all.at("futures").get_to(state.futures);
+  for (const json& entry : all.value("waiting", json::array())) {
+    Model& model = state.models.at(entry.at(0).get<std::string>());
+    const Accepted record = model.waiting[entry.at(1).get<std::int64_t>()] = reader.record(entry.at(2));
+    model.waiting_bytes += static_cast<std::int64_t>(record->body.size());
   }
-  for (const auto& [id, from] : all.at("models").items()) {
-    Model& of = state.models[id];
-    of.id = id, of.request = model_of(from.at("request"));
-    from.at("tenant").get_to(of.tenant), from.at("session").get_to(of.session),
-        from.at("name").get_to(of.name);
-    from.at("created").get_to(of.created), from.at("last_request").get_to(of.last_request);
-    from.at("next").get_to(of.next), from.at("failure").get_to(of.failure);
-    from.at("loaded").get_to(of.loaded), from.at("gone").get_to(of.gone);
-    from.at("steps").get_to(of.steps), from.at("tokens").get_to(of.tokens);
-    from.at("seconds").get_to(of.seconds), from.at("step_tokens").get_to(of.step_tokens);
-    from.at("step_seconds").get_to(of.step_seconds);
-    if (!from.contains("waiting")) continue;
-    for (const json& entry : from.at("waiting")) {
-      const Accepted record = reader.record(entry.at(1));
-      of.waiting_bytes += static_cast<std::int64_t>(record->body.size());
-      of.waiting[entry.at(0).get<std::int64_t>()] = record;
-    }
-  }
-  for (const auto& [id, from] : all.at("samplers").items()) {
-    Sampler& of = state.samplers[id];
-    from.at("tenant").get_to(of.tenant), from.at("session").get_to(of.session);
-    from.at("base").get_to(of.base), from.at("path").get_to(of.path);
-    from.at("open").get_to(of.open), from.at("closed").get_to(of.closed);
-    from.at("failure").get_to(of.failure), from.at("used").get_to(of.used);
-    from.at("waiting").get_to(of.waiting);
-  }
-  for (const json& from : all.at("saved")) {
-    Saved of;
-    from.at("info").get_to(of.info), of.shape = model_of(from.at("shape"));
-    from.at("secret").get_to(of.secret), from.at("deleted").get_to(of.deleted);
-    state.saved[of.info.path()] = std::move(of);
-  }
-  for (const auto& [id, from] : all.at("futures").items()) {
-    Future& of = state.futures[id];
-    from.at("tenant").get_to(of.tenant), from.at("done").get_to(of.done);
-    from.at("finished").get_to(of.finished), from.at("type").get_to(of.type);
-    of.body = reader.bytes(from.at("body"));
-  }
-  if (all.contains("controls"))
-    for (const json& length : all.at("controls")) state.controls.push_back(reader.record(length));
-  if (all.contains("samples")) {
-    for (const json& length : all.at("samples")) {
-      const Accepted record = reader.record(length);
-      state.samples[record->text("id")] = record;
-      state.unsubmitted.push_back(record->text("id"));
-    }
+  for (const json& entry : all.value("bodies", json::array()))
+    state.futures.at(entry.at(0).get<std::string>()).body = reader.bytes(entry.at(1));
+  for (const json& length : all.value("controls", json::array()))
+    state.controls.push_back(reader.record(length));
+  for (const json& length : all.value("samples", json::array())) {
+    const Accepted record = reader.record(length);
+    state.samples[record->text("id")] = record;
+    state.unsubmitted.push_back(record->text("id"));
   }
   return state;
 }
