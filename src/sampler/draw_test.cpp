@@ -13,11 +13,11 @@
 namespace isograd {
 namespace {
 
-constexpr std::uint64_t kSeed = 11;
+constexpr std::uint64_t kDrawSeed = 11;
 
 std::vector<double> some_logits(std::size_t count) {
   std::vector<double> logits(count);
-  for (std::size_t i = 0; i < count; ++i) logits[i] = 1.5 * random_normal({.seed = kSeed}, i);
+  for (std::size_t i = 0; i < count; ++i) logits[i] = 1.5 * random_normal({.seed = kDrawSeed}, i);
   logits[3] = logits[8];  // equally likely: the smaller number counts first
   return logits;
 }
@@ -74,7 +74,7 @@ double chance_of(const std::vector<double>& logits, const Draw& how, const std::
   std::vector<std::int64_t> counts(logits.size());
   for (std::int64_t i = 0; i < kDraws; ++i)
     ++counts[static_cast<std::size_t>(
-        distribution.draw(how, random_uniform({.seed = kSeed, .sample = 4}, static_cast<std::uint64_t>(i))))];
+        distribution.draw(how, random_uniform({.seed = kDrawSeed, .sample = 4}, static_cast<std::uint64_t>(i))))];
   return chance(counts, expected, kDraws);
 }
 
@@ -86,7 +86,7 @@ TEST(Draw, FollowsTheDistribution) {
       const Draw how{.temperature = temperature, .top_k = top_k, .top_p = top_p};
       const auto expected = expected_probabilities(logits, how);
       EXPECT_GT(chance_of<double>(logits, how, expected), 1e-3)
-          << temperature << " " << top_k << " " << top_p << " seed " << kSeed;
+          << temperature << " " << top_k << " " << top_p << " seed " << kDrawSeed;
       EXPECT_GT(chance_of<float>(logits, how, expected), 1e-3) << temperature << " " << top_k << " " << top_p;
     }
 }

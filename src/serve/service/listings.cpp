@@ -87,7 +87,7 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     for (const auto& [key, saved] : state_.saved)
       if (saved.info.tenant == tenant && saved.exists(now) && (run.empty() || saved.info.run == run))
         found.push_back(listing_of_checkpoint(saved.info));
-    std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
+    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
     return found;
   };
   if (request.method == "POST" && path == "get_info") {
@@ -125,7 +125,7 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     std::vector<std::string> ids;
     for (const auto& [id, session] : state_.sessions)
       if (session.tenant == tenant) ids.push_back(id);
-    std::stable_sort(ids.begin(), ids.end(), [&](auto& a, auto& b) {
+    std::sort(ids.begin(), ids.end(), [&](auto& a, auto& b) {
       return state_.sessions.at(a).created > state_.sessions.at(b).created;
     });
     cut(request, 20, ids);
@@ -150,7 +150,7 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     std::vector<const State::Model*> models;
     for (const auto& [id, model] : state_.models)
       if (model.tenant == tenant) models.push_back(&model);
-    std::stable_sort(models.begin(), models.end(),
+    std::sort(models.begin(), models.end(),
                      [](auto* a, auto* b) { return a->last_request > b->last_request; });
     const Cursor cursor = cut(request, 20, models);
     std::vector<RunListing> runs;
