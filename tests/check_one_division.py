@@ -56,6 +56,7 @@ ALLOWED = [
     ("src/loss/ranking/ranking.cpp", "above / static_cast<double>(divisor)", "ranking: a mean over classes"),
     ("src/verify/diagnose_gradient.cpp", "- target) / whole", "the diagnosis: what a fit leaves"),
     ("src/cli/train.cpp", "3 / samples + (4 + kForward) / micro_batches", "how long the proof takes, in steps"),
+    ("src/serve/models/trained_model.cpp", "1 / divisor", "the server's one division, in the update of a step"),
     ("src/verify/oracle.cpp", "term.sum(batch) / divisor", "the outside oracle: one process, no code of the normaliser"),
     ("src/comm/group.cpp", "* (size - 1) / size", "bytes that a ring algorithm sends"),
     ("src/comm/grid/grid.cpp", "index /= axes[i].size", "the grid of ranks"),

@@ -1,4 +1,4 @@
-// What a client sends to forward_backward: checked whole, before anything is computed, then packed for the
+// The datums of a forward_backward: checked whole, before anything is computed, then packed for the
 // model.
 #pragma once
 

@@ -50,11 +50,11 @@ struct FixedWeights {
   std::uint64_t number;                        // of these weights, for the cache of prefixes
 };
 
-// What of a model is in its directory, as isograd.json.
+// isograd.json: what a directory has besides weights.
 struct SavedModel {
   CreateModel created;
   std::string weights;  // "adapter", "whole", "base"
-  // Of Engine::Save::kTraining:
+  // With Engine::Save::kTraining:
   bool training = false;
   std::string dtype;
   std::int64_t updates = 0;

@@ -16,7 +16,7 @@ namespace isograd::serve {
 struct ModelEngineOptions {
   std::vector<std::pair<std::string, std::filesystem::path>> bases;  // name and Hugging Face directory
   at::ScalarType dtype = at::kFloat;
-  // Of a micro-batch: a speed and memory option, sums do not depend on it (but for their last bits).
+  // The most of a micro-batch. It decides on speed and memory, and on nothing but the last bits of a sum.
   std::int64_t micro_batch_tokens = 2048;
   TextSamplerOptions sampler{};
 };

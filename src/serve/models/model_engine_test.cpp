@@ -54,7 +54,7 @@ class ModelEngineTest : public ::testing::Test {
     options.dtype = dtype, options.micro_batch_tokens = micro_batch_tokens;
     return std::make_unique<ModelEngine>(options);
   }
-  // What a model's weights are, from a directory that peft (rank 0: transformers) would load.
+  // A model's weights, from a directory that peft (rank 0: transformers) would load.
   Tensors weights(ModelEngine& engine, const std::string& model) {
     const fs::path directory = folder(fmt::format("weights_{}", saves_++));
     engine.save(model, Engine::Save::kExternal, directory);
@@ -797,7 +797,7 @@ TEST_F(ModelEngineTest, SamplesDependOnTheirSeedAlone) {
             one.sequences[0].tokens[stopped.sequences[0].tokens.size() - 1]);
   // Without a limit up to the context.
   request.params.stop_tokens.clear(), request.params.max_tokens.reset();
-  EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens.size(), 61U);
+  EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens.size(), 62U);
 }
 
 TEST_F(ModelEngineTest, BadSamplesAreRefused) {
@@ -809,9 +809,9 @@ TEST_F(ModelEngineTest, BadSamplesAreRefused) {
     change(request);
     EXPECT_THAT(message_of([&] { engine->submit("x", "s", request, 1); }), HasSubstr(text));
   };
-  refused("no tokens", [](auto& r) { r.prompt.clear(); });
-  refused("0 to 60", [](auto& r) { r.prompt[1] = 61; });
-  refused("num_samples", [](auto& r) { r.samples = 0; });
+  refused("no token", [](auto& r) { r.prompt.clear(); });
+  refused("a vocabulary of 61", [](auto& r) { r.prompt[1] = 61; });
+  refused("samples", [](auto& r) { r.samples = 0; });
   refused("num_samples", [](auto& r) { r.samples = 1000000; });
   refused("max_tokens", [](auto& r) { r.params.max_tokens = 0; });
   refused("temperature", [](auto& r) { r.params.temperature = -1; });
@@ -819,7 +819,7 @@ TEST_F(ModelEngineTest, BadSamplesAreRefused) {
   refused("top_k", [](auto& r) { r.params.top_k = -2; });
   refused("top_p", [](auto& r) { r.params.top_p = 0; });
   refused("top_p", [](auto& r) { r.params.top_p = 1.5; });
-  refused("topk_prompt_logprobs", [](auto& r) { r.top_prompt = 62; });
+  refused("top_prompt", [](auto& r) { r.top_prompt = 62; });
   refused("target_prompt_logprobs", [](auto& r) { r.prompt_targets = Calls(1).tokens({3, 1}); });
   refused("100000 of them", [](auto& r) { r.params.stop_strings.assign(100000, "x"); });
   refused("a base without a tokenizer", [](auto& r) { r.params.stop_strings = {"x"}; });

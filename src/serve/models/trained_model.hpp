@@ -11,7 +11,7 @@
 
 namespace isograd::serve {
 
-// What the gradient of a step is divided by (user_metadata isograd.normalise).
+// The number by which the gradient of a step is divided (user_metadata isograd.normalise).
 enum class Normalise { kNone, kTokens, kWeights, kSequences };
 
 class TrainedModel {
