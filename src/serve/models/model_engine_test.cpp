@@ -800,6 +800,64 @@ TEST_F(ModelEngineTest, SamplesDependOnTheirSeedAlone) {
   EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens.size(), 62U);
 }
 
+// Tokens 0 to 59 are characters, 60 is a special token.
+constexpr std::string_view kCharacters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567";
+
+std::string tokenizer_json() {
+  std::string vocabulary;
+  for (std::size_t i = 0; i < kCharacters.size(); ++i)
+    vocabulary += fmt::format("\"{}\": {}, ", kCharacters[i], i);
+  return R"({"version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+    "added_tokens": [{"id": 60, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false,
+                      "normalized": false, "special": true}],
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": false},
+    "decoder": {"type": "Fuse"},
+    "model": {"type": "WordLevel", "unk_token": "a", "vocab": {)" +
+         vocabulary + R"("<|end|>": 60}}})";
+}
+
+TEST_F(ModelEngineTest, StopStringsEndASequence) {
+  write_file(folder("base_qwen3") / "tokenizer.json", tokenizer_json());
+  const auto engine = this->engine("qwen3");
+  EXPECT_EQ(engine->bases()[0].tokenizer.filename(), "tokenizer.json");
+  engine->open_sampler("s", "tiny");
+  Sample request;
+  request.prompt = {1, 2, 3}, request.samples = 4, request.params.max_tokens = 40,
+  request.params.stop_given = true;
+  const SampleResult free = sample(*engine, "s", request);
+  request.params.stop_strings = {"no such text"};
+  try {
+    EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens, free.sequences[0].tokens);
+  } catch (const ConfigError& error) {
+    if (std::string(error.what()).find("the package tokenizers") == std::string::npos) throw;
+    GTEST_SKIP() << error.what();
+  }
+  std::string text;
+  std::vector<std::size_t> ends;  // of the text, by tokens
+  for (const std::int32_t token : free.sequences[0].tokens) {
+    if (token < 60) text += kCharacters[static_cast<std::size_t>(token)];
+    ends.push_back(text.size());
+  }
+  const std::string stop = text.substr(text.size() / 2, 3);
+  const std::size_t last = text.find(stop) + stop.size();
+  request.params.stop_strings = {"no such text", stop};
+  const SampleResult stopped = sample(*engine, "s", request);
+  EXPECT_TRUE(stopped.sequences[0].stopped);
+  EXPECT_EQ(stopped.sequences[0].tokens.size(),
+            static_cast<std::size_t>(std::ranges::find(ends, last) - ends.begin()) + 1);
+  // The special token, by its id or by its text.
+  request.params.stop_strings = {"<|end|>"};
+  const SampleResult by_text = sample(*engine, "s", request);
+  request.params.stop_strings.clear(), request.params.stop_tokens = {60};
+  const SampleResult by_id = sample(*engine, "s", request);
+  bool any = false;
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(by_text.sequences[i].tokens, by_id.sequences[i].tokens);
+    any = any || by_id.sequences[i].stopped;
+  }
+  EXPECT_TRUE(any);
+}
+
 TEST_F(ModelEngineTest, BadSamplesAreRefused) {
   const auto engine = this->engine("qwen3");
   engine->open_sampler("s", "tiny");
