@@ -4,7 +4,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -68,32 +70,45 @@ std::optional<std::string> tenant_of(const serve::HttpRequest& request, const se
   return keys->tenant_of(key);
 }
 
-// Ends a service on SIGINT or SIGTERM. Made before any other thread, so that all of them leave these signals
-// alone.
+// SIGINT and SIGTERM end the program, once there is a service by its stop(). Made before any other thread, so
+// that all of them leave these signals to this one.
 class StopSignals {
  public:
   StopSignals() {
     sigemptyset(&signals_);
     sigaddset(&signals_, SIGINT), sigaddset(&signals_, SIGTERM);
     pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+    thread_ = std::thread([this] {
+      constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000'000};
+      while (!done_) {
+        const int signal = sigtimedwait(&signals_, nullptr, &kPause);
+        if (signal <= 0) continue;
+        serve::Service* const service = service_;
+        if (!service) std::_Exit(128 + signal);
+        return service->stop();
+      }
+    });
   }
-  ~StopSignals() {
+  ~StopSignals() { end(); }
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+  void end() {
     done_ = true;
     if (thread_.joinable()) thread_.join();
   }
-  StopSignals(const StopSignals&) = delete;
-  StopSignals& operator=(const StopSignals&) = delete;
-  void stop(serve::Service& service) {
-    thread_ = std::thread([this, &service] {
-      constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 100'000'000};
-      while (!done_)
-        if (sigtimedwait(&signals_, nullptr, &kPause) > 0) return service.stop();
-    });
-  }
+  // While it lives, signals stop the service.
+  struct Stopping {
+    Stopping(StopSignals& of, serve::Service& service) : signals(of) { signals.service_ = &service; }
+    ~Stopping() { signals.end(); }
+    Stopping(const Stopping&) = delete;
+    Stopping& operator=(const Stopping&) = delete;
+    StopSignals& signals;
+  };
 
  private:
   sigset_t signals_{};
   std::atomic<bool> done_ = false;
+  std::atomic<serve::Service*> service_ = nullptr;
   std::thread thread_{};
 };
 
@@ -134,7 +149,7 @@ int run(const ServeFlags& flags) {
                     "  python -c 'import tinker; print(tinker.ServiceClient().get_server_capabilities())'\n",
                     names, address, address, keys ? "tml-..." : "tml-local"));
   std::fflush(stdout);
-  signals.stop(service);
+  const StopSignals::Stopping stopping(signals, service);
   service.run();
   return 0;
 }
