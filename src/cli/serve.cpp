@@ -25,7 +25,7 @@ namespace {
 
 struct ServeFlags {
   std::vector<std::string> models;
-  std::string state, keys, dtype = "float32", url, tenant;
+  std::string state, keys, dtype = "float32", client_config, url, tenant;
   serve::HttpOptions http{.host = "127.0.0.1", .port = 8000};
   std::int64_t micro_batch_tokens = 2048, cache_megabytes = 1024, models_per_tenant = 64;
   bool insecure = false, sync = false;
@@ -128,6 +128,12 @@ int run(const ServeFlags& flags) {
   serve::ServiceOptions service_options;
   service_options.state = flags.state, service_options.sync = flags.sync;
   service_options.models = flags.models_per_tenant;
+  if (!flags.client_config.empty()) {
+    if (const auto [config, problem] = parse_json(flags.client_config); !problem.empty())
+      refuse("--client-config", problem, "a JSON object of the client's own options",
+             R"(Give {"use_pyqwest_transport": true}, for instance)");
+    service_options.client_config = flags.client_config;
+  }
   serve::Service service(service_options, engine);
   const auto admit = [known](const serve::HttpRequest& request) -> std::unique_ptr<serve::HttpReply> {
     if (tenant_of(request, known)) return nullptr;
@@ -266,6 +272,8 @@ Verb serve_verb(CLI::App& program) {
              kMany);
   add_option(*verb, "--models-per-tenant", flags->models_per_tenant, "most models of a tenant at a time", "N",
              1, kMany);
+  add_option(*verb, "--client-config", flags->client_config,
+             "options that tinker's client takes from its server, as JSON", "JSON");
   CLI::App* status = verb->add_subcommand("status", "Show a server's models (key: TINKER_API_KEY)");
   status->add_option("URL", flags->url, "its address")->required();
   CLI::App* key =
