@@ -70,9 +70,9 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
       .look_ahead = look_ahead,
       .counters = memory ? memory->remembering(model->counters()) : model->counters()};
   options.norm_parts = norm_parts_;
-  // Experts' rows vary, and memory is measured in mid-pass.
-  options.capture =
-      config.parallel.cuda_graphs && config.model.kind == "decoder" && !options.counters && !memory;
+  // Experts' rows vary, memory is measured in mid-pass, and dropout is drawn on the CPU.
+  options.capture = config.parallel.cuda_graphs && config.model.kind == "decoder" && !options.counters &&
+                    !memory && config.model.lora.dropout == 0;
   if (const Pipeline* pipeline = model->pipeline()) options = through(*pipeline, std::move(options));
   step_ = std::make_unique<Step>(forward, *layout, *normalizer, *optimizer, std::move(options));
 }
