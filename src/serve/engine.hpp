@@ -33,7 +33,8 @@ class Engine {
   // Checks what create() would refuse, without doing it; called before a request is answered.
   virtual void create(const std::string& model, const CreateModel& request) = 0;
   virtual ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) = 0;
-  // ConfigError, with nothing changed: no gradient since the last step, a denominator of 0, not finite.
+  // ConfigError, with nothing changed: no gradient since the last step, a denominator of 0. Also a gradient
+  // that is not finite: no weight or moment changes, but the sums since the last step are dropped.
   virtual Metrics optim_step(const std::string& model, const AdamParams& params) = 0;
   virtual void remove(const std::string& model) = 0;
 
