@@ -38,7 +38,7 @@ struct SampleRequest {
   std::int64_t prompt_last = -1;  // only of the last positions; -1: all
   std::int64_t top_prompt = 0, top_samples = 0;
   at::Tensor prompt_targets{};  // [len - 1, K] int64 for positions 1 to len - 1, -1: none
-  std::shared_ptr<const Adapter> adapter{};
+  std::shared_ptr<const Adapter> adapter{};  // null: none, also where the model has one
   std::uint64_t weights = 0;  // requests of equal numbers share cached prefixes: base and adapter must be the same
 };
 
@@ -59,7 +59,7 @@ struct Sampled {
 };
 
 // Draws are keyed by (seed, index of the sample, position): the same tokens alone, in any company and after a
-// restart. For one thread, between the model's forwards; a pass leaves the model without an adapter.
+// restart. For one thread, between the model's forwards; a pass leaves the model's own adapter as it was.
 class TextSampler {
  public:
   explicit TextSampler(DecoderLM& model, TextSamplerOptions options = {});  // keeps a reference

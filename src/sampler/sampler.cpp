@@ -111,13 +111,14 @@ at::Tensor matrix(const std::vector<Drawn>& drawn, std::int64_t k, at::ScalarTyp
   return result;
 }
 
-// Whoever computes next sets its own adapter.
-struct WithoutAdapters {
-  explicit WithoutAdapters(DecoderLM& of) : model(of) {}
-  ~WithoutAdapters() { model.set_adapters({}); }
-  WithoutAdapters(const WithoutAdapters&) = delete;
-  WithoutAdapters& operator=(const WithoutAdapters&) = delete;
+// Gives the model back the adapter that it had.
+struct KeptAdapter {
+  explicit KeptAdapter(DecoderLM& of) : model(of), adapter(of.adapter()) {}
+  ~KeptAdapter() { model.set_adapter(adapter); }
+  KeptAdapter(const KeptAdapter&) = delete;
+  KeptAdapter& operator=(const KeptAdapter&) = delete;
   DecoderLM& model;
+  const Adapter* const adapter;
 };
 
 }  // namespace
@@ -584,7 +585,7 @@ void TextSampler::submit(std::string id, SampleRequest request) {
 std::vector<std::pair<std::string, Sampled>> TextSampler::pass() {
   if (!busy()) return {};
   const at::NoGradGuard no_grad;
-  const WithoutAdapters after(impl_->model);
+  const KeptAdapter kept(impl_->model);
   impl_->pass();
   return std::exchange(impl_->complete, {});
 }

@@ -320,6 +320,18 @@ TEST(Sampler, InFloatTheTokensAreThoseOfTheRequestAlone) {
   }
 }
 
+// A trainer's adapter neither acts on requests nor is lost.
+TEST(Sampler, TheModelKeepsItsOwnAdapter) {
+  const DecoderConfig config = small_config("llama");
+  DecoderLM model(config, at::kDouble, kSeed);
+  const RandomAdapter own(config, at::kDouble, 1);
+  const SampleRequest ask{.prompt = some_tokens(9, 3), .max_tokens = 6, .seed = 2};
+  const auto plain = plain_sequence(model, ask, 0);
+  model.set_adapter(&own);
+  EXPECT_EQ(run(model, ask).sequences[0].tokens, plain.tokens);
+  EXPECT_EQ(model.adapter(), &own);
+}
+
 TEST(Sampler, ComparisonsSeePlantedFaults) {
   const DecoderConfig config = small_config("llama");
   DecoderLM model(config, at::kDouble, kSeed);

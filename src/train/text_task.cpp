@@ -1004,6 +1004,7 @@ std::string sample_text(DecoderLM& model, const Tokenizer& tokenizer, const std:
   const std::int64_t room = text_limit(model.config()).tokens - static_cast<std::int64_t>(tokens.size());
   ask.max_tokens = std::clamp<std::int64_t>(room, 0, ask.max_tokens);
   ask.prompt.assign(tokens.begin(), tokens.end());
+  ask.adapter = {std::shared_ptr<void>(), model.adapter()};  // the model's own, which outlives the call
   // A decoding takes as long as all of its tokens, so that not every token has one.
   constexpr std::chrono::milliseconds kPause(50);
   std::string before = on_text ? tokenizer.decode(tokens) : std::string();
