@@ -118,28 +118,25 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
   kernels::transpose(a.data, a.stride, m, k, turned.mutable_data_ptr<float>(), stride);
   const auto* const of_a = turned.const_data_ptr<float>();
   parallel_for(0, std::ssize(rows), 1, [&](std::int64_t first, std::int64_t last) {
-    const at::Tensor memory = at::empty({2 * kRows * kColumns}, at::TensorOptions(at::kFloat));
-    float *const block = memory.mutable_data_ptr<float>(), *const upright = block + kRows * kColumns;
+    const at::Tensor memory = at::empty({kRows * kColumns}, at::TensorOptions(at::kFloat));
+    float* const block = memory.mutable_data_ptr<float>();
     for (std::int64_t i = first; i < last; ++i)
       for (const Part& row = rows[i]; const Part& column : columns) {
+        float* const to = c.data + column.begin * c.stride + row.begin;
+        // Added to as with many rows, so that a row's bits do not depend on the number of rows.
+        if (adds) kernels::transpose(to, c.stride, column.size, row.size, block, column.size);
         for (const Part& depth : depths) {
           if (asks_ahead && column.begin == 0 && i + 1 < last) {
             const Part& next = rows[static_cast<std::size_t>(i) + 1];
             prefetch(b, next.begin + next.size * depth.begin / k,
                      next.begin + next.size * (depth.begin + depth.size) / k, k);
           }
-          multiply_block(
-              row.size, column.size, depth.size, {b.data + row.begin * b.stride + depth.begin, b.stride},
-              {of_a + depth.begin * stride + column.begin, stride}, {block, column.size}, depth.begin > 0);
+          multiply_block(row.size, column.size, depth.size,
+                         {b.data + row.begin * b.stride + depth.begin, b.stride},
+                         {of_a + depth.begin * stride + column.begin, stride}, {block, column.size},
+                         adds || depth.begin > 0);
         }
-        float* const to = c.data + column.begin * c.stride + row.begin;
-        if (!adds) {
-          kernels::transpose(block, column.size, row.size, column.size, to, c.stride);
-          continue;
-        }
-        kernels::transpose(block, column.size, row.size, column.size, upright, row.size);
-        for (std::int64_t y = 0; y < column.size; ++y)
-          for (std::int64_t x = 0; x < row.size; ++x) to[y * c.stride + x] += upright[y * row.size + x];
+        kernels::transpose(block, column.size, row.size, column.size, to, c.stride);
       }
   });
 }

@@ -246,6 +246,26 @@ TEST_P(Product, SameBitsRunToRunWithAsManyThreads) {
   at::set_num_threads(before);
 }
 
+// So a token sampled alone and one in a large batch have the same logits.
+TEST(Multipliers, ByBrgemmARowsBitsDoNotDependOnTheOtherRows) {
+  if (!has_brgemm()) GTEST_SKIP() << "no brgemm here";
+  const Multiplier before = std::exchange(multiplier(), Multiplier::kBrgemm);
+  for (const auto& [n, k] : {std::pair{512, 700}, {96, 1300}, {700, 64}, {64, 32}})
+    for (const bool adds : {false, true}) {
+      const auto x = draw({{300, k}, {n, k}, {300, n}}, at::kFloat, 17);
+      const auto rows = [&](std::int64_t begin, std::int64_t count) {
+        return product(x[0].narrow(0, begin, count), x[1],
+                       adds ? x[2].narrow(0, begin, count) : at::Tensor());
+      };
+      const at::Tensor all = rows(0, 300);
+      for (const std::int64_t count : {1, 2, 7, 16, 31, 64, 128, 129, 200})
+        for (const std::int64_t begin : {0, 1, 90})
+          EXPECT_TRUE(rows(begin, count).equal(all.narrow(0, begin, count)))
+              << n << " " << k << " adds " << adds << ", rows " << begin << " + " << count << ", seed 17";
+    }
+  multiplier() = before;
+}
+
 // Records LibTorch's products by name; brgemm has none.
 class NamedProducts {
  public:
