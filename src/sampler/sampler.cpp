@@ -79,20 +79,23 @@ struct Wanted {
   std::vector<Drawn> drawn{};  // of its sample and, after a prompt, of those that have not started
 };
 
-// Runs of rows with one adapter.
+// Runs of rows with one adapter, set for the model's next forward or head.
 class AdapterRuns {
  public:
   void add(const Adapter* adapter, std::int64_t rows) {
     if (runs_.empty() || runs_.back().adapter != adapter) runs_.push_back({end_, end_, adapter});
     runs_.back().end = end_ += rows;
-    any_ = any_ || adapter;
   }
-  std::vector<AdaptedRows> runs() const { return any_ ? runs_ : std::vector<AdaptedRows>(); }
+  void set_for(DecoderLM& model) const {
+    if (runs_.size() == 1)
+      model.set_adapter(runs_[0].adapter);
+    else
+      model.set_adapters(runs_);
+  }
 
  private:
   std::vector<AdaptedRows> runs_;
   std::int64_t end_ = 0;
-  bool any_ = false;
 };
 
 Drawn drawn_of(const TokenDistribution& distribution, std::int64_t token,
@@ -374,7 +377,7 @@ at::Tensor TextSampler::Impl::forward(const std::vector<Section>& sections) {
   }
   const auto device = decoder.embedding.device();
   const auto [cos, sin] = decoder.rotary.at(at::tensor(positions, at::kLong), cu_seqlens, lengths);
-  model.set_adapters(adapters.runs());
+  adapters.set_for(model);
   return decoder
       .outputs(at::tensor(tokens, at::kLong).to(device),
                {.cos = cos.to(device),
@@ -459,7 +462,7 @@ void TextSampler::Impl::read_rows(const at::Tensor& hidden, std::vector<Wanted>&
         places.push_back(row.section->row + row.position - row.section->begin);
         adapters.add(row.section->of->of->ask.adapter.get(), 1);
       }
-      model.set_adapters(adapters.runs());
+      adapters.set_for(model);
       logits = decoder.logits(hidden.index_select(0, at::tensor(places, at::kLong).to(hidden.device())));
       if (hooks.tensor.whole_logits) logits = hooks.tensor.whole_logits(logits);
       logits = logits.to(at::kCPU, type).contiguous();

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "isograd/random.hpp"
+#include "kernels/matmul/product.hpp"
 #include "model/attention/attention.hpp"
 #include "model/decoder.hpp"
 #include "model/decoder_testing.hpp"
@@ -24,7 +25,7 @@ constexpr std::uint64_t kSeed = 5;
 class RandomAdapter : public Adapter {
  public:
   RandomAdapter(const DecoderConfig& config, at::ScalarType type, std::uint64_t seed) {
-    const std::int64_t queries = config.heads * config.head_dim,
+    const std::int64_t rank = config.hidden / 2, queries = config.heads * config.head_dim,
                        keys = config.key_value_heads * config.head_dim;
     const auto add = [&](std::int64_t layer, Projection projection, std::int64_t in, std::int64_t out) {
       const auto draw = [&](std::int64_t rows, std::int64_t columns, std::uint64_t which) {
@@ -37,7 +38,7 @@ class RandomAdapter : public Adapter {
           values.mutable_data_ptr<double>()[i] = 0.3 * random_normal(key, static_cast<std::uint64_t>(i));
         return values.to(type);
       };
-      updates_[{layer, projection}] = {.a = draw(3, in, 1), .b = draw(out, 3, 2), .scale = 0.7};
+      updates_[{layer, projection}] = {.a = draw(rank, in, 1), .b = draw(out, rank, 2), .scale = 0.7};
     };
     for (std::int64_t layer = 0; layer < config.layers; ++layer) {
       add(layer, Projection::kQuery, config.hidden, queries);
@@ -302,20 +303,24 @@ TEST(Sampler, CompanyAndCachedPrefixesChangeNothing) {
   }
 }
 
-// In fp32 rounding may turn a draw, but alone and in company the tokens of few draws are the same.
-TEST(Sampler, InFloatTheTokensAreThoseOfTheRequestAlone) {
-  const DecoderConfig config = small_config("llama");
+// Where products go by brgemm, an answer in fp32 has the same bits alone, in company and behind a cached
+// prefix.
+TEST(Sampler, InFloatAnAnswerHasTheBitsOfTheRequestAlone) {
+  DecoderConfig config = small_config("llama");
+  config.hidden = config.feed_forward = config.vocabulary = 64, config.key_value_heads = 4,
+  config.head_dim = 16;
   DecoderLM model(config, at::kFloat, kSeed);
   const auto asks = mixed({std::make_shared<RandomAdapter>(config, at::kFloat, 1),
                            std::make_shared<RandomAdapter>(config, at::kFloat, 2)});
-  TextSampler sampler(model, {.most_rows = 33, .page = 8});
+  TextSampler sampler(model, {.most_rows = 200, .page = 8});
+  run(sampler, asks);
   const auto found = run(sampler, asks);
   for (std::size_t i = 0; i < asks.size(); ++i) {
     const Sampled alone = run(model, asks[i]);
     for (std::size_t s = 0; s < alone.sequences.size(); ++s) {
       EXPECT_EQ(found[i].sequences[s].tokens, alone.sequences[s].tokens) << i;
-      EXPECT_LT(distance(found[i].sequences[s].log_probabilities, alone.sequences[s].log_probabilities),
-                1e-4);
+      EXPECT_LE(distance(found[i].sequences[s].log_probabilities, alone.sequences[s].log_probabilities),
+                products_by_brgemm() ? 0 : 1e-4);
     }
   }
 }
