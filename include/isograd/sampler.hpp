@@ -39,7 +39,8 @@ struct SampleRequest {
   std::int64_t top_prompt = 0, top_samples = 0;
   at::Tensor prompt_targets{};  // [len - 1, K] int64 for positions 1 to len - 1, -1: none
   std::shared_ptr<const Adapter> adapter{};  // null: none, also where the model has one
-  std::uint64_t weights = 0;  // requests of equal numbers share cached prefixes: base and adapter must be the same
+  // Requests of equal numbers share cached prefixes: a number belongs to one base and adapter for ever.
+  std::uint64_t weights = 0;
 };
 
 struct Sampled {

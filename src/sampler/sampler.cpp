@@ -31,13 +31,11 @@ struct Request {
   SampleRequest ask;
   Sampled result{};
   std::int64_t started = 0, finished = 0;  // samples
-  // The first position of the prompt whose logits are wanted, and the first that is asked about.
-  std::int64_t first_row = 0, first_asked = 0;
+  std::int64_t first_row = 0;              // the first position of the prompt whose logits are wanted
   bool alone = false;  // its keys turn with the length of the text: they are computed again and never shared
 
   std::int64_t length() const { return std::ssize(ask.prompt); }
   std::int64_t positions() const { return length() + std::max<std::int64_t>(ask.max_tokens - 1, 0); }
-  bool asks_prompt() const { return first_asked < length(); }
 };
 
 struct Drawn {
@@ -184,7 +182,7 @@ void TextSampler::Impl::check(const SampleRequest& ask) const {
     if (value < least || value > most)
       refuse_request(name, std::to_string(value), fmt::format("{} to {}", least, most));
   };
-  constexpr std::int64_t kMany = std::int64_t{1} << 40;
+  constexpr std::int64_t kMany = std::int64_t{1} << 40, kManySamples = 1 << 16;
   const auto length = std::ssize(ask.prompt);
   if (length == 0) refuse_request("prompt", "no token", "at least one, for example bos");
   for (const auto token : ask.prompt)
@@ -196,7 +194,7 @@ void TextSampler::Impl::check(const SampleRequest& ask) const {
   if (!(ask.top_p > 0 && ask.top_p <= 1))
     refuse_request("top_p", fmt::format("{}", ask.top_p), "above 0, at most 1");
   within("top_k", ask.top_k, 0, kMany);
-  within("samples", ask.samples, 1, kMany);
+  within("samples", ask.samples, 1, kManySamples);
   within("max_tokens", ask.max_tokens, 0, kMany);
   within("prompt_last", ask.prompt_last, -1, kMany);
   within("top_prompt", ask.top_prompt, 0, config.vocabulary);
@@ -229,9 +227,9 @@ std::shared_ptr<Request> TextSampler::Impl::prepare(std::string id, SampleReques
   Sampled& result = request->result;
   result.sequences.resize(static_cast<std::size_t>(of.samples));
   const std::int64_t last = of.prompt_last < 0 ? length : std::min(of.prompt_last, length);
-  request->first_asked = length;
+  std::int64_t first_asked = length;
   if (of.prompt_log_probabilities || of.top_prompt > 0)
-    request->first_asked = std::max<std::int64_t>(length - last, 1);
+    first_asked = std::max<std::int64_t>(length - last, 1);
   if (of.prompt_log_probabilities) result.prompt_log_probabilities = at::full({length}, kNaN, at::kDouble);
   if (of.top_prompt > 0) {
     result.prompt_top_tokens = at::zeros({length, of.top_prompt}, at::kLong);
@@ -245,10 +243,9 @@ std::shared_ptr<Request> TextSampler::Impl::prepare(std::string id, SampleReques
     const auto first =
         std::find_if(targets, targets + count, [](std::int64_t target) { return target >= 0; });
     if (first != targets + count)
-      request->first_asked =
-          std::min(request->first_asked, 1 + (first - targets) / of.prompt_targets.size(1));
+      first_asked = std::min(first_asked, 1 + (first - targets) / of.prompt_targets.size(1));
   }
-  request->first_row = request->first_asked - 1;  // the last position's where nothing is asked
+  request->first_row = first_asked - 1;  // the last position's where nothing is asked
   request->alone = decoder.rotary.depends_on_length(request->positions());
   return request;
 }
@@ -277,6 +274,7 @@ bool TextSampler::Impl::starts(const std::shared_ptr<Request>& request) {
   auto sequence = std::make_unique<Sequence>(Sequence{.of = request,
                                                       .sample = request->started,
                                                       .tokens = request->ask.prompt,
+                                                      .turned = request->length(),
                                                       .gives_prompt = request->started == 0});
   sequence->pages =
       cache.find(request->ask.weights,
@@ -392,7 +390,9 @@ std::vector<Wanted> TextSampler::Impl::wanted(const std::vector<Section>& sectio
   for (const Section& section : sections) {
     const Request& request = *section.of->of;
     for (std::int64_t p = section.begin; p < section.end(); ++p) {
-      const bool answers = section.of->gives_prompt && p >= request.first_row && p + 1 < request.length(),
+      // With Request::alone the prompt is computed again, for other lengths, after it was answered about.
+      const bool answers = section.of->gives_prompt && section.of->drawn.empty() && p >= request.first_row &&
+                           p + 1 < request.length(),
                  draws = p + 1 == std::ssize(section.of->tokens) && request.ask.max_tokens > 0;
       if (answers || draws) rows.push_back({&section, p});
     }

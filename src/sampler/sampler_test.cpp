@@ -169,9 +169,17 @@ TEST(Sampler, EqualsPlainRecomputation) {
                                 .samples = samples,
                                 .max_tokens = 16,
                                 .temperature = temperature,
-                                .seed = 7};
-        expect_plain(model, ask, run(model, ask, {.most_rows = 7, .page = 4}),
-                     config.family + " " + config.rope_scaling.kind + " " + std::to_string(temperature));
+                                .seed = 7,
+                                .prompt_log_probabilities = true};
+        const Sampled found = run(model, ask, {.most_rows = 7, .page = 4});
+        const std::string what =
+            fmt::format("{} {} temperature {}", config.family, config.rope_scaling.kind, temperature);
+        expect_plain(model, ask, found, what);
+        const at::Tensor plain = plain_log_probabilities(model, ask.prompt, nullptr, 0);
+        for (std::int64_t i = 1; i < 5; ++i)
+          EXPECT_NEAR(found.prompt_log_probabilities[i].item<double>(), plain[i - 1][i + 1].item<double>(),
+                      1e-12)
+              << what;
       }
   }
 }
@@ -414,6 +422,7 @@ TEST(Sampler, BadRequestsAreRefused) {
   EXPECT_THAT(refused({.prompt = {61}}), HasSubstr("a vocabulary of 61"));
   EXPECT_THAT(refused({.prompt = {-1}}), HasSubstr("token -1"));
   EXPECT_THAT(refused({.prompt = {1}, .samples = 0}), HasSubstr("samples"));
+  EXPECT_THAT(refused({.prompt = {1}, .samples = 1 << 20}), HasSubstr("samples"));
   EXPECT_THAT(refused({.prompt = {1}, .max_tokens = -1}), HasSubstr("max_tokens"));
   EXPECT_THAT(refused({.prompt = {1}, .temperature = -1}), HasSubstr("temperature"));
   EXPECT_THAT(refused({.prompt = {1}, .temperature = std::nan("")}), HasSubstr("temperature"));
