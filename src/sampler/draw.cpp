@@ -24,40 +24,53 @@ double TokenDistribution::log_probability(std::int64_t token) const {
   return values_[static_cast<std::size_t>(token)] - std::log(total_);
 }
 
+bool TokenDistribution::before(std::int64_t a, std::int64_t b) const {
+  const double x = values_[static_cast<std::size_t>(a)], y = values_[static_cast<std::size_t>(b)];
+  return x > y || (x == y && a < b);
+}
+
 std::vector<std::int64_t> TokenDistribution::likeliest(std::int64_t k) const {
   std::vector<std::int64_t> tokens(values_.size());
   std::iota(tokens.begin(), tokens.end(), 0);
-  const auto before = [&](std::int64_t a, std::int64_t b) {
-    const double x = values_[static_cast<std::size_t>(a)], y = values_[static_cast<std::size_t>(b)];
-    return x > y || (x == y && a < b);
-  };
+  const auto order = [this](std::int64_t a, std::int64_t b) { return before(a, b); };
   if (k < std::ssize(tokens)) {
-    std::nth_element(tokens.begin(), tokens.begin() + k, tokens.end(), before);
+    std::nth_element(tokens.begin(), tokens.begin() + k, tokens.end(), order);
     tokens.resize(static_cast<std::size_t>(k));
   }
-  std::sort(tokens.begin(), tokens.end(), before);
+  std::sort(tokens.begin(), tokens.end(), order);
   return tokens;
 }
 
 std::vector<std::int64_t> TokenDistribution::kept(const Draw& how) const {
-  const auto all = std::ssize(values_), most = how.top_k > 0 ? std::min(how.top_k, all) : all;
-  const auto weight = [&](std::int64_t token) { return weights_[static_cast<std::size_t>(token)]; };
+  const auto all = std::ssize(values_);
   std::vector<std::int64_t> tokens;
-  // Without top_k few tokens are sorted at first, for they mostly have top_p.
-  for (std::int64_t count = how.top_k > 0 ? most : std::min<std::int64_t>(64, most);;
-       count = std::min(8 * count, most)) {
-    tokens = likeliest(count);
-    if (how.top_p == 1) break;
-    double total = total_, have = 0;
-    if (how.top_k > 0) {
-      total = 0;
-      for (const auto token : tokens) total += weight(token);
+  if (how.top_k > 0) {
+    tokens = likeliest(std::min(how.top_k, all));
+  } else {
+    tokens.resize(values_.size());
+    std::iota(tokens.begin(), tokens.end(), 0);
+  }
+  const auto mass = [&](auto begin, auto end) {
+    return std::accumulate(begin, end, 0.0, [&](double sum, std::int64_t token) {
+      return sum + weights_[static_cast<std::size_t>(token)];
+    });
+  };
+  if (how.top_p < 1) {
+    // The last that is kept lies in [begin, end), which is halved, the likelier half first, without sorting
+    // it.
+    const double wanted = how.top_p * mass(tokens.begin(), tokens.end());
+    double have = 0;
+    auto begin = tokens.begin(), end = tokens.end();
+    while (end - begin > 1) {
+      const auto middle = begin + (end - begin) / 2;
+      std::nth_element(begin, middle, end, [this](std::int64_t a, std::int64_t b) { return before(a, b); });
+      const double half = mass(begin, middle);
+      if (have + half >= wanted)
+        end = middle;
+      else
+        have += half, begin = middle;
     }
-    std::size_t taken = 0;
-    while (taken < tokens.size() && (taken == 0 || have < how.top_p * total)) have += weight(tokens[taken++]);
-    if (have < how.top_p * total && count < most) continue;
-    tokens.resize(taken);
-    break;
+    tokens.erase(end, tokens.end());
   }
   std::sort(tokens.begin(), tokens.end());
   return tokens;

@@ -29,6 +29,7 @@ class TokenDistribution {
 
  private:
   void compute(double temperature);
+  bool before(std::int64_t a, std::int64_t b) const;  // a is likelier, or as likely and smaller
   // The tokens that top_k and top_p leave, ascending.
   std::vector<std::int64_t> kept(const Draw& how) const;
 
