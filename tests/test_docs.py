@@ -69,6 +69,7 @@ def test_the_output_that_the_readme_shows_is_what_the_program_prints(tmp_path):
 NEEDS = {"build": "sets up and builds a clone", "dumps": "gradient dumps of two trainers", "gpu": "a GPU",
          "hosts": "several hosts, or a file that names them", "mpi": "a build with MPI",
          "minutes": "more time than the default tests have", "packages": "packages from the network",
+         "server": "a model, and a server that runs until it is ended",
          "table": "a table from the network", "videos": "videos from the network"}
 COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ +)*(?:isograd|\./dev|python3?|pip|mpirun|torchrun|git|cmake) ")
 # Steps, packs and words, not what a command is about.
