@@ -1,4 +1,4 @@
-// What there is: models, checkpoints, sessions, and how busy the server is.
+// Listings of models, checkpoints and sessions; how busy the server is.
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 

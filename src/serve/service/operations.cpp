@@ -518,7 +518,7 @@ void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
   if (!outcome.error.empty())
     done.head.update({{"error", outcome.error}, {"category", outcome.category}, {"poison", outcome.poison}});
   if (!outcome.closed.empty()) done.head["closed"] = outcome.closed;
-  // What was sampled is kept, all other results are computed again.
+  // Samples are kept, all other results are computed again.
   if (record->text("kind") == "sample" && outcome.error.empty())
     done.head["type"] = outcome.type, done.body = outcome.body;
   for (bool first = true;; first = false) {

@@ -265,7 +265,7 @@ class Client {
                         {"weight_decay", 0.0},
                         {"grad_clip_norm", 0.0}}}});
   }
-  // Of a future: polls until it is there.
+  // Polls until the result is there.
   HttpReply result(const std::string& request) const {
     for (int i = 0; i < 200; ++i) {
       HttpReply reply = post("retrieve_future", {{"request_id", request}, {"allow_metadata_only", false}});
