@@ -1,6 +1,7 @@
 """The unmodified tinker client, as the tests of `isograd serve` use it."""
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import urllib.request
@@ -15,6 +16,7 @@ from tinker import types
 from serve_files import NAME
 
 KEY, LIMIT = "tml-local", 20  # seconds
+exports = itertools.count()
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-6)
 
 
@@ -74,9 +76,9 @@ def uneven(rng, lengths=(3, 9, 30, 5, 17, 2, 40, 8)):
     return data
 
 
-def exported(url, training, name="exported"):
+def exported(url, training):
     """The files of an external export, by name."""
-    path = training.save_weights_external(name).result().path
+    path = training.save_weights_external(f"exported-{next(exports)}").result().path
     files = {}
     for file, address in rest(url).get_external_weights_urls(path).result().urls.items():
         with urllib.request.urlopen(urllib.request.Request(address, headers={"X-API-Key": KEY}), timeout=LIMIT) as reply:
@@ -84,9 +86,9 @@ def exported(url, training, name="exported"):
     return files
 
 
-def adapter(url, training, name="exported"):
+def adapter(url, training):
     """The matrices of the model's adapter, by name, as PEFT calls them."""
-    return load(exported(url, training, name)["adapter_model.safetensors"])
+    return load(exported(url, training)["adapter_model.safetensors"])
 
 
 def furthest(found, expected):

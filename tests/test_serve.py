@@ -166,7 +166,7 @@ def test_each_loss_is_the_sum_of_its_formula(service, rng, loss):
 
 def test_the_norm_is_reported_and_forward_leaves_no_gradient(service, url, rng):
     training, data = model(service), uneven(rng)
-    before = adapter(url, training, "before")
+    before = adapter(url, training)
     training.forward_backward(data, "cross_entropy")
     norm = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
     assert norm > 0 and furthest(adapter(url, training), before) == 0

@@ -102,7 +102,7 @@ def witness(wire):
     return lambda: wire.loss(wire.witness, next(sequences)) == expected
 
 
-# ---- requests, right but for what a case changes ----
+# ---- requests, right except for what a case changes ----
 
 def creation(wire, **more):
     return {"type": "create_model", "session_id": wire.session, "model_seq_id": next(wire.models), "base_model": NAME,

@@ -82,14 +82,14 @@ def served(tmp_path_factory):
             others = {} if part == "all" else {"train_mlp": False, "train_unembed": False}
             training = model(service, rank=4, **others)
             (folder / part).mkdir()
-            for name, content in exported(running.url, training, "initial").items():
+            for name, content in exported(running.url, training).items():
                 (folder / part / name).write_bytes(content)
             for calls, options in steps():
                 for loss, config, data in calls:
                     data = [datum(tokens, **inputs) for tokens, inputs in data]
                     training.forward_backward_custom(data, loss) if callable(loss) else training.forward_backward(data, loss, config)
                 training.optim_step(types.AdamParams(**options)).result()
-            trained[part] = adapter(running.url, training, "trained")
+            trained[part] = adapter(running.url, training)
     return folder, trained
 
 
