@@ -7,8 +7,8 @@ in place of the hub: Qwen/Qwen3-8B, openai/gsm8k, ...
 import contextlib
 import json
 import os
+import pathlib
 import random
-import select
 import site
 import socket
 import subprocess
@@ -129,21 +129,18 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        log = open(f"{self.state}.log", "a")
-        with log:
-            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=log, text=True,
-                                            env={**os.environ, "OMP_NUM_THREADS": "1"})
-        line, end = "", time.monotonic() + START_LIMIT
-        while self.url not in line:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
-            line = self.process.stdout.readline() if ready else ""
-            assert line, f"no line with {self.url} on standard output: {open(log.name).read()[-2000:]}"
+        said, errors = pathlib.Path(f"{self.state}.out"), pathlib.Path(f"{self.state}.log")
+        with open(said, "w") as output, open(errors, "a") as log:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        end = time.monotonic() + START_LIMIT
+        while self.url not in said.read_text():
+            assert self.process.poll() is None and time.monotonic() < end, f"does not serve: {errors.read_text()[-2000:]}"
+            time.sleep(0.02)
         return self
 
     def kill(self):
         self.process.kill()
         self.process.wait(timeout=START_LIMIT)
-        self.process.stdout.close()
 
     def restart(self):
         self.kill()
