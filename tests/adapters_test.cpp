@@ -25,7 +25,7 @@ struct Adapted {
     model.include(adapter.named());
     model.set_adapter(&adapter);
   }
-  // Of the adapter's parameters, this rank's contribution.
+  // This rank's contribution to the gradients of the adapter's parameters.
   std::vector<at::Tensor> gradients(const Batch& batch) {
     std::vector<at::Tensor> parameters;
     for (const auto& [name, tensor] : adapter.named()) parameters.push_back(tensor);

@@ -8,7 +8,7 @@
 #include "isograd/lora.hpp"
 #include "isograd/model.hpp"
 #include "isograd/sampler.hpp"
-#include "serve/engine.hpp"
+#include "serve/service/engine.hpp"
 #include "serve/models/datums.hpp"
 
 namespace isograd::serve {

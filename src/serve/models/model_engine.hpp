@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "isograd/sampler.hpp"
-#include "serve/engine.hpp"
+#include "serve/service/engine.hpp"
 
 namespace isograd::serve {
 

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "serve/engine.hpp"
+#include "serve/service/engine.hpp"
 #include "serve/http/http.hpp"
 #include "serve/service/state.hpp"
 #include "serve/store/store.hpp"
