@@ -179,7 +179,8 @@ def test_the_norm_is_reported_and_forward_leaves_no_gradient(service, url, rng):
 
 def test_a_refused_call_fails_the_later_ones_of_its_model_and_no_other(service, rng):
     poisoned, other, data = model(service), model(service), uneven(rng)
-    error = refused(lambda: poisoned.forward_backward(data, "stable_reinforce").result(), "stable_reinforce", "cross_entropy", "gspo")
+    error = refused(lambda: poisoned.forward_backward(data, "stable_reinforce").result(),
+                    "stable_reinforce", "cross_entropy", "gspo")
     assert isinstance(error, tinker.RequestFailedError)
     refused(lambda: poisoned.optim_step(ADAM).result(), "stable_reinforce")
     other.forward_backward(data, "cross_entropy")
@@ -313,8 +314,10 @@ def test_unknown_names_are_refused_at_once(service, url):
     refused(lambda: service.create_sampling_client(base_model="Qwen/Qwen3-999B").result(), "Qwen/Qwen3-999B")
     refused(lambda: service.create_sampling_client(model_path=missing).result(), missing)
     refused(lambda: service.create_training_client_from_state(missing).result(), missing)
-    for call in (lambda: rest(url).get_training_run("nobody:train:0").result(), lambda: rest(url).get_session("nobody").result(),
-                 lambda: rest(url).get_sampler("nobody:sample:0").result(), lambda: rest(url).delete_checkpoint_from_tinker_path(missing).result()):
+    client = rest(url)
+    for call in (lambda: client.get_training_run("nobody:train:0").result(), lambda: client.get_session("nobody").result(),
+                 lambda: client.get_sampler("nobody:sample:0").result(),
+                 lambda: client.delete_checkpoint_from_tinker_path(missing).result()):
         assert isinstance(refused(call), tinker.NotFoundError)
 
 

@@ -149,7 +149,8 @@ def c(request, tmp_path_factory):
         training_session = training.model_id.partition(":")[0]
         yield types.SimpleNamespace(
             url=running.url, service=service, training=training, sampling=sampling, rest=client, data=data,
-            session=training_session, loss=service.create_custom_loss(twice_negative, {"logprobs": 1}).result(), sampler=client.get_session(training_session).result().sampler_ids[0],
+            session=training_session, loss=service.create_custom_loss(twice_negative, {"logprobs": 1}).result(),
+            sampler=client.get_session(training_session).result().sampler_ids[0],
             state=training.save_state("state").result().path,
             sampler_weights=training.save_weights_for_sampler("state").result().path,
             external=training.save_weights_external("state").result().path)

@@ -9,7 +9,8 @@ from conftest import BUILD, ROOT
 from serve_files import NAME, environment, server, write_model
 
 WALK = ROOT / "tests/programs/serve_walk.py"
-TRANSPORTS = {"rust": {"use_pyqwest_transport": True}, "httpx in chunks": {"use_pyqwest_transport": False, "fwdbwd_max_chunk_len": 2}}
+TRANSPORTS = {"rust": {"use_pyqwest_transport": True},
+              "httpx in chunks": {"use_pyqwest_transport": False, "fwdbwd_max_chunk_len": 2}}
 
 
 @pytest.fixture(scope="module")
