@@ -100,6 +100,8 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     for (const BaseModel& base : engine_.bases())
       if (base.name == info.base)
         info.architecture = base.architecture, info.tokenizer = base.tokenizer.string();
+    // Clients open the directory of it.
+    if (fs::is_regular_file(info.tokenizer)) info.tokenizer = fs::path(info.tokenizer).parent_path().string();
     return HttpReply{.body = tinker::info_reply(info)};
   }
   if (request.method == "POST" && path == "weights_info") {

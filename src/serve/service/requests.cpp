@@ -24,7 +24,7 @@ HttpReply json_reply(std::string body, int status = 200) {
   return {.status = status, .body = std::move(body)};
 }
 
-constexpr std::int64_t kMostSequence = std::int64_t{1} << 53;
+constexpr std::int64_t kMostSequence = (std::int64_t{1} << 31) - 1;
 
 struct Address {
   std::string model;
