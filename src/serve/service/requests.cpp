@@ -52,7 +52,7 @@ Address address_of(const std::string& body, bool protobuf) {
                "Use an SDK of tinker");
     }
     if (found.sequence > kMostSequence)
-      refuse("seq_id", std::to_string(found.sequence), "a number of 1 or more",
+      refuse("seq_id", std::to_string(found.sequence), "1 to 2147483647",
              "Count a model's operations from 1");
     return found;
   }
@@ -63,7 +63,7 @@ Address address_of(const std::string& body, bool protobuf) {
   if (model != parsed.value.end() && model->is_string()) found.model = model->get<std::string>();
   if (sequence == parsed.value.end() || sequence->is_null()) return found;
   if (!sequence->is_number_integer() || *sequence < 1 || *sequence > kMostSequence)
-    refuse("seq_id", brief(*sequence), "a whole number of 1 or more", "Count a model's operations from 1");
+    refuse("seq_id", brief(*sequence), "1 to 2147483647", "Count a model's operations from 1");
   found.sequence = sequence->get<std::int64_t>();
   return found;
 }
