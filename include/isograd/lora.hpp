@@ -18,6 +18,7 @@ struct LoraConfig {
   double alpha = 32;  // scale = alpha / rank
   bool attention = true, mlp = true, unembed = true;  // q, k, v, o; gate, up, down; lm_head
   double dropout = 0;  // of the input of a, in training
+  std::string base{};  // of read_peft_config(): base_model_name_or_path
   // PEFT's names of single matrices ("q_proj", "lm_head"). Not empty: these instead of the three groups.
   std::vector<std::string> modules{};
 

@@ -106,6 +106,7 @@ struct RowLossInputs {
 struct RowLossResult {
   at::Tensor sum;                // differentiable: Σ over rows, nothing is divided
   at::Tensor log_probabilities;  // detached, of the targets' shape: of every row, also of weight 0
+  at::Tensor value;              // detached: the sum in fp64
 };
 // The rows' log-probabilities are those of softmax(hidden · weightᵀ + scale (hidden · aᵀ) bᵀ), hidden [T, H], weight
 // [V, H]; `update`: null or an adapter's of the head. Logits are made a tile at a time; formulas in docs/losses.md.

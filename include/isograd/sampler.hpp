@@ -71,6 +71,7 @@ class TextSampler {
   // One pass over up to most_rows rows of all requests. Those that are complete.
   std::vector<std::pair<std::string, Sampled>> pass();
   bool busy() const;                   // some requests are not complete
+  void abandon();                      // all requests, which are never answered
   void forget(std::uint64_t weights);  // frees cached prefixes of these weights
 
  private:

@@ -87,6 +87,8 @@ LoraConfig read_peft_config(const fs::path& directory) {
     bad(file, "init_lora_weights", brief(first),
         "true or gaussian: others change the base's weights, which the directory does not have");
   LoraConfig config;
+  if (const auto base = object.value("base_model_name_or_path", nlohmann::json()); base.is_string())
+    config.base = base.get<std::string>();
   const nlohmann::json rank = number("r", 8);
   if (!rank.is_number_integer()) bad(file, "r", brief(rank), "a whole number");
   config.rank = rank.is_number_unsigned() && rank.get<std::uint64_t>() > (std::uint64_t{1} << 32)

@@ -195,10 +195,10 @@ class RowSweep {
     if (one) return;
     // At the targets anew, so that a difference of nearly equal numbers is rounded once; a repeated id is
     // written as often, with the same sum.
-    at::Tensor at_target = log_p.exp().mul_(softmax.unsqueeze(1));
-    for (std::int64_t k = 0; k < columns.size(1); ++k)
-      at_target.add_(at::where(columns.eq(columns.narrow(1, k, 1)), slope.narrow(1, k, 1), 0.0));
-    const at::Tensor here = within(columns, made),
+    const at::Tensor here = within(columns, made), inside = columns.clamp(0, made.size(1) - 1);
+    at::Tensor slopes = at::zeros(made.sizes(), slope.options());  // by column
+    slopes.scatter_add_(1, inside, at::where(here, slope, 0.0));
+    const at::Tensor at_target = log_p.exp().mul_(softmax.unsqueeze(1)).add_(slopes.gather(1, inside)),
                      rows = at::arange(columns.size(0), columns.options()).unsqueeze(1).expand_as(columns);
     made.index_put_({rows.masked_select(here), columns.masked_select(here)},
                     at_target.to(made.scalar_type()).masked_select(here));
@@ -240,8 +240,8 @@ struct LinearRowLossFunction : torch::autograd::Function<LinearRowLossFunction> 
     ctx->saved_data["type"] = static_cast<std::int64_t>(problem->hidden.scalar_type());
     const auto type = computing_type(problem->hidden.scalar_type());
     const variable_list outputs{result.sum.to(type, false, /*copy=*/true),
-                                result.log_probabilities.to(type, false, /*copy=*/true)};
-    ctx->mark_non_differentiable({outputs[1]});
+                                result.log_probabilities.to(type, false, /*copy=*/true), result.sum};
+    ctx->mark_non_differentiable({outputs[1], outputs[2]});
     return outputs;
   }
 
@@ -381,7 +381,7 @@ RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight
   };
   const variable_list outputs = LinearRowLossFunction::apply(hidden, weight, optional(&LowRankUpdate::a),
                                                              optional(&LowRankUpdate::b), &problem);
-  return {.sum = outputs[0], .log_probabilities = outputs[1].view(targets.sizes())};
+  return {.sum = outputs[0], .log_probabilities = outputs[1].view(targets.sizes()), .value = outputs[2]};
 }
 
 }  // namespace isograd

@@ -32,6 +32,7 @@ struct Request {
   Sampled result{};
   std::int64_t started = 0, finished = 0;  // samples
   std::int64_t first_row = 0;              // the first position of the prompt whose logits are wanted
+  std::string failure{};
   bool alone = false;  // its keys turn with the length of the text: they are computed again and never shared
 
   std::int64_t length() const { return std::ssize(ask.prompt); }
@@ -513,10 +514,13 @@ void TextSampler::Impl::give(Sequence& sequence, Drawn drawn) {
   sequence.tokens.push_back(token);
   sequence.drawn.push_back(std::move(drawn));
   bool stopped = std::ranges::find(ask.stop_tokens, token) != ask.stop_tokens.end();
-  if (!stopped && ask.stops) {
-    const auto begin = sequence.tokens.begin() + sequence.of->length();
-    stopped = ask.stops({begin, sequence.tokens.end()});
-  }
+  if (!stopped && ask.stops) try {
+      const auto begin = sequence.tokens.begin() + sequence.of->length();
+      stopped = ask.stops({begin, sequence.tokens.end()});
+    } catch (const std::exception& error) {  // the request's own: pass() ends it, the others go on
+      sequence.of->failure = error.what();
+      return;
+    }
   if (stopped || std::ssize(sequence.drawn) == ask.max_tokens) finish(sequence, stopped);
 }
 
@@ -544,7 +548,7 @@ void TextSampler::Impl::fail(const std::shared_ptr<Request>& request) {
   std::erase_if(running, [&](const auto& sequence) { return sequence->of == request; });
   std::erase(waiting, request);
   Sampled failed;
-  failed.error = "logits that are not finite: the weights or the adapter have diverged";
+  failed.error = request->failure;
   complete.emplace_back(request->id, std::move(failed));
 }
 
@@ -560,7 +564,10 @@ void TextSampler::Impl::pass() {
     return std::ranges::find(failed, section.of->of) != failed.end();
   };
   for (const Wanted& row : rows)
-    if (!row.finite && !fails(*row.section)) failed.push_back(row.section->of->of);
+    if (!row.finite && !fails(*row.section)) {
+      failed.push_back(row.section->of->of);
+      failed.back()->failure = "logits that are not finite: the weights or the adapter have diverged";
+    }
   std::erase_if(rows, [&](const Wanted& row) { return row.drawn.empty() || fails(*row.section); });
   std::vector<Sequence*> read;  // prompts that were only asked about
   for (const Section& section : sections)
@@ -573,6 +580,11 @@ void TextSampler::Impl::pass() {
     if (row.drawn.size() > 1) share_prompt(of, row.drawn);
     give(of, std::move(row.drawn.front()));
   }
+  failed.clear();
+  for (const auto& sequence : running)
+    if (!sequence->of->failure.empty() && std::ranges::find(failed, sequence->of) == failed.end())
+      failed.push_back(sequence->of);
+  for (const auto& request : failed) fail(request);
 }
 
 TextSampler::TextSampler(DecoderLM& model, TextSamplerOptions options)
@@ -591,6 +603,11 @@ std::vector<std::pair<std::string, Sampled>> TextSampler::pass() {
   const KeptAdapter kept(impl_->model);
   impl_->pass();
   return std::exchange(impl_->complete, {});
+}
+
+void TextSampler::abandon() {
+  for (const auto& sequence : impl_->running) impl_->cache.release(sequence->pages, sequence->reserved);
+  impl_->running.clear(), impl_->waiting.clear(), impl_->complete.clear();
 }
 
 bool TextSampler::busy() const { return !impl_->running.empty() || !impl_->waiting.empty(); }

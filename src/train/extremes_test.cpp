@@ -68,6 +68,7 @@ class Extremes : public TinyVideos {
                                          .high_frequency_factor = 4,
                                          .original_max_positions = 32};
     });
+    add("an adapter", tiny("run"), [](RunConfig& config) { config.model.lora.rank = 4; });
     add("experts of dots1", tiny("run"), [](RunConfig& config) {
       auto& shape = config.model.shape;
       shape.family = "dots1", shape.query_key_norm = true;

@@ -261,7 +261,10 @@ SavedDecoder read_decoder(const fs::path& directory, const TrainingState* state)
     refuse(directory.string(), "an adapter without state.json, which says where its base is",
            "a checkpoint of a run, or a whole model", "Name the checkpoint");
   const RunConfig run = parse_config(state->config, (directory / "state.json").string());
+  // A relative model.load is of the folder that the run was started in, which the adapter's own file names.
   SavedDecoder saved{.model = nullptr, .adapter = nullptr, .base = run.model.load};
+  if (!saved.base.empty() && fs::path(saved.base).is_relative())
+    saved.base = read_peft_config(directory).base;
   saved.model = saved.base.empty() ? std::make_shared<DecoderLM>(read_hf_config(directory), dtype,
                                                                  static_cast<std::uint64_t>(run.run.seed))
                                    : read_hf(saved.base, dtype);

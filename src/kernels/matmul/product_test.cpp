@@ -248,7 +248,8 @@ TEST_P(Product, SameBitsRunToRunWithAsManyThreads) {
 
 // So a token sampled alone and one in a large batch have the same logits.
 TEST(Multipliers, ByBrgemmARowsBitsDoNotDependOnTheOtherRows) {
-  if (!has_brgemm()) GTEST_SKIP() << "no brgemm here";
+  if (!has_brgemm())
+    GTEST_SKIP() << "missing: brgemm, which oneDNN does not have at this level of the processor";
   const Multiplier before = std::exchange(multiplier(), Multiplier::kBrgemm);
   for (const auto& [n, k] : {std::pair{512, 700}, {96, 1300}, {700, 64}, {64, 32}})
     for (const bool adds : {false, true}) {

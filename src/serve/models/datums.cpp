@@ -166,6 +166,9 @@ class DatumCheck {
              fmt::format("[{0}]{1}: a row for each token", length,
                          kind_.loss == RowLoss::kCrossEntropy ? fmt::format(" or [{}, K]", length) : ""),
              "Shift targets by one in the client, and pass one for each token");
+    if (two && targets.shape[1] > vocabulary_)
+      refuse(where(kTargets), shape_text(targets),
+             fmt::format("at most {} targets of a token, the vocabulary", vocabulary_), "Pass fewer");
     for (const auto& [name, array] : datum_.inputs) {
       if (array.shape != targets.shape)
         refuse(where(name), shape_text(array), "the shape of target_tokens, " + shape_text(targets),

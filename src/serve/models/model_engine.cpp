@@ -87,6 +87,13 @@ void ModelEngine::load(const std::string& model, const fs::path& directory, bool
   if (!saved.training)
     refuse(directory.string(), "weights for sampling", "a checkpoint of save_weights",
            "Load one of that kind");
+  constexpr const char* kNormalise = "isograd.normalise";
+  const auto mode = [&](const auto& of) { return of.contains(kNormalise) ? of.at(kNormalise) : "none"; };
+  if (optimizer && saved.open.calls > 0 && metadata.contains(kNormalise) &&
+      mode(metadata) != mode(saved.created.metadata))
+    refuse(kNormalise, mode(metadata),
+           mode(saved.created.metadata) + ", by which the sums since the last step were counted",
+           "Leave it out, or load without the optimizer");
   for (const auto& [key, value] : metadata) saved.created.metadata[key] = value;
   impl_->add(model, saved, directory, optimizer);
 }

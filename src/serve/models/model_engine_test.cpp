@@ -840,7 +840,7 @@ TEST_F(ModelEngineTest, StopStringsEndASequence) {
     EXPECT_EQ(sample(*engine, "s", request).sequences[0].tokens, free.sequences[0].tokens);
   } catch (const ConfigError& error) {
     if (std::string(error.what()).find("the package tokenizers") == std::string::npos) throw;
-    GTEST_SKIP() << error.what();
+    GTEST_SKIP() << "missing: " << error.what();
   }
   std::string text;
   std::vector<std::size_t> ends;  // of the text, by tokens

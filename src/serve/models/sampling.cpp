@@ -151,7 +151,17 @@ std::vector<Engine::Sampled> Sampling::pass() {
   if (turns_.empty()) return complete;
   SampledModel* of = turns_.front();
   turns_.pop_front();
-  const auto sampled = of->sampler.pass();
+  std::vector<std::pair<std::string, isograd::Sampled>> sampled;
+  try {
+    sampled = of->sampler.pass();
+  } catch (const std::exception& error) {  // half a pass: its requests end, those of other models go on
+    of->sampler.abandon();
+    for (const auto& [id, request] : waiting_)
+      if (request.weights->sampled.get() == of)
+        complete.push_back({.id = id, .error = error.what(), .of_server = true, .result = {}});
+    for (const Engine::Sampled& one : complete) waiting_.erase(one.id);
+    return complete;
+  }
   if (of->sampler.busy()) turns_.push_back(of);
   for (const auto& [id, answer] : sampled) {
     const auto found = waiting_.extract(id);  // keeps the weights to the end of the conversion

@@ -91,7 +91,10 @@ std::int64_t bytes_in(const fs::path& directory) {
 
 TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, const fs::path& directory,
                            bool optimizer, at::ScalarType dtype, std::int64_t micro_batch_tokens)
-    : base_(std::move(base)), created_(saved.created), micro_batch_tokens_(micro_batch_tokens) {
+    : base_(std::move(base)),
+      created_(saved.created),
+      dtype_(dtype),
+      micro_batch_tokens_(micro_batch_tokens) {
   const Settings settings = settings_of(created_.metadata);
   normalise_ = settings.normalise;
   const LoraShape& lora = created_.lora;
@@ -115,7 +118,6 @@ TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, 
              fmt::format("{}, that of the saved adapter", adapter_->config().alpha), "Leave it out");
   }
   const NamedTensors named = whole_ ? whole_->named() : adapter_->named();
-  for (const auto& [name, tensor] : named) at::Tensor(tensor).requires_grad_(true);
   TrainableParameters parameters = trainable_parameters(named);
   for (NamedParameter& parameter : parameters) parameter.decays = true;  // as torch.optim.AdamW
   layout_ = bucketed(std::move(parameters), Mesh(Group::solo()));
@@ -125,8 +127,8 @@ TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, 
 
 void TrainedModel::require_sound() const {
   if (broken_)
-    refuse("this model", "a call that failed on the server after a part of its gradient had been added",
-           "sums of whole calls", "Create a model from its last checkpoint");
+    refuse("this model", "a call that failed on the server in the middle of its change",
+           "whole calls and updates", "Create a model from its last checkpoint");
 }
 
 RowLossResult TrainedModel::losses(const PackedRows& rows, const CheckedCall& call) {
@@ -157,7 +159,7 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
       layout_->begin_backward(/*last=*/false);
       found.sum.backward();
     }
-    loss += found.sum.item<double>();
+    loss += found.value.item<double>();
     for (Array& array : arrays_of(found.log_probabilities, rows))
       result.log_probabilities.push_back(std::move(array));
   }
@@ -189,6 +191,13 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
            "a number above 0 to divide by",
            "Give weights, or create the model with isograd.normalise = none");
   if (std::isnan(params.clip)) refuse("grad_clip_norm", "nan", "a number; 0: no clipping", "Change it");
+  if (dtype_ != at::kDouble &&
+      (static_cast<float>(params.epsilon) == 0 || !std::isfinite(static_cast<float>(params.learning_rate)) ||
+       !std::isfinite(static_cast<float>(params.weight_decay))))
+    refuse("adam_params",
+           fmt::format("learning_rate {}, eps {}, weight_decay {}", params.learning_rate, params.epsilon,
+                       params.weight_decay),
+           "numbers that fp32 has", "Change them, or start the server with --dtype float64");
   optimizer_->set_options({.learning_rate = params.learning_rate,
                            .beta1 = params.beta1,
                            .beta2 = params.beta2,
@@ -200,14 +209,18 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
   });
   std::vector<double> sums = {0};
   const GlobalNorm sum = global_norm(squares.value(), sums, layout_->mesh().all());
-  const Counted counted = std::exchange(open_, {});
-  if (!sum.finite)
+  if (!sum.finite) {
+    open_ = {};
     refuse("optim_step", "a gradient that is not finite", "finite numbers",
            "Look for what made it; the weights are as before, and the sums since the last step are dropped");
+  }
   // The one division, in the same pass as clip and update.
   const double scale = 1 / divisor, norm = sum.norm * scale;
+  broken_ = true;  // until the update is whole
   optimizer_->update(layout_->buckets(), clip_coefficient(norm, std::max(params.clip, 0.0)) * scale);
   layout_->publish_parameters();
+  broken_ = false;
+  const Counted counted = std::exchange(open_, {});
   weights_.reset();
   return {{"grad_norm", norm},
           {"grad_norm_sum", sum.norm},
@@ -224,11 +237,11 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
   saved.created = created_, saved.weights = whole_ ? "whole" : "adapter";
   if (which == Engine::Save::kTraining) {
     require_sound();
-    saved.training = true, saved.updates = optimizer_->updates(), saved.open = open_;
+    saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
+    saved.open = open_;
     OptimizerState state = optimizer_->state(layout_->buckets());
     std::vector<at::Tensor> gradients;
     for (const Bucket& bucket : layout_->buckets()) {
-      saved.dtype = dtype_name(bucket.plan.dtype);
       if (bucket.master.scalar_type() != bucket.plan.dtype) state["master"].push_back(bucket.master);
       gradients.push_back(bucket.gradients);
     }
@@ -244,10 +257,9 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
 }
 
 void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
-  std::vector<Bucket>& buckets = layout_->buckets();
-  if (!buckets.empty() && saved.dtype != dtype_name(buckets.front().plan.dtype))
+  if (saved.dtype != dtype_name(dtype_))
     refuse(directory.string(), "optimizer state of " + saved.dtype,
-           "this server's dtype, " + dtype_name(buckets.front().plan.dtype),
+           "this server's dtype, " + dtype_name(dtype_),
            "Load the weights without the optimizer, or start the server with --dtype " + saved.dtype);
   TrainingState state;
   state.updates = saved.updates;

@@ -37,6 +37,7 @@ class TrainedModel {
   std::shared_ptr<Base> base_;
   CreateModel created_;
   Normalise normalise_;
+  at::ScalarType dtype_;
   std::int64_t micro_batch_tokens_;
   std::shared_ptr<DecoderLM> whole_;      // rank 0: a copy of the base, which is trained
   std::shared_ptr<LoraAdapter> adapter_;  // else

@@ -65,6 +65,7 @@ class Engine {
   // with an error's text.
   struct Sampled {
     std::string id, error;
+    bool of_server = false;  // the error is no mistake of the user
     SampleResult result;
   };
   virtual std::vector<Sampled> sample_pass() = 0;

@@ -479,7 +479,7 @@ void Service::sample(Lock& lock) {
   }
   lock.lock();
   if (!failure.empty())  // of the pass, not of one request
-    for (const std::string& id : submitted_) sampled.push_back({id, "the server failed: " + failure, {}});
+    for (const std::string& id : submitted_) sampled.push_back({id, failure, true, {}});
   for (Engine::Sampled& one : sampled) {
     const auto found = state_.samples.find(one.id);
     if (found == state_.samples.end() || submitted_.erase(one.id) == 0) continue;
@@ -487,7 +487,8 @@ void Service::sample(Lock& lock) {
     if (one.error.empty())
       outcome.body = tinker::sample_reply(one.result);
     else
-      outcome.error = one.error, outcome.category = failure.empty() ? "user" : "server";
+      outcome.error = (one.of_server ? "the server failed: " : "") + one.error,
+      outcome.category = one.of_server ? "server" : "user";
     complete_ones.emplace_back(found->second, std::move(outcome));
   }
   for (auto& [record, outcome] : complete_ones) complete(lock, record, std::move(outcome));
