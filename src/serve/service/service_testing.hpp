@@ -127,7 +127,7 @@ class ToyEngine : public Engine {
       }
       if (static_cast<std::int64_t>(running.result.sequences[0].tokens.size()) >=
           *running.request.params.max_tokens)
-        complete.push_back({id, "", running.result});
+        complete.push_back({.id = id, .error = "", .result = running.result});
     }
     for (const Sampled& one : complete) running_.erase(one.id);
     std::this_thread::sleep_for(datum_time);
