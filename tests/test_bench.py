@@ -27,7 +27,8 @@ def bench(*arguments, of="step", **options):
 @pytest.mark.parametrize("of, packages", [("step", "torch==2.13.0"), ("optim", "torch==2.13.0"), ("comm", "torch==2.13.0"),
                                           ("wrapped", "torch==2.13.0"), ("tensor", "torch==2.13.0"),
                                           ("pipeline", "torch==2.13.0 numpy"), ("expert", "torch==2.13.0 transformers"),
-                                          ("ranking", "torch==2.13.0 imbalanced-losses==0.6.0"), ("context", "torch==2.13.0")])
+                                          ("ranking", "torch==2.13.0 imbalanced-losses==0.6.0"), ("context", "torch==2.13.0"),
+                                          ("serve", "torch==2.13.0 transformers peft==0.21.2 tinker==0.38.0")])
 def test_what_a_peer_needs_is_said_before_anything_runs(tmp_path, of, packages):
     bare = tmp_path / "bare python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
@@ -332,6 +333,31 @@ def test_a_python_without_imbalanced_losses_is_told_what_to_install(tmp_path, mo
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     result = bench("--case", "tiny", of="ranking")
     assert result.returncode == 2 and "-m pip install imbalanced-losses" in result.stderr
+
+
+def test_a_served_model_is_compared_with_peft(tmp_path):
+    """Both start from one adapter, whose matrices are not zero: equal losses of several steps mean equal gradients and AdamW."""
+    (record,), said = compared(tmp_path, "--case", "tiny train", "--seconds", 0.1, of="serve")
+    assert record["peer_name"] == "PEFT, a plain loop" and "apart from the engine" in said
+    records, _ = compared(tmp_path, "--case", "tiny sample", "--seconds", 0.1, of="serve")
+    assert [record["peer_name"] for record in records] == ["generate(), one by one", "generate(), batched"]
+
+
+def test_a_served_step_that_differs_is_not_compared(tmp_path, monkeypatch):
+    """The losses stay equal; the peer divides each gradient by the number of its rows."""
+    script = (ROOT / "bench/peers/serve_peft.py").read_text()
+    right = "loss.backward()"
+    assert right in script
+    for sibling in (ROOT / "bench/peers").glob("*.py"):
+        (tmp_path / sibling.name).write_text(sibling.read_text())
+    (tmp_path / "serve_peft.py").write_text(script.replace(right, "(loss / len(tokens)).backward()"))
+    monkeypatch.setitem(os.environ, "ISOGRAD_PEERS", str(tmp_path))
+    assert "first norm" in not_compared("--case", "tiny train", "--seconds", 0.1, of="serve")
+
+
+def test_the_servers_own_share_of_a_call(tmp_path):
+    (record,), _ = compared(tmp_path, "--case", "own", "--seconds", 0.1, of="serve")
+    assert 0 < record["ours"] < 100 and record["unit"] == "ms"
 
 
 def test_a_ring_is_compared_with_pytorchs(tmp_path):

@@ -11,7 +11,7 @@ case.json has
     prompts, new_tokens
 
 A step is forward and backward of all datums, whose losses are summed, and an update. Sampled tokens, the likeliest ones,
-are written to SIDE.tokens.
+are written to SIDE.tokens: {"tokens": [[one of each prompt, ...], ...]}.
 """
 import json
 import sys
@@ -93,7 +93,7 @@ def run(rank, kind):
     generate = generating(case, model, kind == "batched")
     for _ in rank.turns():
         seconds, tokens = turns.timed(generate)
-        (rank.exchange / f"{rank.side}.tokens").write_text(json.dumps(tokens))
+        (rank.exchange / f"{rank.side}.tokens").write_text(json.dumps({"tokens": tokens}))
         rank.answer(seconds=[seconds], losses=[], norms=[])
 
 

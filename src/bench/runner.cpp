@@ -102,12 +102,13 @@ void Bench::say(const std::string& text) {
 }
 
 BenchVerb comm_verb(), context_verb(), expert_verb(), loss_verb(), optim_verb(), pipeline_verb(),
-    product_verb(), ranking_verb(), step_verb(), tensor_verb(), wrapped_verb();  // in cases/
+    product_verb(), ranking_verb(), serve_bench_verb(), step_verb(), tensor_verb(),
+    wrapped_verb();  // in cases/
 
 const std::vector<BenchVerb>& bench_table() {
   static const std::vector<BenchVerb> table = {
       comm_verb(),     wrapped_verb(), step_verb(),    product_verb(), tensor_verb(), expert_verb(),
-      pipeline_verb(), optim_verb(),   context_verb(), ranking_verb(), loss_verb()};
+      pipeline_verb(), optim_verb(),   context_verb(), ranking_verb(), loss_verb(),   serve_bench_verb()};
   return table;
 }
 
@@ -226,6 +227,8 @@ void require_packages(const std::string& bench, const std::string& wish,
     missing.push_back(word);
     install.push_back(word == "torch"               ? "torch==2.13.0"
                       : word == "imbalanced_losses" ? "imbalanced-losses==0.6.0"
+                      : word == "peft"              ? "peft==0.21.2"
+                      : word == "tinker"            ? "tinker==0.38.0"
                                                     : word);
   }
   if (!missing.empty())
