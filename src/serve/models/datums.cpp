@@ -218,14 +218,71 @@ CheckedCall check_call(const ForwardBackward& request, const DecoderConfig& mode
   return call;
 }
 
+std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts) {
+  std::size_t all = 0, before = 0;
+  for (const Datum& datum : request.data) all += datum.tokens.size();
+  std::vector<std::size_t> begins = {0};
+  for (std::size_t i = 0; i < request.data.size(); ++i) {
+    // A datum belongs to the part in which its middle lies.
+    const std::size_t middle = before + request.data[i].tokens.size() / 2;
+    while (begins.size() * all <= middle * static_cast<std::size_t>(parts)) begins.push_back(i);
+    before += request.data[i].tokens.size();
+  }
+  begins.resize(static_cast<std::size_t>(parts), request.data.size());
+  begins.push_back(request.data.size());
+  return begins;
+}
+
+RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch) {
+  const std::vector<std::int64_t> starts = [&] {
+    const at::Tensor positions = batch.positions.cpu().contiguous();
+    std::vector<std::int64_t> first;
+    for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
+      first.push_back(batch.cu_seqlens[f] < batch.cu_seqlens[f + 1]
+                          ? positions.const_data_ptr<std::int64_t>()[batch.cu_seqlens[f]]
+                          : 0);
+    return first;
+  }();
+  std::vector<std::int64_t> shape = {batch.num_tokens()};
+  const Datum* any = nullptr;
+  for (const std::int64_t id : batch.sample_ids)
+    if (id != kPaddingSample && !any) any = &request.data[static_cast<std::size_t>(id)];
+  if (!any) any = &request.data.front();
+  if (const auto& of = any->inputs.at(kTargets).shape; of.size() == 2) shape.push_back(of[1]);
+  const std::size_t columns = shape.size() == 2 ? static_cast<std::size_t>(shape[1]) : 1;
+  const auto joined = [&](const char* name) {
+    if (!any->inputs.contains(name)) return at::Tensor();
+    std::vector<double> values;
+    for (std::size_t f = 0; f < starts.size(); ++f) {
+      const auto length = static_cast<std::size_t>(batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
+      const std::int64_t id = batch.sample_ids[f];
+      if (id == kPaddingSample) {
+        values.resize(values.size() + length * columns, 0.0);
+        continue;
+      }
+      const Array& array = request.data[static_cast<std::size_t>(id)].inputs.at(name);
+      for (std::size_t j = 0; j < length * columns; ++j)
+        values.push_back(number_at(array, static_cast<std::size_t>(starts[f]) * columns + j));
+    }
+    return at::tensor(values, at::kDouble).view(shape);
+  };
+  return {.targets = joined(kTargets).to(at::kLong),
+          .weights = joined(kWeights),
+          .old_log_probabilities = joined("logprobs"),
+          .advantages = joined("advantages"),
+          .ratio_mask = joined(kMask),
+          .cu_seqlens = call.loss == RowLoss::kGspo ? batch.cu_seqlens : std::vector<std::int64_t>()};
+}
+
 std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
-                             std::int64_t most_tokens) {
+                             std::int64_t most_tokens, std::size_t first, std::size_t last) {
   std::vector<PackedRows> all;
-  for (std::size_t begin = 0, end = 0; begin < request.data.size(); begin = end) {
+  last = std::min(last, request.data.size());
+  for (std::size_t begin = first, end = first; begin < last; begin = end) {
     const auto& shape = request.data[begin].inputs.at(kTargets).shape;
     const auto columns = [](const std::vector<std::int64_t>& of) { return of.size() == 2 ? of[1] : -1; };
     std::int64_t rows = 0;
-    for (end = begin; end < request.data.size(); ++end) {
+    for (end = begin; end < last; ++end) {
       const auto more = static_cast<std::int64_t>(request.data[end].tokens.size());
       if (end > begin && (rows + more > most_tokens ||
                           columns(request.data[end].inputs.at(kTargets).shape) != columns(shape)))
@@ -240,30 +297,12 @@ std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& 
       for (std::size_t p = 0; p < own.size(); ++p) positions.push_back(static_cast<std::int64_t>(p));
       packed.batch.cu_seqlens.push_back(static_cast<std::int64_t>(tokens.size()));
       packed.batch.sample_ids.push_back(static_cast<std::int64_t>(i));
+      packed.batch.sample_targets.push_back(static_cast<std::int64_t>(own.size()));
     }
-    std::vector<std::int64_t> row_shape = {rows};
-    if (shape.size() == 2) row_shape.push_back(shape[1]);
-    const auto joined = [&](const char* name) {
-      std::vector<double> values;
-      for (std::size_t i = begin; i < end; ++i) {
-        const auto found = request.data[i].inputs.find(name);
-        if (found == request.data[i].inputs.end()) return at::Tensor();
-        for (std::size_t j = 0; j < size_of(found->second); ++j)
-          values.push_back(number_at(found->second, j));
-      }
-      return at::tensor(values, at::kDouble).view(row_shape);
-    };
     packed.batch.tokens = at::tensor(tokens, at::kLong);
     packed.batch.positions = at::tensor(positions, at::kLong);
     packed.batch.targets = packed.batch.tokens;  // the model's forward does not read them
-    packed.batch.sample_targets.assign(end - begin, 1);
-    packed.inputs = {
-        .targets = joined(kTargets).to(at::kLong),
-        .weights = joined(kWeights),
-        .old_log_probabilities = joined("logprobs"),
-        .advantages = joined("advantages"),
-        .ratio_mask = joined(kMask),
-        .cu_seqlens = call.loss == RowLoss::kGspo ? packed.batch.cu_seqlens : std::vector<std::int64_t>()};
+    packed.inputs = inputs_of(request, call, packed.batch);
     all.push_back(std::move(packed));
   }
   return all;

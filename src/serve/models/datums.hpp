@@ -39,9 +39,16 @@ struct PackedRows {
   RowLossInputs inputs{};
   std::size_t begin = 0, end = 0;  // datums
 };
-// In order, no datum split, at most `most_tokens` unless a datum has more. All of one have targets of one
-// shape.
+// Datums [begin, end) in order, none split, at most `most_tokens` unless a datum has more. All of one have
+// targets of one shape.
 std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
-                             std::int64_t most_tokens);
+                             std::int64_t most_tokens, std::size_t begin = 0,
+                             std::size_t end = std::size_t(-1));
+// The first datum of each of `parts` consecutive parts with about equally many tokens, and the end.
+std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts);
+
+// The inputs of a packed batch, or of a context rank's part of one: looked up by sample id, which is the
+// datum, and position. Padding has weight 0.
+RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch);
 
 }  // namespace isograd::serve

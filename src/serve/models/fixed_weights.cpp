@@ -22,8 +22,9 @@ fs::path tokenizer_in(const fs::path& directory) {
 }  // namespace
 
 Base::Base(const std::string& name, const fs::path& directory, at::ScalarType dtype,
-           const TextSamplerOptions& options) {
-  const std::shared_ptr<DecoderLM> model = read_hf(directory, dtype);
+           const TextSamplerOptions& options, bool values) {
+  const std::shared_ptr<DecoderLM> model =
+      values ? read_hf(directory, dtype) : DecoderLM::without_values(read_hf_config(directory), dtype);
   for (const auto& [parameter, tensor] : model->named()) at::Tensor(tensor).requires_grad_(false);
   const DecoderConfig& config = model->config();
   const bool slides = config.sliding_window > 0 && config.full_layers < config.layers;

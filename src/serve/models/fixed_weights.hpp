@@ -23,9 +23,9 @@ struct SampledModel {
 // A base: read once, frozen, shared by everything that is trained and sampled on it.
 class Base {
  public:
-  // ConfigError: as read_hf().
+  // ConfigError: as read_hf(). Without `values` its shape alone, for ranks that do not sample.
   Base(const std::string& name, const std::filesystem::path& directory, at::ScalarType dtype,
-       const TextSamplerOptions& options);
+       const TextSamplerOptions& options, bool values = true);
   const DecoderConfig& shape() const { return sampled->model->config(); }
   const Tokenizer& tokenizer();  // opened at its first use. ConfigError: it has none
 

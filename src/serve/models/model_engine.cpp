@@ -38,7 +38,7 @@ struct ModelEngine::Impl {
     if (models.contains(model))
       refuse("a model", "'" + model + "', which exists", "a new name", "Give another");
     models[model] = std::make_unique<TrainedModel>(base(saved.created.base), saved, directory, optimizer,
-                                                   options.dtype, options.micro_batch_tokens);
+                                                   options.dtype, options.micro_batch_tokens, options.ranks);
   }
   void open(const std::string& sampler, std::shared_ptr<const FixedWeights> weights) {
     if (!samplers.emplace(sampler, std::move(weights)).second)
@@ -52,7 +52,9 @@ ModelEngine::ModelEngine(ModelEngineOptions options) : impl_(std::make_unique<Im
     if (name.empty() || impl_->bases.contains(name))
       refuse("models of a server", name.empty() ? "an empty name" : "'" + name + "' twice",
              "names, each once", "Give another name");
-    const auto base = std::make_shared<Base>(name, directory, impl_->options.dtype, impl_->options.sampler);
+    const auto& ranks = impl_->options.ranks;
+    const auto base = std::make_shared<Base>(name, directory, impl_->options.dtype, impl_->options.sampler,
+                                             /*values=*/!ranks || ranks->first());
     impl_->bases[name] = base;
     impl_->infos.push_back(base->info);
   }
@@ -103,7 +105,8 @@ void ModelEngine::open_sampler(const std::string& sampler, const std::string& ba
   impl_->open(sampler, std::make_shared<FixedWeights>(impl_->base(base), nullptr));
 }
 void ModelEngine::open_sampler_of(const std::string& sampler, const std::string& model) {
-  impl_->open(sampler, Impl::find(impl_->models, "a model", model)->weights(impl_->options.sampler));
+  auto weights = Impl::find(impl_->models, "a model", model)->weights(impl_->options.sampler);
+  if (weights) impl_->open(sampler, std::move(weights));
 }
 void ModelEngine::load_sampler(const std::string& sampler, const fs::path& directory) {
   const SavedModel saved = read_saved(directory);

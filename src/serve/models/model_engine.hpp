@@ -13,12 +13,18 @@
 
 namespace isograd::serve {
 
+struct Ranks;
+
 struct ModelEngineOptions {
   std::vector<std::pair<std::string, std::filesystem::path>> bases;  // name and Hugging Face directory
   at::ScalarType dtype = at::kFloat;
   // The most of a micro-batch. It decides on speed and memory, and on nothing but the last bits of a sum.
   std::int64_t micro_batch_tokens = 2048;
   TextSamplerOptions sampler{};
+  // Null: this process alone. Else every rank makes the same calls of those that are collective: create(),
+  // forward_backward(), optim_step(), remove(), save(), load(), open_sampler_of(). The others are the
+  // first's.
+  std::shared_ptr<const Ranks> ranks{};
 };
 
 class ModelEngine : public Engine {

@@ -1,15 +1,17 @@
 #include "serve/models/trained_model.hpp"
 
-#include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
 #include <cmath>
+#include <exception>
 
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "layout/flat.hpp"
 #include "layout/readings.hpp"
+#include "model/hf.hpp"
 #include "model/safetensors.hpp"
 #include "train/whole_tensors.hpp"
 
@@ -52,6 +54,29 @@ Settings settings_of(const std::map<std::string, std::string>& metadata) {
   return settings;
 }
 
+// Of the request, or of a directory, whose scale and matrices the request may not contradict.
+std::shared_ptr<LoraAdapter> adapter_of(const CreateModel& created, const DecoderConfig& shape,
+                                        const fs::path& directory, at::ScalarType dtype, bool values) {
+  const double alpha = settings_of(created.metadata).alpha;
+  const LoraShape& lora = created.lora;
+  LoraConfig config{.rank = lora.rank,
+                    .alpha = alpha,
+                    .attention = lora.attention,
+                    .mlp = lora.mlp,
+                    .unembed = lora.unembed};
+  check(config);
+  std::shared_ptr<LoraAdapter> adapter;
+  if (!directory.empty()) {
+    adapter = read_peft(directory, shape, dtype);
+    config = adapter->config();
+    if (created.metadata.contains("isograd.alpha") && config.alpha != alpha)
+      refuse("user_metadata isograd.alpha", fmt::format("{}", alpha),
+             fmt::format("{}, that of the saved adapter", config.alpha), "Leave it out");
+  }
+  if (!values) return LoraAdapter::without_values(shape, config, dtype);
+  return adapter ? adapter : std::make_shared<LoraAdapter>(shape, config, dtype, lora.seed.value_or(0));
+}
+
 std::string dtype_name(at::ScalarType type) {
   return type == at::kDouble ? "float64" : type == at::kBFloat16 ? "bfloat16" : "float32";
 }
@@ -65,19 +90,25 @@ struct Adapted {
   DecoderLM& model;
 };
 
-std::vector<Array> arrays_of(const at::Tensor& log_probabilities, const PackedRows& rows) {
+Array array_of(const at::Tensor& log_probabilities) {
   const at::Tensor flat = log_probabilities.detach().to(at::kCPU, at::kFloat).contiguous();
   const auto* from = flat.const_data_ptr<float>();
-  const std::int64_t columns = flat.dim() == 2 ? flat.size(1) : 1;
-  std::vector<Array> arrays;
-  for (std::size_t f = 0; f + 1 < rows.batch.cu_seqlens.size(); ++f) {
-    const std::int64_t begin = rows.batch.cu_seqlens[f], end = rows.batch.cu_seqlens[f + 1];
-    Array& array = arrays.emplace_back();
-    array.shape = {end - begin};
-    if (flat.dim() == 2) array.shape.push_back(columns);
-    array.numbers.assign(from + begin * columns, from + end * columns);
+  return {.shape = flat.sizes().vec(), .numbers = {from, from + flat.numel()}, .integers = {}};
+}
+
+// `take` writes the whole tensors on the first rank; the others take part to the end, whatever happens there.
+void gathered(DataParallel& layout, const OptimizerState& parts, const Layout* placed, bool first,
+              const std::function<void(const TensorStream&)>& take) {
+  WholeTensors tensors(layout, parts, placed);
+  if (!first) return tensors.drain();
+  std::exception_ptr problem;
+  try {
+    take(tensors.stream());
+  } catch (...) {
+    problem = std::current_exception();
   }
-  return arrays;
+  tensors.drain();
+  if (problem) std::rethrow_exception(problem);
 }
 
 std::int64_t bytes_in(const fs::path& directory) {
@@ -90,39 +121,49 @@ std::int64_t bytes_in(const fs::path& directory) {
 }  // namespace
 
 TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, const fs::path& directory,
-                           bool optimizer, at::ScalarType dtype, std::int64_t micro_batch_tokens)
+                           bool optimizer, at::ScalarType dtype, std::int64_t micro_batch_tokens,
+                           std::shared_ptr<const Ranks> ranks)
     : base_(std::move(base)),
       created_(saved.created),
       dtype_(dtype),
-      micro_batch_tokens_(micro_batch_tokens) {
-  const Settings settings = settings_of(created_.metadata);
-  normalise_ = settings.normalise;
+      micro_batch_tokens_(micro_batch_tokens),
+      ranks_(std::move(ranks)) {
+  normalise_ = settings_of(created_.metadata).normalise;
   const LoraShape& lora = created_.lora;
-  if (lora.rank == 0) {
-    if (!lora.attention || !lora.mlp || !lora.unembed)
-      refuse("lora_config", "rank 0, the whole weights, without some of them", "all of them",
-             "Give a rank above 0");
+  if (is_whole() && (!lora.attention || !lora.mlp || !lora.unembed))
+    refuse("lora_config", "rank 0, the whole weights, without some of them", "all of them",
+           "Give a rank above 0");
+  ranks_ ? spread(directory, dtype) : make_alone(directory, dtype);
+  optimizer_ = adamw({});
+  if (optimizer) restore(saved, directory);
+}
+
+void TrainedModel::make_alone(const fs::path& directory, at::ScalarType dtype) {
+  if (is_whole())
     whole_ = read_hf(directory.empty() ? base_->info.directory : directory, dtype);
-  } else {
-    const LoraConfig config{.rank = lora.rank,
-                            .alpha = settings.alpha,
-                            .attention = lora.attention,
-                            .mlp = lora.mlp,
-                            .unembed = lora.unembed};
-    check(config);
-    adapter_ = directory.empty()
-                   ? std::make_shared<LoraAdapter>(base_->shape(), config, dtype, lora.seed.value_or(0))
-                   : read_peft(directory, base_->shape(), dtype);
-    if (created_.metadata.contains("isograd.alpha") && adapter_->config().alpha != settings.alpha)
-      refuse("user_metadata isograd.alpha", fmt::format("{}", settings.alpha),
-             fmt::format("{}, that of the saved adapter", adapter_->config().alpha), "Leave it out");
-  }
+  else
+    adapter_ = adapter_of(created_, base_->shape(), directory, dtype, /*values=*/true);
   const NamedTensors named = whole_ ? whole_->named() : adapter_->named();
   TrainableParameters parameters = trainable_parameters(named);
   for (NamedParameter& parameter : parameters) parameter.decays = true;  // as torch.optim.AdamW
   layout_ = bucketed(std::move(parameters), Mesh(Group::solo()));
-  optimizer_ = adamw({});
-  if (optimizer) restore(saved, directory);
+}
+
+void TrainedModel::spread(const fs::path& directory, at::ScalarType dtype) {
+  const auto of_model = std::make_shared<const HfWeights>(
+      is_whole() && !directory.empty() ? directory : base_->info.directory, dtype);
+  std::shared_ptr<LoraAdapter> saved;
+  if (!is_whole()) {
+    adapter_ = adapter_of(created_, base_->shape(), directory, dtype, /*values=*/false);
+    if (!directory.empty()) saved = read_peft(directory, base_->shape(), dtype);
+  }
+  const FillValues fill = [of_model, saved, seed = created_.lora.seed.value_or(0)](const std::string& name,
+                                                                                   at::Tensor& values) {
+    if (adapted_matrix(name).empty()) return of_model->fill(name, values);
+    if (!saved) return initialize_lora(name, values, seed);
+    values.copy_(std::ranges::find(saved->named(), name, &NamedTensors::value_type::first)->second);
+  };
+  spread_ = std::make_unique<SpreadModel>(ranks_, base_->shape(), dtype, adapter_, fill);
 }
 
 void TrainedModel::require_sound() const {
@@ -146,7 +187,22 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
     refuse("weights", "negative ones, and isograd.normalise = weights",
            "weights of 0 or more: their sum divides",
            "Create the model with another isograd.normalise, none for instance");
+  if (ranks_ && call.loss == RowLoss::kGspo && ranks_->mesh.size(kContextAxes) > 1)
+    refuse("loss_fn", "gspo, whose ratio is a sequence's, and sequences that are cut over context ranks",
+           "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
   const bool trains = !request.forward_only;
+  if (spread_) {
+    ForwardBackwardResult result;
+    broken_ = trains;
+    if (trains && open_.calls == 0)
+      for (const at::Tensor& sum : spread_->sums()) sum.zero_();
+    const SpreadModel::Computed found = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
+    broken_ = false;
+    if (trains) open_ += call.counted;
+    for (const at::Tensor& one : found.log_probabilities) result.log_probabilities.push_back(array_of(one));
+    result.metrics["loss:sum"] = found.loss;
+    return result;
+  }
   if (trains && open_.calls == 0) layout_->zero_gradients();
   ForwardBackwardResult result;
   double loss = 0;
@@ -160,8 +216,10 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
       found.sum.backward();
     }
     loss += found.value.item<double>();
-    for (Array& array : arrays_of(found.log_probabilities, rows))
-      result.log_probabilities.push_back(std::move(array));
+    for (std::size_t f = 0; f + 1 < rows.batch.cu_seqlens.size(); ++f) {
+      const std::int64_t begin = rows.batch.cu_seqlens[f], end = rows.batch.cu_seqlens[f + 1];
+      result.log_probabilities.push_back(array_of(found.log_probabilities.narrow(0, begin, end - begin)));
+    }
   }
   broken_ = false;
   if (trains) open_ += call.counted;
@@ -204,11 +262,19 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
                            .epsilon = params.epsilon,
                            .weight_decay = params.weight_decay});
   OwnedSquares squares;
-  layout_->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
-    taken ? squares.add(*taken) : squares.add(bucket);
-  });
+  if (spread_) {  // reduced with each call
+    std::vector<Bucket>& buckets = layout().buckets();
+    for (std::size_t i = 0; i < buckets.size(); ++i) {
+      buckets[i].gradients.copy_(spread_->sums()[i]);
+      squares.add(buckets[i]);
+    }
+  } else {
+    layout_->finish_reduction_with([&](const Bucket& bucket, std::optional<double> taken) {
+      taken ? squares.add(*taken) : squares.add(bucket);
+    });
+  }
   std::vector<double> sums = {0};
-  const GlobalNorm sum = global_norm(squares.value(), sums, layout_->mesh().all());
+  const GlobalNorm sum = global_norm(squares.value(), sums, layout().mesh().all());
   if (!sum.finite) {
     open_ = {};
     refuse("optim_step", "a gradient that is not finite", "finite numbers",
@@ -217,11 +283,11 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
   // The one division, in the same pass as clip and update.
   const double scale = 1 / divisor, norm = sum.norm * scale;
   broken_ = true;  // until the update is whole
-  optimizer_->update(layout_->buckets(), clip_coefficient(norm, std::max(params.clip, 0.0)) * scale);
-  layout_->publish_parameters();
+  optimizer_->update(layout().buckets(), clip_coefficient(norm, std::max(params.clip, 0.0)) * scale);
+  layout().publish_parameters();
   broken_ = false;
   const Counted counted = std::exchange(open_, {});
-  weights_.reset();
+  weights_.reset(), weights_are_current_ = false;
   return {{"grad_norm", norm},
           {"grad_norm_sum", sum.norm},
           {"denominator", divisor},
@@ -230,28 +296,46 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
           {"step", static_cast<double>(optimizer_->updates())}};
 }
 
+std::vector<at::Tensor> TrainedModel::sums() const {
+  if (spread_) return spread_->sums();
+  std::vector<at::Tensor> all;
+  for (const Bucket& bucket : layout_->buckets()) all.push_back(bucket.gradients);
+  return all;
+}
+
+void TrainedModel::gather_weights(const std::function<void(const TensorStream&)>& take) {
+  OptimizerState parts;
+  for (const Bucket& bucket : layout().buckets()) parts[""].push_back(bucket.parameters);
+  gathered(layout(), parts, placed(), first(), take);
+}
+
 std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
-  write_weights(directory, *base_, adapter_.get(), model());
-  if (which == Engine::Save::kExternal) return bytes_in(directory);
+  const DecoderConfig& shape = base_->shape();
+  if (which == Engine::Save::kTraining) require_sound();
+  if (!spread_)
+    write_weights(directory, *base_, adapter_.get(), model());
+  else
+    gather_weights([&](const TensorStream& stream) {
+      adapter_ ? write_peft(directory, adapter_->config(), stream, base_->info.name)
+               : write_hf(directory, shape, stream);
+    });
+  if (which == Engine::Save::kExternal) return first() ? bytes_in(directory) : 0;
   SavedModel saved;
-  saved.created = created_, saved.weights = whole_ ? "whole" : "adapter";
+  saved.created = created_, saved.weights = is_whole() ? "whole" : "adapter";
   if (which == Engine::Save::kTraining) {
-    require_sound();
     saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
     saved.open = open_;
-    OptimizerState state = optimizer_->state(layout_->buckets());
-    std::vector<at::Tensor> gradients;
-    for (const Bucket& bucket : layout_->buckets()) {
+    OptimizerState state = optimizer_->state(layout().buckets());
+    for (const Bucket& bucket : layout().buckets())
       if (bucket.master.scalar_type() != bucket.plan.dtype) state["master"].push_back(bucket.master);
-      gradients.push_back(bucket.gradients);
-    }
     const auto write = [&](const char* name, const OptimizerState& parts) {
-      WholeTensors tensors(*layout_, parts, nullptr);
-      write_safetensors(directory / name, tensors.stream());
+      gathered(layout(), parts, placed(), first(),
+               [&](const TensorStream& stream) { write_safetensors(directory / name, stream); });
     };
     write("optimizer.safetensors", state);
-    if (open_.calls > 0) write(kGradientFile, {{kGradient, gradients}});
+    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums()}});
   }
+  if (!first()) return 0;
   write_saved(directory, saved);
   return bytes_in(directory);
 }
@@ -263,34 +347,52 @@ void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
            "Load the weights without the optimizer, or start the server with --dtype " + saved.dtype);
   TrainingState state;
   state.updates = saved.updates;
-  restore_optimizer(directory, state, *layout_, *optimizer_);
+  restore_optimizer(directory, state, layout(), *optimizer_, placed());
   open_ = saved.open;
   if (open_.calls == 0) return;
-  layout_->zero_gradients();
+  std::vector<Bucket>& buckets = layout().buckets();
+  if (!spread_) layout_->zero_gradients();
+  const std::vector<at::Tensor> sums = this->sums();  // zeros
   const auto stored = read_safetensors(directory / kGradientFile);
-  for (const Bucket& bucket : layout_->buckets())  // zeros, to which the next backwards add
-    for (const Slot& slot : bucket.plan.slots) {
+  for (std::size_t i = 0; i < buckets.size(); ++i)
+    for (const Slot& slot : buckets[i].plan.slots) {
+      const at::IntArrayRef shape =
+          placed() ? placed()->parameter(slot.name).placement.whole_shape : slot.shape;
       const auto found = stored.find(slot.name + "." + kGradient);
-      if (found == stored.end() || found->second.sizes() != at::IntArrayRef(slot.shape))
+      if (found == stored.end() || found->second.sizes() != shape)
         refuse((directory / kGradientFile).string(), "no gradient of " + slot.name + " of its shape",
                "the sums since the last step", "Load the weights without the optimizer");
-      write_slot(bucket.gradients, bucket.held, slot, found->second);
+      write_slot(sums[i], buckets[i].held, slot,
+                 placed() ? placed()->local(slot.name, found->second) : found->second);
     }
 }
 
 std::shared_ptr<const FixedWeights> TrainedModel::weights(const TextSamplerOptions& options) {
-  if (weights_) return weights_;
-  if (!whole_) return weights_ = std::make_shared<FixedWeights>(base_, adapter_->copy());
-  const at::NoGradGuard no_grad;
-  const auto copy =
-      std::make_shared<DecoderLM>(whole_->config(), whole_->named().front().second.scalar_type(), 0);
-  const NamedTensors from = whole_->named(), to = copy->named();
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    at::Tensor(to[i].second).copy_(from[i].second);
-    at::Tensor(to[i].second).requires_grad_(false);
+  if (std::exchange(weights_are_current_, true)) return weights_;
+  NamedTensors to;  // filled on the first rank
+  std::shared_ptr<LoraAdapter> adapter;
+  std::shared_ptr<DecoderLM> whole;
+  if (first()) {
+    const at::NoGradGuard no_grad;
+    if (is_whole())
+      whole = std::make_shared<DecoderLM>(base_->shape(), dtype_, 0), to = whole->named();
+    else
+      adapter = std::make_shared<LoraAdapter>(base_->shape(), adapter_->config(), dtype_, 0),
+      to = adapter->named();
+    for (const auto& [name, tensor] : to) at::Tensor(tensor).requires_grad_(false);
   }
-  return weights_ =
-             std::make_shared<FixedWeights>(base_, nullptr, std::make_shared<SampledModel>(copy, options));
+  gather_weights([&](const TensorStream& stream) {
+    std::size_t next = 0;
+    stream.each([&](const at::Tensor& values) {
+      const std::string& name = stream.entries.at(next++).name;
+      at::Tensor(std::ranges::find(to, name, &NamedTensors::value_type::first)->second).copy_(values);
+    });
+  });
+  if (first())
+    weights_ =
+        whole ? std::make_shared<FixedWeights>(base_, nullptr, std::make_shared<SampledModel>(whole, options))
+              : std::make_shared<FixedWeights>(base_, adapter);
+  return weights_;
 }
 
 }  // namespace isograd::serve
