@@ -17,6 +17,8 @@
 #include "serve/http/http.hpp"
 #include "serve/http/keys.hpp"
 #include "serve/models/model_engine.hpp"
+#include "serve/models/ranked_engine.hpp"
+#include "serve/models/spread_model.hpp"
 #include "serve/service/service.hpp"
 #include "train/build.hpp"
 
@@ -29,6 +31,7 @@ struct ServeFlags {
   serve::HttpOptions http{.host = "127.0.0.1", .port = 8000};
   std::int64_t micro_batch_tokens = 2048, cache_megabytes = 1024, models_per_tenant = 64;
   bool insecure = false, sync = false;
+  RunFlags run{};  // --ranks and --set alone
 };
 
 // ---- serving ----
@@ -51,6 +54,24 @@ serve::ModelEngineOptions engine_options(const ServeFlags& flags) {
   options.micro_batch_tokens = flags.micro_batch_tokens;
   options.sampler.cache_bytes = flags.cache_megabytes << 20;
   return options;
+}
+
+// The ranks' configuration: parallel.* of --set, and this base. ConfigError: another key.
+RunConfig run_config(const ServeFlags& flags, const serve::ModelEngineOptions& options, std::size_t base,
+                     int ranks) {
+  std::vector<std::string> sets = {"model.load=" + options.bases[base].second.string(),
+                                   "train.dtype=" + flags.dtype,
+                                   fmt::format("batch.packs_per_step={}", ranks)};
+  for (const std::string& set : flags.run.sets) {
+    if (!set.starts_with("parallel."))
+      refuse("--set " + set, "a key of a run's data, model or training", "parallel.KEY=VALUE",
+             "Leave it out: clients say what is trained, and how");
+    sets.push_back(set);
+  }
+  RunConfig config = load_config({}, sets);
+  if (config.parallel.device != "cpu")
+    refuse("parallel.device", config.parallel.device, "cpu: a server computes on CPUs", "Leave it out");
+  return config;
 }
 
 bool is_loopback(const std::string& host) {
@@ -83,6 +104,7 @@ class StopSignals {
       while (!done_) {
         const int signal = sigtimedwait(&signals_, nullptr, &kPause);
         if (signal <= 0) continue;
+        if (ignored_) continue;
         serve::Service* const service = service_;
         if (!service) std::_Exit(128 + signal);
         return service->stop();
@@ -96,6 +118,8 @@ class StopSignals {
     done_ = true;
     if (thread_.joinable()) thread_.join();
   }
+  // From now on signals do nothing.
+  void ignore() { ignored_ = true; }
   // While it lives, signals stop the service.
   struct Stopping {
     Stopping(StopSignals& of, serve::Service& service) : signals(of) { signals.service_ = &service; }
@@ -107,24 +131,32 @@ class StopSignals {
 
  private:
   sigset_t signals_{};
-  std::atomic<bool> done_ = false;
+  std::atomic<bool> done_ = false, ignored_ = false;
   std::atomic<serve::Service*> service_ = nullptr;
   std::thread thread_{};
 };
 
-int run(const ServeFlags& flags) {
-  const serve::ModelEngineOptions options = engine_options(flags);
+// Refuses flags that do not go together.
+void check(const ServeFlags& flags) {
   const std::string& host = flags.http.host;
   if (!is_loopback(host) && flags.keys.empty() && !flags.insecure)
     refuse("--host " + host, "an address that others reach, and no --keys",
            "keys, or --insecure to let anybody in",
            "Make a key with `isograd serve key TENANT >> keys.txt`, and add --keys keys.txt");
+}
+
+// Serves until a signal. `world`: of several ranks, this one the first; or null.
+int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& options, World* world,
+                  StopSignals& signals) {
+  const std::string& host = flags.http.host;
   std::optional<serve::ApiKeys> keys;
   if (!flags.keys.empty()) keys.emplace(flags.keys);
   const serve::ApiKeys* known = keys ? &*keys : nullptr;
 
-  StopSignals signals;
-  serve::ModelEngine engine(options);
+  serve::ModelEngine own(options);
+  std::optional<serve::RankedEngine> ranked;
+  if (world) ranked.emplace(own, *world);
+  serve::Engine& engine = ranked ? static_cast<serve::Engine&>(*ranked) : own;
   serve::ServiceOptions service_options;
   service_options.state = flags.state, service_options.sync = flags.sync;
   service_options.models = flags.models_per_tenant;
@@ -158,6 +190,30 @@ int run(const ServeFlags& flags) {
   const StopSignals::Stopping stopping(signals, service);
   service.run();
   return 0;
+}
+
+int run(const ServeFlags& flags, const Invocation& invocation) {
+  serve::ModelEngineOptions options = engine_options(flags);
+  check(flags);
+  if (!flags.run.ranks && !rank_of_several() && !flags.run.sets.empty())
+    refuse("--set", "parallel.* of one rank", "several ranks", "Add --ranks N");
+  if (flags.run.ranks.value_or(1) == 1 && !rank_of_several()) {
+    StopSignals signals;
+    return serve_clients(flags, options, nullptr, signals);
+  }
+  const int ranks = flags.run.ranks.value_or(1);
+  RunConfig config = run_config(flags, options, 0, ranks);
+  return on_ranks(invocation, flags.run, config, [&](World& world) {
+    StopSignals signals;
+    for (std::size_t base = 0; base < options.bases.size(); ++base)
+      isograd::check(run_config(flags, options, base, world.size), world.size);
+    options.ranks = std::make_shared<const serve::Ranks>(world, config);
+    if (world.rank == 0) return serve_clients(flags, options, &world, signals);
+    signals.ignore();  // rank 0 gets them too, and ends this one
+    serve::ModelEngine engine(options);
+    serve::follow(engine, world);
+    return 0;
+  });
 }
 
 // ---- asking a server ----
@@ -249,7 +305,7 @@ int make_key(const std::string& tenant) {
 
 }  // namespace
 
-Verb serve_verb(CLI::App& program) {
+Verb serve_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb =
       program.add_subcommand("serve", "Serve training and sampling to clients of the tinker SDK");
   auto flags = std::make_shared<ServeFlags>();
@@ -274,6 +330,11 @@ Verb serve_verb(CLI::App& program) {
              1, kMany);
   add_option(*verb, "--client-config", flags->client_config,
              "options that tinker's client takes from its server, as JSON", "JSON");
+  add_option(*verb, "--ranks", flags->run.ranks, "processes on this host that train together; default 1", "N",
+             1, 4096);
+  add_option(*verb, "--set", flags->run.sets,
+             "how the ranks share a model, as in a run: strategy, cp_ring, tp, pp, ...; repeatable",
+             "parallel.KEY=VALUE");
   CLI::App* status = verb->add_subcommand("status", "Show a server's models (key: TINKER_API_KEY)");
   status->add_option("URL", flags->url, "its address")->required();
   CLI::App* key =
@@ -285,9 +346,9 @@ Verb serve_verb(CLI::App& program) {
       "  isograd serve key alice >> keys.txt\n\n"
       "SIGINT and SIGTERM end it; the next start on the same --state goes on. docs/server.md says more.\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
-  return {verb, [flags, status, key] {
+  return {verb, [flags, status, key, &invocation] {
             if (status->parsed()) return show_status(flags->url);
-            return key->parsed() ? make_key(flags->tenant) : run(*flags);
+            return key->parsed() ? make_key(flags->tenant) : run(*flags, invocation);
           }};
 }
 

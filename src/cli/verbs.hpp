@@ -56,7 +56,7 @@ Verb config_verb(CLI::App& program);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
 Verb layout_verb(CLI::App& program);
 Verb schedule_verb(CLI::App& program);
-Verb serve_verb(CLI::App& program);
+Verb serve_verb(CLI::App& program, const Invocation& invocation);
 
 // ---- verbs that run on several ranks ----
 

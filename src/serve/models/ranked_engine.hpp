@@ -1,0 +1,73 @@
+// The engine of a server on several ranks: what the first one is told, all do.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "isograd/world.hpp"
+#include "serve/models/model_engine.hpp"
+
+namespace isograd::serve {
+
+// On rank 0. Sends each collective call to the other ranks, which follow(), and makes it too; all else is its
+// own engine's. While there are no calls a thread tells the others that it lives.
+class RankedEngine : public Engine {
+ public:
+  // Keeps references.
+  RankedEngine(ModelEngine& own, World& world);
+  ~RankedEngine() override;  // lets the others end
+  RankedEngine(const RankedEngine&) = delete;
+  RankedEngine& operator=(const RankedEngine&) = delete;
+
+  const std::vector<BaseModel>& bases() const override { return own_.bases(); }
+  void create(const std::string& model, const CreateModel& request) override;
+  ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override;
+  Metrics optim_step(const std::string& model, const AdamParams& params) override;
+  void remove(const std::string& model) override;
+  std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) override;
+  void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
+            const std::map<std::string, std::string>& metadata) override;
+  CreateModel describe(const std::filesystem::path& directory) const override {
+    return own_.describe(directory);
+  }
+  void open_sampler(const std::string& sampler, const std::string& base) override {
+    own_.open_sampler(sampler, base);
+  }
+  void open_sampler_of(const std::string& sampler, const std::string& model) override;
+  void load_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
+    own_.load_sampler(sampler, directory);
+  }
+  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
+    own_.save_sampler(sampler, directory);
+  }
+  void close_sampler(const std::string& sampler) override { own_.close_sampler(sampler); }
+  void submit(const std::string& id, const std::string& sampler, const Sample& request,
+              std::uint64_t seed) override {
+    own_.submit(id, sampler, request, seed);
+  }
+  std::vector<Sampled> sample_pass() override { return own_.sample_pass(); }
+  bool sampling() const override { return own_.sampling(); }
+
+ private:
+  struct Order;
+  template <class Work>
+  auto together(const Order& order, Work work);
+
+  ModelEngine& own_;
+  Group group_;
+  std::mutex mutex_{};  // of the group
+  std::condition_variable changed_{};
+  bool ended_ = false;
+  std::exception_ptr lost_{};  // why a rank does not answer any more
+  std::thread beat_{};
+};
+
+// On the other ranks: makes the calls of rank 0 on `own` until it ends. A user's mistake is refused on all
+// ranks alike, and answered by rank 0. Throws PeerError where rank 0 is lost.
+void follow(ModelEngine& own, World& world);
+
+}  // namespace isograd::serve
