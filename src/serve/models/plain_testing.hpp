@@ -15,7 +15,7 @@
 
 #include "model/decoder_testing.hpp"
 #include "model/safetensors.hpp"
-#include "serve/engine.hpp"
+#include "serve/service/engine.hpp"
 
 namespace isograd::serve {
 

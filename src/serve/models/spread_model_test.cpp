@@ -75,5 +75,35 @@ TEST_F(SpreadModelTest, RanksTrainWhatOneProcessAndPlainTorchTrain) {
   }
 }
 
+// Experts on two ranks: whole weights, and adapters of attention over experts that are frozen.
+TEST_F(SpreadModelTest, ExpertsOnSeveralRanks) {
+  const fs::path base = this->base("qwen3_moe");
+  for (const std::int64_t rank : {std::int64_t{0}, std::int64_t{4}}) {
+    CreateModel request = request_of(rank, {{"isograd.normalise", "tokens"}});
+    request.lora.mlp = rank == 0;
+    ModelEngine alone(options(base));
+    alone.create("m", request);
+    const auto steps = steps_of_calls(alone, "m", /*gspo=*/true);
+    Outcome expected;
+    make_calls(alone, steps, expected);
+    const auto place = [&](const std::string& name) { return folder(fmt::format("{}_{}", name, rank)); };
+    alone.save("m", Engine::Save::kExternal, place("alone"));
+    expected.weights = read(place("alone"));
+    for (const std::string strategy : {"bucketed", "zero2", "zero3"}) {
+      Outcome found;
+      on_ranks(base, {.ranks = 2, .sets = {"parallel.ep=2", "parallel.strategy=" + strategy}},
+               [&](ModelEngine& engine, World& world) {
+                 engine.create("m", request);
+                 Outcome own;
+                 make_calls(engine, steps, own);
+                 engine.save("m", Engine::Save::kExternal, place(strategy));
+                 if (world.rank == 0) found = std::move(own);
+               });
+      found.weights = read(place(strategy));
+      expect_same(found, expected, fmt::format("rank {}, {}", rank, strategy));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace isograd::serve

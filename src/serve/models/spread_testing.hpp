@@ -42,8 +42,10 @@ class SpreadServers : public ::testing::Test {
   }
   static DecoderConfig shape_of(const std::string& family) {
     DecoderConfig config = config_of(family);
-    if (family.ends_with("_moe"))
+    if (family == "qwen3_moe") {
+      config.query_key_norm = true;
       config.experts.count = 4, config.experts.per_token = 2, config.experts.feed_forward = 24;
+    }
     return config;
   }
   std::filesystem::path base(const std::string& family) const {
