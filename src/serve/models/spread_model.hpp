@@ -19,7 +19,7 @@
 
 namespace isograd::serve {
 
-// What the models of a server have in common: its ranks, on the grid of `config`'s parallel.* keys.
+// All models of a server have these in common: its ranks, on the grid of `config`'s parallel.* keys.
 struct Ranks {
   // ConfigError: keys that do not go together, or not with that many ranks. Collective.
   Ranks(World& of, RunConfig run);
@@ -72,7 +72,7 @@ class SpreadModel {
   ForwardLossTerms forward_;
   std::vector<at::Tensor> sums_;
 
-  // Of the call that is being computed.
+  // These belong to the call that is being computed.
   const ForwardBackward* request_ = nullptr;
   const CheckedCall* call_ = nullptr;
   std::vector<Found> found_;

@@ -54,7 +54,7 @@ Settings settings_of(const std::map<std::string, std::string>& metadata) {
   return settings;
 }
 
-// Of the request, or of a directory, whose scale and matrices the request may not contradict.
+// The adapter that a request asks for, or the one of a directory, whose scale the request may not contradict.
 std::shared_ptr<LoraAdapter> adapter_of(const CreateModel& created, const DecoderConfig& shape,
                                         const fs::path& directory, at::ScalarType dtype, bool values) {
   const double alpha = settings_of(created.metadata).alpha;
