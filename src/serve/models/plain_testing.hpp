@@ -55,7 +55,8 @@ inline bool same_bits(const Tensors& a, const Tensors& b) {
 
 struct Mistake {
   bool divides_by_call = false, drops_negative = false, fixed_beta2 = false, clips_before_scale = false,
-       counts_first_call_twice = false;
+       counts_first_call_twice = false,
+       sums_ranks_again = false;  // two ranks' sum after each call, and again with the next one's
 };
 
 class Plain {
@@ -98,7 +99,7 @@ class Plain {
         (mistake_.divides_by_call ? 1.0 / static_cast<double>(call.data.size()) : 1.0) * (again ? 2.0 : 1.0);
     for (auto& [name, tensor] : trained_) {
       if (!tensor.grad().defined()) continue;
-      sum_[name] = sum_[name] + tensor.grad() * factor;
+      sum_[name] = sum_[name] * (mistake_.sums_ranks_again ? 2 : 1) + tensor.grad() * factor;
       tensor.mutable_grad() = at::Tensor();
     }
     return total;

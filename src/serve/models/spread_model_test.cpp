@@ -55,7 +55,7 @@ TEST_F(SpreadModelTest, RanksTrainWhatOneProcessAndPlainTorchTrain) {
     };
     EXPECT_LT(plain({}), 1e-10);
     EXPECT_GT(plain({.divides_by_call = true}), 1e-6);
-    EXPECT_GT(plain({.counts_first_call_twice = true}), 1e-6);  // a sum over ranks that is repeated per call
+    EXPECT_GT(plain({.sums_ranks_again = true}), 1e-6);
 
     for (std::size_t i = 0; i < kSpreads.size(); ++i) {
       const std::string where = fmt::format("rank {}: {}", rank, fmt::join(kSpreads[i].sets, " "));
@@ -72,6 +72,35 @@ TEST_F(SpreadModelTest, RanksTrainWhatOneProcessAndPlainTorchTrain) {
       found.weights = read(directory);
       expect_same(found, expected, where);
     }
+  }
+}
+
+// One embedding in the first and the last stage, and biases.
+TEST_F(SpreadModelTest, TiedModelsOnSeveralRanks) {
+  const fs::path base = this->base("tied");
+  ModelEngine alone(options(base));
+  alone.create("m", request_of(0));
+  const auto steps = steps_of_calls(alone, "m", /*gspo=*/true);
+  Outcome expected;
+  make_calls(alone, steps, expected);
+  alone.save("m", Engine::Save::kExternal, folder("alone"));
+  expected.weights = read(folder("alone"));
+  const std::vector<std::vector<std::string>> kinds = {{"parallel.tp=2"},
+                                                       {"parallel.pp=2"},
+                                                       {"parallel.pp=2", "parallel.schedule=zb-h1"},
+                                                       {"parallel.strategy=zero3"}};
+  for (std::size_t i = 0; i < kinds.size(); ++i) {
+    const fs::path directory = folder(fmt::format("spread_{}", i));
+    Outcome found;
+    on_ranks(base, {.ranks = 2, .sets = kinds[i]}, [&](ModelEngine& engine, World& world) {
+      engine.create("m", request_of(0));
+      Outcome own;
+      make_calls(engine, steps, own);
+      engine.save("m", Engine::Save::kExternal, directory);
+      if (world.rank == 0) found = std::move(own);
+    });
+    found.weights = read(directory);
+    expect_same(found, expected, fmt::format("{}", fmt::join(kinds[i], " ")));
   }
 }
 
