@@ -155,7 +155,11 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
 
   serve::ModelEngine own(options);
   std::optional<serve::RankedEngine> ranked;
-  if (world) ranked.emplace(own, *world);
+  if (world)
+    ranked.emplace(own, *world, [](const PeerError& error) {
+      print(stderr, fmt::format("isograd: {}\n", printable(error.what())));
+      std::_Exit(3);  // before anything is answered: the next start makes the call again
+    });
   serve::Engine& engine = ranked ? static_cast<serve::Engine&>(*ranked) : own;
   serve::ServiceOptions service_options;
   service_options.state = flags.state, service_options.sync = flags.sync;

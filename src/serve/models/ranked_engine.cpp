@@ -166,7 +166,8 @@ struct RankedEngine::Order {
   }
 };
 
-RankedEngine::RankedEngine(ModelEngine& own, World& world) : own_(own), group_(world.group) {
+RankedEngine::RankedEngine(ModelEngine& own, World& world, Lost when_lost)
+    : own_(own), group_(world.group), when_lost_(std::move(when_lost)) {
   using std::chrono::milliseconds;
   const milliseconds pause = std::min<milliseconds>(group_.timeout() / 4, std::chrono::seconds(5));
   beat_ = std::thread([this, pause] {
@@ -177,8 +178,9 @@ RankedEngine::RankedEngine(ModelEngine& own, World& world) : own_(own), group_(w
         std::string nothing;
         exchange(group_, kBeat, nothing);
         group_.barrier();  // the others answer
-      } catch (...) {
+      } catch (const PeerError& error) {
         lost_ = std::current_exception();
+        if (when_lost_) when_lost_(error);
       }
     }
   });
@@ -207,8 +209,9 @@ auto RankedEngine::together(const Order& order, Work work) {
     std::string message = order.pack();
     exchange(group_, static_cast<std::int64_t>(message.size()), message);
     return work();
-  } catch (const PeerError&) {
+  } catch (const PeerError& error) {
     lost_ = std::current_exception();
+    if (when_lost_) when_lost_(error);
     throw;
   }
 }

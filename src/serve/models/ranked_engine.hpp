@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -17,8 +18,10 @@ namespace isograd::serve {
 // own engine's. While there are no calls a thread tells the others that it lives.
 class RankedEngine : public Engine {
  public:
-  // Keeps references.
-  RankedEngine(ModelEngine& own, World& world);
+  // Keeps references. `lost`: called where another rank is lost, by the thread that finds it, before any call
+  // fails: a server ends there, as by a kill, so that its next start makes the call again.
+  using Lost = std::function<void(const PeerError&)>;
+  RankedEngine(ModelEngine& own, World& world, Lost when_lost = {});
   ~RankedEngine() override;  // lets the others end
   RankedEngine(const RankedEngine&) = delete;
   RankedEngine& operator=(const RankedEngine&) = delete;
@@ -62,6 +65,7 @@ class RankedEngine : public Engine {
   std::mutex mutex_{};  // of the group
   std::condition_variable changed_{};
   bool ended_ = false;
+  Lost when_lost_;
   std::exception_ptr lost_{};  // why a rank does not answer any more
   std::thread beat_{};
 };
