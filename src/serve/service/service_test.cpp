@@ -1,4 +1,3 @@
-#include "full_tests.hpp"
 #include "serve/service/service.hpp"
 
 #include <fcntl.h>
@@ -10,6 +9,7 @@
 #include <cstdlib>
 #include <random>
 
+#include "full_tests.hpp"
 #include "serve/service/service_testing.hpp"
 
 namespace isograd::serve {
