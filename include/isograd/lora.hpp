@@ -15,10 +15,10 @@ namespace isograd {
 
 struct LoraConfig {
   std::int64_t rank = 32;
-  double alpha = 32;  // scale = alpha / rank
+  double alpha = 32;                                  // scale = alpha / rank
   bool attention = true, mlp = true, unembed = true;  // q, k, v, o; gate, up, down; lm_head
-  double dropout = 0;  // of the input of a, in training
-  std::string base{};  // of read_peft_config(): base_model_name_or_path
+  double dropout = 0;                                 // of the input of a, in training
+  std::string base{};                                 // of read_peft_config(): base_model_name_or_path
   // PEFT's names of single matrices ("q_proj", "lm_head"). Not empty: these instead of the three groups.
   std::vector<std::string> modules{};
 
@@ -67,9 +67,10 @@ class LoraAdapter : public Adapter {
   std::vector<LowRank> updates_;  // by layer and projection; undefined: not adapted
 };
 
-// A directory as PEFT writes it: adapter_config.json, adapter_model.safetensors. `base`: base_model_name_or_path.
-void write_peft(const std::filesystem::path& directory, const LoraAdapter& adapter, const DecoderConfig& model,
-                const std::string& base);
+// A directory as PEFT writes it: adapter_config.json, adapter_model.safetensors. `base`:
+// base_model_name_or_path.
+void write_peft(const std::filesystem::path& directory, const LoraAdapter& adapter,
+                const DecoderConfig& model, const std::string& base);
 // For a stream with an adapter's names.
 void write_peft(const std::filesystem::path& directory, const LoraConfig& config, const TensorStream& values,
                 const std::string& base);

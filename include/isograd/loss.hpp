@@ -87,7 +87,8 @@ LinearCrossEntropy linear_cross_entropy(const at::Tensor& hidden, const at::Tens
 at::Tensor linear_cross_entropy_sum(const at::Tensor& hidden, const at::Tensor& weight,
                                     const at::Tensor& targets, const LinearCrossEntropyOptions& options = {});
 
-// ---- losses of log-probabilities with signed weights, as sums (policy gradients, preferences, distillation) ----
+// ---- losses of log-probabilities with signed weights, as sums (policy gradients, preferences, distillation)
+// ----
 
 enum class RowLoss { kCrossEntropy, kImportanceSampling, kPpo, kCispo, kDro, kGspo };
 struct RowLossOptions {
@@ -108,8 +109,9 @@ struct RowLossResult {
   at::Tensor log_probabilities;  // detached, of the targets' shape: of every row, also of weight 0
   at::Tensor value;              // detached: the sum in fp64
 };
-// The rows' log-probabilities are those of softmax(hidden · weightᵀ + scale (hidden · aᵀ) bᵀ), hidden [T, H], weight
-// [V, H]; `update`: null or an adapter's of the head. Logits are made a tile at a time; formulas in docs/losses.md.
+// The rows' log-probabilities are those of softmax(hidden · weightᵀ + scale (hidden · aᵀ) bᵀ), hidden [T, H],
+// weight [V, H]; `update`: null or an adapter's of the head. Logits are made a tile at a time; formulas in
+// docs/losses.md.
 struct LowRankUpdate {
   at::Tensor a, b;  // [r, H], [V, r]
   double scale = 1;
@@ -117,7 +119,8 @@ struct LowRankUpdate {
 // ConfigError: shapes, a target outside the vocabulary, numbers that are not finite, a NaN in
 // old_log_probabilities, clip limits that are negative or in the wrong order.
 RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight, const RowLossInputs& inputs,
-                              RowLoss loss, const RowLossOptions& options = {}, const LowRankUpdate* update = nullptr);
+                              RowLoss loss, const RowLossOptions& options = {},
+                              const LowRankUpdate* update = nullptr);
 
 // ---- regression, diffusion ----
 

@@ -16,8 +16,8 @@
 namespace isograd {
 
 struct TextSamplerOptions {
-  std::int64_t most_rows = 256;           // tokens of a pass
-  std::int64_t page = 32;                 // positions of a page of the cache
+  std::int64_t most_rows = 256;  // tokens of a pass
+  std::int64_t page = 32;        // positions of a page of the cache
   std::int64_t cache_bytes = std::int64_t{1} << 30;
 };
 
@@ -37,7 +37,7 @@ struct SampleRequest {
   bool prompt_log_probabilities = false;
   std::int64_t prompt_last = -1;  // only of the last positions; -1: all
   std::int64_t top_prompt = 0, top_samples = 0;
-  at::Tensor prompt_targets{};  // [len - 1, K] int64 for positions 1 to len - 1, -1: none
+  at::Tensor prompt_targets{};               // [len - 1, K] int64 for positions 1 to len - 1, -1: none
   std::shared_ptr<const Adapter> adapter{};  // null: none, also where the model has one
   // Requests of equal numbers share cached prefixes: a number belongs to one base and adapter for ever.
   std::uint64_t weights = 0;

@@ -73,8 +73,8 @@ double chance_of(const std::vector<double>& logits, const Draw& how, const std::
   const TokenDistribution distribution(given.data(), std::ssize(given), how.temperature);
   std::vector<std::int64_t> counts(logits.size());
   for (std::int64_t i = 0; i < kDraws; ++i)
-    ++counts[static_cast<std::size_t>(
-        distribution.draw(how, random_uniform({.seed = kDrawSeed, .sample = 4}, static_cast<std::uint64_t>(i))))];
+    ++counts[static_cast<std::size_t>(distribution.draw(
+        how, random_uniform({.seed = kDrawSeed, .sample = 4}, static_cast<std::uint64_t>(i))))];
   return chance(counts, expected, kDraws);
 }
 

@@ -11,7 +11,7 @@
 namespace isograd::serve {
 
 struct HttpRequest {
-  std::string method, path;                    // path: percent-decoded once, without the query
+  std::string method, path;  // path: percent-decoded once, without the query
   std::map<std::string, std::string> query;
   std::map<std::string, std::string> headers;  // names in lower case
   std::string body;
@@ -29,7 +29,7 @@ using Respond = std::function<void(HttpReply)>;
 
 struct HttpOptions {
   std::string host = "127.0.0.1";
-  int port = 0;  // 0: any free one
+  int port = 0;                                     // 0: any free one
   std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
   unsigned connections = 4096, per_address = 0;     // 0: no limit of its own
   unsigned idle_seconds = 120;                      // without a byte, or between requests

@@ -8,8 +8,8 @@
 #include "isograd/lora.hpp"
 #include "isograd/model.hpp"
 #include "isograd/sampler.hpp"
-#include "serve/service/engine.hpp"
 #include "serve/models/datums.hpp"
+#include "serve/service/engine.hpp"
 
 namespace isograd::serve {
 

@@ -1,5 +1,6 @@
-// Engine: the models of a training server and what is computed with them. Called by one thread, one call at a time.
-// The service (serve/service) orders the calls; what an engine is told, in order, determines every bit it answers.
+// Engine: the models of a training server and what is computed with them. Called by one thread, one call at a
+// time. The service (serve/service) orders the calls; what an engine is told, in order, determines every bit
+// it answers.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@
 namespace isograd::serve {
 
 struct BaseModel {
-  std::string name;                       // "Qwen/Qwen3-8B", as clients call it
-  std::filesystem::path directory;        // of Hugging Face's files
-  std::filesystem::path tokenizer;        // directory or file; empty: none
-  std::string architecture;               // "qwen3"
+  std::string name;                 // "Qwen/Qwen3-8B", as clients call it
+  std::filesystem::path directory;  // of Hugging Face's files
+  std::filesystem::path tokenizer;  // directory or file; empty: none
+  std::string architecture;         // "qwen3"
   std::int64_t context = 0, vocabulary = 0;
 };
 
@@ -32,7 +33,8 @@ class Engine {
   // ---- models that are trained, by the service's names ----
   // Checks what create() would refuse, without doing it; called before a request is answered.
   virtual void create(const std::string& model, const CreateModel& request) = 0;
-  virtual ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) = 0;
+  virtual ForwardBackwardResult forward_backward(const std::string& model,
+                                                 const ForwardBackward& request) = 0;
   // ConfigError, with nothing changed: no gradient since the last step, a denominator of 0. Also a gradient
   // that is not finite: no weight or moment changes, but the sums since the last step are dropped.
   virtual Metrics optim_step(const std::string& model, const AdamParams& params) = 0;
@@ -46,7 +48,8 @@ class Engine {
   };
   // Fills an existing empty directory and fsyncs nothing. Returns bytes written.
   virtual std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) = 0;
-  // A new model from a directory of kTraining. `optimizer`: with moments, step and accumulator; else with new ones.
+  // A new model from a directory of kTraining. `optimizer`: with moments, step and accumulator; else with new
+  // ones.
   virtual void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
                     const std::map<std::string, std::string>& metadata) = 0;
   // Base and shape of saved weights, to be listed and checked.
@@ -58,11 +61,12 @@ class Engine {
   virtual void load_sampler(const std::string& sampler, const std::filesystem::path& directory) = 0;
   virtual void save_sampler(const std::string& sampler, const std::filesystem::path& directory) = 0;
   virtual void close_sampler(const std::string& sampler) = 0;
-  // ConfigError: what can never be answered. Else `id` is answered by a later sample_pass(). `seed` is used where the
-  // request gives none.
-  virtual void submit(const std::string& id, const std::string& sampler, const Sample& request, std::uint64_t seed) = 0;
-  // One pass over the model for some of the requests that wait. Returns the ids that are complete, with results or
-  // with an error's text.
+  // ConfigError: what can never be answered. Else `id` is answered by a later sample_pass(). `seed` is used
+  // where the request gives none.
+  virtual void submit(const std::string& id, const std::string& sampler, const Sample& request,
+                      std::uint64_t seed) = 0;
+  // One pass over the model for some of the requests that wait. Returns the ids that are complete, with
+  // results or with an error's text.
   struct Sampled {
     std::string id, error;
     bool of_server = false;  // the error is no mistake of the user

@@ -153,7 +153,7 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     for (const auto& [id, model] : state_.models)
       if (model.tenant == tenant) models.push_back(&model);
     std::sort(models.begin(), models.end(),
-                     [](auto* a, auto* b) { return a->last_request > b->last_request; });
+              [](auto* a, auto* b) { return a->last_request > b->last_request; });
     const Cursor cursor = cut(request, 20, models);
     std::vector<RunListing> runs;
     for (const State::Model* model : models) runs.push_back(listing_of(*model, now));

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "serve/service/engine.hpp"
 #include "serve/http/http.hpp"
+#include "serve/service/engine.hpp"
 #include "serve/service/state.hpp"
 #include "serve/store/store.hpp"
 

@@ -112,7 +112,7 @@ class CheckpointStore {
   std::filesystem::path directory(const CheckpointInfo& info) const;
   void check_files(const CheckpointInfo& info) const;  // checksums; ConfigError: damaged
   std::vector<CheckpointInfo> list(const std::string& tenant, double now) const;  // newest first
-  void update(const CheckpointInfo& info);  // expiry, public
+  void update(const CheckpointInfo& info);                                        // expiry, public
   void remove(const CheckpointInfo& info);
   void remove_expired(double now);
 

@@ -1,4 +1,5 @@
-// Requests and results of a training server as plain data, whatever dialect they came in. No torch, no sockets.
+// Requests and results of a training server as plain data, whatever dialect they came in. No torch, no
+// sockets.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +56,7 @@ struct SamplingParams {
   bool stop_given = false;
   std::vector<std::int64_t> stop_tokens;
   std::vector<std::string> stop_strings;
-  double temperature = 1;  // 0: the likeliest token
+  double temperature = 1;   // 0: the likeliest token
   std::int64_t top_k = -1;  // -1, 0: off
   double top_p = 1;
 };
@@ -65,7 +66,7 @@ struct Sample {
   std::int64_t samples = 1;
   SamplingParams params;
   bool prompt_log_probabilities = false;
-  std::int64_t prompt_last = -1;  // prompt_logprobs_last_n; -1: all
+  std::int64_t prompt_last = -1;                 // prompt_logprobs_last_n; -1: all
   std::int64_t top_prompt = 0, top_samples = 0;  // k of the likeliest tokens that are reported
   std::optional<Array> prompt_targets;           // [len - 1, K] int64, -1: none asked for
 };
