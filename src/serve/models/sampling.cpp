@@ -25,6 +25,16 @@ void check_sample(const Sample& request) {
        fmt::format("at most {}", kMostSamples));
   want(params.max_tokens.value_or(1) > 0, "max_tokens", fmt::format("{}", params.max_tokens.value_or(1)),
        "1 or more");
+  // An answer is in memory as a whole, and in the journal.
+  constexpr std::int64_t kMostNumbers = std::int64_t{1} << 26;
+  const std::int64_t most = params.max_tokens.value_or(1);
+  want(most <= kMostNumbers / std::max<std::int64_t>(request.samples, 1) / (1 + request.top_samples),
+       "num_samples",
+       fmt::format("{} of {} tokens with {} likeliest each", request.samples, most, request.top_samples),
+       fmt::format("at most {} numbers in all", kMostNumbers));
+  want(std::ssize(request.prompt) <= kMostNumbers / (1 + request.top_prompt), "topk_prompt_logprobs",
+       fmt::format("{} for {} tokens", request.top_prompt, request.prompt.size()),
+       fmt::format("at most {} numbers in all", kMostNumbers));
   const std::size_t stops = params.stop_tokens.size() + params.stop_strings.size();
   want(stops <= kMostStops, "stop", fmt::format("{} of them", stops), fmt::format("at most {}", kMostStops));
   for (const std::string& stop : params.stop_strings)

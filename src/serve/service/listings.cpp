@@ -224,12 +224,22 @@ HttpReply Service::external_file(const std::string& path) const {
   return {.type = "application/octet-stream", .body = read_file(file, std::uint64_t{1} << 40)};
 }
 
-std::string Service::metrics() const {
+namespace {
+
+// A server without keys has one tenant, "", who sees everything.
+constexpr const char* kOperator = "operator";
+bool sees(const std::string& tenant, const std::string& owner) {
+  return tenant.empty() || tenant == kOperator || tenant == owner;
+}
+
+}  // namespace
+
+std::string Service::metrics(const std::string& tenant) const {
   const Lock lock(mutex_);
   std::string text;
   std::int64_t models = 0, samplers = 0;
   for (const auto& [id, model] : state_.models) {
-    if (model.gone) continue;
+    if (model.gone || !sees(tenant, model.tenant)) continue;
     const std::string of =
         fmt::format("{{model=\"{}\",tenant=\"{}\"}}", label(model.id), label(model.tenant));
     const auto line = [&](const char* name, double value) {
@@ -243,29 +253,32 @@ std::string Service::metrics() const {
     for (const char* name : {"grad_norm", "denominator"})
       if (const auto found = model.last.find(name); found != model.last.end()) line(name, found->second);
   }
-  for (const auto& [id, sampler] : state_.samplers) samplers += sampler.open;
+  for (const auto& [id, sampler] : state_.samplers) samplers += sampler.open && sees(tenant, sampler.tenant);
   std::int64_t sessions = 0;
-  for (const auto& [id, session] : state_.sessions) sessions += !session.ended && session.finished.empty();
-  text +=
-      fmt::format("isograd_models {}\nisograd_samplers {}\nisograd_sessions {}\nisograd_samples_waiting {}\n",
-                  models, samplers, sessions, state_.samples.size());
+  for (const auto& [id, session] : state_.sessions)
+    sessions += !session.ended && session.finished.empty() && sees(tenant, session.tenant);
+  text += fmt::format("isograd_models {}\nisograd_samplers {}\nisograd_sessions {}\n", models, samplers,
+                      sessions);
+  if (!sees(tenant, "")) return text;
+  text += fmt::format("isograd_samples_waiting {}\n", state_.samples.size());
   text += fmt::format("isograd_journal_bytes {}\nisograd_snapshots_total {}\nisograd_snapshot_seconds {}\n",
                       journal_->position() - position_at_snapshot_, snapshot_number_, snapshot_seconds_);
   return text + fmt::format("isograd_uptime_seconds {}\n", seconds_now() - started_);
 }
 
-std::string Service::status() const {
+std::string Service::status(const std::string& tenant) const {
   const Lock lock(mutex_);
   nlohmann::json all{{"uptime_seconds", seconds_now() - started_},
-                     {"samples_waiting", state_.samples.size()},
-                     {"journal_bytes", journal_->position() - position_at_snapshot_},
-                     {"snapshots", snapshot_number_},
                      {"bases", nlohmann::json::array()},
                      {"models", nlohmann::json::array()},
                      {"tenants", nlohmann::json::object()}};
+  if (sees(tenant, ""))
+    all.update({{"samples_waiting", state_.samples.size()},
+                {"journal_bytes", journal_->position() - position_at_snapshot_},
+                {"snapshots", snapshot_number_}});
   for (const BaseModel& base : engine_.bases()) all["bases"].push_back(base.name);
   for (const auto& [id, model] : state_.models) {
-    if (model.gone) continue;
+    if (model.gone || !sees(tenant, model.tenant)) continue;
     nlohmann::json last = nlohmann::json::object();
     for (const auto& [name, value] : model.last) last[name] = value;
     all["models"].push_back({{"model", id},
@@ -280,9 +293,10 @@ std::string Service::status() const {
                              {"failure", model.failure},
                              {"last", last}});
   }
-  for (const auto& [tenant, share] : shares_) all["tenants"][tenant]["seconds"] = share.seconds;
+  for (const auto& [owner, share] : shares_)
+    if (sees(tenant, owner)) all["tenants"][owner]["seconds"] = share.seconds;
   for (const auto& [path, saved] : state_.saved) {
-    if (!saved.exists(seconds_now())) continue;
+    if (!saved.exists(seconds_now()) || !sees(tenant, saved.info.tenant)) continue;
     nlohmann::json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];
     bytes = (bytes.is_null() ? 0 : bytes.get<std::int64_t>()) + saved.info.bytes;
   }

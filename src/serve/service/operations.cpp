@@ -17,6 +17,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr double kLongestTick = 5;  // seconds between two looks of the watching thread
+
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
@@ -47,6 +49,7 @@ void join(ForwardBackwardResult& all, ForwardBackwardResult piece) {
 // Failures of these leave a state that the client did not ask for; later operations would build on it.
 bool changes_model(const LogRecord& record) {
   const std::string path = record.text("path");
+  if (record.head.value("forward_only", false)) return false;
   return path == "forward_backward" || path == "optim_step" || path == "load_weights" ||
          path == "create_model";
 }
@@ -169,9 +172,9 @@ std::optional<Service::Outcome> Service::advance(State::Model& model, const LogR
   const std::string path = record.text("path");
   if (path != "forward_backward" && path != "forward") return perform(model, record);
   if (!model.progress) {
-    model.progress.emplace();
-    model.progress->request =
+    ForwardBackward request =
         record.xorl() ? xorl::forward_backward(record.body).body : tinker::forward_backward(record.body).body;
+    model.progress.emplace().request = std::move(request);
   }
   ForwardProgress& progress = *model.progress;
   ForwardBackward piece{.data = {},
@@ -316,11 +319,8 @@ void Service::make_room_for_sampler(const std::string& tenant, Outcome& outcome)
     if (sampler.waiting == 0) idle.emplace_back(sampler.used, id);
   }
   std::sort(idle.begin(), idle.end());
-  for (std::size_t i = 0; i < idle.size() && open >= options_.samplers; ++i, --open) {
-    outcome.closed.push_back(idle[i].second);
-    state_.samplers[idle[i].second].closed =
-        true;  // no further samples; the engine's is closed with the outcome
-  }
+  for (std::size_t i = 0; i < idle.size() && open >= options_.samplers; ++i, --open)
+    outcome.closed.push_back(idle[i].second);  // with the outcome
   if (open >= options_.samplers)
     refuse("sampler", fmt::format("{} samplers at work", open),
            fmt::format("fewer than {}", options_.samplers), "Wait for their results");
@@ -417,6 +417,13 @@ Service::Outcome Service::control(const LogRecord& record) {
   return outcome;
 }
 
+void Service::fail_waiting(State::Model& model, const std::string& cause, double time) {
+  for (const auto& [sequence, record] : model.waiting)
+    finish_future(record->text("id"), "application/json", tinker::failure_reply(cause, "user"), time);
+  model.waiting.clear();
+  model.waiting_bytes = 0;
+}
+
 Service::Outcome Service::end_session(const std::string& id) {
   Outcome outcome;
   const Lock lock(mutex_);
@@ -430,12 +437,8 @@ Service::Outcome Service::end_session(const std::string& id) {
       if (sampler.session == id) sampler.closed = true;
     for (auto& [name, model] : state_.models) {
       if (model.session != id) continue;
-      for (const auto& [sequence, record] : model.waiting)
-        finish_future(record->text("id"), "application/json",
-                      tinker::failure_reply("the session ended before earlier operations arrived", "user"),
-                      now);
-      model.waiting.clear();
-      model.waiting_bytes = 0, model.loaded = false, model.gone = true;
+      fail_waiting(model, "the session ended before earlier operations arrived", now);
+      model.loaded = false, model.gone = true;
     }
     state_.sessions.at(id).ended = true;
   };
@@ -580,6 +583,7 @@ void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
       if (model.loaded) engine_.remove(model.id);
       model.loaded = false;
     }
+    if (model.gone) fail_waiting(model, "the model was unloaded", time);
   }
   finish_future(id, outcome.type, std::move(outcome.body), time);
 }
@@ -603,12 +607,25 @@ void Service::send(Lock& lock) {
 
 // ---- time ----
 
+// The machine slept, this process was stopped, or the clock was set: nobody was silent for that time.
+void Service::skip_time(double seconds) {
+  for (auto& [id, session] : state_.sessions) session.seen += seconds;
+  for (auto& [deadline, id] : polls_) deadline += seconds;
+  for (auto& [until, id] : results_) until += seconds;
+  for (auto& [id, future] : state_.futures) {
+    for (State::Future::Poll& poll : future.polls) poll.deadline += seconds;
+    if (future.done) future.finished += seconds;
+  }
+}
+
 void Service::watch() {
   Lock lock(mutex_);
-  double sessions_at = 0;
+  double sessions_at = 0, last = seconds_now();
   while (!stopping_) {
     ticked_.wait_for(lock, std::chrono::milliseconds(100));
     const double now = seconds_now();
+    if (std::abs(now - last) > kLongestTick) skip_time(now - last);
+    last = now;
     for (; !polls_.empty() && polls_.front().first <= now; polls_.pop_front()) {
       const auto found = state_.futures.find(polls_.front().second);
       if (found == state_.futures.end()) continue;

@@ -29,6 +29,7 @@ constexpr std::int64_t kMostSequence = (std::int64_t{1} << 31) - 1;
 struct Address {
   std::string model;
   std::int64_t sequence = 0;  // 0: not given
+  bool forward_only = false;
 };
 
 // The model and sequence of an operation whose other parts are read when it runs: what is wrong with them
@@ -43,6 +44,8 @@ Address address_of(const std::string& body, bool protobuf) {
           found.model = message.get_string();
         else if (message.tag_and_type() == protozero::tag_and_type(2, protozero::pbf_wire_type::varint))
           found.sequence = message.get_int64();
+        else if (message.tag_and_type() == protozero::tag_and_type(6, protozero::pbf_wire_type::varint))
+          found.forward_only = message.get_bool();
         else
           message.skip();
       }
@@ -105,8 +108,8 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   static constexpr std::string_view kPrefix = "/api/v1/", kFiles = "/isograd/files/";
   const bool get = request.method == "GET", post = request.method == "POST";
   if (get && request.path == "/metrics")
-    return HttpReply{.type = "text/plain; version=0.0.4", .body = metrics()};
-  if (get && request.path == "/isograd/status") return json_reply(status());
+    return HttpReply{.type = "text/plain; version=0.0.4", .body = metrics(tenant)};
+  if (get && request.path == "/isograd/status") return json_reply(status(tenant));
   // A prefix that a proxy left is skipped.
   if (const std::size_t at = request.path.find(kFiles); get && at != std::string::npos)
     return external_file(request.path.substr(at + kFiles.size()));
@@ -332,17 +335,18 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
   }
   const Lock lock(mutex_);
   std::string name;
+  std::vector<std::string> replaced;
   if (xorl) {
     name = asked.model;
     asked.session = xorl_session(tenant);
     asked.model = tinker::model_id(asked.session, state_.sessions.at(asked.session).models);
     // These clients give no sequence. A model that has run nothing is the one that a repeated request means;
-    // another one of this name is replaced.
+    // another one of this name is replaced, once nothing more is refused.
     for (const auto& [id, model] : state_.models) {
       if (model.tenant != tenant || model.name != name || model.gone || !model.failure.empty()) continue;
       if (model.free_sequence() <= 1)
         return json_reply(tinker::promise_reply(fmt::format("{}:op:0", id), name));
-      accept(operation_record(model, model.free_sequence(), "unload_model", "", true));
+      replaced.push_back(id);
     }
   } else {
     find_session(asked.session, tenant);
@@ -361,7 +365,8 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
     const auto counted = [&](const auto& entry) {
       return entry.second.tenant == tenant && !entry.second.gone && entry.second.failure.empty();
     };
-    if (std::count_if(state_.models.begin(), state_.models.end(), counted) >= options_.models)
+    if (std::count_if(state_.models.begin(), state_.models.end(), counted) - std::ssize(replaced) >=
+        options_.models)
       refuse("create_model", fmt::format("{} models of this key", options_.models),
              fmt::format("at most {}", options_.models),
              "Close sessions whose models are not needed any more");
@@ -372,6 +377,10 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
                         {"draw", random_hex()},
                         {"path", loads ? "load_weights" : "create_model"}});
     if (xorl) record.head.update({{"xorl", true}, {"name", name}});
+    for (const std::string& old : replaced) {
+      State::Model& model = state_.models.at(old);
+      accept(operation_record(model, model.free_sequence(), "unload_model", "", true));
+    }
     accept(std::move(record));
   }
   return json_reply(tinker::promise_reply(id, xorl ? name : asked.model));
@@ -394,8 +403,11 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
   if (sequence >= model.next && !model.waiting.contains(sequence)) {
     if (model.gone) throw Refusal{400, fmt::format("model {} was closed with its session", address.model)};
     usable_session(model.session, tenant);
-    check_room(tenant, request.body.size());
-    accept(operation_record(model, sequence, path, request.body, xorl));
+    // Refusing the one that runs next would let the others wait for ever.
+    if (sequence != model.next) check_room(tenant, request.body.size());
+    LogRecord record = operation_record(model, sequence, path, request.body, xorl);
+    if (address.forward_only) record.head["forward_only"] = true;
+    accept(std::move(record));
   }
   return json_reply(tinker::promise_reply(fmt::format("{}:op:{}", model.id, sequence), address.model));
 }

@@ -98,8 +98,8 @@ class Service {
   HttpReply external_urls(const HttpRequest& request, const std::string& path,
                           const std::string& tenant) const;
   HttpReply external_file(const std::string& path) const;
-  std::string metrics() const;
-  std::string status() const;
+  std::string metrics(const std::string& tenant) const;
+  std::string status(const std::string& tenant) const;
 
   // ---- computing (operations.cpp): on the thread of run(), or in the constructor ----
   Turn choose(State::Model*& model);
@@ -113,6 +113,7 @@ class Service {
   Outcome step(State::Model& model, const LogRecord& record);
   Outcome control(const LogRecord& record);
   Outcome end_session(const std::string& id);
+  void fail_waiting(State::Model& model, const std::string& cause, double time);
   void sample(Lock& lock);
   void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
   void release(const std::string& path);  // before files of a checkpoint change
@@ -122,6 +123,7 @@ class Service {
   void apply(const Accepted& record, Outcome& outcome, double time);
   void finish_future(const std::string& id, const std::string& type, std::string body, double time);
   void send(Lock& lock);  // gives the collected answers, without the lock
+  void skip_time(double seconds);
   void watch();           // the thread that ends long polls, results and sessions
   void end_sessions(double now);
 

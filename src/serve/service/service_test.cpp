@@ -243,11 +243,50 @@ TEST(Service, AnotherTenantsThingsLookUnknown) {
   EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 404);
   EXPECT_EQ(json::parse(other.call("GET", "/api/v1/training_runs").body)["cursor"]["total_count"], 0);
   EXPECT_TRUE(json::parse(other.call("GET", "/api/v1/checkpoints").body)["checkpoints"].empty());
+  for (const char* path : {"/metrics", "/isograd/status"}) {
+    const auto tells = [&](const Client& who) {
+      return who.call("GET", path).body.find(model) != std::string::npos;
+    };
+    EXPECT_TRUE(tells(owner) && tells(Client(running.transport(), "operator"))) << path;
+    EXPECT_FALSE(tells(other)) << path;
+  }
   EXPECT_EQ(owner.call("POST", checkpoint + "/publish").status, 200);
   EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 200);
   EXPECT_EQ(other.call("DELETE", checkpoint).status, 404);
   EXPECT_EQ(owner.call("DELETE", checkpoint + "/publish").status, 200);
   EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 404);
+}
+
+TEST(Service, WhatWaitsForAnUnloadedModelIsAnswered) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  const std::string unload = client.operation("unload_model", model, 2, json::object());
+  const std::string step = client.operation("save_weights", model, 3, {{"path", "late"}});
+  client.forward_backward(forward_backward_body(model, 1, 1, 2));  // only now can they run
+  EXPECT_EQ(client.value(unload)["type"], "unload_model");
+  EXPECT_NE(client.result(step).body.find("unloaded"), std::string::npos);
+}
+
+TEST(Service, AForwardPassThatIsRefusedLeavesTheModel) {
+  Folder folder;
+  ToyEngine engine;
+  Running running(options_in(folder), engine);
+  Client client(running.transport());
+  client.start();
+  const std::string model = client.create();
+  std::string body = forward_backward_body(model, 1, 1, 2, 2, "no such loss");
+  protozero::pbf_writer(body).add_bool(6, true);
+  const HttpReply refused = client.result(client.forward_backward(body));
+  EXPECT_NE(refused.body.find("no such loss"), std::string::npos) << refused.body;
+  protozero::pbf_writer(body = forward_backward_body(model, 2, 1, 2)).add_bytes(3, "no datum");  // unreadable
+  protozero::pbf_writer(body).add_bool(6, true);
+  EXPECT_NE(client.result(client.forward_backward(body)).body.find("error"), std::string::npos);
+  client.forward_backward(forward_backward_body(model, 3, 1, 2));
+  EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 2);
 }
 
 TEST(Service, Checkpoints) {

@@ -250,8 +250,8 @@ bool Service::take_snapshot() {
   loaded_since_.clear();
   work_since_ = 0, snapshot_seconds_ = passed();
   try {
+    fs::remove_all(former);  // first: it makes room for the journal's copy
     journal_->drop_before(position_at_snapshot_);
-    fs::remove_all(former);
     for (const CheckpointInfo& info : expired)
       if (fs::exists(store_.directory(info)) && !state_.saved.contains(info.path())) store_.remove(info);
   } catch (const std::exception& error) {  // a restart skips what the snapshot has
