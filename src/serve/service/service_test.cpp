@@ -616,6 +616,7 @@ class KilledService {
  public:
   KilledService(ServiceOptions options, std::uint64_t seed, bool kills)
       : options_(std::move(options)), random_(seed), kills_(kills) {
+    ::signal(SIGPIPE, SIG_IGN);  // a killed server reads no more
     start();
   }
   ~KilledService() { stop(); }
