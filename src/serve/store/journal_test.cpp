@@ -1,10 +1,10 @@
 // The journal: whatever is cut, killed or full, the records that were accepted come back, and no others.
-#include <algorithm>
 #include <gmock/gmock.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <random>
 #include <set>
