@@ -71,6 +71,24 @@ Address address_of(const std::string& body, bool protobuf) {
   return found;
 }
 
+// Why an endpoint of the vendor's service is not here, and what serves instead.
+std::string why_not(const std::string& path) {
+  static constexpr std::pair<const char*, const char*> kReasons[] = {
+      {"archive", "archives are not made; save_weights_external gives a directory that peft loads"},
+      {"copy_weights", "there are no projects to copy to; publish the checkpoint"},
+      {"create_custom_loss", "losses of your own run in the client: forward_backward_custom"},
+      {"project", "there are no projects"},
+      {"billing", "nothing is billed"},
+      {"audit", "there is no audit log; the journal in the state folder has every request"},
+      {"trace_export", "sessions are not traced"},
+      {"sessions/search", "list the sessions"},
+      {"retrieve_futures", "retrieve_future answers each"},
+      {"abort_gradient_epoch", "sums cannot be dropped; create a model from its last checkpoint"}};
+  for (const auto& [name, reason] : kReasons)
+    if (path.find(name) != std::string::npos) return std::string(": ") + reason;
+  return "";
+}
+
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
@@ -174,7 +192,8 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   }
   const Lock lock(mutex_);
   if (OptionalReply reply = list(request, path, tenant)) return reply;
-  throw Refusal{404, fmt::format("{} {} is not served here", request.method, printable(request.path, 200))};
+  throw Refusal{404, fmt::format("{} {} is not served here{}", request.method, printable(request.path, 200),
+                                 why_not(path))};
 }
 
 // ---- what is asked for by name: another tenant's looks like an unknown one ----
