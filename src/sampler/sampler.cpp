@@ -8,6 +8,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/random.hpp"
+#include "kernels/matmul/row_invariant.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "model/decoder.hpp"
 #include "sampler/attention.hpp"
@@ -600,6 +601,7 @@ void TextSampler::submit(std::string id, SampleRequest request) {
 std::vector<std::pair<std::string, Sampled>> TextSampler::pass() {
   if (!busy()) return {};
   const at::NoGradGuard no_grad;
+  const RowInvariantProducts products;
   const KeptAdapter kept(impl_->model);
   impl_->pass();
   return std::exchange(impl_->complete, {});

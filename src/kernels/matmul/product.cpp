@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <utility>
 
 #include "base/refuse.hpp"
 #include "kernels/matmul/brgemm.hpp"
+#include "kernels/matmul/row_invariant.hpp"
 
 namespace isograd {
 namespace {
@@ -39,7 +41,7 @@ const std::optional<OneDnn>& one_dnn() {
 }
 
 constexpr std::int64_t kFewRows = 8;  // with fewer, preparing the operands costs more than it saves
-constexpr std::int64_t kRowsOfRule = 16;
+thread_local bool rows_are_invariant = false;    // RowInvariantProducts
 constexpr double kFewMultiplications = 1 << 15;  // brgemm's calls cost as much as about 10,000
 // For a new shape oneDNN prepares for about 0.6 ms and keeps a kernel; in that time a core multiplies 2^25
 // pairs. It must gain that before it is used for groups of tokens, whose shapes differ in each layer and
@@ -114,10 +116,9 @@ void by_brgemm(const at::Tensor& result, const at::Tensor& a, const at::Tensor& 
 }
 
 bool takes_brgemm(const at::Tensor& a, const at::Tensor& b) {
-  // Whatever the number of a's rows, unless they are summed over: a row's bits do not depend on the others.
-  const auto rows = static_cast<double>(a.stride(0) == 1 && a.stride(1) != 1 ? a.size(0) : kRowsOfRule);
-  const double multiplications = rows * static_cast<double>(b.numel());
-  return a.is_cpu() && a.scalar_type() == at::kFloat && multiplications >= kFewMultiplications &&
+  const double multiplications = static_cast<double>(a.numel()) * static_cast<double>(b.size(0));
+  return a.is_cpu() && a.scalar_type() == at::kFloat &&
+         (rows_are_invariant || multiplications >= kFewMultiplications) &&
          multiplier_of(a) == Multiplier::kBrgemm;
 }
 
@@ -243,4 +244,7 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
 }
 
 }  // namespace naive_twin
+RowInvariantProducts::RowInvariantProducts() : before_(std::exchange(rows_are_invariant, true)) {}
+RowInvariantProducts::~RowInvariantProducts() { rows_are_invariant = before_; }
+
 }  // namespace isograd

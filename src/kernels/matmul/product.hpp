@@ -11,8 +11,7 @@ namespace isograd {
 // views; addend and bias may be undefined. On the CPU bf16 uses oneDNN, or fp32 where oneDNN has no bf16 for
 // the processor; fp32 uses multiplier_of(); fp64, small products and other devices use at::mm. Accumulates in
 // fp32 (fp64 for fp64). Every run with the same number of threads gives the same bits, if operands have the
-// same offset from a multiple of 64 bytes (LibTorch's own tensors: zero). With brgemm and b of at least 2,048
-// numbers a row's bits do not depend on the other rows.
+// same offset from a multiple of 64 bytes (LibTorch's own tensors: zero).
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& addend = {},
                    const at::Tensor& bias = {});
 

@@ -1,5 +1,6 @@
 // The product and its plain twin against fp64, in every form. Also run at each level of instruction sets.
 #include "kernels/matmul/product.hpp"
+#include "kernels/matmul/row_invariant.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
@@ -251,7 +252,8 @@ TEST(Multipliers, ByBrgemmARowsBitsDoNotDependOnTheOtherRows) {
   if (!has_brgemm())
     GTEST_SKIP() << "missing: brgemm, which oneDNN does not have at this level of the processor";
   const Multiplier before = std::exchange(multiplier(), Multiplier::kBrgemm);
-  for (const auto& [n, k] : {std::pair{512, 700}, {96, 1300}, {700, 64}, {64, 32}})
+  const RowInvariantProducts scope;
+  for (const auto& [n, k] : {std::pair{512, 700}, {96, 1300}, {700, 64}, {64, 32}, {1024, 1}, {8, 32}})
     for (const bool adds : {false, true}) {
       const auto x = draw({{300, k}, {n, k}, {300, n}}, at::kFloat, 17);
       const auto rows = [&](std::int64_t begin, std::int64_t count) {
