@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from serve_client import ADAM, KEY, LIMIT, adapter, datum, furthest, model, prompt, rest, session, text, uneven, within
+from safetensors.torch import load
+from serve_client import ADAM, KEY, LIMIT, adapter, datum, exported, furthest, model, prompt, rest, session, text, uneven, within
 from serve_files import NAME, Server, server, write_model
 from tinker import types
 
@@ -189,18 +190,41 @@ def test_a_refused_call_fails_the_later_ones_of_its_model_and_no_other(service, 
 
 # ---- checkpoints ----
 
-def test_a_model_resumed_with_its_optimizer_goes_on_with_the_same_bits(service, url, rng):
-    data, training = uneven(rng), model(service, user_metadata={"who": "me"})
-    stepped(url, training, [data])
-    saved = training.save_state("half").result().path
-    assert saved == f"tinker://{training.model_id}/weights/half"
-    expected = stepped(url, training, [data[:3]])
-    with session(url) as later:
-        resumed = later.create_training_client_from_state_with_optimizer(saved).result()
-        assert resumed.get_info().lora_rank == 4
-        assert furthest(stepped(url, resumed, [data[:3]]), expected) == 0
-        weights_alone = later.create_training_client_from_state(saved).result()
-        assert furthest(stepped(url, weights_alone, [data[:3]]), expected) > 1e-3
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.full)])
+def test_a_model_resumed_with_its_optimizer_goes_on_with_the_same_bits_after_a_kill(folder, tmp_path, rng, dtype, rank):
+    data = uneven(rng)
+
+    def ten_steps(url, training):
+        norms = []
+        for step in range(10):
+            training.forward_backward(data[step % 3:][:3], "cross_entropy")
+            norms.append(training.optim_step(ADAM).result().metrics["grad_norm"])
+        return norms, load(exported(url, training)["adapter_model.safetensors" if rank else "model.safetensors"])
+    with server(folder, tmp_path / "state", "--dtype", dtype) as running:
+        saved, expected = [], []
+        with session(running.url) as service:
+            for open_calls in (0, 2):  # the second checkpoint has sums that no step has taken yet
+                training = model(service, rank)
+                for calls in (2, 1):
+                    for _ in range(calls):
+                        training.forward_backward(data, "cross_entropy")
+                    training.optim_step(ADAM)
+                for _ in range(open_calls):
+                    training.forward_backward(data[:2], "cross_entropy")
+                saved.append(training.save_state("half").result().path)
+                assert saved[-1] == f"tinker://{training.model_id}/weights/half"
+                expected.append(ten_steps(running.url, training))
+        running.restart()
+        with session(running.url) as later:
+            for path, (norms, weights) in zip(saved, expected):
+                resumed = later.create_training_client_from_state_with_optimizer(path).result()
+                assert resumed.get_info().lora_rank == (rank or None)
+                found = ten_steps(running.url, resumed)
+                assert found[0] == norms and found[1].keys() == weights.keys()
+                assert all(found[1][name].equal(value) for name, value in weights.items())
+                weights_alone = ten_steps(running.url, later.create_training_client_from_state(path).result())
+                assert furthest(weights_alone[1], weights) > 1e-3
 
 
 def test_checkpoints_are_listed_published_expire_and_are_deleted(service, url, rng):
