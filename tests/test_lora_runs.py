@@ -61,6 +61,37 @@ def test_a_run_goes_on_with_its_adapter_and_is_exported(tmp_path):
                                                "checkpoint.resume=latest", "model.lora.alpha=8", "train.steps=5")
 
 
+@pytest.mark.full
+def test_the_whole_example_is_proved_and_its_adapter_is_that_of_peft(tmp_path):
+    import torch
+    from fp64_transformers import in_fp64
+    from test_lora import BOUND, TOKENS, error, ours, peft
+    from transformers import AutoModelForCausalLM
+    for layout in ([], ["parallel.tp=2"], ["parallel.strategy=zero3"]):
+        assert "parity PASS" in ran("verify", EXAMPLE, "--ranks", 2, *layout, limit=900).stdout
+    ran("train", EXAMPLE, "--ranks", 2, f"run.directory={tmp_path / 'run'}", limit=3000)
+    ran("export", tmp_path / "run", tmp_path / "adapter")
+    # The base has fresh weights: those of a run of all parameters whose one step is far below their last place.
+    ran("train", EXAMPLE, "model.lora.rank=0", "model.lora.alpha=32", "model.lora.targets=[\"attention\",\"mlp\"]", "train.steps=1",
+        "schedule.warmup=0", "schedule.peak=1e-30", f"run.directory={tmp_path / 'base'}", "verify.at_end=false", limit=900)
+    base = tmp_path / "base/checkpoints/step-00000001"
+    with in_fp64(["qwen3"]), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+        plain = model(TOKENS).logits
+        theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", autocast_adapter_dtype=False).double().eval()(TOKENS).logits
+    assert error(theirs, plain) > 1e-2
+    apart = error(ours("logits", base, tmp_path / "adapter", tmp_path), theirs)
+    print(f"logits {apart:.1e} of the largest apart")
+    assert apart < BOUND
+    ran("export", tmp_path / "run", tmp_path / "merged", "--merge")  # shows that this base is the run's own
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert before.keys() == after.keys() and len(adapter) == 2 * (7 * 4 + 1)
+    for name, value in before.items():
+        a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{one}.weight") for one in "AB")
+        assert (after[name] - value - (0 if a is None else 2 * b @ a)).abs().max() <= (0 if a is None else 1e-6), name
+
+
 @pytest.mark.parametrize("changes, said", [
     (["model.lora.targets=[\"router\"]"], "q_proj"),
     (["model.lora.targets=[]"], "model.lora.targets"),
