@@ -543,14 +543,16 @@ void give_values(const NamedTensors& parameters, const FillValues& fill, const L
                  at::Device device) {
   const FillValues own = placed ? local_part_of(fill, *placed) : fill;
   const at::NoGradGuard no_grad;
+  std::size_t bytes = 0;
   for (const auto& [name, parameter] : parameters) {
     at::Tensor values = at::zeros(parameter.sizes(), parameter.options().device(at::kCPU));
     const bool elsewhere = placed && !placed->parameter(name).held;
     if (!elsewhere) own(name, values);  // the same bits on any device
+    bytes += values.nbytes();
     values = values.to(device);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
   }
-  return_freed_memory();
+  return_freed_memory(bytes);
 }
 
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,

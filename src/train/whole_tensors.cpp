@@ -16,8 +16,6 @@
 namespace isograd {
 namespace {
 
-constexpr std::size_t kMuchMemory = 16 << 20;  // bytes that are worth the time to give them back
-
 // One parameter of a bucket, [shape], on all ranks. Ranks with a part of it, in `shard`, broadcast in turn.
 at::Tensor gathered(const Mesh& mesh, const Bucket& bucket, const Slot& slot, const at::Tensor& shard) {
   if (bucket.whole()) return slot_view(shard, slot);
@@ -142,7 +140,6 @@ at::Tensor WholeTensors::whole(const Place& place) {
 
 void WholeTensors::each(const TensorStream::Take& take) {
   std::exception_ptr problem;  // exception of the rank that takes the tensor; other ranks do not see it
-  std::size_t freed = 0;       // bytes since memory was given back
   while (next_ < places_.size()) {
     at::Tensor tensor = whole(places_[next_++]);
     try {
@@ -150,11 +147,9 @@ void WholeTensors::each(const TensorStream::Take& take) {
     } catch (...) {
       problem = std::current_exception();
     }
-    freed += tensor.nbytes();
+    const std::size_t freed = tensor.nbytes();
     tensor.reset();
-    if (freed < kMuchMemory && next_ < places_.size()) continue;
-    return_freed_memory();
-    freed = 0;
+    return_freed_memory(freed);
   }
   if (problem) std::rethrow_exception(problem);
 }

@@ -623,7 +623,7 @@ class ShardedLayout final : public FullySharded {
         else
           frozen_flats_.push_back(unit.flats.back().get());
       }
-      return_freed_memory();  // of values that were whole
+      return_freed_memory(static_cast<std::size_t>(plan.bytes));  // of values that were whole
     }
     leave_meta_device(named, options.device);
     passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_, options,
