@@ -151,6 +151,23 @@ void fsync_directory(const std::filesystem::path& directory) {
     refuse_file("fsync", name, code);  // some file systems have no directory fsync
 }
 
+void fsync_all(const std::filesystem::path& directory) {
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    const auto status = entry.symlink_status();
+    ISOGRAD_INVARIANT(is_directory(status) || is_regular_file(status), entry.path().string());
+    if (is_directory(status)) {
+      fsync_all(entry.path());
+      continue;
+    }
+    const int file = open(entry.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const bool synced = file >= 0 && fsync(file) == 0;
+    const int code = errno;
+    if (file >= 0) close(file);
+    if (!synced) refuse_file("fsync", entry.path(), code);
+  }
+  fsync_directory(directory);
+}
+
 void check_no_input(const std::string& option, const std::filesystem::path& output,
                     const std::vector<std::filesystem::path>& inputs) {
   namespace fs = std::filesystem;

@@ -54,6 +54,8 @@ void check_no_input(const std::string& option, const std::filesystem::path& outp
 int open_lock(const std::filesystem::path& path);
 
 void fsync_directory(const std::filesystem::path& directory);
+// All files and folders below `directory`, then itself.
+void fsync_all(const std::filesystem::path& directory);
 
 // XXH3-64 as 16 hex digits.
 std::string checksum(const void* data, std::size_t bytes);

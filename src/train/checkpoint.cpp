@@ -2,14 +2,10 @@
 #include "isograd/checkpoint.hpp"
 
 #include <ATen/ATen.h>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <exception>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -58,16 +54,6 @@ auto files(const std::string& where, Work work) {
     refuse(where, error.what(), "a folder that can be read and written",
            "Check its permissions and the space on its disk");
   }
-}
-
-void fsync_file(const fs::path& path) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  const bool synced = file >= 0 && ::fsync(file) == 0;
-  const int problem = errno;
-  if (file >= 0) ::close(file);
-  if (!synced)
-    refuse(path.string(), std::string("fsync: ") + std::strerror(problem), "a file on its disk",
-           "Free space on the disk or choose another run.directory");
 }
 
 void write_checksums(const fs::path& directory) {
@@ -366,8 +352,7 @@ void publish_directory(const fs::path& directory, const std::function<void(const
       at("files written");
       write_checksums(partial);
       at("checksums written");
-      for (const auto& entry : fs::directory_iterator(partial)) fsync_file(entry.path());
-      fsync_directory(partial);
+      fsync_all(partial);
     } catch (...) {
       std::error_code ignored;
       fs::remove_all(partial,

@@ -38,23 +38,6 @@ void check_version(const fs::path& file) {
            "Start the isograd that wrote the folder, or name another folder");
 }
 
-void fsync_file(const fs::path& path) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-  const bool synced = file >= 0 && ::fsync(file) == 0;
-  const int code = errno;
-  if (file >= 0) ::close(file);
-  if (!synced) refuse_file("fsync", path, code);
-}
-
-void fsync_all(const fs::path& directory) {
-  for (const auto& entry : fs::directory_iterator(directory)) {
-    const fs::file_status status = entry.symlink_status();
-    ISOGRAD_INVARIANT(fs::is_directory(status) || fs::is_regular_file(status), entry.path().string());
-    fs::is_directory(status) ? fsync_all(entry.path()) : fsync_file(entry.path());
-  }
-  fsync_directory(directory);
-}
-
 }  // namespace
 
 StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
