@@ -6,8 +6,6 @@
 #include <cstdint>
 #include <iterator>
 
-#include "base/markup.hpp"
-
 namespace isograd {
 namespace {
 

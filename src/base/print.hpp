@@ -1,4 +1,5 @@
-// Foreign text on a terminal: names, paths, values of configurations, messages of libraries and peers.
+// Foreign text on a terminal or a page: names, paths, values of configurations, messages of libraries and
+// peers.
 #pragma once
 
 #include <cstddef>
@@ -17,5 +18,9 @@ std::string printable(std::string_view foreign, std::size_t most = std::string_v
 // lines and tabs; other characters are escaped as in printable(). Foreign text within it must have gone
 // through printable(), or it could look like a line of isograd.
 void print(std::FILE* out, std::string_view text);
+
+// For HTML and SVG, between tags and in quoted attributes. Invalid UTF-8, control characters except line
+// feeds and tabs, and characters that change the direction of text become U+FFFD.
+std::string escape_html(std::string_view text);
 
 }  // namespace isograd

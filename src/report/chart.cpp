@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "base/markup.hpp"
+#include "base/print.hpp"
 #include "report/report.hpp"
 
 namespace isograd {

@@ -7,7 +7,6 @@
 #include <cmath>
 
 #include "base/files.hpp"
-#include "base/markup.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
 

@@ -5,13 +5,12 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/tensor.h>
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 
-#include "base/markup.hpp"
+#include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
 #include "isograd/group.hpp"

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/json.hpp"
-#include "base/markup.hpp"
+#include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/pipeline_parallel.hpp"
 
