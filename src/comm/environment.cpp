@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
 
 #include "base/files.hpp"

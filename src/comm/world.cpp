@@ -11,7 +11,6 @@
 #include <map>
 #include <mutex>
 #include <numeric>
-#include <optional>
 #include <set>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

@@ -1,5 +1,4 @@
 // Packs a corpus into shards, once. A manifest next to them records their inputs.
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/file.h>

@@ -8,7 +8,6 @@
 #include <filesystem>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "base/refuse.hpp"
 #include "isograd/model.hpp"

@@ -4,7 +4,6 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <map>
 #include <type_traits>

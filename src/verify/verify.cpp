@@ -1,4 +1,3 @@
-#include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
 #include <chrono>

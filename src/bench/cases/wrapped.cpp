@@ -1,5 +1,4 @@
 // `isograd bench wrapped`: PyTorch's DDP and FSDP2 over isograd and over Gloo.
-#include <cmath>
 
 #include "bench/cases/step_case.hpp"
 #include "bench/runner.hpp"

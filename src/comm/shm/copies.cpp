@@ -2,7 +2,6 @@
 // scatter and all-to-all (a source has a part for each rank), and operations without data.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "comm/shm/engine.hpp"

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cstring>
 #include <new>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>

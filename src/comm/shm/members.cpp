@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <cerrno>
-#include <fstream>
 #include <sstream>
 #include <thread>
 

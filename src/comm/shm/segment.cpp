@@ -15,7 +15,6 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <sstream>
 
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"

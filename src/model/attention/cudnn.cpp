@@ -1,7 +1,5 @@
 #include "model/attention/kernel.hpp"
 
-#include <algorithm>
-
 #include "isograd/error.hpp"
 
 #ifdef ISOGRAD_WITH_CUDNN
@@ -12,7 +10,6 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
-#include <array>
 #include <cmath>
 #include <map>
 #include <memory>

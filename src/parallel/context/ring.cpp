@@ -132,7 +132,6 @@ RingPlan make_ring_plan(const std::vector<std::vector<Span>>& blocks, int rank, 
   };
 
   RingPlan plan{.rank = rank, .size = size, .tokens = length_of(block(rank)), .hops = {}, .home = {}};
-  std::vector<Span> gradients_before;  // what the left neighbour's message at the hop before holds
   for (int hop = 0; hop < size; ++hop) {
     const int owner = rank - hop;
     RingPlan::Hop now;

@@ -14,7 +14,6 @@
 #include "comm/autograd.hpp"
 #include "comm/squares.hpp"
 #include "isograd/data_parallel.hpp"
-#include "isograd/error.hpp"
 #include "layout/flat.hpp"
 #include "layout/storage.hpp"
 #include "parallel/data/flat_parameters.hpp"

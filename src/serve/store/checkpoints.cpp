@@ -1,10 +1,8 @@
 // Named checkpoints: a folder each, with an info.json that has the checksums of the other files and of
 // itself.
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "base/files.hpp"

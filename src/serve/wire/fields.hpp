@@ -2,7 +2,6 @@
 // sampling_params.temperature".
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <map>

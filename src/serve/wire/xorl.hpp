@@ -2,7 +2,6 @@
 // request without tinker's header X-API-Key is in this dialect.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <string_view>
 
