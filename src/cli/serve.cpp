@@ -1,19 +1,16 @@
 // isograd serve: the training server, its state, its keys.
-#include <netdb.h>
 #include <pthread.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
-#include <cstring>
 #include <thread>
 
 #include "base/json.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
+#include "serve/http/client.hpp"
 #include "serve/http/http.hpp"
 #include "serve/http/keys.hpp"
 #include "serve/models/model_engine.hpp"
@@ -222,78 +219,25 @@ int run(const ServeFlags& flags, const Invocation& invocation) {
 
 // ---- asking a server ----
 
-// The body of a GET by plain HTTP. ConfigError: no such server, no answer in time, another status than 200.
-std::string get(const std::string& url, const std::string& path) {
-  constexpr std::string_view kScheme = "http://";
-  constexpr timeval kTimeout{.tv_sec = 10, .tv_usec = 0};
-  const auto fail = [&](const std::string& found) {
-    refuse(url, found, "a server started by `isograd serve`",
-           "Give its address, as in http://127.0.0.1:8000");
-  };
-  if (!url.starts_with(kScheme)) fail("no http:// address");
-  std::string rest = url.substr(kScheme.size());
-  const std::string authority = rest.substr(0, rest.find('/'));
-  std::string prefix = rest.substr(authority.size());
-  while (prefix.ends_with('/')) prefix.pop_back();
-  const auto colon = authority.rfind(':');
-  const bool has_port = colon != std::string::npos && authority.find(']', colon) == std::string::npos;
-  std::string name = authority.substr(0, has_port ? colon : std::string::npos);
-  if (name.starts_with('[') && name.ends_with(']')) name = name.substr(1, name.size() - 2);
-
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (const int code =
-          ::getaddrinfo(name.c_str(), has_port ? authority.substr(colon + 1).c_str() : "80", &hints, &found))
-    fail(::gai_strerror(code));
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, ::freeaddrinfo);
-  struct Socket {
-    int file = -1;
-    ~Socket() {
-      if (file >= 0) ::close(file);
-    }
-  } socket;
-  socket.file = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
-    ::setsockopt(socket.file, SOL_SOCKET, option, &kTimeout, sizeof kTimeout);
-  if (::connect(socket.file, found->ai_addr, found->ai_addrlen) != 0) fail(std::strerror(errno));
+int show_status(const std::string& server) {
+  std::string url = server;
+  while (url.ends_with('/')) url.pop_back();
   const char* key = std::getenv("TINKER_API_KEY");
-  const std::string request =
-      fmt::format("GET {}{} HTTP/1.1\r\nHost: {}\r\nX-API-Key: {}\r\nConnection: close\r\n\r\n", prefix, path,
-                  authority, key ? key : "");
-  for (std::size_t sent = 0; sent < request.size();) {
-    const auto more = ::send(socket.file, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
-    if (more <= 0) fail(std::strerror(errno));
-    sent += static_cast<std::size_t>(more);
-  }
-  constexpr std::size_t kMostBytes = std::size_t{64} << 20;
-  std::string reply;
-  for (char piece[1 << 14]; reply.size() < kMostBytes;) {
-    const auto more = ::recv(socket.file, piece, sizeof piece, 0);
-    if (more < 0) fail(std::strerror(errno));
-    if (more == 0) break;
-    reply.append(piece, static_cast<std::size_t>(more));
-  }
-  const auto head = reply.find("\r\n\r\n");
-  if (head == std::string::npos || !reply.starts_with("HTTP/1.1 ")) fail("no answer by HTTP/1.1");
-  if (reply.compare(9, 4, "200 ") == 0) return reply.substr(head + 4);
-  if (reply.compare(9, 4, "401 ") == 0)
-    refuse(url, "status 401", "a key that the server knows", "Set TINKER_API_KEY");
-  fail("status " + reply.substr(9, reply.find('\r') - 9));
-  return {};
-}
-
-int show_status(const std::string& url) {
-  const auto [status, problem] = parse_json(get(url, "/isograd/status"));
-  if (!problem.empty()) refuse(url, problem, "the status of a server", "Give the address of `isograd serve`");
+  const serve::HttpReply reply = serve::http_call({.url = url + "/isograd/status", .key = key ? key : ""});
+  if (reply.status == 401) refuse(url, "status 401", "a key that the server knows", "Set TINKER_API_KEY");
+  const auto [status, problem] = parse_json(reply.body);
+  if (reply.status != 200 || !problem.empty())
+    refuse(url, reply.status == 200 ? problem : fmt::format("status {}", reply.status),
+           "the status of a server", "Give the address of `isograd serve`");
   std::string text;
-  for (const auto& [key, value] : status.items())
-    if (!value.is_structured()) text += fmt::format("{} {}\n", printable(key), brief(value));
+  for (const auto& [name, value] : status.items())
+    if (!value.is_structured()) text += fmt::format("{} {}\n", printable(name), brief(value));
   for (const auto& model : status.value("models", nlohmann::json::array())) {
     text += "model";
-    for (const auto& [key, value] : model.items())
+    for (const auto& [name, value] : model.items())
       if (!value.is_structured() &&
           !(value.is_string() && value.template get_ref<const std::string&>().empty()))
-        text += fmt::format("  {} {}", printable(key), brief(value));
+        text += fmt::format("  {} {}", printable(name), brief(value));
     text += "\n";
   }
   print(stdout, text);
