@@ -49,6 +49,7 @@ serve::ModelEngineOptions engine_options(const ServeFlags& flags) {
            "Add --state DIR");
   options.dtype = scalar_type(flags.dtype);
   options.micro_batch_tokens = flags.micro_batch_tokens;
+  options.dumps = std::filesystem::path(flags.state) / "dumps";
   options.sampler.cache_bytes = flags.cache_megabytes << 20;
   return options;
 }

@@ -73,7 +73,9 @@ ForwardBackwardResult ModelEngine::forward_backward(const std::string& model,
   return Impl::find(impl_->models, "a model", model)->forward_backward(request);
 }
 Metrics ModelEngine::optim_step(const std::string& model, const AdamParams& params) {
-  return Impl::find(impl_->models, "a model", model)->optim_step(params);
+  const fs::path& dumps = impl_->options.dumps;
+  return Impl::find(impl_->models, "a model", model)
+      ->optim_step(params, dumps.empty() ? dumps : dumps / model);
 }
 void ModelEngine::remove(const std::string& model) {
   Impl::find(impl_->models, "a model", model);

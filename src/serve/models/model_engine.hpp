@@ -21,6 +21,8 @@ struct ModelEngineOptions {
   // The most of a micro-batch. It decides on speed and memory, and on nothing but the last bits of a sum.
   std::int64_t micro_batch_tokens = 2048;
   TextSamplerOptions sampler{};
+  // Here a step of a model with user_metadata isograd.dump leaves MODEL/STEP, for `isograd compare`.
+  std::filesystem::path dumps{};
   // Null: this process alone. Else every rank makes the same calls of those that are collective: create(),
   // forward_backward(), optim_step(), remove(), save(), load(), open_sampler_of(). The others are the
   // first's.

@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
+#include "isograd/verify.hpp"
 #include "layout/flat.hpp"
 #include "layout/readings.hpp"
 #include "model/hf.hpp"
@@ -25,6 +27,7 @@ constexpr const char* kGradient = "gradient";
 struct Settings {
   Normalise normalise = Normalise::kNone;
   double alpha = 32;
+  bool dump = false, norms = false;
 };
 
 // ConfigError: a key "isograd.*" that does not exist, a value that does not fit.
@@ -34,6 +37,8 @@ Settings settings_of(const std::map<std::string, std::string>& metadata) {
                                                          {"weights", Normalise::kWeights},
                                                          {"sequences", Normalise::kSequences}};
   Settings settings;
+  const std::map<std::string, bool*> switches = {{"isograd.dump", &settings.dump},
+                                                 {"isograd.norms", &settings.norms}};
   for (const auto& [key, value] : metadata) {
     if (!key.starts_with("isograd.")) continue;
     const std::string where = "user_metadata " + key;
@@ -47,8 +52,12 @@ Settings settings_of(const std::map<std::string, std::string>& metadata) {
       settings.alpha = std::strtod(value.c_str(), &end);
       if (value.empty() || *end != 0 || !(settings.alpha > 0) || !std::isfinite(settings.alpha))
         refuse(where, "'" + value + "'", "a number above 0", "Change it");
+    } else if (const auto flag = switches.find(key); flag != switches.end()) {
+      if (value != "true" && value != "false") refuse(where, "'" + value + "'", "true or false", "Change it");
+      *flag->second = value == "true";
     } else {
-      refuse(where, "an unknown key", "isograd.normalise, isograd.alpha", "Leave it out");
+      refuse(where, "an unknown key", "isograd.normalise, isograd.alpha, isograd.dump or isograd.norms",
+             "Leave it out");
     }
   }
   return settings;
@@ -128,7 +137,8 @@ TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, 
       dtype_(dtype),
       micro_batch_tokens_(micro_batch_tokens),
       ranks_(std::move(ranks)) {
-  normalise_ = settings_of(created_.metadata).normalise;
+  const Settings settings = settings_of(created_.metadata);
+  normalise_ = settings.normalise, dumps_ = settings.dump, norms_ = settings.norms;
   const LoraShape& lora = created_.lora;
   if (is_whole() && (!lora.attention || !lora.mlp || !lora.unembed))
     refuse("lora_config", "rank 0, the whole weights, without some of them", "all of them",
@@ -237,8 +247,11 @@ double TrainedModel::denominator() const {
   return 0;
 }
 
-Metrics TrainedModel::optim_step(const AdamParams& params) {
+Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps) {
   require_sound();
+  if (dumps_ && dumps.empty())
+    refuse("user_metadata isograd.dump", "an engine without a folder for dumps", "a server with one",
+           "Leave it out");
   if (open_.calls == 0)
     refuse("optim_step", "no forward_backward since the last one", "a gradient",
            "Call forward_backward first");
@@ -282,18 +295,49 @@ Metrics TrainedModel::optim_step(const AdamParams& params) {
   }
   // The one division, in the same pass as clip and update.
   const double scale = 1 / divisor, norm = sum.norm * scale;
+  const double coefficient = clip_coefficient(norm, std::max(params.clip, 0.0));
+  const StepDump::Named gradients = whole_gradients(scale);
   broken_ = true;  // until the update is whole
-  optimizer_->update(layout().buckets(), clip_coefficient(norm, std::max(params.clip, 0.0)) * scale);
+  optimizer_->update(layout().buckets(), coefficient * scale);
   layout().publish_parameters();
   broken_ = false;
   const Counted counted = std::exchange(open_, {});
   weights_.reset(), weights_are_current_ = false;
-  return {{"grad_norm", norm},
-          {"grad_norm_sum", sum.norm},
-          {"denominator", divisor},
-          {"learning_rate", params.learning_rate},
-          {"tokens", static_cast<double>(counted.tokens)},
-          {"step", static_cast<double>(optimizer_->updates())}};
+  Metrics metrics = {{"grad_norm", norm},
+                     {"grad_norm_sum", sum.norm},
+                     {"denominator", divisor},
+                     {"learning_rate", params.learning_rate},
+                     {"tokens", static_cast<double>(counted.tokens)},
+                     {"step", static_cast<double>(optimizer_->updates())}};
+  if (norms_)
+    for (const auto& [name, gradient] : gradients)
+      metrics[kNormOf + name] = gradient.to(at::kDouble).norm().item<double>();
+  if (!dumps_) return metrics;
+  metrics["dump"] = metrics.at("step");
+  if (!first()) return metrics;
+  StepDump dump;
+  dump.gradients = gradients;
+  dump.figures = {.loss = std::numeric_limits<double>::quiet_NaN(),
+                  .targets = kNotRecorded,
+                  .tokens = kNotRecorded,
+                  .norm = norm,
+                  .clip_coefficient = coefficient};
+  dump.precision = dtype_ == at::kDouble ? "fp64" : dtype_ == at::kBFloat16 ? "bf16" : "fp32";
+  dump.scales = {{"learning_rate", params.learning_rate}, {"denominator", divisor}};
+  fs::create_directories(dumps);
+  write_dump(dump, dumps / std::to_string(optimizer_->updates()));
+  return metrics;
+}
+
+// On the first rank, where the client asked for dumps or norms; else nothing.
+StepDump::Named TrainedModel::whole_gradients(double scale) {
+  StepDump::Named whole;
+  if (!dumps_ && !norms_) return whole;
+  gathered(layout(), {{"", sums()}}, placed(), first(), [&](const TensorStream& stream) {
+    std::size_t next = 0;
+    stream.each([&](const at::Tensor& sum) { whole.emplace_back(stream.entries[next++].name, sum * scale); });
+  });
+  return whole;
 }
 
 std::vector<at::Tensor> TrainedModel::sums() const {

@@ -7,6 +7,7 @@
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/verify.hpp"
 #include "serve/models/fixed_weights.hpp"
 #include "serve/models/spread_model.hpp"
 
@@ -25,7 +26,8 @@ class TrainedModel {
 
   // As Engine has them. An exception in mid-call other than a ConfigError of the request breaks the model.
   ForwardBackwardResult forward_backward(const ForwardBackward& request);
-  Metrics optim_step(const AdamParams& params);
+  // `dumps`: the folder in which step N of a model with isograd.dump becomes the dump N.
+  Metrics optim_step(const AdamParams& params, const std::filesystem::path& dumps);
   std::int64_t save(Engine::Save which, const std::filesystem::path& directory);
   // As they are now; the same object until the next step. Null on ranks other than the first.
   std::shared_ptr<const FixedWeights> weights(const TextSamplerOptions& options);
@@ -44,12 +46,14 @@ class TrainedModel {
   void gather_weights(const std::function<void(const TensorStream&)>& take);
   RowLossResult losses(const PackedRows& rows, const CheckedCall& call);
   double denominator() const;
+  StepDump::Named whole_gradients(double scale);
   void restore(const SavedModel& saved, const std::filesystem::path& directory);
   void require_sound() const;
 
   std::shared_ptr<Base> base_;
   CreateModel created_;
   Normalise normalise_;
+  bool dumps_ = false, norms_ = false;  // user_metadata isograd.dump, isograd.norms
   at::ScalarType dtype_;
   std::int64_t micro_batch_tokens_;
   std::shared_ptr<const Ranks> ranks_;

@@ -238,7 +238,8 @@ Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
     model.steps += 1, model.last = metrics;
     if (options_.print_steps && !replaying_) {
       std::string line = fmt::format("{} step {}:", model.id, model.steps);
-      for (const auto& [name, value] : metrics) line += fmt::format(" {} {:.6g}", name, value);
+      for (const auto& [name, value] : metrics)
+        if (!name.starts_with(kNormOf)) line += fmt::format(" {} {:.6g}", name, value);
       print(stdout, fmt::format("{} tokens {} seconds {:.3f} queue {}\n", line, model.step_tokens,
                                 model.step_seconds, model.waiting.size() - 1));
     }

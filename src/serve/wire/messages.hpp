@@ -79,6 +79,8 @@ struct ForwardBackwardResult {
 };
 
 using Metrics = std::map<std::string, double>;  // finite
+// A parameter's name behind it: the norm of its gradient, a metric of optim_step.
+inline constexpr const char* kNormOf = "norm/";
 
 // Row-major [length, k]; empty cells: token 0, log-probability -99999.
 struct TopTokens {
