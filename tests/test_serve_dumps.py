@@ -1,4 +1,4 @@
-"""What a training server shows of its gradients: norms of matrices, dumps for `isograd compare`."""
+"""What a training server shows of its gradients: norms of matrices, dumps for `isograd compare`, `isograd verify --server`."""
 import json
 
 import numpy as np
@@ -7,7 +7,7 @@ import tinker
 import torch
 from conftest import isograd
 from safetensors.torch import load_file
-from serve_client import ADAM, LIMIT, furthest, model, session, uneven, within
+from serve_client import ADAM, KEY, LIMIT, furthest, model, session, uneven, within
 from serve_files import NAME, server, write_model
 
 BOUND = 1e-12
@@ -82,6 +82,16 @@ def test_compare_reads_the_dumps(steps):
 def test_what_is_not_true_or_false_is_refused(running):
     with session(running.url) as service, pytest.raises(tinker.TinkerError, match="true or false"):
         model(service, user_metadata={"isograd.dump": "yes"})
+
+
+def test_verify_asks_a_server(running, tmp_path):
+    (tmp_path / "key").write_text(KEY + "\n")
+    for base in ((), ("--base", running.folder / NAME)):
+        said = isograd("verify", "--server", running.url, "--api-key-file", tmp_path / "key", *base, status=0).stdout
+        assert said.startswith("PASS") and "allowed: 1.0e-10" in said
+    isograd("verify", "--server", "http://127.0.0.1:1", status=2)
+    isograd("verify", "--server", running.url, "--layout", "all", status=2)
+    isograd("verify", status=2)
 
 
 @pytest.mark.full

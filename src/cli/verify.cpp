@@ -2,6 +2,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
+#include <cstdlib>
 #include <filesystem>
 
 #include "base/files.hpp"
@@ -10,6 +12,7 @@
 #include "base/shell.hpp"
 #include "base/waiting.hpp"
 #include "cli/verbs.hpp"
+#include "serve/verify/verify_server.hpp"
 #include "train/device.hpp"
 #include "verify/present.hpp"
 #include "verify/run.hpp"
@@ -19,7 +22,7 @@ namespace {
 
 struct Flags : RunFlags {
   std::vector<std::string> layouts;
-  std::string json, report, dump, minimise;
+  std::string json, report, dump, minimise, server, key_file, base;
 };
 
 // Why a name is refused; empty when it is not.
@@ -66,6 +69,19 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
   return 1;
 }
 
+// A running training server.
+int server_verb(const Flags& flags) {
+  const char* given = std::getenv("TINKER_API_KEY");
+  std::string key = given ? given : "";
+  if (!flags.key_file.empty()) {
+    key = read_file(flags.key_file, 4096);
+    while (!key.empty() && std::isspace(static_cast<unsigned char>(key.back()))) key.pop_back();
+  }
+  const serve::ServerVerdict verdict = serve::verify_server(flags.server, key, flags.base);
+  print(stdout, to_text(verdict));
+  return verdict.passed() ? 0 : 1;
+}
+
 }  // namespace
 
 Verb verify_verb(CLI::App& program, const Invocation& invocation) {
@@ -73,6 +89,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
   auto flags = std::make_shared<Flags>();
   add_run_flags(*verb, *flags);
+  verb->get_option("CONFIG")->required(false);
   add_option(*verb, "--layout", flags->layouts,
              "layout under test, may be repeated; the configured one unless given. A strategy, with\n"
              ":replicas=N and :share=on or :share=off behind it, or all that the ranks allow: all. The\n"
@@ -86,15 +103,39 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   add_option(*verb, "--minimise", flags->minimise,
              "shrink a failure to the smallest configuration that still fails, and write it here",
              "FILE.toml");
+  const std::vector<CLI::Option*> of_runs =
+      verb->get_options([&](const CLI::Option* option) { return option != verb->get_help_ptr(); });
+  CLI::Option* const server = add_option(
+      *verb, "--server", flags->server,
+      "instead of a run: a training server, whose steps and samplers are compared with those of one\n"
+      "process in fp64, and its mistakes named",
+      "URL");
+  add_option(*verb, "--api-key-file", flags->key_file, "file with a key of the server; else TINKER_API_KEY",
+             "FILE")
+      ->needs(server);
+  add_option(*verb, "--base", flags->base,
+             "Hugging Face directory of the server's model; without it the server is asked for it", "DIR")
+      ->needs(server);
   verb->footer(
       "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
       "plain step in fp64 on one process. Grades: E1 exact arithmetic, E2 within rounding, E3 same bits run "
       "to\n"
       "run (DESIGN.md).\n\n"
       "  isograd verify examples/first_light.toml --ranks 2 --report verdict.html\n"
-      "  isograd verify examples/first_light.toml --ranks 4 --layout all\n\n"
+      "  isograd verify examples/first_light.toml --ranks 4 --layout all\n"
+      "  isograd verify --server http://127.0.0.1:8000\n\n"
       "Status: 0 proven; 1 not the same gradient; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
-  const auto action = [flags, &invocation] {
+  const auto action = [flags, of_runs, &invocation] {
+    if (!flags->server.empty()) {
+      for (const CLI::Option* option : of_runs)
+        if (option->count() > 0)
+          refuse("--server", option->get_name() + ", which a run has", "--api-key-file, --base",
+                 "Leave it out");
+      return server_verb(*flags);
+    }
+    if (flags->config.empty())
+      refuse("isograd verify", "neither a configuration nor --server", "one of them",
+             "Name the file of a run, or a server");
     const RunConfig config = configuration(*flags);
     std::vector<std::filesystem::path> inputs{config.source, config.data.tokenizer, config.data.table,
                                               config.model.load};
