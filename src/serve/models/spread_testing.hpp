@@ -21,6 +21,7 @@ namespace isograd::serve {
 struct Spread {
   int ranks = 2;
   std::vector<std::string> sets;
+  bool full = false;  // left out of the ordinary suite
 };
 
 class SpreadServers : public ::testing::Test {
