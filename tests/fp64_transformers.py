@@ -16,7 +16,7 @@ class Wide:
 @contextlib.contextmanager
 def in_fp64(families):
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("modeling_rope_utils", *(f"models.{family}.modeling_{family}" for family in families)):
+        for module in ("modeling_rope_utils", "generation.utils", *(f"models.{family}.modeling_{family}" for family in families)):
             patch.setattr(importlib.import_module(f"transformers.{module}"), "torch", Wide())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)  # quotients of whole numbers

@@ -48,8 +48,8 @@ def rest(url):
     return tinker.RestClient(base_url=url, api_key=KEY)
 
 
-def model(service, rank=4, seed=3, **options):
-    return service.create_lora_training_client(NAME, rank=rank, seed=seed, **options).result()
+def model(service, rank=4, seed=3, base=NAME, **options):
+    return service.create_lora_training_client(base, rank=rank, seed=seed, **options).result()
 
 
 def prompt(tokens):

@@ -41,24 +41,41 @@ def write_tokenizer(folder):
     return whole
 
 
-def write_model(folder, plays=False, layers=2, hidden=64):
-    """A Qwen3 with random weights, with the tokenizer. One that `plays` often says its end of text and GUESS: else no reward of
+def write_model(folder, plays=False, layers=2, hidden=64, family="Qwen3", tied=False):
+    """A model with random weights, with the tokenizer. One that `plays` often says its end of text and GUESS: else no reward of
     the cookbook's games would differ from another."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
     tokenizer = write_tokenizer(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     torch.manual_seed(20)
-    model = Qwen3ForCausalLM(Qwen3Config(
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=hidden // 4, intermediate_size=2 * hidden, max_position_embeddings=4096,
-        initializer_range=0.1, tie_word_embeddings=False, eos_token_id=end, bos_token_id=None, pad_token_id=None))
+        initializer_range=0.1, tie_word_embeddings=tied, eos_token_id=end, bos_token_id=None, pad_token_id=None))
     if plays:
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 1  # in every hidden state, so that the next line is a bias
             model.lm_head.weight[[end, tokenizer.convert_tokens_to_ids(GUESS)], 0] = 3.5
     model.save_pretrained(folder)
     return model
+
+
+FAMILIES = {NAME: ("Qwen3", False, 64), "org/qwen3-tied": ("Qwen3", True, 64), "org/qwen2": ("Qwen2", False, 64),
+            "org/llama": ("Llama", False, 64), "org/mistral": ("Mistral", False, 96)}  # class, tied, hidden
+
+
+def write_families(folder):
+    """A model of each family, of whose vectors (norms, biases) none is of ones or zeros. The server's flags for all but NAME."""
+    import torch
+    for name, (family, tied, hidden) in FAMILIES.items():
+        model = write_model(folder / name, family=family, tied=tied, hidden=hidden)
+        with torch.no_grad():
+            for value in model.parameters():
+                if value.dim() == 1:
+                    value.add_(0.1 * torch.randn(value.shape))
+        model.save_pretrained(folder / name)
+    return [flag for name in FAMILIES if name != NAME for flag in ("--model", f"{name}={folder / name}")]
 
 
 def write_data(folder):

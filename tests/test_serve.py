@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from conftest import full
 from safetensors.torch import load
 from serve_client import ADAM, KEY, LIMIT, adapter, datum, exported, furthest, model, prompt, rest, session, text, uneven, within
 from serve_files import NAME, Server, server, write_model
@@ -190,8 +191,8 @@ def test_a_refused_call_fails_the_later_ones_of_its_model_and_no_other(service, 
 
 # ---- checkpoints ----
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.full)])
-@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float32", full("float64")])
+@pytest.mark.parametrize("rank", [4, full(0)])
 def test_a_model_resumed_with_its_optimizer_goes_on_with_the_same_bits_after_a_kill(folder, tmp_path, rng, dtype, rank):
     data = uneven(rng)
 
