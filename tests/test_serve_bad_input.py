@@ -16,6 +16,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 RETRIED = (408, 409, 429)
+OTHER = "org/other"
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,8 @@ def limited():
 class Wire:
     """One connection."""
 
-    def __init__(self, port):
-        self.port, self.models = port, itertools.count()
+    def __init__(self, port, state):
+        self.port, self.state, self.models = port, state, itertools.count()
         self.session = self.sent("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
         self.witness = self.model()
 
@@ -90,8 +91,9 @@ class Wire:
 def wire(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     write_model(folder / NAME)
-    with server(folder, folder / "state") as running:
-        yield Wire(running.port)
+    write_model(folder / OTHER, layers=1)
+    with server(folder, folder / "state", "--model", f"{OTHER}={folder / OTHER}") as running:
+        yield Wire(running.port, running.state)
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +188,14 @@ OPERATIONS = {
         "rows that end before they begin": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 2, 1, 3], [0, 1, 2], [1, 1, 1], [3, 4])),
         "column beyond the shape": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 1, 1], [4], [1], [3, 4])),
         "negative column": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 1, 1], [-1], [1], [3, 4])),
+        "fewer rows than the shape": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 2], [0, 1], [1, 1], [3, 4])),
+        "rows that end before the values do": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 1, 1], [0, 1], [1, 1], [3, 4])),
+        "sparse NaN": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 1, 1], [0], [NAN], [3, 4])),
         "fewer columns than values": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 1, 2, 2], [0], [1, 1], [3, 4])),
         "more cells than memory": with_data(target_tokens=tensor(np.full((3, 4), 6)), weights=sparse([0, 0, 0, 0], [], [], [3, 2 ** 62])),
         "no dtype": with_data(weights=tensor([1.0, 1.0, 1.0], dtype=0)),
+        "unknown dtype": with_data(weights=tensor([1.0, 1.0, 1.0], dtype=9)),
+        "targets as fractions": with_data(target_tokens=tensor([6.0, 7.0, 8.0])),
         "part of a number": with_data(weights=tensor([1.0, 1.0, 1.0], raw=b"\0" * 11)),
         "shape of another size": with_data(weights=tensor([1.0, 1.0, 1.0], shape=[4])),
         "negative shape": with_data(weights=tensor([1.0, 1.0, 1.0], shape=[-3])),
@@ -299,6 +306,52 @@ def test_a_failed_operation_fails_what_waits_behind_it(wire):
     assert kind.startswith(JSON) and "hinge" in json.loads(content)["error"] and said
 
 
+def test_weights_in_bfloat16_are_the_numbers_that_they_are(wire):
+    model = wire.model()
+    narrow = tensor([0.0, 1.0, 0.5], dtype=pb.DTYPE_BFLOAT16, raw=np.array([0, 0x3f80, 0x3f00], "<u2").tobytes())
+    for sequence, weights in ((1, RIGHT["weights"]), (2, narrow)):
+        kind, content = wire.future(wire.sent("forward_backward", call(model, sequence, data=[datum(**{**RIGHT, "weights": weights})])))
+        assert kind == PROTOBUF, content
+        result = pb.ForwardBackwardOutput()
+        result.ParseFromString(content)
+        assert sequence == 1 or result.metrics["loss:sum"] == first
+        first = result.metrics["loss:sum"]
+
+
+def test_a_name_of_a_device_is_a_name(wire):
+    """Some systems have no file of this name; state folders are on those that have."""
+    model = wire.model()
+    _, content = wire.future(wire.sent("save_weights", {"model_id": model, "seq_id": 1, "path": "CON"}))
+    assert json.loads(content)["path"] == f"tinker://{model}/weights/CON"
+
+
+def saved(wire, model):
+    _, content = wire.future(wire.sent("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+    return json.loads(content)["path"]
+
+
+def test_a_checkpoint_of_another_base_is_not_loaded(wire, witness):
+    path = saved(wire, wire.model(base_model=OTHER))
+    said = wire.error(*wire.posted("load_weights", {"model_id": wire.model(), "seq_id": 1, "path": path, "optimizer": True}))
+    assert OTHER in said and NAME in said
+    said = wire.error(*wire.posted("load_weights", from_state(path, base_model=NAME)(wire)[1]))
+    assert OTHER in said and NAME in said
+    assert witness()
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "isograd.json", "info.json"])
+def test_a_damaged_checkpoint_is_not_loaded(wire, witness, file):
+    path = saved(wire, wire.model())
+    _, _, run, kind, name = path.split("/")
+    damaged = wire.state / "checkpoints" / "~".join((run.replace(":", "+"), kind, name)) / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    for request in (from_state(path)(wire), ("load_weights", {"model_id": wire.model(), "seq_id": 1, "path": path, "optimizer": True})):
+        assert file in wire.error(*wire.posted(*request))
+    assert witness()
+
+
 def test_a_name_that_is_taken(wire):
     model = wire.model()
     for sequence in (1, 2):
@@ -327,13 +380,14 @@ def opened(**more):
     return lambda wire: ("create_sampling_session", {"session_id": wire.session, "sampling_session_seq_id": 10 ** 7, **more})
 
 
-def from_state(path):
-    return lambda wire: ("load_weights", {"session_id": wire.session, "model_seq_id": 10 ** 6 + next(wire.models), "path": path, "optimizer": True})
+def from_state(path, **more):
+    return lambda wire: ("load_weights", {"session_id": wire.session, "model_seq_id": 10 ** 6 + next(wire.models), "path": path, "optimizer": True, **more})
 
 
 NOBODY = "tinker://nobody:train:0/weights/a"
 REQUESTS = {
     "negative rank": lora(rank=-1), "rank of a million": lora(rank=10 ** 6), "rank as text": lora(rank="4"),
+    "rank of 513": lora(rank=513), "whole weights without some": lora(rank=0, train_mlp=False),
     "nothing trained": lora(train_unembed=False, train_mlp=False, train_attn=False),
     "unknown base": created(base_model="nobody/none"), "no base": created(base_model=""), "dimuon": created(optimizer_config={"type": "dimuon", "version": 1}),
     "unknown session": created(session_id="nobody"), "negative model": created(model_seq_id=-1),
@@ -430,6 +484,12 @@ def test_other_content_types_verbs_and_paths(wire, witness):
                        ("DELETE", "training_runs/nobody:train:0/checkpoints/weights/a"), ("DELETE", "training_runs/x/checkpoints/weights/%2e%2e"),
                        ("GET", "training_runs?limit=-1"), ("GET", "training_runs?limit=x"), ("GET", "checkpoints?offset=99999999999999999999")):
         assert wire.error(*wire.reply(verb, path)), (verb, path)
+    assert witness()
+
+
+def test_a_body_of_65_megabytes(wire, witness):
+    body = b'{"tags": ["' + b"a" * (65 * 10 ** 6 + (3 << 20)) + b'"]}'
+    assert wire.error(*wire.reply("POST", "create_session", body))
     assert witness()
 
 
