@@ -156,19 +156,19 @@ std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named
                                  const FullyShardOptions& options, const Grid& grid) {
   const auto unit_of = assign(uses, named);
   std::vector<UnitPlan> units(uses.units.size());
-  for (std::size_t unit = 0; unit < units.size(); ++unit) {
-    std::vector<std::string> names;
-    for (const auto* list : members.lists()) {
+  std::vector<std::vector<std::string>> names(units.size());
+  for (const auto* list : members.lists()) {
+    std::vector<std::vector<std::size_t>> places(units.size());
+    for (std::size_t i = 0; i < list->size(); ++i)
+      places[unit_of.at((*list)[i].tensor.unsafeGetTensorImpl())].push_back(i);
+    for (std::size_t unit = 0; unit < units.size(); ++unit) {
       std::vector<NamedParameter> mine;
-      std::vector<std::size_t> places;
-      for (std::size_t i = 0; i < list->size(); ++i)
-        if (unit_of.at((*list)[i].tensor.unsafeGetTensorImpl()) == unit) {
-          mine.push_back((*list)[i]);
-          names.push_back((*list)[i].name);
-          places.push_back(i);
-        }
+      for (const std::size_t i : places[unit]) {
+        mine.push_back((*list)[i]);
+        names[unit].push_back((*list)[i].name);
+      }
       for (BucketPlan& plan : plan_buckets(mine, std::numeric_limits<std::int64_t>::max())) {
-        for (Slot& slot : plan.slots) slot.index = places[slot.index];
+        for (Slot& slot : plan.slots) slot.index = places[unit][slot.index];
         const int shards = grid.size(sharded_along(grid, plan.sync, options.sharded));
         pad_for(plan, shards);
         if (mine.front().tensor.is_meta()) plan.device = options.device;
@@ -177,9 +177,11 @@ std::vector<UnitPlan> plan_units(const UnitUses& uses, const NamedTensors& named
         units[unit].flats.push_back({std::move(plan), list == &members.trained});
       }
     }
+  }
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
     const auto& own = uses.units[unit].binding()->reshard;
     units[unit].fp32_gradients = uses.units[unit].binding()->fp32_gradients.value_or(options.fp32_gradients);
-    units[unit].name = name_of(unit, names);
+    units[unit].name = name_of(unit, names[unit]);
     units[unit].reshard =
         own.value_or(unit == kRootUnit ? options.reshard_root : options.reshard_after_forward);
   }
