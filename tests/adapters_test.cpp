@@ -1,6 +1,9 @@
-// A low-rank adapter on ranks along tp and dp, against one process in fp64.
+// A low-rank adapter on ranks along tp, dp and ep, against one process in fp64.
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+
+#include "decoder_step.hpp"
+#include "isograd/expert_parallel.hpp"
 
 #include "isograd/lora.hpp"
 #include "isograd/loss.hpp"
@@ -86,6 +89,89 @@ TEST(Adapters, PlantedSumsThatAreLeftOut) {
   for (const char* name :
        {"q_proj.lora_A", "up_proj.lora_A", "lm_head.lora_A", "o_proj.lora_B", "down_proj.lora_B"})
     EXPECT_GT(error_on(2, config, {}, name), 1e-2) << name;
+}
+
+enum class Fault { kNone, kSummedOverAll, kDivided };
+
+// Whole steps with a mean over the targets of all ranks, on uneven micro-batches, the last rank with fewer.
+struct WithExperts {
+  DecoderConfig config;
+  int copies = 1, ep = 2, tp = 1;
+  ExpertOverlap overlap = ExpertOverlap::kNone;
+  bool idle = false;  // the first and the last expert get no token
+  Fault fault = Fault::kNone;
+
+  std::unique_ptr<Adapted> model() const {
+    auto made = std::make_unique<Adapted>(config);
+    if (idle)
+      made->model.set_choice_of_experts([last = config.experts.count - 1](const Batch& batch, std::int64_t,
+                                                                          const ExpertScores&,
+                                                                          const at::Tensor&) {
+        // Two different ones of 1 to last - 1.
+        const at::Tensor first = batch.positions.remainder(last - 1);
+        return at::stack({first, (first + 1).remainder(last - 1)}, 1) + 1;
+      });
+    return made;
+  }
+  Grid grid() const {
+    const Grid plain(
+        {{"dp_replicate", 1}, {"dp_shard", copies * ep}, {"cp_ring", 1}, {"cp_ulysses", 1}, {"tp", tp}});
+    return plain.viewed(data_axes(plain), {{"edp", copies}, {kExpertAxis, ep}});
+  }
+};
+
+bool is_of_expert(const std::string& name) { return name.find(".experts.") != std::string::npos; }
+
+double error_of(const WithExperts& how) {
+  const auto whole = how.model();
+  const tensor::Gradient expected = tensor::one_process(whole->model, how.copies * how.ep, 3, Mean::kTargets);
+  std::vector<double> errors(static_cast<std::size_t>(how.copies * how.ep * how.tp));
+  run_ranks(static_cast<int>(errors.size()), [&](World& world) {
+    const Mesh mesh(world, how.grid());
+    const auto own = how.model();
+    Layout placed = cut_decoder(own->model, mesh, {});
+    placed = shard_experts(own->model, mesh, placed.placements(), {.overlap = how.overlap});
+    TrainableParameters parameters = trainable_parameters(own->model.named());
+    parameters.placements = placed.placements();
+    const auto layout = bucketed(parameters, mesh, {.bucket_bytes = 3000});
+    TokenMean mean;
+    const auto optimizer = sgd({.learning_rate = 0});
+    const ForwardLossTerms forward = [&](const Batch& batch) -> LossTerms {
+      const at::Tensor logits = own->model.logits(batch);
+      at::Tensor sum = cross_entropy_sum(logits, batch.targets, {.shard = own->model.vocabulary()});
+      if (!sum.requires_grad()) sum = sum + logits.narrow(0, 0, 0).sum();  // every rank makes every backward
+      return {{"cross_entropy", sum}};
+    };
+    Step step(forward, *layout, mean, *optimizer, {});
+    step(tensor::step_of(mesh.place(kSampleAxes), mesh.size(kSampleAxes), how.config.vocabulary));
+    tensor::Gradient found;
+    for (const auto& view : layout->views()) {
+      at::Tensor gradient = view.gradient.clone();
+      if (how.fault == Fault::kDivided && is_of_expert(view.name)) gradient.div_(how.ep);
+      if (how.fault == Fault::kSummedOverAll && is_of_expert(view.name))
+        mesh.all().all_reduce(gradient, ReduceOp::kSum);
+      found.of[view.name] = placed.whole(view.name, gradient);
+    }
+    errors[static_cast<std::size_t>(world.rank)] = tensor::largest_error(found, expected);
+  });
+  return *std::ranges::max_element(errors);
+}
+
+TEST(Adapters, GradientsOfExpertsOverRanksAreThoseOfOneProcess) {
+  const DecoderConfig routed = tensor::shape_with_experts(5), shared = tensor::shape_with_experts(4, 10);
+  for (const WithExperts& how :
+       {WithExperts{.config = routed}, WithExperts{.config = routed, .idle = true},
+        WithExperts{.config = shared, .overlap = ExpertOverlap::kHalves},
+        WithExperts{.config = shared, .copies = 2, .idle = true}, WithExperts{.config = shared, .tp = 2},
+        WithExperts{.config = routed, .ep = 3, .overlap = ExpertOverlap::kShared}})
+    EXPECT_LT(error_of(how), 1e-12) << how.config.family << ", " << how.copies << " copies, ep " << how.ep
+                                    << ", tp " << how.tp << ", idle experts " << how.idle;
+}
+
+TEST(Adapters, PlantedSumsOfExpertsAreSeen) {
+  const DecoderConfig config = tensor::shape_with_experts(4);
+  EXPECT_GT(error_of({.config = config, .fault = Fault::kSummedOverAll}), 1e-2);
+  EXPECT_GT(error_of({.config = config, .fault = Fault::kDivided}), 1e-2);
 }
 
 }  // namespace

@@ -14,6 +14,10 @@ peft = pytest.importorskip("peft", reason="peft is in tests/requirements.txt")
 SMALL = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2)
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+FEW = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+EXPERTS = {"Mixtral": dict(num_local_experts=4), "Qwen2Moe": FEW | dict(shared_expert_intermediate_size=40, mlp_only_layers=[1]),
+           "Qwen3Moe": FEW, "Dots1": dict(n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=24,
+                                          first_k_dense_replace=1, n_group=2, topk_group=1)}
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(1))
 BOUND = 1e-12  # of the largest logit
 pytestmark = pytest.mark.usefixtures("wide")
@@ -25,7 +29,7 @@ def probe(*arguments, check=True):
 
 def base(folder, family):
     torch.manual_seed(0)
-    config = getattr(transformers, family + "Config")(**SMALL)
+    config = getattr(transformers, family + "Config")(**SMALL, **EXPERTS.get(family, {}), experts_implementation="eager")
     model = getattr(transformers, family + "ForCausalLM")(config).double().eval()
     model.save_pretrained(folder)
     return model
@@ -53,7 +57,8 @@ def trained(model, modules, rank=4, alpha=10):
 
 
 @pytest.mark.parametrize("family, modules", [("Llama", MODULES), ("Qwen2", MODULES[:4]), ("Qwen3", ["v_proj", "down_proj"]),
-                                             ("Mistral", MODULES)], ids=lambda value: value if isinstance(value, str) else len(value))
+                                             ("Mistral", MODULES), ("Mixtral", MODULES[4:7]), ("Qwen2Moe", MODULES),
+                                             ("Qwen3Moe", MODULES), ("Dots1", MODULES)], ids=lambda value: value if isinstance(value, str) else len(value))
 def test_our_directory_in_peft(tmp_path, family, modules):
     model = base(tmp_path / "base", family)
     probe("create", tmp_path / "base", tmp_path / "adapter", 4, 10, ",".join(modules))
@@ -72,6 +77,18 @@ def test_their_directory_in_isograd(tmp_path, family, modules):
     adapted.save_pretrained(tmp_path / "adapter")
     theirs = adapted(TOKENS).logits.detach()
     assert error(ours("logits", tmp_path / "base", tmp_path / "adapter", tmp_path), theirs) < BOUND
+
+
+def test_a_planted_swap_of_experts_is_found(tmp_path):
+    model = base(tmp_path / "base", "Qwen3Moe")
+    probe("create", tmp_path / "base", tmp_path / "adapter", 4, 10, ",".join(MODULES))
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").double().eval()(TOKENS).logits.detach()
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(file)
+    first, second = (f"base_model.model.model.layers.1.mlp.experts.{expert}.up_proj.lora_B.weight" for expert in (0, 1))
+    weights[first], weights[second] = weights[second], weights[first]
+    save_file(weights, file)
+    assert error(ours("logits", tmp_path / "base", tmp_path / "adapter", tmp_path), theirs) > 1e-3
 
 
 @pytest.mark.parametrize("change", [dict(lora_alpha=5), dict(r=4, swap=True)], ids=["scale", "ranks reversed"])

@@ -7,12 +7,15 @@ from safetensors.torch import load_file
 
 SMALL = ("data.pack_length=48", "batch.packs_per_step=6", "batch.packs_per_micro_batch=2", "model.hidden=96", "model.layers=2",
          "model.head_dim=16", "model.feed_forward=96", "train.evaluate_packs=4", "sample.tokens=8")
+EXPERTS = ("model.family=qwen2_moe", "model.query_key_norm=false", "model.attention_bias=true", "model.experts=5", "model.expert_feed_forward=32",
+           "model.shared_expert_feed_forward=48", "model.experts_every=2")
 EXAMPLE = ROOT / "examples/lora.toml"
 
 
 @pytest.mark.parametrize("layout", [[], ["parallel.tp=2"], ["parallel.strategy=zero3"], ["parallel.pp=2"],
                                     ["parallel.tp=2", "model.lora.dropout=0.2", "model.lora.targets=[\"attention\",\"mlp\"]"],
-                                    ["parallel.cp_ring=2", "loss.fused=on"]], ids=" ".join)
+                                    ["parallel.cp_ring=2", "loss.fused=on"],
+                                    ["parallel.ep=2", "parallel.strategy=zero3", *EXPERTS]], ids=" ".join)
 def test_the_gradient_is_that_of_one_process(layout):
     said = ran("verify", EXAMPLE, "--ranks", 2, *SMALL, "model.lora.b_range=0.05", *layout).stdout
     assert "parity PASS" in said and "gradient of zero" not in said
@@ -95,9 +98,10 @@ def test_the_whole_example_is_proved_and_its_adapter_is_that_of_peft(tmp_path):
 @pytest.mark.parametrize("changes, said", [
     (["model.lora.targets=[\"router\"]"], "q_proj"),
     (["model.lora.targets=[]"], "model.lora.targets"),
-    (["model.lora.dropout=0.1"], "unembed"),
     (["model.lora.rank=600"], "512"),
     (["model.lora.rank=0"], "no effect"),
-    (["model.family=qwen3_moe", "model.experts=4", "model.expert_feed_forward=32"], "experts are not adapted yet")])
+    (["model.lora.dropout=0.1"], "unembed"),
+    (["model.lora.dropout=0.1", *EXPERTS], "drops inputs of experts"),
+    (["model.lora.targets=[\"up_proj\"]", *EXPERTS], "all three or none")])
 def test_bad_input_is_refused(changes, said):
     assert said in refused("verify", EXAMPLE, *SMALL, *changes)

@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/model.hpp"
@@ -46,15 +48,15 @@ at::Tensor drop_inputs(const at::Tensor& x, const Batch& batch, std::int64_t lay
 
 class LoraAdapter : public Adapter {
  public:
-  // Leaves that require gradients, with initial values. ConfigError: experts, whose matrices are not adapted
-  // yet.
+  // Leaves that require gradients, with initial values. ConfigError: experts with dropout, or with some of
+  // their matrices.
   LoraAdapter(const DecoderConfig& model, const LoraConfig& config, at::ScalarType dtype, std::uint64_t seed);
   // On the meta device, for a layout that gives each rank its part.
   static std::shared_ptr<LoraAdapter> without_values(const DecoderConfig& model, const LoraConfig& config,
                                                      at::ScalarType dtype);
   const LoraConfig& config() const { return config_; }
   // "model.layers.0.self_attn.q_proj.lora_A.weight", "...lora_B.weight", ..., "lm_head.lora_A.weight"; in the
-  // model's order.
+  // model's order. All experts of a layer: "model.layers.0.mlp.experts.gate_proj.lora_A.weight", ...
   const NamedTensors& named() const { return named_; }
   const LowRank* find(std::int64_t layer, Projection projection) const override;
   std::shared_ptr<LoraAdapter> copy() const;  // of the values as they are, without gradients
@@ -64,7 +66,7 @@ class LoraAdapter : public Adapter {
 
   LoraConfig config_;
   NamedTensors named_;
-  std::vector<LowRank> updates_;  // by layer and projection; undefined: not adapted
+  std::map<std::pair<std::int64_t, Projection>, LowRank> updates_;  // by layer
 };
 
 // A directory as PEFT writes it: adapter_config.json, adapter_model.safetensors. `base`:
@@ -72,8 +74,8 @@ class LoraAdapter : public Adapter {
 void write_peft(const std::filesystem::path& directory, const LoraAdapter& adapter,
                 const DecoderConfig& model, const std::string& base);
 // For a stream with an adapter's names.
-void write_peft(const std::filesystem::path& directory, const LoraConfig& config, const TensorStream& values,
-                const std::string& base);
+void write_peft(const std::filesystem::path& directory, const LoraConfig& config, const DecoderConfig& model,
+                const TensorStream& values, const std::string& base);
 // ConfigError: of another shape, a key that changes the mathematics and is not supported, damaged.
 std::shared_ptr<LoraAdapter> read_peft(const std::filesystem::path& directory, const DecoderConfig& model,
                                        at::ScalarType dtype);

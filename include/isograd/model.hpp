@@ -156,11 +156,24 @@ class ReferenceModel : public torch::nn::Module {
 
 // A low-rank update of a matrix, y += scale · (x aᵀ) bᵀ (Hu et al. 2021, arXiv 2106.09685).
 struct LowRank {
-  at::Tensor a;  // [rank, in]
-  at::Tensor b;  // [out, rank]
+  at::Tensor a;  // [rank, in]; of the experts of a layer: [experts, rank, in]
+  at::Tensor b;  // [out, rank]; [experts, out, rank]
   double scale = 1;
 };
-enum class Projection { kQuery, kKey, kValue, kOutput, kGate, kUp, kDown, kHead };  // kHead: of layer 0
+// kHead is of layer 0. kGate, kUp and kDown of a layer with experts are those of all its routed experts.
+enum class Projection {
+  kQuery,
+  kKey,
+  kValue,
+  kOutput,
+  kGate,
+  kUp,
+  kDown,
+  kHead,
+  kSharedGate,
+  kSharedUp,
+  kSharedDown
+};
 class Adapter {
  public:
   virtual ~Adapter() = default;
@@ -208,8 +221,9 @@ class DecoderLM : public ReferenceModel {
   void set_adapter(const Adapter* adapter);
   void set_adapters(std::vector<AdaptedRows> rows);
   const Adapter* adapter() const;  // of set_adapter(); logits() and logits_of() add its update of the head
-  // Drops features of the input of an adapter's `a` (not of the head's) in forwards with gradients. `x`: all
-  // tokens of the batch and this rank's features.
+  // Drops features of the input of an adapter's `a` (not of the head's, nor of experts', whose rows are
+  // copies of tokens of several ranks) in forwards with gradients. `x`: all tokens of the batch and this
+  // rank's features.
   using DropInputs = std::function<at::Tensor(const Batch& batch, std::int64_t layer, Projection projection,
                                               const at::Tensor& x)>;
   void set_dropout_of_adapter(DropInputs drop);

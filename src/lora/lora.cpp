@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <map>
 
@@ -13,19 +12,19 @@
 #include "isograd/random.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "lora/modules.hpp"
+#include "model/experts.hpp"
+#include "model/hf.hpp"
 
 namespace isograd {
 namespace {
 
 constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight";
 
-std::size_t place_of(std::int64_t layer, Projection projection) {
-  return static_cast<std::size_t>(layer) * kAdaptable.size() + static_cast<std::size_t>(projection);
-}
-
 // Rows and columns of a projection's matrix.
-std::pair<std::int64_t, std::int64_t> shape_of(const DecoderConfig& model, Projection projection) {
-  const std::int64_t hidden = model.hidden, inner = model.feed_forward,
+std::pair<std::int64_t, std::int64_t> shape_of(const DecoderConfig& model, std::int64_t layer,
+                                               Projection projection) {
+  const std::int64_t hidden = model.hidden, shared = model.experts.shared_feed_forward,
+                     inner = model.has_experts(layer) ? model.experts.feed_forward : model.feed_forward,
                      queries = model.heads * model.head_dim, keys = model.key_value_heads * model.head_dim;
   switch (projection) {
     case Projection::kQuery: return {queries, hidden};
@@ -36,14 +35,30 @@ std::pair<std::int64_t, std::int64_t> shape_of(const DecoderConfig& model, Proje
     case Projection::kUp: return {inner, hidden};
     case Projection::kDown: return {hidden, inner};
     case Projection::kHead: return {model.vocabulary, hidden};
+    case Projection::kSharedGate:
+    case Projection::kSharedUp: return {shared, hidden};
+    case Projection::kSharedDown: return {hidden, shared};
   }
   return {};
+}
+
+// In a model with experts PEFT has limits.
+void check_experts(const LoraConfig& config) {
+  const bool gate = config.adapts(Projection::kGate);
+  if (config.adapts(Projection::kUp) != gate || config.adapts(Projection::kDown) != gate)
+    refuse("a low-rank adapter's matrices",
+           "some of gate_proj, up_proj and down_proj, and layers with experts",
+           "all three or none: PEFT has gate and up of all experts in one matrix", "Name all three, or mlp");
+  if (gate && config.dropout > 0)
+    refuse("the dropout of a low-rank adapter", fmt::format("{}, and layers with experts", config.dropout),
+           "0: neither PEFT nor isograd drops inputs of experts",
+           "Leave it out, or mlp of the adapter's targets");
 }
 
 }  // namespace
 
 bool LoraConfig::adapts(Projection projection) const {
-  const Adaptable& matrix = kAdaptable[static_cast<std::size_t>(projection)];
+  const Adaptable& matrix = matrix_of(projection);
   if (!modules.empty()) return std::ranges::find(modules, matrix.name) != modules.end();
   return matrix.group == kAttention ? attention : matrix.group == kMlp ? mlp : unembed;
 }
@@ -68,7 +83,7 @@ void check(const LoraConfig& config) {
 void initialize_lora(const std::string& name, at::Tensor& values, std::uint64_t seed) {
   const at::NoGradGuard no_grad;
   if (!name.ends_with(kA)) return;
-  const double bound = 1 / std::sqrt(static_cast<double>(values.size(1)));
+  const double bound = 1 / std::sqrt(static_cast<double>(values.size(-1)));
   const RandomKey key{.seed = seed, .layer = hash_name(name)};
   at::Tensor exact = at::empty(values.sizes(), at::kDouble);
   double* to = exact.mutable_data_ptr<double>();
@@ -86,7 +101,8 @@ at::Tensor drop_inputs(const at::Tensor& x, const Batch& batch, std::int64_t lay
   constexpr double kSteps = 65536;
   const auto least = static_cast<std::uint64_t>(std::llround(dropout.fraction * kSteps));
   const float kept = static_cast<float>(1 / (1 - static_cast<double>(least) / kSteps));
-  const auto of_layer = static_cast<std::uint64_t>(place_of(layer, projection)) + hash_name("lora dropout");
+  const auto of_layer = static_cast<std::uint64_t>(layer) * kAdaptable.size() +
+                        static_cast<std::uint64_t>(projection) + hash_name("lora dropout");
   const std::int64_t features = x.size(1), words = (dropout.width + 3) / 4;
   at::Tensor factors = at::empty({x.size(0), features}, at::kFloat);
   float* to = factors.mutable_data_ptr<float>();
@@ -115,7 +131,10 @@ at::Tensor drop_inputs(const at::Tensor& x, const Batch& batch, std::int64_t lay
 
 std::string adapted_matrix(const std::string& name) {
   for (const std::string_view end : {kA, kB})
-    if (name.ends_with(end)) return name.substr(0, name.size() - end.size()) + ".weight";
+    if (name.ends_with(end)) {
+      const std::string matrix = name.substr(0, name.size() - end.size());
+      return is_stacked(matrix) ? matrix : matrix + ".weight";
+    }
   return {};
 }
 
@@ -124,27 +143,34 @@ LoraAdapter::LoraAdapter(const DecoderConfig& model, const LoraConfig& config,
     : config_(config) {
   check(config);
   check(model);
-  updates_.resize(place_of(model.layers, Projection::kQuery));
-  const auto add = [&](const std::string& prefix, std::int64_t layer, Projection projection) {
+  const auto add = [&](const std::string& folder, std::int64_t layer, Projection projection,
+                       std::int64_t experts) {
     if (!config.adapts(projection)) return;
-    const Adaptable& matrix = kAdaptable[static_cast<std::size_t>(projection)];
-    if (matrix.group == kMlp && model.has_experts(layer))
-      refuse("a low-rank adapter's matrices",
-             fmt::format("{} of layer {}, which has {} experts", matrix.name, layer, model.experts.count),
-             "attention or unembed: experts are not adapted yet", "Leave mlp out of the adapter's targets");
-    const auto [out, in] = shape_of(model, projection);
-    LowRank& update = updates_[place_of(layer, projection)];
-    update = {.a = at::zeros({config.rank, in}, options).requires_grad_(),
-              .b = at::zeros({out, config.rank}, options).requires_grad_(),
+    const auto [out, in] = shape_of(model, layer, projection);
+    std::vector<std::int64_t> a{config.rank, in}, b{out, config.rank};
+    if (experts > 0) a.insert(a.begin(), experts), b.insert(b.begin(), experts);
+    LowRank& update = updates_[{layer, projection}];
+    update = {.a = at::zeros(a, options).requires_grad_(),
+              .b = at::zeros(b, options).requires_grad_(),
               .scale = config.alpha / static_cast<double>(config.rank)};
-    const std::string name = fmt::format("{}{}{}", prefix, matrix.folder, matrix.name);
+    const std::string name = folder + std::string(matrix_of(projection).name);
     named_.emplace_back(name + std::string(kA), update.a);
     named_.emplace_back(name + std::string(kB), update.b);
   };
-  for (std::int64_t layer = 0; layer < model.layers; ++layer)
-    for (std::size_t i = 0; i + 1 < kAdaptable.size(); ++i)
-      add(fmt::format("model.layers.{}.", layer), layer, static_cast<Projection>(i));
-  add("", 0, Projection::kHead);
+  for (std::int64_t layer = 0; layer < model.layers; ++layer) {
+    const std::string block = fmt::format("model.layers.{}.", layer);
+    for (const Projection each :
+         {Projection::kQuery, Projection::kKey, Projection::kValue, Projection::kOutput})
+      add(block + "self_attn.", layer, each, 0);
+    const bool routed = model.has_experts(layer);
+    if (routed) check_experts(config);
+    for (const Projection each : {Projection::kGate, Projection::kUp, Projection::kDown})
+      add(block + (routed ? "mlp.experts." : "mlp."), layer, each, routed ? model.experts.count : 0);
+    if (!routed || model.experts.shared_feed_forward == 0) continue;
+    for (const Projection each : {Projection::kSharedGate, Projection::kSharedUp, Projection::kSharedDown})
+      add(block + "mlp." + shared_expert_folder(model), layer, each, 0);
+  }
+  add("", 0, Projection::kHead, 0);
 }
 
 LoraAdapter::LoraAdapter(const DecoderConfig& model, const LoraConfig& config, at::ScalarType dtype,
@@ -160,8 +186,8 @@ std::shared_ptr<LoraAdapter> LoraAdapter::without_values(const DecoderConfig& mo
 }
 
 const LowRank* LoraAdapter::find(std::int64_t layer, Projection projection) const {
-  const std::size_t place = place_of(layer, projection);
-  return place < updates_.size() && updates_[place].a.defined() ? &updates_[place] : nullptr;
+  const auto found = updates_.find({layer, projection});
+  return found == updates_.end() ? nullptr : &found->second;
 }
 
 std::shared_ptr<LoraAdapter> LoraAdapter::copy() const {
@@ -172,10 +198,9 @@ std::shared_ptr<LoraAdapter> LoraAdapter::copy() const {
     copies[tensor.unsafeGetTensorImpl()] = copied;
     tensor = copied;
   }
-  for (LowRank& update : made->updates_)
-    if (update.a.defined())
-      update.a = copies.at(update.a.unsafeGetTensorImpl()),
-      update.b = copies.at(update.b.unsafeGetTensorImpl());
+  for (auto& [place, update] : made->updates_)
+    update.a = copies.at(update.a.unsafeGetTensorImpl()),
+    update.b = copies.at(update.b.unsafeGetTensorImpl());
   return made;
 }
 

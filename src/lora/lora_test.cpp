@@ -75,14 +75,43 @@ at::Tensor plain_logits(DecoderLM& model, const NamedTensors& adapter, const Bat
     const at::Tensor a = naive_variable_length_attention(turned(q), turned(k), v, batch.cu_seqlens);
     x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
     n = norm(x, at + "post_attention_layernorm.weight");
-    x = x + linear(at::silu(linear(n, at + "mlp.gate_proj")) * linear(n, at + "mlp.up_proj"),
-                   at + "mlp.down_proj");
+    const auto network = [&](const std::string& of) {
+      return linear(at::silu(linear(n, of + "gate_proj")) * linear(n, of + "up_proj"), of + "down_proj");
+    };
+    if (!c.has_experts(layer)) {
+      x = x + network(at + "mlp.");
+      continue;
+    }
+    // Every expert computes every token; those that were not chosen count with weight 0.
+    const at::Tensor scores = n.matmul(w.at(at + "mlp.gate.weight").t()).softmax(1);
+    const at::Tensor least = std::get<0>(scores.topk(c.experts.per_token, 1)).select(1, -1).unsqueeze(1);
+    const at::Tensor kept = scores * scores.ge(least), weights = kept / kept.sum(1, true);
+    for (std::int64_t e = 0; e < c.experts.count; ++e) {
+      for (const char* matrix : {"gate_proj", "up_proj", "down_proj"})
+        for (const char* end : {"", ".lora_A.weight", ".lora_B.weight"})
+          if (const auto all = w.find(at + "mlp.experts." + matrix + end); all != w.end())
+            w[fmt::format("expert.{}{}", matrix, *end ? end : ".weight")] = all->second[e];
+      x = x + network("expert.") * weights.select(1, e).unsqueeze(1);
+    }
+    if (c.experts.shared_feed_forward > 0)
+      x = x + at::sigmoid(n.matmul(w.at(at + "mlp.shared_expert_gate.weight").t())) *
+                  network(at + "mlp.shared_expert.");
   }
   return linear(norm(x, "model.norm.weight"), "lm_head");
 }
 
 at::Tensor weighted(const at::Tensor& logits) {
   return (logits * (at::arange(logits.numel(), at::kDouble) * 0.31).sin().view(logits.sizes())).sum();
+}
+
+// Experts in all layers, or in the second alone, which has a shared one too.
+std::vector<DecoderConfig> configs_with_experts() {
+  std::vector<DecoderConfig> configs{small_config("qwen3"), small_config("qwen2")};
+  configs[0].family = "qwen3_moe", configs[1].family = "qwen2_moe";
+  configs[0].experts = {.count = 5, .per_token = 2, .feed_forward = 24};
+  configs[1].experts = {
+      .count = 3, .per_token = 2, .feed_forward = 16, .shared_feed_forward = 40, .dense_layers = {0}};
+  return configs;
 }
 
 double relative_error(const at::Tensor& a, const at::Tensor& b) {
@@ -96,25 +125,30 @@ void freeze(DecoderLM& model) {
 // An adapter with a mistake.
 struct Faulty : Adapter {
   explicit Faulty(const LoraAdapter& of, const std::function<void(LowRank&)>& mistake) {
-    for (std::int64_t place = 0; place < 16; ++place)
-      if (const LowRank* right = of.find(place / 8, static_cast<Projection>(place % 8))) {
+    for (std::int64_t place = 0; place < 2 * kProjections; ++place)
+      if (const LowRank* right =
+              of.find(place / kProjections, static_cast<Projection>(place % kProjections))) {
         wrong[place] = *right;
         mistake(wrong[place]);
       }
   }
   const LowRank* find(std::int64_t layer, Projection projection) const override {
-    const auto found = wrong.find(layer * 8 + static_cast<std::int64_t>(projection));
+    const auto found = wrong.find(layer * kProjections + static_cast<std::int64_t>(projection));
     return found == wrong.end() ? nullptr : &found->second;
   }
+  static constexpr std::int64_t kProjections = static_cast<std::int64_t>(Projection::kSharedDown) + 1;
   std::map<std::int64_t, LowRank> wrong;
 };
 
 TEST(Lora, LogitsAndGradientsAreThoseOfPlainAten) {
-  for (const DecoderConfig& config : small_configs()) {
+  auto configs = small_configs();
+  for (const DecoderConfig& config : configs_with_experts()) configs.push_back(config);
+  for (const DecoderConfig& config : configs) {
     if (config.rope_scaling.kind != "default") continue;
     for (const LoraConfig& lora :
          {small_lora(), LoraConfig{.rank = 4, .alpha = 3, .mlp = false, .unembed = false},
-          LoraConfig{.rank = 4, .alpha = 3, .modules = {"v_proj", "down_proj"}}}) {
+          config.experts.count > 0 ? LoraConfig{.rank = 4, .alpha = 3, .attention = false}
+                                   : LoraConfig{.rank = 4, .alpha = 3, .modules = {"v_proj", "down_proj"}}}) {
       DecoderLM model(config, at::kDouble, 21);
       perturb(model, 22);
       freeze(model);
@@ -130,9 +164,9 @@ TEST(Lora, LogitsAndGradientsAreThoseOfPlainAten) {
       for (std::size_t i = 0; i < parameters.size(); ++i)
         EXPECT_LT(relative_error(of_ours[i], of_plain[i]), 1e-12)
             << config.family << " " << adapter->named()[i].first;
-      for (const auto& mistake :
-           std::vector<std::function<void(LowRank&)>>{[](LowRank& update) { update.scale = 1; },
-                                                      [](LowRank& update) { update.a = update.a.flip(0); }}) {
+      for (const auto& mistake : std::vector<std::function<void(LowRank&)>>{
+               [](LowRank& update) { update.scale = 1; },
+               [](LowRank& update) { update.a = update.a.flip(-2); }}) {
         const Faulty wrong(*adapter, mistake);
         model.set_adapter(&wrong);
         EXPECT_GT(relative_error(model.logits(batch), plain), 1e-3);
@@ -154,8 +188,11 @@ TEST(Lora, FrozenWeightsGetNoGradient) {
   for (const auto& [name, tensor] : adapter->named()) EXPECT_TRUE(tensor.grad().defined()) << name;
 }
 
-TEST(Lora, SeveralAdaptersInOnePass) {
-  const DecoderConfig config = small_config("qwen2");
+class LoraRuns : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Models, LoraRuns, ::testing::Values(0, 1, 2));
+TEST_P(LoraRuns, SeveralAdaptersInOnePass) {
+  const DecoderConfig config =
+      GetParam() == 0 ? small_config("qwen2") : configs_with_experts()[GetParam() - 1];
   DecoderLM model(config, at::kDouble, 31);
   const auto one = trained(config, 32), two = trained(config, 33, {.rank = 4, .alpha = 3, .mlp = false});
   const std::vector<std::int64_t> lengths = {6, 3, 8};
@@ -197,6 +234,12 @@ TEST(Lora, InitialValuesAreKeyedByName) {
   EXPECT_EQ(first.named()[0].first, "model.layers.0.self_attn.q_proj.lora_A.weight");
   EXPECT_EQ(adapted_matrix(first.named()[0].first), "model.layers.0.self_attn.q_proj.weight");
   EXPECT_EQ(adapted_matrix("model.norm.weight"), "");
+  const LoraAdapter experts(configs_with_experts()[0], {.rank = 4, .attention = false}, at::kDouble, 5);
+  const auto& [name, tensor] = experts.named()[0];
+  EXPECT_EQ(name, "model.layers.0.mlp.experts.gate_proj.lora_A.weight");
+  EXPECT_EQ(adapted_matrix(name), "model.layers.0.mlp.experts.gate_proj");
+  EXPECT_EQ(tensor.sizes(), at::IntArrayRef({5, 4, 32}));
+  EXPECT_NEAR(tensor.abs().max().item<double>(), 1 / std::sqrt(32.0), 0.01);
 }
 
 TEST(Lora, DropoutIsKeyedByWhatAFeatureIs) {
@@ -245,16 +288,21 @@ TEST(Lora, ACopyIsApart) {
 }
 
 TEST(Lora, AMergedModelComputesTheSame) {
-  DecoderConfig config = small_config("qwen3");
-  DecoderLM model(config, at::kDouble, 41);
-  const auto adapter = trained(config, 42);
-  const Batch batch = make_batch({5, 9}, config.vocabulary, 43);
   const at::NoGradGuard no_grad;
-  model.set_adapter(adapter.get());
-  const at::Tensor apart = model.logits(batch);
-  model.set_adapter(nullptr);
-  merge(model, *adapter);
-  EXPECT_LT(relative_error(model.logits(batch), apart), 1e-13);
+  auto configs = configs_with_experts();
+  configs.push_back(small_config("qwen3"));
+  for (const DecoderConfig& config : configs) {
+    DecoderLM model(config, at::kDouble, 41);
+    const auto adapter = trained(config, 42);
+    const Batch batch = make_batch({5, 9}, config.vocabulary, 43);
+    model.set_adapter(adapter.get());
+    const at::Tensor apart = model.logits(batch);
+    model.set_adapter(nullptr);
+    merge(model, *adapter);
+    EXPECT_LT(relative_error(model.logits(batch), apart), 1e-13);
+  }
+  DecoderConfig config = configs.back();
+  const auto adapter = trained(config, 42);
   config.tied_output = true;
   DecoderLM tied(config, at::kDouble, 41);
   EXPECT_THAT(message_of([&] { merge(tied, *adapter); }), HasSubstr("a tied head is the embedding"));
@@ -297,6 +345,31 @@ TEST_F(PeftDirectory, WhatIsWrittenComesBack) {
               std::tuple(lora.rank, lora.alpha, lora.dropout));
     EXPECT_EQ(back->find(0, Projection::kQuery) ? back->find(0, Projection::kQuery)->scale : 0,
               lora.attention ? lora.alpha / static_cast<double>(lora.rank) : 0);
+  }
+}
+
+TEST_F(PeftDirectory, ExpertsComeBackFromTensorsOfEach) {
+  for (DecoderConfig config : configs_with_experts()) {
+    config_ = config;
+    for (const LoraConfig& lora : {small_lora(), LoraConfig{.rank = 2, .alpha = 0.5, .attention = false}}) {
+      fs::remove_all(folder_);
+      const auto adapter = trained(config, 9, lora);
+      write_peft(folder_, *adapter, config, "base");
+      const auto stored = read_safetensors(folder_ / "adapter_model.safetensors");
+      EXPECT_TRUE(stored.at("base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_B.weight")
+                      .equal(adapter->find(1, Projection::kUp)->b[2]));
+      const auto back = read_peft(folder_, config, at::kDouble);
+      ASSERT_EQ(back->named().size(), adapter->named().size());
+      for (std::size_t i = 0; i < back->named().size(); ++i)
+        EXPECT_TRUE(back->named()[i].second.equal(adapter->named()[i].second)) << back->named()[i].first;
+      for (const auto& [key, value] : std::vector<std::pair<std::string, json>>{
+               {"rank_pattern", nullptr},
+               {"rank_pattern", {{R"(.*\.gate_up_proj)", lora.rank}}},
+               {"alpha_pattern", {{R"(.*\.down_proj)", 2 * lora.alpha}}},
+               {"target_parameters", {"experts.down_proj"}}})
+        EXPECT_THAT(error_with(key, value), HasSubstr(key));
+      EXPECT_THAT(error_with("target_parameters", nullptr), HasSubstr("rank_pattern"));
+    }
   }
 }
 
@@ -358,14 +431,12 @@ TEST(Lora, WhatCannotBeAdaptedIsRefused) {
   EXPECT_THAT(message_of([] { check(LoraConfig{.modules = {"router"}}); }), HasSubstr("q_proj, k_proj"));
   EXPECT_THAT(message_of([] { check(LoraConfig{.attention = false, .mlp = false, .unembed = false}); }),
               HasSubstr("attention, mlp or unembed"));
-  DecoderConfig experts = small_config("qwen3");
-  experts.family = "qwen3_moe";
-  experts.experts = {.count = 4, .per_token = 2, .feed_forward = 16};
-  const auto adapt = [&](const LoraConfig& config) {
-    return message_of([&] { LoraAdapter(experts, config, at::kFloat, 1); });
+  const auto adapt = [](const LoraConfig& config) {
+    return message_of([&] { LoraAdapter(configs_with_experts()[1], config, at::kFloat, 1); });
   };
-  EXPECT_THAT(adapt({}), HasSubstr("experts are not adapted yet"));
-  EXPECT_EQ(adapt({.mlp = false}), "no error");
+  EXPECT_THAT(adapt({.dropout = 0.1}), HasSubstr("drops inputs of experts"));
+  EXPECT_THAT(adapt({.modules = {"up_proj", "down_proj"}}), HasSubstr("all three or none"));
+  EXPECT_EQ(adapt({.mlp = false, .dropout = 0.1}), "no error");
 }
 
 }  // namespace

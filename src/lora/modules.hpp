@@ -5,22 +5,32 @@
 #include <string>
 #include <string_view>
 
+#include "isograd/model.hpp"
+
 namespace isograd {
 
 inline constexpr std::string_view kAttention = "attention", kMlp = "mlp", kUnembed = "unembed";
 
 struct Adaptable {
-  std::string_view group, folder, name;  // in a layer: folder and name
+  std::string_view group, name;
 };
-// In the order of Projection.
-inline constexpr std::array<Adaptable, 8> kAdaptable = {{{kAttention, "self_attn.", "q_proj"},
-                                                         {kAttention, "self_attn.", "k_proj"},
-                                                         {kAttention, "self_attn.", "v_proj"},
-                                                         {kAttention, "self_attn.", "o_proj"},
-                                                         {kMlp, "mlp.", "gate_proj"},
-                                                         {kMlp, "mlp.", "up_proj"},
-                                                         {kMlp, "mlp.", "down_proj"},
-                                                         {kUnembed, "", "lm_head"}}};
+// In the order of Projection, to kHead.
+inline constexpr std::array<Adaptable, 8> kAdaptable = {{{kAttention, "q_proj"},
+                                                         {kAttention, "k_proj"},
+                                                         {kAttention, "v_proj"},
+                                                         {kAttention, "o_proj"},
+                                                         {kMlp, "gate_proj"},
+                                                         {kMlp, "up_proj"},
+                                                         {kMlp, "down_proj"},
+                                                         {kUnembed, "lm_head"}}};
+
+// The matrix that a projection is, in whatever network.
+inline const Adaptable& matrix_of(Projection projection) {
+  const auto place = static_cast<std::size_t>(projection);
+  constexpr auto shared = static_cast<std::size_t>(Projection::kSharedGate),
+                 gate = static_cast<std::size_t>(Projection::kGate);
+  return kAdaptable[place < shared ? place : place - shared + gate];
+}
 
 inline std::string module_names() {
   std::string names;

@@ -12,6 +12,7 @@
 #include "base/refuse.hpp"
 #include "isograd/lora.hpp"
 #include "lora/modules.hpp"
+#include "model/hf.hpp"
 #include "model/parameters.hpp"
 #include "model/safetensors.hpp"
 
@@ -32,18 +33,35 @@ constexpr const char *kPrefix = "base_model.model.", *kHead = "base_model.model.
 const std::set<std::string> kNeutral = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "loftq_config",   "megatron_core",
     "peft_version", "qalora_group_size",       "revision",       "runtime_config", "task_type"};
-const std::set<std::string> kRead = {
-    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", "bias"};
+const std::set<std::string> kRead = {"peft_type",         "r",
+                                     "lora_alpha",        "lora_dropout",
+                                     "target_modules",    "target_parameters",
+                                     "rank_pattern",      "alpha_pattern",
+                                     "init_lora_weights", "bias"};
+
+// PEFT has gate and up of all experts of a layer in one parameter, with an adapter of twice the rank, which
+// it makes from the tensors of each expert. In most models with experts it takes modules named gate_proj for
+// theirs, so that dense networks and shared experts are named as parameters too.
+constexpr const char *kFused = "experts.gate_up_proj", *kDown = "experts.down_proj",
+                     *kFusedPattern = R"(.*\.gate_up_proj)";
+
+// The entry of target_parameters for a matrix of an adapter.
+std::string target_of(const std::string& matrix) {
+  if (is_stacked(matrix)) return matrix.ends_with("down_proj") ? kDown : kFused;
+  const auto name = matrix.rfind('.', matrix.rfind('.') - 1);
+  return matrix.substr(matrix.rfind('.', name - 1) + 1);  // "shared_expert.up_proj.weight"
+}
 
 bool is_off(const nlohmann::json& value) {
   return value.is_null() || value == false || (value.is_structured() && value.empty()) ||
          (value.is_string() && value.get<std::string>().empty());
 }
 
-std::vector<std::string> adapted_modules(const LoraConfig& config) {
+std::vector<std::string> adapted_modules(const LoraConfig& config, bool mlp = true) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < kAdaptable.size(); ++i)
-    if (config.adapts(static_cast<Projection>(i))) names.emplace_back(kAdaptable[i].name);
+    if (config.adapts(static_cast<Projection>(i)) && (mlp || kAdaptable[i].group != kMlp))
+      names.emplace_back(kAdaptable[i].name);
   return names;
 }
 
@@ -96,11 +114,32 @@ LoraConfig read_peft_config(const fs::path& directory) {
                     : rank.get<std::int64_t>();
   config.alpha = number("lora_alpha", 8).get<double>();
   config.dropout = number("lora_dropout", 0).get<double>();
-  const nlohmann::json targets = object.value("target_modules", nlohmann::json());
-  const bool is_list = targets.is_array() && !targets.empty() &&
-                       std::ranges::all_of(targets, [](const auto& each) { return each.is_string(); });
-  if (!is_list) bad(file, "target_modules", brief(targets), "a list of " + module_names());
-  config.modules = targets.get<std::vector<std::string>>();
+  const auto texts = [&, &all = object](const char* key) {
+    const nlohmann::json value = all.value(key, nlohmann::json());
+    const bool is_list =
+        value.is_array() && std::ranges::all_of(value, [](const auto& each) { return each.is_string(); });
+    if (!is_list && !is_off(value)) bad(file, key, brief(value), "a list of names");
+    return is_list ? value.get<std::vector<std::string>>() : std::vector<std::string>();
+  };
+  config.modules = texts("target_modules");
+  const std::vector<std::string> parameters = texts("target_parameters");
+  if (config.modules.empty() && parameters.empty())
+    bad(file, "target_modules", brief(object.value("target_modules", nlohmann::json())),
+        "a list of " + module_names());
+  for (const char* needed : {kFused, kDown})  // which others there are, the tensors say
+    if (!parameters.empty() && std::ranges::find(parameters, needed) == parameters.end())
+      bad(file, "target_parameters", brief(object["target_parameters"]),
+          fmt::format("nothing, or {} and {}, as isograd writes them", kFused, kDown));
+  const auto check_pattern = [&, &all = object](const char* key, double twice) {
+    const nlohmann::json value = all.value(key, nlohmann::json());
+    const bool fits = parameters.empty() ? is_off(value) : value == nlohmann::json{{kFusedPattern, twice}};
+    if (!fits)
+      bad(file, key, brief(value),
+          parameters.empty() ? "nothing" : fmt::format("{} for {}", twice, kFusedPattern));
+  };
+  check_pattern("rank_pattern", 2 * static_cast<double>(config.rank));
+  check_pattern("alpha_pattern", 2 * config.alpha);
+  if (!parameters.empty()) config.modules.insert(config.modules.end(), {"gate_proj", "up_proj", "down_proj"});
   check(config);
   const std::vector<std::string> modules = std::exchange(config.modules, {});
   set_modules(config, modules);
@@ -114,14 +153,15 @@ std::shared_ptr<LoraAdapter> read_peft(const fs::path& directory, const DecoderC
   auto stored = read_safetensors(file);
   // Before memory is taken for shapes that the file contradicts.
   const auto shape = LoraAdapter::without_values(model, config, dtype);
-  for (const auto& [name, parameter] : shape->named()) {
-    const auto found = stored.find(kPrefix + name);
-    if (found == stored.end()) bad(file, kPrefix + name, "no such tensor", c10::str(parameter.sizes()));
-    if (found->second.sizes() != parameter.sizes())
-      bad(file, kPrefix + name, c10::str("shape ", found->second.sizes()),
-          c10::str("shape ", parameter.sizes()));
+  const auto entries = by_expert(model, stream_of(shape->named())).entries;
+  for (const TensorStream::Entry& entry : entries) {
+    const auto found = stored.find(kPrefix + entry.name);
+    const at::IntArrayRef sizes = entry.shape;
+    if (found == stored.end()) bad(file, kPrefix + entry.name, "no such tensor", c10::str(sizes));
+    if (found->second.sizes() != sizes)
+      bad(file, kPrefix + entry.name, c10::str("shape ", found->second.sizes()), c10::str("shape ", sizes));
     if (!at::isFloatingType(found->second.scalar_type()))
-      bad(file, kPrefix + name, c10::toString(found->second.scalar_type()), "floating-point numbers");
+      bad(file, kPrefix + entry.name, c10::toString(found->second.scalar_type()), "floating-point numbers");
   }
   // PEFT adds the base's output where it is adapted, which no training of an adapter changes.
   if (const auto head = stored.find(kHead); head != stored.end() && config.adapts(Projection::kHead)) {
@@ -132,44 +172,55 @@ std::shared_ptr<LoraAdapter> read_peft(const fs::path& directory, const DecoderC
   }
   auto adapter = std::make_shared<LoraAdapter>(model, config, dtype, /*seed=*/0);
   const at::NoGradGuard no_grad;
-  for (const auto& [name, parameter] : adapter->named()) {
-    const auto found = stored.extract(kPrefix + name);
-    parameter.copy_(found.mapped());
-    check_finite(file, kPrefix + name, parameter);
-  }
+  std::size_t next = 0;
+  by_expert(model, stream_of(adapter->named())).each([&](const at::Tensor& part) {
+    const std::string name = kPrefix + entries.at(next++).name;
+    part.copy_(stored.extract(name).mapped());
+    check_finite(file, name, part);
+  });
   if (!stored.empty())
     bad(file, stored.begin()->first, "a tensor that this adapter has no place for", "none");
   return adapter;
 }
 
-void write_peft(const fs::path& directory, const LoraConfig& config, const TensorStream& values,
-                const std::string& base) {
+void write_peft(const fs::path& directory, const LoraConfig& config, const DecoderConfig& model,
+                const TensorStream& values, const std::string& base) {
   fs::create_directories(directory);
-  TensorStream renamed = values;
+  std::set<std::string> parameters;
+  for (const TensorStream::Entry& entry : values.entries)
+    if (entry.name.find(".mlp.") != std::string::npos)
+      parameters.insert(target_of(adapted_matrix(entry.name)));
+  const bool of_experts = parameters.contains(kFused);
+  TensorStream renamed = by_expert(model, values);
   for (TensorStream::Entry& entry : renamed.entries) entry.name = kPrefix + entry.name;
   write_safetensors(directory / kValues, renamed);
   const bool whole = config.alpha == std::floor(config.alpha) && config.alpha < 1e9;  // some readers want int
   const auto alpha = whole ? nlohmann::ordered_json(static_cast<std::int64_t>(config.alpha))
                            : nlohmann::ordered_json(config.alpha);
-  const nlohmann::ordered_json object = {{"peft_type", "LORA"},
-                                         {"task_type", "CAUSAL_LM"},
-                                         {"base_model_name_or_path", base},
-                                         {"r", config.rank},
-                                         {"lora_alpha", alpha},
-                                         {"lora_dropout", config.dropout},
-                                         {"target_modules", adapted_modules(config)},
-                                         {"bias", "none"},
-                                         {"fan_in_fan_out", false},
-                                         {"use_rslora", false},
-                                         {"use_dora", false},
-                                         {"init_lora_weights", true},
-                                         {"inference_mode", true}};
+  nlohmann::ordered_json object = {{"peft_type", "LORA"},
+                                   {"task_type", "CAUSAL_LM"},
+                                   {"base_model_name_or_path", base},
+                                   {"r", config.rank},
+                                   {"lora_alpha", alpha},
+                                   {"lora_dropout", config.dropout},
+                                   {"target_modules", adapted_modules(config, /*mlp=*/!of_experts)},
+                                   {"bias", "none"},
+                                   {"fan_in_fan_out", false},
+                                   {"use_rslora", false},
+                                   {"use_dora", false},
+                                   {"init_lora_weights", true},
+                                   {"inference_mode", true}};
+  if (of_experts) {
+    object["target_parameters"] = parameters;
+    object["rank_pattern"] = {{kFusedPattern, 2 * config.rank}};
+    object["alpha_pattern"] = {{kFusedPattern, 2 * config.alpha}};
+  }
   write_file(directory / kConfig, object.dump(2) + "\n");
 }
 
-void write_peft(const fs::path& directory, const LoraAdapter& adapter, const DecoderConfig& /*model*/,
+void write_peft(const fs::path& directory, const LoraAdapter& adapter, const DecoderConfig& model,
                 const std::string& base) {
-  write_peft(directory, adapter.config(), stream_of(adapter.named()), base);
+  write_peft(directory, adapter.config(), model, stream_of(adapter.named()), base);
 }
 
 }  // namespace isograd

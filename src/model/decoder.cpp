@@ -1,6 +1,7 @@
 #include "model/decoder.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -47,6 +48,36 @@ bool adapts(const std::vector<AdaptedRows>& adapters, std::int64_t layer, Projec
 [[noreturn]] void refuse_rows(const std::string& found, const std::string& expected) {
   refuse("rows of DecoderLM::set_adapters()", found, expected,
          "Set the rows of each batch before its forward, and those of the hidden states before logits_of()");
+}
+
+// The number of rows and the adapter of each run of a forward's rows.
+std::vector<std::pair<std::int64_t, const Adapter*>> runs_of(const std::vector<AdaptedRows>& adapters,
+                                                             std::int64_t rows) {
+  std::vector<std::pair<std::int64_t, const Adapter*>> runs;
+  std::int64_t done = 0;
+  for (const auto& [begin, end, adapter] : adapters) {
+    if (begin > rows) break;
+    runs.emplace_back(std::min(end, rows) - begin, adapter);
+    done = end;
+  }
+  if (done != rows && done != kAllRows)
+    refuse_rows(fmt::format("rows to {}, and a forward of {}", done, rows), "the same number");
+  return runs;
+}
+
+// How a layer's experts are adapted, of `rows` tokens.
+std::vector<std::pair<std::int64_t, ExpertUpdates>> expert_runs(const std::vector<AdaptedRows>& adapters,
+                                                                std::int64_t layer, std::int64_t rows) {
+  constexpr std::array kOfExperts = {Projection::kGate, Projection::kUp, Projection::kDown};
+  std::vector<std::pair<std::int64_t, ExpertUpdates>> runs;
+  if (std::ranges::none_of(kOfExperts, [&](Projection each) { return adapts(adapters, layer, each); }))
+    return runs;
+  for (const auto& [count, adapter] : runs_of(adapters, rows)) {
+    runs.emplace_back(count, ExpertUpdates{});
+    for (std::size_t i = 0; adapter && i < kOfExperts.size(); ++i)
+      runs.back().second[i] = adapter->find(layer, kOfExperts[i]);
+  }
+  return runs;
 }
 
 }  // namespace
@@ -117,12 +148,16 @@ std::vector<at::Tensor> DecoderLM::Impl::block(std::int64_t layer, at::Tensor st
                                    {{Projection::kGate, block.gate}, {Projection::kUp, block.up}}, pass);
     return {onto(residual, swiglu(inner[0], inner[1]), layer, {Projection::kDown, block.down}, pass)};
   }
-  const MixtureOutput mixed = compute_mixture(
-      block.mixture, config.experts, normed, count,
-      [&](const ExpertScores& scores, const at::Tensor& likeliest) {
-        return pass.choose ? pass.choose(layer, scores, likeliest) : likeliest;
-      },
-      hooks);
+  const MixtureOutput mixed =
+      compute_mixture(block.mixture, config.experts, normed, count,
+                      [&](const ExpertScores& scores, const at::Tensor& likeliest) {
+                        return pass.choose ? pass.choose(layer, scores, likeliest) : likeliest;
+                      },
+                      hooks,
+                      {.runs = expert_runs(pass.adapters, layer, count),
+                       .shared = [&](const at::Tensor& y, const at::Tensor& x, Projection projection) {
+                         return updated(y, x, layer, projection, pass.adapters);
+                       }});
   if (pass.chosen) pass.chosen->at(static_cast<std::size_t>(layer)) = mixed.chosen;
   return {residual + mixed.sum, mixed.router_logits};
 }
@@ -228,10 +263,8 @@ at::Tensor DecoderLM::Impl::updated(const at::Tensor& y, const at::Tensor& x, st
                                     const std::function<at::Tensor(const at::Tensor&)>& dropping) const {
   if (!adapts(rows, layer, projection)) return y;
   std::vector<at::Tensor> parts;
-  std::int64_t done = 0;
-  for (const auto& [begin, end, adapter] : rows) {
-    const std::int64_t count = std::min(end, y.size(0)) - begin;
-    if (count < 0) break;
+  std::int64_t begin = 0;
+  for (const auto& [count, adapter] : runs_of(rows, y.size(0))) {
     const at::Tensor own = y.narrow(0, begin, count);
     const LowRank* update = adapter ? adapter->find(layer, projection) : nullptr;
     if (update) {
@@ -241,10 +274,8 @@ at::Tensor DecoderLM::Impl::updated(const at::Tensor& y, const at::Tensor& x, st
     } else {
       parts.push_back(own);
     }
-    done = end;
+    begin += count;
   }
-  if (done != y.size(0) && done != kAllRows)
-    refuse_rows(fmt::format("rows to {}, and a forward of {}", done, y.size(0)), "the same number");
   return parts.size() == 1 ? parts[0] : at::cat(parts);
 }
 

@@ -214,9 +214,15 @@ std::vector<at::Tensor> grouped_linears(const at::Tensor& x, const std::vector<a
 }
 
 at::Tensor compute_experts(const at::Tensor& rows, const at::Tensor& gate, const at::Tensor& up,
-                           const at::Tensor& down, const std::vector<std::int64_t>& begin) {
-  const auto inner = grouped_linears(rows, {gate, up}, begin);
-  return grouped_linears(swiglu(inner[0], inner[1]), {down}, begin)[0];
+                           const at::Tensor& down, const std::vector<std::int64_t>& begin,
+                           const ExpertUpdates& updates) {
+  const auto updated = [&](const at::Tensor& y, const at::Tensor& x, const LowRank* by) {
+    return by ? y + grouped_linears(grouped_linears(x, {by->a}, begin)[0] * by->scale, {by->b}, begin)[0] : y;
+  };
+  const auto products = grouped_linears(rows, {gate, up}, begin);
+  const at::Tensor inner =
+      swiglu(updated(products[0], rows, updates[0]), updated(products[1], rows, updates[1]));
+  return updated(grouped_linears(inner, {down}, begin)[0], inner, updates[2]);
 }
 
 namespace naive_twin {
@@ -248,17 +254,17 @@ Mixture create_mixture(const DecoderConfig& config, const std::string& prefix, P
   mixture.up = trained("experts.up_proj", {shape.count, shape.feed_forward, hidden});
   mixture.down = trained("experts.down_proj", {shape.count, hidden, shape.feed_forward});
   if (shared == 0) return mixture;
-  const bool switched = config.family == "qwen2_moe";
-  const std::string of_all = switched ? "shared_expert." : "shared_experts.";
+  const std::string of_all = shared_expert_folder(config);
   mixture.shared_gate.weight = trained(of_all + "gate_proj.weight", {shared, hidden});
   mixture.shared_up.weight = trained(of_all + "up_proj.weight", {shared, hidden});
   mixture.shared_down.weight = trained(of_all + "down_proj.weight", {hidden, shared});
-  if (switched) mixture.shared_switch = trained("shared_expert_gate.weight", {1, hidden});
+  if (config.family == "qwen2_moe") mixture.shared_switch = trained("shared_expert_gate.weight", {1, hidden});
   return mixture;
 }
 
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks) {
+                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks,
+                              const AdaptedMixture& adapted) {
   const TensorHooks& tp = hooks.tensor;
   const at::Tensor x = tp.region_input ? tp.region_input(stream, tokens) : stream;
   const auto of_all_tokens = [&](const at::Tensor& weight) {
@@ -268,20 +274,33 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   const auto used = [&](const at::Tensor& same) { return tp.copy_to_tp ? tp.copy_to_tp(same) : same; };
   const at::Tensor logits = of_all_tokens(mixture.router);
   const Routing routing = route(logits, shape, mixture.selection_bias, choose);
-  const auto compute = [&mixture](const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
-    return compute_experts(rows, mixture.gate, mixture.up, mixture.down, begin);
+  const auto& runs = adapted.runs;
+  const auto compute = [&](std::size_t run) {
+    return [&mixture, updates = runs.empty() ? ExpertUpdates{} : runs[run].second](
+               const at::Tensor& rows, const std::vector<std::int64_t>& begin) {
+      return compute_experts(rows, mixture.gate, mixture.up, mixture.down, begin, updates);
+    };
   };
   at::Tensor shared;
   const auto compute_shared = [&] {
     if (!mixture.shared_gate.weight.defined()) return;
-    const auto inner =
+    const auto products =
         linears(x, {mixture.shared_gate.weight, mixture.shared_up.weight}, {at::Tensor(), at::Tensor()});
-    shared = linear(swiglu(inner[0], inner[1]), mixture.shared_down);
+    const at::Tensor inner = swiglu(adapted.shared(products[0], x, Projection::kSharedGate),
+                                    adapted.shared(products[1], x, Projection::kSharedUp));
+    shared = adapted.shared(linear(inner, mixture.shared_down), inner, Projection::kSharedDown);
     if (mixture.shared_switch.defined())
       shared = used(at::sigmoid(of_all_tokens(mixture.shared_switch))) * shared;
   };
 
-  const std::vector<std::int64_t> sizes = split_rows(tokens, hooks.experts.parts);
+  std::vector<std::int64_t> sizes = split_rows(tokens, hooks.experts.parts);
+  if (runs.size() > 1) {
+    if (hooks.experts.dispatch)
+      refuse("rows of DecoderLM::set_adapters()", "several adapters of experts that are on several ranks",
+             "one for all rows", "Compute the rows of each adapter by themselves");
+    sizes.clear();
+    for (const auto& [rows, updates] : runs) sizes.push_back(rows);
+  }
   const auto parts_of = [&](const at::Tensor& of) {
     return sizes.size() == 1 ? std::vector{of} : of.split_with_sizes(sizes);
   };
@@ -294,13 +313,14 @@ MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape,
   }
   std::vector<at::Tensor> made;
   if (hooks.experts.dispatch) {
-    made = hooks.experts.dispatch(copies, compute, compute_shared);
+    made = hooks.experts.dispatch(copies, compute(0), compute_shared);
     ISOGRAD_INVARIANT(
         made.size() == copies.size() && shared.defined() == mixture.shared_gate.weight.defined(),
         fmt::format("{} of {} parts of the tokens, shared expert computed: {}", made.size(), copies.size(),
                     shared.defined()));
   } else {
-    for (const auto& part : copies) made.push_back(compute(part.rows, part.begin));
+    for (std::size_t i = 0; i < copies.size(); ++i)
+      made.push_back(compute(runs.size() > 1 ? i : 0)(copies[i].rows, copies[i].begin));
     compute_shared();
   }
   const auto weights = parts_of(used(routing.weights));

@@ -5,9 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "isograd/model.hpp"
@@ -51,10 +53,14 @@ at::Tensor add_by_weight(const at::Tensor& rows, const at::Tensor& weights, cons
 std::vector<at::Tensor> grouped_linears(const at::Tensor& x, const std::vector<at::Tensor>& weights,
                                         const std::vector<std::int64_t>& begin);
 
+// The low-rank updates of a layer's gates, ups and downs; null: none.
+using ExpertUpdates = std::array<const LowRank*, 3>;
+
 // down[e] (silu(gate[e] x) ∘ up[e] x) for each row x of expert e; gate and up [E, inner, hidden], down [E,
 // hidden, inner].
 at::Tensor compute_experts(const at::Tensor& rows, const at::Tensor& gate, const at::Tensor& up,
-                           const at::Tensor& down, const std::vector<std::int64_t>& begin);
+                           const at::Tensor& down, const std::vector<std::int64_t>& begin,
+                           const ExpertUpdates& updates = {});
 
 namespace naive_twin {
 // The whole layer as a loop over experts, each of which picks its tokens; x [T, hidden].
@@ -74,6 +80,10 @@ struct Mixture {
   at::Tensor selection_bias;  // [E], of a sigmoid router: added to scores where experts are chosen
 };
 
+// Between "mlp." and the names of the shared expert's matrices.
+inline const char* shared_expert_folder(const DecoderConfig& config) {
+  return config.family == "qwen2_moe" ? "shared_expert." : "shared_experts.";
+}
 // Below `prefix`, by the names that transformers 5 has in memory, but gate and up apart: gate.weight,
 // gate.e_score_correction_bias, experts.gate_proj, experts.up_proj, experts.down_proj,
 // shared_expert.*_proj.weight (dots1: shared_experts), shared_expert_gate.weight.
@@ -84,10 +94,17 @@ struct MixtureOutput {
   at::Tensor router_logits;  // [T, E]
   at::Tensor chosen;         // [T, k]
 };
+// Low-rank adapters of a layer: runs of its tokens with the updates of each run's experts (one run under
+// dispatch), and those of the shared expert's matrices: y and the updates of its rows, whose inputs are x.
+struct AdaptedMixture {
+  std::vector<std::pair<std::int64_t, ExpertUpdates>> runs{};  // tokens; empty: no expert is adapted
+  std::function<at::Tensor(const at::Tensor& y, const at::Tensor& x, Projection projection)> shared{};
+};
 // stream [T, hidden], of `tokens` tokens. With hooks `mixture` has this rank's experts or parts of their
 // matrices. The router and the switch of the shared expert read the stream, so that all ranks along tp agree;
 // under sequence parallelism each rank computes them for its own tokens.
 MixtureOutput compute_mixture(const Mixture& mixture, const ExpertsShape& shape, const at::Tensor& stream,
-                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks);
+                              std::int64_t tokens, const Choose& choose, const ModelHooks& hooks,
+                              const AdaptedMixture& adapted);
 
 }  // namespace isograd

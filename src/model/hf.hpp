@@ -20,6 +20,14 @@ DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::pa
 std::vector<std::int64_t> parse_generation_eos(const std::string& text, const std::filesystem::path& file);
 std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype);
 
+// Experts' weights, and the matrices of their adapters, are stacked here ([experts, out, in]), gate and up
+// apart. Files have a tensor for each expert.
+bool is_stacked(const std::string& parameter);
+// A parameter that is not stacked, or expert `expert` of one that is.
+std::string name_in_file(const DecoderConfig& config, const std::string& parameter, std::int64_t expert = -1);
+// Stacked tensors one expert after another, by the names of files.
+TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights);
+
 struct FoundTensor {
   at::Tensor tensor;
   std::filesystem::path file;

@@ -24,16 +24,15 @@ constexpr const char* kHead = "lm_head.weight";
          "Use weights that belong to the config.json next to them");
 }
 
-// Experts' weights are stacked here ([experts, out, in]), gate and up apart. Files have a tensor for each
-// expert (transformers 4, and what transformers 5 saves; ours too), or gate and up of all experts in one
-// (transformers 5 in memory).
+// Files have experts one by one (transformers 4, and what transformers 5 saves; ours too), or gate and up of
+// all in one (transformers 5 in memory).
 const std::string kStacked = ".mlp.experts.", kRouter = ".mlp.gate.weight";
+
+}  // namespace
 
 bool is_stacked(const std::string& parameter) { return parameter.find(kStacked) != std::string::npos; }
 
-// A parameter that is not stacked, or expert `expert` of one that is.
-std::string name_in_file(const DecoderConfig& config, const std::string& parameter,
-                         std::int64_t expert = -1) {
+std::string name_in_file(const DecoderConfig& config, const std::string& parameter, std::int64_t expert) {
   const bool mixtral = config.family == "mixtral";
   if (!is_stacked(parameter)) {
     const auto at = parameter.find(kRouter);
@@ -41,11 +40,15 @@ std::string name_in_file(const DecoderConfig& config, const std::string& paramet
     return parameter.substr(0, at) + ".block_sparse_moe.gate.weight";
   }
   const auto at = parameter.find(kStacked);
-  const std::string prefix = parameter.substr(0, at), role = parameter.substr(at + kStacked.size());
-  if (!mixtral) return fmt::format("{}.mlp.experts.{}.{}.weight", prefix, expert, role);
+  const std::string prefix = parameter.substr(0, at), rest = parameter.substr(at + kStacked.size());
+  const auto dot = rest.find('.');  // behind it, the matrix of an adapter
+  const std::string role = rest.substr(0, dot), end = dot == std::string::npos ? ".weight" : rest.substr(dot);
+  if (!mixtral) return fmt::format("{}.mlp.experts.{}.{}{}", prefix, expert, role, end);
   const char* numbered = role == "gate_proj" ? "w1" : role == "up_proj" ? "w3" : "w2";
-  return fmt::format("{}.block_sparse_moe.experts.{}.{}.weight", prefix, expert, numbered);
+  return fmt::format("{}.block_sparse_moe.experts.{}.{}{}", prefix, expert, numbered, end);
 }
+
+namespace {
 
 // The tensor of all experts that a stacked parameter is a part of, and which half of its rows: 0, 1, or -1:
 // all.
@@ -56,7 +59,8 @@ std::pair<std::string, int> fused_name(const std::string& parameter) {
   return {prefix + "gate_up_proj", role == "gate_proj" ? 0 : 1};
 }
 
-// Stacked weights one expert after another, by the names of files.
+}  // namespace
+
 TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights) {
   TensorStream stream;
   std::vector<bool> stacked;
@@ -80,6 +84,8 @@ TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights)
   };
   return stream;
 }
+
+namespace {
 
 std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
   const fs::path index = directory / kIndex;

@@ -21,15 +21,18 @@ using ::testing::HasSubstr;
 
 constexpr std::uint64_t kSeed = 5;
 
-// Random updates of every projection and of the head.
+// Random updates of every projection, of experts where there are some, and of the head.
 class RandomAdapter : public Adapter {
  public:
   RandomAdapter(const DecoderConfig& config, at::ScalarType type, std::uint64_t seed) {
     const std::int64_t rank = config.hidden / 2, queries = config.heads * config.head_dim,
                        keys = config.key_value_heads * config.head_dim;
     const auto add = [&](std::int64_t layer, Projection projection, std::int64_t in, std::int64_t out) {
+      const bool routed =
+          config.has_experts(layer) && projection >= Projection::kGate && projection <= Projection::kDown;
       const auto draw = [&](std::int64_t rows, std::int64_t columns, std::uint64_t which) {
-        const at::Tensor values = at::empty({rows, columns}, at::kDouble);
+        const at::Tensor values = routed ? at::empty({config.experts.count, rows, columns}, at::kDouble)
+                                         : at::empty({rows, columns}, at::kDouble);
         const RandomKey key{.seed = seed,
                             .step = which,
                             .sample = static_cast<std::uint64_t>(projection),
@@ -294,8 +297,12 @@ std::vector<SampleRequest> mixed(const std::vector<std::shared_ptr<const Adapter
   return asks;
 }
 
-TEST(Sampler, CompanyAndCachedPrefixesChangeNothing) {
-  const DecoderConfig config = small_config("qwen2");
+class Samplers : public ::testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Families, Samplers, ::testing::Values("qwen2", "mixtral"));
+TEST_P(Samplers, CompanyAndCachedPrefixesChangeNothing) {
+  DecoderConfig config = small_config(GetParam());
+  if (config.family == "mixtral")
+    config.experts = {.count = 4, .per_token = 2, .feed_forward = config.feed_forward};
   DecoderLM model(config, at::kDouble, kSeed);
   const auto asks = mixed({std::make_shared<RandomAdapter>(config, at::kDouble, 1),
                            std::make_shared<RandomAdapter>(config, at::kDouble, 2)});

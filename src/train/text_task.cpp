@@ -144,10 +144,11 @@ std::vector<ConfigKey> text_keys() {
           parameters are trained.)"),
       KEY(model.lora.alpha, above(0), "The adapter's update is scaled by alpha / rank."),
       KEY(model.lora.targets, R"(Matrices that the adapter updates: `attention` (q, k, v and o), `mlp` (gate,
-          up and down; not with experts), `unembed` (the output), or PEFT's names of single ones, such as
-          `q_proj`.)"),
+          up and down, with experts those of each and of the shared one), `unembed` (the output), or PEFT's
+          names of single ones, such as `q_proj`.)"),
       KEY(model.lora.dropout, fraction(), R"(Fraction of the features of an adapter's input that are dropped
-          in training, by (seed, step, sample, layer, position, feature), so that all layouts drop the same.)"),
+          in training, by (seed, step, sample, layer, position, feature), so that all layouts drop the same. 0
+          with `mlp` of layers with experts.)"),
       KEY(model.lora.b_range, at_least(0), R"(Standard deviation of fresh values of b. 0, as in PEFT: the
           adapter begins as no update, and only b has a gradient in the first step. Above 0, a proof of that
           step (`isograd verify`) says as much of a.)"),
@@ -584,7 +585,7 @@ class TextModel : public TaskModel {
   void write(const fs::path& directory, const TensorStream& weights) override {
     if (adapter_) {
       const std::string& base = config_.model.load;
-      write_peft(directory, adapter_->config(), adapter_values(weights),
+      write_peft(directory, adapter_->config(), model_->config(), adapter_values(weights),
                  base.empty() ? "" : fs::absolute(base).string());
       write_file(directory / "config.json",
                  hf_config_text(model_->config(), scalar_type(config_.train.dtype)));
@@ -693,8 +694,9 @@ class TextTask : public Task {
     const auto lora = adapter_of(config);
     if (!lora) return;
     const auto adapter = LoraAdapter::without_values(shape_, *lora, at::kFloat);
-    for (const auto& [name, tensor] : adapter->named())
-      adapter_elements_ += static_cast<double>(tensor.numel());
+    for (const auto& [name, tensor] : adapter->named())  // with those of the experts that compute a token
+      adapter_elements_ += static_cast<double>(is_stacked(name) ? tensor[0].numel() * shape_.experts.per_token
+                                                                : tensor.numel());
   }
 
   std::unique_ptr<Task> under(const RunConfig& config) const override {

@@ -118,9 +118,10 @@ std::vector<CutRule> rules_of(DecoderLM& model, const Grid& grid, const TensorPa
       model.named(),
       // An adapter's `a` reads what its matrix reads, and its `b` writes what that writes. What is whole
       // there gets a part of its gradient from each rank's features.
-      {cut_along("o_proj.lora_A", 1, head), cut_along("down_proj.lora_A", 1), summed_along("lora_A"),
-       summed_along("o_proj.lora_B"), summed_along("down_proj.lora_B"),  //
-       cut_along(".experts.down_proj", 2), cut_along(".experts.", 1),    // [experts, out, in]
+      {cut_along("o_proj.lora_A", 1, head), cut_along(".experts.down_proj.lora_A", 2),
+       cut_along("down_proj.lora_A", 1), summed_along("lora_A"), summed_along("o_proj.lora_B"),
+       summed_along("down_proj.lora_B"),                               //
+       cut_along(".experts.down_proj", 2), cut_along(".experts.", 1),  // [experts, out, in]
        summed_along("q_norm"), summed_along("k_norm"), cut_along("q_proj", 0, head), of_keys("k_proj"),
        of_keys("v_proj"), cut_along("gate_proj", 0), cut_along("up_proj", 0), cut_along("embed_tokens", 0),
        cut_along("lm_head", 0), cut_along("o_proj", 1, head), cut_along("down_proj", 1)},

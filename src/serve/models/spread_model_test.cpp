@@ -126,12 +126,11 @@ TEST_F(SpreadModelTest, TiedModelsOnSeveralRanks) {
   }
 }
 
-// Experts on two ranks: whole weights, and adapters of attention over experts that are frozen.
+// Experts on two ranks: whole weights, and adapters.
 TEST_F(SpreadModelTest, ExpertsOnSeveralRanks) {
   const fs::path base = this->base("qwen3_moe");
   for (const std::int64_t rank : {std::int64_t{0}, std::int64_t{4}}) {
     CreateModel request = request_of(rank, {{"isograd.normalise", "tokens"}});
-    request.lora.mlp = rank == 0;
     ModelEngine alone(options(base));
     alone.create("m", request);
     const auto steps = steps_of_calls(alone, "m", /*gspo=*/true);

@@ -360,7 +360,7 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
     write_weights(directory, *base_, adapter_.get(), model());
   else
     gather_weights([&](const TensorStream& stream) {
-      adapter_ ? write_peft(directory, adapter_->config(), stream, base_->info.name)
+      adapter_ ? write_peft(directory, adapter_->config(), shape, stream, base_->info.name)
                : write_hf(directory, shape, stream);
     });
   if (which == Engine::Save::kExternal) return first() ? bytes_in(directory) : 0;
