@@ -456,8 +456,10 @@ void TextSampler::Impl::read_rows(const at::Tensor& hidden, std::vector<Wanted>&
   for (std::int64_t begin = 0; begin < std::ssize(rows); begin += kLogitRows) {
     const std::int64_t count = std::min(kLogitRows, std::ssize(rows) - begin);
     const std::span<Wanted> own(rows.data() + begin, static_cast<std::size_t>(count));
-    at::Tensor logits = at::zeros({count, model.config().vocabulary}, type);
-    if (hidden.defined()) {
+    at::Tensor logits;
+    if (!hidden.defined()) {
+      logits = at::zeros({count, model.config().vocabulary}, type);
+    } else {
       std::vector<std::int64_t> places;
       AdapterRuns adapters;
       for (const Wanted& row : own) {
