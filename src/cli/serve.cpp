@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/json.hpp"
+#include "base/memory.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
@@ -195,6 +196,7 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
 }
 
 int run(const ServeFlags& flags, const Invocation& invocation) {
+  keep_freed_memory();
   serve::ModelEngineOptions options = engine_options(flags);
   check(flags);
   if (!flags.run.ranks && !rank_of_several() && !flags.run.sets.empty())
