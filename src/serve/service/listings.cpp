@@ -263,7 +263,11 @@ std::string Service::metrics(const std::string& tenant) const {
   text += fmt::format("isograd_samples_waiting {}\n", state_.samples.size());
   text += fmt::format("isograd_journal_bytes {}\nisograd_snapshots_total {}\nisograd_snapshot_seconds {}\n",
                       journal_->position() - position_at_snapshot_, snapshot_number_, snapshot_seconds_);
-  return text + fmt::format("isograd_uptime_seconds {}\n", seconds_now() - started_);
+  const double engine = engine_seconds_, own = busy_seconds_ - engine;
+  return text + fmt::format(
+                    "isograd_engine_seconds_total {}\nisograd_own_seconds_total {}\n"
+                    "isograd_uptime_seconds {}\n",
+                    engine, own, seconds_now() - started_);
 }
 
 std::string Service::status(const std::string& tenant) const {

@@ -80,8 +80,11 @@ void Service::run() {
   started_ = seconds_now();
   while (!stopping_) {
     State::Model* model = nullptr;
-    switch (choose(model)) {
-      case Turn::kNone: changed_.wait_for(lock, std::chrono::seconds(1)); break;
+    const Turn turn = choose(model);
+    if (turn == Turn::kNone) changed_.wait_for(lock, std::chrono::seconds(1));
+    const AddSeconds busy(busy_seconds_);
+    switch (turn) {
+      case Turn::kNone: break;
       case Turn::kControl: {
         const Accepted record = state_.controls.front();
         lock.unlock();
@@ -188,7 +191,10 @@ std::optional<Service::Outcome> Service::advance(State::Model& model, const LogR
     tokens += static_cast<std::int64_t>(data[progress.done].tokens.size());
     piece.data.push_back(std::move(data[progress.done++]));
   } while (tokens < options_.piece_tokens);
-  join(progress.result, engine_.forward_backward(model.id, piece));
+  join(progress.result, [&] {
+    const AddSeconds in_engine(engine_seconds_);
+    return engine_.forward_backward(model.id, piece);
+  }());
   progress.tokens = tokens;
   if (progress.done < data.size()) return {};
   Outcome outcome;
@@ -233,7 +239,10 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
 Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
   const AdamParams params =
       record.xorl() ? xorl::optim_step(record.body).body : tinker::optim_step(record.body).body;
-  const Metrics metrics = engine_.optim_step(model.id, params);
+  const Metrics metrics = [&] {
+    const AddSeconds in_engine(engine_seconds_);
+    return engine_.optim_step(model.id, params);
+  }();
   const auto change = [this, &model, metrics] {
     model.steps += 1, model.last = metrics;
     if (options_.print_steps && !replaying_) {
@@ -476,6 +485,7 @@ void Service::sample(Lock& lock) {
   std::vector<Engine::Sampled> sampled;
   std::string failure;
   try {
+    const AddSeconds in_engine(engine_seconds_);
     if (engine_.sampling()) sampled = engine_.sample_pass();
   } catch (const std::exception& error) {
     print(stderr, fmt::format("sampling: {}\n", printable(error.what())));

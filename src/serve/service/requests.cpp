@@ -103,6 +103,7 @@ std::vector<std::string> parts_of(const std::string& path) {
 }  // namespace
 
 void Service::handle(const HttpRequest& request, const std::string& tenant, Respond respond) {
+  const AddSeconds busy(busy_seconds_);
   HttpReply refused;
   try {
     OptionalReply reply = route(request, tenant, respond);

@@ -3,6 +3,8 @@
 // of every answer.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -132,6 +134,17 @@ class Service {
   void replay(std::string_view text);
   bool snapshot_due() const;
   bool take_snapshot();  // false: it could not be written
+
+  struct AddSeconds {  // those of its life
+    explicit AddSeconds(std::atomic<double>& of) : sum(of) {}
+    ~AddSeconds() { sum += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); }
+    AddSeconds(const AddSeconds&) = delete;
+    AddSeconds& operator=(const AddSeconds&) = delete;
+    std::atomic<double>& sum;
+    const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  };
+  // Seconds of requests and turns, and those of turns that the engine's passes and updates took.
+  std::atomic<double> busy_seconds_ = 0, engine_seconds_ = 0;
 
   const ServiceOptions options_;
   Engine& engine_;
