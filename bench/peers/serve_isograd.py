@@ -1,16 +1,18 @@
 """isograd's side of `isograd bench serve` (turns.py): `isograd serve` on loopback, driven by the unmodified tinker client.
 
-    python serve_isograd.py EXCHANGE 1 SIDE prepare | step | sample | own
+    python serve_isograd.py EXCHANGE 1 SIDE prepare | step | sample | own | polls
 
 case.json has what serve_peft.py reads, and
     program           isograd
     shape             the arguments of transformers' Qwen3Config
     rank, seed        of the adapter
 
-prepare writes the base, with random weights, and the adapter that all sides start from. step and sample do what the peer's
-step and generating do; a step's parts are the seconds that the server's engine did not compute in. own makes calls of
-one request each, without the client, on a model that is asked for next to nothing: its seconds are those between POST and
-result in which the engine did not compute, its parts those in which it did.
+prepare writes the base, with random weights, and the adapter that all sides start from; its loss is the base's. step and
+sample do what the peer's step and generating do; a step's parts are the server's own seconds (its counter, from the last
+byte of a request to its result, without the engine's) and the others, the client's. own makes calls of one request each,
+without the client, on a model that is asked for next to nothing: its seconds are the server's own of a call, its parts
+those between POST and result without the engine's. polls asks for one result that never comes on many connections: its
+seconds are the processor's in a second, its parts the bytes that the server has grown by.
 """
 import contextlib
 import functools
@@ -19,11 +21,13 @@ import json
 import os
 import pathlib
 import re
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 
 os.environ.update(TINKER_TELEMETRY="0", TINKER_API_KEY="tml-local")
@@ -39,6 +43,7 @@ except ModuleNotFoundError as error:
 NAME = "bench"
 LIMIT = 600  # seconds that any call may take
 CALLS = 50   # of each kind in a turn of `own`
+POLLS, POLLED = 950, 30  # connections of `polls`, seconds of a turn: longer than the server lets a poll wait
 
 
 def write_base(case):
@@ -60,7 +65,7 @@ def served(case):
             while not (found := re.search(r"serving \S+ on (\S+)\n", said.read_text())):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     sys.exit(f"isograd serve ended with status {server.wait(timeout=0.05)}")
-            yield found[1]
+            yield found[1], server.pid
         finally:
             server.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -74,10 +79,18 @@ def get(url):
         return reply.read()
 
 
-def computed(url, model):
-    """Seconds that the server has computed for the model."""
-    found = re.search(rf'isograd_compute_seconds_total{{model="{re.escape(model)}",[^}}]*}} (\S+)', get(url + "/metrics").decode())
-    return float(found[1])
+def counted(url):
+    """The server's own seconds so far, and its engine's."""
+    found = get(url + "/metrics").decode()
+    return [float(re.search(rf"^isograd_{name}_seconds_total (\S+)$", found, re.MULTILINE)[1]) for name in ("own", "engine")]
+
+
+def parts_of(url, work):
+    """Seconds that the work takes, those that are the server's own and its engine's, and its result."""
+    before = counted(url)
+    seconds, result = turns.timed(work)
+    own, engine = (after - earlier for after, earlier in zip(counted(url), before))
+    return seconds, own, engine, result
 
 
 def data_of(case):
@@ -114,10 +127,8 @@ def train(case, rank, url, model):
         loss, made = model.forward_backward(data, "cross_entropy"), model.optim_step(adam)
         return loss.result(LIMIT).metrics["loss:sum"], made.result(LIMIT).metrics["grad_norm"]
     for _ in rank.turns():
-        before = computed(url, model.model_id)
-        seconds, (loss, norm) = turns.timed(step)
-        others = seconds - (computed(url, model.model_id) - before)
-        rank.answer(seconds=[seconds], losses=[loss], norms=[norm], parts=[others])
+        seconds, its_own, engine, (loss, norm) = parts_of(url, step)
+        rank.answer(seconds=[seconds], losses=[loss], norms=[norm], parts=[its_own, seconds - its_own - engine])
 
 
 def sample(case, rank, model):
@@ -177,32 +188,68 @@ class Calls:
 def own(case, rank, url, model):
     calls, data, adam = Calls(url, model.model_id), data_of(case)[:1], adam_of(case)
     for _ in rank.turns():
-        seconds, parts = [], []
-        for call in (make() for _ in range(CALLS) for make in (lambda: calls.forward_backward(data), lambda: calls.optim_step(adam))):
-            before = computed(url, model.model_id)
-            whole, _ = turns.timed(call)
-            parts.append(computed(url, model.model_id) - before)
-            seconds.append(whole - parts[-1])
-        rank.answer(seconds=seconds, losses=[], norms=[], parts=parts)
+        made = [make() for _ in range(CALLS) for make in (lambda: calls.forward_backward(data), lambda: calls.optim_step(adam))]
+        seconds, its_own, engine, _ = parts_of(url, lambda made=made: [call() for call in made])
+        rank.answer(seconds=[its_own / len(made)], losses=[], norms=[], parts=[(seconds - engine) / len(made)])
+
+
+def processor_seconds(process):
+    """Those of all its threads so far, to the nanosecond."""
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in pathlib.Path(f"/proc/{process}/task").iterdir()) * 1e-9
+
+
+def resident(process):
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{process}/status").read_text())[1])
+
+
+def polls(case, rank, url, process, model):
+    """An update whose turn does not come, because the one before it is never sent, and those who wait for it."""
+    before = resident(process)
+    calls = Calls(url, model.model_id)
+    calls.last += 1
+    asked = json.dumps({"request_id": calls.post("optim_step", json.dumps({"model_id": model.model_id, "seq_id": calls.last + 1,
+                                                                           "adam_params": adam_of(case).model_dump()}))["request_id"]})
+    ready = selectors.DefaultSelector()
+
+    def ask(each):
+        each.connection.request("POST", "/api/v1/retrieve_future", asked, {"Content-Type": "application/json", "X-API-Key": "tml-local"})
+    for each in [Calls(url, model.model_id) for _ in range(POLLS)]:
+        ready.register(each.connection.sock, selectors.EVENT_READ, each)
+        ask(each)
+    time.sleep(1)
+    for _ in rank.turns():
+        start, until = processor_seconds(process), time.monotonic() + POLLED
+        while (left := until - time.monotonic()) > 0:
+            for key, _ in ready.select(left):
+                reply = key.data.connection.getresponse()
+                if reply.status != 408:
+                    raise RuntimeError(f"a poll was answered with {reply.status}: {reply.read(500)!r}")
+                reply.read()
+                ask(key.data)  # again, as the client does
+        rank.answer(seconds=[(processor_seconds(process) - start) / POLLED], losses=[], norms=[], parts=[resident(process) - before])
 
 
 def run(rank, kind):
     case = rank.case()
     if kind == "prepare":
         write_base(case)
-    with served(case) as url:
+    with served(case) as (url, process):
         service = tinker.ServiceClient(base_url=url)
         model = started(case, service)
         if kind == "prepare":
             write_adapter(case, url, model)
+            base = service.create_lora_training_client(NAME, rank=case["rank"]).result(LIMIT)  # whose adapter adds nothing yet
+            loss = base.forward(data_of(case), "cross_entropy").result(LIMIT).metrics["loss:sum"]
             for _ in rank.turns():
-                rank.answer(seconds=[0.0], losses=[], norms=[])
+                rank.answer(seconds=[0.0], losses=[loss], norms=[])
         elif kind == "step":
             train(case, rank, url, model)
         elif kind == "sample":
             sample(case, rank, model)
-        else:
+        elif kind == "own":
             own(case, rank, url, model)
+        else:
+            polls(case, rank, url, process, model)
         service.close("success").result(LIMIT)
 
 
