@@ -162,8 +162,8 @@ double weight_of(const Call& call, const Datum& datum) {
 
 constexpr const char* kRight = "";
 
-// By what is done wrong; kRight: nothing. `before`: the sums of the steps before.
-std::map<std::string, Sum> sums_of(OneProcess& process, const std::vector<Call>& calls, const Sum* before) {
+// By what is done wrong; kRight: nothing.
+std::map<std::string, Sum> sums_of(OneProcess& process, const std::vector<Call>& calls) {
   std::map<std::string, Sum> found;
   std::vector<Sum> of_calls;
   const auto add = [&](const std::string& name, const Sum& part, double factor, double rows) {
@@ -194,10 +194,6 @@ std::map<std::string, Sum> sums_of(OneProcess& process, const std::vector<Call>&
       changed.add(found.at(kRight)).add(of_calls[i], factor);
       changed.rows = found.at(kRight).rows + factor * of_calls[i].rows;
     }
-  }
-  if (before) {
-    Sum& again = found["the sums of the step before are added again"];
-    again.add(found.at(kRight)).add(*before).rows = found.at(kRight).rows + before->rows;
   }
   return found;
 }
@@ -345,7 +341,7 @@ class Judge {
 
  private:
   void judge_mode(const std::string& mode) {
-    mode_ = mode, steps_.clear(), rounded_steps_.clear(), last_.reset();
+    mode_ = mode, steps_.clear(), rounded_steps_.clear();
     Draws draws(exact_.config().vocabulary);
     CreateModel request;
     request.base = base_, request.lora.rank = kRank, request.lora.seed = 7,
@@ -380,7 +376,7 @@ class Judge {
     exact_.take(before_->path);
     if (rounded) rounded->take(before_->path);
     const std::vector<Call> calls = calls_of(draws, exact_);
-    const auto sums = sums_of(exact_, calls, last_ ? &*last_ : nullptr);
+    const auto sums = sums_of(exact_, calls);
     const Sum& right = sums.at(kRight);
     const auto denominator = [&](double rows) { return mode_ == "tokens" ? rows : 1; };
     const Tensors mean = scaled(right.gradient, 1 / denominator(right.rows));
@@ -448,7 +444,7 @@ class Judge {
     exact_.take(before_->path);
     const Tensors found = exact_.weights();
     conclude(first, expected, found, mistaken, scales, bounds);
-    steps_.push_back({gradient, params}), last_ = right;
+    steps_.push_back({gradient, params});
     return wrong_before_ == verdict_.wrong.size();
   }
 
@@ -536,22 +532,24 @@ class Judge {
       rounded_->take(before_->path);
       bound += std::max(kLogProbability, kRoundingFactor * apart(prompt_values(*rounded_, prompt), expected));
     }
-    const std::string stale_name = "the sampler has an older adapter";
-    mistakes_.insert(stale_name);
-    if (apart(stale, expected) >= kShows * bound) shown_.insert(stale_name);
-    for (const auto& [sampler, right, other] :
-         {std::tuple(remote_.sampler_of(model), expected, stale), {older, stale, expected}}) {
+    const std::string old_name = "the sampler has an older adapter",
+                      new_name = "an older sampler has a newer adapter";
+    for (const std::string& name : {old_name, new_name}) {
+      mistakes_.insert(name);
+      if (apart(stale, expected) >= kShows * bound) shown_.insert(name);
+    }
+    for (const auto& [sampler, right, other, mistake] :
+         {std::tuple(remote_.sampler_of(model), expected, stale, old_name),
+          {older, stale, expected, new_name}}) {
       const at::Tensor found = said(sampler);
       const double error = apart(found, right);
       const std::string where = fmt::format("{}, isograd.normalise = {}, sampler", base_, mode_);
       verdict_.compared.push_back(
           fmt::format("{}: log-probabilities are off by {:.1e}; allowed: {:.1e}", where, error, bound));
       if (error <= bound) continue;
-      verdict_.wrong.push_back(
-          fmt::format("{}: {}", where,
-                      !(apart(found, other) <= bound) ? "other log-probabilities than one process has"
-                      : right.is_same(expected)       ? stale_name
-                                                : std::string("a sampler follows the model's later steps")));
+      verdict_.wrong.push_back(fmt::format(
+          "{}: {}", where,
+          apart(found, other) <= bound ? mistake : "other log-probabilities than one process has"));
     }
   }
 
@@ -568,7 +566,6 @@ class Judge {
   std::string mode_{};
   std::unique_ptr<Folder> before_{};
   std::vector<Step> steps_{}, rounded_steps_{};
-  std::optional<Sum> last_{};
 };
 
 }  // namespace
