@@ -352,6 +352,9 @@ TEST_F(ModelEngineTest, StepsThatCannotBeMadeChangeNothing) {
   EXPECT_THAT(message_of([&] { engine->optim_step("m", {}); }), HasSubstr("a denominator of 0"));
   engine->forward_backward("m", loud);
   EXPECT_EQ(engine->optim_step("m", {}).at("tokens"), 4);
+  engine->create("dumps", request_of(4, {{"isograd.dump", "true"}}));
+  engine->forward_backward("dumps", loud);
+  EXPECT_THAT(message_of([&] { engine->optim_step("dumps", {}); }), HasSubstr("without a folder for dumps"));
   const Tensors before = weights(*engine, "m");
   // exp(lp + 1e30) overflows.
   ForwardBackward overflows = loud;
@@ -388,6 +391,8 @@ TEST_F(ModelEngineTest, BadModelsAreRefused) {
   refused("none, tokens, weights or sequences", request_of(4, {{"isograd.normalise", "mean"}}));
   for (const char* alpha : {"0", "-1", "x", "", "1e", "nan", "inf"})
     refused("a number above 0", request_of(4, {{"isograd.alpha", alpha}}));
+  for (const char* key : {"isograd.dump", "isograd.norms"})
+    refused("true or false", request_of(4, {{key, "1"}}));
   engine->create("x", request_of(4));
   refused("exists", request_of(4));
   EXPECT_THAT(message_of([&] { ModelEngine({}); }), HasSubstr("one at least"));
