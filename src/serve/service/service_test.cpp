@@ -544,6 +544,10 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     std::string model, sampler, future, waits;
     HttpReply sampled;
     Client client({});
+    const auto last_step = [&] {
+      return json::parse(client.call("GET", "/isograd/status").body)["models"][0]["last"];
+    };
+    json last;
     {
       ToyEngine engine;
       Running running(options, engine);
@@ -558,6 +562,7 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
       future = client.sure("asample", sampling(sampler, 0))["request_id"];
       sampled = client.result(future);
       waits = client.step(model, 7);
+      last = last_step();
       if (snapshots > 0) running.service.stop();
     }
     ToyEngine engine;
@@ -565,6 +570,8 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     const std::string session = client.session;
     client = Client(running.transport());
     client.session = session;
+    EXPECT_EQ(last["datums"], 3);
+    EXPECT_EQ(last_step(), last);
     EXPECT_EQ(client.result(future).body, sampled.body);
     EXPECT_EQ(client.value(client.operation("save_weights_for_sampler", model, 4,
                                             {{"sampling_session_seq_id", 9}}))["sampling_session_id"],

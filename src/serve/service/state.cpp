@@ -90,9 +90,11 @@ json State::to_json(std::string& blobs) const {
   const Writer blob{blobs};
   json all{{"control_count", control_count}, {"sessions", sessions}, {"models", models},
            {"samplers", samplers},           {"saved", saved},       {"futures", futures}};
-  for (const auto& [id, model] : models)
+  for (const auto& [id, model] : models) {
+    if (!model.last.empty()) all["last"][id] = model.last;
     for (const auto& [sequence, record] : model.waiting)
       all["waiting"].push_back({id, sequence, blob(record)});
+  }
   for (const auto& [id, future] : futures) all["bodies"].push_back({id, blob(future.body)});
   for (const Accepted& record : controls) all["controls"].push_back(blob(record));
   for (const auto& [id, record] : samples) all["samples"].push_back(blob(record));
@@ -106,6 +108,8 @@ State State::from_json(const json& all, std::string_view blobs) {
   all.at("sessions").get_to(state.sessions), all.at("models").get_to(state.models);
   all.at("samplers").get_to(state.samplers), all.at("saved").get_to(state.saved);
   all.at("futures").get_to(state.futures);
+  const json last = all.value("last", json::object());
+  for (const auto& [id, metrics] : last.items()) metrics.get_to(state.models.at(id).last);
   for (const json& entry : all.value("waiting", json::array())) {
     Model& model = state.models.at(entry.at(0).get<std::string>());
     const Accepted record = model.waiting[entry.at(1).get<std::int64_t>()] = reader.record(entry.at(2));
