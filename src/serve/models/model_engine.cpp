@@ -77,6 +77,9 @@ Metrics ModelEngine::optim_step(const std::string& model, const AdamParams& para
   return Impl::find(impl_->models, "a model", model)
       ->optim_step(params, dumps.empty() ? dumps : dumps / model);
 }
+void ModelEngine::drop_gradient(const std::string& model) {
+  Impl::find(impl_->models, "a model", model)->drop_gradient();
+}
 void ModelEngine::remove(const std::string& model) {
   Impl::find(impl_->models, "a model", model);
   impl_->models.erase(model);

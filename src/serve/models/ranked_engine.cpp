@@ -17,6 +17,7 @@ enum class Call : std::int64_t {
   kCreate,
   kForwardBackward,
   kOptimStep,
+  kDropGradient,
   kRemove,
   kSave,
   kLoad,
@@ -228,6 +229,9 @@ Metrics RankedEngine::optim_step(const std::string& model, const AdamParams& par
   return together({.call = Call::kOptimStep, .model = model, .params = params},
                   [&] { return own_.optim_step(model, params); });
 }
+void RankedEngine::drop_gradient(const std::string& model) {
+  together({.call = Call::kDropGradient, .model = model}, [&] { own_.drop_gradient(model); });
+}
 void RankedEngine::remove(const std::string& model) {
   together({.call = Call::kRemove, .model = model}, [&] { own_.remove(model); });
 }
@@ -277,6 +281,7 @@ void follow(ModelEngine& own, World& world) {
           break;
         }
         case Call::kOptimStep: own.optim_step(model, params); break;
+        case Call::kDropGradient: own.drop_gradient(model); break;
         case Call::kRemove: own.remove(model); break;
         case Call::kSave: own.save(model, which, directory); break;
         case Call::kLoad: own.load(model, directory, optimizer, metadata); break;

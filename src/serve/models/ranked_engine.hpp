@@ -30,6 +30,7 @@ class RankedEngine : public Engine {
   void create(const std::string& model, const CreateModel& request) override;
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override;
   Metrics optim_step(const std::string& model, const AdamParams& params) override;
+  void drop_gradient(const std::string& model) override;
   void remove(const std::string& model) override;
   std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) override;
   void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,

@@ -340,6 +340,12 @@ StepDump::Named TrainedModel::whole_gradients(double scale) {
   return whole;
 }
 
+// The next call begins with zeros.
+void TrainedModel::drop_gradient() {
+  require_sound();
+  open_ = {};
+}
+
 std::vector<at::Tensor> TrainedModel::sums() const {
   if (spread_) return spread_->sums();
   std::vector<at::Tensor> all;

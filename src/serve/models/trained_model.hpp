@@ -28,6 +28,7 @@ class TrainedModel {
   ForwardBackwardResult forward_backward(const ForwardBackward& request);
   // `dumps`: the folder in which step N of a model with isograd.dump becomes the dump N.
   Metrics optim_step(const AdamParams& params, const std::filesystem::path& dumps);
+  void drop_gradient();
   std::int64_t save(Engine::Save which, const std::filesystem::path& directory);
   // As they are now; the same object until the next step. Null on ranks other than the first.
   std::shared_ptr<const FixedWeights> weights(const TextSamplerOptions& options);

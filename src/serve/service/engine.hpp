@@ -38,6 +38,7 @@ class Engine {
   // ConfigError, with nothing changed: no gradient since the last step, a denominator of 0. Also a gradient
   // that is not finite: no weight or moment changes, but the sums since the last step are dropped.
   virtual Metrics optim_step(const std::string& model, const AdamParams& params) = 0;
+  virtual void drop_gradient(const std::string& model) = 0;  // the sums since the last step, if there are any
   virtual void remove(const std::string& model) = 0;
 
   // ---- files ----

@@ -112,7 +112,25 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     return HttpReply{.body = xorl ? xorl::weights_info_reply(saved->shape)
                                   : tinker::weights_info_reply(saved->shape)};
   }
+  if (request.method == "POST" && xorl && path == "list_checkpoints") {
+    const std::string name = xorl::list_checkpoints(request.body);
+    find_model(name, tenant, true);
+    std::vector<CheckpointListing> found;
+    for (const State::Model* model : models_called(name, tenant))
+      std::ranges::move(checkpoints_of(model->id), std::back_inserter(found));
+    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
+    return HttpReply{.body = xorl::checkpoints_reply(found)};
+  }
   if (!get) return {};
+  if (path == "session_info" && xorl) {
+    std::vector<xorl::OpenModel> models;
+    for (const auto& [id, model] : state_.models)
+      if (model.tenant == tenant && !model.gone)
+        models.push_back({.name = model.name.empty() ? id : model.name,
+                          .last_request = model.last_request,
+                          .adapter = model.request.lora.rank > 0});
+    return HttpReply{.body = xorl::session_info_reply(models, options_.models)};
+  }
   if (path == "get_server_capabilities") {
     std::vector<ServedModel> models;
     for (const BaseModel& base : engine_.bases()) models.push_back({base.name, base.context});

@@ -150,7 +150,7 @@ void Service::train(Lock& lock, State::Model& model) {
   lock.unlock();
   const auto start = std::chrono::steady_clock::now();
   std::optional<Outcome> outcome = guarded(record->text("id"), [&]() -> std::optional<Outcome> {
-    if (failure.empty()) return advance(model, *record);
+    if (failure.empty() || record->text("path") == "kill_session") return advance(model, *record);
     refuse(record->text("id"), "an earlier operation that failed: " + failure, "a model without failures",
            "Create another model, from a checkpoint where there is one");
   });
@@ -221,6 +221,25 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
     engine_.remove(model.id);
     return {.body = nlohmann::json{{"model_id", model.id}, {"type", "unload_model"}}.dump(),
             .change = [&model] { model.loaded = false, model.gone = true; }};
+  }
+  if (path == "abort_gradient_epoch") {
+    engine_.drop_gradient(model.id);
+    return {.body = xorl::aborted_reply(model.name, model.steps)};
+  }
+  if (path == "kill_session") {
+    Outcome outcome;
+    std::string saved;
+    if (model.loaded && xorl::kill_session(record.body).save) {
+      outcome = save(model, record, {}, Engine::Save::kTraining);
+      saved = model.path_of(record.head.at("sequence").get<std::int64_t>());
+    }
+    if (model.loaded) engine_.remove(model.id);
+    outcome.body = xorl::killed_reply(saved);
+    outcome.change = [&model, change = outcome.change] {
+      if (change) change();
+      model.loaded = false, model.gone = true;
+    };
+    return outcome;
   }
   if (path == "save_weights")
     return save(model, record,
@@ -381,7 +400,8 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
 
 Service::Outcome Service::control(const LogRecord& record) {
   const std::string path = record.text("path"), id = record.text("id");
-  Outcome outcome{.body = tinker::empty_reply()};
+  Outcome outcome{.body =
+                      record.xorl() ? xorl::deleted_reply(record.text("checkpoint")) : tinker::empty_reply()};
   if (path == "end") return end_session(record.text("session"));
   if (path == "open") {
     State::Sampler& sampler = [&]() -> State::Sampler& {

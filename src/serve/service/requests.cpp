@@ -82,8 +82,7 @@ std::string why_not(const std::string& path) {
       {"audit", "there is no audit log; the journal in the state folder has every request"},
       {"trace_export", "sessions are not traced"},
       {"sessions/search", "list the sessions"},
-      {"retrieve_futures", "retrieve_future answers each"},
-      {"abort_gradient_epoch", "sums cannot be dropped; create a model from its last checkpoint"}};
+      {"retrieve_futures", "retrieve_future answers each"}};
   for (const auto& [name, reason] : kReasons)
     if (path.find(name) != std::string::npos) return std::string(": ") + reason;
   return "";
@@ -174,12 +173,21 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   static const std::vector<std::string> kOperations{
       "forward_backward",         "optim_step",   "load_weights",         "save_weights",
       "save_weights_for_sampler", "unload_model", "save_weights_external"};
-  if (post && (contains(kOperations, path) || (xorl && path == "forward")))
+  if (post &&
+      (contains(kOperations, path) || (xorl && (path == "forward" || path == "abort_gradient_epoch"))))
     return submit_operation(request, path, tenant);
+  if (post && xorl && path == "kill_session") return kill_session(request, tenant, respond);
+  if (post && xorl && path == "delete_checkpoint") {
+    const auto [name, id] = xorl::delete_checkpoint(request.body);
+    return change_checkpoint(request, checkpoint_called(name, id, tenant), "delete", tenant, respond);
+  }
   if (post && path == "create_sampling_session") return create_sampler(request, tenant);
   if (post && path == "asample") return submit_sample(request, tenant);
-  if (post && path == "retrieve_future")
-    return retrieve(tinker::retrieve_future(request.body), tenant, respond);
+  if (post && path == "retrieve_future") {
+    const std::string id = tinker::retrieve_future(request.body);
+    const Lock lock(mutex_);
+    return retrieve(id, tenant, respond);
+  }
   // training_runs/<run>/checkpoints/<kind>/<name>[/publish or /ttl]
   if (!get && parts.size() >= 5 && parts[0] == "training_runs" && parts[2] == "checkpoints") {
     const std::string checkpoint = "tinker://" + parts[1] + "/" + parts[3] + "/" + parts[4];
@@ -215,17 +223,35 @@ State::OpenSession& Service::usable_session(const std::string& id, const std::st
 }
 
 State::Model& Service::find_model(const std::string& id, const std::string& tenant, bool xorl) {
-  State::Model* best = nullptr;
-  if (const auto found = state_.models.find(id); found != state_.models.end()) best = &found->second;
-  if (xorl && !best) {
-    for (auto& [key, model] : state_.models) {
-      const bool newer = !best || model.created > best->created;
-      if (model.name == id && model.tenant == tenant && !model.name.empty() && newer) best = &model;
-    }
-  }
-  if (!best || best->tenant != tenant)
+  auto found = state_.models.find(id);
+  if (xorl)
+    if (const auto called = models_called(id, tenant); !called.empty())
+      found = state_.models.find(called[0]->id);
+  if (found == state_.models.end() || found->second.tenant != tenant)
     throw Refusal{404, fmt::format("there is no model {}", printable(id, 100))};
-  return *best;
+  return found->second;
+}
+
+// As xorl's clients call them, the newest first: by the name that they gave, or by the one in paths of
+// checkpoints, which these clients also give to a model that goes on from one.
+std::vector<const State::Model*> Service::models_called(const std::string& name,
+                                                        const std::string& tenant) const {
+  std::vector<const State::Model*> found;
+  for (const auto& [id, model] : state_.models)
+    if (model.tenant == tenant && (id == name || (!model.name.empty() && model.name == name)))
+      found.push_back(&model);
+  std::sort(found.begin(), found.end(), [](auto* a, auto* b) { return a->created > b->created; });
+  return found;
+}
+
+std::string Service::checkpoint_called(const std::string& name, const std::string& id,
+                                       const std::string& tenant) const {
+  const Lock lock(mutex_);
+  for (const State::Model* model : models_called(name, tenant))
+    if (std::string path = fmt::format("tinker://{}/{}", model->id, id); state_.saved.contains(path))
+      return path;
+  throw Refusal{404,
+                fmt::format("there is no checkpoint {} of {}", printable(id, 200), printable(name, 100))};
 }
 
 State::Sampler& Service::find_sampler(const std::string& id, const std::string& tenant) {
@@ -419,6 +445,12 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
   if (sequence == 0 && (xorl || path == "unload_model")) sequence = model.free_sequence();
   if (sequence < 1)
     refuse("seq_id", "none", "a whole number of 1 or more", "Count a model's operations from 1");
+  // The last number of a model that kill_session closes is the server's own.
+  const auto waits = model.waiting.find(sequence);
+  if (waits != model.waiting.end()
+          ? waits->second->text("path") == "kill_session"
+          : xorl && model.gone && sequence == model.next - 1 && path != "unload_model")
+    throw Refusal{400, fmt::format("model {} was closed", address.model)};
   // A number that was used before belongs to the request that came first, whatever this one asks for.
   if (sequence >= model.next && !model.waiting.contains(sequence)) {
     if (model.gone) throw Refusal{400, fmt::format("model {} was closed with its session", address.model)};
@@ -430,6 +462,31 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     accept(std::move(record));
   }
   return json_reply(tinker::promise_reply(fmt::format("{}:op:{}", model.id, sequence), address.model));
+}
+
+// Answered when the model is closed. It ends with a checkpoint named after the operation that closes it: a
+// client whose connection broke asks again.
+Service::OptionalReply Service::kill_session(const HttpRequest& request, const std::string& tenant,
+                                             Respond respond) {
+  const xorl::KillSession asked = xorl::kill_session(request.body);
+  const Lock lock(mutex_);
+  State::Model& model = find_model(asked.model, tenant, true);
+  if (model.gone) {
+    const std::string path = model.path_of(model.next - 1);
+    return json_reply(xorl::killed_reply(find_saved(path, tenant, seconds_now()) ? path : ""));
+  }
+  std::int64_t sequence = model.free_sequence();
+  if (!model.waiting.empty() && model.waiting.rbegin()->second->text("path") == "kill_session")
+    sequence -= 1;
+  else
+    accept(operation_record(model, sequence, "kill_session", request.body, true));
+  Respond answer = [respond](HttpReply reply) {
+    const auto parsed = parse_json(reply.body);
+    if (parsed.problem.empty() && parsed.value.contains("error"))
+      reply = json_reply(tinker::detail_reply(parsed.value.value("error", "")), 400);
+    respond(std::move(reply));
+  };
+  return retrieve(fmt::format("{}:op:{}", model.id, sequence), tenant, answer);
 }
 
 // ---- samplers ----
@@ -501,14 +558,16 @@ Service::OptionalReply Service::change_checkpoint(const HttpRequest& request, co
   const Lock lock(mutex_);
   const auto found = state_.saved.find(checkpoint);
   const bool own = found != state_.saved.end() && found->second.info.tenant == tenant;
+  const bool xorl = !request.headers.contains("x-api-key");
   // A client whose DELETE was answered after its connection broke sends it again.
   if (own && change == "delete" && !found->second.exists(seconds_now()))
-    return json_reply(tinker::empty_reply());
+    return json_reply(xorl ? xorl::deleted_reply(checkpoint) : tinker::empty_reply());
   if (!own || !found->second.exists(seconds_now()))
     throw Refusal{404, fmt::format("there is no checkpoint {} of this key", printable(checkpoint, 200))};
   LogRecord record =
       new_record("control", fmt::format("control:{}", state_.control_count), tenant, request.body);
   record.head.update({{"path", change}, {"checkpoint", checkpoint}});
+  if (xorl) record.head["xorl"] = true;
   const std::string id = record.text("id");
   accept(std::move(record));
   control_answers_[id] = std::move(respond);
@@ -516,7 +575,6 @@ Service::OptionalReply Service::change_checkpoint(const HttpRequest& request, co
 }
 
 Service::OptionalReply Service::retrieve(const std::string& id, const std::string& tenant, Respond& respond) {
-  const Lock lock(mutex_);
   const auto found = state_.futures.find(id);
   if (found == state_.futures.end() || found->second.tenant != tenant)
     throw Refusal{410,

@@ -77,13 +77,18 @@ class Service {
   HttpReply submit_operation(const HttpRequest& request, const std::string& path, const std::string& tenant);
   HttpReply create_sampler(const HttpRequest& request, const std::string& tenant);
   HttpReply submit_sample(const HttpRequest& request, const std::string& tenant);
+  OptionalReply kill_session(const HttpRequest& request, const std::string& tenant, Respond respond);
   OptionalReply change_checkpoint(const HttpRequest& request, const std::string& checkpoint,
                                   const std::string& change, const std::string& tenant, Respond& respond);
-  OptionalReply retrieve(const std::string& id, const std::string& tenant, Respond& respond);
+  OptionalReply retrieve(const std::string& id, const std::string& tenant,
+                         Respond& respond);  // with the lock
   State::OpenSession& find_session(const std::string& id, const std::string& tenant);
   State::OpenSession& usable_session(const std::string& id, const std::string& tenant);
   std::string xorl_session(const std::string& tenant);
   State::Model& find_model(const std::string& id, const std::string& tenant, bool xorl);
+  std::string checkpoint_called(const std::string& name, const std::string& id,
+                                const std::string& tenant) const;  // its path
+  std::vector<const State::Model*> models_called(const std::string& name, const std::string& tenant) const;
   State::Sampler& find_sampler(const std::string& id, const std::string& tenant);
   const State::Saved* find_saved(const std::string& path, const std::string& tenant, double now) const;
   void check_room(const std::string& tenant, std::size_t bytes) const;

@@ -510,6 +510,96 @@ TEST(Service, XorlsClientCountsNothingAndHasNoSession) {
   EXPECT_EQ(engine.models.begin()->second.steps, 0);
 }
 
+// Requests of xorl's client that do not train, some made twice: its connection may break. The state survives
+// a restart.
+TEST(Service, XorlSessionsAreShownAbortedAndKilled) {
+  Folder folder;
+  auto engine = std::make_unique<ToyEngine>();
+  auto running = std::make_unique<Running>(options_in(folder), *engine);
+  const auto restart = [&] {
+    running.reset(), engine = std::make_unique<ToyEngine>();
+    running = std::make_unique<Running>(options_in(folder), *engine);
+  };
+  const auto ask = [&](const std::string& method, const std::string& path, const json& body = {}) {
+    HttpRequest request = request_of(method, "/api/v1/" + path, body.is_null() ? "" : body.dump());
+    request.headers.erase("x-api-key");
+    return running->transport()(request, "a");
+  };
+  const auto post = [&](const std::string& path, json body) {
+    body["model_id"] = "m";
+    const HttpReply reply = ask("POST", path, body);
+    EXPECT_EQ(reply.status, 200) << path << " " << reply.body;
+    return json::parse(reply.body);
+  };
+  const auto value = [&](const json& promise) {
+    return post("retrieve_future", {{"request_id", promise["request_id"]}});
+  };
+  const json adam{{"adam_params", {{"learning_rate", 0.1}}}};
+  const auto pass = [&](std::int64_t target) {
+    return value(post("forward_backward", {{"forward_backward_input",
+                                            {{"data",
+                                              {{{"model_input", {{"input_ids", {1}}}},
+                                                {"loss_fn_inputs", {{"target_tokens", {target}}}}}}}}}}));
+  };
+  value(post("create_model", {{"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}}));
+  pass(3);
+  for (int i = 0; i < 2; ++i)
+    EXPECT_EQ(value(post("abort_gradient_epoch", json::object())),
+              json({{"success", true}, {"model_id", "m"}, {"step", 0}}));
+  pass(5);
+  EXPECT_EQ(value(post("optim_step", adam))["metrics"]["grad_norm"], 5);  // not 8
+  const std::string saved = value(post("save_weights", {{"path", "one"}}))["path"];
+
+  const json info = json::parse(ask("GET", "session_info").body);
+  EXPECT_EQ(info["registered_models"], json({"m"}));
+  EXPECT_EQ(info["loaded_training_adapters"], json({"m"}));
+  const auto listed = [&] {
+    std::vector<std::string> ids;
+    const json all = post("list_checkpoints", json::object());
+    for (const json& one : all["checkpoints"]) ids.push_back(one["checkpoint_id"]);
+    std::sort(ids.begin(), ids.end());
+    return ids;
+  };
+  EXPECT_EQ(listed(), std::vector<std::string>{"weights/one"});
+  EXPECT_EQ(ask("POST", "list_checkpoints", {{"model_id", "other"}}).status, 404);
+  EXPECT_EQ(ask("POST", "delete_checkpoint", {{"model_id", "m"}, {"checkpoint_id", "weights/two"}}).status,
+            404);
+
+  // A model that goes on from the checkpoint has the name that its path has, and is the one that is meant.
+  const std::string run = saved.substr(7, saved.find('/', 7) - 7);
+  const json from{{"model_id", run}, {"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}};
+  const json promise = json::parse(ask("POST", "create_model", from).body);
+  EXPECT_EQ(value(promise)["model_id"], run);
+  const HttpReply load = ask("POST", "load_weights", {{"model_id", run}, {"path", saved}});
+  EXPECT_EQ(value(json::parse(load.body))["path"], saved);
+  EXPECT_EQ(engine->models.size(), 2u);
+  EXPECT_EQ(ask("POST", "kill_session", {{"model_id", run}, {"save_checkpoint", false}}).status, 200);
+  EXPECT_EQ(engine->models.size(), 1u);
+
+  for (int i = 0; i < 2; ++i)
+    EXPECT_EQ(post("delete_checkpoint", {{"checkpoint_id", "weights/one"}}),
+              json({{"success", true}, {"deleted_path", saved}}));
+  EXPECT_EQ(listed(), std::vector<std::string>{});
+  pass(2);  // is in the checkpoint
+  const json killed = post("kill_session", json::object());
+  EXPECT_EQ(killed["success"], true);
+  EXPECT_EQ(listed(), std::vector<std::string>{"weights/operation-8"});
+  EXPECT_TRUE(killed["checkpoint_path"].get<std::string>().ends_with("/weights/operation-8"));
+  EXPECT_TRUE(engine->models.empty());
+  restart();
+  EXPECT_TRUE(engine->models.empty());
+  EXPECT_EQ(post("kill_session", json::object()), killed);
+  EXPECT_EQ(json::parse(ask("GET", "session_info").body)["registered_models"], json::array());
+  EXPECT_EQ(ask("POST", "optim_step", {{"model_id", "m"}, {"adam_params", {{"learning_rate", 0.1}}}}).status,
+            400);
+  value(post("create_model", {{"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}}));
+  value(post("load_weights", {{"path", killed["checkpoint_path"]}, {"optimizer", true}}));
+  EXPECT_EQ(value(post("optim_step", adam))["metrics"]["grad_norm"], 2);
+  // One that failed is closed too, without a checkpoint.
+  value(post("optim_step", adam));
+  EXPECT_FALSE(post("kill_session", json::object()).contains("checkpoint_path"));
+}
+
 TEST(Service, AFullJournalRefusesAndGoesOn) {
   Folder folder;
   ToyEngine engine;

@@ -83,6 +83,9 @@ class ToyEngine : public Engine {
     toy.gradient = 0, toy.datums = 0;
     return metrics;
   }
+  void drop_gradient(const std::string& model) override {
+    models.at(model).gradient = 0, models.at(model).datums = 0;
+  }
   void remove(const std::string& model) override { ISOGRAD_INVARIANT(models.erase(model) == 1, model); }
   std::int64_t save(const std::string& model, Save, const std::filesystem::path& directory) override {
     return write(directory / "toy", models.at(model));

@@ -72,6 +72,10 @@ struct State {
     std::int64_t turn = 0;  // of its last computation
 
     bool ready() const { return !gone && !waiting.empty() && waiting.begin()->first == next; }
+    // The path of a checkpoint that the operation saves without a name.
+    std::string path_of(std::int64_t sequence) const {
+      return "tinker://" + id + "/weights/operation-" + std::to_string(sequence);
+    }
     std::int64_t free_sequence() const { return waiting.empty() ? next : waiting.rbegin()->first + 1; }
   };
 

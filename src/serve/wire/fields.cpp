@@ -276,4 +276,12 @@ AdamParams json_adam(const Fields& params) {
   return adam;
 }
 
+std::string iso_time(double seconds) {
+  const auto whole = static_cast<std::time_t>(seconds);
+  std::tm parts{};
+  gmtime_r(&whole, &parts);
+  char buffer[64];
+  return {buffer, std::strftime(buffer, sizeof buffer, "%Y-%m-%dT%H:%M:%SZ", &parts)};
+}
+
 }  // namespace isograd::serve

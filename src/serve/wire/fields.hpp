@@ -69,6 +69,8 @@ class RequestJson : OwnedJson, public Fields {
   RequestJson& operator=(const RequestJson&) = delete;
 };
 
+std::string iso_time(double seconds);  // since 1970
+
 // ---- arrays as they come ----
 
 struct WireArray {

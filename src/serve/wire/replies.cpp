@@ -1,11 +1,11 @@
 // The bodies of tinker's replies.
 #include <cmath>
-#include <ctime>
 #include <protozero/pbf_writer.hpp>
 
 #include "isograd/error.hpp"
 #include "serve/wire/fields.hpp"
 #include "serve/wire/tinker.hpp"
+#include "serve/wire/xorl.hpp"
 
 namespace isograd::serve::tinker {
 namespace {
@@ -26,14 +26,6 @@ Json if_given(const std::map<std::string, std::string>& values) {
 }
 Json rank_of(std::int64_t rank) { return rank > 0 ? Json(rank) : Json(); }
 
-std::string iso_time(double seconds) {
-  const auto whole = static_cast<std::time_t>(seconds);
-  std::tm parts{};
-  gmtime_r(&whole, &parts);
-  char buffer[64];
-  return {buffer, std::strftime(buffer, sizeof buffer, "%Y-%m-%dT%H:%M:%SZ", &parts)};
-}
-
 const Json kAdam = {{"type", "adamw"}};
 
 Json listed(const CheckpointListing& checkpoint) {
@@ -42,6 +34,7 @@ Json listed(const CheckpointListing& checkpoint) {
        {"checkpoint_type", checkpoint.kind},
        {"time", iso_time(checkpoint.created)},
        {"tinker_path", checkpoint.path},
+       {"path", xorl::path_out(checkpoint.path)},  // as xorl's client calls it
        {"size_bytes", checkpoint.bytes},
        {"public", checkpoint.is_public},
        {"user_metadata", if_given(checkpoint.metadata)},

@@ -206,8 +206,18 @@ std::string create_sampling_session(std::string_view json) {
   return path_in(RequestJson("create_sampling_session", json).need_text("model_path"));
 }
 
-std::string abort_gradient_epoch(std::string_view json) {
-  return model_of(RequestJson("abort_gradient_epoch", json));
+std::string list_checkpoints(std::string_view json) {
+  return model_of(RequestJson("list_checkpoints", json));
+}
+
+std::pair<std::string, std::string> delete_checkpoint(std::string_view json) {
+  const RequestJson fields("delete_checkpoint", json);
+  return {model_of(fields), fields.need_text("checkpoint_id")};
+}
+
+KillSession kill_session(std::string_view json) {
+  const RequestJson fields("kill_session", json);
+  return {model_of(fields), fields.flag("save_checkpoint", true)};
 }
 
 std::string weights_info(std::string_view json) {
@@ -271,5 +281,46 @@ std::string sampling_session_reply(const std::string& path) {
 }
 
 std::string weights_info_reply(const CreateModel& saved) { return tinker::weights_info_reply(saved); }
+
+std::string aborted_reply(const std::string& model, std::int64_t steps) {
+  return dumped({{"success", true}, {"model_id", model}, {"step", steps}});
+}
+
+std::string killed_reply(const std::string& path) {
+  Json reply{{"success", true}, {"message", "the model is closed"}};
+  if (!path.empty()) reply["checkpoint_path"] = path_out(path);
+  return dumped(reply);
+}
+
+std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints) {
+  Json list = Json::array();
+  for (const CheckpointListing& one : checkpoints)
+    list.push_back({{"checkpoint_id", one.id},
+                    {"checkpoint_type", one.kind},
+                    {"time", iso_time(one.created)},
+                    {"path", path_out(one.path)},
+                    {"size_bytes", one.bytes}});
+  return dumped({{"checkpoints", std::move(list)}});
+}
+
+std::string deleted_reply(const std::string& path) {
+  return dumped({{"success", true}, {"deleted_path", path_out(path)}});
+}
+
+// Models of these clients have no limit of idle time, and their samples come from elsewhere.
+std::string session_info_reply(const std::vector<OpenModel>& models, std::int64_t most_models) {
+  Json names = Json::array(), activity = Json::object(), adapters = Json::array();
+  for (const OpenModel& model : models) {
+    names.push_back(model.name), activity[model.name] = model.last_request;
+    if (model.adapter) adapters.push_back(model.name);
+  }
+  return dumped({{"registered_models", names},
+                 {"active_sessions", models.size()},
+                 {"session_activity", activity},
+                 {"idle_timeout_seconds", 0},
+                 {"loaded_sampling_adapters", Json::object()},
+                 {"loaded_training_adapters", adapters},
+                 {"max_training_adapters", most_models}});
+}
 
 }  // namespace isograd::serve::xorl

@@ -4,6 +4,8 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "serve/wire/messages.hpp"
 #include "serve/wire/tinker.hpp"
@@ -19,7 +21,13 @@ Operation<SaveWeights> save_weights(std::string_view json);
 Operation<SaveWeights> save_weights_for_sampler(std::string_view json);
 LoadWeights load_weights(std::string_view json);
 std::string create_sampling_session(std::string_view json);  // the path
-std::string abort_gradient_epoch(std::string_view json);     // the model
+std::string list_checkpoints(std::string_view json);         // the model
+std::pair<std::string, std::string> delete_checkpoint(std::string_view json);  // the model, "weights/<name>"
+struct KillSession {
+  std::string model;
+  bool save = true;  // a checkpoint before its end
+};
+KillSession kill_session(std::string_view json);
 std::string weights_info(std::string_view json);             // the path
 std::string retrieve_future(std::string_view json);          // the request
 
@@ -35,5 +43,15 @@ std::string optim_step_reply(const Metrics& metrics);
 std::string path_reply(const std::string& path);  // of save_weights*, load_weights
 std::string sampling_session_reply(const std::string& path);
 std::string weights_info_reply(const CreateModel& saved);
+std::string aborted_reply(const std::string& model, std::int64_t steps);
+std::string killed_reply(const std::string& path);  // of the checkpoint; empty: none was saved
+std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints);
+std::string deleted_reply(const std::string& path);
+struct OpenModel {
+  std::string name;
+  double last_request = 0;  // seconds since 1970
+  bool adapter = false;
+};
+std::string session_info_reply(const std::vector<OpenModel>& models, std::int64_t most_models);
 
 }  // namespace isograd::serve::xorl

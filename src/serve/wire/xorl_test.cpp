@@ -78,7 +78,11 @@ TEST(Xorl, OtherRequestsAreRead) {
   EXPECT_FALSE(load.creates);
   EXPECT_EQ(create_sampling_session(R"({"model_path":"xorl://m/sampler_weights/n"})"),
             "tinker://m/sampler_weights/n");
-  EXPECT_EQ(abort_gradient_epoch("{}"), "default");
+  EXPECT_EQ(list_checkpoints("{}"), "default");
+  EXPECT_EQ(delete_checkpoint(R"({"model_id":"m","checkpoint_id":"weights/n"})"),
+            std::pair(std::string("m"), std::string("weights/n")));
+  EXPECT_TRUE(kill_session(R"({"model_id":"m"})").save);
+  EXPECT_FALSE(kill_session(R"({"save_checkpoint":false})").save);
   EXPECT_EQ(weights_info(R"({"xorl_path":"xorl://a/b/c"})"), "tinker://a/b/c");
   EXPECT_EQ(retrieve_future(R"({"request_id":"r"})"), "r");
 }
@@ -117,6 +121,9 @@ TEST(Xorl, BadRequestsAreRefused) {
   EXPECT_NE(lora(R"("target_modules":["lm_head","router"])").find("names among"), std::string::npos);
   EXPECT_NE(lora(R"("target_modules":[])").find("names among"), std::string::npos);
   EXPECT_NE(error_of([] { save_weights_for_sampler("{}"); }).find("name"), std::string::npos);
+  EXPECT_NE(error_of([] { delete_checkpoint("{}"); }).find("checkpoint_id"), std::string::npos);
+  EXPECT_NE(error_of([] { kill_session(R"({"save_checkpoint":3})"); }).find("save_checkpoint"),
+            std::string::npos);
 }
 
 TEST(Xorl, ResultsHaveTheClientsFields) {
@@ -133,6 +140,24 @@ TEST(Xorl, ResultsHaveTheClientsFields) {
   EXPECT_EQ(Json::parse(path_reply("tinker://m/weights/n"))["model_path"], "xorl://m/weights/n");
   EXPECT_EQ(Json::parse(sampling_session_reply("tinker://m/sampler_weights/n"))["lora_name"], "n");
   EXPECT_EQ(Json::parse(create_model_reply("m"))["model_id"], "m");
+  EXPECT_EQ(Json::parse(checkpoints_reply({{.id = "weights/n",
+                                            .kind = "training",
+                                            .path = "tinker://m/weights/n",
+                                            .created = 1e9,
+                                            .bytes = 7,
+                                            .metadata = {}}}))["checkpoints"][0],
+            Json({{"checkpoint_id", "weights/n"},
+                  {"checkpoint_type", "training"},
+                  {"time", "2001-09-09T01:46:40Z"},
+                  {"path", "xorl://m/weights/n"},
+                  {"size_bytes", 7}}));
+  EXPECT_EQ(Json::parse(deleted_reply("tinker://m/weights/n"))["deleted_path"], "xorl://m/weights/n");
+  EXPECT_EQ(Json::parse(killed_reply("tinker://m/weights/n"))["checkpoint_path"], "xorl://m/weights/n");
+  EXPECT_FALSE(Json::parse(killed_reply("")).contains("checkpoint_path"));
+  const Json info = Json::parse(session_info_reply({{"a", 5, true}, {"b", 6, false}}, 64));
+  EXPECT_EQ(info["registered_models"], Json({"a", "b"}));
+  EXPECT_EQ(info["loaded_training_adapters"], Json({"a"}));
+  EXPECT_EQ(info["session_activity"], Json({{"a", 5}, {"b", 6}}));
 }
 
 }  // namespace
