@@ -34,6 +34,30 @@ class RankedEngineTest : public SpreadServers {
 const Spread kTwo{.ranks = 2, .sets = {"parallel.strategy=zero2"}},
     kFour{.ranks = 4, .sets = {"parallel.strategy=zero3", "parallel.tp=2"}};
 
+TEST_F(RankedEngineTest, ADroppedGradientIsGone) {
+  const fs::path base = this->base("qwen3");
+  Calls calls(kSeed + 3);
+  const ForwardBackward first = calls.cross_entropy({9, 2, 5}), second = calls.cross_entropy({4, 12});
+  const auto check = [&](Engine& engine) {
+    const auto norm = [&](bool has_first, bool drops) {
+      engine.create("m", request_of(4));
+      if (has_first) engine.forward_backward("m", first);
+      if (drops) engine.drop_gradient("m");
+      engine.forward_backward("m", second);
+      const double found = engine.optim_step("m", kParams).at("grad_norm");
+      engine.remove("m");
+      return found;
+    };
+    const double expected = norm(false, false);
+    EXPECT_EQ(norm(true, true), expected);
+    EXPECT_EQ(norm(false, true), expected);
+    EXPECT_GT(std::abs(norm(true, false) - expected), 1e-6);
+  };
+  ModelEngine alone(options(base));
+  check(alone);
+  serve(base, kTwo, check);
+}
+
 // Saved between the calls of a step on some ranks, and continued on others.
 TEST_F(RankedEngineTest, ModelsMoveBetweenNumbersOfRanks) {
   const fs::path base = this->base("qwen3");
