@@ -140,19 +140,30 @@ class Server:
         self.command = [str(BINARY), "serve", "--model", f"{NAME}={folder / NAME}", "--state", str(state),
                         "--port", str(self.port), *map(str, options)]
         self.process = None
+        self.said, self.errors = pathlib.Path(f"{state}.out"), pathlib.Path(f"{state}.log")
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self):
-        said, errors = pathlib.Path(f"{self.state}.out"), pathlib.Path(f"{self.state}.log")
-        with open(said, "w") as output, open(errors, "a") as log:
-            self.process = subprocess.Popen(self.command, stdout=output, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    def launch(self, *options, **environment):
+        with open(self.said, "w") as output, open(self.errors, "a") as log:
+            self.process = subprocess.Popen([*self.command, *options], stdout=output, stderr=log,
+                                            env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+    def serves(self):
+        """False: it has ended."""
         end = time.monotonic() + START_LIMIT
-        while self.url not in said.read_text():
-            assert self.process.poll() is None and time.monotonic() < end, f"does not serve: {errors.read_text()[-2000:]}"
+        while self.url not in self.said.read_text():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < end, f"does not serve: {self.errors.read_text()[-2000:]}"
             time.sleep(0.02)
+        return True
+
+    def start(self, *options, **environment):
+        self.launch(*options, **environment)
+        assert self.serves(), f"does not serve: {self.errors.read_text()[-2000:]}"
         return self
 
     def kill(self):
