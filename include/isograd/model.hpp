@@ -125,6 +125,7 @@ struct DecoderOutputs {
   // By layer with experts, ascending: index, router logits [T_local, experts], chosen experts [T_local, k].
   std::vector<std::int64_t> routed{};
   std::vector<at::Tensor> router_logits{}, chosen{};
+  at::Tensor dropped{};    // `hidden` as the adapter of the head reads it; undefined: as it is
   at::Tensor passed_on{};  // instead of `hidden`, for a stage before the last: Pipeline::pass_on()
 };
 
@@ -199,7 +200,8 @@ class DecoderLM : public ReferenceModel {
   at::Tensor hidden(const Batch& batch);  // [T_local, hidden], after the last norm
   at::Tensor logits(const Batch& batch);  // [T_local, vocabulary]: hidden · output_weightᵀ
   DecoderOutputs outputs(const Batch& batch);
-  at::Tensor logits_of(const at::Tensor& hidden);  // for the hidden states of outputs()
+  // For the hidden states of outputs(), and its `dropped`.
+  at::Tensor logits_of(const at::Tensor& hidden, const at::Tensor& dropped = {});
   // [vocabulary, hidden], for linear_cross_entropy(). With tied output, the embedding.
   const at::Tensor& output_weight() const;
   // The part of the vocabulary that output_weight()'s rows and logits()' columns are, for a loss.
@@ -221,9 +223,8 @@ class DecoderLM : public ReferenceModel {
   void set_adapter(const Adapter* adapter);
   void set_adapters(std::vector<AdaptedRows> rows);
   const Adapter* adapter() const;  // of set_adapter(); logits() and logits_of() add its update of the head
-  // Drops features of the input of an adapter's `a` (not of the head's, nor of experts', whose rows are
-  // copies of tokens of several ranks) in forwards with gradients. `x`: all tokens of the batch and this
-  // rank's features.
+  // Drops features of the input of an adapter's `a` (not of experts', whose rows are copies of tokens of
+  // several ranks) in forwards with gradients. `x`: all tokens of the batch and this rank's features.
   using DropInputs = std::function<at::Tensor(const Batch& batch, std::int64_t layer, Projection projection,
                                               const at::Tensor& x)>;
   void set_dropout_of_adapter(DropInputs drop);

@@ -295,9 +295,9 @@ void DecoderLM::Impl::read_by_queries(at::Tensor& k, at::Tensor& v) const {
   k = k.index_select(1, heads), v = v.index_select(1, heads);
 }
 
-at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden) const {
-  return updated(linear(hidden, Linear{.weight = output(), .bias = {}}), hidden, 0, Projection::kHead,
-                 adapters);
+at::Tensor DecoderLM::Impl::logits(const at::Tensor& hidden, const at::Tensor& dropped) const {
+  return updated(linear(hidden, Linear{.weight = output(), .bias = {}}), dropped.defined() ? dropped : hidden,
+                 0, Projection::kHead, adapters);
 }
 
 DecoderLM::DecoderLM(const DecoderConfig& config, at::ScalarType dtype, at::Device device)
@@ -368,14 +368,22 @@ DecoderOutputs DecoderLM::outputs(const Batch& batch) {
     };
   if (impl_->config.experts.count > 0)
     pass.chosen = std::make_shared<std::vector<at::Tensor>>(impl_->config.layers);
-  return impl_->outputs(batch.tokens.to(device), pass);
+  DecoderOutputs outputs = impl_->outputs(batch.tokens.to(device), pass);
+  if (pass.drop && outputs.hidden.defined() && adapts(impl_->adapters, 0, Projection::kHead))
+    outputs.dropped = pass.drop(0, Projection::kHead, outputs.hidden);
+  return outputs;
 }
 
 at::Tensor DecoderLM::hidden(const Batch& batch) { return outputs(batch).hidden; }
 
-at::Tensor DecoderLM::logits_of(const at::Tensor& hidden) { return impl_->logits(hidden); }
+at::Tensor DecoderLM::logits_of(const at::Tensor& hidden, const at::Tensor& dropped) {
+  return impl_->logits(hidden, dropped);
+}
 
-at::Tensor DecoderLM::logits(const Batch& batch) { return impl_->logits(hidden(batch)); }
+at::Tensor DecoderLM::logits(const Batch& batch) {
+  const DecoderOutputs found = outputs(batch);
+  return impl_->logits(found.hidden, found.dropped);
+}
 
 const at::Tensor& DecoderLM::output_weight() const { return impl_->output(); }
 

@@ -89,7 +89,7 @@ struct DecoderLM::Impl {
                     DecoderOutputs& outputs) const;
   // The stream and, where the layer has experts, its router's logits.
   std::vector<at::Tensor> block(std::int64_t layer, at::Tensor stream, const BlockPass& pass) const;
-  at::Tensor logits(const at::Tensor& hidden) const;
+  at::Tensor logits(const at::Tensor& hidden, const at::Tensor& dropped = {}) const;
   at::Tensor last_norm(const at::Tensor& stream, std::int64_t tokens) const;  // DecoderOutputs::hidden
 
   // Steps that tensor parallelism (hooks.tensor) changes in a block: x Wᵀ + b of several projections;

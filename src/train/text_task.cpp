@@ -390,7 +390,8 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
         fuses_loss(config, batch.num_tokens(), model.config().vocabulary, weight.element_size());
     const LowRank* update = model.adapter() ? model.adapter()->find(0, Projection::kHead) : nullptr;
     if (fused && update) {  // further columns of one product: [x, scale x aᵀ] [W, b]ᵀ
-      hidden = at::cat({hidden, linear(hidden, Linear{.weight = update->a, .bias = {}}) * update->scale}, 1);
+      const at::Tensor& in = outputs.dropped.defined() ? outputs.dropped : hidden;
+      hidden = at::cat({hidden, linear(in, Linear{.weight = update->a, .bias = {}}) * update->scale}, 1);
       weight = at::cat({weight, update->b}, 1);
     }
     terms.insert(
@@ -398,7 +399,7 @@ ForwardLossTerms forward_loss(DecoderLM& model, const RunConfig& config,
         {"cross_entropy",
          connected(fused ? linear_cross_entropy_sum(hidden, weight, batch.targets,
                                                     {.weights = batch.weights, .shard = model.vocabulary()})
-                         : cross_entropy_sum(model.logits_of(outputs.hidden), batch.targets,
+                         : cross_entropy_sum(model.logits_of(outputs.hidden, outputs.dropped), batch.targets,
                                              {.weights = batch.weights, .shard = model.vocabulary()}))});
     return terms;
   };
@@ -482,7 +483,7 @@ class TextModel : public TaskModel {
     adapter_ = LoraAdapter::without_values(model_->config(), *lora, model_->output_weight().scalar_type());
     model_->include(adapter_->named());
     model_->set_adapter(adapter_.get());
-    for (int i = 0; i < static_cast<int>(Projection::kHead); ++i)
+    for (int i = 0; i <= static_cast<int>(Projection::kHead); ++i)
       if (const LowRank* update = adapter_->find(0, static_cast<Projection>(i)))
         dropouts_[static_cast<Projection>(i)] = {.fraction = lora->dropout,
                                                  .seed = static_cast<std::uint64_t>(config_.run.seed),
@@ -603,7 +604,7 @@ class TextModel : public TaskModel {
   void drop_inputs_by(const std::function<std::int64_t(const std::string& name)>& first) {
     if (!adapter_ || config_.model.lora.dropout == 0) return;
     for (const auto& [name, tensor] : adapter_->named())
-      for (int i = 0; i < static_cast<int>(Projection::kHead); ++i) {
+      for (int i = 0; i <= static_cast<int>(Projection::kHead); ++i) {
         const auto projection = static_cast<Projection>(i);
         if (const LowRank* update = adapter_->find(0, projection); update && update->a.is_same(tensor))
           dropouts_[projection].first = first(name);
@@ -887,9 +888,6 @@ void check_adapter(const RunConfig& config) {
     refuse("model.lora.targets", "none", "attention, mlp, unembed or names such as q_proj", "Name some");
   const auto model = LoraAdapter::without_values(configured_shape(config), *lora, at::kFloat);
   if (lora->dropout == 0) return;
-  if (lora->adapts(Projection::kHead))
-    refuse("model.lora.dropout", "dropout with an adapter of the output (unembed)",
-           "an adapter of attention or mlp", "Leave unembed or lm_head out, or the dropout");
   if (config.loss.balance != 0)
     refuse("model.lora.dropout", "dropout with loss.balance, whose first pass over the step drops nothing",
            "the same routing in both passes", "Leave one of them out");
