@@ -271,6 +271,30 @@ TEST(Lora, DropoutIsKeyedByWhatAFeatureIs) {
               differs(batch, 1, Projection::kGate, all) && differs(batch, 1, Projection::kUp, other));
 }
 
+TEST(Lora, InputsOfTheHeadAreDroppedInTrainingAlone) {
+  const DecoderConfig config = small_config("llama");
+  DecoderLM model(config, at::kDouble, 1);
+  const auto adapter = trained(config, 2, {.rank = 4, .alpha = 3, .attention = false, .mlp = false});
+  const LowRank& head = *adapter->find(0, Projection::kHead);
+  const Batch batch = make_batch({9, 4}, config.vocabulary, 3);
+  const auto drop = [](const Batch& of, std::int64_t layer, Projection projection, const at::Tensor& x) {
+    return drop_inputs(x, of, layer, projection, {.fraction = 0.5, .seed = 5, .width = x.size(1)});
+  };
+  model.set_adapter(adapter.get());
+  model.set_dropout_of_adapter(drop);
+  const auto expected = [&](const at::Tensor& hidden, const at::Tensor& in) {
+    return hidden.matmul(model.output_weight().t()) + kScale * in.matmul(head.a.t()).matmul(head.b.t());
+  };
+  const DecoderOutputs found = model.outputs(batch);
+  const at::Tensor trained = expected(found.hidden, drop(batch, 0, Projection::kHead, found.hidden)),
+                   whole = expected(found.hidden, found.hidden);
+  EXPECT_LT(relative_error(model.logits(batch), trained), 1e-13);
+  EXPECT_LT(relative_error(model.logits_of(found.hidden, found.dropped), trained), 1e-13);
+  EXPECT_GT(relative_error(whole, trained), 1e-3);
+  const at::NoGradGuard no_grad;
+  EXPECT_LT(relative_error(model.logits(batch), whole), 1e-13);
+}
+
 TEST(Lora, ACopyIsApart) {
   const DecoderConfig config = small_config("llama");
   const auto adapter = trained(config, 7);
