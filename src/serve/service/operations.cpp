@@ -54,6 +54,29 @@ bool changes_model(const LogRecord& record) {
          path == "create_model";
 }
 
+// Why what succeeded once may fail when it is done again.
+struct Lost {
+  Lost(std::string text, const char* whose) : error(std::move(text)), category(whose) {}
+  explicit Lost(const ErrorText& text) : Lost(ConfigError(text).what(), "user") {}
+  std::string error, category;
+};
+
+void require_sound(const State::Model& model, const std::string& id) {
+  if (!model.failure.empty())
+    throw Lost({id, "an earlier operation that failed: " + model.failure, "a model without failures",
+                "Create another model, from a checkpoint where there is one"});
+}
+
+[[noreturn]] void lack(const std::string& path) {
+  throw Lost({"load", "no checkpoint " + path, "one that was saved", "List the checkpoints"});
+}
+
+// `text` as a journal and JSON hold it.
+std::string valid(const std::string& text) {
+  return nlohmann::json::parse(
+      nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
 // Errors of a call become the outcome: a ConfigError is the user's mistake.
 template <class Call>
 auto guarded(const std::string& id, Call call) -> decltype(call()) {
@@ -61,8 +84,11 @@ auto guarded(const std::string& id, Call call) -> decltype(call()) {
   Outcome failed;
   try {
     return call();
+  } catch (const Lost& lost) {
+    failed.error = valid(lost.error), failed.category = lost.category, failed.lost = true;
+    failed.status = lost.category == "user" ? 400 : 500;
   } catch (const ConfigError& error) {
-    failed.error = error.what(), failed.category = "user", failed.status = 400;
+    failed.error = valid(error.what()), failed.category = "user", failed.status = 400;
   } catch (const std::exception& error) {
     print(stderr, fmt::format("{}: {}\n", id, printable(error.what())));
     failed.error = fmt::format("the server failed: {}", printable(error.what(), 1000));
@@ -72,6 +98,23 @@ auto guarded(const std::string& id, Call call) -> decltype(call()) {
 }
 
 }  // namespace
+
+// While it lives, a kill of the process counts as a death in the operation or sample `id`.
+struct Service::Attempt {
+  Attempt(Service& of, std::string_view id) : folder(of.folder_) {
+    const auto deaths = of.deaths_.find(std::string(id));
+    if (deaths != of.deaths_.end() && deaths->second >= of.options_.deaths)
+      throw Lost(
+          fmt::format("the server died {} times while it did this, and does not try again", deaths->second),
+          "server");
+    former = folder.set_doing(id);
+  }
+  ~Attempt() { folder.set_doing(former); }
+  Attempt(const Attempt&) = delete;
+  Attempt& operator=(const Attempt&) = delete;
+  StateFolder& folder;
+  std::string former{};
+};
 
 // ---- turns ----
 
@@ -88,7 +131,7 @@ void Service::run() {
       case Turn::kControl: {
         const Accepted record = state_.controls.front();
         lock.unlock();
-        Outcome outcome = *guarded(record->text("id"), [&] { return std::optional(control(*record)); });
+        Outcome outcome = *execute(*record, nullptr);
         lock.lock();
         complete(lock, record, std::move(outcome));
         break;
@@ -146,27 +189,36 @@ Service::Turn Service::choose(State::Model*& best) {
 
 void Service::train(Lock& lock, State::Model& model) {
   const Accepted record = model.waiting.begin()->second;
-  const std::string failure = model.failure;
   lock.unlock();
   const auto start = std::chrono::steady_clock::now();
-  std::optional<Outcome> outcome = guarded(record->text("id"), [&]() -> std::optional<Outcome> {
-    if (failure.empty() || record->text("path") == "kill_session") return advance(model, *record);
-    refuse(record->text("id"), "an earlier operation that failed: " + failure, "a model without failures",
-           "Create another model, from a checkpoint where there is one");
-  });
+  std::optional<Outcome> outcome = execute(*record, &model);
   const double seconds = seconds_since(start);
   lock.lock();
   model.seconds += seconds, model.step_seconds += seconds, model.turn = ++turn_, work_since_ += seconds;
   shares_[model.tenant].seconds += seconds;
-  bool changes = changes_model(*record);
-  if (model.progress) {
-    const std::int64_t tokens = std::exchange(model.progress->tokens, 0);
-    changes = !model.progress->request.forward_only;
-    model.tokens += tokens, model.step_tokens += changes ? tokens : 0;
+  if (outcome) complete(lock, record, std::move(*outcome));
+}
+
+std::optional<Service::Outcome> Service::execute(const LogRecord& record, State::Model* model) {
+  const std::string id = record.text("id"), path = record.text("path");
+  // Whatever came before: a model can be unloaded, and a replay finds what a lost model has saved.
+  const bool always =
+      path == "unload_model" || path == "kill_session" || (replaying_ && path.starts_with("save_weights"));
+  std::optional<Outcome> outcome = guarded(id, [&]() -> std::optional<Outcome> {
+    if (model && !always) require_sound(*model, id);
+    const Attempt attempt(*this, id);
+    return model ? advance(*model, record) : control(record);
+  });
+  if (!model) return outcome;
+  const Lock lock(mutex_);
+  bool changes = changes_model(record);
+  if (model->progress) {
+    const std::int64_t tokens = std::exchange(model->progress->tokens, 0);
+    changes = !model->progress->request.forward_only;
+    model->tokens += tokens, model->step_tokens += changes ? tokens : 0;
   }
-  if (!outcome) return;
-  outcome->poison = !outcome->error.empty() && changes && failure.empty();
-  complete(lock, record, std::move(*outcome));
+  if (outcome) outcome->poison = !outcome->error.empty() && changes && model->failure.empty();
+  return outcome;
 }
 
 // ---- operations of a model ----
@@ -218,7 +270,7 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
             .change = [&model] { model.loaded = true; }};
   }
   if (path == "unload_model") {
-    engine_.remove(model.id);
+    if (model.loaded) engine_.remove(model.id);
     return {.body = nlohmann::json{{"model_id", model.id}, {"type", "unload_model"}}.dump(),
             .change = [&model] { model.loaded = false, model.gone = true; }};
   }
@@ -300,15 +352,23 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   for (const auto& [key, other] : state_.saved)
     if (other.info.tenant == model.tenant && other.exists(record.time()) && key != path)
       used += other.info.bytes;
-  if (options_.checkpoint_bytes > 0 && used >= options_.checkpoint_bytes)
+  if (!replaying_ && options_.checkpoint_bytes > 0 && used >= options_.checkpoint_bytes)
     refuse("save", fmt::format("{} bytes of checkpoints of this key", used),
            fmt::format("fewer than {}", options_.checkpoint_bytes),
            "Delete checkpoints that are not needed any more");
   if (external) saved.secret = record.text("draw");
-  release(path);
-  store_.save(info, true, [&](const fs::path& directory) {
-    return info.bytes = engine_.save(model.id, which, directory);
-  });
+  // A later save of the name, or this one by a model that is lost now: what lies there stays.
+  const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
+  if (written &&
+      (written->created > info.created || (written->created == info.created && !model.failure.empty()))) {
+    info.bytes = written->bytes;
+  } else {
+    require_sound(model, record.text("id"));
+    release(path);
+    store_.save(info, true, [&](const fs::path& directory) {
+      return info.bytes = engine_.save(model.id, which, directory);
+    });
+  }
   std::string body = record.xorl() ? xorl::path_reply(xorl::path_out(path))
                      : sampler     ? tinker::save_for_sampler_reply(path, "")
                      : external    ? tinker::save_external_reply(path, info.bytes)
@@ -324,6 +384,7 @@ Service::Outcome Service::open_sampler_of(State::Model& model, std::int64_t sequ
       refuse("sampling_session_seq_id", std::to_string(sequence),
              "a number that no sampler of the session has", "Use an SDK that counts them");
   }
+  require_sound(model, id);
   Outcome outcome{.body = tinker::save_for_sampler_reply("", id)};
   make_room_for_sampler(model.tenant, outcome);
   engine_.open_sampler_of(id, model.id);
@@ -363,7 +424,7 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
     return found;
   }();
   const State::Saved* found = find_saved(request.path, model.tenant, record.time());
-  if (!found) refuse("load", "no checkpoint " + request.path, "one that was saved", "List the checkpoints");
+  if (!found) lack(request.path);
   const State::Saved& saved = *found;
   if (saved.info.kind != "weights")
     refuse("load", saved.info.kind + " of " + request.path, "weights that training goes on from",
@@ -376,7 +437,7 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
     refuse("load", fmt::format("a checkpoint of rank {}", saved.info.rank),
            fmt::format("rank {}", model.request.lora.rank), "Create a model from the checkpoint");
   const fs::path directory = store_.directory(saved.info);
-  store_.check_files(saved.info);
+  check_files(saved.info);
   loaded_since_.insert(request.path);
   CreateModel shape = saved.shape;
   // Knobs of the saved model hold unless the request has its own.
@@ -413,8 +474,8 @@ Service::Outcome Service::control(const LogRecord& record) {
       engine_.open_sampler(id, sampler.base);
     } else {
       const State::Saved* saved = find_saved(sampler.path, sampler.tenant, record.time());
-      if (!saved) refuse(id, "no checkpoint " + sampler.path, "one that was saved", "Save it again");
-      store_.check_files(saved->info);
+      if (!saved) lack(sampler.path);
+      check_files(saved->info);
       loaded_since_.insert(sampler.path);
       engine_.load_sampler(id, store_.directory(saved->info));
     }
@@ -479,9 +540,15 @@ void Service::sample(Lock& lock) {
   std::vector<std::pair<Accepted, Outcome>> complete_ones;
   const auto start = std::chrono::steady_clock::now();
   std::vector<Accepted> asked;
-  for (; !state_.unsubmitted.empty(); state_.unsubmitted.pop_front()) {
+  // Samples of a pass in which the process died go alone, so that the one that killed it is known.
+  const auto died = [&](const std::string& id) { return deaths_.contains(id); };
+  bool alone = std::any_of(submitted_.begin(), submitted_.end(), died);
+  for (; !alone && !state_.unsubmitted.empty(); state_.unsubmitted.pop_front()) {
     const auto found = state_.samples.find(state_.unsubmitted.front());
-    if (found != state_.samples.end()) asked.push_back(found->second);  // else a replay has completed it
+    if (found == state_.samples.end()) continue;  // a replay has completed it
+    alone = died(found->first);
+    if (alone && !(submitted_.empty() && asked.empty())) break;
+    asked.push_back(found->second);
   }
   lock.unlock();
   for (const Accepted& record : asked) {
@@ -494,6 +561,7 @@ void Service::sample(Lock& lock) {
           refuse(name, sampler.failure.empty() ? "a closed sampler" : sampler.failure, "an open sampler",
                  "Create another one");
       }
+      const Attempt attempt(*this, id);
       engine_.submit(id, name, tinker::asample(record->body).body, record->seed());
       return {};
     });
@@ -506,6 +574,7 @@ void Service::sample(Lock& lock) {
   std::string failure;
   try {
     const AddSeconds in_engine(engine_seconds_);
+    const Attempt attempt(*this, submitted_.size() == 1 ? std::string_view(*submitted_.begin()) : kSamples);
     if (engine_.sampling()) sampled = engine_.sample_pass();
   } catch (const std::exception& error) {
     print(stderr, fmt::format("sampling: {}\n", printable(error.what())));
@@ -539,8 +608,19 @@ void Service::release(const std::string& path) {
   for (auto& [id, model] : state_.models)
     while (model.progress && !abandoned_) train(lock, model);
   lock.unlock();
+  // A mistake of nobody; but a client would repeat what is answered as one of the server.
   if (!take_snapshot())
-    throw std::runtime_error("no snapshot can be written, which must come before a change of " + path);
+    refuse(path, "a checkpoint that a restart needs, and no room for the snapshot that would replace it",
+           "room in the state folder", "Free space there, and ask again");
+}
+
+// Files may be damaged after an operation that read them succeeded.
+void Service::check_files(const CheckpointInfo& info) const {
+  try {
+    store_.check_files(info);
+  } catch (const ConfigError& error) {
+    throw Lost(error.what(), "user");
+  }
 }
 
 // ---- completion ----
@@ -573,6 +653,7 @@ void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
 void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
   const Accepted record = accepted;  // the state's own may go away
   const std::string kind = record->text("kind"), id = record->text("id");
+  if (deaths_.erase(id) > 0 && !replaying_) write_deaths();
   if (!outcome.error.empty()) {
     outcome.type = "application/json";
     outcome.body = tinker::failure_reply(outcome.error, outcome.category);

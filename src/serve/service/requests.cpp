@@ -318,7 +318,8 @@ void Service::admit(const Accepted& record) {
     const SamplingSession asked = tinker::create_sampling_session(record->body);
     State::Sampler& sampler = state_.samplers[id];
     sampler = {.tenant = tenant, .session = asked.session, .base = asked.base, .path = asked.path};
-    if (!asked.path.empty()) sampler.base = state_.saved.at(asked.path).info.base;
+    if (const auto saved = state_.saved.find(asked.path); saved != state_.saved.end())
+      sampler.base = saved->second.info.base;
     sampler.used = record->time();
     state_.controls.push_back(record);
     return;

@@ -36,6 +36,7 @@ struct ServiceOptions {
   std::int64_t waiting = 4096, waiting_bytes = std::int64_t{1} << 30, waiting_samples = 2048;
   double poll_seconds = 25, session_seconds = 900, result_seconds = 3600;
   std::int64_t piece_tokens = 8192;  // a forward_backward is computed in pieces of about this size
+  int deaths = 3;  // an operation in which the process died this often is failed, not tried again
   // A snapshot is due when a replay would take longer than `snapshot_least`, and longer than writing one
   // takes divided by `snapshot_share`: no more than that share of the time goes into snapshots.
   double snapshot_least = 2, snapshot_share = 0.1;
@@ -65,10 +66,13 @@ class Service {
     std::string type = "application/json", body{};
     std::string error{}, category{};  // empty: it succeeded
     bool poison = false;              // a failure that fails the model's later operations
+    bool lost = false;                // a failure that a replay may have where the operation succeeded
     int status = 200;                 // of a control's reply
     std::function<void()> change{};
     std::vector<std::string> closed{};  // samplers
   };
+  struct Attempt;
+  static constexpr std::string_view kSamples = "samples";  // what is done in a pass of several
   enum class Turn { kNone, kControl, kTraining, kSampling, kSnapshot };
 
   // ---- requests (requests.cpp): on the I/O thread ----
@@ -111,7 +115,9 @@ class Service {
   // ---- computing (operations.cpp): on the thread of run(), or in the constructor ----
   Turn choose(State::Model*& model);
   void train(Lock& lock, State::Model& model);  // one piece
-  // None: the operation has further pieces.
+  // A piece of an operation, or a control (`model` null). None: the operation has further pieces. Errors are
+  // part of the outcome.
+  std::optional<Outcome> execute(const LogRecord& record, State::Model* model);
   std::optional<Outcome> advance(State::Model& model, const LogRecord& record);
   Outcome perform(State::Model& model, const LogRecord& record);
   Outcome save(State::Model& model, const LogRecord& record, const SaveWeights& request, Engine::Save which);
@@ -124,6 +130,7 @@ class Service {
   void sample(Lock& lock);
   void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
   void release(const std::string& path);  // before files of a checkpoint change
+  void check_files(const CheckpointInfo& info) const;
   // Journals that the operation is complete (until that succeeds, or the service stops) and applies the
   // outcome.
   void complete(Lock& lock, const Accepted& record, Outcome outcome);
@@ -137,6 +144,8 @@ class Service {
   // ---- durability (snapshot.cpp) ----
   void restore();
   void replay(std::string_view text);
+  void lose(const LogRecord& record, const Outcome& outcome);
+  void write_deaths() const;
   bool snapshot_due() const;
   bool take_snapshot();  // false: it could not be written
 
@@ -172,6 +181,8 @@ class Service {
   std::map<std::string, Share> shares_{};  // by tenant
   std::int64_t turn_ = 0;
   bool sampled_last_ = false, replaying_ = false, stopping_ = false;
+  bool lost_ = false;                    // the replay could not do again all that was done
+  std::map<std::string, int> deaths_{};  // of the process, by the operation or sample that it was busy with
   bool abandoned_ = false;  // the engine is ahead of the journal, which could not be written
   double started_ = 0;
 

@@ -18,8 +18,7 @@ namespace {
 using namespace service_testing;
 namespace fs = std::filesystem;
 
-class Folder {
- public:
+struct Folder {
   Folder() {
     std::string name = (fs::temp_directory_path() / "isograd-service-XXXXXX").string();
     EXPECT_NE(::mkdtemp(name.data()), nullptr);
@@ -29,12 +28,30 @@ class Folder {
   fs::path path;
 };
 
-ServiceOptions options_in(const Folder& folder) {
+struct Served {
+  Served() {
+    options.state = folder.path / "state", options.print_steps = false;
+    options.snapshot_least = 1e9;
+  }
+  // Starts the service: the first time with a session and a model of the client, later on the same state.
+  void serve(bool computes = true) {
+    running.reset();
+    if (!client.session.empty()) engine = {};
+    running.emplace(options, engine, computes);
+    const std::string session = client.session;
+    client = Client(running->transport());
+    client.session = session;
+    if (session.empty()) client.start(), model = client.create();
+  }
+  Folder folder;
+  ToyEngine engine;
   ServiceOptions options;
-  options.state = folder.path / "state", options.print_steps = false;
-  options.snapshot_least = 1e9;
-  return options;
-}
+  std::optional<Running> running;
+  Client client{{}};
+  std::string model;
+};
+
+class ServiceTest : public ::testing::Test, protected Served {};
 
 json sampling(const std::string& sampler, int sequence, int samples = 2, int tokens = 5) {
   return {{"sampling_session_id", sampler},
@@ -47,12 +64,10 @@ json sampling(const std::string& sampler, int sequence, int samples = 2, int tok
 
 TEST(Service, ChunksInAnyOrderAndTwiceAreOneBatch) {
   const auto digest = [](bool shuffled) {
-    Folder folder;
-    ToyEngine engine;
-    Running running(options_in(folder), engine);
-    Client client(running.transport());
-    client.start();
-    const std::string model = client.create();
+    Served one;
+    one.serve();
+    const Client& client = one.client;
+    const std::string model = one.model;
     std::vector<std::string> ids(4);
     for (const int chunk : shuffled ? std::vector{2, 3, 2, 4, 4, 1, 3} : std::vector{1, 2, 3, 4})
       ids[static_cast<std::size_t>(chunk) - 1] =
@@ -74,30 +89,20 @@ TEST(Service, ChunksInAnyOrderAndTwiceAreOneBatch) {
 TEST(Service, PiecesJoinToTheResultOfOneCall) {
   std::vector<std::string> bodies;
   for (const std::int64_t tokens : {1, 7, 1000000}) {
-    Folder folder;
-    ToyEngine engine;
-    ServiceOptions options = options_in(folder);
-    options.piece_tokens = tokens;
-    Running running(options, engine);
-    Client client(running.transport());
-    client.start();
-    const std::string model = client.create();
-    bodies.push_back(client.result(client.forward_backward(forward_backward_body(model, 1, 8, 16))).body);
-    EXPECT_EQ(engine.calls.size(), tokens == 1 ? 16u : tokens == 7 ? 4u : 1u);
+    Served one;
+    one.options.piece_tokens = tokens;
+    one.serve();
+    bodies.push_back(
+        one.client.result(one.client.forward_backward(forward_backward_body(one.model, 1, 8, 16))).body);
+    EXPECT_EQ(one.engine.calls.size(), tokens == 1 ? 16u : tokens == 7 ? 4u : 1u);
   }
   EXPECT_EQ(bodies[0], bodies[2]);
   EXPECT_EQ(bodies[1], bodies[2]);
 }
 
-TEST(Service, AHoleWaitsAndALongPollSaysTryAgain) {
-  Folder folder;
-  ToyEngine engine;
-  ServiceOptions options = options_in(folder);
+TEST_F(ServiceTest, AHoleWaitsAndALongPollSaysTryAgain) {
   options.poll_seconds = 0.2;
-  Running running(options, engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+  serve();
   const std::string late = client.forward_backward(forward_backward_body(model, 2, 1, 1));
   const HttpReply reply = client.post("retrieve_future", {{"request_id", late}});
   EXPECT_EQ(reply.status, 408);
@@ -108,13 +113,8 @@ TEST(Service, AHoleWaitsAndALongPollSaysTryAgain) {
   EXPECT_EQ(client.post("retrieve_future", {{"request_id", "nothing"}}).status, 410);
 }
 
-TEST(Service, AFailedOperationFailsTheLaterOnesWithItsCause) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, AFailedOperationFailsTheLaterOnesWithItsCause) {
+  serve();
   const std::string bad =
       client.forward_backward(forward_backward_body(model, 1, 1, 1, 2, "stable_reinforce"));
   const std::string step = client.step(model, 2);
@@ -122,7 +122,7 @@ TEST(Service, AFailedOperationFailsTheLaterOnesWithItsCause) {
   for (const std::string& id : {bad, step, broken}) {
     const json failure = client.value(id);
     EXPECT_EQ(failure["category"], "user") << failure;
-    EXPECT_NE(failure["error"].get<std::string>().find("stable_reinforce"), std::string::npos) << failure;
+    EXPECT_NE(failure.value("error", "").find("stable_reinforce"), std::string::npos) << failure;
   }
   EXPECT_FALSE(engine.models.contains(model));
   const std::string next = client.create(1);
@@ -136,13 +136,8 @@ TEST(Service, AFailedOperationFailsTheLaterOnesWithItsCause) {
   EXPECT_EQ(client.value(client.step(next, 7))["metrics"]["steps"], 2);
 }
 
-TEST(Service, UserErrorsAreNeverOnesThatClientsRetry) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, UserErrorsAreNeverOnesThatClientsRetry) {
+  serve();
   const auto refused = [&](const HttpReply& reply, int status) {
     EXPECT_EQ(reply.status, status) << reply.body;
     EXPECT_TRUE(json::parse(reply.body).contains("detail"));
@@ -199,11 +194,9 @@ TEST(Service, UserErrorsAreNeverOnesThatClientsRetry) {
   failed(load["request_id"]);
 }
 
-TEST(Service, AnotherTenantsThingsLookUnknown) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client owner(running.transport(), "a"), other(running.transport(), "b");
+TEST_F(ServiceTest, AnotherTenantsThingsLookUnknown) {
+  running.emplace(options, engine);
+  Client owner(running->transport(), "a"), other(running->transport(), "b");
   owner.start(), other.start();
   const std::string model = owner.create();
   const std::string saved = owner.value(owner.operation("save_weights", model, 1, {{"path", "one"}}))["path"];
@@ -247,7 +240,7 @@ TEST(Service, AnotherTenantsThingsLookUnknown) {
     const auto tells = [&](const Client& who) {
       return who.call("GET", path).body.find(model) != std::string::npos;
     };
-    EXPECT_TRUE(tells(owner) && tells(Client(running.transport(), "operator"))) << path;
+    EXPECT_TRUE(tells(owner) && tells(Client(running->transport(), "operator"))) << path;
     EXPECT_FALSE(tells(other)) << path;
   }
   EXPECT_EQ(owner.call("POST", checkpoint + "/publish").status, 200);
@@ -257,13 +250,8 @@ TEST(Service, AnotherTenantsThingsLookUnknown) {
   EXPECT_EQ(other.post("weights_info", {{"tinker_path", saved}}).status, 404);
 }
 
-TEST(Service, WhatWaitsForAnUnloadedModelIsAnswered) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, WhatWaitsForAnUnloadedModelIsAnswered) {
+  serve();
   const std::string unload = client.operation("unload_model", model, 2, json::object());
   const std::string step = client.operation("save_weights", model, 3, {{"path", "late"}});
   client.forward_backward(forward_backward_body(model, 1, 1, 2));  // only now can they run
@@ -271,13 +259,8 @@ TEST(Service, WhatWaitsForAnUnloadedModelIsAnswered) {
   EXPECT_NE(client.result(step).body.find("unloaded"), std::string::npos);
 }
 
-TEST(Service, AForwardPassThatIsRefusedLeavesTheModel) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, AForwardPassThatIsRefusedLeavesTheModel) {
+  serve();
   std::string body = forward_backward_body(model, 1, 1, 2, 2, "no such loss");
   protozero::pbf_writer(body).add_bool(6, true);
   const HttpReply refused = client.result(client.forward_backward(body));
@@ -289,14 +272,8 @@ TEST(Service, AForwardPassThatIsRefusedLeavesTheModel) {
   EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 2);
 }
 
-TEST(Service, Checkpoints) {
-  Folder folder;
-  ToyEngine engine;
-  ServiceOptions options = options_in(folder);
-  Running running(options, engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, Checkpoints) {
+  serve();
   client.forward_backward(forward_backward_body(model, 1, 1, 2));
   client.step(model, 2);
   client.forward_backward(forward_backward_body(model, 3, 5, 2));  // an open accumulator is saved too
@@ -361,15 +338,11 @@ TEST(Service, Checkpoints) {
   EXPECT_EQ(json::parse(client.call("GET", "/isograd/status").body)["models"].size(), 3u);
 }
 
-TEST(Service, Sessions) {
-  Folder folder;
-  ToyEngine engine;
-  ServiceOptions options = options_in(folder);
+TEST_F(ServiceTest, Sessions) {
   options.session_seconds = 1.5;
-  Running running(options, engine);
-  Client client(running.transport()), silent(running.transport());
-  client.start(), silent.start();
-  const std::string model = client.create();
+  serve();
+  Client silent(running->transport());
+  silent.start();
   silent.create();
   const std::string waits = silent.step(silent.session + ":train:0", 2);  // behind a hole
   const std::string sampler = client.value(client.operation(
@@ -390,27 +363,21 @@ TEST(Service, Sessions) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   EXPECT_EQ(client.post("asample", sampling(sampler, 0)).status, 404);
   EXPECT_EQ(client.call("GET", "/api/v1/training_runs/" + model).status, 200);  // still listed
-  running.service.stop();
+  running->service.stop();
   EXPECT_TRUE(engine.models.empty());
   EXPECT_TRUE(engine.samplers.empty());
 }
 
-TEST(Service, Limits) {
-  Folder folder;
-  ToyEngine engine;
-  ServiceOptions options = options_in(folder);
+TEST_F(ServiceTest, Limits) {
   options.models = 1, options.samplers = 2, options.checkpoint_bytes = 1, options.waiting = 3,
   options.waiting_samples = 2;
-  Running running(options, engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+  serve();
   EXPECT_EQ(client
                 .post("create_model",
                       {{"session_id", client.session}, {"model_seq_id", 1}, {"base_model", "toy/base"}})
                 .status,
             400);
-  Client other(running.transport(), "b");
+  Client other(running->transport(), "b");
   other.start(), other.create();
   std::vector<std::string> samplers;
   std::int64_t sequence = 0;
@@ -434,14 +401,11 @@ TEST(Service, Limits) {
   EXPECT_EQ(client.result(first).status, 200);
 }
 
-TEST(Service, TenantsTakeTurnsByTime) {
-  Folder folder;
-  ToyEngine engine;
+TEST_F(ServiceTest, TenantsTakeTurnsByTime) {
   engine.datum_time = std::chrono::milliseconds(1);
-  ServiceOptions options = options_in(folder);
   options.piece_tokens = 8;  // four datums
-  Running running(options, engine);
-  Client many(running.transport(), "a"), few(running.transport(), "b");
+  running.emplace(options, engine);
+  Client many(running->transport(), "a"), few(running->transport(), "b");
   many.start(), few.start();
   const std::string big = many.create(), small = few.create();
   const std::string last = many.forward_backward(forward_backward_body(big, 1, 1, 400));
@@ -449,7 +413,7 @@ TEST(Service, TenantsTakeTurnsByTime) {
     few.result(few.forward_backward(forward_backward_body(small, i, 1, 1)));
   }
   EXPECT_EQ(many.result(last).status, 200);
-  running.service.stop();
+  running->service.stop();
   // One datum of B waits for at most the piece that runs when it comes, and one more.
   std::size_t run = 0, longest = 0;
   std::size_t ended = 0;
@@ -463,11 +427,9 @@ TEST(Service, TenantsTakeTurnsByTime) {
   EXPECT_LT(ended, engine.calls.size() - 10);
 }
 
-TEST(Service, XorlsClientCountsNothingAndHasNoSession) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  const Transport transport = running.transport();
+TEST_F(ServiceTest, XorlsClientCountsNothingAndHasNoSession) {
+  running.emplace(options, engine);
+  const Transport transport = running->transport();
   const auto post = [&](const std::string& path, const json& body) {
     HttpRequest request = request_of("POST", "/api/v1/" + path, body.dump());
     request.headers.erase("x-api-key");
@@ -512,13 +474,11 @@ TEST(Service, XorlsClientCountsNothingAndHasNoSession) {
 
 // Requests of xorl's client that do not train, some made twice: its connection may break. The state survives
 // a restart.
-TEST(Service, XorlSessionsAreShownAbortedAndKilled) {
-  Folder folder;
-  auto engine = std::make_unique<ToyEngine>();
-  auto running = std::make_unique<Running>(options_in(folder), *engine);
+TEST_F(ServiceTest, XorlSessionsAreShownAbortedAndKilled) {
+  running.emplace(options, engine);
   const auto restart = [&] {
-    running.reset(), engine = std::make_unique<ToyEngine>();
-    running = std::make_unique<Running>(options_in(folder), *engine);
+    running.reset(), engine = {};
+    running.emplace(options, engine);
   };
   const auto ask = [&](const std::string& method, const std::string& path, const json& body = {}) {
     HttpRequest request = request_of(method, "/api/v1/" + path, body.is_null() ? "" : body.dump());
@@ -572,9 +532,9 @@ TEST(Service, XorlSessionsAreShownAbortedAndKilled) {
   EXPECT_EQ(value(promise)["model_id"], run);
   const HttpReply load = ask("POST", "load_weights", {{"model_id", run}, {"path", saved}});
   EXPECT_EQ(value(json::parse(load.body))["path"], saved);
-  EXPECT_EQ(engine->models.size(), 2u);
+  EXPECT_EQ(engine.models.size(), 2u);
   EXPECT_EQ(ask("POST", "kill_session", {{"model_id", run}, {"save_checkpoint", false}}).status, 200);
-  EXPECT_EQ(engine->models.size(), 1u);
+  EXPECT_EQ(engine.models.size(), 1u);
 
   for (int i = 0; i < 2; ++i)
     EXPECT_EQ(post("delete_checkpoint", {{"checkpoint_id", "weights/one"}}),
@@ -585,9 +545,9 @@ TEST(Service, XorlSessionsAreShownAbortedAndKilled) {
   EXPECT_EQ(killed["success"], true);
   EXPECT_EQ(listed(), std::vector<std::string>{"weights/operation-8"});
   EXPECT_TRUE(killed["checkpoint_path"].get<std::string>().ends_with("/weights/operation-8"));
-  EXPECT_TRUE(engine->models.empty());
+  EXPECT_TRUE(engine.models.empty());
   restart();
-  EXPECT_TRUE(engine->models.empty());
+  EXPECT_TRUE(engine.models.empty());
   EXPECT_EQ(post("kill_session", json::object()), killed);
   EXPECT_EQ(json::parse(ask("GET", "session_info").body)["registered_models"], json::array());
   EXPECT_EQ(ask("POST", "optim_step", {{"model_id", "m"}, {"adam_params", {{"learning_rate", 0.1}}}}).status,
@@ -600,13 +560,8 @@ TEST(Service, XorlSessionsAreShownAbortedAndKilled) {
   EXPECT_FALSE(post("kill_session", json::object()).contains("checkpoint_path"));
 }
 
-TEST(Service, AFullJournalRefusesAndGoesOn) {
-  Folder folder;
-  ToyEngine engine;
-  Running running(options_in(folder), engine);
-  Client client(running.transport());
-  client.start();
-  const std::string model = client.create();
+TEST_F(ServiceTest, AFullJournalRefusesAndGoesOn) {
+  serve();
   client.result(client.forward_backward(forward_backward_body(model, 1, 1, 1)));
   const auto size = fs::file_size(folder.path / "state" / "journal");
   rlimit former{};
@@ -628,44 +583,35 @@ TEST(Service, AFullJournalRefusesAndGoesOn) {
 
 TEST(Service, ARestartGoesOnWithTheSameBits) {
   for (const double snapshots : {1e9, 0.0}) {  // by replay alone; by snapshots
-    Folder folder;
-    ServiceOptions options = options_in(folder);
-    options.snapshot_least = snapshots, options.snapshot_share = 1e9;
-    std::string model, sampler, future, waits;
-    HttpReply sampled;
-    Client client({});
-    const auto last_step = [&] {
-      return json::parse(client.call("GET", "/isograd/status").body)["models"][0]["last"];
+    Served one;
+    one.options.snapshot_least = snapshots, one.options.snapshot_share = 1e9;
+    one.serve();
+    const Client& client = one.client;
+    const std::string model = one.client.create(1, {{"rank", 8}});  // seeds are drawn
+    client.forward_backward(forward_backward_body(model, 1, 1, 3));
+    client.result(client.step(model, 2));
+    client.forward_backward(forward_backward_body(model, 3, 7, 3));
+    const auto save = [&](int number) {
+      return client.value(client.operation("save_weights_for_sampler", model, 4,
+                                           {{"sampling_session_seq_id", number}}))["sampling_session_id"];
     };
-    json last;
-    {
-      ToyEngine engine;
-      Running running(options, engine);
-      client = Client(running.transport());
-      client.start();
-      model = client.create(0, {{"rank", 8}});  // seeds are drawn
-      client.forward_backward(forward_backward_body(model, 1, 1, 3));
-      client.result(client.step(model, 2));
-      client.forward_backward(forward_backward_body(model, 3, 7, 3));
-      sampler = client.value(client.operation("save_weights_for_sampler", model, 4,
-                                              {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
-      future = client.sure("asample", sampling(sampler, 0))["request_id"];
-      sampled = client.result(future);
-      waits = client.step(model, 7);
-      last = last_step();
-      if (snapshots > 0) running.service.stop();
-    }
-    ToyEngine engine;
-    Running running(options, engine);
-    const std::string session = client.session;
-    client = Client(running.transport());
-    client.session = session;
-    EXPECT_EQ(last["datums"], 3);
-    EXPECT_EQ(last_step(), last);
+    const std::string sampler = save(0), future = client.sure("asample", sampling(sampler, 0))["request_id"];
+    const HttpReply sampled = client.result(future);
+    const std::string waits = client.step(model, 7);
+    const auto last_steps = [&] {
+      json last = json::array();
+      for (const json& each : json::parse(client.call("GET", "/isograd/status").body)["models"])
+        if (each.contains("last")) last.push_back(each["last"]);
+      return last;
+    };
+    const json last = last_steps();
+    if (snapshots > 0) one.running->service.stop();
+    one.serve();
+    ASSERT_FALSE(last.empty());
+    EXPECT_EQ(last.back()["datums"], 3);
+    EXPECT_EQ(last_steps(), last);
     EXPECT_EQ(client.result(future).body, sampled.body);
-    EXPECT_EQ(client.value(client.operation("save_weights_for_sampler", model, 4,
-                                            {{"sampling_session_seq_id", 9}}))["sampling_session_id"],
-              sampler);
+    EXPECT_EQ(save(9), sampler);
     client.forward_backward(forward_backward_body(model, 5, 9, 1));
     client.forward_backward(forward_backward_body(model, 6, 11, 1));
     const json metrics = client.value(waits)["metrics"];
@@ -674,6 +620,157 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     client.result(client.sure("asample", sampling(sampler, 1))["request_id"]);
     EXPECT_EQ(client.result(future).body, sampled.body);
   }
+}
+
+// ---- deaths and damage ----
+
+// How often the process dies before the work, which waits for results, is done in it.
+int deaths_in(Served& served, const std::function<void()>& work) {
+  for (int deaths = 0; deaths < 20; ++deaths) {
+    served.running.reset();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ToyEngine::deadly = 13;
+      ::alarm(20);
+      try {
+        served.serve(), work();
+        ::_exit(0);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "the server cannot start: %s\n", error.what());
+        ::_exit(3);
+      }
+    }
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    if (WEXITSTATUS(status) == 0) return deaths;
+    EXPECT_EQ(WEXITSTATUS(status), 13);
+  }
+  return -1;
+}
+
+TEST_F(ServiceTest, AnOperationThatKillsTheProcessIsFailedAndTheOthersGoOn) {
+  Served undisturbed;
+  json expected;
+  for (Served* one : {&undisturbed, static_cast<Served*>(this)}) {
+    const Client& use = one->client;
+    one->serve();
+    const std::string good = one->client.create(1);
+    const std::string sampler = use.value(use.operation(
+        "save_weights_for_sampler", one->model, 1, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+    one->serve(false);  // what follows is accepted alone
+    std::vector<std::string> ids{use.forward_backward(forward_backward_body(good, 1, 5, 2)),
+                                 use.step(good, 2)};
+    ids.push_back(use.sure("asample", sampling(sampler, 1))["request_id"]);
+    if (one != this) {
+      one->serve();
+      expected = use.value(ids[1]);
+      use.result(ids[2]);
+      continue;
+    }
+    ids.push_back(use.forward_backward(forward_backward_body(model, 2, 13, 1)));
+    ids.push_back(use.step(model, 3));
+    json ask = sampling(sampler, 0);
+    ask["sampling_params"]["seed"] = 13;
+    ids.push_back(use.sure("asample", ask)["request_id"]);
+    // Once in a pass of both samples, then by itself each.
+    EXPECT_EQ(deaths_in(*this,
+                        [&] {
+                          for (const std::string& id : ids) use.result(id);
+                        }),
+              1 + 2 + 3);
+    serve();
+    EXPECT_EQ(use.value(ids[1]), expected);
+    EXPECT_EQ(use.result(ids[2]).type, tinker::kProtobuf);
+    for (std::size_t i = 3; i < 6; ++i) {
+      const json failure = use.value(ids[i]);
+      EXPECT_NE(failure.value("error", "").find("died 3 times"), std::string::npos) << failure;
+      EXPECT_EQ(failure["category"], i == 4 ? "user" : "server") << failure;
+    }
+    EXPECT_EQ(use.value(use.operation("unload_model", model, 4))["type"], "unload_model");
+  }
+}
+
+TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
+  for (const bool missing : {false, true}) {
+    Served one;
+    one.serve();
+    Client& use = one.client;
+    const auto load = [&](int number, const json& path) {
+      const json promise = use.sure(
+          "load_weights",
+          {{"session_id", use.session}, {"model_seq_id", number}, {"path", path}, {"optimizer", true}});
+      return use.value(promise["request_id"]);
+    };
+    const json path = use.value(use.operation("save_weights", one.model, 1, {{"path", "one"}}))["path"];
+    one.serve();  // behind a snapshot: a replay does not save it again
+    load(1, path);
+    const std::string lost = use.session + ":train:1", other = use.create(2);
+    use.forward_backward(forward_backward_body(lost, 1, 1, 1));
+    const json kept = use.value(use.operation("save_weights", lost, 2, {{"path", "kept"}}))["path"];
+    const std::string sampler = use.value(use.operation(
+        "save_weights_for_sampler", lost, 3, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+    const std::string sample = use.sure("asample", sampling(sampler, 0))["request_id"],
+                      sampled = use.result(sample).body;
+    use.result(use.forward_backward(forward_backward_body(other, 1, 1, 2)));
+    const fs::path state = one.options.state, copy = one.folder.path / "copy";
+    fs::copy(state, copy, fs::copy_options::recursive);  // as a kill leaves it, without a snapshot
+    one.running.reset();
+    fs::remove_all(state), fs::rename(copy, state);
+    for (const auto& entry : fs::directory_iterator(state / "checkpoints"))
+      if (entry.path().string().ends_with("~one"))
+        missing ? fs::remove_all(entry.path()) : (std::ofstream(entry.path() / "toy") << "x", 0);
+    for (int start = 0; start < 2; ++start) {
+      one.serve();
+      const json failure = use.value(use.step(lost, 4 + start));
+      EXPECT_NE(failure.value("error", "").find(missing ? "no folder" : "checksum"), std::string::npos)
+          << failure;
+      EXPECT_EQ(use.result(sample).body, sampled);
+      EXPECT_EQ(load(3 + start, kept)["type"], "load_weights");
+    }
+    EXPECT_EQ(use.value(use.step(other, 2))["metrics"]["datums"], 2);
+  }
+}
+
+TEST_F(ServiceTest, AJournalThatLostItsEndGoesOnFromTheSnapshot) {
+  serve();
+  const fs::path journal = options.state / "journal", old = folder.path / "old";
+  fs::copy_file(journal, old);
+  client.forward_backward(forward_backward_body(model, 1, 1, 1));
+  client.result(client.step(model, 2));
+  running.reset();  // writes a snapshot
+  fs::copy_file(old, journal, fs::copy_options::overwrite_existing);
+  for (int i = 0; i < 2; ++i) {
+    serve();
+    client.forward_backward(forward_backward_body(model, 3 + 2 * i, 1, 1));
+    EXPECT_EQ(client.value(client.step(model, 4 + 2 * i))["metrics"]["steps"], 2 + i);
+  }
+}
+
+TEST_F(ServiceTest, ExpiredFilesThatNobodyListsAreRemovedAtTheStart) {
+  CheckpointInfo info;
+  info.run = "a:train:0", info.kind = "weights", info.name = "old", info.created = 1, info.expires = 2;
+  CheckpointStore store(options.state / "checkpoints");
+  store.save(info, false, [](const fs::path&) { return 0; });
+  serve();
+  EXPECT_FALSE(fs::exists(store.directory(info)));
+}
+
+TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {
+  serve();
+  const json path = client.value(client.operation("save_weights", model, 1, {{"path", "one"}}))["path"];
+  client.value(client.operation("load_weights", model, 2, {{"path", path}, {"optimizer", true}}));
+  engine.full = true;
+  const std::string url = "/api/v1/training_runs/" + model + "/checkpoints/weights/one";
+  const HttpReply refused = client.call("DELETE", url);
+  EXPECT_EQ(refused.status, 400) << refused.body;
+  EXPECT_NE(refused.body.find("room"), std::string::npos) << refused.body;
+  engine.full = false;
+}
+
+TEST_F(ServiceTest, InvalidUtf8IsAnErrorLikeAnyOther) {
+  serve();
+  const std::string bad = client.forward_backward(forward_backward_body(model, 1, 1, 1, 2, "ÿþ"));
+  for (int start = 0; start < 2; ++start, serve()) EXPECT_EQ(client.value(bad)["category"], "user");
 }
 
 // ---- kills ----
@@ -855,6 +952,7 @@ TEST(Service, KillsLoseAndDoubleNothing) {
   ServiceOptions options;
   options.print_steps = false, options.piece_tokens = 4, options.poll_seconds = 5;
   options.snapshot_least = 0.01, options.snapshot_share = 0.5;
+  options.deaths = 1'000'000;  // by others, not by what an operation asks for
   std::vector<std::string> expected;
   {
     Folder folder;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <bit>
 #include <chrono>
@@ -38,6 +39,9 @@ class ToyEngine : public Engine {
   };
   std::chrono::microseconds datum_time{0};
   std::vector<std::string> calls{};  // models, in the order of forward_backward
+  bool full = false;                 // no save has room
+  // A target whose forward_backward ends the process, and a seed whose samples do.
+  static inline std::int64_t deadly = -1;
 
   const std::vector<BaseModel>& bases() const override { return bases_; }
   void create(const std::string& model, const CreateModel& request) override {
@@ -62,6 +66,7 @@ class ToyEngine : public Engine {
         scores.numbers.push_back(static_cast<float>(toy.number * static_cast<double>(targets[i])));
         result.metrics["loss:sum"] -= toy.number * static_cast<double>(targets[i]) * weights[i];
         if (request.forward_only) continue;
+        if (targets[i] == deadly) ::_exit(static_cast<int>(deadly));
         toy.gradient += weights[i] * static_cast<double>(targets[i]);
         toy.digest = mix(toy.digest, static_cast<std::uint64_t>(targets[i]));
       }
@@ -88,6 +93,7 @@ class ToyEngine : public Engine {
   }
   void remove(const std::string& model) override { ISOGRAD_INVARIANT(models.erase(model) == 1, model); }
   std::int64_t save(const std::string& model, Save, const std::filesystem::path& directory) override {
+    if (full) refuse("save", "a full disk", "room", "Make some");
     return write(directory / "toy", models.at(model));
   }
   void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
@@ -122,6 +128,7 @@ class ToyEngine : public Engine {
   std::vector<Sampled> sample_pass() override {  // a token of each sequence
     std::vector<Sampled> complete;
     for (auto& [id, running] : running_) {
+      if (static_cast<std::int64_t>(running.seed) == deadly) ::_exit(static_cast<int>(deadly));
       for (std::size_t i = 0; i < running.result.sequences.size(); ++i) {
         SampledSequence& sequence = running.result.sequences[i];
         const std::uint64_t key = mix(mix(running.digest, running.seed), i * 1000 + sequence.tokens.size());
@@ -289,14 +296,16 @@ class Client {
   std::string tenant_;
 };
 
-// A service that computes on a thread of its own.
+// A service that computes on a thread of its own, or not at all.
 class Running {
  public:
-  Running(ServiceOptions options, Engine& engine)
-      : service(std::move(options), engine), thread_([this] { service.run(); }) {}
+  Running(ServiceOptions options, Engine& engine, bool computes = true)
+      : service(std::move(options), engine) {
+    if (computes) thread_ = std::thread([this] { service.run(); });
+  }
   ~Running() {
     service.stop();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
   Transport transport() {
     return [this](const HttpRequest& request, const std::string& tenant) {

@@ -19,6 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::string_view kSnapshot = "snapshot-";
+constexpr const char* kDeaths = "deaths.json";
 constexpr double kKeepDeleted = 3600, kKeepClosed = 86400;  // seconds
 
 // Numbers of the snapshots in the folder.
@@ -70,6 +71,10 @@ void Service::stop() {
 
 void Service::restore() {
   const auto start = std::chrono::steady_clock::now();
+  const std::string died_in = folder_.set_doing("");
+  if (const fs::path deaths = folder_.path() / kDeaths; fs::exists(deaths))
+    parse_json(read_file(deaths)).value.get_to(deaths_);
+  if (!died_in.empty() && died_in != kSamples) deaths_[died_in] += 1, write_deaths();
   const std::vector<std::uint64_t> numbers = snapshots_in(folder_.path());
   std::uint64_t position = 0;
   if (!numbers.empty()) {
@@ -99,11 +104,19 @@ void Service::restore() {
                                          if (after > position) replay(text), ++count;
                                        });
   replaying_ = false;
-  if (journal_->position() < position)
-    refuse((folder_.path() / "journal").string(), fmt::format("{} bytes", journal_->position()),
-           fmt::format("at least the {} that the snapshot has", position),
-           "Restore the state folder from a copy");
+  if (died_in == kSamples) {
+    for (const auto& [id, sample] : state_.samples) deaths_[id] += 1;
+    write_deaths();
+  }
+  if (journal_->position() < position) {
+    print(stderr,
+          fmt::format("{}: the journal ends before its snapshot, as after a power cut: what was accepted "
+                      "after the snapshot is lost (--sync keeps it)\n",
+                      printable(folder_.path().string())));
+    journal_->drop_before(position);
+  }
   position_at_snapshot_ = position;
+  store_.remove_expired(seconds_now(), loaded_since_);
   for (const auto& [id, future] : state_.futures)
     if (future.done) results_.emplace_back(future.finished + options_.result_seconds, id);
   std::sort(results_.begin(), results_.end());
@@ -114,6 +127,17 @@ void Service::restore() {
         stdout,
         fmt::format("restored {}: {} records replayed in {:.2f} s\n", printable(folder_.path().string()),
                     count, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
+  // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
+  if (lost_ && !take_snapshot())
+    refuse(folder_.path().string(), "no room for a snapshot", "room in the state folder", "Free space there");
+}
+
+void Service::write_deaths() const {
+  try {
+    write_file(folder_.path() / kDeaths, nlohmann::json(deaths_).dump());
+  } catch (const ConfigError& error) {
+    print(stderr, fmt::format("{}\n", printable(error.what())));  // a full disk: a death may be forgotten
+  }
 }
 
 void Service::replay(std::string_view text) {
@@ -138,25 +162,40 @@ void Service::replay(std::string_view text) {
   outcome.poison = record->head.value("poison", false);
   if (outcome.error.empty() && of != "sample") {
     const auto start = std::chrono::steady_clock::now();
+    State::Model* const model =
+        of == "operation" || of == "model" ? &state_.models.at(record->text("model")) : nullptr;
     lock.unlock();  // as in live operation
-    if (of == "control" || of == "sampler") {
-      outcome = control(*accepted);
-    } else {
-      State::Model& model = state_.models.at(record->text("model"));
-      std::optional<Outcome> found;
-      while (!found) {
-        found = advance(model, *accepted);
-        if (!model.progress) continue;
-        const std::int64_t tokens = std::exchange(model.progress->tokens, 0);
-        model.tokens += tokens, model.step_tokens += model.progress->request.forward_only ? 0 : tokens;
-      }
-      outcome = std::move(*found);
-    }
+    std::optional<Outcome> found;
+    while (!found) found = execute(*accepted, model);
+    outcome = std::move(*found);
     lock.lock();
+    if (!outcome.error.empty()) lose(*accepted, outcome);
     work_since_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   }
   if (record->head.contains("closed")) record->head.at("closed").get_to(outcome.closed);
   apply(accepted, outcome, record->time());
+}
+
+// A succeeded operation cannot be done again: files that it read are damaged, or the process dies in it. Its
+// model fails with that cause, and all others go on. Any other error ends the start, because flags may be
+// wrong that the next start has right.
+void Service::lose(const LogRecord& record, const Outcome& outcome) {
+  if (!outcome.lost)
+    refuse(record.text("id"), "when it is done again: " + outcome.error, "the result that it had",
+           "Start with the flags and base models of before");
+  print(stderr, fmt::format("{} is lost: {}\n", record.text("id"), printable(outcome.error)));
+  lost_ = true;
+  if (record.text("path") != "save_weights_for_sampler" || record.xorl()) return;
+  const Operation<SaveWeights> save = tinker::save_weights_for_sampler(record.body);
+  if (save.body.name || !save.body.sampling_sequence) return;
+  // Samples are journalled that name it.
+  const State::Model& model = state_.models.at(record.text("model"));
+  state_.samplers[tinker::sampler_id(model.session, *save.body.sampling_sequence)] = {
+      .tenant = model.tenant,
+      .session = model.session,
+      .base = model.request.base,
+      .closed = true,
+      .failure = outcome.error};
 }
 
 // Bodies count too: they are read again, and they fill the disk.
@@ -235,7 +274,8 @@ bool Service::take_snapshot() {
     for (const std::string& id : samplers)
       add(id, -1, [&](const fs::path& into) { engine_.save_sampler(id, into); });
     write_file(folder.directory() / "blobs", blobs);
-    write_file(folder.directory() / "state.json", all.dump());
+    write_file(folder.directory() / "state.json",
+               all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
     folder.commit();
   } catch (const std::exception& error) {
     print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));
@@ -243,17 +283,20 @@ bool Service::take_snapshot() {
     snapshot_after_ = seconds_now() + 10;
     return false;
   }
-  const Lock lock(mutex_);
   const fs::path former = snapshot_path(folder_.path(), snapshot_number_);
-  snapshot_number_ = number, snapshot_folders_ = std::move(folders);
-  all.at("position").get_to(position_at_snapshot_);
-  loaded_since_.clear();
-  work_since_ = 0, snapshot_seconds_ = passed();
-  try {
+  {
+    const Lock lock(mutex_);
+    snapshot_number_ = number, snapshot_folders_ = std::move(folders);
+    all.at("position").get_to(position_at_snapshot_);
+    loaded_since_.clear();
+    work_since_ = 0, snapshot_seconds_ = passed();
+    std::erase_if(expired, [&](const CheckpointInfo& info) { return state_.saved.contains(info.path()); });
+  }
+  try {                      // without the lock, so that requests are answered meanwhile
     fs::remove_all(former);  // first: it makes room for the journal's copy
     journal_->drop_before(position_at_snapshot_);
     for (const CheckpointInfo& info : expired)
-      if (fs::exists(store_.directory(info)) && !state_.saved.contains(info.path())) store_.remove(info);
+      if (fs::exists(store_.directory(info))) store_.remove(info);
   } catch (const std::exception& error) {  // a restart skips what the snapshot has
     print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
   }

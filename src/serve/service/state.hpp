@@ -29,7 +29,7 @@ struct LogRecord {
   double time() const { return head.value("time", 0.0); }
   bool xorl() const { return head.value("xorl", false); }
   std::uint64_t seed() const { return std::stoull(text("draw").substr(0, 16), nullptr, 16); }
-  std::string encode() const { return head.dump() + "\n" + body; }
+  std::string encode() const;
   static LogRecord decode(std::string_view text);
 };
 using Accepted = std::shared_ptr<const LogRecord>;

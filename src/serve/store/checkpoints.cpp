@@ -219,10 +219,10 @@ void CheckpointStore::remove(const CheckpointInfo& info) {
   by_path_.erase(path);
 }
 
-void CheckpointStore::remove_expired(double now) {
+void CheckpointStore::remove_expired(double now, const std::set<std::string>& kept) {
   std::vector<CheckpointInfo> old;
   for (const auto& [path, info] : by_path_)
-    if (expired(info, now)) old.push_back(info);
+    if (expired(info, now) && !kept.contains(path)) old.push_back(info);
   for (const CheckpointInfo& info : old) remove(info);
 }
 

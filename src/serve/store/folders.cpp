@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr int kVersion = 1;  // of everything below the state folder
 constexpr const char* kPartial = ".partial-";
+constexpr std::size_t kDoingBytes = 256;
 
 void check_version(const fs::path& file) {
   std::error_code error;
@@ -38,6 +40,19 @@ void check_version(const fs::path& file) {
            "Start the isograd that wrote the folder, or name another folder");
 }
 
+// The file's bytes in memory, shared with it.
+char* map_doing(const fs::path& path) {
+  std::error_code error;
+  if (fs::file_size(path, error) != kDoingBytes || error) write_file(path, std::string(kDoingBytes, '\0'));
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  void* const bytes =
+      file < 0 ? MAP_FAILED : ::mmap(nullptr, kDoingBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  const int code = errno;
+  if (file >= 0) ::close(file);
+  if (bytes == MAP_FAILED) refuse_file("map", path, code);
+  return static_cast<char*>(bytes);
+}
+
 }  // namespace
 
 StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
@@ -49,13 +64,28 @@ StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
       refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
              "Stop the other server, or name another folder");
     check_version(path_ / "VERSION");
+    doing_ = map_doing(path_ / "DOING");
   } catch (...) {
     ::close(lock_);
     throw;
   }
 }
 
-StateFolder::~StateFolder() { ::close(lock_); }
+StateFolder::~StateFolder() {
+  ::munmap(doing_, kDoingBytes);
+  ::close(lock_);
+}
+
+std::string StateFolder::set_doing(std::string_view name) {
+  std::string former(doing_ + 1, static_cast<unsigned char>(*doing_));
+  // The length comes last: a kill in between leaves no half of a name.
+  const std::atomic_ref<char> length(*doing_);
+  length.store(0);
+  name = name.substr(0, kDoingBytes - 1);
+  name.copy(doing_ + 1, name.size());
+  length.store(static_cast<char>(name.size()));
+  return former;
+}
 
 WholeFolder::WholeFolder(fs::path target) : target_(std::move(target)) {
   static std::atomic<unsigned> serial{0};

@@ -224,13 +224,13 @@ void Journal::drop_before(std::uint64_t position) {
   if (position == impl.base) return;
   const MappedFile mapped(impl.file);
   const std::string_view text = text_of(mapped).substr(0, static_cast<std::size_t>(impl.offset_of(impl.end)));
-  bool is_end = false;
+  bool is_end = position > impl.end;
   walk(impl.file, text, impl.base,
        [&](std::uint64_t after, std::string_view) { is_end |= after == position; });
   ISOGRAD_INVARIANT(is_end, fmt::format("position {} of {} to {}", position, impl.base, impl.end));
   AtomicFile file(impl.file);
   file.write(header_text(position));
-  file.write(text.substr(static_cast<std::size_t>(impl.offset_of(position))));
+  if (position < impl.end) file.write(text.substr(static_cast<std::size_t>(impl.offset_of(position))));
   try {
     file.commit();
   } catch (...) {
@@ -238,7 +238,7 @@ void Journal::drop_before(std::uint64_t position) {
     throw;
   }
   impl.open();
-  impl.synced = impl.end;
+  impl.synced = impl.end = std::max(impl.end, position);
 }
 
 }  // namespace isograd::serve

@@ -7,6 +7,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,10 +23,14 @@ class StateFolder {
   StateFolder(const StateFolder&) = delete;
   StateFolder& operator=(const StateFolder&) = delete;
   const std::filesystem::path& path() const { return path_; }
+  // Names what is done now, in at most 255 bytes; empty: nothing. A file in memory has the name, so that a
+  // kill leaves it for the next process, and it costs no system call. Returns the former name.
+  std::string set_doing(std::string_view name);
 
  private:
   std::filesystem::path path_;
   int lock_ = -1;
+  char* doing_ = nullptr;  // a byte with the length, then the name
 };
 
 // An append-only file of records {u32 length, u32 its checksum, u64 XXH3, bytes}; any thread may append. A
@@ -46,8 +52,8 @@ class Journal {
   // waiting append fails.
   std::uint64_t append(std::string_view record);
   std::uint64_t position() const;
-  // Removes all records before `position`, which append() returned (a snapshot has their effect). Whole or
-  // not at all.
+  // Removes all records before `position` (a snapshot has their effect), which append() returned, or which
+  // lies beyond the end, after a power cut. Whole or not at all.
   void drop_before(std::uint64_t position);
 
  private:
@@ -113,7 +119,7 @@ class CheckpointStore {
   std::vector<CheckpointInfo> list(const std::string& tenant, double now) const;  // newest first
   void update(const CheckpointInfo& info);                                        // expiry, public
   void remove(const CheckpointInfo& info);
-  void remove_expired(double now);
+  void remove_expired(double now, const std::set<std::string>& kept = {});  // kept: paths
 
  private:
   std::filesystem::path root_;
