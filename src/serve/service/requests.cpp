@@ -71,6 +71,16 @@ Address address_of(const std::string& body, bool protobuf) {
   return found;
 }
 
+// A body without secrets, which the journal must not keep and nothing here reads.
+std::string without_secrets(const std::string& path, const std::string& body) {
+  if (path == "forward_backward" || path == "forward") return body;  // large, and they have none
+  auto parsed = parse_json(body);
+  bool found = false;
+  for (const char* key : {"weights_access_token", "access_token", "api_key", "token"})
+    if (parsed.problem.empty()) found |= parsed.value.erase(key) > 0;
+  return found ? parsed.value.dump() : body;
+}
+
 // Why an endpoint of the vendor's service is not here, and what serves instead.
 std::string why_not(const std::string& path) {
   static constexpr std::pair<const char*, const char*> kReasons[] = {
@@ -417,7 +427,7 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
       refuse("create_model", fmt::format("{} models of this key", options_.models),
              fmt::format("at most {}", options_.models),
              "Close sessions whose models are not needed any more");
-    LogRecord record = new_record("model", id, tenant, request.body);
+    LogRecord record = new_record("model", id, tenant, without_secrets("", request.body));
     record.head.update({{"model", asked.model},
                         {"session", asked.session},
                         {"sequence", 0},
@@ -458,7 +468,7 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     usable_session(model.session, tenant);
     // Refusing the one that runs next would let the others wait for ever.
     if (sequence != model.next) check_room(tenant, request.body.size());
-    LogRecord record = operation_record(model, sequence, path, request.body, xorl);
+    LogRecord record = operation_record(model, sequence, path, without_secrets(path, request.body), xorl);
     if (address.forward_only) record.head["forward_only"] = true;
     accept(std::move(record));
   }
@@ -518,7 +528,7 @@ HttpReply Service::create_sampler(const HttpRequest& request, const std::string&
     if (std::count_if(state_.samplers.begin(), state_.samplers.end(), busy) >= options_.samplers)
       refuse("create_sampling_session", "as many samplers at work",
              fmt::format("fewer than {}", options_.samplers), "Wait for their results");
-    LogRecord record = new_record("sampler", id, tenant, request.body);
+    LogRecord record = new_record("sampler", id, tenant, without_secrets("", request.body));
     record.head["path"] = "open";
     accept(std::move(record));
   }

@@ -767,6 +767,22 @@ TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {
   engine.full = false;
 }
 
+TEST_F(ServiceTest, SecretsAreNotJournalled) {
+  serve();
+  const std::string secret = "only-its-owner-knows";
+  client.value(client.operation("load_weights", model, 1,
+                                {{"path", "tinker://a/weights/b"}, {"weights_access_token", secret}}));
+  client.sure("load_weights", {{"session_id", client.session},
+                               {"model_seq_id", 1},
+                               {"path", "tinker://a/weights/b"},
+                               {"optimizer", true},
+                               {"weights_access_token", secret}});
+  std::ifstream file(options.state / "journal", std::ios::binary);
+  const std::string journal(std::istreambuf_iterator<char>(file), {});
+  EXPECT_NE(journal.find("tinker://a/weights/b"), std::string::npos);
+  EXPECT_EQ(journal.find(secret), std::string::npos);
+}
+
 TEST_F(ServiceTest, InvalidUtf8IsAnErrorLikeAnyOther) {
   serve();
   const std::string bad = client.forward_backward(forward_backward_body(model, 1, 1, 1, 2, "ÿþ"));
