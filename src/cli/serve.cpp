@@ -170,8 +170,10 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
     service_options.client_config = flags.client_config;
   }
   serve::Service service(service_options, engine);
-  const auto admit = [known](const serve::HttpRequest& request) -> std::unique_ptr<serve::HttpReply> {
-    if (tenant_of(request, known)) return nullptr;
+  const auto admit = [&service,
+                      known](const serve::HttpRequest& request) -> std::unique_ptr<serve::HttpReply> {
+    if (const auto tenant = tenant_of(request, known))
+      return request.too_large > 0 ? service.unread(request, *tenant) : nullptr;
     return std::make_unique<serve::HttpReply>(
         serve::HttpReply{.status = 401, .body = R"({"detail": "a missing or unknown API key"})"});
   };

@@ -14,6 +14,8 @@ struct HttpRequest {
   std::map<std::string, std::string> query;
   std::map<std::string, std::string> headers;  // names in lower case
   std::string body;
+  std::int64_t too_large =
+      0;  // the limit, where the body is beyond it: then `body` has its first bytes alone
 };
 
 struct HttpReply {
@@ -39,7 +41,8 @@ class HttpServer {
  public:
   // Called on the I/O thread and must return at once.
   using Handler = std::function<void(const HttpRequest& request, Respond respond)>;
-  // Asked before a body is read, with all but the body, on the I/O thread: an answer refuses the request.
+  // Asked before a body is read, with all but the body, on the I/O thread: an answer refuses the request. Of
+  // a body that is too large it is asked again: an answer replaces the 413.
   using Admit = std::function<std::unique_ptr<HttpReply>(const HttpRequest& request)>;
   HttpServer(HttpOptions options, Admit admit, Handler handler);  // ConfigError: the address cannot be had
   ~HttpServer();                                                  // answers what waits with 503

@@ -321,6 +321,21 @@ TEST(Http, HalfABodyIsNoRequest) {
   EXPECT_EQ(called, 0);
 }
 
+TEST(Http, ABodyThatIsTooLargeIsKnownByItsBeginning) {
+  const auto told = [](const HttpRequest& request) -> std::unique_ptr<HttpReply> {
+    if (request.too_large == 0) return nullptr;
+    return std::make_unique<HttpReply>(HttpReply{.status = 200, .body = request.body.substr(0, 6)});
+  };
+  const HttpServer server({.most_body = 1000}, told, echo);
+  const std::string head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+  for (const std::size_t length : {1001, 1 << 20, 4 << 20}) {  // beyond what is dropped of other refusals too
+    const auto reply = ask(server.port(), head + "Content-Length: " + std::to_string(length) +
+                                              "\r\n\r\nbegins" + std::string(length - 6, 'x'));
+    EXPECT_EQ(reply.status, 200) << length;
+    EXPECT_EQ(reply.body, "begins") << length;
+  }
+}
+
 TEST(Http, BodiesThatAreTooLargeAre413) {
   const HttpServer server({.most_body = 1000}, {}, echo);
   const std::string head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";

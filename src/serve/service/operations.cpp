@@ -226,6 +226,10 @@ std::optional<Service::Outcome> Service::execute(const LogRecord& record, State:
 std::optional<Service::Outcome> Service::advance(State::Model& model, const LogRecord& record) {
   const std::string path = record.text("path");
   if (path != "forward_backward" && path != "forward") return perform(model, record);
+  if (record.head.contains("too_large"))
+    refuse(record.text("id"), "a body that is too large",
+           fmt::format("at most {} bytes", record.head.at("too_large").get<std::int64_t>()),
+           "Send fewer datums in a call");
   if (!model.progress) {
     ForwardBackward request =
         record.xorl() ? xorl::forward_backward(record.body).body : tinker::forward_backward(record.body).body;

@@ -131,6 +131,15 @@ void Service::handle(const HttpRequest& request, const std::string& tenant, Resp
   if (respond) respond(std::move(refused));
 }
 
+std::unique_ptr<HttpReply> Service::unread(const HttpRequest& request, const std::string& tenant) {
+  if (request.method != "POST" || !request.path.ends_with("/api/v1/forward_backward") ||
+      !request.headers.contains("x-api-key"))
+    return nullptr;  // other operations are small, or counted here
+  auto answered = std::make_unique<HttpReply>();
+  handle(request, tenant, [&](HttpReply reply) { *answered = std::move(reply); });
+  return answered;
+}
+
 Service::OptionalReply Service::route(const HttpRequest& request, const std::string& tenant,
                                       Respond& respond) {
   static constexpr std::string_view kPrefix = "/api/v1/", kFiles = "/isograd/files/";
@@ -470,6 +479,7 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     if (sequence != model.next) check_room(tenant, request.body.size());
     LogRecord record = operation_record(model, sequence, path, without_secrets(path, request.body), xorl);
     if (address.forward_only) record.head["forward_only"] = true;
+    if (request.too_large > 0) record.head["too_large"] = request.too_large;
     accept(std::move(record));
   }
   return json_reply(tinker::promise_reply(fmt::format("{}:op:{}", model.id, sequence), address.model));

@@ -54,6 +54,9 @@ class Service {
 
   // Called on the I/O thread; never waits for the engine. A server without keys has one tenant, "".
   void handle(const HttpRequest& request, const std::string& tenant, Respond respond);
+  // The answer to a request whose body was too large to be read. An operation's sequence is used by it:
+  // otherwise the later ones would wait for it. Null: it was none.
+  std::unique_ptr<HttpReply> unread(const HttpRequest& request, const std::string& tenant);
   // Computes until stop(), which any thread may call. What is unfinished then goes on at the next start.
   void run();
   void stop();

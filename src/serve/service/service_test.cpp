@@ -767,6 +767,21 @@ TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {
   engine.full = false;
 }
 
+TEST_F(ServiceTest, ABodyThatIsTooLargeUsesItsSequence) {
+  serve();
+  const std::string later = client.step(model, 2);
+  HttpRequest request =
+      request_of("POST", "/api/v1/forward_backward", forward_backward_body(model, 1, 1, 100).substr(0, 300));
+  request.too_large = 1000;
+  const auto reply = running->service.unread(request, "a");
+  ASSERT_TRUE(reply);
+  EXPECT_EQ(reply->status, 200) << reply->body;
+  for (const std::string& id : {json::parse(reply->body)["request_id"].get<std::string>(), later})
+    EXPECT_NE(client.result(id).body.find("at most 1000 bytes"), std::string::npos);
+  request.path = "/api/v1/optim_step";
+  EXPECT_FALSE(running->service.unread(request, "a"));
+}
+
 TEST_F(ServiceTest, SecretsAreNotJournalled) {
   serve();
   const std::string secret = "only-its-owner-knows";
