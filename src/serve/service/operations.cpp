@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/json.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "serve/service/service.hpp"
@@ -73,8 +74,8 @@ void require_sound(const State::Model& model, const std::string& id) {
 
 // `text` as a journal and JSON hold it.
 std::string valid(const std::string& text) {
-  return nlohmann::json::parse(
-      nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  const nlohmann::json whole{{"text", text}};
+  return parse_json(whole.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)).value.at("text");
 }
 
 // Errors of a call become the outcome: a ConfigError is the user's mistake.
