@@ -37,10 +37,10 @@ except ModuleNotFoundError as error:
     sys.exit(f"this Python has no {error.name}: serve_skyrl.py says what it needs")
 
 LIMIT = 600  # seconds that any call may take
-# skyrl-tx starts its engine by `uv run --extra tinker --extra jax -m tx.tinker.engine ...`: this stands in for uv.
+# skyrl-tx starts its engine by `uv run --extra tinker --extra jax -m tx.tinker.engine ...`: this stands in for uv, and ends with it.
 UV = """#!/bin/sh
 while [ "$1" != -m ]; do shift; done
-exec taskset -c 0-{last} {python} "$@"
+exec setpriv --pdeathsig KILL taskset -c 0-{last} {python} "$@"
 """
 
 
