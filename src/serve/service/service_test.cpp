@@ -600,7 +600,8 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     const std::string waits = client.step(model, 7);
     const auto last_steps = [&] {
       json last = json::array();
-      for (const json& each : json::parse(client.call("GET", "/isograd/status").body)["models"])
+      const json status = json::parse(client.call("GET", "/isograd/status").body);
+      for (const json& each : status["models"])
         if (each.contains("last")) last.push_back(each["last"]);
       return last;
     };
