@@ -286,9 +286,14 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
   if (path == "kill_session") {
     Outcome outcome;
     std::string saved;
-    if (model.loaded && xorl::kill_session(record.body).save) {
+    const std::string path_of_last = model.path_of(record.head.at("sequence").get<std::int64_t>());
+    // A replay finds what a model that is lost now has saved.
+    const CheckpointInfo* const last =
+        replaying_ ? store_.find(path_of_last, model.tenant, record.time()) : nullptr;
+    const bool written = last && last->created == record.time();
+    if ((model.loaded || written) && xorl::kill_session(record.body).save) {
       outcome = save(model, record, {}, Engine::Save::kTraining);
-      saved = model.path_of(record.head.at("sequence").get<std::int64_t>());
+      saved = path_of_last;
     }
     if (model.loaded) engine_.remove(model.id);
     outcome.body = xorl::killed_reply(saved);
@@ -366,7 +371,9 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
   if (written &&
       (written->created > info.created || (written->created == info.created && !model.failure.empty()))) {
-    info.bytes = written->bytes;
+    info.bytes = written->bytes, info.base = written->base, info.rank = written->rank;
+    // A model that lost the checkpoint it was created from does not know its shape.
+    saved.shape.base = info.base, saved.shape.lora.rank = info.rank;
   } else {
     require_sound(model, record.text("id"));
     release(path);
@@ -505,7 +512,11 @@ Service::Outcome Service::control(const LogRecord& record) {
   } else {
     info.is_public = path == "publish";
   }
-  if (has_files && path != "delete") store_.update(info);
+  if (has_files && path != "delete") try {
+      store_.update(info);
+    } catch (const ConfigError& error) {
+      throw Lost(error.what(), "user");
+    }
   outcome.change = [this, checkpoint, info, deleted = path == "delete" ? time : 0.0] {
     const auto entry = state_.saved.find(checkpoint);
     if (entry != state_.saved.end()) entry->second.info = info, entry->second.deleted = deleted;
@@ -614,7 +625,7 @@ void Service::release(const std::string& path) {
     while (model.progress && !abandoned_) train(lock, model);
   lock.unlock();
   // A mistake of nobody; but a client would repeat what is answered as one of the server.
-  if (!take_snapshot())
+  if (abandoned_ || !take_snapshot())
     refuse(path, "a checkpoint that a restart needs, and no room for the snapshot that would replace it",
            "room in the state folder", "Free space there, and ask again");
 }

@@ -497,8 +497,11 @@ Service::OptionalReply Service::kill_session(const HttpRequest& request, const s
     return json_reply(xorl::killed_reply(find_saved(path, tenant, seconds_now()) ? path : ""));
   }
   std::int64_t sequence = model.free_sequence();
-  if (!model.waiting.empty() && model.waiting.rbegin()->second->text("path") == "kill_session")
-    sequence -= 1;
+  const auto asked_before = std::find_if(model.waiting.begin(), model.waiting.end(), [](const auto& entry) {
+    return entry.second->text("path") == "kill_session";
+  });
+  if (asked_before != model.waiting.end())
+    sequence = asked_before->first;
   else
     accept(operation_record(model, sequence, "kill_session", request.body, true));
   Respond answer = [respond](HttpReply reply) {

@@ -692,7 +692,8 @@ TEST_F(ServiceTest, AnOperationThatKillsTheProcessIsFailedAndTheOthersGoOn) {
 }
 
 TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
-  for (const bool missing : {false, true}) {
+  enum class Damage { kMissing, kWeights, kDescription };
+  for (const Damage damage : {Damage::kMissing, Damage::kWeights, Damage::kDescription}) {
     Served one;
     one.serve();
     Client& use = one.client;
@@ -704,6 +705,10 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
     };
     const json path = use.value(use.operation("save_weights", one.model, 1, {{"path", "one"}}))["path"];
     one.serve();  // behind a snapshot: a replay does not save it again
+    EXPECT_EQ(use.call("PUT", fmt::format("/api/v1/training_runs/{}/checkpoints/weights/one/ttl", one.model),
+                       R"({"ttl_seconds":null})")
+                  .status,
+              200);
     load(1, path);
     const std::string lost = use.session + ":train:1", other = use.create(2);
     use.forward_backward(forward_backward_body(lost, 1, 1, 1));
@@ -717,14 +722,20 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
     fs::copy(state, copy, fs::copy_options::recursive);  // as a kill leaves it, without a snapshot
     one.running.reset();
     fs::remove_all(state), fs::rename(copy, state);
+    fs::path damaged;
     for (const auto& entry : fs::directory_iterator(state / "checkpoints"))
-      if (entry.path().string().ends_with("~one"))
-        missing ? fs::remove_all(entry.path()) : (std::ofstream(entry.path() / "toy") << "x", 0);
+      if (entry.path().string().ends_with("~one")) damaged = entry.path();
+    ASSERT_FALSE(damaged.empty());
+    if (damage == Damage::kMissing) fs::remove_all(damaged);
+    if (damage == Damage::kWeights) std::ofstream(damaged / "toy") << "x";
+    if (damage == Damage::kDescription) std::ofstream(damaged / "info.json") << "x";
     for (int start = 0; start < 2; ++start) {
       one.serve();
       const json failure = use.value(use.step(lost, 4 + start));
-      EXPECT_NE(failure.value("error", "").find(missing ? "no folder" : "checksum"), std::string::npos)
-          << failure;
+      const char* said = damage == Damage::kMissing   ? "no folder"
+                         : damage == Damage::kWeights ? "checksum"
+                                                      : "info.json";
+      EXPECT_NE(failure.value("error", "").find(said), std::string::npos) << failure;
       EXPECT_EQ(use.result(sample).body, sampled);
       EXPECT_EQ(load(3 + start, kept)["type"], "load_weights");
     }

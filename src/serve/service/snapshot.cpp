@@ -104,8 +104,10 @@ void Service::restore() {
                                          if (after > position) replay(text), ++count;
                                        });
   replaying_ = false;
+  engine_seconds_ = 0;  // counts turns alone
   if (died_in == kSamples) {
-    for (const auto& [id, sample] : state_.samples) deaths_[id] += 1;
+    // Those with a death before run alone: the process died in none of them.
+    for (const auto& [id, sample] : state_.samples) deaths_.emplace(id, 1);
     write_deaths();
   }
   if (journal_->position() < position) {
@@ -130,6 +132,7 @@ void Service::restore() {
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
   if (lost_ && !take_snapshot())
     refuse(folder_.path().string(), "no room for a snapshot", "room in the state folder", "Free space there");
+  if (fs::exists(folder_.path() / kDeaths)) write_deaths();  // none is left of what was replayed
 }
 
 void Service::write_deaths() const {

@@ -205,7 +205,7 @@ std::vector<CheckpointInfo> CheckpointStore::list(const std::string& tenant, dou
 
 void CheckpointStore::update(const CheckpointInfo& info) {
   const fs::path folder = directory(info);
-  ISOGRAD_INVARIANT(by_path_.contains(info.path()), info.path());
+  if (!by_path_.contains(info.path())) refuse_damaged(folder, "no description that could be read");
   write_info(folder, info, read_info(folder).at("files"));
   by_path_[info.path()] = info;
 }
