@@ -105,11 +105,11 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
              "FILE.toml");
   const std::vector<CLI::Option*> of_runs =
       verb->get_options([&](const CLI::Option* option) { return option != verb->get_help_ptr(); });
-  CLI::Option* const server = add_option(
-      *verb, "--server", flags->server,
-      "instead of a run: a training server, whose steps and samplers are compared with those of one\n"
-      "process in fp64, and its mistakes named",
-      "URL");
+  CLI::Option* const server =
+      add_option(*verb, "--server", flags->server,
+                 "instead of a run: a training server, whose steps and samplers are compared\n"
+                 "with those of one process in fp64, and its mistakes named",
+                 "URL");
   add_option(*verb, "--api-key-file", flags->key_file, "file with a key of the server; else TINKER_API_KEY",
              "FILE")
       ->needs(server);
