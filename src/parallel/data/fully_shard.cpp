@@ -614,7 +614,9 @@ class ShardedLayout final : public FullySharded {
     std::vector<ShardedUnit> units;
     for (UnitPlan& plan : plans) {
       ShardedUnit& unit = units.emplace_back(ShardedUnit{.name = plan.name, .reshard = plan.reshard});
+      std::size_t written = 0;
       for (auto& [flat, trained] : plan.flats) {
+        written += static_cast<std::size_t>(flat.numel) * c10::elementSize(flat.dtype);
         unit.flats.push_back(std::make_unique<FlatShard>(
             std::move(flat), trained ? members_.trained : members_.frozen, plan.name, trained,
             plan.fp32_gradients, options.initialize, *context));
@@ -623,7 +625,7 @@ class ShardedLayout final : public FullySharded {
         else
           frozen_flats_.push_back(unit.flats.back().get());
       }
-      return_freed_memory(static_cast<std::size_t>(plan.bytes));  // of values that were whole
+      return_freed_memory(written);  // of values that were whole
     }
     leave_meta_device(named, options.device);
     passes_ = std::make_shared<UnitPasses>(std::move(context), std::move(units), uses.uses, members_, options,
