@@ -650,6 +650,7 @@ int deaths_in(Served& served, const std::function<void()>& work) {
 }
 
 TEST_F(ServiceTest, AnOperationThatKillsTheProcessIsFailedAndTheOthersGoOn) {
+  options.deaths = 3;
   Served undisturbed;
   json expected;
   for (Served* one : {&undisturbed, static_cast<Served*>(this)}) {
@@ -995,7 +996,6 @@ TEST(Service, KillsLoseAndDoubleNothing) {
   ServiceOptions options;
   options.print_steps = false, options.piece_tokens = 4, options.poll_seconds = 5;
   options.snapshot_least = 0.01, options.snapshot_share = 0.5;
-  options.deaths = 1'000'000;  // by others, not by what an operation asks for
   std::vector<std::string> expected;
   {
     Folder folder;

@@ -106,7 +106,7 @@ void Service::restore() {
   replaying_ = false;
   engine_seconds_ = 0;  // counts turns alone
   if (died_in == kSamples) {
-    // Those with a death before run alone: the process died in none of them.
+    // A sample that already has a death runs alone, so it was not in the pass that died: its count stays.
     for (const auto& [id, sample] : state_.samples) deaths_.emplace(id, 1);
     write_deaths();
   }
