@@ -22,7 +22,6 @@ import os
 import pathlib
 import re
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -67,11 +66,7 @@ def served(case):
                     sys.exit(f"isograd serve ended with status {server.wait(timeout=0.05)}")
             yield found[1], server.pid
         finally:
-            server.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(timeout=30)
-            server.kill()
-            server.wait()
+            turns.stop(server)
 
 
 def get(url):

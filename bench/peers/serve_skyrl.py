@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -82,11 +81,7 @@ def served(case, micro_batch):
                     sys.exit(f"skyrl-tx ended with status {server.wait(timeout=0.1)}")
             yield url, str(state / "base")
         finally:
-            server.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(timeout=30)
-            server.kill()
-            server.wait()
+            turns.stop(server)
 
 
 def run(rank, micro_batch="4"):

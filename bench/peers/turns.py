@@ -8,6 +8,7 @@ EXCHANGE is a folder with what the peer's own description names, and
     SIDE.done     one JSON line per turn, from rank 0: {"seconds": [...], "losses": [...], "norms": [...]}
 """
 import argparse
+import contextlib
 import ctypes
 import functools
 import json
@@ -72,6 +73,15 @@ def end_with(parent):
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+
+
+def stop(server):
+    """Ends a server that a side started: it has 30 s to end by itself."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(timeout=30)
+    server.kill()
+    server.wait()
 
 
 def leave():

@@ -547,11 +547,13 @@ void give_values(const NamedTensors& parameters, const FillValues& fill, const L
   for (const auto& [name, parameter] : parameters) {
     at::Tensor values = at::zeros(parameter.sizes(), parameter.options().device(at::kCPU));
     const bool elsewhere = placed && !placed->parameter(name).held;
-    if (!elsewhere) own(name, values);  // the same bits on any device
-    bytes += placed ? static_cast<std::size_t>(
-                          c10::multiply_integers(placed->parameter(name).placement.whole_shape)) *
-                          values.element_size()  // made whole, then cut
-                    : values.nbytes();
+    if (!elsewhere) {
+      own(name, values);  // the same bits on any device
+      // Made whole, then cut.
+      bytes += placed ? values.element_size() * static_cast<std::size_t>(c10::multiply_integers(
+                                                    placed->parameter(name).placement.whole_shape))
+                      : values.nbytes();
+    }
     values = values.to(device);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
   }

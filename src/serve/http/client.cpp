@@ -11,6 +11,7 @@
 #include <charconv>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "base/print.hpp"
 #include "base/refuse.hpp"
@@ -19,7 +20,10 @@ namespace isograd::serve {
 namespace {
 
 struct OwnSocket {
-  int file = -1;
+  explicit OwnSocket(int open) : file(open) {}
+  OwnSocket(const OwnSocket&) = delete;
+  OwnSocket& operator=(const OwnSocket&) = delete;
+  const int file;
   ~OwnSocket() {
     if (file >= 0) ::close(file);
   }
@@ -48,28 +52,32 @@ HttpReply http_call(const HttpCall& call) {
           ::getaddrinfo(name.c_str(), has_port ? authority.substr(colon + 1).c_str() : "80", &hints, &found))
     fail(::gai_strerror(code));
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, ::freeaddrinfo);
-  OwnSocket socket;
-  socket.file = ::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  std::optional<OwnSocket> socket;
   const timeval timeout{.tv_sec = call.seconds, .tv_usec = 0};
-  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
-    ::setsockopt(socket.file, SOL_SOCKET, option, &timeout, sizeof timeout);
-  if (::connect(socket.file, found->ai_addr, found->ai_addrlen) != 0) fail(std::strerror(errno));
+  for (const addrinfo* address = found; address; address = address->ai_next) {  // localhost is ::1 first
+    socket.emplace(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
+      ::setsockopt(socket->file, SOL_SOCKET, option, &timeout, sizeof timeout);
+    if (::connect(socket->file, address->ai_addr, address->ai_addrlen) == 0) break;
+    if (!address->ai_next) fail(std::strerror(errno));
+  }
   std::string request = fmt::format("{} {} HTTP/1.1\r\nHost: {}\r\nX-API-Key: {}\r\nConnection: close\r\n",
                                     call.method, path, authority, call.key);
   if (call.method != "GET")
     request += fmt::format("Content-Type: {}\r\nContent-Length: {}\r\n", call.type, call.body.size());
   request += "\r\n" + call.body;
   for (std::size_t sent = 0; sent < request.size();) {
-    const auto more = ::send(socket.file, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
+    const auto more = ::send(socket->file, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
     if (more <= 0) fail(std::strerror(errno));
     sent += static_cast<std::size_t>(more);
   }
   std::string text;
   for (char piece[1 << 16];;) {
-    const auto more = ::recv(socket.file, piece, sizeof piece, 0);
+    const auto more = ::recv(socket->file, piece, sizeof piece, 0);
     if (more < 0) fail(std::strerror(errno));
     if (more == 0) break;
     text.append(piece, static_cast<std::size_t>(more));
+    if (text.size() > call.most_bytes) fail(fmt::format("a reply of over {} bytes", call.most_bytes));
   }
 
   const auto end = text.find("\r\n\r\n");

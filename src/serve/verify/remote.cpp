@@ -1,10 +1,10 @@
 #include "serve/verify/remote.hpp"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <cstring>
 #include <fstream>
-#include <memory>
 #include <protozero/pbf_reader.hpp>
 #include <protozero/pbf_writer.hpp>
 
@@ -21,6 +21,7 @@ using protozero::pbf_writer;
 
 constexpr int kSilence = 60;                    // seconds; a long poll is answered after 25
 constexpr std::chrono::seconds kLongest{1800};  // an operation may wait for those of other clients
+constexpr std::size_t kMostBytes = std::size_t{1} << 40;  // a file of the base
 constexpr const char* kProtobufType = "application/x-protobuf";
 
 json parsed(const std::string& where, const std::string& text) {
@@ -62,7 +63,7 @@ void add_datum(pbf_writer& request, const Datum& datum) {
 }
 
 std::string host_of(const std::string& url) {
-  const std::size_t begin = url.find("://") + 3;
+  const std::size_t scheme = url.find("://"), begin = scheme == std::string::npos ? 0 : scheme + 3;
   return url.substr(begin, url.find('/', begin) - begin);
 }
 
@@ -93,7 +94,8 @@ std::string Remote::send(const std::string& method, const std::string& path, con
                                .method = method,
                                .type = type,
                                .body = body,
-                               .seconds = kSilence});
+                               .seconds = kSilence,
+                               .most_bytes = kMostBytes});
   if (reply.status != 200 && reply.status != 408)
     refuse(printable(url, 300), fmt::format("status {}: {}", reply.status, printable(reply.body, 500)),
            "status 200", reply.status == 401 ? "Give its key with --api-key-file" : "Look at what it says");
@@ -182,13 +184,12 @@ void Remote::download(const std::string& model, const std::filesystem::path& dir
   const std::string name = fmt::format("verify-{}", sequences_[model] + 1);
   operation(model, "save_weights_external", {{"path", name}});
   const std::string checkpoint = "training_runs/" + model + "/checkpoints/external_weights/" + name;
-  const auto remove = [&](void*) {
+  const auto removed = c10::make_scope_exit([&] {
     try {
       send("DELETE", checkpoint);
-    } catch (const ConfigError&) {  // the reason for the download's failure is what is told
+    } catch (const ConfigError&) {  // a failed download says its own reason
     }
-  };
-  std::unique_ptr<void, decltype(remove)> removed(this, remove);
+  });
   const json files = ask("GET", checkpoint + "/external_weights_urls").value("urls", json::object());
   for (const auto& [file, address] : files.items()) {
     if (file.empty() || file.find('/') != std::string::npos || file.starts_with('.') || !address.is_string())
