@@ -37,7 +37,7 @@ struct ServiceOptions {
   double poll_seconds = 25, session_seconds = 900, result_seconds = 3600;
   std::int64_t piece_tokens = 8192;  // a forward_backward is computed in pieces of about this size
   // An operation in which the process died this often in a row is failed, not tried again. Kills from outside
-  // look the same and must not be noticed, hence so many.
+  // look the same and must not be noticed, hence the large number.
   int deaths = 20;
   // A snapshot is due when a replay would take longer than `snapshot_least`, and longer than writing one
   // takes divided by `snapshot_share`: no more than that share of the time goes into snapshots.
