@@ -35,12 +35,12 @@ def within(seconds):
 
 
 @contextlib.contextmanager
-def session(url, **options):
+def session(url, limit=LIMIT, **options):
     service = tinker.ServiceClient(base_url=url, api_key=KEY, **options)
     try:
         yield service
     finally:
-        service.close("success").result(LIMIT)
+        service.close("success").result(limit)
 
 
 @functools.cache

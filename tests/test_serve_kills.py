@@ -24,6 +24,7 @@ KILLS_AT_CALLS, KILLS_AT_RANDOM = 300, 200
 CLIENTS = 6  # threads
 PROGRAMS = 3  # what clients do, by its seed
 LONGEST = 2400  # seconds
+REACHABLE = 3  # seconds without a server at most: the client repeats creating a session or a model for some seconds only
 TRANSPORTS = [{"use_pyqwest_transport": True}, {"use_pyqwest_transport": False}]
 
 
@@ -54,7 +55,7 @@ def run_of(url, seed, again=False):
     def sample(sampler):
         reply = sampler.sample(prompt([5, 6, 7]), 2, types.SamplingParams(max_tokens=6, seed=len(samples))).result()
         samples.append([(each.tokens, each.logprobs) for each in reply.sequences])
-    with session(url) as service:
+    with session(url, limit=LONGEST) as service:
         training, client = model(service, rank=2, seed=seed), rest(url)
         if again:
             training.forward_backward(uneven(np.random.default_rng(seed), (3, 9, 5)), "cross_entropy")
@@ -124,6 +125,7 @@ def test_clients_do_not_notice_hundreds_of_kills(tmp_path):
             program += 1
     clients = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(CLIENTS)]
     end = time.monotonic() + LONGEST
+    served = time.monotonic()  # when there last was one for a second
     tried, killed, left = collections.Counter(), collections.Counter(), {"call": KILLS_AT_CALLS, "random": KILLS_AT_RANDOM}
     try:
         disturbed.start()
@@ -133,7 +135,9 @@ def test_clients_do_not_notice_hundreds_of_kills(tmp_path):
         while (any(left.values()) or calls.keys() - killed.keys()) and not over.is_set():
             assert time.monotonic() < end, (left, calls.keys() - killed.keys())
             kind = rng.choices(["call", "random"], [max(left["call"], 1), left["random"]])[0]
-            environment = {}
+            environment, rests = {}, time.monotonic() - served > REACHABLE
+            if rests:
+                kind = "random"
             if kind == "call":
                 chosen = min(calls, key=lambda call: (tried[call] if killed[call] else tried[call] // 4, rng.random()))
                 tried[chosen] += 1
@@ -142,7 +146,10 @@ def test_clients_do_not_notice_hundreds_of_kills(tmp_path):
                 environment = {**preloaded(disturbed.state), "KILL_AT": at}
             disturbed.launch("--client-config", json.dumps(rng.choice(TRANSPORTS)), **environment)
             if disturbed.serves():
-                status = ended(disturbed, rng.uniform(0, 1.5))
+                began = time.monotonic()
+                status = ended(disturbed, rng.uniform(1, 1.5) if rests else rng.uniform(0, 1.5))
+                if time.monotonic() - began > 1:
+                    served = time.monotonic()
                 if kind == "call" and status is None and "checkpoints/" not in chosen and "pwritev" not in chosen:
                     disturbed.process.terminate()  # a server that ends writes a snapshot
                     status = ended(disturbed, 5)
