@@ -144,22 +144,19 @@ void check(const ServeFlags& flags) {
            "Make a key with `isograd serve key TENANT >> keys.txt`, and add --keys keys.txt");
 }
 
-// Serves until a signal. `world`: of several ranks, this one the first; or null.
-int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& options, World* world,
-                  StopSignals& signals) {
+// Serves until a signal, on this rank where there are several.
+int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& options, StopSignals& signals) {
   const std::string& host = flags.http.host;
   std::optional<serve::ApiKeys> keys;
   if (!flags.keys.empty()) keys.emplace(flags.keys);
   const serve::ApiKeys* known = keys ? &*keys : nullptr;
 
-  serve::ModelEngine own(options);
-  std::optional<serve::RankedEngine> ranked;
-  if (world)
-    ranked.emplace(own, *world, [](const PeerError& error) {
-      print(stderr, fmt::format("isograd: {}\n", printable(error.what())));
-      std::_Exit(3);  // before anything is answered: the next start makes the call again
-    });
-  serve::Engine& engine = ranked ? static_cast<serve::Engine&>(*ranked) : own;
+  const auto lost = [](const PeerError& error) {
+    print(stderr, fmt::format("isograd: {}\n", printable(error.what())));
+    std::_Exit(3);  // before anything is answered: the next start makes the call again
+  };
+  const auto engine = options.ranks ? std::make_unique<serve::RankedEngine>(options, lost)
+                                    : std::make_unique<serve::ModelEngine>(options);
   serve::ServiceOptions service_options;
   service_options.state = flags.state, service_options.sync = flags.sync;
   service_options.models = flags.models_per_tenant;
@@ -169,7 +166,7 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
              R"(Give {"use_pyqwest_transport": true}, for instance)");
     service_options.client_config = flags.client_config;
   }
-  serve::Service service(service_options, engine);
+  serve::Service service(service_options, *engine);
   const auto admit = [&service,
                       known](const serve::HttpRequest& request) -> std::unique_ptr<serve::HttpReply> {
     if (const auto tenant = tenant_of(request, known))
@@ -185,7 +182,7 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
       host.find(':') == std::string::npos ? printable(host) : "[" + printable(host) + "]";
   const std::string address = fmt::format("http://{}:{}", shown, server.port());
   std::string names;
-  for (const auto& base : engine.bases()) names += (names.empty() ? "" : ", ") + printable(base.name);
+  for (const auto& base : engine->bases()) names += (names.empty() ? "" : ", ") + printable(base.name);
   print(stdout,
         fmt::format("serving {} on {}\n"
                     "  export TINKER_BASE_URL={} TINKER_API_KEY={}\n"
@@ -205,7 +202,7 @@ int run(const ServeFlags& flags, const Invocation& invocation) {
     refuse("--set", "parallel.* of one rank", "several ranks", "Add --ranks N");
   if (flags.run.ranks.value_or(1) == 1 && !rank_of_several()) {
     StopSignals signals;
-    return serve_clients(flags, options, nullptr, signals);
+    return serve_clients(flags, options, signals);
   }
   const int ranks = flags.run.ranks.value_or(1);
   RunConfig config = run_config(flags, options, 0, ranks);
@@ -214,7 +211,7 @@ int run(const ServeFlags& flags, const Invocation& invocation) {
     for (std::size_t base = 0; base < options.bases.size(); ++base)
       isograd::check(run_config(flags, options, base, world.size), world.size);
     options.ranks = std::make_shared<const serve::Ranks>(world, config);
-    if (world.rank == 0) return serve_clients(flags, options, &world, signals);
+    if (world.rank == 0) return serve_clients(flags, options, signals);
     signals.ignore();  // rank 0 gets them too, and ends this one
     serve::ModelEngine engine(options);
     serve::follow(engine, world);

@@ -3,14 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <random>
 #include <set>
 
 #include "base/error_testing.hpp"
 #include "base/files.hpp"
-#include "model/safetensors.hpp"
 #include "serve/models/plain_testing.hpp"
 
 namespace isograd::serve {
@@ -19,52 +17,13 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
-class ModelEngineTest : public ::testing::Test {
+class ModelEngineTest : public EngineTest {
  protected:
-  void SetUp() override {
-    root_ = fs::path(::testing::TempDir()) /
-            fmt::format("model_engine_{}_{}", ::getpid(),
-                        ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    fs::remove_all(root_);
-    fs::create_directories(root_);
-    fmt::print("seed {}\n", kSeed);
-  }
-  void TearDown() override { fs::remove_all(root_); }
-
-  fs::path folder(const std::string& name) const {
-    const fs::path made = root_ / name;
-    fs::create_directories(made);
-    return made;
-  }
-  // A base on disk, and an engine on it.
-  fs::path base(const std::string& family, at::ScalarType dtype = at::kDouble) const {
-    const fs::path directory = folder("base_" + family);
-    DecoderLM model(config_of(family), dtype, kSeed);
-    perturb(model, kSeed + 1);
-    write_hf(directory, model);
-    return directory;
-  }
+  // On a base of its own.
   std::unique_ptr<ModelEngine> engine(const std::string& family, at::ScalarType dtype = at::kDouble,
                                       std::int64_t micro_batch_tokens = 20) const {
-    ModelEngineOptions options;
-    options.bases = {{"tiny", base(family, dtype)}};
-    options.dtype = dtype, options.micro_batch_tokens = micro_batch_tokens;
-    return std::make_unique<ModelEngine>(options);
+    return std::make_unique<ModelEngine>(options(base(family, dtype), dtype, micro_batch_tokens));
   }
-  // A model's weights, from a directory that peft (rank 0: transformers) would load.
-  Tensors weights(ModelEngine& engine, const std::string& model) {
-    const fs::path directory = folder(fmt::format("weights_{}", saves_++));
-    engine.save(model, Engine::Save::kExternal, directory);
-    const bool whole = fs::exists(directory / "model.safetensors");
-    Tensors found;
-    for (const auto& [name, tensor] :
-         read_safetensors(directory / (whole ? "model.safetensors" : "adapter_model.safetensors")))
-      found[whole ? name : name.substr(std::string("base_model.model.").size())] = tensor.clone();
-    return found;
-  }
-
-  fs::path root_;
-  int saves_ = 0;
 };
 
 struct Case {

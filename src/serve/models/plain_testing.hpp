@@ -1,8 +1,10 @@
-// A plain reference for tests of training servers, and the calls that they make.
+// What tests of engines share: a plain reference, calls, and a fixture with bases on disk.
 #pragma once
 
 #include <fmt/format.h>
+#include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +17,7 @@
 
 #include "model/decoder_testing.hpp"
 #include "model/safetensors.hpp"
-#include "serve/service/engine.hpp"
+#include "serve/models/model_engine.hpp"
 
 namespace isograd::serve {
 
@@ -26,6 +28,10 @@ inline constexpr std::uint64_t kSeed = 20261128;
 // "tied": a Llama whose head is its embedding, with all biases that it may have.
 inline DecoderConfig config_of(const std::string& family) {
   DecoderConfig config = small_config(family == "tied" ? "llama" : family);
+  if (family == "qwen3_moe") {
+    config.query_key_norm = true;
+    config.experts.count = 4, config.experts.per_token = 2, config.experts.feed_forward = 24;
+  }
   if (family == "tied")
     config.tied_output = config.attention_bias = config.output_bias = config.mlp_bias = true;
   return config;
@@ -305,11 +311,62 @@ class Calls {
   std::int64_t vocabulary_;
 };
 
-inline Tensors base_weights(const std::filesystem::path& directory) {
+// ---- directories ----
+
+inline Tensors read(const std::filesystem::path& file) {
   Tensors all;
-  for (const auto& [name, tensor] : read_safetensors(directory / "model.safetensors"))
-    all[name] = tensor.clone();
+  for (const auto& [name, tensor] : read_safetensors(file)) all[name] = tensor.clone();
   return all;
 }
+inline Tensors base_weights(const std::filesystem::path& directory) {
+  return read(directory / "model.safetensors");
+}
+// A model's weights, from a directory that peft (rank 0: transformers) would load.
+inline Tensors weights_in(const std::filesystem::path& directory) {
+  if (std::filesystem::exists(directory / "model.safetensors")) return base_weights(directory);
+  Tensors found;
+  for (const auto& [name, tensor] : read(directory / "adapter_model.safetensors"))
+    found[name.substr(std::string("base_model.model.").size())] = tensor;
+  return found;
+}
+
+class EngineTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = std::filesystem::path(::testing::TempDir()) /
+            fmt::format("engine_{}_{}", ::getpid(),
+                        ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::filesystem::remove_all(root_);
+    fmt::print("seed {}\n", kSeed);
+  }
+  void TearDown() override { std::filesystem::remove_all(root_); }
+
+  std::filesystem::path folder(const std::string& name) const {
+    std::filesystem::create_directories(root_ / name);
+    return root_ / name;
+  }
+  std::filesystem::path base(const std::string& family, at::ScalarType dtype = at::kDouble) const {
+    DecoderLM model(config_of(family), dtype, kSeed);
+    perturb(model, kSeed + 1);
+    write_hf(folder("base_" + family), model);
+    return folder("base_" + family);
+  }
+  static ModelEngineOptions options(const std::filesystem::path& base, at::ScalarType dtype = at::kDouble,
+                                    std::int64_t micro_batch_tokens = 20) {
+    ModelEngineOptions options;
+    options.bases = {{"tiny", base}};
+    options.dtype = dtype, options.micro_batch_tokens = micro_batch_tokens;
+    return options;
+  }
+  Tensors weights(Engine& engine, const std::string& model) {
+    const std::filesystem::path directory = folder(fmt::format("weights_{}", saves_++));
+    engine.save(model, Engine::Save::kExternal, directory);
+    return weights_in(directory);
+  }
+
+ private:
+  std::filesystem::path root_;
+  int saves_ = 0;
+};
 
 }  // namespace isograd::serve

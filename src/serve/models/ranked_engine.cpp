@@ -5,131 +5,121 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "base/refuse.hpp"
+#include "serve/models/spread_model.hpp"
 
 namespace isograd::serve {
+namespace fs = std::filesystem;
 namespace {
 
 constexpr std::int64_t kBeat = 0, kEnd = -1;  // in place of a message's length
 
-enum class Call : std::int64_t {
-  kCreate,
-  kForwardBackward,
-  kOptimStep,
-  kDropGradient,
-  kRemove,
-  kSave,
-  kLoad,
-  kOpenSamplerOf
-};
-
-// ---- plain data as bytes, between processes of one program ----
-
-class Packer {
+// Plain data as bytes, between processes of one program: the same lines write and read.
+class Message {
  public:
-  template <class T>
-  requires std::is_trivially_copyable_v<T>
-  void operator()(const T& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); }
-  void operator()(const std::string& text) { list(text); }
-  template <class T>
-  void operator()(const std::vector<T>& values) {
-    if constexpr (std::is_arithmetic_v<T>) {
-      list(values);
-    } else {
-      (*this)(values.size());
-      for (const T& value : values) fields(*this, value);
-    }
-  }
-  template <class T>
-  void operator()(const std::map<std::string, T>& values) {
-    (*this)(values.size());
-    for (const auto& [key, value] : values) (*this)(key), fields(*this, value);
+  Message() = default;
+  explicit Message(std::string from) : bytes(std::move(from)), reads_(true) {}
+
+  // Reads into the values, or writes them and leaves them as they are.
+  template <class... Values>
+  void each(Values&... values) {
+    (one(const_cast<std::remove_const_t<Values>&>(values)), ...);
   }
   std::string bytes;
 
  private:
-  template <class List>
-  void list(const List& values) {
-    (*this)(values.size());
-    bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(values[0]));
-  }
-};
-
-class Unpacker {
- public:
-  explicit Unpacker(std::string from) : bytes_(std::move(from)) {}
   template <class T>
-  requires std::is_trivially_copyable_v<T>
-  void operator()(T& value) { take(&value, sizeof value); }
-  void operator()(std::string& text) { list(text); }
-  template <class T>
-  void operator()(std::vector<T>& values) {
-    if constexpr (std::is_arithmetic_v<T>) {
-      list(values);
+  void one(T& value) {
+    if constexpr (std::is_trivially_copyable_v<T>) {
+      raw(&value, sizeof value);
+    } else if constexpr (std::is_same_v<T, Array>) {
+      each(value.shape, value.numbers, value.integers);
+    } else if constexpr (std::is_same_v<T, Datum>) {
+      each(value.tokens, value.inputs);
+    } else if constexpr (std::is_same_v<T, ForwardBackward>) {
+      each(value.data, value.loss, value.config, value.forward_only);
     } else {
-      values.resize(size());
-      for (T& value : values) fields(*this, value);
+      static_assert(std::is_same_v<T, CreateModel>);
+      each(value.base, value.lora, value.metadata);
     }
+  }
+  void one(std::string& text) { list(text); }
+  template <class T>
+  void one(std::vector<T>& values) {
+    list(values);
+  }
+  void one(fs::path& path) {
+    std::string text = path.string();
+    one(text);
+    if (reads_) path = text;
+  }
+  void one(ConfigValue& value) {
+    bool is_number = std::holds_alternative<double>(value);
+    one(is_number);
+    if (reads_ && !is_number) value = std::string();
+    is_number ? one(std::get<double>(value)) : one(std::get<std::string>(value));
   }
   template <class T>
-  void operator()(std::map<std::string, T>& values) {
-    for (std::size_t i = size(); i > 0; --i) {
-      std::string key;
-      (*this)(key), fields(*this, values[key]);
-    }
-  }
-
- private:
-  std::size_t size() {
-    std::size_t value = 0;
-    take(&value, sizeof value);
-    return value;
+  void one(std::map<std::string, T>& values) {
+    std::size_t size = values.size();
+    one(size);
+    if (!reads_)
+      for (auto& [key, value] : values) each(key, value);
+    else
+      for (std::string key; size > 0; --size) one(key), one(values[key]);
   }
   template <class List>
   void list(List& values) {
-    values.resize(size());
-    take(values.data(), values.size() * sizeof(values[0]));
+    std::size_t size = values.size();
+    one(size);
+    if (reads_) values.resize(size);
+    if constexpr (std::is_arithmetic_v<typename List::value_type>)
+      raw(values.data(), size * sizeof(values[0]));
+    else
+      for (auto& value : values) one(value);
   }
-  void take(void* to, std::size_t count) {
-    ISOGRAD_INVARIANT(count <= bytes_.size() - next_, "a message that ends too early");
-    if (count > 0) std::memcpy(to, bytes_.data() + next_, count);
+  void raw(void* at, std::size_t count) {
+    if (!reads_) {
+      bytes.append(static_cast<const char*>(at), count);
+      return;
+    }
+    ISOGRAD_INVARIANT(count <= bytes.size() - next_, "a message that ends too early");
+    if (count > 0) std::memcpy(at, bytes.data() + next_, count);
     next_ += count;
   }
-  std::string bytes_;
+  bool reads_ = false;
   std::size_t next_ = 0;
 };
 
-void fields(Packer& pack, const std::string& text) { pack(text); }
-void fields(Unpacker& unpack, std::string& text) { unpack(text); }
-void fields(Packer& pack, const ConfigValue& value) {
-  const auto* number = std::get_if<double>(&value);
-  pack(number != nullptr);
-  number ? pack(*number) : pack(std::get<std::string>(value));
+// Makes a call with the arguments of a message.
+template <class Result, class... Arguments>
+void make(ModelEngine& own, Result (ModelEngine::*call)(Arguments...), Message& message) {
+  std::tuple<std::remove_cvref_t<Arguments>...> arguments;
+  std::apply(
+      [&](auto&... argument) {
+        message.each(argument...);
+        (own.*call)(argument...);
+      },
+      arguments);
 }
-void fields(Unpacker& unpack, ConfigValue& value) {
-  bool is_number = false;
-  unpack(is_number);
-  double number = 0;
-  std::string text;
-  is_number ? unpack(number) : unpack(text);
-  value = is_number ? ConfigValue(number) : ConfigValue(text);
+
+template <auto call>
+void follow_call(ModelEngine& own, Message& message) {
+  make(own, call, message);
 }
-// The same lines for both directions; `value` is const for a Packer.
-template <class Archive, class Value>
-void fields(Archive& each, Value& value) {
-  using Plain = std::remove_const_t<Value>;
-  if constexpr (std::is_same_v<Plain, Array>) {
-    each(value.shape), each(value.numbers), each(value.integers);
-  } else if constexpr (std::is_same_v<Plain, Datum>) {
-    each(value.tokens), each(value.inputs);
-  } else if constexpr (std::is_same_v<Plain, ForwardBackward>) {
-    each(value.data), each(value.loss), each(value.config), each(value.forward_only);
-  } else {
-    static_assert(std::is_same_v<Plain, CreateModel>);
-    each(value.base), each(value.lora), each(value.metadata);
-  }
-}
+
+// The calls that all ranks make; a message begins with a name.
+const std::map<std::string, void (*)(ModelEngine&, Message&)> kCalls = {
+    {"create", follow_call<&ModelEngine::create>},
+    {"forward_backward", follow_call<&ModelEngine::forward_backward>},
+    {"optim_step", follow_call<&ModelEngine::optim_step>},
+    {"drop_gradient", follow_call<&ModelEngine::drop_gradient>},
+    {"remove", follow_call<&ModelEngine::remove>},
+    {"save", follow_call<&ModelEngine::save>},
+    {"load", follow_call<&ModelEngine::load>},
+    {"open_sampler_of", follow_call<&ModelEngine::open_sampler_of>}};
 
 // Collective; `message` on rank 0. Returns its length, kBeat or kEnd.
 std::int64_t exchange(Group& group, std::int64_t length, std::string& message) {
@@ -146,29 +136,8 @@ std::int64_t exchange(Group& group, std::int64_t length, std::string& message) {
 
 }  // namespace
 
-// A call and its arguments, of which most calls have some.
-struct RankedEngine::Order {
-  Call call{};
-  std::string model{};
-  std::string directory{};
-  Save which{};
-  bool optimizer = false;
-  std::map<std::string, std::string> metadata{};
-  AdamParams params{};
-  CreateModel create{};
-  const ForwardBackward* batch = nullptr;
-
-  std::string pack() const {
-    Packer packer;
-    packer(call), packer(model), packer(directory), packer(which), packer(optimizer), packer(metadata);
-    packer(params), fields(packer, create);
-    if (call == Call::kForwardBackward) fields(packer, *batch);
-    return std::move(packer.bytes);
-  }
-};
-
-RankedEngine::RankedEngine(ModelEngine& own, World& world, Lost when_lost)
-    : own_(own), group_(world.group), when_lost_(std::move(when_lost)) {
+RankedEngine::RankedEngine(ModelEngineOptions options, Lost when_lost)
+    : ModelEngine(options), group_(options.ranks->world.group), when_lost_(std::move(when_lost)) {
   using std::chrono::milliseconds;
   const milliseconds pause = std::min<milliseconds>(group_.timeout() / 4, std::chrono::seconds(5));
   beat_ = std::thread([this, pause] {
@@ -202,14 +171,16 @@ RankedEngine::~RankedEngine() {
   }
 }
 
-template <class Work>
-auto RankedEngine::together(const Order& order, Work work) {
+template <class Own, class... Arguments>
+auto RankedEngine::together(const char* call, Own own, const Arguments&... arguments) {
+  Message message;
+  const std::string name = call;
+  message.each(name, arguments...);
   const std::lock_guard lock(mutex_);
   if (lost_) std::rethrow_exception(lost_);
   try {
-    std::string message = order.pack();
-    exchange(group_, static_cast<std::int64_t>(message.size()), message);
-    return work();
+    exchange(group_, static_cast<std::int64_t>(message.bytes.size()), message.bytes);
+    return own();
   } catch (const PeerError& error) {
     lost_ = std::current_exception();
     if (when_lost_) when_lost_(error);
@@ -218,75 +189,54 @@ auto RankedEngine::together(const Order& order, Work work) {
 }
 
 void RankedEngine::create(const std::string& model, const CreateModel& request) {
-  together({.call = Call::kCreate, .model = model, .create = request}, [&] { own_.create(model, request); });
+  together(
+      "create", [&] { ModelEngine::create(model, request); }, model, request);
 }
 ForwardBackwardResult RankedEngine::forward_backward(const std::string& model,
                                                      const ForwardBackward& request) {
-  return together({.call = Call::kForwardBackward, .model = model, .batch = &request},
-                  [&] { return own_.forward_backward(model, request); });
+  return together(
+      "forward_backward", [&] { return ModelEngine::forward_backward(model, request); }, model, request);
 }
 Metrics RankedEngine::optim_step(const std::string& model, const AdamParams& params) {
-  return together({.call = Call::kOptimStep, .model = model, .params = params},
-                  [&] { return own_.optim_step(model, params); });
+  return together(
+      "optim_step", [&] { return ModelEngine::optim_step(model, params); }, model, params);
 }
 void RankedEngine::drop_gradient(const std::string& model) {
-  together({.call = Call::kDropGradient, .model = model}, [&] { own_.drop_gradient(model); });
+  together(
+      "drop_gradient", [&] { ModelEngine::drop_gradient(model); }, model);
 }
 void RankedEngine::remove(const std::string& model) {
-  together({.call = Call::kRemove, .model = model}, [&] { own_.remove(model); });
+  together(
+      "remove", [&] { ModelEngine::remove(model); }, model);
 }
-std::int64_t RankedEngine::save(const std::string& model, Save which,
-                                const std::filesystem::path& directory) {
-  return together({.call = Call::kSave, .model = model, .directory = directory.string(), .which = which},
-                  [&] { return own_.save(model, which, directory); });
+std::int64_t RankedEngine::save(const std::string& model, Save which, const fs::path& directory) {
+  return together(
+      "save", [&] { return ModelEngine::save(model, which, directory); }, model, which, directory);
 }
-void RankedEngine::load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
+void RankedEngine::load(const std::string& model, const fs::path& directory, bool optimizer,
                         const std::map<std::string, std::string>& metadata) {
-  together({.call = Call::kLoad,
-            .model = model,
-            .directory = std::filesystem::absolute(directory).string(),
-            .optimizer = optimizer,
-            .metadata = metadata},
-           [&] { own_.load(model, directory, optimizer, metadata); });
+  together(
+      "load", [&] { ModelEngine::load(model, directory, optimizer, metadata); }, model,
+      fs::absolute(directory), optimizer, metadata);
 }
 void RankedEngine::open_sampler_of(const std::string& sampler, const std::string& model) {
-  together({.call = Call::kOpenSamplerOf, .model = model}, [&] { own_.open_sampler_of(sampler, model); });
+  together(
+      "open_sampler_of", [&] { ModelEngine::open_sampler_of(sampler, model); }, sampler, model);
 }
 
 void follow(ModelEngine& own, World& world) {
-  for (std::string message;;) {
-    const std::int64_t length = exchange(world.group, 0, message);
+  for (std::string bytes;;) {
+    const std::int64_t length = exchange(world.group, 0, bytes);
     if (length == kEnd) return;
     if (length == kBeat) {
       world.group.barrier();
       continue;
     }
-    Unpacker unpack(std::move(message));
-    Call call{};
-    std::string model, directory;
-    Engine::Save which{};
-    bool optimizer = false;
-    std::map<std::string, std::string> metadata;
-    AdamParams params;
-    CreateModel create;
-    unpack(call), unpack(model), unpack(directory), unpack(which), unpack(optimizer), unpack(metadata);
-    unpack(params), fields(unpack, create);
+    Message message(std::move(bytes));
+    std::string call;
+    message.each(call);
     try {
-      switch (call) {
-        case Call::kCreate: own.create(model, create); break;
-        case Call::kForwardBackward: {
-          ForwardBackward batch;
-          fields(unpack, batch);
-          own.forward_backward(model, batch);
-          break;
-        }
-        case Call::kOptimStep: own.optim_step(model, params); break;
-        case Call::kDropGradient: own.drop_gradient(model); break;
-        case Call::kRemove: own.remove(model); break;
-        case Call::kSave: own.save(model, which, directory); break;
-        case Call::kLoad: own.load(model, directory, optimizer, metadata); break;
-        case Call::kOpenSamplerOf: own.open_sampler_of("", model); break;
-      }
+      kCalls.at(call)(own, message);
     } catch (const ConfigError&) {  // rank 0 has it too, and answers
     } catch (const std::exception& error) {
       world.group.poison(error.what());

@@ -14,19 +14,18 @@
 
 namespace isograd::serve {
 
-// On rank 0. Sends each collective call to the other ranks, which follow(), and makes it too; all else is its
-// own engine's. While there are no calls a thread tells the others that it lives.
-class RankedEngine : public Engine {
+// On rank 0. Sends each collective call to the other ranks, which follow(), and makes it too. While there are no
+// calls a thread tells the others that it lives.
+class RankedEngine : public ModelEngine {
  public:
-  // Keeps references. `lost`: called where another rank is lost, by the thread that finds it, before any call
-  // fails: a server ends there, as by a kill, so that its next start makes the call again.
+  // `lost`: called where another rank is lost, by the thread that finds it, before any call fails: a server ends
+  // there, as by a kill, so that its next start makes the call again.
   using Lost = std::function<void(const PeerError&)>;
-  RankedEngine(ModelEngine& own, World& world, Lost when_lost = {});
-  ~RankedEngine() override;  // lets the others end
+  explicit RankedEngine(ModelEngineOptions options, Lost when_lost = {});  // with ranks
+  ~RankedEngine() override;                                                // lets the others end
   RankedEngine(const RankedEngine&) = delete;
   RankedEngine& operator=(const RankedEngine&) = delete;
 
-  const std::vector<BaseModel>& bases() const override { return own_.bases(); }
   void create(const std::string& model, const CreateModel& request) override;
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override;
   Metrics optim_step(const std::string& model, const AdamParams& params) override;
@@ -35,33 +34,13 @@ class RankedEngine : public Engine {
   std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) override;
   void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
             const std::map<std::string, std::string>& metadata) override;
-  CreateModel describe(const std::filesystem::path& directory) const override {
-    return own_.describe(directory);
-  }
-  void open_sampler(const std::string& sampler, const std::string& base) override {
-    own_.open_sampler(sampler, base);
-  }
   void open_sampler_of(const std::string& sampler, const std::string& model) override;
-  void load_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
-    own_.load_sampler(sampler, directory);
-  }
-  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
-    own_.save_sampler(sampler, directory);
-  }
-  void close_sampler(const std::string& sampler) override { own_.close_sampler(sampler); }
-  void submit(const std::string& id, const std::string& sampler, const Sample& request,
-              std::uint64_t seed) override {
-    own_.submit(id, sampler, request, seed);
-  }
-  std::vector<Sampled> sample_pass() override { return own_.sample_pass(); }
-  bool sampling() const override { return own_.sampling(); }
 
  private:
-  struct Order;
-  template <class Work>
-  auto together(const Order& order, Work work);
+  // Sends the name and the arguments, and makes the `own` call.
+  template <class Own, class... Arguments>
+  auto together(const char* call, Own own, const Arguments&... arguments);
 
-  ModelEngine& own_;
   Group group_;
   std::mutex mutex_{};  // of the group
   std::condition_variable changed_{};
