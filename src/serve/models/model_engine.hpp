@@ -3,17 +3,20 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "isograd/sampler.hpp"
+#include "serve/models/sampling.hpp"
 #include "serve/service/engine.hpp"
 
 namespace isograd::serve {
 
 struct Ranks;
+class TrainedModel;
+struct SavedModel;
 
 struct ModelEngineOptions {
   std::vector<std::pair<std::string, std::filesystem::path>> bases;  // name and Hugging Face directory
@@ -57,8 +60,19 @@ class ModelEngine : public Engine {
   bool sampling() const override;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  const std::shared_ptr<Base>& base(const std::string& name) const;
+  TrainedModel& model(const std::string& name);
+  void add(const std::string& model, const SavedModel& saved, const std::filesystem::path& directory,
+           bool optimizer);
+  const std::shared_ptr<const FixedWeights>& sampler(const std::string& name) const;
+  void open(const std::string& sampler, std::shared_ptr<const FixedWeights> weights);
+
+  ModelEngineOptions options_;
+  std::vector<BaseModel> infos_{};
+  std::map<std::string, std::shared_ptr<Base>> bases_{};
+  std::map<std::string, std::unique_ptr<TrainedModel>> models_{};
+  std::map<std::string, std::shared_ptr<const FixedWeights>> samplers_{};
+  Sampling sampling_{};
 };
 
 }  // namespace isograd::serve

@@ -14,12 +14,12 @@
 
 namespace isograd::serve {
 
-// On rank 0. Sends each collective call to the other ranks, which follow(), and makes it too. While there are no
-// calls a thread tells the others that it lives.
+// On rank 0. Sends each collective call to the other ranks, which follow(), and makes it too. While there are
+// no calls a thread tells the others that it lives.
 class RankedEngine : public ModelEngine {
  public:
-  // `lost`: called where another rank is lost, by the thread that finds it, before any call fails: a server ends
-  // there, as by a kill, so that its next start makes the call again.
+  // `lost`: called where another rank is lost, by the thread that finds it, before any call fails: a server
+  // ends there, as by a kill, so that its next start makes the call again.
   using Lost = std::function<void(const PeerError&)>;
   explicit RankedEngine(ModelEngineOptions options, Lost when_lost = {});  // with ranks
   ~RankedEngine() override;                                                // lets the others end

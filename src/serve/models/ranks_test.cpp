@@ -1,4 +1,5 @@
-// Models on several ranks train what one process and plain torch train; the first rank's calls are made by all.
+// Models on several ranks train what one process and plain torch train; the first rank's calls are made by
+// all.
 #include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -30,8 +31,7 @@ inline constexpr AdamParams kParams{
     .learning_rate = 5e-3, .beta1 = 0.9, .beta2 = 0.95, .epsilon = 1e-6, .weight_decay = 0.1, .clip = 0.05};
 
 // Two steps, each of three calls with uneven datums and several losses.
-Steps steps_of_calls(Engine& engine, const std::string& model,
-                                                                bool gspo) {
+Steps steps_of_calls(Engine& engine, const std::string& model, bool gspo) {
   Calls calls(kSeed + 11);
   Steps steps(2);
   steps[0] = {calls.cross_entropy({9, 2, 14, 1, 5}), calls.cross_entropy({3}), calls.cross_entropy({12, 11})};
@@ -67,21 +67,21 @@ class RanksTest : public EngineTest {
   static void serve(const fs::path& base, const Spread& spread, const std::function<void(Engine&)>& work,
                     std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
     std::vector<std::string> sets = spread.sets;
-    sets.insert(sets.end(), {"model.load=" + base.string(), "train.dtype=float64", "parallel.bucket_bytes=8192"});
-    run_ranks(
-        spread.ranks,
-        [&](World& world) {
-          ModelEngineOptions options = EngineTest::options(base);
-          options.ranks = std::make_shared<const Ranks>(world, load_config({}, sets));
-          if (world.rank == 0) {
-            RankedEngine engine(options);
-            return work(engine);
-          }
-          ModelEngine engine(options);
-          if (spread.loses_one) throw std::runtime_error("planted");
-          follow(engine, world);
-        },
-        {.timeout = timeout});
+    sets.insert(sets.end(),
+                {"model.load=" + base.string(), "train.dtype=float64", "parallel.bucket_bytes=8192"});
+    run_ranks(spread.ranks,
+              [&](World& world) {
+                ModelEngineOptions options = EngineTest::options(base);
+                options.ranks = std::make_shared<const Ranks>(world, load_config({}, sets));
+                if (world.rank == 0) {
+                  RankedEngine engine(options);
+                  return work(engine);
+                }
+                ModelEngine engine(options);
+                if (spread.loses_one) throw std::runtime_error("planted");
+                follow(engine, world);
+              },
+              {.timeout = timeout});
   }
   void make_calls(Engine& engine, const Steps& steps, Outcome& outcome) {
     for (const auto& calls : steps) {
@@ -102,8 +102,8 @@ class RanksTest : public EngineTest {
                               const Outcome& expected, const std::vector<Spread>& spreads) {
     for (const Spread& spread : spreads) {
       if (spread.full && !full_tests()) continue;
-      const std::string where = fmt::format("rank {}, {} ranks: {}", request.lora.rank, spread.ranks,
-                                            fmt::join(spread.sets, " "));
+      const std::string where =
+          fmt::format("rank {}, {} ranks: {}", request.lora.rank, spread.ranks, fmt::join(spread.sets, " "));
       SCOPED_TRACE(where);
       Outcome found;
       ASSERT_NO_THROW(serve(base, spread, [&](Engine& engine) {
@@ -327,7 +327,8 @@ TEST_F(RanksTest, MistakesAndPausesKeepRanksTogether) {
         bad.loss = "nothing";
         EXPECT_THAT(message_of([&] { engine.forward_backward("m", bad); }), HasSubstr("loss_fn"));
         EXPECT_THAT(message_of([&] { engine.optim_step("m", kParams); }), HasSubstr("no forward_backward"));
-        EXPECT_THAT(message_of([&] { engine.load("n", folder("empty"), true, {}); }), HasSubstr("isograd.json"));
+        EXPECT_THAT(message_of([&] { engine.load("n", folder("empty"), true, {}); }),
+                    HasSubstr("isograd.json"));
         while (bad.loss != "gspo") bad = calls.any(engine, "m");
         EXPECT_THAT(message_of([&] { engine.forward_backward("m", bad); }), HasSubstr("gspo"));
         std::this_thread::sleep_for(std::chrono::milliseconds(3000));
