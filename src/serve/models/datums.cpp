@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <optional>
 #include <string>
 
 #include "base/refuse.hpp"
@@ -202,6 +203,38 @@ class DatumCheck {
   const std::int64_t vocabulary_;
 };
 
+RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch) {
+  const at::Tensor positions = batch.positions.cpu().contiguous();
+  const auto* position = positions.const_data_ptr<std::int64_t>();
+  const auto first = std::ranges::find_if(batch.sample_ids, [](auto id) { return id != kPaddingSample; });
+  const Datum& any = request.data[first == batch.sample_ids.end() ? 0 : static_cast<std::size_t>(*first)];
+  std::vector<std::int64_t> shape = {batch.num_tokens()};
+  if (const auto& of = any.inputs.at(kTargets).shape; of.size() == 2) shape.push_back(of[1]);
+  const std::size_t columns = shape.size() == 2 ? static_cast<std::size_t>(shape[1]) : 1;
+  const auto joined = [&](const char* name) {
+    if (!any.inputs.contains(name)) return at::Tensor();
+    std::vector<double> values;
+    for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
+      const std::int64_t begin = batch.cu_seqlens[f], id = batch.sample_ids[f];
+      const std::size_t cells = static_cast<std::size_t>(batch.cu_seqlens[f + 1] - begin) * columns;
+      if (id == kPaddingSample || cells == 0) {
+        values.resize(values.size() + cells, 0.0);
+        continue;
+      }
+      const Array& array = request.data[static_cast<std::size_t>(id)].inputs.at(name);
+      const std::size_t start = static_cast<std::size_t>(position[begin]) * columns;
+      for (std::size_t i = start; i < start + cells; ++i) values.push_back(number_at(array, i));
+    }
+    return at::tensor(values, at::kDouble).view(shape);
+  };
+  return {.targets = joined(kTargets).to(at::kLong),
+          .weights = joined(kWeights),
+          .old_log_probabilities = joined("logprobs"),
+          .advantages = joined("advantages"),
+          .ratio_mask = joined(kMask),
+          .cu_seqlens = call.loss == RowLoss::kGspo ? batch.cu_seqlens : std::vector<std::int64_t>()};
+}
+
 }  // namespace
 
 Counted& Counted::operator+=(const Counted& more) {
@@ -233,50 +266,21 @@ std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts)
   return begins;
 }
 
-RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch) {
-  const std::vector<std::int64_t> starts = [&] {
-    const at::Tensor positions = batch.positions.cpu().contiguous();
-    std::vector<std::int64_t> first;
-    for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
-      first.push_back(batch.cu_seqlens[f] < batch.cu_seqlens[f + 1]
-                          ? positions.const_data_ptr<std::int64_t>()[batch.cu_seqlens[f]]
-                          : 0);
-    return first;
-  }();
-  std::vector<std::int64_t> shape = {batch.num_tokens()};
-  const Datum* any = nullptr;
-  for (const std::int64_t id : batch.sample_ids)
-    if (id != kPaddingSample && !any) any = &request.data[static_cast<std::size_t>(id)];
-  if (!any) any = &request.data.front();
-  if (const auto& of = any->inputs.at(kTargets).shape; of.size() == 2) shape.push_back(of[1]);
-  const std::size_t columns = shape.size() == 2 ? static_cast<std::size_t>(shape[1]) : 1;
-  const auto joined = [&](const char* name) {
-    if (!any->inputs.contains(name)) return at::Tensor();
-    std::vector<double> values;
-    for (std::size_t f = 0; f < starts.size(); ++f) {
-      const auto length = static_cast<std::size_t>(batch.cu_seqlens[f + 1] - batch.cu_seqlens[f]);
-      const std::int64_t id = batch.sample_ids[f];
-      if (id == kPaddingSample) {
-        values.resize(values.size() + length * columns, 0.0);
-        continue;
-      }
-      const Array& array = request.data[static_cast<std::size_t>(id)].inputs.at(name);
-      for (std::size_t j = 0; j < length * columns; ++j)
-        values.push_back(number_at(array, static_cast<std::size_t>(starts[f]) * columns + j));
-    }
-    return at::tensor(values, at::kDouble).view(shape);
-  };
-  return {.targets = joined(kTargets).to(at::kLong),
-          .weights = joined(kWeights),
-          .old_log_probabilities = joined("logprobs"),
-          .advantages = joined("advantages"),
-          .ratio_mask = joined(kMask),
-          .cu_seqlens = call.loss == RowLoss::kGspo ? batch.cu_seqlens : std::vector<std::int64_t>()};
+RowLossResult losses_of(const DecoderLM& model, const at::Tensor& hidden, const ForwardBackward& request,
+                        const CheckedCall& call, const Batch& batch) {
+  RowLossOptions options = call.options;
+  options.shard = model.vocabulary();
+  std::optional<LowRankUpdate> head;
+  const Adapter* adapter = model.adapter();
+  if (const LowRank* of_head = adapter ? adapter->find(0, Projection::kHead) : nullptr)
+    head = LowRankUpdate{.a = of_head->a, .b = of_head->b, .scale = of_head->scale};
+  return linear_row_loss(hidden, model.output_weight(), inputs_of(request, call, batch), call.loss, options,
+                         head ? &*head : nullptr);
 }
 
-std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
-                             std::int64_t most_tokens, std::size_t first, std::size_t last) {
-  std::vector<PackedRows> all;
+MicroBatches pack(const ForwardBackward& request, const CheckedCall& call, std::int64_t most_tokens,
+                  std::size_t first, std::size_t last) {
+  MicroBatches all;
   last = std::min(last, request.data.size());
   for (std::size_t begin = first, end = first; begin < last; begin = end) {
     const auto& shape = request.data[begin].inputs.at(kTargets).shape;
@@ -289,21 +293,19 @@ std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& 
         break;
       rows += more;
     }
-    PackedRows packed{.begin = begin, .end = end};
+    Batch& packed = all.emplace_back();
     std::vector<std::int64_t> tokens, positions;
     for (std::size_t i = begin; i < end; ++i) {
       const auto& own = request.data[i].tokens;
       tokens.insert(tokens.end(), own.begin(), own.end());
       for (std::size_t p = 0; p < own.size(); ++p) positions.push_back(static_cast<std::int64_t>(p));
-      packed.batch.cu_seqlens.push_back(static_cast<std::int64_t>(tokens.size()));
-      packed.batch.sample_ids.push_back(static_cast<std::int64_t>(i));
-      packed.batch.sample_targets.push_back(static_cast<std::int64_t>(own.size()));
+      packed.cu_seqlens.push_back(static_cast<std::int64_t>(tokens.size()));
+      packed.sample_ids.push_back(static_cast<std::int64_t>(i));
+      packed.sample_targets.push_back(static_cast<std::int64_t>(own.size()));
     }
-    packed.batch.tokens = at::tensor(tokens, at::kLong);
-    packed.batch.positions = at::tensor(positions, at::kLong);
-    packed.batch.targets = packed.batch.tokens;  // the model's forward does not read them
-    packed.inputs = inputs_of(request, call, packed.batch);
-    all.push_back(std::move(packed));
+    packed.tokens = at::tensor(tokens, at::kLong);
+    packed.positions = at::tensor(positions, at::kLong);
+    packed.targets = packed.tokens;  // the model's forward does not read them
   }
   return all;
 }

@@ -33,22 +33,16 @@ struct CheckedCall {
 // not fit.
 CheckedCall check_call(const ForwardBackward& request, const DecoderConfig& model, std::int64_t context);
 
-// Consecutive datums in one micro-batch.
-struct PackedRows {
-  Batch batch{};
-  RowLossInputs inputs{};
-  std::size_t begin = 0, end = 0;  // datums
-};
-// Datums [begin, end) in order, none split, at most `most_tokens` unless a datum has more. All of one have
-// targets of one shape.
-std::vector<PackedRows> pack(const ForwardBackward& request, const CheckedCall& call,
-                             std::int64_t most_tokens, std::size_t begin = 0,
-                             std::size_t end = std::size_t(-1));
+// Micro-batches of the datums [begin, end) in order, none split, of at most `most_tokens` unless a datum has
+// more. All of one have targets of one shape.
+MicroBatches pack(const ForwardBackward& request, const CheckedCall& call, std::int64_t most_tokens,
+                  std::size_t begin = 0, std::size_t end = std::size_t(-1));
 // The first datum of each of `parts` consecutive parts with about equally many tokens, and the end.
 std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts);
 
-// The inputs of a packed batch, or of a context rank's part of one: looked up by sample id, which is the
-// datum, and position. Padding has weight 0.
-RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch);
+// Of the rows of a packed batch, or of a context rank's part of one, whose targets, weights, ... are looked
+// up by sample id, which is the datum, and position. Padding has weight 0.
+RowLossResult losses_of(const DecoderLM& model, const at::Tensor& hidden, const ForwardBackward& request,
+                        const CheckedCall& call, const Batch& batch);
 
 }  // namespace isograd::serve

@@ -64,9 +64,7 @@ MicroBatches SpreadModel::own_part(const ForwardBackward& request, const Checked
   const Mesh& mesh = ranks_->mesh;
   const std::vector<std::size_t> begins = split_datums(request, mesh.size(kSampleAxes));
   const auto place = static_cast<std::size_t>(mesh.place(kSampleAxes));
-  MicroBatches own;
-  for (PackedRows& packed : pack(request, call, most_tokens, begins[place], begins[place + 1]))
-    own.push_back(std::move(packed.batch));
+  MicroBatches own = pack(request, call, most_tokens, begins[place], begins[place + 1]);
   if (mesh.size(kContextAxes) == 1) return own;
   const auto& parallel = ranks_->config.parallel;
   const CutOptions options{.ring = static_cast<int>(parallel.cp_ring),
@@ -78,14 +76,7 @@ MicroBatches SpreadModel::own_part(const ForwardBackward& request, const Checked
 LossTerms SpreadModel::terms(const Batch& batch) {
   const DecoderOutputs outputs = model_->outputs(batch);
   if (outputs.passed_on.defined()) return {{.name = "loss", .sum = outputs.passed_on}};  // not the last stage
-  RowLossOptions options = call_->options;
-  options.shard = model_->vocabulary();
-  std::optional<LowRankUpdate> head;
-  if (const LowRank* of_head = adapter_ ? adapter_->find(0, Projection::kHead) : nullptr)
-    head = LowRankUpdate{.a = of_head->a, .b = of_head->b, .scale = of_head->scale};
-  const RowLossResult result =
-      linear_row_loss(outputs.hidden, model_->output_weight(), inputs_of(*request_, *call_, batch),
-                      call_->loss, options, head ? &*head : nullptr);
+  const RowLossResult result = losses_of(*model_, outputs.hidden, *request_, *call_, batch);
   loss_ += result.value.item<double>();
   for (std::size_t f = 0; f < batch.sample_ids.size(); ++f) {
     const std::int64_t begin = batch.cu_seqlens[f], length = batch.cu_seqlens[f + 1] - begin;

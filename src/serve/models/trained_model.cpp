@@ -24,66 +24,40 @@ namespace {
 constexpr const char* kGradientFile = "gradient.safetensors";
 constexpr const char* kGradient = "gradient";
 
-struct Settings {
-  Normalise normalise = Normalise::kNone;
-  double alpha = 32;
-  bool dump = false, norms = false;
-};
+using Denominator = double (*)(const Counted&);
+const std::map<std::string, Denominator> kDenominators = {
+    {"none", [](const Counted&) { return 1.0; }},
+    {"tokens", [](const Counted& counted) { return static_cast<double>(counted.tokens); }},
+    {"weights", [](const Counted& counted) { return counted.weights; }},
+    {"sequences", [](const Counted& counted) { return static_cast<double>(counted.sequences); }}};
 
 // ConfigError: a key "isograd.*" that does not exist, a value that does not fit.
-Settings settings_of(const std::map<std::string, std::string>& metadata) {
-  static const std::map<std::string, Normalise> modes = {{"none", Normalise::kNone},
-                                                         {"tokens", Normalise::kTokens},
-                                                         {"weights", Normalise::kWeights},
-                                                         {"sequences", Normalise::kSequences}};
-  Settings settings;
+ModelSettings settings_of(const std::map<std::string, std::string>& metadata) {
+  ModelSettings settings;
   const std::map<std::string, bool*> switches = {{"isograd.dump", &settings.dump},
                                                  {"isograd.norms", &settings.norms}};
   for (const auto& [key, value] : metadata) {
     if (!key.starts_with("isograd.")) continue;
-    const std::string where = "user_metadata " + key;
+    const auto want = [&where = key, &found = value](bool holds, const char* expected) {
+      if (!holds) refuse("user_metadata " + where, "'" + found + "'", expected, "Change it");
+    };
     if (key == "isograd.normalise") {
-      const auto mode = modes.find(value);
-      if (mode == modes.end())
-        refuse(where, "'" + value + "'", "none, tokens, weights or sequences", "Change it");
-      settings.normalise = mode->second;
+      want(kDenominators.contains(value), "none, tokens, weights or sequences");
+      settings.normalise = value;
     } else if (key == "isograd.alpha") {
       char* end = nullptr;
       settings.alpha = std::strtod(value.c_str(), &end);
-      if (value.empty() || *end != 0 || !(settings.alpha > 0) || !std::isfinite(settings.alpha))
-        refuse(where, "'" + value + "'", "a number above 0", "Change it");
+      want(!value.empty() && *end == 0 && settings.alpha > 0 && std::isfinite(settings.alpha),
+           "a number above 0");
     } else if (const auto flag = switches.find(key); flag != switches.end()) {
-      if (value != "true" && value != "false") refuse(where, "'" + value + "'", "true or false", "Change it");
+      want(value == "true" || value == "false", "true or false");
       *flag->second = value == "true";
     } else {
-      refuse(where, "an unknown key", "isograd.normalise, isograd.alpha, isograd.dump or isograd.norms",
-             "Leave it out");
+      refuse("user_metadata " + key, "an unknown key",
+             "isograd.normalise, isograd.alpha, isograd.dump or isograd.norms", "Leave it out");
     }
   }
   return settings;
-}
-
-// The adapter that a request asks for, or the one of a directory, whose scale the request may not contradict.
-std::shared_ptr<LoraAdapter> adapter_of(const CreateModel& created, const DecoderConfig& shape,
-                                        const fs::path& directory, at::ScalarType dtype, bool values) {
-  const double alpha = settings_of(created.metadata).alpha;
-  const LoraShape& lora = created.lora;
-  LoraConfig config{.rank = lora.rank,
-                    .alpha = alpha,
-                    .attention = lora.attention,
-                    .mlp = lora.mlp,
-                    .unembed = lora.unembed};
-  check(config);
-  std::shared_ptr<LoraAdapter> adapter;
-  if (!directory.empty()) {
-    adapter = read_peft(directory, shape, dtype);
-    config = adapter->config();
-    if (created.metadata.contains("isograd.alpha") && config.alpha != alpha)
-      refuse("user_metadata isograd.alpha", fmt::format("{}", alpha),
-             fmt::format("{}, that of the saved adapter", config.alpha), "Leave it out");
-  }
-  if (!values) return LoraAdapter::without_values(shape, config, dtype);
-  return adapter ? adapter : std::make_shared<LoraAdapter>(shape, config, dtype, lora.seed.value_or(0));
 }
 
 std::string dtype_name(at::ScalarType type) {
@@ -134,38 +108,58 @@ TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, 
                            std::shared_ptr<const Ranks> ranks)
     : base_(std::move(base)),
       created_(saved.created),
+      settings_(settings_of(created_.metadata)),
       dtype_(dtype),
       micro_batch_tokens_(micro_batch_tokens),
       ranks_(std::move(ranks)) {
-  const Settings settings = settings_of(created_.metadata);
-  normalise_ = settings.normalise, dumps_ = settings.dump, norms_ = settings.norms;
   const LoraShape& lora = created_.lora;
   if (is_whole() && (!lora.attention || !lora.mlp || !lora.unembed))
     refuse("lora_config", "rank 0, the whole weights, without some of them", "all of them",
            "Give a rank above 0");
-  ranks_ ? spread(directory, dtype) : make_alone(directory, dtype);
+  ranks_ ? make_spread(directory) : make_alone(directory);
   optimizer_ = adamw({});
   if (optimizer) restore(saved, directory);
 }
 
-void TrainedModel::make_alone(const fs::path& directory, at::ScalarType dtype) {
+// The adapter that a request asks for, or the one of a directory, whose scale the request may not contradict.
+std::shared_ptr<LoraAdapter> TrainedModel::make_adapter(const fs::path& directory, bool values) const {
+  const LoraShape& lora = created_.lora;
+  LoraConfig config{.rank = lora.rank,
+                    .alpha = settings_.alpha,
+                    .attention = lora.attention,
+                    .mlp = lora.mlp,
+                    .unembed = lora.unembed};
+  check(config);
+  std::shared_ptr<LoraAdapter> adapter;
+  if (!directory.empty()) {
+    adapter = read_peft(directory, base_->shape(), dtype_);
+    config = adapter->config();
+    if (created_.metadata.contains("isograd.alpha") && config.alpha != settings_.alpha)
+      refuse("user_metadata isograd.alpha", fmt::format("{}", settings_.alpha),
+             fmt::format("{}, that of the saved adapter", config.alpha), "Leave it out");
+  }
+  if (!values) return LoraAdapter::without_values(base_->shape(), config, dtype_);
+  return adapter ? adapter
+                 : std::make_shared<LoraAdapter>(base_->shape(), config, dtype_, lora.seed.value_or(0));
+}
+
+void TrainedModel::make_alone(const fs::path& directory) {
   if (is_whole())
-    whole_ = read_hf(directory.empty() ? base_->info.directory : directory, dtype);
+    whole_ = read_hf(directory.empty() ? base_->info.directory : directory, dtype_);
   else
-    adapter_ = adapter_of(created_, base_->shape(), directory, dtype, /*values=*/true);
-  const NamedTensors named = whole_ ? whole_->named() : adapter_->named();
-  TrainableParameters parameters = trainable_parameters(named);
+    adapter_ = make_adapter(directory, /*values=*/true);
+  TrainableParameters parameters = trainable_parameters(whole_ ? whole_->named() : adapter_->named());
   for (NamedParameter& parameter : parameters) parameter.decays = true;  // as torch.optim.AdamW
   layout_ = bucketed(std::move(parameters), Mesh(Group::solo()));
 }
 
-void TrainedModel::spread(const fs::path& directory, at::ScalarType dtype) {
+void TrainedModel::make_spread(const fs::path& directory) {
   const auto of_model = std::make_shared<const HfWeights>(
-      is_whole() && !directory.empty() ? directory : base_->info.directory, dtype);
+      is_whole() && !directory.empty() ? directory : base_->info.directory, dtype_);
   std::shared_ptr<LoraAdapter> saved;
   if (!is_whole()) {
-    adapter_ = adapter_of(created_, base_->shape(), directory, dtype, /*values=*/false);
-    if (!directory.empty()) saved = read_peft(directory, base_->shape(), dtype);
+    adapter_ = make_adapter(directory, /*values=*/false);
+    if (!directory.empty()) saved = read_peft(directory, base_->shape(), dtype_);
   }
   const FillValues fill = [of_model, saved, seed = created_.lora.seed.value_or(0)](const std::string& name,
                                                                                    at::Tensor& values) {
@@ -173,7 +167,7 @@ void TrainedModel::spread(const fs::path& directory, at::ScalarType dtype) {
     if (!saved) return initialize_lora(name, values, seed);
     values.copy_(std::ranges::find(saved->named(), name, &NamedTensors::value_type::first)->second);
   };
-  spread_ = std::make_unique<SpreadModel>(ranks_, base_->shape(), dtype, adapter_, fill);
+  spread_ = std::make_unique<SpreadModel>(ranks_, base_->shape(), dtype_, adapter_, fill);
 }
 
 void TrainedModel::require_sound() const {
@@ -182,53 +176,41 @@ void TrainedModel::require_sound() const {
            "whole calls and updates", "Create a model from its last checkpoint");
 }
 
-RowLossResult TrainedModel::losses(const PackedRows& rows, const CheckedCall& call) {
-  std::optional<LowRankUpdate> head;
-  if (const LowRank* of_head = adapter_ ? adapter_->find(0, Projection::kHead) : nullptr)
-    head = LowRankUpdate{.a = of_head->a, .b = of_head->b, .scale = of_head->scale};
-  return linear_row_loss(model().hidden(rows.batch), model().output_weight(), rows.inputs, call.loss,
-                         call.options, head ? &*head : nullptr);
-}
-
 ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& request) {
   require_sound();
   const CheckedCall call = check_call(request, base_->shape(), base_->info.context);
-  if (normalise_ == Normalise::kWeights && call.negative_weights)
+  if (settings_.normalise == "weights" && call.negative_weights)
     refuse("weights", "negative ones, and isograd.normalise = weights",
            "weights of 0 or more: their sum divides",
            "Create the model with another isograd.normalise, none for instance");
   if (ranks_ && call.loss == RowLoss::kGspo && ranks_->mesh.size(kContextAxes) > 1)
     refuse("loss_fn", "gspo, whose ratio is a sequence's, and sequences that are cut over context ranks",
            "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
-  const bool trains = !request.forward_only;
-  if (spread_) {
-    ForwardBackwardResult result;
-    broken_ = trains;
-    if (trains && open_.calls == 0)
-      for (const at::Tensor& sum : spread_->sums()) sum.zero_();
-    const SpreadModel::Computed found = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
-    broken_ = false;
-    if (trains) open_ += call.counted;
-    for (const at::Tensor& one : found.log_probabilities) result.log_probabilities.push_back(array_of(one));
-    result.metrics["loss:sum"] = found.loss;
-    return result;
-  }
-  if (trains && open_.calls == 0) layout_->zero_gradients();
+  const bool trains = !request.forward_only, begins = trains && open_.calls == 0;
   ForwardBackwardResult result;
   double loss = 0;
-  const Adapted adapted(model(), adapter_.get());
-  const at::AutoGradMode mode(trains);
   broken_ = trains;
-  for (const PackedRows& rows : pack(request, call, micro_batch_tokens_)) {
-    const RowLossResult found = losses(rows, call);
-    if (trains) {
-      layout_->begin_backward(/*last=*/false);
-      found.sum.backward();
-    }
-    loss += found.value.item<double>();
-    for (std::size_t f = 0; f + 1 < rows.batch.cu_seqlens.size(); ++f) {
-      const std::int64_t begin = rows.batch.cu_seqlens[f], end = rows.batch.cu_seqlens[f + 1];
-      result.log_probabilities.push_back(array_of(found.log_probabilities.narrow(0, begin, end - begin)));
+  if (spread_) {
+    if (begins)
+      for (const at::Tensor& sum : spread_->sums()) sum.zero_();
+    const SpreadModel::Computed found = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
+    for (const at::Tensor& one : found.log_probabilities) result.log_probabilities.push_back(array_of(one));
+    loss = found.loss;
+  } else {
+    if (begins) layout_->zero_gradients();
+    const Adapted adapted(model(), adapter_.get());
+    const at::AutoGradMode mode(trains);
+    for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
+      const RowLossResult found = losses_of(model(), model().hidden(batch), request, call, batch);
+      if (trains) {
+        layout_->begin_backward(/*last=*/false);
+        found.sum.backward();
+      }
+      loss += found.value.item<double>();
+      for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
+        const std::int64_t begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+        result.log_probabilities.push_back(array_of(found.log_probabilities.narrow(0, begin, end - begin)));
+      }
     }
   }
   broken_ = false;
@@ -237,25 +219,15 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
   return result;
 }
 
-double TrainedModel::denominator() const {
-  switch (normalise_) {
-    case Normalise::kNone: return 1;
-    case Normalise::kTokens: return static_cast<double>(open_.tokens);
-    case Normalise::kWeights: return open_.weights;
-    case Normalise::kSequences: return static_cast<double>(open_.sequences);
-  }
-  return 0;
-}
-
 Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps) {
   require_sound();
-  if (dumps_ && dumps.empty())
+  if (settings_.dump && dumps.empty())
     refuse("user_metadata isograd.dump", "an engine without a folder for dumps", "a server with one",
            "Leave it out");
   if (open_.calls == 0)
     refuse("optim_step", "no forward_backward since the last one", "a gradient",
            "Call forward_backward first");
-  const double divisor = denominator();
+  const double divisor = kDenominators.at(settings_.normalise)(open_);
   if (!(divisor > 0))
     refuse("optim_step",
            fmt::format("a denominator of {}: the sum of what was given since the last step", divisor),
@@ -309,10 +281,10 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
                      {"learning_rate", params.learning_rate},
                      {"tokens", static_cast<double>(counted.tokens)},
                      {"step", static_cast<double>(optimizer_->updates())}};
-  if (norms_)
+  if (settings_.norms)
     for (const auto& [name, gradient] : gradients)
       metrics[kNormOf + name] = gradient.to(at::kDouble).norm().item<double>();
-  if (!dumps_) return metrics;
+  if (!settings_.dump) return metrics;
   metrics["dump"] = metrics.at("step");
   if (!first()) return metrics;
   StepDump dump;
@@ -332,7 +304,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
 // On the first rank, where the client asked for dumps or norms; else nothing.
 StepDump::Named TrainedModel::whole_gradients(double scale) {
   StepDump::Named whole;
-  if (!dumps_ && !norms_) return whole;
+  if (!settings_.dump && !settings_.norms) return whole;
   gathered(layout(), {{"", sums()}}, placed(), first(), [&](const TensorStream& stream) {
     std::size_t next = 0;
     stream.each([&](const at::Tensor& sum) { whole.emplace_back(stream.entries[next++].name, sum * scale); });

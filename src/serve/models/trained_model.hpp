@@ -13,8 +13,12 @@
 
 namespace isograd::serve {
 
-// The number by which the gradient of a step is divided (user_metadata isograd.normalise).
-enum class Normalise { kNone, kTokens, kWeights, kSequences };
+// The keys "isograd.*" of a client's user_metadata.
+struct ModelSettings {
+  std::string normalise = "none";  // by which number the gradient of a step is divided
+  double alpha = 32;
+  bool dump = false, norms = false;
+};
 
 class TrainedModel {
  public:
@@ -35,8 +39,9 @@ class TrainedModel {
 
  private:
   DecoderLM& model() const { return whole_ ? *whole_ : *base_->sampled->model; }
-  void spread(const std::filesystem::path& directory, at::ScalarType dtype);
-  void make_alone(const std::filesystem::path& directory, at::ScalarType dtype);
+  void make_alone(const std::filesystem::path& directory);
+  void make_spread(const std::filesystem::path& directory);
+  std::shared_ptr<LoraAdapter> make_adapter(const std::filesystem::path& directory, bool values) const;
   bool first() const { return !ranks_ || ranks_->first(); }
   bool is_whole() const { return created_.lora.rank == 0; }
   DataParallel& layout() const { return spread_ ? spread_->layout() : *layout_; }
@@ -45,16 +50,13 @@ class TrainedModel {
   std::vector<at::Tensor> sums() const;
   // Gathers the trained weights; calls `take` with their stream on the first rank.
   void gather_weights(const std::function<void(const TensorStream&)>& take);
-  RowLossResult losses(const PackedRows& rows, const CheckedCall& call);
-  double denominator() const;
   StepDump::Named whole_gradients(double scale);
   void restore(const SavedModel& saved, const std::filesystem::path& directory);
   void require_sound() const;
 
   std::shared_ptr<Base> base_;
   CreateModel created_;
-  Normalise normalise_;
-  bool dumps_ = false, norms_ = false;  // user_metadata isograd.dump, isograd.norms
+  ModelSettings settings_;
   at::ScalarType dtype_;
   std::int64_t micro_batch_tokens_;
   std::shared_ptr<const Ranks> ranks_;
