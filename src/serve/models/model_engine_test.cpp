@@ -394,12 +394,12 @@ TEST_F(ModelEngineTest, SamplersHaveTheWeightsOfTheirTime) {
     Sample request;
     request.prompt = text.tokens, request.prompt_log_probabilities = true, request.params.max_tokens = 1;
     request.top_prompt = 3, request.top_samples = 2, request.samples = 2;
-    Array targets{.shape = {11, 2}, .numbers = {}, .integers = std::vector<std::int64_t>(22, -1)};
+    Array targets{.shape = {11, 2}, .integers = std::vector<std::int64_t>(22, -1)};
     for (std::size_t i = 0; i < 11; ++i) targets.integers[2 * i] = text.tokens[i + 1];
     request.prompt_targets = targets;
     // The trainer's log-probability of each token after the first.
     const auto trained = [&] {
-      ForwardBackward call{.data = {text}, .loss = "cross_entropy", .config = {}, .forward_only = true};
+      ForwardBackward call{.data = {text}, .loss = "cross_entropy", .forward_only = true};
       auto& to = call.data[0].inputs["target_tokens"].integers;
       std::copy(text.tokens.begin() + 1, text.tokens.end(), to.begin());
       return engine->forward_backward("m", call).log_probabilities[0].numbers;

@@ -239,18 +239,18 @@ class Calls {
     return static_cast<float>(std::uniform_real_distribution<double>(least, most)(random_));
   }
   Array tokens(std::vector<std::int64_t> shape) {
-    Array array{.shape = shape, .numbers = {}, .integers = {}};
+    Array array{.shape = shape};
     for (std::int64_t i = 0; i < size(shape); ++i) array.integers.push_back(integer(0, vocabulary_ - 1));
     return array;
   }
   Array numbers(std::vector<std::int64_t> shape, double least, double most) {
-    Array array{.shape = shape, .numbers = {}, .integers = {}};
+    Array array{.shape = shape};
     for (std::int64_t i = 0; i < size(shape); ++i) array.numbers.push_back(number(least, most));
     return array;
   }
   // A cross entropy of signed, fractional weights; sometimes with several targets a token.
   Datum supervised(std::int64_t length, std::int64_t columns = 0, double least = -0.6) {
-    Datum datum{.tokens = tokens({length}).integers, .inputs = {}};
+    Datum datum{.tokens = tokens({length}).integers};
     std::vector<std::int64_t> shape = {length};
     if (columns > 0) shape.push_back(columns);
     datum.inputs["target_tokens"] = tokens(shape);
@@ -259,14 +259,14 @@ class Calls {
     return datum;
   }
   ForwardBackward cross_entropy(std::vector<std::int64_t> lengths, double least = -0.6) {
-    ForwardBackward call{.data = {}, .loss = "cross_entropy", .config = {}};
+    ForwardBackward call{.loss = "cross_entropy"};
     for (const std::int64_t length : lengths) call.data.push_back(supervised(length, 0, least));
     return call;
   }
   // Any loss. Old log-probabilities are near the model's, so that ratios are inside and outside of the clip.
   ForwardBackward any(Engine& engine, const std::string& model, double least_weight = -0.6) {
     const char* losses[] = {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"};
-    ForwardBackward call{.data = {}, .loss = "cross_entropy", .config = {}};
+    ForwardBackward call{.loss = "cross_entropy"};
     const std::string loss = losses[integer(0, 5)];
     for (std::int64_t i = integer(1, 4); i > 0; --i)
       call.data.push_back(

@@ -130,7 +130,7 @@ SpreadModel::Computed SpreadModel::compute(const ForwardBackward& request, const
   }
   everyone.all_reduce(flat);
   found_.clear(), request_ = nullptr, call_ = nullptr;
-  Computed result{.log_probabilities = {}, .loss = flat[begins.back()].item<double>()};
+  Computed result{.loss = flat[begins.back()].item<double>()};
   for (std::size_t i = 0; i < request.data.size(); ++i)
     result.log_probabilities.push_back(flat.narrow(0, begins[i], begins[i + 1] - begins[i])
                                            .view(request.data[i].inputs.at("target_tokens").shape));

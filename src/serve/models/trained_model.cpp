@@ -76,7 +76,7 @@ struct Adapted {
 Array array_of(const at::Tensor& log_probabilities) {
   const at::Tensor flat = log_probabilities.detach().to(at::kCPU, at::kFloat).contiguous();
   const auto* from = flat.const_data_ptr<float>();
-  return {.shape = flat.sizes().vec(), .numbers = {from, from + flat.numel()}, .integers = {}};
+  return {.shape = flat.sizes().vec(), .numbers = {from, from + flat.numel()}};
 }
 
 // `take` writes the whole tensors on the first rank; the others take part to the end, whatever happens there.

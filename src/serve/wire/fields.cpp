@@ -19,6 +19,7 @@ bool is_integer(const Json& value, std::int64_t least, std::int64_t most) {
 std::string range(std::int64_t least, std::int64_t most) {
   return fmt::format("an integer from {} to {}", least, most);
 }
+const std::string kText = fmt::format("a text of 1 to {} bytes", kMostText), kObject = "an object";
 
 }  // namespace
 
@@ -51,15 +52,11 @@ std::optional<std::string> Fields::text(const char* key) const {
   if (value == nullptr) return std::nullopt;
   if (!value->is_string() || value->get_ref<const std::string&>().empty() ||
       value->get_ref<const std::string&>().size() > kMostText)
-    refuse(key, fmt::format("a text of 1 to {} bytes", kMostText));
+    refuse(key, kText);
   return value->get<std::string>();
 }
 
-std::string Fields::need_text(const char* key) const {
-  auto value = text(key);
-  if (!value) refuse(key, fmt::format("a text of 1 to {} bytes", kMostText));
-  return *std::move(value);
-}
+std::string Fields::need_text(const char* key) const { return need(text(key), key, kText); }
 
 std::optional<std::int64_t> Fields::integer(const char* key, std::int64_t least, std::int64_t most) const {
   const Json* value = find(key);
@@ -69,9 +66,7 @@ std::optional<std::int64_t> Fields::integer(const char* key, std::int64_t least,
 }
 
 std::int64_t Fields::need_integer(const char* key, std::int64_t least, std::int64_t most) const {
-  const auto value = integer(key, least, most);
-  if (!value) refuse(key, range(least, most));
-  return *value;
+  return need(integer(key, least, most), key, range(least, most));
 }
 
 std::optional<std::uint64_t> Fields::seed(const char* key) const {
@@ -90,14 +85,17 @@ bool Fields::flag(const char* key, bool otherwise) const {
 std::optional<Fields> Fields::object(const char* key) const {
   const Json* value = find(key);
   if (value == nullptr) return std::nullopt;
-  if (!value->is_object()) refuse(key, "an object");
+  if (!value->is_object()) refuse(key, kObject);
   return Fields(*value, where(key) + ".");
 }
 
-Fields Fields::need_object(const char* key) const {
-  auto value = object(key);
-  if (!value) refuse(key, "an object");
-  return *value;
+Fields Fields::need_object(const char* key) const { return need(object(key), key, kObject); }
+
+double Fields::number(const char* key, double otherwise, const Numbers& allowed) const {
+  const Json* value = find(key);
+  if (value == nullptr) return otherwise;
+  if (!value->is_number() || !allowed.holds(value->get<double>())) refuse(key, allowed.expected);
+  return value->get<double>();
 }
 
 const Json* Fields::list(const char* key) const {
@@ -161,7 +159,7 @@ Array to_dense(WireArray array, std::int64_t filling, const std::string& where, 
     wrong(fmt::format("{} row indices, {} column indices, {} values for {}", starts.size(),
                       array.columns.size(), held, shape),
           "row indices from 0 to the number of values, one more than rows, and a column for each value");
-  Array dense{.shape = array.shape, .numbers = {}, .integers = {}};
+  Array dense{.shape = array.shape};
   if (array.whole)
     dense.integers.assign(static_cast<std::size_t>(product), filling);
   else
@@ -261,19 +259,24 @@ std::vector<std::int64_t> json_chunks(const Fields& input) {
 }
 
 AdamParams json_adam(const Fields& params) {
+  constexpr Numbers share{[](double x) { return x >= 0 && x < 1; }, "a number of at least 0 and less than 1"};
   AdamParams adam;
-  auto at_least_0 = [](double x) { return x >= 0; };
-  auto share = [](double x) { return x >= 0 && x < 1; };
-  constexpr const char* kAtLeast0 = "a finite number of at least 0";
-  constexpr const char* kShare = "a number of at least 0 and less than 1";
-  adam.learning_rate = params.number("learning_rate", adam.learning_rate, at_least_0, kAtLeast0);
-  adam.beta1 = params.number("beta1", adam.beta1, share, kShare);
-  adam.beta2 = params.number("beta2", adam.beta2, share, kShare);
-  adam.epsilon = params.number("eps", adam.epsilon, at_least_0, kAtLeast0);
-  adam.weight_decay = params.number("weight_decay", adam.weight_decay, at_least_0, kAtLeast0);
-  adam.clip = params.number(
-      "grad_clip_norm", adam.clip, [](double) { return true; }, "a finite number; 0 does not clip");
+  adam.learning_rate = params.number("learning_rate", adam.learning_rate, kAtLeast0);
+  adam.beta1 = params.number("beta1", adam.beta1, share);
+  adam.beta2 = params.number("beta2", adam.beta2, share);
+  adam.epsilon = params.number("eps", adam.epsilon, kAtLeast0);
+  adam.weight_decay = params.number("weight_decay", adam.weight_decay, kAtLeast0);
+  adam.clip = params.number("grad_clip_norm", adam.clip, kClip);
   return adam;
+}
+
+CreateModel json_model(const Fields& fields) {
+  CreateModel model{.base = fields.need_text("base_model"), .metadata = fields.metadata("user_metadata")};
+  if (const auto lora = fields.object("lora_config"))
+    model.lora.seed = lora->seed("seed");
+  else
+    model.lora.rank = 0;
+  return model;
 }
 
 std::string iso_time(double seconds) {

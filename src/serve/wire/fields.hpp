@@ -22,6 +22,15 @@ inline constexpr std::size_t kMostText = 4096;                           // byte
 inline constexpr std::size_t kMostDatums = 1 << 16, kMostInputs = 32;    // of a request, of a datum
 inline constexpr std::int64_t kLeastTtl = 3600, kMostTtl = 315'360'000;  // an hour, ten years
 
+// Numbers that a field may have.
+struct Numbers {
+  bool (*holds)(double);
+  const char* expected;
+};
+inline constexpr Numbers kAtLeast0{[](double x) { return x >= 0; }, "a finite number of at least 0"},
+    kAbove0{[](double x) { return x > 0; }, "a finite number above 0"},
+    kClip{[](double) { return true; }, "a finite number; 0 does not clip"};
+
 class Fields {
  public:
   // `object` must outlive this; `prefix` ends in ": " or ".".
@@ -45,15 +54,14 @@ class Fields {
   std::vector<std::int64_t> integers(const char* key, std::int64_t least, std::int64_t most) const;
   std::map<std::string, std::string> metadata(
       const char* key) const;  // values that are no strings: their JSON
-  template <class Holds>
-  double number(const char* key, double otherwise, Holds holds, const char* expected) const {
-    const Json* value = find(key);
-    if (value == nullptr) return otherwise;
-    if (!value->is_number() || !holds(value->get<double>())) refuse(key, expected);
-    return value->get<double>();
-  }
+  double number(const char* key, double otherwise, const Numbers& allowed) const;
 
  private:
+  template <class T>
+  T need(std::optional<T> value, const char* key, const std::string& expected) const {
+    if (!value) refuse(key, expected);
+    return *std::move(value);
+  }
   const Json* object_;
   std::string prefix_;
 };
@@ -90,6 +98,8 @@ WireArray json_array(const Json& value, const std::string& where);
 // As an input `name` of a loss: "target_tokens" are integers >= 0, all others finite numbers.
 Array as_input(Array array, const std::string& name, const std::string& where);
 
+// base_model, user_metadata and, if there is an adapter, its seed; else rank 0.
+CreateModel json_model(const Fields& fields);
 // The tokens of {"chunks": [{"type": "encoded_text", "tokens"}]}.
 std::vector<std::int64_t> json_chunks(const Fields& input);
 AdamParams json_adam(const Fields& params);

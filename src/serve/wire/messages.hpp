@@ -13,22 +13,22 @@ namespace isograd::serve {
 
 // Dense and row-major; of one dimension or two. One of the two lists is filled.
 struct Array {
-  std::vector<std::int64_t> shape;
-  std::vector<float> numbers;
-  std::vector<std::int64_t> integers;
+  std::vector<std::int64_t> shape{};
+  std::vector<float> numbers{};
+  std::vector<std::int64_t> integers{};
 };
 
 struct Datum {
-  std::vector<std::int64_t> tokens;     // N
-  std::map<std::string, Array> inputs;  // "target_tokens", "weights", "logprobs", "advantages", ...
+  std::vector<std::int64_t> tokens{};     // N
+  std::map<std::string, Array> inputs{};  // "target_tokens", "weights", "logprobs", "advantages", ...
 };
 
 using ConfigValue = std::variant<double, std::string>;
 
 struct ForwardBackward {
-  std::vector<Datum> data;
-  std::string loss;  // "cross_entropy", ...
-  std::map<std::string, ConfigValue> config;
+  std::vector<Datum> data{};
+  std::string loss{};  // "cross_entropy", ...
+  std::map<std::string, ConfigValue> config{};
   bool forward_only = false;
 };
 
@@ -39,14 +39,14 @@ struct AdamParams {
 
 struct LoraShape {
   std::int64_t rank = 32;  // 0: the whole weights are trained
-  std::optional<std::uint64_t> seed;
+  std::optional<std::uint64_t> seed{};
   bool unembed = true, mlp = true, attention = true;
 };
 
 struct CreateModel {
-  std::string base;
-  LoraShape lora;
-  std::map<std::string, std::string> metadata;  // the client's; keys "isograd.*" configure this model
+  std::string base{};
+  LoraShape lora{};
+  std::map<std::string, std::string> metadata{};  // the client's; keys "isograd.*" configure this model
 };
 
 struct SamplingParams {
@@ -93,7 +93,7 @@ struct SampledSequence {
   bool stopped = false;  // by an end or a stop; else by its length
   std::vector<std::int32_t> tokens;
   std::vector<float> log_probabilities;
-  std::optional<TopTokens> top;
+  std::optional<TopTokens> top{};
 };
 
 struct SampleResult {

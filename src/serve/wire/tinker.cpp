@@ -24,9 +24,7 @@ std::int64_t counted(const Fields& fields, const char* key) {
 
 template <class Body>
 Operation<Body> operation(const Fields& fields) {
-  return {.model = fields.need_text("model_id"),
-          .sequence = fields.need_integer("seq_id", 1, kMostInt32),
-          .body = {}};
+  return {.model = fields.need_text("model_id"), .sequence = fields.need_integer("seq_id", 1, kMostInt32)};
 }
 
 void check_optimizer(const Fields& fields, const char* key) {
@@ -285,8 +283,7 @@ std::string sampler_id(const std::string& session, std::int64_t sequence) {
 
 Session create_session(std::string_view json) {
   const RequestJson fields("create_session", json);
-  Session session{
-      .tags = {}, .metadata = fields.metadata("user_metadata"), .sdk_version = {}, .display_name = {}};
+  Session session{.metadata = fields.metadata("user_metadata")};
   if (const Json* tags = fields.list("tags"))
     for (const Json& tag : *tags) {
       if (!tag.is_string() || session.tags.size() == kMostStops ||
@@ -313,20 +310,13 @@ NewModel create_model(std::string_view json) {
   const RequestJson fields("create_model", json);
   NewModel model{.session = session_of(fields),
                  .model_sequence = counted(fields, "model_seq_id"),
-                 .model = {},
-                 .body = {}};
+                 .body = json_model(fields)};
   model.model = model_id(model.session, model.model_sequence);
-  model.body = {
-      .base = fields.need_text("base_model"), .lora = {}, .metadata = fields.metadata("user_metadata")};
   check_optimizer(fields, "optimizer_config");
   LoraShape& shape = model.body.lora;
   const auto lora = fields.object("lora_config");
-  if (!lora) {
-    shape.rank = 0;
-    return model;
-  }
+  if (!lora) return model;
   shape.rank = lora->integer("rank", 0, kMostRank).value_or(shape.rank);
-  shape.seed = lora->seed("seed");
   shape.unembed = lora->flag("train_unembed", true);
   shape.mlp = lora->flag("train_mlp", true);
   shape.attention = lora->flag("train_attn", true);
@@ -384,8 +374,7 @@ Operation<SaveWeights> save_weights(std::string_view json) {
   result.body = {.name = fields.text("path"),
                  .ttl_seconds = ttl_seconds(fields),
                  .overwrite = fields.flag("overwrite", false),
-                 .metadata = fields.metadata("user_metadata"),
-                 .sampling_sequence = {}};
+                 .metadata = fields.metadata("user_metadata")};
   return result;
 }
 
@@ -427,8 +416,8 @@ SamplingSession create_sampling_session(std::string_view json) {
 
 SampleRequest asample(std::string_view json) {
   const RequestJson fields("asample", json);
-  SampleRequest result{
-      .sampler = fields.need_text("sampling_session_id"), .sequence = counted(fields, "seq_id"), .body = {}};
+  SampleRequest result{.sampler = fields.need_text("sampling_session_id"),
+                       .sequence = counted(fields, "seq_id")};
   Sample& sample = result.body;
   sample.prompt = json_chunks(fields.need_object("prompt"));
   sample.samples = fields.integer("num_samples", 1, kMostSamples).value_or(1);
@@ -465,11 +454,10 @@ SampleRequest asample(std::string_view json) {
   if (!given) return result;
   params.max_tokens = given->integer("max_tokens", 1, kMostInt32);
   params.seed = given->seed("seed");
-  params.temperature = given->number(
-      "temperature", params.temperature, [](double x) { return x >= 0; }, "a finite number of at least 0");
+  params.temperature = given->number("temperature", params.temperature, kAtLeast0);
   params.top_k = given->integer("top_k", -1, kMostInt32).value_or(params.top_k);
-  params.top_p = given->number(
-      "top_p", params.top_p, [](double x) { return x > 0 && x <= 1; }, "a number above 0, at most 1");
+  constexpr Numbers share{[](double x) { return x > 0 && x <= 1; }, "a number above 0, at most 1"};
+  params.top_p = given->number("top_p", params.top_p, share);
   const Json* stop = given->find("stop");
   params.stop_given = stop != nullptr;
   if (stop == nullptr) return result;

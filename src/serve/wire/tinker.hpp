@@ -20,22 +20,22 @@ inline constexpr std::int64_t kMostSamples = 4096, kMostStops = 1000, kMostRank 
 // Operation `sequence` (1, 2, ...) of a model. 0: the client gave none (xorl's may).
 template <class Body>
 struct Operation {
-  std::string model;
+  std::string model{};
   std::int64_t sequence = 0;
-  Body body;
+  Body body{};
 };
 
 struct Session {
-  std::vector<std::string> tags;
-  std::map<std::string, std::string> metadata;  // values that are no strings: their JSON
-  std::string sdk_version, display_name;
+  std::vector<std::string> tags{};
+  std::map<std::string, std::string> metadata{};  // values that are no strings: their JSON
+  std::string sdk_version{}, display_name{};
 };
 
 struct NewModel {
-  std::string session;  // empty: xorl's, which gives the model's name itself
+  std::string session{};  // empty: xorl's, which gives the model's name itself
   std::int64_t model_sequence = 0;
-  std::string model;  // "<session>:train:<model_sequence>"
-  CreateModel body;
+  std::string model{};  // "<session>:train:<model_sequence>"
+  CreateModel body{};
 };
 
 struct LoadWeights {
@@ -51,12 +51,12 @@ struct LoadWeights {
 };
 
 struct SaveWeights {
-  std::optional<std::string> name;  // none: the service chooses one
-  std::optional<std::int64_t> ttl_seconds;
+  std::optional<std::string> name{};  // none: the service chooses one
+  std::optional<std::int64_t> ttl_seconds{};
   bool overwrite = false;
-  std::map<std::string, std::string> metadata;
+  std::map<std::string, std::string> metadata{};
   // Given by save_weights_for_sampler without a name; a repeated request may give another.
-  std::optional<std::int64_t> sampling_sequence;
+  std::optional<std::int64_t> sampling_sequence{};
 };
 
 struct SamplingSession {
@@ -66,9 +66,9 @@ struct SamplingSession {
 };
 
 struct SampleRequest {
-  std::string sampler;  // sampling_session_id
+  std::string sampler{};  // sampling_session_id
   std::int64_t sequence = 0;
-  Sample body;
+  Sample body{};
 };
 
 struct Finish {
@@ -89,22 +89,22 @@ struct ServedModel {
 };
 
 struct CheckpointListing {
-  std::string id;                   // "weights/<name>"
-  std::string kind;                 // "training", "sampler", "external"
-  std::string path;                 // "tinker://..."
+  std::string id{};                 // "weights/<name>"
+  std::string kind{};               // "training", "sampler", "external"
+  std::string path{};               // "tinker://..."
   double created = 0, expires = 0;  // seconds since 1970; 0: never
   std::int64_t bytes = 0;
   bool is_public = false;
-  std::map<std::string, std::string> metadata;
+  std::map<std::string, std::string> metadata{};
 };
 
 struct RunListing {
-  std::string id, base, owner;
+  std::string id{}, base{}, owner{};
   std::int64_t rank = 0;
   double last_request = 0;
   bool corrupted = false;
-  std::optional<CheckpointListing> last_checkpoint, last_sampler_checkpoint;
-  std::map<std::string, std::string> metadata;
+  std::optional<CheckpointListing> last_checkpoint{}, last_sampler_checkpoint{};
+  std::map<std::string, std::string> metadata{};
 };
 
 struct Cursor {

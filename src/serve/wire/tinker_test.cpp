@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <protozero/pbf_writer.hpp>
 
@@ -84,7 +85,7 @@ TEST(TinkerProtobuf, ResultsHaveTheBytesOfTheClientsClasses) {
                                .tokens = {3, 4},
                                .log_probabilities = {-0.25, -0.5},
                                .top = TopTokens{1, 2, {3, 4}, {-0.25, -0.5}}});
-  sampled.sequences.push_back({.stopped = false, .tokens = {9}, .log_probabilities = {-1}, .top = {}});
+  sampled.sequences.push_back({.stopped = false, .tokens = {9}, .log_probabilities = {-1}});
   sampled.prompt_log_probabilities = Floats{std::numeric_limits<float>::quiet_NaN(), -1.5};
   sampled.top_prompt = TopTokens{1, 2, {0, 8}, {-99999, -0.125}};
   sampled.cached_prompt_tokens = 7;
@@ -401,69 +402,52 @@ TEST(TinkerJson, BadRequestsAreRefusedByField) {
   expect_refused(step(R"("weight_decay":-1)"), "adam_params.weight_decay");
   expect_refused(step(R"("grad_clip_norm":"1")"), "adam_params.grad_clip_norm");
 
-  using Parse = void (*)(const std::string&);
+  const auto operation = [](const std::string& more) {
+    return R"({"model_id":"m","seq_id":1,)" + more + "}";
+  };
+  const auto model = [](const std::string& more) {
+    return R"({"session_id":"s","model_seq_id":0,"base_model":"b",)" + more + "}";
+  };
   const struct {
+    std::function<void(const std::string&)> parse;
     const char* part;
-    Parse parse;
     std::string body;
   } others[] = {
-      {"dimuon", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":"m","seq_id":1,"optimizer_params":{"type":"dimuon"}})"},
-      {"adam_params", [](const std::string& b) { optim_step(b); }, R"({"model_id":"m","seq_id":1})"},
-      {"seq_id", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":"m","seq_id":0,"adam_params":{}})"},
-      {"seq_id", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":"m","seq_id":-5,"adam_params":{}})"},
-      {"seq_id", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":"m","seq_id":2147483648,"adam_params":{}})"},
-      {"seq_id", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":"m","seq_id":18446744073709551615,"adam_params":{}})"},
-      {"model_id", [](const std::string& b) { optim_step(b); },
-       R"({"model_id":7,"seq_id":1,"adam_params":{}})"},
-      {"lora_config.rank", [](const std::string& b) { create_model(b); },
-       R"({"session_id":"s","model_seq_id":0,"base_model":"b","lora_config":{"rank":-1}})"},
-      {"lora_config.rank", [](const std::string& b) { create_model(b); },
-       R"({"session_id":"s","model_seq_id":0,"base_model":"b","lora_config":{"rank":1000000}})"},
-      {"at least one part", [](const std::string& b) { create_model(b); },
-       R"({"session_id":"s","model_seq_id":0,"base_model":"b","lora_config":{"rank":1,"train_unembed":false,
-           "train_mlp":false,"train_attn":false}})"},
-      {"optimizer_config.type", [](const std::string& b) { create_model(b); },
-       R"({"session_id":"s","model_seq_id":0,"base_model":"b","optimizer_config":{"type":"dimuon","version":1}})"},
-      {"base_model", [](const std::string& b) { create_model(b); }, R"({"session_id":"s","model_seq_id":0})"},
-      {"user_metadata", [](const std::string& b) { create_model(b); },
-       R"({"session_id":"s","model_seq_id":0,"base_model":"b","user_metadata":[]})"},
-      {"user_metadata", [](const std::string& b) { create_session(b); },
+      {optim_step, "dimuon", operation(R"("optimizer_params":{"type":"dimuon"})")},
+      {optim_step, "adam_params", R"({"model_id":"m","seq_id":1})"},
+      {optim_step, "seq_id", R"({"model_id":"m","seq_id":0,"adam_params":{}})"},
+      {optim_step, "seq_id", R"({"model_id":"m","seq_id":-5,"adam_params":{}})"},
+      {optim_step, "seq_id", R"({"model_id":"m","seq_id":2147483648,"adam_params":{}})"},
+      {optim_step, "seq_id", R"({"model_id":"m","seq_id":18446744073709551615,"adam_params":{}})"},
+      {optim_step, "model_id", R"({"model_id":7,"seq_id":1,"adam_params":{}})"},
+      {create_model, "lora_config.rank", model(R"("lora_config":{"rank":-1})")},
+      {create_model, "lora_config.rank", model(R"("lora_config":{"rank":1000000})")},
+      {create_model, "at least one part",
+       model(R"("lora_config":{"rank":1,"train_unembed":false,"train_mlp":false,"train_attn":false})")},
+      {create_model, "optimizer_config.type", model(R"("optimizer_config":{"type":"dimuon","version":1})")},
+      {create_model, "base_model", R"({"session_id":"s","model_seq_id":0})"},
+      {create_model, "user_metadata", model(R"("user_metadata":[])")},
+      {create_session, "user_metadata",
        R"({"tags":[],"user_metadata":{"a":")" + std::string(70'000, 'x') + "\"}}"},
-      {"tags", [](const std::string& b) { create_session(b); }, R"({"tags":[1]})"},
-      {"model_id", [](const std::string& b) { load_weights(b); },
-       R"({"session_id":"s","model_seq_id":1,"model_id":"m","path":"p"})"},
-      {"path", [](const std::string& b) { load_weights(b); }, R"({"session_id":"s","model_seq_id":1})"},
-      {"ttl_seconds", [](const std::string& b) { save_weights(b); },
-       R"({"model_id":"m","seq_id":1,"path":"n","ttl_seconds":1})"},
-      {"ttl_seconds", [](const std::string& b) { save_weights(b); },
-       R"({"model_id":"m","seq_id":1,"path":"n","ttl_seconds":1000000000000})"},
-      {"path", [](const std::string& b) { save_weights(b); }, R"({"model_id":"m","seq_id":1,"path":""})"},
-      {"overwrite", [](const std::string& b) { save_weights(b); },
-       R"({"model_id":"m","seq_id":1,"path":"n","overwrite":1})"},
-      {"inflight", [](const std::string& b) { save_weights_for_sampler(b); },
-       R"({"model_id":"m","seq_id":1,"sampling_session_seq_id":0,"kind":"inflight"})"},
-      {"sampling_session_seq_id", [](const std::string& b) { save_weights_for_sampler(b); },
-       R"({"model_id":"m","seq_id":1})"},
-      {"age_encryption_recipients", [](const std::string& b) { save_weights_external(b); },
-       R"({"model_id":"m","seq_id":1,"path":"n","age_encryption_recipients":["age1"]})"},
-      {"model_path", [](const std::string& b) { create_sampling_session(b); },
-       R"({"session_id":"s","sampling_session_seq_id":0})"},
-      {"ttl_seconds", [](const std::string& b) { ttl(b); }, R"({"ttl_seconds":1})"},
-      {"ttl_seconds", [](const std::string& b) { ttl(b); }, "{}"},
-      {"request_id", [](const std::string& b) { retrieve_future(b); }, "{}"},
-      {"tinker_path", [](const std::string& b) { weights_info(b); }, R"({"xorl_path":"a"})"},
-      {"session_id", [](const std::string& b) { heartbeat(b); }, R"({"session_id":[]})"},
+      {create_session, "tags", R"({"tags":[1]})"},
+      {load_weights, "model_id", R"({"session_id":"s","model_seq_id":1,"model_id":"m","path":"p"})"},
+      {load_weights, "path", R"({"session_id":"s","model_seq_id":1})"},
+      {save_weights, "ttl_seconds", operation(R"("path":"n","ttl_seconds":1)")},
+      {save_weights, "ttl_seconds", operation(R"("path":"n","ttl_seconds":1000000000000)")},
+      {save_weights, "path", operation(R"("path":"")")},
+      {save_weights, "overwrite", operation(R"("path":"n","overwrite":1)")},
+      {save_weights_for_sampler, "inflight", operation(R"("sampling_session_seq_id":0,"kind":"inflight")")},
+      {save_weights_for_sampler, "sampling_session_seq_id", R"({"model_id":"m","seq_id":1})"},
+      {save_weights_external, "age_encryption_recipients",
+       operation(R"("path":"n","age_encryption_recipients":["age1"])")},
+      {create_sampling_session, "model_path", R"({"session_id":"s","sampling_session_seq_id":0})"},
+      {ttl, "ttl_seconds", R"({"ttl_seconds":1})"},
+      {ttl, "ttl_seconds", "{}"},
+      {retrieve_future, "request_id", "{}"},
+      {weights_info, "tinker_path", R"({"xorl_path":"a"})"},
+      {heartbeat, "session_id", R"({"session_id":[]})"},
   };
-  for (const auto& [part, parse, body] : others) {
-    const auto call = parse;
-    const auto& text = body;
-    expect_refused(error_of([&] { call(text); }), part);
-  }
+  for (const auto& each : others) expect_refused(error_of([&] { each.parse(each.body); }), each.part);
 }
 
 TEST(TinkerJson, RepliesHoldWhatTheClientRequires) {
@@ -489,8 +473,7 @@ TEST(TinkerJson, RepliesHoldWhatTheClientRequires) {
                                      .created = 1'000'000'000.7,
                                      .expires = 0,
                                      .bytes = 5,
-                                     .is_public = false,
-                                     .metadata = {}};
+                                     .is_public = false};
   const Json list = Json::parse(checkpoints_reply({checkpoint}, Cursor{0, 20, 1}));
   EXPECT_EQ(list["checkpoints"][0]["time"], "2001-09-09T01:46:40Z");
   EXPECT_FALSE(list["checkpoints"][0].contains("expires_at"));
@@ -503,12 +486,11 @@ TEST(TinkerJson, RepliesHoldWhatTheClientRequires) {
                        .last_request = 1,
                        .corrupted = false,
                        .last_checkpoint = checkpoint,
-                       .last_sampler_checkpoint = {},
                        .metadata = {{"a", "b"}}};
   const Json runs = Json::parse(runs_reply({run}, {}));
   EXPECT_EQ(runs["training_runs"][0]["last_checkpoint"]["tinker_path"], "tinker://m/weights/n");
   EXPECT_EQ(runs["training_runs"][0]["lora_rank"], 8);
-  EXPECT_EQ(Json::parse(weights_info_reply({.base = "b", .lora = {}, .metadata = {}}))["train_attn"], true);
+  EXPECT_EQ(Json::parse(weights_info_reply({.base = "b"}))["train_attn"], true);
   EXPECT_EQ(Json::parse(capabilities_reply({{"b", 64}}))["supported_models"][0]["max_context_length"], 64);
 }
 

@@ -17,8 +17,7 @@ std::string model_of(const Fields& fields) { return fields.text("model_id").valu
 
 template <class Body>
 Operation<Body> operation_of(const Fields& fields) {
-  return {
-      .model = model_of(fields), .sequence = fields.integer("seq_id", 1, kMostInt32).value_or(0), .body = {}};
+  return {.model = model_of(fields), .sequence = fields.integer("seq_id", 1, kMostInt32).value_or(0)};
 }
 
 // The parts whose projections `target_modules` names. An adapter has all projections of a part or none.
@@ -59,7 +58,7 @@ void read_ignored(Datum& datum, WireArray& targets, const std::string& loss) {
   if (loss == "cross_entropy" && !datum.inputs.contains("weights")) {
     std::vector<std::int64_t> shape = targets.shape;
     if (shape.empty()) shape = {static_cast<std::int64_t>(weights.size())};
-    datum.inputs["weights"] = {.shape = shape, .numbers = std::move(weights), .integers = {}};
+    datum.inputs["weights"] = {.shape = shape, .numbers = std::move(weights)};
   } else if (any && loss != "cross_entropy" && !datum.inputs.contains("advantages")) {
     refuse("forward_backward: target_tokens", "-100 without advantages",
            "advantages, of which those rows have 0", "Send advantages");
@@ -121,24 +120,16 @@ std::string path_in(const std::string& path) { return moved(path, "xorl://", "ti
 
 NewModel create_model(std::string_view json) {
   const RequestJson fields("create_model", json);
-  NewModel model{.session = {}, .model_sequence = 0, .model = model_of(fields), .body = {}};
-  model.body = {
-      .base = fields.need_text("base_model"), .lora = {}, .metadata = fields.metadata("user_metadata")};
+  NewModel model{.model = model_of(fields), .body = json_model(fields)};
   model.body.metadata.emplace("isograd.normalise", "tokens");
   LoraShape& shape = model.body.lora;
   const auto lora = fields.object("lora_config");
-  if (!lora) {
-    shape.rank = 0;
-    return model;
-  }
+  if (!lora) return model;
   shape.rank =
       lora->integer(lora->find("rank") != nullptr ? "rank" : "lora_rank", 0, kMostRank).value_or(shape.rank);
-  shape.seed = lora->seed("seed");
-  const double alpha = lora->number(
-      "alpha", 0, [](double x) { return x > 0; }, "a finite number above 0");
+  const double alpha = lora->number("alpha", 0, kAbove0);
   if (alpha > 0) model.body.metadata.emplace("isograd.alpha", fmt::format("{}", alpha));
-  lora->number(
-      "dropout", 0, [](double x) { return x == 0; }, "0: adapters of this server have no dropout");
+  lora->number("dropout", 0, {[](double x) { return x == 0; }, "0: adapters of this server have no dropout"});
   read_modules(*lora, shape);
   return model;
 }
@@ -178,8 +169,7 @@ Operation<AdamParams> optim_step(std::string_view json) {
   const RequestJson fields("optim_step", json);
   auto result = operation_of<AdamParams>(fields);
   result.body = json_adam(fields.need_object("adam_params"));
-  result.body.clip = fields.number(
-      "gradient_clip", result.body.clip, [](double) { return true; }, "a finite number; 0 does not clip");
+  result.body.clip = fields.number("gradient_clip", result.body.clip, kClip);
   return result;
 }
 
@@ -223,8 +213,6 @@ KillSession kill_session(std::string_view json) {
 std::string weights_info(std::string_view json) {
   return path_in(RequestJson("weights_info", json).need_text("xorl_path"));
 }
-
-std::string retrieve_future(std::string_view json) { return tinker::retrieve_future(json); }
 
 std::string create_model_reply(const std::string& model) {
   return dumped({{"model_id", model}, {"status", "created"}});

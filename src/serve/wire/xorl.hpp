@@ -28,8 +28,7 @@ struct KillSession {
   bool save = true;  // a checkpoint before its end
 };
 KillSession kill_session(std::string_view json);
-std::string weights_info(std::string_view json);             // the path
-std::string retrieve_future(std::string_view json);          // the request
+std::string weights_info(std::string_view json);  // the path
 
 // "tinker://a/b/c" as "xorl://a/b/c", and back.
 std::string path_out(const std::string& path);
