@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/files.hpp"
-#include "model/attention/attention.hpp"
+#include "lora/plain_testing.hpp"
 #include "model/decoder.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/safetensors.hpp"
@@ -38,66 +38,16 @@ std::shared_ptr<LoraAdapter> trained(const DecoderConfig& model, std::uint64_t s
   return adapter;
 }
 
-// Rows of one adapter, by the names of files: linear layers and updates in plain ATen.
+// Rows of one adapter.
 at::Tensor plain_logits(DecoderLM& model, const NamedTensors& adapter, const Batch& batch) {
-  const DecoderConfig& c = model.config();
-  std::map<std::string, at::Tensor> w;
+  Tensors weights;
   for (const NamedTensors& all : {model.named(), adapter})
-    for (const auto& [name, tensor] : all) w[name] = tensor;
-  const auto norm = [&](const at::Tensor& x, const std::string& name) {
-    return x * at::rsqrt(x.pow(2).mean(-1, true) + c.norm_epsilon) * w.at(name);
-  };
-  const auto linear = [&](const at::Tensor& x, const std::string& name) {
-    const bool head = name == "lm_head";
-    at::Tensor y = x.matmul(w.at(head && c.tied_output ? "model.embed_tokens.weight" : name + ".weight").t());
-    if (w.contains(name + ".bias")) y = y + w.at(name + ".bias");
-    if (w.contains(name + ".lora_A.weight"))
-      y = y + kScale * x.matmul(w.at(name + ".lora_A.weight").t()).matmul(w.at(name + ".lora_B.weight").t());
-    return y;
-  };
-  const at::Tensor angles =
-      batch.positions.to(at::kDouble).unsqueeze(1) * rotary_frequencies(c, 0, at::kDouble).first;
-  const at::Tensor cos = angles.cos().repeat({1, 2}).unsqueeze(1),
-                   sin = angles.sin().repeat({1, 2}).unsqueeze(1);
-  const auto turned = [&](const at::Tensor& x) {
-    const auto halves = x.chunk(2, -1);
-    return x * cos + at::cat({-halves[1], halves[0]}, -1) * sin;
-  };
-  at::Tensor x = at::embedding(w.at("model.embed_tokens.weight"), batch.tokens);
-  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
-    const std::string at = fmt::format("model.layers.{}.", layer);
-    at::Tensor n = norm(x, at + "input_layernorm.weight");
-    at::Tensor q = linear(n, at + "self_attn.q_proj").view({-1, c.heads, c.head_dim});
-    at::Tensor k = linear(n, at + "self_attn.k_proj").view({-1, c.key_value_heads, c.head_dim});
-    const at::Tensor v = linear(n, at + "self_attn.v_proj").view({-1, c.key_value_heads, c.head_dim});
-    if (c.query_key_norm)
-      q = norm(q, at + "self_attn.q_norm.weight"), k = norm(k, at + "self_attn.k_norm.weight");
-    const at::Tensor a = naive_variable_length_attention(turned(q), turned(k), v, batch.cu_seqlens);
-    x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
-    n = norm(x, at + "post_attention_layernorm.weight");
-    const auto network = [&](const std::string& of) {
-      return linear(at::silu(linear(n, of + "gate_proj")) * linear(n, of + "up_proj"), of + "down_proj");
-    };
-    if (!c.has_experts(layer)) {
-      x = x + network(at + "mlp.");
-      continue;
-    }
-    // Every expert computes every token; those that were not chosen count with weight 0.
-    const at::Tensor scores = n.matmul(w.at(at + "mlp.gate.weight").t()).softmax(1);
-    const at::Tensor least = std::get<0>(scores.topk(c.experts.per_token, 1)).select(1, -1).unsqueeze(1);
-    const at::Tensor kept = scores * scores.ge(least), weights = kept / kept.sum(1, true);
-    for (std::int64_t e = 0; e < c.experts.count; ++e) {
-      for (const char* matrix : {"gate_proj", "up_proj", "down_proj"})
-        for (const char* end : {"", ".lora_A.weight", ".lora_B.weight"})
-          if (const auto all = w.find(at + "mlp.experts." + matrix + end); all != w.end())
-            w[fmt::format("expert.{}{}", matrix, *end ? end : ".weight")] = all->second[e];
-      x = x + network("expert.") * weights.select(1, e).unsqueeze(1);
-    }
-    if (c.experts.shared_feed_forward > 0)
-      x = x + at::sigmoid(n.matmul(w.at(at + "mlp.shared_expert_gate.weight").t())) *
-                  network(at + "mlp.shared_expert.");
-  }
-  return linear(norm(x, "model.norm.weight"), "lm_head");
+    for (const auto& [name, tensor] : all) weights[name] = tensor;
+  std::vector<at::Tensor> rows;
+  for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f)
+    rows.push_back(plain_logits(model.config(), weights, kScale,
+                                batch.tokens.slice(0, batch.cu_seqlens[f], batch.cu_seqlens[f + 1])));
+  return at::cat(rows);
 }
 
 at::Tensor weighted(const at::Tensor& logits) {

@@ -15,13 +15,12 @@
 #include <utility>
 #include <vector>
 
+#include "lora/plain_testing.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/safetensors.hpp"
 #include "serve/models/model_engine.hpp"
 
 namespace isograd::serve {
-
-using Tensors = std::map<std::string, at::Tensor>;
 
 inline constexpr std::uint64_t kSeed = 20261128;
 
@@ -57,7 +56,7 @@ inline bool same_bits(const Tensors& a, const Tensors& b) {
          std::ranges::all_of(a, [&](const auto& each) { return each.second.equal(b.at(each.first)); });
 }
 
-// ---- a plain reference: torch operations and formulas, nothing of isograd's ----
+// ---- a plain reference: torch operations and formulas ----
 
 struct Mistake {
   bool divides_by_call = false, drops_negative = false, fixed_beta2 = false, clips_before_scale = false,
@@ -69,18 +68,18 @@ class Plain {
  public:
   // `trained`: matrices "x.lora_A.weight", "x.lora_B.weight", or parameters of the model itself.
   Plain(const DecoderConfig& config, Tensors base, const Tensors& trained, double scale, Mistake mistake = {})
-      : c_(config), base_(std::move(base)), scale_(scale), mistake_(mistake) {
+      : c_(config), weights_(std::move(base)), scale_(scale), mistake_(mistake) {
     for (const auto& [name, tensor] : trained) {
       trained_[name] = tensor.clone().requires_grad_(true);
-      if (base_.contains(name)) base_[name] = trained_[name];
+      weights_[name] = trained_[name];
       sum_[name] = m_[name] = v_[name] = at::zeros_like(tensor);
     }
-    if (c_.tied_output) base_["lm_head.weight"] = base_.at("model.embed_tokens.weight");
   }
   const Tensors& trained() const { return trained_; }
 
   at::Tensor log_probabilities(const Datum& datum) const {
-    const at::Tensor logits = forward(at::tensor(datum.tokens, at::kLong)).log_softmax(-1);
+    const at::Tensor logits =
+        plain_logits(c_, weights_, scale_, at::tensor(datum.tokens, at::kLong)).log_softmax(-1);
     const Array& targets = datum.inputs.at("target_tokens");
     const auto rows = static_cast<std::int64_t>(datum.tokens.size());
     return logits.gather(1, at::tensor(targets.integers, at::kLong).view({rows, -1})).view(targets.shape);
@@ -169,56 +168,8 @@ class Plain {
     return -at::min(r * a, r.clamp(low, high) * a).sum();
   }
 
-  at::Tensor linear(const at::Tensor& x, const std::string& name) const {
-    at::Tensor y = x.matmul(base_.at(name + ".weight").t());
-    if (base_.contains(name + ".bias")) y = y + base_.at(name + ".bias");
-    if (trained_.contains(name + ".lora_A.weight"))
-      y = y + x.matmul(trained_.at(name + ".lora_A.weight").t())
-                      .matmul(trained_.at(name + ".lora_B.weight").t()) *
-                  scale_;
-    return y;
-  }
-  at::Tensor norm(const at::Tensor& x, const std::string& name) const {
-    return x * (x.square().mean(-1, true) + c_.norm_epsilon).rsqrt() * base_.at(name);
-  }
-  at::Tensor forward(const at::Tensor& tokens) const {
-    const std::int64_t length = tokens.size(0), half = c_.head_dim / 2;
-    const at::Tensor frequencies =
-        at::pow(c_.rope_theta, at::arange(half, at::kDouble) * (-1.0 / static_cast<double>(half)));
-    const at::Tensor angles =
-        at::outer(at::arange(length, at::kDouble), frequencies).repeat({1, 2}).unsqueeze(1);
-    const auto turned = [&](const at::Tensor& x) {
-      return x * angles.cos() +
-             at::cat({-x.narrow(-1, half, half), x.narrow(-1, 0, half)}, -1) * angles.sin();
-    };
-    const at::Tensor later = at::ones({length, length}, at::kBool).triu(1);
-    at::Tensor x = base_.at("model.embed_tokens.weight").index_select(0, tokens);
-    for (std::int64_t layer = 0; layer < c_.layers; ++layer) {
-      const std::string at_layer = fmt::format("model.layers.{}.", layer);
-      const at::Tensor n = norm(x, at_layer + "input_layernorm.weight");
-      const auto heads = [&](const char* name, std::int64_t number) {
-        return linear(n, at_layer + "self_attn." + name).view({length, number, c_.head_dim});
-      };
-      at::Tensor q = heads("q_proj", c_.heads), k = heads("k_proj", c_.key_value_heads);
-      at::Tensor v = heads("v_proj", c_.key_value_heads);
-      if (c_.query_key_norm)
-        q = norm(q, at_layer + "self_attn.q_norm.weight"), k = norm(k, at_layer + "self_attn.k_norm.weight");
-      q = turned(q), k = turned(k).repeat_interleave(c_.heads / c_.key_value_heads, 1);
-      v = v.repeat_interleave(c_.heads / c_.key_value_heads, 1);
-      const at::Tensor scores =
-          at::einsum("qhd,khd->hqk", {q, k}) / std::sqrt(static_cast<double>(c_.head_dim));
-      const at::Tensor mixed =
-          at::einsum("hqk,khd->qhd", {scores.masked_fill(later, -INFINITY).softmax(-1), v});
-      x = x + linear(mixed.reshape({length, -1}), at_layer + "self_attn.o_proj");
-      const at::Tensor p = norm(x, at_layer + "post_attention_layernorm.weight");
-      x = x + linear(at::silu(linear(p, at_layer + "mlp.gate_proj")) * linear(p, at_layer + "mlp.up_proj"),
-                     at_layer + "mlp.down_proj");
-    }
-    return linear(norm(x, "model.norm.weight"), "lm_head");
-  }
-
   DecoderConfig c_;
-  Tensors base_, trained_;
+  Tensors weights_, trained_;  // the trained ones are in both
   double scale_;
   Mistake mistake_;
   Tensors sum_, m_, v_;
