@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/refuse.hpp"
 #include "serve/wire/tinker.hpp"
@@ -150,7 +151,7 @@ Array to_dense(WireArray array, std::int64_t filling, const std::string& where, 
     wrong(fmt::format("{} values for {}", held, shape), "as many as the shape has");
   if (product > cells) wrong(shape, fmt::format("at most {} cells in all arrays of a request", kMostCells));
   cells -= product;
-  if (!array.sparse) return {std::move(array.shape), std::move(array.numbers), std::move(array.integers)};
+  if (!array.sparse) return std::move(array);
 
   const std::int64_t rows = array.shape[0], width = array.shape[1];
   const auto& starts = array.starts;
@@ -285,6 +286,17 @@ std::string iso_time(double seconds) {
   gmtime_r(&whole, &parts);
   char buffer[64];
   return {buffer, std::strftime(buffer, sizeof buffer, "%Y-%m-%dT%H:%M:%SZ", &parts)};
+}
+
+std::string reply_text(const Json& reply) {
+  return reply.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+Json finite(const Metrics& metrics) {
+  Json found = Json::object();
+  for (const auto& [name, value] : metrics)
+    if (std::isfinite(value)) found[name] = value;
+  return found;
 }
 
 }  // namespace isograd::serve

@@ -77,15 +77,16 @@ class RequestJson : OwnedJson, public Fields {
   RequestJson& operator=(const RequestJson&) = delete;
 };
 
-std::string iso_time(double seconds);  // since 1970
+// ---- of replies ----
+
+std::string iso_time(double seconds);       // since 1970
+std::string reply_text(const Json& reply);  // broken UTF-8 is replaced
+Json finite(const Metrics& metrics);        // JSON has no others
 
 // ---- arrays as they come ----
 
-struct WireArray {
-  bool whole = false;  // integers, else numbers
-  std::vector<std::int64_t> shape;
-  std::vector<float> numbers;
-  std::vector<std::int64_t> integers;
+struct WireArray : Array {
+  bool whole = false;                         // integers, else numbers
   bool sparse = false;                        // compressed rows, of two dimensions
   std::vector<std::int64_t> starts, columns;  // rows + 1 places where rows begin; the column of each value
 };

@@ -1,5 +1,4 @@
 // The bodies of tinker's replies.
-#include <cmath>
 #include <protozero/pbf_writer.hpp>
 
 #include "isograd/error.hpp"
@@ -12,12 +11,15 @@ namespace {
 
 using protozero::pbf_writer;
 
-std::string text(const Json& reply) { return reply.dump(-1, ' ', false, Json::error_handler_t::replace); }
-
 // Strict readers refuse a null where they expect a value: what is not given is left out.
 Json without_nulls(Json object) {
   for (auto it = object.begin(); it != object.end();) it = it->is_null() ? object.erase(it) : std::next(it);
   return object;
+}
+std::string text(Json reply) { return reply_text(without_nulls(std::move(reply))); }
+std::string typed(const char* type, Json reply) {
+  reply["type"] = type;
+  return text(std::move(reply));
 }
 
 Json if_given(const std::string& value) { return value.empty() ? Json() : Json(value); }
@@ -109,11 +111,11 @@ bool same_inner(const Array& a, const Array& b) {
 std::string empty_reply() { return "{}"; }
 
 std::string session_reply(const std::string& session) {
-  return text({{"type", "create_session"}, {"session_id", session}});
+  return typed("create_session", {{"session_id", session}});
 }
 
 std::string promise_reply(const std::string& request, const std::string& model) {
-  return text(without_nulls({{"request_id", request}, {"model_id", if_given(model)}}));
+  return text({{"request_id", request}, {"model_id", if_given(model)}});
 }
 
 std::string sample_promise_reply(const std::string& request, const std::vector<std::string>& sequences) {
@@ -121,7 +123,7 @@ std::string sample_promise_reply(const std::string& request, const std::vector<s
 }
 
 std::string try_again_reply(const std::string& request) {
-  return text({{"type", "try_again"}, {"request_id", request}, {"queue_state", "active"}});
+  return typed("try_again", {{"request_id", request}, {"queue_state", "active"}});
 }
 
 std::string failure_reply(const std::string& error, const std::string& category) {
@@ -131,65 +133,56 @@ std::string failure_reply(const std::string& error, const std::string& category)
 std::string detail_reply(const std::string& detail) { return text({{"detail", detail}}); }
 
 std::string create_model_reply(const std::string& model) {
-  return text({{"type", "create_model"}, {"model_id", model}});
+  return typed("create_model", {{"model_id", model}});
 }
 
 std::string load_weights_reply(const std::string& model, const std::string& path) {
-  return text({{"type", "load_weights"}, {"model_id", model}, {"path", path}});
+  return typed("load_weights", {{"model_id", model}, {"path", path}});
 }
 
 std::string info_reply(const ModelInfo& info) {
   const Json data = {{"arch", if_given(info.architecture)},
                      {"model_name", info.base},
                      {"tokenizer_id", if_given(info.tokenizer)}};
-  return text(without_nulls({{"type", "get_info"},
-                             {"model_id", info.model},
-                             {"model_name", info.base},
-                             {"model_data", without_nulls(data)},
-                             {"is_lora", info.rank > 0},
-                             {"lora_rank", rank_of(info.rank)},
-                             {"optimizer_config", kAdam}}));
+  return typed("get_info", {{"model_id", info.model},
+                            {"model_name", info.base},
+                            {"model_data", without_nulls(data)},
+                            {"is_lora", info.rank > 0},
+                            {"lora_rank", rank_of(info.rank)},
+                            {"optimizer_config", kAdam}});
 }
 
-std::string optim_step_reply(const Metrics& metrics) {
-  Json finite = Json::object();
-  for (const auto& [name, value] : metrics)
-    if (std::isfinite(value)) finite[name] = value;
-  return text({{"metrics", finite}});
-}
+std::string optim_step_reply(const Metrics& metrics) { return text({{"metrics", finite(metrics)}}); }
 
-std::string save_weights_reply(const std::string& path) {
-  return text({{"type", "save_weights"}, {"path", path}});
-}
+std::string save_weights_reply(const std::string& path) { return typed("save_weights", {{"path", path}}); }
 
 std::string save_for_sampler_reply(const std::string& path, const std::string& sampler) {
-  return text(without_nulls({{"type", "save_weights_for_sampler"},
-                             {"path", if_given(path)},
-                             {"sampling_session_id", if_given(sampler)}}));
+  return typed("save_weights_for_sampler",
+               {{"path", if_given(path)}, {"sampling_session_id", if_given(sampler)}});
 }
 
 std::string save_external_reply(const std::string& path, std::int64_t bytes) {
-  return text({{"type", "save_weights_external"}, {"path", path}, {"size_bytes", bytes}});
+  return typed("save_weights_external", {{"path", path}, {"size_bytes", bytes}});
 }
 
 std::string sampling_session_reply(const std::string& sampler) {
-  return text({{"type", "create_sampling_session"}, {"sampling_session_id", sampler}});
+  return typed("create_sampling_session", {{"sampling_session_id", sampler}});
 }
 
 std::string sampler_reply(const std::string& sampler, const std::string& base, const std::string& path) {
-  return text(without_nulls({{"sampler_id", sampler}, {"base_model", base}, {"model_path", if_given(path)}}));
+  return text({{"sampler_id", sampler}, {"base_model", base}, {"model_path", if_given(path)}});
 }
 
 std::string weights_info_reply(const CreateModel& saved) {
   const bool lora = saved.lora.rank > 0;
   auto part = [&](bool trained) { return lora ? Json(trained) : Json(); };
-  return text(without_nulls({{"base_model", saved.base},
-                             {"is_lora", lora},
-                             {"lora_rank", rank_of(saved.lora.rank)},
-                             {"train_unembed", part(saved.lora.unembed)},
-                             {"train_mlp", part(saved.lora.mlp)},
-                             {"train_attn", part(saved.lora.attention)},
-                             {"optimizer_config", kAdam}}));
+  return text({{"base_model", saved.base},
+               {"is_lora", lora},
+               {"lora_rank", rank_of(saved.lora.rank)},
+               {"train_unembed", part(saved.lora.unembed)},
+               {"train_mlp", part(saved.lora.mlp)},
+               {"train_attn", part(saved.lora.attention)},
+               {"optimizer_config", kAdam}});
 }
 
 std::string capabilities_reply(const std::vector<ServedModel>& models) {
@@ -208,10 +201,10 @@ std::string sessions_reply(const std::vector<std::string>& sessions) {
 
 std::string session_info_reply(const std::vector<std::string>& models,
                                const std::vector<std::string>& samplers, const Session& session) {
-  return text(without_nulls({{"training_run_ids", models},
-                             {"sampler_ids", samplers},
-                             {"user_metadata", if_given(session.metadata)},
-                             {"display_name", if_given(session.display_name)}}));
+  return text({{"training_run_ids", models},
+               {"sampler_ids", samplers},
+               {"user_metadata", if_given(session.metadata)},
+               {"display_name", if_given(session.display_name)}});
 }
 
 std::string run_reply(const RunListing& run) { return text(listed(run)); }
@@ -226,7 +219,7 @@ std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints,
                               const std::optional<Cursor>& cursor) {
   Json list = Json::array();
   for (const CheckpointListing& checkpoint : checkpoints) list.push_back(listed(checkpoint));
-  return text(without_nulls({{"checkpoints", list}, {"cursor", cursor ? listed(*cursor) : Json()}}));
+  return text({{"checkpoints", list}, {"cursor", cursor ? listed(*cursor) : Json()}});
 }
 
 std::string forward_backward_reply(const ForwardBackwardResult& result) {
