@@ -278,6 +278,12 @@ RowLossResult losses_of(const DecoderLM& model, const at::Tensor& hidden, const 
                          head ? &*head : nullptr);
 }
 
+Array array_of(const at::Tensor& log_probabilities) {
+  const at::Tensor flat = log_probabilities.detach().to(at::kCPU, at::kFloat).contiguous();
+  const auto* from = flat.const_data_ptr<float>();
+  return {.shape = flat.sizes().vec(), .numbers = {from, from + flat.numel()}};
+}
+
 MicroBatches pack(const ForwardBackward& request, const CheckedCall& call, std::int64_t most_tokens,
                   std::size_t first, std::size_t last) {
   MicroBatches all;

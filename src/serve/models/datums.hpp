@@ -45,4 +45,6 @@ std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts)
 RowLossResult losses_of(const DecoderLM& model, const at::Tensor& hidden, const ForwardBackward& request,
                         const CheckedCall& call, const Batch& batch);
 
+Array array_of(const at::Tensor& log_probabilities);
+
 }  // namespace isograd::serve

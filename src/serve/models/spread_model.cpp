@@ -88,7 +88,7 @@ LossTerms SpreadModel::terms(const Batch& batch) {
   return {{.name = "loss", .sum = result.sum}};
 }
 
-SpreadModel::Computed SpreadModel::compute(const ForwardBackward& request, const CheckedCall& call,
+ForwardBackwardResult SpreadModel::compute(const ForwardBackward& request, const CheckedCall& call,
                                            std::int64_t most_tokens, Optimizer& optimizer) {
   const Mesh& mesh = ranks_->mesh;
   Group everyone = mesh.all();
@@ -130,10 +130,10 @@ SpreadModel::Computed SpreadModel::compute(const ForwardBackward& request, const
   }
   everyone.all_reduce(flat);
   found_.clear(), request_ = nullptr, call_ = nullptr;
-  Computed result{.loss = flat[begins.back()].item<double>()};
+  ForwardBackwardResult result{.metrics = {{"loss:sum", flat[begins.back()].item<double>()}}};
   for (std::size_t i = 0; i < request.data.size(); ++i)
-    result.log_probabilities.push_back(flat.narrow(0, begins[i], begins[i + 1] - begins[i])
-                                           .view(request.data[i].inputs.at("target_tokens").shape));
+    result.log_probabilities.push_back(array_of(flat.narrow(0, begins[i], begins[i + 1] - begins[i])
+                                                    .view(request.data[i].inputs.at("target_tokens").shape)));
   return result;
 }
 

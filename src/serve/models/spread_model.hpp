@@ -41,14 +41,10 @@ class SpreadModel {
   DataParallel& layout() { return *layout_; }
   const Layout* placed() const { return placed_ ? &*placed_ : nullptr; }  // null: each rank has a whole model
 
-  struct Computed {
-    std::vector<at::Tensor> log_probabilities;  // by datum, fp64, of its targets' shape
-    double loss = 0;                            // their sum over the whole call
-  };
   // The call on all ranks, each with its part; the same results on every rank. With gradients it adds the
   // call's, summed over the ranks, to sums(). Collective.
-  Computed compute(const ForwardBackward& request, const CheckedCall& call, std::int64_t most_tokens,
-                   Optimizer& optimizer);
+  ForwardBackwardResult compute(const ForwardBackward& request, const CheckedCall& call,
+                                std::int64_t most_tokens, Optimizer& optimizer);
   // By bucket, [held.size()]. Apart from the layout's gradients, and summed after each call, so that the bits
   // of a step do not depend on when a snapshot was taken.
   std::vector<at::Tensor>& sums() { return sums_; }

@@ -73,12 +73,6 @@ struct Adapted {
   DecoderLM& model;
 };
 
-Array array_of(const at::Tensor& log_probabilities) {
-  const at::Tensor flat = log_probabilities.detach().to(at::kCPU, at::kFloat).contiguous();
-  const auto* from = flat.const_data_ptr<float>();
-  return {.shape = flat.sizes().vec(), .numbers = {from, from + flat.numel()}};
-}
-
 // `take` writes the whole tensors on the first rank; the others take part to the end, whatever happens there.
 void gathered(DataParallel& layout, const OptimizerState& parts, const Layout* placed, bool first,
               const std::function<void(const TensorStream&)>& take) {
@@ -188,18 +182,16 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
            "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
   const bool trains = !request.forward_only, begins = trains && open_.calls == 0;
   ForwardBackwardResult result;
-  double loss = 0;
   broken_ = trains;
   if (spread_) {
     if (begins)
       for (const at::Tensor& sum : spread_->sums()) sum.zero_();
-    const SpreadModel::Computed found = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
-    for (const at::Tensor& one : found.log_probabilities) result.log_probabilities.push_back(array_of(one));
-    loss = found.loss;
+    result = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
   } else {
     if (begins) layout_->zero_gradients();
     const Adapted adapted(model(), adapter_.get());
     const at::AutoGradMode mode(trains);
+    double& loss = result.metrics["loss:sum"];
     for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
       const RowLossResult found = losses_of(model(), model().hidden(batch), request, call, batch);
       if (trains) {
@@ -215,7 +207,6 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
   }
   broken_ = false;
   if (trains) open_ += call.counted;
-  result.metrics["loss:sum"] = loss;
   return result;
 }
 
