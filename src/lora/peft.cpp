@@ -83,66 +83,63 @@ void set_modules(LoraConfig& config, const std::vector<std::string>& modules) {
 }  // namespace
 
 LoraConfig read_peft_config(const fs::path& directory) {
+  using nlohmann::json;
   const fs::path file = directory / kConfig;
-  const auto [object, problem] = parse_json(read_file(file));
-  if (!problem.empty()) bad(file, "", problem, "an object");
-  if (object.value("peft_type", nlohmann::json()) != "LORA")
-    bad(file, "peft_type", brief(object.value("peft_type", nlohmann::json())), "LORA");
-  for (const auto& [key, value] : object.items()) {
-    const bool is_known = kNeutral.contains(key) || kRead.contains(key) || is_off(value);
-    if (!is_known)
-      bad(file, key, brief(value), "nothing set here: it would change what the adapter computes");
-  }
-  const auto number = [&, &all = object](const char* key, const nlohmann::json& otherwise) {
-    const nlohmann::json value = all.value(key, otherwise);
-    if (!value.is_number()) bad(file, key, brief(value), "a number");
+  const auto parsed = parse_json(read_file(file));
+  if (!parsed.problem.empty()) bad(file, "", parsed.problem, "an object");
+  const auto given = [&](const std::string& key, const json& otherwise = {}) {
+    return parsed.value.value(key, otherwise);
+  };
+  const auto want = [&](bool holds, const std::string& key, const std::string& expected) {
+    if (!holds) bad(file, key, brief(given(key)), expected);
+  };
+  want(given("peft_type") == "LORA", "peft_type", "LORA");
+  for (const auto& [key, value] : parsed.value.items())
+    want(kNeutral.contains(key) || kRead.contains(key) || is_off(value), key,
+         "nothing set here: it would change what the adapter computes");
+  const auto number = [&](const char* key, const json& otherwise) {
+    const json value = given(key, otherwise);
+    want(value.is_number(), key, "a number");
     return value;
   };
-  if (const auto bias = object.value("bias", nlohmann::json("none")); bias != "none")
-    bad(file, "bias", brief(bias), "none");
-  const auto first = object.value("init_lora_weights", nlohmann::json(true));
-  if (!first.is_boolean() && first != "gaussian")
-    bad(file, "init_lora_weights", brief(first),
-        "true or gaussian: others change the base's weights, which the directory does not have");
+  const auto texts = [&](const char* key) {
+    const json value = given(key);
+    const bool is_list =
+        value.is_array() && std::ranges::all_of(value, [](const auto& each) { return each.is_string(); });
+    want(is_list || is_off(value), key, "a list of names");
+    return is_list ? value.get<std::vector<std::string>>() : std::vector<std::string>();
+  };
+  want(given("bias", "none") == "none", "bias", "none");
+  const json first = given("init_lora_weights", true);
+  want(first.is_boolean() || first == "gaussian", "init_lora_weights",
+       "true or gaussian: others change the base's weights, which the directory does not have");
   LoraConfig config;
-  if (const auto base = object.value("base_model_name_or_path", nlohmann::json()); base.is_string())
+  if (const json base = given("base_model_name_or_path"); base.is_string())
     config.base = base.get<std::string>();
-  const nlohmann::json rank = number("r", 8);
-  if (!rank.is_number_integer()) bad(file, "r", brief(rank), "a whole number");
+  const json rank = number("r", 8);
+  want(rank.is_number_integer(), "r", "a whole number");
   config.rank = rank.is_number_unsigned() && rank.get<std::uint64_t>() > (std::uint64_t{1} << 32)
                     ? 0
                     : rank.get<std::int64_t>();
   config.alpha = number("lora_alpha", 8).get<double>();
   config.dropout = number("lora_dropout", 0).get<double>();
-  const auto texts = [&, &all = object](const char* key) {
-    const nlohmann::json value = all.value(key, nlohmann::json());
-    const bool is_list =
-        value.is_array() && std::ranges::all_of(value, [](const auto& each) { return each.is_string(); });
-    if (!is_list && !is_off(value)) bad(file, key, brief(value), "a list of names");
-    return is_list ? value.get<std::vector<std::string>>() : std::vector<std::string>();
-  };
   config.modules = texts("target_modules");
   const std::vector<std::string> parameters = texts("target_parameters");
-  if (config.modules.empty() && parameters.empty())
-    bad(file, "target_modules", brief(object.value("target_modules", nlohmann::json())),
-        "a list of " + module_names());
+  const bool none = parameters.empty();
+  want(!none || !config.modules.empty(), "target_modules", "a list of " + module_names());
   for (const char* needed : {kFused, kDown})  // which others there are, the tensors say
-    if (!parameters.empty() && std::ranges::find(parameters, needed) == parameters.end())
-      bad(file, "target_parameters", brief(object["target_parameters"]),
-          fmt::format("nothing, or {} and {}, as isograd writes them", kFused, kDown));
-  const auto check_pattern = [&, &all = object](const char* key, double twice) {
-    const nlohmann::json value = all.value(key, nlohmann::json());
-    const bool fits = parameters.empty() ? is_off(value) : value == nlohmann::json{{kFusedPattern, twice}};
-    if (!fits)
-      bad(file, key, brief(value),
-          parameters.empty() ? "nothing" : fmt::format("{} for {}", twice, kFusedPattern));
+    want(none || std::ranges::find(parameters, needed) != parameters.end(), "target_parameters",
+         fmt::format("nothing, or {} and {}, as isograd writes them", kFused, kDown));
+  const auto check_pattern = [&](const char* key, double twice) {
+    const json value = given(key);
+    want(none ? is_off(value) : value == json{{kFusedPattern, twice}}, key,
+         none ? "nothing" : fmt::format("{} for {}", twice, kFusedPattern));
   };
   check_pattern("rank_pattern", 2 * static_cast<double>(config.rank));
   check_pattern("alpha_pattern", 2 * config.alpha);
-  if (!parameters.empty()) config.modules.insert(config.modules.end(), {"gate_proj", "up_proj", "down_proj"});
+  if (!none) config.modules.insert(config.modules.end(), {"gate_proj", "up_proj", "down_proj"});
   check(config);
-  const std::vector<std::string> modules = std::exchange(config.modules, {});
-  set_modules(config, modules);
+  set_modules(config, std::exchange(config.modules, {}));
   return config;
 }
 
