@@ -14,8 +14,8 @@ namespace isograd {
 
 using Tensors = std::map<std::string, at::Tensor>;
 
-// Of one text, [T, vocabulary]. `w`: parameters by the names of files, and x.lora_A.weight, x.lora_B.weight
-// of adapted matrices x, whose product counts with the factor `scale`.
+// The logits of one text, [T, vocabulary]. `w`: parameters by the names of files, and x.lora_A.weight,
+// x.lora_B.weight of adapted matrices x, whose product counts with the factor `scale`.
 inline at::Tensor plain_logits(const DecoderConfig& c, Tensors w, double scale, const at::Tensor& tokens) {
   if (c.tied_output) w["lm_head.weight"] = w.at("model.embed_tokens.weight");
   const auto norm = [&](const at::Tensor& x, const std::string& name) {

@@ -40,7 +40,7 @@ MicroBatches pack(const ForwardBackward& request, const CheckedCall& call, std::
 // The first datum of each of `parts` consecutive parts with about equally many tokens, and the end.
 std::vector<std::size_t> split_datums(const ForwardBackward& request, int parts);
 
-// Of the rows of a packed batch, or of a context rank's part of one, whose targets, weights, ... are looked
+// The losses of a packed batch, or of a context rank's part of one: targets, weights, ... are looked
 // up by sample id, which is the datum, and position. Padding has weight 0.
 RowLossResult losses_of(const DecoderLM& model, const at::Tensor& hidden, const ForwardBackward& request,
                         const CheckedCall& call, const Batch& batch);

@@ -1,4 +1,4 @@
-// What tests of engines share: a plain reference, calls, and a fixture with bases on disk.
+// For tests of engines: a plain reference, calls, and a fixture with bases on disk.
 #pragma once
 
 #include <fmt/format.h>

@@ -97,7 +97,7 @@ class RanksTest : public EngineTest {
     }
     outcome.weights = weights(engine, "m");
   }
-  // Of the same calls on one rank and on those of each spread.
+  // The calls on the ranks of each spread have the outcome that one process has.
   void expect_same_everywhere(const fs::path& base, const CreateModel& request, const Steps& steps,
                               const Outcome& expected, const std::vector<Spread>& spreads) {
     for (const Spread& spread : spreads) {
