@@ -288,7 +288,7 @@ std::string iso_time(double seconds) {
   return {buffer, std::strftime(buffer, sizeof buffer, "%Y-%m-%dT%H:%M:%SZ", &parts)};
 }
 
-std::string reply_text(const Json& reply) {
+std::string json_text(const Json& reply) {
   return reply.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 

@@ -16,7 +16,7 @@ Json without_nulls(Json object) {
   for (auto it = object.begin(); it != object.end();) it = it->is_null() ? object.erase(it) : std::next(it);
   return object;
 }
-std::string text(Json reply) { return reply_text(without_nulls(std::move(reply))); }
+std::string text(Json reply) { return json_text(without_nulls(std::move(reply))); }
 std::string typed(const char* type, Json reply) {
   reply["type"] = type;
   return text(std::move(reply));

@@ -213,7 +213,7 @@ std::string weights_info(std::string_view json) {
 }
 
 std::string create_model_reply(const std::string& model) {
-  return reply_text({{"model_id", model}, {"status", "created"}});
+  return json_text({{"model_id", model}, {"status", "created"}});
 }
 
 std::string forward_backward_reply(const ForwardBackward& request, const ForwardBackwardResult& result) {
@@ -243,37 +243,37 @@ std::string forward_backward_reply(const ForwardBackward& request, const Forward
     metrics.emplace("valid_tokens:sum", valid);
     if (metrics.contains("loss:sum")) metrics.emplace("loss:mean", metrics["loss:sum"].get<double>() / valid);
   }
-  return reply_text({{"loss_fn_output_type", request.loss},
-                     {"loss_fn_outputs", std::move(outputs)},
-                     {"metrics", std::move(metrics)},
-                     {"info", Json::object()}});
+  return json_text({{"loss_fn_output_type", request.loss},
+                    {"loss_fn_outputs", std::move(outputs)},
+                    {"metrics", std::move(metrics)},
+                    {"info", Json::object()}});
 }
 
 std::string optim_step_reply(const Metrics& metrics) { return tinker::optim_step_reply(metrics); }
 
 // Two names, for older clients and newer ones.
 std::string path_reply(const std::string& path) {
-  return reply_text({{"path", path_out(path)}, {"model_path", path_out(path)}});
+  return json_text({{"path", path_out(path)}, {"model_path", path_out(path)}});
 }
 
 std::string sampling_session_reply(const std::string& path) {
   const std::string out = path_out(path);
-  return reply_text({{"success", true},
-                     {"model_path", out},
-                     {"lora_name", out.substr(out.rfind('/') + 1)},
-                     {"message", "ready"}});
+  return json_text({{"success", true},
+                    {"model_path", out},
+                    {"lora_name", out.substr(out.rfind('/') + 1)},
+                    {"message", "ready"}});
 }
 
 std::string weights_info_reply(const CreateModel& saved) { return tinker::weights_info_reply(saved); }
 
 std::string aborted_reply(const std::string& model, std::int64_t steps) {
-  return reply_text({{"success", true}, {"model_id", model}, {"step", steps}});
+  return json_text({{"success", true}, {"model_id", model}, {"step", steps}});
 }
 
 std::string killed_reply(const std::string& path) {
   Json reply{{"success", true}, {"message", "the model is closed"}};
   if (!path.empty()) reply["checkpoint_path"] = path_out(path);
-  return reply_text(reply);
+  return json_text(reply);
 }
 
 std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints) {
@@ -284,11 +284,11 @@ std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints)
                     {"time", iso_time(one.created)},
                     {"path", path_out(one.path)},
                     {"size_bytes", one.bytes}});
-  return reply_text({{"checkpoints", std::move(list)}});
+  return json_text({{"checkpoints", std::move(list)}});
 }
 
 std::string deleted_reply(const std::string& path) {
-  return reply_text({{"success", true}, {"deleted_path", path_out(path)}});
+  return json_text({{"success", true}, {"deleted_path", path_out(path)}});
 }
 
 // Models of these clients have no limit of idle time, and their samples come from elsewhere.
@@ -298,13 +298,13 @@ std::string session_info_reply(const std::vector<OpenModel>& models, std::int64_
     names.push_back(model.name), activity[model.name] = model.last_request;
     if (model.adapter) adapters.push_back(model.name);
   }
-  return reply_text({{"registered_models", names},
-                     {"active_sessions", models.size()},
-                     {"session_activity", activity},
-                     {"idle_timeout_seconds", 0},
-                     {"loaded_sampling_adapters", Json::object()},
-                     {"loaded_training_adapters", adapters},
-                     {"max_training_adapters", most_models}});
+  return json_text({{"registered_models", names},
+                    {"active_sessions", models.size()},
+                    {"session_activity", activity},
+                    {"idle_timeout_seconds", 0},
+                    {"loaded_sampling_adapters", Json::object()},
+                    {"loaded_training_adapters", adapters},
+                    {"max_training_adapters", most_models}});
 }
 
 }  // namespace isograd::serve::xorl
