@@ -74,8 +74,8 @@ struct Sample {
 // ---- results ----
 
 struct ForwardBackwardResult {
-  std::vector<Array> log_probabilities;   // by datum, of its targets' shape
-  std::map<std::string, double> metrics;  // keys "name:reduction"; "loss:sum" always
+  std::vector<Array> log_probabilities{};   // by datum, of its targets' shape
+  std::map<std::string, double> metrics{};  // keys "name:reduction"; "loss:sum" always
 };
 
 using Metrics = std::map<std::string, double>;  // finite
