@@ -16,7 +16,7 @@
 #include "serve/http/keys.hpp"
 #include "serve/models/model_engine.hpp"
 #include "serve/models/ranked_engine.hpp"
-#include "serve/models/spread_model.hpp"
+#include "serve/models/trained_model.hpp"
 #include "serve/service/service.hpp"
 #include "train/build.hpp"
 

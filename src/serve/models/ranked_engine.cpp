@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "base/refuse.hpp"
-#include "serve/models/spread_model.hpp"
+#include "serve/models/trained_model.hpp"
 
 namespace isograd::serve {
 namespace fs = std::filesystem;

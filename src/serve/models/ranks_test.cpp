@@ -11,7 +11,7 @@
 #include "isograd/world.hpp"
 #include "serve/models/plain_testing.hpp"
 #include "serve/models/ranked_engine.hpp"
-#include "serve/models/spread_model.hpp"
+#include "serve/models/trained_model.hpp"
 
 namespace isograd::serve {
 namespace {

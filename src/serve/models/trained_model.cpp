@@ -110,7 +110,23 @@ TrainedModel::TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, 
   if (is_whole() && (!lora.attention || !lora.mlp || !lora.unembed))
     refuse("lora_config", "rank 0, the whole weights, without some of them", "all of them",
            "Give a rank above 0");
-  ranks_ ? make_spread(directory) : make_alone(directory);
+  if (!ranks_) {
+    make_alone(directory);
+  } else {
+    const auto of_model = std::make_shared<const HfWeights>(
+        is_whole() && !directory.empty() ? directory : base_->info.directory, dtype_);
+    std::shared_ptr<LoraAdapter> of_adapter;
+    if (!is_whole()) {
+      adapter_ = make_adapter(directory, /*values=*/false);
+      if (!directory.empty()) of_adapter = read_peft(directory, base_->shape(), dtype_);
+    }
+    make_on_ranks([of_model, of_adapter, seed = created_.lora.seed.value_or(0)](const std::string& name,
+                                                                                at::Tensor& values) {
+      if (adapted_matrix(name).empty()) return of_model->fill(name, values);
+      if (!of_adapter) return initialize_lora(name, values, seed);
+      values.copy_(std::ranges::find(of_adapter->named(), name, &NamedTensors::value_type::first)->second);
+    });
+  }
   optimizer_ = adamw({});
   if (optimizer) restore(saved, directory);
 }
@@ -138,30 +154,15 @@ std::shared_ptr<LoraAdapter> TrainedModel::make_adapter(const fs::path& director
 }
 
 void TrainedModel::make_alone(const fs::path& directory) {
+  model_ = base_->sampled->model;
   if (is_whole())
-    whole_ = read_hf(directory.empty() ? base_->info.directory : directory, dtype_);
+    model_ = read_hf(directory.empty() ? base_->info.directory : directory, dtype_);
   else
     adapter_ = make_adapter(directory, /*values=*/true);
-  TrainableParameters parameters = trainable_parameters(whole_ ? whole_->named() : adapter_->named());
+  TrainableParameters parameters = trainable_parameters(adapter_ ? adapter_->named() : model_->named());
   for (NamedParameter& parameter : parameters) parameter.decays = true;  // as torch.optim.AdamW
   layout_ = bucketed(std::move(parameters), Mesh(Group::solo()));
-}
-
-void TrainedModel::make_spread(const fs::path& directory) {
-  const auto of_model = std::make_shared<const HfWeights>(
-      is_whole() && !directory.empty() ? directory : base_->info.directory, dtype_);
-  std::shared_ptr<LoraAdapter> saved;
-  if (!is_whole()) {
-    adapter_ = make_adapter(directory, /*values=*/false);
-    if (!directory.empty()) saved = read_peft(directory, base_->shape(), dtype_);
-  }
-  const FillValues fill = [of_model, saved, seed = created_.lora.seed.value_or(0)](const std::string& name,
-                                                                                   at::Tensor& values) {
-    if (adapted_matrix(name).empty()) return of_model->fill(name, values);
-    if (!saved) return initialize_lora(name, values, seed);
-    values.copy_(std::ranges::find(saved->named(), name, &NamedTensors::value_type::first)->second);
-  };
-  spread_ = std::make_unique<SpreadModel>(ranks_, base_->shape(), dtype_, adapter_, fill);
+  for (const Bucket& bucket : layout_->buckets()) sums_.push_back(bucket.gradients);
 }
 
 void TrainedModel::require_sound() const {
@@ -180,34 +181,37 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
   if (ranks_ && call.loss == RowLoss::kGspo && ranks_->mesh.size(kContextAxes) > 1)
     refuse("loss_fn", "gspo, whose ratio is a sequence's, and sequences that are cut over context ranks",
            "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
-  const bool trains = !request.forward_only, begins = trains && open_.calls == 0;
-  ForwardBackwardResult result;
+  const bool trains = !request.forward_only;
   broken_ = trains;
-  if (spread_) {
-    if (begins)
-      for (const at::Tensor& sum : spread_->sums()) sum.zero_();
-    result = spread_->compute(request, call, micro_batch_tokens_, *optimizer_);
-  } else {
-    if (begins) layout_->zero_gradients();
-    const Adapted adapted(model(), adapter_.get());
-    const at::AutoGradMode mode(trains);
-    double& loss = result.metrics["loss:sum"];
-    for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
-      const RowLossResult found = losses_of(model(), model().hidden(batch), request, call, batch);
-      if (trains) {
-        layout_->begin_backward(/*last=*/false);
-        found.sum.backward();
-      }
-      loss += found.value.item<double>();
-      for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
-        const std::int64_t begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
-        result.log_probabilities.push_back(array_of(found.log_probabilities.narrow(0, begin, end - begin)));
-      }
-    }
-  }
+  if (trains && open_.calls == 0) zero_sums_;
+  ForwardBackwardResult result = ranks_ ? compute_on_ranks(request, call) : compute(request, call);
   broken_ = false;
   if (trains) open_ += call.counted;
   return result;
+}
+
+ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, const CheckedCall& call) {
+  const Adapted adapted(*model_, adapter_.get());
+  const at::AutoGradMode mode(!request.forward_only);
+  ForwardBackwardResult result{.metrics = {{"loss:sum", 0.0}}};
+  for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
+    const RowLossResult found = losses_of(*model_, model_->hidden(batch), request, call, batch);
+    if (!request.forward_only) {
+      layout_->begin_backward(/*last=*/false);
+      found.sum.backward();
+    }
+    result.metrics["loss:sum"] += found.value.item<double>();
+    for (std::size_t f = 0; f + 1 < batch.cu_seqlens.size(); ++f) {
+      const std::int64_t begin = batch.cu_seqlens[f], end = batch.cu_seqlens[f + 1];
+      result.log_probabilities.push_back(array_of(found.log_probabilities.narrow(0, begin, end - begin)));
+    }
+  }
+  return result;
+}
+
+void TrainedModel::zero_sums_ {
+  if (!ranks_) return layout_->zero_gradients();
+  for (const at::Tensor& sum : sums_) sum.zero_();
 }
 
 Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps) {
@@ -238,10 +242,10 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
                            .epsilon = params.epsilon,
                            .weight_decay = params.weight_decay});
   OwnedSquares squares;
-  if (spread_) {  // reduced with each call
-    std::vector<Bucket>& buckets = layout().buckets();
+  if (ranks_) {  // reduced with each call
+    std::vector<Bucket>& buckets = layout_->buckets();
     for (std::size_t i = 0; i < buckets.size(); ++i) {
-      buckets[i].gradients.copy_(spread_->sums()[i]);
+      buckets[i].gradients.copy_(sums_[i]);
       squares.add(buckets[i]);
     }
   } else {
@@ -250,7 +254,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
     });
   }
   std::vector<double> sums = {0};
-  const GlobalNorm sum = global_norm(squares.value(), sums, layout().mesh().all());
+  const GlobalNorm sum = global_norm(squares.value(), sums, layout_->mesh().all());
   if (!sum.finite) {
     open_ = {};
     refuse("optim_step", "a gradient that is not finite", "finite numbers",
@@ -261,8 +265,8 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
   const double coefficient = clip_coefficient(norm, std::max(params.clip, 0.0));
   const StepDump::Named gradients = whole_gradients(scale);
   broken_ = true;  // until the update is whole
-  optimizer_->update(layout().buckets(), coefficient * scale);
-  layout().publish_parameters();
+  optimizer_->update(layout_->buckets(), coefficient * scale);
+  layout_->publish_parameters();
   broken_ = false;
   const Counted counted = std::exchange(open_, {});
   weights_.reset(), weights_are_current_ = false;
@@ -296,7 +300,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
 StepDump::Named TrainedModel::whole_gradients(double scale) {
   StepDump::Named whole;
   if (!settings_.dump && !settings_.norms) return whole;
-  gathered(layout(), {{"", sums()}}, placed(), first(), [&](const TensorStream& stream) {
+  gathered(*layout_, {{"", sums_}}, placed(), first(), [&](const TensorStream& stream) {
     std::size_t next = 0;
     stream.each([&](const at::Tensor& sum) { whole.emplace_back(stream.entries[next++].name, sum * scale); });
   });
@@ -309,24 +313,17 @@ void TrainedModel::drop_gradient() {
   open_ = {};
 }
 
-std::vector<at::Tensor> TrainedModel::sums() const {
-  if (spread_) return spread_->sums();
-  std::vector<at::Tensor> all;
-  for (const Bucket& bucket : layout_->buckets()) all.push_back(bucket.gradients);
-  return all;
-}
-
 void TrainedModel::gather_weights(const std::function<void(const TensorStream&)>& take) {
   OptimizerState parts;
-  for (const Bucket& bucket : layout().buckets()) parts[""].push_back(bucket.parameters);
-  gathered(layout(), parts, placed(), first(), take);
+  for (const Bucket& bucket : layout_->buckets()) parts[""].push_back(bucket.parameters);
+  gathered(*layout_, parts, placed(), first(), take);
 }
 
 std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
   const DecoderConfig& shape = base_->shape();
   if (which == Engine::Save::kTraining) require_sound();
-  if (!spread_)
-    write_weights(directory, *base_, adapter_.get(), model());
+  if (!ranks_)
+    write_weights(directory, *base_, adapter_.get(), *model_);
   else
     gather_weights([&](const TensorStream& stream) {
       adapter_ ? write_peft(directory, adapter_->config(), shape, stream, base_->info.name)
@@ -338,15 +335,15 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
   if (which == Engine::Save::kTraining) {
     saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
     saved.open = open_;
-    OptimizerState state = optimizer_->state(layout().buckets());
-    for (const Bucket& bucket : layout().buckets())
+    OptimizerState state = optimizer_->state(layout_->buckets());
+    for (const Bucket& bucket : layout_->buckets())
       if (bucket.master.scalar_type() != bucket.plan.dtype) state["master"].push_back(bucket.master);
     const auto write = [&](const char* name, const OptimizerState& parts) {
-      gathered(layout(), parts, placed(), first(),
+      gathered(*layout_, parts, placed(), first(),
                [&](const TensorStream& stream) { write_safetensors(directory / name, stream); });
     };
     write("optimizer.safetensors", state);
-    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums()}});
+    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums_}});
   }
   if (!first()) return 0;
   write_saved(directory, saved);
@@ -360,12 +357,11 @@ void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
            "Load the weights without the optimizer, or start the server with --dtype " + saved.dtype);
   TrainingState state;
   state.updates = saved.updates;
-  restore_optimizer(directory, state, layout(), *optimizer_, placed());
+  restore_optimizer(directory, state, *layout_, *optimizer_, placed());
   open_ = saved.open;
   if (open_.calls == 0) return;
-  std::vector<Bucket>& buckets = layout().buckets();
-  if (!spread_) layout_->zero_gradients();
-  const std::vector<at::Tensor> sums = this->sums();  // zeros
+  std::vector<Bucket>& buckets = layout_->buckets();
+  zero_sums();
   const auto stored = read_safetensors(directory / kGradientFile);
   for (std::size_t i = 0; i < buckets.size(); ++i)
     for (const Slot& slot : buckets[i].plan.slots) {
@@ -375,7 +371,7 @@ void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
       if (found == stored.end() || found->second.sizes() != shape)
         refuse((directory / kGradientFile).string(), "no gradient of " + slot.name + " of its shape",
                "the sums since the last step", "Load the weights without the optimizer");
-      write_slot(sums[i], buckets[i].held, slot,
+      write_slot(sums_[i], buckets[i].held, slot,
                  placed() ? placed()->local(slot.name, found->second) : found->second);
     }
 }

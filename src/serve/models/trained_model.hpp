@@ -4,14 +4,30 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "isograd/data_parallel.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/pipeline_parallel.hpp"
+#include "isograd/step.hpp"
 #include "isograd/verify.hpp"
+#include "isograd/world.hpp"
 #include "serve/models/fixed_weights.hpp"
-#include "serve/models/spread_model.hpp"
+#include "train/build.hpp"
+#include "train/config.hpp"
 
 namespace isograd::serve {
+
+// All models of a server have these in common: its ranks, on the grid of `config`'s parallel.* keys.
+struct Ranks {
+  // ConfigError: keys that do not go together, or not with that many ranks. Collective.
+  Ranks(World& of, RunConfig run);
+  World& world;
+  RunConfig config;
+  Mesh mesh;
+  bool first() const { return world.rank == 0; }
+};
 
 // The keys "isograd.*" of a client's user_metadata.
 struct ModelSettings {
@@ -27,6 +43,8 @@ class TrainedModel {
   TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, const std::filesystem::path& directory,
                bool optimizer, at::ScalarType dtype, std::int64_t micro_batch_tokens,
                std::shared_ptr<const Ranks> ranks = nullptr);
+  TrainedModel(const TrainedModel&) = delete;  // the forward refers to it
+  TrainedModel& operator=(const TrainedModel&) = delete;
 
   // As Engine has them. An exception in mid-call other than a ConfigError of the request breaks the model.
   ForwardBackwardResult forward_backward(const ForwardBackward& request);
@@ -38,16 +56,21 @@ class TrainedModel {
   std::shared_ptr<const FixedWeights> weights(const TextSamplerOptions& options);
 
  private:
-  DecoderLM& model() const { return whole_ ? *whole_ : *base_->sampled->model; }
-  void make_alone(const std::filesystem::path& directory);
-  void make_spread(const std::filesystem::path& directory);
-  std::shared_ptr<LoraAdapter> make_adapter(const std::filesystem::path& directory, bool values) const;
   bool first() const { return !ranks_ || ranks_->first(); }
   bool is_whole() const { return created_.lora.rank == 0; }
-  DataParallel& layout() const { return spread_ ? spread_->layout() : *layout_; }
-  const Layout* placed() const { return spread_ ? spread_->placed() : nullptr; }
-  // By bucket: this rank's part of the sums since the last step.
-  std::vector<at::Tensor> sums() const;
+  void make_alone(const std::filesystem::path& directory);
+  std::shared_ptr<LoraAdapter> make_adapter(const std::filesystem::path& directory, bool values) const;
+  ForwardBackwardResult compute(const ForwardBackward& request, const CheckedCall& call);
+  void zero_sums();
+  const Layout* placed() const { return placed_ ? &*placed_ : nullptr; }  // null: each rank has a whole model
+
+  // Several ranks (on_ranks.cpp). `fill`: whole values, on every rank.
+  void make_on_ranks(const FillValues& fill);
+  MicroBatches own_part(const ForwardBackward& request, const CheckedCall& call) const;
+  LossTerms terms(const Batch& batch);
+  // Each rank with its part; the same results on every rank.
+  ForwardBackwardResult compute_on_ranks(const ForwardBackward& request, const CheckedCall& call);
+
   // Gathers the trained weights; calls `take` with their stream on the first rank.
   void gather_weights(const std::function<void(const TensorStream&)>& take);
   StepDump::Named whole_gradients(double scale);
@@ -60,15 +83,33 @@ class TrainedModel {
   at::ScalarType dtype_;
   std::int64_t micro_batch_tokens_;
   std::shared_ptr<const Ranks> ranks_;
-  std::unique_ptr<SpreadModel> spread_;   // with ranks
-  std::shared_ptr<DecoderLM> whole_;      // alone, rank 0: a copy of the base, which is trained
+  // The base's; of rank 0 a copy of the base, which is trained; with ranks the part of this one.
+  std::shared_ptr<DecoderLM> model_;
   std::shared_ptr<LoraAdapter> adapter_;  // not rank 0; with ranks its tensors are this rank's parts
-  std::unique_ptr<DataParallel> layout_;  // alone
+  std::optional<Layout> placed_;
+  std::shared_ptr<Pipeline> pipeline_;
+  std::optional<ModelUnits> units_;
+  std::unique_ptr<DataParallel> layout_;
+  // By bucket, this rank's part of the sums since the last step: alone the layout's gradients. With ranks
+  // apart from these, and summed over the ranks after each call, so that the bits of a step do not depend on
+  // when a snapshot was taken.
+  std::vector<at::Tensor> sums_;
   std::unique_ptr<AdamW> optimizer_;
   Counted open_{};  // calls > 0: there are sums of these calls
   bool broken_ = false;
   bool weights_are_current_ = false;
   std::shared_ptr<const FixedWeights> weights_;
+
+  // The call that is being computed on several ranks, and its results on this one.
+  struct Found {
+    std::int64_t datum = 0, begin = 0;  // position
+    at::Tensor log_probabilities;
+  };
+  ForwardLossTerms forward_;
+  const ForwardBackward* request_ = nullptr;
+  const CheckedCall* call_ = nullptr;
+  std::vector<Found> found_;
+  double loss_ = 0;
 };
 
 }  // namespace isograd::serve

@@ -1,4 +1,5 @@
-#include "serve/models/spread_model.hpp"
+// A trained model on several ranks, composed from the same pieces as a run of `isograd train`
+// (PreparedRun).
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -8,6 +9,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/context_parallel.hpp"
+#include "serve/models/trained_model.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd::serve {
@@ -27,11 +29,8 @@ RunConfig checked(RunConfig config, World& world) {
 Ranks::Ranks(World& of, RunConfig run)
     : world(of), config(checked(std::move(run), of)), mesh(of, grid_of(config, of.size)) {}
 
-SpreadModel::SpreadModel(std::shared_ptr<const Ranks> ranks, const DecoderConfig& shape, at::ScalarType dtype,
-                         std::shared_ptr<LoraAdapter> adapter, const FillValues& fill)
-    : ranks_(std::move(ranks)),
-      model_(DecoderLM::without_values(shape, dtype)),
-      adapter_(std::move(adapter)) {
+void TrainedModel::make_on_ranks(const FillValues& fill) {
+  model_ = DecoderLM::without_values(base_->shape(), dtype_);
   const RunConfig& config = ranks_->config;
   const Mesh& mesh = ranks_->mesh;
   if (adapter_) {
@@ -59,12 +58,11 @@ SpreadModel::SpreadModel(std::shared_ptr<const Ranks> ranks, const DecoderConfig
 }
 
 // The datums of this rank's place among those with different samples, cut over the context ranks.
-MicroBatches SpreadModel::own_part(const ForwardBackward& request, const CheckedCall& call,
-                                   std::int64_t most_tokens) const {
+MicroBatches TrainedModel::own_part(const ForwardBackward& request, const CheckedCall& call) const {
   const Mesh& mesh = ranks_->mesh;
   const std::vector<std::size_t> begins = split_datums(request, mesh.size(kSampleAxes));
   const auto place = static_cast<std::size_t>(mesh.place(kSampleAxes));
-  MicroBatches own = pack(request, call, most_tokens, begins[place], begins[place + 1]);
+  MicroBatches own = pack(request, call, micro_batch_tokens_, begins[place], begins[place + 1]);
   if (mesh.size(kContextAxes) == 1) return own;
   const auto& parallel = ranks_->config.parallel;
   const CutOptions options{.ring = static_cast<int>(parallel.cp_ring),
@@ -73,7 +71,7 @@ MicroBatches SpreadModel::own_part(const ForwardBackward& request, const Checked
   return cut_micro_batches(own, options, mesh.place(kContextAxes));
 }
 
-LossTerms SpreadModel::terms(const Batch& batch) {
+LossTerms TrainedModel::terms(const Batch& batch) {
   const DecoderOutputs outputs = model_->outputs(batch);
   if (outputs.passed_on.defined()) return {{.name = "loss", .sum = outputs.passed_on}};  // not the last stage
   const RowLossResult result = losses_of(*model_, outputs.hidden, *request_, *call_, batch);
@@ -88,12 +86,12 @@ LossTerms SpreadModel::terms(const Batch& batch) {
   return {{.name = "loss", .sum = result.sum}};
 }
 
-ForwardBackwardResult SpreadModel::compute(const ForwardBackward& request, const CheckedCall& call,
-                                           std::int64_t most_tokens, Optimizer& optimizer) {
+ForwardBackwardResult TrainedModel::compute_on_ranks(const ForwardBackward& request,
+                                                     const CheckedCall& call) {
   const Mesh& mesh = ranks_->mesh;
   Group everyone = mesh.all();
   request_ = &request, call_ = &call, loss_ = 0, found_.clear();
-  MicroBatches own = own_part(request, call, most_tokens);
+  MicroBatches own = own_part(request, call);
   if (request.forward_only) {
     // Layouts that gather parameters, and experts on several ranks, compute equally many everywhere.
     at::Tensor most = at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong);
@@ -106,7 +104,7 @@ ForwardBackwardResult SpreadModel::compute(const ForwardBackward& request, const
     if (pipeline_) options = through(*pipeline_, std::move(options));
     // A sum alone: what divides it is counted from the requests, which every rank has.
     Deferred sum(std::make_unique<NoDenominator>());
-    Step(forward_, *layout_, sum, optimizer, std::move(options)).accumulate(own);
+    Step(forward_, *layout_, sum, *optimizer_, std::move(options)).accumulate(own);
     layout_->finish_reduction();
     const std::vector<Bucket>& buckets = layout_->buckets();
     for (std::size_t i = 0; i < buckets.size(); ++i) sums_[i] += buckets[i].gradients;
