@@ -139,11 +139,9 @@ Operation<ForwardBackward> forward_backward(std::string_view json) {
   const Fields input =
       fields.need_object(result.body.forward_only ? "forward_input" : "forward_backward_input");
   result.body.loss = input.text("loss_fn").value_or("cross_entropy");
-  if (const auto params =
-          input.object(input.find("loss_fn_params") != nullptr ? "loss_fn_params" : "loss_fn_config")) {
-    const Json& values =
-        *input.find(input.find("loss_fn_params") != nullptr ? "loss_fn_params" : "loss_fn_config");
-    for (const auto& [key, value] : values.items()) {
+  const char* of_loss = input.find("loss_fn_params") != nullptr ? "loss_fn_params" : "loss_fn_config";
+  if (const auto params = input.object(of_loss))
+    for (const auto& [key, value] : input.find(of_loss)->items()) {
       if (value.is_number())
         result.body.config[key] = value.get<double>();
       else if (value.is_string())
@@ -151,7 +149,6 @@ Operation<ForwardBackward> forward_backward(std::string_view json) {
       else if (!value.is_null())
         params->refuse(key.c_str(), "a number or a text");
     }
-  }
   const Json* data = input.list("data");
   if (data == nullptr || data->empty() || data->size() > kMostDatums)
     input.refuse("data", fmt::format("1 to {} datums", kMostDatums));
