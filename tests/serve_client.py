@@ -9,6 +9,7 @@ import urllib.request
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import numpy as np
+import pytest
 import tinker
 from safetensors.torch import load
 from tinker import types
@@ -32,6 +33,15 @@ def within(seconds):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def limited_to(seconds):
+    """A fixture of a module, each of whose tests may take that long."""
+    @pytest.fixture(autouse=True)
+    def limited():
+        with within(seconds):
+            yield
+    return limited
 
 
 @contextlib.contextmanager

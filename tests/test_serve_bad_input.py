@@ -10,19 +10,14 @@ import json
 
 import numpy as np
 import pytest
-from serve_client import KEY, LIMIT, within
+from serve_client import KEY, LIMIT, limited_to
 from serve_files import NAME, server, write_model
 from tinker.proto import tinker_public_pb2 as pb
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 RETRIED = (408, 409, 429)
 OTHER = "org/other"
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(LIMIT):
-        yield
+limited = limited_to(LIMIT)
 
 
 class Wire:
@@ -79,12 +74,13 @@ class Wire:
         assert 400 <= status < 500 and status not in RETRIED, (status, content)
         return json.loads(content)["detail"]
 
-    def loss(self, model, sequence):
-        kind, content = self.future(self.sent("forward_backward", call(model, sequence, forward_only=True)))
+    def loss_of(self, promise):
+        kind, content = self.future(promise)
         assert kind == PROTOBUF, content
-        result = pb.ForwardBackwardOutput()
-        result.ParseFromString(content)
-        return result.metrics["loss:sum"]
+        return pb.ForwardBackwardOutput.FromString(content).metrics["loss:sum"]
+
+    def loss(self, model, sequence):
+        return self.loss_of(self.sent("forward_backward", call(model, sequence, forward_only=True)))
 
 
 @pytest.fixture(scope="module")
@@ -283,11 +279,7 @@ def test_refusals_name_what_is_known(wire):
 def test_an_advantage_of_zero_counts_for_nothing_however_unlikely_the_token(wire):
     model = wire.model()
     inputs = {**SAMPLED, "logprobs": tensor([-1e30, -6.0, -7.0]), "advantages": tensor([0.0, 0.0, 0.0])}
-    kind, content = wire.future(wire.sent("forward_backward", call(model, loss="importance_sampling", data=[datum(**inputs)])))
-    assert kind == PROTOBUF, content
-    result = pb.ForwardBackwardOutput()
-    result.ParseFromString(content)
-    assert result.metrics["loss:sum"] == 0
+    assert wire.loss_of(wire.sent("forward_backward", call(model, loss="importance_sampling", data=[datum(**inputs)]))) == 0
 
 
 def test_a_sequence_that_is_used_again_is_the_first_request(wire):
@@ -309,13 +301,9 @@ def test_a_failed_operation_fails_what_waits_behind_it(wire):
 def test_weights_in_bfloat16_are_the_numbers_that_they_are(wire):
     model = wire.model()
     narrow = tensor([0.0, 1.0, 0.5], dtype=pb.DTYPE_BFLOAT16, raw=np.array([0, 0x3f80, 0x3f00], "<u2").tobytes())
-    for sequence, weights in ((1, RIGHT["weights"]), (2, narrow)):
-        kind, content = wire.future(wire.sent("forward_backward", call(model, sequence, data=[datum(**{**RIGHT, "weights": weights})])))
-        assert kind == PROTOBUF, content
-        result = pb.ForwardBackwardOutput()
-        result.ParseFromString(content)
-        assert sequence == 1 or result.metrics["loss:sum"] == first
-        first = result.metrics["loss:sum"]
+    one, other = (wire.loss_of(wire.sent("forward_backward", call(model, sequence, data=[datum(**{**RIGHT, "weights": weights})])))
+                  for sequence, weights in ((1, RIGHT["weights"]), (2, narrow)))
+    assert one == other
 
 
 def test_a_name_of_a_device_is_a_name(wire):

@@ -7,17 +7,12 @@ import tinker
 import torch
 from conftest import isograd
 from safetensors.torch import load_file
-from serve_client import ADAM, KEY, LIMIT, furthest, model, session, uneven, within
+from serve_client import ADAM, KEY, LIMIT, furthest, limited_to, model, session, uneven
 from serve_files import NAME, server, write_model
 
 BOUND = 1e-12
 SHOWN = {"isograd.dump": "true", "isograd.norms": "true"}
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(4 * LIMIT):
-        yield
+limited = limited_to(4 * LIMIT)
 
 
 @pytest.fixture(scope="module")

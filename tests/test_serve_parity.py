@@ -15,7 +15,7 @@ import torch
 from conftest import FULL, ROOT, full, isograd
 from fp64_transformers import in_fp64
 from safetensors.torch import load_file
-from serve_client import LIMIT, adapter, datum, exported, furthest, model, session, text, within
+from serve_client import LIMIT, adapter, datum, exported, furthest, limited_to, model, session, text
 from serve_files import FAMILIES, NAME, server, write_families
 from tinker import types
 
@@ -34,12 +34,7 @@ DEFAULT = [(NAME, 1, PARTS[0]), ("org/qwen3-tied", 64, PARTS[1])]
 assert set(DEFAULT) < set(CASES)
 cases = pytest.mark.parametrize("case", [(pytest.param if case in DEFAULT else full)(case, id=" ".join((case[0], str(case[1]), *case[2])))
                                          for case in CASES])
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(6 * LIMIT):
-        yield
+limited = limited_to(6 * LIMIT)
 
 
 # ---- what the client sends ----
@@ -138,10 +133,6 @@ def trained(folder, more_models):
 
 # ---- the reference ----
 
-def ratio_clamped(ratio, config):
-    return ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-
-
 def loss_of(name, config, p, inputs, seen):
     """The sum over the targets, whose log-probabilities are p. `seen` counts on which side of the clip ratios are."""
     wide = {key: torch.as_tensor(value).to(p.dtype if torch.as_tensor(value).is_floating_point() else torch.int64)
@@ -157,7 +148,7 @@ def loss_of(name, config, p, inputs, seen):
     if name == "gspo":
         of_text = (p - q)[wide["sequence_ratio_mask"] != 0].mean().exp().detach()
         ratio = of_text * (p - p.detach()).exp()
-    clamped = ratio_clamped(ratio, config)
+    clamped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
     for inside in (clamped == ratio).tolist():
         seen[name, "inside" if inside else "outside"] += 1
     if name == "cispo":

@@ -5,19 +5,14 @@ import numpy as np
 import pytest
 from conftest import refused
 from safetensors.torch import load
-from serve_client import LIMIT, adapter, datum, exported, furthest, model, prompt, session, text, uneven, within
+from serve_client import LIMIT, adapter, datum, exported, furthest, limited_to, model, prompt, session, text, uneven
 from serve_files import NAME, server, write_model
 from tinker import types
 
 BOUND = 1e-10
 SPREADS = {"one": (), "zero3": ("--ranks", 2, "--set", "parallel.strategy=zero3"),
            "four": ("--ranks", 4, "--set", "parallel.tp=2", "--set", "parallel.cp_ring=2")}
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(4 * LIMIT):
-        yield
+limited = limited_to(4 * LIMIT)
 
 
 def train(url, training, steps, seed):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import FULL, full
 from fp64_transformers import in_fp64
-from serve_client import LIMIT, datum, exported, model, prompt, session, text, uneven, within
+from serve_client import LIMIT, datum, exported, limited_to, model, prompt, session, text, uneven
 from serve_files import FAMILIES, NAME, Server, write_families
 from tinker import types
 
@@ -19,12 +19,7 @@ PROMPTS, LENGTH = (200, 64) if FULL else (8, 12)
 DTYPES = ("float64", "float32")
 EXACT, APART = 5e-13, 1e-5  # in fp64 sampler and trainer are each EXACT from the reference; in fp32 APART from each other
 families = pytest.mark.parametrize("base", [NAME, *(full(base) for base in FAMILIES if base != NAME)])
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(6 * LIMIT):
-        yield
+limited = limited_to(6 * LIMIT)
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,14 @@ import torch
 from conftest import BUILD
 from fp64_transformers import in_fp64
 from safetensors.torch import load_file
-from serve_client import LIMIT, datum, furthest, session, text, within
+from serve_client import LIMIT, datum, furthest, limited_to, session, text
 from serve_files import NAME, environment, server, write_model
 from tinker import types
 
 BOUND = 1e-12
 ADAM = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.05)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-
-
-@pytest.fixture(autouse=True)
-def limited():
-    with within(3 * LIMIT):
-        yield
+limited = limited_to(3 * LIMIT)
 
 
 @pytest.fixture(scope="module")
