@@ -2,11 +2,6 @@
 import torch
 import torch.distributed as dist
 
-from context import Close, sum_bound
-
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
-
 
 def scenario(function):
     function.is_scenario = True
@@ -14,55 +9,32 @@ def scenario(function):
 
 
 @scenario
-def all_reduce(c):
+def one_of_each(c):
+    """Other types, sizes, operations and memory of the same functions: src/comm/backend_testing.cpp."""
     results = []
-    for dtype in FLOATS + INTEGERS:
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
-            for numel in (0, 1, 7, 1000):
-                tensor = c.whole(numel, dtype=dtype)
-                if op == dist.ReduceOp.PRODUCT:
-                    tensor = tensor % 3  # at most 2^4: exact in every type
-                dist.all_reduce(tensor, op)
-                results.append(tensor)
-    return results
-
-
-@scenario
-def all_reduce_of_random_floats(c):
-    """Not bit by bit: Gloo's order of summation is its own. The bound is derived, the two-rank case exact."""
-    results = []
-    for numel in (7, 1000, 300_001):
-        tensor = c.normal(numel, salt=numel)
-        magnitudes = sum(c.normal(numel, salt=numel, rank=r).abs() for r in range(c.size) if r != c.rank) + tensor.abs()
-        dist.all_reduce(tensor)
-        results.append(tensor if c.size == 2 else Close(tensor, sum_bound(magnitudes, c.size)))
-    return results
-
-
-@scenario
-def all_reduce_of_bool(c):
-    """Sum is or, product and. Gloo has no bool: computed directly."""
-    every = c.every(9, dtype=torch.bool)
-    results = []
-    for op, direct in ((dist.ReduceOp.SUM, torch.stack(every).any(0)), (dist.ReduceOp.MAX, torch.stack(every).any(0)),
-                       (dist.ReduceOp.PRODUCT, torch.stack(every).all(0)), (dist.ReduceOp.MIN, torch.stack(every).all(0))):
-        if not c.over_gloo:
-            tensor = c.whole(9, dtype=torch.bool)
-            dist.all_reduce(tensor, op)
-            results.append(tensor)
-        else:
-            results.append(direct)
-    return results
-
-
-@scenario
-def all_reduce_bitwise(c):
-    results = []
-    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
-        tensor = c.whole(33, dtype=torch.int32)
+    for dtype, op in ((torch.float32, dist.ReduceOp.SUM), (torch.bfloat16, dist.ReduceOp.SUM),
+                      (torch.int64, dist.ReduceOp.MAX), (torch.int32, dist.ReduceOp.BXOR)):
+        tensor = c.whole(1000, dtype=dtype)
         dist.all_reduce(tensor, op)
         results.append(tensor)
-    return results
+    for root in range(c.size):
+        sent, reduced = c.whole(50, slot=root), c.whole(40, slot=root)
+        dist.broadcast(sent, root)
+        dist.reduce(reduced, root, dist.ReduceOp.MAX)
+        results += [sent, *([reduced] if c.rank == root else [])]  # elsewhere it is undefined what remains
+    tensor = c.whole(3, 5)
+    outputs, whole, stacked = [torch.zeros(3, 5) for _ in range(c.size)], torch.zeros(c.size * 3, 5), torch.zeros(c.size, 3, 5)
+    dist.all_gather(outputs, tensor)
+    dist.all_gather_into_tensor(whole, tensor)
+    # A new first dimension for the ranks: Gloo refuses this form, NCCL has it.
+    if c.over_gloo:
+        stacked = torch.stack(outputs)
+    else:
+        dist.all_gather_into_tensor(stacked, tensor)
+    inputs, from_list, from_tensor = c.whole(c.size * 13), torch.zeros(13), torch.zeros(13)
+    dist.reduce_scatter(from_list, list(inputs.clone().chunk(c.size)))
+    dist.reduce_scatter_tensor(from_tensor, inputs)
+    return [*results, outputs, whole, stacked, from_list, from_tensor]
 
 
 @scenario
@@ -105,50 +77,6 @@ def asynchronous_with_futures(c):
 
 
 @scenario
-def broadcast(c):
-    results = []
-    for root in range(c.size):
-        for dtype in (*FLOATS, *INTEGERS, torch.bool):
-            for numel in (0, 1, 50):
-                tensor = c.whole(numel, dtype=dtype, slot=root)
-                dist.broadcast(tensor, root)
-                results.append(tensor)
-    return results
-
-
-@scenario
-def reduce(c):
-    results = []
-    for root in range(c.size):
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-            tensor = c.whole(40, slot=root)
-            dist.reduce(tensor, root, op)
-            if c.rank == root:  # elsewhere it is undefined what remains
-                results.append(tensor)
-    return results
-
-
-@scenario
-def all_gather(c):
-    results = []
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        for shape in ((0,), (1,), (3, 5)):
-            tensor = c.whole(*shape, dtype=dtype)
-            outputs = [torch.zeros(shape, dtype=dtype) for _ in range(c.size)]
-            dist.all_gather(outputs, tensor)
-            whole = torch.zeros((c.size * shape[0], *shape[1:]), dtype=dtype)
-            dist.all_gather_into_tensor(whole, tensor)
-            # A new first dimension for the ranks: Gloo refuses this form, NCCL has it.
-            stacked = torch.zeros((c.size, *shape), dtype=dtype)
-            if c.over_gloo:
-                stacked = torch.stack(outputs)
-            else:
-                dist.all_gather_into_tensor(stacked, tensor)
-            results += [outputs, whole, stacked]
-    return results
-
-
-@scenario
 def all_gather_of_different_sizes(c):
     """Gloo refuses them; NCCL's binding and ours take them."""
     every = [c.whole(2 * r + 1, rank=r) if c.over_gloo else None for r in range(c.size)]
@@ -170,21 +98,6 @@ def gather_and_scatter(c):
         part = torch.zeros(5)
         dist.scatter(part, inputs, src=root)
         results += [outputs, part]
-    return results
-
-
-@scenario
-def reduce_scatter(c):
-    results = []
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
-        for numel in (1, 13):
-            whole = c.whole(c.size * numel)
-            from_list, from_tensor = torch.zeros(numel), torch.zeros(numel)
-            dist.reduce_scatter(from_list, list(whole.clone().chunk(c.size)), op)
-            dist.reduce_scatter_tensor(from_tensor, whole, op)
-            outputs = [torch.zeros(numel) for _ in range(c.size)]
-            dist.all_gather(outputs, from_list)
-            results += [from_list, from_tensor, outputs]
     return results
 
 
