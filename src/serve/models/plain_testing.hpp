@@ -68,10 +68,10 @@ class Plain {
  public:
   // `trained`: matrices "x.lora_A.weight", "x.lora_B.weight", or parameters of the model itself.
   Plain(const DecoderConfig& config, Tensors base, const Tensors& trained, double scale, Mistake mistake = {})
-      : c_(config), weights_(std::move(base)), scale_(scale), mistake_(mistake) {
+      : c_(config), all_(std::move(base)), scale_(scale), mistake_(mistake) {
     for (const auto& [name, tensor] : trained) {
       trained_[name] = tensor.clone().requires_grad_(true);
-      weights_[name] = trained_[name];
+      all_[name] = trained_[name];
       sum_[name] = m_[name] = v_[name] = at::zeros_like(tensor);
     }
   }
@@ -79,7 +79,7 @@ class Plain {
 
   at::Tensor log_probabilities(const Datum& datum) const {
     const at::Tensor logits =
-        plain_logits(c_, weights_, scale_, at::tensor(datum.tokens, at::kLong)).log_softmax(-1);
+        plain_logits(c_, all_, scale_, at::tensor(datum.tokens, at::kLong)).log_softmax(-1);
     const Array& targets = datum.inputs.at("target_tokens");
     const auto rows = static_cast<std::int64_t>(datum.tokens.size());
     return logits.gather(1, at::tensor(targets.integers, at::kLong).view({rows, -1})).view(targets.shape);
@@ -169,7 +169,7 @@ class Plain {
   }
 
   DecoderConfig c_;
-  Tensors weights_, trained_;  // the trained ones are in both
+  Tensors all_, trained_;  // the trained ones are in both
   double scale_;
   Mistake mistake_;
   Tensors sum_, m_, v_;

@@ -183,7 +183,7 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
            "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
   const bool trains = !request.forward_only;
   broken_ = trains;
-  if (trains && open_.calls == 0) zero_sums_;
+  if (trains && open_.calls == 0) zero_sums();
   ForwardBackwardResult result = ranks_ ? compute_on_ranks(request, call) : compute(request, call);
   broken_ = false;
   if (trains) open_ += call.counted;
@@ -209,7 +209,7 @@ ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, cons
   return result;
 }
 
-void TrainedModel::zero_sums_ {
+void TrainedModel::zero_sums() {
   if (!ranks_) return layout_->zero_gradients();
   for (const at::Tensor& sum : sums_) sum.zero_();
 }
