@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <optional>
 #include <string>
 
@@ -99,109 +98,89 @@ double number_at(const Array& array, std::size_t i) {
 }
 std::size_t size_of(const Array& array) { return array.numbers.size() + array.integers.size(); }
 
-class DatumCheck {
- public:
-  DatumCheck(const Datum& datum, std::size_t place, const LossKind& kind, const DecoderConfig& model,
-             std::int64_t context)
-      : datum_(datum), place_(place), kind_(kind), vocabulary_(model.vocabulary) {
-    const auto length = static_cast<std::int64_t>(datum.tokens.size());
-    if (length == 0) refuse(where("model_input"), "no tokens", "one at least", "Leave the datum out");
-    if (length > context)
-      refuse(where("model_input"), fmt::format("{} tokens", length),
-             fmt::format("at most {}, the context", context), "Shorten it");
-    check_tokens("model_input", datum.tokens);
-    for (const auto& [name, array] : datum.inputs)
-      if (!has(kind.inputs, name))
-        refuse(where(name), "an input that " + std::string(kind.name) + " does not have", listed(kind.inputs),
-               "Leave it out");
-    for (const std::string& name : kind.inputs)
-      if (!datum.inputs.contains(name))
-        refuse(where(name), "no such input", listed(kind.inputs), "Add it to loss_fn_inputs");
-    check_shapes(length);
-    for (const auto& [name, array] : datum.inputs)
-      for (const float number : array.numbers)
-        if (!std::isfinite(number))
-          refuse(where(name), fmt::format("{}", number), "finite numbers", "Look for where it was computed");
-    if (kind.loss == RowLoss::kGspo) check_mask();
-  }
+std::string shape_text(const Array& array) { return fmt::format("[{}]", fmt::join(array.shape, ", ")); }
 
-  void count(CheckedCall& call) const {
-    call.counted.sequences += 1;
-    const auto found = datum_.inputs.find(kWeights);
-    const std::size_t rows = datum_.tokens.size();
-    if (found == datum_.inputs.end()) {
-      call.counted.tokens += static_cast<std::int64_t>(rows),
-          call.counted.weights += static_cast<double>(rows);
-      return;
-    }
-    const std::size_t columns = size_of(found->second) / rows;
-    for (std::size_t row = 0; row < rows; ++row) {
-      bool any = false;
-      for (std::size_t i = row * columns; i < (row + 1) * columns; ++i) {
-        const double weight = number_at(found->second, i);
-        any = any || weight != 0, call.counted.weights += weight;
-        call.negative_weights = call.negative_weights || weight < 0;
-      }
-      call.counted.tokens += any ? 1 : 0;
-    }
-  }
+bool any(const Array& array) {
+  for (std::size_t i = 0; i < size_of(array); ++i)
+    if (number_at(array, i) != 0) return true;
+  return false;
+}
 
- private:
-  std::string where(const std::string& input) const { return fmt::format("datum {}: {}", place_, input); }
-
-  void check_tokens(const std::string& name, const std::vector<std::int64_t>& tokens) const {
+void check_datum(const Datum& datum, std::size_t place, const LossKind& kind, std::int64_t vocabulary,
+                 std::int64_t context) {
+  const auto where = [&](const std::string& input) { return fmt::format("datum {}: {}", place, input); };
+  const auto check_tokens = [&](const std::string& name, const std::vector<std::int64_t>& tokens) {
     for (const std::int64_t token : tokens)
-      if (token < 0 || token >= vocabulary_)
+      if (token < 0 || token >= vocabulary)
         refuse(where(name), fmt::format("token {}", token),
-               fmt::format("0 to {}, the vocabulary", vocabulary_ - 1),
+               fmt::format("0 to {}, the vocabulary", vocabulary - 1),
                "Tokenize with this model's tokenizer");
-  }
+  };
+  const auto length = static_cast<std::int64_t>(datum.tokens.size());
+  if (length == 0) refuse(where("model_input"), "no tokens", "one at least", "Leave the datum out");
+  if (length > context)
+    refuse(where("model_input"), fmt::format("{} tokens", length),
+           fmt::format("at most {}, the context", context), "Shorten it");
+  check_tokens("model_input", datum.tokens);
+  for (const auto& [name, array] : datum.inputs)
+    if (!has(kind.inputs, name))
+      refuse(where(name), "an input that " + std::string(kind.name) + " does not have", listed(kind.inputs),
+             "Leave it out");
+  for (const std::string& name : kind.inputs)
+    if (!datum.inputs.contains(name))
+      refuse(where(name), "no such input", listed(kind.inputs), "Add it to loss_fn_inputs");
 
-  void check_shapes(std::int64_t length) const {
-    const Array& targets = datum_.inputs.at(kTargets);
-    const bool two = kind_.loss == RowLoss::kCrossEntropy && targets.shape.size() == 2;
-    if (!targets.numbers.empty())
-      refuse(where(kTargets), "floating-point numbers", "integers", "Pass int64 token ids");
-    if ((targets.shape.size() != 1 && !two) || targets.shape[0] != length || (two && targets.shape[1] < 1))
-      refuse(where(kTargets), shape_text(targets),
-             fmt::format("[{0}]{1}: a row for each token", length,
-                         kind_.loss == RowLoss::kCrossEntropy ? fmt::format(" or [{}, K]", length) : ""),
-             "Shift targets by one in the client, and pass one for each token");
-    if (two && targets.shape[1] > vocabulary_)
-      refuse(where(kTargets), shape_text(targets),
-             fmt::format("at most {} targets of a token, the vocabulary", vocabulary_), "Pass fewer");
-    for (const auto& [name, array] : datum_.inputs) {
-      if (array.shape != targets.shape)
-        refuse(where(name), shape_text(array), "the shape of target_tokens, " + shape_text(targets),
-               "Reshape it");
-      const std::int64_t elements =
-          std::accumulate(array.shape.begin(), array.shape.end(), std::int64_t{1}, std::multiplies<>());
-      if (static_cast<std::int64_t>(size_of(array)) != elements)
-        refuse(where(name), fmt::format("{} numbers", size_of(array)),
-               fmt::format("{}, its shape's", elements), "Pass all of them");
+  const Array& targets = datum.inputs.at(kTargets);
+  const bool entropy = kind.loss == RowLoss::kCrossEntropy, two = entropy && targets.shape.size() == 2;
+  if (!targets.numbers.empty())
+    refuse(where(kTargets), "floating-point numbers", "integers", "Pass int64 token ids");
+  if ((targets.shape.size() != 1 && !two) || targets.shape[0] != length || (two && targets.shape[1] < 1))
+    refuse(where(kTargets), shape_text(targets),
+           fmt::format("[{0}]{1}: a row for each token", length,
+                       entropy ? fmt::format(" or [{}, K]", length) : ""),
+           "Shift targets by one in the client, and pass one for each token");
+  if (two && targets.shape[1] > vocabulary)
+    refuse(where(kTargets), shape_text(targets),
+           fmt::format("at most {} targets of a token, the vocabulary", vocabulary), "Pass fewer");
+  const std::int64_t elements = length * (two ? targets.shape[1] : 1);
+  for (const auto& [name, array] : datum.inputs) {
+    if (array.shape != targets.shape)
+      refuse(where(name), shape_text(array), "the shape of target_tokens, " + shape_text(targets),
+             "Reshape it");
+    if (static_cast<std::int64_t>(size_of(array)) != elements)
+      refuse(where(name), fmt::format("{} numbers", size_of(array)), fmt::format("{}, its shape's", elements),
+             "Pass all of them");
+  }
+  check_tokens(kTargets, targets.integers);
+  for (const auto& [name, array] : datum.inputs)
+    for (const float number : array.numbers)
+      if (!std::isfinite(number))
+        refuse(where(name), fmt::format("{}", number), "finite numbers", "Look for where it was computed");
+  if (kind.loss == RowLoss::kGspo && any(datum.inputs.at("advantages")) && !any(datum.inputs.at(kMask)))
+    refuse(where(kMask), "zeros alone, and advantages other than 0", "a token over which the ratio is a mean",
+           "Set it to 1 at sampled tokens");
+}
+
+void count(const Datum& datum, CheckedCall& call) {
+  const std::size_t rows = datum.tokens.size();
+  call.counted.sequences += 1;
+  const auto found = datum.inputs.find(kWeights);
+  if (found == datum.inputs.end()) {
+    call.counted.tokens += static_cast<std::int64_t>(rows);
+    call.counted.weights += static_cast<double>(rows);
+    return;
+  }
+  const std::size_t columns = size_of(found->second) / rows;
+  for (std::size_t row = 0; row < rows; ++row) {
+    bool counts = false;
+    for (std::size_t i = row * columns; i < (row + 1) * columns; ++i) {
+      const double weight = number_at(found->second, i);
+      counts = counts || weight != 0, call.counted.weights += weight;
+      call.negative_weights = call.negative_weights || weight < 0;
     }
-    check_tokens(kTargets, targets.integers);
+    call.counted.tokens += counts ? 1 : 0;
   }
-  static std::string shape_text(const Array& array) {
-    return fmt::format("[{}]", fmt::join(array.shape, ", "));
-  }
-
-  void check_mask() const {
-    const auto any = [](const Array& array) {
-      for (std::size_t i = 0; i < size_of(array); ++i)
-        if (number_at(array, i) != 0) return true;
-      return false;
-    };
-    if (any(datum_.inputs.at("advantages")) && !any(datum_.inputs.at(kMask)))
-      refuse(where(kMask), "zeros alone, and advantages other than 0",
-             "a token over which the ratio is a mean", "Set it to 1 at sampled tokens");
-  }
-
-  const Datum& datum_;
-  const std::size_t place_;
-  const LossKind& kind_;
-  const std::int64_t vocabulary_;
-};
+}
 
 RowLossInputs inputs_of(const ForwardBackward& request, const CheckedCall& call, const Batch& batch) {
   const at::Tensor positions = batch.positions.cpu().contiguous();
@@ -246,8 +225,10 @@ CheckedCall check_call(const ForwardBackward& request, const DecoderConfig& mode
   const LossKind& kind = find_loss(request.loss);
   if (request.data.empty()) refuse("forward_backward", "no datums", "one at least", "Leave the call out");
   CheckedCall call{.loss = kind.loss, .options = options_of(kind, request.config), .counted = {.calls = 1}};
-  for (std::size_t i = 0; i < request.data.size(); ++i)
-    DatumCheck(request.data[i], i, kind, model, context).count(call);
+  for (std::size_t i = 0; i < request.data.size(); ++i) {
+    check_datum(request.data[i], i, kind, model.vocabulary, context);
+    count(request.data[i], call);
+  }
   return call;
 }
 

@@ -57,6 +57,20 @@ Json listed(const RunListing& run) {
                         {"user_metadata", if_given(run.metadata)}});
 }
 
+Json listed(const ServedModel& model) {
+  return {{"model_name", model.name},
+          {"max_context_length", model.context},
+          {"trainable", true},
+          {"sampleable", true}};
+}
+
+template <class One>
+Json listed(const std::vector<One>& all) {
+  Json list = Json::array();
+  for (const One& one : all) list.push_back(listed(one));
+  return list;
+}
+
 Json listed(const Cursor& cursor) {
   return {{"offset", cursor.offset}, {"limit", cursor.limit}, {"total_count", cursor.total}};
 }
@@ -186,13 +200,7 @@ std::string weights_info_reply(const CreateModel& saved) {
 }
 
 std::string capabilities_reply(const std::vector<ServedModel>& models) {
-  Json list = Json::array();
-  for (const ServedModel& model : models)
-    list.push_back({{"model_name", model.name},
-                    {"max_context_length", model.context},
-                    {"trainable", true},
-                    {"sampleable", true}});
-  return text({{"supported_models", list}});
+  return text({{"supported_models", listed(models)}});
 }
 
 std::string sessions_reply(const std::vector<std::string>& sessions) {
@@ -210,16 +218,12 @@ std::string session_info_reply(const std::vector<std::string>& models,
 std::string run_reply(const RunListing& run) { return text(listed(run)); }
 
 std::string runs_reply(const std::vector<RunListing>& runs, const Cursor& cursor) {
-  Json list = Json::array();
-  for (const RunListing& run : runs) list.push_back(listed(run));
-  return text({{"training_runs", list}, {"cursor", listed(cursor)}});
+  return text({{"training_runs", listed(runs)}, {"cursor", listed(cursor)}});
 }
 
 std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints,
                               const std::optional<Cursor>& cursor) {
-  Json list = Json::array();
-  for (const CheckpointListing& checkpoint : checkpoints) list.push_back(listed(checkpoint));
-  return text({{"checkpoints", list}, {"cursor", cursor ? listed(*cursor) : Json()}});
+  return text({{"checkpoints", listed(checkpoints)}, {"cursor", cursor ? listed(*cursor) : Json()}});
 }
 
 std::string forward_backward_reply(const ForwardBackwardResult& result) {
