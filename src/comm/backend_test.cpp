@@ -6,6 +6,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/error_testing.hpp"
 #include "comm/group_impl.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/wrappers_testing.hpp"
@@ -33,14 +34,7 @@ TEST(ShmBackend, RefusesWhatItCannotDoNamingWhatItCan) {
     Tensors one{tensor}, two{tensor, tensor};
     std::vector<Tensors> lists{{tensor, tensor}};
     std::vector<std::int64_t> sizes;
-    const auto refused = [](auto&& call) {
-      try {
-        call();
-      } catch (const ConfigError& error) {
-        return std::string(error.what());
-      }
-      return std::string("accepted");
-    };
+    const auto refused = [](auto&& call) { return error_testing::error_of(call); };
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::BAND;
     EXPECT_THAT(refused([&] { backend->allreduce(one, options); }), HasSubstr("found BAND of Float"));

@@ -10,6 +10,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/error_testing.hpp"
 #include "base/files.hpp"
 #include "comm/failures.hpp"
 #include "comm/shm/backend.hpp"
@@ -26,15 +27,7 @@ using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
 // The message of the PeerError that `action` must throw.
-template <typename Action>
-std::string peer_error(Action&& action) {
-  try {
-    action();
-  } catch (const PeerError& error) {
-    return error.what();
-  }
-  return "no PeerError";
-}
+constexpr auto peer_error = [](auto&& action) { return error_testing::error_of<PeerError>(action); };
 
 TEST(RunRanks, RethrowsTheFirstErrorWithItsRankAndFamily) {
   const auto throw_on = [](int rank, auto error) {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <numeric>
 
+#include "base/error_testing.hpp"
 #include "comm/group_testing.hpp"
 #include "comm/hosts_testing.hpp"
 #include "isograd/error.hpp"
@@ -191,28 +192,14 @@ TEST(HostsBackend, BytesAcrossHostsAreTheFewest) {
   }
 }
 
-// If sums were also rounded between hosts, the result would be 514, rounded to 512, in place of 515.8.
-TEST(HostsBackend, SixteenBitsAreRoundedOnce) {
-  on_hosts({0, 0, 1, 1}, [](Rank own) {
-    const auto rank = static_cast<std::size_t>(own.rank);
-    const double brain[] = {256, 0.9, 258, 0.9}, half[] = {256, 0.1, 256.25, 0.1};
-    at::Tensor sum = at::full({5}, brain[rank], at::kBFloat16);
-    own.group.all_reduce(sum);
-    EXPECT_TRUE(at::equal(sum, at::full({5}, 516, at::kBFloat16)));
-    const at::Tensor part = own.group.reduce_scatter(at::full({8}, half[rank], at::kHalf));
-    EXPECT_TRUE(at::equal(part, at::full({2}, 512.5, at::kHalf)));
-  });
-}
-
 TEST(HostsBackend, PlantedFaultBetweenHostsIsFoundAtTheStart) {
   HostGroups::Options garbled;
   garbled.wrapped = [](auto all) { return c10::make_intrusive<Garbles>(std::move(all), 2); };
-  try {
-    on_hosts(
-        {0, 0, 1, 1}, [](const Rank&) { ADD_FAILURE() << "no error"; }, garbled);
-  } catch (const PeerError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("all_reduce"));
-  }
+  EXPECT_THAT(error_testing::error_of<PeerError>([&] {
+                on_hosts(
+                    {0, 0, 1, 1}, [](const Rank&) {}, garbled);
+              }),
+              HasSubstr("all_reduce"));
 }
 
 // The carrier between hosts is any backend. Gloo completes a message only while somebody waits for it.
@@ -243,12 +230,8 @@ TEST(HostsBackend, GlooCarriesBetweenHostsTheSameBits) {
         own.group.send(message, (own.rank + 1) % 5, 7);
         receive.wait();
         EXPECT_EQ(received[2].item<int>(), (own.rank + 4) % 5);
-        try {
-          own.group.send(message, own.rank == 0 ? 1 : 0, 32760);
-          ADD_FAILURE() << "no error";
-        } catch (const ConfigError& error) {
-          EXPECT_THAT(error.what(), HasSubstr("(shm+gloo)"));
-        }
+        EXPECT_THAT(error_testing::error_of([&] { own.group.send(message, own.rank == 0 ? 1 : 0, 32760); }),
+                    HasSubstr("(shm+gloo)"));
       },
       over_gloo);
 }
@@ -281,14 +264,7 @@ TEST(HostsBackend, TimeoutNamesTheHostThatDoesNotCome) {
 
 TEST(HostsBackend, BadInputIsRefused) {
   on_hosts({0, 0, 1, 1}, [](Rank own) {
-    const auto said = [](const std::function<void()>& call) {
-      try {
-        call();
-      } catch (const ConfigError& error) {
-        return std::string(error.what());
-      }
-      return std::string("no error");
-    };
+    const auto said = [](auto&& call) { return error_testing::error_of(call); };
     EXPECT_THAT(said([&] { own.group.send(at::ones({1}), (own.rank + 1) % 4, 32760); }),
                 HasSubstr("0 to 32759"));
     EXPECT_THAT(said([&] { own.group.host_shared(5, at::kFloat); }), HasSubstr("shm+shm"));

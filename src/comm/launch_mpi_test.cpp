@@ -23,6 +23,21 @@ class EachBackend : public Launch, public ::testing::WithParamInterface<std::str
     }
     for (const auto& entry : fs::directory_iterator(folder_)) fs::remove(entry);
   }
+  // `r` is the rank, $0 the folder.
+  int shell(int ranks, const std::string& script, bool prefix_output = false) {
+    return launch_ranks({"sh", "-c", "r=${RANK:-$OMPI_COMM_WORLD_RANK$PMI_RANK}; " + script, folder_},
+                        {.ranks = ranks,
+                         .grace = std::chrono::seconds(3),
+                         .prefix_output = prefix_output,
+                         .backend = GetParam()});
+  }
+  // Signals this process once both ranks have said who they are.
+  std::thread user(int signal) {
+    return std::thread([this, signal] {
+      ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
+      ::kill(::getpid(), signal);
+    });
+  }
 };
 
 TEST_P(EachBackend, ProcessRanksCommunicate) {
@@ -35,6 +50,46 @@ TEST_P(EachBackend, EveryOperationOfEveryTypeAndSize) {
 
 TEST_P(EachBackend, SubgroupsOverlapAndCoexist) {
   for (const int ranks : {2, 3, 4}) all_right(ranks, "subgroups");
+}
+
+TEST_P(EachBackend, StatusSaysWhatHappened) {
+  EXPECT_EQ(shell(3, "exit 0"), 0);
+  EXPECT_EQ(shell(3, "[ $r != 1 ] || exit 7"), 7);
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(shell(2, "[ $r = 0 ] || kill -11 $$"), 3);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("signal 11"));
+  EXPECT_THROW(launch_ranks({"no-such-program-here"}, {.ranks = 2, .backend = GetParam()}), ConfigError);
+  EXPECT_THROW(launch_ranks({"true"}, {.ranks = 2, .backend = "carrier-pigeon"}), ConfigError);
+}
+
+TEST_P(EachBackend, OutputCarriesTheRank) {
+  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(shell(2, "printf 'one\\ntwo'; echo to stderr >&2; printf ' and a half\\nno end'", true), 0);
+  const std::string out = ::testing::internal::GetCapturedStdout(),
+                    err = ::testing::internal::GetCapturedStderr();
+  for (const std::string rank : {"[0] ", "[1] "}) {
+    EXPECT_THAT(out, AllOf(HasSubstr(rank + "one\n"), HasSubstr(rank + "two and a half\n"),
+                           HasSubstr(rank + "no end\n")));
+    EXPECT_THAT(err, HasSubstr(rank + "to stderr\n"));
+  }
+}
+
+// The shell handles the signal when its sleep ends. A second one would be counted too.
+TEST_P(EachBackend, SignalIsPassedOnOnceAndTheRanksDecide) {
+  std::thread terminates = user(SIGTERM);
+  EXPECT_EQ(shell(2,
+                  "n=0; trap 'n=$((n+1))' TERM; cd \"$0\"; echo > $r.pid; "
+                  "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.1; printf $n > $r.count"),
+            0);
+  terminates.join();
+  EXPECT_EQ(left("0.count") + left("1.count"), "11");
+}
+
+TEST_P(EachBackend, RanksEndedByAPassedOnSignalGiveItsStatus) {
+  std::thread interrupts = user(SIGINT);
+  EXPECT_EQ(shell(2, "echo > \"$0\"/$r.pid; exec sleep 60"), 128 + SIGINT);
+  interrupts.join();
 }
 
 // shm+mpi equals one of these where the group has one host. Its tests with several hosts are below.
@@ -55,9 +110,6 @@ class Mpi : public Launch {
   }
   void TearDown() override {
     if (backends().size() >= 2) Launch::TearDown();
-  }
-  static int shell(int ranks, const std::string& script, const std::string& argument = "") {
-    return launch_ranks({"sh", "-c", script, argument}, {.ranks = ranks, .backend = "mpi"});
   }
 };
 
@@ -118,55 +170,6 @@ TEST_F(Mpi, RankThatThrowsEndsTheJobWithItsStatus) {
   EXPECT_THAT(left("1.error"), HasSubstr("ConfigError: rank 1's file"));
 }
 
-TEST_F(Mpi, StatusSaysWhatHappened) {
-  EXPECT_EQ(shell(3, "exit 0"), 0);
-  EXPECT_EQ(shell(3, "[ $OMPI_COMM_WORLD_RANK$PMI_RANK != 1 ] || exit 7"), 7);
-  ::testing::internal::CaptureStderr();
-  EXPECT_EQ(shell(2, "[ $OMPI_COMM_WORLD_RANK = 0 ] || kill -11 $$"), 3);
-  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("signal 11"));
-  EXPECT_THROW(launch_ranks({"no-such-program-here"}, {.ranks = 2, .backend = "mpi"}), ConfigError);
-  EXPECT_THROW(launch_ranks({"true"}, {.ranks = 2, .backend = "carrier-pigeon"}), ConfigError);
-}
-
-TEST_F(Mpi, OutputCarriesTheRank) {
-  ::testing::internal::CaptureStdout();
-  ::testing::internal::CaptureStderr();
-  EXPECT_EQ(launch_ranks({"sh", "-c", "printf o; printf 'ne\\nno '; echo to stderr >&2; printf end"},
-                         {.ranks = 2, .prefix_output = true, .backend = "mpi"}),
-            0);
-  const std::string out = ::testing::internal::GetCapturedStdout(),
-                    err = ::testing::internal::GetCapturedStderr();
-  for (const std::string rank : {"[0] ", "[1] "}) {
-    EXPECT_THAT(out, AllOf(HasSubstr(rank + "one\n"), HasSubstr(rank + "no end\n")));
-    EXPECT_THAT(err, HasSubstr(rank + "to stderr\n"));
-  }
-}
-
-TEST_F(Mpi, SignalIsPassedOnOnceAndTheRanksDecide) {
-  std::thread user([&] {
-    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
-    ::kill(::getpid(), SIGTERM);
-  });
-  EXPECT_EQ(shell(2,
-                  "n=0; trap 'n=$((n+1))' TERM; cd \"$0\"; r=$OMPI_COMM_WORLD_RANK$PMI_RANK; echo > $r.pid; "
-                  "while [ $n = 0 ]; do sleep 0.05; done; sleep 0.1; printf $n > $r.count",
-                  folder_),
-            0);
-  user.join();
-  EXPECT_EQ(left("0.count"), "1");
-  EXPECT_EQ(left("1.count"), "1");
-}
-
-TEST_F(Mpi, RanksEndedByAPassedOnSignalGiveItsStatus) {
-  std::thread user([&] {
-    ASSERT_TRUE(wait_for("0.pid") && wait_for("1.pid"));
-    ::kill(::getpid(), SIGINT);
-  });
-  EXPECT_EQ(shell(2, "echo > \"$0\"/$OMPI_COMM_WORLD_RANK$PMI_RANK.pid; exec sleep 60", folder_),
-            128 + SIGINT);
-  user.join();
-}
-
 // Ranks of one machine that claim to be on several hosts.
 class SeveralHosts : public Mpi {
  protected:
@@ -222,10 +225,9 @@ TEST_F(SeveralHosts, SharedMemoryAloneRefusesThem) {
 
 TEST_F(SeveralHosts, RanksThatWereStartedWithDifferentBackendsAreRefused) {
   ::testing::internal::CaptureStderr();
-  EXPECT_EQ(
-      shell(2, "b=mpi; [ $OMPI_COMM_WORLD_RANK$PMI_RANK = 0 ] || b=shm+mpi; exec \"$0\" $b operations /tmp",
-            kProgram),
-      2);
+  const char* script =
+      "b=mpi; [ $OMPI_COMM_WORLD_RANK$PMI_RANK = 0 ] || b=shm+mpi; exec \"$0\" $b operations /tmp";
+  EXPECT_EQ(launch_ranks({"sh", "-c", script, kProgram}, {.ranks = 2, .backend = "mpi"}), 2);
   EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("'shm+mpi' on rank 1"));
 }
 

@@ -7,6 +7,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "base/error_testing.hpp"
 #include "comm/backend_testing.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
@@ -165,14 +166,7 @@ TEST(Messages, FromAnyRankTellWhoseTheyAre) {
       4);
 }
 
-std::string peer_error(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const PeerError& error) {
-    return error.what();
-  }
-  return "no PeerError";
-}
+constexpr auto peer_error = [](auto&& action) { return error_testing::error_of<PeerError>(action); };
 
 TEST(Messages, EndsThatDisagreeAreToldSo) {
   std::string receiver, sender;

@@ -18,6 +18,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "base/error_testing.hpp"
 #include "comm/environment.hpp"
 #include "comm/failures.hpp"
 #include "comm/shm/members.hpp"
@@ -31,14 +32,7 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string message_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
+constexpr auto message_of = [](auto&& work) { return error_testing::error_of<Error>(work); };
 
 TEST(LocalStore, KeepsWhatRanksWrite) {
   const std::string name = new_store_name();
