@@ -18,14 +18,52 @@
 #include "museum/room.hpp"
 #include "parallel/context/context_testing.hpp"
 
-namespace isograd::hybrid {
+namespace isograd::hybrid::mutants {
 namespace {
 
 using planted::Wrapped;
 
+// Cells in which a mistake is another gradient or norm.
+struct Where {
+  std::function<bool(const Cell&)> holds;
+  bool operator()(const Cell& cell) const { return holds(cell); }
+};
+Where operator&&(const Where& a, const Where& b) {
+  return {[=](const Cell& cell) { return a(cell) && b(cell); }};
+}
+Where operator||(const Where& a, const Where& b) {
+  return {[=](const Cell& cell) { return a(cell) || b(cell); }};
+}
+Where operator!(const Where& a) {
+  return {[=](const Cell& cell) { return !a(cell); }};
+}
+Where is(Which factor, const char* value) {
+  return {[=](const Cell& cell) { return cell.is(factor, value); }};
+}
+Where above(Which axis, int least = 1) {
+  return {[=](const Cell& cell) { return cell.number(axis) > least; }};
+}
+
+const Where everywhere{[](const Cell&) { return true; }}, several{[](const Cell&c) { return c.ranks() > 1; }};
+const Where data{[](const Cell&c) { return c.data() > 1; }}, data_ranks = above(kReplicate) || above(kShard);
+const Where context = above(kRing) || above(kUlysses);
+const Where text = !is(kModel, "video"), video = !text, tied = is(kModel, "tied");
+const Where experts = is(kModel, "experts") || is(kModel, "sigmoid");
+const Where token_mean = is(kMean, "token_mean"), sample_mean = is(kMean, "sample_mean");
+const Where accumulates = !is(kPacks, "9"), apart = is(kShare, "off");
+const Where cut = above(kTp) && is(kTokens, "cut"), uncut = above(kTp) && is(kTokens, "whole");
+// Gradients lie whole in buckets that nothing reduces before the end.
+const Where plain = is(kStrategy, "naive");
+// Whole on every rank once they are summed.
+const Where whole = is(kStrategy, "bucketed") || plain || is(kStrategy, "overlapped");
+// Ranks that hold the same experts.
+const Where copied{[](const Cell& c) { return c.number(kEp) > 1 && c.data() > c.number(kEp); }};
+// Where both ends of a tied embedding lie in other stages.
+const Where ends = above(kPp) && tied && !is(kSchedule, "zb-v");
+
 struct Mutant {
   std::string kind, what;
-  std::function<bool(const Cell&)> exists;  // whether it is another gradient or norm in this cell
+  Where exists;
   Planted planted{};
   // Parts of the names of the parameters whose gradients are wrong; the others are right. Empty: any may be.
   std::vector<std::string> wrong{};
@@ -33,12 +71,22 @@ struct Mutant {
 
 using Change = std::function<void(VerifyProblem&, World&)>;
 
+auto adds(std::vector<Mutant>& all, const char* kind) {
+  return [&all, kind](const char* what, const Where& where, Change change) {
+    all.push_back({kind, what, where, {.meshes = {}, .change = std::move(change)}});
+  };
+}
+
 // Around the layout under test; `grid`: its mesh's.
 using Around = std::function<std::unique_ptr<DataParallel>(std::unique_ptr<DataParallel>)>;
 Change around_layout(const Around& around) {
   return [around](VerifyProblem& problem, World&) {
     wrap(problem.layouts[0], [around](auto right, const VerifyModel&) { return around(std::move(right)); });
   };
+}
+template <class Wrong, class... Arguments>
+Change layout_is(Arguments... arguments) {
+  return around_layout([=](auto right) { return std::make_unique<Wrong>(std::move(right), arguments...); });
 }
 
 // After the sum over ranks.
@@ -52,19 +100,6 @@ struct AfterSum : Wrapped {
     change(buckets(), mesh());
   }
 };
-Change after_sum(const ChangeBuckets& change) {
-  return around_layout([change](auto right) -> std::unique_ptr<DataParallel> {
-    return std::make_unique<AfterSum>(std::move(right), change);
-  });
-}
-
-bool above(const Cell& cell, Which axis) { return cell.number(axis) > 1; }
-// Gradients lie whole in buckets that nothing reduces before the end.
-bool plain(const Cell& cell) { return cell.is(kStrategy, "naive"); }
-// Whole on every rank once they are summed.
-bool whole(const Cell& cell) {
-  return cell.is(kStrategy, "bucketed") || plain(cell) || cell.is(kStrategy, "overlapped");
-}
 
 // This rank's part of a slot, in the bucket's gradients.
 at::Tensor held_of(const Bucket& bucket, const Slot& slot) {
@@ -79,10 +114,6 @@ int size_of(const Mesh& mesh, const std::string& axis) {
 }
 
 // ---- what is divided by, sums over ranks and micro-batches, the norm ----
-
-bool token_mean(const Cell& cell) { return cell.is(kMean, "token_mean"); }
-bool sample_mean(const Cell& cell) { return cell.is(kMean, "sample_mean"); }
-bool several_data_ranks(const Cell& cell) { return cell.number(kReplicate) * cell.number(kShard) > 1; }
 
 template <class Wrong, class... Arguments>
 Change mean_is(Arguments... arguments) {
@@ -151,57 +182,35 @@ struct CountsTokens : TokenMean {  // those without a target too
 };
 
 void add_means(std::vector<Mutant>& all) {
-  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
-    all.push_back({"mean", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
-  };
-  add(
-      "each micro-batch's own mean, averaged",
-      [](const Cell& c) { return token_mean(c) && !c.is(kPacks, "9"); },
+  const auto add = adds(all, "mean");
+  add("each micro-batch's own mean, averaged", token_mean && accumulates,
       mean_is<planted::MeanOfMicroBatchMeans>());
-  add(
-      "each rank's own mean, averaged", [](const Cell& c) { return token_mean(c) && several_data_ranks(c); },
-      mean_is<planted::MeanOfRankMeans>());
-  add(
-      "a count that stays on its rank", [](const Cell& c) { return token_mean(c) && several_data_ranks(c); },
-      mean_is<planted::CountNotReduced>());
-  add(
-      "targets counted on ranks along tp", [](const Cell& c) { return token_mean(c) && above(c, kTp); },
-      counted_along({"tp"}));
-  add(
-      "targets counted in every stage", [](const Cell& c) { return token_mean(c) && above(c, kPp); },
-      counted_along({"pp"}));
-  add(
-      "targets counted on ranks along ep again", [](const Cell& c) { return token_mean(c) && above(c, kEp); },
-      counted_along({"ep"}));
-  const auto context = [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) > 1; };
-  add(
-      "targets counted on context ranks", [=](const Cell& c) { return token_mean(c) && context(c); },
-      counted_along(kContextAxes));
-  add(
-      "samples counted on context ranks", [=](const Cell& c) { return sample_mean(c) && context(c); },
-      counted_along<SampleMean>(kContextAxes));
-  add(
-      "fragments taken for samples",
-      [=](const Cell& c) { return sample_mean(c) && context(c) && !c.is(kModel, "video"); },
-      mean_is<FragmentsAreSamples>());
+  add("each rank's own mean, averaged", token_mean && data_ranks, mean_is<planted::MeanOfRankMeans>());
+  add("a count that stays on its rank", token_mean && data_ranks, mean_is<planted::CountNotReduced>());
+  add("targets counted on ranks along tp", token_mean && above(kTp), counted_along({"tp"}));
+  add("targets counted in every stage", token_mean && above(kPp), counted_along({"pp"}));
+  add("targets counted on ranks along ep again", token_mean && above(kEp), counted_along({"ep"}));
+  add("targets counted on context ranks", token_mean && context, counted_along(kContextAxes));
+  add("samples counted on context ranks", sample_mean && context, counted_along<SampleMean>(kContextAxes));
+  add("fragments taken for samples", sample_mean && context && text, mean_is<FragmentsAreSamples>());
   add("nothing divides", token_mean, mean_is<planted::NothingDivides>());
-  add(
-      "divided by the micro-batches too", [](const Cell& c) { return token_mean(c) && !c.is(kPacks, "9"); },
-      mean_is<DividedByRounds>());
-  add(
-      "tokens counted in the place of targets",
-      [](const Cell& c) { return token_mean(c) && !c.is(kModel, "video"); }, mean_is<CountsTokens>());
-  add(
-      "samples of this rank alone", [](const Cell& c) { return sample_mean(c) && several_data_ranks(c); },
-      mean_is<SamplesOfThisRank>());
+  add("divided by the micro-batches too", token_mean && accumulates, mean_is<DividedByRounds>());
+  add("tokens counted in the place of targets", token_mean && text, mean_is<CountsTokens>());
+  add("samples of this rank alone", sample_mean && data_ranks, mean_is<SamplesOfThisRank>());
 }
 
 Change multiplied(const std::string& part, const std::function<double(const Mesh&)>& factor) {
-  return after_sum([part, factor](std::vector<Bucket>& buckets, const Mesh& mesh) {
+  return layout_is<AfterSum>([part, factor](std::vector<Bucket>& buckets, const Mesh& mesh) {
     for (Bucket& bucket : buckets)
       for (const Slot& slot : bucket.plan.slots)
         if (named(slot.name, part)) held_of(bucket, slot).mul_(factor(mesh));
   });
+}
+Change multiplied(const std::string& part, double factor) {
+  return multiplied(part, [factor](const Mesh&) { return factor; });
+}
+Change multiplied_by(const std::string& part, const std::string& axis, int power = 1) {
+  return multiplied(part, [=](const Mesh& mesh) { return std::pow(size_of(mesh, axis), power); });
 }
 
 // One rank's part of one parameter.
@@ -225,67 +234,29 @@ struct SumsAgain : Wrapped {  // along all that parts lie on
 };
 
 void add_sums(std::vector<Mutant>& all) {
-  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
-    all.push_back({"sum", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
-  };
-  const auto data = [](const Cell& c) { return c.data() > 1; };
-  add(
-      "averaged over all ranks", [](const Cell& c) { return c.ranks() > 1; },
-      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
-        return std::make_unique<planted::Averages>(std::move(right));
-      }));
-  add(
-      "multiplied by the replicas", [](const Cell& c) { return above(c, kReplicate); },
-      multiplied("", [](const Mesh& mesh) { return size_of(mesh, "dp_replicate"); }));
-  add(
-      "context ranks averaged", [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) > 1; },
+  const auto add = adds(all, "sum");
+  add("averaged over all ranks", several, layout_is<planted::Averages>());
+  add("multiplied by the replicas", above(kReplicate), multiplied_by("", "dp_replicate"));
+  add("context ranks averaged", context,
       multiplied("", [](const Mesh& mesh) { return 1.0 / mesh.size(kContextAxes); }));
-  add(
-      "a stage's gradients divided by the stages", [](const Cell& c) { return above(c, kPp); },
-      multiplied("",
-                 [](const Mesh& mesh) { return mesh.has_first_stage() ? 1.0 / size_of(mesh, "pp") : 1.0; }));
-  add(
-      "experts multiplied by ep", [](const Cell& c) { return above(c, kEp); },
-      multiplied(".experts.", [](const Mesh& mesh) { return size_of(mesh, "ep"); }));
-  add(
-      "experts divided by ep", [](const Cell& c) { return above(c, kEp); },
-      multiplied(".experts.", [](const Mesh& mesh) { return 1.0 / size_of(mesh, "ep"); }));
-  add(
-      "experts multiplied by their copies",
-      [](const Cell& c) { return above(c, kEp) && c.data() > c.number(kEp); },
-      multiplied(".experts.", [](const Mesh& mesh) { return size_of(mesh, "edp"); }));
-  add(
-      "routers cut off", [](const Cell& c) { return c.has_experts(); },
-      multiplied(".mlp.gate.", [](const Mesh&) { return 0.0; }));
-  add(
-      "a parameter off by a millionth of a thousandth", [](const Cell& c) { return !c.is(kModel, "video"); },
-      multiplied("model.norm.weight", [](const Mesh&) { return 1 + 1e-9; }));
-  add(
-      "the embedding of a tied output off", [](const Cell& c) { return c.is(kModel, "tied"); },
-      multiplied("embed_tokens", [](const Mesh&) { return 2.0; }));
-  add(
-      "summed twice", [=](const Cell& c) { return whole(c) && data(c); },
-      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
-        return std::make_unique<SumsAgain>(std::move(right));
+  add("a stage's gradients divided by the stages", above(kPp), multiplied("", [](const Mesh& mesh) {
+        return mesh.has_first_stage() ? 1.0 / size_of(mesh, "pp") : 1.0;
       }));
-  add("one rank's part of a bucket forgotten", plain,
-      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
-        return std::make_unique<ForgetsAPart>(std::move(right));
-      }));
-  add(
-      "scaled again with every micro-batch", [](const Cell& c) { return plain(c) && !c.is(kPacks, "9"); },
-      around_layout([](auto right) -> std::unique_ptr<DataParallel> {
-        return std::make_unique<planted::RescalesTheBuffer>(std::move(right), [] { return 2.0; });
-      }));
-  for (const auto& [what, which, axes] :
-       {std::tuple{"summed along tp with every micro-batch", kTp, AxisSet{"tp"}},
-        {"summed over the ring with every micro-batch", kRing, AxisSet{"cp_ring"}},
-        {"summed over Ulysses with every micro-batch", kUlysses, AxisSet{"cp_ulysses"}}})
-    add(
-        what, [which](const Cell& c) { return plain(c) && above(c, which) && !c.is(kPacks, "9"); },
-        around_layout([axes](auto right) -> std::unique_ptr<DataParallel> {
-          return std::make_unique<museum::SumsAgain>(std::move(right), axes);
-        }));
+  add("experts multiplied by ep", above(kEp), multiplied_by(".experts.", "ep"));
+  add("experts divided by ep", above(kEp), multiplied_by(".experts.", "ep", -1));
+  add("experts multiplied by their copies", copied, multiplied_by(".experts.", "edp"));
+  add("routers cut off", experts, multiplied(".mlp.gate.", 0));
+  add("a parameter off by a millionth of a thousandth", text, multiplied("model.norm.weight", 1 + 1e-9));
+  add("the embedding of a tied output off", tied, multiplied("embed_tokens", 2));
+  add("summed twice", whole && data, layout_is<SumsAgain>());
+  add("one rank's part of a bucket forgotten", plain, layout_is<ForgetsAPart>());
+  add("scaled again with every micro-batch", plain && accumulates,
+      layout_is<planted::RescalesTheBuffer>([] { return 2.0; }));
+  for (const auto& [what, which, axis] :
+       {std::tuple{"summed along tp with every micro-batch", kTp, "tp"},
+        {"summed over the ring with every micro-batch", kRing, "cp_ring"},
+        {"summed over Ulysses with every micro-batch", kUlysses, "cp_ulysses"}})
+    add(what, plain && above(which) && accumulates, layout_is<museum::SumsAgain>(AxisSet{axis}));
 }
 
 // Which elements this rank counts, of each bucket.
@@ -295,23 +266,19 @@ struct Owned : Wrapped {
     for (Bucket& bucket : buckets()) bucket.owned = owns(bucket, mesh());
   }
 };
-Change owned(const Owns& owns) {
-  return around_layout([owns](auto right) -> std::unique_ptr<DataParallel> {
-    return std::make_unique<Owned>(std::move(right), owns);
+Change owned(const Owns& owns) { return layout_is<Owned>(owns); }
+// Copies that lie along this axis alone count on each of its ranks.
+Change copies_count(const std::string& counted) {
+  return owned([counted](const Bucket& bucket, const Mesh& mesh) {
+    AxisSet along;
+    for (const std::string& axis : bucket.plan.sync.copies)
+      for (const std::string& each : mesh.grid().axes_of(axis))
+        if (each != counted) along.insert(axis);
+    return owned_slice(bucket.plan.numel, mesh.place(along), mesh.size(along));
   });
 }
-// Assigned to the ranks that hold copies along some of the axes of copies alone.
-Range assigned_along(const Bucket& bucket, const Mesh& mesh,
-                     const std::function<bool(const std::string&)>& counts) {
-  AxisSet along;
-  for (const std::string& axis : bucket.plan.sync.copies)
-    if (counts(axis)) along.insert(axis);
-  return owned_slice(bucket.plan.numel, mesh.place(along), mesh.size(along));
-}
-bool of(const Mesh& mesh, const std::string& axis, const AxisSet& axes) {
-  for (const std::string& each : mesh.grid().axes_of(axis))
-    if (!axes.contains(each)) return false;
-  return true;
+bool of_experts(const Bucket& bucket) {
+  return !bucket.plan.slots.empty() && named(bucket.plan.slots[0].name, ".experts.");
 }
 
 using Norm = std::function<double(const std::vector<Bucket>& buckets, const Mesh& mesh)>;
@@ -326,86 +293,51 @@ Change norm_is(const Norm& norm) {
         .norm = [norm, mesh](std::vector<Bucket>& buckets, Group&) { return norm(buckets, **mesh); }};
   };
 }
-double summed_squares(double norm, const Mesh& mesh, const AxisSet& along) {
+using Buckets = std::vector<Bucket>;
+double summed_squares(const Buckets& buckets, const Mesh& mesh, const AxisSet& along) {
+  const double norm = museum::norm_of_own(buckets);
   return std::sqrt(summed(norm * norm, mesh, along));
+}
+double norm_of_stage(const Buckets& buckets, const Mesh& mesh) {
+  return summed_squares(buckets, mesh, without(mesh.grid().names(), {kStageAxis}));
 }
 
 void add_norms(std::vector<Mutant>& all) {
-  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, Change change) {
-    all.push_back({"norm", what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
-  };
-  const auto several = [](const Cell& c) { return c.ranks() > 1; };
-  add(
-      "every copy counts", [](const Cell& c) { return c.data() > 1 && whole(c); },
-      owned([](const Bucket& b, const Mesh&) { return b.held; }));
-  add(
-      "copies along tp count", [](const Cell& c) { return above(c, kTp) && whole(c); },
+  const auto add = adds(all, "norm");
+  add("every copy counts", data && whole, owned([](const Bucket& b, const Mesh&) { return b.held; }));
+  add("copies along tp count", above(kTp) && whole, copies_count("tp"));
+  add("replicas count", above(kReplicate) && whole, copies_count("dp_replicate"));
+  add("both ends of a tied embedding count", ends && whole, copies_count(kStageAxis));
+  add("experts sharded to all data ranks, as dense ones are", above(kEp) && whole,
       owned([](const Bucket& b, const Mesh& mesh) {
-        return assigned_along(b, mesh, [&](const std::string& axis) { return !of(mesh, axis, {"tp"}); });
+        return of_experts(b) ? owned_slice(b.plan.numel, mesh.place(mesh.data()), mesh.size(mesh.data()))
+                             : b.owned;
       }));
-  add(
-      "replicas count", [](const Cell& c) { return above(c, kReplicate) && whole(c); },
-      owned([](const Bucket& b, const Mesh& mesh) {
-        return assigned_along(b, mesh, [&](const std::string& axis) { return axis != "dp_replicate"; });
-      }));
-  add(
-      "both ends of a tied embedding count",
-      [](const Cell& c) {
-        return above(c, kPp) && c.is(kModel, "tied") && whole(c) && !c.is(kSchedule, "zb-v");
-      },
-      owned([](const Bucket& b, const Mesh& mesh) {
-        return assigned_along(b, mesh,
-                              [&](const std::string& axis) { return !of(mesh, axis, {kStageAxis}); });
-      }));
-  add(
-      "experts sharded to all data ranks, as dense ones are",
-      [](const Cell& c) { return above(c, kEp) && whole(c); }, owned([](const Bucket& b, const Mesh& mesh) {
-        if (b.plan.slots.empty() || !named(b.plan.slots[0].name, ".experts.")) return b.owned;
-        return owned_slice(b.plan.numel, mesh.place(mesh.data()), mesh.size(mesh.data()));
-      }));
-  add(
-      "experts left out", [](const Cell& c) { return above(c, kEp); },
-      owned([](const Bucket& b, const Mesh&) {
-        return !b.plan.slots.empty() && named(b.plan.slots[0].name, ".experts.")
-                   ? Range{b.owned.begin, b.owned.begin}
-                   : b.owned;
+  add("experts left out", above(kEp), owned([](const Bucket& b, const Mesh&) {
+        return of_experts(b) ? Range{b.owned.begin, b.owned.begin} : b.owned;
       }));
   add("the norm of what this rank owns", several,
-      norm_is([](const auto& buckets, const Mesh&) { return museum::norm_of_own(buckets); }));
-  add("the mean of the ranks' norms", several, norm_is([](const auto& buckets, const Mesh& mesh) {
+      norm_is([](const Buckets& buckets, const Mesh&) { return museum::norm_of_own(buckets); }));
+  add("the mean of the ranks' norms", several, norm_is([](const Buckets& buckets, const Mesh& mesh) {
         return museum::mean_over(mesh.all(), museum::norm_of_own(buckets));
       }));
-  add(
-      "the norm of this stage", [](const Cell& c) { return above(c, kPp); },
-      norm_is([](const auto& buckets, const Mesh& mesh) {
-        return summed_squares(museum::norm_of_own(buckets), mesh, without(mesh.grid().names(), {kStageAxis}));
-      }));
-  add(
-      "the largest norm of any stage", [](const Cell& c) { return above(c, kPp); },
-      norm_is([](const auto& buckets, const Mesh& mesh) {
-        at::Tensor norm = at::full(
-            {1},
-            summed_squares(museum::norm_of_own(buckets), mesh, without(mesh.grid().names(), {kStageAxis})),
-            at::kDouble);
+  add("the norm of this stage", above(kPp), norm_is(norm_of_stage));
+  add("the largest norm of any stage", above(kPp), norm_is([](const Buckets& buckets, const Mesh& mesh) {
+        at::Tensor norm = at::full({1}, norm_of_stage(buckets, mesh), at::kDouble);
         mesh.all().all_reduce(norm, ReduceOp::kMax);
         return norm.item<double>();
       }));
-  add(
-      "the norm over data ranks alone", [](const Cell& c) { return above(c, kTp); },
-      norm_is([](const auto& buckets, const Mesh& mesh) {
-        return summed_squares(museum::norm_of_own(buckets), mesh, mesh.data());
+  add("the norm over data ranks alone", above(kTp), norm_is([](const Buckets& buckets, const Mesh& mesh) {
+        return summed_squares(buckets, mesh, mesh.data());
       }));
-  add("norms added up, not squares", several, norm_is([](const auto& buckets, const Mesh& mesh) {
+  add("norms added up, not squares", several, norm_is([](const Buckets& buckets, const Mesh& mesh) {
         return summed(museum::norm_of_own(buckets), mesh, mesh.grid().names());
       }));
-  add(
-      "the largest element", [](const Cell&) { return true; },
-      norm_is([](const auto& buckets, const Mesh& mesh) { return infinity_norm(buckets, mesh.all()); }));
+  add("the largest element", everywhere,
+      norm_is([](const Buckets& buckets, const Mesh& mesh) { return infinity_norm(buckets, mesh.all()); }));
 }
 
 // ---- single axes in a mesh of several: placements, schedules, data, what operators exchange ----
-
-bool text(const Cell& cell) { return !cell.is(kModel, "video"); }
 
 // The model is cut rightly, and its gradients are summed by other placements.
 using ChangePlacement = std::function<void(const std::string& name, Placement& placement)>;
@@ -423,64 +355,45 @@ Change placed_otherwise(const ChangePlacement& change) {
 }
 
 void add_placements(std::vector<Mutant>& all) {
-  const auto change = [&](const char* what, std::function<bool(const Cell&)> exists,
-                          std::vector<std::string> parts, const std::function<void(Placement&)>& to) {
+  using Parts = std::vector<std::string>;
+  const auto change = [&](const char* what, const Where& where, const Parts& parts,
+                          const std::function<void(Placement&)>& to) {
     const auto of_parts = [parts, to](const std::string& name, Placement& placement) {
       for (const std::string& part : parts)
         if (named(name, part)) to(placement);
     };
-    all.push_back(
-        {"placement", what, std::move(exists), {.meshes = {}, .change = placed_otherwise(of_parts)}, parts});
+    all.push_back({"placement", what, where, {.meshes = {}, .change = placed_otherwise(of_parts)}, parts});
   };
-  const auto unsummed = [&](const char* what, std::function<bool(const Cell&)> exists,
-                            const std::vector<std::string>& parts, const AxisSet& axes) {
-    change(what, std::move(exists), parts, [axes](Placement& placement) {
+  const auto unsummed = [&](const char* what, const Where& where, const Parts& parts, const AxisSet& axes) {
+    change(what, where, parts, [axes](Placement& placement) {
       for (const std::string& axis : axes) placement.summed.erase(axis);
     });
   };
-  const auto cut = [](const Cell& c) { return above(c, kTp) && c.is(kTokens, "cut"); };
-  const auto uncut = [](const Cell& c) { return above(c, kTp) && c.is(kTokens, "whole"); };
-  const auto together = [](const Cell& c) {
-    return whole(c) && (above(c, kTp) || above(c, kEp) || above(c, kPp));
-  };
   const auto sum_along_tp = [](Placement& placement) { placement.summed.insert("tp"); };
-  unsummed("norms not summed along tp, whose ranks have other tokens",
-           [=](const Cell& c) { return cut(c) && text(c); }, {"layernorm", "model.norm"}, {"tp"});
-  change(
-      "norms summed along tp, whose ranks have the same tokens",
-      [=](const Cell& c) { return uncut(c) && text(c); }, {"layernorm", "model.norm."}, sum_along_tp);
-  unsummed("norms of queries and keys not summed along tp",
-           [](const Cell& c) { return above(c, kTp) && (c.is(kModel, "dense") || c.has_experts()); },
+  const Where together = whole && (above(kTp) || above(kEp) || above(kPp));
+  unsummed("norms not summed along tp, whose ranks have other tokens", cut && text,
+           {"layernorm", "model.norm"}, {"tp"});
+  change("norms summed along tp, whose ranks have the same tokens", uncut && text,
+         {"layernorm", "model.norm."}, sum_along_tp);
+  unsummed("norms of queries and keys not summed along tp", above(kTp) && (is(kModel, "dense") || experts),
            {"q_norm", "k_norm"}, {"tp"});
-  unsummed("copied key heads not summed along tp", [](const Cell& c) { return c.number(kTp) > 2 && text(c); },
-           {"k_proj", "v_proj"}, {"tp", "tp_copies"});
-  unsummed("biases of cut sums not summed along tp",
-           [=](const Cell& c) { return cut(c) && c.is(kModel, "biased"); }, {"o_proj.bias", "down_proj.bias"},
+  unsummed("copied key heads not summed along tp", above(kTp, 2) && text, {"k_proj", "v_proj"},
+           {"tp", "tp_copies"});
+  unsummed("biases of cut sums not summed along tp", cut && is(kModel, "biased"),
+           {"o_proj.bias", "down_proj.bias"}, {"tp"});
+  unsummed("routers not summed along tp, whose ranks have other tokens", cut && experts, {"mlp.gate."},
            {"tp"});
-  unsummed("routers not summed along tp, whose ranks have other tokens",
-           [=](const Cell& c) { return cut(c) && c.has_experts(); }, {"mlp.gate."}, {"tp"});
-  change(
-      "routers summed along tp, whose ranks have the same tokens",
-      [=](const Cell& c) { return uncut(c) && c.has_experts(); }, {"mlp.gate.weight"}, sum_along_tp);
+  change("routers summed along tp, whose ranks have the same tokens", uncut && experts, {"mlp.gate.weight"},
+         sum_along_tp);
   for (const char* part : {"modulation", "q_norm", "k_norm", "attention.o.bias", "patch", "time", "final"})
-    unsummed("parts of a video's model not summed along tp",
-             [=](const Cell& c) { return cut(c) && c.is(kModel, "video"); }, {part}, {"tp"});
-  unsummed("copies of experts not summed",
-           [](const Cell& c) { return above(c, kEp) && c.data() > c.number(kEp) && c.is(kShare, "off"); },
-           {".experts."}, {"edp"});
-  unsummed("the ends of a tied embedding not summed",
-           [](const Cell& c) { return above(c, kPp) && c.is(kModel, "tied") && !c.is(kSchedule, "zb-v"); },
-           {"embed_tokens"}, {kStageAxis});
-  unsummed("nothing summed over replicas", [=](const Cell& c) { return together(c) && above(c, kReplicate); },
-           {""}, {"dp_replicate"});
-  unsummed("nothing summed over the ring", [=](const Cell& c) { return together(c) && above(c, kRing); },
-           {""}, {"cp_ring"});
-  unsummed("nothing summed over Ulysses", [=](const Cell& c) { return together(c) && above(c, kUlysses); },
-           {""}, {"cp_ulysses"});
-  unsummed(
-      "the last stage's norm not summed over data",
-      [](const Cell& c) { return whole(c) && text(c) && above(c, kPp) && c.data() > 1; },
-      {"model.norm.weight"}, kDataAxes);
+    unsummed("parts of a video's model not summed along tp", cut && video, {part}, {"tp"});
+  unsummed("copies of experts not summed", copied && apart, {".experts."}, {"edp"});
+  unsummed("the ends of a tied embedding not summed", ends, {"embed_tokens"}, {kStageAxis});
+  unsummed("nothing summed over replicas", together && above(kReplicate), {""}, {"dp_replicate"});
+  unsummed("nothing summed over the ring", together && above(kRing), {""}, {"cp_ring"});
+  unsummed("nothing summed over Ulysses", together && above(kUlysses), {""}, {"cp_ulysses"});
+  unsummed("the last stage's norm not summed over data", whole && text && above(kPp) && data,
+           {"model.norm.weight"}, kDataAxes);
 }
 
 // A schedule in which something is done to the gradients around the backward of a micro-batch.
@@ -559,94 +472,66 @@ ChangeTerms scaled(const char* name, const std::function<double(const VerifyProb
   };
 }
 
+// Changes this rank's micro-batches; `place`: which of the data ranks it is.
+using ChangeBatches = std::function<void(MicroBatches& batches, int place)>;
+Change local(const ChangeBatches& change) {
+  return [change](VerifyProblem& problem, World& world) {
+    const Mesh* mesh = problem.mesh ? &*problem.mesh : nullptr;
+    change(problem.local, mesh ? mesh->place(mesh->data()) : world.rank);
+  };
+}
+Change each_batch(const std::function<void(Batch& batch, int place)>& change) {
+  return local([change](MicroBatches& batches, int place) {
+    for (Batch& batch : batches) change(batch, place);
+  });
+}
+
 void add_schedules_and_data(std::vector<Mutant>& all) {
-  const auto add = [&](const char* kind, const char* what, std::function<bool(const Cell&)> exists,
-                       Change change) {
-    all.push_back({kind, what, std::move(exists), {.meshes = {}, .change = std::move(change)}});
+  const auto schedule = adds(all, "schedule"), add = adds(all, "data");
+  const Where halves = is(kSchedule, "zb-h1") || is(kSchedule, "zb-v"), one_by_one = is(kPacks, "1");
+  schedule("a micro-batch's gradient lost", plain && accumulates, tampered(0, 0));
+  schedule("a micro-batch's backward twice", plain && accumulates, tampered(0, 2));
+  schedule("lost on one rank alone", plain && accumulates, tampered(0, 0, true));
+  schedule("gradients of weights lost, in a backward of halves",
+           is(kStrategy, "bucketed") && halves && accumulates, tampered(0, 0));
+  schedule("the loss of the last stage by the number of stages", above(kPp),
+           terms_become(scaled("cross_entropy", [](const VerifyProblem& p) -> double {
+             const Mesh& mesh = *p.mesh;
+             return mesh.place({kStageAxis}) + 1 == mesh.size({kStageAxis}) ? 1.0 / mesh.size({kStageAxis})
+                                                                            : 1.0;
+           })));
+  const auto by = [](const char* term, const char* axis) {
+    return terms_become(
+        scaled(term, [axis](const VerifyProblem& p) -> double { return size_of(*p.mesh, axis); }));
   };
-  const auto several = [](const Cell& c) { return c.is(kStrategy, "naive") && !c.is(kPacks, "9"); };
-  const auto halves = [](const Cell& c) { return c.is(kSchedule, "zb-h1") || c.is(kSchedule, "zb-v"); };
-  add("schedule", "a micro-batch's gradient lost", several, tampered(0, 0));
-  add("schedule", "a micro-batch's backward twice", several, tampered(0, 2));
-  add("schedule", "lost on one rank alone", several, tampered(0, 0, true));
-  add(
-      "schedule", "gradients of weights lost, in a backward of halves",
-      [=](const Cell& c) { return c.is(kStrategy, "bucketed") && halves(c) && !c.is(kPacks, "9"); },
-      tampered(0, 0));
-  add(
-      "schedule", "the loss of the last stage by the number of stages",
-      [](const Cell& c) { return above(c, kPp); },
-      terms_become(scaled("cross_entropy", [](const VerifyProblem& p) -> double {
-        const Mesh& mesh = *p.mesh;
-        return mesh.place({kStageAxis}) + 1 == mesh.size({kStageAxis}) ? 1.0 / mesh.size({kStageAxis}) : 1.0;
-      })));
-  add(
-      "data", "the balance loss by the ranks along tp",
-      [](const Cell& c) { return c.has_experts() && above(c, kTp); },
-      terms_become(
-          scaled("balance", [](const VerifyProblem& p) -> double { return size_of(*p.mesh, "tp"); })));
-  add(
-      "data", "the routers' z-loss by the ranks along ep",
-      [](const Cell& c) { return c.is(kModel, "experts") && above(c, kEp); },
-      terms_become(
-          scaled("router_z", [](const VerifyProblem& p) -> double { return size_of(*p.mesh, "ep"); })));
-  const auto local = [](const std::function<void(VerifyProblem&, int place)>& change) -> Change {
-    return [change](VerifyProblem& problem, World& world) {
-      const Mesh* mesh = problem.mesh ? &*problem.mesh : nullptr;
-      change(problem, mesh ? mesh->place(mesh->data()) : world.rank);
-    };
-  };
-  const auto no_context = [](const Cell& c) { return c.number(kRing) * c.number(kUlysses) == 1; };
-  add(
-      "data", "a micro-batch twice",
-      [=](const Cell& c) { return no_context(c) && c.is(kPacks, "1") && text(c); },
-      local([](VerifyProblem& problem, int place) {
-        if (place == 0 && !problem.local.empty()) problem.local.push_back(problem.local[0]);
+  add("the balance loss by the ranks along tp", experts && above(kTp), by("balance", "tp"));
+  add("the routers' z-loss by the ranks along ep", is(kModel, "experts") && above(kEp), by("router_z", "ep"));
+  add("a micro-batch twice", !context && one_by_one && text, local([](MicroBatches& batches, int place) {
+        if (place == 0 && !batches.empty()) batches.push_back(batches[0]);
       }));
-  add(
-      "data", "a micro-batch left out", [=](const Cell& c) { return no_context(c) && c.is(kPacks, "1"); },
-      local([](VerifyProblem& problem, int place) {
-        if (place == 0 && problem.local.size() > 1) problem.local.pop_back();
+  add("a micro-batch left out", !context && one_by_one, local([](MicroBatches& batches, int place) {
+        if (place == 0 && batches.size() > 1) batches.pop_back();
       }));
-  add(
-      "data", "positions lost on context ranks", [=](const Cell& c) { return !no_context(c) && text(c); },
-      local([](VerifyProblem& problem, int) {
-        for (Batch& batch : problem.local) batch.positions = at::zeros_like(batch.positions);
+  add("positions lost on context ranks", context && text,
+      each_batch([](Batch& batch, int) { batch.positions = at::zeros_like(batch.positions); }));
+  add("noise by the place in the part, not in the video", context && video,
+      each_batch([](Batch& batch, int) { batch.positions = at::arange(batch.num_tokens()); }));
+  add("documents that lie on several ranks taken for one", context && text, each_batch([](Batch& batch, int) {
+        auto wrong = std::make_shared<ContextCut>(*testing::joined_across_shards(*batch.cut));
+        wrong->rank = batch.cut->rank;
+        batch.cut = wrong;
       }));
-  add(
-      "data", "noise by the place in the part, not in the video",
-      [=](const Cell& c) { return !no_context(c) && c.is(kModel, "video"); },
-      local([](VerifyProblem& problem, int) {
-        for (Batch& batch : problem.local) batch.positions = at::arange(batch.num_tokens());
-      }));
-  add(
-      "data", "documents that lie on several ranks taken for one",
-      [=](const Cell& c) { return !no_context(c) && text(c); }, local([](VerifyProblem& problem, int) {
-        for (Batch& batch : problem.local) {
-          auto wrong = std::make_shared<ContextCut>(*testing::joined_across_shards(*batch.cut));
-          wrong->rank = batch.cut->rank;
-          batch.cut = wrong;
-        }
-      }));
-  add(
-      "data", "noise by the rank", [](const Cell& c) { return c.is(kModel, "video") && c.data() > 1; },
-      local([](VerifyProblem& problem, int place) {
-        for (Batch& batch : problem.local) batch.draw += place;
-      }));
-  add(
-      "data", "one rank's second choice of experts another",
-      [=](const Cell& c) {
-        return c.has_experts() && c.number(kReplicate) * c.number(kShard) > 1 && no_context(c);
-      },
+  add("noise by the rank", video && data, each_batch([](Batch& batch, int place) { batch.draw += place; }));
+  add("one rank's second choice of experts another", experts && data_ranks && !context,
       [](VerifyProblem& problem, World& world) {
         if (world.rank != 0) return;
         problem.make_model = [make = problem.make_model](at::ScalarType dtype) {
           VerifyModel model = make(dtype);
           model.choose_experts(
               [](const Batch&, std::int64_t, const ExpertScores& scores, const at::Tensor& likeliest) {
-                const std::int64_t experts = scores.values.size(1);
+                const std::int64_t count = scores.values.size(1);
                 at::Tensor other = likeliest.clone();
-                other.select(1, 1).copy_((likeliest.select(1, 0) + 1).remainder(experts));
+                other.select(1, 1).copy_((likeliest.select(1, 0) + 1).remainder(count));
                 return other;
               });
           return model;
@@ -801,73 +686,54 @@ void add_operators(std::vector<Mutant>& all) {
   const Spoil turned = [](at::Tensor& out, const at::Tensor&, int, int) { out.copy_(out.roll(1, 0)); };
   const Spoil first_lost = [](at::Tensor& out, const at::Tensor&, int, int) { out.select(0, 0).zero_(); };
   const Spoil lost = [](at::Tensor& out, const at::Tensor&, int, int) { out.zero_(); };
-  const auto add = [&](const char* what, std::function<bool(const Cell&)> exists, AxisSet along, Operation of,
-                       const Spoil& spoil, bool of_layout = false) {
+  const auto add = [&](const char* what, const Where& where, AxisSet along, Operation of, const Spoil& spoil,
+                       bool of_layout = false) {
     const Fault fault{std::move(along), of, spoil};
-    all.push_back({"operator",
-                   what,
-                   std::move(exists),
-                   {.meshes = [fault, of_layout](const std::shared_ptr<bool>& armed) -> MeshesOfProblem {
-                      const MakeMesh spoiled = spoiled_mesh(fault, armed);
-                      if (of_layout) return {.model = plain_mesh, .layouts = spoiled};
-                      return {.model = spoiled, .layouts = plain_mesh};
-                    },
-                    .change = {}}});
-  };
-  // Where the axis is not all there is: then its group is the world's.
-  const auto with_others = [](Which axis, const std::function<bool(const Cell&)>& more = {}) {
-    return [axis, more](const Cell& c) {
-      return above(c, axis) && c.ranks() > c.number(axis) && c.is(kShare, "off") && (!more || more(c));
+    const auto meshes = [fault, of_layout](const std::shared_ptr<bool>& armed) -> MeshesOfProblem {
+      const MakeMesh spoiled = spoiled_mesh(fault, armed);
+      if (of_layout) return {.model = plain_mesh, .layouts = spoiled};
+      return {.model = spoiled, .layouts = plain_mesh};
     };
+    all.push_back({"operator", what, where, {.meshes = meshes, .change = {}}});
   };
-  const auto tokens_cut = [](const Cell& c) { return c.is(kTokens, "cut"); };
-  const auto tokens_whole = [](const Cell& c) { return c.is(kTokens, "whole"); };
-  add("tp: a sum that stays this rank's part", with_others(kTp, tokens_whole), {"tp"}, Operation::kAllReduce,
-      own_alone);
-  add("tp: a sum that is averaged", with_others(kTp, tokens_whole), {"tp"}, Operation::kAllReduce, averaged);
-  add("tp: a sum off by a millionth", with_others(kTp, tokens_whole), {"tp"}, Operation::kAllReduce, slipped);
-  add("tp: gathered in another order", with_others(kTp, tokens_cut), {"tp"}, Operation::kAllGather, turned);
-  add("tp: the first rank's tokens lost", with_others(kTp, tokens_cut), {"tp"}, Operation::kAllGather,
-      first_lost);
-  add("tp: scattered without the others' parts", with_others(kTp, tokens_cut), {"tp"},
-      Operation::kReduceScatter, own_alone);
-  add("tp: scattered averages", with_others(kTp, tokens_cut), {"tp"}, Operation::kReduceScatter, averaged);
-  add("ep: the first row lost", with_others(kEp), {"ep"}, Operation::kAllToAll, first_lost);
-  add("ep: rows back in another order", with_others(kEp), {"ep"}, Operation::kAllToAll, turned);
-  add("ep: rows averaged", with_others(kEp), {"ep"}, Operation::kAllToAll, averaged);
-  add("ring: keys that do not come", with_others(kRing), {"cp_ring"}, Operation::kReceive, lost);
-  add("ring: keys off by a millionth", with_others(kRing), {"cp_ring"}, Operation::kReceive, slipped);
-  add("Ulysses: tokens in another order", with_others(kUlysses), {"cp_ulysses"}, Operation::kAllToAll,
-      turned);
-  add("Ulysses: the first part lost", with_others(kUlysses), {"cp_ulysses"}, Operation::kAllToAll,
-      first_lost);
-  add("pp: a stream that does not come", with_others(kPp), {"pp"}, Operation::kReceive, lost);
-  add("pp: a stream off by a millionth", with_others(kPp), {"pp"}, Operation::kReceive, slipped);
-  const auto one_by_one = [](const Cell& c) {
-    return c.shards() && above(c, kShard) && above(c, kReplicate) && c.is(kShare, "off") &&
-           c.is(kSpread, "all") && c.number(kRing) * c.number(kUlysses) * c.number(kEp) == 1;
+  using enum Operation;
+  // Where the axis is not all there is: then its group is the world's.
+  const auto of = [](Which axis) {
+    const Where others{[axis](const Cell& c) { return c.ranks() > c.number(axis); }};
+    return above(axis) && others && apart;
   };
-  add("dp_replicate: replicas that are not summed", one_by_one, {"dp_replicate"}, Operation::kAllReduce,
-      own_alone, true);
-  add("dp_shard: shards without the others' parts", one_by_one, {"dp_shard"}, Operation::kReduceScatter,
-      own_alone, true);
-  add("dp_shard: averaged shards", one_by_one, {"dp_shard"}, Operation::kReduceScatter, averaged, true);
+  add("tp: a sum that stays this rank's part", of(kTp) && uncut, {"tp"}, kAllReduce, own_alone);
+  add("tp: a sum that is averaged", of(kTp) && uncut, {"tp"}, kAllReduce, averaged);
+  add("tp: a sum off by a millionth", of(kTp) && uncut, {"tp"}, kAllReduce, slipped);
+  add("tp: gathered in another order", of(kTp) && cut, {"tp"}, kAllGather, turned);
+  add("tp: the first rank's tokens lost", of(kTp) && cut, {"tp"}, kAllGather, first_lost);
+  add("tp: scattered without the others' parts", of(kTp) && cut, {"tp"}, kReduceScatter, own_alone);
+  add("tp: scattered averages", of(kTp) && cut, {"tp"}, kReduceScatter, averaged);
+  add("ep: the first row lost", of(kEp), {"ep"}, kAllToAll, first_lost);
+  add("ep: rows back in another order", of(kEp), {"ep"}, kAllToAll, turned);
+  add("ep: rows averaged", of(kEp), {"ep"}, kAllToAll, averaged);
+  add("ring: keys that do not come", of(kRing), {"cp_ring"}, kReceive, lost);
+  add("ring: keys off by a millionth", of(kRing), {"cp_ring"}, kReceive, slipped);
+  add("Ulysses: tokens in another order", of(kUlysses), {"cp_ulysses"}, kAllToAll, turned);
+  add("Ulysses: the first part lost", of(kUlysses), {"cp_ulysses"}, kAllToAll, first_lost);
+  add("pp: a stream that does not come", of(kPp), {"pp"}, kReceive, lost);
+  add("pp: a stream off by a millionth", of(kPp), {"pp"}, kReceive, slipped);
+  const Where shards{[](const Cell& c) { return c.shards(); }};
+  const Where dense =
+      shards && above(kShard) && above(kReplicate) && apart && is(kSpread, "all") && !context && is(kEp, "1");
+  add("dp_replicate: replicas that are not summed", dense, {"dp_replicate"}, kAllReduce, own_alone, true);
+  add("dp_shard: shards without the others' parts", dense, {"dp_shard"}, kReduceScatter, own_alone, true);
+  add("dp_shard: averaged shards", dense, {"dp_shard"}, kReduceScatter, averaged, true);
   // Where shards lie along some of the axes, those along the others hold copies of them.
-  for (const auto& [what, spread, which, axes] :
-       {std::tuple{"cp_ring: shards that are not summed along it", "ulysses_only", kRing,
-                   AxisSet{"dp_replicate", "cp_ring"}},
-        {"cp_ulysses: shards that are not summed along it", "ring_only", kUlysses,
-         AxisSet{"dp_replicate", "cp_ulysses"}}})
-    add(
-        what,
-        [=](const Cell& c) {
-          return c.shards() && c.is(kSpread, spread) && above(c, which) && c.is(kShare, "off");
-        },
-        axes, Operation::kAllReduce, own_alone, true);
-  add(
-      "dp_shard: parameters gathered in another order",
-      [=](const Cell& c) { return one_by_one(c) && c.strategy() == "zero3"; }, {"dp_shard"},
-      Operation::kAllGather, turned, true);
+  add("cp_ring: shards that are not summed along it",
+      shards && is(kSpread, "ulysses_only") && above(kRing) && apart, {"dp_replicate", "cp_ring"}, kAllReduce,
+      own_alone, true);
+  add("cp_ulysses: shards that are not summed along it",
+      shards && is(kSpread, "ring_only") && above(kUlysses) && apart, {"dp_replicate", "cp_ulysses"},
+      kAllReduce, own_alone, true);
+  const Where zero3{[](const Cell& c) { return c.strategy() == "zero3"; }};
+  add("dp_shard: parameters gathered in another order", dense && zero3, {"dp_shard"}, kAllGather, turned,
+      true);
 }
 
 class HybridMutants : public HybridCells {};
@@ -923,7 +789,8 @@ TEST_F(HybridMutants, AreSeenByThePairwiseCells) {
       if (found > 0 && !full_tests()) continue;
       ++tried;
       RunConfig config = config_for(cell);
-      if (!cell.is(kModel, "video")) config.batch.packs_per_step = 9;  // some ranks have several micro-batches
+      if (!cell.is(kModel, "video"))
+        config.batch.packs_per_step = 9;  // some ranks have several micro-batches
       const std::string what = seen(config, cell.ranks(), wanted(config), mutant);
       if (what.empty()) continue;
       if (++found == 1) first = what, where = cell.name();
@@ -939,4 +806,4 @@ TEST_F(HybridMutants, AreSeenByThePairwiseCells) {
 }
 
 }  // namespace
-}  // namespace isograd::hybrid
+}  // namespace isograd::hybrid::mutants
