@@ -59,7 +59,13 @@ TEST_F(HybridHosts, CellsHaveOneProcesssGradientAndNorm) {
     Cell cell;
     std::vector<int> hosts;  // of each rank
   };
-  std::vector<Placed> all = {{dense(), {0, 0, 0, 0, 1, 1, 1, 1}}, {experts(), {0, 1, 0, 1, 2, 2, 2, 1}}};
+  const Cell units = Cell{}.with(kShard, "2").with(kTp, "2").with(kStrategy, "zero3");
+  const Cell replicas = Cell{}.with(kReplicate, "3");
+  std::vector<Placed> all = {{dense(), {0, 0, 0, 0, 1, 1, 1, 1}},
+                             {experts(), {0, 1, 0, 1, 2, 2, 2, 1}},
+                             {units, {0, 1, 0, 1}},
+                             {replicas, {0, 1, 0}},
+                             {replicas.with(kStrategy, "naive"), {0, 0, 1}}};
   if (full_tests()) {
     all.push_back({dense(), {0, 1, 0, 1, 0, 1, 0, 1}});
     all.push_back({experts(), {0, 0, 0, 1, 1, 1, 1, 1}});
