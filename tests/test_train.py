@@ -2,7 +2,6 @@
 ranks, readers, folders and disks that go away. Runs are tiny (one layer, width 32, packs of 64): each takes a second or two.
 """
 import contextlib
-import errno
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import random
 import re
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -257,18 +255,6 @@ def test_context_ranks_say_how_level_their_cuts_are(place):
     assert "highest cost" not in place.run("alone")[0]
 
 
-@pytest.mark.parametrize("ranks, changes, parts", [
-    (2, {"model__vocabulary": 200}, ["model.vocabulary"]), (3, {"batch__packs_per_step": 2}, ["batch.packs_per_step"]),
-    (2, {"data__text": '["no/such/absent"]'}, ["absent"]), (2, {"data__pack_length": 0}, ["data.pack_length"]),
-    # A document that is longer than the memory of a context group: on all ranks of all groups, in one message.
-    *[(ranks, {"batch__max_tokens_per_rank": 20, **axes}, ["batch.max_tokens_per_rank", "context ranks or more", "at most 20 on a rank"])
-      for ranks, axes in ((4, {"parallel__cp_ring": 2}), (2, {}))]], ids=str)
-def test_bad_input_is_refused_before_training(place, ranks, changes, parts):
-    _, said = place.run(ranks=ranks, status=2, **changes)
-    assert all(part in said for part in parts) and said.count("ConfigError") == 1, said
-    assert not place.metrics()
-
-
 # ---- readers and ranks that go away: on one host ----
 
 def through_a_shell(redirection, command):
@@ -427,40 +413,6 @@ def test_a_rank_killed_during_start_ends_the_run_at_once(place):
             assert len(re.findall("PeerError", out)) <= 1, out
 
 
-def test_two_runs_in_one_folder(place):
-    process = place.start()
-    _, said = place.run(train__steps=1, status=2)
-    assert "another run that is writing there" in said and f"process {ranks_of(process)[0]}" in said, said
-    place.trains_on(process)
-    os.kill(process.pid, signal.SIGTERM)
-    finish(process)
-    rows = [row["step"] for row in place.steps()]
-    assert rows == list(range(1, len(rows) + 1)), "metrics were lost"
-
-
-def remove_while_written_to(folder):
-    """As `rm -r` given again: the run may make a file between the listing of a folder and its removal."""
-    for _ in range(100):
-        try:
-            shutil.rmtree(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
-        if not folder.exists():
-            return
-    raise AssertionError(f"{folder} is filled again and again")
-
-
-def test_a_folder_removed_in_mid_run_is_an_error(place):
-    process = place.start()
-    remove_while_written_to(place.folder / "run")
-    out = finish(process, 2)
-    # The folder is emptied file by file: a step may end where its metrics are gone and the folder is not yet.
-    removed = r"(a folder that|a folder whose LOCK|a file that) was removed (or moved )?while the run wrote to it"
-    assert re.search(removed, out) and out.count("ConfigError") == 1, out
-    assert not (place.folder / "run").exists()
-
-
 def test_a_full_disk_has_one_status_whatever_was_being_written(place):
     process = place.start(train__steps=100000)
     for rank in ranks_of(process):
@@ -509,22 +461,6 @@ def test_a_second_signal_ends_at_once(place):
     started = time.time()
     process.communicate(timeout=LIMIT)
     assert process.returncode != 0 and time.time() - started < 15
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_killed_rank_takes_the_others_down_naming_it(place, rank):
-    process = place.start(ranks=3, checkpoint__every=50)
-    place.wait(process, lambda: len(place.checkpoints()) > 0)
-    ranks = ranks_of(process)
-    assert len(ranks) == 3
-    started = time.time()
-    os.kill(ranks[rank], signal.SIGKILL)
-    out = finish(process, 3)
-    assert time.time() - started < 20, "the others waited for longer than the timeout"
-    # Only shm knows who is missing; mpirun ends the survivors itself.
-    assert place.backend != "shm" or re.search(rf"rank {rank}\b", out), out
-    assert whole(place.checkpoints()[-1])
-    place.run(checkpoint__resume="latest", train__steps=place.last_saved() + 3, ranks=2)
 
 
 @pytest.mark.both_backends
