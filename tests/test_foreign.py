@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import shutil
-import struct
 import subprocess
 
 import pytest
@@ -18,7 +17,6 @@ from run_files import write_documents, write_run
 from safetensors.torch import save_file
 from test_cli import TABLES
 
-DEEP = 100_000
 ESCAPE = "\x1b[2J\x1b[31m"
 FORGED = f"w{ESCAPE}\nparity PASS: forged\r\u202e"
 
@@ -37,15 +35,6 @@ def assert_harmless(done):
     for text in (done.stdout, done.stderr):
         assert "\x1b" not in text and "\r" not in text and "\u202e" not in text, repr(text[-3000:])
         assert not any(line.startswith("parity PASS: forged") for line in text.splitlines()), text[-3000:]
-
-
-def deep(opening):
-    return '{"a":' + opening * DEEP
-
-
-def safetensors_file(path, header, data=b""):
-    text = header.encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 @pytest.fixture(scope="module")
@@ -69,58 +58,6 @@ def dump(folder, tensors=None, step=None):
     save_file(tensors or {"w": torch.ones(3, dtype=torch.float64)}, folder / "gradients.safetensors")
     (folder / "step.json").write_text(json.dumps(dict({"format": "isograd-dump", "version": 1}, **(step or {}))))
     return folder
-
-
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("name", ["config.json", "checksums.json", "model.safetensors", "model.safetensors.index.json"])
-def test_deep_json_in_a_checkpoint_is_refused(checkpoint, name, opening):
-    if name == "model.safetensors":
-        safetensors_file(checkpoint / name, deep(opening))
-    else:
-        (checkpoint / name).write_text(deep(opening))
-    if name.endswith("index.json"):
-        (checkpoint / "model.safetensors").unlink()
-    bad_input("sample", checkpoint)
-    for other in ("checksums.json", "state.json"):  # a Hugging Face directory has neither
-        if other != name:
-            (checkpoint / other).unlink()
-    if name != "checksums.json":
-        said = bad_input("sample", checkpoint, "--tokenizer", "bytes")
-        assert name in said and "levels" in said
-
-
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("name", ["step.json", "gradients.safetensors"])
-def test_deep_json_in_a_dump_is_refused(tmp_path, name, opening):
-    good, bad = dump(tmp_path / "good"), dump(tmp_path / "bad")
-    if name == "step.json":
-        (bad / name).write_text(deep(opening))
-    else:
-        safetensors_file(bad / name, deep(opening))
-    for pair in [(good, bad), (bad, good)]:
-        said = bad_input("compare", *pair)
-        assert name in said and "levels" in said
-
-
-def test_deep_json_in_documents_and_metrics_is_refused(trained, tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"text": "fine"}\n' + deep("[") + "\n")
-    assert "d.jsonl:2" in bad_input("data", "pack", tmp_path / "d.jsonl", "--out", tmp_path / "out")
-    run = pathlib.Path(shutil.copytree(trained / "run", tmp_path / "run"))
-    (run / "metrics.jsonl").write_text(deep("[") + "\n")
-    said = bad_input("train", trained / "run.toml", f"run.directory={run}", "checkpoint.resume=latest", "train.steps=4")
-    assert "metrics.jsonl:1" in said
-
-
-def test_a_header_of_many_tensors_is_read_in_time(tmp_path):
-    tensors = {f"layer.{i}.weight": torch.full((1,), float(i + 1), dtype=torch.float64) for i in range(40_000)}
-    ran("compare", dump(tmp_path / "a", tensors), dump(tmp_path / "b", tensors), limit=120)
-
-
-def test_a_shape_whose_strides_overflow_is_refused(tmp_path):
-    bad = dump(tmp_path / "bad")
-    safetensors_file(bad / "gradients.safetensors",
-                     f'{{"w":{{"dtype":"F32","shape":[0,{2**60},{2**60}],"data_offsets":[0,0]}}}}')
-    assert "fits in memory" in bad_input("compare", bad, dump(tmp_path / "good"))
 
 
 @pytest.mark.parametrize("arguments", [
