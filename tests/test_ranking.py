@@ -1,8 +1,7 @@
 """Our ranking and imbalance losses compared with those of the package imbalanced-losses, on one process.
 
 Random inputs with ties, ignored rows, empty classes, flags, weights and queues over 50 steps: values and gradients in
-fp32, except where docs/ranking.md lists that the package is wrong or means something else; each of those rows has a
-test here that shows the difference.
+fp32, without what docs/ranking.md lists as wrong in the package, or as meant otherwise.
 """
 import itertools
 import json
@@ -193,73 +192,6 @@ def focal_cases(rng):
 
 def test_focal_losses(tmp_path):
     print("worst", compare(tmp_path, list(focal_cases(np.random.default_rng(3)))))
-
-
-# Where the package is wrong, or means something else (docs/ranking.md, "Exceptions").
-def one(tmp_path, loss, options, steps, dtype="float32"):
-    return probe(tmp_path, [{"loss": loss, "dtype": dtype, "options": options, "steps": steps}])[0]
-
-
-def test_ignored_rows_displace_nothing_in_our_queue(tmp_path):
-    case = {"loss": "SmoothAPLoss", "dtype": "float32",
-            "options": {"num_classes": 1, "queue_size": 4, "temperature": 1.0},
-            "steps": [{"scores": [[1.0], [2.0]], "targets": [1, 0]},
-                      {"scores": [[0.0], [0.0], [0.0]], "targets": [-100, -100, -100]},
-                      {"scores": [[1.5]], "targets": [1]}]}
-    peer, mine = theirs(case)[2], one(tmp_path, case["loss"], case["options"], case["steps"])[2]
-    whole = {**case, "options": {**case["options"], "queue_size": 0},
-             "steps": [{"scores": [[1.5], [1.0], [2.0]], "targets": [1, 1, 0]}]}
-    assert abs(mine["loss"][0] - theirs(whole)[0]["loss"][0]) < ALLOWED["float32"]
-    assert abs(peer["loss"][0] - mine["loss"][0]) > 1e-3
-
-
-def test_a_batch_larger_than_the_queue_keeps_a_draw_not_its_end(tmp_path):
-    steps = [{"scores": [[float(i)] for i in range(8)], "targets": [1, 0] * 4},
-             {"scores": [[3.5], [2.5]], "targets": [1, 0]}]
-    case = {"loss": "SmoothAPLoss", "dtype": "float32", "steps": steps,
-            "options": {"num_classes": 1, "queue_size": 4, "temperature": 1.0}}
-    mine = one(tmp_path, case["loss"], case["options"], steps)[1]
-    assert abs(theirs(case)[1]["loss"][0] - mine["loss"][0]) > 1e-3
-
-
-def test_empty_sigmoid_focal_mean_is_zero_not_nan(tmp_path):
-    loss = imbalanced_losses.SigmoidFocalLoss()
-    assert torch.isnan(loss(torch.zeros(0, 2), torch.zeros(0, 2)))
-    # Ours: FocalTest in src/loss/ranking/focal_test.cpp (IgnoredPositionsMayHoldAnything).
-
-
-def test_a_nan_at_an_ignored_position_stays_there(tmp_path):
-    scores = torch.tensor([[1.0, 2.0], [float("nan"), 0.0]])
-    assert torch.isnan(imbalanced_losses.SoftmaxFocalLoss()(scores, torch.tensor([1, -100])))
-    # Ours: the same test as above.
-
-
-@pytest.mark.parametrize("loss,step,text", [
-    ("SmoothAPLoss", {"scores": [[1.0], [2.0]], "targets": [0, 3]}, "target 3 in row 1"),
-    ("SmoothAPLoss", {"scores": [[1.0], [2.0]], "targets": [0, -1]}, "target -1 in row 1"),
-])
-def test_targets_out_of_range_are_refused(tmp_path, loss, step, text):
-    case = {"loss": loss, "dtype": "float32", "options": {"num_classes": 1, "queue_size": 0}, "steps": [step]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs(case)  # takes any value but 0 for a positive
-    with pytest.raises(AssertionError, match=text):
-        probe(tmp_path, [case])
-
-
-def test_half_precision_is_computed():
-    loss = imbalanced_losses.RecallAtQuantileLoss(num_classes=1, queue_size=0)
-    with pytest.raises(RuntimeError):
-        loss(torch.zeros(4, 1, dtype=torch.bfloat16), torch.tensor([0, 1, 0, 1]))
-    # Ours: Types.OfHalfPrecisionAreComputedInSingle in src/loss/ranking/ranking_test.cpp.
-
-
-def test_alpha_of_another_length_is_refused(tmp_path):
-    case = {"loss": "SoftmaxFocalLoss", "dtype": "float32", "options": {"alpha": [1.0, 2.0]},
-            "steps": [{"scores": [[0.0, 1.0, 2.0]], "targets": [2]}]}
-    theirs(case)  # class 2 silently has the weight of class 1
-    with pytest.raises(AssertionError, match="alpha of 2 classes"):
-        probe(tmp_path, [case])
 
 
 def scorer_table(tmp_path):
