@@ -162,7 +162,6 @@ void TrainedModel::make_alone(const fs::path& directory) {
   TrainableParameters parameters = trainable_parameters(adapter_ ? adapter_->named() : model_->named());
   for (NamedParameter& parameter : parameters) parameter.decays = true;  // as torch.optim.AdamW
   layout_ = bucketed(std::move(parameters), Mesh(Group::solo()));
-  for (const Bucket& bucket : layout_->buckets()) sums_.push_back(bucket.gradients);
 }
 
 void TrainedModel::require_sound() const {
@@ -207,6 +206,13 @@ ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, cons
     }
   }
   return result;
+}
+
+std::vector<at::Tensor> TrainedModel::sums() const {
+  if (ranks_) return sums_;
+  std::vector<at::Tensor> all;
+  for (const Bucket& bucket : layout_->buckets()) all.push_back(bucket.gradients);
+  return all;
 }
 
 void TrainedModel::zero_sums() {
@@ -300,7 +306,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
 StepDump::Named TrainedModel::whole_gradients(double scale) {
   StepDump::Named whole;
   if (!settings_.dump && !settings_.norms) return whole;
-  gathered(*layout_, {{"", sums_}}, placed(), first(), [&](const TensorStream& stream) {
+  gathered(*layout_, {{"", sums()}}, placed(), first(), [&](const TensorStream& stream) {
     std::size_t next = 0;
     stream.each([&](const at::Tensor& sum) { whole.emplace_back(stream.entries[next++].name, sum * scale); });
   });
@@ -343,7 +349,7 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
                [&](const TensorStream& stream) { write_safetensors(directory / name, stream); });
     };
     write("optimizer.safetensors", state);
-    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums_}});
+    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums()}});
   }
   if (!first()) return 0;
   write_saved(directory, saved);
@@ -362,6 +368,7 @@ void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
   if (open_.calls == 0) return;
   std::vector<Bucket>& buckets = layout_->buckets();
   zero_sums();
+  const std::vector<at::Tensor> sums = this->sums();
   const auto stored = read_safetensors(directory / kGradientFile);
   for (std::size_t i = 0; i < buckets.size(); ++i)
     for (const Slot& slot : buckets[i].plan.slots) {
@@ -371,7 +378,7 @@ void TrainedModel::restore(const SavedModel& saved, const fs::path& directory) {
       if (found == stored.end() || found->second.sizes() != shape)
         refuse((directory / kGradientFile).string(), "no gradient of " + slot.name + " of its shape",
                "the sums since the last step", "Load the weights without the optimizer");
-      write_slot(sums_[i], buckets[i].held, slot,
+      write_slot(sums[i], buckets[i].held, slot,
                  placed() ? placed()->local(slot.name, found->second) : found->second);
     }
 }

@@ -61,6 +61,8 @@ class TrainedModel {
   void make_alone(const std::filesystem::path& directory);
   std::shared_ptr<LoraAdapter> make_adapter(const std::filesystem::path& directory, bool values) const;
   ForwardBackwardResult compute(const ForwardBackward& request, const CheckedCall& call);
+  // By bucket: this rank's part of the sums since the last step.
+  std::vector<at::Tensor> sums() const;
   void zero_sums();
   const Layout* placed() const { return placed_ ? &*placed_ : nullptr; }  // null: each rank has a whole model
 
@@ -90,9 +92,8 @@ class TrainedModel {
   std::shared_ptr<Pipeline> pipeline_;
   std::optional<ModelUnits> units_;
   std::unique_ptr<DataParallel> layout_;
-  // By bucket, this rank's part of the sums since the last step: alone the layout's gradients. With ranks
-  // apart from these, and summed over the ranks after each call, so that the bits of a step do not depend on
-  // when a snapshot was taken.
+  // With ranks: sums() apart from the layout's gradients, and summed over the ranks after each call, so that
+  // the bits of a step do not depend on when a snapshot was taken.
   std::vector<at::Tensor> sums_;
   std::unique_ptr<AdamW> optimizer_;
   Counted open_{};  // calls > 0: there are sums of these calls
