@@ -176,33 +176,6 @@ TEST_F(Resume, AnotherRunIsRefusedByKey) {
   EXPECT_THAT(refused([](RunConfig&) {}), HasSubstr("25 documents"));
 }
 
-TEST_F(Resume, DamageIsNamedOnEveryRank) {
-  const RunConfig saving = tiny("run");
-  const fs::path checkpoint = run(saving, 1).outcomes[0].checkpoint;
-  RunConfig config = saving;
-  config.checkpoint.resume = "latest";
-  for (const char* name : {"model.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
-    const std::string whole = file(checkpoint, name);
-    std::string flipped = whole;
-    flipped[whole.size() / 2] = static_cast<char>(flipped[whole.size() / 2] ^ 1);
-    for (const std::string& bad : {flipped, whole.substr(0, whole.size() - 7)}) {
-      std::ofstream(checkpoint / name, std::ios::binary) << bad;
-      std::mutex guard;
-      std::vector<std::string> messages;
-      run_ranks(2, [&](World& world) {
-        const std::string message = config_error_of([&] { Trainer(config, world).run(); });
-        std::lock_guard<std::mutex> lock(guard);
-        messages.push_back(message);
-      });
-      ASSERT_EQ(messages.size(), 2u);
-      EXPECT_THAT(messages[0], HasSubstr(name));
-      EXPECT_EQ(messages[0], messages[1]);
-    }
-    std::ofstream(checkpoint / name, std::ios::binary) << whole;
-  }
-  EXPECT_EQ(config_error_of([&] { run(config, 1); }), "no error");
-}
-
 TEST_F(Resume, OptimizerTensorsThatDoNotFitAreNamed) {
   const RunConfig saving = tiny("run");
   const fs::path checkpoint = run(saving, 1).outcomes[0].checkpoint;

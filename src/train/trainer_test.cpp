@@ -3,15 +3,12 @@
 
 #include <fmt/format.h>
 #include <gmock/gmock.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <fstream>
-#include <limits>
-#include <random>
 
 #include "isograd/checkpoint.hpp"
 #include "train/checkpoint_files.hpp"
@@ -26,7 +23,6 @@ namespace isograd {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using testing_runs::config_error_of;
 
@@ -175,42 +171,6 @@ TEST_F(TrainerTest, ABatchWithoutAnyValidTargetMovesNothing) {
   }
 }
 
-TEST_F(TrainerTest, SigtermEndsAllRanksAfterTheSameStepAndSaves) {
-  RunConfig config = tiny("run");
-  config.train.steps = 1000;
-  const Run result = run(config, 3, [](World& world, TrainerHooks& hooks) {
-    if (world.rank != 1) return;
-    hooks.on_step = [](const StepEvent& event) {
-      if (event.step == 3) raise(SIGTERM);
-    };
-  });
-  // Rank 1 asks in the count of step 4; another rank may have asked no earlier than in that of step 4 either.
-  for (const auto& outcome : result.outcomes) {
-    EXPECT_EQ(outcome.end, Outcome::End::kStopped);
-    EXPECT_EQ(outcome.steps, 4);
-    EXPECT_EQ(outcome.exit_status(), 0);
-    EXPECT_EQ(outcome.checkpoint.filename(), "step-00000004");
-  }
-  verify_checksums(result.outcomes[0].checkpoint);
-}
-
-TEST_F(TrainerTest, AFailureOfOneRankTakesTheOthersDownNamingIt) {
-  const auto start = std::chrono::steady_clock::now();
-  try {
-    run(tiny("run"), 3, [](World& world, TrainerHooks& hooks) {
-      if (world.rank != 2) return;
-      hooks.on_step = [](const StepEvent& event) {
-        if (event.step == 2) throw std::runtime_error("planted failure");
-      };
-    });
-    FAIL() << "must throw";
-  } catch (const std::exception& error) {
-    EXPECT_THAT(error.what(), HasSubstr("planted failure"));
-    EXPECT_THAT(error.what(), HasSubstr("2"));
-  }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10)) << "the others waited";
-}
-
 TEST_F(TrainerTest, ATableThatDidNotPassFailsTheRunOnAllRanks) {
   const Run result = run(tiny("run"), 2, [](World& world, TrainerHooks& hooks) {
     hooks.on_finish = [&world](FinishedRun& finished) {
@@ -260,41 +220,6 @@ TEST(StopSignals, OutputThatNobodyReadsIsAWriteError) {
   }
   EXPECT_EQ(::signal(SIGPIPE, before), SIG_DFL);
   ::close(ends[1]);
-}
-
-// A full disk while saving is tested with process ranks (tests/test_train.py): LibTorch refuses to make a
-// thread pool in a forked child.
-
-TEST_F(TrainerTest, AKillAtARandomMomentLeavesACheckpointThatResumes) {
-  const auto seed = std::random_device{}();
-  SCOPED_TRACE("seed " + std::to_string(seed));
-  std::mt19937 random(seed);
-  RunConfig config = tiny("run");
-  config.train.steps = 100000;
-  config.train.evaluate_every = 0;
-  config.checkpoint.every = 1;
-  config.overwrite = true;  // of a round that was killed before its first checkpoint
-  std::int64_t last = 0;
-  for (int round = 0; round < 6; ++round) {
-    const pid_t child = fork();
-    if (child == 0) {
-      World world;
-      Trainer(config, world).run();
-      _exit(0);
-    }
-    usleep(std::uniform_int_distribution<useconds_t>(150000, 400000)(random));
-    kill(child, SIGKILL);
-    int status = 0;
-    waitpid(child, &status, 0);
-    ASSERT_TRUE(WIFSIGNALED(status)) << "the child ended by itself with " << WEXITSTATUS(status);
-    const auto found = list_checkpoints(checkpoint_root(config));
-    if (found.empty()) continue;  // killed before the first
-    const TrainingState state = open_checkpoint(found.back());
-    EXPECT_GE(state.step, last);
-    last = state.step;
-    config.checkpoint.resume = "latest";
-  }
-  EXPECT_GT(last, 0) << "never got as far as a checkpoint";
 }
 
 }  // namespace

@@ -23,12 +23,7 @@ namespace isograd::testing_runs {
 
 // The text of the ConfigError, or "no error".
 inline std::string config_error_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
+  return error_testing::error_of(work);
 }
 
 class TinyRuns : public ::testing::Test {
