@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "verify/present.hpp"
 
@@ -206,12 +207,7 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   EXPECT_GT(good.verdict.layouts[0].e2.single_found, 8e-6);
   // The error that is given for one process never widens the bound; another step is refused.
   const auto refused = [&](const StepDump& found, const StepDump& alone) {
-    try {
-      compare_dumps(found, right(), kNames, alone);
-      return std::string("nothing was refused");
-    } catch (const ConfigError& error) {
-      return std::string(error.what());
-    }
+    return error_testing::error_of([&] { compare_dumps(found, right(), kNames, alone); });
   };
   EXPECT_THAT(refused(rounded(1.3), rounded(1.3)), HasSubstr("no right step of one process"));
   const std::pair<const char*, std::function<void(StepDump&)>> no_such_step[] = {
@@ -239,38 +235,14 @@ TEST(CompareDumps, InLowerPrecisionRoundingIsAllowedAndNoMore) {
   EXPECT_THROW(compare_dumps(rounded(1), rounded(1), kNames, rounded(1)), ConfigError);
 }
 
+// diagnosis_test has the others.
 TEST(CompareDumps, ADumpOfAnotherStepOrModelIsSaidToBeOne) {
-  struct Case {
-    const char *id, *words;
-    std::function<void(StepDump&)> change;
-  };
-  const Case cases[] = {{"other_batch", "the runs did not see the same samples",
-                         [](auto& dump) {
-                           dump.samples = {7, 8, 9, 10};
-                         }},
-                        {"sample_twice", "",
-                         [](auto& dump) {
-                           dump.samples = {0, 0, 1, 2, 3};
-                         }},
-                        {"other_targets", "", [](auto& dump) { dump.figures.targets = 19; }},
-                        {"parameters_missing", "block.norm",
-                         [](auto& dump) { dump.gradients.erase(dump.gradients.begin() + 1); }},
-                        {"parameters_renamed", "block.layer_norm",
-                         [](auto& dump) { dump.gradients[1].first = "block.layer_norm"; }},
-                        {"parameters_reshaped", "[4, 7], expected [7, 4]", [](auto& dump) {
-                           dump.gradients[0].second = dump.gradients[0].second.t().contiguous();
-                         }}};
-  for (const Case& one : cases) {
-    StepDump other = right(false);
-    one.change(other);
-    const auto result = compare_dumps(other, right(), kNames);
-    EXPECT_FALSE(result.verdict.passed);
-    EXPECT_EQ(first_id(result), one.id);
-    EXPECT_THAT(result.verdict.diagnosis.at(0), HasSubstr(one.words));
-    if (one.id == std::string("other_batch")) {
-      EXPECT_FALSE(result.verdict.batch_agrees);
-    }
-  }
+  StepDump other = right(false);
+  other.samples = {7, 8, 9, 10};
+  const auto result = compare_dumps(other, right(), kNames);
+  EXPECT_FALSE(result.verdict.passed || result.verdict.batch_agrees);
+  EXPECT_EQ(first_id(result), "other_batch");
+  EXPECT_THAT(result.verdict.diagnosis.at(0), HasSubstr("the runs did not see the same samples"));
   StepDump others;
   others.gradients = {{"x", at::ones({2}, at::kDouble)}};
   others.precision = "fp64";

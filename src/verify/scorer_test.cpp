@@ -188,32 +188,5 @@ TEST_F(ScorerVerify, IsMinimisedInRowsAndQueue) {
   EXPECT_EQ(least.batch.packs_per_step, config_.batch.packs_per_step);
 }
 
-TEST_F(ScorerVerify, TrainsToTheSameWeightsOnAnyNumberOfRanks) {
-  config_.train.dtype = "float64";
-  config_.train.steps = 6, config_.ranking.queue_size = 10;
-  std::vector<at::Tensor> wanted;
-  for (const auto& [ranks, tp] : {std::pair{1, 1}, {2, 1}, {4, 1}, {4, 2}}) {
-    config_.overwrite = ranks > 1;
-    config_.parallel.tp = tp;
-    run_ranks(ranks, [&](World& world) {
-      std::vector<at::Tensor> found;
-      TrainerHooks hooks;
-      hooks.on_finish = [&](FinishedRun& run) -> std::vector<ReportTable> {
-        for (const auto& [name, tensor] : run.model.named())
-          found.push_back(run.placed ? run.placed->whole(name, tensor) : tensor.detach().clone());
-        const Verdict verdict = verify_finished(run);
-        EXPECT_TRUE(verdict.passed) << (world.rank == 0 ? to_text(verdict) : "");
-        return {{.title = "t", .summary = "s", .columns = {}, .rows = {}}};
-      };
-      EXPECT_EQ(Trainer(config_, world, hooks).run().exit_status(), 0);
-      if (ranks == 1) wanted = found;
-      for (std::size_t i = 0; i < wanted.size(); ++i)
-        EXPECT_LT((found[i] - wanted[i]).norm().item<double>(), 1e-9 * (1 + wanted[i].norm().item<double>()));
-    });
-  }
-  EXPECT_TRUE(std::filesystem::exists(root_ / "run/report.html"));
-  EXPECT_TRUE(std::filesystem::exists(root_ / "run/metrics.jsonl"));
-}
-
 }  // namespace
 }  // namespace isograd

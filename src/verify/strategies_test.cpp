@@ -125,44 +125,6 @@ TEST(OnAnIdleAxis, StrategiesEqualOneProcess) {
   }
 }
 
-// Five updates in fp64, by each optimizer with a state. All packs at once, or accumulated: by turns; half of
-// the layouts, each with one of the optimizers, by turns with the numbers of ranks. ISOGRAD_FULL_TESTS=1:
-// all.
-class FiveUpdates : public ::testing::TestWithParam<std::tuple<int, int>> {};
-std::vector<std::tuple<int, int>> ranks_and_packs() {
-  std::vector<std::tuple<int, int>> all;
-  for (const int ranks : {1, 2, 3, 4, 5, 8})
-    for (const int packs : {100, 1})
-      if (full_tests() || (packs == 1) == (ranks % 2 == 0)) all.emplace_back(ranks, packs);
-  return all;
-}
-INSTANTIATE_TEST_SUITE_P(Ranks, FiveUpdates, ::testing::ValuesIn(ranks_and_packs()));
-
-TEST_P(FiveUpdates, AreThoseOfOneProcess) {
-  const auto& [ranks, packs] = GetParam();
-  const Small small{.packs_per_micro_batch = packs};
-  const OptimizerOptions optimizers[] = {SgdOptions{.learning_rate = 0.05, .momentum = 0.9},
-                                         AdamWOptions{.learning_rate = 1e-3}};
-  for (const OptimizerOptions& optimizer : optimizers) {
-    const Verdict verdict = verify_on(ranks, small, [&](VerifyProblem& problem, World& world) {
-      take_every_layout(problem, world, small);
-      std::size_t place = static_cast<std::size_t>(ranks / 2);
-      const std::size_t own = &optimizer == optimizers ? 0 : 2;
-      std::erase_if(problem.layouts,
-                    [&](const LayoutUnderTest&) { return !full_tests() && place++ % 4 != own; });
-      problem.updates = 5;
-      problem.optimizer = optimizer;
-    });
-    EXPECT_TRUE(verdict.passed) << to_text(verdict, 100);
-    EXPECT_FALSE(verdict.layouts.empty());
-    for (const LayoutVerdict& layout : verdict.layouts) {
-      ASSERT_EQ(layout.trajectories.size(), 2U) << layout.name;
-      EXPECT_EQ(layout.trajectories[1].updates, 5) << layout.name;
-      EXPECT_TRUE(layout.trajectories[1].passed) << layout.name << ": " << layout.trajectories[1].error;
-    }
-  }
-}
-
 // Groups in which every rank pauses at random at each phase of each operation: at its start, when the others
 // can see it, when its work is done, when everybody's is.
 class DelayedGroups {

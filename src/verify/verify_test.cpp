@@ -67,23 +67,6 @@ TEST(Verify, ParityInBfloat16AndFloat64) {
   EXPECT_EQ(high.layouts[0].e2.state, Grade::State::kNotClaimed);
 }
 
-// Every sample twice: the same mean, so the same gradient, though every count doubles.
-TEST_P(VerifyAtRanks, TheDoubledBatchHasTheSameGradient) {
-  const auto doubled = [](const MicroBatches& batches) {
-    MicroBatches twice = batches;
-    twice.insert(twice.end(), batches.begin(), batches.end());
-    return twice;
-  };
-  const Verdict verdict = verify_on(
-      GetParam(), Small{}, [&](VerifyProblem& problem, World&) { problem.local = doubled(problem.local); });
-  ASSERT_EQ(verdict.layouts.size(), 1u);
-  for (const auto& parameter : verdict.layouts[0].parameters)
-    EXPECT_TRUE(parameter.exact.passed) << parameter.name << " " << parameter.exact.error;
-  EXPECT_EQ(verdict.layouts[0].exact.targets, 2 * verdict.oracle.targets);
-  EXPECT_FALSE(verdict.batch_agrees);  // and verify sees that this was another batch
-  EXPECT_FALSE(verdict.passed);
-}
-
 ChangeProblem with_loss(DeclaredLoss loss) {
   return [loss](VerifyProblem& problem, World&) {
     problem.loss = loss;

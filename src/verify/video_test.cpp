@@ -1,8 +1,6 @@
 // verify of runs on videos: every layout has the gradient of one process, and planted faults have not.
 #include <gmock/gmock.h>
 
-#include "base/files.hpp"
-#include "planted.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
 #include "verify/run.hpp"
@@ -151,29 +149,6 @@ TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
   EXPECT_EQ(found->trial.config.video.max_frames, 6);
   EXPECT_EQ(found->trial.config.batch.videos_per_step, 3);
   EXPECT_EQ(found->trial.config.batch.tokens_per_micro_batch, 1);
-}
-
-TEST_F(VideosVerified, AFailureIsMinimisedToAConfigurationThatFailsByItself) {
-  const ChangeProblem fault = [](VerifyProblem& problem, World&) {
-    problem.make_normalizer = [] { return std::make_unique<planted::MeanOfRankMeans>(); };
-  };
-  RunConfig config = without_text(videos("big"));
-  config.model.shape.layers = 2;
-  const auto found = minimise_run(config, 3, {"zero1"}, fault);
-  ASSERT_TRUE(found);
-  EXPECT_EQ(found->failure, "mean_of_rank_means");
-  EXPECT_EQ(found->trial.ranks, 2);
-  EXPECT_EQ(found->trial.config.model.shape.layers, 1);
-  EXPECT_EQ(found->trial.config.model.shape.heads, 1);
-  EXPECT_EQ(found->trial.config.batch.videos_per_step, 2);
-  EXPECT_LE(found->trial.config.video.files.size(), 2u);
-  EXPECT_LE(found->trial.config.video.max_frames, 2);
-  const auto file = root_ / "small.toml";
-  write_file(file, minimised_toml(*found, file.string()));
-  const RunConfig read = load_config(file);
-  EXPECT_FALSE(verified(read, found->trial.ranks, {}, fault).passed);
-  EXPECT_TRUE(verified(read, found->trial.ranks).passed);
-  EXPECT_FALSE(minimise_run(config, 2, {"bucketed"}));
 }
 
 TEST_F(VideosVerified, WhileTrainingAndAtTheEnd) {
