@@ -62,6 +62,13 @@ const std::vector<Case> kCases = {
     {"experts, zero3, replicas", experts_over_two({"strategy=zero3", "replicas=2"}), 2},
     {"experts over a ring, zero1, the rest in replicas alone",
      experts_over_two({"strategy=zero1", "cp_ring=2", "cp_fsdp_mode=none"}), 2},
+    // Cut, copied and summed, copied and the same along tp: of 27 features and 2 heads.
+    {"tp, zero1",
+     {"strategy=zero1", "share_parameters=off", "tp=2", "model.query_key_norm=true", "model.family=qwen3"},
+     2},
+    {"tp, zero3",
+     {"strategy=zero3", "share_parameters=off", "tp=2", "model.query_key_norm=true", "model.family=qwen3"},
+     2},
 };
 
 class RankLayouts : public testing_runs::TinyRuns {
@@ -210,52 +217,6 @@ TEST_F(RankLayouts, GiveEachElementOneOwner) {
   });
 }
 
-// Cut, copied and summed, copied and the same along tp; of 5 rows over 2 ranks, and over 3.
-TEST(RankLayout, GivesEachElementOfCutParametersOneOwner) {
-  for (const int tp : {2, 3}) {
-    const Grid grid({{"dp_shard", 2}, {"tp", tp}});
-    const Layout::Named placements = {
-        {"column", placed(grid, {5, 7}, {even_cut(grid, "tp", 0, {5})})},
-        {"row", placed(grid, {40, 33}, {even_cut(grid, "tp", 1, {33})})},
-        {"head norm", placed(grid, {19}, {}, {}, {"tp"})},
-    };
-    for (const char* strategy : {"naive", "bucketed", "zero1", "zero2", "zero3"}) {
-      SCOPED_TRACE(strategy);
-      Counts counts;
-      for (int rank = 0; rank < grid.ranks(); ++rank) {
-        NamedTensors held{{"norm", at::empty({70}, at::TensorOptions(at::kMeta)).requires_grad_(true)}};
-        for (const auto& [name, placement] : placements)
-          held.emplace_back(name, at::empty(local_shape(placement, grid, rank), at::TensorOptions(at::kMeta))
-                                      .requires_grad_(true));
-        const ModelUnits units{.root = UnitHandle([held] {
-                                 std::vector<at::Tensor> all;
-                                 for (const auto& [name, tensor] : held) all.push_back(tensor);
-                                 return all;
-                               }),
-                               .blocks = {}};
-        const RankLayout layout =
-            lay_out(held, plan_strategy(strategy, held, &units, grid, rank, {}, {}, placements), grid, rank,
-                    element_bytes(at::kFloat, 2), placements);
-        expect_same(sum(layout), layout.total);
-        EXPECT_EQ(layout.parameters.at(1).sync.copies, AxisSet{"dp_shard"});
-        EXPECT_EQ(layout.parameters.at(3).sync.summed, (AxisSet{"dp_shard", "tp"}));
-        count_owned(counts, layout);
-        const std::string text = to_text({.layout = layout,
-                                          .config = {},
-                                          .plan = DataParallelPlan{},
-                                          .description = {},
-                                          .hosts = planned_hosts(grid.ranks(), 1)});
-        EXPECT_THAT(text, ::testing::ContainsRegex("tp +[23]  the same +cut"));
-        EXPECT_THAT(text, HasSubstr("cut along      tp (dim 1)"));
-        EXPECT_THAT(text, ::testing::ContainsRegex(tp == 2 && rank % 2 == 0 ? "row +40 x 33  40 x 17"
-                                                                            : "row +40 x 33"));
-      }
-      EXPECT_EQ(counts.size(), 4u);
-      expect_one_owner_each(counts);
-    }
-  }
-}
-
 TEST_F(RankLayouts, FitTheScreenWhateverNamesAreLike) {
   RunConfig config = tiny("wide");
   config.parallel.strategy = "zero3";
@@ -265,6 +226,7 @@ TEST_F(RankLayouts, FitTheScreenWhateverNamesAreLike) {
   RunLayout run = lay_out(config, 512, 300);
   run.layout.parameters[0].name = "a\x1b[2J" + std::string(200, 'b') + "the end";
   const std::string text = to_text(run);
+  EXPECT_THAT(to_text(lay_out(of(kCases.back()), 2, 0)), HasSubstr("cut along      tp (dim 1)"));
   EXPECT_EQ(text.find('\x1b'), std::string::npos);
   EXPECT_THAT(text, HasSubstr("bthe end"));
   for (std::size_t begin = 0; begin < text.size();) {

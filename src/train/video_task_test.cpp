@@ -44,13 +44,6 @@ TEST_F(VideoRuns, IsTheRunOfOneProcess) {
   }
 }
 
-TEST_F(VideoRuns, SampleMeanIsAnotherLoss) {
-  RunConfig tokens = videos("tokens", "float64"), samples = videos("samples", "float64");
-  samples.loss.kind = "sample_mean";
-  const double a = run(tokens, 1).steps[0].report.loss, b = run(samples, 1).steps[0].report.loss;
-  EXPECT_GT(std::abs(a - b), 1e-3);
-}
-
 TEST_F(VideoRuns, SavedAndReloadedEqualsUninterrupted) {
   for (const char* dtype : {"float32", "bfloat16"})
     for (const char* name : {"two", "ring2", "zero3_checkpointed_ring2"}) {
@@ -91,15 +84,6 @@ TEST_F(VideoRuns, WhatCannotBeTrainedIsRefusedOnEveryRank) {
   const std::string text = run(tiny("text"), 1).outcomes[0].checkpoint.string();
   all.push_back({[&](RunConfig& c) { c.model.load = text; }, "model_type"});
   expect_told(videos("refused"), all);
-}
-
-TEST_F(VideoRuns, GoesOnFromTheWeightsOfAnotherRun) {
-  const RunConfig first = videos("first");
-  const Run trained = run(first, 1);
-  RunConfig second = videos("second");
-  second.model.load = trained.outcomes[0].checkpoint.string();
-  const Run more = run(second, 2);
-  EXPECT_LT(more.steps[0].report.loss, trained.steps[0].report.loss);
 }
 
 TEST_F(VideoRuns, TheReportShowsFramesAndLossesByLength) {
