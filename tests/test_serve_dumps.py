@@ -81,12 +81,22 @@ def test_what_is_not_true_or_false_is_refused(running):
 
 def test_verify_asks_a_server(running, tmp_path):
     (tmp_path / "key").write_text(KEY + "\n")
-    for base in ((), ("--base", running.folder / NAME)):
-        said = isograd("verify", "--server", running.url, "--api-key-file", tmp_path / "key", *base, status=0).stdout
-        assert said.startswith("PASS") and "allowed: 1.0e-10" in said
+    for more in ((), ("--base", running.folder / NAME, "--adapters")):
+        said = isograd("verify", "--server", running.url, "--api-key-file", tmp_path / "key", *more, status=0).stdout
+        assert said.startswith("PASS") and "allowed: 1.0e-10" in said and ("rank 0" in said) == (not more)
     isograd("verify", "--server", "http://127.0.0.1:1", status=2)
     isograd("verify", "--server", running.url, "--layout", "all", status=2)
     isograd("verify", status=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout, refused", [("parallel.strategy=zero3", []), ("parallel.pp=2", []), ("parallel.tp=2", []),
+                                             ("parallel.cp_ring=2", ["gspo"])])
+def test_verify_asks_ranks(folder, tmp_path, layout, refused):
+    with server(folder, tmp_path / "state", "--dtype", "float64", "--ranks", 2, "--set", layout) as ranks:
+        said = isograd("verify", "--server", ranks.url, status=1 if refused else 0, TINKER_API_KEY=KEY).stdout
+    assert [line.split(": ")[2] for line in said.splitlines() if "not judged: " in line] == refused and "wrong: " not in said
+    assert said.count("allowed: ") == 20  # of five models two steps and two samplers
 
 
 @pytest.mark.full

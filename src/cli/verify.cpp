@@ -23,6 +23,7 @@ namespace {
 struct Flags : RunFlags {
   std::vector<std::string> layouts;
   std::string json, report, dump, minimise, server, key_file, base;
+  bool adapters = false;
 };
 
 // Why a name is refused; empty when it is not.
@@ -77,7 +78,8 @@ int server_verb(const Flags& flags) {
     key = read_file(flags.key_file, 4096);
     while (!key.empty() && std::isspace(static_cast<unsigned char>(key.back()))) key.pop_back();
   }
-  const serve::ServerVerdict verdict = serve::verify_server(flags.server, key, flags.base);
+  const serve::ServerVerdict verdict =
+      serve::verify_server(flags.server, key, flags.base, serve::judged_models(flags.adapters));
   print(stdout, to_text(verdict));
   return verdict.passed() ? 0 : 1;
 }
@@ -116,6 +118,8 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   add_option(*verb, "--base", flags->base,
              "Hugging Face directory of the server's model; without it the server is asked for it", "DIR")
       ->needs(server);
+  verb->add_flag("--adapters", flags->adapters, "judge adapters alone: whole weights need more memory")
+      ->needs(server);
   verb->footer(
       "Makes one step of the configured run on every layout and compares each parameter's gradient with a\n"
       "plain step in fp64 on one process. Grades: E1 exact arithmetic, E2 within rounding, E3 same bits run "
@@ -129,7 +133,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
     if (!flags->server.empty()) {
       for (const CLI::Option* option : of_runs)
         if (option->count() > 0)
-          refuse("--server", option->get_name() + ", which a run has", "--api-key-file, --base",
+          refuse("--server", option->get_name() + ", which a run has", "--api-key-file, --base, --adapters",
                  "Leave it out");
       return server_verb(*flags);
     }

@@ -3,8 +3,10 @@
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
+#include <condition_variable>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <protozero/pbf_reader.hpp>
 #include <protozero/pbf_writer.hpp>
 
@@ -69,12 +71,22 @@ std::string host_of(const std::string& url) {
 
 }  // namespace
 
-Remote::Remote(std::string url, std::string key) : url_(std::move(url)), key_(std::move(key)) {
+Remote::Remote(std::string url, std::string key, std::chrono::milliseconds beat)
+    : url_(std::move(url)), key_(std::move(key)) {
   while (url_.ends_with('/')) url_.pop_back();
   session_ =
       text_in(ask("POST", "create_session",
                   {{"tags", json::array()}, {"user_metadata", json::object()}, {"sdk_version", "0.38.0"}}),
               "session_id", url_);
+  beat_ = std::jthread([this, beat](const std::stop_token& ends) {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    std::condition_variable_any never;
+    while (never.wait_for(lock, ends, beat, [] { return false; }), !ends.stop_requested()) try {
+        ask("POST", "session_heartbeat", {{"session_id", session_}});
+      } catch (const ConfigError&) {  // the next request says what is wrong
+      }
+  });
 }
 
 Remote::~Remote() {
@@ -159,6 +171,12 @@ void Remote::forward_backward(const std::string& model, const ForwardBackward& c
   request.add_int64(2, ++sequences_[model]);
   for (const Datum& datum : call.data) add_datum(request, datum);
   request.add_string(4, call.loss);
+  for (const auto& [key, value] : call.config) {
+    pbf_writer entry(request, 7);
+    entry.add_string(1, key);
+    pbf_writer number(entry, 2);
+    number.add_double(1, std::get<double>(value));
+  }
   result(parsed("forward_backward", send("POST", "forward_backward", body, kProtobufType)));
 }
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "serve/wire/messages.hpp"
@@ -16,7 +17,8 @@ namespace isograd::serve {
 // A session of a server, which the destructor finishes. ConfigError from any call: what the server answered.
 class Remote {
  public:
-  Remote(std::string url, std::string key);
+  // `beat`: how often the server hears of the session, whatever is computed here meanwhile.
+  Remote(std::string url, std::string key, std::chrono::milliseconds beat = std::chrono::seconds(10));
   ~Remote();
   Remote(const Remote&) = delete;
   Remote& operator=(const Remote&) = delete;
@@ -41,6 +43,7 @@ class Remote {
 
   std::string url_, key_, session_;
   std::map<std::string, std::int64_t> sequences_{};  // of models; "": of models, samplers and samples
+  std::jthread beat_{};
 };
 
 }  // namespace isograd::serve

@@ -10,9 +10,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -27,21 +29,32 @@ namespace isograd::serve {
 namespace {
 
 namespace fs = std::filesystem;
+using Call = ForwardBackward;
 
 constexpr std::uint64_t kSeed = 20261128;
-constexpr std::int64_t kRank = 4;
 constexpr double kExact = 1e-10;          // E1
 constexpr double kTooCoarse = 1e-2;       // a matrix whose rounding alone is more proves nothing
 constexpr double kShows = 10;             // bounds that a mistake must be away from what is right
 constexpr double kExplains = 1e-2;        // of the error may be left, where a mistake is named
 constexpr double kLogProbability = 1e-5;  // nats between sampler and trainer in fp32
-constexpr const char* kUnknown = "another gradient or update than one process has";
+constexpr double kCopies = 32;            // of the trained weights in fp64, at most, in this process
+
+// isograd.normalise, and how its mistake is called; counts are in this order.
+constexpr std::size_t kModes = 4, kWeights = 2;
+constexpr std::array<std::pair<const char*, const char*>, kModes> kDivisors = {{
+    {"none", "the sum is not divided"},
+    {"tokens", "the sum is divided by its tokens"},
+    {"weights", "the sum is divided by its weights"},
+    {"sequences", "the sum is divided by its datums"},
+}};
 
 class Folder {
  public:
-  Folder() : path(fs::temp_directory_path() / fmt::format("isograd-verify-{}-{}", ::getpid(), count_++)) {
-    fs::create_directories(path);
-    fs::permissions(path, fs::perms::owner_all);
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "isograd-verify-XXXXXX").string();
+    if (!::mkdtemp(name.data()))  // which nobody else reads
+      refuse(name, "no room, or no permission, to make this folder", "both", "Set TMPDIR");
+    path = name;
   }
   ~Folder() {
     std::error_code ignored;
@@ -49,154 +62,207 @@ class Folder {
   }
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
-  const fs::path path;
-
- private:
-  static inline int count_ = 0;
+  fs::path path{};
 };
 
 // ---- one process ----
 
-at::Tensor input(const Datum& datum, const char* name, at::ScalarType dtype) {
-  return at::tensor(datum.inputs.at(name).numbers, at::kFloat).to(dtype);
-}
-
 // The sum of a datum's loss, of log-probabilities p: the published formulas.
-at::Tensor loss_of(const std::string& loss, const Datum& datum, const at::Tensor& p, bool drops_negative) {
-  const at::ScalarType dtype = p.scalar_type();
-  if (loss == "cross_entropy") {
-    const at::Tensor weights = input(datum, "weights", dtype);
-    return -((drops_negative ? weights.clamp_min(0) : weights) * p).sum();
-  }
-  const at::Tensor ratio = (p - input(datum, "logprobs", dtype)).exp();
-  const at::Tensor advantages = input(datum, "advantages", dtype);
-  if (loss == "importance_sampling") return -(ratio * advantages).sum();
-  return -at::min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum();  // ppo
+at::Tensor loss_of(const Call& call, const Datum& datum, const at::Tensor& p) {
+  const auto input = [&](const char* name) {
+    return at::tensor(datum.inputs.at(name).numbers, at::kFloat).to(p.scalar_type()).view(p.sizes());
+  };
+  const auto key = [&](const char* name, double otherwise) {
+    const auto found = call.config.find(name);
+    return found == call.config.end() ? otherwise : std::get<double>(found->second);
+  };
+  if (call.loss == "cross_entropy") return -(input("weights") * p).sum();
+  const at::Tensor apart = p - input("logprobs"), advantages = input("advantages");
+  at::Tensor ratio = apart.exp();
+  if (call.loss == "importance_sampling") return -(ratio * advantages).sum();
+  if (call.loss == "dro") return -(p * advantages - apart.square() * (key("beta", 0) / 2)).sum();
+  if (call.loss == "gspo")
+    ratio = apart.masked_select(input("sequence_ratio_mask").ne(0)).mean().exp().detach() *
+            (p - p.detach()).exp();
+  const bool cispo = call.loss == "cispo";
+  const at::Tensor clipped =
+      ratio.clamp(key("clip_low_threshold", cispo ? 0 : 0.8), key("clip_high_threshold", cispo ? 4 : 1.2));
+  if (cispo) return -(clipped.detach() * p * advantages).sum();
+  return -at::min(ratio * advantages, clipped * advantages).sum();  // ppo, gspo
 }
 
-// The base and an adapter over it, datum by datum.
+// The gradient of a sum over datums, and what is counted for each mode's divisor (0 for `none`).
+struct Sum {
+  Tensors gradient;
+  std::array<double, kModes> counts{};
+  void add(const Sum& more, double factor = 1) {
+    if (gradient.empty())
+      for (const at::Tensor& each : more.gradient) gradient.push_back(at::zeros_like(each));
+    for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i].add_(more.gradient[i], factor);
+    for (std::size_t i = 0; i < kModes; ++i) counts[i] += factor * more.counts[i];
+  }
+  double divisor(std::size_t mode) const { return mode == 0 ? 1 : counts[mode]; }
+};
+
+std::array<double, kModes> counts_of(const Datum& datum) {
+  const auto found = datum.inputs.find("weights");
+  const auto rows = static_cast<std::ptrdiff_t>(datum.tokens.size());
+  if (found == datum.inputs.end()) return {0, static_cast<double>(rows), static_cast<double>(rows), 1};
+  const std::vector<float>& weights = found->second.numbers;
+  const std::ptrdiff_t columns = std::ssize(weights) / rows;
+  double tokens = 0;
+  for (auto row = weights.begin(); row != weights.end(); row += columns)
+    tokens += std::any_of(row, row + columns, [](float w) { return w != 0; }) ? 1 : 0;
+  return {0, tokens, std::accumulate(weights.begin(), weights.end(), 0.0), 1};
+}
+
+// A base, or an adapter over it, datum by datum.
 class OneProcess {
  public:
-  OneProcess(const fs::path& base, at::ScalarType dtype) : dtype_(dtype), model_(read_hf(base, dtype)) {
-    for (const auto& [name, tensor] : model_->named()) at::Tensor(tensor).requires_grad_(false);
+  OneProcess(const fs::path& base, at::ScalarType dtype, bool whole)
+      : dtype_(dtype), whole_(whole), model_(read_hf(base, dtype)) {
+    for (const auto& [name, tensor] : model_->named()) at::Tensor(tensor).requires_grad_(whole);
   }
   ~OneProcess() { model_->set_adapter(nullptr); }
   OneProcess(const OneProcess&) = delete;
   OneProcess& operator=(const OneProcess&) = delete;
 
   const DecoderConfig& config() const { return model_->config(); }
-  void take(const fs::path& adapter) {
-    adapter_ = read_peft(adapter, config(), dtype_);
-    model_->set_adapter(adapter_.get());
+  void take(const fs::path& trained) {
+    if (whole_) {
+      const at::NoGradGuard no_grad;
+      const NamedTensors named = model_->named(), read = read_hf(trained, dtype_)->named();
+      for (std::size_t i = 0; i < named.size(); ++i) at::Tensor(named[i].second).copy_(read[i].second);
+    } else {
+      adapter_ = read_peft(trained, config(), dtype_);
+      model_->set_adapter(adapter_.get());
+    }
   }
-  const NamedTensors& named() const { return adapter_->named(); }
-  std::vector<std::string> names() const {
-    std::vector<std::string> names;
-    for (const auto& [name, tensor] : adapter_->named()) names.push_back(name);
-    return names;
-  }
+  NamedTensors named() const { return whole_ ? model_->named() : adapter_->named(); }
   Tensors weights() const {
     Tensors all;
-    for (const auto& [name, tensor] : adapter_->named()) all.push_back(tensor.detach().clone());
+    for (const auto& [name, tensor] : named()) all.push_back(tensor.detach().clone());
     return all;
   }
-  at::Tensor log_probabilities(const std::vector<std::int64_t>& tokens,
-                               const std::vector<std::int64_t>& targets) {
+  // `targets`: [T] or [T, K].
+  at::Tensor log_probabilities(const std::vector<std::int64_t>& tokens, const Array& targets) {
     const auto length = static_cast<std::int64_t>(tokens.size());
     Batch batch;
-    batch.tokens = at::tensor(tokens, at::kLong), batch.targets = at::tensor(targets, at::kLong);
+    batch.tokens = batch.targets = at::tensor(tokens, at::kLong);  // no target is read
     batch.positions = at::arange(length, at::kLong), batch.cu_seqlens = {0, length};
     batch.sample_ids = {0}, batch.sample_targets = {length};
     const at::Tensor hidden = model_->hidden(batch);
     at::Tensor logits = hidden.matmul(model_->output_weight().t());
-    if (const LowRank* head = adapter_->find(0, Projection::kHead))
+    if (const LowRank* head = whole_ ? nullptr : adapter_->find(0, Projection::kHead))
       logits = logits + hidden.matmul(head->a.t()).matmul(head->b.t()) * head->scale;
-    return logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1);
+    return logits.log_softmax(-1)
+        .gather(1, at::tensor(targets.integers, at::kLong).view({length, -1}))
+        .view(targets.shape);
   }
-  Tensors gradient(const std::string& loss, const Datum& datum, bool drops_negative) {
-    const at::Tensor p = log_probabilities(datum.tokens, datum.inputs.at("target_tokens").integers);
-    loss_of(loss, datum, p, drops_negative).backward();
-    Tensors all;
-    for (const auto& [name, tensor] : adapter_->named()) {
-      at::Tensor leaf = tensor;
-      all.push_back(leaf.grad().defined() ? leaf.grad().clone() : at::zeros_like(leaf));
-      leaf.mutable_grad() = at::Tensor();
+  // `by_weight`: each datum's gradient divided by the sum of its weights is added to it.
+  Sum sum_of(const Call& call, Sum* by_weight = nullptr) {
+    const at::AutoGradMode gradients(true);
+    Sum sum;
+    for (const Datum& datum : call.data) {
+      loss_of(call, datum, log_probabilities(datum.tokens, datum.inputs.at("target_tokens"))).backward();
+      Sum one{.gradient = {}, .counts = counts_of(datum)};
+      for (const auto& [name, tensor] : named()) {
+        at::Tensor leaf = tensor;
+        one.gradient.push_back(leaf.grad().defined() ? leaf.grad() : at::zeros_like(leaf).detach());
+        leaf.mutable_grad() = at::Tensor();
+      }
+      if (by_weight) by_weight->add(one, 1 / one.counts[kWeights]);
+      sum.add(one);
     }
-    return all;
+    return sum;
   }
 
  private:
   at::ScalarType dtype_;
+  bool whole_;
   std::shared_ptr<DecoderLM> model_;
   std::shared_ptr<LoraAdapter> adapter_;
 };
 
-// ---- sums, and what mistakes would make of them ----
+// ---- what mistakes would make of the sums of calls ----
 
-// The sum over some datums, and how many rows divide it in mode `tokens`.
-struct Sum {
-  Tensors gradient;
-  double rows = 0;
-  Sum& add(const Sum& more, double factor = 1) {
-    if (gradient.empty())
-      for (const at::Tensor& each : more.gradient) gradient.push_back(at::zeros_like(each));
-    for (std::size_t i = 0; i < gradient.size(); ++i) gradient[i].add_(more.gradient[i], factor);
-    return *this;
-  }
+// A mistake in the calls of a loss: in the numbers of an input, by their column; without an input it is
+// computed as ppo.
+struct Change {
+  const char *mistake, *loss, *input = nullptr;
+  float (*of)(float number, std::size_t column) = nullptr;
+};
+constexpr Change kChanges[] = {
+    {"negative weights are dropped", "cross_entropy", "weights",
+     [](float w, std::size_t) { return std::max(w, 0.F); }},
+    {"weights are taken for a mask", "cross_entropy", "weights",
+     [](float w, std::size_t) { return w != 0 ? 1.F : 0; }},
+    {"of several targets of a token all but the first are dropped", "cross_entropy", "weights",
+     [](float w, std::size_t column) { return column == 0 ? w : 0; }},
+    {"sequence_ratio_mask is ignored", "gspo", "sequence_ratio_mask", [](float, std::size_t) { return 1.F; }},
+    {"cispo is computed as ppo", "cispo"},
+    {"gspo is computed as ppo", "gspo"},
 };
 
-using Call = ForwardBackward;
-
-double rows_of(const Call& call, const Datum& datum, bool drops_negative) {
-  if (call.loss != "cross_entropy") return static_cast<double>(datum.tokens.size());
-  const auto& weights = datum.inputs.at("weights").numbers;
-  return static_cast<double>(
-      std::ranges::count_if(weights, [&](float w) { return drops_negative ? w > 0 : w != 0; }));
+// False: nothing changes.
+bool change(Call& call, const Change& how) {
+  if (call.loss != how.loss) return false;
+  if (!how.input) return call.loss = "ppo", true;
+  bool changed = false;
+  for (Datum& datum : call.data) {
+    std::vector<float>& numbers = datum.inputs.at(how.input).numbers;
+    const std::size_t columns = numbers.size() / datum.tokens.size();
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      const float before = std::exchange(numbers[i], how.of(numbers[i], i % columns));
+      changed |= numbers[i] != before;
+    }
+  }
+  return changed;
 }
 
-double weight_of(const Call& call, const Datum& datum) {
-  if (call.loss != "cross_entropy") return static_cast<double>(datum.tokens.size());
-  double sum = 0;
-  for (const float weight : datum.inputs.at("weights").numbers) sum += weight;
+// Sums of calls, each times a factor.
+using Parts = std::vector<std::pair<std::shared_ptr<const Sum>, double>>;
+Sum total(const Parts& parts) {
+  Sum sum;
+  for (const auto& [part, factor] : parts) sum.add(*part, factor);
   return sum;
 }
+double divisor_of(const Parts& parts, std::size_t mode) {
+  double divisor = mode == 0 ? 1 : 0;
+  for (const auto& [part, factor] : parts) divisor += factor * part->counts[mode];
+  return divisor;
+}
 
-constexpr const char* kRight = "";
-
-// By what is done wrong; kRight: nothing.
-std::map<std::string, Sum> sums_of(OneProcess& process, const std::vector<Call>& calls) {
-  std::map<std::string, Sum> found;
-  std::vector<Sum> of_calls;
-  const auto add = [&](const std::string& name, const Sum& part, double factor, double rows) {
-    found[name].add(part, factor).rows += rows;
+// The sum that a right server makes, and those of others by the name of their mistake.
+std::pair<Sum, std::map<std::string, Parts>> sums_of(OneProcess& process, const std::vector<Call>& calls) {
+  Parts right;
+  const auto by_weight = std::make_shared<Sum>();
+  for (const Call& call : calls)
+    right.emplace_back(std::make_shared<Sum>(process.sum_of(call, by_weight.get())), 1);
+  std::map<std::string, Parts> found = {
+      {"each datum's gradient is divided by the sum of its weights", {{by_weight, 1}}}};
+  const auto part = [&](const std::string& mistake, std::size_t i) -> Parts::value_type& {
+    return found.try_emplace(mistake, right).first->second[i];
   };
-  for (const Call& call : calls) {
-    double call_rows = 0;
-    Sum of_call;
-    for (const Datum& datum : call.data) call_rows += static_cast<double>(datum.tokens.size());
-    for (const Datum& datum : call.data) {
-      const Sum own{process.gradient(call.loss, datum, false), rows_of(call, datum, false)};
-      const Sum dropped{process.gradient(call.loss, datum, true), rows_of(call, datum, true)};
-      of_call.add(own).rows += own.rows;
-      add("each call's gradient is divided by its rows", own, 1 / call_rows, own.rows);
-      add("each call's gradient is divided by its datums", own, 1 / static_cast<double>(call.data.size()),
-          own.rows);
-      add("each datum's gradient is divided by the sum of its weights", own, 1 / weight_of(call, datum),
-          own.rows);
-      add("negative weights are dropped", dropped, 1, dropped.rows);
-    }
-    of_calls.push_back(of_call);
-    add(kRight, of_call, 1, of_call.rows);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
+    double rows = 0;
+    for (const Datum& datum : call.data) rows += static_cast<double>(datum.tokens.size());
+    part("each call's gradient is divided by its rows", i).second = 1 / rows;
+    part("each call's gradient is divided by its datums", i).second =
+        1 / static_cast<double>(call.data.size());
+    const std::string name = fmt::format("call {} ({}) of a step", i + 1, call.loss);
+    part(name + " is added twice", i).second = 2;
+    part(name + " is lost", i).second = 0;
+    const auto computed_otherwise = [&](const std::string& mistake, const Call& other) {
+      part(mistake, i).first = std::make_shared<Sum>(process.sum_of(other));
+    };
+    for (const Change& how : kChanges)
+      if (Call other = call; change(other, how)) computed_otherwise(how.mistake, other);
+    if (Call other = call; !std::exchange(other.config, {}).empty())
+      computed_otherwise(fmt::format("loss_fn_config of {} is ignored", call.loss), other);
   }
-  for (std::size_t i = 0; i < of_calls.size(); ++i) {
-    const std::string call = fmt::format("call {} ({}) of a step", i + 1, calls[i].loss);
-    for (const auto& [name, factor] : {std::pair(call + " is added twice", 1.0), {call + " is lost", -1.0}}) {
-      Sum& changed = found[name];
-      changed.add(found.at(kRight)).add(of_calls[i], factor);
-      changed.rows = found.at(kRight).rows + factor * of_calls[i].rows;
-    }
-  }
-  return found;
+  return {total(right), std::move(found)};
 }
 
 // ---- AdamW, as torch.optim has it ----
@@ -206,18 +272,15 @@ struct Step {
   AdamParams params;
 };
 
-double clip_factor(const Tensors& gradient, double limit) {
-  return limit > 0 ? std::min(1.0, limit / (norm_of(gradient) + 1e-6)) : 1;
-}
 Tensors scaled(const Tensors& tensors, double factor) {
   Tensors all;
   for (const at::Tensor& each : tensors) all.push_back(each * factor);
   return all;
 }
-// The sum over its denominator, clipped; or clipped before it is divided.
+// A sum over its denominator, clipped; or clipped before it is divided.
 Tensors prepared(const Sum& sum, double denominator, double limit, bool clips_first = false) {
-  const Tensors mean = scaled(sum.gradient, 1 / denominator);
-  return scaled(mean, clip_factor(clips_first ? sum.gradient : mean, limit));
+  const double norm = norm_of(sum.gradient) / (clips_first ? 1 : denominator);
+  return scaled(sum.gradient, (limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1) / denominator);
 }
 
 // The weights `before` after the last of all steps of a model.
@@ -250,9 +313,12 @@ class Draws {
       drawn.push_back(std::uniform_int_distribution<std::int64_t>(0, vocabulary_ - 1)(random_));
     return drawn;
   }
-  Datum datum(std::int64_t length) {
+  // With `columns` targets a token.
+  Datum datum(std::int64_t length, std::int64_t columns = 1) {
     Datum made{.tokens = tokens(length), .inputs = {}};
-    made.inputs["target_tokens"] = {.shape = {length}, .numbers = {}, .integers = tokens(length)};
+    std::vector<std::int64_t> shape = {length};
+    if (columns > 1) shape.push_back(columns);
+    made.inputs["target_tokens"] = {.shape = shape, .numbers = {}, .integers = tokens(length * columns)};
     return made;
   }
 
@@ -261,47 +327,65 @@ class Draws {
   std::int64_t vocabulary_;
 };
 
-Array array_of(const std::vector<double>& values) {
-  return {.shape = {static_cast<std::int64_t>(values.size())},
-          .numbers = {values.begin(), values.end()},
-          .integers = {}};
+void give(Datum& datum, const char* name, const std::vector<double>& values) {
+  datum.inputs[name] = {.shape = datum.inputs.at("target_tokens").shape,
+                        .numbers = {values.begin(), values.end()},
+                        .integers = {}};
 }
 
 // Weights that are fractions, and where `is_signed` one in three is negative: their sum stays away from 0.
-Datum supervised(Draws& draws, std::int64_t length, bool is_signed) {
-  Datum datum = draws.datum(length);
+Datum supervised(Draws& draws, std::int64_t length, bool is_signed, std::int64_t columns = 1) {
+  Datum datum = draws.datum(length, columns);
   std::vector<double> weights;
-  for (std::int64_t i = 0; i < length; ++i)
+  for (std::int64_t i = 0; i < length * columns; ++i)
     weights.push_back((is_signed && i % 3 == 2 ? -1 : 1) * draws.number(0.6, 1.4));
-  if (!is_signed) weights[0] = 0;  // a prompt
-  datum.inputs["weights"] = array_of(weights);
+  if (!is_signed && length > 1) weights[0] = 0;  // a prompt
+  give(datum, "weights", weights);
   return datum;
 }
 
-// Ratios are well inside of ppo's limits or well outside, so that rounding moves none over them.
-Datum sampled(Draws& draws, OneProcess& process, std::int64_t length) {
+// Ratios are well inside of the clip's limits or well outside, so that rounding moves none over them.
+// `shift`: of a whole sequence, whose first token and every third one after it are outside of its mask.
+Datum sampled(Draws& draws, OneProcess& process, std::int64_t length, std::optional<double> shift = {}) {
   Datum datum = draws.datum(length);
-  const at::Tensor p =
-      process.log_probabilities(datum.tokens, datum.inputs["target_tokens"].integers).detach();
-  std::vector<double> old, advantages;
+  const at::Tensor p = process.log_probabilities(datum.tokens, datum.inputs["target_tokens"]);
+  std::vector<double> old, advantages, mask;
   for (std::int64_t i = 0; i < length; ++i) {
-    const double away = i % 2 == 0 ? draws.number(-0.1, 0.1) : draws.number(0.4, 0.8) * (i % 4 == 1 ? 1 : -1);
+    mask.push_back(i % 3 == 0 ? 0 : 1);
+    const double away = shift        ? *shift + draws.number(-0.05, 0.05) + 1 - mask.back()
+                        : i % 2 == 0 ? draws.number(-0.1, 0.1)
+                                     : draws.number(0.4, 0.8) * (i % 4 == 1 ? 1 : -1);
     old.push_back(p[i].item<double>() + away);
     advantages.push_back(draws.number(0.3, 1) * (i % 3 == 1 ? -1 : 1));
   }
-  datum.inputs["logprobs"] = array_of(old), datum.inputs["advantages"] = array_of(advantages);
+  give(datum, "logprobs", old), give(datum, "advantages", advantages);
+  if (shift) give(datum, "sequence_ratio_mask", mask);
   return datum;
 }
 
-std::vector<Call> calls_of(Draws& draws, OneProcess& process) {
-  const auto call = [](const char* loss, std::vector<Datum> data) {
-    return Call{.data = std::move(data), .loss = loss, .config = {}};
+// All losses but those that are left out.
+std::vector<Call> calls_of(Draws& draws, OneProcess& process, bool is_signed,
+                           const std::set<std::string>& left_out) {
+  const at::NoGradGuard no_grad;
+  const auto one = [&](std::int64_t length, std::optional<double> shift = {}) {
+    return sampled(draws, process, length, shift);
   };
-  return {call("cross_entropy", {supervised(draws, 3, false), supervised(draws, 20, false)}),
-          call("cross_entropy",
-               {supervised(draws, 9, true), supervised(draws, 5, true), supervised(draws, 4, true)}),
-          call("importance_sampling", {sampled(draws, process, 12), sampled(draws, process, 4)}),
-          call("ppo", {sampled(draws, process, 7), sampled(draws, process, 15)})};
+  std::vector<Call> calls = {
+      {{supervised(draws, 3, false), supervised(draws, 20, false)}, "cross_entropy", {}},
+      {{supervised(draws, 9, is_signed), supervised(draws, 1, is_signed), supervised(draws, 4, is_signed, 3)},
+       "cross_entropy",
+       {}},
+      {{one(12), one(4)}, "importance_sampling", {}},
+      {{one(7), one(15)}, "ppo", {}},
+      {{one(8), one(3)}, "cispo", {{"clip_low_threshold", 0.75}, {"clip_high_threshold", 1.3}}},
+      {{one(6), one(1)}, "dro", {{"beta", 0.3}}},
+      // These are inside of both these limits and the default ones, between them, and outside of both.
+      {{one(5, 0), one(8, 0.55), one(4, -0.55), one(6, 1.2)},
+       "gspo",
+       {{"clip_low_threshold", 0.4}, {"clip_high_threshold", 2.2}}},
+  };
+  std::erase_if(calls, [&](const Call& call) { return left_out.contains(call.loss); });
+  return calls;
 }
 
 // ---- the judgement ----
@@ -312,93 +396,84 @@ double root_mean_square(const Tensors& tensors) {
   return norm_of(tensors) / std::sqrt(elements);
 }
 
-Tensors wide(const Tensors& tensors) {
-  Tensors all;
-  for (const at::Tensor& each : tensors) all.push_back(each.to(at::kDouble));
-  return all;
-}
+struct RefusedLoss {
+  std::string loss, why;
+};
 
+// Judges one model.
 class Judge {
  public:
-  Judge(Remote& remote, const std::string& base, const fs::path& directory, ServerVerdict& verdict)
+  Judge(Remote& remote, std::string base, const fs::path& directory, const JudgedModel& kind,
+        const std::set<std::string>& left_out, ServerVerdict& verdict)
       : remote_(remote),
-        base_(base),
+        base_(std::move(base)),
         directory_(directory),
-        exact_(directory, at::kDouble),
-        verdict_(verdict) {}
+        kind_(kind),
+        mode_(static_cast<std::size_t>(
+            std::ranges::find(kDivisors, kind.normalise, [](const auto& each) { return each.first; }) -
+            kDivisors.begin())),
+        where_(fmt::format("{}, rank {}, isograd.normalise = {}", base_, kind.rank, kind.normalise)),
+        left_out_(left_out),
+        verdict_(verdict),
+        exact_(directory, at::kDouble, kind.rank == 0) {}
 
   void judge() {
-    for (const char* mode : {"none", "tokens"}) {
-      try {
-        judge_mode(mode);
-      } catch (const ConfigError& error) {
-        verdict_.unjudged.push_back(fmt::format("{}, isograd.normalise = {}: {}", base_, mode, error.what()));
-      }
-    }
+    Draws draws(exact_.config().vocabulary);
+    CreateModel request;
+    request.base = base_, request.lora.rank = kind_.rank, request.lora.seed = 7,
+    request.metadata = {{"isograd.normalise", kind_.normalise}};
+    model_ = remote_.create(request);
+    take_trained();
+    if (kind_.rank > 0) check_adapter();
+    const std::vector<std::int64_t> prompt = draws.tokens(12);
+    if (!judge_step(draws, true)) return;
+    const std::string older = remote_.sampler_of(model_);
+    const at::Tensor stale = prompt_values(exact_, prompt);
+    judge_step(draws, false);
+    judge_sampler(prompt, stale, older);
+    remote_.unload(model_);
     for (const std::string& mistake : mistakes_)
       if (!shown_.contains(mistake))
-        verdict_.unjudged.push_back(fmt::format("{}: whether {}; it would not have shown", base_, mistake));
+        verdict_.unjudged.push_back(fmt::format("{}: whether {}; it would not have shown", where_, mistake));
   }
 
  private:
-  void judge_mode(const std::string& mode) {
-    mode_ = mode, steps_.clear(), rounded_steps_.clear();
-    Draws draws(exact_.config().vocabulary);
-    CreateModel request;
-    request.base = base_, request.lora.rank = kRank, request.lora.seed = 7,
-    request.metadata = {{"isograd.normalise", mode}};
-    const std::string model = remote_.create(request);
-    before_ = std::make_unique<Folder>();
-    remote_.download(model, before_->path);
-    exact_.take(before_->path);
-    check_adapter({.rank = kRank});
-    // The first step is of plain SGD's kind: epsilon is above every element of the gradient.
-    std::vector<std::int64_t> prompt = draws.tokens(12);
-    if (!judge_step(model, draws, true)) return;
-    const std::string older = remote_.sampler_of(model);
-    at::Tensor stale = prompt_values(exact_, prompt);
-    judge_step(model, draws, false);
-    judge_sampler(model, prompt, stale, older);
-    remote_.unload(model);
+  // The weights as the server has them now.
+  void take_trained() {
+    const Folder trained;
+    remote_.download(model_, trained.path);
+    std::set<at::ScalarType> types;
+    for (const auto& file : fs::directory_iterator(trained.path))
+      if (file.path().extension() == ".safetensors")
+        for (const auto& [name, tensor] : read_safetensors(file.path())) types.insert(tensor.scalar_type());
+    in_fp32_ = types == std::set{at::kFloat};
+    if (!in_fp32_ && types != std::set{at::kDouble})
+      refuse(base_, "trained weights in another type than float64 or float32, whose rounding hides mistakes",
+             "one of them", "Start the server with --dtype float32 or float64");
+    exact_.take(trained.path);
+    if (in_fp32_ && !rounded_) rounded_.emplace(directory_, at::kFloat, kind_.rank == 0);
+    if (rounded_) rounded_->take(trained.path);
   }
 
   // An adapter of less than was asked for would leave the rest unjudged.
-  void check_adapter(const LoraConfig& asked) const {
-    const auto shapes = [](const NamedTensors& named) {
-      std::map<std::string, std::vector<std::int64_t>> all;
-      for (const auto& [name, tensor] : named) all[name] = tensor.sizes().vec();
-      return all;
-    };
-    const auto expected = shapes(LoraAdapter::without_values(exact_.config(), asked, at::kFloat)->named()),
-               found = shapes(exact_.named());
-    for (const auto& [name, shape] : expected)
-      if (const auto at = found.find(name); at == found.end() || at->second != shape)
+  void check_adapter() const {
+    std::map<std::string, at::Tensor> found;
+    for (const auto& [name, tensor] : exact_.named()) found[name] = tensor;
+    const auto asked = LoraAdapter::without_values(exact_.config(), {.rank = kind_.rank}, at::kFloat);
+    for (const auto& [name, tensor] : asked->named())
+      if (const auto at = found.find(name); at == found.end() || at->second.sizes() != tensor.sizes())
         refuse(base_, at == found.end() ? "an adapter without " + name : "another shape of " + name,
-               fmt::format("rank {} of attention, mlp and unembed, as was asked", asked.rank),
+               fmt::format("rank {} of attention, mlp and unembed, as was asked", kind_.rank),
                "Look at the server");
   }
 
-  at::ScalarType dtype_of(const fs::path& adapter) const {
-    std::set<at::ScalarType> types;
-    for (const auto& [name, tensor] : read_safetensors(adapter / "adapter_model.safetensors"))
-      types.insert(tensor.scalar_type());
-    if (types == std::set{at::kDouble} || types == std::set{at::kFloat}) return *types.begin();
-    refuse(base_, "an adapter in another type than float64 or float32", "one of them",
-           "Start the server with --dtype float32 or float64");
-  }
-
   // False: what follows would only repeat that it is wrong.
-  bool judge_step(const std::string& model, Draws& draws, bool first) {
-    const bool in_fp64 = dtype_of(before_->path) == at::kDouble;
-    if (!in_fp64 && !rounded_) rounded_ = std::make_unique<OneProcess>(directory_, at::kFloat);
-    OneProcess* const rounded = in_fp64 ? nullptr : rounded_.get();
-    exact_.take(before_->path);
-    if (rounded) rounded->take(before_->path);
-    const std::vector<Call> calls = calls_of(draws, exact_);
-    const auto sums = sums_of(exact_, calls);
-    const Sum& right = sums.at(kRight);
-    const auto denominator = [&](double rows) { return mode_ == "tokens" ? rows : 1; };
-    const Tensors mean = scaled(right.gradient, 1 / denominator(right.rows));
+  bool judge_step(Draws& draws, bool first) {
+    const std::vector<Call> calls = calls_of(draws, exact_, mode_ != kWeights, left_out_);
+    if (calls.empty()) refuse(base_, "a server that takes none of the losses", "one", "Look at its log");
+    const auto [right, parts] = sums_of(exact_, calls);
+    const Tensors mean = prepared(right, right.divisor(mode_), /*limit=*/0);
+    // The first step is of plain SGD's kind: epsilon is above every element of the gradient.
     AdamParams params{.learning_rate = 0.25, .beta1 = 0.9, .beta2 = 0.95};
     params.epsilon = 64 * root_mean_square(mean);
     if (!first) {
@@ -406,97 +481,97 @@ class Judge {
       params.weight_decay = 0.5, params.clip = 0.5 * norm_of(mean);
       params.epsilon = 0.5 * root_mean_square(mean);
     }
-    for (const Call& call : calls) remote_.forward_backward(model, call);
-    remote_.optim_step(model, params);
-    auto after = std::make_unique<Folder>();
-    remote_.download(model, after->path);
+    for (const Call& call : calls) try {
+        remote_.forward_backward(model_, call);
+      } catch (const ConfigError& error) {
+        throw RefusedLoss{call.loss, error.what()};
+      }
+    remote_.optim_step(model_, params);
 
-    const at::AutoGradMode no_gradients(false);
+    const at::NoGradGuard no_grad;
     const Tensors initial = exact_.weights();
-    const auto predicted = [&](const Tensors& gradient, const AdamParams& with,
-                               const std::function<void(AdamParams&)>& change = {}) {
+    const auto predicted = [&](const Tensors& gradient,
+                               const std::function<void(AdamParams&)>& changed = {}) {
       std::vector<Step> steps = steps_;
-      steps.push_back({gradient, with});
-      if (change)
-        for (Step& step : steps) change(step.params);
+      steps.push_back({gradient, params});
+      if (changed)
+        for (Step& step : steps) changed(step.params);
       return stepped(initial, steps);
     };
-    const Tensors gradient = prepared(right, denominator(right.rows), params.clip);
-    const Tensors expected = predicted(gradient, params);
+    const Tensors gradient = prepared(right, right.divisor(mode_), params.clip);
+    const Tensors expected = predicted(gradient);
 
-    std::map<std::string, std::vector<Tensors>> mistaken;
-    for (const auto& [name, sum] : sums) {
-      if (name == kRight) continue;
-      for (const double rows : std::set{right.rows, sum.rows})
-        mistaken[name].push_back(predicted(prepared(sum, denominator(rows), params.clip), params));
-    }
-    if (mode_ == "tokens")
-      mistaken["the sum is not divided (isograd.normalise)"] = {
-          predicted(prepared(right, 1, params.clip), params)};
-    for (const double epsilon : {1e-12, 1e-8}) {
-      AdamParams other = params;
-      other.epsilon = epsilon;
-      mistaken["eps is ignored"].push_back(predicted(gradient, other));
-    }
+    // One at a time: they are of the size of the model.
+    std::vector<std::pair<std::string, std::function<Tensors()>>> mistaken;
+    for (const auto& [name, made] : parts)
+      for (const double divisor : std::set{right.divisor(mode_), divisor_of(made, mode_)})
+        mistaken.emplace_back(name, [&, sums = &made, divisor] {
+          return predicted(prepared(total(*sums), divisor, params.clip));
+        });
+    const auto divided_by = [&](double divisor, bool clips_first = false) {
+      return
+          [&, divisor, clips_first] { return predicted(prepared(right, divisor, params.clip, clips_first)); };
+    };
+    for (std::size_t mode = 0; mode < kModes; ++mode)
+      if (right.divisor(mode) != right.divisor(mode_))
+        mistaken.emplace_back(kDivisors[mode].second, divided_by(right.divisor(mode)));
+    const auto ignored = [&](const char* name, auto field, std::vector<double> values) {
+      for (const double value : values)
+        mistaken.emplace_back(fmt::format("{} is ignored", name), [&, field, value] {
+          return predicted(gradient, [&](AdamParams& p) { p.*field = value; });
+        });
+    };
+    ignored("eps", &AdamParams::epsilon, {1e-12, 1e-8});
     if (!first) {
-      const auto ignored = [&](const char* name, auto field, std::vector<double> values) {
-        for (const double value : values)
-          mistaken[fmt::format("{} is ignored", name)].push_back(
-              predicted(gradient, params, [&](AdamParams& p) { p.*field = value; }));
-      };
       ignored("beta1", &AdamParams::beta1, {0.9});
       ignored("beta2", &AdamParams::beta2, {0.95, 0.999});
       ignored("weight_decay", &AdamParams::weight_decay, {0, 0.01});
-      mistaken["grad_clip_norm is ignored"] = {predicted(mean, params)};
-      if (mode_ == "tokens")
-        mistaken["the sum is clipped before it is divided"] = {
-            predicted(prepared(right, denominator(right.rows), params.clip, true), params)};
+      mistaken.emplace_back("grad_clip_norm is ignored", [&] { return predicted(mean); });
+      if (mode_ > 0)
+        mistaken.emplace_back("the sum is clipped before it is divided",
+                              divided_by(right.divisor(mode_), true));
+      if (kind_.rank == 0)
+        mistaken.emplace_back("norms and biases do not decay", [&] {
+          Tensors after = predicted(gradient);
+          for (std::size_t i = 0; i < after.size(); ++i)
+            if (after[i].dim() == 1) after[i] += initial[i] * (params.learning_rate * params.weight_decay);
+          return after;
+        });
     }
 
     Tensors moved;
     for (std::size_t i = 0; i < initial.size(); ++i) moved.push_back(expected[i] - initial[i]);
     const std::vector<double> scales = error_scales(moved);
     std::vector<double> bounds(scales.size(), kExact);
-    if (rounded) bound_by_rounding(*rounded, calls, params, expected, scales, bounds);
-
-    before_ = std::move(after);
-    exact_.take(before_->path);
-    const Tensors found = exact_.weights();
-    const std::size_t before = verdict_.wrong.size() + verdict_.unjudged.size();
-    conclude(first, expected, found, mistaken, scales, bounds);
+    if (in_fp32_) bound_by_rounding(calls, params, expected, scales, bounds);
+    take_trained();
+    const bool is_right = conclude(first, initial, expected, mistaken, scales, bounds);
     steps_.push_back({gradient, params});
-    return before == verdict_.wrong.size() + verdict_.unjudged.size();
+    return is_right;
   }
 
   // Four times what rounding does to one process, and the last rounding.
-  void bound_by_rounding(OneProcess& process, const std::vector<Call>& calls, const AdamParams& params,
-                         const Tensors& expected, const std::vector<double>& scales,
-                         std::vector<double>& bounds) {
+  void bound_by_rounding(const std::vector<Call>& calls, const AdamParams& params, const Tensors& expected,
+                         const std::vector<double>& scales, std::vector<double>& bounds) {
     Sum sum;
-    {
-      const at::AutoGradMode gradients(true);
-      for (const Call& call : calls)
-        for (const Datum& datum : call.data) {
-          sum.add({process.gradient(call.loss, datum, false), 0});
-          sum.rows += rows_of(call, datum, false);
-        }
-    }
-    rounded_steps_.push_back({prepared(sum, mode_ == "tokens" ? sum.rows : 1, params.clip), params});
-    const Tensors alone = wide(stepped(process.weights(), rounded_steps_));
-    const auto names = process.names();
+    for (const Call& call : calls) sum.add(rounded_->sum_of(call));
+    rounded_steps_.push_back({prepared(sum, sum.divisor(mode_), params.clip), params});
+    const Tensors alone = stepped(rounded_->weights(), rounded_steps_);
     for (std::size_t i = 0; i < bounds.size(); ++i) {
-      bounds[i] = bounds_for(at::kFloat, 1, static_cast<std::int64_t>(calls.size()))
-                      .rounded(distance(alone[i], expected[i]) / scales[i]);
+      bounds[i] = bounds_for(at::kFloat, 1, std::ssize(calls))
+                      .rounded(distance(alone[i].to(at::kDouble), expected[i]) / scales[i]);
       if (!(bounds[i] <= kTooCoarse))
-        refuse(names[i], fmt::format("rounding of {:.1e} in one process", bounds[i]),
+        refuse(exact_.named()[i].first, fmt::format("rounding of {:.1e} in one process", bounds[i]),
                fmt::format("at most {}", kTooCoarse), "Start the server with --dtype float64");
     }
   }
 
-  void conclude(bool first, const Tensors& expected, const Tensors& found,
-                const std::map<std::string, std::vector<Tensors>>& mistaken,
+  // True: nothing is wrong.
+  bool conclude(bool first, const Tensors& initial, const Tensors& expected,
+                const std::vector<std::pair<std::string, std::function<Tensors()>>>& mistaken,
                 const std::vector<double>& scales, const std::vector<double>& bounds) {
-    const auto names = exact_.names();
+    const Tensors found = exact_.weights();
+    const NamedTensors named = exact_.named();
     struct Apart {
       double bounds = 0, scales = 0;
       std::size_t matrix = 0;
@@ -511,69 +586,69 @@ class Judge {
       }
       return most;
     };
-    for (const auto& [name, all] : mistaken) {
-      mistakes_.insert(name);
-      for (const Tensors& each : all)
-        if (apart(each, expected).bounds >= kShows) shown_.insert(name);
-    }
-    const auto error = apart(found, expected);
-    const std::string where = fmt::format("{}, isograd.normalise = {}, step {}", base_, mode_, first ? 1 : 2);
-    verdict_.compared.push_back(fmt::format("{}: {} is furthest, by {:.1e} of its change; allowed: {:.1e}",
-                                            where, names[error.matrix], error.scales, bounds[error.matrix]));
-    if (error.bounds <= 1) return;
-    std::string best = kUnknown;
+    const Apart error = apart(found, expected);
+    std::string best;
     double least = kExplains * error.bounds;
-    for (const auto& [name, all] : mistaken)
-      for (const Tensors& each : all)
-        if (const double left = apart(found, each).bounds; left < least) best = name, least = left;
+    const auto consider = [&](const std::string& mistake, const Tensors& made) {
+      if (const double left = apart(found, made).bounds; left < least) best = mistake, least = left;
+    };
+    for (const auto& [mistake, make] : mistaken) {
+      const Tensors made = make();
+      mistakes_.insert(mistake);
+      if (apart(made, expected).bounds >= kShows) shown_.insert(mistake);
+      consider(mistake, made);
+    }
+    Tensors some = expected;
+    std::string unmoved;
+    for (std::size_t i = 0; i < found.size(); ++i)
+      if (found[i].equal(initial[i])) some[i] = initial[i], unmoved += " " + named[i].first;
+    if (!unmoved.empty()) consider("these are not trained:" + unmoved, some);
+    const std::string where = fmt::format("{}, step {}", where_, first ? 1 : 2);
+    verdict_.compared.push_back(fmt::format("{}: {} is furthest, by {:.1e} of its change; allowed: {:.1e}",
+                                            where, named[error.matrix].first, error.scales,
+                                            bounds[error.matrix]));
+    if (error.bounds <= 1) return true;
     // In fp32 a near tie of experts may go the other way.
-    const bool may_be_a_tie = best == kUnknown && rounded_ && exact_.config().experts.count > 0;
-    (may_be_a_tie ? verdict_.unjudged : verdict_.wrong)
-        .push_back(
-            fmt::format("{}: {}{}", where, best,
-                        may_be_a_tie ? ", or a near tie of experts: start it with --dtype float64" : ""));
+    const bool may_be_a_tie = best.empty() && in_fp32_ && exact_.config().experts.count > 0;
+    if (best.empty()) best = "another gradient or update than one process has";
+    if (may_be_a_tie) best += ", or a near tie of experts: start it with --dtype float64";
+    (may_be_a_tie ? verdict_.unjudged : verdict_.wrong).push_back(fmt::format("{}: {}", where, best));
+    return false;
   }
 
   // log p of each token but the first, given those before it.
   at::Tensor prompt_values(OneProcess& process, const std::vector<std::int64_t>& prompt) {
-    const at::AutoGradMode no_gradients(false);
-    return process.log_probabilities({prompt.begin(), prompt.end() - 1}, {prompt.begin() + 1, prompt.end()})
+    const at::NoGradGuard no_grad;
+    const std::vector<std::int64_t> later{prompt.begin() + 1, prompt.end()};
+    return process
+        .log_probabilities({prompt.begin(), prompt.end() - 1},
+                           {.shape = {std::ssize(later)}, .numbers = {}, .integers = later})
         .to(at::kDouble);
   }
 
-  void judge_sampler(const std::string& model, const std::vector<std::int64_t>& prompt,
-                     const at::Tensor& stale, const std::string& older) {
+  void judge_sampler(const std::vector<std::int64_t>& prompt, const at::Tensor& stale,
+                     const std::string& older) {
     const at::Tensor expected = prompt_values(exact_, prompt);
-    const auto said = [&](const std::string& sampler) {
-      const std::vector<float> values = remote_.log_probabilities(sampler, prompt);
-      return at::tensor(std::vector<double>(values.begin() + 1, values.end()), at::kDouble);
-    };
     const auto apart = [](const at::Tensor& a, const at::Tensor& b) {
       return (a - b).abs().max().item<double>();
     };
     // The reply has fp32; a server in fp32 computes in it, too.
     double bound = std::ldexp(expected.abs().max().item<double>(), -23);
-    if (dtype_of(before_->path) == at::kFloat) {
-      rounded_->take(before_->path);
+    if (in_fp32_)
       bound += std::max(kLogProbability, kRoundingFactor * apart(prompt_values(*rounded_, prompt), expected));
-    }
-    const std::string old_name = "the sampler has an older adapter",
-                      new_name = "an older sampler has a newer adapter";
-    for (const std::string& name : {old_name, new_name}) {
-      mistakes_.insert(name);
-      if (apart(stale, expected) >= kShows * bound) shown_.insert(name);
-    }
     for (const auto& [sampler, right, other, mistake] :
-         {std::tuple(remote_.sampler_of(model), expected, stale, old_name),
-          {older, stale, expected, new_name}}) {
-      const at::Tensor found = said(sampler);
+         {std::tuple(remote_.sampler_of(model_), expected, stale, "the sampler has an older adapter"),
+          {older, stale, expected, "an older sampler has a newer adapter"}}) {
+      mistakes_.insert(mistake);
+      if (apart(right, other) >= kShows * bound) shown_.insert(mistake);
+      const std::vector<float> values = remote_.log_probabilities(sampler, prompt);
+      const at::Tensor found = at::tensor(std::vector<double>(values.begin() + 1, values.end()), at::kDouble);
       const double error = apart(found, right);
-      const std::string where = fmt::format("{}, isograd.normalise = {}, sampler", base_, mode_);
-      verdict_.compared.push_back(
-          fmt::format("{}: log-probabilities are off by {:.1e}; allowed: {:.1e}", where, error, bound));
+      verdict_.compared.push_back(fmt::format(
+          "{}, sampler: log-probabilities are off by {:.1e}; allowed: {:.1e}", where_, error, bound));
       if (error <= bound) continue;
       verdict_.wrong.push_back(fmt::format(
-          "{}: {}", where,
+          "{}, sampler: {}", where_,
           apart(found, other) <= bound ? mistake : "other log-probabilities than one process has"));
     }
   }
@@ -581,26 +656,57 @@ class Judge {
   Remote& remote_;
   const std::string base_;
   const fs::path directory_;
-  OneProcess exact_;
-  std::unique_ptr<OneProcess> rounded_;  // in fp32, for a server that computes in it
+  const JudgedModel kind_;
+  const std::size_t mode_;
+  const std::string where_;
+  const std::set<std::string>& left_out_;
   ServerVerdict& verdict_;
-  std::set<std::string> mistakes_{}, shown_{};  // that are looked for; that would have been seen
-
-  // These belong to the model that is judged.
-  std::string mode_{};
-  std::unique_ptr<Folder> before_{};
+  OneProcess exact_;
+  std::optional<OneProcess> rounded_{};  // in fp32, for a server that computes in it
+  bool in_fp32_ = false;
+  std::string model_{};
   std::vector<Step> steps_{}, rounded_steps_{};
+  std::set<std::string> mistakes_{}, shown_{};  // that are looked for; that would have been seen
 };
+
+// The server's reply would be as it is, but this process would end without a word.
+void check_memory(const fs::path& base) {
+  double bytes = 0;
+  for (const auto& [name, tensor] : DecoderLM::without_values(read_hf_config(base), at::kDouble)->named())
+    bytes += kCopies * static_cast<double>(tensor.nbytes());
+  const double memory =
+      static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGE_SIZE));
+  if (bytes > memory)
+    refuse("whole weights", fmt::format("{:.1f} GB to judge them", bytes / 1e9),
+           fmt::format("at most this machine's {:.1f} GB", memory / 1e9),
+           "Give --adapters to leave them out");
+}
 
 }  // namespace
 
-ServerVerdict verify_server(const std::string& url, const std::string& key, const fs::path& base) {
+std::vector<JudgedModel> judged_models(bool adapters_alone) {
+  constexpr std::int64_t kRank = 4;
+  std::vector<JudgedModel> models;
+  for (const auto& [normalise, mistake] : kDivisors) models.push_back({kRank, normalise});
+  if (!adapters_alone) models.push_back({0, "tokens"});
+  return models;
+}
+
+ServerVerdict verify_server(const std::string& url, const std::string& key, const fs::path& base,
+                            const std::vector<JudgedModel>& models) {
   Remote remote(url, key);
   ServerVerdict verdict;
   const std::vector<std::string> names = remote.bases();
   if (names.empty()) verdict.unjudged.push_back("it serves no model");
   for (const std::string& name : names) {
-    try {
+    const auto attempt = [&](const std::string& where, const std::function<void()>& work) {
+      try {
+        work();
+      } catch (const ConfigError& error) {
+        verdict.unjudged.push_back(where + ": " + error.what());
+      }
+    };
+    attempt(name, [&] {
       if (!base.empty() && name != names[0])
         refuse(name, "a directory of the first base alone", "the server's other bases, too",
                "Leave the directory out: they are downloaded");
@@ -612,20 +718,27 @@ ServerVerdict verify_server(const std::string& url, const std::string& key, cons
         remote.download(model, folder.path);
         remote.unload(model);
       }
-      Judge(remote, name, base.empty() ? folder.path : base, verdict).judge();
-    } catch (const ConfigError& error) {
-      verdict.unjudged.push_back(fmt::format("{}: {}", name, error.what()));
-    }
+      const fs::path directory = base.empty() ? folder.path : base;
+      std::set<std::string> left_out;
+      for (const JudgedModel& kind : models)
+        attempt(fmt::format("{}, rank {}, isograd.normalise = {}", name, kind.rank, kind.normalise), [&] {
+          if (kind.rank == 0) check_memory(directory);
+          for (bool again = true; std::exchange(again, false);) try {
+              Judge(remote, name, directory, kind, left_out, verdict).judge();
+            } catch (const RefusedLoss& refused) {  // which fails the model: the others are judged without it
+              verdict.unjudged.push_back(fmt::format("{}: {}: {}", name, refused.loss, refused.why));
+              again = left_out.insert(refused.loss).second;
+            }
+        });
+    });
   }
   return verdict;
 }
 
 std::string to_text(const ServerVerdict& verdict) {
-  std::string text =
-      verdict.passed()
-          ? "PASS: adapters after cross_entropy, importance_sampling and ppo, and samplers, are those of one process\n"
-      : !verdict.wrong.empty() ? "FAIL: the server computes something else than one process\n"
-                               : "FAIL: not everything could be judged\n";
+  std::string text = verdict.passed() ? "PASS: trained weights and samplers are those of one process\n"
+                     : !verdict.wrong.empty() ? "FAIL: the server computes something else than one process\n"
+                                              : "FAIL: not everything could be judged\n";
   for (const std::string& each : verdict.wrong) text += "  wrong: " + each + "\n";
   for (const std::string& each : verdict.unjudged) text += "  not judged: " + each + "\n";
   for (const std::string& each : verdict.compared) text += "  " + each + "\n";

@@ -2,6 +2,7 @@
 // the tinker SDK asks it, and by nothing else.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -15,10 +16,17 @@ struct ServerVerdict {
   bool passed() const { return wrong.empty() && unjudged.empty() && !compared.empty(); }
 };
 
+struct JudgedModel {
+  std::int64_t rank;  // 0: whole weights
+  std::string normalise;
+};
+std::vector<JudgedModel> judged_models(bool adapters_alone = false);
+
 // `key`: of the server, or empty. `base`: the directory of its first base; empty: it is downloaded, as a
 // whole model's weights. ConfigError: there is no server at `url`.
 ServerVerdict verify_server(const std::string& url, const std::string& key,
-                            const std::filesystem::path& base = {});
+                            const std::filesystem::path& base = {},
+                            const std::vector<JudgedModel>& models = judged_models());
 std::string to_text(const ServerVerdict& verdict);
 
 }  // namespace isograd::serve
