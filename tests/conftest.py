@@ -38,42 +38,45 @@ def words_of(arguments):
     return words
 
 
-@functools.cache
-def warm_isograd():
-    """A socket to a process of the command line that has its libraries and makes copies (warm_isograd.cpp), and what it read of its
-    environment meanwhile; None in a build without it."""
+@functools.lru_cache(maxsize=4)
+def warm_isograd(read):
+    """A socket to a process of the command line that has its libraries and makes copies (warm_isograd.cpp), for callers who have these
+    variables; None in a build without it."""
     library = BUILD / "tests/libisograd_warm.so"
     if not library.exists():
         return None
+    read = {name: value for name, value in read if value is not None}
+    environment = {**{name: value for name, value in os.environ.items() if name not in read_at_load(os.environ)}, **read}
+    environment["LD_PRELOAD"] = ":".join(filter(None, [str(library), read.get("LD_PRELOAD")]))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with theirs:
-        subprocess.Popen([BINARY], env={**environment, "LD_PRELOAD": str(library)}, stdin=theirs)
-    return ours, read_at_load(environment)
+        subprocess.Popen([BINARY], env=environment, stdin=theirs)
+    return ours
 
 
 def read_at_load(environment):
-    ours = {name: value for name, value in environment.items() if name.startswith("ISOGRAD_")}
+    """What libraries and the program read of it before main(). The stand-in for a GPU reads its file's name at the end."""
+    ours = {name: value for name, value in environment.items() if name.startswith("ISOGRAD_") and name != "ISOGRAD_STANDIN_GPU"}
     return {**warm_python.read_at_load(environment), **ours}
 
 
 def answer_of(warm):
-    said = warm[0].recv(4)
+    said = warm.recv(4)
     assert len(said) == 4, "the process that makes copies of the command line has ended"
     return int.from_bytes(said, sys.byteorder)
 
 
 def finished(words, environment, cwd, limit):
     """As subprocess.run() gives it, by a copy of the process that has the libraries where one fits."""
-    warm = warm_isograd()
-    if warm is None or read_at_load(environment) != warm[1]:
+    warm = warm_isograd(tuple(sorted(read_at_load(environment).items())))
+    if warm is None:
         return subprocess.run([BINARY, *words], capture_output=True, text=True, timeout=limit, cwd=cwd, env=environment)
     with open(os.devnull) as no_input, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         command = [str(cwd or os.getcwd()), str(1 + len(words)), str(BINARY), *words]
         request = "\0".join([*command, *(f"{name}={value}" for name, value in environment.items()), ""])
-        socket.send_fds(warm[0], [os.fsencode(request)], [no_input.fileno(), output.fileno(), errors.fileno()])
+        socket.send_fds(warm, [os.fsencode(request)], [no_input.fileno(), output.fileno(), errors.fileno()])
         copy = answer_of(warm)
-        if not select.select([warm[0]], [], [], limit)[0]:
+        if not select.select([warm], [], [], limit)[0]:
             os.kill(copy, signal.SIGKILL)
             answer_of(warm)
             raise subprocess.TimeoutExpired(words, limit)
