@@ -23,15 +23,27 @@ def prefix(tmp_path_factory):
     return folder
 
 
-def test_find_package_builds_and_trains_outside_the_tree(prefix, tmp_path):
-    project = tmp_path / "own_module"
+@pytest.fixture(scope="module")
+def project(prefix, tmp_path_factory):
+    """examples/own_module, configured outside the tree, and a program that holds its own file to C++17."""
+    project = tmp_path_factory.mktemp("project") / "own_module"
     shutil.copytree(ROOT / "examples/own_module", project)
+    (project / "older.cpp").write_text("#include <isograd/isograd.hpp>\nint main() { isograd::World world; }\n")
+    with (project / "CMakeLists.txt").open("a") as lists:
+        lists.write("""add_executable(older EXCLUDE_FROM_ALL older.cpp)
+target_link_libraries(older PRIVATE isograd::isograd)
+target_compile_options(older PRIVATE -std=c++17)
+""")
     launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
     run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", *launcher, cwd=project)
+    return project
+
+
+def test_find_package_builds_and_trains_outside_the_tree(project):
     # The one that the tree itself does not build and run, or all. The next run's folder is another, and ccache is told
     # which part of the paths that is.
     run("cmake", "--build", "build", "--target", "all" if FULL else "own_module", cwd=project,
-        env=dict(os.environ, CCACHE_BASEDIR=str(tmp_path.parent), CCACHE_NOHASHDIR="1"))
+        env=dict(os.environ, CCACHE_BASEDIR=str(project.parent), CCACHE_NOHASHDIR="1"))
     if FULL:
         run(project / "build/sharded_module")
         assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
@@ -76,7 +88,7 @@ def test_nothing_loads_libraries_from_the_working_folder(prefix, tmp_path, reque
     assert not {str(path): bad for path, bad in found.items() if bad}
 
 
-def test_an_older_standard_is_one_message(prefix, tmp_path):
+def test_an_older_standard_is_one_message(project):
     """Each public header by itself, and a project that holds its own files to C++17. One that names no standard is
     above: examples/own_module."""
     compilers = [found for found in map(shutil.which, ("g++", "clang++-19", "clang++")) if found]
@@ -88,16 +100,8 @@ def test_an_older_standard_is_one_message(prefix, tmp_path):
             errors = [line for line in done.stderr.splitlines() if "error:" in line]
             assert done.returncode == 1 and "isograd needs C++20" in errors[0], (header.name, done.stderr)
             assert len(errors) == 2 and "C++20" in errors[1], (header.name, done.stderr)  # which ends the compilation
-    (tmp_path / "main.cpp").write_text("#include <isograd/isograd.hpp>\nint main() { isograd::World world; }\n")
-    (tmp_path / "CMakeLists.txt").write_text("""cmake_minimum_required(VERSION 3.24)
-project(older LANGUAGES CXX)
-find_package(isograd REQUIRED)
-add_executable(older main.cpp)
-target_link_libraries(older PRIVATE isograd::isograd)
-target_compile_options(older PRIVATE -std=c++17)
-""")
-    run("cmake", "-G", "Ninja", "-B", "build", f"-DCMAKE_PREFIX_PATH={prefix}", cwd=tmp_path)
-    done = subprocess.run(["cmake", "--build", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(["cmake", "--build", "build", "--target", "older"], cwd=project, capture_output=True, text=True,
+                          timeout=600)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if "error:" in line]
     assert done.returncode != 0 and len(errors) == 2 and "isograd needs C++20" in errors[0], done.stdout
 
