@@ -16,14 +16,7 @@ namespace {
 // Lengths around the width of a vector, and buffers that start off its alignment.
 const std::int64_t kCounts[] = {0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4099};
 
-template <typename T>
-std::vector<T> random_values(std::int64_t count, unsigned seed, double scale = 1) {
-  std::mt19937_64 bits(seed);
-  std::normal_distribution<double> normal(0, scale);
-  std::vector<T> values(count);
-  for (T& value : values) value = static_cast<T>(normal(bits));
-  return values;
-}
+using naive::random_values;
 
 template <typename T>
 class Flat : public ::testing::Test {};
@@ -57,57 +50,7 @@ TEST(SquaredNorm, DoesNotOverflowOrLoseSmallTerms) {
   EXPECT_TRUE(std::isnan(squared_norm(many.data(), 1 << 21)));
 }
 
-TYPED_TEST(Flat, AdamWHasTheBitsOfItsTwin) {
-  using T = TypeParam;
-  const AdamW scalars{.gradient_scale = 0.37,
-                      .keep = 0.9993,
-                      .beta1 = 0.9,
-                      .beta2 = 0.95,
-                      .step_size = 3e-3,
-                      .inverse_root_correction = 1.7,
-                      .epsilon = 1e-8};
-  for (std::int64_t count : kCounts)
-    for (bool rounding : {false, true}) {
-      if (rounding && std::is_same_v<T, double>) continue;
-      auto g = random_values<T>(count + 1, 2), p = random_values<T>(count + 1, 3),
-           m = random_values<T>(count + 1, 4), v = random_values<T>(count + 1, 5);
-      for (T& x : v) x = x * x;
-      auto p2 = p, m2 = m, v2 = v;
-      std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
-      adamw(scalars, g.data() + 1, p.data() + 1, m.data() + 1, v.data() + 1, rounding ? bf.data() : nullptr,
-            count);
-      naive::adamw(scalars, g.data() + 1, p2.data() + 1, m2.data() + 1, v2.data() + 1,
-                   rounding ? bf2.data() : nullptr, count);
-      EXPECT_EQ(p, p2) << count;
-      EXPECT_EQ(m, m2) << count;
-      EXPECT_EQ(v, v2) << count;
-      for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(bf[i].bits, bf2[i].bits) << i;
-    }
-}
-
-TYPED_TEST(Flat, SgdHasTheBitsOfItsTwin) {
-  using T = TypeParam;
-  for (std::int64_t count : kCounts)
-    for (double momentum : {0.0, 0.9})
-      for (bool rounding : {false, true}) {
-        if (rounding && std::is_same_v<T, double>) continue;
-        const Sgd scalars{
-            .gradient_scale = 0.7, .learning_rate = 0.03, .momentum = momentum, .weight_decay = 0.01};
-        auto g = random_values<T>(count + 1, 6), p = random_values<T>(count + 1, 7),
-             b = random_values<T>(count + 1, 8);
-        auto p2 = p, b2 = b;
-        std::vector<Bfloat16> bf(count + 1), bf2(count + 1);
-        T* velocity = momentum ? b.data() + 1 : nullptr;
-        sgd(scalars, g.data() + 1, p.data() + 1, velocity, rounding ? bf.data() : nullptr, count);
-        naive::sgd(scalars, g.data() + 1, p2.data() + 1, momentum ? b2.data() + 1 : static_cast<T*>(nullptr),
-                   rounding ? bf2.data() : nullptr, count);
-        EXPECT_EQ(p, p2) << count;
-        EXPECT_EQ(b, b2) << count;
-        for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(bf[i].bits, bf2[i].bits) << i;
-      }
-}
-
-TEST(Flat, PaddingOfZerosStaysZero) {
+TEST(AdamW, PaddingOfZerosStaysZero) {
   std::vector<float> g(64), p(64), m(64), v(64);
   adamw({.keep = 0.99, .step_size = 0.1}, g.data(), p.data(), m.data(), v.data(), nullptr, 64);
   for (float x : p) EXPECT_EQ(x, 0);

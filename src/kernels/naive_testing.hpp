@@ -1,9 +1,11 @@
 // Plain scalar twins of the kernels, one element at a time. Tests compare the fast passes with them, bit for
-// bit where the arithmetic is the same. Only tests use them.
+// bit where the arithmetic is the same. And numbers to compare them on.
 #pragma once
 
 #include <cmath>
+#include <random>
 #include <type_traits>
+#include <vector>
 
 #include "kernels/flat.hpp"
 #include "kernels/softmax.hpp"
@@ -13,6 +15,23 @@ namespace isograd::kernels::naive {
 inline float load(float x) { return x; }
 inline double load(double x) { return x; }
 inline float load(Bfloat16 x) { return to_float(x); }
+
+template <typename T>
+T stored(double value) {
+  if constexpr (std::is_same_v<T, Bfloat16>)
+    return to_bfloat16(static_cast<float>(value));
+  else
+    return static_cast<T>(value);
+}
+
+template <typename T>
+std::vector<T> random_values(std::int64_t count, unsigned seed) {
+  std::mt19937_64 bits(seed);
+  std::normal_distribution<double> normal(0, 5);
+  std::vector<T> values(count);
+  for (T& value : values) value = stored<T>(normal(bits));
+  return values;
+}
 
 template <typename T>
 double squared_norm(const T* values, std::int64_t count) {

@@ -1,4 +1,4 @@
-// Passes that change or measure a buffer, and updates from bf16 gradients, compared with their twins: on
+// Passes that change or measure a buffer, and updates, compared with their twins: on
 // lengths around a vector's, off its alignment, and on special values.
 #include <gtest/gtest.h>
 
@@ -19,22 +19,8 @@ namespace {
 
 const std::int64_t kCounts[] = {0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 1000, 4099};
 
-template <typename T>
-T stored(double value) {
-  if constexpr (std::is_same_v<T, Bfloat16>)
-    return to_bfloat16(static_cast<float>(value));
-  else
-    return static_cast<T>(value);
-}
-
-template <typename T>
-std::vector<T> random_values(std::int64_t count, unsigned seed) {
-  std::mt19937_64 bits(seed);
-  std::normal_distribution<double> normal(0, 1);
-  std::vector<T> values(count);
-  for (T& value : values) value = stored<T>(normal(bits));
-  return values;
-}
+using naive::random_values;
+using naive::stored;
 
 // Zeros of both signs, the smallest numbers, the largest, infinities.
 template <typename T>
@@ -110,15 +96,21 @@ TEST(Bfloat16Gradients, NormIsThatOfTheWidenedValues) {
   }
 }
 
-// An update with bf16 gradients has the bits of one with the same values in fp32.
-TEST(Bfloat16Gradients, UpdatesHaveTheBitsOfTheirTwins) {
-  const AdamW adam{.gradient_scale = 0.37, .keep = 0.9993, .beta2 = 0.95, .step_size = 3e-3};
+// Gradients of this type; with bf16 ones everything else is in fp32.
+TYPED_TEST(Passes, UpdatesHaveTheBitsOfTheirTwins) {
+  using T = std::conditional_t<std::is_same_v<TypeParam, Bfloat16>, float, TypeParam>;
+  const AdamW adam{.gradient_scale = 0.37,
+                   .keep = 0.9993,
+                   .beta2 = 0.95,
+                   .step_size = 3e-3,
+                   .inverse_root_correction = 1.7};
   for (std::int64_t count : kCounts)
     for (bool rounding : {false, true}) {
-      const auto gradients = random_values<Bfloat16>(count + 1, 2);
-      auto p = random_values<float>(count + 1, 3), m = random_values<float>(count + 1, 4),
-           v = random_values<float>(count + 1, 5), b = random_values<float>(count + 1, 6);
-      for (float& x : v) x = x * x;
+      if (rounding && std::is_same_v<T, double>) continue;
+      const auto gradients = random_values<TypeParam>(count + 1, 2);
+      auto p = random_values<T>(count + 1, 3), m = random_values<T>(count + 1, 4),
+           v = random_values<T>(count + 1, 5), b = random_values<T>(count + 1, 6);
+      for (T& x : v) x = x * x;
       auto p2 = p, m2 = m, v2 = v, b2 = b;
       std::vector<Bfloat16> out(count + 1), out2(count + 1);
       Bfloat16* rounded = rounding ? out.data() + 1 : nullptr;
@@ -133,7 +125,7 @@ TEST(Bfloat16Gradients, UpdatesHaveTheBitsOfTheirTwins) {
         sgd(scalars, gradients.data() + 1, p.data() + 1, momentum > 0 ? b.data() + 1 : nullptr, rounded,
             count);
         naive::sgd(scalars, gradients.data() + 1, p2.data() + 1,
-                   momentum > 0 ? b2.data() + 1 : static_cast<float*>(nullptr), rounded2, count);
+                   momentum > 0 ? b2.data() + 1 : static_cast<T*>(nullptr), rounded2, count);
         EXPECT_EQ(bytes_of(p) + bytes_of(b) + bytes_of(out), bytes_of(p2) + bytes_of(b2) + bytes_of(out2));
       }
     }

@@ -6,13 +6,13 @@
 #include <cstdlib>
 #include <functional>
 #include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "isograd/error.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/flat.hpp"
+#include "kernels/naive_testing.hpp"
 #include "kernels/reduce.hpp"
 #include "kernels/softmax.hpp"
 
@@ -20,19 +20,7 @@
 namespace isograd::kernels {
 namespace {
 
-template <typename T>
-std::vector<T> random_values(std::int64_t count, unsigned seed) {
-  std::mt19937 bits(seed);
-  std::normal_distribution<double> normal(0, 5);
-  std::vector<T> values(count);
-  for (T& value : values) {
-    if constexpr (std::is_same_v<T, Bfloat16>)
-      value = to_bfloat16(static_cast<float>(normal(bits)));
-    else
-      value = static_cast<T>(normal(bits));
-  }
-  return values;
-}
+using naive::random_values;
 
 // `run` must return the same bytes at every level from 0 to this processor's.
 void expect_same_bytes(const std::function<std::string()>& run) {
