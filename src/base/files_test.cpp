@@ -8,6 +8,7 @@
 #include <csignal>
 #include <functional>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -27,14 +28,7 @@ class Files : public ::testing::Test {
     return static_cast<std::size_t>(
         std::distance(fs::directory_iterator(directory_), fs::directory_iterator()));
   }
-  static std::string message(const std::function<void()>& action) {
-    try {
-      action();
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no ConfigError";
-  }
+  static std::string message(const std::function<void()>& action) { return error_testing::error_of(action); }
 
   fs::path directory_;
 };
@@ -64,7 +58,7 @@ TEST_F(Files, AnInputIsNoPlaceForAnOutput) {
   for (const fs::path& output : {config, link, dump / ".." / "run.toml", dump / "step.json"})
     EXPECT_NE(said(output).find("--report: found"), std::string::npos) << output << said(output);
   for (const fs::path& output : {dump / "page.html", dump / "new.json", directory_ / "page.html", fs::path()})
-    EXPECT_EQ(said(output), "no ConfigError") << output;
+    EXPECT_EQ(said(output), "no error") << output;
 }
 
 TEST_F(Files, AFileThatIsTooLargeIsNotRead) {

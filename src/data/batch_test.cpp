@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -41,13 +42,8 @@ TEST(BatchOfSamples, CountsSeveralTargetsForEach) {
 }
 
 TEST(BatchOfSamples, NamesWhatDoesNotFit) {
-  const auto error_of = [](std::vector<at::Tensor> inputs, const at::Tensor& targets) -> std::string {
-    try {
-      batch_of_samples(std::move(inputs), targets, {1, 2});
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no error";
+  const auto error_of = [](const std::vector<at::Tensor>& inputs, const at::Tensor& targets) {
+    return error_testing::error_of([&] { batch_of_samples(inputs, targets, {1, 2}); });
   };
   const at::Tensor targets = at::zeros({2}, at::kLong);
   EXPECT_EQ(error_of({at::zeros({2, 4})}, targets), "no error");

@@ -7,6 +7,7 @@
 
 #include <fstream>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -27,12 +28,7 @@ class TableFile : public ::testing::Test {
     return folder_ / name;
   }
   std::string refusal(const std::string& name, const std::string& text, const std::string& target = "") {
-    try {
-      read_table(write(name, text), target);
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no error";
+    return error_testing::error_of([&] { read_table(write(name, text), target); });
   }
 
   std::filesystem::path folder_;

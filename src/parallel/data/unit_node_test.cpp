@@ -8,6 +8,7 @@
 
 #include <thread>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "parallel/data/unit_testing.hpp"
 
@@ -20,15 +21,7 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kHidden = 5;
 
-template <typename Action>
-std::string message(Action&& action) {
-  try {
-    action();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "nothing thrown";
-}
+constexpr auto message = [](auto&& action) { return error_testing::error_of<std::exception>(action); };
 
 struct Block : torch::nn::Module {
   at::Tensor weight, bias, unused;
