@@ -4,81 +4,17 @@
 #include <gtest/gtest.h>
 
 #include "isograd/error.hpp"
-#include "model/attention/attention.hpp"
 #include "model/decoder.hpp"
 #include "model/decoder_testing.hpp"
-#include "model/fused.hpp"
 
 namespace isograd {
 namespace {
 
 using ::testing::HasSubstr;
 
-// The model once more, in plain ATen and from the parameters' names alone.
-at::Tensor plain_logits(DecoderLM& model, const Batch& batch) {
-  const DecoderConfig& c = model.config();
-  std::map<std::string, at::Tensor> w;
-  for (auto& [name, tensor] : model.named()) w[name] = tensor;
-  const auto linear = [&](const at::Tensor& x, const std::string& name) {
-    return naive_twin::linear(x, w.at(name + ".weight"),
-                              w.contains(name + ".bias") ? w.at(name + ".bias") : at::Tensor());
-  };
-  const auto type = model.named()[0].second.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto [frequencies, factor] = rotary_frequencies(c, 0, type);
-  const at::Tensor angles = batch.positions.to(type).unsqueeze(1) * frequencies;
-  const at::Tensor cos = angles.cos() * factor, sin = angles.sin() * factor;
-  at::Tensor x = at::embedding(w.at("model.embed_tokens.weight"), batch.tokens);
-  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
-    const std::string at = fmt::format("model.layers.{}.", layer);
-    at::Tensor n = naive_twin::rms_norm(x, w.at(at + "input_layernorm.weight"), c.norm_epsilon);
-    at::Tensor q = linear(n, at + "self_attn.q_proj").view({-1, c.heads, c.head_dim});
-    at::Tensor k = linear(n, at + "self_attn.k_proj").view({-1, c.key_value_heads, c.head_dim});
-    const at::Tensor v = linear(n, at + "self_attn.v_proj").view({-1, c.key_value_heads, c.head_dim});
-    if (c.query_key_norm) {
-      q = naive_twin::rms_norm(q, w.at(at + "self_attn.q_norm.weight"), c.norm_epsilon);
-      k = naive_twin::rms_norm(k, w.at(at + "self_attn.k_norm.weight"), c.norm_epsilon);
-    }
-    const at::Tensor a = naive_variable_length_attention(
-        naive_twin::rotary(q, cos, sin), naive_twin::rotary(k, cos, sin), v, batch.cu_seqlens);
-    x = x + linear(a.reshape({-1, c.heads * c.head_dim}), at + "self_attn.o_proj");
-    n = naive_twin::rms_norm(x, w.at(at + "post_attention_layernorm.weight"), c.norm_epsilon);
-    x = x + linear(naive_twin::swiglu(linear(n, at + "mlp.gate_proj"), linear(n, at + "mlp.up_proj")),
-                   at + "mlp.down_proj");
-  }
-  x = naive_twin::rms_norm(x, w.at("model.norm.weight"), c.norm_epsilon);
-  return naive_twin::linear(x, w.at(c.tied_output ? "model.embed_tokens.weight" : "lm_head.weight"), {});
-}
-
-// Logits, then the gradient of every parameter.
-std::vector<at::Tensor> run(DecoderLM& model, const std::function<at::Tensor()>& logits) {
-  const at::Tensor out = logits();
-  std::vector<at::Tensor> parameters, results{out.detach()};
-  for (auto& [name, tensor] : model.named()) parameters.push_back(tensor);
-  const at::Tensor weight = (at::arange(out.numel(), at::kDouble) * 0.31).sin().view(out.sizes());
-  for (auto& gradient : torch::autograd::grad({(out.to(at::kDouble) * weight).sum()}, parameters))
-    results.push_back(gradient);
-  return results;
-}
-
 double relative_error(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
   return ((x - y).norm() / y.norm().clamp_min(1e-300)).item<double>();
-}
-
-// Depth two, sums of at most 100 terms: rounding grows to some hundred units.
-TEST(DecoderLM, AgreesWithPlainAtenForwardAndBackward) {
-  for (const auto& [type, tolerance] : {std::pair{at::kDouble, 1e-13}, {at::kFloat, 1e-5}})
-    for (const DecoderConfig& config : small_configs()) {
-      DecoderLM model(config, type, 11);
-      perturb(model, 12);
-      const Batch batch = make_batch({5, 9, 1, 14, 14}, config.vocabulary, 13);
-      const auto ours = run(model, [&] { return model.logits(batch); });
-      const auto plain = run(model, [&] { return plain_logits(model, batch); });
-      for (std::size_t i = 0; i < ours.size(); ++i)
-        EXPECT_LT(relative_error(ours[i], plain[i]), tolerance)
-            << config.family << " " << config.rope_scaling.kind << " "
-            << (i == 0 ? "logits" : model.named()[i - 1].first);
-    }
 }
 
 TEST(DecoderLM, FragmentsDoNotSeeEachOther) {

@@ -233,51 +233,20 @@ TEST(HuggingFaceConfig, ADocumentThatAWindowWouldCutIsRefused) {
   }
 }
 
-TEST(HuggingFaceConfig, BothSpellingsOfRotaryScaling) {
+// test_hf.py compares what is accepted, in both spellings.
+TEST(HuggingFaceConfig, RotaryScalingThatIsNotComputedIsRefused) {
   json object = base("llama");
-  object.erase("rope_parameters");
-  object["rope_theta"] = 500000.0;
-  object["rope_scaling"] = {{"type", "linear"}, {"factor", 4.0}, {"finetuned", true}};
-  DecoderConfig config = parse(object);
-  EXPECT_EQ(config.rope_theta, 500000.0);
-  EXPECT_EQ(config.rope_scaling.kind, "linear");
-  EXPECT_EQ(config.rope_scaling.factor, 4.0);
-
-  object = base("llama");
   object.erase("rope_theta"), object.erase("rope_scaling");
   object["rope_parameters"] = {{"rope_type", "yarn"}, {"rope_theta", 1e6},
                                {"factor", 2.0},       {"original_max_position_embeddings", 32},
                                {"mscale", 1.0},       {"mscale_all_dim", 0.5}};
-  config = parse(object);
-  EXPECT_EQ(config.rope_theta, 1e6);
-  EXPECT_NEAR(*config.rope_scaling.attention_factor, (0.1 * std::log(2) + 1) / (0.05 * std::log(2) + 1),
-              1e-15);
-
-  object["rope_theta"] = 10000.0;
-  EXPECT_THAT(message_of([&] { parse(object); }), HasSubstr("rope_parameters"));
-  object.erase("rope_theta");
+  EXPECT_EQ(parse(object).rope_theta, 1e6);
   // Without a base of its own rope_scaling means 10000, whatever rope_parameters says.
-  object["rope_scaling"] = object["rope_parameters"];
-  EXPECT_EQ(parse(object).rope_theta, 1e6);
-  object["rope_scaling"].erase("rope_theta");
-  EXPECT_THAT(message_of([&] { parse(object); }),
+  json other = object;
+  other["rope_scaling"] = object["rope_parameters"];
+  other["rope_scaling"].erase("rope_theta");
+  EXPECT_THAT(message_of([&] { parse(other); }),
               AllOf(HasSubstr("rope_parameters"), HasSubstr("(base 10000)"), HasSubstr("(base 1000000)")));
-  object["rope_scaling"] = json::object();  // nothing in it
-  EXPECT_EQ(parse(object).rope_theta, 1e6);
-  object.erase("rope_scaling");
-
-  const auto with = [&](const char* key, const json& value) {
-    json changed = object;
-    changed["rope_parameters"][key] = value;
-    return parse(changed).rope_scaling;
-  };
-  EXPECT_TRUE(with("truncate", true).truncate);
-  EXPECT_FALSE(with("truncate", false).truncate);
-  EXPECT_FALSE(with("truncate", nullptr).truncate);
-  EXPECT_EQ(with("factor", nullptr).factor, 2.0);  // 64 positions of 32
-  EXPECT_EQ(with("beta_fast", nullptr).beta_fast, 32);
-  EXPECT_EQ(with("beta_slow", 0).beta_slow, 1);
-  EXPECT_FALSE(with("mscale", nullptr).attention_factor.has_value());
   json without = object;
   without["rope_parameters"].erase("factor");
   EXPECT_THAT(message_of([&] { parse(without); }), HasSubstr("rope_parameters.factor"));
