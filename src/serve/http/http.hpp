@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -23,6 +24,7 @@ struct HttpReply {
   std::string type = "application/json";
   std::string body;
   std::map<std::string, std::string> headers{};
+  std::filesystem::path file{};  // in place of `body`: read piece by piece while it is sent
 };
 
 // Answers its request once, at once or later, from any thread; destroyed without an answer: 500.

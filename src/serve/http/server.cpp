@@ -1,11 +1,13 @@
 // HttpServer by libmicrohttpd. One thread of the library reads and writes all connections; a request that has
 // no answer yet is suspended and costs nothing. A second thread closes connections that take too long to send
 // a request.
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <microhttpd.h>
 #include <netdb.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -69,14 +71,28 @@ struct Peer {
   Clock::time_point deadline = kNever;  // for the headers of the next request
 };
 
-MHD_Result send(MHD_Connection* connection, HttpReply reply) {
-  auto* body = new std::string(std::move(reply.body));
+MHD_Response* response_of_file(const std::filesystem::path& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  struct stat status {};
+  if (file < 0 || ::fstat(file, &status) != 0) return nullptr;
+  MHD_Response* response = MHD_create_response_from_fd64(static_cast<std::uint64_t>(status.st_size), file);
+  if (!response) ::close(file);
+  return response;
+}
+
+MHD_Response* response_of_text(std::string text) {
+  auto* body = new std::string(std::move(text));
   MHD_Response* response = MHD_create_response_from_buffer_with_free_callback_cls(
       body->size(), body->data(), [](void* text) { delete static_cast<std::string*>(text); }, body);
-  if (!response) {
-    delete body;
-    return MHD_NO;  // closes the connection
-  }
+  if (!response) delete body;
+  return response;
+}
+
+MHD_Result send(MHD_Connection* connection, HttpReply reply) {
+  MHD_Response* response =
+      reply.file.empty() ? response_of_text(std::move(reply.body)) : response_of_file(reply.file);
+  if (!response && !reply.file.empty()) return send(connection, error_reply(404, "There is no such file"));
+  if (!response) return MHD_NO;  // closes the connection
   if (!reply.type.empty()) MHD_add_response_header(response, "Content-Type", reply.type.c_str());
   for (const auto& [name, value] : reply.headers)
     MHD_add_response_header(response, name.c_str(), value.c_str());

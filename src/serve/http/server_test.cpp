@@ -84,6 +84,21 @@ class Client {
     read_.erase(0, length);
     return answer;
   }
+  // Reads and drops a whole answer; its last bytes, and its length.
+  std::pair<std::string, std::size_t> drop(const std::function<void()>& between) {
+    while (read_.find("\r\n\r\n") == read_.npos)
+      if (!more()) return {};
+    const std::size_t at = read_.find("Content-Length: "), end = read_.find("\r\n\r\n") + 4;
+    const std::size_t length = at == read_.npos ? 0 : std::strtoul(read_.c_str() + at + 16, nullptr, 10);
+    std::size_t got = read_.size() - end;
+    while (got < length) {
+      read_.clear();
+      if (!more()) return {};
+      got += read_.size();
+      between();
+    }
+    return {std::exchange(read_, {}), got};
+  }
   bool ended() {  // true: the server closed the connection
     read_.clear();
     while (more()) read_.clear();
@@ -178,6 +193,31 @@ TEST(Http, ABodyOfManyMegabytesAndAReplyOfTheSameSize) {
   EXPECT_EQ(answer.status, 200);
   EXPECT_TRUE(answer.body == body);
   EXPECT_THAT(answer.head, HasSubstr("X-Mine: yes"));
+}
+
+TEST(Http, AFileIsSentPieceByPiece) {
+  std::string path = (std::filesystem::temp_directory_path() / "isograd-http-XXXXXX").string();
+  const int file = ::mkstemp(path.data());
+  ASSERT_GE(file, 0);
+  constexpr std::size_t kBytes = 300 << 20;
+  ASSERT_EQ(::ftruncate(file, kBytes), 0);
+  ASSERT_EQ(::pwrite(file, "end", 3, kBytes - 3), 3);
+  ::close(file);
+  const HttpServer server({}, {}, [&](const HttpRequest& request, const Respond& respond) {
+    respond({.type = "application/octet-stream", .body = {}, .file = path + request.path.substr(1)});
+  });
+  Client client(server.port());
+  client.send("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+  const std::int64_t before = resident_bytes();
+  std::int64_t most = 0;
+  const auto [last, length] = client.drop([&] { most = std::max(most, resident_bytes() - before); });
+  EXPECT_EQ(length, kBytes);
+  EXPECT_TRUE(last.ends_with("end"));
+  std::printf("a file of 300 MiB: %.1f MiB\n", static_cast<double>(most) / (1 << 20));
+  EXPECT_LT(most, 16 << 20);
+  client.send("GET /absent HTTP/1.1\r\nHost: localhost\r\n\r\n");
+  EXPECT_EQ(client.receive().status, 404);
+  std::filesystem::remove(path);
 }
 
 TEST(Http, FiveHundredLongPollsAreAnsweredLaterByOtherThreads) {
