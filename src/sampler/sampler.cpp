@@ -1,6 +1,8 @@
 // Requests become sequences, sequences give rows to passes, and rows become tokens.
 #include "isograd/sampler.hpp"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <cmath>
 #include <deque>
@@ -64,9 +66,8 @@ struct Sequence {
 };
 
 // Consecutive positions of a sequence in a pass.
-struct Section {
+struct Section : PagedPiece {
   Sequence* of = nullptr;
-  std::int64_t begin = 0, count = 0, row = 0;
 
   std::int64_t end() const { return begin + count; }
 };
@@ -113,16 +114,6 @@ at::Tensor matrix(const std::vector<Drawn>& drawn, std::int64_t k, at::ScalarTyp
                                                    : at::tensor(drawn[i].top_log_probabilities, type));
   return result;
 }
-
-// Gives the model back the adapter that it had.
-struct KeptAdapter {
-  explicit KeptAdapter(DecoderLM& of) : model(of), adapter(of.adapter()) {}
-  ~KeptAdapter() { model.set_adapter(adapter); }
-  KeptAdapter(const KeptAdapter&) = delete;
-  KeptAdapter& operator=(const KeptAdapter&) = delete;
-  DecoderLM& model;
-  const Adapter* const adapter;
-};
 
 }  // namespace
 
@@ -299,7 +290,8 @@ std::vector<Section> TextSampler::Impl::plan() {
   const auto give_rows = [&](Sequence& sequence) {
     const std::int64_t count = std::min(rows, sequence.left());
     sequence.served = count > 0;
-    if (count > 0) sections.push_back({&sequence, sequence.done, count});
+    if (count > 0)
+      sections.push_back({{.begin = sequence.done, .count = count, .pages = &sequence.pages}, &sequence});
     rows -= count;
   };
   const auto writes = [](const Sequence& sequence) {
@@ -372,7 +364,7 @@ at::Tensor TextSampler::Impl::forward(const std::vector<Section>& sections) {
     for (std::int64_t p = section.begin; p < section.end(); ++p) positions.push_back(p);
     cu_seqlens.push_back(std::ssize(tokens));
     lengths.push_back(of.of->alone ? std::ssize(of.tokens) : section.end());
-    paged.push_back({.row = section.row, .begin = section.begin, .count = section.count, .pages = &of.pages});
+    paged.push_back(section);
     adapters.add(of.of->ask.adapter.get(), section.count);
   }
   const auto device = decoder.embedding.device();
@@ -562,32 +554,26 @@ void TextSampler::Impl::pass() {
   std::vector<Wanted> rows = wanted(sections);
   read_rows(forward(sections), rows);
   advance(sections);
-  std::vector<std::shared_ptr<Request>> failed;
-  const auto fails = [&](const Section& section) {
-    return std::ranges::find(failed, section.of->of) != failed.end();
-  };
+  const auto failed = [](const Section& section) { return !section.of->of->failure.empty(); };
   for (const Wanted& row : rows)
-    if (!row.finite && !fails(*row.section)) {
-      failed.push_back(row.section->of->of);
-      failed.back()->failure = "logits that are not finite: the weights or the adapter have diverged";
-    }
-  std::erase_if(rows, [&](const Wanted& row) { return row.drawn.empty() || fails(*row.section); });
+    if (!row.finite)
+      row.section->of->of->failure = "logits that are not finite: the weights or the adapter have diverged";
+  std::erase_if(rows, [&](const Wanted& row) { return row.drawn.empty() || failed(*row.section); });
   std::vector<Sequence*> read;  // prompts that were only asked about
   for (const Section& section : sections)
-    if (section.of->of->ask.max_tokens == 0 && section.of->left() == 0 && !fails(section))
+    if (section.of->of->ask.max_tokens == 0 && section.of->left() == 0 && !failed(section))
       read.push_back(section.of);
-  for (const auto& request : failed) fail(request);
   for (Sequence* sequence : read) finish(*sequence, false);
   for (Wanted& row : rows) {
     Sequence& of = *row.section->of;
     if (row.drawn.size() > 1) share_prompt(of, row.drawn);
     give(of, std::move(row.drawn.front()));
   }
-  failed.clear();
+  std::vector<std::shared_ptr<Request>> ended;
   for (const auto& sequence : running)
-    if (!sequence->of->failure.empty() && std::ranges::find(failed, sequence->of) == failed.end())
-      failed.push_back(sequence->of);
-  for (const auto& request : failed) fail(request);
+    if (!sequence->of->failure.empty() && std::ranges::find(ended, sequence->of) == ended.end())
+      ended.push_back(sequence->of);
+  for (const auto& request : ended) fail(request);
 }
 
 TextSampler::TextSampler(DecoderLM& model, TextSamplerOptions options)
@@ -604,7 +590,8 @@ std::vector<std::pair<std::string, Sampled>> TextSampler::pass() {
   if (!busy()) return {};
   const at::NoGradGuard no_grad;
   const RowInvariantProducts products;
-  const KeptAdapter kept(impl_->model);
+  const auto after =
+      c10::make_scope_exit([&model = impl_->model, own = impl_->model.adapter()] { model.set_adapter(own); });
   impl_->pass();
   return std::exchange(impl_->complete, {});
 }
