@@ -55,15 +55,12 @@ double error_on(int ranks, const DecoderConfig& config, const TensorParallelOpti
     const Mesh mesh(world, with_key_head_view(Grid({{"tp", ranks}}), config));
     const Layout layout = cut_decoder(own.model, mesh, options);
     const auto parts = own.gradients(batch_of(config));
-    std::vector<at::Tensor> all;
-    for (const auto& [name, tensor] : own.model.named()) all.push_back(at::zeros_like(tensor));
-    const std::size_t first = all.size() - parts.size();
-    for (std::size_t i = 0; i < parts.size(); ++i) all[first + i].copy_(parts[i]);
-    layout.sum_gradients(all);
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const std::string& name = own.adapter.named()[i].first;
-      const bool left_out = !unsummed.empty() && name.find(unsummed) != std::string::npos;
-      const at::Tensor found = layout.whole(name, left_out ? parts[i] : all[first + i]);
+      const AxisSet& summed = layout.parameter(name).placement.summed;
+      if ((unsummed.empty() || name.find(unsummed) == std::string::npos) && !summed.empty())
+        mesh.along(summed).all_reduce(parts[i]);
+      const at::Tensor found = layout.whole(name, parts[i]);
       double& error = errors[static_cast<std::size_t>(world.rank)];
       error = std::max(error, ((found - expected[i]).norm() / expected[i].norm()).item<double>());
     }

@@ -75,7 +75,6 @@ struct Schedule {
 
 // ---- the exact global norm: every element counted once, by its owner (docs/losses.md §7) ----
 
-class Layout;
 class Readings;
 
 struct GlobalNorm {
@@ -108,12 +107,6 @@ class OwnedSquares {
 };
 double owned_squares(const Bucket& bucket);
 GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group group);
-
-// Summed gradients in a Layout's order; collective over all ranks of the mesh. One of the ranks that hold the
-// same numbers passes `local_sums`, the others 0.
-double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients);
-GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
-                       std::vector<double>& local_sums);
 
 // Order of a norm: the root of the sum of squares (in fp64), or the largest magnitude.
 enum class NormOrder { kTwo, kInfinity };

@@ -109,7 +109,7 @@ struct PlacedParameter {
   Range owned;  // of the local elements
 };
 
-// Sums gradients, assembles whole tensors, compares copies and assigns owners, from placements alone. The
+// Assembles whole tensors and assigns owners, from placements alone. The
 // same on every rank, with all parameters in the model's order. Tensors (values, gradient, state) are local
 // ones of any type, in that order, empty where a rank does not hold the parameter.
 class Layout {
@@ -130,12 +130,6 @@ class Layout {
 
   // The whole tensor from its shards and the first stage that holds it. Collective over mesh.all().
   at::Tensor whole(const std::string& name, const at::Tensor& local) const;
-
-  // Sums each gradient along `summed`, in place. Collective over mesh.all().
-  void sum_gradients(const std::vector<at::Tensor>& gradients) const;
-
-  // PeerError on every rank: the first parameter whose copies differ in a bit. Collective over mesh.all().
-  void check_copies(const std::vector<at::Tensor>& tensors, const std::string& what) const;
 
  private:
   void check_local(const PlacedParameter& parameter, const at::Tensor& tensor) const;

@@ -181,41 +181,6 @@ at::Tensor Layout::whole(const std::string& name, const at::Tensor& local) const
   return result;
 }
 
-void Layout::sum_gradients(const std::vector<at::Tensor>& gradients) const {
-  ISOGRAD_INVARIANT(gradients.size() == parameters_.size(),
-                    fmt::format("{} gradients of {} parameters", gradients.size(), parameters_.size()));
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const PlacedParameter& parameter = parameters_[i];
-    check_local(parameter, gradients[i]);
-    if (!parameter.held) continue;
-    Group group = mesh_.along(sync_axes(parameter.placement, mesh_.grid()).summed);
-    if (group.size() > 1) group.all_reduce(gradients[i]);
-  }
-}
-
-void Layout::check_copies(const std::vector<at::Tensor>& tensors, const std::string& what) const {
-  ISOGRAD_INVARIANT(tensors.size() == parameters_.size(),
-                    fmt::format("{} tensors of {} parameters", tensors.size(), parameters_.size()));
-  const Grid& grid = mesh_.grid();
-  const at::Tensor all = mesh_.all().all_gather(checksums(tensors));  // [ranks, parameters]
-  const auto sums = all.accessor<std::int64_t, 2>();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const PlacedParameter& parameter = parameters_[i];
-    const auto column = static_cast<std::int64_t>(i);
-    for (int rank = 0; rank < grid.ranks(); ++rank) {
-      if (!holds(parameter.placement, grid, rank)) continue;
-      const int first = holders_along(parameter.placement, grid, parameter.copies, rank).front();
-      if (sums[rank][column] == sums[first][column]) continue;
-      throw PeerError(
-          {.where = fmt::format("the {} of parameter '{}'", what, parameter.name),
-           .found = fmt::format("different bits on ranks {} and {}", first, rank),
-           .expected = fmt::format("copies with the same bits along {}", fmt::join(parameter.copies, ", ")),
-           .action = "Where each rank's gradient is a part of the whole, name that axis in the placement's "
-                     "`summed`; otherwise compute the same on every rank"});
-    }
-  }
-}
-
 Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                const Grid& grid) {
   Layout::Named placements;

@@ -2,11 +2,13 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <functional>
 #include <set>
 
 #include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/parameters.hpp"
+#include "isograd/world.hpp"
 #include "layout/flat.hpp"
 
 namespace isograd {
@@ -133,6 +135,47 @@ TEST(MakeBucket, MovesParametersWithoutChangingThem) {
         is_slot_view(parameters[0].tensor.view({7, 5}), bucket.parameters, bucket.plan.slots.back()));
     EXPECT_FALSE(is_slot_view(at::Tensor(), bucket.parameters, bucket.plan.slots.back()));
   }
+}
+
+const Grid kTwoByTwo({{"pp", 2}, {"tp", 2}});
+
+Layout::Named placements() {
+  return {{"up", placed(kTwoByTwo, {6, 4}, {even_cut(kTwoByTwo, "tp", 0, {6})}, {0})},
+          {"norm", placed(kTwoByTwo, {3}, {}, {0}, {"tp"})},
+          {"last", placed(kTwoByTwo, {4, 4}, {}, {1})}};
+}
+
+TEST(Layout, PlacementsThatDifferBetweenRanksAreRefused) {
+  using Change = std::function<void(Layout::Named&)>;
+  const std::pair<Change, std::vector<const char*>> cases[] = {
+      {[](auto& named) { named[1].second.summed.erase("tp"); },
+       {"parameter 'norm'", "tp on rank 0", "on rank 2"}},
+      {[](auto& named) { named[0].second.cuts[0].dim = 1; },
+       {"parameter 'up'", "dimension 0 along axis 'tp'"}},
+      {[](auto& named) { named[2].second.stages.clear(); }, {"parameter 'last'", "every stage on rank 2"}},
+      {[](auto& named) { named.pop_back(); }, {"parameter 'last'", "no such parameter on rank 2"}},
+      {[](auto& named) { named[0].first = "other"; }, {"'other' on rank 2"}},
+      {[](auto&) {}, {"no error"}}};
+  run_ranks(4, [&](World& world) {
+    for (const auto& [change, parts] : cases) {
+      Layout::Named named = placements();
+      if (world.rank == 2) change(named);
+      const std::string text = error_of([&] { Layout(Mesh(world, kTwoByTwo), named); });
+      for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  });
+}
+
+TEST(Layout, NamesTwiceAndTensorsThatDoNotFitAreRefused) {
+  run_ranks(4, [](World& world) {
+    Layout::Named named = placements();
+    const Layout layout(Mesh(world, kTwoByTwo), named);
+    named.push_back(named.front());
+    EXPECT_NE(error_of([&] { Layout(Mesh(world, kTwoByTwo), named); }).find("'up'"), std::string::npos);
+    EXPECT_THROW(layout.parameter("none"), ConfigError);
+    EXPECT_THROW(layout.local("up", at::zeros({2})), ConfigError);
+    EXPECT_THROW(layout.whole("up", at::zeros({6, 4})), ConfigError);
+  });
 }
 
 }  // namespace

@@ -136,18 +136,6 @@ GlobalNorm global_norm(double squares, std::vector<double>& local_sums, Group gr
   return {.norm = std::sqrt(total), .loss_sum = local_sums.front(), .finite = finite};
 }
 
-double owned_squares(const Layout& layout, const std::vector<at::Tensor>& gradients) {
-  double squares = 0;
-  for (std::size_t i = 0; i < gradients.size(); ++i)
-    squares += squared_norm(gradients[i].reshape({-1}), layout.parameters().at(i).owned);
-  return squares;
-}
-
-GlobalNorm global_norm(const Layout& layout, const std::vector<at::Tensor>& gradients,
-                       std::vector<double>& local_sums) {
-  return global_norm(owned_squares(layout, gradients), local_sums, layout.mesh().all());
-}
-
 double clip_coefficient(double norm, double max_norm) {
   if (std::isnan(max_norm))
     refuse("max_norm", "NaN", "a number: a limit above 0, or 0 for no clipping", "Set max_norm");

@@ -281,5 +281,20 @@ TEST(DataParallel, ReductionsWithoutOverlapAreExposed) {
     });
 }
 
+// Placements that are of no parameter, or do not fit what a rank holds.
+TEST(DataParallel, PlacementsOfOtherParametersOrPartsAreRefused) {
+  run_ranks(2, [](World& world) {
+    const Mesh mesh(world, Grid({{"dp_shard", 1}, {"tp", 2}}));
+    TrainableParameters parameters = trainable_parameters({{"up", leaf(at::ones({3, 6}))}});
+    for (const auto& [named, part] :
+         {std::pair(Layout::Named{{"none", placed(mesh.grid(), {3})}}, "parameter 'none'"),
+          std::pair(Layout::Named{{"up", placed(mesh.grid(), {6, 6})}}, "its part there, [6, 6]")}) {
+      parameters.placements = named;
+      const std::string text = error_of([&] { bucketed(parameters, mesh); });
+      EXPECT_NE(text.find(part), std::string::npos) << text;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace isograd
