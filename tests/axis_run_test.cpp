@@ -63,7 +63,13 @@ TEST_F(AxisRun, OfShardsIsTheRunOfOneProcess) {
          {5, "strategy=zero3 share_parameters=off checkpoint_activations=true"},
          {3, "strategy=zero3 share_parameters=off reshard_after_forward=false"},
          {2, "strategy=zero3 share_parameters=off reduce_once=true"},
-         {4, "strategy=zero3 share_parameters=off replicas=2"}});
+         {4, "strategy=zero3 share_parameters=off replicas=2"},
+         {2, "strategy=naive share_parameters=off"},
+         {3, "strategy=overlapped share_parameters=off"},
+         {4, "strategy=bucketed share_parameters=off"},
+         {4, "strategy=zero1 share_parameters=on replicas=2"},
+         {3, "strategy=zero2 share_parameters=off"},
+         {2, "strategy=zero2 share_parameters=off reduce_once=true"}});
 }
 
 TEST_F(AxisRun, OfContextRanksIsTheRunOfOneProcess) {
@@ -209,6 +215,7 @@ TEST_F(AxisRun, GoesOnOnAnotherMesh) {
         {{4, "pp=2 tp=2 strategy=zero1"}, {3, "strategy=zero3"}},
         {{3, "strategy=zero3"}, {4, "pp=2 strategy=zero2"}},
         {{4, "pp=2 strategy=zero3 share_parameters=off"}, {3, "pp=3"}},
+        {{3, "strategy=zero2 share_parameters=off"}, {2, "strategy=bucketed share_parameters=on"}},
         {{2, "pp=2"}, {4, "pp=2 strategy=zero3"}}}},
       {experts("experts"),
        {{{2, "ep=2"}, {3, "strategy=zero3 batch.packs_per_micro_batch=1"}},

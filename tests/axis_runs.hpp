@@ -93,6 +93,8 @@ class AxisRuns : public testing_runs::TinyVideos {
     }
     EXPECT_NEAR(*found.outcomes[0].validation_loss, *wanted.outcomes[0].validation_loss, 1e-9);
     EXPECT_EQ(found.outcomes[0].sample, wanted.outcomes[0].sample);
+    EXPECT_NEAR(found.outcomes[0].baseline, wanted.outcomes[0].baseline, 1e-13);
+    EXPECT_EQ(found.evaluations.back().targets, wanted.evaluations.back().targets);
   }
   static Verdict verified(const RunConfig& config, int ranks, const std::vector<std::string>& layouts = {},
                           const ChangeProblem& change = {}) {
