@@ -198,23 +198,6 @@ TEST(LayoutLife, ValuesWrittenInMidStepStay) {
         });
 }
 
-// A value that is written after the update was computed from copies would be lost silently.
-TEST(LayoutLife, ValuesWrittenBetweenUpdateAndPublishingAreRefused) {
-  for (const Way& way : ways()) {
-    if (way.shared) continue;
-    const Sharded<Net> net(std::make_shared<Net>(at::kBFloat16));
-    const auto layout = way.make(net, Group::solo());
-    const auto optimizer = sgd({.learning_rate = 0.1});
-    backward(*layout, net, 0, 0);
-    optimizer->update(layout->buckets(), 1);
-    const at::NoGradGuard no_grad;
-    net->block->mid.fill_(2);
-    EXPECT_THAT(error_of([&] { layout->publish_parameters(); }),
-                HasSubstr("parameter 'block.mid': found values written between finish_reduction()"))
-        << way.name;
-  }
-}
-
 // A model that is loaded or moved by replacing tensors leaves the layout with memory that nothing reads.
 TEST(LayoutLife, AParameterWithOtherMemoryIsRefusedByName) {
   for (const Way& way : ways())

@@ -3,16 +3,12 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <chrono>
-#include <thread>
-
 #include "isograd/error.hpp"
 #include "isograd/optimizer.hpp"
 #include "isograd/random.hpp"
 #include "isograd/world.hpp"
 #include "layout/flat.hpp"
 #include "parallel/data/strategies_testing.hpp"
-#include "planted.hpp"
 
 namespace isograd {
 namespace {
@@ -177,95 +173,6 @@ TEST(Sharded, KeepsBf16GradientsIfAsked) {
         EXPECT_TRUE(
             at::equal(layout->views()[3].master, before - kRate * Model(at::kFloat).whole(3, size, 0, 2)));
       });
-}
-
-// Ranks that share one copy wait for one another: with delays at every place where a rank could run ahead,
-// all train as one process does. The planted layout leaves out the last wait.
-struct ForgetsToPublish : planted::Wrapped {
-  using Wrapped::Wrapped;
-  void publish_parameters() override {}
-};
-
-// The gradient of Σ p²/2 is p itself: a rank that reads early gets another gradient.
-bool trains_right_under_delays(bool share, bool planted) {
-  constexpr int kRanks = 3, kSteps = 6;
-  Model alone;
-  for (int step = 0; step < kSteps; ++step) {
-    at::NoGradGuard no_grad;
-    for (auto& tensor : alone.tensors) tensor -= 0x1p-6 * kRanks * tensor;
-  }
-  std::vector<char> right(kRanks, 1);
-  run_ranks(kRanks, [&](World& world) {
-    const auto pause = [&](int step, int place) {
-      const RandomKey key{.seed = 9, .sample = static_cast<std::uint64_t>(world.rank)};
-      const auto counter = static_cast<std::uint64_t>(step * 10 + place);
-      // One rank after the other is late with its update, by more than any other pause: whoever does not wait
-      // for it reads its shard too early.
-      const bool late = place == 3 && world.rank == step % kRanks;
-      if (late || random_bits(key, counter) % 2)
-        std::this_thread::sleep_for(std::chrono::milliseconds(late ? 25 : 2));
-    };
-    Model model;
-    std::unique_ptr<DataParallel> layout = bucketed(
-        model.named(), world.group, {.stage = share ? 0 : 1, .share_parameters = share, .bucket_bytes = 500});
-    if (planted) layout = std::make_unique<ForgetsToPublish>(std::move(layout));
-    const auto optimizer = sgd({.learning_rate = 0x1p-6});
-    for (int step = 0; step < kSteps; ++step) {
-      layout->zero_gradients();
-      layout->begin_backward(true);
-      pause(step, 0);
-      at::Tensor loss = at::zeros({}, at::kDouble);
-      for (auto& tensor : model.tensors) loss = loss + (tensor * tensor.detach()).sum();
-      pause(step, 1);
-      loss.backward();
-      pause(step, 2);
-      layout->finish_reduction();
-      pause(step, 3);
-      optimizer->update(layout->buckets(), 1);
-      layout->publish_parameters();
-    }
-    world.group.barrier();
-    for (std::size_t p = 0; p < model.tensors.size(); ++p)
-      if (!at::equal(model.tensors[p], alone.tensors[p])) right[world.rank] = 0;
-  });
-  return std::all_of(right.begin(), right.end(), [](char one) { return one != 0; });
-}
-
-TEST(Sharded, NobodyReadsAHalfUpdatedParameter) {
-  for (bool share : {true, false}) {
-    EXPECT_TRUE(trains_right_under_delays(share, false));
-    EXPECT_FALSE(trains_right_under_delays(share, true)) << "the planted fault was not noticed";
-  }
-}
-
-// Values and bytes are different questions (B28): a layout that reduces at every micro-batch what it need not
-// has the right gradient and moves too much.
-struct ReducesTooOften : planted::Wrapped {
-  using Wrapped::Wrapped;
-  void begin_backward(bool last) override {
-    for (Bucket& bucket : buckets()) mesh().all().all_reduce(at::zeros_like(bucket.gradients));
-    inner->begin_backward(last);
-  }
-};
-
-TEST(Sharded, BytesTellAReductionTooMany) {
-  run_ranks(3, [](World& world) {
-    std::int64_t bytes[2];
-    for (bool planted : {false, true}) {
-      Model model;
-      std::unique_ptr<DataParallel> layout =
-          bucketed(model.named(), world.group, {.bucket_bytes = 500, .learn_order = false});
-      if (planted) layout = std::make_unique<ReducesTooOften>(std::move(layout));
-      const std::int64_t before = world.group.traffic().bytes();
-      layout->zero_gradients();
-      micro_batches(*layout, model, world.rank, 0, 3);
-      layout->finish_reduction();
-      bytes[planted] = world.group.traffic().bytes() - before;
-      for (std::size_t p = 0; p < kShapes.size(); ++p)
-        EXPECT_TRUE(at::equal(layout->views()[p].gradient, Model().whole(p, 3, 0, 3)));
-    }
-    EXPECT_EQ(bytes[1], 4 * bytes[0]);
-  });
 }
 
 TEST(Sharded, RefusesWhatCannotBe) {

@@ -138,36 +138,20 @@ std::vector<std::string> told(const Way& way, int size, Writers writers, bool fr
 }
 
 TEST(Written, InPlaceIsTheSameOnAllRanks) {
-  for (const Way& way : ways()) {
-    if (way.shared) continue;
-    for (int size : {2, 3}) {
-      for (const std::string& one : told(way, size, Writers::kAll)) EXPECT_EQ(one, "no error") << way.name;
-      for (const std::string& one : told(way, size, Writers::kDiffering))
-        EXPECT_THAT(one, HasSubstr("parameter 'out': found other values written in place on rank 1"))
-            << way.name;
-      const auto alone = told(way, size, Writers::kFirst);
-      EXPECT_THAT(alone[0], HasSubstr("parameter 'out': found values written in place on this rank, and not"))
-          << way.name;
-      for (int rank = 1; rank < size; ++rank) EXPECT_NE(alone[rank], "no error") << way.name << rank;
+  for (const Way& way : ways())
+    for (const bool frozen : {false, true}) {
+      if (way.shared && (way.units || !frozen)) continue;  // one copy, under units of frozen ones too
+      const std::string parameter = frozen ? "parameter 'block.shift': found " : "parameter 'out': found ";
+      for (int size : {2, 3}) {
+        for (const std::string& one : told(way, size, Writers::kAll, frozen))
+          EXPECT_EQ(one, "no error") << way.name;
+        for (const std::string& one : told(way, size, Writers::kDiffering, frozen))
+          EXPECT_THAT(one, HasSubstr(parameter + "other values written in place on rank 1")) << way.name;
+        const auto alone = told(way, size, Writers::kFirst, frozen);
+        EXPECT_THAT(alone[0], HasSubstr(parameter + "values written in place on this rank")) << way.name;
+        for (int rank = 1; rank < size; ++rank) EXPECT_NE(alone[rank], "no error") << way.name << rank;
+      }
     }
-  }
-}
-
-TEST(Written, InPlaceIsTheSameOnAllRanksWhereItIsFrozen) {
-  for (const Way& way : ways()) {
-    if (way.shared && way.units) continue;  // one copy of frozen ones too
-    for (int size : {2, 3}) {
-      for (const std::string& one : told(way, size, Writers::kAll, /*frozen=*/true))
-        EXPECT_EQ(one, "no error") << way.name;
-      for (const std::string& one : told(way, size, Writers::kDiffering, /*frozen=*/true))
-        EXPECT_THAT(one, HasSubstr("parameter 'block.shift': found other values written in place on rank 1"))
-            << way.name;
-      const auto alone = told(way, size, Writers::kFirst, /*frozen=*/true);
-      EXPECT_THAT(alone[0], HasSubstr("parameter 'block.shift': found values written in place on this rank"))
-          << way.name;
-      for (int rank = 1; rank < size; ++rank) EXPECT_NE(alone[rank], "no error") << way.name << rank;
-    }
-  }
 }
 
 // Not finite: no update, nothing published. What is written then is the next step's.
@@ -215,7 +199,9 @@ TEST(Written, ARefusedWriteIsNotForgotten) {
       const at::NoGradGuard no_grad;
       net->out.fill_(3);
     }
-    EXPECT_THAT(error_of([&] { layout->publish_parameters(); }), HasSubstr("parameter 'out'")) << way.name;
+    EXPECT_THAT(error_of([&] { layout->publish_parameters(); }),
+                HasSubstr("parameter 'out': found values written between finish_reduction()"))
+        << way.name;
     layout->zero_gradients();
     EXPECT_TRUE(at::equal(view_of(layout->views(), "out").master, at::full({7, 6}, 3.f))) << way.name;
   }

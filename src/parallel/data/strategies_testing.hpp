@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error_testing.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
 
@@ -48,16 +49,7 @@ inline const Strategy& strategy_named(const std::string& name) {
   throw std::invalid_argument("no strategy " + name);
 }
 
-// The text of a ConfigError, or "no error".
-template <typename F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using error_testing::error_of;
 
 // The largest number of replicas, at most `most`, that divides the ranks.
 inline int replicas_for(int size, int most) {
