@@ -210,29 +210,6 @@ bool is_a_mistake(const std::string& exhibit, Mean mean, const Facts& facts) {
   return mean == Mean::kFixed ? kFixedNumber != 1 : (counts(mean) ? facts.all : facts.targets) != 1;  // B30
 }
 
-// The exhibits that are mistakes with some number of ranks and micro-batches, by batch; the test computes the
-// same from the pieces. One rank with one micro-batch has B30 alone (B12 where it holds nothing valid): the
-// mean of one mean is the mean. "fixed" and "none" have nothing to count, so that how evenly a batch is
-// assigned makes no difference to them. With equal parts (even; not under random weights) a mean of means is
-// the mean. Without any valid token all but B12 give 0, whatever they divide by.
-struct Room {
-  std::string batch, token_mean, sample_mean, weighted_mean, fixed, none;
-};
-const std::vector<Room> kMuseum = {
-    {"even", "B2 B3 B4 B19 B30", "B2 B3 B4 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B11 B19 B30",
-     "B1 B11 B19 B30"},
-    {"uneven", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30",
-     "B1 B2 B3 B11 B19 B30", "B1 B11 B19 B30"},
-    {"a rank empty", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30",
-     "B1 B2 B3 B11 B19 B30", "B1 B11 B19 B30"},
-    {"a micro-batch empty", "B1 B2 B3 B4 B7 B11 B12 B19 B30", "B1 B2 B3 B4 B7 B11 B12 B19 B30",
-     "B1 B2 B3 B4 B7 B11 B12 B19 B30", "B1 B2 B3 B11 B12 B19 B30", "B1 B11 B12 B19 B30"},
-    {"one sample in five", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30 fragments",
-     "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B11 B19 B30", "B1 B11 B19 B30"},
-    {"packs", "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B4 B7 B11 B19 B30 fragments",
-     "B1 B2 B3 B4 B7 B11 B19 B30", "B1 B2 B3 B11 B19 B30", "B1 B11 B19 B30"},
-    {"all invalid", "B12", "B12", "B12", "B12", "B12"}};
-
 }  // namespace
 }  // namespace toy
 
@@ -330,37 +307,6 @@ TEST(CheckedDenominators, FindRanksThatDivideDifferently) {
     }
 }
 
-// The table of the museum is what arithmetic says, and no case of the matrix is without a mistake.
-TEST(TheMuseum, HasAnExhibitForEveryCase) {
-  int cases = 0, exhibits = 0, unguarded = 0;
-  for (const auto& room : toy::kMuseum) {
-    const std::string* const expected[] = {&room.token_mean, &room.sample_mean, &room.weighted_mean,
-                                           &room.fixed, &room.none};
-    for (std::size_t kind = 0; kind < std::size(kMeans); ++kind) {
-      const Mean mean = kMeans[kind];
-      const bool weighted = mean != Mean::kTargets;
-      std::set<std::string> shown;
-      for (int ranks : kNumbersOfRanks)
-        for (int accumulation : {1, 3}) {
-          const auto facts =
-              toy::facts_of(toy::assign(room.batch, ranks, accumulation, weighted), mean, weighted);
-          int here = 0;
-          for (const std::string& exhibit : toy::kExhibits)
-            if (toy::is_a_mistake(exhibit, mean, facts)) ++here, shown.insert(exhibit);
-          ++cases, exhibits += here, unguarded += here == 0;
-          EXPECT_GT(here, 0) << name_of(mean) << ", " << room.batch << ", " << ranks
-                             << " ranks, accumulation " << accumulation;
-        }
-      std::string found;
-      for (const std::string& exhibit : toy::kExhibits)
-        if (shown.contains(exhibit)) found += (found.empty() ? "" : " ") + exhibit;
-      EXPECT_EQ(found, *expected[kind]) << name_of(mean) << ", " << room.batch;
-    }
-  }
-  EXPECT_EQ(toy::kMuseum.size(), toy::kAssignments.size());
-  std::printf("%d cases, %d mistakes in them, %d cases without any\n", cases, exhibits, unguarded);
-}
-
 // Random samples, cut at random places, assigned at random.
 RC_GTEST_PROP(SampleMeanOf, AnyPartition, ()) {
   const int ranks = *rc::gen::inRange(1, 6), accumulation = *rc::gen::inRange(1, 4);
@@ -392,36 +338,6 @@ RC_GTEST_PROP(SampleMeanOf, AnyPartition, ()) {
     RC_ASSERT(std::abs(outcome.reports[0].loss - wanted.loss) < 1e-12 * std::max(1.0, wanted.loss));
     if (wanted.loss != 0) RC_ASSERT(worst_error(outcome, wanted) <= kExact);
   }
-}
-
-// Every sample given twice, under ids of its own; and the samples assigned to the ranks in another order.
-TEST(EveryMeanIs, TheSameForTheDoubledAndThePermutedBatch) {
-  for (int ranks : {1, 3, 4})
-    for (Mean mean : {Mean::kTargets, Mean::kSamples, Mean::kWeights}) {
-      const bool weighted = mean != Mean::kTargets;
-      for (const char* name : {"uneven", "packs", "one sample in five"}) {
-        const auto once = toy::assign(name, ranks, 3, weighted);
-        auto twice = once, rotated = once;
-        for (auto& batches : twice.by_rank)
-          for (std::size_t i = 0, n = batches.size(); i < n; ++i) {
-            Batch copy = batches[i];
-            for (auto& id : copy.sample_ids) id += 600;  // even: parity of ids is seen by the model
-            batches.push_back(copy);
-          }
-        std::rotate(rotated.by_rank.begin(), rotated.by_rank.begin() + ranks / 2, rotated.by_rank.end());
-        const auto make = [&] { return toy::make_normalizer(mean); };
-        const Outcome wanted = run(once, {.mean = make});
-        for (const auto& changed : {twice, rotated}) {
-          const Outcome same = run(changed, {.mean = make});
-          EXPECT_LT(toy::worst_error(same.gradients[0], wanted.gradients[0]), 1e-12) << name_of(mean) << name;
-          EXPECT_NEAR(same.reports[0].loss, wanted.reports[0].loss, 1e-12);
-        }
-        const Outcome sum = run(twice, {.mean = [] { return std::make_unique<NoDenominator>(); }});
-        EXPECT_NEAR(sum.reports[0].loss /
-                        run(once, {.mean = [] { return std::make_unique<NoDenominator>(); }}).reports[0].loss,
-                    2, 1e-12);
-      }
-    }
 }
 
 }  // namespace

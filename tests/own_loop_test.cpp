@@ -139,31 +139,6 @@ TEST(OwnLoop, AMeanOverNothingKeepsUpWithWhatAUnitExchanges) {
     }
 }
 
-// Rank 1 has nothing to take a mean of, and gives a constant.
-TEST(OwnLoop, AConstantKeepsUpWithShardedUnits) {
-  constexpr int kRanks = 3;
-  const Batch batch = micro_batch(0, 0);
-  Net alone;
-  at::cross_entropy_loss(alone.forward(batch.tokens), batch.targets).backward();
-  run_ranks(kRanks,
-            [&](World& world) {
-              const Sharded<Net> model(std::make_shared<Net>());
-              const auto layout = fully_shard(model, {}, world.group);
-              const std::int64_t valid = world.rank == 1 ? 0 : batch.num_targets();
-              layout->zero_gradients();
-              const at::Tensor logits = model(batch.tokens);
-              const at::Tensor mean = valid == 0 ? at::zeros({}) : mean_of(logits, batch.targets);
-              layout->begin_backward(true);
-              gradient_accumulate_loss(mean, valid, 2 * batch.num_targets(), world.group).backward();
-              layout->finish_reduction();
-              for (const auto& view : layout->views()) {
-                const at::Tensor wanted = (view.name == "table" ? alone.table : alone.output).grad();
-                EXPECT_LT((view.gradient - wanted).norm().item<double>(), 1e-13) << view.name;
-              }
-            },
-            {.timeout = std::chrono::seconds(10)});
-}
-
 // An exchange that a unit makes in backward cannot be made later: the rank with the constant says so.
 TEST(OwnLoop, AConstantIsNamedWhereAUnitExchanges) {
   constexpr int kRanks = 3;
