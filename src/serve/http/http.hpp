@@ -15,8 +15,7 @@ struct HttpRequest {
   std::map<std::string, std::string> query;
   std::map<std::string, std::string> headers;  // names in lower case
   std::string body;
-  std::int64_t too_large =
-      0;  // the limit, where the body is beyond it: then `body` has its first bytes alone
+  std::int64_t too_large = 0;  // the limit, where the body is beyond it: `body` has its short parts alone
 };
 
 struct HttpReply {
@@ -34,6 +33,8 @@ struct HttpOptions {
   std::string host = "127.0.0.1";
   int port = 0;                                     // 0: any free one
   std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
+  // A body that is too large is read and dropped up to this: no message of protobuf has more.
+  std::int64_t most_dropped = std::int64_t{1} << 31;
   unsigned connections = 4096, per_address = 0;     // 0: no limit of its own
   unsigned idle_seconds = 120;                      // without a byte, or between requests
   unsigned header_seconds = 10;  // from connecting to the end of the first request's headers
@@ -44,7 +45,7 @@ class HttpServer {
   // Called on the I/O thread and must return at once.
   using Handler = std::function<void(const HttpRequest& request, Respond respond)>;
   // Asked before a body is read, with all but the body, on the I/O thread: an answer refuses the request. Of
-  // a body that is too large it is asked again: an answer replaces the 413.
+  // a body that is too large it is asked again, with its short parts: an answer replaces the 413.
   using Admit = std::function<std::unique_ptr<HttpReply>(const HttpRequest& request)>;
   HttpServer(HttpOptions options, Admit admit, Handler handler);  // ConfigError: the address cannot be had
   ~HttpServer();                                                  // answers what waits with 503

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <utility>
 
 #include "base/json.hpp"
 
@@ -33,6 +34,17 @@ bool decode(std::string_view text, bool plus_is_space, std::string& to) {
   }
   return true;
 }
+
+std::string type_of(const HttpRequest& request) {
+  const auto found = request.headers.find("content-type");
+  if (found == request.headers.end()) return "";
+  std::string type = lower(found->second.substr(0, found->second.find(';')));
+  type.erase(type.find_last_not_of(" \t") + 1);
+  return type;
+}
+
+// Bytes of one of the ShortParts, and of all.
+constexpr std::size_t kShort = 1024, kMostShort = 16 * kShort;
 
 }  // namespace
 
@@ -90,12 +102,66 @@ bool is_local_host(std::string_view host, std::string_view own) {
          (inet_pton(AF_INET, name.c_str(), &address) == 1 && ntohl(address.s_addr) >> 24 == 127);
 }
 
+bool is_json(const HttpRequest& request) { return type_of(request) == "application/json"; }
+
 bool is_known_type(const HttpRequest& request) {
-  const auto found = request.headers.find("content-type");
-  if (found == request.headers.end()) return false;
-  std::string type = lower(found->second.substr(0, found->second.find(';')));
-  type.erase(type.find_last_not_of(" \t") + 1);
+  const std::string type = type_of(request);
   return type == "application/json" || type == "application/x-protobuf" || type == "application/protobuf";
+}
+
+void ShortParts::add(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const auto inside = static_cast<std::size_t>(std::min<std::uint64_t>(bytes.size(), left_));
+    if (inside == 0) {
+      json_ ? add_json(bytes[0]) : add_protobuf(bytes[0]);
+      bytes.remove_prefix(1);
+    } else {
+      if (keeps_) body_ += bytes.substr(0, inside);
+      bytes.remove_prefix(inside), left_ -= inside;
+    }
+  }
+}
+
+void ShortParts::add_json(char byte) {
+  if (quoted_) {
+    quoted_ = escaped_ || byte != '"';
+    escaped_ = !escaped_ && byte == '\\';
+  } else if (byte == '"') {
+    quoted_ = true;
+  } else if (byte == '{' || byte == '[') {
+    if (depth_++ == 0) return;
+  } else if (byte == '}' || byte == ']') {
+    depth_ -= 1;
+  }
+  if (quoted_ || (depth_ > 0 && (depth_ > 1 || byte != ','))) {
+    if (part_.size() <= kShort) part_ += byte;
+    return;
+  }
+  if (!part_.empty() && part_.size() <= kShort && body_.size() < kMostShort)
+    body_ += (body_.empty() ? "{" : ",") + part_;
+  part_.clear();
+}
+
+// A byte of a tag, or of the number or length behind it.
+void ShortParts::add_protobuf(char byte) {
+  constexpr std::uint64_t kRest = ~std::uint64_t{0};  // what is no message is dropped
+  part_ += byte;
+  number_ |= static_cast<std::uint64_t>(byte & 0x7f) << shift_;
+  shift_ += 7;
+  if ((byte & 0x80) != 0) {
+    if (shift_ > 63) left_ = kRest, keeps_ = false;
+    return;
+  }
+  const std::uint64_t value = std::exchange(number_, 0);
+  shift_ = 0;
+  const bool is_tag = tag_ == 0;
+  if (is_tag) tag_ = value;
+  const std::uint64_t wire = tag_ & 7, field = tag_ >> 3;
+  if (is_tag && (wire == 0 || wire == 2)) return;
+  left_ = !is_tag ? (wire == 2 ? value : 0) : wire == 1 ? 8 : wire == 5 ? 4 : kRest;
+  keeps_ = left_ <= kShort && field < 64 && (seen_ >> field & 1) == 0;
+  if (keeps_) seen_ |= std::uint64_t{1} << field, body_ += part_;
+  tag_ = 0, part_.clear();
 }
 
 }  // namespace isograd::serve

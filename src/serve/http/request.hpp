@@ -1,6 +1,7 @@
 // The parts of a request that the server itself judges, and its own replies.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -28,6 +29,30 @@ bool read_target(std::string_view target, HttpRequest& request);
 // Whether a Host header names this machine: localhost, an address of the loopback, `own`.
 bool is_local_host(std::string_view host, std::string_view own);
 
-bool is_known_type(const HttpRequest& request);  // Content-Type: JSON or protobuf
+bool is_json(const HttpRequest& request);        // by its Content-Type
+bool is_known_type(const HttpRequest& request);  // JSON or protobuf
+
+// Keeps the short members of a JSON object, or the first short field of each number of a protobuf message,
+// whose body is too large to keep: enough to tell what it was about.
+class ShortParts {
+ public:
+  explicit ShortParts(bool json) : json_(json) {}
+  void add(std::string_view bytes);
+  std::string body() const { return json_ ? (body_.empty() ? "{" : body_) + "}" : body_; }
+
+ private:
+  void add_json(char byte);
+  void add_protobuf(char byte);
+
+  bool json_;
+  std::string body_{}, part_{};  // what is kept; what is read now
+  // JSON
+  bool quoted_ = false, escaped_ = false;
+  int depth_ = 0;
+  // protobuf
+  std::uint64_t tag_ = 0, number_ = 0, left_ = 0, seen_ = 0;  // left: bytes of a value
+  unsigned shift_ = 0;
+  bool keeps_ = false;
+};
 
 }  // namespace isograd::serve

@@ -33,16 +33,15 @@ constexpr auto kNever = Clock::time_point::max();
 // Memory that the library takes for a connection and keeps while it is open: its headers, and the part of a
 // body that is read at once.
 constexpr std::size_t kConnectionBytes = 16 << 10;
-constexpr std::size_t kFirstBytes = 4096;                     // kept of a body that is too large
-constexpr std::int64_t kMostMessage = std::int64_t{1} << 31;  // bytes; no message of protobuf has more
 constexpr auto kLastAnswers = std::chrono::seconds(2);  // the time that a server which ends has for them
 
 // A request from its first byte until its answer is sent; shared with those who may answer it.
 struct Exchange {
   std::string target;
   HttpRequest request{};
-  bool begun = false, dispatched = false, length_known = false;
+  bool begun = false, dispatched = false;
   std::int64_t received = 0;
+  std::optional<ShortParts> parts{};   // of a body that is too large
   std::optional<HttpReply> refusal{};  // sent when the body has been read and dropped
 
   std::mutex mutex{};
@@ -256,8 +255,7 @@ struct HttpServer::Impl {
 
   // The most that is read and dropped so that a client which sends first and reads later sees its refusal.
   std::int64_t most_dropped(const Exchange& exchange) const {
-    const bool counted = exchange.request.too_large > 0 && exchange.length_known;
-    return counted ? std::max(kMostMessage, options.most_body) : 2 * options.most_body + (1 << 20);
+    return exchange.parts ? options.most_dropped : 2 * options.most_body + (1 << 20);
   }
 
   MHD_Result begin(Exchange& exchange, MHD_Connection* connection, const char* method, const char* version) {
@@ -274,8 +272,9 @@ struct HttpServer::Impl {
         &request);
     const Framing framing = framing_of(request);
     exchange.refusal = refusal_of(exchange, framing, version);
-    if (!exchange.refusal || (!framing.broken && !request.headers.contains("expect") &&
-                              framing.length.value_or(0) <= most_dropped(exchange)))
+    const bool asks_first = request.headers.contains("expect") && !exchange.parts;
+    if (!exchange.refusal ||
+        (!framing.broken && !asks_first && framing.length.value_or(0) <= most_dropped(exchange)))
       return MHD_YES;
     exchange.refusal->headers["Connection"] = "close";
     return send(connection, *std::move(exchange.refusal));
@@ -293,35 +292,43 @@ struct HttpServer::Impl {
       return error_reply(421,
                          "This server listens for programs of its own machine: use localhost or 127.0.0.1");
     if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
-    exchange.length_known = framing.length.has_value();
-    if (framing.length.value_or(0) > options.most_body) return too_large(request);
+    if (framing.length.value_or(0) > options.most_body) return too_large(exchange);
     if (framing.has_body && !is_known_type(request))
       return error_reply(415, "Expected a body of application/json or application/x-protobuf");
     return std::nullopt;
   }
 
-  HttpReply too_large(HttpRequest& request) const {
-    request.too_large = options.most_body;
+  HttpReply too_large(Exchange& exchange) const {
+    exchange.request.too_large = options.most_body;
+    exchange.parts.emplace(is_json(exchange.request));
     return error_reply(413, fmt::format("Expected a body of at most {} bytes", options.most_body));
   }
 
   MHD_Result read(Exchange& exchange, std::string_view part) {
+    HttpRequest& request = exchange.request;
     exchange.received += static_cast<std::int64_t>(part.size());
     if (!exchange.refusal && exchange.received > options.most_body) {
-      exchange.refusal = too_large(exchange.request);
-      std::string(exchange.request.body.substr(0, kFirstBytes)).swap(exchange.request.body);
+      exchange.refusal = too_large(exchange);
+      exchange.parts->add(std::exchange(request.body, {}));
     }
-    if (!exchange.refusal) exchange.request.body += part;
-    if (exchange.request.too_large > 0 && exchange.request.body.size() < kFirstBytes)
-      exchange.request.body += part.substr(0, kFirstBytes - exchange.request.body.size());
-    return exchange.received > most_dropped(exchange) ? MHD_NO : MHD_YES;
+    if (!exchange.refusal) request.body += part;
+    if (exchange.parts) exchange.parts->add(part);
+    if (exchange.received <= most_dropped(exchange)) return MHD_YES;
+    answer_too_large(exchange);  // nobody sees it, but an operation's number is used
+    return MHD_NO;
+  }
+
+  // The reply to a body that is too large, where there is a better one than the 413.
+  std::unique_ptr<HttpReply> answer_too_large(Exchange& exchange) const {
+    if (!exchange.parts || !admit) return nullptr;
+    exchange.request.body = exchange.parts->body();
+    return admit(exchange.request);
   }
 
   MHD_Result finish(const std::shared_ptr<Exchange>& exchange, MHD_Connection* connection) {
     if (exchange->refusal) {
-      const bool asks = exchange->request.too_large > 0 && admit;
-      const auto replaced = asks ? admit(exchange->request) : nullptr;
-      return send(connection, replaced ? std::move(*replaced) : *std::move(exchange->refusal));
+      const auto better = answer_too_large(*exchange);
+      return send(connection, better ? std::move(*better) : *std::move(exchange->refusal));
     }
     if (!std::exchange(exchange->dispatched, true)) dispatch(exchange);
     const std::scoped_lock held(exchange->mutex);

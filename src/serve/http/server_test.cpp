@@ -361,23 +361,69 @@ TEST(Http, HalfABodyIsNoRequest) {
   EXPECT_EQ(called, 0);
 }
 
-TEST(Http, ABodyThatIsTooLargeIsKnownByItsBeginning) {
-  const auto told = [](const HttpRequest& request) -> std::unique_ptr<HttpReply> {
+TEST(Http, ABodyThatIsTooLargeIsKnownByItsShortParts) {
+  std::atomic<int> unseen = 0;
+  const auto told = [&](const HttpRequest& request) -> std::unique_ptr<HttpReply> {
     if (request.too_large == 0) return nullptr;
-    return std::make_unique<HttpReply>(HttpReply{.status = 200, .body = request.body.substr(0, 6)});
+    unseen += 1;
+    return std::make_unique<HttpReply>(HttpReply{.status = 200, .body = request.body});
   };
-  const HttpServer server({.most_body = 1000}, told, echo);
-  const std::string head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
-  for (const std::size_t length : {1001, 1 << 20, 4 << 20}) {  // beyond what is dropped of other refusals too
-    const auto reply = ask(server.port(), head + "Content-Length: " + std::to_string(length) +
-                                              "\r\n\r\nbegins" + std::string(length - 6, 'x'));
-    EXPECT_EQ(reply.status, 200) << length;
-    EXPECT_EQ(reply.body, "begins") << length;
+  const HttpServer server({.most_body = 3000, .most_dropped = 10 << 20}, told, echo);
+  const auto field = [](char tag, const std::string& value) {
+    return std::string{tag, static_cast<char>(0x80 | (value.size() & 127)),
+                       static_cast<char>(value.size() >> 7)} +
+           value;
+  };
+  for (const std::size_t length : {3001, 1 << 20, 4 << 20}) {  // beyond what is dropped of other refusals too
+    const std::string long_text(length, 'x');
+    const std::string json = R"({"a": "m]\"}", "data": [{"b": ",", "c": ")" + long_text + R"("}, 2], ")" +
+                             long_text + R"(": 1, "b": [1, {}] , "n": -3})";
+    std::string message = field(10, "m") + "\x10\x07";
+    while (message.size() < length) message += field(26, "ab") + field(26, std::string(2000, 'x'));
+    const std::string last =
+        "\x41"
+        "12345678\x4d"
+        "1234\x30\x01";
+    message += last + "\x30\x02";
+    const std::pair<std::string, std::string> bodies[] = {
+        {json, R"({"a": "m]\"}", "b": [1, {}] , "n": -3})"},
+        {message, field(10, "m") + "\x10\x07" + field(26, "ab") + last},
+        {long_text, "{}"},
+        {std::string(length, '\xff'), ""}};
+    for (std::size_t i = 0; i < std::size(bodies); ++i) {
+      const auto& [body, expected] = bodies[i];
+      std::string head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/";
+      head += i % 2 ? "x-protobuf\r\n" : "json\r\n";
+      std::string chunks;
+      for (std::size_t at = 0; at < body.size(); at += 60000) {
+        const std::string chunk = body.substr(at, 60000);
+        char size[20];
+        std::snprintf(size, sizeof(size), "%zx\r\n", chunk.size());
+        chunks += size + chunk + "\r\n";
+      }
+      const std::string counted = "Content-Length: " + std::to_string(body.size()) + "\r\n";
+      for (const std::string& sent :
+           {counted + "\r\n" + body, counted + "Expect: 100-continue\r\n\r\n" + body,
+            "Transfer-Encoding: chunked\r\n\r\n" + chunks + "0\r\n\r\n"}) {
+        const auto reply = ask(server.port(), head + sent);
+        EXPECT_EQ(reply.status, 200) << length << " " << i;
+        EXPECT_EQ(reply.body, expected) << length << " " << i;
+      }
+    }
   }
+  // One that does not end is cut off; what it was about is known all the same.
+  const int before = unseen;
+  Client endless(server.port());
+  endless.send(
+      "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: "
+      "chunked\r\n\r\n");
+  while (endless.send("10000\r\n" + std::string(1 << 16, 'x') + "\r\n")) {
+  }
+  EXPECT_EQ(unseen, before + 1);
 }
 
 TEST(Http, BodiesThatAreTooLargeAre413) {
-  const HttpServer server({.most_body = 1000}, {}, echo);
+  const HttpServer server({.most_body = 1000, .most_dropped = 1 << 20}, {}, echo);
   const std::string head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
   for (const char* length : {"1001", "10000000000", "9223372036854775807"}) {
     const auto begun = Clock::now();
