@@ -7,10 +7,13 @@ nothing was accepted.
 import http.client
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
-from serve_client import KEY, LIMIT, limited_to
+import tinker
+from serve_client import ADAM, KEY, LIMIT, exported, limited_to, session, uneven
+from serve_client import model as trained
 from serve_files import NAME, server, write_model
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -88,7 +91,7 @@ def wire(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     write_model(folder / NAME)
     write_model(folder / OTHER, layers=1)
-    with server(folder, folder / "state", "--model", f"{OTHER}={folder / OTHER}") as running:
+    with server(folder, folder / "state", "--model", f"{OTHER}={folder / OTHER}", "--limit", "dump-bytes=1") as running:
         yield Wire(running.port, running.state)
 
 
@@ -478,6 +481,40 @@ def test_other_content_types_verbs_and_paths(wire, witness):
 def test_a_body_of_65_megabytes(wire, witness):
     body = b'{"tags": ["' + b"a" * (65 * 10 ** 6 + (3 << 20)) + b'"]}'
     assert wire.error(*wire.reply("POST", "create_session", body))
+    assert witness()
+
+
+def test_an_operation_that_is_too_large_uses_its_number_and_the_model_goes_on(wire, witness):
+    """Chunked, and as JSON; in both what names the operation comes last."""
+    model = wire.model()
+    parts = [b"\x1a\x80\x80\x40" + b"\0" * 2 ** 20] * 65 + [call(model, 1, forward_only=True).SerializeToString()]
+    assert "at most" in wire.error(*wire.reply("POST", "forward_backward", iter(parts), PROTOBUF))
+    body = {"user_metadata": {"a": "x" * (65 << 20)}, "path": "a", "model_id": model, "seq_id": 2}
+    assert "at most" in wire.error(*wire.posted("save_weights", body))
+    assert np.isfinite(wire.loss(model, 3)) and witness()
+
+
+def test_the_client_shows_a_limit_at_once_and_loses_nothing(wire, witness):
+    url, data = f"http://127.0.0.1:{wire.port}", uneven(np.random.default_rng(6))
+    with session(url) as service:
+        def accumulated(user_metadata):
+            training = trained(service, user_metadata=user_metadata)
+            for _ in range(2):
+                training.forward_backward(data, "cross_entropy").result(LIMIT)
+                step = training.optim_step(ADAM)
+            return training, step
+        limited, step = accumulated({"isograd.dump": "true"})
+        with pytest.raises(tinker.RequestFailedError, match="dump-bytes"):
+            step.result(LIMIT)
+        with pytest.raises(tinker.RequestFailedError, match="dump-bytes"):
+            limited.forward_backward(data, "cross_entropy").result(LIMIT)
+        saved = limited.save_state("limited").result(LIMIT).path
+        shutil.rmtree(wire.state / "dumps")
+        resumed = service.create_training_client_from_state_with_optimizer(saved).result(LIMIT)
+        assert resumed.optim_step(ADAM).result(LIMIT).metrics["step"] == 2
+        unlimited, step = accumulated({})
+        step.result(LIMIT)
+        assert exported(url, resumed)["adapter_model.safetensors"] == exported(url, unlimited)["adapter_model.safetensors"]
     assert witness()
 
 

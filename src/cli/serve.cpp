@@ -1,9 +1,12 @@
 // isograd serve: the training server, its state, its keys.
+#include <fmt/ranges.h>
 #include <pthread.h>
 
 #include <atomic>
+#include <charconv>
 #include <csignal>
 #include <cstdlib>
+#include <ranges>
 #include <thread>
 
 #include "base/json.hpp"
@@ -24,10 +27,10 @@ namespace isograd {
 namespace {
 
 struct ServeFlags {
-  std::vector<std::string> models;
+  std::vector<std::string> models, limits;
   std::string state, keys, dtype = "float32", client_config, url, tenant;
   serve::HttpOptions http{.host = "127.0.0.1", .port = 8000};
-  std::int64_t micro_batch_tokens = 2048, cache_megabytes = 1024, models_per_tenant = 64;
+  std::int64_t micro_batch_tokens = 2048, cache_megabytes = 1024;
   bool insecure = false, sync = false;
   RunFlags run{};  // --ranks and --set alone
 };
@@ -71,6 +74,24 @@ RunConfig run_config(const ServeFlags& flags, const serve::ModelEngineOptions& o
   if (config.parallel.device != "cpu")
     refuse("parallel.device", config.parallel.device, "cpu: a server computes on CPUs", "Leave it out");
   return config;
+}
+
+serve::Limits limits_of(const ServeFlags& flags) {
+  serve::Limits limits = serve::kLimits;
+  for (const std::string& flag : flags.limits) {
+    const std::size_t at = std::min(flag.find('='), flag.size());
+    const auto found = limits.find(flag.substr(0, at));
+    const std::string value = flag.substr(std::min(at + 1, flag.size()));
+    const char* const end = value.data() + value.size();
+    std::int64_t number = -1;
+    const auto [last, bad] = std::from_chars(value.data(), end, number);
+    if (found == limits.end() || bad != std::errc() || last != end || number < 0)
+      refuse("--limit " + flag, found == limits.end() ? "no name of a limit" : "no whole number of 0 or more",
+             fmt::format("NAME=N, NAME one of {}", fmt::join(std::views::keys(limits), ", ")),
+             "Correct it; 0 is no limit");
+    found->second = number;
+  }
+  return limits;
 }
 
 bool is_loopback(const std::string& host) {
@@ -142,6 +163,7 @@ void check(const ServeFlags& flags) {
     refuse("--host " + host, "an address that others reach, and no --keys",
            "keys, or --insecure to let anybody in",
            "Make a key with `isograd serve key TENANT >> keys.txt`, and add --keys keys.txt");
+  limits_of(flags);
 }
 
 // Serves until a signal, on this rank where there are several.
@@ -159,7 +181,7 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
                                     : std::make_unique<serve::ModelEngine>(options);
   serve::ServiceOptions service_options;
   service_options.state = flags.state, service_options.sync = flags.sync;
-  service_options.models = flags.models_per_tenant;
+  service_options.limits = limits_of(flags);
   if (!flags.client_config.empty()) {
     if (const auto [config, problem] = parse_json(flags.client_config); !problem.empty())
       refuse("--client-config", problem, "a JSON object of the client's own options",
@@ -276,8 +298,10 @@ Verb serve_verb(CLI::App& program, const Invocation& invocation) {
              "most tokens that a forward and backward sees", "N", 1, kMany);
   add_option(*verb, "--cache-megabytes", flags->cache_megabytes, "keys and values of each sampler", "N", 1,
              kMany);
-  add_option(*verb, "--models-per-tenant", flags->models_per_tenant, "most models of a tenant at a time", "N",
-             1, kMany);
+  add_option(*verb, "--limit", flags->limits,
+             fmt::format("of each tenant: {}; 0: none; repeatable",
+                         fmt::join(std::views::keys(serve::kLimits), ", ")),
+             "NAME=N");
   add_option(*verb, "--client-config", flags->client_config,
              "options that tinker's client takes from its server, as JSON", "JSON");
   add_option(*verb, "--ranks", flags->run.ranks, "processes on this host that train together; default 1", "N",

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <functional>
 
 #include "base/files.hpp"
 #include "base/print.hpp"
@@ -37,6 +38,10 @@ Cursor cut(const HttpRequest& request, std::int64_t limit, std::vector<Entry>& a
   const auto begin = all.begin() + static_cast<std::ptrdiff_t>(from);
   all = std::vector<Entry>(begin, begin + static_cast<std::ptrdiff_t>(std::min(cursor.limit, most)));
   return cursor;
+}
+
+void newest_first(std::vector<CheckpointListing>& all) {
+  std::ranges::sort(all, std::greater(), &CheckpointListing::created);
 }
 
 CheckpointListing listing_of_checkpoint(const CheckpointInfo& info) {
@@ -74,20 +79,16 @@ RunListing Service::listing_of(const State::Model& model, double now) const {
   return run;
 }
 
-// Null: no such path. The lock is held.
-Service::OptionalReply Service::list(const HttpRequest& request, const std::string& path,
-                                     const std::string& tenant) {
-  const bool get = request.method == "GET", xorl = !request.headers.contains("x-api-key");
+std::optional<std::string> Service::list(const HttpRequest& request, const std::string& path,
+                                         const std::string& tenant) {
+  const bool get = request.method == "GET", xorl = is_xorl(request);
   const double now = seconds_now();
-  const auto missing = [](const std::string& thing) {
-    return HttpReply{.status = 404, .body = tinker::detail_reply("there is no " + printable(thing, 200))};
-  };
   const auto checkpoints_of = [&](const std::string& run) {
     std::vector<CheckpointListing> found;
     for (const auto& [key, saved] : state_.saved)
       if (saved.info.tenant == tenant && saved.exists(now) && (run.empty() || saved.info.run == run))
         found.push_back(listing_of_checkpoint(saved.info));
-    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
+    newest_first(found);
     return found;
   };
   if (request.method == "POST" && path == "get_info") {
@@ -97,20 +98,18 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
                    .architecture = {},
                    .tokenizer = {},
                    .rank = model.request.lora.rank};
-    for (const BaseModel& base : engine_.bases())
-      if (base.name == info.base)
-        info.architecture = base.architecture, info.tokenizer = base.tokenizer.string();
+    if (const BaseModel* base = find_base(info.base))
+      info.architecture = base->architecture, info.tokenizer = base->tokenizer.string();
     // Clients open the directory of it.
     if (fs::is_regular_file(info.tokenizer)) info.tokenizer = fs::path(info.tokenizer).parent_path().string();
-    return HttpReply{.body = tinker::info_reply(info)};
+    return tinker::info_reply(info);
   }
   if (request.method == "POST" && path == "weights_info") {
     const std::string asked =
         xorl ? xorl::path_in(xorl::weights_info(request.body)) : tinker::weights_info(request.body);
     const State::Saved* saved = find_saved(asked, tenant, now);
-    if (!saved) return missing("checkpoint " + asked);
-    return HttpReply{.body = xorl ? xorl::weights_info_reply(saved->shape)
-                                  : tinker::weights_info_reply(saved->shape)};
+    if (!saved) refuse_unknown("checkpoint", asked);
+    return xorl ? xorl::weights_info_reply(saved->shape) : tinker::weights_info_reply(saved->shape);
   }
   if (request.method == "POST" && xorl && path == "list_checkpoints") {
     const std::string name = xorl::list_checkpoints(request.body);
@@ -118,8 +117,8 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     std::vector<CheckpointListing> found;
     for (const State::Model* model : models_called(name, tenant))
       std::ranges::move(checkpoints_of(model->id), std::back_inserter(found));
-    std::sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.created > b.created; });
-    return HttpReply{.body = xorl::checkpoints_reply(found)};
+    newest_first(found);
+    return xorl::checkpoints_reply(found);
   }
   if (!get) return {};
   if (path == "session_info" && xorl) {
@@ -129,17 +128,17 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
         models.push_back({.name = model.name.empty() ? id : model.name,
                           .last_request = model.last_request,
                           .adapter = model.request.lora.rank > 0});
-    return HttpReply{.body = xorl::session_info_reply(models, options_.models)};
+    return xorl::session_info_reply(models, most("models"));
   }
   if (path == "get_server_capabilities") {
     std::vector<ServedModel> models;
     for (const BaseModel& base : engine_.bases()) models.push_back({base.name, base.context});
-    return HttpReply{.body = tinker::capabilities_reply(models)};
+    return tinker::capabilities_reply(models);
   }
   if (path.starts_with("samplers/")) {
     const std::string id = path.substr(9);
-    const State::Sampler& sampler = find_sampler(id, tenant);
-    return HttpReply{.body = tinker::sampler_reply(id, sampler.base, sampler.path)};
+    const State::Sampler& sampler = own(state_.samplers, "sampler", id, tenant);
+    return tinker::sampler_reply(id, sampler.base, sampler.path);
   }
   if (path == "sessions") {
     std::vector<std::string> ids;
@@ -149,22 +148,22 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
       return state_.sessions.at(a).created > state_.sessions.at(b).created;
     });
     cut(request, 20, ids);
-    return HttpReply{.body = tinker::sessions_reply(ids)};
+    return tinker::sessions_reply(ids);
   }
   if (path.starts_with("sessions/") && path.find('/', 9) == std::string::npos) {
     const std::string id = path.substr(9);
-    const State::OpenSession& session = find_session(id, tenant);
+    const State::OpenSession& session = own(state_.sessions, "session", id, tenant);
     std::vector<std::string> models, samplers;
     for (const auto& [name, model] : state_.models)
       if (model.session == id) models.push_back(name);
     for (const auto& [name, sampler] : state_.samplers)
       if (sampler.session == id) samplers.push_back(name);
-    return HttpReply{.body = tinker::session_info_reply(models, samplers, session.client)};
+    return tinker::session_info_reply(models, samplers, session.client);
   }
   if (path == "checkpoints") {
     std::vector<CheckpointListing> found = checkpoints_of("");
     const Cursor cursor = cut(request, 100, found);
-    return HttpReply{.body = tinker::checkpoints_reply(found, cursor)};
+    return tinker::checkpoints_reply(found, cursor);
   }
   if (path == "training_runs") {
     std::vector<const State::Model*> models;
@@ -175,14 +174,13 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
     const Cursor cursor = cut(request, 20, models);
     std::vector<RunListing> runs;
     for (const State::Model* model : models) runs.push_back(listing_of(*model, now));
-    return HttpReply{.body = tinker::runs_reply(runs, cursor)};
+    return tinker::runs_reply(runs, cursor);
   }
   if (!path.starts_with("training_runs/")) return {};
   const std::string rest = path.substr(14), id = rest.substr(0, rest.find('/'));
   const State::Model& model = find_model(id, tenant, false);
-  if (rest == id) return HttpReply{.body = tinker::run_reply(listing_of(model, now))};
-  if (rest == id + "/checkpoints")
-    return HttpReply{.body = tinker::checkpoints_reply(checkpoints_of(id), {})};
+  if (rest == id) return tinker::run_reply(listing_of(model, now));
+  if (rest == id + "/checkpoints") return tinker::checkpoints_reply(checkpoints_of(id), {});
   const std::string_view kUrls = "/external_weights_urls", kList = "/checkpoints/";
   if (rest.ends_with(kUrls) && rest.substr(id.size()).starts_with(kList)) {
     const std::size_t from = id.size() + kList.size();
@@ -192,13 +190,11 @@ Service::OptionalReply Service::list(const HttpRequest& request, const std::stri
   return {};
 }
 
-HttpReply Service::external_urls(const HttpRequest& request, const std::string& path,
-                                 const std::string& tenant) const {
+std::string Service::external_urls(const HttpRequest& request, const std::string& path,
+                                   const std::string& tenant) const {
   const double now = seconds_now();
   const State::Saved* saved = find_saved(path, tenant, now);
-  if (!saved || saved->secret.empty())
-    return {.status = 404,
-            .body = tinker::detail_reply("there is no external checkpoint " + printable(path, 200))};
+  if (!saved || saved->secret.empty()) refuse_unknown("external checkpoint", path);
   const auto header = [&](const char* name, const char* otherwise) {
     const auto found = request.headers.find(name);
     return found == request.headers.end() ? std::string(otherwise) : found->second;
@@ -213,9 +209,9 @@ HttpReply Service::external_urls(const HttpRequest& request, const std::string& 
   }
   // The addresses are good while the checkpoint is.
   const auto expires = static_cast<std::time_t>(saved->info.expires > 0 ? saved->info.expires : now + 86400);
-  return {.body = nlohmann::json{{"urls", urls},
-                                 {"expires", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(expires))}}
-                      .dump()};
+  return nlohmann::json{{"urls", urls},
+                        {"expires", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(expires))}}
+      .dump();
 }
 
 // "<secret>/<file>": whoever has the address may read the file.
@@ -223,7 +219,6 @@ HttpReply Service::external_file(const std::string& path) const {
   const std::size_t slash = path.find('/');
   const std::string secret = path.substr(0, slash);
   const fs::path name = slash == std::string::npos ? "" : path.substr(slash + 1);
-  const HttpReply missing{.status = 404, .body = tinker::detail_reply("there is no such file")};
   fs::path directory;
   {
     const Lock lock(mutex_);
@@ -234,11 +229,11 @@ HttpReply Service::external_file(const std::string& path) const {
   // Only names as they are listed: nothing that leaves the directory.
   if (directory.empty() || name.empty() || name.is_absolute() || name != name.lexically_normal() ||
       *name.begin() == "..")
-    return missing;
+    refuse_unknown("file", path);
   std::error_code error;
   const fs::path file = fs::canonical(directory / name, error);
   if (error || file != fs::canonical(directory, error) / name || !fs::is_regular_file(file, error))
-    return missing;
+    refuse_unknown("file", path);
   return {.type = "application/octet-stream", .body = read_file(file, std::uint64_t{1} << 40)};
 }
 
@@ -317,6 +312,10 @@ std::string Service::status(const std::string& tenant) const {
   }
   for (const auto& [owner, share] : shares_)
     if (sees(tenant, owner)) all["tenants"][owner]["seconds"] = share.seconds;
+  for (const auto& [owner, use] : state_.use)
+    if (sees(tenant, owner))
+      all["tenants"][owner].update(
+          {{"request_bytes", use.request_bytes}, {"result_bytes", use.result_bytes}});
   for (const auto& [path, saved] : state_.saved) {
     if (!saved.exists(seconds_now()) || !sees(tenant, saved.info.tenant)) continue;
     nlohmann::json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];

@@ -62,14 +62,25 @@ struct Lost {
   std::string error, category;
 };
 
-void require_sound(const State::Model& model, const std::string& id) {
-  if (!model.failure.empty())
+// One that a limit stopped can still be saved: the engine has it.
+void require_sound(const State::Model& model, const std::string& id, bool saves) {
+  if (!model.failure.empty() && !(saves && model.loaded))
     throw Lost({id, "an earlier operation that failed: " + model.failure, "a model without failures",
                 "Create another model, from a checkpoint where there is one"});
 }
 
 [[noreturn]] void lack(const std::string& path) {
   throw Lost({"load", "no checkpoint " + path, "one that was saved", "List the checkpoints"});
+}
+
+// Files may be damaged after an operation that read them succeeded.
+template <class Call>
+void with_files(Call call) {
+  try {
+    call();
+  } catch (const ConfigError& error) {
+    throw Lost(error.what(), "user");
+  }
 }
 
 // `text` as a journal and JSON hold it.
@@ -90,6 +101,7 @@ auto guarded(const std::string& id, Call call) -> decltype(call()) {
     failed.status = lost.category == "user" ? 400 : 500;
   } catch (const ConfigError& error) {
     failed.error = valid(error.what()), failed.category = "user", failed.status = 400;
+    failed.intact = dynamic_cast<const LimitReached*>(&error) != nullptr;
   } catch (const std::exception& error) {
     print(stderr, fmt::format("{}: {}\n", id, printable(error.what())));
     failed.error = fmt::format("the server failed: {}", printable(error.what(), 1000));
@@ -203,10 +215,12 @@ void Service::train(Lock& lock, State::Model& model) {
 std::optional<Service::Outcome> Service::execute(const LogRecord& record, State::Model* model) {
   const std::string id = record.text("id"), path = record.text("path");
   // Whatever came before: a model can be unloaded, and a replay finds what a lost model has saved.
-  const bool always =
-      path == "unload_model" || path == "kill_session" || (replaying_ && path.starts_with("save_weights"));
+  const bool saves = path.starts_with("save_weights"),
+             always = path == "unload_model" || path == "kill_session" || (replaying_ && saves);
   std::optional<Outcome> outcome = guarded(id, [&]() -> std::optional<Outcome> {
-    if (model && !always) require_sound(*model, id);
+    if (model && !always) require_sound(*model, id, saves);
+    if (const auto why = record.head.find("refused"); why != record.head.end())
+      throw LimitReached({why->at(0), why->at(1), why->at(2), why->at(3)});
     const Attempt attempt(*this, id);
     return model ? advance(*model, record) : control(record);
   });
@@ -227,10 +241,6 @@ std::optional<Service::Outcome> Service::execute(const LogRecord& record, State:
 std::optional<Service::Outcome> Service::advance(State::Model& model, const LogRecord& record) {
   const std::string path = record.text("path");
   if (path != "forward_backward" && path != "forward") return perform(model, record);
-  if (record.head.contains("too_large"))
-    refuse(record.text("id"), "a body that is too large",
-           fmt::format("at most {} bytes", record.head.at("too_large").get<std::int64_t>()),
-           "Send fewer datums in a call");
   if (!model.progress) {
     ForwardBackward request =
         record.xorl() ? xorl::forward_backward(record.body).body : tinker::forward_backward(record.body).body;
@@ -320,6 +330,7 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
 Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
   const AdamParams params =
       record.xorl() ? xorl::optim_step(record.body).body : tinker::optim_step(record.body).body;
+  check_dumps(model);
   const Metrics metrics = [&] {
     const AddSeconds in_engine(engine_seconds_);
     return engine_.optim_step(model.id, params);
@@ -358,14 +369,17 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   if (!request.overwrite && find_saved(path, model.tenant, record.time()))
     refuse("save", fmt::format("a checkpoint {}", path), "a name that is free",
            "Choose another name, or overwrite");
-  std::int64_t used = 0;
-  for (const auto& [key, other] : state_.saved)
-    if (other.info.tenant == model.tenant && other.exists(record.time()) && key != path)
-      used += other.info.bytes;
-  if (!replaying_ && options_.checkpoint_bytes > 0 && used >= options_.checkpoint_bytes)
-    refuse("save", fmt::format("{} bytes of checkpoints of this key", used),
-           fmt::format("fewer than {}", options_.checkpoint_bytes),
-           "Delete checkpoints that are not needed any more");
+  if (!replaying_) {
+    const Lock lock(mutex_);
+    std::int64_t count = 0, bytes = 0, metadata = 0;
+    for (const auto& [key, other] : state_.saved)
+      if (other.info.tenant == model.tenant && other.exists(record.time()) && key != path)
+        count += 1, bytes += other.info.bytes;
+    for (const auto& [key, value] : info.metadata) metadata += std::ssize(key) + std::ssize(value);
+    const char* const action = "Delete checkpoints that are not needed any more";
+    check_limit("checkpoints", count, 1, action), check_limit("checkpoint-bytes", bytes, 1, action);
+    check_metadata(model.tenant, static_cast<std::size_t>(metadata));
+  }
   if (external) saved.secret = record.text("draw");
   // A later save of the name, or this one by a model that is lost now: what lies there stays.
   const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
@@ -375,7 +389,7 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
     // A model that lost the checkpoint it was created from does not know its shape.
     saved.shape.base = info.base, saved.shape.lora.rank = info.rank;
   } else {
-    require_sound(model, record.text("id"));
+    require_sound(model, record.text("id"), true);
     release(path);
     store_.save(info, true, [&](const fs::path& directory) {
       return info.bytes = engine_.save(model.id, which, directory);
@@ -396,7 +410,7 @@ Service::Outcome Service::open_sampler_of(State::Model& model, std::int64_t sequ
       refuse("sampling_session_seq_id", std::to_string(sequence),
              "a number that no sampler of the session has", "Use an SDK that counts them");
   }
-  require_sound(model, id);
+  require_sound(model, id, true);
   Outcome outcome{.body = tinker::save_for_sampler_reply("", id)};
   make_room_for_sampler(model.tenant, outcome);
   engine_.open_sampler_of(id, model.id);
@@ -421,20 +435,33 @@ void Service::make_room_for_sampler(const std::string& tenant, Outcome& outcome)
     if (sampler.waiting == 0) idle.emplace_back(sampler.used, id);
   }
   std::sort(idle.begin(), idle.end());
-  for (std::size_t i = 0; i < idle.size() && open >= options_.samplers; ++i, --open)
+  for (std::size_t i = 0; i < idle.size() && open >= most("samplers"); ++i, --open)
     outcome.closed.push_back(idle[i].second);  // with the outcome
-  if (open >= options_.samplers)
-    refuse("sampler", fmt::format("{} samplers at work", open),
-           fmt::format("fewer than {}", options_.samplers), "Wait for their results");
+  check_limit("samplers", open, 1, "Wait for results of those at work");
+}
+
+void Service::check_dumps(const State::Model& model) const {
+  const auto dumps = model.request.metadata.find("isograd.dump");
+  if (replaying_ || dumps == model.request.metadata.end() || dumps->second != "true") return;
+  std::vector<fs::path> folders;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [id, other] : state_.models)
+      if (other.tenant == model.tenant) folders.push_back(options_.state / "dumps" / id);
+  }
+  std::uintmax_t bytes = 0;
+  std::error_code error;  // of folders that are not there, or are deleted meanwhile
+  for (const fs::path& folder : folders)
+    for (fs::recursive_directory_iterator at(folder, error), end; at != end; at.increment(error))
+      if (const std::uintmax_t size = at->is_regular_file(error) ? at->file_size(error) : 0; !error)
+        bytes += size;
+  check_limit("dump-bytes", static_cast<std::int64_t>(bytes), 1,
+              "Delete dumps in the server's state folder; this model can still be saved");
 }
 
 Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
-  const LoadWeights request = [&] {
-    if (!record.xorl()) return tinker::load_weights(record.body);
-    LoadWeights found = xorl::load_weights(record.body);
-    found.path = xorl::path_in(found.path);
-    return found;
-  }();
+  LoadWeights request = record.xorl() ? xorl::load_weights(record.body) : tinker::load_weights(record.body);
+  if (record.xorl()) request.path = xorl::path_in(request.path);
   const State::Saved* found = find_saved(request.path, model.tenant, record.time());
   if (!found) lack(request.path);
   const State::Saved& saved = *found;
@@ -449,7 +476,7 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
     refuse("load", fmt::format("a checkpoint of rank {}", saved.info.rank),
            fmt::format("rank {}", model.request.lora.rank), "Create a model from the checkpoint");
   const fs::path directory = store_.directory(saved.info);
-  check_files(saved.info);
+  with_files([&] { store_.check_files(saved.info); });
   loaded_since_.insert(request.path);
   CreateModel shape = saved.shape;
   // Knobs of the saved model hold unless the request has its own.
@@ -487,7 +514,7 @@ Service::Outcome Service::control(const LogRecord& record) {
     } else {
       const State::Saved* saved = find_saved(sampler.path, sampler.tenant, record.time());
       if (!saved) lack(sampler.path);
-      check_files(saved->info);
+      with_files([&] { store_.check_files(saved->info); });
       loaded_since_.insert(sampler.path);
       engine_.load_sampler(id, store_.directory(saved->info));
     }
@@ -512,11 +539,7 @@ Service::Outcome Service::control(const LogRecord& record) {
   } else {
     info.is_public = path == "publish";
   }
-  if (has_files && path != "delete") try {
-      store_.update(info);
-    } catch (const ConfigError& error) {
-      throw Lost(error.what(), "user");
-    }
+  if (has_files && path != "delete") with_files([&] { store_.update(info); });
   outcome.change = [this, checkpoint, info, deleted = path == "delete" ? time : 0.0] {
     const auto entry = state_.saved.find(checkpoint);
     if (entry != state_.saved.end()) entry->second.info = info, entry->second.deleted = deleted;
@@ -527,8 +550,8 @@ Service::Outcome Service::control(const LogRecord& record) {
 void Service::fail_waiting(State::Model& model, const std::string& cause, double time) {
   for (const auto& [sequence, record] : model.waiting)
     finish_future(record->text("id"), "application/json", tinker::failure_reply(cause, "user"), time);
+  for (const auto& [sequence, record] : model.waiting) state_.count(*record, -1);
   model.waiting.clear();
-  model.waiting_bytes = 0;
 }
 
 Service::Outcome Service::end_session(const std::string& id) {
@@ -630,15 +653,6 @@ void Service::release(const std::string& path) {
            "room in the state folder", "Free space there, and ask again");
 }
 
-// Files may be damaged after an operation that read them succeeded.
-void Service::check_files(const CheckpointInfo& info) const {
-  try {
-    store_.check_files(info);
-  } catch (const ConfigError& error) {
-    throw Lost(error.what(), "user");
-  }
-}
-
 // ---- completion ----
 
 void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
@@ -647,7 +661,10 @@ void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
                  ""};
   if (record->head.contains("model")) done.head["model"] = record->head.at("model");
   if (!outcome.error.empty())
-    done.head.update({{"error", outcome.error}, {"category", outcome.category}, {"poison", outcome.poison}});
+    done.head.update({{"error", outcome.error},
+                      {"category", outcome.category},
+                      {"poison", outcome.poison},
+                      {"intact", outcome.intact}});
   if (!outcome.closed.empty()) done.head["closed"] = outcome.closed;
   // Samples are kept, all other results are computed again.
   if (record->text("kind") == "sample" && outcome.error.empty())
@@ -669,6 +686,7 @@ void Service::complete(Lock& lock, const Accepted& record, Outcome outcome) {
 void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
   const Accepted record = accepted;  // the state's own may go away
   const std::string kind = record->text("kind"), id = record->text("id");
+  state_.count(*record, -1);
   if (deaths_.erase(id) > 0 && !replaying_) write_deaths();
   if (!outcome.error.empty()) {
     outcome.type = "application/json";
@@ -702,14 +720,12 @@ void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
   } else {
     State::Model& model = state_.models.at(record->text("model"));
     model.waiting.erase(model.next);
-    model.waiting_bytes -= static_cast<std::int64_t>(record->body.size());
     model.next += 1;
     model.progress.reset();
     if (outcome.poison) {
       model.failure =
           fmt::format("operation {} ({}): {}", model.next - 1, record->text("path"), outcome.error);
-      if (model.loaded) engine_.remove(model.id);
-      model.loaded = false;
+      if (model.loaded && !outcome.intact) engine_.remove(model.id), model.loaded = false;
     }
     if (model.gone) fail_waiting(model, "the model was unloaded", time);
   }
@@ -718,11 +734,34 @@ void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
 
 void Service::finish_future(const std::string& id, const std::string& type, std::string body, double time) {
   State::Future& future = state_.futures.at(id);
+  const bool polled = !future.polls.empty();
   for (State::Future::Poll& poll : future.polls)
     answers_.emplace_back(std::move(poll.respond), HttpReply{.type = type, .body = body});
   future.polls.clear();
   future.done = true, future.finished = time, future.type = type, future.body = std::move(body);
+  state_.use[future.tenant].result_bytes += future.bytes();
+  make_room_for_results(future.tenant);
   results_.emplace_back(time + options_.result_seconds, id);
+  future.fetched = polled || replaying_;
+}
+
+// The oldest ones that were fetched go.
+void Service::make_room_for_results(const std::string& tenant) {
+  const std::int64_t& kept = state_.use[tenant].result_bytes;
+  for (auto at = results_.begin(); kept >= most("result-bytes") && at != results_.end();) {
+    const auto found = state_.futures.find(at->second);
+    const bool stays =
+        found != state_.futures.end() && (found->second.tenant != tenant || !found->second.fetched);
+    if (!stays) forget_result(at->second);
+    at = stays ? at + 1 : results_.erase(at);
+  }
+}
+
+void Service::forget_result(const std::string& id) {
+  const auto found = state_.futures.find(id);
+  if (found == state_.futures.end()) return;
+  state_.use[found->second.tenant].result_bytes -= found->second.bytes();
+  state_.futures.erase(found);
 }
 
 void Service::send(Lock& lock) {
@@ -772,7 +811,7 @@ void Service::watch() {
       const auto found = state_.futures.find(results_.front().second);
       if (found != state_.futures.end() && found->second.done &&
           found->second.finished + options_.result_seconds <= now)
-        state_.futures.erase(found);
+        forget_result(found->first);
     }
     if (now >= sessions_at + 1) end_sessions(sessions_at = now);
     send(lock);

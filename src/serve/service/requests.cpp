@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
+#include <limits>
 #include <protozero/pbf_message.hpp>
 
 #include "base/json.hpp"
@@ -13,12 +13,6 @@
 
 namespace isograd::serve {
 namespace {
-
-// Answered with this status. No mistake of a user has one that clients retry: 408, 409, 429, 5xx.
-struct Refusal {
-  int status;
-  std::string detail;
-};
 
 HttpReply json_reply(std::string body, int status = 200) {
   return {.status = status, .body = std::move(body)};
@@ -98,8 +92,22 @@ std::string why_not(const std::string& path) {
   return "";
 }
 
-bool contains(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
+// The path behind /api/v1/; a prefix that a proxy left is skipped.
+std::string path_of(const HttpRequest& request) {
+  static constexpr std::string_view kPrefix = "/api/v1/";
+  const std::size_t at = request.path.find(kPrefix);
+  return at == std::string::npos ? "" : request.path.substr(at + kPrefix.size());
+}
+
+bool is_operation(const std::string& path, bool xorl) {
+  static const std::set<std::string> kAll{"forward_backward",
+                                          "optim_step",
+                                          "load_weights",
+                                          "save_weights",
+                                          "unload_model",
+                                          "save_weights_external",
+                                          "save_weights_for_sampler"};
+  return kAll.contains(path) || (xorl && (path == "forward" || path == "abort_gradient_epoch"));
 }
 
 // "a/b/c" as its parts.
@@ -110,6 +118,10 @@ std::vector<std::string> parts_of(const std::string& path) {
 }
 
 }  // namespace
+
+void refuse_unknown(const char* kind, const std::string& name) {
+  throw Refusal{404, fmt::format("there is no {} {}", kind, printable(name, 200))};
+}
 
 void Service::handle(const HttpRequest& request, const std::string& tenant, Respond respond) {
   const AddSeconds busy(busy_seconds_);
@@ -132,28 +144,25 @@ void Service::handle(const HttpRequest& request, const std::string& tenant, Resp
 }
 
 std::unique_ptr<HttpReply> Service::unread(const HttpRequest& request, const std::string& tenant) {
-  if (request.method != "POST" || !request.path.ends_with("/api/v1/forward_backward") ||
-      !request.headers.contains("x-api-key"))
-    return nullptr;  // other operations are small, or counted here
+  if (request.method != "POST" || !is_operation(path_of(request), is_xorl(request))) return nullptr;
   auto answered = std::make_unique<HttpReply>();
   handle(request, tenant, [&](HttpReply reply) { *answered = std::move(reply); });
-  return answered;
+  const bool unknown = answered->status == 400 || answered->status == 404;
+  return unknown ? nullptr : std::move(answered);
 }
 
 Service::OptionalReply Service::route(const HttpRequest& request, const std::string& tenant,
                                       Respond& respond) {
-  static constexpr std::string_view kPrefix = "/api/v1/", kFiles = "/isograd/files/";
+  static constexpr std::string_view kFiles = "/isograd/files/";
   const bool get = request.method == "GET", post = request.method == "POST";
   if (get && request.path == "/metrics")
     return HttpReply{.type = "text/plain; version=0.0.4", .body = metrics(tenant)};
   if (get && request.path == "/isograd/status") return json_reply(status(tenant));
-  // A prefix that a proxy left is skipped.
   if (const std::size_t at = request.path.find(kFiles); get && at != std::string::npos)
     return external_file(request.path.substr(at + kFiles.size()));
-  const std::size_t at = request.path.find(kPrefix);
-  const std::string path = at == std::string::npos ? "" : request.path.substr(at + kPrefix.size());
+  const std::string path = path_of(request);
   const std::vector<std::string> parts = parts_of(path);
-  const bool xorl = !request.headers.contains("x-api-key");
+  const bool xorl = is_xorl(request);
 
   if (get && path == "healthz") return json_reply(R"({"status":"ok"})");
   if (post && path == "client/config") return json_reply(options_.client_config);
@@ -166,13 +175,18 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
     LogRecord record = new_record("session", random_hex(), tenant, request.body);
     const std::string id = record.text("id");
     const Lock lock(mutex_);
+    const auto open = std::ranges::count_if(state_.sessions, [&](const auto& entry) {
+      return entry.second.tenant == tenant && !entry.second.ended;
+    });
+    check_limit("sessions", open, 1, "Close clients; those that are silent for a while end by themselves");
+    check_metadata(tenant, request.body.size());
     accept(std::move(record));
     return json_reply(tinker::session_reply(id));
   }
   if (post && path == "session_heartbeat") {
     const std::string id = tinker::heartbeat(request.body);
     const Lock lock(mutex_);
-    State::OpenSession& session = find_session(id, tenant);
+    State::OpenSession& session = own(state_.sessions, "session", id, tenant);
     if (!session.finished.empty() || session.ending) throw Refusal{410, "the session is over"};
     session.seen = seconds_now();
     return json_reply(tinker::empty_reply());
@@ -180,21 +194,17 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   if (post && parts.size() == 3 && parts[0] == "sessions" && parts[2] == "finish") {
     tinker::finish(request.body);
     const Lock lock(mutex_);
-    if (find_session(parts[1], tenant).finished.empty())
+    if (own(state_.sessions, "session", parts[1], tenant).finished.empty())
       accept(new_record("finish", parts[1], tenant, request.body));
     return json_reply(tinker::empty_reply());
   }
   if (post && path == "create_model") return create_model(request, false, tenant);
   // The form that creates names a session; the other one is an operation, which keeps its sequence if it is
   // refused.
-  if (post && path == "load_weights" && !xorl && address_of(request.body, false).model.empty())
+  if (post && path == "load_weights" && !xorl && request.too_large == 0 &&
+      address_of(request.body, false).model.empty())
     return create_model(request, true, tenant);
-  static const std::vector<std::string> kOperations{
-      "forward_backward",         "optim_step",   "load_weights",         "save_weights",
-      "save_weights_for_sampler", "unload_model", "save_weights_external"};
-  if (post &&
-      (contains(kOperations, path) || (xorl && (path == "forward" || path == "abort_gradient_epoch"))))
-    return submit_operation(request, path, tenant);
+  if (post && is_operation(path, xorl)) return submit_operation(request, path, tenant);
   if (post && xorl && path == "kill_session") return kill_session(request, tenant, respond);
   if (post && xorl && path == "delete_checkpoint") {
     const auto [name, id] = xorl::delete_checkpoint(request.body);
@@ -219,22 +229,15 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
     if (!change.empty()) return change_checkpoint(request, checkpoint, change, tenant, respond);
   }
   const Lock lock(mutex_);
-  if (OptionalReply reply = list(request, path, tenant)) return reply;
+  if (auto body = list(request, path, tenant)) return json_reply(std::move(*body));
   throw Refusal{404, fmt::format("{} {} is not served here{}", request.method, printable(request.path, 200),
                                  why_not(path))};
 }
 
-// ---- what is asked for by name: another tenant's looks like an unknown one ----
-
-State::OpenSession& Service::find_session(const std::string& id, const std::string& tenant) {
-  const auto found = state_.sessions.find(id);
-  if (found == state_.sessions.end() || found->second.tenant != tenant)
-    throw Refusal{404, fmt::format("there is no session {}", printable(id, 100))};
-  return found->second;
-}
+// ---- what is asked for by name ----
 
 State::OpenSession& Service::usable_session(const std::string& id, const std::string& tenant) {
-  State::OpenSession& session = find_session(id, tenant);
+  State::OpenSession& session = own(state_.sessions, "session", id, tenant);
   if (session.ending || !session.finished.empty())
     throw Refusal{400, fmt::format("session {} is over; create another one", id)};
   session.seen = seconds_now();
@@ -242,13 +245,9 @@ State::OpenSession& Service::usable_session(const std::string& id, const std::st
 }
 
 State::Model& Service::find_model(const std::string& id, const std::string& tenant, bool xorl) {
-  auto found = state_.models.find(id);
-  if (xorl)
-    if (const auto called = models_called(id, tenant); !called.empty())
-      found = state_.models.find(called[0]->id);
-  if (found == state_.models.end() || found->second.tenant != tenant)
-    throw Refusal{404, fmt::format("there is no model {}", printable(id, 100))};
-  return found->second;
+  std::vector<const State::Model*> called;
+  if (xorl) called = models_called(id, tenant);
+  return own(state_.models, "model", called.empty() ? id : called[0]->id, tenant);
 }
 
 // As xorl's clients call them, the newest first: by the name that they gave, or by the one in paths of
@@ -269,15 +268,13 @@ std::string Service::checkpoint_called(const std::string& name, const std::strin
   for (const State::Model* model : models_called(name, tenant))
     if (std::string path = fmt::format("tinker://{}/{}", model->id, id); state_.saved.contains(path))
       return path;
-  throw Refusal{404,
-                fmt::format("there is no checkpoint {} of {}", printable(id, 200), printable(name, 100))};
+  refuse_unknown("checkpoint", id + " of " + name);
 }
 
-State::Sampler& Service::find_sampler(const std::string& id, const std::string& tenant) {
-  const auto found = state_.samplers.find(id);
-  if (found == state_.samplers.end() || found->second.tenant != tenant)
-    throw Refusal{404, fmt::format("there is no sampler {}", printable(id, 100))};
-  return found->second;
+const BaseModel* Service::find_base(const std::string& name) const {
+  for (const BaseModel& base : engine_.bases())
+    if (base.name == name) return &base;
+  return nullptr;
 }
 
 const State::Saved* Service::find_saved(const std::string& path, const std::string& tenant,
@@ -287,13 +284,37 @@ const State::Saved* Service::find_saved(const std::string& path, const std::stri
   return found->second.info.tenant == tenant || found->second.info.is_public ? &found->second : nullptr;
 }
 
-void Service::check_room(const std::string& tenant, std::size_t bytes) const {
-  std::int64_t count = 0, waiting = static_cast<std::int64_t>(bytes);
-  for (const auto& [id, model] : state_.models)
-    if (model.tenant == tenant)
-      count += static_cast<std::int64_t>(model.waiting.size()), waiting += model.waiting_bytes;
-  if (count >= options_.waiting || (count > 0 && waiting > options_.waiting_bytes))
-    throw Refusal{429, fmt::format("{} operations of {} bytes wait; send this one later", count, waiting)};
+// ---- limits ----
+
+std::int64_t Service::most(const char* limit) const {
+  const std::int64_t most = options_.limits.at(limit);
+  return most == 0 ? std::numeric_limits<std::int64_t>::max() : most;
+}
+
+void Service::check_limit(const char* limit, std::int64_t used, std::size_t more, const char* action) const {
+  const std::int64_t wanted = used + static_cast<std::int64_t>(more);
+  if (wanted > most(limit))
+    throw LimitReached({fmt::format("limit {}", limit), std::to_string(wanted),
+                        fmt::format("at most {} of a key", most(limit)), action});
+}
+
+void Service::check_results(const std::string& tenant) {
+  make_room_for_results(tenant);
+  check_limit("result-bytes", state_.use_of(tenant).result_bytes, 1, "Fetch the results that are ready");
+}
+
+void Service::check_metadata(const std::string& tenant, std::size_t more) const {
+  check_limit("metadata-bytes", state_.metadata_bytes(tenant), more,
+              "Say less, or delete checkpoints; sessions and models are forgotten a day after their end");
+}
+
+void Service::check_room(const std::string& tenant, std::int64_t State::Use::*kind, std::size_t bytes) const {
+  const State::Use use = state_.use_of(tenant);
+  const bool any = use.operations + use.samples + use.controls > 0;
+  if (use.*kind >= most(kind == &State::Use::samples ? "open-samples" : "open-requests") ||
+      (any && use.request_bytes + static_cast<std::int64_t>(bytes) > most("request-bytes")))
+    throw Refusal{429, fmt::format("{} requests like this one wait, and {} bytes in all; send it later",
+                                   use.*kind, use.request_bytes)};
 }
 
 // ---- journal ----
@@ -327,6 +348,7 @@ void Service::admit(const Accepted& record) {
     state_.sessions.at(id).finished = tinker::finish(record->body).reason;
     return;
   }
+  state_.count(*record, 1);
   if (kind == "control") {
     state_.controls.push_back(record);
     state_.control_count += 1;
@@ -364,7 +386,6 @@ void Service::admit(const Accepted& record) {
     if (!model.request.lora.seed) model.request.lora.seed = record->seed();
   }
   model.waiting[record->head.at("sequence").get<std::int64_t>()] = record;
-  model.waiting_bytes += static_cast<std::int64_t>(record->body.size());
   model.last_request = record->time();
   state_.futures[id] = {.tenant = tenant};
 }
@@ -391,7 +412,7 @@ LogRecord Service::operation_record(const State::Model& model, std::int64_t sequ
 }
 
 HttpReply Service::create_model(const HttpRequest& request, bool loads, const std::string& tenant) {
-  const bool xorl = !request.headers.contains("x-api-key");
+  const bool xorl = is_xorl(request);
   NewModel asked;
   if (loads) {
     const LoadWeights load = tinker::load_weights(request.body);
@@ -409,33 +430,32 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
     // These clients give no sequence. A model that has run nothing is the one that a repeated request means;
     // another one of this name is replaced, once nothing more is refused.
     for (const auto& [id, model] : state_.models) {
-      if (model.tenant != tenant || model.name != name || model.gone || !model.failure.empty()) continue;
+      if (model.tenant != tenant || model.name != name || model.gone) continue;
+      if (!model.loaded && !model.failure.empty()) continue;
       if (model.free_sequence() <= 1)
         return json_reply(tinker::promise_reply(fmt::format("{}:op:0", id), name));
       replaced.push_back(id);
     }
   } else {
-    find_session(asked.session, tenant);
+    own(state_.sessions, "session", asked.session, tenant);
   }
   const std::string id = fmt::format("{}:op:0", asked.model);
   if (!state_.models.contains(asked.model)) {
     usable_session(asked.session, tenant);
-    check_room(tenant, request.body.size());
-    const auto& bases = engine_.bases();
-    const auto named = [&](const BaseModel& base) { return base.name == asked.body.base; };
-    if (!loads && std::none_of(bases.begin(), bases.end(), named)) {
+    check_room(tenant, &State::Use::operations, request.body.size());
+    check_results(tenant);
+    check_metadata(tenant, request.body.size());
+    if (!loads && !find_base(asked.body.base)) {
       std::string known;
-      for (const BaseModel& base : bases) known += (known.empty() ? "" : ", ") + base.name;
+      for (const BaseModel& base : engine_.bases()) known += (known.empty() ? "" : ", ") + base.name;
       refuse("base_model", asked.body.base, known, "Name one of these, or start the server with that model");
     }
     const auto counted = [&](const auto& entry) {
-      return entry.second.tenant == tenant && !entry.second.gone && entry.second.failure.empty();
+      const State::Model& model = entry.second;
+      return model.tenant == tenant && !model.gone && (model.loaded || model.failure.empty());
     };
-    if (std::count_if(state_.models.begin(), state_.models.end(), counted) - std::ssize(replaced) >=
-        options_.models)
-      refuse("create_model", fmt::format("{} models of this key", options_.models),
-             fmt::format("at most {}", options_.models),
-             "Close sessions whose models are not needed any more");
+    check_limit("models", std::ranges::count_if(state_.models, counted) - std::ssize(replaced), 1,
+                "Close sessions whose models are not needed any more");
     LogRecord record = new_record("model", id, tenant, without_secrets("", request.body));
     record.head.update({{"model", asked.model},
                         {"session", asked.session},
@@ -454,7 +474,7 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
 
 HttpReply Service::submit_operation(const HttpRequest& request, const std::string& path,
                                     const std::string& tenant) {
-  const bool xorl = !request.headers.contains("x-api-key");
+  const bool xorl = is_xorl(request);
   Address address = address_of(request.body, path == "forward_backward" && !xorl);
   if (xorl && address.model.empty()) address.model = "default";
   const Lock lock(mutex_);
@@ -476,10 +496,21 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     if (model.gone) throw Refusal{400, fmt::format("model {} was closed with its session", address.model)};
     usable_session(model.session, tenant);
     // Refusing the one that runs next would let the others wait for ever.
-    if (sequence != model.next) check_room(tenant, request.body.size());
+    if (sequence != model.next) check_room(tenant, &State::Use::operations, request.body.size());
+    // Refusals are results too.
+    if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes")) check_results(tenant);
     LogRecord record = operation_record(model, sequence, path, without_secrets(path, request.body), xorl);
     if (address.forward_only) record.head["forward_only"] = true;
-    if (request.too_large > 0) record.head["too_large"] = request.too_large;
+    try {  // Later ones would wait for a number that is not used.
+      if (request.too_large > 0)
+        refuse(path, "a body that is too large", fmt::format("at most {} bytes", request.too_large),
+               "Send fewer datums in a call");
+      if (path != "unload_model") check_results(tenant);
+    } catch (const ConfigError& error) {
+      const ErrorText& text = error.text();
+      record.head["refused"] = {text.where, text.found, text.expected, text.action};
+      record.body.clear();
+    }
     accept(std::move(record));
   }
   return json_reply(tinker::promise_reply(fmt::format("{}:op:{}", model.id, sequence), address.model));
@@ -516,31 +547,27 @@ Service::OptionalReply Service::kill_session(const HttpRequest& request, const s
 // ---- samplers ----
 
 HttpReply Service::create_sampler(const HttpRequest& request, const std::string& tenant) {
-  if (!request.headers.contains("x-api-key")) {
+  if (is_xorl(request)) {
     const std::string path = xorl::create_sampling_session(request.body);
     const Lock lock(mutex_);
-    if (!find_saved(xorl::path_in(path), tenant, seconds_now()))
-      throw Refusal{404, fmt::format("there is no checkpoint {}", printable(path, 200))};
+    if (!find_saved(xorl::path_in(path), tenant, seconds_now())) refuse_unknown("checkpoint", path);
     return json_reply(xorl::sampling_session_reply(path));
   }
   const SamplingSession asked = tinker::create_sampling_session(request.body);
   const std::string id = tinker::sampler_id(asked.session, asked.sequence);
   const Lock lock(mutex_);
-  find_session(asked.session, tenant);
+  own(state_.sessions, "session", asked.session, tenant);
   if (!state_.samplers.contains(id)) {
     usable_session(asked.session, tenant);
-    const auto& bases = engine_.bases();
     if (!asked.path.empty() && !find_saved(asked.path, tenant, seconds_now()))
-      throw Refusal{404, fmt::format("there is no checkpoint {}", printable(asked.path, 200))};
-    if (asked.path.empty() &&
-        std::none_of(bases.begin(), bases.end(), [&](auto& base) { return base.name == asked.base; }))
-      throw Refusal{404, fmt::format("there is no base model {}", printable(asked.base, 200))};
+      refuse_unknown("checkpoint", asked.path);
+    if (asked.path.empty() && !find_base(asked.base)) refuse_unknown("base model", asked.base);
     const auto busy = [&](const auto& entry) {
       return entry.second.tenant == tenant && entry.second.waiting > 0;
     };
-    if (std::count_if(state_.samplers.begin(), state_.samplers.end(), busy) >= options_.samplers)
-      refuse("create_sampling_session", "as many samplers at work",
-             fmt::format("fewer than {}", options_.samplers), "Wait for their results");
+    check_limit("samplers", std::ranges::count_if(state_.samplers, busy), 1, "Wait for their results");
+    check_room(tenant, &State::Use::controls, request.body.size());
+    check_metadata(tenant, request.body.size());
     LogRecord record = new_record("sampler", id, tenant, without_secrets("", request.body));
     record.head["path"] = "open";
     accept(std::move(record));
@@ -552,16 +579,15 @@ HttpReply Service::submit_sample(const HttpRequest& request, const std::string& 
   const SampleRequest asked = tinker::asample(request.body);
   const std::string id = fmt::format("{}:{}", asked.sampler, asked.sequence);
   const Lock lock(mutex_);
-  State::Sampler& sampler = find_sampler(asked.sampler, tenant);
+  State::Sampler& sampler = own(state_.samplers, "sampler", asked.sampler, tenant);
   if (!state_.futures.contains(id)) {
     if (sampler.closed)
       throw Refusal{
           404, fmt::format("sampler {} was closed: it was the longest unused of {}, or its session is over",
-                           asked.sampler, options_.samplers)};
+                           asked.sampler, most("samplers"))};
     if (!sampler.failure.empty()) throw Refusal{400, sampler.failure};
-    std::int64_t waiting = 0;
-    for (const auto& [key, other] : state_.samplers) waiting += other.tenant == tenant ? other.waiting : 0;
-    if (waiting >= options_.waiting_samples) throw Refusal{429, fmt::format("{} samples wait", waiting)};
+    check_room(tenant, &State::Use::samples, request.body.size());
+    check_results(tenant);
     if (const auto session = state_.sessions.find(sampler.session); session != state_.sessions.end())
       session->second.seen = seconds_now();
     LogRecord record = new_record("sample", id, tenant, request.body);
@@ -582,12 +608,12 @@ Service::OptionalReply Service::change_checkpoint(const HttpRequest& request, co
   const Lock lock(mutex_);
   const auto found = state_.saved.find(checkpoint);
   const bool own = found != state_.saved.end() && found->second.info.tenant == tenant;
-  const bool xorl = !request.headers.contains("x-api-key");
+  const bool xorl = is_xorl(request);
   // A client whose DELETE was answered after its connection broke sends it again.
   if (own && change == "delete" && !found->second.exists(seconds_now()))
     return json_reply(xorl ? xorl::deleted_reply(checkpoint) : tinker::empty_reply());
-  if (!own || !found->second.exists(seconds_now()))
-    throw Refusal{404, fmt::format("there is no checkpoint {} of this key", printable(checkpoint, 200))};
+  if (!own || !found->second.exists(seconds_now())) refuse_unknown("checkpoint", checkpoint + " of this key");
+  check_room(tenant, &State::Use::controls, request.body.size());
   LogRecord record =
       new_record("control", fmt::format("control:{}", state_.control_count), tenant, request.body);
   record.head.update({{"path", change}, {"checkpoint", checkpoint}});
@@ -604,6 +630,7 @@ Service::OptionalReply Service::retrieve(const std::string& id, const std::strin
     throw Refusal{410,
                   fmt::format("there is no result {}: unknown, or older than an hour", printable(id, 100))};
   State::Future& future = found->second;
+  future.fetched = future.done;
   if (future.done) return HttpReply{.type = future.type, .body = future.body};
   const double deadline = seconds_now() + options_.poll_seconds;
   future.polls.push_back({deadline, std::move(respond)});

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "isograd/error.hpp"
 #include "serve/http/http.hpp"
 #include "serve/service/engine.hpp"
 #include "serve/service/state.hpp"
@@ -28,12 +29,45 @@
 
 namespace isograd::serve {
 
+// They hold for each tenant; docs/server.md has their meaning. 0: none.
+using Limits = std::map<std::string, std::int64_t>;
+inline const Limits kLimits{{"models", 64},
+                            {"samplers", 64},
+                            {"sessions", 1024},
+                            {"checkpoints", 0},
+                            {"checkpoint-bytes", 0},
+                            {"dump-bytes", std::int64_t{64} << 30},
+                            {"metadata-bytes", std::int64_t{64} << 20},
+                            {"result-bytes", std::int64_t{1} << 30},
+                            {"open-requests", 4096},
+                            {"open-samples", 2048},
+                            {"request-bytes", std::int64_t{1} << 30}};
+
+// An operation was refused before it began: its model is as it was.
+struct LimitReached : ConfigError {
+  using ConfigError::ConfigError;
+};
+
+// Answered with this status. No mistake of a user has one that clients retry: 408, 409, 429, 5xx.
+struct Refusal {
+  int status;
+  std::string detail;
+};
+[[noreturn]] void refuse_unknown(const char* kind, const std::string& name);
+// The tenant's own thing of that name; another's looks like an unknown one.
+template <class All>
+auto& own(All& all, const char* kind, const std::string& name, const std::string& tenant) {
+  const auto found = all.find(name);
+  if (found == all.end() || found->second.tenant != tenant) refuse_unknown(kind, name);
+  return found->second;
+}
+
+inline bool is_xorl(const HttpRequest& request) { return !request.headers.contains("x-api-key"); }
+
 struct ServiceOptions {
   std::filesystem::path state;  // a folder of this server alone
   bool sync = false;            // survive power cuts, not only kills
-  // Limits of each tenant. 0 bytes: none.
-  std::int64_t models = 64, samplers = 64, checkpoint_bytes = 0;
-  std::int64_t waiting = 4096, waiting_bytes = std::int64_t{1} << 30, waiting_samples = 2048;
+  Limits limits = kLimits;
   double poll_seconds = 25, session_seconds = 900, result_seconds = 3600;
   std::int64_t piece_tokens = 8192;  // a forward_backward is computed in pieces of about this size
   // An operation in which the process died this often in a row is failed, not tried again. Kills from outside
@@ -71,6 +105,7 @@ class Service {
     std::string type = "application/json", body{};
     std::string error{}, category{};  // empty: it succeeded
     bool poison = false;              // a failure that fails the model's later operations
+    bool intact = false;              // a failure before it began: the model is as it was
     bool lost = false;                // a failure that a replay may have where the operation succeeded
     int status = 200;                 // of a control's reply
     std::function<void()> change{};
@@ -91,16 +126,20 @@ class Service {
                                   const std::string& change, const std::string& tenant, Respond& respond);
   OptionalReply retrieve(const std::string& id, const std::string& tenant,
                          Respond& respond);  // with the lock
-  State::OpenSession& find_session(const std::string& id, const std::string& tenant);
   State::OpenSession& usable_session(const std::string& id, const std::string& tenant);
   std::string xorl_session(const std::string& tenant);
   State::Model& find_model(const std::string& id, const std::string& tenant, bool xorl);
   std::string checkpoint_called(const std::string& name, const std::string& id,
                                 const std::string& tenant) const;  // its path
   std::vector<const State::Model*> models_called(const std::string& name, const std::string& tenant) const;
-  State::Sampler& find_sampler(const std::string& id, const std::string& tenant);
+  const BaseModel* find_base(const std::string& name) const;
   const State::Saved* find_saved(const std::string& path, const std::string& tenant, double now) const;
-  void check_room(const std::string& tenant, std::size_t bytes) const;
+  std::int64_t most(const char* limit) const;
+  void check_limit(const char* limit, std::int64_t used, std::size_t more, const char* action) const;
+  void check_results(const std::string& tenant);
+  void check_metadata(const std::string& tenant, std::size_t more) const;
+  // Room for another request that waits: until there is some, clients ask again.
+  void check_room(const std::string& tenant, std::int64_t State::Use::*kind, std::size_t bytes) const;
   LogRecord new_record(const char* kind, const std::string& id, const std::string& tenant,
                        std::string body) const;
   LogRecord operation_record(const State::Model& model, std::int64_t sequence, const std::string& path,
@@ -109,10 +148,12 @@ class Service {
   void admit(const Accepted& record);  // the change of the state by an accepted request
 
   // ---- what replies tell (listings.cpp) ----
-  OptionalReply list(const HttpRequest& request, const std::string& path, const std::string& tenant);
+  // None: no such path. With the lock.
+  std::optional<std::string> list(const HttpRequest& request, const std::string& path,
+                                  const std::string& tenant);
   RunListing listing_of(const State::Model& model, double now) const;
-  HttpReply external_urls(const HttpRequest& request, const std::string& path,
-                          const std::string& tenant) const;
+  std::string external_urls(const HttpRequest& request, const std::string& path,
+                            const std::string& tenant) const;
   HttpReply external_file(const std::string& path) const;
   std::string metrics(const std::string& tenant) const;
   std::string status(const std::string& tenant) const;
@@ -134,13 +175,15 @@ class Service {
   void fail_waiting(State::Model& model, const std::string& cause, double time);
   void sample(Lock& lock);
   void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
+  void check_dumps(const State::Model& model) const;
   void release(const std::string& path);  // before files of a checkpoint change
-  void check_files(const CheckpointInfo& info) const;
   // Journals that the operation is complete (until that succeeds, or the service stops) and applies the
   // outcome.
   void complete(Lock& lock, const Accepted& record, Outcome outcome);
   void apply(const Accepted& record, Outcome& outcome, double time);
   void finish_future(const std::string& id, const std::string& type, std::string body, double time);
+  void make_room_for_results(const std::string& tenant);
+  void forget_result(const std::string& id);
   void send(Lock& lock);  // gives the collected answers, without the lock
   void skip_time(double seconds);
   void watch();           // the thread that ends long polls, results and sessions

@@ -43,6 +43,13 @@ struct Served {
     client.session = session;
     if (session.empty()) client.start(), model = client.create();
   }
+  // Ends the service as a kill does, without a snapshot.
+  void kill() {
+    const fs::path copy = folder.path / "copy";
+    fs::copy(options.state, copy, fs::copy_options::recursive);
+    running.reset();
+    fs::remove_all(options.state), fs::rename(copy, options.state);
+  }
   Folder folder;
   ToyEngine engine;
   ServiceOptions options;
@@ -129,7 +136,7 @@ TEST_F(ServiceTest, AFailedOperationFailsTheLaterOnesWithItsCause) {
   client.forward_backward(forward_backward_body(next, 1, 1, 1));
   EXPECT_EQ(client.value(client.step(next, 2))["metrics"]["steps"], 1);
   // A save that is refused changes nothing, and the model goes on.
-  client.value(client.operation("save_weights", next, 3, {{"path", "one"}}));
+  client.save(next, 3, "one");
   EXPECT_EQ(client.value(client.operation("save_weights", next, 4, {{"path", "one"}}))["category"], "user");
   EXPECT_EQ(client.value(client.operation("save_weights", next, 5, {{"path", "a/b"}}))["category"], "user");
   client.forward_backward(forward_backward_body(next, 6, 1, 1));
@@ -153,12 +160,8 @@ TEST_F(ServiceTest, UserErrorsAreNeverOnesThatClientsRetry) {
   refused(client.post("optim_step", {{"model_id", model}}), 400);
   for (const json& number : {json(0), json(-1), json(1.5), json("1"), json(1e300)})
     refused(client.post("optim_step", {{"model_id", model}, {"seq_id", number}}), 400);
-  refused(client.post("create_model",
-                      {{"session_id", client.session}, {"model_seq_id", 1}, {"base_model", "other"}}),
-          400);
-  refused(
-      client.post("create_model", {{"session_id", "other"}, {"model_seq_id", 1}, {"base_model", "toy/base"}}),
-      404);
+  refused(client.post("create_model", client.creation(1, {{"base_model", "other"}})), 400);
+  refused(client.post("create_model", client.creation(1, {{"session_id", "other"}})), 404);
   refused(client.post("create_sampling_session", {{"session_id", client.session},
                                                   {"sampling_session_seq_id", 0},
                                                   {"model_path", "tinker://a/weights/b"}}),
@@ -182,16 +185,8 @@ TEST_F(ServiceTest, UserErrorsAreNeverOnesThatClientsRetry) {
   failed(client.operation("save_weights_for_sampler", model, ++sequence,
                           {{"sampling_session_seq_id", 0}, {"kind", "inflight"}}));
   failed(client.operation("optim_step", model, ++sequence, {{"optimizer_params", {{"type", "dimuon"}}}}));
-  const json promise = client.sure("create_model", {{"session_id", client.session},
-                                                    {"model_seq_id", 5},
-                                                    {"base_model", "toy/base"},
-                                                    {"lora_config", {{"rank", 99}}}});
-  failed(promise["request_id"]);
-  const json load = client.sure("load_weights", {{"session_id", client.session},
-                                                 {"model_seq_id", 6},
-                                                 {"path", "tinker://a/weights/b"},
-                                                 {"optimizer", true}});
-  failed(load["request_id"]);
+  failed(client.sure("create_model", client.creation(5, {{"lora_config", {{"rank", 99}}}}))["request_id"]);
+  EXPECT_EQ(client.load(6, "tinker://a/weights/b")["category"], "user");
 }
 
 TEST_F(ServiceTest, AnotherTenantsThingsLookUnknown) {
@@ -199,9 +194,7 @@ TEST_F(ServiceTest, AnotherTenantsThingsLookUnknown) {
   Client owner(running->transport(), "a"), other(running->transport(), "b");
   owner.start(), other.start();
   const std::string model = owner.create();
-  const std::string saved = owner.value(owner.operation("save_weights", model, 1, {{"path", "one"}}))["path"];
-  const std::string sampler = owner.value(owner.operation(
-      "save_weights_for_sampler", model, 2, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+  const std::string saved = owner.save(model, 1, "one"), sampler = owner.sampler(model, 2);
   const std::string future = owner.sure("asample", sampling(sampler, 0))["request_id"];
   EXPECT_EQ(owner.result(future).status, 200);
   const auto as_unknown = [&](const HttpReply& foreign, HttpReply unknown, const std::string& id,
@@ -277,15 +270,11 @@ TEST_F(ServiceTest, Checkpoints) {
   client.forward_backward(forward_backward_body(model, 1, 1, 2));
   client.step(model, 2);
   client.forward_backward(forward_backward_body(model, 3, 5, 2));  // an open accumulator is saved too
-  const std::string path =
-      client.value(client.operation("save_weights", model, 4, {{"path", "one"}}))["path"];
+  const std::string path = client.save(model, 4, "one");
   EXPECT_EQ(path, "tinker://" + model + "/weights/one");
   const auto created = [&](int number, bool optimizer) {
-    const json promise = client.sure(
-        "load_weights",
-        {{"session_id", client.session}, {"model_seq_id", number}, {"path", path}, {"optimizer", optimizer}});
-    EXPECT_EQ(client.value(promise["request_id"])["type"], "load_weights");
-    const std::string id = client.session + ":train:" + std::to_string(number);
+    EXPECT_EQ(client.load(number, path, optimizer)["type"], "load_weights");
+    const std::string id = client.model_of(number);
     EXPECT_EQ(client.sure("get_info", {{"model_id", id}})["lora_rank"], 8);
     client.forward_backward(forward_backward_body(id, 1, 9, 1));
     return client.value(client.step(id, 2))["metrics"];
@@ -305,13 +294,9 @@ TEST_F(ServiceTest, Checkpoints) {
       client.value(client.operation("load_weights", model, 9, {{"path", path}, {"optimizer", true}}))["type"],
       "load_weights");
   EXPECT_EQ(json::parse(client.call("GET", "/api/v1/checkpoints").body)["checkpoints"].size(), 2u);
-  const json sampler =
-      client.sure("create_sampling_session",
-                  {{"session_id", client.session}, {"sampling_session_seq_id", 0}, {"model_path", weights}});
-  EXPECT_EQ(
-      client.sure("create_sampling_session",
-                  {{"session_id", client.session}, {"sampling_session_seq_id", 0}, {"model_path", weights}}),
-      sampler);
+  const json opening{{"session_id", client.session}, {"sampling_session_seq_id", 0}, {"model_path", weights}};
+  const json sampler = client.sure("create_sampling_session", opening);
+  EXPECT_EQ(client.sure("create_sampling_session", opening), sampler);
   const json promise = client.sure("asample", sampling(sampler["sampling_session_id"], 0));
   EXPECT_EQ(client.sure("asample", sampling(sampler["sampling_session_id"], 0)), promise);
   EXPECT_NE(promise["sample_sequence_ids"][0], promise["sample_sequence_ids"][1]);
@@ -344,9 +329,8 @@ TEST_F(ServiceTest, Sessions) {
   Client silent(running->transport());
   silent.start();
   silent.create();
-  const std::string waits = silent.step(silent.session + ":train:0", 2);  // behind a hole
-  const std::string sampler = client.value(client.operation(
-      "save_weights_for_sampler", model, 1, {{"sampling_session_seq_id", 3}}))["sampling_session_id"];
+  const std::string waits = silent.step(silent.model_of(0), 2);  // behind a hole
+  const std::string sampler = client.sampler(model, 1, 3);
   EXPECT_EQ(sampler, client.session + ":sample:3");
   for (int i = 0; i < 35; ++i) {
     EXPECT_EQ(client.post("session_heartbeat", {{"session_id", client.session}}).status, 200);
@@ -368,28 +352,33 @@ TEST_F(ServiceTest, Sessions) {
   EXPECT_TRUE(engine.samplers.empty());
 }
 
+// The name of the limit that a reply, or a future's, says was reached.
+std::string limit_in(const HttpReply& reply) {
+  EXPECT_TRUE(reply.status == 200 || reply.status == 400) << reply.status << " " << reply.body;
+  const json said = json::parse(reply.body, nullptr, false);
+  if (!said.is_object()) return reply.type;
+  const std::string text = said.value("error", said.value("detail", ""));
+  EXPECT_EQ(said.value("category", "user"), "user");
+  EXPECT_NE(text.find("at most"), std::string::npos) << reply.body;
+  const std::size_t at = text.find("limit ") + 6;
+  return text.substr(at, text.find(':', at) - at);
+}
+
 TEST_F(ServiceTest, Limits) {
-  options.models = 1, options.samplers = 2, options.checkpoint_bytes = 1, options.waiting = 3,
-  options.waiting_samples = 2;
+  options.limits["models"] = 1, options.limits["samplers"] = 2, options.limits["checkpoint-bytes"] = 1;
+  options.limits["open-requests"] = 3, options.limits["open-samples"] = 2;
   serve();
-  EXPECT_EQ(client
-                .post("create_model",
-                      {{"session_id", client.session}, {"model_seq_id", 1}, {"base_model", "toy/base"}})
-                .status,
-            400);
+  EXPECT_EQ(limit_in(client.post("create_model", client.creation(1))), "models");
   Client other(running->transport(), "b");
   other.start(), other.create();
   std::vector<std::string> samplers;
   std::int64_t sequence = 0;
-  for (int i = 0; i < 3; ++i)
-    samplers.push_back(
-        client.value(client.operation("save_weights_for_sampler", model, ++sequence,
-                                      {{"sampling_session_seq_id", i}}))["sampling_session_id"]);
+  for (int i = 0; i < 3; ++i) samplers.push_back(client.sampler(model, ++sequence, i));
   EXPECT_EQ(client.post("asample", sampling(samplers[0], 0)).status, 404);  // the longest unused made room
   EXPECT_EQ(engine.samplers.size(), 2u);
-  client.value(client.operation("save_weights", model, ++sequence, {{"path", "one"}}));
-  EXPECT_EQ(client.value(client.operation("save_weights", model, ++sequence, {{"path", "two"}}))["category"],
-            "user");
+  client.save(model, ++sequence, "one");
+  EXPECT_EQ(limit_in(client.result(client.operation("save_weights", model, ++sequence, {{"path", "two"}}))),
+            "checkpoint-bytes");
   for (int i = 0; i < 3; ++i) client.forward_backward(forward_backward_body(model, sequence + 5 + i, 1, 1));
   EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, sequence + 9, 1, 1))
                 .status,
@@ -399,6 +388,133 @@ TEST_F(ServiceTest, Limits) {
   client.sure("asample", sampling(samplers[2], 0, 1, 10));
   EXPECT_EQ(client.post("asample", sampling(samplers[2], 1)).status, 429);
   EXPECT_EQ(client.result(first).status, 200);
+}
+
+TEST_F(ServiceTest, SessionsAndWhatClientsSayAreLimited) {
+  options.limits["sessions"] = 2, options.limits["checkpoints"] = 1, options.limits["metadata-bytes"] = 6000;
+  serve();
+  Client other(running->transport());
+  other.start();
+  EXPECT_EQ(limit_in(client.post("create_session", {{"tags", json::array()}})), "sessions");
+  Client(running->transport(), "b").start();
+  const json said{{"a", std::string(4000, 'x')}};
+  EXPECT_EQ(client.post("create_model", client.creation(1, {{"user_metadata", said}})).status, 200);
+  EXPECT_EQ(limit_in(client.post("create_model", client.creation(2, {{"user_metadata", said}}))),
+            "metadata-bytes");
+  const auto save = [&](int sequence, const char* name, const json& metadata) {
+    return client.result(
+        client.operation("save_weights", model, sequence, {{"path", name}, {"user_metadata", metadata}}));
+  };
+  EXPECT_EQ(limit_in(save(1, "one", said)), "metadata-bytes");
+  EXPECT_NE(save(2, "one", json::object()).body.find("weights/one"), std::string::npos);
+  EXPECT_EQ(limit_in(save(3, "two", json::object())), "checkpoints");
+  client.forward_backward(forward_backward_body(model, 4, 1, 1));
+  EXPECT_EQ(client.value(client.step(model, 5))["metrics"]["steps"], 1);
+}
+
+TEST_F(ServiceTest, BytesOfRequestsAreLimitedWhileTheyWait) {
+  options.limits["request-bytes"] = 3000;
+  serve();
+  serve(false);  // nothing is computed
+  const std::string late = client.model_of(1), body = forward_backward_body(late, 2, 1, 20),
+                    first = client.sure("create_model", client.creation(1))["request_id"];
+  ASSERT_TRUE(body.size() > 1500 && body.size() < 2800) << body.size();
+  client.forward_backward(body);
+  const auto post = [&](std::int64_t sequence) {
+    return client.call("POST", "/api/v1/forward_backward", forward_backward_body(late, sequence, 1, 20))
+        .status;
+  };
+  EXPECT_EQ(post(3), 429);  // the client waits by itself
+  serve(false);
+  EXPECT_EQ(post(3), 429);
+  serve();
+  client.result(first);
+  EXPECT_EQ(post(1), 200);
+  client.result(late + ":op:2");
+  EXPECT_EQ(post(3), 200);
+}
+
+// Waits until operations before `next` are computed, without fetching a result.
+void wait_for(const Client& client, const std::string& model, std::int64_t next) {
+  for (int i = 0; i < 400; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+    const json status = json::parse(client.call("GET", "/isograd/status").body);
+    for (const json& each : status["models"])
+      if (each["model"] == model && each["next"] >= next) return;
+  }
+  ADD_FAILURE() << "operation " << next - 1 << " of " << model << " is not complete";
+}
+
+// The oldest fetched results make room; where there are none, requests are refused until some are fetched.
+TEST_F(ServiceTest, BytesOfResultsAreLimited) {
+  options.limits["result-bytes"] = 4000;
+  serve();
+  const auto forward = [](const std::string& of, std::int64_t sequence) {
+    std::string body = forward_backward_body(of, sequence, 1, 2, 100);
+    protozero::pbf_writer(body).add_bool(6, true);
+    return body;
+  };
+  std::vector<std::string> ids;
+  for (std::int64_t i = 1; i <= 8; ++i) {
+    ids.push_back(client.forward_backward(forward(model, i)));
+    EXPECT_EQ(client.result(ids.back()).type, tinker::kProtobuf) << i;
+  }
+  EXPECT_EQ(client.result(ids[0]).status, 410);
+  const json use = json::parse(client.call("GET", "/isograd/status").body)["tenants"]["a"];
+  EXPECT_LE(use["result_bytes"], 4000);
+  EXPECT_GT(use["result_bytes"], 2000);
+  EXPECT_EQ(use["request_bytes"], 0);
+  EXPECT_EQ(client.result(ids[7]).type, tinker::kProtobuf);
+  const std::string sampler = client.sampler(model, 9);
+  std::int64_t next = 10;
+  const auto fill = [&] {  // with results that are not fetched
+    for (ids.clear(); ids.size() < 5; ++next) {
+      ids.push_back(client.forward_backward(forward(model, next)));
+      wait_for(client, model, next + 1);
+    }
+  };
+  fill();
+  EXPECT_EQ(limit_in(client.post("asample", sampling(sampler, 0))), "result-bytes");
+  EXPECT_EQ(limit_in(client.post("create_model", client.creation(1))), "result-bytes");
+  Client other(running->transport(), "b");
+  other.start(), other.create();
+  EXPECT_EQ(limit_in(client.result(client.forward_backward(forward(model, next++)))), "result-bytes");
+  int kept = 0;  // the last may have been refused
+  for (const std::string& id : ids) kept += client.result(id).type == tinker::kProtobuf;
+  EXPECT_GE(kept, 4);
+  EXPECT_EQ(client.result(client.sure("asample", sampling(sampler, 0))["request_id"]).type,
+            tinker::kProtobuf);
+  // A refused forward pass changed nothing. A refused gradient fails the model, which can still be saved.
+  const std::string gradient = client.forward_backward(forward_backward_body(model, next++, 3, 2));
+  EXPECT_EQ(client.result(gradient).type, tinker::kProtobuf);
+  fill();
+  EXPECT_EQ(limit_in(client.result(client.forward_backward(forward_backward_body(model, next++, 5, 1)))),
+            "result-bytes");
+  for (const std::string& id : ids) client.result(id);
+  EXPECT_NE(client.result(client.step(model, next++)).body.find("result-bytes"), std::string::npos);
+  kill(), serve();
+  client.load(2, client.save(model, next++, "one"));
+  const std::string from = client.model_of(2);
+  client.forward_backward(forward_backward_body(from, 1, 5, 1));
+  EXPECT_EQ(client.value(client.step(from, 2))["metrics"]["datums"], 3);
+}
+
+TEST_F(ServiceTest, BytesOfDumpsAreLimited) {
+  options.limits["dump-bytes"] = 100;
+  serve();
+  const std::string dumps = client.create(1, {{"user_metadata", {{"isograd.dump", "true"}}}});
+  fs::create_directories(options.state / "dumps" / dumps / "1");
+  client.forward_backward(forward_backward_body(dumps, 1, 1, 2));
+  EXPECT_EQ(client.value(client.step(dumps, 2))["metrics"]["steps"], 1);
+  std::ofstream(options.state / "dumps" / dumps / "1" / "gradients") << std::string(100, 'x');
+  client.forward_backward(forward_backward_body(dumps, 3, 1, 2));
+  EXPECT_EQ(limit_in(client.result(client.step(dumps, 4))), "dump-bytes");
+  client.forward_backward(forward_backward_body(model, 1, 1, 2));
+  EXPECT_EQ(client.value(client.step(model, 2))["metrics"]["steps"], 1);  // it dumps nothing
+  serve();                                                                // from a snapshot
+  const std::string path = client.save(dumps, 5, "one");
+  fs::remove_all(options.state / "dumps");
+  client.load(2, path);
+  EXPECT_EQ(client.value(client.step(client.model_of(2), 1))["metrics"]["steps"], 2);
 }
 
 TEST_F(ServiceTest, TenantsTakeTurnsByTime) {
@@ -427,47 +543,55 @@ TEST_F(ServiceTest, TenantsTakeTurnsByTime) {
   EXPECT_LT(ended, engine.calls.size() - 10);
 }
 
-TEST_F(ServiceTest, XorlsClientCountsNothingAndHasNoSession) {
-  running.emplace(options, engine);
-  const Transport transport = running->transport();
-  const auto post = [&](const std::string& path, const json& body) {
-    HttpRequest request = request_of("POST", "/api/v1/" + path, body.dump());
+// Sends what xorl's client does, of the model that it calls `name`.
+struct XorlClient {
+  HttpReply ask(const std::string& method, const std::string& path, const json& body = {}) const {
+    HttpRequest request = request_of(method, "/api/v1/" + path, body.is_null() ? "" : body.dump());
     request.headers.erase("x-api-key");
     request.headers["authorization"] = "Bearer k";
-    const HttpReply reply = transport(request, "a");
+    return running->transport()(request, "a");
+  }
+  json post(const std::string& path, json body = json::object()) const {
+    body["model_id"] = name;
+    const HttpReply reply = ask("POST", path, body);
     EXPECT_EQ(reply.status, 200) << path << " " << reply.body;
     return json::parse(reply.body);
-  };
-  const auto value = [&](const json& promise) {
+  }
+  json value(const json& promise) const {
     return post("retrieve_future", {{"request_id", promise["request_id"]}});
-  };
-  const auto pass = [&](const std::string& path, const std::string& input) {
-    return value(post(path, {{"model_id", "default"},
-                             {input,
-                              {{"loss_fn", "cross_entropy"},
-                               {"data",
-                                {{{"model_input", {{"input_ids", {1, 2}}}},
-                                  {"loss_fn_inputs", {{"target_tokens", {3, 4}}}}}}}}}}));
-  };
-  const json create{{"model_id", "default"}, {"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}};
-  const json adam{{"model_id", "default"}, {"adam_params", {{"learning_rate", 0.1}}}};
-  const json promise = post("create_model", create);
-  EXPECT_EQ(value(promise)["model_id"], "default");
-  EXPECT_EQ(post("create_model", create), promise);
-  EXPECT_TRUE(pass("forward_backward", "forward_backward_input")["metrics"].contains("loss:sum"));
-  pass("forward", "forward_input");
-  EXPECT_EQ(value(post("optim_step", adam))["metrics"]["grad_norm"], 7);
-  const json saved = value(post("save_weights", {{"model_id", "default"}, {"path", "one"}}));
+  }
+  json run(const std::string& path, const json& body = json::object()) const {
+    return value(post(path, body));
+  }
+  json pass(const std::vector<int>& targets, const std::string& path = "forward_backward") const {
+    const json datum{{"model_input", {{"input_ids", targets}}},
+                     {"loss_fn_inputs", {{"target_tokens", targets}}}};
+    return run(path, {{path + "_input", {{"loss_fn", "cross_entropy"}, {"data", json::array({datum})}}}});
+  }
+  std::optional<Running>& running;
+  std::string name;
+  json creation{{"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}};
+  json adam{{"adam_params", {{"learning_rate", 0.1}}}};
+};
+
+TEST_F(ServiceTest, XorlsClientCountsNothingAndHasNoSession) {
+  running.emplace(options, engine);
+  const XorlClient use{running, "default"};
+  const json promise = use.post("create_model", use.creation);
+  EXPECT_EQ(use.value(promise)["model_id"], "default");
+  EXPECT_EQ(use.post("create_model", use.creation), promise);
+  EXPECT_TRUE(use.pass({3, 4})["metrics"].contains("loss:sum"));
+  use.pass({3, 4}, "forward");
+  EXPECT_EQ(use.run("optim_step", use.adam)["metrics"]["grad_norm"], 7);
+  const json saved = use.run("save_weights", {{"path", "one"}});
   EXPECT_TRUE(saved["path"].get<std::string>().starts_with("xorl://"));
-  EXPECT_EQ(post("weights_info", {{"xorl_path", saved["path"]}})["base_model"], "toy/base");
-  EXPECT_EQ(value(post("load_weights",
-                       {{"model_id", "default"}, {"path", saved["path"]}, {"optimizer", true}}))["path"],
-            saved["path"]);
-  pass("forward_backward", "forward_backward_input");
+  EXPECT_EQ(use.post("weights_info", {{"xorl_path", saved["path"]}})["base_model"], "toy/base");
+  EXPECT_EQ(use.run("load_weights", {{"path", saved["path"]}, {"optimizer", true}})["path"], saved["path"]);
+  use.pass({3, 4});
   EXPECT_EQ(engine.models.begin()->second.steps, 1);
   // A model of the same name is a new one.
-  EXPECT_NE(post("create_model", create), promise);
-  pass("forward_backward", "forward_backward_input");
+  EXPECT_NE(use.post("create_model", use.creation), promise);
+  use.pass({3, 4});
   EXPECT_EQ(engine.models.size(), 1u);
   EXPECT_EQ(engine.models.begin()->second.steps, 0);
 }
@@ -476,88 +600,66 @@ TEST_F(ServiceTest, XorlsClientCountsNothingAndHasNoSession) {
 // a restart.
 TEST_F(ServiceTest, XorlSessionsAreShownAbortedAndKilled) {
   running.emplace(options, engine);
-  const auto restart = [&] {
-    running.reset(), engine = {};
-    running.emplace(options, engine);
-  };
-  const auto ask = [&](const std::string& method, const std::string& path, const json& body = {}) {
-    HttpRequest request = request_of(method, "/api/v1/" + path, body.is_null() ? "" : body.dump());
-    request.headers.erase("x-api-key");
-    return running->transport()(request, "a");
-  };
-  const auto post = [&](const std::string& path, json body) {
-    body["model_id"] = "m";
-    const HttpReply reply = ask("POST", path, body);
-    EXPECT_EQ(reply.status, 200) << path << " " << reply.body;
-    return json::parse(reply.body);
-  };
-  const auto value = [&](const json& promise) {
-    return post("retrieve_future", {{"request_id", promise["request_id"]}});
-  };
-  const json adam{{"adam_params", {{"learning_rate", 0.1}}}};
-  const auto pass = [&](std::int64_t target) {
-    return value(post("forward_backward", {{"forward_backward_input",
-                                            {{"data",
-                                              {{{"model_input", {{"input_ids", {1}}}},
-                                                {"loss_fn_inputs", {{"target_tokens", {target}}}}}}}}}}));
-  };
-  value(post("create_model", {{"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}}));
-  pass(3);
+  const XorlClient use{running, "m"};
+  use.run("create_model", use.creation);
+  use.pass({3});
   for (int i = 0; i < 2; ++i)
-    EXPECT_EQ(value(post("abort_gradient_epoch", json::object())),
-              json({{"success", true}, {"model_id", "m"}, {"step", 0}}));
-  pass(5);
-  EXPECT_EQ(value(post("optim_step", adam))["metrics"]["grad_norm"], 5);  // not 8
-  const std::string saved = value(post("save_weights", {{"path", "one"}}))["path"];
+    EXPECT_EQ(use.run("abort_gradient_epoch"), json({{"success", true}, {"model_id", "m"}, {"step", 0}}));
+  use.pass({5});
+  EXPECT_EQ(use.run("optim_step", use.adam)["metrics"]["grad_norm"], 5);  // not 8
+  const std::string saved = use.run("save_weights", {{"path", "one"}})["path"];
 
-  const json info = json::parse(ask("GET", "session_info").body);
+  const json info = json::parse(use.ask("GET", "session_info").body);
   EXPECT_EQ(info["registered_models"], json({"m"}));
   EXPECT_EQ(info["loaded_training_adapters"], json({"m"}));
   const auto listed = [&] {
     std::vector<std::string> ids;
-    const json all = post("list_checkpoints", json::object());
+    const json all = use.post("list_checkpoints");
     for (const json& one : all["checkpoints"]) ids.push_back(one["checkpoint_id"]);
     std::sort(ids.begin(), ids.end());
     return ids;
   };
   EXPECT_EQ(listed(), std::vector<std::string>{"weights/one"});
-  EXPECT_EQ(ask("POST", "list_checkpoints", {{"model_id", "other"}}).status, 404);
-  EXPECT_EQ(ask("POST", "delete_checkpoint", {{"model_id", "m"}, {"checkpoint_id", "weights/two"}}).status,
-            404);
+  EXPECT_EQ(use.ask("POST", "list_checkpoints", {{"model_id", "other"}}).status, 404);
+  EXPECT_EQ(
+      use.ask("POST", "delete_checkpoint", {{"model_id", "m"}, {"checkpoint_id", "weights/two"}}).status,
+      404);
 
   // A model that goes on from the checkpoint has the name that its path has, and is the one that is meant.
   const std::string run = saved.substr(7, saved.find('/', 7) - 7);
   const json from{{"model_id", run}, {"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}};
-  const json promise = json::parse(ask("POST", "create_model", from).body);
-  EXPECT_EQ(value(promise)["model_id"], run);
-  const HttpReply load = ask("POST", "load_weights", {{"model_id", run}, {"path", saved}});
-  EXPECT_EQ(value(json::parse(load.body))["path"], saved);
+  const json promise = json::parse(use.ask("POST", "create_model", from).body);
+  EXPECT_EQ(use.value(promise)["model_id"], run);
+  const HttpReply load = use.ask("POST", "load_weights", {{"model_id", run}, {"path", saved}});
+  EXPECT_EQ(use.value(json::parse(load.body))["path"], saved);
   EXPECT_EQ(engine.models.size(), 2u);
-  EXPECT_EQ(ask("POST", "kill_session", {{"model_id", run}, {"save_checkpoint", false}}).status, 200);
+  EXPECT_EQ(use.ask("POST", "kill_session", {{"model_id", run}, {"save_checkpoint", false}}).status, 200);
   EXPECT_EQ(engine.models.size(), 1u);
 
   for (int i = 0; i < 2; ++i)
-    EXPECT_EQ(post("delete_checkpoint", {{"checkpoint_id", "weights/one"}}),
+    EXPECT_EQ(use.post("delete_checkpoint", {{"checkpoint_id", "weights/one"}}),
               json({{"success", true}, {"deleted_path", saved}}));
   EXPECT_EQ(listed(), std::vector<std::string>{});
-  pass(2);  // is in the checkpoint
-  const json killed = post("kill_session", json::object());
+  use.pass({2});  // is in the checkpoint
+  const json killed = use.post("kill_session");
   EXPECT_EQ(killed["success"], true);
   EXPECT_EQ(listed(), std::vector<std::string>{"weights/operation-8"});
   EXPECT_TRUE(killed["checkpoint_path"].get<std::string>().ends_with("/weights/operation-8"));
   EXPECT_TRUE(engine.models.empty());
-  restart();
+  running.reset(), engine = {};
+  running.emplace(options, engine);
   EXPECT_TRUE(engine.models.empty());
-  EXPECT_EQ(post("kill_session", json::object()), killed);
-  EXPECT_EQ(json::parse(ask("GET", "session_info").body)["registered_models"], json::array());
-  EXPECT_EQ(ask("POST", "optim_step", {{"model_id", "m"}, {"adam_params", {{"learning_rate", 0.1}}}}).status,
-            400);
-  value(post("create_model", {{"base_model", "toy/base"}, {"lora_config", {{"rank", 4}}}}));
-  value(post("load_weights", {{"path", killed["checkpoint_path"]}, {"optimizer", true}}));
-  EXPECT_EQ(value(post("optim_step", adam))["metrics"]["grad_norm"], 2);
+  EXPECT_EQ(use.post("kill_session"), killed);
+  EXPECT_EQ(json::parse(use.ask("GET", "session_info").body)["registered_models"], json::array());
+  EXPECT_EQ(
+      use.ask("POST", "optim_step", {{"model_id", "m"}, {"adam_params", use.adam["adam_params"]}}).status,
+      400);
+  use.run("create_model", use.creation);
+  use.run("load_weights", {{"path", killed["checkpoint_path"]}, {"optimizer", true}});
+  EXPECT_EQ(use.run("optim_step", use.adam)["metrics"]["grad_norm"], 2);
   // One that failed is closed too, without a checkpoint.
-  value(post("optim_step", adam));
-  EXPECT_FALSE(post("kill_session", json::object()).contains("checkpoint_path"));
+  use.run("optim_step", use.adam);
+  EXPECT_FALSE(use.post("kill_session").contains("checkpoint_path"));
 }
 
 TEST_F(ServiceTest, AFullJournalRefusesAndGoesOn) {
@@ -587,15 +689,12 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     one.options.snapshot_least = snapshots, one.options.snapshot_share = 1e9;
     one.serve();
     const Client& client = one.client;
-    const std::string model = one.client.create(1, {{"rank", 8}});  // seeds are drawn
+    const std::string model = one.client.create(1, {{"lora_config", {{"rank", 8}}}});  // seeds are drawn
     client.forward_backward(forward_backward_body(model, 1, 1, 3));
     client.result(client.step(model, 2));
     client.forward_backward(forward_backward_body(model, 3, 7, 3));
-    const auto save = [&](int number) {
-      return client.value(client.operation("save_weights_for_sampler", model, 4,
-                                           {{"sampling_session_seq_id", number}}))["sampling_session_id"];
-    };
-    const std::string sampler = save(0), future = client.sure("asample", sampling(sampler, 0))["request_id"];
+    const std::string sampler = client.sampler(model, 4),
+                      future = client.sure("asample", sampling(sampler, 0))["request_id"];
     const HttpReply sampled = client.result(future);
     const std::string waits = client.step(model, 7);
     const auto last_steps = [&] {
@@ -612,7 +711,7 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
     EXPECT_EQ(last.back()["datums"], 3);
     EXPECT_EQ(last_steps(), last);
     EXPECT_EQ(client.result(future).body, sampled.body);
-    EXPECT_EQ(save(9), sampler);
+    EXPECT_EQ(client.sampler(model, 4, 9), sampler);
     client.forward_backward(forward_backward_body(model, 5, 9, 1));
     client.forward_backward(forward_backward_body(model, 6, 11, 1));
     const json metrics = client.value(waits)["metrics"];
@@ -657,8 +756,7 @@ TEST_F(ServiceTest, AnOperationThatKillsTheProcessIsFailedAndTheOthersGoOn) {
     const Client& use = one->client;
     one->serve();
     const std::string good = one->client.create(1);
-    const std::string sampler = use.value(use.operation(
-        "save_weights_for_sampler", one->model, 1, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+    const std::string sampler = use.sampler(one->model, 1);
     one->serve(false);  // what follows is accepted alone
     std::vector<std::string> ids{use.forward_backward(forward_backward_body(good, 1, 5, 2)),
                                  use.step(good, 2)};
@@ -698,33 +796,22 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
     Served one;
     one.serve();
     Client& use = one.client;
-    const auto load = [&](int number, const json& path) {
-      const json promise = use.sure(
-          "load_weights",
-          {{"session_id", use.session}, {"model_seq_id", number}, {"path", path}, {"optimizer", true}});
-      return use.value(promise["request_id"]);
-    };
-    const json path = use.value(use.operation("save_weights", one.model, 1, {{"path", "one"}}))["path"];
+    const std::string path = use.save(one.model, 1, "one");
     one.serve();  // behind a snapshot: a replay does not save it again
     EXPECT_EQ(use.call("PUT", fmt::format("/api/v1/training_runs/{}/checkpoints/weights/one/ttl", one.model),
                        R"({"ttl_seconds":null})")
                   .status,
               200);
-    load(1, path);
-    const std::string lost = use.session + ":train:1", other = use.create(2);
+    use.load(1, path);
+    const std::string lost = use.model_of(1), other = use.create(2);
     use.forward_backward(forward_backward_body(lost, 1, 1, 1));
-    const json kept = use.value(use.operation("save_weights", lost, 2, {{"path", "kept"}}))["path"];
-    const std::string sampler = use.value(use.operation(
-        "save_weights_for_sampler", lost, 3, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+    const std::string kept = use.save(lost, 2, "kept"), sampler = use.sampler(lost, 3);
     const std::string sample = use.sure("asample", sampling(sampler, 0))["request_id"],
                       sampled = use.result(sample).body;
     use.result(use.forward_backward(forward_backward_body(other, 1, 1, 2)));
-    const fs::path state = one.options.state, copy = one.folder.path / "copy";
-    fs::copy(state, copy, fs::copy_options::recursive);  // as a kill leaves it, without a snapshot
-    one.running.reset();
-    fs::remove_all(state), fs::rename(copy, state);
+    one.kill();
     fs::path damaged;
-    for (const auto& entry : fs::directory_iterator(state / "checkpoints"))
+    for (const auto& entry : fs::directory_iterator(one.options.state / "checkpoints"))
       if (entry.path().string().ends_with("~one")) damaged = entry.path();
     ASSERT_FALSE(damaged.empty());
     if (damage == Damage::kMissing) fs::remove_all(damaged);
@@ -738,7 +825,7 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
                                                       : "info.json";
       EXPECT_NE(failure.value("error", "").find(said), std::string::npos) << failure;
       EXPECT_EQ(use.result(sample).body, sampled);
-      EXPECT_EQ(load(3 + start, kept)["type"], "load_weights");
+      EXPECT_EQ(use.load(3 + start, kept)["type"], "load_weights");
     }
     EXPECT_EQ(use.value(use.step(other, 2))["metrics"]["datums"], 2);
   }
@@ -770,7 +857,7 @@ TEST_F(ServiceTest, ExpiredFilesThatNobodyListsAreRemovedAtTheStart) {
 
 TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {
   serve();
-  const json path = client.value(client.operation("save_weights", model, 1, {{"path", "one"}}))["path"];
+  const std::string path = client.save(model, 1, "one");
   client.value(client.operation("load_weights", model, 2, {{"path", path}, {"optimizer", true}}));
   engine.full = true;
   const std::string url = "/api/v1/training_runs/" + model + "/checkpoints/weights/one";
@@ -782,17 +869,29 @@ TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {
 
 TEST_F(ServiceTest, ABodyThatIsTooLargeUsesItsSequence) {
   serve();
-  const std::string later = client.step(model, 2);
-  HttpRequest request =
-      request_of("POST", "/api/v1/forward_backward", forward_backward_body(model, 1, 1, 100).substr(0, 300));
-  request.too_large = 1000;
-  const auto reply = running->service.unread(request, "a");
-  ASSERT_TRUE(reply);
-  EXPECT_EQ(reply->status, 200) << reply->body;
-  for (const std::string& id : {json::parse(reply->body)["request_id"].get<std::string>(), later})
+  const auto unread = [&](const std::string& path, const std::string& body) {
+    HttpRequest request = request_of("POST", "/api/v1/" + path, body);
+    request.too_large = 1000;
+    return running->service.unread(request, "a");
+  };
+  const auto refused = [&](const std::string& path, const std::string& short_parts) {
+    const auto reply = unread(path, short_parts);
+    if (!reply || reply->status != 200) return ADD_FAILURE() << path;
+    const std::string id = json::parse(reply->body)["request_id"];
     EXPECT_NE(client.result(id).body.find("at most 1000 bytes"), std::string::npos);
-  request.path = "/api/v1/optim_step";
-  EXPECT_FALSE(running->service.unread(request, "a"));
+  };
+  std::string forward = forward_backward_body(model, 1, 1, 0);
+  protozero::pbf_writer(forward).add_bool(6, true);
+  refused("forward_backward", forward);  // and the model goes on
+  refused("save_weights", json{{"model_id", model}, {"seq_id", 2}}.dump());
+  client.forward_backward(forward_backward_body(model, 3, 1, 2));
+  EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 2);
+  const std::string later = client.step(model, 6);
+  refused("forward_backward", forward_backward_body(model, 5, 1, 0));
+  EXPECT_NE(client.result(later).body.find("at most 1000 bytes"), std::string::npos);
+  for (const char* path : {"create_session", "create_model", "load_weights", "optim_step", "asample"}) {
+    EXPECT_FALSE(unread(path, json{{"session_id", client.session}, {"model_seq_id", 9}}.dump())) << path;
+  }
 }
 
 TEST_F(ServiceTest, SecretsAreNotJournalled) {
@@ -967,9 +1066,7 @@ std::vector<std::string> scripted_run(const Transport& transport, std::uint64_t 
       next[model] = first + 6;
     }
     for (const std::string& id : ids) tell(client.result(id));
-    const std::string sampler =
-        client.value(client.operation("save_weights_for_sampler", one, next[one]++,
-                                      {{"sampling_session_seq_id", round}}))["sampling_session_id"];
+    const std::string sampler = client.sampler(one, next[one]++, round);
     json ask = sampling(sampler, round);
     ask["sampling_params"]["seed"] = round;
     const std::string sample = client.sure("asample", ask)["request_id"];

@@ -246,13 +246,29 @@ class Client {
                                              {"user_metadata", json::object()},
                                              {"sdk_version", "0.38.0"}})["session_id"];
   }
-  std::string create(int number = 0, const json& more = {{"rank", 8}, {"seed", 3}}) {
-    const json promise = sure("create_model", {{"session_id", session},
-                                               {"model_seq_id", number},
-                                               {"base_model", "toy/base"},
-                                               {"lora_config", more}});
-    EXPECT_EQ(result(promise["request_id"]).status, 200);
-    return session + ":train:" + std::to_string(number);
+  std::string model_of(int number) const { return session + ":train:" + std::to_string(number); }
+  json creation(int number, const json& more = json::object()) const {
+    json body{{"session_id", session}, {"model_seq_id", number}, {"base_model", "toy/base"}};
+    body.update(more);
+    return body;
+  }
+  std::string create(int number = 0, const json& more = {{"lora_config", {{"rank", 8}, {"seed", 3}}}}) const {
+    EXPECT_EQ(result(sure("create_model", creation(number, more))["request_id"]).status, 200);
+    return model_of(number);
+  }
+  // Creates a model from a checkpoint.
+  json load(int number, const std::string& path, bool optimizer = true) const {
+    return value(sure("load_weights", {{"session_id", session},
+                                       {"model_seq_id", number},
+                                       {"path", path},
+                                       {"optimizer", optimizer}})["request_id"]);
+  }
+  std::string save(const std::string& model, std::int64_t sequence, const std::string& name) const {
+    return value(operation("save_weights", model, sequence, {{"path", name}}))["path"];
+  }
+  std::string sampler(const std::string& model, std::int64_t sequence, int number = 0) const {
+    return value(operation("save_weights_for_sampler", model, sequence,
+                           {{"sampling_session_seq_id", number}}))["sampling_session_id"];
   }
   // The request's id.
   std::string forward_backward(const std::string& body) const {

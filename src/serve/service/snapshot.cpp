@@ -163,6 +163,7 @@ void Service::replay(std::string_view text) {
                     fmt::format("{} where {} was complete", accepted->text("id"), id));
   outcome.error = record->text("error"), outcome.category = record->text("category");
   outcome.poison = record->head.value("poison", false);
+  outcome.intact = record->head.value("intact", false);
   if (outcome.error.empty() && of != "sample") {
     const auto start = std::chrono::steady_clock::now();
     State::Model* const model =
@@ -237,6 +238,8 @@ bool Service::take_snapshot() {
     });
     std::set<std::string> runs, sessions;
     for (const auto& [path, saved] : state_.saved) runs.insert(saved.info.run);
+    for (const auto& [id, model] : state_.models)
+      if (fs::exists(options_.state / "dumps" / id)) runs.insert(id);  // they count for its tenant
     std::erase_if(state_.models, [&](const auto& entry) {
       return entry.second.gone && !runs.contains(entry.first) &&
              entry.second.last_request + kKeepClosed < now;

@@ -66,6 +66,19 @@ class Reader {
   std::string_view rest_;
 };
 
+// Texts, in whatever holds them.
+std::size_t bytes_of(const std::string& text) { return text.size(); }
+std::size_t bytes_of(const std::vector<std::string>& texts) {
+  std::size_t bytes = 0;
+  for (const std::string& text : texts) bytes += State::kEntryBytes + text.size();
+  return bytes;
+}
+std::size_t bytes_of(const std::map<std::string, std::string>& texts) {
+  std::size_t bytes = 0;
+  for (const auto& [key, value] : texts) bytes += State::kEntryBytes + key.size() + value.size();
+  return bytes;
+}
+
 }  // namespace
 
 double seconds_now() {
@@ -89,6 +102,33 @@ LogRecord LogRecord::decode(std::string_view text) {
   auto parsed = parse_json(text.substr(0, line));
   ISOGRAD_INVARIANT(parsed.problem.empty(), parsed.problem);
   return {std::move(parsed.value), std::string(text.substr(line + 1))};
+}
+
+State::Use State::use_of(const std::string& tenant) const {
+  const auto found = use.find(tenant);
+  return found == use.end() ? Use{} : found->second;
+}
+
+void State::count(const LogRecord& record, std::int64_t change) {
+  Use& of = use[record.text("tenant")];
+  const std::string kind = record.text("kind");
+  (kind == "sample"                         ? of.samples
+   : kind == "control" || kind == "sampler" ? of.controls
+                                            : of.operations) += change;
+  of.request_bytes += change * static_cast<std::int64_t>(record.body.size());
+}
+
+std::int64_t State::metadata_bytes(const std::string& tenant) const {
+  std::size_t bytes = 0;
+  const auto add = [&](const std::string& owner, const auto&... texts) {
+    if (owner == tenant) bytes += kEntryBytes + (bytes_of(texts) + ... + 0);
+  };
+  for (const auto& [id, one] : sessions)
+    add(one.tenant, one.client.metadata, one.client.tags, one.client.display_name, one.client.sdk_version);
+  for (const auto& [id, one] : models) add(one.tenant, one.name, one.request.metadata);
+  for (const auto& [id, one] : samplers) add(one.tenant, one.base, one.path, one.failure);
+  for (const auto& [path, one] : saved) add(one.info.tenant, one.info.metadata, one.shape.metadata);
+  return static_cast<std::int64_t>(bytes);
 }
 
 json State::to_json(std::string& blobs) const {
@@ -117,16 +157,21 @@ State State::from_json(const json& all, std::string_view blobs) {
   for (const auto& [id, metrics] : last.items()) metrics.get_to(state.models.at(id).last);
   for (const json& entry : all.value("waiting", json::array())) {
     Model& model = state.models.at(entry.at(0).get<std::string>());
-    const Accepted record = model.waiting[entry.at(1).get<std::int64_t>()] = reader.record(entry.at(2));
-    model.waiting_bytes += static_cast<std::int64_t>(record->body.size());
+    state.count(*(model.waiting[entry.at(1).get<std::int64_t>()] = reader.record(entry.at(2))), 1);
   }
-  for (const json& entry : all.value("bodies", json::array()))
-    state.futures.at(entry.at(0).get<std::string>()).body = reader.bytes(entry.at(1));
-  for (const json& length : all.value("controls", json::array()))
+  for (const json& entry : all.value("bodies", json::array())) {
+    Future& future = state.futures.at(entry.at(0).get<std::string>());
+    future.body = reader.bytes(entry.at(1)), future.fetched = future.done;
+    if (future.done) state.use[future.tenant].result_bytes += future.bytes();
+  }
+  for (const json& length : all.value("controls", json::array())) {
     state.controls.push_back(reader.record(length));
+    state.count(*state.controls.back(), 1);
+  }
   for (const json& length : all.value("samples", json::array())) {
     const Accepted record = reader.record(length);
     state.samples[record->text("id")] = record;
+    state.count(*record, 1);
     state.unsubmitted.push_back(record->text("id"));
   }
   return state;

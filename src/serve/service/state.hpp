@@ -43,6 +43,14 @@ struct ForwardProgress {
 };
 
 struct State {
+  static constexpr std::int64_t kEntryBytes = 256;  // of anything, besides its texts
+
+  // A tenant has it, and it follows from the rest of the state.
+  struct Use {
+    std::int64_t operations = 0, samples = 0, controls = 0, request_bytes = 0;  // that wait
+    std::int64_t result_bytes = 0;
+  };
+
   struct OpenSession {
     std::string tenant{};
     Session client{};
@@ -61,7 +69,6 @@ struct State {
     double created = 0, last_request = 0;
     std::int64_t next = 0;                       // sequence of the next operation; 0 creates the model
     std::map<std::int64_t, Accepted> waiting{};  // by sequence; may have holes
-    std::int64_t waiting_bytes = 0;
     std::string failure{};                 // the first failed operation and its cause
     bool loaded = false, gone = false;     // the engine has it; it will never have it again
     std::int64_t steps = 0, tokens = 0;    // since it was created
@@ -98,8 +105,10 @@ struct State {
   struct Future {
     std::string tenant{};
     bool done = false;
+    bool fetched = false;  // or it comes from before a restart
     double finished = 0;
     std::string type{}, body{};
+    std::int64_t bytes() const { return kEntryBytes + static_cast<std::int64_t>(body.size()); }
     struct Poll {
       double deadline;
       Respond respond;
@@ -116,7 +125,11 @@ struct State {
   std::map<std::string, Accepted> samples{};  // that are not complete
   std::deque<std::string> unsubmitted{};      // of them: the engine was not asked yet
   std::int64_t control_count = 0;
+  std::map<std::string, Use> use{};  // by tenant
 
+  Use use_of(const std::string& tenant) const;
+  void count(const LogRecord& record, std::int64_t change);      // 1: it waits; -1: no more
+  std::int64_t metadata_bytes(const std::string& tenant) const;  // what its clients said of their things
   // All but the engine's files; `blobs` takes bodies, in order.
   nlohmann::json to_json(std::string& blobs) const;
   static State from_json(const nlohmann::json& json, std::string_view blobs);
