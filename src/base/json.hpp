@@ -33,6 +33,10 @@ ParsedJson<Json> parse_json(std::string_view text, JsonRules rules = {});
 extern template ParsedJson<nlohmann::json> parse_json(std::string_view, JsonRules);
 extern template ParsedJson<nlohmann::ordered_json> parse_json(std::string_view, JsonRules);
 
+// `value` as text. Invalid UTF-8, as in texts of peers and names of files, is replaced: it keeps nothing from
+// being written or answered.
+std::string json_text(const nlohmann::json& value, int indent = -1, bool ascii = false);
+
 // A value in a message: ASCII, cut short.
 std::string brief(const nlohmann::json& value);
 

@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "base/files.hpp"
+#include "base/json.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "serve/service/service.hpp"
@@ -321,7 +322,7 @@ std::string Service::status(const std::string& tenant) const {
     nlohmann::json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];
     bytes = (bytes.is_null() ? 0 : bytes.get<std::int64_t>()) + saved.info.bytes;
   }
-  return all.dump();
+  return json_text(all);
 }
 
 }  // namespace isograd::serve

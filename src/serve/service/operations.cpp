@@ -7,7 +7,6 @@
 #include <cmath>
 #include <limits>
 
-#include "base/json.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "serve/service/service.hpp"
@@ -83,12 +82,6 @@ void with_files(Call call) {
   }
 }
 
-// `text` as a journal and JSON hold it.
-std::string valid(const std::string& text) {
-  const nlohmann::json whole{{"text", text}};
-  return parse_json(whole.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)).value.at("text");
-}
-
 // Errors of a call become the outcome: a ConfigError is the user's mistake.
 template <class Call>
 auto guarded(const std::string& id, Call call) -> decltype(call()) {
@@ -97,10 +90,10 @@ auto guarded(const std::string& id, Call call) -> decltype(call()) {
   try {
     return call();
   } catch (const Lost& lost) {
-    failed.error = valid(lost.error), failed.category = lost.category, failed.lost = true;
+    failed.error = lost.error, failed.category = lost.category, failed.lost = true;
     failed.status = lost.category == "user" ? 400 : 500;
   } catch (const ConfigError& error) {
-    failed.error = valid(error.what()), failed.category = "user", failed.status = 400;
+    failed.error = error.what(), failed.category = "user", failed.status = 400;
     failed.intact = dynamic_cast<const LimitReached*>(&error) != nullptr;
   } catch (const std::exception& error) {
     print(stderr, fmt::format("{}: {}\n", id, printable(error.what())));

@@ -137,7 +137,7 @@ void Service::restore() {
 
 void Service::write_deaths() const {
   try {
-    write_file(folder_.path() / kDeaths, nlohmann::json(deaths_).dump());
+    write_file(folder_.path() / kDeaths, json_text(deaths_));
   } catch (const ConfigError& error) {
     print(stderr, fmt::format("{}\n", printable(error.what())));  // a full disk: a death may be forgotten
   }
@@ -280,8 +280,7 @@ bool Service::take_snapshot() {
     for (const std::string& id : samplers)
       add(id, -1, [&](const fs::path& into) { engine_.save_sampler(id, into); });
     write_file(folder.directory() / "blobs", blobs);
-    write_file(folder.directory() / "state.json",
-               all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+    write_file(folder.directory() / "state.json", json_text(all));
     folder.commit();
   } catch (const std::exception& error) {
     print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));

@@ -91,10 +91,7 @@ std::string random_hex() {
   return fmt::format("{:016x}{:016x}", bits[0], bits[1]);
 }
 
-// Invalid UTF-8, of a client's protobuf for instance, must not keep a record from being written.
-std::string LogRecord::encode() const {
-  return head.dump(-1, ' ', false, json::error_handler_t::replace) + "\n" + body;
-}
+std::string LogRecord::encode() const { return json_text(head) + "\n" + body; }
 
 LogRecord LogRecord::decode(std::string_view text) {
   const std::size_t line = text.find('\n');

@@ -58,7 +58,7 @@ CheckpointInfo from_json(const json& from) {
 }
 
 std::string sum_of(const json& body) {
-  const std::string text = body.dump(-1, ' ', true, json::error_handler_t::replace);
+  const std::string text = json_text(body, -1, true);
   return checksum(text.data(), text.size());
 }
 
@@ -66,7 +66,7 @@ std::string sum_of(const json& body) {
 void write_info(const fs::path& directory, const CheckpointInfo& info, const json& files) {
   json body{{"checkpoint", to_json(info)}, {"files", files}};
   body["checksum"] = sum_of(body);
-  write_file(directory / kInfo, body.dump(1, ' ', true, json::error_handler_t::replace) + "\n");
+  write_file(directory / kInfo, json_text(body, 1, true) + "\n");
 }
 
 [[noreturn]] void refuse_damaged(const fs::path& file, const std::string& found) {
