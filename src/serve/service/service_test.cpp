@@ -805,7 +805,14 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
     use.load(1, path);
     const std::string lost = use.model_of(1), other = use.create(2);
     use.forward_backward(forward_backward_body(lost, 1, 1, 1));
-    const std::string kept = use.save(lost, 2, "kept"), sampler = use.sampler(lost, 3);
+    const std::string kept = use.save(lost, 2, "kept");
+    use.load(3, path);  // a model that ends with a checkpoint
+    HttpRequest kill =
+        request_of("POST", "/api/v1/kill_session", json{{"model_id", use.model_of(3)}}.dump());
+    kill.headers.erase("x-api-key");
+    const std::string last = one.running->transport()(kill, "a").body;
+    EXPECT_NE(last.find("/weights/operation-1"), std::string::npos) << last;
+    const std::string sampler = use.sampler(lost, 3);
     const std::string sample = use.sure("asample", sampling(sampler, 0))["request_id"],
                       sampled = use.result(sample).body;
     use.result(use.forward_backward(forward_backward_body(other, 1, 1, 2)));
@@ -825,10 +832,34 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
                                                       : "info.json";
       EXPECT_NE(failure.value("error", "").find(said), std::string::npos) << failure;
       EXPECT_EQ(use.result(sample).body, sampled);
-      EXPECT_EQ(use.load(3 + start, kept)["type"], "load_weights");
+      EXPECT_EQ(use.load(4 + 2 * start, kept)["type"], "load_weights");
+      EXPECT_EQ(one.running->transport()(kill, "a").body, last);
+      const std::string ended = "tinker://" + use.model_of(3) + "/weights/operation-1";
+      EXPECT_EQ(use.load(5 + 2 * start, ended)["type"], "load_weights");
+      for (const std::string& saved : {kept, ended}) {
+        const json info = use.sure("weights_info", {{"tinker_path", saved}});
+        EXPECT_EQ(info["base_model"], "toy/base") << saved;
+        EXPECT_EQ(info["lora_rank"], 8) << saved;
+      }
     }
     EXPECT_EQ(use.value(use.step(other, 2))["metrics"]["datums"], 2);
   }
+}
+
+TEST_F(ServiceTest, AModelIsKilledOnceWhateverWasAskedMeanwhile) {
+  options.poll_seconds = 0.01;
+  serve();
+  serve(false);
+  HttpRequest kill = request_of("POST", "/api/v1/kill_session", json{{"model_id", model}}.dump());
+  kill.headers.erase("x-api-key");
+  const auto waiting = [&] {
+    return json::parse(client.call("GET", "/isograd/status").body)["models"][0]["queue"].get<int>();
+  };
+  const int before = waiting();
+  EXPECT_EQ(running->transport()(kill, "a").status, 408);
+  client.step(model, 3);
+  EXPECT_EQ(running->transport()(kill, "a").status, 408);
+  EXPECT_EQ(waiting(), before + 2);
 }
 
 TEST_F(ServiceTest, AJournalThatLostItsEndGoesOnFromTheSnapshot) {
