@@ -846,6 +846,33 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
   }
 }
 
+// A sample that has a death runs alone, so that it was not in a pass of several that died.
+TEST_F(ServiceTest, DeathsAreOfWhatRanAndAreForgottenWhenItIsDone) {
+  serve();
+  const std::string sampler = client.value(client.operation(
+      "save_weights_for_sampler", model, 1, {{"sampling_session_seq_id", 0}}))["sampling_session_id"];
+  serve(false);
+  const std::string first = client.sure("asample", sampling(sampler, 0))["request_id"],
+                    second = client.sure("asample", sampling(sampler, 1))["request_id"];
+  running.reset();
+  const fs::path file = options.state / "deaths.json";
+  std::ofstream(file) << json{{first, 1}};
+  StateFolder(options.state).set_doing("samples");
+  serve(false);
+  const auto deaths = [&] { return json::parse(std::ifstream(file)); };
+  EXPECT_EQ(deaths(), (json{{first, 1}, {second, 1}}));
+  serve();
+  client.result(first), client.result(second);
+  EXPECT_EQ(deaths(), json::object());
+  fs::copy(options.state, folder.path / "copy", fs::copy_options::recursive);  // as a kill leaves it
+  running.reset();
+  fs::remove_all(options.state), fs::rename(folder.path / "copy", options.state);
+  std::ofstream(file) << json{{first, 1}};
+  StateFolder(options.state).set_doing("\xff");  // bytes of a power cut
+  serve(false);
+  EXPECT_FALSE(deaths().contains(first)) << "the replay has completed it";
+}
+
 TEST_F(ServiceTest, AModelIsKilledOnceWhateverWasAskedMeanwhile) {
   options.poll_seconds = 0.01;
   serve();
@@ -860,6 +887,34 @@ TEST_F(ServiceTest, AModelIsKilledOnceWhateverWasAskedMeanwhile) {
   client.step(model, 3);
   EXPECT_EQ(running->transport()(kill, "a").status, 408);
   EXPECT_EQ(waiting(), before + 2);
+}
+
+TEST_F(ServiceTest, AStateThatIsNotAsAServerWroteItIsRefused) {
+  const auto refused = [&](const std::string& file) {
+    try {
+      serve(false);
+      ADD_FAILURE() << file << " is accepted";
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find(file), std::string::npos) << error.what();
+    }
+  };
+  serve();
+  client.result(client.forward_backward(forward_backward_body(model, 1, 1, 1)));
+  running.reset();
+  const fs::path saved = options.state / "snapshot-1/state.json";
+  const json sound = json::parse(std::ifstream(saved));
+  for (const char* key : {"state", "position", "folders"}) {
+    json damaged = sound;
+    damaged.erase(key);
+    std::ofstream(saved) << damaged;
+    refused("snapshot-1");
+  }
+  std::ofstream(saved) << sound;
+  {
+    Journal journal(options.state / "journal", {}, [](std::uint64_t, std::string_view) {});
+    journal.append("{\"kind\":\"done\",\"of\":\"control\",\"id\":\"control:7\"}\n");  // there is none
+  }
+  refused("journal");
 }
 
 TEST_F(ServiceTest, AJournalThatLostItsEndGoesOnFromTheSnapshot) {

@@ -41,6 +41,19 @@ fs::path snapshot_path(const fs::path& folder, std::uint64_t number) {
   return folder / fmt::format("{}{}", kSnapshot, number);
 }
 
+// In a handler: a file that is whole names what there is not, or has another form than a server writes.
+[[noreturn]] void refuse_state(const fs::path& file, const std::exception& error) {
+  if (dynamic_cast<const ConfigError*>(&error)) throw;
+  refuse(file.string(), printable(error.what(), 500), "the state as a server wrote it",
+         "Restore the state folder from a copy");
+}
+
+nlohmann::json parsed_file(const fs::path& file) {
+  auto [value, problem] = parse_json(read_file(file));
+  if (!problem.empty()) throw std::runtime_error(problem);
+  return std::move(value);
+}
+
 const StateFolder& cleaned(const StateFolder& folder) {
   WholeFolder::remove_partial(folder.path());
   return folder;
@@ -72,28 +85,31 @@ void Service::stop() {
 void Service::restore() {
   const auto start = std::chrono::steady_clock::now();
   const std::string died_in = folder_.set_doing("");
-  if (const fs::path deaths = folder_.path() / kDeaths; fs::exists(deaths))
-    parse_json(read_file(deaths)).value.get_to(deaths_);
+  if (const fs::path deaths = folder_.path() / kDeaths; fs::exists(deaths)) try {
+      parsed_file(deaths).get_to(deaths_);
+    } catch (const std::exception& error) {
+      refuse_state(deaths, error);
+    }
   if (!died_in.empty() && died_in != kSamples) deaths_[died_in] += 1, write_deaths();
   const std::vector<std::uint64_t> numbers = snapshots_in(folder_.path());
   std::uint64_t position = 0;
   if (!numbers.empty()) {
     snapshot_number_ = numbers.back();
     const fs::path path = snapshot_path(folder_.path(), snapshot_number_);
-    const auto parsed = parse_json(read_file(path / "state.json"));
-    if (!parsed.problem.empty())
-      refuse((path / "state.json").string(), parsed.problem, "the state as a server wrote it",
-             "Restore the state folder from a copy");
-    const MappedFile blobs(path / "blobs");
-    state_ = State::from_json(parsed.value.at("state"),
-                              {reinterpret_cast<const char*>(blobs.data()), blobs.size()});
-    parsed.value.at("position").get_to(position);
-    for (const auto& [id, entry] : parsed.value.at("folders").items())
-      snapshot_folders_[id] = {entry.at(0).get<std::int64_t>(), path / entry.at(1).get<std::string>()};
-    for (const auto& [id, model] : state_.models)
-      if (model.loaded) engine_.load(id, snapshot_folders_.at(id).second, true, model.request.metadata);
+    try {
+      const nlohmann::json all = parsed_file(path / "state.json");
+      const MappedFile blobs(path / "blobs");
+      state_ = State::from_json(all.at("state"), {reinterpret_cast<const char*>(blobs.data()), blobs.size()});
+      all.at("position").get_to(position);
+      for (const auto& [id, entry] : all.at("folders").items())
+        snapshot_folders_[id] = {entry.at(0).get<std::int64_t>(), path / entry.at(1).get<std::string>()};
+    } catch (const std::exception& error) {
+      refuse_state(path, error);
+    }
+    for (const auto& [id, model] : state_.models)  // a folder that is not named is not found
+      if (model.loaded) engine_.load(id, snapshot_folders_[id].second, true, model.request.metadata);
     for (const auto& [id, sampler] : state_.samplers)
-      if (sampler.open) engine_.load_sampler(id, snapshot_folders_.at(id).second);
+      if (sampler.open) engine_.load_sampler(id, snapshot_folders_[id].second);
     for (std::size_t i = 0; i + 1 < numbers.size(); ++i)
       fs::remove_all(snapshot_path(folder_.path(), numbers[i]));
   }
@@ -143,7 +159,7 @@ void Service::write_deaths() const {
   }
 }
 
-void Service::replay(std::string_view text) {
+void Service::replay(std::string_view text) try {
   const Accepted record = std::make_shared<LogRecord>(LogRecord::decode(text));
   Lock lock(mutex_);
   if (record->text("kind") != "done") return admit(record);
@@ -154,6 +170,7 @@ void Service::replay(std::string_view text) {
     accepted = state_.samples.at(id);
     outcome.type = record->text("type"), outcome.body = record->body;
   } else if (of == "control" || of == "sampler") {
+    ISOGRAD_INVARIANT(!state_.controls.empty(), id);
     accepted = state_.controls.front();
   } else {
     State::Model& model = state_.models.at(record->text("model"));
@@ -178,6 +195,8 @@ void Service::replay(std::string_view text) {
   }
   if (record->head.contains("closed")) record->head.at("closed").get_to(outcome.closed);
   apply(accepted, outcome, record->time());
+} catch (const std::exception& error) {
+  refuse_state(folder_.path() / "journal", error);
 }
 
 // A succeeded operation cannot be done again: files that it read are damaged, or the process dies in it. Its
