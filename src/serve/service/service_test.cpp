@@ -917,6 +917,20 @@ TEST_F(ServiceTest, AStateThatIsNotAsAServerWroteItIsRefused) {
   refused("journal");
 }
 
+TEST_F(ServiceTest, ResultsDoNotAgeWithoutAServer) {
+  serve();
+  const std::string id = client.step(model, 1), told = client.result(id).body;
+  running.reset();
+  const fs::path saved = options.state / "snapshot-1/state.json";
+  json state = json::parse(std::ifstream(saved));
+  for (json& future : state["state"]["futures"]) future["finished"] = future["finished"].get<double>() - 1e5;
+  std::ofstream(saved) << state;
+  options.result_seconds = 60;
+  serve();
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the watching thread looks every 100 ms
+  EXPECT_EQ(client.result(id).body, told);
+}
+
 TEST_F(ServiceTest, AJournalThatLostItsEndGoesOnFromTheSnapshot) {
   serve();
   const fs::path journal = options.state / "journal", old = folder.path / "old";

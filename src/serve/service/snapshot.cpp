@@ -135,10 +135,15 @@ void Service::restore() {
   }
   position_at_snapshot_ = position;
   store_.remove_expired(seconds_now(), loaded_since_);
-  for (const auto& [id, future] : state_.futures)
-    if (future.done) results_.emplace_back(future.finished + options_.result_seconds, id);
-  std::sort(results_.begin(), results_.end());
+  // Nobody could ask for a result while there was no server.
   const double now = seconds_now();
+  double newest = 0;
+  for (const auto& [id, future] : state_.futures)
+    if (future.done) newest = std::max(newest, future.finished);
+  for (auto& [id, future] : state_.futures)
+    if (future.done)
+      results_.emplace_back((future.finished += std::max(0.0, now - newest)) + options_.result_seconds, id);
+  std::sort(results_.begin(), results_.end());
   for (auto& [id, session] : state_.sessions) session.seen = now;
   if (count > 0 && options_.print_steps)
     print(
