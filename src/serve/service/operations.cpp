@@ -289,11 +289,12 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
   if (path == "kill_session") {
     Outcome outcome;
     std::string saved;
-    const std::string path_of_last = model.path_of(record.head.at("sequence").get<std::int64_t>());
+    const auto sequence = record.head.at("sequence").get<std::int64_t>();
+    const std::string path_of_last = model.path_of(sequence);
     // A replay finds what a model that is lost now has saved.
     const CheckpointInfo* const last =
         replaying_ ? store_.find(path_of_last, model.tenant, record.time()) : nullptr;
-    const bool written = last && last->created == record.time();
+    const bool written = last && last->operation == sequence;
     if ((model.loaded || written) && xorl::kill_session(record.body).save) {
       outcome = save(model, record, {}, Engine::Save::kTraining);
       saved = path_of_last;
@@ -350,9 +351,9 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   CheckpointInfo& info = saved.info;
   info.run = model.id, info.tenant = model.tenant, info.base = model.request.base,
   info.rank = model.request.lora.rank;
+  info.operation = record.head.at("sequence").get<std::int64_t>();
   info.kind = sampler ? "sampler_weights" : external ? "external_weights" : "weights";
-  info.name =
-      request.name.value_or(fmt::format("operation-{}", record.head.at("sequence").get<std::int64_t>()));
+  info.name = request.name.value_or(fmt::format("operation-{}", info.operation));
   info.metadata = request.metadata;
   check_checkpoint_name(info.name);
   // Times are those of the request: a replay has the same.
@@ -376,8 +377,8 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   if (external) saved.secret = record.text("draw");
   // A later save of the name, or this one by a model that is lost now: what lies there stays.
   const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
-  if (written &&
-      (written->created > info.created || (written->created == info.created && !model.failure.empty()))) {
+  if (written && (written->operation > info.operation ||
+                  (written->operation == info.operation && !model.failure.empty()))) {
     info.bytes = written->bytes, info.base = written->base, info.rank = written->rank;
     // A model that lost the checkpoint it was created from does not know its shape.
     saved.shape.base = info.base, saved.shape.lora.rank = info.rank;

@@ -917,6 +917,38 @@ TEST_F(ServiceTest, AStateThatIsNotAsAServerWroteItIsRefused) {
   refused("journal");
 }
 
+TEST_F(ServiceTest, TheLaterOfTwoSavesStaysWhateverTheClockSays) {
+  serve();
+  const auto train_and_save = [&](int first) {
+    client.forward_backward(forward_backward_body(model, first, first, 2));
+    client.step(model, first + 1);
+    return client.value(
+        client.operation("save_weights", model, first + 2, {{"path", "one"}, {"overwrite", true}}))["path"];
+  };
+  train_and_save(1);
+  const json path = train_and_save(4);
+  fs::copy(options.state, folder.path / "copy", fs::copy_options::recursive);  // as a kill leaves it
+  running.reset();
+  fs::remove_all(options.state), fs::rename(folder.path / "copy", options.state);
+  std::vector<LogRecord> records;
+  const fs::path file = options.state / "journal";
+  {
+    const Journal journal(file, {}, [&](std::uint64_t, std::string_view text) {
+      records.push_back(LogRecord::decode(text));
+      if (records.back().text("id") == model + ":op:3") records.back().head["time"] = 1e12;
+    });
+  }
+  fs::remove(file);
+  {
+    Journal journal(file, {}, [](std::uint64_t, std::string_view) {});
+    for (const LogRecord& record : records) journal.append(record.encode());
+  }
+  serve();
+  client.value(client.operation("load_weights", model, 7, {{"path", path}, {"optimizer", true}}));
+  client.forward_backward(forward_backward_body(model, 8, 1, 1));
+  EXPECT_EQ(client.value(client.step(model, 9))["metrics"]["steps"], 3);
+}
+
 TEST_F(ServiceTest, ResultsDoNotAgeWithoutAServer) {
   serve();
   const std::string id = client.step(model, 1), told = client.result(id).body;

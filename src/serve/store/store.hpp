@@ -88,6 +88,7 @@ struct CheckpointInfo {
   std::int64_t rank = 0;  // 0: whole weights
   std::int64_t bytes = 0;
   double created = 0, expires = 0;  // seconds since 1970; 0: never
+  std::int64_t operation = 0;       // of the run; that of a later save of the name is larger
   bool is_public = false;
   std::map<std::string, std::string> metadata;
 
