@@ -162,7 +162,9 @@ void Service::run() {
 // A tenant's share grows by the seconds that its models take; the smallest share has the next turn. One that
 // did not want any for a while starts with the smallest share of those that did: it cannot save up.
 Service::Turn Service::choose(State::Model*& best) {
-  if (!state_.controls.empty()) return Turn::kControl;
+  // Before all else, but a turn of training comes between two: many of them must not stop everybody.
+  if (!state_.controls.empty() && !std::exchange(controlled_last_, true)) return Turn::kControl;
+  controlled_last_ = false;
   std::map<std::string, State::Model*> ready;
   if (snapshot_due()) {  // between operations: those in progress are completed first
     for (auto& [id, model] : state_.models)
@@ -184,13 +186,14 @@ Service::Turn Service::choose(State::Model*& best) {
     share.was_ready = true;
     if (!best || share.seconds < shares_[best->tenant].seconds) best = model;
   }
-  const bool samples = !state_.samples.empty();
+  const bool samples = !state_.samples.empty() && state_.controls.empty();  // which may open their samplers
   if (samples && (!best || !sampled_last_)) {
     sampled_last_ = true;
     return Turn::kSampling;
   }
   sampled_last_ = false;
-  return best ? Turn::kTraining : Turn::kNone;
+  if (best) return Turn::kTraining;
+  return state_.controls.empty() ? Turn::kNone : Turn::kControl;
 }
 
 void Service::train(Lock& lock, State::Model& model) {

@@ -228,7 +228,7 @@ class Service {
   };
   std::map<std::string, Share> shares_{};  // by tenant
   std::int64_t turn_ = 0;
-  bool sampled_last_ = false, replaying_ = false, stopping_ = false;
+  bool sampled_last_ = false, controlled_last_ = false, replaying_ = false, stopping_ = false;
   bool lost_ = false;                    // the replay could not do again all that was done
   std::map<std::string, int> deaths_{};  // of the process, by the operation or sample that it was busy with
   bool abandoned_ = false;  // the engine is ahead of the journal, which could not be written

@@ -722,6 +722,27 @@ TEST(Service, ARestartGoesOnWithTheSameBits) {
   }
 }
 
+TEST_F(ServiceTest, ManySmallChangesOfOneTenantDoNotStopTheOthers) {
+  serve();
+  client.value(client.operation("save_weights", model, 1, {{"path", "one"}}));
+  serve(false);
+  for (int i = 0; i < 20; ++i)
+    running->service.handle(
+        request_of("PUT", "/api/v1/training_runs/" + model + "/checkpoints/weights/one/ttl",
+                   R"({"ttl_seconds":null})"),
+        "a", [](const HttpReply&) {});
+  const std::string step = client.step(model, 2);
+  serve();
+  client.result(step);
+  fs::copy_file(options.state / "journal", folder.path / "journal");
+  std::vector<std::string> done;
+  const Journal journal(folder.path / "journal", {}, [&](std::uint64_t, std::string_view text) {
+    const LogRecord record = LogRecord::decode(text);
+    if (record.text("kind") == "done") done.push_back(record.text("id"));
+  });
+  EXPECT_LE(std::ranges::find(done, step) - std::ranges::find(done, "control:0"), 2);
+}
+
 // ---- deaths and damage ----
 
 // How often the process dies before the work, which waits for results, is done in it.
