@@ -273,6 +273,9 @@ struct HttpServer::Impl {
     const Framing framing = framing_of(request);
     exchange.refusal = refusal_of(exchange, framing, version);
     const bool asks_first = request.headers.contains("expect") && !exchange.parts;
+    // Whoever may not ask must not hold a connection with a body that arrives byte by byte.
+    if (exchange.refusal && request.too_large == 0)
+      set_deadline(connection, Clock::now() + std::chrono::seconds(options.idle_seconds));
     if (!exchange.refusal ||
         (!framing.broken && !asks_first && framing.length.value_or(0) <= most_dropped(exchange)))
       return MHD_YES;

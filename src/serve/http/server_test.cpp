@@ -321,6 +321,18 @@ TEST(Http, SlowHeadersAreEnded) {
   EXPECT_EQ(server.connections(), 0);
 }
 
+TEST(Http, SlowBodiesOfRefusedRequestsAreEnded) {
+  const auto refused = [](const HttpRequest&) {
+    return std::make_unique<HttpReply>(HttpReply{.status = 401, .body = {}});
+  };
+  const HttpServer server({.idle_seconds = 1}, refused, echo);
+  Client slow(server.port());
+  const auto begun = Clock::now();
+  slow.send("POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n");
+  while (Clock::now() - begun < 8s && slow.send("x")) std::this_thread::sleep_for(50ms);
+  EXPECT_LT(Clock::now() - begun, 5s);
+}
+
 TEST(Http, AnIdleConnectionIsEndedAndALongPollIsNot) {
   Waiting waiting;
   const HttpServer server(
