@@ -40,13 +40,14 @@ class WrongEngine : public ModelEngine {
   std::function<void(Tensors& now, const Tensors& before, const AdamParams&)> change_saved{};
   Factor factor{};
   std::int64_t adds_twice = -1, loses = -1;  // a call of each step
-  bool keeps_first_sampler = false, samplers_follow = false;
+  bool keeps_first_sampler = false, samplers_follow = false, leaves_output = false;
   std::string normalise{};  // whatever was asked for
   fs::path folder{};
 
   void create(const std::string& model, const CreateModel& request) override {
     CreateModel made = request;
     if (!normalise.empty()) made.metadata["isograd.normalise"] = normalise;
+    if (leaves_output) made.lora.unembed = false;
     ModelEngine::create(model, made);
   }
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override {
@@ -360,6 +361,10 @@ TEST_F(VerifyServerTest, SaysWhatItCouldNotJudge) {
   EXPECT_EQ(coarse.unjudged.size(), 2);
   EXPECT_THAT(coarse.unjudged, Each(HasSubstr("--dtype float32 or float64")));
   EXPECT_THAT(coarse.wrong, IsEmpty());
+  // An adapter of less than was asked for.
+  const ServerVerdict smaller = verdict(kAdapter, [](WrongEngine& engine) { engine.leaves_output = true; });
+  EXPECT_FALSE(smaller.passed());
+  EXPECT_THAT(smaller.unjudged, ::testing::Contains(HasSubstr("an adapter without ")));
   // Wrong in a way that has no name.
   const ServerVerdict other = verdict(kAdapter, [](WrongEngine& engine) {
     engine.change_step = [](AdamParams& params, double) { params.learning_rate *= 1.001; };
