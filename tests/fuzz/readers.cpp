@@ -65,7 +65,8 @@ void read_wrongly(const fs::path& file) {
 const std::vector<Reader>& readers() {
   static const std::vector<Reader> all = [] {
     std::vector<Reader> result;
-    for (const auto& some : {model_readers(), run_readers(), data_readers(), wire_readers()}) {
+    for (const auto& some :
+         {model_readers(), run_readers(), data_readers(), wire_readers(), server_readers()}) {
       result.insert(result.end(), some.begin(), some.end());
     }
     result.push_back({.name = "planted",

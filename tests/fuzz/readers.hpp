@@ -36,6 +36,7 @@ std::vector<Reader> model_readers();
 std::vector<Reader> run_readers();
 std::vector<Reader> data_readers();
 std::vector<Reader> wire_readers();
+std::vector<Reader> server_readers();
 
 void put(const std::filesystem::path& file, const std::string& bytes);
 // Reads every byte, so that a view beyond its file is found.
