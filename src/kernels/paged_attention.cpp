@@ -113,9 +113,7 @@ ISOGRAD_ALWAYS_INLINE void attend_body(const PagedShape& shape, const T* queries
   const std::int64_t all = shape.rows * shape.groups;
   std::int64_t i = 0;
   for (; i + 4 <= all; i += 4) attend_queries<4>(shape, i, queries, keys, values, scratch, out);
-  if (all - i == 3) return attend_queries<3>(shape, i, queries, keys, values, scratch, out);
-  if (all - i == 2) return attend_queries<2>(shape, i, queries, keys, values, scratch, out);
-  if (all - i == 1) attend_queries<1>(shape, i, queries, keys, values, scratch, out);
+  for (; i < all; ++i) attend_queries<1>(shape, i, queries, keys, values, scratch, out);
 }
 
 }  // namespace

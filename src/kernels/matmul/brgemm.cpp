@@ -26,9 +26,8 @@ constexpr int kAvx2 = 1, kAvx512 = 2;  // kernels::processor_level()
 constexpr std::int64_t kFewRowsOfA =
     128;  // at most this many rows of a; b is then read from memory for little work
 constexpr std::int64_t kNarrowest = 256, kWidest = 768;  // columns of b, read along whole rows
-constexpr std::int64_t kTurnedRows = 4;      // blocks of a's rows that are transposed at once: 1 MB
-constexpr std::int64_t kKept = 1 << 17;      // floats of b that stay in the second-level cache: 512 KB
-constexpr std::int64_t kOfThread = 1 << 18;  // multiplications that take as long as to wake a thread
+constexpr std::int64_t kTurnedRows = 4;  // blocks of a's rows that are transposed at once: 1 MB
+constexpr std::int64_t kKept = 1 << 17;  // floats of b that stay in the second-level cache: 512 KB
 constexpr std::int64_t kRowStep = 16, kColumnStep = 16, kDepthStep = 64;  // see next_block()
 
 struct Part {
@@ -110,29 +109,27 @@ void prefetch(Operand b, std::int64_t begin, std::int64_t end, std::int64_t colu
 // are prefetched while it multiplies; the AVX-512 kernel is a twentieth slower.
 void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Operand b, MutableRows c,
                    bool adds) {
-  const auto columns = parts_of(m, kColumns, kColumnStep), depths = parts_of(k, kDepth, kDepthStep);
+  const auto rows = parts_of(n, kRows, kRowStep), columns = parts_of(m, kColumns, kColumnStep);
+  const auto depths = parts_of(k, kDepth, kDepthStep);
   const bool asks_ahead = kernels::processor_level() == kAvx2;
   const std::int64_t stride =
       at::divup(m, kColumns) * kColumns;  // few different values: see multiply_block()
   const at::Tensor turned = at::empty({k * stride}, at::TensorOptions(at::kFloat));
   kernels::transpose(a.data, a.stride, m, k, turned.mutable_data_ptr<float>(), stride);
   const auto* const of_a = turned.const_data_ptr<float>();
-  // Threads have equal shares of b's rows, but none is woken for less work than waking it takes.
-  const std::int64_t least = at::divup(kOfThread, kRowStep * m * k);
-  parallel_for(0, at::divup(n, kRowStep), least, [&](std::int64_t first, std::int64_t last) {
+  parallel_for(0, std::ssize(rows), 1, [&](std::int64_t first, std::int64_t last) {
     const at::Tensor memory = at::empty({kRows * kColumns}, at::TensorOptions(at::kFloat));
     float* const block = memory.mutable_data_ptr<float>();
-    const std::int64_t begin = first * kRowStep, end = std::min(last * kRowStep, n);
-    for (Part row{begin, 0}; row.begin < end; row.begin += row.size) {
-      row.size = next_block(end - row.begin, kRows, kRowStep);
-      for (const Part& column : columns) {
+    for (std::int64_t i = first; i < last; ++i)
+      for (const Part& row = rows[i]; const Part& column : columns) {
         float* const to = c.data + column.begin * c.stride + row.begin;
         // Added to as with many rows, so that a row's bits do not depend on the number of rows.
         if (adds) kernels::transpose(to, c.stride, column.size, row.size, block, column.size);
         for (const Part& depth : depths) {
-          if (const std::int64_t next = row.begin + row.size; asks_ahead && column.begin == 0 && next < end) {
-            const std::int64_t size = next_block(end - next, kRows, kRowStep);
-            prefetch(b, next + size * depth.begin / k, next + size * (depth.begin + depth.size) / k, k);
+          if (asks_ahead && column.begin == 0 && i + 1 < last) {
+            const Part& next = rows[static_cast<std::size_t>(i) + 1];
+            prefetch(b, next.begin + next.size * depth.begin / k,
+                     next.begin + next.size * (depth.begin + depth.size) / k, k);
           }
           multiply_block(row.size, column.size, depth.size,
                          {b.data + row.begin * b.stride + depth.begin, b.stride},
@@ -141,7 +138,6 @@ void few_rows_x_wt(std::int64_t m, std::int64_t n, std::int64_t k, Operand a, Op
         }
         kernels::transpose(block, column.size, row.size, column.size, to, c.stride);
       }
-    }
   });
 }
 
