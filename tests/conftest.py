@@ -41,13 +41,13 @@ def words_of(arguments):
 @functools.lru_cache(maxsize=4)
 def warm_isograd(read):
     """A socket to a process of the command line that has its libraries and makes copies (warm_isograd.cpp), for callers who have these
-    variables; None in a build without it."""
+    variables; None in a build without it, or for those who load more in front of it."""
     library = BUILD / "tests/libisograd_warm.so"
-    if not library.exists():
+    if not library.exists() or "LD_PRELOAD" in dict(read):
         return None
     read = {name: value for name, value in read if value is not None}
     environment = {**{name: value for name, value in os.environ.items() if name not in read_at_load(os.environ)}, **read}
-    environment["LD_PRELOAD"] = ":".join(filter(None, [str(library), read.get("LD_PRELOAD")]))
+    environment["LD_PRELOAD"] = str(library)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen([BINARY], env=environment, stdin=theirs)
@@ -55,8 +55,7 @@ def warm_isograd(read):
 
 
 def read_at_load(environment):
-    """What libraries and the program read of it before main(). The stand-in for a GPU reads its file's name at the end."""
-    ours = {name: value for name, value in environment.items() if name.startswith("ISOGRAD_") and name != "ISOGRAD_STANDIN_GPU"}
+    ours = {name: value for name, value in environment.items() if name.startswith("ISOGRAD_")}
     return {**warm_python.read_at_load(environment), **ours}
 
 
