@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -202,14 +203,7 @@ TEST(Balance, WithItsOwnRanksFractionsIsSeen) {
 
 TEST(Balance, RefusesWhatDoesNotFit) {
   Group alone = Group::solo();
-  const auto error_of = [](const std::function<void()>& call) -> std::string {
-    try {
-      call();
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no error";
-  };
+  using error_testing::error_of;
   EXPECT_THAT(error_of([&] { BalanceLoss({}, alone); }), HasSubstr("0 experts"));
   EXPECT_THAT(error_of([&] { BalanceLoss({.experts = 3, .layers = 0}, alone); }), HasSubstr("0 layers"));
   BalanceLoss step({.experts = 3}, alone), batch({.experts = 3, .scope = Scope::kMicroBatch}, alone);

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
 
 #include "base/error_testing.hpp"
 #include "isograd/error.hpp"
@@ -219,17 +218,6 @@ TEST(GradientAccumulateLoss, NamesAnUnequalNumberOfCalls) {
   });
 }
 
-TEST(SyncContextGradients, SumsOnceAndGivesMissingOnesZeros) {
-  run_ranks(3, [](World& world) {
-    at::Tensor a = parameter(1), b = parameter(2);
-    (a * static_cast<double>(world.rank + 1)).backward();
-    if (world.rank == 1) (b * 4).backward();
-    sync_context_gradients({a, b}, world.group);
-    EXPECT_EQ(a.grad().item<double>(), 6);  // not 2: nothing averages (B19)
-    EXPECT_EQ(b.grad().item<double>(), 4);
-  });
-}
-
 // Three calls of unequal content; the result is that of one.
 TEST(DeferredAccumulator, DividesOnceAtTheEnd) {
   run_ranks(2, [](World& world) {
@@ -272,46 +260,6 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
   const auto result = accumulator.finish();
   EXPECT_EQ(result.gradient_scale, 0);
   EXPECT_EQ(result.loss, 0);
-}
-
-// A term over all tokens together with one over targets: a call without targets counts whichever way the
-// calls are ordered, as it does in a step whose batch is known.
-TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
-  Group alone = Group::solo();
-  const MicroBatches all = {batch_of(0, 6, 1), batch_of(4, 0, 2), batch_of(0, 3, 3)};
-  const auto terms = [](const at::Tensor& x, const Batch& batch) -> LossTerms {
-    return {{"ce", x * static_cast<double>(batch.num_targets())},
-            {"z", x * x * static_cast<double>(batch.num_tokens()), Mean::kStep, 0.5}};
-  };
-  const std::vector<std::function<std::unique_ptr<Normalizer>()>> means = {
-      [] { return std::make_unique<TokenMean>(); }, [] { return std::make_unique<WeightedMean>(); },
-      [] { return std::make_unique<FixedDenominator>(8.); },
-      [] { return std::make_unique<NoDenominator>(); }};
-  for (const auto& make : means) {
-    const double divisor = make()->mean() == Mean::kFixed ? 8 : make()->mean() == Mean::kNone ? 1 : 4;
-    for (std::vector<std::size_t> order :
-         {std::vector<std::size_t>{0, 1, 2}, {1, 0, 2}, {2, 0, 1}, {1, 2, 0}}) {
-      DeferredAccumulator accumulator(make(), alone);
-      at::Tensor x = parameter(1);
-      for (const std::size_t which : order)
-        for (const Batch& batch : accumulator.begin_call({all[which]}))
-          accumulator.raw_loss(terms(x, batch)).backward();
-      const auto result = accumulator.finish();
-      EXPECT_DOUBLE_EQ(result.loss, (4 + 0.5 * 13) / divisor);
-      EXPECT_DOUBLE_EQ(x.grad().item<double>() * result.gradient_scale, (4 + 13) / divisor);
-    }
-    at::Tensor x = parameter(1);
-    auto mean = make();
-    const Denominator denominator = mean->denominator(mean->count(all, alone, false));
-    double loss = 0;
-    for (const Batch& batch : all) {
-      const at::Tensor share = mean->scale(terms(x, mean->prepare(batch, denominator)), denominator);
-      share.backward();
-      loss += share.item<double>();
-    }
-    EXPECT_DOUBLE_EQ(loss, (4 + 0.5 * 13) / divisor);
-    EXPECT_DOUBLE_EQ(x.grad().item<double>(), (4 + 13) / divisor);
-  }
 }
 
 }  // namespace

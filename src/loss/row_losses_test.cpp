@@ -411,80 +411,42 @@ TEST(LinearRowLoss, RefusesBadArguments) {
   const auto entropy = RowLoss::kCrossEntropy, ppo = RowLoss::kPpo, gspo = RowLoss::kGspo;
   for (const RowLoss loss : kRowLosses) EXPECT_EQ(message(loss, [](RowCase&) {}), "no error");
   const double nan = std::nan("");
-  const auto refused = [&](RowLoss loss, const std::function<void(RowCase&)>& change, const char* words) {
+  const auto refused = [&](RowLoss loss, const char* words, const std::function<void(RowCase&)>& change) {
     EXPECT_THAT(message(loss, change), HasSubstr(words));
   };
-  refused(
-      entropy, [](RowCase& c) { c.weight = c.weight.t(); }, "weight [24, 7]");
-  refused(
-      entropy, [](RowCase& c) { c.weight = c.weight.to(at::kDouble); }, "one type");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.targets = at::Tensor(); }, "targets undefined");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.targets = c.inputs.targets.narrow(0, 0, 3); }, "targets [3]");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.targets[2] = 7; }, "targets[2] = 7");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.targets[2] = -100; }, "targets[2] = -100");
-  refused(
-      ppo, [](RowCase& c) { c.inputs.targets = c.inputs.targets.unsqueeze(1); }, "targets [4, 1]");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.weights = at::Tensor(); }, "weights undefined");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.weights = at::ones({5}); }, "weights [5]");
-  refused(
-      entropy, [&](RowCase& c) { c.inputs.weights[1] = nan; }, "weights[1] = nan");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.weights[3] = -INFINITY; }, "weights[3] = -inf");
-  refused(
-      entropy, [](RowCase& c) { c.inputs.weights.requires_grad_(true); }, "that require a gradient");
-  refused(
-      entropy,
-      [&](RowCase& c) {
-        c.inputs.targets = at::zeros({4, 3}, at::kLong), c.inputs.weights = at::ones({4, 3});
-        c.inputs.weights[2][1] = nan;
-      },
-      "weights[2, 1] = nan");
-  refused(
-      ppo, [](RowCase& c) { c.inputs.advantages = at::Tensor(); }, "advantages undefined");
-  refused(
-      ppo, [&](RowCase& c) { c.inputs.advantages[1] = INFINITY; }, "advantages[1] = inf");
-  refused(
-      ppo, [&](RowCase& c) { c.inputs.old_log_probabilities[1] = nan; }, "old_log_probabilities[1] = nan");
-  refused(
-      ppo, [](RowCase& c) { c.inputs.old_log_probabilities = at::ones({3}); }, "probabilities [3]");
-  refused(
-      ppo, [](RowCase& c) { c.options.clip_low = 2; }, "clip_low = 2");
-  refused(
-      ppo, [](RowCase& c) { c.options.clip_low = -0.1; }, "clip_low = -0.1");
-  refused(
-      gspo, [&](RowCase& c) { c.options.clip_high = nan; }, "clip_high = nan");
-  refused(
-      RowLoss::kDro, [](RowCase& c) { c.options.beta = -1; }, "beta = -1");
-  refused(
-      RowLoss::kDro, [](RowCase& c) { c.options.beta = INFINITY; }, "beta = inf");
-  refused(
-      gspo,
-      [](RowCase& c) {
-        c.inputs.cu_seqlens = {0, 3};
-      },
-      "cu_seqlens [0, 3] over 4 rows");
-  refused(
-      gspo,
-      [](RowCase& c) {
-        c.inputs.cu_seqlens = {0, 3, 2, 4};
-      },
-      "ascending");
-  refused(
-      gspo, [](RowCase& c) { c.inputs.ratio_mask = at::Tensor(); }, "ratio_mask undefined");
-  refused(
-      gspo, [](RowCase& c) { c.inputs.ratio_mask.zero_(); }, "empty ratio_mask");
-  refused(
-      entropy, [](RowCase& c) { c.b = c.b.narrow(0, 0, 6); }, "b [6, 5]");
-  refused(
-      entropy, [](RowCase& c) { c.a = c.a.to(at::kDouble); }, "low-rank update");
-  refused(
-      entropy, [](RowCase& c) { c.scale = INFINITY; }, "scale inf");
+  refused(entropy, "weight [24, 7]", [](RowCase& c) { c.weight = c.weight.t(); });
+  refused(entropy, "one type", [](RowCase& c) { c.weight = c.weight.to(at::kDouble); });
+  refused(entropy, "targets undefined", [](RowCase& c) { c.inputs.targets = at::Tensor(); });
+  refused(entropy, "targets [3]", [](RowCase& c) { c.inputs.targets = c.inputs.targets.narrow(0, 0, 3); });
+  refused(entropy, "targets[2] = 7", [](RowCase& c) { c.inputs.targets[2] = 7; });
+  refused(entropy, "targets[2] = -100", [](RowCase& c) { c.inputs.targets[2] = -100; });
+  refused(ppo, "targets [4, 1]", [](RowCase& c) { c.inputs.targets = c.inputs.targets.unsqueeze(1); });
+  refused(entropy, "weights undefined", [](RowCase& c) { c.inputs.weights = at::Tensor(); });
+  refused(entropy, "weights [5]", [](RowCase& c) { c.inputs.weights = at::ones({5}); });
+  refused(entropy, "weights[1] = nan", [&](RowCase& c) { c.inputs.weights[1] = nan; });
+  refused(entropy, "weights[3] = -inf", [](RowCase& c) { c.inputs.weights[3] = -INFINITY; });
+  refused(entropy, "that require a gradient", [](RowCase& c) { c.inputs.weights.requires_grad_(true); });
+  refused(entropy, "weights[2, 1] = nan", [&](RowCase& c) {
+    c.inputs.targets = at::zeros({4, 3}, at::kLong), c.inputs.weights = at::ones({4, 3});
+    c.inputs.weights[2][1] = nan;
+  });
+  refused(ppo, "advantages undefined", [](RowCase& c) { c.inputs.advantages = at::Tensor(); });
+  refused(ppo, "advantages[1] = inf", [&](RowCase& c) { c.inputs.advantages[1] = INFINITY; });
+  refused(ppo, "old_log_probabilities[1] = nan",
+          [&](RowCase& c) { c.inputs.old_log_probabilities[1] = nan; });
+  refused(ppo, "probabilities [3]", [](RowCase& c) { c.inputs.old_log_probabilities = at::ones({3}); });
+  refused(ppo, "clip_low = 2", [](RowCase& c) { c.options.clip_low = 2; });
+  refused(ppo, "clip_low = -0.1", [](RowCase& c) { c.options.clip_low = -0.1; });
+  refused(gspo, "clip_high = nan", [&](RowCase& c) { c.options.clip_high = nan; });
+  refused(RowLoss::kDro, "beta = -1", [](RowCase& c) { c.options.beta = -1; });
+  refused(RowLoss::kDro, "beta = inf", [](RowCase& c) { c.options.beta = INFINITY; });
+  refused(gspo, "cu_seqlens [0, 3] over 4 rows", [](RowCase& c) { c.inputs.cu_seqlens = {0, 3}; });
+  refused(gspo, "ascending", [](RowCase& c) { c.inputs.cu_seqlens = {0, 3, 2, 4}; });
+  refused(gspo, "ratio_mask undefined", [](RowCase& c) { c.inputs.ratio_mask = at::Tensor(); });
+  refused(gspo, "empty ratio_mask", [](RowCase& c) { c.inputs.ratio_mask.zero_(); });
+  refused(entropy, "b [6, 5]", [](RowCase& c) { c.b = c.b.narrow(0, 0, 6); });
+  refused(entropy, "low-rank update", [](RowCase& c) { c.a = c.a.to(at::kDouble); });
+  refused(entropy, "scale inf", [](RowCase& c) { c.scale = INFINITY; });
   EXPECT_EQ(message(ppo, [](RowCase& c) { c.options.beta = -1; }), "no error") << "not its option";
   const RowCase c = row_case(entropy, 4, 7, at::kFloat, false);
   const at::Tensor sum = row_loss_of(c).sum;

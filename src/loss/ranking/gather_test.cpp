@@ -8,6 +8,7 @@
 
 #include <numeric>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 #include "isograd/world.hpp"
 
@@ -110,14 +111,7 @@ TEST(Gather, TakesIntegersAndTensorsThatAreNotContiguous) {
 }
 
 TEST(Gather, NamesRanksThatDoNotFitOnEveryRank) {
-  const auto error_of = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "no error";
-  };
+  using error_testing::error_of;
   run_ranks(3, [&](World& world) {
     const at::Tensor x = at::zeros({2, world.rank == 1 ? 4 : 3}, world.rank == 2 ? at::kHalf : at::kFloat);
     EXPECT_THAT(error_of([&] { all_gather_with_grad(world.group, x); }),
