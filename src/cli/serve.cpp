@@ -298,9 +298,7 @@ Verb serve_verb(CLI::App& program, const Invocation& invocation) {
              "most tokens that a forward and backward sees", "N", 1, kMany);
   add_option(*verb, "--cache-megabytes", flags->cache_megabytes, "keys and values of each sampler", "N", 1,
              kMany);
-  add_option(*verb, "--limit", flags->limits,
-             fmt::format("of each tenant: {}; 0: none; repeatable",
-                         fmt::join(std::views::keys(serve::kLimits), ", ")),
+  add_option(*verb, "--limit", flags->limits, "a limit of each tenant, as in models=8; 0: none; repeatable",
              "NAME=N");
   add_option(*verb, "--client-config", flags->client_config,
              "options that tinker's client takes from its server, as JSON", "JSON");

@@ -263,7 +263,8 @@ bool Service::take_snapshot() {
     std::set<std::string> runs, sessions;
     for (const auto& [path, saved] : state_.saved) runs.insert(saved.info.run);
     for (const auto& [id, model] : state_.models)
-      if (fs::exists(options_.state / "dumps" / id)) runs.insert(id);  // they count for its tenant
+      if (std::error_code hidden; fs::exists(options_.state / "dumps" / id, hidden))
+        runs.insert(id);  // its dumps count for its tenant
     std::erase_if(state_.models, [&](const auto& entry) {
       return entry.second.gone && !runs.contains(entry.first) &&
              entry.second.last_request + kKeepClosed < now;
