@@ -1,6 +1,7 @@
 #include "serve/models/fixed_weights.hpp"
 
 #include <atomic>
+#include <set>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
@@ -19,6 +20,17 @@ fs::path tokenizer_in(const fs::path& directory) {
   return {};
 }
 
+// The configuration's meaning, names and bytes of the files with weights. The model is read from them too, so
+// that they are in memory.
+std::string digest_of(const fs::path& directory) {
+  std::string all = parse_json(read_file(directory / "config.json")).value.dump();
+  std::set<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(directory))
+    if (entry.path().extension() == ".safetensors") files.insert(entry.path());
+  for (const fs::path& file : files) all += "\n" + file.filename().string() + " " + checksum_file(file);
+  return checksum(all.data(), all.size());
+}
+
 }  // namespace
 
 Base::Base(const std::string& name, const fs::path& directory, at::ScalarType dtype,
@@ -33,7 +45,8 @@ Base::Base(const std::string& name, const fs::path& directory, at::ScalarType dt
           .tokenizer = tokenizer_in(fs::absolute(directory)),
           .architecture = config.family,
           .context = slides ? std::min(config.sliding_window, config.max_positions) : config.max_positions,
-          .vocabulary = config.vocabulary};
+          .vocabulary = config.vocabulary,
+          .digest = values ? digest_of(directory) : ""};
   sampled = std::make_shared<SampledModel>(model, options);
 }
 

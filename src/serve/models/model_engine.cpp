@@ -86,6 +86,9 @@ void ModelEngine::remove(const std::string& model) {
 std::int64_t ModelEngine::save(const std::string& model, Save which, const fs::path& directory) {
   return this->model(model).save(which, directory);
 }
+Engine::Write ModelEngine::saving(const std::string& model) {
+  return this->model(model).saving();
+}
 void ModelEngine::load(const std::string& model, const fs::path& directory, bool optimizer,
                        const std::map<std::string, std::string>& metadata) {
   SavedModel saved = read_saved(directory);
@@ -124,7 +127,7 @@ void ModelEngine::load_sampler(const std::string& sampler, const fs::path& direc
   }
   open(sampler, std::make_shared<FixedWeights>(base, adapter, whole));
 }
-void ModelEngine::save_sampler(const std::string& sampler, const fs::path& directory) {
+Engine::Write ModelEngine::saving_sampler(const std::string& sampler) {
   const auto& weights = this->sampler(sampler);
   const bool whole = weights->sampled != weights->base->sampled;
   SavedModel saved;
@@ -137,9 +140,11 @@ void ModelEngine::save_sampler(const std::string& sampler, const fs::path& direc
     shape.rank = config.rank, shape.unembed = config.unembed, shape.mlp = config.mlp;
     shape.attention = config.attention;
   }
-  if (weights->adapter || whole)
-    write_weights(directory, *weights->base, weights->adapter.get(), *weights->sampled->model);
-  write_saved(directory, saved);
+  return [weights, whole, saved](const fs::path& directory) {
+    if (weights->adapter || whole)
+      write_weights(directory, *weights->base, weights->adapter.get(), *weights->sampled->model);
+    write_saved(directory, saved);
+  };
 }
 void ModelEngine::close_sampler(const std::string& sampler) {
   find(samplers_, "a sampler", sampler);

@@ -45,6 +45,8 @@ class ModelEngine : public Engine {
   void remove(const std::string& model) override;
 
   std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) override;
+  Write saving(const std::string& model) override;
+  Write saving_sampler(const std::string& sampler) override;
   void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
             const std::map<std::string, std::string>& metadata) override;
   CreateModel describe(const std::filesystem::path& directory) const override;
@@ -52,7 +54,6 @@ class ModelEngine : public Engine {
   void open_sampler(const std::string& sampler, const std::string& base) override;
   void open_sampler_of(const std::string& sampler, const std::string& model) override;
   void load_sampler(const std::string& sampler, const std::filesystem::path& directory) override;
-  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) override;
   void close_sampler(const std::string& sampler) override;
   void submit(const std::string& id, const std::string& sampler, const Sample& request,
               std::uint64_t seed) override;

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
+#include <functional>
+#include <future>
 #include <random>
 #include <set>
 
@@ -166,6 +169,59 @@ TEST_F(ModelEngineTest, SavedModelsGoOnWithTheSameBits) {
         EXPECT_EQ(described.lora.rank, rank);
         EXPECT_EQ(described.metadata.at("isograd.normalise"), "tokens");
       }
+}
+
+TEST_F(ModelEngineTest, CallsWaitThatWouldChangeWhatIsBeingSaved) {
+  for (const std::int64_t rank : {4, 0}) {
+    const auto engine = this->engine("qwen3");
+    engine->create("m", request_of(rank));
+    Calls calls(kSeed + 6);
+    const std::map<std::string, std::function<void()>> changes = {
+        {"1 accumulates",
+         [&] {
+           engine->forward_backward("m", calls.cross_entropy({5, 12}));
+         }},
+        {"2 steps", [&] { engine->optim_step("m", {.learning_rate = 1e-2}); }},
+        {"3 accumulates", [&] { engine->forward_backward("m", calls.cross_entropy({7})); }},
+        {"4 accumulates", [&] { engine->forward_backward("m", calls.cross_entropy({3})); }},
+        {"5 drops", [&] { engine->drop_gradient("m"); }},
+        {"6 goes", [&] { engine->remove("m"); }}};
+    for (const auto& [name, change] : changes) {
+      const fs::path now = folder(fmt::format("{} now {}", rank, name)),
+                     later = folder(fmt::format("{} later {}", rank, name));
+      engine->save("m", Engine::Save::kTraining, now);
+      Engine::Write write = engine->saving("m");
+      ForwardBackward pass = calls.cross_entropy({4});
+      pass.forward_only = true;
+      engine->forward_backward("m", pass);  // changes nothing, so it does not wait
+      std::future<void> changed = std::async(std::launch::async, change);
+      EXPECT_EQ(changed.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << name;
+      std::exchange(write, {})(later);
+      changed.get();
+      for (const auto& entry : fs::directory_iterator(now))
+        EXPECT_TRUE(read_file(entry.path()) == read_file(later / entry.path().filename())) << name;
+    }
+  }
+}
+
+TEST_F(ModelEngineTest, ABaseHasTheDigestOfWhatItIsMadeOf) {
+  const auto digest = [&] { return ModelEngine({.bases = {{"b", folder("base_qwen3")}}}).bases()[0].digest; };
+  base("qwen3");
+  const std::string one = digest();
+  base("qwen3");
+  EXPECT_EQ(digest(), one);
+  const fs::path weights = folder("base_qwen3") / "model.safetensors";
+  std::string bytes = read_file(weights);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  write_file(weights, bytes);
+  EXPECT_NE(digest(), one);
+  base("qwen3");
+  const fs::path config = folder("base_qwen3") / "config.json";
+  std::string text = read_file(config);
+  write_file(config, text + "\n");  // the meaning counts
+  EXPECT_EQ(digest(), one);
+  write_file(config, text.replace(text.rfind('}'), 1, ", \"more\": 1}"));
+  EXPECT_NE(digest(), one);
 }
 
 TEST_F(ModelEngineTest, DenominatorsDivideOnce) {

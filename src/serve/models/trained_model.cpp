@@ -196,6 +196,7 @@ ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, cons
   for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
     const RowLossResult found = losses_of(*model_, model_->hidden(batch), request, call, batch);
     if (!request.forward_only) {
+      settle();
       layout_->begin_backward(/*last=*/false);
       found.sum.backward();
     }
@@ -247,6 +248,7 @@ Metrics TrainedModel::optim_step(const AdamParams& params, const fs::path& dumps
                            .beta2 = params.beta2,
                            .epsilon = params.epsilon,
                            .weight_decay = params.weight_decay});
+  settle();
   OwnedSquares squares;
   if (ranks_) {  // reduced with each call
     std::vector<Bucket>& buckets = layout_->buckets();
@@ -316,6 +318,7 @@ StepDump::Named TrainedModel::whole_gradients(double scale) {
 // The next call begins with zeros.
 void TrainedModel::drop_gradient() {
   require_sound();
+  settle();
   open_ = {};
 }
 
@@ -325,9 +328,39 @@ void TrainedModel::gather_weights(const std::function<void(const TensorStream&)>
   gathered(*layout_, parts, placed(), first(), take);
 }
 
-std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
+Engine::Write TrainedModel::saving() {
+  if (ranks_) return {};
+  settle();
+  optimizer_->state(layout_->buckets());  // makes what there is not yet
+  struct Reading {
+    std::promise<void> done{};
+    ~Reading() { done.set_value(); }
+  };
+  const auto reading = std::make_shared<Reading>();
+  read_ = reading->done.get_future();
+  constexpr auto kTraining = Engine::Save::kTraining;
+  return [this, reading, saved = saved_now(kTraining)](const fs::path& directory) {
+    write(directory, kTraining, saved);
+  };
+}
+
+void TrainedModel::settle() {
+  if (read_.valid()) read_.get();
+}
+
+SavedModel TrainedModel::saved_now(Engine::Save which) const {
+  SavedModel saved;
+  saved.created = created_, saved.weights = is_whole() ? "whole" : "adapter";
+  if (which != Engine::Save::kTraining) return saved;
+  require_sound();
+  saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
+  saved.open = open_;
+  return saved;
+}
+
+std::int64_t TrainedModel::write(const fs::path& directory, Engine::Save which, const SavedModel& saved) {
+  const at::NoGradGuard no_grad;
   const DecoderConfig& shape = base_->shape();
-  if (which == Engine::Save::kTraining) require_sound();
   if (!ranks_)
     write_weights(directory, *base_, adapter_.get(), *model_);
   else
@@ -336,20 +369,16 @@ std::int64_t TrainedModel::save(Engine::Save which, const fs::path& directory) {
                : write_hf(directory, shape, stream);
     });
   if (which == Engine::Save::kExternal) return first() ? bytes_in(directory) : 0;
-  SavedModel saved;
-  saved.created = created_, saved.weights = is_whole() ? "whole" : "adapter";
-  if (which == Engine::Save::kTraining) {
-    saved.training = true, saved.dtype = dtype_name(dtype_), saved.updates = optimizer_->updates(),
-    saved.open = open_;
+  if (saved.training) {
     OptimizerState state = optimizer_->state(layout_->buckets());
     for (const Bucket& bucket : layout_->buckets())
       if (bucket.master.scalar_type() != bucket.plan.dtype) state["master"].push_back(bucket.master);
-    const auto write = [&](const char* name, const OptimizerState& parts) {
+    const auto put = [&](const char* name, const OptimizerState& parts) {
       gathered(*layout_, parts, placed(), first(),
                [&](const TensorStream& stream) { write_safetensors(directory / name, stream); });
     };
-    write("optimizer.safetensors", state);
-    if (open_.calls > 0) write(kGradientFile, {{kGradient, sums()}});
+    put("optimizer.safetensors", state);
+    if (saved.open.calls > 0) put(kGradientFile, {{kGradient, sums()}});
   }
   if (!first()) return 0;
   write_saved(directory, saved);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <filesystem>
+#include <future>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -43,6 +44,7 @@ class TrainedModel {
   TrainedModel(std::shared_ptr<Base> base, const SavedModel& saved, const std::filesystem::path& directory,
                bool optimizer, at::ScalarType dtype, std::int64_t micro_batch_tokens,
                std::shared_ptr<const Ranks> ranks = nullptr);
+  ~TrainedModel() { settle(); }
   TrainedModel(const TrainedModel&) = delete;  // the forward refers to it
   TrainedModel& operator=(const TrainedModel&) = delete;
 
@@ -51,7 +53,10 @@ class TrainedModel {
   // `dumps`: the folder in which step N of a model with isograd.dump becomes the dump N.
   Metrics optim_step(const AdamParams& params, const std::filesystem::path& dumps);
   void drop_gradient();
-  std::int64_t save(Engine::Save which, const std::filesystem::path& directory);
+  std::int64_t save(Engine::Save which, const std::filesystem::path& directory) {
+    return write(directory, which, saved_now(which));
+  }
+  Engine::Write saving();  // null with ranks: they would all have to write at that time
   // As they are now; the same object until the next step. Null on ranks other than the first.
   std::shared_ptr<const FixedWeights> weights(const TextSamplerOptions& options);
 
@@ -76,6 +81,9 @@ class TrainedModel {
   // Gathers the trained weights; calls `take` with their stream on the first rank.
   void gather_weights(const std::function<void(const TensorStream&)>& take);
   StepDump::Named whole_gradients(double scale);
+  SavedModel saved_now(Engine::Save which) const;
+  std::int64_t write(const std::filesystem::path& directory, Engine::Save which, const SavedModel& saved);
+  void settle();  // before anything changes that a saving() may still read
   void restore(const SavedModel& saved, const std::filesystem::path& directory);
   void require_sound() const;
 
@@ -98,6 +106,7 @@ class TrainedModel {
   std::unique_ptr<AdamW> optimizer_;
   Counted open_{};  // calls > 0: there are sums of these calls
   bool broken_ = false;
+  std::future<void> read_{};  // by the last saving()
   bool weights_are_current_ = false;
   std::shared_ptr<const FixedWeights> weights_;
 

@@ -22,6 +22,7 @@ struct BaseModel {
   std::filesystem::path tokenizer;  // directory or file; empty: none
   std::string architecture;         // "qwen3"
   std::int64_t context = 0, vocabulary = 0;
+  std::string digest{};  // of configuration and weights: an adapter is of these
 };
 
 // ConfigError from any call is a user's mistake: nothing was changed. Any other exception is the server's.
@@ -49,6 +50,15 @@ class Engine {
   };
   // Fills an existing empty directory and fsyncs nothing. Returns bytes written.
   virtual std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) = 0;
+  // Writes as save(kTraining) and save_sampler() would now: called once, later, on any thread, while other
+  // calls are made. Those that change what it writes wait until it has returned, or is destroyed. Null: only
+  // save() can.
+  using Write = std::function<void(const std::filesystem::path& directory)>;
+  virtual Write saving(const std::string& /*model*/) { return {}; }
+  virtual Write saving_sampler(const std::string& sampler) = 0;
+  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) {
+    saving_sampler(sampler)(directory);
+  }
   // A new model from a directory of kTraining. `optimizer`: with moments, step and accumulator; else with new
   // ones.
   virtual void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
@@ -60,7 +70,6 @@ class Engine {
   virtual void open_sampler(const std::string& sampler, const std::string& base) = 0;
   virtual void open_sampler_of(const std::string& sampler, const std::string& model) = 0;  // as they are now
   virtual void load_sampler(const std::string& sampler, const std::filesystem::path& directory) = 0;
-  virtual void save_sampler(const std::string& sampler, const std::filesystem::path& directory) = 0;
   virtual void close_sampler(const std::string& sampler) = 0;
   // ConfigError: what can never be answered. Else `id` is answered by a later sample_pass(). `seed` is used
   // where the request gives none.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <fstream>
@@ -38,12 +39,14 @@ class ToyEngine : public Engine {
     std::uint64_t digest = 7;
   };
   std::chrono::microseconds datum_time{0};
+  static inline std::atomic<bool> hold = false;  // a snapshot that is written waits
   std::vector<std::string> calls{};  // models, in the order of forward_backward
   bool full = false;                 // no save has room
   // A target whose forward_backward ends the process, and a seed whose samples do.
   static inline std::int64_t deadly = -1;
 
   const std::vector<BaseModel>& bases() const override { return bases_; }
+  void set_digest(const std::string& digest) { bases_[0].digest = digest; }
   void create(const std::string& model, const CreateModel& request) override {
     if (request.lora.rank > 64) refuse("rank", "too much", "at most 64", "Ask for less");
     ISOGRAD_INVARIANT(!models.contains(model), model);
@@ -111,8 +114,15 @@ class ToyEngine : public Engine {
   void load_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
     samplers[sampler] = read(directory / "toy");
   }
-  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) override {
-    write(directory / "toy", samplers.at(sampler));
+  Write saving(const std::string& model) override {
+    if (full) refuse("save", "a full disk", "room", "Make some");
+    return [toy = models.at(model)](const std::filesystem::path& directory) {
+      for (int i = 0; hold && i < 20000; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      write(directory / "toy", toy);
+    };
+  }
+  Write saving_sampler(const std::string& sampler) override {
+    return [toy = samplers.at(sampler)](const auto& directory) { write(directory / "toy", toy); };
   }
   void close_sampler(const std::string& sampler) override {
     ISOGRAD_INVARIANT(samplers.erase(sampler) == 1, sampler);
