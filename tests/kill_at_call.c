@@ -99,6 +99,11 @@ int fsync(int file) {
   AS(int, when_file("fsync", file), 0, file);
 }
 
+int fdatasync(int file) {
+  int (*next)(int) = real("fdatasync");
+  AS(int, when_file("fdatasync", file), 0, file);
+}
+
 int rename(const char* from, const char* to) {
   int (*next)(const char*, const char*) = real("rename");
   AS(int, when("rename", to), 0, from, to);

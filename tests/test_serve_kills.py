@@ -80,6 +80,49 @@ def run_of(url, seed, again=False):
     return {"norms": norms, "samples": samples, "files": files, "counted": counted, "checkpoints": checkpoints}
 
 
+def test_models_wait_for_the_base_that_they_were_made_on(tmp_path):
+    """One of two bases is overwritten between two starts, and put back."""
+    write_model(tmp_path / NAME, layers=1)
+    write_model(tmp_path / "other", layers=1)
+    weights = (tmp_path / NAME / "model.safetensors").read_bytes()
+    served = Server(tmp_path, tmp_path / "state", "--model", f"org/other={tmp_path / 'other'}")
+
+    def restart():
+        served.process.terminate()
+        served.process.wait(timeout=20)
+        served.start()
+
+    def step(training):
+        return training.forward_backward(uneven(np.random.default_rng(1), (3, 9)), "cross_entropy").result().metrics, \
+            training.optim_step(ADAM).result().metrics
+    try:
+        served.start()
+        with session(served.url) as service:
+            ours, twin, others = model(service), model(service, base="org/other"), model(service, base="org/other")
+            expected = [step(twin) for _ in range(3)]
+            assert step(ours) == step(others) == expected[0]
+            path = ours.save_state("kept").result().path
+            (tmp_path / NAME / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+            restart()
+            body = json.dumps({"model_id": ours.model_id, "seq_id": 4, "adam_params": ADAM.model_dump()}).encode()
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(urllib.request.Request(f"{served.url}/api/v1/optim_step", body, {
+                    "X-API-Key": KEY, "Content-Type": "application/json"}), timeout=30)
+            said = refused.value.read().decode()
+            for word in (NAME, "found", "expected", "digest", "Put them back"):
+                assert word in said
+            assert refused.value.code == 400 and said.split("digest ")[1][:16] in served.errors.read_text()
+            assert step(others) == expected[1]
+            with pytest.raises(Exception, match="Put them back"):
+                service.create_training_client_from_state_with_optimizer(path).result()
+            (tmp_path / NAME / "model.safetensors").write_bytes(weights)
+            restart()
+            assert step(ours) == expected[1] and step(others) == expected[2]
+            assert step(service.create_training_client_from_state_with_optimizer(path).result()) == expected[1]
+    finally:
+        served.kill()
+
+
 def ended(server, seconds):
     try:
         return server.process.wait(timeout=seconds)
@@ -96,7 +139,7 @@ def test_clients_do_not_notice_hundreds_of_kills(tmp_path):
 
     def preloaded(state):
         return {"LD_PRELOAD": str(library), "KILL_STATE": str(state), "KILL_LOG": f"{state}.calls"}
-    quiet = Server(tmp_path, tmp_path / "quiet")
+    quiet = Server(tmp_path, tmp_path / "quiet", "--sync")
     try:
         quiet.start(**preloaded(quiet.state))
         pathlib.Path(f"{quiet.state}.calls").unlink()  # those of a new folder
@@ -144,7 +187,8 @@ def test_clients_do_not_notice_hundreds_of_kills(tmp_path):
                 number = rng.randint(1, 1 + calls[chosen] // (3 * PROGRAMS)) if tried[chosen] > 2 else 1
                 at = f"{chosen}\t{number}\t{rng.choice(['before', 'half', 'after'])}"
                 environment = {**preloaded(disturbed.state), "KILL_AT": at}
-            disturbed.launch("--client-config", json.dumps(rng.choice(TRANSPORTS)), **environment)
+            syncs = ["--sync"] if kind == "call" and "fdatasync" in chosen or rng.random() < 0.5 else []
+            disturbed.launch("--client-config", json.dumps(rng.choice(TRANSPORTS)), *syncs, **environment)
             if disturbed.serves():
                 began = time.monotonic()
                 status = ended(disturbed, rng.uniform(1, 1.5) if rests else rng.uniform(0, 1.5))

@@ -6,7 +6,6 @@
 #include <charconv>
 #include <functional>
 
-#include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
@@ -235,7 +234,7 @@ HttpReply Service::external_file(const std::string& path) const {
   const fs::path file = fs::canonical(directory / name, error);
   if (error || file != fs::canonical(directory, error) / name || !fs::is_regular_file(file, error))
     refuse_unknown("file", path);
-  return {.type = "application/octet-stream", .body = read_file(file, std::uint64_t{1} << 40)};
+  return {.type = "application/octet-stream", .body = {}, .file = file};
 }
 
 namespace {

@@ -63,6 +63,7 @@ struct Lost {
 
 // One that a limit stopped can still be saved: the engine has it.
 void require_sound(const State::Model& model, const std::string& id, bool saves) {
+  if (!model.absent.empty()) throw Lost(model.absent, "user");
   if (!model.failure.empty() && !(saves && model.loaded))
     throw Lost({id, "an earlier operation that failed: " + model.failure, "a model without failures",
                 "Create another model, from a checkpoint where there is one"});
@@ -128,6 +129,7 @@ void Service::run() {
   Lock lock(mutex_);
   started_ = seconds_now();
   while (!stopping_) {
+    if (writing_ && writing_->is_over()) end_snapshot(lock);
     State::Model* model = nullptr;
     const Turn turn = choose(model);
     if (turn == Turn::kNone) changed_.wait_for(lock, std::chrono::seconds(1));
@@ -144,19 +146,16 @@ void Service::run() {
       }
       case Turn::kTraining: train(lock, *model); break;
       case Turn::kSampling: sample(lock); break;
-      case Turn::kSnapshot:
-        lock.unlock();
-        take_snapshot();
-        lock.lock();
-        break;
+      case Turn::kSnapshot: begin_snapshot(lock); break;
     }
     send(lock);
   }
+  end_snapshot(lock);
   const bool behind = work_since_ > 0 && !abandoned_;
   const bool between = std::none_of(state_.models.begin(), state_.models.end(),
                                     [](const auto& entry) { return entry.second.progress.has_value(); });
-  lock.unlock();
-  if (behind && between) take_snapshot();
+  if (behind && between) take_snapshot(lock);
+  if (unsynced_) std::rethrow_exception(unsynced_);
 }
 
 // A tenant's share grows by the seconds that its models take; the smallest share has the next turn. One that
@@ -205,6 +204,7 @@ void Service::train(Lock& lock, State::Model& model) {
   lock.lock();
   model.seconds += seconds, model.step_seconds += seconds, model.turn = ++turn_, work_since_ += seconds;
   shares_[model.tenant].seconds += seconds;
+  longest_ = std::max(longest_, model.progress ? model.progress->seconds += seconds : seconds);
   if (outcome) complete(lock, record, std::move(*outcome));
 }
 
@@ -275,13 +275,14 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
   if (path == "optim_step") return step(model, record);
   if (path == "load_weights") return load(model, record);
   if (path == "create_model") {
+    check_base(model.id, model.request.base, model.digest);
     engine_.create(model.id, model.request);
     const std::string name = xorl ? model.name : model.id;
     return {.body = xorl ? xorl::create_model_reply(name) : tinker::create_model_reply(name),
             .change = [&model] { model.loaded = true; }};
   }
   if (path == "unload_model") {
-    if (model.loaded) engine_.remove(model.id);
+    if (model.in_engine()) engine_.remove(model.id);
     return {.body = nlohmann::json{{"model_id", model.id}, {"type", "unload_model"}}.dump(),
             .change = [&model] { model.loaded = false, model.gone = true; }};
   }
@@ -302,7 +303,7 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
       outcome = save(model, record, {}, Engine::Save::kTraining);
       saved = path_of_last;
     }
-    if (model.loaded) engine_.remove(model.id);
+    if (model.in_engine()) engine_.remove(model.id);
     outcome.body = xorl::killed_reply(saved);
     outcome.change = [&model, change = outcome.change] {
       if (change) change();
@@ -355,6 +356,7 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   info.run = model.id, info.tenant = model.tenant, info.base = model.request.base,
   info.rank = model.request.lora.rank;
   info.operation = record.head.at("sequence").get<std::int64_t>();
+  if (info.rank > 0) info.digest = model.digest;
   info.kind = sampler ? "sampler_weights" : external ? "external_weights" : "weights";
   info.name = request.name.value_or(fmt::format("operation-{}", info.operation));
   info.metadata = request.metadata;
@@ -415,6 +417,7 @@ Service::Outcome Service::open_sampler_of(State::Model& model, std::int64_t sequ
     state_.samplers[id] = {
         .tenant = model.tenant, .session = model.session, .base = model.request.base, .open = true};
     state_.samplers[id].used = time;
+    if (model.request.lora.rank > 0) state_.samplers[id].digest = model.digest;
   };
   return outcome;
 }
@@ -474,6 +477,7 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
            fmt::format("rank {}", model.request.lora.rank), "Create a model from the checkpoint");
   const fs::path directory = store_.directory(saved.info);
   with_files([&] { store_.check_files(saved.info); });
+  check_base(request.path, saved.info.base, saved.info.digest);
   loaded_since_.insert(request.path);
   CreateModel shape = saved.shape;
   // Knobs of the saved model hold unless the request has its own.
@@ -490,7 +494,9 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
   const std::string name = record.xorl() ? model.name : model.id;
   return {.body = record.xorl() ? xorl::path_reply(xorl::path_out(request.path))
                                 : tinker::load_weights_reply(name, request.path),
-          .change = [&model, shape] { model.loaded = true, model.request = shape; }};
+          .change = [&model, shape, digest = digest_of(saved.info.base)] {
+            model.loaded = true, model.request = shape, model.digest = digest;
+          }};
 }
 
 // ---- the rest ----
@@ -507,11 +513,13 @@ Service::Outcome Service::control(const LogRecord& record) {
     }();
     make_room_for_sampler(sampler.tenant, outcome);
     if (sampler.path.empty()) {
+      check_base(id, sampler.base, sampler.digest);
       engine_.open_sampler(id, sampler.base);
     } else {
       const State::Saved* saved = find_saved(sampler.path, sampler.tenant, record.time());
       if (!saved) lack(sampler.path);
       with_files([&] { store_.check_files(saved->info); });
+      check_base(sampler.path, saved->info.base, saved->info.digest);
       loaded_since_.insert(sampler.path);
       engine_.load_sampler(id, store_.directory(saved->info));
     }
@@ -557,7 +565,7 @@ Service::Outcome Service::end_session(const std::string& id) {
   for (const auto& [name, sampler] : state_.samplers)
     if (sampler.session == id && sampler.open) outcome.closed.push_back(name);
   for (auto& [name, model] : state_.models)
-    if (model.session == id && model.loaded) engine_.remove(name);
+    if (model.session == id && model.in_engine()) engine_.remove(name);
   outcome.change = [this, id] {
     const double now = seconds_now();
     for (auto& [name, sampler] : state_.samplers)
@@ -639,15 +647,36 @@ void Service::sample(Lock& lock) {
 // A replay reads the files of checkpoints that were loaded since the last snapshot, so it must not need them
 // any more. Models in the middle of an operation are completed first: a snapshot has none.
 void Service::release(const std::string& path) {
-  if (replaying_ || !loaded_since_.contains(path)) return;
+  if (replaying_) return;
   Lock lock(mutex_);
+  if (writing_ && writing_->loaded.contains(path)) end_snapshot(lock);
+  if (!loaded_since_.contains(path)) return;
   for (auto& [id, model] : state_.models)
     while (model.progress && !abandoned_) train(lock, model);
-  lock.unlock();
   // A mistake of nobody; but a client would repeat what is answered as one of the server.
-  if (abandoned_ || !take_snapshot())
+  if (abandoned_ || !take_snapshot(lock))
     refuse(path, "a checkpoint that a restart needs, and no room for the snapshot that would replace it",
            "room in the state folder", "Free space there, and ask again");
+}
+
+std::string Service::digest_of(const std::string& base) const {
+  for (const BaseModel& each : engine_.bases())
+    if (each.name == base) return each.digest;
+  return "";
+}
+
+std::string Service::other_base(const std::string& what, const std::string& base,
+                                const std::string& digest) const {
+  const std::string now = digest_of(base);
+  if (digest.empty() || now.empty() || digest == now) return "";
+  return ConfigError({what, fmt::format("files of the base {} with the digest {}", base, now),
+                      fmt::format("those that it was made with, of the digest {}", digest),
+                      "Put them back and start the server again, or give the new ones a name of their own"})
+      .what();
+}
+
+void Service::check_base(const std::string& what, const std::string& base, const std::string& digest) const {
+  if (const std::string other = other_base(what, base, digest); !other.empty()) throw Lost(other, "user");
 }
 
 // ---- completion ----
@@ -722,7 +751,10 @@ void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
     if (outcome.poison) {
       model.failure =
           fmt::format("operation {} ({}): {}", model.next - 1, record->text("path"), outcome.error);
-      if (model.loaded && !outcome.intact) engine_.remove(model.id), model.loaded = false;
+      if (!outcome.intact) {
+        if (model.in_engine()) engine_.remove(model.id);
+        model.loaded = false;
+      }
     }
     if (model.gone) fail_waiting(model, "the model was unloaded", time);
   }
@@ -735,7 +767,8 @@ void Service::finish_future(const std::string& id, const std::string& type, std:
   for (State::Future::Poll& poll : future.polls)
     answers_.emplace_back(std::move(poll.respond), HttpReply{.type = type, .body = body});
   future.polls.clear();
-  future.done = true, future.finished = time, future.type = type, future.body = std::move(body);
+  future.done = true, future.finished = time, future.type = type;
+  future.body = std::make_shared<std::string>(std::move(body));
   state_.use[future.tenant].result_bytes += future.bytes();
   make_room_for_results(future.tenant);
   results_.emplace_back(time + options_.result_seconds, id);
@@ -763,9 +796,9 @@ void Service::forget_result(const std::string& id) {
 
 void Service::send(Lock& lock) {
   if (answers_.empty()) return;
-  const auto answers = std::exchange(answers_, {});
+  auto answers = std::exchange(answers_, {});
   lock.unlock();
-  for (const auto& [respond, reply] : answers) respond(reply);
+  for (auto& [respond, reply] : answers) give(std::move(respond), std::move(reply));
   lock.lock();
 }
 

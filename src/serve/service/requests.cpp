@@ -125,11 +125,14 @@ void refuse_unknown(const char* kind, const std::string& name) {
 
 void Service::handle(const HttpRequest& request, const std::string& tenant, Respond respond) {
   const AddSeconds busy(busy_seconds_);
+  if (OptionalReply reply = answer(request, tenant, respond)) give(std::move(respond), *std::move(reply));
+}
+
+Service::OptionalReply Service::answer(const HttpRequest& request, const std::string& tenant,
+                                       Respond& respond) {
   HttpReply refused;
   try {
-    OptionalReply reply = route(request, tenant, respond);
-    if (reply) respond(std::move(*reply));
-    return;
+    return route(request, tenant, respond);
   } catch (const Refusal& refusal) {
     refused = json_reply(tinker::detail_reply(refusal.detail), refusal.status);
     if (refusal.status == 429) refused.headers["retry-after"] = "1";
@@ -140,15 +143,16 @@ void Service::handle(const HttpRequest& request, const std::string& tenant, Resp
           fmt::format("{} {}: {}\n", request.method, printable(request.path, 200), printable(error.what())));
     refused = json_reply(tinker::detail_reply("a defect of the server; its log says more"), 500);
   }
-  if (respond) respond(std::move(refused));
+  return refused;
 }
 
 std::unique_ptr<HttpReply> Service::unread(const HttpRequest& request, const std::string& tenant) {
   if (request.method != "POST" || !is_operation(path_of(request), is_xorl(request))) return nullptr;
-  auto answered = std::make_unique<HttpReply>();
-  handle(request, tenant, [&](HttpReply reply) { *answered = std::move(reply); });
-  const bool unknown = answered->status == 400 || answered->status == 404;
-  return unknown ? nullptr : std::move(answered);
+  Respond at_once;
+  OptionalReply reply = answer(request, tenant, at_once);
+  if (options_.sync) journal_->sync();
+  const bool unknown = !reply || reply->status == 400 || reply->status == 404;
+  return unknown ? nullptr : std::make_unique<HttpReply>(*std::move(reply));
 }
 
 Service::OptionalReply Service::route(const HttpRequest& request, const std::string& tenant,
@@ -359,8 +363,9 @@ void Service::admit(const Accepted& record) {
     const SamplingSession asked = tinker::create_sampling_session(record->body);
     State::Sampler& sampler = state_.samplers[id];
     sampler = {.tenant = tenant, .session = asked.session, .base = asked.base, .path = asked.path};
+    sampler.digest = record->text("digest");
     if (const auto saved = state_.saved.find(asked.path); saved != state_.saved.end())
-      sampler.base = saved->second.info.base;
+      sampler.base = saved->second.info.base, sampler.digest = saved->second.info.digest;
     sampler.used = record->time();
     state_.controls.push_back(record);
     return;
@@ -378,7 +383,7 @@ void Service::admit(const Accepted& record) {
   State::Model& model = state_.models[name];
   if (kind == "model") {
     model.id = name, model.tenant = tenant, model.session = record->text("session");
-    model.name = record->text("name"), model.created = record->time();
+    model.name = record->text("name"), model.digest = record->text("digest"), model.created = record->time();
     if (record->text("path") == "create_model")
       model.request =
           record->xorl() ? xorl::create_model(record->body).body : tinker::create_model(record->body).body;
@@ -461,6 +466,7 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
                         {"session", asked.session},
                         {"sequence", 0},
                         {"draw", random_hex()},
+                        {"digest", digest_of(asked.body.base)},
                         {"path", loads ? "load_weights" : "create_model"}});
     if (xorl) record.head.update({{"xorl", true}, {"name", name}});
     for (const std::string& old : replaced) {
@@ -481,6 +487,7 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
   State::Model& model = find_model(address.model, tenant, xorl);
   if (const auto session = state_.sessions.find(model.session); session != state_.sessions.end())
     session->second.seen = seconds_now();
+  if (!model.absent.empty()) throw Refusal{400, model.absent};  // whose sequence is not used
   std::int64_t sequence = address.sequence;
   if (sequence == 0 && (xorl || path == "unload_model")) sequence = model.free_sequence();
   if (sequence < 1)
@@ -523,6 +530,7 @@ Service::OptionalReply Service::kill_session(const HttpRequest& request, const s
   const xorl::KillSession asked = xorl::kill_session(request.body);
   const Lock lock(mutex_);
   State::Model& model = find_model(asked.model, tenant, true);
+  if (!model.absent.empty()) throw Refusal{400, model.absent};
   if (model.gone) {
     const std::string path = model.path_of(model.next - 1);
     return json_reply(xorl::killed_reply(find_saved(path, tenant, seconds_now()) ? path : ""));
@@ -569,7 +577,7 @@ HttpReply Service::create_sampler(const HttpRequest& request, const std::string&
     check_room(tenant, &State::Use::controls, request.body.size());
     check_metadata(tenant, request.body.size());
     LogRecord record = new_record("sampler", id, tenant, without_secrets("", request.body));
-    record.head["path"] = "open";
+    record.head.update({{"path", "open"}, {"digest", digest_of(asked.base)}});
     accept(std::move(record));
   }
   return json_reply(tinker::sampling_session_reply(id));
@@ -631,7 +639,10 @@ Service::OptionalReply Service::retrieve(const std::string& id, const std::strin
                   fmt::format("there is no result {}: unknown, or older than an hour", printable(id, 100))};
   State::Future& future = found->second;
   future.fetched = future.done;
-  if (future.done) return HttpReply{.type = future.type, .body = future.body};
+  const auto model = state_.models.find(id.substr(0, id.rfind(":op:")));
+  if (!future.done && model != state_.models.end() && !model->second.absent.empty())
+    return json_reply(tinker::failure_reply(model->second.absent, "user"));
+  if (future.done) return HttpReply{.type = future.type, .body = *future.body};
   const double deadline = seconds_now() + options_.poll_seconds;
   future.polls.push_back({deadline, std::move(respond)});
   polls_.emplace_back(deadline, id);

@@ -8,8 +8,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -74,7 +76,8 @@ struct ServiceOptions {
   // look the same and must not be noticed, hence the large number.
   int deaths = 20;
   // A snapshot is due when a replay would take longer than `snapshot_least`, and longer than writing one
-  // takes divided by `snapshot_share`: no more than that share of the time goes into snapshots.
+  // takes divided by `snapshot_share`: a thread of its own writes no more than that share of the time. It is
+  // put off until steps are whole, at most for three operations.
   double snapshot_least = 2, snapshot_share = 0.1;
   std::string client_config = R"({"use_pyqwest_transport": false})";
   bool print_steps = true;
@@ -116,6 +119,7 @@ class Service {
   enum class Turn { kNone, kControl, kTraining, kSampling, kSnapshot };
 
   // ---- requests (requests.cpp): on the I/O thread ----
+  OptionalReply answer(const HttpRequest& request, const std::string& tenant, Respond& respond);
   OptionalReply route(const HttpRequest& request, const std::string& tenant, Respond& respond);
   HttpReply create_model(const HttpRequest& request, bool loads, const std::string& tenant);
   HttpReply submit_operation(const HttpRequest& request, const std::string& path, const std::string& tenant);
@@ -177,6 +181,10 @@ class Service {
   void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
   void check_dumps(const State::Model& model) const;
   void release(const std::string& path);  // before files of a checkpoint change
+  std::string digest_of(const std::string& base) const;  // empty: no such base
+  // Why `what` is of no use: it was made over other weights of the base than those of now. Empty: it was not.
+  std::string other_base(const std::string& what, const std::string& base, const std::string& digest) const;
+  void check_base(const std::string& what, const std::string& base, const std::string& digest) const;
   // Journals that the operation is complete (until that succeeds, or the service stops) and applies the
   // outcome.
   void complete(Lock& lock, const Accepted& record, Outcome outcome);
@@ -190,12 +198,44 @@ class Service {
   void end_sessions(double now);
 
   // ---- durability (snapshot.cpp) ----
+  // Answers; with `sync` once everything that was journalled before is on the disk. One fsync is for all
+  // answers that wait when it begins.
+  void give(Respond respond, HttpReply reply);
+  void sync_answers();  // their thread
   void restore();
   void replay(std::string_view text);
   void lose(const LogRecord& record, const Outcome& outcome);
   void write_deaths() const;
   bool snapshot_due() const;
-  bool take_snapshot();  // false: it could not be written
+  // A thread writes a snapshot of now; there is one at a time. Only files that the engine can write at
+  // once alone are written before it returns.
+  void begin_snapshot(Lock& lock);
+  bool end_snapshot(Lock& lock);  // waits for it, if there is one. False: it could not be written
+  bool take_snapshot(Lock& lock) {
+    begin_snapshot(lock);
+    return end_snapshot(lock);
+  }
+  using Folders = std::map<std::string, std::pair<std::int64_t, std::filesystem::path>>;
+  struct Snapshot {
+    std::uint64_t number = 0, position = 0;
+    std::filesystem::path former{};
+    State state{};
+    struct Part {  // a folder of the engine's
+      std::filesystem::path name, linked{};
+      Engine::Write write{};
+    };
+    std::vector<Part> parts{};
+    Folders folders{};
+    std::unique_ptr<WholeFolder> folder{};
+    // These are put back if it cannot be written; expired files go once it is.
+    std::set<std::string> loaded{};
+    double work = 0;
+    std::vector<CheckpointInfo> expired{};
+    double seconds = 0;           // of writing it
+    std::future<void> written{};  // the last, whose end waits for the thread
+    bool is_over() const { return written.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+  };
+  void write(Snapshot& snapshot);  // on its thread
 
   struct AddSeconds {  // those of its life
     explicit AddSeconds(std::atomic<double>& of) : sum(of) {}
@@ -232,18 +272,27 @@ class Service {
   bool lost_ = false;                    // the replay could not do again all that was done
   std::map<std::string, int> deaths_{};  // of the process, by the operation or sample that it was busy with
   bool abandoned_ = false;  // the engine is ahead of the journal, which could not be written
+  std::exception_ptr unsynced_{};  // why the journal's end may not be on the disk
   double started_ = 0;
 
-  // Since the last snapshot: checkpoints whose files a replay would read, and seconds that it would take.
+  // Since the last snapshot, with the lock: checkpoints whose files a replay would read, and seconds that it
+  // would take.
   std::set<std::string> loaded_since_{};
-  double work_since_ = 0;
+  double work_since_ = 0, longest_ = 0;  // longest: of one operation
   std::uint64_t position_at_snapshot_ = 0;
   double snapshot_seconds_ = 0, snapshot_after_ = 0;
   std::uint64_t snapshot_number_ = 0;
   // Folders of the last snapshot by model and sampler, with the model's next operation: what did not change
   // is linked.
-  std::map<std::string, std::pair<std::int64_t, std::filesystem::path>> snapshot_folders_{};
+  Folders snapshot_folders_{};
+  std::unique_ptr<Snapshot> writing_{};
   std::thread watcher_{};
+
+  std::mutex held_mutex_{};  // of what follows
+  std::condition_variable held_changed_{};
+  std::vector<std::pair<Respond, HttpReply>> held_{};
+  bool ending_ = false;
+  std::thread syncer_{};
 };
 
 }  // namespace isograd::serve

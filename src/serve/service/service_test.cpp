@@ -11,6 +11,7 @@
 
 #include "full_tests.hpp"
 #include "serve/service/service_testing.hpp"
+#include "serve/store/store_testing.hpp"
 
 namespace isograd::serve {
 namespace {
@@ -315,7 +316,7 @@ TEST_F(ServiceTest, Checkpoints) {
                       .body);
   const std::string address = urls["urls"]["toy"];
   EXPECT_TRUE(address.starts_with("http://127.0.0.1:1/isograd/files/"));
-  EXPECT_EQ(client.call("GET", address.substr(18)).body.size(), sizeof(ToyEngine::Toy));
+  EXPECT_EQ(fs::file_size(client.call("GET", address.substr(18)).file), sizeof(ToyEngine::Toy));
   EXPECT_EQ(client.call("GET", address.substr(18) + "/../toy").status, 404);
   EXPECT_EQ(client.call("GET", "/isograd/files//toy").status, 404);
   EXPECT_NE(client.call("GET", "/metrics").body.find("isograd_steps_total{model=\"" + model),
@@ -683,6 +684,52 @@ TEST_F(ServiceTest, AFullJournalRefusesAndGoesOn) {
   EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 3);
 }
 
+TEST_F(ServiceTest, RequestsThatArriveTogetherShareAnFsyncAndWaitForIt) {
+  options.sync = true;
+  serve();
+  constexpr int kRequests = 100;
+  store_testing::sync_time = std::chrono::milliseconds(20);
+  const int before = store_testing::syncs;
+  std::atomic<int> answered = 0, early = 0;
+  for (int i = 1; i <= kRequests; ++i) {
+    const int begun = store_testing::syncs_begun;
+    running->service.handle(
+        request_of("POST", "/api/v1/forward_backward", forward_backward_body(model, i, 1, 1)), "a",
+        [&, begun](const HttpReply& reply) {
+          if (store_testing::syncs <= begun) ++early;
+          EXPECT_EQ(reply.status, 200);
+          ++answered;
+        });
+  }
+  for (int i = 0; i < 20000 && answered < kRequests; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  store_testing::sync_time = {};
+  EXPECT_EQ(answered, kRequests);
+  EXPECT_EQ(early, 0);
+  std::printf("%d fsyncs for %d requests\n", store_testing::syncs - before, kRequests);
+  EXPECT_LE(store_testing::syncs - before, kRequests / 5);
+  EXPECT_EQ(client.value(client.step(model, kRequests + 1))["metrics"]["datums"], kRequests);
+}
+
+TEST_F(ServiceTest, AFailedFsyncEndsTheServerAndTheNextOneGoesOn) {
+  options.sync = true;
+  serve();
+  running.reset();
+  {
+    Running idle(options, engine = {}, /*computes=*/false);
+    std::thread computing([&] { EXPECT_THROW(idle.service.run(), ConfigError); });
+    store_testing::syncs_fail = true;
+    const Client refused(idle.transport());
+    EXPECT_EQ(refused.post("create_session", {{"tags", json::array()}, {"sdk_version", "0.38.0"}}).status,
+              503);
+    computing.join();
+    store_testing::syncs_fail = false;
+  }
+  serve();
+  client.forward_backward(forward_backward_body(model, 1, 1, 1));
+  EXPECT_EQ(client.value(client.step(model, 2))["metrics"]["datums"], 1);
+}
+
 TEST(Service, ARestartGoesOnWithTheSameBits) {
   for (const double snapshots : {1e9, 0.0}) {  // by replay alone; by snapshots
     Served one;
@@ -741,6 +788,92 @@ TEST_F(ServiceTest, ManySmallChangesOfOneTenantDoNotStopTheOthers) {
     if (record.text("kind") == "done") done.push_back(record.text("id"));
   });
   EXPECT_LE(std::ranges::find(done, step) - std::ranges::find(done, "control:0"), 2);
+}
+
+TEST_F(ServiceTest, OperationsGoOnWhileASnapshotIsWritten) {
+  // One after the first call; it takes so long that there is no other.
+  options.snapshot_least = 1e-3, options.snapshot_share = 1e-2;
+  engine.datum_time = std::chrono::milliseconds(1);
+  ToyEngine::hold = true;
+  serve();
+  const auto snapshots = [&] {
+    const Client all(running->transport(), "operator");
+    return json::parse(all.call("GET", "/isograd/status").body)["snapshots"].get<int>();
+  };
+  const auto steps = [&](const Client& of, int first, int last) {
+    json metrics;
+    for (int sequence = first; sequence < last; sequence += 2) {
+      of.forward_backward(forward_backward_body(model, sequence, sequence, 2));
+      metrics = of.value(of.step(model, sequence + 1))["metrics"];
+    }
+    return metrics;
+  };
+  steps(client, 1, 9);
+  client.result(client.forward_backward(forward_backward_body(model, 9, 1, 2)));
+  EXPECT_EQ(snapshots(), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  ToyEngine::hold = false;
+  for (int i = 0; i < 5000 && snapshots() == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_EQ(snapshots(), 1);
+  // As a kill leaves it: the snapshot is of its position, whatever was done while it was written.
+  ServiceOptions killed = options;
+  killed.state = folder.path / "copy";
+  fs::copy(options.state, killed.state, fs::copy_options::recursive);
+  EXPECT_TRUE(fs::exists(killed.state / "snapshot-1"));
+  ToyEngine other;
+  Running second(killed, other);
+  EXPECT_GT(other.calls.size(), 3u);
+  const json expected = steps(client, 10, 12);
+  EXPECT_EQ(steps(Client(second.transport()), 10, 12), expected);
+}
+
+TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
+  engine.set_digest("one");
+  serve();
+  client.forward_backward(forward_backward_body(model, 1, 3, 2));
+  client.result(client.step(model, 2));
+  const json saved = client.value(client.operation("save_weights", model, 3, {{"path", "kept"}}));
+  const json sampler =
+      client.value(client.operation("save_weights_for_sampler", model, 4, {{"sampling_session_seq_id", 0}}));
+  const std::string whole = client.create(5, {{"rank", 0}});
+  const std::string waits = client.step(model, 6);  // behind a hole
+  const auto start_on = [&](const std::string& digest, bool killed) {
+    const fs::path copy = folder.path / "copy";
+    if (killed) fs::copy(options.state, copy, fs::copy_options::recursive);
+    running.reset();
+    if (killed) fs::remove_all(options.state), fs::rename(copy, options.state);
+    engine = {}, engine.set_digest(digest);
+    running.emplace(options, engine);
+    const std::string session = std::exchange(client, Client(running->transport())).session;
+    client.session = session;
+  };
+  const auto refused = [](const HttpReply& reply) {
+    for (const char* part : {"found", "digest two", "expected", "digest one", "Put them back"})
+      EXPECT_NE(reply.body.find(part), std::string::npos) << reply.body;
+  };
+  start_on("two", false);
+  EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)).status,
+            400);
+  refused(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)));
+  refused(client.result(waits));
+  refused(client.post("asample", sampling(sampler["sampling_session_id"], 1)));
+  client.forward_backward(forward_backward_body(whole, 1, 1, 2));
+  EXPECT_EQ(client.value(client.step(whole, 2))["metrics"]["datums"], 2);
+  const std::string fresh = client.create(6);
+  refused(client.result(client.operation("load_weights", fresh, 1, {{"path", saved["path"]}})));
+  // The right base again: nothing of the model is lost, nor what waited.
+  start_on("one", false);
+  client.forward_backward(forward_backward_body(model, 5, 9, 3));
+  const json metrics = client.value(waits)["metrics"];
+  EXPECT_EQ(metrics["datums"], 3);
+  EXPECT_EQ(metrics["steps"], 2);
+  // A replay after a kill cannot be done on another base.
+  const std::string another = client.create(7);
+  client.result(client.forward_backward(forward_backward_body(another, 1, 1, 1)));
+  start_on("two", true);
+  refused(client.result(client.forward_backward(forward_backward_body(another, 2, 1, 1))));
+  EXPECT_EQ(client.result(client.step(client.create(8), 1)).status, 200);
 }
 
 // ---- deaths and damage ----

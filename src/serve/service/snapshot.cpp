@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <exception>
+#include <utility>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
@@ -69,11 +71,50 @@ Service::Service(ServiceOptions options, Engine& engine)
       started_(seconds_now()) {
   restore();
   watcher_ = std::thread([this] { watch(); });
+  if (options_.sync) syncer_ = std::thread([this] { sync_answers(); });
 }
 
 Service::~Service() {
   stop();
   watcher_.join();
+  {
+    const std::scoped_lock held(held_mutex_);
+    ending_ = true;
+  }
+  held_changed_.notify_all();
+  if (syncer_.joinable()) syncer_.join();
+}
+
+void Service::give(Respond respond, HttpReply reply) {
+  if (!respond) return;
+  if (!options_.sync) return respond(std::move(reply));
+  const std::scoped_lock held(held_mutex_);
+  held_.emplace_back(std::move(respond), std::move(reply));
+  held_changed_.notify_all();
+}
+
+void Service::sync_answers() {
+  std::unique_lock held(held_mutex_);
+  for (;;) {
+    held_changed_.wait(held, [this] { return ending_ || !held_.empty(); });  // ends: ~Service notifies
+    if (held_.empty()) return;
+    auto answers = std::exchange(held_, {});
+    held.unlock();
+    try {
+      journal_->sync();
+      for (auto& [respond, reply] : answers) respond(std::move(reply));
+    } catch (const ConfigError& error) {
+      {
+        const Lock lock(mutex_);  // only the next start finds what the disk has
+        unsynced_ = std::current_exception(), abandoned_ = true;
+      }
+      for (auto& [respond, reply] : answers)
+        respond(
+            {.status = 503, .body = tinker::detail_reply("the server ends: its journal cannot be written")});
+      stop();
+    }
+    held.lock();
+  }
 }
 
 void Service::stop() {
@@ -106,19 +147,29 @@ void Service::restore() {
     } catch (const std::exception& error) {
       refuse_state(path, error);
     }
-    for (const auto& [id, model] : state_.models)  // a folder that is not named is not found
-      if (model.loaded) engine_.load(id, snapshot_folders_[id].second, true, model.request.metadata);
-    for (const auto& [id, sampler] : state_.samplers)
+    for (auto& [id, model] : state_.models) {
+      if (!model.loaded) continue;
+      if (model.request.lora.rank > 0) model.absent = other_base(id, model.request.base, model.digest);
+      if (model.in_engine())  // a folder that is not named is not found
+        engine_.load(id, snapshot_folders_[id].second, true, model.request.metadata);
+      else
+        print(stderr, fmt::format("{}\n", printable(model.absent)));
+    }
+    for (auto& [id, sampler] : state_.samplers) {
+      if (!sampler.open) continue;
+      sampler.failure = other_base(id, sampler.base, sampler.digest);
+      sampler.open = sampler.failure.empty();
       if (sampler.open) engine_.load_sampler(id, snapshot_folders_[id].second);
+    }
     for (std::size_t i = 0; i + 1 < numbers.size(); ++i)
       fs::remove_all(snapshot_path(folder_.path(), numbers[i]));
   }
   replaying_ = true;
   std::int64_t count = 0;
-  journal_ = std::make_unique<Journal>(folder_.path() / "journal", Journal::Options{.sync = options_.sync},
-                                       [&](std::uint64_t after, std::string_view text) {
-                                         if (after > position) replay(text), ++count;
-                                       });
+  journal_ =
+      std::make_unique<Journal>(folder_.path() / "journal", [&](std::uint64_t after, std::string_view text) {
+        if (after > position) replay(text), ++count;
+      });
   replaying_ = false;
   engine_seconds_ = 0;  // counts turns alone
   if (died_in == kSamples) {
@@ -151,7 +202,8 @@ void Service::restore() {
         fmt::format("restored {}: {} records replayed in {:.2f} s\n", printable(folder_.path().string()),
                     count, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
-  if (lost_ && !take_snapshot())
+  Lock lock(mutex_);
+  if (lost_ && !take_snapshot(lock))
     refuse(folder_.path().string(), "no room for a snapshot", "room in the state folder", "Free space there");
   if (fs::exists(folder_.path() / kDeaths)) write_deaths();  // none is left of what was replayed
 }
@@ -230,106 +282,140 @@ void Service::lose(const LogRecord& record, const Outcome& outcome) {
 bool Service::snapshot_due() const {
   const double seconds =
       work_since_ + 1e-8 * static_cast<double>(journal_->position() - position_at_snapshot_);
-  return seconds > options_.snapshot_least && seconds * options_.snapshot_share > snapshot_seconds_ &&
-         seconds_now() > snapshot_after_;
+  if (writing_ || seconds <= options_.snapshot_least ||
+      seconds * options_.snapshot_share <= snapshot_seconds_ || seconds_now() <= snapshot_after_)
+    return false;
+  // The step of a model with sums comes next, and would wait for the writing, which a forward pass does not.
+  const bool sums = std::any_of(state_.models.begin(), state_.models.end(), [](const auto& entry) {
+    return entry.second.in_engine() && entry.second.step_tokens > 0;
+  });
+  return !sums || seconds > options_.snapshot_least + 3 * longest_;
 }
 
-bool Service::take_snapshot() {
-  const auto start = std::chrono::steady_clock::now();
-  const auto passed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  std::vector<CheckpointInfo> expired;
-  std::vector<std::pair<std::string, std::int64_t>> models;  // and the next operation
-  std::vector<std::string> samplers;
-  nlohmann::json all;
-  std::string blobs;
-  {
-    // Requests that are accepted from here on have later positions. Operations are completed by this thread
-    // alone.
-    const Lock lock(mutex_);
-    const double now = seconds_now();
-    std::erase_if(state_.saved, [&](const auto& entry) {
-      const State::Saved& saved = entry.second;
-      const bool old = saved.deleted > 0 && saved.deleted + kKeepDeleted < now;
-      if (saved.deleted == 0 && !saved.exists(now)) expired.push_back(saved.info);
-      return old || (saved.deleted == 0 && !saved.exists(now));
-    });
-    // Nothing that clients may still name is forgotten.
-    std::erase_if(state_.samplers, [&](const auto& entry) {
-      const State::Sampler& sampler = entry.second;
-      return sampler.closed && !sampler.open && sampler.waiting == 0 && sampler.used + kKeepClosed < now;
-    });
-    std::set<std::string> runs, sessions;
-    for (const auto& [path, saved] : state_.saved) runs.insert(saved.info.run);
-    for (const auto& [id, model] : state_.models)
-      if (std::error_code hidden; fs::exists(options_.state / "dumps" / id, hidden))
-        runs.insert(id);  // its dumps count for its tenant
-    std::erase_if(state_.models, [&](const auto& entry) {
-      return entry.second.gone && !runs.contains(entry.first) &&
-             entry.second.last_request + kKeepClosed < now;
-    });
-    for (const auto& [id, model] : state_.models) sessions.insert(model.session);
-    std::erase_if(state_.sessions, [&](const auto& entry) {
-      return entry.second.ended && !sessions.contains(entry.first) && entry.second.seen + kKeepClosed < now;
-    });
-    all["position"] = journal_->position();
-    all["state"] = state_.to_json(blobs);
-    for (const auto& [id, model] : state_.models)
-      if (model.loaded) models.emplace_back(id, model.next);
-    for (const auto& [id, sampler] : state_.samplers)
-      if (sampler.open) samplers.push_back(id);
-  }
-  const std::uint64_t number = snapshot_number_ + 1;
-  const fs::path target = snapshot_path(folder_.path(), number);
-  std::map<std::string, std::pair<std::int64_t, fs::path>> folders;
+void Service::begin_snapshot(Lock& lock) {
+  end_snapshot(lock);
+  // Requests that are accepted from here on have later positions. Operations are completed by this thread
+  // alone.
+  const double now = seconds_now();
+  writing_ = std::make_unique<Snapshot>();
+  Snapshot& made = *writing_;
+  std::erase_if(state_.saved, [&](const auto& entry) {
+    const State::Saved& saved = entry.second;
+    const bool old = saved.deleted > 0 && saved.deleted + kKeepDeleted < now;
+    if (saved.deleted == 0 && !saved.exists(now)) made.expired.push_back(saved.info);
+    return old || (saved.deleted == 0 && !saved.exists(now));
+  });
+  // Nothing that clients may still name is forgotten.
+  std::erase_if(state_.samplers, [&](const auto& entry) {
+    const State::Sampler& sampler = entry.second;
+    return sampler.closed && !sampler.open && sampler.waiting == 0 && sampler.used + kKeepClosed < now;
+  });
+  std::set<std::string> runs, sessions;
+  for (const auto& [path, saved] : state_.saved) runs.insert(saved.info.run);
+  for (const auto& [id, model] : state_.models)
+    if (std::error_code hidden; fs::exists(options_.state / "dumps" / id, hidden))
+      runs.insert(id);  // its dumps count for its tenant
+  std::erase_if(state_.models, [&](const auto& entry) {
+    return entry.second.gone && !runs.contains(entry.first) && entry.second.last_request + kKeepClosed < now;
+  });
+  for (const auto& [id, model] : state_.models) sessions.insert(model.session);
+  std::erase_if(state_.sessions, [&](const auto& entry) {
+    return entry.second.ended && !sessions.contains(entry.first) && entry.second.seen + kKeepClosed < now;
+  });
+  made.number = snapshot_number_ + 1, made.position = journal_->position();
+  made.former = snapshot_path(folder_.path(), snapshot_number_);
+  made.loaded = std::exchange(loaded_since_, {}), made.work = std::exchange(work_since_, 0);
+  longest_ = 0;
+  made.state = state_;
+  for (auto& [id, future] : made.state.futures) future.polls.clear();
+  lock.unlock();
   try {
-    WholeFolder folder(target);
-    all["folders"] = nlohmann::json::object();
-    const auto add = [&](const std::string& id, std::int64_t next, const auto& write) {
-      const std::string name = fmt::format("{}", folders.size());
-      const fs::path into = folder.directory() / name;
+    const fs::path target = snapshot_path(folder_.path(), made.number);
+    made.folder = std::make_unique<WholeFolder>(target);
+    const auto add = [&](const std::string& id, std::int64_t next) -> Snapshot::Part* {
+      const std::string name = fmt::format("{}", made.parts.size());
+      made.folders[id] = {next, target / name};
+      Snapshot::Part& part = made.parts.emplace_back(Snapshot::Part{.name = name});
       const auto before = snapshot_folders_.find(id);
-      if (before != snapshot_folders_.end() && before->second.first == next) {
-        fs::copy(before->second.second, into,
-                 fs::copy_options::recursive | fs::copy_options::create_hard_links);
-      } else {
-        fs::create_directory(into);
-        write(into);
-      }
-      folders[id] = {next, target / name};
-      all["folders"][id] = {next, name};
+      if (before == snapshot_folders_.end() || before->second.first != next) return &part;
+      part.linked = before->second.second;
+      return nullptr;
     };
-    for (const auto& [id, next] : models)
-      add(id, next, [&](const fs::path& into) { engine_.save(id, Engine::Save::kTraining, into); });
-    for (const std::string& id : samplers)
-      add(id, -1, [&](const fs::path& into) { engine_.save_sampler(id, into); });
-    write_file(folder.directory() / "blobs", blobs);
-    write_file(folder.directory() / "state.json", json_text(all));
-    folder.commit();
-  } catch (const std::exception& error) {
-    print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));
-    const Lock lock(mutex_);
-    snapshot_after_ = seconds_now() + 10;
-    return false;
+    for (const auto& [id, model] : made.state.models)
+      if (Snapshot::Part* const part = model.loaded ? add(id, model.next) : nullptr) {
+        part->write = engine_.saving(id);
+        if (part->write) continue;
+        fs::create_directory(made.folder->directory() / part->name);
+        engine_.save(id, Engine::Save::kTraining, made.folder->directory() / part->name);
+      }
+    for (const auto& [id, sampler] : made.state.samplers)
+      if (Snapshot::Part* const part = sampler.open ? add(id, -1) : nullptr)
+        part->write = engine_.saving_sampler(id);
+    made.written = std::async(std::launch::async, [this, &made] { write(made); });
+  } catch (...) {
+    std::promise<void> failed;
+    failed.set_exception(std::current_exception());
+    made.written = failed.get_future();
   }
-  const fs::path former = snapshot_path(folder_.path(), snapshot_number_);
-  {
-    const Lock lock(mutex_);
-    snapshot_number_ = number, snapshot_folders_ = std::move(folders);
-    all.at("position").get_to(position_at_snapshot_);
-    loaded_since_.clear();
-    work_since_ = 0, snapshot_seconds_ = passed();
-    std::erase_if(expired, [&](const CheckpointInfo& info) { return state_.saved.contains(info.path()); });
+  lock.lock();
+}
+
+void Service::write(Snapshot& made) {
+  const auto start = std::chrono::steady_clock::now();
+  const fs::path directory = made.folder->directory();
+  for (Snapshot::Part& part : made.parts) {  // first: operations wait for them
+    const fs::path into = directory / part.name;
+    if (!part.linked.empty())
+      fs::copy(part.linked, into, fs::copy_options::recursive | fs::copy_options::create_hard_links);
+    if (!part.write) continue;
+    fs::create_directory(into);
+    std::exchange(part.write, {})(into);
   }
-  try {                      // without the lock, so that requests are answered meanwhile
-    fs::remove_all(former);  // first: it makes room for the journal's copy
-    journal_->drop_before(position_at_snapshot_);
-    for (const CheckpointInfo& info : expired)
-      if (fs::exists(store_.directory(info))) store_.remove(info);
+  nlohmann::json all{{"position", made.position}, {"folders", nlohmann::json::object()}};
+  for (const auto& [id, folder] : made.folders)
+    all["folders"][id] = {folder.first, folder.second.filename().string()};
+  AtomicFile blobs(directory / "blobs");
+  all["state"] = std::exchange(made.state, {}).to_json([&](std::string_view body) { blobs.write(body); });
+  blobs.commit();
+  write_file(directory / "state.json", json_text(all));
+  made.folder->commit();
+  try {
+    fs::remove_all(made.former);  // first: it makes room for the journal's copy
+    journal_->drop_before(made.position);
   } catch (const std::exception& error) {  // a restart skips what the snapshot has
     print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
   }
+  made.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  changed_.notify_all();
+}
+
+bool Service::end_snapshot(Lock& lock) {
+  if (!writing_) return true;
+  lock.unlock();  // so that requests are answered meanwhile
+  writing_->written.wait();
+  lock.lock();
+  const std::unique_ptr<Snapshot> made = std::move(writing_);
+  try {
+    made->written.get();
+  } catch (const std::exception& error) {
+    print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));
+    snapshot_after_ = seconds_now() + 10;
+    loaded_since_.merge(made->loaded), work_since_ += made->work;
+    return false;
+  }
+  snapshot_number_ = made->number, snapshot_folders_ = std::move(made->folders);
+  position_at_snapshot_ = made->position;
+  snapshot_seconds_ = made->seconds;
+  std::erase_if(made->expired,
+                [&](const CheckpointInfo& info) { return state_.saved.contains(info.path()); });
+  lock.unlock();
+  try {
+    for (const CheckpointInfo& info : made->expired)
+      if (fs::exists(store_.directory(info))) store_.remove(info);
+  } catch (const std::exception& error) {  // the next start removes them
+    print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
+  }
+  lock.lock();
   return true;
 }
 

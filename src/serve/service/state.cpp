@@ -22,31 +22,22 @@ void from_json(const nlohmann::json& from, LoraShape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CreateModel, base, lora, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Session, tags, metadata, sdk_version, display_name)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CheckpointInfo, run, kind, name, tenant, base, rank, bytes, created,
-                                   expires, is_public, metadata)
+// With defaults, because version 1 began without digests.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CheckpointInfo, run, kind, name, tenant, base, digest, rank,
+                                                bytes, created, expires, is_public, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::OpenSession, tenant, client, created, finished, lasting, ending,
                                    ended, models)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Model, id, tenant, session, name, request, created, last_request,
-                                   next, failure, loaded, gone, steps, tokens, step_tokens, seconds,
-                                   step_seconds)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Sampler, tenant, session, base, path, open, closed, failure, used,
-                                   waiting)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(State::Model, id, tenant, session, name, request, digest,
+                                                created, last_request, next, failure, loaded, gone, steps,
+                                                tokens, step_tokens, seconds, step_seconds)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(State::Sampler, tenant, session, base, path, digest, open,
+                                                closed, failure, used, waiting)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Saved, info, shape, secret, deleted)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Future, tenant, done, finished, type)
 
 namespace {
 
 using nlohmann::json;
-
-// Bodies are kept in one file, one after another; the JSON has their lengths.
-struct Writer {
-  std::string& blobs;
-  json operator()(std::string_view bytes) const {
-    blobs += bytes;
-    return bytes.size();
-  }
-  json operator()(const Accepted& record) const { return (*this)(record->encode()); }
-};
 
 class Reader {
  public:
@@ -128,18 +119,23 @@ std::int64_t State::metadata_bytes(const std::string& tenant) const {
   return static_cast<std::int64_t>(bytes);
 }
 
-json State::to_json(std::string& blobs) const {
-  const Writer blob{blobs};
+// Bodies are kept in one file, one after another; the JSON has their lengths.
+json State::to_json(const std::function<void(std::string_view)>& blob) const {
+  const auto add = [&](std::string_view bytes) {
+    blob(bytes);
+    return bytes.size();
+  };
   json all{{"control_count", control_count}, {"sessions", sessions}, {"models", models},
            {"samplers", samplers},           {"saved", saved},       {"futures", futures}};
   for (const auto& [id, model] : models) {
     if (!model.last.empty()) all["last"][id] = model.last;
     for (const auto& [sequence, record] : model.waiting)
-      all["waiting"].push_back({id, sequence, blob(record)});
+      all["waiting"].push_back({id, sequence, add(record->encode())});
   }
-  for (const auto& [id, future] : futures) all["bodies"].push_back({id, blob(future.body)});
-  for (const Accepted& record : controls) all["controls"].push_back(blob(record));
-  for (const auto& [id, record] : samples) all["samples"].push_back(blob(record));
+  for (const auto& [id, future] : futures)
+    if (future.done) all["bodies"].push_back({id, add(*future.body)});
+  for (const Accepted& record : controls) all["controls"].push_back(add(record->encode()));
+  for (const auto& [id, record] : samples) all["samples"].push_back(add(record->encode()));
   return all;
 }
 
@@ -158,7 +154,8 @@ State State::from_json(const json& all, std::string_view blobs) {
   }
   for (const json& entry : all.value("bodies", json::array())) {
     Future& future = state.futures.at(entry.at(0).get<std::string>());
-    future.body = reader.bytes(entry.at(1)), future.fetched = future.done;
+    future.body = std::make_shared<std::string>(reader.bytes(entry.at(1)));
+    future.fetched = future.done;
     if (future.done) state.use[future.tenant].result_bytes += future.bytes();
   }
   for (const json& length : all.value("controls", json::array())) {

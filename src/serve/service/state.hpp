@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -39,6 +40,7 @@ struct ForwardProgress {
   ForwardBackward request{};
   std::size_t done = 0;     // datums
   std::int64_t tokens = 0;  // of the last piece
+  double seconds = 0;       // of all pieces
   ForwardBackwardResult result{};
 };
 
@@ -66,6 +68,8 @@ struct State {
     std::string id{}, tenant{}, session{};
     std::string name{};  // xorl's name of it
     CreateModel request{};
+    std::string digest{};  // of its base
+    std::string absent{};  // why the engine cannot have it on this base: it waits for another start
     double created = 0, last_request = 0;
     std::int64_t next = 0;                       // sequence of the next operation; 0 creates the model
     std::map<std::int64_t, Accepted> waiting{};  // by sequence; may have holes
@@ -78,7 +82,10 @@ struct State {
     std::optional<ForwardProgress> progress{};
     std::int64_t turn = 0;  // of its last computation
 
-    bool ready() const { return !gone && !waiting.empty() && waiting.begin()->first == next; }
+    bool in_engine() const { return loaded && absent.empty(); }
+    bool ready() const {
+      return !gone && absent.empty() && !waiting.empty() && waiting.begin()->first == next;
+    }
     // The path of a checkpoint that the operation saves without a name.
     std::string path_of(std::int64_t sequence) const {
       return "tinker://" + id + "/weights/operation-" + std::to_string(sequence);
@@ -87,7 +94,7 @@ struct State {
   };
 
   struct Sampler {
-    std::string tenant{}, session{}, base{}, path{};
+    std::string tenant{}, session{}, base{}, path{}, digest{};
     bool open = false, closed = false;  // the engine has it; it will never have it again
     std::string failure{};
     double used = 0;
@@ -107,8 +114,11 @@ struct State {
     bool done = false;
     bool fetched = false;  // or it comes from before a restart
     double finished = 0;
-    std::string type{}, body{};
-    std::int64_t bytes() const { return kEntryBytes + static_cast<std::int64_t>(body.size()); }
+    std::string type{};
+    std::shared_ptr<const std::string> body{};  // shared with snapshots that are being written
+    std::int64_t bytes() const {
+      return kEntryBytes + (body ? static_cast<std::int64_t>(body->size()) : 0);
+    }
     struct Poll {
       double deadline;
       Respond respond;
@@ -130,8 +140,8 @@ struct State {
   Use use_of(const std::string& tenant) const;
   void count(const LogRecord& record, std::int64_t change);      // 1: it waits; -1: no more
   std::int64_t metadata_bytes(const std::string& tenant) const;  // what its clients said of their things
-  // All but the engine's files; `blobs` takes bodies, in order.
-  nlohmann::json to_json(std::string& blobs) const;
+  // All but the engine's files; `blob` takes bodies, in order.
+  nlohmann::json to_json(const std::function<void(std::string_view)>& blob) const;
   static State from_json(const nlohmann::json& json, std::string_view blobs);
 };
 

@@ -43,10 +43,10 @@ bool is_regular(const fs::path& path) {
 }
 
 json to_json(const CheckpointInfo& info) {
-  return {{"path", info.path()},        {"tenant", info.tenant},    {"base", info.base},
-          {"rank", info.rank},          {"bytes", info.bytes},      {"created", info.created},
-          {"expires", info.expires},    {"public", info.is_public}, {"metadata", info.metadata},
-          {"operation", info.operation}};
+  return {{"path", info.path()},         {"tenant", info.tenant},   {"base", info.base},
+          {"digest", info.digest},       {"rank", info.rank},       {"bytes", info.bytes},
+          {"created", info.created},     {"expires", info.expires}, {"public", info.is_public},
+          {"operation", info.operation}, {"metadata", info.metadata}};
 }
 
 CheckpointInfo from_json(const json& from) {
@@ -54,6 +54,7 @@ CheckpointInfo from_json(const json& from) {
   from.at("tenant").get_to(info.tenant), from.at("base").get_to(info.base);
   from.at("rank").get_to(info.rank), from.at("bytes").get_to(info.bytes);
   from.at("created").get_to(info.created), from.at("expires").get_to(info.expires);
+  info.digest = from.value("digest", "");  // version 1 began without it
   from.at("public").get_to(info.is_public), from.at("metadata").get_to(info.metadata);
   info.operation = from.value("operation", std::int64_t{0});  // an older server's: none
   return info;

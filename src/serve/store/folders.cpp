@@ -22,7 +22,6 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int kVersion = 1;  // of everything below the state folder
-constexpr const char* kPartial = ".partial-";
 constexpr std::size_t kDoingBytes = 256;
 
 void check_version(const fs::path& file) {
@@ -89,7 +88,7 @@ std::string StateFolder::set_doing(std::string_view name) {
 
 WholeFolder::WholeFolder(fs::path target) : target_(std::move(target)) {
   static std::atomic<unsigned> serial{0};
-  partial_ = target_.parent_path() / fmt::format("{}{}-{}", kPartial, ::getpid(), serial++);
+  partial_ = target_.parent_path() / fmt::format(".partial-{}-{}", ::getpid(), serial++);
   std::error_code error;
   if (!fs::create_directory(partial_, error)) refuse_file("create", partial_, error ? error.value() : EEXIST);
 }
@@ -113,10 +112,10 @@ void WholeFolder::commit() {
   if (replaces) fs::remove_all(partial_, error);
 }
 
-void WholeFolder::remove_partial(const fs::path& folder) {
+void WholeFolder::remove_partial(const fs::path& folder, std::string_view prefix) {
   std::vector<fs::path> left;
   for (const auto& entry : fs::directory_iterator(folder))
-    if (entry.path().filename().string().starts_with(kPartial)) left.push_back(entry.path());
+    if (entry.path().filename().string().starts_with(prefix)) left.push_back(entry.path());
   for (const fs::path& path : left) fs::remove_all(path);
 }
 

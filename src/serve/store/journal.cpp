@@ -10,7 +10,6 @@
 #include <array>
 #include <bit>
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -101,7 +100,7 @@ std::uint64_t base_of(const fs::path& file, std::string_view text) {
 }  // namespace
 
 struct Journal::Impl {
-  Impl(fs::path path, Options asked) : file(std::move(path)), options(asked) {}
+  explicit Impl(fs::path path) : file(std::move(path)) {}
   ~Impl() {
     if (descriptor >= 0) ::close(descriptor);
   }
@@ -122,54 +121,19 @@ struct Journal::Impl {
     end = position;
     broken = ::ftruncate(descriptor, offset_of(position)) != 0;
   }
-  // Returns when everything before `position` is on the disk. One of the waiting threads calls fsync for all.
-  void sync(std::unique_lock<std::mutex>& held, std::uint64_t position) {
-    const std::uint64_t seen = failures;
-    while (failures == seen && synced < position) {
-      if (syncing) {
-        changed.wait(held);  // ends: the thread that syncs always notifies
-        continue;
-      }
-      syncing = true;
-      const std::uint64_t target = end;
-      held.unlock();
-      const bool done = ::fdatasync(descriptor) == 0;
-      const int code = errno;
-      held.lock();
-      syncing = false;
-      if (done) {
-        synced = target;
-      } else {
-        // The kernel may have dropped those pages, and a second fsync would not say so.
-        ++failures, failure = code;
-        cut(synced);
-      }
-      changed.notify_all();
-    }
-    if (failures != seen) refuse_file("fsync", file, failure);
-  }
-
   const fs::path file;
-  const Options options;
-  int descriptor = -1;
+  std::mutex replacing;  // held before `mutex` by those who replace the file, or sync it, while others append
   std::mutex mutex;
-  std::condition_variable changed;
+  int descriptor = -1;
   std::uint64_t base = 0, end = 0, synced = 0;
-  bool syncing = false, broken = false;
-  std::uint64_t failures = 0;
-  int failure = 0;
+  bool broken = false;
 };
 
-Journal::Journal(fs::path file, Options options,
-                 const std::function<void(std::uint64_t, std::string_view)>& replay)
-    : impl_(std::make_unique<Impl>(std::move(file), options)) {
+Journal::Journal(fs::path file, const std::function<void(std::uint64_t, std::string_view)>& replay)
+    : impl_(std::make_unique<Impl>(std::move(file))) {
   Impl& impl = *impl_;
   std::error_code error;
-  const std::string partial = "." + impl.file.filename().string() + ".partial-";  // AtomicFile's
-  std::vector<fs::path> left;
-  for (const auto& entry : fs::directory_iterator(impl.file.parent_path(), error))
-    if (entry.path().filename().string().starts_with(partial)) left.push_back(entry.path());
-  for (const fs::path& path : left) fs::remove(path, error);
+  WholeFolder::remove_partial(impl.file.parent_path(), "." + impl.file.filename().string() + ".partial-");
   if (!fs::exists(fs::symlink_status(impl.file, error))) write_file(impl.file, header_text(0));
   impl.open();
   std::uint64_t whole = 0, size = 0;
@@ -178,7 +142,7 @@ Journal::Journal(fs::path file, Options options,
     const std::string_view text = text_of(mapped);
     whole = walk(impl.file, text, impl.base, replay), size = text.size();
   }
-  impl.end = impl.synced = impl.base + whole - sizeof(JournalHeader);
+  impl.end = impl.base + whole - sizeof(JournalHeader);
   if (whole == size) return;
   impl.cut(impl.end);
   if (impl.broken || ::fsync(impl.descriptor) != 0) refuse_file("truncate", impl.file, errno);
@@ -190,9 +154,9 @@ std::uint64_t Journal::append(std::string_view record) {
   ISOGRAD_INVARIANT(record.size() <= std::numeric_limits<std::uint32_t>::max(),
                     std::to_string(record.size()));
   Impl& impl = *impl_;
-  std::unique_lock held(impl.mutex);
+  const std::scoped_lock held(impl.mutex);
   if (impl.broken)
-    refuse(impl.file.string(), "a journal that an earlier error left with half a record",
+    refuse(impl.file.string(), "a journal that an earlier error left in doubt",
            "one that ends with a whole record", "Free space on the disk and restart the server");
   const auto length = static_cast<std::uint32_t>(record.size());
   RecordHeader header{length, length_sum(length, impl.end), record_sum(record, impl.end)};
@@ -207,9 +171,21 @@ std::uint64_t Journal::append(std::string_view record) {
     impl.cut(impl.end);
     refuse_file("write", impl.file, code, bytes - static_cast<std::size_t>(std::max<ssize_t>(done, 0)));
   }
-  const std::uint64_t position = impl.end += bytes;
-  if (impl.options.sync) impl.sync(held, position);
-  return position;
+  return impl.end += bytes;
+}
+
+void Journal::sync() {
+  Impl& impl = *impl_;
+  const std::scoped_lock alone(impl.replacing);
+  const std::uint64_t end = position();
+  if (impl.synced == end) return;
+  if (::fdatasync(impl.descriptor) != 0) {
+    const int code = errno;
+    const std::scoped_lock held(impl.mutex);
+    impl.broken = true;
+    refuse_file("fsync", impl.file, code);
+  }
+  impl.synced = end;
 }
 
 std::uint64_t Journal::position() const {
@@ -219,18 +195,24 @@ std::uint64_t Journal::position() const {
 
 void Journal::drop_before(std::uint64_t position) {
   Impl& impl = *impl_;
-  std::unique_lock held(impl.mutex);
-  impl.changed.wait(held, [&] { return !impl.syncing; });
+  const std::scoped_lock alone(impl.replacing);
   if (position == impl.base) return;
+  const auto offset = [&](std::uint64_t of) { return static_cast<std::size_t>(impl.offset_of(of)); };
+  const std::uint64_t known = this->position();
+  AtomicFile file(impl.file);
   const MappedFile mapped(impl.file);
-  const std::string_view text = text_of(mapped).substr(0, static_cast<std::size_t>(impl.offset_of(impl.end)));
-  bool is_end = position > impl.end;
+  const std::string_view text = text_of(mapped).substr(0, offset(known));
+  bool is_end = position > known;
   walk(impl.file, text, impl.base,
        [&](std::uint64_t after, std::string_view) { is_end |= after == position; });
-  ISOGRAD_INVARIANT(is_end, fmt::format("position {} of {} to {}", position, impl.base, impl.end));
-  AtomicFile file(impl.file);
+  ISOGRAD_INVARIANT(is_end, fmt::format("position {} of {} to {}", position, impl.base, known));
   file.write(header_text(position));
-  if (position < impl.end) file.write(text.substr(static_cast<std::size_t>(impl.offset_of(position))));
+  if (position < known) file.write(text.substr(offset(position)));
+  const std::scoped_lock held(impl.mutex);
+  if (known < impl.end) {  // appended meanwhile
+    const MappedFile whole(impl.file);
+    file.write(text_of(whole).substr(offset(known), impl.end - known));
+  }
   try {
     file.commit();
   } catch (...) {

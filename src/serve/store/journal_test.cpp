@@ -25,8 +25,7 @@ using Records = std::vector<std::string>;
 
 Records records_of(const fs::path& file) {
   Records found;
-  const Journal journal(file, {},
-                        [&](std::uint64_t, std::string_view record) { found.emplace_back(record); });
+  const Journal journal(file, [&](std::uint64_t, std::string_view record) { found.emplace_back(record); });
   return found;
 }
 
@@ -46,9 +45,9 @@ class JournalTest : public store_testing::Folder {
  protected:
   fs::path file() const { return directory_ / "journal"; }
   // The sizes of the file after each record.
-  std::vector<std::uint64_t> write(const Records& records, Journal::Options options = {}) {
+  std::vector<std::uint64_t> write(const Records& records) {
     std::vector<std::uint64_t> sizes;
-    Journal journal(file(), options, [](auto, auto) {});
+    Journal journal(file(), [](auto, auto) {});
     for (const std::string& record : records) {
       journal.append(record);
       sizes.push_back(fs::file_size(file()));
@@ -61,13 +60,13 @@ TEST_F(JournalTest, ReplaysInOrderWithThePositionsOfAppend) {
   const Records records = made(50, 1);
   std::vector<std::uint64_t> given, replayed;
   {
-    Journal journal(file(), {}, [](auto, auto) { FAIL() << "a new journal has no record"; });
+    Journal journal(file(), [](auto, auto) { FAIL() << "a new journal has no record"; });
     EXPECT_EQ(journal.position(), 0u);
     for (const std::string& record : records) given.push_back(journal.append(record));
     EXPECT_EQ(journal.position(), given.back());
   }
   Records found;
-  const Journal journal(file(), {}, [&](std::uint64_t position, std::string_view record) {
+  const Journal journal(file(), [&](std::uint64_t position, std::string_view record) {
     replayed.push_back(position);
     found.emplace_back(record);
   });
@@ -122,31 +121,44 @@ TEST_F(JournalTest, RecordsInAnotherOrderAreRefused) {
 }
 
 TEST_F(JournalTest, AFullDiskRefusesTheRecordAndLeavesTheJournalAsItWas) {
-  for (const bool sync : {false, true}) {
-    fs::remove(file());
-    Journal journal(file(), {.sync = sync}, [](auto, auto) {});
-    journal.append("before");
-    const auto position = journal.position(), size = fs::file_size(file());
-    for (const rlim_t room : {0, 3, 16, 500}) {
-      const store_testing::FullDisk full(size + room);
-      EXPECT_THAT(error_of([&] { journal.append(std::string(1000, 'x')); }), HasSubstr("bytes free"));
-      EXPECT_EQ(journal.position(), position);
-      EXPECT_EQ(fs::file_size(file()), size);
-    }
-    {
-      const store_testing::FullDisk full(size + 40);
-      journal.append("fits");
-    }
-    journal.append(std::string(1000, 'y'));
-    EXPECT_EQ(records_of(file()), (Records{"before", "fits", std::string(1000, 'y')}));
+  Journal journal(file(), [](auto, auto) {});
+  journal.append("before");
+  const auto position = journal.position(), size = fs::file_size(file());
+  for (const rlim_t room : {0, 3, 16, 500}) {
+    const store_testing::FullDisk full(size + room);
+    EXPECT_THAT(error_of([&] { journal.append(std::string(1000, 'x')); }), HasSubstr("bytes free"));
+    EXPECT_EQ(journal.position(), position);
+    EXPECT_EQ(fs::file_size(file()), size);
   }
+  {
+    const store_testing::FullDisk full(size + 40);
+    journal.append("fits");
+  }
+  journal.append(std::string(1000, 'y'));
+  EXPECT_EQ(records_of(file()), (Records{"before", "fits", std::string(1000, 'y')}));
+}
+
+TEST_F(JournalTest, ASyncCoversAllThatWasAppendedAndAFailedOneEndsAppending) {
+  Journal journal(file(), [](auto, auto) {});
+  const int before = store_testing::syncs;
+  journal.sync();
+  for (int i = 0; i < 10; ++i) journal.append("ten");
+  EXPECT_EQ(store_testing::syncs, before);
+  journal.sync(), journal.sync();
+  EXPECT_EQ(store_testing::syncs, before + 1);
+  journal.append("lost, perhaps");
+  store_testing::syncs_fail = true;
+  EXPECT_THAT(error_of([&] { journal.sync(); }), HasSubstr("fsync"));
+  store_testing::syncs_fail = false;
+  EXPECT_THAT(error_of([&] { journal.append("later"); }), HasSubstr("restart the server"));
+  EXPECT_EQ(records_of(file()).size(), 11u);
 }
 
 TEST_F(JournalTest, DropBeforeKeepsPositionsAndWhatFollows) {
   const Records records = made(20, 5);
   std::vector<std::uint64_t> positions;
   {
-    Journal journal(file(), {}, [](auto, auto) {});
+    Journal journal(file(), [](auto, auto) {});
     for (const std::string& record : records) positions.push_back(journal.append(record));
     journal.drop_before(positions[11]);
     EXPECT_EQ(journal.position(), positions.back());
@@ -160,7 +172,7 @@ TEST_F(JournalTest, DropBeforeKeepsPositionsAndWhatFollows) {
   Records expected(records.begin() + 12, records.end()), found;
   expected.push_back("after");
   std::vector<std::uint64_t> seen;
-  Journal journal(file(), {}, [&](std::uint64_t position, std::string_view record) {
+  Journal journal(file(), [&](std::uint64_t position, std::string_view record) {
     seen.push_back(position);
     found.emplace_back(record);
   });
@@ -174,23 +186,26 @@ TEST_F(JournalTest, DropBeforeKeepsPositionsAndWhatFollows) {
 TEST_F(JournalTest, ManyThreadsAppendWithSyncAndADropBetween) {
   std::multiset<std::string> expected;
   {
-    Journal journal(file(), {.sync = true}, [](auto, auto) {});
+    Journal journal(file(), [](auto, auto) {});
     std::vector<std::thread> threads;
-    for (int t = 0; t < 8; ++t)
-      threads.emplace_back([&journal, t] {
-        for (int i = 0; i < 25; ++i) journal.append(std::to_string(t) + ":" + std::to_string(i));
-      });
-    for (std::thread& thread : threads) thread.join();
-    const auto position = journal.position();
-    threads.clear();
-    for (int t = 8; t < 12; ++t)
-      threads.emplace_back([&journal, t] {
-        for (int i = 0; i < 25; ++i) journal.append(std::to_string(t) + ":" + std::to_string(i));
-      });
-    journal.drop_before(position);
-    for (std::thread& thread : threads) thread.join();
+    std::uint64_t first_end = 0;
+    for (const int first : {0, 8}) {
+      if (first == 8) first_end = journal.position();
+      for (int t = first; t < first + 8; ++t)
+        threads.emplace_back([&journal, t] {
+          for (int i = 0; i < 25; ++i) {
+            journal.append(std::to_string(t) + ":" + std::to_string(i));
+            if (i % 8 == t % 8) journal.sync();
+          }
+        });
+      if (first == 8) journal.drop_before(first_end);
+      for (std::thread& thread : threads) thread.join();
+      threads.clear();
+    }
+    journal.append("end"), journal.sync();
   }
-  for (int t = 8; t < 12; ++t)
+  expected.insert("end");
+  for (int t = 8; t < 16; ++t)
     for (int i = 0; i < 25; ++i) expected.insert(std::to_string(t) + ":" + std::to_string(i));
   const Records found = records_of(file());
   EXPECT_EQ(std::multiset<std::string>(found.begin(), found.end()), expected);
@@ -210,7 +225,7 @@ TEST_F(JournalTest, AKilledWriterLosesNothingThatItAccepted) {
     const pid_t child = fork();
     if (child == 0) {
       std::uint64_t next = 0;
-      Journal journal(file(), {}, [&](auto, auto) { ++next; });
+      Journal journal(file(), [&](auto, auto) { ++next; });
       for (;; ++next) {
         journal.append(numbered(next));
         const std::uint64_t count = next + 1;

@@ -39,18 +39,17 @@ class StateFolder {
 // change it.
 class Journal {
  public:
-  struct Options {
-    bool sync = false;  // fsync before append() returns, several waiting records by one
-  };
   // Replays all whole records first, in order, each with the position that its append() returned. No other
   // Journal may be open on the file: StateFolder's lock sees to that.
-  Journal(std::filesystem::path file, Options options,
+  Journal(std::filesystem::path file,
           const std::function<void(std::uint64_t position, std::string_view record)>& replay);
   ~Journal();
-  // Returns the position after the record. ConfigError (full disk): nothing was appended, later appends may
-  // succeed. When a failed fsync made it fail, everything since the last successful one is gone, and every
-  // waiting append fails.
+  // Returns the position after the record, which a kill does not lose. ConfigError (full disk): nothing was
+  // appended, later appends may succeed.
   std::uint64_t append(std::string_view record);
+  // A power cut does not lose what was appended before the call. ConfigError: that is not known, because the
+  // kernel may have dropped what it could not write, and nothing more is appended: start again.
+  void sync();
   std::uint64_t position() const;
   // Removes all records before `position` (a snapshot has their effect), which append() returned, or which
   // lies beyond the end, after a power cut. Whole or not at all.
@@ -68,8 +67,9 @@ class WholeFolder {
   ~WholeFolder();                                      // not committed: nothing is left
   WholeFolder(const WholeFolder&) = delete;
   WholeFolder& operator=(const WholeFolder&) = delete;
-  // Removes what killed processes left in the folder of targets. No other process may be writing there.
-  static void remove_partial(const std::filesystem::path& folder);
+  // Removes what killed processes left in the folder of targets (`prefix`: of others, as AtomicFile's). No
+  // other process may be writing there.
+  static void remove_partial(const std::filesystem::path& folder, std::string_view prefix = ".partial-");
   const std::filesystem::path& directory() const { return partial_; }
   void commit();
 
@@ -84,7 +84,7 @@ struct CheckpointInfo {
   std::string run;   // the model that wrote it: "<session>:train:<n>"
   std::string kind;  // "weights", "sampler_weights", "external_weights"
   std::string name;
-  std::string tenant, base;
+  std::string tenant, base, digest{};  // digest: of the base's weights; empty: any do
   std::int64_t rank = 0;  // 0: whole weights
   std::int64_t bytes = 0;
   double created = 0, expires = 0;  // seconds since 1970; 0: never

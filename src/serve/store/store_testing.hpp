@@ -1,13 +1,20 @@
-// A folder for a test, and a limit on the size of files that stands for a full disk.
+// A folder for a test, a limit on the size of files that stands for a full disk, and an fdatasync that
+// counts.
 #pragma once
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <string>
+#include <thread>
 
 namespace isograd::serve::store_testing {
 
@@ -43,4 +50,19 @@ class FullDisk {
   void (*handler_)(int);
 };
 
+// Counts those of this process. A slow disk waits for `sync_time`, a broken one fails.
+inline std::atomic<int> syncs_begun = 0, syncs = 0;
+inline std::atomic<bool> syncs_fail = false;
+inline std::chrono::milliseconds sync_time{0};
+
 }  // namespace isograd::serve::store_testing
+
+extern "C" inline __attribute__((used)) int fdatasync(int file) {
+  namespace testing = isograd::serve::store_testing;
+  ++testing::syncs_begun;
+  std::this_thread::sleep_for(testing::sync_time);
+  ++testing::syncs;
+  if (!testing::syncs_fail) return static_cast<int>(::syscall(SYS_fdatasync, file));
+  errno = EIO;
+  return -1;
+}
