@@ -12,6 +12,8 @@
 
 #include "base/error_testing.hpp"
 #include "base/files.hpp"
+#include "base/json.hpp"
+#include "model/safetensors.hpp"
 #include "serve/models/plain_testing.hpp"
 
 namespace isograd::serve {
@@ -217,10 +219,12 @@ TEST_F(ModelEngineTest, ABaseHasTheDigestOfWhatItIsMadeOf) {
   EXPECT_NE(digest(), one);
   base("qwen3");
   const fs::path config = folder("base_qwen3") / "config.json";
-  std::string text = read_file(config);
+  const std::string text = read_file(config);
   write_file(config, text + "\n");  // the meaning counts
   EXPECT_EQ(digest(), one);
-  write_file(config, text.replace(text.rfind('}'), 1, ", \"more\": 1}"));
+  nlohmann::json changed = parse_json(text).value;
+  changed["rms_norm_eps"] = 0.5;
+  write_file(config, changed.dump());
   EXPECT_NE(digest(), one);
 }
 
