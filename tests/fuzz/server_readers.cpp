@@ -69,7 +69,7 @@ void prepare_state(const fs::path& folder) {
   std::string records;
   const fs::path copy = folder.parent_path() / "journal";
   fs::copy_file(folder / "state/journal", copy);
-  const serve::Journal journal(copy, {}, [&](std::uint64_t, std::string_view record) {
+  const serve::Journal journal(copy, [&](std::uint64_t, std::string_view record) {
     records.append(records.empty() ? "" : kBetween).append(record);
   });
   put(folder / "state" / kRecords, records);
@@ -81,7 +81,7 @@ void write_journal(const fs::path& state, std::string_view records) {
     if (entry.path().filename().string().starts_with("snapshot-"))
       position = parse_json(read_file(entry.path() / "state.json")).value.at("position");
   fs::remove(state / "journal");
-  serve::Journal journal(state / "journal", {}, [](std::uint64_t, std::string_view) {});
+  serve::Journal journal(state / "journal", [](std::uint64_t, std::string_view) {});
   journal.drop_before(position);
   for (std::size_t begin = 0; begin <= records.size();) {
     const std::size_t end = std::min(records.find(kBetween, begin), records.size());

@@ -35,9 +35,9 @@ struct HttpOptions {
   std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
   // A body that is too large is read and dropped up to this: no message of protobuf has more.
   std::int64_t most_dropped = std::int64_t{1} << 31;
-  unsigned connections = 4096, per_address = 0;     // 0: no limit of its own
-  unsigned idle_seconds = 120;                      // without a byte, or between requests
-  unsigned header_seconds = 10;  // from connecting to the end of the first request's headers
+  unsigned connections = 4096, per_address = 0;  // 0: no limit of its own
+  unsigned idle_seconds = 120;                   // without a byte, or between requests
+  unsigned header_seconds = 10;                  // from connecting to the end of the first request's headers
 };
 
 class HttpServer {

@@ -54,8 +54,9 @@ void ModelEngine::add(const std::string& model, const SavedModel& saved, const f
                       bool optimizer) {
   if (models_.contains(model))
     refuse("a model", "'" + model + "', which exists", "a new name", "Give another");
-  models_[model] = std::make_unique<TrainedModel>(base(saved.created.base), saved, directory, optimizer,
-                                                  options_.dtype, options_.micro_batch_tokens, options_.ranks);
+  models_[model] =
+      std::make_unique<TrainedModel>(base(saved.created.base), saved, directory, optimizer, options_.dtype,
+                                     options_.micro_batch_tokens, options_.ranks);
 }
 void ModelEngine::open(const std::string& sampler, std::shared_ptr<const FixedWeights> weights) {
   if (!samplers_.emplace(sampler, std::move(weights)).second)
@@ -75,9 +76,7 @@ Metrics ModelEngine::optim_step(const std::string& model, const AdamParams& para
   const fs::path& dumps = options_.dumps;
   return this->model(model).optim_step(params, dumps.empty() ? dumps : dumps / model);
 }
-void ModelEngine::drop_gradient(const std::string& model) {
-  this->model(model).drop_gradient();
-}
+void ModelEngine::drop_gradient(const std::string& model) { this->model(model).drop_gradient(); }
 void ModelEngine::remove(const std::string& model) {
   find(models_, "a model", model);
   models_.erase(model);
@@ -86,9 +85,7 @@ void ModelEngine::remove(const std::string& model) {
 std::int64_t ModelEngine::save(const std::string& model, Save which, const fs::path& directory) {
   return this->model(model).save(which, directory);
 }
-Engine::Write ModelEngine::saving(const std::string& model) {
-  return this->model(model).saving();
-}
+Engine::Write ModelEngine::saving(const std::string& model) { return this->model(model).saving(); }
 void ModelEngine::load(const std::string& model, const fs::path& directory, bool optimizer,
                        const std::map<std::string, std::string>& metadata) {
   SavedModel saved = read_saved(directory);

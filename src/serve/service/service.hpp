@@ -180,7 +180,7 @@ class Service {
   void sample(Lock& lock);
   void make_room_for_sampler(const std::string& tenant, Outcome& outcome);
   void check_dumps(const State::Model& model) const;
-  void release(const std::string& path);  // before files of a checkpoint change
+  void release(const std::string& path);                 // before files of a checkpoint change
   std::string digest_of(const std::string& base) const;  // empty: no such base
   // Why `what` is of no use: it was made over other weights of the base than those of now. Empty: it was not.
   std::string other_base(const std::string& what, const std::string& base, const std::string& digest) const;
@@ -194,7 +194,7 @@ class Service {
   void forget_result(const std::string& id);
   void send(Lock& lock);  // gives the collected answers, without the lock
   void skip_time(double seconds);
-  void watch();           // the thread that ends long polls, results and sessions
+  void watch();  // the thread that ends long polls, results and sessions
   void end_sessions(double now);
 
   // ---- durability (snapshot.cpp) ----
@@ -271,8 +271,8 @@ class Service {
   bool sampled_last_ = false, controlled_last_ = false, replaying_ = false, stopping_ = false;
   bool lost_ = false;                    // the replay could not do again all that was done
   std::map<std::string, int> deaths_{};  // of the process, by the operation or sample that it was busy with
-  bool abandoned_ = false;  // the engine is ahead of the journal, which could not be written
-  std::exception_ptr unsynced_{};  // why the journal's end may not be on the disk
+  bool abandoned_ = false;               // the engine is ahead of the journal, which could not be written
+  std::exception_ptr unsynced_{};        // why the journal's end may not be on the disk
   double started_ = 0;
 
   // Since the last snapshot, with the lock: checkpoints whose files a replay would read, and seconds that it

@@ -783,7 +783,7 @@ TEST_F(ServiceTest, ManySmallChangesOfOneTenantDoNotStopTheOthers) {
   client.result(step);
   fs::copy_file(options.state / "journal", folder.path / "journal");
   std::vector<std::string> done;
-  const Journal journal(folder.path / "journal", {}, [&](std::uint64_t, std::string_view text) {
+  const Journal journal(folder.path / "journal", [&](std::uint64_t, std::string_view text) {
     const LogRecord record = LogRecord::decode(text);
     if (record.text("kind") == "done") done.push_back(record.text("id"));
   });
@@ -961,8 +961,7 @@ TEST_F(ServiceTest, ADamagedCheckpointFailsTheModelThatLoadedIt) {
     use.forward_backward(forward_backward_body(lost, 1, 1, 1));
     const std::string kept = use.save(lost, 2, "kept");
     use.load(3, path);  // a model that ends with a checkpoint
-    HttpRequest kill =
-        request_of("POST", "/api/v1/kill_session", json{{"model_id", use.model_of(3)}}.dump());
+    HttpRequest kill = request_of("POST", "/api/v1/kill_session", json{{"model_id", use.model_of(3)}}.dump());
     kill.headers.erase("x-api-key");
     const std::string last = one.running->transport()(kill, "a").body;
     EXPECT_NE(last.find("/weights/operation-1"), std::string::npos) << last;
@@ -1065,7 +1064,7 @@ TEST_F(ServiceTest, AStateThatIsNotAsAServerWroteItIsRefused) {
   }
   std::ofstream(saved) << sound;
   {
-    Journal journal(options.state / "journal", {}, [](std::uint64_t, std::string_view) {});
+    Journal journal(options.state / "journal", [](std::uint64_t, std::string_view) {});
     journal.append("{\"kind\":\"done\",\"of\":\"control\",\"id\":\"control:7\"}\n");  // there is none
   }
   refused("journal");
@@ -1087,14 +1086,14 @@ TEST_F(ServiceTest, TheLaterOfTwoSavesStaysWhateverTheClockSays) {
   std::vector<LogRecord> records;
   const fs::path file = options.state / "journal";
   {
-    const Journal journal(file, {}, [&](std::uint64_t, std::string_view text) {
+    const Journal journal(file, [&](std::uint64_t, std::string_view text) {
       records.push_back(LogRecord::decode(text));
       if (records.back().text("id") == model + ":op:3") records.back().head["time"] = 1e12;
     });
   }
   fs::remove(file);
   {
-    Journal journal(file, {}, [](std::uint64_t, std::string_view) {});
+    Journal journal(file, [](std::uint64_t, std::string_view) {});
     for (const LogRecord& record : records) journal.append(record.encode());
   }
   serve();

@@ -40,8 +40,8 @@ class ToyEngine : public Engine {
   };
   std::chrono::microseconds datum_time{0};
   static inline std::atomic<bool> hold = false;  // a snapshot that is written waits
-  std::vector<std::string> calls{};  // models, in the order of forward_backward
-  bool full = false;                 // no save has room
+  std::vector<std::string> calls{};              // models, in the order of forward_backward
+  bool full = false;                             // no save has room
   // A target whose forward_backward ends the process, and a seed whose samples do.
   static inline std::int64_t deadly = -1;
 

@@ -158,6 +158,8 @@ State State::from_json(const json& all, std::string_view blobs) {
     future.fetched = future.done;
     if (future.done) state.use[future.tenant].result_bytes += future.bytes();
   }
+  for (const auto& [id, future] : state.futures)
+    ISOGRAD_INVARIANT(!future.done || future.body, "the result " + id + " without its body");
   for (const json& length : all.value("controls", json::array())) {
     state.controls.push_back(reader.record(length));
     state.count(*state.controls.back(), 1);

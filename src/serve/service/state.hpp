@@ -73,12 +73,12 @@ struct State {
     double created = 0, last_request = 0;
     std::int64_t next = 0;                       // sequence of the next operation; 0 creates the model
     std::map<std::int64_t, Accepted> waiting{};  // by sequence; may have holes
-    std::string failure{};                 // the first failed operation and its cause
-    bool loaded = false, gone = false;     // the engine has it; it will never have it again
-    std::int64_t steps = 0, tokens = 0;    // since it was created
-    std::int64_t step_tokens = 0;          // since the last step
-    double seconds = 0, step_seconds = 0;  // of computing, likewise
-    Metrics last{};                        // of the last step
+    std::string failure{};                       // the first failed operation and its cause
+    bool loaded = false, gone = false;           // the engine has it; it will never have it again
+    std::int64_t steps = 0, tokens = 0;          // since it was created
+    std::int64_t step_tokens = 0;                // since the last step
+    double seconds = 0, step_seconds = 0;        // of computing, likewise
+    Metrics last{};                              // of the last step
     std::optional<ForwardProgress> progress{};
     std::int64_t turn = 0;  // of its last computation
 
@@ -116,9 +116,7 @@ struct State {
     double finished = 0;
     std::string type{};
     std::shared_ptr<const std::string> body{};  // shared with snapshots that are being written
-    std::int64_t bytes() const {
-      return kEntryBytes + (body ? static_cast<std::int64_t>(body->size()) : 0);
-    }
+    std::int64_t bytes() const { return kEntryBytes + (body ? static_cast<std::int64_t>(body->size()) : 0); }
     struct Poll {
       double deadline;
       Respond respond;

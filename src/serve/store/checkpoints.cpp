@@ -43,9 +43,9 @@ bool is_regular(const fs::path& path) {
 }
 
 json to_json(const CheckpointInfo& info) {
-  return {{"path", info.path()},         {"tenant", info.tenant},   {"base", info.base},
-          {"digest", info.digest},       {"rank", info.rank},       {"bytes", info.bytes},
-          {"created", info.created},     {"expires", info.expires}, {"public", info.is_public},
+  return {{"path", info.path()},         {"tenant", info.tenant},    {"base", info.base},
+          {"digest", info.digest},       {"rank", info.rank},        {"bytes", info.bytes},
+          {"created", info.created},     {"expires", info.expires},  {"public", info.is_public},
           {"operation", info.operation}, {"metadata", info.metadata}};
 }
 

@@ -85,7 +85,7 @@ struct CheckpointInfo {
   std::string kind;  // "weights", "sampler_weights", "external_weights"
   std::string name;
   std::string tenant, base, digest{};  // digest: of the base's weights; empty: any do
-  std::int64_t rank = 0;  // 0: whole weights
+  std::int64_t rank = 0;               // 0: whole weights
   std::int64_t bytes = 0;
   double created = 0, expires = 0;  // seconds since 1970; 0: never
   std::int64_t operation = 0;       // of the run; that of a later save of the name is larger

@@ -21,8 +21,8 @@ namespace {
 using nlohmann::json;
 using protozero::pbf_writer;
 
-constexpr int kSilence = 60;                    // seconds; a long poll is answered after 25
-constexpr std::chrono::seconds kLongest{1800};  // an operation may wait for those of other clients
+constexpr int kSilence = 60;                              // seconds; a long poll is answered after 25
+constexpr std::chrono::seconds kLongest{1800};            // an operation may wait for those of other clients
 constexpr std::size_t kMostBytes = std::size_t{1} << 40;  // a file of the base
 constexpr const char* kProtobufType = "application/x-protobuf";
 

@@ -288,10 +288,6 @@ std::string iso_time(double seconds) {
   return {buffer, std::strftime(buffer, sizeof buffer, "%Y-%m-%dT%H:%M:%SZ", &parts)};
 }
 
-std::string json_text(const Json& reply) {
-  return reply.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
 Json finite(const Metrics& metrics) {
   Json found = Json::object();
   for (const auto& [name, value] : metrics)

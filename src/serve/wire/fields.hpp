@@ -79,9 +79,8 @@ class RequestJson : OwnedJson, public Fields {
 
 // ---- of replies ----
 
-std::string iso_time(double seconds);       // since 1970
-std::string json_text(const Json& reply);   // broken UTF-8 is replaced
-Json finite(const Metrics& metrics);        // JSON has no others
+std::string iso_time(double seconds);  // since 1970
+Json finite(const Metrics& metrics);   // JSON has no others
 
 // ---- arrays as they come ----
 

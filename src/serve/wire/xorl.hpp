@@ -20,8 +20,8 @@ Operation<AdamParams> optim_step(std::string_view json);
 Operation<SaveWeights> save_weights(std::string_view json);
 Operation<SaveWeights> save_weights_for_sampler(std::string_view json);
 LoadWeights load_weights(std::string_view json);
-std::string create_sampling_session(std::string_view json);  // the path
-std::string list_checkpoints(std::string_view json);         // the model
+std::string create_sampling_session(std::string_view json);                    // the path
+std::string list_checkpoints(std::string_view json);                           // the model
 std::pair<std::string, std::string> delete_checkpoint(std::string_view json);  // the model, "weights/<name>"
 struct KillSession {
   std::string model;
