@@ -86,13 +86,13 @@ void write_serve(const std::filesystem::path& exchange, const ServeCase& of, int
 constexpr double kAllowedOwn = 5, kAllowedPolls = 1;  // ms of a call or step; % of a core
 
 // A side that ours is compared with, and how many times as fast ours is meant to be.
-struct Peer {
+struct ServePeer {
   Side side;
   double wanted;
   bool starts_at_base = false;  // its adapter adds nothing at first, and its updates are others
 };
 
-std::string why_not_comparable(const SideResult& ours, const SideResult& other, const Peer& peer,
+std::string why_not_comparable(const SideResult& ours, const SideResult& other, const ServePeer& peer,
                                const std::filesystem::path& exchange, bool samples, double base_loss) {
   const std::string& title = peer.side.title;
   if (samples) {
@@ -122,7 +122,7 @@ void compare_server(Bench& bench, const ServeCase& of, const std::filesystem::pa
   const auto plain = [&](const char* name, const char* title, const char* kind) {
     return peer_side(bench.options.python, "serve_peft.py", name, title, 1, {kind});
   };
-  std::vector<Peer> peers;
+  std::vector<ServePeer> peers;
   if (samples) {
     peers.push_back({plain("single", "generate(), one by one", "one-by-one"), 3});
     peers.push_back({plain("batched", "generate(), batched", "batched"), 1.5});
@@ -132,7 +132,7 @@ void compare_server(Bench& bench, const ServeCase& of, const std::filesystem::pa
       peers.push_back({peer_side(python, "serve_skyrl.py", "skyrl", "skyrl-tx", 1), 1.5, true});
   }
   std::vector<Side> sides{our};
-  for (const Peer& peer : peers) sides.push_back(peer.side);
+  for (const ServePeer& peer : peers) sides.push_back(peer.side);
   // A turn of these takes up to a minute.
   const bool slow = !of.standard || !bench.options.peers.empty();
   const auto results = take_turns(sides, exchange, bench.options.seconds, false, slow ? 1 : 3);
