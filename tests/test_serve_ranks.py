@@ -22,12 +22,19 @@ SPREADS = {"one": (), "zero3": ("--ranks", 2, "--set", "parallel.strategy=zero3"
 limited = limited_to(6 * LIMIT)
 
 
+def odd(rng):
+    """One token with several targets, one of them twice; weights that sum to zero; weights of zero."""
+    tokens, targets = text(rng, 4)
+    return [datum(tokens[:1], target_tokens=torch.tensor([[7, 9, 7]]), weights=torch.tensor([[0.5, -1.0, 0.25]])),
+            *(datum(tokens, target_tokens=targets, weights=np.array(weights, np.float32)) for weights in ([1, -1, 1, -1], [0] * 4))]
+
+
 def train(url, training, steps, seed):
     """Steps of three uneven calls, of cross entropy and of ppo, then the clip."""
     rng = np.random.default_rng(seed)
     said = []
     for _ in range(steps):
-        calls = [(uneven(rng), "cross_entropy"), (uneven(rng, (11, 2)), "cross_entropy")]
+        calls = [(uneven(rng), "cross_entropy"), (uneven(rng, (11, 2)) + odd(rng), "cross_entropy")]
         data = []
         for length in (4, 25, 7):
             tokens, targets = text(rng, length)
