@@ -90,7 +90,7 @@ def test_verify_asks_a_server(running, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout, refused", [("parallel.strategy=zero3", []), ("parallel.pp=2", []), ("parallel.tp=2", []),
+@pytest.mark.parametrize("layout, refused", [("parallel.strategy=zero3", []), ("parallel.tp=2", []),
                                              ("parallel.cp_ring=2", ["gspo"])])
 def test_verify_asks_ranks(folder, tmp_path, layout, refused):
     with server(folder, tmp_path / "state", "--dtype", "float64", "--ranks", 2, "--set", layout) as ranks:
