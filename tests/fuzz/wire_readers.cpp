@@ -139,7 +139,7 @@ class Answering {
  public:
   explicit Answering(const fs::path& state) {
     serve::ServiceOptions options;
-    options.state = state, options.poll_seconds = 1e9, options.waiting_bytes = 1 << 26;
+    options.state = state, options.poll_seconds = 1e9, options.limits["request-bytes"] = 1 << 26;
     options.print_steps = false;
     service_.emplace(std::move(options), engine_);
     session_ = parse_json(ask("create_session", "{}", false).body).value.at("session_id");

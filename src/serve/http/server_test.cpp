@@ -199,9 +199,9 @@ TEST(Http, AFileIsSentPieceByPiece) {
   std::string path = (std::filesystem::temp_directory_path() / "isograd-http-XXXXXX").string();
   const int file = ::mkstemp(path.data());
   ASSERT_GE(file, 0);
-  constexpr std::size_t kBytes = 300 << 20;
-  ASSERT_EQ(::ftruncate(file, kBytes), 0);
-  ASSERT_EQ(::pwrite(file, "end", 3, kBytes - 3), 3);
+  constexpr std::size_t kFileBytes = 300 << 20;
+  ASSERT_EQ(::ftruncate(file, kFileBytes), 0);
+  ASSERT_EQ(::pwrite(file, "end", 3, kFileBytes - 3), 3);
   ::close(file);
   const HttpServer server({}, {}, [&](const HttpRequest& request, const Respond& respond) {
     respond({.type = "application/octet-stream", .body = {}, .file = path + request.path.substr(1)});
@@ -211,7 +211,7 @@ TEST(Http, AFileIsSentPieceByPiece) {
   const std::int64_t before = resident_bytes();
   std::int64_t most = 0;
   const auto [last, length] = client.drop([&] { most = std::max(most, resident_bytes() - before); });
-  EXPECT_EQ(length, kBytes);
+  EXPECT_EQ(length, kFileBytes);
   EXPECT_TRUE(last.ends_with("end"));
   std::printf("a file of 300 MiB: %.1f MiB\n", static_cast<double>(most) / (1 << 20));
   EXPECT_LT(most, 16 << 20);
