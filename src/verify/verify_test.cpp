@@ -67,6 +67,31 @@ TEST(Verify, ParityInBfloat16AndFloat64) {
   EXPECT_EQ(high.layouts[0].e2.state, Grade::State::kNotClaimed);
 }
 
+// Every sample twice: the mean is the same, so is the gradient, and every count doubles. Another token at a
+// document's end, where nothing is predicted, changes neither gradient nor counts.
+TEST(Verify, AnotherBatchWithTheSameGradientIsRefused) {
+  for (const bool doubled : {true, false}) {
+    const Verdict verdict = verify_on(3, Small{}, [&](VerifyProblem& problem, World& world) {
+      const MicroBatches once = problem.local;
+      if (doubled) {
+        problem.local.insert(problem.local.end(), once.begin(), once.end());
+      } else if (world.rank == 1) {
+        at::Tensor& tokens = problem.local[0].tokens;
+        tokens = tokens.clone();
+        tokens[problem.local[0].targets.eq(kIgnoreIndex).nonzero()[0][0]] -= 1;
+      }
+    });
+    ASSERT_EQ(verdict.layouts.size(), 1u);
+    for (const auto& parameter : verdict.layouts[0].parameters)
+      EXPECT_TRUE(parameter.exact.passed) << parameter.name << " " << parameter.exact.error;
+    EXPECT_EQ(verdict.layouts[0].exact.targets, (doubled ? 2 : 1) * verdict.oracle.targets);
+    EXPECT_FALSE(verdict.batch_agrees || verdict.passed);  // verify sees that this was another batch
+    EXPECT_THAT(to_text(verdict),
+                HasSubstr(doubled ? "6 samples count more than once"
+                                  : "did not see every token of the whole step exactly once"));
+  }
+}
+
 ChangeProblem with_loss(DeclaredLoss loss) {
   return [loss](VerifyProblem& problem, World&) {
     problem.loss = loss;
