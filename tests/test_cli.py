@@ -242,6 +242,13 @@ def test_train_verify_and_sample(config, backend):
     assert "<!doctype html>" in page.read_text()
 
 
+def test_a_run_that_goes_on_and_one_that_is_written_over_are_said(config):
+    ran("train", config, "checkpoint.every=1", "verify.at_end=false")
+    said = ran("train", config, "checkpoint.resume=latest", "train.steps=5", "verify.at_end=false").stderr
+    assert "the learning rate" in said and "train.steps = 5 (was 3)" in said, said
+    assert "--overwrite: 2 checkpoints" in ran("train", config, "--overwrite", "train.steps=1", "verify.at_end=false").stderr
+
+
 def test_what_is_printed_must_arrive(config):
     """A full disk, here the device that is always full, is no success."""
     for arguments in (["--help"], ["--version"], ["config", config], ["train", "--help"],
@@ -273,6 +280,7 @@ def test_advice_can_be_followed(finished):
     assert "model.max_positions = 65" in said, said
     said = refused("train", config, "parallel.strategy=naive", "parallel.share_parameters=on")
     assert 'parallel.strategy = "bucketed"' in said and "bucketed()" not in said, said
+    assert "--overwrite" in refused("train", config, "--ranks", 2)
     checkpoint = max((run / "checkpoints").glob("step-*"))
     said = refused("train", without_model(config), f"model.load={checkpoint}", "data.pack_length=65", f"run.directory={run}2")
     assert "Set data.pack_length = 64" in said and "model.max_positions =" not in said, said
@@ -359,6 +367,10 @@ def test_data_pack_and_show(config):
     shards = done.stdout.splitlines()[1:]
     assert len(shards) > 1 and all(pathlib.Path(s).exists() for s in shards)
     assert "unchanged" in ran(*pack).stdout
+    other = folder / "other.txt"
+    other.write_text("another corpus")
+    assert "--overwrite" in refused("data", "pack", other, "--out", folder / "shards")
+    assert all(pathlib.Path(s).exists() for s in shards)
     shown = ran("data", "show", *shards, "--documents", 1).stdout
     assert str(tokens) in shown.replace(",", "").replace(" ", "") and "document 0: abc" in shown, shown
 
