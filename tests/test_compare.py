@@ -384,6 +384,8 @@ def test_right_steps_pass_in_lower_precision(tmp_path, dtype, counts, alone):
     assert ids == (["unresolved"] if dtype == torch.bfloat16 and (not alone or counts is NEAR) else []), text
     finds = document["grades"]["E2"]["finds"]
     assert finds["uniform_scale"] < (1e-6 if dtype == torch.float32 else 2e-2), text
+    scale_of = {parameter["name"]: parameter["scale_found"] for parameter in document["parameters"]}
+    assert finds["single_scale"] == scale_of[finds["least_in"]] == max(scale_of.values()), text
 
 
 @LOWER
@@ -394,6 +396,21 @@ def test_a_mean_of_nearly_equal_ranks_is_not_the_mean(tmp_path, dtype, alone):
         assert ids in (["mean_of_rank_means"], ["undecided"]) and "mean of per-rank means" in text, text
     else:
         assert ids == ["mean_of_rank_means"], text
+
+
+def test_parameters_that_the_floor_judges_are_named(tmp_path):
+    def shrink(factor):
+        return lambda gradients: gradients["norm.bias"].mul_(factor)
+    steps = Steps(tmp_path)
+    parts, loss = step(UNEVEN, torch.float64)
+    gradients = added(parts, lambda *_: 1, torch.float64)
+    shrink(1e-14)(gradients)
+    steps.write("one", gradients, loss=loss, precision="fp64")
+    for sign in (1, -1):
+        ids, text, document = steps.run(change=shrink(sign * 1e-14)).verdict()
+        assert ids == []
+        assert document["grades"]["E1"]["held_to_floor"] == ["norm.bias"] == document["grades"]["E1"]["unseen"]
+        assert "1 of the parameters" in text and "norm.bias" in text
 
 
 # ---- the format ----
