@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 
 #include "base/error_testing.hpp"
@@ -260,6 +261,29 @@ TEST(DeferredAccumulator, OfNothingScalesByZero) {
   const auto result = accumulator.finish();
   EXPECT_EQ(result.gradient_scale, 0);
   EXPECT_EQ(result.loss, 0);
+}
+
+// A term over all tokens together with one over targets: a call without targets counts before and between
+// the others.
+TEST(DeferredAccumulator, KeepsCallsWithoutTargets) {
+  Group alone = Group::solo();
+  const MicroBatches all = {batch_of(0, 6, 1), batch_of(4, 0, 2), batch_of(0, 3, 3)};
+  for (const bool weighted : {false, true})
+    for (const auto& order : {std::array{0, 1, 2}, {1, 2, 0}}) {
+      std::unique_ptr<Normalizer> mean = std::make_unique<TokenMean>();
+      if (weighted) mean = std::make_unique<WeightedMean>();
+      DeferredAccumulator accumulator(std::move(mean), alone);
+      at::Tensor x = parameter(1);
+      for (const int which : order)
+        for (const Batch& batch : accumulator.begin_call({all[static_cast<std::size_t>(which)]}))
+          accumulator
+              .raw_loss({{"ce", x * static_cast<double>(batch.num_targets())},
+                         {"z", x * x * static_cast<double>(batch.num_tokens()), Mean::kStep, 0.5}})
+              .backward();
+      const auto result = accumulator.finish();
+      EXPECT_DOUBLE_EQ(result.loss, (4 + 0.5 * 13) / 4);
+      EXPECT_DOUBLE_EQ(x.grad().item<double>() * result.gradient_scale, (4 + 13) / 4.);
+    }
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "base/error_testing.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/loss.hpp"
 #include "isograd/world.hpp"
 #include "toy.hpp"
@@ -512,6 +513,7 @@ TEST(StepOfCalls, KeepsCallsWithoutTargets) {
   const auto targets = static_cast<double>(toy::concatenate(all).num_targets());
   const std::vector<std::pair<double, std::function<std::unique_ptr<Normalizer>()>>> means = {
       {targets, [] { return std::make_unique<TokenMean>(); }},
+      {targets, [] { return std::make_unique<WeightedMean>(); }},
       {8, [] { return std::make_unique<FixedDenominator>(8.); }},
       {1, [] { return std::make_unique<NoDenominator>(); }}};
   for (const auto& [divisor, make] : means) {
