@@ -60,6 +60,11 @@ def dump(folder, tensors=None, step=None):
     return folder
 
 
+def test_a_header_of_many_tensors_is_read_in_time(tmp_path):
+    tensors = {f"layer.{i}.weight": torch.full((1,), float(i + 1), dtype=torch.float64) for i in range(40_000)}
+    ran("compare", dump(tmp_path / "a", tensors), dump(tmp_path / "b", tensors), limit=120)
+
+
 @pytest.mark.parametrize("arguments", [
     ["train", "{long}"], ["verify", "{long}"], ["config", "{long}"], ["compare", "{long}", "{good}"],
     ["compare", "{good}", "{good}", "--alone", "{long}"], ["compare", "{good}", "{good}", "--json", "{long}"],
