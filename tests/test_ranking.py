@@ -157,7 +157,7 @@ def test_ranking_losses_with_a_queue_over_many_steps(tmp_path, classes):
     for number, ((loss, options), weights) in enumerate(itertools.product(options_of_ranking(), (False, True))):
         if not FULL and number // 4 % 2 != weights:  # by turns
             continue
-        # No ignored rows and no batch as large as the queue: exceptions of their own, below.
+        # No ignored rows and no batch as large as the queue: the package treats both otherwise (docs/ranking.md).
         steps = [make_step(rng, int(rows), classes, ties=True, ignored=False, empty_class=False,
                            weights=weights and number % 3 > 0, iid=True)
                  for number, rows in enumerate(rng.integers(1, 12, STEPS_WITH_QUEUE))]

@@ -78,7 +78,8 @@ TEST(HostsBackend, EveryOperationOfEveryTypeAndSize) {
   for (const Placing& placing : kPlacings)
     on_hosts(placing, [&](const Rank& own) {
       const auto failures = check_operations(
-          own.group, {.numels = {0, 1, 7, 301}, .dtypes = {at::kFloat, at::kBFloat16, at::kLong, at::kBool}});
+          own.group,
+          {.numels = {0, 1, 7, 301}, .dtypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kLong, at::kBool}});
       for (std::size_t i = 0; i < failures.size() && i < 3; ++i)
         ADD_FAILURE() << text(placing) << ": " << failures[i];
     });

@@ -36,6 +36,14 @@ std::vector<std::string> experts_over_two(std::vector<std::string> sets) {
   return sets;
 }
 
+// Cut, copied and summed, copied and the same along tp: of 27 features and as many heads as ranks along tp.
+std::vector<std::string> along_tp(const std::string& strategy, int tp) {
+  return {"strategy=" + strategy,    "share_parameters=off",
+          fmt::format("tp={}", tp),  fmt::format("model.heads={}", tp),
+          "model.key_value_heads=1", "model.query_key_norm=true",
+          "model.family=qwen3"};
+}
+
 const std::vector<Case> kCases = {
     {"naive", {"strategy=naive"}},
     {"overlapped", {"strategy=overlapped"}},
@@ -62,13 +70,10 @@ const std::vector<Case> kCases = {
     {"experts, zero3, replicas", experts_over_two({"strategy=zero3", "replicas=2"}), 2},
     {"experts over a ring, zero1, the rest in replicas alone",
      experts_over_two({"strategy=zero1", "cp_ring=2", "cp_fsdp_mode=none"}), 2},
-    // Cut, copied and summed, copied and the same along tp: of 27 features and 2 heads.
-    {"tp, zero1",
-     {"strategy=zero1", "share_parameters=off", "tp=2", "model.query_key_norm=true", "model.family=qwen3"},
-     2},
-    {"tp, zero3",
-     {"strategy=zero3", "share_parameters=off", "tp=2", "model.query_key_norm=true", "model.family=qwen3"},
-     2},
+    {"tp, bucketed", along_tp("bucketed", 2), 2},
+    {"tp, zero1", along_tp("zero1", 2), 2},
+    {"tp of 3, zero2", along_tp("zero2", 3), 3},
+    {"tp, zero3", along_tp("zero3", 2), 2},
 };
 
 class RankLayouts : public testing_runs::TinyRuns {
@@ -199,7 +204,8 @@ void expect_one_owner_each(const Counts& counts) {
 }
 
 TEST_F(RankLayouts, GiveEachElementOneOwner) {
-  for_cases({1, 2, 3, 4}, [](const RunConfig& config, int ranks) {
+  for_cases({1, 2, 3, 4, 6}, [](const RunConfig& config, int ranks) {
+    if (ranks > config.batch.packs_per_step * config.parallel.tp) return;
     Counts counts;
     std::vector<std::string> owners;  // as each rank reports them
     for (int rank = 0; rank < ranks; ++rank) {
