@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <numeric>
+
 #include "base/files.hpp"
 #include "isograd/error.hpp"
 #include "isograd/tensor_parallel.hpp"
@@ -58,6 +60,29 @@ MicroBatches batches_of(std::int64_t count) {
     batches.push_back(std::move(batch));
   }
   return batches;
+}
+
+// A model that reads Batch::inputs: rows of 1 to 5 samples a micro-batch, and none on the last of 3 ranks.
+TEST(Library, AModelOfInputsEqualsASingleDevice) {
+  const auto make = [](at::ScalarType dtype) {
+    auto model = std::make_shared<Mine>();
+    model->to(dtype);
+    return verify_model(model, [](Mine& self, const Batch& batch) {
+      const at::Tensor rows = batch.inputs.empty() ? at::zeros({0, kHidden}) : batch.inputs[0];
+      return at::linear(at::tanh(rows.to(self.scale.scalar_type()) * self.scale), self.output);
+    });
+  };
+  MicroBatches batches;
+  for (const std::int64_t rows : {1, 5}) {
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(rows));
+    std::iota(ids.begin(), ids.end(), 10 * rows);
+    batches.push_back(batch_of_samples({at::sin(at::arange(rows * kHidden) + rows).view({rows, kHidden})},
+                                       at::arange(rows).remainder(kVocabulary), ids));
+  }
+  for (const auto dtype : {at::kFloat, at::kBFloat16})
+    EXPECT_THAT(
+        verify(make, batches, verify_layouts({"bucketed", "zero2", "zero3"}), {.ranks = 3, .dtype = dtype}),
+        EqualsSingleDevice());
 }
 
 // A buffer that follows each rank's own rows, while the gradient is right.
