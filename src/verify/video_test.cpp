@@ -1,6 +1,7 @@
 // verify of runs on videos: every layout has the gradient of one process, and planted faults have not.
 #include <gmock/gmock.h>
 
+#include "base/files.hpp"
 #include "full_tests.hpp"
 #include "train/task.hpp"
 #include "train/video_testing.hpp"
@@ -156,6 +157,9 @@ TEST_F(VideosVerified, TheSmallestOfEverythingIsFound) {
   EXPECT_EQ(found->trial.config.video.max_frames, 6);
   EXPECT_EQ(found->trial.config.batch.videos_per_step, 3);
   EXPECT_EQ(found->trial.config.batch.tokens_per_micro_batch, 1);
+  const auto file = root_ / "small.toml";
+  write_file(file, minimised_toml(*found, file.string()));
+  EXPECT_EQ(to_toml(load_config(file)), to_toml(found->trial.config));
 }
 
 TEST_F(VideosVerified, WhileTrainingAndAtTheEnd) {

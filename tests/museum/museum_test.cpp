@@ -36,6 +36,9 @@ void expect_caught(const Exhibit& exhibit, int ranks, const std::string& where =
   EXPECT_EQ(first_finding(verdict), exhibit.diagnosis);
   ASSERT_FALSE(verdict.findings.empty());
   EXPECT_THAT(verdict.findings[0].sentence, HasSubstr(exhibit.words));
+  if (exhibit.id == "B17") {
+    EXPECT_EQ(verdict.layouts.at(0).e3.state, Grade::State::kFailed);
+  }
 }
 
 // On one of the numbers of ranks, which take turns; `./dev museum` and ISOGRAD_FULL_TESTS=1: on all.
