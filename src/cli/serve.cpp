@@ -317,7 +317,7 @@ Verb serve_verb(CLI::App& program, const Invocation& invocation) {
       "  isograd serve status http://127.0.0.1:8000\n"
       "  isograd serve key alice >> keys.txt\n\n"
       "SIGINT and SIGTERM end it; the next start on the same --state goes on. docs/server.md says more.\n"
-      "Status: 0 done; 2 bad input; 4 a defect of isograd.");
+      "Status: 0 done; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
   return {verb, [flags, status, key, &invocation] {
             if (status->parsed()) return show_status(flags->url);
             return key->parsed() ? make_key(flags->tenant) : run(*flags, invocation);

@@ -80,7 +80,7 @@ int server_verb(const Flags& flags) {
   }
   const serve::ServerVerdict verdict =
       serve::verify_server(flags.server, key, flags.base, serve::judged_models(flags.adapters));
-  print(stdout, to_text(verdict));
+  print(stdout, to_text(verdict) + (flags.adapters ? "  left out: whole weights (--adapters)\n" : ""));
   return verdict.passed() ? 0 : 1;
 }
 
@@ -116,7 +116,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
              "FILE")
       ->needs(server);
   add_option(*verb, "--base", flags->base,
-             "Hugging Face directory of the server's model; without it the server is asked for it", "DIR")
+             "Hugging Face directory of the server's only model; else its weights are downloaded", "DIR")
       ->needs(server);
   verb->add_flag("--adapters", flags->adapters, "judge adapters alone: whole weights need more memory")
       ->needs(server);
@@ -128,7 +128,8 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       "  isograd verify examples/first_light.toml --ranks 2 --report verdict.html\n"
       "  isograd verify examples/first_light.toml --ranks 4 --layout all\n"
       "  isograd verify --server http://127.0.0.1:8000\n\n"
-      "Status: 0 proven; 1 not the same gradient; 2 bad input; 3 a rank was lost; 4 a defect of isograd.");
+      "Status: 0 proven; 1 not the same gradient, or a part of a server that could not be judged; 2 bad\n"
+      "input; 3 a rank was lost; 4 a defect of isograd.");
   const auto action = [flags, of_runs, &invocation] {
     if (!flags->server.empty()) {
       for (const CLI::Option* option : of_runs)

@@ -177,7 +177,14 @@ std::uint64_t Journal::append(std::string_view record) {
 void Journal::sync() {
   Impl& impl = *impl_;
   const std::scoped_lock alone(impl.replacing);
-  const std::uint64_t end = position();
+  std::uint64_t end = 0;
+  {
+    const std::scoped_lock held(impl.mutex);
+    if (impl.broken)  // a later fsync may succeed without what the kernel dropped
+      refuse(impl.file.string(), "an fsync or a write that failed before", "a journal on the disk",
+             "Free space on the disk and restart the server");
+    end = impl.end;
+  }
   if (impl.synced == end) return;
   if (::fdatasync(impl.descriptor) != 0) {
     const int code = errno;

@@ -84,7 +84,7 @@ Remote::Remote(std::string url, std::string key, std::chrono::milliseconds beat)
     std::condition_variable_any never;
     while (never.wait_for(lock, ends, beat, [] { return false; }), !ends.stop_requested()) try {
         ask("POST", "session_heartbeat", {{"session_id", session_}});
-      } catch (const ConfigError&) {  // the next request says what is wrong
+      } catch (const std::exception&) {  // the next request says what is wrong
       }
   });
 }
@@ -124,7 +124,10 @@ std::string Remote::result(const json& promise) {
   const auto end = std::chrono::steady_clock::now() + kLongest;
   while (std::chrono::steady_clock::now() < end) {
     std::string reply = send("POST", "retrieve_future", json{{"request_id", id}}.dump());
-    if (reply.empty()) continue;
+    if (reply.empty()) {  // a server that answers at once is not asked without pause
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      continue;
+    }
     if (reply.starts_with("{"))
       if (const json value = parsed(id, reply); value.contains("error"))
         refuse(printable(id, 200), printable(value.at("error").dump(-1, ' ', true), 2000), "a result",

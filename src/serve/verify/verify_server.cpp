@@ -132,7 +132,15 @@ class OneProcess {
     if (whole_) {
       const at::NoGradGuard no_grad;
       const NamedTensors named = model_->named(), read = read_hf(trained, dtype_)->named();
-      for (std::size_t i = 0; i < named.size(); ++i) at::Tensor(named[i].second).copy_(read[i].second);
+      for (std::size_t i = 0; i < named.size(); ++i) {
+        if (read.size() != named.size() || read[i].first != named[i].first ||
+            read[i].second.sizes() != named[i].second.sizes())
+          refuse("the server's whole weights",
+                 "another model than the base has, from " + named[i].first + " on",
+                 "the names and shapes of the base",
+                 "Give --base the directory that the server reads, or leave it out");
+        at::Tensor(named[i].second).copy_(read[i].second);
+      }
     } else {
       adapter_ = read_peft(trained, config(), dtype_);
       model_->set_adapter(adapter_.get());
@@ -197,7 +205,7 @@ constexpr Change kChanges[] = {
      [](float w, std::size_t) { return std::max(w, 0.F); }},
     {"weights are taken for a mask", "cross_entropy", "weights",
      [](float w, std::size_t) { return w != 0 ? 1.F : 0; }},
-    {"of several targets of a token all but the first are dropped", "cross_entropy", "weights",
+    {"all targets of a token but the first are dropped", "cross_entropy", "weights",
      [](float w, std::size_t column) { return column == 0 ? w : 0; }},
     {"sequence_ratio_mask is ignored", "gspo", "sequence_ratio_mask", [](float, std::size_t) { return 1.F; }},
     {"cispo is computed as ppo", "cispo"},
@@ -424,7 +432,6 @@ class Judge {
     request.metadata = {{"isograd.normalise", kind_.normalise}};
     model_ = remote_.create(request);
     take_trained();
-    if (kind_.rank > 0) check_adapter();
     const std::vector<std::int64_t> prompt = draws.tokens(12);
     if (!judge_step(draws, true)) return;
     const std::string older = remote_.sampler_of(model_);
@@ -448,9 +455,14 @@ class Judge {
         for (const auto& [name, tensor] : read_safetensors(file.path())) types.insert(tensor.scalar_type());
     in_fp32_ = types == std::set{at::kFloat};
     if (!in_fp32_ && types != std::set{at::kDouble})
-      refuse(base_, "trained weights in another type than float64 or float32, whose rounding hides mistakes",
-             "one of them", "Start the server with --dtype float32 or float64");
+      refuse(base_,
+             types.empty() ? "no trained weights"
+                           : fmt::format("trained weights in {}{}", c10::toString(*types.begin()),
+                                         types.size() > 1 ? " and other types" : ""),
+             "float32 or float64 alone: the rounding of others hides mistakes",
+             "Start the server with --dtype float32 or float64");
     exact_.take(trained.path);
+    if (kind_.rank > 0) check_adapter();
     if (in_fp32_ && !rounded_) rounded_.emplace(directory_, at::kFloat, kind_.rank == 0);
     if (rounded_) rounded_->take(trained.path);
   }
@@ -465,6 +477,9 @@ class Judge {
         refuse(base_, at == found.end() ? "an adapter without " + name : "another shape of " + name,
                fmt::format("rank {} of attention, mlp and unembed, as was asked", kind_.rank),
                "Look at the server");
+    if (found.size() != asked->named().size())
+      refuse(base_, fmt::format("an adapter of {} matrices", found.size()),
+             fmt::format("{}, as was asked", asked->named().size()), "Look at the server");
   }
 
   // False: what follows would only repeat that it is wrong.
@@ -473,7 +488,7 @@ class Judge {
     if (calls.empty()) refuse(base_, "a server that takes none of the losses", "one", "Look at its log");
     const auto [right, parts] = sums_of(exact_, calls);
     const Tensors mean = prepared(right, right.divisor(mode_), /*limit=*/0);
-    // The first step is of plain SGD's kind: epsilon is above every element of the gradient.
+    // The first step is of plain SGD's kind: epsilon is far above most elements of the gradient.
     AdamParams params{.learning_rate = 0.25, .beta1 = 0.9, .beta2 = 0.95};
     params.epsilon = 64 * root_mean_square(mean);
     if (!first) {
@@ -637,8 +652,8 @@ class Judge {
     if (in_fp32_)
       bound += std::max(kLogProbability, kRoundingFactor * apart(prompt_values(*rounded_, prompt), expected));
     for (const auto& [sampler, right, other, mistake] :
-         {std::tuple(remote_.sampler_of(model_), expected, stale, "the sampler has an older adapter"),
-          {older, stale, expected, "an older sampler has a newer adapter"}}) {
+         {std::tuple(remote_.sampler_of(model_), expected, stale, "the sampler has older weights"),
+          {older, stale, expected, "an older sampler has newer weights"}}) {
       mistakes_.insert(mistake);
       if (apart(right, other) >= kShows * bound) shown_.insert(mistake);
       const std::vector<float> values = remote_.log_probabilities(sampler, prompt);
@@ -726,7 +741,9 @@ ServerVerdict verify_server(const std::string& url, const std::string& key, cons
           for (bool again = true; std::exchange(again, false);) try {
               Judge(remote, name, directory, kind, left_out, verdict).judge();
             } catch (const RefusedLoss& refused) {  // which fails the model: the others are judged without it
-              verdict.unjudged.push_back(fmt::format("{}: {}: {}", name, refused.loss, refused.why));
+              verdict.unjudged.push_back(fmt::format(
+                  "{}, rank {}, isograd.normalise = {}: {}, which the models after it are judged without: {}",
+                  name, kind.rank, kind.normalise, refused.loss, refused.why));
               again = left_out.insert(refused.loss).second;
             }
         });

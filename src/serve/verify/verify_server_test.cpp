@@ -275,7 +275,7 @@ TEST_F(VerifyServerTest, NamesEachMistake) {
       {"weights are taken for a mask", call([](ForwardBackward& request) {
          change(request, "weights", [](float w, std::size_t) { return w != 0 ? 1.F : 0; });
        })},
-      {"of several targets of a token all but the first are dropped", call([](ForwardBackward& request) {
+      {"all targets of a token but the first are dropped", call([](ForwardBackward& request) {
          change(request, "weights", [](float w, std::size_t column) { return column == 0 ? w : 0; });
        }),
        kAdapter, kFull},
@@ -308,9 +308,9 @@ TEST_F(VerifyServerTest, NamesEachMistake) {
        [](WrongEngine& engine) { engine.adds_twice = 2; }, kAdapter, kFull},
       {"call 2 (cross_entropy) of a step is lost", [](WrongEngine& engine) { engine.loses = 1; }},
       {"call 7 (gspo) of a step is lost", [](WrongEngine& engine) { engine.loses = 6; }, kWhole},
-      {"an older sampler has a newer adapter", [](WrongEngine& engine) { engine.samplers_follow = true; }},
-      {"the sampler has an older adapter", [](WrongEngine& engine) { engine.keeps_first_sampler = true; }},
-      {"an older sampler has a newer adapter", [](WrongEngine& engine) { engine.samplers_follow = true; },
+      {"an older sampler has newer weights", [](WrongEngine& engine) { engine.samplers_follow = true; }},
+      {"the sampler has older weights", [](WrongEngine& engine) { engine.keeps_first_sampler = true; }},
+      {"an older sampler has newer weights", [](WrongEngine& engine) { engine.samplers_follow = true; },
        kWhole, kFull},
   };
   for (const auto& [name, plant, models, full] : mistakes) {
