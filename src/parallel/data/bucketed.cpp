@@ -78,7 +78,8 @@ class SlotGradients {
 
   // Slots without a gradient get zeros; from then on all of the memory can be read.
   void complete() {
-    if (std::exchange(complete_, true)) return;
+    if (complete_) return;  // unwritten: another thread may read
+    complete_ = true;
     const at::NoGradGuard no_grad;
     for (Place& place : places_) {
       if (std::exchange(place.written, true)) continue;

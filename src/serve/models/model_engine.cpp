@@ -137,9 +137,10 @@ Engine::Write ModelEngine::saving_sampler(const std::string& sampler) {
     shape.rank = config.rank, shape.unembed = config.unembed, shape.mlp = config.mlp;
     shape.attention = config.attention;
   }
-  return [weights, whole, saved](const fs::path& directory) {
-    if (weights->adapter || whole)
-      write_weights(directory, *weights->base, weights->adapter.get(), *weights->sampled->model);
+  // Not `weights`, whose end takes pages from the sampler and belongs to the calling thread.
+  return [base = weights->base, adapter = weights->adapter, sampled = weights->sampled, whole,
+          saved](const fs::path& directory) {
+    if (adapter || whole) write_weights(directory, *base, adapter.get(), *sampled->model);
     write_saved(directory, saved);
   };
 }

@@ -182,7 +182,7 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
            "a server without parallel.cp_ring and parallel.cp_ulysses", "Pass loss_fn=ppo or cispo");
   const bool trains = !request.forward_only;
   broken_ = trains;
-  if (trains && open_.calls == 0) zero_sums();
+  if (trains && ranks_ && open_.calls == 0) zero_sums();
   ForwardBackwardResult result = ranks_ ? compute_on_ranks(request, call) : compute(request, call);
   broken_ = false;
   if (trains) open_ += call.counted;
@@ -193,10 +193,12 @@ ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, cons
   const Adapted adapted(*model_, adapter_.get());
   const at::AutoGradMode mode(!request.forward_only);
   ForwardBackwardResult result{.metrics = {{"loss:sum", 0.0}}};
+  bool fresh = !request.forward_only && open_.calls == 0;
   for (const Batch& batch : pack(request, call, micro_batch_tokens_)) {
     const RowLossResult found = losses_of(*model_, model_->hidden(batch), request, call, batch);
     if (!request.forward_only) {
       settle();
+      if (std::exchange(fresh, false)) zero_sums();
       layout_->begin_backward(/*last=*/false);
       found.sum.backward();
     }

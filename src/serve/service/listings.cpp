@@ -209,9 +209,7 @@ std::string Service::external_urls(const HttpRequest& request, const std::string
   }
   // The addresses are good while the checkpoint is.
   const auto expires = static_cast<std::time_t>(saved->info.expires > 0 ? saved->info.expires : now + 86400);
-  return nlohmann::json{{"urls", urls},
-                        {"expires", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(expires))}}
-      .dump();
+  return json_text({{"urls", urls}, {"expires", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(expires))}});
 }
 
 // "<secret>/<file>": whoever has the address may read the file.
@@ -232,7 +230,8 @@ HttpReply Service::external_file(const std::string& path) const {
     refuse_unknown("file", path);
   std::error_code error;
   const fs::path file = fs::canonical(directory / name, error);
-  if (error || file != fs::canonical(directory, error) / name || !fs::is_regular_file(file, error))
+  if (error || file != fs::canonical(directory, error) / name || !fs::is_regular_file(file, error) ||
+      name == "info.json")  // it names the tenant
     refuse_unknown("file", path);
   return {.type = "application/octet-stream", .body = {}, .file = file};
 }

@@ -185,8 +185,7 @@ Service::Turn Service::choose(State::Model*& best) {
     share.was_ready = true;
     if (!best || share.seconds < shares_[best->tenant].seconds) best = model;
   }
-  const bool samples = !state_.samples.empty() && state_.controls.empty();  // which may open their samplers
-  if (samples && (!best || !sampled_last_)) {
+  if (!state_.samples.empty() && (!best || !sampled_last_)) {
     sampled_last_ = true;
     return Turn::kSampling;
   }
@@ -221,14 +220,19 @@ std::optional<Service::Outcome> Service::execute(const LogRecord& record, State:
     return model ? advance(*model, record) : control(record);
   });
   if (!model) return outcome;
-  const Lock lock(mutex_);
-  bool changes = changes_model(record);
+  Lock lock(mutex_);
+  bool changes = changes_model(record) || (path == "abort_gradient_epoch" && outcome && outcome->lost);
   if (model->progress) {
     const std::int64_t tokens = std::exchange(model->progress->tokens, 0);
     changes = !model->progress->request.forward_only;
     model->tokens += tokens, model->step_tokens += changes ? tokens : 0;
   }
-  if (outcome) outcome->poison = !outcome->error.empty() && changes && model->failure.empty();
+  if (!outcome) return outcome;
+  outcome->poison = !outcome->error.empty() && changes && model->failure.empty();
+  if (!outcome->poison || outcome->intact || !model->in_engine()) return outcome;
+  model->loaded = false;
+  lock.unlock();
+  engine_.remove(model->id);  // may wait for a snapshot
   return outcome;
 }
 
@@ -382,9 +386,11 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   if (external) saved.secret = record.text("draw");
   // A later save of the name, or this one by a model that is lost now: what lies there stays.
   const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
-  if (written && (written->operation > info.operation ||
-                  (written->operation == info.operation && !model.failure.empty()))) {
-    info.bytes = written->bytes, info.base = written->base, info.rank = written->rank;
+  if (written &&
+      (written->operation > info.operation ||
+       (written->operation == info.operation && !(model.failure.empty() && model.absent.empty())))) {
+    info.bytes = written->bytes, info.base = written->base, info.rank = written->rank,
+    info.digest = written->digest;
     // A model that lost the checkpoint it was created from does not know its shape.
     saved.shape.base = info.base, saved.shape.lora.rank = info.rank;
   } else {
@@ -561,11 +567,15 @@ void Service::fail_waiting(State::Model& model, const std::string& cause, double
 
 Service::Outcome Service::end_session(const std::string& id) {
   Outcome outcome;
-  const Lock lock(mutex_);
-  for (const auto& [name, sampler] : state_.samplers)
-    if (sampler.session == id && sampler.open) outcome.closed.push_back(name);
-  for (auto& [name, model] : state_.models)
-    if (model.session == id && model.in_engine()) engine_.remove(name);
+  std::vector<std::string> models;
+  {
+    const Lock lock(mutex_);
+    for (const auto& [name, sampler] : state_.samplers)
+      if (sampler.session == id && sampler.open) outcome.closed.push_back(name);
+    for (const auto& [name, model] : state_.models)
+      if (model.session == id && model.in_engine()) models.push_back(name);
+  }
+  for (const std::string& name : models) engine_.remove(name);  // may wait for a snapshot
   outcome.change = [this, id] {
     const double now = seconds_now();
     for (auto& [name, sampler] : state_.samplers)
@@ -587,13 +597,20 @@ void Service::sample(Lock& lock) {
   // Samples of a pass in which the process died go alone, so that the one that killed it is known.
   const auto died = [&](const std::string& id) { return deaths_.contains(id); };
   bool alone = std::any_of(submitted_.begin(), submitted_.end(), died);
+  std::deque<std::string> later;
   for (; !alone && !state_.unsubmitted.empty(); state_.unsubmitted.pop_front()) {
     const auto found = state_.samples.find(state_.unsubmitted.front());
     if (found == state_.samples.end()) continue;  // a replay has completed it
+    const State::Sampler& sampler = state_.samplers.at(found->second->text("sampler"));
+    if (!sampler.open && !sampler.closed && sampler.failure.empty()) {  // a control opens it
+      later.push_back(found->first);
+      continue;
+    }
     alone = died(found->first);
     if (alone && !(submitted_.empty() && asked.empty())) break;
     asked.push_back(found->second);
   }
+  state_.unsubmitted.insert(state_.unsubmitted.begin(), later.begin(), later.end());
   lock.unlock();
   for (const Accepted& record : asked) {
     const std::string id = record->text("id"), name = record->text("sampler");
@@ -777,6 +794,7 @@ void Service::finish_future(const std::string& id, const std::string& type, std:
 
 // The oldest ones that were fetched go.
 void Service::make_room_for_results(const std::string& tenant) {
+  if (replaying_) return;  // older ones are not in results_ yet
   const std::int64_t& kept = state_.use[tenant].result_bytes;
   for (auto at = results_.begin(); kept >= most("result-bytes") && at != results_.end();) {
     const auto found = state_.futures.find(at->second);

@@ -375,6 +375,7 @@ void Service::admit(const Accepted& record) {
     sampler.used = record->time(), sampler.waiting += 1;
     state_.samples[id] = record;
     state_.unsubmitted.push_back(id);
+    forget_result(id);  // an older one, where the same sample is asked for again
     state_.futures[id] = {.tenant = tenant};
     return;
   }
@@ -505,7 +506,11 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     // Refusing the one that runs next would let the others wait for ever.
     if (sequence != model.next) check_room(tenant, &State::Use::operations, request.body.size());
     // Refusals are results too.
-    if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes")) check_results(tenant);
+    if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes")) {
+      make_room_for_results(tenant);
+      if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes"))
+        throw Refusal{429, "results of twice the limit result-bytes wait to be fetched; send this one later"};
+    }
     LogRecord record = operation_record(model, sequence, path, without_secrets(path, request.body), xorl);
     if (address.forward_only) record.head["forward_only"] = true;
     try {  // Later ones would wait for a number that is not used.

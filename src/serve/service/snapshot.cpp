@@ -106,7 +106,7 @@ void Service::sync_answers() {
     } catch (const ConfigError& error) {
       {
         const Lock lock(mutex_);  // only the next start finds what the disk has
-        unsynced_ = std::current_exception(), abandoned_ = true;
+        unsynced_ = std::current_exception(), abandoned_ = stopping_ = true;
       }
       for (auto& [respond, reply] : answers)
         respond(
@@ -332,24 +332,24 @@ void Service::begin_snapshot(Lock& lock) {
   try {
     const fs::path target = snapshot_path(folder_.path(), made.number);
     made.folder = std::make_unique<WholeFolder>(target);
-    const auto add = [&](const std::string& id, std::int64_t next) -> Snapshot::Part* {
+    const auto add = [&](const std::string& id, std::int64_t next, bool changes) -> Snapshot::Part* {
       const std::string name = fmt::format("{}", made.parts.size());
       made.folders[id] = {next, target / name};
       Snapshot::Part& part = made.parts.emplace_back(Snapshot::Part{.name = name});
       const auto before = snapshot_folders_.find(id);
-      if (before == snapshot_folders_.end() || before->second.first != next) return &part;
+      if (before == snapshot_folders_.end() || (changes && before->second.first != next)) return &part;
       part.linked = before->second.second;
       return nullptr;
     };
     for (const auto& [id, model] : made.state.models)
-      if (Snapshot::Part* const part = model.loaded ? add(id, model.next) : nullptr) {
+      if (Snapshot::Part* const part = model.loaded ? add(id, model.next, model.in_engine()) : nullptr) {
         part->write = engine_.saving(id);
         if (part->write) continue;
         fs::create_directory(made.folder->directory() / part->name);
         engine_.save(id, Engine::Save::kTraining, made.folder->directory() / part->name);
       }
     for (const auto& [id, sampler] : made.state.samplers)
-      if (Snapshot::Part* const part = sampler.open ? add(id, -1) : nullptr)
+      if (Snapshot::Part* const part = sampler.open ? add(id, -1, true) : nullptr)
         part->write = engine_.saving_sampler(id);
     made.written = std::async(std::launch::async, [this, &made] { write(made); });
   } catch (...) {
@@ -363,7 +363,8 @@ void Service::begin_snapshot(Lock& lock) {
 void Service::write(Snapshot& made) {
   const auto start = std::chrono::steady_clock::now();
   const fs::path directory = made.folder->directory();
-  for (Snapshot::Part& part : made.parts) {  // first: operations wait for them
+  // First, because operations wait for them, also for those that an exception skips: it destroys them.
+  for (auto parts = std::exchange(made.parts, {}); Snapshot::Part & part : parts) {
     const fs::path into = directory / part.name;
     if (!part.linked.empty())
       fs::copy(part.linked, into, fs::copy_options::recursive | fs::copy_options::create_hard_links);

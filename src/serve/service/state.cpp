@@ -24,7 +24,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CreateModel, base, lora, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Session, tags, metadata, sdk_version, display_name)
 // With defaults, because version 1 began without digests.
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CheckpointInfo, run, kind, name, tenant, base, digest, rank,
-                                                bytes, created, expires, is_public, metadata)
+                                                bytes, created, expires, is_public, metadata, operation)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::OpenSession, tenant, client, created, finished, lasting, ending,
                                    ended, models)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(State::Model, id, tenant, session, name, request, digest,
