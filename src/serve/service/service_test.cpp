@@ -868,11 +868,14 @@ TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
   const json metrics = client.value(waits)["metrics"];
   EXPECT_EQ(metrics["datums"], 3);
   EXPECT_EQ(metrics["steps"], 2);
-  // A replay after a kill cannot be done on another base.
+  // A replay after a kill cannot be done on another base, but what was saved stays.
+  start_on("one", false);
+  const json late = client.value(client.operation("save_weights", model, 7, {{"path", "late"}}));
   const std::string another = client.create(7);
   client.result(client.forward_backward(forward_backward_body(another, 1, 1, 1)));
   start_on("two", true);
   refused(client.result(client.forward_backward(forward_backward_body(another, 2, 1, 1))));
+  EXPECT_EQ(client.sure("weights_info", {{"tinker_path", late["path"]}})["lora_rank"], 8);
   EXPECT_EQ(client.result(client.step(client.create(8), 1)).status, 200);
 }
 
