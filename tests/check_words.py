@@ -14,7 +14,7 @@ ALLOWED = {
     "torn": 3,
     "living": 6,
     "speaks": 0,
-    "seams?": 10,
+    "seams?": 9,
     "held_together": 0,
     "census": 0,
     "ledger": 0,
