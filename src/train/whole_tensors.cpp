@@ -147,7 +147,7 @@ void WholeTensors::each(const TensorStream::Take& take) {
     } catch (...) {
       problem = std::current_exception();
     }
-    const std::size_t freed = tensor.storage().use_count() > 1 ? 0 : tensor.nbytes();  // not of a view
+    const std::size_t freed = tensor.nbytes();
     tensor.reset();
     return_freed_memory(freed);
   }
