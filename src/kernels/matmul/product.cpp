@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <exception>
 #include <utility>
@@ -40,8 +41,8 @@ const std::optional<OneDnn>& one_dnn() {
   return found;
 }
 
-constexpr std::int64_t kFewRows = 8;  // with fewer, preparing the operands costs more than it saves
-thread_local bool rows_are_invariant = false;    // RowInvariantProducts
+constexpr std::int64_t kFewRows = 8;           // with fewer, preparing the operands costs more than it saves
+thread_local bool rows_are_invariant = false;  // RowInvariantProducts
 constexpr double kFewMultiplications = 1 << 15;  // brgemm's calls cost as much as about 10,000
 // For a new shape oneDNN prepares for about 0.6 ms and keeps a kernel; in that time a core multiplies 2^25
 // pairs. It must gain that before it is used for groups of tokens, whose shapes differ in each layer and
@@ -90,6 +91,24 @@ bool one_dnn_computes(at::ScalarType type) {
 bool takes_one_dnn(at::ScalarType type) {
   static const bool single = one_dnn_computes(at::kFloat), half = one_dnn_computes(at::kBFloat16);
   return type == at::kFloat ? single : type == at::kBFloat16 && half;
+}
+
+// oneDNN's bf16 kernels for AMX sum over blocks of at most 32 numbers. What a row lacks of its last block
+// they read from the next row and multiply by 0: a NaN or an infinity there reaches this row.
+bool short_blocks_read_the_next_row() {
+  static const bool found = [] {
+    const at::NoGradGuard no_grad;
+    const at::Tensor a = at::zeros({64, 3}, at::kBFloat16);
+    a.select(0, 1).fill_(std::nan(""));
+    const at::Tensor made = by_one_dnn(a, at::zeros({16, 3}, at::kBFloat16), {}, {});
+    return made.select(0, 0).isnan().any().item<bool>();
+  }();
+  return found;
+}
+
+at::Tensor in_whole_blocks(const at::Tensor& x) {
+  const std::int64_t block = x.size(1) <= 32 ? 2 : 32, rest = x.size(1) % block;
+  return rest == 0 ? x : at::constant_pad_nd(x, {0, block - rest});
 }
 
 // A matrix in rows or transposed, whose elements do not share memory.
@@ -181,7 +200,11 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a
   if (a.is_cpu() && a.size(0) >= kFewRows && a.numel() > 0 && b.numel() > 0 &&
       at::globalContext().userEnabledMkldnn()) {
     const bool by_library = type == at::kBFloat16 || multiplier_of(a) == Multiplier::kOneDnn;
-    if (by_library && takes_one_dnn(type)) return by_one_dnn(a, b, addend, bias);
+    if (by_library && takes_one_dnn(type)) {
+      if (type == at::kBFloat16 && short_blocks_read_the_next_row())
+        return by_one_dnn(in_whole_blocks(a), in_whole_blocks(b), addend, bias);
+      return by_one_dnn(a, b, addend, bias);
+    }
     if (type == at::kBFloat16) return widened(a, b, addend, bias);
   }
   return naive_twin::product(a, b, addend, bias);

@@ -236,6 +236,26 @@ at::Tensor moved(const at::Tensor& x, std::int64_t lines) {
   return there.view(x.sizes()).copy_(x);
 }
 
+// A row of weight 0 may be anything.
+TEST_P(Product, KeepsANaNInItsRow) {
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
+    for (const std::int64_t summed : {1, 5, 24, 33, 36, 70, 1032})
+      for (const std::int64_t rows : {3, 9, 70, 103}) {
+        const std::vector<at::Tensor> x = draw({{rows, summed}, {41, summed}, {rows, 41}}, type, 21);
+        x[0].select(0, 2).fill_(std::nan(""));
+        for (const bool turned : {false, true}) {
+          const at::Tensor a = turned ? x[0].t().contiguous().t() : x[0];
+          at::Tensor into = x[2].clone();
+          multiply_into(into, a, x[1], /*adds=*/true);
+          for (const at::Tensor& made : {product(a, x[1]), product(a, x[1], x[2]), into}) {
+            const at::Tensor nan = made.isnan().to(at::kLong).sum(1);
+            EXPECT_EQ(nan[2].item<std::int64_t>(), 41);
+            EXPECT_EQ(nan.sum().item<std::int64_t>(), 41) << type << " " << rows << " rows of " << summed;
+          }
+        }
+      }
+}
+
 TEST_P(Product, SameBitsRunToRunWithAsManyThreads) {
   const int before = at::get_num_threads();
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16})
