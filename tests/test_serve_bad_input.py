@@ -494,6 +494,16 @@ def test_an_operation_that_is_too_large_uses_its_number_and_the_model_goes_on(wi
     assert np.isfinite(wire.loss(model, 3)) and witness()
 
 
+def test_an_operation_of_more_than_two_gibibytes_uses_its_number_too(wire, witness):
+    model, part = wire.model(), b"\x1a\x80\x80\x40" + b"\0" * 2 ** 20
+    last = call(model, 1, forward_only=True).SerializeToString()
+    size = 2100 * len(part) + len(last)
+    assert size > 2 ** 31
+    parts = (part if i < 2100 else last for i in range(2101))
+    assert "at most" in wire.error(*wire.reply("POST", "forward_backward", parts, PROTOBUF, **{"Content-Length": str(size)}))
+    assert np.isfinite(wire.loss(model, 2)) and witness()
+
+
 def test_the_client_shows_a_limit_at_once_and_loses_nothing(wire, witness):
     url, data = f"http://127.0.0.1:{wire.port}", uneven(np.random.default_rng(6))
     with session(url) as service:

@@ -33,7 +33,8 @@ struct HttpOptions {
   std::string host = "127.0.0.1";
   int port = 0;                                     // 0: any free one
   std::int64_t most_body = std::int64_t{64} << 20;  // 413 beyond
-  // A body that is too large is read and dropped up to this: no message of protobuf has more.
+  // A body that is too large is read and dropped to its end; where nobody knows its length (chunked), up to
+  // this: no message of protobuf has more.
   std::int64_t most_dropped = std::int64_t{1} << 31;
   unsigned connections = 4096, per_address = 0;  // 0: no limit of its own
   unsigned idle_seconds = 120;                   // without a byte, or between requests

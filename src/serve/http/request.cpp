@@ -157,8 +157,8 @@ void ShortParts::add_protobuf(char byte) {
   const bool is_tag = tag_ == 0;
   if (is_tag) tag_ = value;
   const std::uint64_t wire = tag_ & 7, field = tag_ >> 3;
-  if (is_tag && (wire == 0 || wire == 2)) return;
-  left_ = !is_tag ? (wire == 2 ? value : 0) : wire == 1 ? 8 : wire == 5 ? 4 : kRest;
+  if (is_tag && field > 0 && (wire == 0 || wire == 2)) return;
+  left_ = !is_tag ? (wire == 2 ? value : 0) : field == 0 ? kRest : wire == 1 ? 8 : wire == 5 ? 4 : kRest;
   keeps_ = left_ <= kShort && field < 64 && (seen_ >> field & 1) == 0;
   if (keeps_) seen_ |= std::uint64_t{1} << field, body_ += part_;
   tag_ = 0, part_.clear();

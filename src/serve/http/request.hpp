@@ -38,6 +38,7 @@ class ShortParts {
  public:
   explicit ShortParts(bool json) : json_(json) {}
   void add(std::string_view bytes);
+  bool is_message() const { return left_ >> 63 == 0; }  // false: nothing that follows can be read
   std::string body() const { return json_ ? (body_.empty() ? "{" : body_) + "}" : body_; }
 
  private:

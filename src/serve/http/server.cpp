@@ -40,9 +40,9 @@ struct Exchange {
   std::string target;
   HttpRequest request{};
   bool begun = false, dispatched = false;
-  std::int64_t received = 0;
-  std::optional<ShortParts> parts{};   // of a body that is too large
-  std::optional<HttpReply> refusal{};  // sent when the body has been read and dropped
+  std::int64_t length = 0, received = 0;  // of the body; length 0: not known before its end
+  std::optional<ShortParts> parts{};      // of a body that is too large
+  std::optional<HttpReply> refusal{};     // sent when the body has been read and dropped
 
   std::mutex mutex{};
   bool answered = false;
@@ -98,6 +98,17 @@ MHD_Result send(MHD_Connection* connection, HttpReply reply) {
   const MHD_Result queued = MHD_queue_response(connection, static_cast<unsigned>(reply.status), response);
   MHD_destroy_response(response);
   return queued;
+}
+
+// The reply to a request whose body goes on: the library sends none before its end.
+void send_early(MHD_Connection* connection, const HttpReply& reply) {
+  std::string text = fmt::format(
+      "HTTP/1.1 {} {}\r\nConnection: close\r\nContent-Type: {}\r\nContent-Length: {}\r\n", reply.status,
+      MHD_get_reason_phrase_for(static_cast<unsigned>(reply.status)), reply.type, reply.body.size());
+  for (const auto& [name, value] : reply.headers) text += name + ": " + value + "\r\n";
+  text += "\r\n" + reply.body;
+  const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+  ::send(info->connect_fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 struct Address {
@@ -246,16 +257,20 @@ struct HttpServer::Impl {
     auto& impl = *static_cast<Impl*>(self);
     try {
       if (!std::exchange(exchange->begun, true)) return impl.begin(*exchange, connection, method, version);
-      if (*upload_bytes > 0) return impl.read(*exchange, {upload, std::exchange(*upload_bytes, 0)});
+      if (*upload_bytes > 0)
+        return impl.read(*exchange, connection, {upload, std::exchange(*upload_bytes, 0)});
       return impl.finish(exchange, connection);
     } catch (const std::exception&) {  // no memory
       return MHD_NO;
     }
   }
 
-  // The most that is read and dropped so that a client which sends first and reads later sees its refusal.
+  // The most of a refused body that is read and dropped so that a client which sends first and reads later
+  // sees its refusal; of one that is too large also because an operation's number may come last.
   std::int64_t most_dropped(const Exchange& exchange) const {
-    return exchange.parts ? options.most_dropped : 2 * options.most_body + (1 << 20);
+    if (!exchange.parts) return 2 * options.most_body + (1 << 20);
+    if (exchange.length <= options.most_dropped) return options.most_dropped;
+    return exchange.parts->is_message() ? exchange.length : 0;
   }
 
   MHD_Result begin(Exchange& exchange, MHD_Connection* connection, const char* method, const char* version) {
@@ -271,13 +286,13 @@ struct HttpServer::Impl {
         },
         &request);
     const Framing framing = framing_of(request);
+    exchange.length = framing.length.value_or(0);
     exchange.refusal = refusal_of(exchange, framing, version);
     const bool asks_first = request.headers.contains("expect") && !exchange.parts;
     // Whoever may not ask must not hold a connection with a body that arrives byte by byte.
     if (exchange.refusal && request.too_large == 0)
       set_deadline(connection, Clock::now() + std::chrono::seconds(options.idle_seconds));
-    if (!exchange.refusal ||
-        (!framing.broken && !asks_first && framing.length.value_or(0) <= most_dropped(exchange)))
+    if (!exchange.refusal || (!framing.broken && !asks_first && exchange.length <= most_dropped(exchange)))
       return MHD_YES;
     exchange.refusal->headers["Connection"] = "close";
     return send(connection, *std::move(exchange.refusal));
@@ -295,7 +310,7 @@ struct HttpServer::Impl {
       return error_reply(421,
                          "This server listens for programs of its own machine: use localhost or 127.0.0.1");
     if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
-    if (framing.length.value_or(0) > options.most_body) return too_large(exchange);
+    if (exchange.length > options.most_body) return too_large(exchange);
     if (framing.has_body && !is_known_type(request))
       return error_reply(415, "Expected a body of application/json or application/x-protobuf");
     return std::nullopt;
@@ -303,36 +318,36 @@ struct HttpServer::Impl {
 
   HttpReply too_large(Exchange& exchange) const {
     exchange.request.too_large = options.most_body;
-    exchange.parts.emplace(is_json(exchange.request));
+    if (admit) exchange.parts.emplace(is_json(exchange.request));
     return error_reply(413, fmt::format("Expected a body of at most {} bytes", options.most_body));
   }
 
-  MHD_Result read(Exchange& exchange, std::string_view part) {
+  MHD_Result read(Exchange& exchange, MHD_Connection* connection, std::string_view part) {
     HttpRequest& request = exchange.request;
     exchange.received += static_cast<std::int64_t>(part.size());
     if (!exchange.refusal && exchange.received > options.most_body) {
       exchange.refusal = too_large(exchange);
-      exchange.parts->add(std::exchange(request.body, {}));
+      const std::string before = std::exchange(request.body, {});
+      if (exchange.parts) exchange.parts->add(before);
     }
     if (!exchange.refusal) request.body += part;
     if (exchange.parts) exchange.parts->add(part);
     if (exchange.received <= most_dropped(exchange)) return MHD_YES;
-    answer_too_large(exchange);  // nobody sees it, but an operation's number is used
+    send_early(connection, refused(exchange));
     return MHD_NO;
   }
 
-  // The reply to a body that is too large, where there is a better one than the 413.
-  std::unique_ptr<HttpReply> answer_too_large(Exchange& exchange) const {
-    if (!exchange.parts || !admit) return nullptr;
-    exchange.request.body = exchange.parts->body();
-    return admit(exchange.request);
+  // The reply to a refused request; to a body that is too large there may be a better one than the 413.
+  HttpReply refused(Exchange& exchange) const {
+    if (exchange.parts) {
+      exchange.request.body = exchange.parts->body();
+      if (const auto better = admit(exchange.request)) return std::move(*better);
+    }
+    return *std::move(exchange.refusal);
   }
 
   MHD_Result finish(const std::shared_ptr<Exchange>& exchange, MHD_Connection* connection) {
-    if (exchange->refusal) {
-      const auto better = answer_too_large(*exchange);
-      return send(connection, better ? std::move(*better) : *std::move(exchange->refusal));
-    }
+    if (exchange->refusal) return send(connection, refused(*exchange));
     if (!std::exchange(exchange->dispatched, true)) dispatch(exchange);
     const std::scoped_lock held(exchange->mutex);
     if (exchange->reply) return send(connection, *std::move(exchange->reply));
