@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -18,6 +19,8 @@
 
 namespace isograd::serve {
 namespace {
+
+constexpr int kLeastRate = 64 << 10;  // bytes a second, after the first HttpCall::seconds
 
 struct OwnSocket {
   explicit OwnSocket(int open) : file(open) {}
@@ -33,9 +36,10 @@ struct OwnSocket {
 
 HttpReply http_call(const HttpCall& call) {
   constexpr std::string_view kScheme = "http://";
-  const auto fail = [&](const std::string& found) {
-    refuse(printable(call.url, 300), found, "a server started by `isograd serve`",
-           "Give its address, as in http://127.0.0.1:8000");
+  const auto fail = [&](const std::string& found,
+                        const std::string& expected = "a server started by `isograd serve`",
+                        const std::string& action = "Give its address, as in http://127.0.0.1:8000") {
+    refuse(printable(call.url, 300), found, expected, action);
   };
   if (!call.url.starts_with(kScheme)) fail("no http:// address");
   const std::string rest = call.url.substr(kScheme.size());
@@ -53,30 +57,46 @@ HttpReply http_call(const HttpCall& call) {
     fail(::gai_strerror(code));
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, ::freeaddrinfo);
   std::optional<OwnSocket> socket;
-  const timeval timeout{.tv_sec = call.seconds, .tv_usec = 0};
-  for (const addrinfo* address = found; address; address = address->ai_next) {  // localhost is ::1 first
-    socket.emplace(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  std::size_t moved = 0;  // bytes, either way
+  // A transfer within the time that is left: silence is limited, and so is a byte now and then.
+  const auto timed = [&, begun = std::chrono::steady_clock::now()](const auto& transfer) -> std::size_t {
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begun;
+    const double left = call.seconds + static_cast<double>(moved) / kLeastRate - taken.count();
+    const auto wait = static_cast<std::int64_t>(1e6 * std::clamp<double>(left, 1e-3, call.seconds));
+    const timeval timeout{.tv_sec = wait / 1000000, .tv_usec = wait % 1000000};
     for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO})
       ::setsockopt(socket->file, SOL_SOCKET, option, &timeout, sizeof timeout);
-    if (::connect(socket->file, address->ai_addr, address->ai_addrlen) == 0) break;
-    if (!address->ai_next) fail(std::strerror(errno));
+    const ssize_t more = left > 0 ? transfer() : -1;
+    if (left <= 0 || (more < 0 && (errno == EAGAIN || errno == EINPROGRESS)))
+      fail(
+          fmt::format("{} bytes in {:.1f} s", moved, taken.count()),
+          fmt::format(
+              "none later than {} s after the one before, and all within {} s and a second for each {} bytes",
+              call.seconds, call.seconds, kLeastRate),
+          "Look at the server, and at the network on the way to it");
+    if (more < 0) fail(std::strerror(errno));
+    return moved += static_cast<std::size_t>(more), static_cast<std::size_t>(more);
+  };
+  bool connected = false;
+  for (const addrinfo* address = found; !connected; address = address->ai_next) {  // localhost is ::1 first
+    socket.emplace(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    timed([&] {
+      connected = ::connect(socket->file, address->ai_addr, address->ai_addrlen) == 0;
+      return connected || address->ai_next ? 0 : -1;
+    });
   }
   std::string request = fmt::format("{} {} HTTP/1.1\r\nHost: {}\r\nX-API-Key: {}\r\nConnection: close\r\n",
                                     call.method, path, authority, call.key);
   if (call.method != "GET")
     request += fmt::format("Content-Type: {}\r\nContent-Length: {}\r\n", call.type, call.body.size());
   request += "\r\n" + call.body;
-  for (std::size_t sent = 0; sent < request.size();) {
-    const auto more = ::send(socket->file, request.data() + sent, request.size() - sent, MSG_NOSIGNAL);
-    if (more <= 0) fail(std::strerror(errno));
-    sent += static_cast<std::size_t>(more);
-  }
+  while (moved < request.size())
+    timed([&] { return ::send(socket->file, request.data() + moved, request.size() - moved, MSG_NOSIGNAL); });
   std::string text;
   for (char piece[1 << 16];;) {
-    const auto more = ::recv(socket->file, piece, sizeof piece, 0);
-    if (more < 0) fail(std::strerror(errno));
+    const std::size_t more = timed([&] { return ::recv(socket->file, piece, sizeof piece, 0); });
     if (more == 0) break;
-    text.append(piece, static_cast<std::size_t>(more));
+    text.append(piece, more);
     if (text.size() > call.most_bytes) fail(fmt::format("a reply of over {} bytes", call.most_bytes));
   }
 
