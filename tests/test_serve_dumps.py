@@ -96,7 +96,7 @@ def test_verify_asks_ranks(folder, tmp_path, layout, refused):
     with server(folder, tmp_path / "state", "--dtype", "float64", "--ranks", 2, "--set", layout) as ranks:
         said = isograd("verify", "--server", ranks.url, status=1 if refused else 0, TINKER_API_KEY=KEY).stdout
     assert [line.split(": ")[2].split(",")[0] for line in said.splitlines() if "not judged: " in line] == refused and "wrong: " not in said
-    assert said.count("allowed: ") == 20  # of five models two steps and two samplers
+    assert said.count("allowed: ") == 30  # of five models two steps, what they return, and two samplers
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <mutex>
 #include <protozero/pbf_reader.hpp>
 #include <protozero/pbf_writer.hpp>
@@ -19,6 +20,7 @@ namespace isograd::serve {
 namespace {
 
 using nlohmann::json;
+using protozero::pbf_reader;
 using protozero::pbf_writer;
 
 constexpr int kSilence = 60;                              // seconds; a long poll is answered after 25
@@ -61,6 +63,52 @@ void add_datum(pbf_writer& request, const Datum& datum) {
     tensor.add_bytes(1, whole ? bytes_of(array.integers) : bytes_of(array.numbers));
     tensor.add_int64(3, whole ? 2 : 1);
     tensor.add_packed_int64(4, array.shape.begin(), array.shape.end());
+  }
+}
+
+template <class T>
+std::vector<T> values_of(const std::string& bytes) {
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(T));
+  return values;
+}
+
+constexpr auto kBytes = protozero::pbf_wire_type::length_delimited;
+
+// Empty where the message has no such field.
+std::string bytes_in(pbf_reader message, std::uint32_t field) {
+  return message.next(field, kBytes) ? message.get_string() : "";
+}
+
+// Appends the arrays of a BatchedArray: rows, and columns if it has an inner shape.
+void add_arrays(pbf_reader batched, std::vector<Array>& all) {
+  const auto numbers = values_of<float>(bytes_in(batched, 1));
+  const auto offsets = values_of<std::int64_t>(bytes_in(batched, 2));  // in bytes
+  std::vector<std::int64_t> inner;
+  if (batched.next(4, kBytes))
+    for (const std::int64_t size : batched.get_packed_int64()) inner.push_back(size);
+  const std::int64_t columns = inner.empty() ? 1 : inner[0];
+  for (std::size_t i = 0; i + 1 < offsets.size(); ++i) {
+    const std::int64_t begin = offsets[i] / 4, end = offsets[i + 1] / 4;
+    if (begin < 0 || begin > end || end > std::ssize(numbers) || inner.size() > 1 || columns < 1 ||
+        (end - begin) % columns != 0)
+      refuse("forward_backward", "arrays that their bytes do not have",
+             "log-probabilities of the targets' shapes", "Look at the server's log");
+    Array& array = all.emplace_back();
+    array.shape = {(end - begin) / columns};
+    array.shape.insert(array.shape.end(), inner.begin(), inner.end());
+    array.numbers.assign(numbers.begin() + begin, numbers.begin() + end);
+  }
+}
+
+// Calls `read` with the message that a reply is.
+void read_protobuf(const char* where, const std::string& reply, const char* expected,
+                   const std::function<void(pbf_reader)>& read) {
+  try {
+    read(pbf_reader(reply));
+  } catch (const protozero::exception& error) {
+    refuse(where, fmt::format("a reply that is no protobuf ({})", error.what()), expected,
+           "Look at the server's log");
   }
 }
 
@@ -167,7 +215,7 @@ std::string Remote::create(const CreateModel& request) {
   return text_in(parsed("create_model", result(promise)), "model_id", "create_model");
 }
 
-void Remote::forward_backward(const std::string& model, const ForwardBackward& call) {
+ForwardBackwardResult Remote::forward_backward(const std::string& model, const ForwardBackward& call) {
   std::string body;
   pbf_writer request(body);
   request.add_string(1, model);
@@ -180,7 +228,21 @@ void Remote::forward_backward(const std::string& model, const ForwardBackward& c
     pbf_writer number(entry, 2);
     number.add_double(1, std::get<double>(value));
   }
-  result(parsed("forward_backward", send("POST", "forward_backward", body, kProtobufType)));
+  const std::string reply =
+      result(parsed("forward_backward", send("POST", "forward_backward", body, kProtobufType)));
+  ForwardBackwardResult found;
+  read_protobuf("forward_backward", reply, "a ForwardBackwardOutput", [&](pbf_reader message) {
+    for (pbf_reader records = message; records.next(2, kBytes);)
+      for (pbf_reader record = records.get_message(); record.next(2, kBytes);)
+        if (pbf_reader entry = record.get_message();
+            bytes_in(entry, 1) == "logprobs" && entry.next(2, kBytes))
+          add_arrays(entry.get_message(), found.log_probabilities);
+    while (message.next(3, kBytes))
+      if (pbf_reader entry = message.get_message(), value = entry;
+          value.next(2, protozero::pbf_wire_type::fixed64))
+        found.metrics[bytes_in(entry, 1)] = value.get_double();
+  });
+  return found;
 }
 
 Metrics Remote::optim_step(const std::string& model, const AdamParams& params) {
@@ -239,17 +301,9 @@ std::vector<float> Remote::log_probabilities(const std::string& sampler,
                             {"prompt_logprobs", true}});
   const std::string reply = result(promise);
   std::vector<float> values;
-  try {
-    protozero::pbf_reader message(reply);
-    while (message.next(2)) {
-      const auto view = message.get_view();
-      values.resize(view.size() / sizeof(float));
-      std::memcpy(values.data(), view.data(), values.size() * sizeof(float));
-    }
-  } catch (const protozero::exception& error) {
-    refuse("asample", fmt::format("a reply that is no protobuf ({})", error.what()), "a SampleResponse",
-           "Look at the server's log");
-  }
+  read_protobuf("asample", reply, "a SampleResponse", [&](pbf_reader message) {
+    while (message.next(2, kBytes)) values = values_of<float>(message.get_string());
+  });
   if (values.size() != prompt.size())
     refuse("asample", fmt::format("{} log-probabilities of {} tokens", values.size(), prompt.size()),
            "one for each token of the prompt", "Look at the server's log");

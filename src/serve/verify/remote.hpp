@@ -25,7 +25,7 @@ class Remote {
 
   std::vector<std::string> bases();
   std::string create(const CreateModel& request);  // the model
-  void forward_backward(const std::string& model, const ForwardBackward& call);
+  ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& call);
   Metrics optim_step(const std::string& model, const AdamParams& params);
   void unload(const std::string& model);
   // The model's weights as PEFT's (rank 0: transformers') files, into `directory`.

@@ -6,6 +6,7 @@
 
 #include "base/error_testing.hpp"
 #include "serve/http/http.hpp"
+#include "serve/wire/tinker.hpp"
 
 namespace isograd::serve {
 namespace {
@@ -52,6 +53,35 @@ TEST(Remote, AnErrorOfAnyTypeIsTold) {
   server.answers["retrieve_future"] = R"({"error":{"code":7}})";
   Remote remote(server.url(), "");
   EXPECT_THAT(error_of([&] { remote.unload("m"); }), HasSubstr("7"));
+}
+
+TEST(Remote, ReadsWhatForwardBackwardReturns) {
+  Answering server;
+  server.answers["forward_backward"] = R"({"request_id":"r"})";
+  Remote remote(server.url(), "");
+  const ForwardBackwardResult sent{
+      .log_probabilities = {{.shape = {2}, .numbers = {-1, -2}},
+                            {.shape = {2, 3}, .numbers = {-1, -2, -3, -4, -5, -6}}},
+      .metrics = {{"loss:sum", 2.5}}};
+  const std::string reply = server.answers["retrieve_future"] = tinker::forward_backward_reply(sent);
+  const ForwardBackwardResult found = remote.forward_backward("m", {});
+  EXPECT_EQ(found.metrics, sent.metrics);
+  ASSERT_EQ(found.log_probabilities.size(), 2);
+  for (std::size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(found.log_probabilities[i].shape, sent.log_probabilities[i].shape);
+    EXPECT_EQ(found.log_probabilities[i].numbers, sent.log_probabilities[i].numbers);
+  }
+  // Every other reply is read, or refused by name.
+  int refused = 0;
+  for (std::size_t at = 0; at < reply.size(); ++at)
+    for (const int change : {0, 1, 0x80}) {
+      if (at == 0 && change == 0) continue;  // no reply: it asks again
+      std::string other = reply.substr(0, change ? reply.size() : at);
+      if (change) other[at] = static_cast<char>(other[at] ^ change);
+      server.answers["retrieve_future"] = other;
+      refused += error_of([&] { remote.forward_backward("m", {}); }) != "no error";
+    }
+  EXPECT_GT(refused, 50);
 }
 
 }  // namespace

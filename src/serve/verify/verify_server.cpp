@@ -40,7 +40,7 @@ constexpr double kLogProbability = 1e-5;  // nats between sampler and trainer in
 constexpr double kCopies = 32;            // of the trained weights in fp64, at most, in this process
 
 // isograd.normalise, and how its mistake is called; counts are in this order.
-constexpr std::size_t kModes = 4, kWeights = 2;
+constexpr std::size_t kModes = 4, kTokens = 1, kWeights = 2;
 constexpr std::array<std::pair<const char*, const char*>, kModes> kDivisors = {{
     {"none", "the sum is not divided"},
     {"tokens", "the sum is divided by its tokens"},
@@ -191,6 +191,41 @@ class OneProcess {
   std::shared_ptr<DecoderLM> model_;
   std::shared_ptr<LoraAdapter> adapter_;
 };
+
+// The numbers that a call returns.
+struct Returned {
+  Tensors log_probabilities{};  // by datum, in fp64
+  double loss = 0;
+  double slope = 0;  // Σ |∂ loss / ∂ log-probability|: how far errors of these move it
+};
+Returned returned_by(OneProcess& process, const Call& call) {
+  Returned all;
+  for (const Datum& datum : call.data) {
+    const at::AutoGradMode no_gradients(false);
+    const at::Tensor p =
+        process.log_probabilities(datum.tokens, datum.inputs.at("target_tokens")).to(at::kDouble);
+    const at::AutoGradMode gradients(true);
+    const at::Tensor leaf = p.detach().requires_grad_(true), loss = loss_of(call, datum, leaf);
+    loss.backward();
+    all.loss += loss.item<double>(), all.slope += leaf.grad().abs().sum().item<double>();
+    all.log_probabilities.push_back(p);
+  }
+  return all;
+}
+
+double furthest(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
+
+// A number that the server returned, that of one process, and those of mistakes by their names.
+struct Figure {
+  std::string kind, of;
+  std::optional<double> found;
+  double right = 0, bound = 0;
+  std::vector<std::pair<std::string, double>> mistaken{};
+};
+std::optional<double> number_in(const Metrics& metrics, const std::string& name) {
+  const auto found = metrics.find(name);
+  return found == metrics.end() ? std::nullopt : std::optional(found->second);
+}
 
 // ---- what mistakes would make of the sums of calls ----
 
@@ -496,12 +531,13 @@ class Judge {
       params.weight_decay = 0.5, params.clip = 0.5 * norm_of(mean);
       params.epsilon = 0.5 * root_mean_square(mean);
     }
-    for (const Call& call : calls) try {
-        remote_.forward_backward(model_, call);
+    std::vector<Figure> figures;
+    for (std::size_t i = 0; i < calls.size(); ++i) try {
+        add_figures(calls[i], i + 1, remote_.forward_backward(model_, calls[i]), figures);
       } catch (const ConfigError& error) {
-        throw RefusedLoss{call.loss, error.what()};
+        throw RefusedLoss{calls[i].loss, error.what()};
       }
-    remote_.optim_step(model_, params);
+    const Metrics metrics = remote_.optim_step(model_, params);
 
     const at::NoGradGuard no_grad;
     const Tensors initial = exact_.weights();
@@ -558,16 +594,107 @@ class Judge {
     for (std::size_t i = 0; i < initial.size(); ++i) moved.push_back(expected[i] - initial[i]);
     const std::vector<double> scales = error_scales(moved);
     std::vector<double> bounds(scales.size(), kExact);
-    if (in_fp32_) bound_by_rounding(calls, params, expected, scales, bounds);
+    const double norm = norm_of(mean);
+    double norm_bound = kExact * norm;
+    if (in_fp32_) {
+      const double alone = bound_by_rounding(calls, params, expected, scales, bounds);
+      norm_bound = std::max(bounds_for(at::kFloat, 1, std::ssize(calls)).figures * norm,
+                            kRoundingFactor * std::abs(alone - norm));
+    }
     take_trained();
     const bool is_right = conclude(first, initial, expected, mistaken, scales, bounds);
     steps_.push_back({gradient, params});
-    return is_right;
+    if (!is_right) return false;
+    const double divisor = right.divisor(mode_), clip = params.clip;
+    const auto add = [&](const char* name, double value, double bound,
+                         std::vector<std::pair<std::string, double>> wrong = {}) {
+      figures.push_back({name, " of the step", number_in(metrics, name), value, bound, std::move(wrong)});
+    };
+    add("grad_norm", norm, norm_bound,
+        {{"grad_norm is that of the sum", norm * divisor},
+         {"grad_norm is that after the clip", clip > 0 ? std::min(norm, clip) : norm}});
+    add("grad_norm_sum", norm * divisor, norm_bound * divisor);
+    add("denominator", divisor, kExact * divisor);
+    add("tokens", right.counts[kTokens], 0);
+    add("step", first ? 1 : 2, 0);
+    return judge_returned(fmt::format("{}, step {}", where_, first ? 1 : 2), figures);
   }
 
-  // Four times what rounding does to one process, and the last rounding.
-  void bound_by_rounding(const std::vector<Call>& calls, const AdamParams& params, const Tensors& expected,
-                         const std::vector<double>& scales, std::vector<double>& bounds) {
+  // Adds the numbers that forward_backward returned of a call; this process has the weights that it saw.
+  void add_figures(const Call& call, std::size_t place, const ForwardBackwardResult& answer,
+                   std::vector<Figure>& figures) {
+    const Returned right = returned_by(exact_, call);
+    const Returned alone = in_fp32_ ? returned_by(*rounded_, call) : right;
+    const std::vector<Array>& arrays = answer.log_probabilities;
+    double largest = 0, rounding = 0, rows = 0;
+    bool fits = arrays.size() == call.data.size();
+    double error = 0;
+    for (std::size_t i = 0; i < call.data.size(); ++i) {
+      const at::Tensor& p = right.log_probabilities[i];
+      largest = std::max(largest, p.abs().max().item<double>());
+      rounding = std::max(rounding, furthest(alone.log_probabilities[i], p));
+      rows += static_cast<double>(call.data[i].tokens.size());
+      fits = fits && p.sizes() == at::IntArrayRef(arrays[i].shape);
+      if (!fits) continue;
+      const double one = furthest(at::tensor(arrays[i].numbers).to(at::kDouble).view(p.sizes()), p);
+      if (!std::isnan(error) && !(one <= error)) error = one;
+    }
+    if (!fits) error = std::numeric_limits<double>::infinity();
+    const double allowed =
+        in_fp32_ ? std::max(kLogProbability, kRoundingFactor * rounding) : kExact * largest;
+    const std::string of = fmt::format(" of call {} ({})", place, call.loss);
+    figures.push_back({fits ? "the error of log-probabilities"
+                            : "the error of log-probabilities, which are in another shape than the targets,",
+                       of, error, 0, allowed + last_place(largest)});
+    // 1 + |p|: a ratio whose derivative is not taken (cispo's) depends on log-probabilities, too.
+    figures.push_back({"loss:sum",
+                       of,
+                       number_in(answer.metrics, "loss:sum"),
+                       right.loss,
+                       allowed * (1 + largest) * right.slope + kExact * std::abs(right.loss),
+                       {{"the loss of a call is divided by its rows", right.loss / rows},
+                        {"the loss of a call is divided by its datums",
+                         right.loss * (1 / static_cast<double>(call.data.size()))}}});
+  }
+  // A log-probability in a reply has fp32.
+  static double last_place(double largest) { return std::ldexp(largest, -23); }
+
+  // True: nothing is wrong, or missing.
+  bool judge_returned(const std::string& where, const std::vector<Figure>& figures) {
+    double most = -1;
+    std::string closest;
+    std::set<std::string> off;  // kinds: one mistake is in all calls
+    for (const auto& [kind, of, found, right, bound, mistaken] : figures) {
+      for (const auto& [mistake, value] : mistaken) {
+        if (value == right) continue;
+        mistakes_.insert(mistake);
+        if (std::abs(value - right) >= kShows * bound) shown_.insert(mistake);
+      }
+      if (!found) {
+        if (off.insert(kind).second)
+          verdict_.unjudged.push_back(fmt::format("{}: {}{}, which is not returned", where, kind, of));
+        continue;
+      }
+      const double error = std::abs(*found - right);
+      const double in_bounds = error == 0 ? 0 : error / bound;
+      if (!std::isnan(most) && !(in_bounds <= most)) {
+        most = in_bounds;
+        closest = fmt::format("{}, returned: {}{} is furthest, off by {:.1e}; allowed: {:.1e}", where, kind,
+                              of, error, bound);
+      }
+      if (error <= bound || !off.insert(kind).second) continue;
+      std::string what = fmt::format("{}{} is {:.9g}, in one process {:.9g}", kind, of, *found, right);
+      for (const auto& [mistake, value] : mistaken)
+        if (std::abs(*found - value) <= std::max(bound, kExplains * error)) what = mistake;
+      verdict_.wrong.push_back(where + ": " + what);
+    }
+    verdict_.compared.push_back(closest);
+    return off.empty();
+  }
+
+  // Four times what rounding does to one process, and the last rounding. Returns the norm that it has.
+  double bound_by_rounding(const std::vector<Call>& calls, const AdamParams& params, const Tensors& expected,
+                           const std::vector<double>& scales, std::vector<double>& bounds) {
     Sum sum;
     for (const Call& call : calls) sum.add(rounded_->sum_of(call));
     rounded_steps_.push_back({prepared(sum, sum.divisor(mode_), params.clip), params});
@@ -579,6 +706,7 @@ class Judge {
         refuse(exact_.named()[i].first, fmt::format("rounding of {:.1e} in one process", bounds[i]),
                fmt::format("at most {}", kTooCoarse), "Start the server with --dtype float64");
     }
+    return norm_of(prepared(sum, sum.divisor(mode_), /*limit=*/0));
   }
 
   // True: nothing is wrong.
@@ -644,27 +772,24 @@ class Judge {
   void judge_sampler(const std::vector<std::int64_t>& prompt, const at::Tensor& stale,
                      const std::string& older) {
     const at::Tensor expected = prompt_values(exact_, prompt);
-    const auto apart = [](const at::Tensor& a, const at::Tensor& b) {
-      return (a - b).abs().max().item<double>();
-    };
-    // The reply has fp32; a server in fp32 computes in it, too.
-    double bound = std::ldexp(expected.abs().max().item<double>(), -23);
-    if (in_fp32_)
-      bound += std::max(kLogProbability, kRoundingFactor * apart(prompt_values(*rounded_, prompt), expected));
+    double bound = last_place(expected.abs().max().item<double>());
+    if (in_fp32_)  // a server in fp32 computes in it, too
+      bound +=
+          std::max(kLogProbability, kRoundingFactor * furthest(prompt_values(*rounded_, prompt), expected));
     for (const auto& [sampler, right, other, mistake] :
          {std::tuple(remote_.sampler_of(model_), expected, stale, "the sampler has older weights"),
           {older, stale, expected, "an older sampler has newer weights"}}) {
       mistakes_.insert(mistake);
-      if (apart(right, other) >= kShows * bound) shown_.insert(mistake);
+      if (furthest(right, other) >= kShows * bound) shown_.insert(mistake);
       const std::vector<float> values = remote_.log_probabilities(sampler, prompt);
       const at::Tensor found = at::tensor(std::vector<double>(values.begin() + 1, values.end()), at::kDouble);
-      const double error = apart(found, right);
+      const double error = furthest(found, right);
       verdict_.compared.push_back(fmt::format(
           "{}, sampler: log-probabilities are off by {:.1e}; allowed: {:.1e}", where_, error, bound));
       if (error <= bound) continue;
       verdict_.wrong.push_back(fmt::format(
           "{}, sampler: {}", where_,
-          apart(found, other) <= bound ? mistake : "other log-probabilities than one process has"));
+          furthest(found, other) <= bound ? mistake : "other log-probabilities than one process has"));
     }
   }
 
@@ -753,7 +878,8 @@ ServerVerdict verify_server(const std::string& url, const std::string& key, cons
 }
 
 std::string to_text(const ServerVerdict& verdict) {
-  std::string text = verdict.passed() ? "PASS: trained weights and samplers are those of one process\n"
+  std::string text = verdict.passed()
+                         ? "PASS: trained weights, samplers and what calls return are those of one process\n"
                      : !verdict.wrong.empty() ? "FAIL: the server computes something else than one process\n"
                                               : "FAIL: not everything could be judged\n";
   for (const std::string& each : verdict.wrong) text += "  wrong: " + each + "\n";

@@ -38,6 +38,8 @@ class WrongEngine : public ModelEngine {
   std::function<void(ForwardBackward&)> change_call{};
   std::function<void(AdamParams&, double denominator)> change_step{};
   std::function<void(Tensors& now, const Tensors& before, const AdamParams&)> change_saved{};
+  std::function<void(ForwardBackwardResult&, const ForwardBackward&)> change_result{};
+  std::function<void(Metrics&, const AdamParams&)> change_metrics{};
   Factor factor{};
   std::int64_t adds_twice = -1, loses = -1;  // a call of each step
   bool keeps_first_sampler = false, samplers_follow = false, leaves_output = false;
@@ -51,6 +53,11 @@ class WrongEngine : public ModelEngine {
     ModelEngine::create(model, made);
   }
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override {
+    ForwardBackwardResult result = computed(model, request);
+    if (change_result) change_result(result, request);
+    return result;
+  }
+  ForwardBackwardResult computed(const std::string& model, const ForwardBackward& request) {
     ForwardBackward call = request;
     if (change_call) change_call(call);
     for (const Datum& datum : call.data) {
@@ -85,7 +92,9 @@ class WrongEngine : public ModelEngine {
     AdamParams changed = params_ = params;
     if (change_step) change_step(changed, tokens_);
     calls_ = 0, tokens_ = 0;
-    return ModelEngine::optim_step(model, changed);
+    Metrics metrics = ModelEngine::optim_step(model, changed);
+    if (change_metrics) change_metrics(metrics, params);
+    return metrics;
   }
   std::int64_t save(const std::string& model, Save which, const fs::path& directory) override {
     const std::int64_t bytes = ModelEngine::save(model, which, directory);
@@ -207,7 +216,8 @@ TEST_F(VerifyServerTest, PassesWhatIsRight) {
   for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
     const ServerVerdict found = verdict(full_tests() ? judged_models() : both, {}, dtype, /*downloads=*/true);
     EXPECT_TRUE(found.passed());
-    EXPECT_EQ(found.compared.size(), full_tests() ? 20 : 8);  // of each model: two steps, two samplers
+    EXPECT_EQ(found.compared.size(),
+              full_tests() ? 30 : 12);  // of each model: two steps and what they return, two samplers
   }
   DecoderConfig tied = small("llama");
   tied.tied_output = true;
@@ -341,6 +351,66 @@ TEST_F(VerifyServerTest, NamesWhatIsMissingInWholeWeights) {
               contains("norms and biases do not decay"));
 }
 
+// The weights are right.
+TEST_F(VerifyServerTest, NamesWhatIsReturnedWrongly) {
+  const auto rows_of = [](const ForwardBackward& call) {
+    std::size_t rows = 0;
+    for (const Datum& datum : call.data) rows += datum.tokens.size();
+    return static_cast<double>(rows);
+  };
+  const auto said = [](const char* text) { return HasSubstr(text); };
+  // In the first step, each in a kind of its own.
+  const ServerVerdict all = verdict(kAdapter, [&](WrongEngine& engine) {
+    engine.change_result = [&](ForwardBackwardResult& result, const ForwardBackward& call) {
+      result.metrics["loss:sum"] /= rows_of(call);
+      std::ranges::rotate(result.log_probabilities[0].numbers,
+                          result.log_probabilities[0].numbers.begin() + 1);
+    };
+    engine.change_metrics = [](Metrics& metrics, const AdamParams&) {
+      std::swap(metrics["grad_norm"], metrics["grad_norm_sum"]);
+      metrics["denominator"] += 1, metrics["tokens"] += 1, metrics["step"] += 1;
+    };
+  });
+  EXPECT_THAT(all.wrong,
+              ::testing::ElementsAre(
+                  said("step 1: the error of log-probabilities of call 1 (cross_entropy) is "),
+                  said("step 1: the loss of a call is divided by its rows"),
+                  said("step 1: grad_norm is that of the sum"), said("step 1: grad_norm_sum of "),
+                  said("step 1: denominator of "), said("step 1: tokens of "), said("step 1: step of ")));
+  EXPECT_THAT(all.unjudged, IsEmpty());
+  // One call, by little; a row that is missing, in an adapter and in whole weights; what shows in the second
+  // step alone.
+  const ServerVerdict some = verdict({{4, "tokens"}, {0, "tokens"}}, [](WrongEngine& engine) {
+    engine.change_result = [](ForwardBackwardResult& result, const ForwardBackward& call) {
+      if (call.loss == "ppo") result.metrics["loss:sum"] *= 1 + 1e-7;
+      if (call.loss == "dro") result.log_probabilities[0].numbers.pop_back();
+    };
+  });
+  EXPECT_EQ(some.wrong.size(), 4);
+  EXPECT_THAT(some.wrong, ::testing::Contains(said("loss:sum of call 4 (ppo) is ")).Times(2));
+  EXPECT_THAT(
+      some.wrong,
+      ::testing::Contains(said("in another shape than the targets, of call 6 (dro) is inf")).Times(2));
+  const ServerVerdict clipped = verdict(kAdapter, [](WrongEngine& engine) {
+    engine.change_metrics = [](Metrics& metrics, const AdamParams& params) {
+      if (params.clip > 0) metrics["grad_norm"] = std::min(metrics["grad_norm"], params.clip);
+    };
+  });
+  EXPECT_THAT(clipped.wrong, ::testing::ElementsAre(said("step 2: grad_norm is that after the clip")));
+  // Not returned: not judged.
+  const ServerVerdict silent = verdict(kAdapter, [](WrongEngine& engine) {
+    engine.change_result = [](ForwardBackwardResult& result, const ForwardBackward&) {
+      result.metrics.clear();
+    };
+    engine.change_metrics = [](Metrics& metrics, const AdamParams&) { metrics.erase("grad_norm"); };
+  });
+  EXPECT_FALSE(silent.passed());
+  EXPECT_THAT(silent.wrong, IsEmpty());
+  EXPECT_THAT(silent.unjudged,
+              ::testing::ElementsAre(said("loss:sum of call 1 (cross_entropy), which is not returned"),
+                                     said("grad_norm of the step, which is not returned")));
+}
+
 TEST_F(VerifyServerTest, SaysWhatItCouldNotJudge) {
   const ServerVerdict refused = verdict(kAdapter, [](WrongEngine& engine) {
     engine.change_call = [](ForwardBackward& request) {
@@ -352,7 +422,7 @@ TEST_F(VerifyServerTest, SaysWhatItCouldNotJudge) {
   EXPECT_THAT(refused.wrong, IsEmpty());
   EXPECT_THAT(refused.unjudged,
               ::testing::ElementsAre(HasSubstr("loss_fn: found ppo"), HasSubstr("loss_fn: found gspo")));
-  EXPECT_EQ(refused.compared.size(), 4);  // the other losses
+  EXPECT_EQ(refused.compared.size(), 6);  // the other losses
   EXPECT_THAT(to_text(refused), Not(HasSubstr("PASS")));
   // Rounding of bfloat16 hides mistakes.
   const ServerVerdict coarse = verdict({{4, "tokens"}, {0, "tokens"}}, {}, at::kBFloat16, /*downloads=*/true);
