@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "full_tests.hpp"
 #include "isograd/world.hpp"
+#include "layout/cost/meter.hpp"
 #include "serve/models/plain_testing.hpp"
 #include "serve/models/ranked_engine.hpp"
 #include "serve/models/trained_model.hpp"
@@ -64,22 +66,31 @@ void expect_same(const Outcome& found, const Outcome& expected, const std::strin
 class RanksTest : public EngineTest {
  protected:
   // `work` on the first of ranks that are threads, whose calls the others follow.
+  // `kept`: the bytes of each rank's tensors afterwards, memory between ranks by parts.
   static void serve(const fs::path& base, const Spread& spread, const std::function<void(Engine&)>& work,
-                    std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+                    std::chrono::milliseconds timeout = std::chrono::seconds(20),
+                    std::vector<std::int64_t>* kept = nullptr) {
     std::vector<std::string> sets = spread.sets;
     sets.insert(sets.end(),
                 {"model.load=" + base.string(), "train.dtype=float64", "parallel.bucket_bytes=8192"});
     run_ranks(spread.ranks,
               [&](World& world) {
+                std::optional<MemoryMeter> meter;
+                if (kept) meter.emplace();
+                const auto measure = [&] {
+                  if (kept) kept->at(static_cast<std::size_t>(world.rank)) = meter->alive() + meter->shared();
+                };
                 ModelEngineOptions options = EngineTest::options(base);
                 options.ranks = std::make_shared<const Ranks>(world, load_config({}, sets));
                 if (world.rank == 0) {
                   RankedEngine engine(options);
-                  return work(engine);
+                  work(engine);
+                  return measure();
                 }
                 ModelEngine engine(options);
                 if (spread.loses_one) throw std::runtime_error("planted");
                 follow(engine, world);
+                measure();
               },
               {.timeout = timeout});
   }
@@ -336,6 +347,72 @@ TEST_F(RanksTest, MistakesAndPausesKeepRanksTogether) {
         EXPECT_EQ(engine.optim_step("m", kParams).at("step"), 1);
       },
       std::chrono::milliseconds(2000));
+}
+
+// Under ZeRO-3 ranks of one host have one copy of the base between them, apart from the one that rank 0
+// samples with: of an adapter's training each rank keeps Ψ p / N, and of the adapter (p + g + sums + m + v) /
+// N.
+TEST_F(RanksTest, RanksHaveOneCopyOfTheBaseBetweenThem) {
+  MemoryMeter::install();
+  const auto shape_of = [](std::int64_t layers) {
+    DecoderConfig shape = small_config("qwen3");
+    shape.vocabulary = 509, shape.hidden = 128, shape.layers = layers, shape.feed_forward = 352;
+    return shape;
+  };
+  const auto elements = [](const NamedTensors& all) {
+    double sum = 0;
+    for (const auto& [name, tensor] : all) sum += static_cast<double>(tensor.numel());
+    return sum;
+  };
+  constexpr double kBytes = sizeof(double);
+  // By rank: what more layers take, so that the memory of groups does not count.
+  const auto difference = [&](int ranks, const std::vector<std::string>& sets) {
+    std::vector<std::int64_t> kept[2];
+    for (const bool large : {false, true}) {
+      const fs::path base = folder(fmt::format("base_{}", large));
+      DecoderLM model(shape_of(large ? 8 : 2), at::kDouble, kSeed);
+      write_hf(base, model);
+      kept[large].resize(static_cast<std::size_t>(ranks));
+      serve(
+          base, {.ranks = ranks, .sets = sets},
+          [&](Engine& engine) {
+            engine.create("m", request_of(4));
+            engine.forward_backward("m", Calls(kSeed).cross_entropy({9, 14}));
+            engine.optim_step("m", kParams);
+          },
+          std::chrono::seconds(60), &kept[large]);
+    }
+    std::vector<double> bytes;
+    for (std::size_t i = 0; i < kept[0].size(); ++i)
+      bytes.push_back(static_cast<double>(kept[1][i] - kept[0][i]));
+    return bytes;
+  };
+  const auto more = [&](const std::function<double(const DecoderConfig&)>& of) {
+    return kBytes * (of(shape_of(8)) - of(shape_of(2)));
+  };
+  const double base = more([&](const DecoderConfig& shape) {
+    return elements(DecoderLM::without_values(shape, at::kDouble)->named());
+  });
+  const double adapter = more([&](const DecoderConfig& shape) {
+    return elements(LoraAdapter::without_values(shape, {.rank = 4}, at::kDouble)->named());
+  });
+  constexpr double kOff = 0.03;  // as in tests/memory_test.cpp: padding
+  for (const int ranks : {2, 4}) {
+    const double expected = (base + 5 * adapter) / ranks;
+    const auto off = [&](const std::vector<double>& found) {
+      double most = 0;
+      for (std::size_t i = 0; i < found.size(); ++i)
+        most = std::max(most, std::abs(found[i] - (i == 0 ? base : 0) - expected) / expected);
+      return most;
+    };
+    const std::vector<double> shared = difference(ranks, {"parallel.strategy=zero3"}),
+                              apart = difference(
+                                  ranks, {"parallel.strategy=bucketed", "parallel.share_parameters=off"});
+    fmt::print("{} ranks: {:.0f} of {:.0f}; each with a base of its own {:.0f}\n", ranks,
+               fmt::join(shared, " "), expected, fmt::join(apart, " "));
+    EXPECT_LT(off(shared), kOff);
+    EXPECT_GT(off(apart), 10 * kOff);
+  }
 }
 
 TEST_F(RanksTest, ALostRankIsAnError) {
