@@ -36,9 +36,9 @@ struct HttpOptions {
   // A body that is too large is read and dropped to its end; where nobody knows its length (chunked), up to
   // this: no message of protobuf has more.
   std::int64_t most_dropped = std::int64_t{1} << 31;
-  unsigned connections = 4096, per_address = 0;  // 0: no limit of its own
-  unsigned idle_seconds = 120;                   // without a byte, or between requests
-  unsigned header_seconds = 10;                  // from connecting to the end of the first request's headers
+  unsigned connections = 4096;
+  unsigned idle_seconds = 120;   // without a byte, or between requests
+  unsigned header_seconds = 10;  // from connecting to the end of the first request's headers
 };
 
 class HttpServer {

@@ -1,6 +1,6 @@
 #include "serve/http/keys.hpp"
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gnutls/crypto.h>
 #include <gnutls/gnutls.h>
 
@@ -12,12 +12,6 @@
 
 namespace isograd::serve {
 namespace {
-
-std::string hex(const std::array<std::uint8_t, 32>& bytes) {
-  std::string text;
-  for (const unsigned byte : bytes) text += fmt::format("{:02x}", byte);
-  return text;
-}
 
 bool is_tenant(std::string_view name) {
   return !name.empty() && name.size() <= 64 &&
@@ -84,8 +78,8 @@ NewKey::NewKey(const std::string& tenant) {
   ApiKeys::Digest bytes{};
   const int code = gnutls_rnd(GNUTLS_RND_KEY, bytes.data(), bytes.size());
   ISOGRAD_INVARIANT(code == 0, gnutls_strerror(code));
-  key = "tml-" + hex(bytes);
-  line = tenant + " " + hex(ApiKeys::digest_of(key));
+  key = fmt::format("tml-{:02x}", fmt::join(bytes, ""));
+  line = fmt::format("{} {:02x}", tenant, fmt::join(ApiKeys::digest_of(key), ""));
 }
 
 }  // namespace isograd::serve

@@ -62,7 +62,6 @@ Framing framing_of(const HttpRequest& request) {
              coding = request.headers.find("transfer-encoding"), none = request.headers.end();
   Framing framing;
   if (coding != none) {
-    framing.has_body = true;
     if (length != none) framing.broken = "Expected either Content-Length or Transfer-Encoding";
     if (lower(coding->second) != "chunked") framing.broken = "Expected no Transfer-Encoding but chunked";
   } else {
@@ -73,7 +72,6 @@ Framing framing_of(const HttpRequest& request) {
       if (bad != std::errc() || last != end || *framing.length < 0)
         framing.broken = "Content-Length is no number";
     }
-    framing.has_body = *framing.length > 0;
   }
   return framing;
 }

@@ -17,7 +17,6 @@ void add_header(HttpRequest& request, std::string_view name, std::string_view va
 
 // How the body is sent.
 struct Framing {
-  bool has_body = false;
   std::optional<std::int64_t> length{};  // none: chunked
   const char* broken = nullptr;          // two readers could take such a request for two different ones
 };

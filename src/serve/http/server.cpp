@@ -57,18 +57,9 @@ struct Exchange {
   }
 };
 
-struct Ticket {
-  explicit Ticket(std::shared_ptr<Exchange> of) : exchange(std::move(of)) {}
-  ~Ticket() { exchange->answer(error_reply(500, "The server gave no answer")); }
-  Ticket(const Ticket&) = delete;
-  Ticket& operator=(const Ticket&) = delete;
-  std::shared_ptr<Exchange> exchange;
-};
-
-struct Peer {
-  int socket = -1;
-  Clock::time_point deadline = kNever;  // for the headers of the next request
-};
+int socket_of(MHD_Connection* connection) {
+  return MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
+}
 
 MHD_Response* response_of_file(const std::filesystem::path& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
@@ -107,8 +98,7 @@ void send_early(MHD_Connection* connection, const HttpReply& reply) {
       MHD_get_reason_phrase_for(static_cast<unsigned>(reply.status)), reply.type, reply.body.size());
   for (const auto& [name, value] : reply.headers) text += name + ": " + value + "\r\n";
   text += "\r\n" + reply.body;
-  const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
-  ::send(info->connect_fd, text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  ::send(socket_of(connection), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 struct Address {
@@ -163,8 +153,7 @@ struct HttpServer::Impl {
     daemon = MHD_start_daemon(
         MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, nullptr, nullptr, &on_request, this,
         MHD_OPTION_LISTEN_SOCKET, address.socket, MHD_OPTION_STRICT_FOR_CLIENT, 1,
-        MHD_OPTION_CONNECTION_LIMIT, options.connections, MHD_OPTION_PER_IP_CONNECTION_LIMIT,
-        options.per_address, MHD_OPTION_CONNECTION_TIMEOUT, options.idle_seconds,
+        MHD_OPTION_CONNECTION_LIMIT, options.connections, MHD_OPTION_CONNECTION_TIMEOUT, options.idle_seconds,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, kConnectionBytes, MHD_OPTION_URI_LOG_CALLBACK, &on_target, this,
         MHD_OPTION_NOTIFY_COMPLETED, &on_completed, this, MHD_OPTION_NOTIFY_CONNECTION, &on_connection, this,
         MHD_OPTION_END);
@@ -196,10 +185,10 @@ struct HttpServer::Impl {
     std::unique_lock held(mutex);
     while (!stopping) {
       const auto now = Clock::now();
-      for (Peer* peer : peers)
-        if (peer->deadline < now) {
-          peer->deadline = kNever;
-          ::shutdown(peer->socket, SHUT_RDWR);  // the library sees the end of the stream and closes
+      for (auto& [socket, deadline] : deadlines)
+        if (deadline < now) {
+          deadline = kNever;
+          ::shutdown(socket, SHUT_RDWR);  // the library sees the end of the stream and closes
         }
       changed.wait_for(held, std::chrono::milliseconds(250));
     }
@@ -211,27 +200,18 @@ struct HttpServer::Impl {
     return new std::shared_ptr<Exchange>(new Exchange{.target = target});
   }
 
-  static void on_connection(void* self, MHD_Connection* connection, void** context,
+  static void on_connection(void* self, MHD_Connection* connection, void**,
                             MHD_ConnectionNotificationCode code) {
     auto& impl = *static_cast<Impl*>(self);
+    if (code == MHD_CONNECTION_NOTIFY_STARTED)
+      return impl.set_deadline(connection, Clock::now() + std::chrono::seconds(impl.options.header_seconds));
     const std::scoped_lock held(impl.mutex);
-    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
-      auto* peer = new Peer{
-          .socket = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd,
-          .deadline = Clock::now() + std::chrono::seconds(impl.options.header_seconds)};
-      impl.peers.insert(peer);
-      *context = peer;
-    } else {
-      auto* peer = static_cast<Peer*>(*context);
-      impl.peers.erase(peer);
-      delete peer;
-    }
+    impl.deadlines.erase(socket_of(connection));  // before the library closes it
   }
 
   void set_deadline(MHD_Connection* connection, Clock::time_point deadline) {
-    const auto* info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     const std::scoped_lock held(mutex);
-    static_cast<Peer*>(info->socket_context)->deadline = deadline;
+    deadlines[socket_of(connection)] = deadline;
   }
 
   static void on_completed(void* self, MHD_Connection* connection, void** context,
@@ -311,7 +291,7 @@ struct HttpServer::Impl {
                          "This server listens for programs of its own machine: use localhost or 127.0.0.1");
     if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
     if (exchange.length > options.most_body) return too_large(exchange);
-    if (framing.has_body && !is_known_type(request))
+    if (framing.length != 0 && !is_known_type(request))
       return error_reply(415, "Expected a body of application/json or application/x-protobuf");
     return std::nullopt;
   }
@@ -365,9 +345,10 @@ struct HttpServer::Impl {
     }
     if (ends) return exchange->answer(error_reply(503, "The server is ending"));
     try {
-      handler(exchange->request, [ticket = std::make_shared<Ticket>(exchange)](HttpReply reply) {
-        ticket->exchange->answer(std::move(reply));
+      const std::shared_ptr<Exchange> last(exchange.get(), [exchange](Exchange* unanswered) {
+        unanswered->answer(error_reply(500, "The server gave no answer"));
       });
+      handler(exchange->request, [last](HttpReply reply) { last->answer(std::move(reply)); });
     } catch (const std::exception&) {
       exchange->answer(error_reply(500, "The server failed"));
     }
@@ -382,7 +363,7 @@ struct HttpServer::Impl {
   std::mutex mutex;  // of what follows
   std::condition_variable changed;
   bool stopping = false;
-  std::set<Peer*> peers;
+  std::map<int, Clock::time_point> deadlines;   // of each connection's next headers, by its socket
   std::set<std::shared_ptr<Exchange>> waiting;  // given to the handler, the answer not yet sent
 };
 
@@ -392,7 +373,7 @@ HttpServer::~HttpServer() = default;
 int HttpServer::port() const { return impl_->address.port; }
 std::int64_t HttpServer::connections() const {
   const std::scoped_lock held(impl_->mutex);
-  return static_cast<std::int64_t>(impl_->peers.size());
+  return std::ssize(impl_->deadlines);
 }
 
 }  // namespace isograd::serve

@@ -110,17 +110,12 @@ SampleRequest to_request(const Sample& sample, const FixedWeights& weights, std:
   return request;
 }
 
-std::vector<float> floats_of(const at::Tensor& values) {
-  const at::Tensor flat = values.to(at::kCPU, at::kFloat).contiguous();
-  return {flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel()};
-}
-
 TopTokens top_of(const at::Tensor& tokens, const at::Tensor& log_probabilities) {
   const at::Tensor ids = tokens.to(at::kCPU, at::kInt).contiguous();
   return {.k = ids.size(1),
           .length = ids.size(0),
           .tokens = {ids.const_data_ptr<int>(), ids.const_data_ptr<int>() + ids.numel()},
-          .log_probabilities = floats_of(log_probabilities)};
+          .log_probabilities = array_of(log_probabilities).numbers};
 }
 
 SampleResult to_result(const isograd::Sampled& sampled, const Sample& request) {
@@ -134,14 +129,10 @@ SampleResult to_result(const isograd::Sampled& sampled, const Sample& request) {
     if (request.top_samples > 0) one.top = top_of(sequence.top_tokens, sequence.top_log_probabilities);
   }
   if (request.prompt_log_probabilities)
-    result.prompt_log_probabilities = floats_of(sampled.prompt_log_probabilities);
+    result.prompt_log_probabilities = array_of(sampled.prompt_log_probabilities).numbers;
   if (request.top_prompt > 0)
     result.top_prompt = top_of(sampled.prompt_top_tokens, sampled.prompt_top_log_probabilities);
-  if (request.prompt_targets) {
-    Array& array = result.prompt_targets.emplace();
-    array.shape = request.prompt_targets->shape;
-    array.numbers = floats_of(sampled.prompt_target_log_probabilities);
-  }
+  if (request.prompt_targets) result.prompt_targets = array_of(sampled.prompt_target_log_probabilities);
   return result;
 }
 
