@@ -1046,31 +1046,63 @@ TEST_F(ServiceTest, AModelIsKilledOnceWhateverWasAskedMeanwhile) {
 }
 
 TEST_F(ServiceTest, AStateThatIsNotAsAServerWroteItIsRefused) {
-  const auto refused = [&](const std::string& file) {
+  const auto refused = [&](const std::string& file, const std::string& found) {
     try {
       serve(false);
-      ADD_FAILURE() << file << " is accepted";
+      ADD_FAILURE() << file << " is accepted without " << found;
     } catch (const ConfigError& error) {
-      EXPECT_NE(std::string(error.what()).find(file), std::string::npos) << error.what();
+      for (const std::string& part : {file, found, std::string("Restore the state folder")})
+        EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << ": " << error.what();
     }
   };
   serve();
   client.result(client.forward_backward(forward_backward_body(model, 1, 1, 1)));
+  client.save(model, 2, "one");
+  client.result(client.sure("asample", sampling(client.sampler(model, 3), 0))["request_id"]);
+  client.step(model, 5);  // behind a hole
   running.reset();
   const fs::path saved = options.state / "snapshot-1/state.json";
   const json sound = json::parse(std::ifstream(saved));
-  for (const char* key : {"state", "position", "folders"}) {
-    json damaged = sound;
-    damaged.erase(key);
-    std::ofstream(saved) << damaged;
-    refused("snapshot-1");
+  using Pointer = json::json_pointer;
+  std::vector<Pointer> fields{Pointer("/state"), Pointer("/position"), Pointer("/folders")};
+  const std::function<void(Pointer)> add_below = [&](const Pointer of) {
+    for (const auto& [key, value] : sound.at(of).items()) {
+      fields.push_back(of / key);
+      if (value.is_object()) add_below(fields.back());
+    }
+  };
+  for (const char* kind : {"sessions", "models", "samplers", "saved", "futures"}) {
+    const Pointer all = Pointer("/state") / kind;
+    fields.push_back(all);
+    add_below(all / sound.at(all).begin().key());
   }
+  EXPECT_GT(fields.size(), 80u);
+  int optional = 0;
+  for (const Pointer& field : fields) {
+    json damaged = sound;
+    damaged.at(field.parent_pointer()).erase(field.back());
+    std::ofstream(saved) << damaged;
+    const std::string& key = field.back();
+    if (key == "seed") continue;  // the client's, or drawn
+    if (key != "digest" && key != "operation") {
+      refused("snapshot-1", "'" + key + "'");
+      continue;
+    }
+    optional += 1;
+    serve(false);
+    EXPECT_EQ(client.sure("get_info", {{"model_id", model}})["lora_rank"], 8) << field;
+  }
+  EXPECT_EQ(optional, 4);
+  json damaged = sound;
+  damaged["state"].erase("waiting");  // where nothing waits there is none
+  std::ofstream(saved) << damaged;
+  refused("snapshot-1", "bodies");
   std::ofstream(saved) << sound;
   {
     Journal journal(options.state / "journal", [](std::uint64_t, std::string_view) {});
     journal.append("{\"kind\":\"done\",\"of\":\"control\",\"id\":\"control:7\"}\n");  // there is none
   }
-  refused("journal");
+  refused("journal", "control:7");
 }
 
 TEST_F(ServiceTest, TheLaterOfTwoSavesStaysWhateverTheClockSays) {

@@ -138,9 +138,10 @@ void Service::restore() {
     snapshot_number_ = numbers.back();
     const fs::path path = snapshot_path(folder_.path(), snapshot_number_);
     try {
-      const nlohmann::json all = parsed_file(path / "state.json");
+      nlohmann::json all = parsed_file(path / "state.json");
       const MappedFile blobs(path / "blobs");
-      state_ = State::from_json(all.at("state"), {reinterpret_cast<const char*>(blobs.data()), blobs.size()});
+      state_ = State::from_json(std::move(all.at("state")),
+                                {reinterpret_cast<const char*>(blobs.data()), blobs.size()});
       all.at("position").get_to(position);
       for (const auto& [id, entry] : all.at("folders").items())
         snapshot_folders_[id] = {entry.at(0).get<std::int64_t>(), path / entry.at(1).get<std::string>()};

@@ -22,16 +22,15 @@ void from_json(const nlohmann::json& from, LoraShape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CreateModel, base, lora, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Session, tags, metadata, sdk_version, display_name)
-// With defaults, because version 1 began without digests.
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(CheckpointInfo, run, kind, name, tenant, base, digest, rank,
-                                                bytes, created, expires, is_public, metadata, operation)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CheckpointInfo, run, kind, name, tenant, base, digest, rank, bytes,
+                                   created, expires, is_public, metadata, operation)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::OpenSession, tenant, client, created, finished, lasting, ending,
                                    ended, models)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(State::Model, id, tenant, session, name, request, digest,
-                                                created, last_request, next, failure, loaded, gone, steps,
-                                                tokens, step_tokens, seconds, step_seconds)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(State::Sampler, tenant, session, base, path, digest, open,
-                                                closed, failure, used, waiting)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Model, id, tenant, session, name, request, digest, created,
+                                   last_request, next, failure, loaded, gone, steps, tokens, step_tokens,
+                                   seconds, step_seconds)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Sampler, tenant, session, base, path, digest, open, closed, failure,
+                                   used, waiting)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Saved, info, shape, secret, deleted)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(State::Future, tenant, done, finished, type)
 
@@ -52,6 +51,7 @@ class Reader {
   Accepted record(const json& length) {
     return std::make_shared<LogRecord>(LogRecord::decode(bytes(length)));
   }
+  bool at_end() const { return rest_.empty(); }
 
  private:
   std::string_view rest_;
@@ -139,7 +139,14 @@ json State::to_json(const std::function<void(std::string_view)>& blob) const {
   return all;
 }
 
-State State::from_json(const json& all, std::string_view blobs) {
+State State::from_json(json all, std::string_view blobs) {
+  // Version 1 began without these. Nothing else may be missing.
+  for (json& model : all.at("models")) model.emplace("digest", "");
+  for (json& sampler : all.at("samplers")) sampler.emplace("digest", "");
+  for (json& saved : all.at("saved")) {
+    saved.at("info").emplace("digest", "");
+    saved.at("info").emplace("operation", 0);
+  }
   State state;
   Reader reader(blobs);
   all.at("control_count").get_to(state.control_count);
@@ -170,6 +177,7 @@ State State::from_json(const json& all, std::string_view blobs) {
     state.count(*record, 1);
     state.unsubmitted.push_back(record->text("id"));
   }
+  ISOGRAD_INVARIANT(reader.at_end(), "bodies that nothing names");
   return state;
 }
 

@@ -140,7 +140,7 @@ struct State {
   std::int64_t metadata_bytes(const std::string& tenant) const;  // what its clients said of their things
   // All but the engine's files; `blob` takes bodies, in order.
   nlohmann::json to_json(const std::function<void(std::string_view)>& blob) const;
-  static State from_json(const nlohmann::json& json, std::string_view blobs);
+  static State from_json(nlohmann::json json, std::string_view blobs);
 };
 
 double seconds_now();      // since 1970
