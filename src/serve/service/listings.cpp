@@ -265,7 +265,8 @@ std::string Service::metrics(const std::string& tenant) const {
     for (const char* name : {"grad_norm", "denominator"})
       if (const auto found = model.last.find(name); found != model.last.end()) line(name, found->second);
   }
-  for (const auto& [id, sampler] : state_.samplers) samplers += sampler.open && sees(tenant, sampler.tenant);
+  for (const auto& [id, sampler] : state_.samplers)
+    samplers += sampler.in_engine() && sees(tenant, sampler.tenant);
   std::int64_t sessions = 0;
   for (const auto& [id, session] : state_.sessions)
     sessions += !session.ended && session.finished.empty() && sees(tenant, session.tenant);

@@ -185,7 +185,7 @@ Service::Turn Service::choose(State::Model*& best) {
     share.was_ready = true;
     if (!best || share.seconds < shares_[best->tenant].seconds) best = model;
   }
-  if (!state_.samples.empty() && (!best || !sampled_last_)) {
+  if (!(submitted_.empty() && state_.unsubmitted.empty()) && (!best || !sampled_last_)) {
     sampled_last_ = true;
     return Turn::kSampling;
   }
@@ -599,16 +599,16 @@ void Service::sample(Lock& lock) {
   bool alone = std::any_of(submitted_.begin(), submitted_.end(), died);
   std::deque<std::string> later;
   for (; !alone && !state_.unsubmitted.empty(); state_.unsubmitted.pop_front()) {
-    const auto found = state_.samples.find(state_.unsubmitted.front());
-    if (found == state_.samples.end()) continue;  // a replay has completed it
-    const State::Sampler& sampler = state_.samplers.at(found->second->text("sampler"));
+    const std::string& id = state_.unsubmitted.front();
+    const Accepted& record = state_.samples.at(id);
+    const State::Sampler& sampler = state_.samplers.at(record->text("sampler"));
     if (!sampler.open && !sampler.closed && sampler.failure.empty()) {  // a control opens it
-      later.push_back(found->first);
+      later.push_back(id);
       continue;
     }
-    alone = died(found->first);
+    alone = died(id);
     if (alone && !(submitted_.empty() && asked.empty())) break;
-    asked.push_back(found->second);
+    asked.push_back(record);
   }
   state_.unsubmitted.insert(state_.unsubmitted.begin(), later.begin(), later.end());
   lock.unlock();
@@ -739,7 +739,7 @@ void Service::apply(const Accepted& accepted, Outcome& outcome, double time) {
   }
   for (const std::string& name : outcome.closed) {
     State::Sampler& sampler = state_.samplers.at(name);
-    if (sampler.open) engine_.close_sampler(name);
+    if (sampler.in_engine()) engine_.close_sampler(name);
     sampler.open = false, sampler.closed = true;
   }
   if (kind == "control" || kind == "sampler") {
@@ -873,7 +873,8 @@ void Service::end_sessions(double now) {
     if (session.finished.empty() && now - session.seen < options_.session_seconds) continue;
     bool busy = false;
     for (const auto& [name, model] : state_.models) busy |= model.session == id && model.ready();
-    for (const auto& [name, sampler] : state_.samplers) busy |= sampler.session == id && sampler.waiting > 0;
+    for (const auto& [name, sampler] : state_.samplers)
+      busy |= sampler.session == id && sampler.waiting > 0 && sampler.absent.empty();
     if (busy) continue;
     LogRecord record =
         new_record("control", fmt::format("control:{}", state_.control_count), session.tenant, "");

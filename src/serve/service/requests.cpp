@@ -598,7 +598,8 @@ HttpReply Service::submit_sample(const HttpRequest& request, const std::string& 
       throw Refusal{
           404, fmt::format("sampler {} was closed: it was the longest unused of {}, or its session is over",
                            asked.sampler, most("samplers"))};
-    if (!sampler.failure.empty()) throw Refusal{400, sampler.failure};
+    for (const std::string& why : {sampler.absent, sampler.failure})
+      if (!why.empty()) throw Refusal{400, why};
     check_room(tenant, &State::Use::samples, request.body.size());
     check_results(tenant);
     if (const auto session = state_.sessions.find(sampler.session); session != state_.sessions.end())
@@ -645,8 +646,11 @@ Service::OptionalReply Service::retrieve(const std::string& id, const std::strin
   State::Future& future = found->second;
   future.fetched = future.done;
   const auto model = state_.models.find(id.substr(0, id.rfind(":op:")));
-  if (!future.done && model != state_.models.end() && !model->second.absent.empty())
-    return json_reply(tinker::failure_reply(model->second.absent, "user"));
+  const auto sampler = state_.samplers.find(id.substr(0, id.rfind(':')));
+  const std::string absent = model != state_.models.end()       ? model->second.absent
+                             : sampler != state_.samplers.end() ? sampler->second.absent
+                                                                : "";
+  if (!future.done && !absent.empty()) return json_reply(tinker::failure_reply(absent, "user"));
   if (future.done) return HttpReply{.type = future.type, .body = *future.body};
   const double deadline = seconds_now() + options_.poll_seconds;
   future.polls.push_back({deadline, std::move(respond)});

@@ -834,17 +834,29 @@ TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
   client.forward_backward(forward_backward_body(model, 1, 3, 2));
   client.result(client.step(model, 2));
   const json saved = client.value(client.operation("save_weights", model, 3, {{"path", "kept"}}));
-  const json sampler =
-      client.value(client.operation("save_weights_for_sampler", model, 4, {{"sampling_session_seq_id", 0}}));
+  const std::string sampler = client.sampler(model, 4);
+  const std::string bare =
+      client.sure("create_sampling_session", {{"session_id", client.session},
+                                              {"sampling_session_seq_id", 9},
+                                              {"base_model", "toy/base"}})["sampling_session_id"];
+  const auto sample = [&](const std::string& of, int sequence) {
+    json ask = sampling(of, sequence);
+    ask["sampling_params"]["seed"] = 5;
+    return client.post("asample", ask);
+  };
+  const auto id_in = [](const HttpReply& reply) { return json::parse(reply.body).value("request_id", ""); };
+  const std::string told = client.result(id_in(sample(sampler, 0))).body,
+                    told_bare = client.result(id_in(sample(bare, 0))).body;
+  EXPECT_NE(told, told_bare);
   const std::string whole = client.create(5, {{"rank", 0}});
   const std::string waits = client.step(model, 6);  // behind a hole
-  const auto start_on = [&](const std::string& digest, bool killed) {
+  const auto start_on = [&](const std::string& digest, bool killed, bool computes = true) {
     const fs::path copy = folder.path / "copy";
     if (killed) fs::copy(options.state, copy, fs::copy_options::recursive);
     running.reset();
     if (killed) fs::remove_all(options.state), fs::rename(copy, options.state);
     engine = {}, engine.set_digest(digest);
-    running.emplace(options, engine);
+    running.emplace(options, engine, computes);
     const std::string session = std::exchange(client, Client(running->transport())).session;
     client.session = session;
   };
@@ -852,18 +864,27 @@ TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
     for (const char* part : {"found", "digest two", "expected", "digest one", "Put them back"})
       EXPECT_NE(reply.body.find(part), std::string::npos) << reply.body;
   };
-  start_on("two", false);
-  EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)).status,
-            400);
-  refused(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)));
-  refused(client.result(waits));
-  refused(client.post("asample", sampling(sampler["sampling_session_id"], 1)));
-  client.forward_backward(forward_backward_body(whole, 1, 1, 2));
-  EXPECT_EQ(client.value(client.step(whole, 2))["metrics"]["datums"], 2);
-  const std::string fresh = client.create(6);
-  refused(client.result(client.operation("load_weights", fresh, 1, {{"path", saved["path"]}})));
-  // The right base again: nothing of the model is lost, nor what waited.
+  start_on("one", false, false);
+  const std::string late_sample = id_in(sample(sampler, 1));  // accepted alone
+  for (int start = 0; start < 2; ++start) {
+    start_on("two", false);
+    EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)).status,
+              400);
+    refused(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 5, 1, 1)));
+    refused(client.result(waits));
+    refused(client.result(late_sample));
+    refused(sample(sampler, 2)), refused(sample(bare, 2));
+    EXPECT_TRUE(engine.samplers.empty());
+    client.forward_backward(forward_backward_body(whole, 1 + 2 * start, 1, 2));
+    EXPECT_EQ(client.value(client.step(whole, 2 + 2 * start))["metrics"]["datums"], 2);
+    const std::string fresh = client.create(10 + start);
+    refused(client.result(client.operation("load_weights", fresh, 1, {{"path", saved["path"]}})));
+  }
+  // The right base again: nothing of the model and the samplers is lost, nor what waited.
   start_on("one", false);
+  EXPECT_EQ(client.result(late_sample).body, told);
+  EXPECT_EQ(client.result(id_in(sample(sampler, 2))).body, told);
+  EXPECT_EQ(client.result(id_in(sample(bare, 2))).body, told_bare);
   client.forward_backward(forward_backward_body(model, 5, 9, 3));
   const json metrics = client.value(waits)["metrics"];
   EXPECT_EQ(metrics["datums"], 3);

@@ -157,10 +157,8 @@ void Service::restore() {
         print(stderr, fmt::format("{}\n", printable(model.absent)));
     }
     for (auto& [id, sampler] : state_.samplers) {
-      if (!sampler.open) continue;
-      sampler.failure = other_base(id, sampler.base, sampler.digest);
-      sampler.open = sampler.failure.empty();
-      if (sampler.open) engine_.load_sampler(id, snapshot_folders_[id].second);
+      if (sampler.open) sampler.absent = other_base(id, sampler.base, sampler.digest);
+      if (sampler.in_engine()) engine_.load_sampler(id, snapshot_folders_[id].second);
     }
     for (std::size_t i = 0; i + 1 < numbers.size(); ++i)
       fs::remove_all(snapshot_path(folder_.path(), numbers[i]));
@@ -173,6 +171,12 @@ void Service::restore() {
       });
   replaying_ = false;
   engine_seconds_ = 0;  // counts turns alone
+  // The replay has completed some; others wait for the base of their sampler.
+  std::erase_if(state_.unsubmitted, [&](const std::string& id) {
+    const auto found = state_.samples.find(id);
+    return found == state_.samples.end() ||
+           !state_.samplers.at(found->second->text("sampler")).absent.empty();
+  });
   if (died_in == kSamples) {
     // A sample that already has a death runs alone, so it was not in the pass that died: its count stays.
     for (const auto& [id, sample] : state_.samples) deaths_.emplace(id, 1);
@@ -350,7 +354,7 @@ void Service::begin_snapshot(Lock& lock) {
         engine_.save(id, Engine::Save::kTraining, made.folder->directory() / part->name);
       }
     for (const auto& [id, sampler] : made.state.samplers)
-      if (Snapshot::Part* const part = sampler.open ? add(id, -1, true) : nullptr)
+      if (Snapshot::Part* const part = sampler.open ? add(id, -1, sampler.in_engine()) : nullptr)
         part->write = engine_.saving_sampler(id);
     made.written = std::async(std::launch::async, [this, &made] { write(made); });
   } catch (...) {

@@ -95,10 +95,13 @@ struct State {
 
   struct Sampler {
     std::string tenant{}, session{}, base{}, path{}, digest{};
+    std::string absent{};               // as a model's
     bool open = false, closed = false;  // the engine has it; it will never have it again
     std::string failure{};
     double used = 0;
     std::int64_t waiting = 0;  // samples
+
+    bool in_engine() const { return open && absent.empty(); }
   };
 
   struct Saved {
