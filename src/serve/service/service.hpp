@@ -215,6 +215,8 @@ class Service {
     begin_snapshot(lock);
     return end_snapshot(lock);
   }
+  // Files of checkpoints that expired, or that a power cut left without the request that made them.
+  void remove_unlisted(Lock& lock);
   using Folders = std::map<std::string, std::pair<std::int64_t, std::filesystem::path>>;
   struct Snapshot {
     std::uint64_t number = 0, position = 0;
@@ -227,10 +229,9 @@ class Service {
     std::vector<Part> parts{};
     Folders folders{};
     std::unique_ptr<WholeFolder> folder{};
-    // These are put back if it cannot be written; expired files go once it is.
+    // These are put back if it cannot be written.
     std::set<std::string> loaded{};
     double work = 0;
-    std::vector<CheckpointInfo> expired{};
     double seconds = 0;           // of writing it
     std::future<void> written{};  // the last, whose end waits for the thread
     bool is_over() const { return written.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }

@@ -1187,13 +1187,92 @@ TEST_F(ServiceTest, AJournalThatLostItsEndGoesOnFromTheSnapshot) {
   }
 }
 
-TEST_F(ServiceTest, ExpiredFilesThatNobodyListsAreRemovedAtTheStart) {
+// A power cut may lose the end of the journal and keep files: the journal is cut behind every record.
+TEST_F(ServiceTest, CheckpointsWhoseRequestWasLostAreRemovedAndNoOthers) {
+  serve();
+  client.save(model, 1, "kept");
+  client.save(model, 2, "deleted");
+  const std::string url = "/api/v1/training_runs/" + model + "/checkpoints/weights/";
+  EXPECT_EQ(client.call("DELETE", url + "deleted").status, 200);
+  serve();  // behind a snapshot
+  client.forward_backward(forward_backward_body(model, 3, 1, 2));
+  const std::string step = client.step(model, 4), late = client.save(model, 5, "late");
+  const json expected = client.value(step);
+  client.save(model, 6, "deleted");
+  EXPECT_EQ(client.value(client.operation("save_weights", model, 7, {{"path", "kept"}, {"overwrite", true}}))
+                .value("type", ""),
+            "save_weights");
+  kill();
+  const fs::path sound = folder.path / "sound", checkpoints = options.state / "checkpoints";
+  fs::rename(options.state, sound);
+  std::vector<std::size_t> ends{24};  // a header, then records behind 16 bytes each
+  std::vector<LogRecord> records;
+  {
+    fs::copy_file(sound / "journal", folder.path / "journal");
+    const Journal journal(folder.path / "journal", [&](std::uint64_t, std::string_view text) {
+      ends.push_back(ends.back() + 16 + text.size());
+      records.push_back(LogRecord::decode(text));
+    });
+  }
+  ASSERT_EQ(ends.back(), fs::file_size(sound / "journal"));
+  ASSERT_EQ(records.size(), 10u);
+  CheckpointInfo info;
+  info.run = model, info.kind = "weights";
+  for (std::size_t cut = 0; cut < ends.size(); ++cut) {
+    running.reset();
+    fs::remove_all(options.state);
+    fs::copy(sound, options.state, fs::copy_options::recursive);
+    fs::resize_file(options.state / "journal", ends[cut]);
+    fs::create_directory(checkpoints / (info.run + "~weights~mine"));  // not a server's
+    std::set<std::string> accepted;
+    for (std::size_t i = 0; i < cut; ++i) accepted.insert(records[i].text("id"));
+    serve(false);
+    const auto there = [&](const char* name) {
+      info.name = name;
+      return fs::exists(CheckpointStore(checkpoints).directory(info));
+    };
+    EXPECT_TRUE(there("kept")) << cut;
+    EXPECT_TRUE(fs::exists(checkpoints / (info.run + "~weights~mine"))) << cut;
+    EXPECT_EQ(there("late"), accepted.contains(model + ":op:5")) << cut;
+    EXPECT_EQ(there("deleted"), accepted.contains(model + ":op:6")) << cut;
+    serve();
+    EXPECT_EQ(client.load(1, "tinker://" + model + "/weights/kept")["type"], "load_weights");
+    if (!accepted.contains(model + ":op:5")) continue;
+    EXPECT_EQ(client.value(step), expected) << cut;
+    EXPECT_EQ(client.value(model + ":op:5")["path"], late) << cut;
+    EXPECT_EQ(client.load(2, late)["type"], "load_weights") << cut;
+  }
+}
+
+TEST_F(ServiceTest, FilesThatAnExpiredCheckpointLeftAreRemovedAtTheStart) {
+  serve();
+  running.reset();
   CheckpointInfo info;
   info.run = "a:train:0", info.kind = "weights", info.name = "old", info.created = 1, info.expires = 2;
   CheckpointStore store(options.state / "checkpoints");
   store.save(info, false, [](const fs::path&) { return 0; });
   serve();
   EXPECT_FALSE(fs::exists(store.directory(info)));
+}
+
+TEST_F(ServiceTest, AStateFolderWithoutAllOfItsJournalIsRefusedAndKept) {
+  serve();
+  client.save(model, 1, "one");
+  running.reset();
+  const auto refused = [&](const fs::path& missing, const std::string& found) {
+    fs::rename(missing, folder.path / "kept");
+    try {
+      serve(false);
+      ADD_FAILURE() << "started without " << missing;
+    } catch (const ConfigError& error) {
+      EXPECT_NE(std::string(error.what()).find(found), std::string::npos) << error.what();
+    }
+    fs::rename(folder.path / "kept", missing);
+  };
+  refused(options.state / "journal", "no such file");
+  refused(options.state / "snapshot-1", "records from position");
+  serve();
+  EXPECT_EQ(client.load(1, "tinker://" + model + "/weights/one")["type"], "load_weights");
 }
 
 TEST_F(ServiceTest, ADeleteWithoutRoomIsNoErrorThatClientsRepeat) {

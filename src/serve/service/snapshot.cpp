@@ -56,18 +56,13 @@ nlohmann::json parsed_file(const fs::path& file) {
   return std::move(value);
 }
 
-const StateFolder& cleaned(const StateFolder& folder) {
-  WholeFolder::remove_partial(folder.path());
-  return folder;
-}
-
 }  // namespace
 
 Service::Service(ServiceOptions options, Engine& engine)
     : options_(std::move(options)),
       engine_(engine),
       folder_(options_.state),
-      store_(cleaned(folder_).path() / "checkpoints"),
+      store_(folder_.path() / "checkpoints"),
       started_(seconds_now()) {
   restore();
   watcher_ = std::thread([this] { watch(); });
@@ -163,12 +158,21 @@ void Service::restore() {
     for (std::size_t i = 0; i + 1 < numbers.size(); ++i)
       fs::remove_all(snapshot_path(folder_.path(), numbers[i]));
   }
+  // Else checkpoints would be removed that records or a snapshot list which somebody took away.
+  const fs::path journal = folder_.path() / "journal";
+  const auto refuse_gap = [&](const std::string& found, const std::string& expected) {
+    refuse(journal.string(), found, expected, "Restore the state folder from a copy, or name another folder");
+  };
+  if (!fs::exists(journal) && !(numbers.empty() && store_.all().empty()))
+    refuse_gap("no such file", "the journal of the snapshots and checkpoints there");
   replaying_ = true;
   std::int64_t count = 0;
-  journal_ =
-      std::make_unique<Journal>(folder_.path() / "journal", [&](std::uint64_t after, std::string_view text) {
-        if (after > position) replay(text), ++count;
-      });
+  journal_ = std::make_unique<Journal>(journal, [&](std::uint64_t after, std::string_view text) {
+    if (after > position) replay(text), ++count;
+  });
+  if (journal_->begin() > position)
+    refuse_gap(fmt::format("records from position {} on", journal_->begin()),
+               fmt::format("records from the snapshot's position on, {}", position));
   replaying_ = false;
   engine_seconds_ = 0;  // counts turns alone
   // The replay has completed some; others wait for the base of their sampler.
@@ -190,7 +194,6 @@ void Service::restore() {
     journal_->drop_before(position);
   }
   position_at_snapshot_ = position;
-  store_.remove_expired(seconds_now(), loaded_since_);
   // Nobody could ask for a result while there was no server.
   const double now = seconds_now();
   double newest = 0;
@@ -208,6 +211,7 @@ void Service::restore() {
                     count, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
   Lock lock(mutex_);
+  remove_unlisted(lock);
   if (lost_ && !take_snapshot(lock))
     refuse(folder_.path().string(), "no room for a snapshot", "room in the state folder", "Free space there");
   if (fs::exists(folder_.path() / kDeaths)) write_deaths();  // none is left of what was replayed
@@ -306,9 +310,7 @@ void Service::begin_snapshot(Lock& lock) {
   Snapshot& made = *writing_;
   std::erase_if(state_.saved, [&](const auto& entry) {
     const State::Saved& saved = entry.second;
-    const bool old = saved.deleted > 0 && saved.deleted + kKeepDeleted < now;
-    if (saved.deleted == 0 && !saved.exists(now)) made.expired.push_back(saved.info);
-    return old || (saved.deleted == 0 && !saved.exists(now));
+    return saved.deleted > 0 ? saved.deleted + kKeepDeleted < now : !saved.exists(now);
   });
   // Nothing that clients may still name is forgotten.
   std::erase_if(state_.samplers, [&](const auto& entry) {
@@ -412,17 +414,30 @@ bool Service::end_snapshot(Lock& lock) {
   snapshot_number_ = made->number, snapshot_folders_ = std::move(made->folders);
   position_at_snapshot_ = made->position;
   snapshot_seconds_ = made->seconds;
-  std::erase_if(made->expired,
-                [&](const CheckpointInfo& info) { return state_.saved.contains(info.path()); });
-  lock.unlock();
-  try {
-    for (const CheckpointInfo& info : made->expired)
-      if (fs::exists(store_.directory(info))) store_.remove(info);
-  } catch (const std::exception& error) {  // the next start removes them
-    print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
-  }
-  lock.lock();
+  remove_unlisted(lock);
   return true;
+}
+
+void Service::remove_unlisted(Lock& lock) {
+  std::vector<CheckpointInfo> unlisted;
+  for (const auto& [path, info] : store_.all()) {
+    const auto saved = state_.saved.find(path);
+    const auto model = state_.models.find(info.run);
+    const bool listed = saved != state_.saved.end() && saved->second.deleted == 0;
+    // Its operation is done again, or its completion is not known yet.
+    const bool waits = model != state_.models.end() && model->second.waiting.contains(info.operation);
+    if (!listed && !waits) unlisted.push_back(info);
+  }
+  lock.unlock();
+  for (const CheckpointInfo& info : unlisted) try {
+      store_.remove(info);
+      if (info.expires == 0 || info.expires > seconds_now())
+        print(stderr, fmt::format("removed {}, whose request was lost, as after a power cut\n",
+                                  printable(info.path())));
+    } catch (const std::exception& error) {  // the next snapshot tries again
+      print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
+    }
+  lock.lock();
 }
 
 }  // namespace isograd::serve

@@ -145,6 +145,7 @@ CheckpointStore::CheckpointStore(fs::path root) : root_(std::move(root)) {
       if (!fs::is_directory(entry.symlink_status())) refuse_damaged(folder, "no folder");
       CheckpointInfo info = from_json(read_info(folder).at("checkpoint"));
       if (folder_name(info) != folder.filename()) refuse_damaged(folder, "the checkpoint " + info.path());
+      WholeFolder::remove_partial(folder);
       std::string path = info.path();
       by_path_.emplace(std::move(path), std::move(info));
     } catch (const ConfigError& error) {
@@ -196,16 +197,6 @@ void CheckpointStore::check_files(const CheckpointInfo& info) const {
   }
 }
 
-std::vector<CheckpointInfo> CheckpointStore::list(const std::string& tenant, double now) const {
-  std::vector<CheckpointInfo> found;
-  for (const auto& [path, info] : by_path_)
-    if (info.tenant == tenant && !expired(info, now)) found.push_back(info);
-  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
-    return std::pair(b.created, a.path()) < std::pair(a.created, b.path());
-  });
-  return found;
-}
-
 void CheckpointStore::update(const CheckpointInfo& info) {
   const fs::path folder = directory(info);
   if (!by_path_.contains(info.path())) refuse_damaged(folder, "no description that could be read");
@@ -220,13 +211,6 @@ void CheckpointStore::remove(const CheckpointInfo& info) {
   if (::rename(folder.c_str(), doomed.directory().c_str()) != 0) refuse_file("rename", folder, errno);
   fsync_directory(root_);
   by_path_.erase(path);
-}
-
-void CheckpointStore::remove_expired(double now, const std::set<std::string>& kept) {
-  std::vector<CheckpointInfo> old;
-  for (const auto& [path, info] : by_path_)
-    if (expired(info, now) && !kept.contains(path)) old.push_back(info);
-  for (const CheckpointInfo& info : old) remove(info);
 }
 
 }  // namespace isograd::serve

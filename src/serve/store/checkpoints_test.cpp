@@ -37,9 +37,9 @@ auto writes(const std::string& text) {
   };
 }
 
-std::vector<std::string> names(const std::vector<CheckpointInfo>& list) {
+std::vector<std::string> names(const CheckpointStore& store) {
   std::vector<std::string> found;
-  for (const auto& info : list) found.push_back(info.name);
+  for (const auto& [path, info] : store.all()) found.push_back(info.name);
   return found;
 }
 
@@ -131,18 +131,13 @@ TEST_F(Checkpoints, ATakenNameIsRefusedUnlessOverwritten) {
 TEST_F(Checkpoints, ATenantSeesItsOwnAndWhatIsPublic) {
   CheckpointStore store(root());
   store.save(info_of("a", "ann", 1), false, writes("x"));
-  store.save(info_of("b", "ann", 3), false, writes("x"));
-  store.save(info_of("c", "ann", 2), false, writes("x"));
   const std::string path = info_of("a").path();
-  EXPECT_EQ(names(store.list("ann", 5)), (std::vector<std::string>{"b", "c", "a"}));
-  EXPECT_TRUE(store.list("bob", 5).empty());
   EXPECT_EQ(store.find(path, "bob", 5), nullptr);
   CheckpointInfo info = *store.find(path, "ann", 5);
   info.is_public = true;
   store.update(info);
   for (const CheckpointStore& each : {store, CheckpointStore(root())}) {
     EXPECT_NE(each.find(path, "bob", 5), nullptr);
-    EXPECT_TRUE(each.list("bob", 5).empty());
     each.check_files(info);
   }
   EXPECT_EQ(store.find("tinker://0123abcd:train:0/weights/none", "ann", 5), nullptr);
@@ -156,14 +151,42 @@ TEST_F(Checkpoints, ExpireAndAreRemoved) {
   store.save(info, false, writes("x"));
   EXPECT_NE(store.find(info.path(), "ann", 1999), nullptr);
   EXPECT_EQ(store.find(info.path(), "ann", 2000), nullptr);
-  EXPECT_EQ(names(store.list("ann", 2000)), std::vector<std::string>{"a"});
-  store.remove_expired(1999);
-  EXPECT_EQ(entries(), 2);
-  store.remove_expired(2000);
+  EXPECT_EQ(names(store), (std::vector<std::string>{"a", "b"}));
+  store.remove(info);
   EXPECT_EQ(entries(), 1);
   store.remove(*store.find(info_of("a").path(), "ann", 0));
   EXPECT_EQ(entries(), 0);
-  EXPECT_TRUE(CheckpointStore(root()).list("ann", 0).empty());
+  EXPECT_TRUE(CheckpointStore(root()).all().empty());
+}
+
+// The kernel kills the child in the middle of a write.
+TEST_F(Checkpoints, NothingIsLeftOfAnUpdateThatIsKilled) {
+  const CheckpointInfo info = info_of("a");
+  CheckpointStore(root()).save(info, false, writes("hello"));
+  write_file(root() / "notes", "a user's");
+  fs::create_directory(root() / ".mine");
+  const fs::path folder = CheckpointStore(root()).directory(info);
+  const auto in_folder = [&] {
+    return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
+  };
+  const std::ptrdiff_t sound = in_folder();
+  const pid_t child = fork();
+  if (child == 0) {
+    CheckpointStore store(root());
+    const rlimit few{.rlim_cur = 10, .rlim_max = 10};
+    setrlimit(RLIMIT_FSIZE, &few);
+    store.update(info);
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ);
+  EXPECT_EQ(in_folder(), sound + 1);
+  const CheckpointStore store(root());
+  EXPECT_EQ(in_folder(), sound);
+  store.check_files(info);
+  EXPECT_EQ(names(store), std::vector<std::string>{"a"});
+  EXPECT_EQ(entries(), 3);
 }
 
 TEST_F(Checkpoints, DamageIsFound) {
@@ -230,7 +253,7 @@ TEST_F(Checkpoints, AFullDiskLeavesNothing) {
                   HasSubstr("bytes free"));
   }
   EXPECT_EQ(entries(), 1);
-  EXPECT_EQ(names(store.list("ann", 0)), std::vector<std::string>{"a"});
+  EXPECT_EQ(names(store), std::vector<std::string>{"a"});
   store.check_files(info_of("a"));
   store.save(info_of("b"), false, writes(std::string(1500, 'x')));
 }
@@ -273,10 +296,9 @@ TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
     const CheckpointStore store(root());
     ASSERT_TRUE(store.ignored().empty()) << store.ignored()[0];
     ASSERT_NE(store.find(info_of("0").path(), "ann", 0), nullptr) << round;
-    const auto list = store.list("ann", 0);
-    for (const auto& info : list) store.check_files(info);
-    ASSERT_EQ(entries(), static_cast<std::ptrdiff_t>(list.size()));
-    most = std::max(most, list.size());
+    for (const auto& [path, info] : store.all()) store.check_files(info);
+    ASSERT_EQ(entries(), static_cast<std::ptrdiff_t>(store.all().size()));
+    most = std::max(most, store.all().size());
   }
   EXPECT_GT(most, 2u);
 }

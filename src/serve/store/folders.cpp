@@ -62,6 +62,7 @@ StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
     if (::flock(lock_, LOCK_EX | LOCK_NB) != 0)
       refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
              "Stop the other server, or name another folder");
+    WholeFolder::remove_partial(path_);
     check_version(path_ / "VERSION");
     doing_ = map_doing(path_ / "DOING");
   } catch (...) {
@@ -112,10 +113,12 @@ void WholeFolder::commit() {
   if (replaces) fs::remove_all(partial_, error);
 }
 
-void WholeFolder::remove_partial(const fs::path& folder, std::string_view prefix) {
+void WholeFolder::remove_partial(const fs::path& folder) {
   std::vector<fs::path> left;
-  for (const auto& entry : fs::directory_iterator(folder))
-    if (entry.path().filename().string().starts_with(prefix)) left.push_back(entry.path());
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with('.') && name.find(".partial-") != name.npos) left.push_back(entry.path());
+  }
   for (const fs::path& path : left) fs::remove_all(path);
 }
 

@@ -82,13 +82,14 @@ TEST_F(Folders, LeftoversOfAKilledProcessAreRemoved) {
   if (child == 0) {
     const WholeFolder folder(directory_ / "target");
     write_file(folder.directory() / "a", "1");
-    _exit(0);  // without a destructor
+    const AtomicFile file(directory_ / "b");
+    _exit(0);  // without destructors
   }
   waitpid(child, nullptr, 0);
-  write_file(directory_ / "other", "kept");
-  EXPECT_EQ(entries(), 2);
-  WholeFolder::remove_partial(directory_);
-  EXPECT_EQ(entries(), 1);
+  for (const char* kept : {"other", ".partial", "run.partial-1"}) write_file(directory_ / kept, "kept");
+  EXPECT_EQ(entries(), 5);
+  const StateFolder folder(directory_);
+  EXPECT_EQ(entries(), 3 + 3);  // and LOCK, VERSION, DOING
 }
 
 }  // namespace

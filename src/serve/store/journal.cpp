@@ -133,7 +133,6 @@ Journal::Journal(fs::path file, const std::function<void(std::uint64_t, std::str
     : impl_(std::make_unique<Impl>(std::move(file))) {
   Impl& impl = *impl_;
   std::error_code error;
-  WholeFolder::remove_partial(impl.file.parent_path(), "." + impl.file.filename().string() + ".partial-");
   if (!fs::exists(fs::symlink_status(impl.file, error))) write_file(impl.file, header_text(0));
   impl.open();
   std::uint64_t whole = 0, size = 0;
@@ -198,6 +197,11 @@ void Journal::sync() {
 std::uint64_t Journal::position() const {
   const std::scoped_lock held(impl_->mutex);
   return impl_->end;
+}
+
+std::uint64_t Journal::begin() const {
+  const std::scoped_lock held(impl_->mutex);
+  return impl_->base;
 }
 
 void Journal::drop_before(std::uint64_t position) {

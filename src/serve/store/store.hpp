@@ -8,14 +8,14 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace isograd::serve {
 
-// Locks a state folder for one server. ConfigError: in use, of a newer version, not writable.
+// Locks a state folder for one server, and removes what killed ones left half-written in it. ConfigError: in
+// use, of a newer version, not writable.
 class StateFolder {
  public:
   explicit StateFolder(std::filesystem::path path);
@@ -50,6 +50,7 @@ class Journal {
   // A power cut does not lose what was appended before the call. ConfigError: that is not known, because the
   // kernel may have dropped what it could not write, and nothing more is appended: start again.
   void sync();
+  std::uint64_t begin() const;  // the position of its first record
   std::uint64_t position() const;
   // Removes all records before `position` (a snapshot has their effect), which append() returned, or which
   // lies beyond the end, after a power cut. Whole or not at all.
@@ -67,9 +68,9 @@ class WholeFolder {
   ~WholeFolder();                                      // not committed: nothing is left
   WholeFolder(const WholeFolder&) = delete;
   WholeFolder& operator=(const WholeFolder&) = delete;
-  // Removes what killed processes left in the folder of targets (`prefix`: of others, as AtomicFile's). No
-  // other process may be writing there.
-  static void remove_partial(const std::filesystem::path& folder, std::string_view prefix = ".partial-");
+  // Removes what killed processes left in the folder of targets, also of AtomicFiles. No other process may be
+  // writing there.
+  static void remove_partial(const std::filesystem::path& folder);
   const std::filesystem::path& directory() const { return partial_; }
   void commit();
 
@@ -117,10 +118,9 @@ class CheckpointStore {
   const CheckpointInfo* find(const std::string& path, const std::string& tenant, double now) const;
   std::filesystem::path directory(const CheckpointInfo& info) const;
   void check_files(const CheckpointInfo& info) const;  // checksums; ConfigError: damaged
-  std::vector<CheckpointInfo> list(const std::string& tenant, double now) const;  // newest first
-  void update(const CheckpointInfo& info);                                        // expiry, public
+  const std::map<std::string, CheckpointInfo>& all() const { return by_path_; }
+  void update(const CheckpointInfo& info);  // expiry, public
   void remove(const CheckpointInfo& info);
-  void remove_expired(double now, const std::set<std::string>& kept = {});  // kept: paths
 
  private:
   std::filesystem::path root_;
