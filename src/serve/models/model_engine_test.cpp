@@ -514,6 +514,34 @@ TEST_F(ModelEngineTest, SamplersHaveTheWeightsOfTheirTime) {
   }
 }
 
+// Its pages are the calling thread's, whoever still writes its weights. Else the oldest page of another
+// sampler would have to go.
+TEST_F(ModelEngineTest, AClosedSamplerGivesItsPagesBackAtOnce) {
+  const DecoderConfig config = config_of("qwen3");
+  ModelEngineOptions options = this->options(base("qwen3"));
+  options.sampler.page = 4;
+  options.sampler.cache_bytes =  // 5 pages
+      5 * 4 * 2 * config.layers * config.key_value_heads * config.head_dim * std::int64_t{sizeof(double)};
+  ModelEngine engine(options);
+  engine.create("m", request_of(4));
+  engine.open_sampler("oldest", "tiny"), engine.open_sampler("newest", "tiny");
+  engine.open_sampler_of("closed", "m"), engine.remove("m");
+  const auto sampled = [&](const std::string& sampler, std::int64_t first) {  // takes 3 pages and keeps 2
+    Sample request;
+    request.prompt.assign(9, first), request.params.max_tokens = 1;
+    return sample(engine, sampler, request);
+  };
+  EXPECT_EQ(sampled("oldest", 1).cached_prompt_tokens, 0);
+  const SampleResult expected = sampled("closed", 1);
+  const Engine::Write write = engine.saving_sampler("closed");
+  engine.close_sampler("closed");
+  EXPECT_EQ(sampled("newest", 2).cached_prompt_tokens, 0);
+  EXPECT_EQ(sampled("oldest", 1).cached_prompt_tokens, 8);
+  std::async(std::launch::async, [&] { write(folder("closed")); }).get();
+  engine.load_sampler("again", folder("closed"));
+  EXPECT_EQ(sampled("again", 1).sequences[0].tokens, expected.sequences[0].tokens);
+}
+
 TEST_F(ModelEngineTest, SamplesDependOnTheirSeedAlone) {
   const auto engine = this->engine("qwen3");
   engine->open_sampler("s", "tiny");

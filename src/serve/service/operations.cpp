@@ -670,9 +670,12 @@ void Service::release(const std::string& path) {
   if (!loaded_since_.contains(path)) return;
   for (auto& [id, model] : state_.models)
     while (model.progress && !abandoned_) train(lock, model);
+  const std::string problem = abandoned_ ? "the server ends" : take_snapshot(lock);
   // A mistake of nobody; but a client would repeat what is answered as one of the server.
-  if (abandoned_ || !take_snapshot(lock))
-    refuse(path, "a checkpoint that a restart needs, and no room for the snapshot that would replace it",
+  if (!problem.empty())
+    refuse(path,
+           "a checkpoint that a restart needs, and no snapshot that would replace it: " +
+               printable(problem, 500),
            "room in the state folder", "Free space there, and ask again");
 }
 
@@ -788,13 +791,12 @@ void Service::finish_future(const std::string& id, const std::string& type, std:
   future.body = std::make_shared<std::string>(std::move(body));
   state_.use[future.tenant].result_bytes += future.bytes();
   make_room_for_results(future.tenant);
-  results_.emplace_back(time + options_.result_seconds, id);
+  if (!replaying_) results_.emplace_back(time + options_.result_seconds, id);  // else restore() adds all
   future.fetched = polled || replaying_;
 }
 
 // The oldest ones that were fetched go.
 void Service::make_room_for_results(const std::string& tenant) {
-  if (replaying_) return;  // older ones are not in results_ yet
   const std::int64_t& kept = state_.use[tenant].result_bytes;
   for (auto at = results_.begin(); kept >= most("result-bytes") && at != results_.end();) {
     const auto found = state_.futures.find(at->second);

@@ -210,8 +210,9 @@ class Service {
   // A thread writes a snapshot of now; there is one at a time. Only files that the engine can write at
   // once alone are written before it returns.
   void begin_snapshot(Lock& lock);
-  bool end_snapshot(Lock& lock);  // waits for it, if there is one. False: it could not be written
-  bool take_snapshot(Lock& lock) {
+  // Waits for it, if there is one. Returns why it could not be written; empty: it was.
+  std::string end_snapshot(Lock& lock);
+  std::string take_snapshot(Lock& lock) {
     begin_snapshot(lock);
     return end_snapshot(lock);
   }

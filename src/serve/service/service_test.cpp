@@ -445,15 +445,17 @@ void wait_for(const Client& client, const std::string& model, std::int64_t next)
   ADD_FAILURE() << "operation " << next - 1 << " of " << model << " is not complete";
 }
 
+// A pass whose result takes about 1100 bytes.
+std::string forward(const std::string& model, std::int64_t sequence) {
+  std::string body = forward_backward_body(model, sequence, 1, 2, 100);
+  protozero::pbf_writer(body).add_bool(6, true);
+  return body;
+}
+
 // The oldest fetched results make room; where there are none, requests are refused until some are fetched.
 TEST_F(ServiceTest, BytesOfResultsAreLimited) {
   options.limits["result-bytes"] = 4000;
   serve();
-  const auto forward = [](const std::string& of, std::int64_t sequence) {
-    std::string body = forward_backward_body(of, sequence, 1, 2, 100);
-    protozero::pbf_writer(body).add_bool(6, true);
-    return body;
-  };
   std::vector<std::string> ids;
   for (std::int64_t i = 1; i <= 8; ++i) {
     ids.push_back(client.forward_backward(forward(model, i)));
@@ -497,6 +499,24 @@ TEST_F(ServiceTest, BytesOfResultsAreLimited) {
   const std::string from = client.model_of(2);
   client.forward_backward(forward_backward_body(from, 1, 5, 1));
   EXPECT_EQ(client.value(client.step(from, 2))["metrics"]["datums"], 3);
+}
+
+// A snapshot has older ones than those that a replay computes again.
+TEST_F(ServiceTest, TheOldestResultsMakeRoomAfterAReplayToo) {
+  options.limits["result-bytes"] = 4000;  // of three
+  serve();
+  std::vector<std::string> ids;
+  const auto compute = [&] {
+    ids.push_back(client.forward_backward(forward(model, std::ssize(ids) + 1)));
+    EXPECT_EQ(client.result(ids.back()).type, tinker::kProtobuf);
+  };
+  compute(), compute();
+  serve();  // behind a snapshot
+  compute(), compute();
+  kill(), serve();
+  compute();
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    EXPECT_EQ(client.result(ids[i]).status, i < 2 ? 410 : 200) << i;
 }
 
 TEST_F(ServiceTest, BytesOfDumpsAreLimited) {
@@ -826,6 +846,60 @@ TEST_F(ServiceTest, OperationsGoOnWhileASnapshotIsWritten) {
   EXPECT_GT(other.calls.size(), 3u);
   const json expected = steps(client, 10, 12);
   EXPECT_EQ(steps(Client(second.transport()), 10, 12), expected);
+}
+
+// Calls that would change what is written wait until it is, or cannot be, as engine.hpp says.
+struct WaitingEngine : ToyEngine {
+  Write saving(const std::string& model) override {
+    const auto reader = std::make_shared<int>();
+    readers[model] = reader;
+    return [this, reader, write = ToyEngine::saving(model)](const fs::path& directory) {
+      for (int i = 0; breaks && !waiting && i < 5000; ++i) std::this_thread::sleep_for(kMoment);
+      if (breaks) throw std::runtime_error("the disk is broken");
+      write(directory);
+    };
+  }
+  ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override {
+    const auto& reader = readers[model];
+    waiting = !reader.expired();
+    for (int i = 0; !reader.expired() && i < 10000; ++i) std::this_thread::sleep_for(kMoment);
+    if (!reader.expired()) throw std::runtime_error("nobody writes the snapshot any more");
+    return ToyEngine::forward_backward(model, request);
+  }
+  static constexpr std::chrono::milliseconds kMoment{1};
+  std::map<std::string, std::weak_ptr<int>> readers{};
+  std::atomic<bool> breaks = false, waiting = false;
+};
+
+TEST_F(ServiceTest, AnExceptionOfTheWriterFreesWhatWaitsForIt) {
+  WaitingEngine waiting;
+  waiting.breaks = true, waiting.datum_time = std::chrono::milliseconds(15);
+  options.snapshot_least = 0.2, options.snapshot_share = 1e9;
+  std::optional<Running> broken;
+  broken.emplace(options, waiting);
+  client = Client(broken->transport());
+  client.start();
+  const std::string first = client.create(0), second = client.create(1);
+  std::string pass = forward_backward_body(first, 1, 1, 20);  // a snapshot is due behind it
+  protozero::pbf_writer(pass).add_bool(6, true);
+  client.result(client.forward_backward(pass));
+  // Writing the first model fails, and the second one is not written.
+  const HttpReply reply = client.result(client.forward_backward(forward_backward_body(second, 1, 1, 2)));
+  EXPECT_EQ(reply.type, tinker::kProtobuf) << reply.body;
+  EXPECT_TRUE(waiting.waiting);
+  EXPECT_EQ(client.value(client.step(second, 2))["metrics"]["datums"], 2);
+  // An operation that needs a snapshot says why there is none.
+  EXPECT_EQ(client.load(2, client.save(second, 3, "one"))["type"], "load_weights");
+  const json refused =
+      client.value(client.operation("save_weights", second, 4, {{"path", "one"}, {"overwrite", true}}));
+  EXPECT_NE(refused.value("error", "").find("the disk is broken"), std::string::npos) << refused;
+  waiting.breaks = false;
+  client.save(second, 5, "two");
+  broken.reset();
+  serve();  // from a snapshot
+  EXPECT_TRUE(fs::exists(options.state / "snapshot-1"));
+  client.forward_backward(forward_backward_body(second, 6, 1, 2));
+  EXPECT_EQ(client.value(client.step(second, 7))["metrics"]["steps"], 2);
 }
 
 TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {

@@ -212,8 +212,9 @@ void Service::restore() {
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
   Lock lock(mutex_);
   remove_unlisted(lock);
-  if (lost_ && !take_snapshot(lock))
-    refuse(folder_.path().string(), "no room for a snapshot", "room in the state folder", "Free space there");
+  if (const std::string problem = lost_ ? take_snapshot(lock) : ""; !problem.empty())
+    refuse(folder_.path().string(), "no snapshot of what was lost: " + printable(problem, 500),
+           "room in the state folder", "Free space there");
   if (fs::exists(folder_.path() / kDeaths)) write_deaths();  // none is left of what was replayed
 }
 
@@ -397,8 +398,8 @@ void Service::write(Snapshot& made) {
   changed_.notify_all();
 }
 
-bool Service::end_snapshot(Lock& lock) {
-  if (!writing_) return true;
+std::string Service::end_snapshot(Lock& lock) {
+  if (!writing_) return "";
   lock.unlock();  // so that requests are answered meanwhile
   writing_->written.wait();
   lock.lock();
@@ -409,13 +410,13 @@ bool Service::end_snapshot(Lock& lock) {
     print(stderr, fmt::format("no snapshot was written: {}\n", printable(error.what())));
     snapshot_after_ = seconds_now() + 10;
     loaded_since_.merge(made->loaded), work_since_ += made->work;
-    return false;
+    return error.what();
   }
   snapshot_number_ = made->number, snapshot_folders_ = std::move(made->folders);
   position_at_snapshot_ = made->position;
   snapshot_seconds_ = made->seconds;
   remove_unlisted(lock);
-  return true;
+  return "";
 }
 
 void Service::remove_unlisted(Lock& lock) {
