@@ -11,6 +11,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "fuzz/readers.hpp"
+#include "serve/http/request.hpp"
 #include "serve/service/service_testing.hpp"
 #include "serve/wire/tinker.hpp"
 #include "serve/wire/wire_testing.hpp"
@@ -60,6 +61,25 @@ void look_at_pass(const serve::ForwardBackward& request) {
   }
 }
 
+// A body that is too large comes in pieces of any length. A sound object is kept with what is short in it.
+void look_at_short_parts(const std::string& text) {
+  for (const bool json : {true, false}) {
+    serve::ShortParts whole(json), bytes(json);
+    whole.add(text);
+    for (const char& byte : text) bytes.add({&byte, 1});
+    const std::string kept = whole.body();
+    if (kept != bytes.body()) throw std::logic_error("other short parts, byte by byte: " + kept);
+    if (kept.size() > (json ? 18 : 68) * 1024) throw std::logic_error("short parts that are not short");
+    const auto all = parse_json(text), parts = parse_json(kept);
+    const bool ends_early = text.find('\0') != text.npos;  // there the parser stops
+    if (!json || !all.problem.empty() || ends_early) continue;
+    if (!parts.problem.empty()) throw std::logic_error(parts.problem + " in the short parts " + kept);
+    for (const auto& [key, value] : parts.value.items())
+      if (all.value.at(key) != value) throw std::logic_error("another " + key + " in the short parts");
+    if (text.size() < 1024 && parts.value != all.value) throw std::logic_error("short parts are missing");
+  }
+}
+
 const std::map<std::string, Body>& bodies() {
   const auto hex = serve::wire_testing::bytes_of_hex;
   const auto pass = [](const std::string& body) { look_at_pass(tinker::forward_backward(body).body); };
@@ -68,7 +88,7 @@ const std::map<std::string, Body>& bodies() {
       {"pass", {hex(serve::wire_testing::kPpo), pass, "forward_backward"}},
       {"older_pass", {hex(serve::wire_testing::kOlder), pass, "forward_backward"}},
       {"create_session",
-       {R"({"tags":["a"],"user_metadata":{"a":1},"sdk_version":"0.38.0","display_name":"x"})",
+       {R"({"tags":["a"],"user_metadata":{"a":1},"sdk_version":"0.38.0","display_name":"x\",{\\"})",
         by(tinker::create_session)}},
       {"session_heartbeat", {R"({"session_id":"@@"})", by(tinker::heartbeat)}},
       {"finish",
@@ -172,6 +192,7 @@ void read(const fs::path& file) {
   static Answering& service =
       *new Answering(file.parent_path().parent_path() / ("answering-" + std::to_string(::getpid())));
   const std::string name = file.filename(), text = read_file(file);
+  look_at_short_parts(text);
   const Body& body = bodies().at(name);
   const serve::HttpReply reply = service.ask(body.path.empty() ? name : body.path, text, body.of_xorl);
   if (reply.status >= 500 || (!reply.body.empty() && !parse_json(reply.body).problem.empty()))
