@@ -102,7 +102,6 @@ void ModelEngine::load(const std::string& model, const fs::path& directory, bool
   for (const auto& [key, value] : metadata) saved.created.metadata[key] = value;
   add(model, saved, directory, optimizer);
 }
-CreateModel ModelEngine::describe(const fs::path& directory) const { return read_saved(directory).created; }
 
 void ModelEngine::open_sampler(const std::string& sampler, const std::string& base) {
   open(sampler, std::make_shared<FixedWeights>(this->base(base), nullptr));

@@ -49,7 +49,6 @@ class ModelEngine : public Engine {
   Write saving_sampler(const std::string& sampler) override;
   void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
             const std::map<std::string, std::string>& metadata) override;
-  CreateModel describe(const std::filesystem::path& directory) const override;
 
   void open_sampler(const std::string& sampler, const std::string& base) override;
   void open_sampler_of(const std::string& sampler, const std::string& model) override;

@@ -14,6 +14,7 @@
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "model/safetensors.hpp"
+#include "serve/models/fixed_weights.hpp"
 #include "serve/models/plain_testing.hpp"
 
 namespace isograd::serve {
@@ -166,7 +167,7 @@ TEST_F(ModelEngineTest, SavedModelsGoOnWithTheSameBits) {
         }
         EXPECT_TRUE(same_bits(weights(*again, "with"), weights(*engine, "m"))) << dtype << rank << open;
         EXPECT_FALSE(same_bits(weights(*again, "without"), weights(*engine, "m")));
-        const CreateModel described = again->describe(saved);
+        const CreateModel described = read_saved(saved).created;
         EXPECT_EQ(described.base, "tiny");
         EXPECT_EQ(described.lora.rank, rank);
         EXPECT_EQ(described.metadata.at("isograd.normalise"), "tokens");
@@ -429,7 +430,7 @@ TEST_F(ModelEngineTest, BadModelsAreRefused) {
   EXPECT_THAT(message_of([&] { narrow->load("y", folder("training"), true, {}); }), HasSubstr("float64"));
   narrow->load("y", folder("training"), false, {});
   write_file(folder("training") / "isograd.json", "{\"format\": 1}");
-  EXPECT_THAT(message_of([&] { engine->describe(folder("training")); }), HasSubstr("base"));
+  EXPECT_THAT(message_of([&] { engine->load("y", folder("training"), false, {}); }), HasSubstr("base"));
 }
 
 // ---- samplers ----

@@ -63,8 +63,6 @@ class Engine {
   // ones.
   virtual void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,
                     const std::map<std::string, std::string>& metadata) = 0;
-  // Base and shape of saved weights, to be listed and checked.
-  virtual CreateModel describe(const std::filesystem::path& directory) const = 0;
 
   // ---- samplers: weights that do not change any more ----
   virtual void open_sampler(const std::string& sampler, const std::string& base) = 0;

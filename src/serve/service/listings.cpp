@@ -246,70 +246,68 @@ bool sees(const std::string& tenant, const std::string& owner) {
 
 }  // namespace
 
+// The status as Prometheus' text.
 std::string Service::metrics(const std::string& tenant) const {
-  const Lock lock(mutex_);
-  std::string text;
-  std::int64_t models = 0, samplers = 0;
-  for (const auto& [id, model] : state_.models) {
-    if (model.gone || !sees(tenant, model.tenant)) continue;
-    const std::string of =
-        fmt::format("{{model=\"{}\",tenant=\"{}\"}}", label(model.id), label(model.tenant));
-    const auto line = [&](const char* name, double value) {
-      text += fmt::format("isograd_{}{} {}\n", name, of, value);
-    };
-    models += 1;
-    line("steps_total", static_cast<double>(model.steps)),
-        line("tokens_total", static_cast<double>(model.tokens));
-    line("compute_seconds_total", model.seconds), line("queue", static_cast<double>(model.waiting.size()));
-    line("failed", model.failure.empty() ? 0 : 1);
+  const nlohmann::json all = status(tenant);
+  std::string text, of;
+  const auto line = [&](const std::string& name, const nlohmann::json& value) {
+    text += fmt::format("isograd_{}{} {}\n", name, of, value.dump());
+  };
+  for (const nlohmann::json& model : all["models"]) {
+    of = fmt::format("{{model=\"{}\",tenant=\"{}\"}}", label(model["model"]), label(model["tenant"]));
+    line("steps_total", model["steps"]), line("tokens_total", model["tokens"]);
+    line("compute_seconds_total", model["seconds"]), line("queue", model["queue"]);
+    line("failed", model["failure"] == "" ? 0 : 1);
     for (const char* name : {"grad_norm", "denominator"})
-      if (const auto found = model.last.find(name); found != model.last.end()) line(name, found->second);
+      if (model["last"].contains(name)) line(name, model["last"][name]);
   }
-  for (const auto& [id, sampler] : state_.samplers)
-    samplers += sampler.in_engine() && sees(tenant, sampler.tenant);
-  std::int64_t sessions = 0;
-  for (const auto& [id, session] : state_.sessions)
-    sessions += !session.ended && session.finished.empty() && sees(tenant, session.tenant);
-  text += fmt::format("isograd_models {}\nisograd_samplers {}\nisograd_sessions {}\n", models, samplers,
-                      sessions);
-  if (!sees(tenant, "")) return text;
-  text += fmt::format("isograd_samples_waiting {}\n", state_.samples.size());
-  text += fmt::format("isograd_journal_bytes {}\nisograd_snapshots_total {}\nisograd_snapshot_seconds {}\n",
-                      journal_->position() - position_at_snapshot_, snapshot_number_, snapshot_seconds_);
-  const double engine = engine_seconds_, own = busy_seconds_ - engine;
-  return text + fmt::format(
-                    "isograd_engine_seconds_total {}\nisograd_own_seconds_total {}\n"
-                    "isograd_uptime_seconds {}\n",
-                    engine, own, seconds_now() - started_);
+  of = "";
+  line("models", all["models"].size());
+  for (const auto& [name, value] : all.items()) {
+    const bool counts = name == "snapshots" || name == "engine_seconds" || name == "own_seconds";
+    if (value.is_number()) line(counts ? name + "_total" : name, value);
+  }
+  return text;
 }
 
-std::string Service::status(const std::string& tenant) const {
+nlohmann::json Service::status(const std::string& tenant) const {
+  using nlohmann::json;
   const Lock lock(mutex_);
-  nlohmann::json all{{"uptime_seconds", seconds_now() - started_},
-                     {"bases", nlohmann::json::array()},
-                     {"models", nlohmann::json::array()},
-                     {"tenants", nlohmann::json::object()}};
+  const auto of_sampler = [&](const auto& entry) {
+    return entry.second.in_engine() && sees(tenant, entry.second.tenant);
+  };
+  const auto of_session = [&](const auto& entry) {
+    const State::OpenSession& session = entry.second;
+    return !session.ended && session.finished.empty() && sees(tenant, session.tenant);
+  };
+  json all{{"uptime_seconds", seconds_now() - started_},
+           {"bases", json::array()},
+           {"models", json::array()},
+           {"samplers", std::ranges::count_if(state_.samplers, of_sampler)},
+           {"sessions", std::ranges::count_if(state_.sessions, of_session)},
+           {"tenants", json::object()}};
+  const double engine = engine_seconds_, own = busy_seconds_ - engine;
   if (sees(tenant, ""))
     all.update({{"samples_waiting", state_.samples.size()},
                 {"journal_bytes", journal_->position() - position_at_snapshot_},
-                {"snapshots", snapshot_number_}});
+                {"snapshots", snapshot_number_},
+                {"snapshot_seconds", snapshot_seconds_},
+                {"engine_seconds", engine},
+                {"own_seconds", own}});
   for (const BaseModel& base : engine_.bases()) all["bases"].push_back(base.name);
-  for (const auto& [id, model] : state_.models) {
-    if (model.gone || !sees(tenant, model.tenant)) continue;
-    nlohmann::json last = nlohmann::json::object();
-    for (const auto& [name, value] : model.last) last[name] = value;
-    all["models"].push_back({{"model", id},
-                             {"tenant", model.tenant},
-                             {"base", model.request.base},
-                             {"rank", model.request.lora.rank},
-                             {"steps", model.steps},
-                             {"tokens", model.tokens},
-                             {"seconds", model.seconds},
-                             {"queue", model.waiting.size()},
-                             {"next", model.next},
-                             {"failure", model.failure},
-                             {"last", last}});
-  }
+  for (const auto& [id, model] : state_.models)
+    if (!model.gone && sees(tenant, model.tenant))
+      all["models"].push_back({{"model", id},
+                               {"tenant", model.tenant},
+                               {"base", model.request.base},
+                               {"rank", model.request.lora.rank},
+                               {"steps", model.steps},
+                               {"tokens", model.tokens},
+                               {"seconds", model.seconds},
+                               {"queue", model.waiting.size()},
+                               {"next", model.next},
+                               {"failure", model.failure},
+                               {"last", model.last}});
   for (const auto& [owner, share] : shares_)
     if (sees(tenant, owner)) all["tenants"][owner]["seconds"] = share.seconds;
   for (const auto& [owner, use] : state_.use)
@@ -318,10 +316,10 @@ std::string Service::status(const std::string& tenant) const {
           {{"request_bytes", use.request_bytes}, {"result_bytes", use.result_bytes}});
   for (const auto& [path, saved] : state_.saved) {
     if (!saved.exists(seconds_now()) || !sees(tenant, saved.info.tenant)) continue;
-    nlohmann::json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];
+    json& bytes = all["tenants"][saved.info.tenant]["checkpoint_bytes"];
     bytes = (bytes.is_null() ? 0 : bytes.get<std::int64_t>()) + saved.info.bytes;
   }
-  return json_text(all);
+  return all;
 }
 
 }  // namespace isograd::serve

@@ -19,31 +19,10 @@ namespace fs = std::filesystem;
 
 constexpr double kLongestTick = 5;  // seconds between two looks of the watching thread
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// Adds the result of the next datums. Keys are "name:reduction".
+// Adds the result of the next datums, whose metrics are sums over them.
 void join(ForwardBackwardResult& all, ForwardBackwardResult piece) {
-  const auto before = static_cast<double>(all.log_probabilities.size());
-  const auto datums = static_cast<double>(piece.log_probabilities.size());
-  for (const auto& [key, value] : piece.metrics) {
-    const auto [found, is_new] = all.metrics.try_emplace(key, value);
-    if (is_new) continue;
-    const std::string reduction = key.substr(key.find(':') + 1);
-    if (reduction == "sum")
-      found->second += value;
-    else if (reduction == "mean")
-      found->second = (found->second * before + value * datums) / (before + datums);
-    else if (reduction == "min")
-      found->second = std::min(found->second, value);
-    else if (reduction == "max")
-      found->second = std::max(found->second, value);
-    else
-      found->second = value;
-  }
-  std::move(piece.log_probabilities.begin(), piece.log_probabilities.end(),
-            std::back_inserter(all.log_probabilities));
+  for (const auto& [key, value] : piece.metrics) all.metrics[key] += value;
+  std::ranges::move(piece.log_probabilities, std::back_inserter(all.log_probabilities));
 }
 
 // Failures of these leave a state that the client did not ask for; later operations would build on it.
@@ -56,14 +35,14 @@ bool changes_model(const LogRecord& record) {
 
 // Why what succeeded once may fail when it is done again.
 struct Lost {
-  Lost(std::string text, const char* whose) : error(std::move(text)), category(whose) {}
-  explicit Lost(const ErrorText& text) : Lost(ConfigError(text).what(), "user") {}
+  explicit Lost(std::string text, const char* whose = "user") : error(std::move(text)), category(whose) {}
+  explicit Lost(const ErrorText& text) : Lost(ConfigError(text).what()) {}
   std::string error, category;
 };
 
 // One that a limit stopped can still be saved: the engine has it.
 void require_sound(const State::Model& model, const std::string& id, bool saves) {
-  if (!model.absent.empty()) throw Lost(model.absent, "user");
+  if (!model.absent.empty()) throw Lost(model.absent);
   if (!model.failure.empty() && !(saves && model.loaded))
     throw Lost({id, "an earlier operation that failed: " + model.failure, "a model without failures",
                 "Create another model, from a checkpoint where there is one"});
@@ -79,7 +58,7 @@ void with_files(Call call) {
   try {
     call();
   } catch (const ConfigError& error) {
-    throw Lost(error.what(), "user");
+    throw Lost(error.what());
   }
 }
 
@@ -197,9 +176,9 @@ Service::Turn Service::choose(State::Model*& best) {
 void Service::train(Lock& lock, State::Model& model) {
   const Accepted record = model.waiting.begin()->second;
   lock.unlock();
-  const auto start = std::chrono::steady_clock::now();
+  const Stopwatch clock;
   std::optional<Outcome> outcome = execute(*record, &model);
-  const double seconds = seconds_since(start);
+  const double seconds = clock.seconds();
   lock.lock();
   model.seconds += seconds, model.step_seconds += seconds, model.turn = ++turn_, work_since_ += seconds;
   shares_[model.tenant].seconds += seconds;
@@ -242,8 +221,7 @@ std::optional<Service::Outcome> Service::advance(State::Model& model, const LogR
   const std::string path = record.text("path");
   if (path != "forward_backward" && path != "forward") return perform(model, record);
   if (!model.progress) {
-    ForwardBackward request =
-        record.xorl() ? xorl::forward_backward(record.body).body : tinker::forward_backward(record.body).body;
+    ForwardBackward request = record.read(xorl::forward_backward, tinker::forward_backward).body;
     model.progress.emplace().request = std::move(request);
   }
   ForwardProgress& progress = *model.progress;
@@ -299,11 +277,8 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
     std::string saved;
     const auto sequence = record.head.at("sequence").get<std::int64_t>();
     const std::string path_of_last = model.path_of(sequence);
-    // A replay finds what a model that is lost now has saved.
-    const CheckpointInfo* const last =
-        replaying_ ? store_.find(path_of_last, model.tenant, record.time()) : nullptr;
-    const bool written = last && last->operation == sequence;
-    if ((model.loaded || written) && xorl::kill_session(record.body).save) {
+    const CheckpointInfo* const last = saved_before(path_of_last);
+    if ((model.loaded || (last && last->operation == sequence)) && xorl::kill_session(record.body).save) {
       outcome = save(model, record, {}, Engine::Save::kTraining);
       saved = path_of_last;
     }
@@ -316,22 +291,20 @@ Service::Outcome Service::perform(State::Model& model, const LogRecord& record) 
     return outcome;
   }
   if (path == "save_weights")
-    return save(model, record,
-                xorl ? xorl::save_weights(record.body).body : tinker::save_weights(record.body).body,
+    return save(model, record, record.read(xorl::save_weights, tinker::save_weights).body,
                 Engine::Save::kTraining);
   if (path == "save_weights_external")
     return save(model, record, tinker::save_weights_external(record.body).body, Engine::Save::kExternal);
   ISOGRAD_INVARIANT(path == "save_weights_for_sampler", path);
-  const SaveWeights request = xorl ? xorl::save_weights_for_sampler(record.body).body
-                                   : tinker::save_weights_for_sampler(record.body).body;
+  const SaveWeights request =
+      record.read(xorl::save_weights_for_sampler, tinker::save_weights_for_sampler).body;
   if (!request.name && request.sampling_sequence)
     return open_sampler_of(model, *request.sampling_sequence, record.time());
   return save(model, record, request, Engine::Save::kSampler);
 }
 
 Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
-  const AdamParams params =
-      record.xorl() ? xorl::optim_step(record.body).body : tinker::optim_step(record.body).body;
+  const AdamParams params = record.read(xorl::optim_step, tinker::optim_step).body;
   check_dumps(model);
   const Metrics metrics = [&] {
     const AddSeconds in_engine(engine_seconds_);
@@ -385,7 +358,7 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   }
   if (external) saved.secret = record.text("draw");
   // A later save of the name, or this one by a model that is lost now: what lies there stays.
-  const CheckpointInfo* const written = replaying_ ? store_.find(path, model.tenant, info.created) : nullptr;
+  const CheckpointInfo* const written = saved_before(path);
   if (written &&
       (written->operation > info.operation ||
        (written->operation == info.operation && !(model.failure.empty() && model.absent.empty())))) {
@@ -396,15 +369,20 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
   } else {
     require_sound(model, record.text("id"), true);
     release(path);
-    store_.save(info, true, [&](const fs::path& directory) {
-      return info.bytes = engine_.save(model.id, which, directory);
-    });
+    info = store_.save(info,
+                       [&](const fs::path& directory) { return engine_.save(model.id, which, directory); });
   }
   std::string body = record.xorl() ? xorl::path_reply(xorl::path_out(path))
                      : sampler     ? tinker::save_for_sampler_reply(path, "")
                      : external    ? tinker::save_external_reply(path, info.bytes)
                                    : tinker::save_weights_reply(path);
   return {.body = std::move(body), .change = [this, path, saved] { state_.saved[path] = saved; }};
+}
+
+// A replay finds what a model that is lost now has saved.
+const CheckpointInfo* Service::saved_before(const std::string& path) const {
+  const auto found = store_.all().find(path);
+  return replaying_ && found != store_.all().end() ? &found->second : nullptr;
 }
 
 Service::Outcome Service::open_sampler_of(State::Model& model, std::int64_t sequence, double time) {
@@ -466,7 +444,7 @@ void Service::check_dumps(const State::Model& model) const {
 }
 
 Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
-  LoadWeights request = record.xorl() ? xorl::load_weights(record.body) : tinker::load_weights(record.body);
+  LoadWeights request = record.read(xorl::load_weights, tinker::load_weights);
   if (record.xorl()) request.path = xorl::path_in(request.path);
   const State::Saved* found = find_saved(request.path, model.tenant, record.time());
   if (!found) lack(request.path);
@@ -592,7 +570,7 @@ Service::Outcome Service::end_session(const std::string& id) {
 
 void Service::sample(Lock& lock) {
   std::vector<std::pair<Accepted, Outcome>> complete_ones;
-  const auto start = std::chrono::steady_clock::now();
+  const Stopwatch clock;
   std::vector<Accepted> asked;
   // Samples of a pass in which the process died go alone, so that the one that killed it is known.
   const auto died = [&](const std::string& id) { return deaths_.contains(id); };
@@ -657,7 +635,7 @@ void Service::sample(Lock& lock) {
   }
   for (auto& [record, outcome] : complete_ones) complete(lock, record, std::move(outcome));
   // A pass that has nothing to do would be repeated at once.
-  if (complete_ones.empty() && sampled.empty() && seconds_since(start) < 1e-4)
+  if (complete_ones.empty() && sampled.empty() && clock.seconds() < 1e-4)
     changed_.wait_for(lock, std::chrono::milliseconds(1));
 }
 
@@ -680,9 +658,8 @@ void Service::release(const std::string& path) {
 }
 
 std::string Service::digest_of(const std::string& base) const {
-  for (const BaseModel& each : engine_.bases())
-    if (each.name == base) return each.digest;
-  return "";
+  const BaseModel* const found = find_base(base);
+  return found ? found->digest : "";
 }
 
 std::string Service::other_base(const std::string& what, const std::string& base,
@@ -696,7 +673,7 @@ std::string Service::other_base(const std::string& what, const std::string& base
 }
 
 void Service::check_base(const std::string& what, const std::string& base, const std::string& digest) const {
-  if (const std::string other = other_base(what, base, digest); !other.empty()) throw Lost(other, "user");
+  if (const std::string other = other_base(what, base, digest); !other.empty()) throw Lost(other);
 }
 
 // ---- completion ----
@@ -878,9 +855,8 @@ void Service::end_sessions(double now) {
     for (const auto& [name, sampler] : state_.samplers)
       busy |= sampler.session == id && sampler.waiting > 0 && sampler.absent.empty();
     if (busy) continue;
-    LogRecord record =
-        new_record("control", fmt::format("control:{}", state_.control_count), session.tenant, "");
-    record.head.update({{"path", "end"}, {"session", id}});
+    LogRecord record = new_record("control", fmt::format("control:{}", state_.control_count), session.tenant,
+                                  "", {{"path", "end"}, {"session", id}});
     try {
       journal_->append(record.encode());
     } catch (const ConfigError&) {

@@ -161,7 +161,7 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   const bool get = request.method == "GET", post = request.method == "POST";
   if (get && request.path == "/metrics")
     return HttpReply{.type = "text/plain; version=0.0.4", .body = metrics(tenant)};
-  if (get && request.path == "/isograd/status") return json_reply(status(tenant));
+  if (get && request.path == "/isograd/status") return json_reply(json_text(status(tenant)));
   if (const std::size_t at = request.path.find(kFiles); get && at != std::string::npos)
     return external_file(request.path.substr(at + kFiles.size()));
   const std::string path = path_of(request);
@@ -324,8 +324,11 @@ void Service::check_room(const std::string& tenant, std::int64_t State::Use::*ki
 // ---- journal ----
 
 LogRecord Service::new_record(const char* kind, const std::string& id, const std::string& tenant,
-                              std::string body) const {
-  return {{{"kind", kind}, {"id", id}, {"tenant", tenant}, {"time", seconds_now()}}, std::move(body)};
+                              std::string body, const nlohmann::json& more) const {
+  LogRecord record{{{"kind", kind}, {"id", id}, {"tenant", tenant}, {"time", seconds_now()}},
+                   std::move(body)};
+  record.head.update(more);
+  return record;
 }
 
 void Service::accept(LogRecord record) {
@@ -386,8 +389,7 @@ void Service::admit(const Accepted& record) {
     model.id = name, model.tenant = tenant, model.session = record->text("session");
     model.name = record->text("name"), model.digest = record->text("digest"), model.created = record->time();
     if (record->text("path") == "create_model")
-      model.request =
-          record->xorl() ? xorl::create_model(record->body).body : tinker::create_model(record->body).body;
+      model.request = record->read(xorl::create_model, tinker::create_model).body;
     state_.sessions.at(model.session).models += 1;
     if (!model.request.lora.seed) model.request.lora.seed = record->seed();
   }
@@ -401,8 +403,7 @@ void Service::admit(const Accepted& record) {
 std::string Service::xorl_session(const std::string& tenant) {
   for (const auto& [id, session] : state_.sessions)
     if (session.lasting && session.tenant == tenant) return id;
-  LogRecord record = new_record("session", random_hex(), tenant, "");
-  record.head["xorl"] = true;
+  LogRecord record = new_record("session", random_hex(), tenant, "", {{"xorl", true}});
   const std::string id = record.text("id");
   accept(std::move(record));
   return id;
@@ -411,8 +412,8 @@ std::string Service::xorl_session(const std::string& tenant) {
 LogRecord Service::operation_record(const State::Model& model, std::int64_t sequence, const std::string& path,
                                     std::string body, bool xorl) const {
   LogRecord record =
-      new_record("operation", fmt::format("{}:op:{}", model.id, sequence), model.tenant, std::move(body));
-  record.head.update({{"model", model.id}, {"sequence", sequence}, {"path", path}, {"draw", random_hex()}});
+      new_record("operation", fmt::format("{}:op:{}", model.id, sequence), model.tenant, std::move(body),
+                 {{"model", model.id}, {"sequence", sequence}, {"path", path}, {"draw", random_hex()}});
   if (xorl) record.head["xorl"] = true;
   return record;
 }
@@ -462,13 +463,13 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
     };
     check_limit("models", std::ranges::count_if(state_.models, counted) - std::ssize(replaced), 1,
                 "Close sessions whose models are not needed any more");
-    LogRecord record = new_record("model", id, tenant, without_secrets("", request.body));
-    record.head.update({{"model", asked.model},
-                        {"session", asked.session},
-                        {"sequence", 0},
-                        {"draw", random_hex()},
-                        {"digest", digest_of(asked.body.base)},
-                        {"path", loads ? "load_weights" : "create_model"}});
+    LogRecord record = new_record("model", id, tenant, without_secrets("", request.body),
+                                  {{"model", asked.model},
+                                   {"session", asked.session},
+                                   {"sequence", 0},
+                                   {"draw", random_hex()},
+                                   {"digest", digest_of(asked.body.base)},
+                                   {"path", loads ? "load_weights" : "create_model"}});
     if (xorl) record.head.update({{"xorl", true}, {"name", name}});
     for (const std::string& old : replaced) {
       State::Model& model = state_.models.at(old);
@@ -581,9 +582,8 @@ HttpReply Service::create_sampler(const HttpRequest& request, const std::string&
     check_limit("samplers", std::ranges::count_if(state_.samplers, busy), 1, "Wait for their results");
     check_room(tenant, &State::Use::controls, request.body.size());
     check_metadata(tenant, request.body.size());
-    LogRecord record = new_record("sampler", id, tenant, without_secrets("", request.body));
-    record.head.update({{"path", "open"}, {"digest", digest_of(asked.base)}});
-    accept(std::move(record));
+    accept(new_record("sampler", id, tenant, without_secrets("", request.body),
+                      {{"path", "open"}, {"digest", digest_of(asked.base)}}));
   }
   return json_reply(tinker::sampling_session_reply(id));
 }
@@ -604,9 +604,8 @@ HttpReply Service::submit_sample(const HttpRequest& request, const std::string& 
     check_results(tenant);
     if (const auto session = state_.sessions.find(sampler.session); session != state_.sessions.end())
       session->second.seen = seconds_now();
-    LogRecord record = new_record("sample", id, tenant, request.body);
-    record.head.update({{"sampler", asked.sampler}, {"draw", random_hex()}});
-    accept(std::move(record));
+    accept(
+        new_record("sample", id, tenant, request.body, {{"sampler", asked.sampler}, {"draw", random_hex()}}));
   }
   std::vector<std::string> sequences;
   for (std::int64_t i = 0; i < asked.body.samples; ++i) sequences.push_back(fmt::format("{}:{}", id, i));
@@ -628,9 +627,8 @@ Service::OptionalReply Service::change_checkpoint(const HttpRequest& request, co
     return json_reply(xorl ? xorl::deleted_reply(checkpoint) : tinker::empty_reply());
   if (!own || !found->second.exists(seconds_now())) refuse_unknown("checkpoint", checkpoint + " of this key");
   check_room(tenant, &State::Use::controls, request.body.size());
-  LogRecord record =
-      new_record("control", fmt::format("control:{}", state_.control_count), tenant, request.body);
-  record.head.update({{"path", change}, {"checkpoint", checkpoint}});
+  LogRecord record = new_record("control", fmt::format("control:{}", state_.control_count), tenant,
+                                request.body, {{"path", change}, {"checkpoint", checkpoint}});
   if (xorl) record.head["xorl"] = true;
   const std::string id = record.text("id");
   accept(std::move(record));

@@ -144,8 +144,8 @@ class Service {
   void check_metadata(const std::string& tenant, std::size_t more) const;
   // Room for another request that waits: until there is some, clients ask again.
   void check_room(const std::string& tenant, std::int64_t State::Use::*kind, std::size_t bytes) const;
-  LogRecord new_record(const char* kind, const std::string& id, const std::string& tenant,
-                       std::string body) const;
+  LogRecord new_record(const char* kind, const std::string& id, const std::string& tenant, std::string body,
+                       const nlohmann::json& more = nlohmann::json::object()) const;  // more: of its head
   LogRecord operation_record(const State::Model& model, std::int64_t sequence, const std::string& path,
                              std::string body, bool xorl) const;
   void accept(LogRecord record);       // appends it to the journal, then admits it
@@ -160,7 +160,7 @@ class Service {
                             const std::string& tenant) const;
   HttpReply external_file(const std::string& path) const;
   std::string metrics(const std::string& tenant) const;
-  std::string status(const std::string& tenant) const;
+  nlohmann::json status(const std::string& tenant) const;
 
   // ---- computing (operations.cpp): on the thread of run(), or in the constructor ----
   Turn choose(State::Model*& model);
@@ -171,6 +171,7 @@ class Service {
   std::optional<Outcome> advance(State::Model& model, const LogRecord& record);
   Outcome perform(State::Model& model, const LogRecord& record);
   Outcome save(State::Model& model, const LogRecord& record, const SaveWeights& request, Engine::Save which);
+  const CheckpointInfo* saved_before(const std::string& path) const;
   Outcome open_sampler_of(State::Model& model, std::int64_t sequence, double time);
   Outcome load(State::Model& model, const LogRecord& record);
   Outcome step(State::Model& model, const LogRecord& record);
@@ -239,13 +240,18 @@ class Service {
   };
   void write(Snapshot& snapshot);  // on its thread
 
-  struct AddSeconds {  // those of its life
+  struct Stopwatch {
+    double seconds() const {
+      return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+    const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+  };
+  struct AddSeconds : Stopwatch {  // those of its life
     explicit AddSeconds(std::atomic<double>& of) : sum(of) {}
-    ~AddSeconds() { sum += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); }
+    ~AddSeconds() { sum += seconds(); }
     AddSeconds(const AddSeconds&) = delete;
     AddSeconds& operator=(const AddSeconds&) = delete;
     std::atomic<double>& sum;
-    const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
   };
   // Seconds of requests and turns, and those of turns that the engine's passes and updates took.
   std::atomic<double> busy_seconds_ = 0, engine_seconds_ = 0;
@@ -253,8 +259,7 @@ class Service {
   const ServiceOptions options_;
   Engine& engine_;
   StateFolder folder_;
-  CheckpointStore
-      store_;  // files alone, for the computing thread. State::saved says which checkpoints there are.
+  CheckpointStore store_;  // files, for the computing thread. State::saved says which checkpoints there are.
   std::unique_ptr<Journal> journal_{};
 
   mutable std::mutex mutex_{};  // of everything below

@@ -1318,13 +1318,39 @@ TEST_F(ServiceTest, CheckpointsWhoseRequestWasLostAreRemovedAndNoOthers) {
   }
 }
 
+TEST_F(ServiceTest, AnExpiredCheckpointIsUnknownAndItsNameIsFree) {
+  serve();
+  const auto save = [&](std::int64_t sequence) {
+    return client.value(
+        client.operation("save_weights", model, sequence, {{"path", "a"}, {"ttl_seconds", 3600}}));
+  };
+  const std::string path = save(1)["path"];
+  EXPECT_EQ(client.post("weights_info", {{"tinker_path", path}}).status, 200);
+  EXPECT_NE(save(2).value("error", "").find("name that is free"), std::string::npos);
+  running.reset();
+  const fs::path saved = options.state / "snapshot-1/state.json";
+  json state = json::parse(std::ifstream(saved));
+  json& expires = state["state"]["saved"][path]["info"]["expires"];
+  EXPECT_GT(expires, seconds_now() + 3000);
+  expires = seconds_now() - 1;
+  std::ofstream(saved) << state;
+  serve();
+  EXPECT_EQ(client.post("weights_info", {{"tinker_path", path}}).status, 404);
+  EXPECT_EQ(client.load(1, path)["category"], "user");
+  client.result(client.forward_backward(forward_backward_body(model, 3, 1, 1)));
+  EXPECT_FALSE(fs::is_empty(options.state / "checkpoints"));  // until there is a snapshot without it
+  serve();
+  EXPECT_TRUE(fs::is_empty(options.state / "checkpoints"));
+  EXPECT_EQ(save(4)["path"], path);
+}
+
 TEST_F(ServiceTest, FilesThatAnExpiredCheckpointLeftAreRemovedAtTheStart) {
   serve();
   running.reset();
   CheckpointInfo info;
   info.run = "a:train:0", info.kind = "weights", info.name = "old", info.created = 1, info.expires = 2;
   CheckpointStore store(options.state / "checkpoints");
-  store.save(info, false, [](const fs::path&) { return 0; });
+  store.save(info, [](const fs::path&) { return 0; });
   serve();
   EXPECT_FALSE(fs::exists(store.directory(info)));
 }

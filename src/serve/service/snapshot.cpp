@@ -119,7 +119,7 @@ void Service::stop() {
 }
 
 void Service::restore() {
-  const auto start = std::chrono::steady_clock::now();
+  const Stopwatch clock;
   const std::string died_in = folder_.set_doing("");
   if (const fs::path deaths = folder_.path() / kDeaths; fs::exists(deaths)) try {
       parsed_file(deaths).get_to(deaths_);
@@ -205,10 +205,8 @@ void Service::restore() {
   std::sort(results_.begin(), results_.end());
   for (auto& [id, session] : state_.sessions) session.seen = now;
   if (count > 0 && options_.print_steps)
-    print(
-        stdout,
-        fmt::format("restored {}: {} records replayed in {:.2f} s\n", printable(folder_.path().string()),
-                    count, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()));
+    print(stdout, fmt::format("restored {}: {} records replayed in {:.2f} s\n",
+                              printable(folder_.path().string()), count, clock.seconds()));
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
   Lock lock(mutex_);
   remove_unlisted(lock);
@@ -249,7 +247,7 @@ void Service::replay(std::string_view text) try {
   outcome.poison = record->head.value("poison", false);
   outcome.intact = record->head.value("intact", false);
   if (outcome.error.empty() && of != "sample") {
-    const auto start = std::chrono::steady_clock::now();
+    const Stopwatch clock;
     State::Model* const model =
         of == "operation" || of == "model" ? &state_.models.at(record->text("model")) : nullptr;
     lock.unlock();  // as in live operation
@@ -258,7 +256,7 @@ void Service::replay(std::string_view text) try {
     outcome = std::move(*found);
     lock.lock();
     if (!outcome.error.empty()) lose(*accepted, outcome);
-    work_since_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    work_since_ += clock.seconds();
   }
   if (record->head.contains("closed")) record->head.at("closed").get_to(outcome.closed);
   apply(accepted, outcome, record->time());
@@ -369,7 +367,7 @@ void Service::begin_snapshot(Lock& lock) {
 }
 
 void Service::write(Snapshot& made) {
-  const auto start = std::chrono::steady_clock::now();
+  const Stopwatch clock;
   const fs::path directory = made.folder->directory();
   // First, because operations wait for them, also for those that an exception skips: it destroys them.
   for (auto parts = std::exchange(made.parts, {}); Snapshot::Part & part : parts) {
@@ -394,7 +392,7 @@ void Service::write(Snapshot& made) {
   } catch (const std::exception& error) {  // a restart skips what the snapshot has
     print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
   }
-  made.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  made.seconds = clock.seconds();
   changed_.notify_all();
 }
 

@@ -30,6 +30,11 @@ struct LogRecord {
   double time() const { return head.value("time", 0.0); }
   bool xorl() const { return head.value("xorl", false); }
   std::uint64_t seed() const { return std::stoull(text("draw").substr(0, 16), nullptr, 16); }
+  // The body, by the reader of its dialect.
+  template <class Xorl, class Tinker>
+  auto read(Xorl of_xorl, Tinker of_tinker) const {
+    return xorl() ? of_xorl(body) : of_tinker(body);
+  }
   std::string encode() const;
   static LogRecord decode(std::string_view text);
 };

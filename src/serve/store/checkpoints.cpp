@@ -102,8 +102,6 @@ json checksums_below(const fs::path& directory) {
   return files;
 }
 
-bool expired(const CheckpointInfo& info, double now) { return info.expires != 0 && info.expires <= now; }
-
 }  // namespace
 
 void check_checkpoint_name(const std::string& name) {
@@ -143,14 +141,11 @@ CheckpointStore::CheckpointStore(fs::path root) : root_(std::move(root)) {
     const fs::path folder = entry.path();
     try {
       if (!fs::is_directory(entry.symlink_status())) refuse_damaged(folder, "no folder");
-      CheckpointInfo info = from_json(read_info(folder).at("checkpoint"));
+      const CheckpointInfo info = from_json(read_info(folder).at("checkpoint"));
       if (folder_name(info) != folder.filename()) refuse_damaged(folder, "the checkpoint " + info.path());
       WholeFolder::remove_partial(folder);
-      std::string path = info.path();
-      by_path_.emplace(std::move(path), std::move(info));
-    } catch (const ConfigError& error) {
-      ignored_.emplace_back(error.what());
-    } catch (const json::exception& error) {
+      by_path_[info.path()] = info;
+    } catch (const std::exception& error) {
       ignored_.push_back(folder.string() + ": " + printable(error.what()));
     }
   }
@@ -158,27 +153,14 @@ CheckpointStore::CheckpointStore(fs::path root) : root_(std::move(root)) {
 
 fs::path CheckpointStore::directory(const CheckpointInfo& info) const { return root_ / folder_name(info); }
 
-void CheckpointStore::save(CheckpointInfo info, bool overwrite,
-                           const std::function<std::int64_t(const fs::path&)>& fill) {
-  const std::string path = info.path();
-  parse_checkpoint_path(path);
-  const auto former = by_path_.find(path);
-  if (former != by_path_.end() && !expired(former->second, info.created) &&
-      (!overwrite || former->second.tenant != info.tenant))
-    refuse("name of a checkpoint", path + ", which exists", "a name that is free",
-           "Choose another name, or save with overwrite");
+CheckpointInfo CheckpointStore::save(CheckpointInfo info,
+                                     const std::function<std::int64_t(const fs::path&)>& fill) {
+  parse_checkpoint_path(info.path());
   WholeFolder folder(directory(info));
   info.bytes = fill(folder.directory());
   write_info(folder.directory(), info, checksums_below(folder.directory()));
   folder.commit();
-  by_path_[path] = std::move(info);
-}
-
-const CheckpointInfo* CheckpointStore::find(const std::string& path, const std::string& tenant,
-                                            double now) const {
-  const auto found = by_path_.find(path);
-  if (found == by_path_.end() || expired(found->second, now)) return nullptr;
-  return found->second.is_public || found->second.tenant == tenant ? &found->second : nullptr;
+  return by_path_[info.path()] = info;
 }
 
 void CheckpointStore::check_files(const CheckpointInfo& info) const {

@@ -43,6 +43,11 @@ std::vector<std::string> names(const CheckpointStore& store) {
   return found;
 }
 
+const CheckpointInfo* find(const CheckpointStore& store, const std::string& name) {
+  const auto found = store.all().find(info_of(name).path());
+  return found == store.all().end() ? nullptr : &found->second;
+}
+
 class Checkpoints : public store_testing::Folder {
  protected:
   fs::path root() const { return directory_ / "checkpoints"; }
@@ -83,17 +88,17 @@ TEST(CheckpointPaths, AreParsed) {
 TEST_F(Checkpoints, TheLongestNameFits) {
   CheckpointInfo info = info_of(std::string(128, 'n'));
   info.run = std::string(80, 'r'), info.kind = "external_weights";
-  CheckpointStore(root()).save(info, false, writes("x"));
-  EXPECT_NE(CheckpointStore(root()).find(info.path(), "ann", 0), nullptr);
+  CheckpointStore(root()).save(info, writes("x"));
+  EXPECT_TRUE(CheckpointStore(root()).all().contains(info.path()));
 }
 
 TEST_F(Checkpoints, ComeBackAsTheyWereSaved) {
   CheckpointInfo info = info_of("a");
   info.expires = 2000.5, info.is_public = true;
-  CheckpointStore(root()).save(info, false, writes("hello"));
+  CheckpointStore(root()).save(info, writes("hello"));
   const CheckpointStore store(root());
   EXPECT_TRUE(store.ignored().empty());
-  const CheckpointInfo* found = store.find(info.path(), "ann", 1000);
+  const CheckpointInfo* found = find(store, "a");
   ASSERT_NE(found, nullptr);
   EXPECT_EQ(found->path(), "tinker://0123abcd:train:0/weights/a");
   EXPECT_EQ(found->tenant, "ann");
@@ -108,53 +113,26 @@ TEST_F(Checkpoints, ComeBackAsTheyWereSaved) {
   store.check_files(*found);
 }
 
-TEST_F(Checkpoints, ATakenNameIsRefusedUnlessOverwritten) {
+TEST_F(Checkpoints, AreReplacedUpdatedAndRemoved) {
   CheckpointStore store(root());
-  store.save(info_of("a"), false, writes("first"));
-  EXPECT_THAT(error_of([&] { store.save(info_of("a"), false, writes("second")); }),
-              HasSubstr("which exists"));
-  EXPECT_THAT(error_of([&] { store.save(info_of("a", "bob"), true, writes("second")); }),
-              HasSubstr("which exists"));
-  store.check_files(info_of("a"));
-  store.save(info_of("a"), true, writes("third"));
+  EXPECT_EQ(store.save(info_of("a"), writes("first")).bytes, 15);
+  store.save(info_of("a"), writes("third"));
   EXPECT_EQ(read_file(store.directory(info_of("a")) / "adapter.safetensors"), "third");
   EXPECT_EQ(entries(), 1);
-  EXPECT_THAT(error_of([&] { store.save(info_of("../b"), false, writes("x")); }),
-              HasSubstr("tinker://<run>"));
-  CheckpointInfo brief = info_of("brief");
-  brief.expires = 1500;
-  store.save(brief, false, writes("x"));
-  brief.created = 1600, brief.expires = 0;
-  store.save(brief, false, writes("y"));  // the former one has expired
-}
-
-TEST_F(Checkpoints, ATenantSeesItsOwnAndWhatIsPublic) {
-  CheckpointStore store(root());
-  store.save(info_of("a", "ann", 1), false, writes("x"));
-  const std::string path = info_of("a").path();
-  EXPECT_EQ(store.find(path, "bob", 5), nullptr);
-  CheckpointInfo info = *store.find(path, "ann", 5);
-  info.is_public = true;
+  EXPECT_THAT(error_of([&] { store.save(info_of("../b"), writes("x")); }), HasSubstr("tinker://<run>"));
+  store.save(info_of("b"), writes("x"));
+  CheckpointInfo info = *find(store, "a");
+  info.is_public = true, info.expires = 2000;
   store.update(info);
   for (const CheckpointStore& each : {store, CheckpointStore(root())}) {
-    EXPECT_NE(each.find(path, "bob", 5), nullptr);
+    EXPECT_TRUE(find(each, "a")->is_public);
+    EXPECT_EQ(find(each, "a")->expires, 2000);
+    EXPECT_EQ(names(each), (std::vector<std::string>{"a", "b"}));
     each.check_files(info);
   }
-  EXPECT_EQ(store.find("tinker://0123abcd:train:0/weights/none", "ann", 5), nullptr);
-}
-
-TEST_F(Checkpoints, ExpireAndAreRemoved) {
-  CheckpointStore store(root());
-  store.save(info_of("a"), false, writes("x"));
-  CheckpointInfo info = info_of("b");
-  info.expires = 2000;
-  store.save(info, false, writes("x"));
-  EXPECT_NE(store.find(info.path(), "ann", 1999), nullptr);
-  EXPECT_EQ(store.find(info.path(), "ann", 2000), nullptr);
-  EXPECT_EQ(names(store), (std::vector<std::string>{"a", "b"}));
   store.remove(info);
   EXPECT_EQ(entries(), 1);
-  store.remove(*store.find(info_of("a").path(), "ann", 0));
+  store.remove(*find(store, "b"));
   EXPECT_EQ(entries(), 0);
   EXPECT_TRUE(CheckpointStore(root()).all().empty());
 }
@@ -162,7 +140,7 @@ TEST_F(Checkpoints, ExpireAndAreRemoved) {
 // The kernel kills the child in the middle of a write.
 TEST_F(Checkpoints, NothingIsLeftOfAnUpdateThatIsKilled) {
   const CheckpointInfo info = info_of("a");
-  CheckpointStore(root()).save(info, false, writes("hello"));
+  CheckpointStore(root()).save(info, writes("hello"));
   write_file(root() / "notes", "a user's");
   fs::create_directory(root() / ".mine");
   const fs::path folder = CheckpointStore(root()).directory(info);
@@ -192,7 +170,7 @@ TEST_F(Checkpoints, NothingIsLeftOfAnUpdateThatIsKilled) {
 TEST_F(Checkpoints, DamageIsFound) {
   CheckpointStore store(root());
   const CheckpointInfo info = info_of("a");
-  store.save(info, false, writes("hello"));
+  store.save(info, writes("hello"));
   const fs::path file = store.directory(info) / "optimizer" / "moments",
                  text = store.directory(info) / "info.json";
   write_file(file, "hellohellO");
@@ -205,8 +183,7 @@ TEST_F(Checkpoints, DamageIsFound) {
        {changed, std::string(), std::string("{}"), std::string("[1]"), std::string("{\"checksum\": 1}")}) {
     write_file(text, wrong);
     const CheckpointStore again(root());
-    EXPECT_EQ(again.find(info.path(), "ann", 0), nullptr);
-    EXPECT_EQ(again.find(info.path(), "bob", 0), nullptr);
+    EXPECT_TRUE(again.all().empty());
     ASSERT_EQ(again.ignored().size(), 1u) << wrong;
     EXPECT_THAT(again.ignored()[0], HasSubstr("info.json"));
   }
@@ -214,7 +191,7 @@ TEST_F(Checkpoints, DamageIsFound) {
 
 TEST_F(Checkpoints, LinksAreNotFollowed) {
   const CheckpointInfo info = info_of("a");
-  CheckpointStore(root()).save(info, false, writes("hello"));
+  CheckpointStore(root()).save(info, writes("hello"));
   const fs::path folder = CheckpointStore(root()).directory(info), secret = directory_ / "secret";
   fs::create_directory(secret);
   write_file(secret / "adapter.safetensors", "hello");
@@ -233,9 +210,9 @@ TEST_F(Checkpoints, LinksAreNotFollowed) {
   fs::rename(folder, directory_ / "moved");
   fs::create_directory_symlink(directory_ / "moved", folder);
   CheckpointStore store(root());
-  EXPECT_EQ(store.find(info.path(), "ann", 0), nullptr);
+  EXPECT_TRUE(store.all().empty());
   EXPECT_EQ(store.ignored().size(), 1u);
-  store.save(info, false, writes("new"));  // replaces the link, not what is behind it
+  store.save(info, writes("new"));  // replaces the link, not what is behind it
   EXPECT_FALSE(fs::is_symlink(folder));
   EXPECT_EQ(read_file(directory_ / "moved" / "adapter.safetensors"), "hello");
   fs::create_symlink(secret / "moments", folder / "more");
@@ -245,23 +222,23 @@ TEST_F(Checkpoints, LinksAreNotFollowed) {
 
 TEST_F(Checkpoints, AFullDiskLeavesNothing) {
   CheckpointStore store(root());
-  store.save(info_of("a"), false, writes("old"));
+  store.save(info_of("a"), writes("old"));
   {
     const store_testing::FullDisk full(2000);
     for (const char* name : {"a", "b"})
-      EXPECT_THAT(error_of([&] { store.save(info_of(name), true, writes(std::string(1500, 'x'))); }),
+      EXPECT_THAT(error_of([&] { store.save(info_of(name), writes(std::string(1500, 'x'))); }),
                   HasSubstr("bytes free"));
   }
   EXPECT_EQ(entries(), 1);
   EXPECT_EQ(names(store), std::vector<std::string>{"a"});
   store.check_files(info_of("a"));
-  store.save(info_of("b"), false, writes(std::string(1500, 'x')));
+  store.save(info_of("b"), writes(std::string(1500, 'x')));
 }
 
 TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
   std::mt19937 random(7);
   std::size_t most = 0;
-  CheckpointStore(root()).save(info_of("0"), false, writes("x"));
+  CheckpointStore(root()).save(info_of("0"), writes("x"));
   for (int round = 0; round < 100; ++round) {
     const unsigned seed = random();
     int ends[2];
@@ -273,10 +250,10 @@ TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
       for (;;) {
         const CheckpointInfo info = info_of(std::to_string(own() % 6));
         // "0" is overwritten but never removed: no kill may lose it.
-        switch (info.name != "0" && store.find(info.path(), "ann", 0) ? own() % 4 : 0) {
+        switch (info.name != "0" && find(store, info.name) ? own() % 4 : 0) {
           case 1: store.remove(info); break;
           case 2: store.update(info); break;
-          default: store.save(info, true, writes(std::string(own() % 3000, 'x')));
+          default: store.save(info, writes(std::string(own() % 3000, 'x')));
         }
         if (::write(ends[1], "", 1) != 1) _exit(1);
       }
@@ -295,7 +272,7 @@ TEST_F(Checkpoints, AreWholeWhereverTheWriterIsKilled) {
     ASSERT_TRUE(WIFSIGNALED(status)) << "the writer ended by itself";
     const CheckpointStore store(root());
     ASSERT_TRUE(store.ignored().empty()) << store.ignored()[0];
-    ASSERT_NE(store.find(info_of("0").path(), "ann", 0), nullptr) << round;
+    ASSERT_NE(find(store, "0"), nullptr) << round;
     for (const auto& [path, info] : store.all()) store.check_files(info);
     ASSERT_EQ(entries(), static_cast<std::ptrdiff_t>(store.all().size()));
     most = std::max(most, store.all().size());

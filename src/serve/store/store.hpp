@@ -109,17 +109,14 @@ class CheckpointStore {
   // Entries of the folder that are no checkpoint (links, damaged info.json), each with the reason: not
   // listed, and left where they are.
   const std::vector<std::string>& ignored() const { return ignored_; }
-  // `fill` writes the files and returns their bytes. ConfigError: the name is taken and not `overwrite`; a
-  // full disk (nothing is left).
-  void save(CheckpointInfo info, bool overwrite,
-            const std::function<std::int64_t(const std::filesystem::path& directory)>& fill);
-  // Null: there is none, or it has expired by `now`, or it is another tenant's and not public.
-  // Valid until the next save, update or remove.
-  const CheckpointInfo* find(const std::string& path, const std::string& tenant, double now) const;
+  // In place of a former one. `fill` writes the files and returns their bytes, which the info then has.
+  // ConfigError: a full disk (nothing is left).
+  CheckpointInfo save(CheckpointInfo info,
+                      const std::function<std::int64_t(const std::filesystem::path& directory)>& fill);
   std::filesystem::path directory(const CheckpointInfo& info) const;
   void check_files(const CheckpointInfo& info) const;  // checksums; ConfigError: damaged
-  const std::map<std::string, CheckpointInfo>& all() const { return by_path_; }
-  void update(const CheckpointInfo& info);  // expiry, public
+  const std::map<std::string, CheckpointInfo>& all() const { return by_path_; }  // by path
+  void update(const CheckpointInfo& info);                                       // expiry, public
   void remove(const CheckpointInfo& info);
 
  private:
