@@ -126,6 +126,8 @@ ParsedJson<Json> parse_json(std::string_view text, JsonRules rules) {
     return {nullptr, std::to_string(text.size()) + " bytes, more than " + std::to_string(kMostJsonBytes)};
   if (text.starts_with("\xEF\xBB\xBF"))
     return {nullptr, "a byte order mark in front of the JSON"};  // the library would skip it
+  if (text.find('\0') != std::string_view::npos)
+    return {nullptr, "a zero byte"};  // the library would take it for the end
   Builder<Json> builder(rules);
   const bool sound = Json::sax_parse(text.begin(), text.end(), &builder);
   if (!sound && builder.problem.empty()) builder.problem = "no JSON object";

@@ -54,6 +54,7 @@ TEST(Json, WhatIsNoObjectIsSaid) {
   EXPECT_THAT(problem("{\"a\": \"\xff\"}"), HasSubstr("no JSON"));
   EXPECT_THAT(problem("// no\n{}"), HasSubstr("no JSON"));
   EXPECT_EQ(problem("\xEF\xBB\xBF{}"), "a byte order mark in front of the JSON");
+  EXPECT_EQ(problem(std::string("{}\0{", 4)), "a zero byte");
   EXPECT_EQ(problem("[]"), "no JSON object, but JSON of type array");
   EXPECT_EQ(problem("3"), "no JSON object, but JSON of type number");
   // A problem may be long, but the message is not.
