@@ -63,9 +63,24 @@ class GradientPlace : public torch::autograd::PostAccumulateGradHook {
   virtual Taken take(const at::Tensor& parameter, at::ScalarType type) = 0;
 };
 
-// Asks `parameter` for its gradient's memory during a backward. Returns memory only if the parameter is a
-// leaf with such a hook, this backward accumulates .grad of all leaves (autograd::grad() does not), no tensor
-// or node hook sees the gradient first, and the gradient is kept in `type`.
+// For gradients that autograd::grad() returns: while one lives, `take` is asked on this thread in place of a
+// hook. The last one made answers.
+class PlacesOfReturnedGradients {
+ public:
+  using Take = std::function<GradientPlace::Taken(const at::Tensor& parameter, at::ScalarType type)>;
+  explicit PlacesOfReturnedGradients(Take take);
+  ~PlacesOfReturnedGradients();
+  PlacesOfReturnedGradients(const PlacesOfReturnedGradients&) = delete;
+  PlacesOfReturnedGradients& operator=(const PlacesOfReturnedGradients&) = delete;
+
+ private:
+  Take take_;
+  const Take* before_;
+};
+
+// Asks for the memory of a leaf's gradient during a backward. Returns memory only if no tensor or node hook
+// sees the gradient first, it is kept in `type`, and the leaf has such a hook where this backward accumulates
+// .grad of all leaves, or, in autograd::grad(), PlacesOfReturnedGradients has a place for it.
 GradientPlace::Taken take_gradient_place(const at::Tensor& parameter, at::ScalarType type);
 
 // The value to return to autograd for a gradient that was computed in `memory`: the memory itself where it

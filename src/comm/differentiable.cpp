@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <numeric>
+#include <utility>
 
 #include "comm/autograd.hpp"
 
@@ -196,16 +197,25 @@ at::Tensor recv(Group group, const at::Tensor& like, int from, int tag) {
 
 namespace impl = torch::autograd::impl;
 
+namespace {
+thread_local const PlacesOfReturnedGradients::Take* places_of_returned = nullptr;
+}
+
+PlacesOfReturnedGradients::PlacesOfReturnedGradients(Take take)
+    : take_(std::move(take)), before_(std::exchange(places_of_returned, &take_)) {}
+PlacesOfReturnedGradients::~PlacesOfReturnedGradients() { places_of_returned = before_; }
+
 GradientPlace::Taken take_gradient_place(const at::Tensor& parameter, at::ScalarType type) {
   if (!parameter.defined() || !parameter.is_leaf() || !parameter.requires_grad()) return {};
-  auto* place = dynamic_cast<GradientPlace*>(impl::post_acc_grad_hooks(parameter).get());
-  if (!place) return {};
   const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-  if (!asked || !asked->empty()) return {};  // autograd::grad() lists the nodes whose gradients it returns
+  if (!asked) return {};
+  const bool returned = !asked->empty();  // autograd::grad() lists the nodes whose gradients it returns
+  auto* place = dynamic_cast<GradientPlace*>(impl::post_acc_grad_hooks(parameter).get());
+  if (returned ? !places_of_returned : !place) return {};
   const auto node = impl::try_get_grad_accumulator(parameter);
   if (!node || !node->tensor_pre_hooks().empty() || !node->pre_hooks().empty() || !node->post_hooks().empty())
     return {};
-  return place->take(parameter, type);
+  return returned ? (*places_of_returned)(parameter, type) : place->take(parameter, type);
 }
 
 at::Tensor gradient_in(const at::Tensor& memory, const at::Tensor& parameter) {

@@ -169,7 +169,7 @@ void FlatParameters::pack(const at::Tensor& buffer,
     if (!gradient.defined()) continue;
     const Slot& slot = bucket_.plan.slots[place];
     zero_to(slot.offset);
-    slot_view(buffer, slot).copy_(gradient);
+    if (!is_slot_view(gradient, buffer, slot)) slot_view(buffer, slot).copy_(gradient);
     at = slot.offset + slot.numel;
   }
   zero_to(bucket_.plan.numel);

@@ -145,7 +145,7 @@ class FlatParameters : public HeldBucket {
   // Memory for one copy of the parameters, which `write` fills on one rank. Collective.
   at::Tensor shared_copy(const BucketPlan& plan, const std::function<void(const at::Tensor&)>& write);
   // Gradients of one micro-batch, by slot, and zeros where `take` returns none: another bucket has used the
-  // buffer.
+  // buffer. Those that were computed in their places stay there.
   void pack(const at::Tensor& buffer, const std::function<at::Tensor(std::size_t)>& take) const;
 
   FlatContext& context_;

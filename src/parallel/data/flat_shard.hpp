@@ -190,9 +190,19 @@ class FlatShard final : public FlatParameters {
     piece.own = true;
     piece.sum.add_(gradient);
   }
-  // Reduces what was added, zeros where nothing was. `buffer`, where needs_buffer(): [numel] in memory of the
-  // shard group, in use until wait() returns or progress() is true.
-  void begin_reduction(at::Tensor buffer) {
+  // Where needs_buffer(): [numel] in memory of the shard group, for the next reduction, in use until wait()
+  // returns or progress() is true.
+  bool has_buffer() const { return buffer_.defined(); }
+  void give_buffer(at::Tensor buffer) { buffer_ = std::move(buffer); }
+  const void* buffer() const { return buffer_.const_data_ptr(); }
+  // The slot's place in the buffer, for a gradient that nothing has been added to. Given once.
+  at::Tensor place_of(std::size_t slot) {
+    PartialSum& piece = pieces_[slot];
+    if (piece.sum.defined() || std::exchange(piece.placed, true)) return {};
+    return slot_view(buffer_, bucket_.plan.slots[slot]);
+  }
+  // Reduces what was added, zeros where nothing was.
+  void begin_reduction() {
     const at::NoGradGuard no_grad;
     if (whole_gradients_.defined()) {
       if (shards() > 1) pending_ = groups_.shard.reduce_scatter_async(gradients_, whole_gradients_);
@@ -207,10 +217,13 @@ class FlatShard final : public FlatParameters {
       return;
     }
     ISOGRAD_INVARIANT(!scattered_.defined(), "a second reduction while one is under way");
+    const at::Tensor buffer = buffer_;
     pack(buffer, [&](std::size_t slot) { return pieces_[slot].sum; });
     forget();
-    scattered_ = buffer.narrow(0, bucket_.held.begin, bucket_.held.size());
-    pending_ = groups_.shard.reduce_scatter_async(scattered_, std::move(buffer));
+    at::Tensor sum = bucket_.gradients;  // of the step's first micro-batch, unless it is in host memory
+    if (!sum.is_same(gradients_) || !std::exchange(fresh_, false))
+      sum = scattered_ = buffer.narrow(0, bucket_.held.begin, bucket_.held.size());
+    pending_ = groups_.shard.reduce_scatter_async(sum, buffer);
   }
   bool needs_buffer() const { return shards() > 1 && !shard_context_.reduce_once; }
   bool progress() {
@@ -222,11 +235,16 @@ class FlatShard final : public FlatParameters {
     forget();
     if (whole_gradients_.defined())
       whole_gradients_.zero_();
-    else if (trained_)
+    else if (trained_ && !needs_buffer())
       bucket_.gradients.zero_();
+  }
+  // Zeros where nothing has been reduced in this step; from then on the gradients can be read.
+  void complete() {
+    if (trained_ && needs_buffer() && std::exchange(fresh_, false)) bucket_.gradients.zero_();
   }
   void forget() {  // what was added and not reduced
     for (PartialSum& piece : pieces_) piece = {};
+    buffer_ = at::Tensor();
   }
 
   // Does nothing while the parameters are not whole: nobody can write to them.
@@ -245,7 +263,8 @@ class FlatShard final : public FlatParameters {
   enum class State { kFreed, kGathering, kWhole };
   struct PartialSum {
     at::Tensor sum;
-    bool own = false;  // memory nobody else sees
+    bool own = false;     // memory nobody else sees
+    bool placed = false;  // place_of() was given
   };
 
   static void write_values(const at::Tensor& to, Range held, const Slot& slot, const at::Tensor& parameter,
@@ -282,6 +301,7 @@ class FlatShard final : public FlatParameters {
   at::Tensor memory_;               // gathered into
   at::Tensor whole_gradients_;      // [numel], where kept until the last micro-batch
   std::vector<PartialSum> pieces_;  // by slot
+  at::Tensor buffer_;               // of the next reduction
   Pending gather_{};
 };
 

@@ -21,6 +21,8 @@
 namespace isograd {
 namespace {
 
+using differentiable::GradientPlace;
+
 [[noreturn]] void refuse_unit(const std::string& unit, std::string found, std::string expected,
                               std::string action) {
   refuse(fmt::format("sharded unit '{}'", unit), std::move(found), std::move(expected), std::move(action));
@@ -107,6 +109,7 @@ class UnitPasses final : public UnitHost {
     }
     last_ = false;
     wait_for_reductions();
+    complete();
     context_->waited.during([&] {
       for (auto* flat : flats())
         if (flat->trained()) flat->sum_over_replicas();
@@ -121,6 +124,11 @@ class UnitPasses final : public UnitHost {
     free_units();  // a forward without backward has left something whole, which the update would make stale
     // Nobody reads the one copy any more, so that its owners may write to it.
     if (context_->parameters_shared) context_->meet();
+  }
+
+  void complete() {  // for whoever reads gradients
+    const at::NoGradGuard no_grad;
+    for (auto* flat : flats()) flat->complete();
   }
 
   // A gather reads a shard only after its owner has taken part in it, hence after the owner's update: nothing
@@ -287,6 +295,21 @@ class UnitPasses final : public UnitHost {
     place.flat->add(place.slot, std::move(gradient));
   }
 
+  // In the buffer of the unit's next reduction, for the flat that is reduced first: no other one needs a
+  // buffer until then.
+  GradientPlace::Taken place_of_gradient(const at::Tensor& parameter, at::ScalarType type) override {
+    const auto found = places_.find(parameter.unsafeGetTensorImpl());
+    if (!in_backward_ || found == places_.end() || type != parameter.scalar_type()) return {};
+    const auto [flat, slot] = found->second;
+    ShardedUnit& unit = units_[uses_[inside_]];
+    const auto first = std::ranges::find_if(unit.flats, [](const auto& one) { return one->trained(); });
+    if (first == unit.flats.end() || first->get() != flat || !flat->needs_buffer() ||
+        type != flat->bucket().gradients.scalar_type() || !is_last_in_backward(inside_))
+      return {};
+    take_buffer(*flat, uses_[inside_]);
+    return {.memory = flat->place_of(slot)};
+  }
+
   void leave_backward(std::size_t use) override {
     if (use == 0) {
       leave_out_backward(pass_.begin - 1);
@@ -420,16 +443,23 @@ class UnitPasses final : public UnitHost {
       if (!flat->trained()) continue;
       // The backward before, where no forward came between.
       wait_while([&](const Reduction& reduction) { return reduction.flat == flat.get(); });
-      at::Tensor buffer;
       const void* memory = nullptr;
       if (flat->needs_buffer()) {
-        buffer = buffers_.next({flat.get(), unit == kRootUnit});
-        memory = buffer.const_data_ptr();
-        wait_while([&](const Reduction& reduction) { return reduction.buffer == memory; });
+        take_buffer(*flat, unit);
+        memory = flat->buffer();
       }
-      flat->begin_reduction(buffer);
+      flat->begin_reduction();
       under_way_.push_back({flat.get(), memory});
     }
+  }
+  // The buffer of the flat's next reduction, once nobody reads it any more.
+  void take_buffer(FlatShard& flat, std::size_t unit) {
+    if (flat.has_buffer()) return;
+    const at::Tensor buffer = buffers_.next({&flat, unit == kRootUnit});
+    wait_while([memory = buffer.const_data_ptr()](const Reduction& reduction) {
+      return reduction.buffer == memory;
+    });
+    flat.give_buffer(buffer);
   }
   void wait_for_oldest() {
     under_way_.front().flat->wait();
@@ -657,7 +687,10 @@ class ShardedLayout final : public FullySharded {
   }
   void publish_parameters() override { passes_->publish_parameters(); }
   bool needs_even_micro_batches() const override { return passes_->needs_even_micro_batches(); }
-  std::vector<Bucket>& buckets() override { return buckets_; }
+  std::vector<Bucket>& buckets() override {
+    passes_->complete();  // for whoever looks in mid-step
+    return buckets_;
+  }
   const Mesh& mesh() const override { return passes_->context().mesh; }
   std::int64_t bytes_sent() override { return passes_->context().bytes_sent(passes_->flats()); }
   double exposed_seconds() const override { return passes_->context().waited.seconds(); }

@@ -10,6 +10,7 @@
 #include "comm/autograd.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/error.hpp"
+#include "isograd/fully_shard.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
@@ -33,6 +34,7 @@ std::vector<NamedParameter> numbered(const std::vector<at::Tensor>& tensors) {
 
 // x wᵀ; counts how often the gradient of w was computed where it is kept.
 thread_local int in_place = 0;
+thread_local double planted = 1;                     // a mistake: such gradients are that many times as large
 thread_local std::optional<at::ScalarType> kept_in;  // the type in which a place is asked for
 struct Product : torch::autograd::Function<Product> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w) {
@@ -42,15 +44,16 @@ struct Product : torch::autograd::Function<Product> {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor dw = gradients[0].t().mm(saved[0]);
+    const at::Tensor dx = ctx->needs_input_grad(0) ? gradients[0].mm(saved[1]) : at::Tensor();
     auto [memory, adds] =
         differentiable::take_gradient_place(saved[1], kept_in ? *kept_in : saved[1].scalar_type());
-    if (!memory.defined()) return {at::Tensor(), dw};
+    if (!memory.defined()) return {dx, dw};
     ++in_place;
     if (adds)
       memory.add_(dw);
     else
-      memory.copy_(dw);
-    return {at::Tensor(), differentiable::gradient_in(memory, saved[1])};
+      memory.copy_(dw * planted);
+    return {dx, differentiable::gradient_in(memory, saved[1])};
   }
 };
 
@@ -280,6 +283,89 @@ TEST(SlotGradients, CanBeReadInMidStep) {
     for (std::size_t i = 0; i < p.size(); ++i)
       EXPECT_TRUE(layout->views()[i].gradient.allclose(wanted(1)[i], 1e-12, 1e-12));
   }
+}
+
+// Under ZeRO-3 they are computed in the buffer that ranks add up. The root's parameter is in two products, of
+// which one is in a block; the first block may be used twice; the second has its own in two, and one in none.
+struct Units {
+  std::vector<at::Tensor> p;
+  UnitHandle root{[this] { return p; }}, first{[this] { return std::vector{p[1]}; }}, second{[this] {
+    return std::vector{p[2], p[3]};
+  }};
+
+  Units() {
+    for (int i = 0; i < 4; ++i) p.push_back(sines({4, 4}, i));
+  }
+  at::Tensor loss(int micro_batch, bool twice) const {
+    const auto by_first = [this](const at::Tensor& x) {
+      return first.run({x},
+                       [&](const auto& in) { return std::vector{Product::apply(in[0], p[1]).sin()}; })[0];
+    };
+    return root.run({sines({6, 4}, 10 + micro_batch).detach()}, [&](const auto& in) {
+      const at::Tensor x = by_first(in[0]);
+      const at::Tensor y = second.run({x}, [&](const auto& of) {
+        return std::vector{Product::apply(of[0], p[2]).tanh() + Product::apply(of[0] * 2, p[2]) +
+                           Product::apply(of[0], p[0])};
+      })[0];
+      return std::vector{Product::apply(twice ? by_first(y) : y, p[0]).square().sum()};
+    })[0];
+  }
+};
+
+void expect_sharded_steps(int ranks, int micro_batches, bool twice, const FullyShardOptions& options,
+                          int computed_in_place, bool right = true) {
+  const Units alone;
+  for (int i = 0; i < micro_batches; ++i) alone.loss(i, twice).backward();
+  run_ranks(ranks, [&](World& world) {
+    planted = right ? 1 : 2;
+    Units units;
+    std::vector<std::pair<std::string, at::Tensor>> list;
+    for (const at::Tensor& one : units.p) list.emplace_back("p" + std::to_string(list.size()), one);
+    std::vector<UnitHandle> blocks{units.first, units.second};
+    if (twice) blocks.push_back(units.first);
+    const auto layout = fully_shard(units.root, list, blocks, world.group, options);
+    const auto all_are = [&](double factor) {
+      const auto views = layout->views();
+      for (std::size_t i = 0; i < views.size(); ++i) {
+        const at::Tensor& gradient = alone.p[i].grad();
+        const at::Tensor expected = gradient.defined() ? gradient * factor : at::zeros({4, 4}, at::kDouble);
+        if (!views[i].gradient.allclose(expected, 1e-12, 1e-12)) return false;
+      }
+      return true;
+    };
+    for (int step = 0; step < 2; ++step) {
+      layout->zero_gradients();
+      in_place = 0;
+      for (int i = 0; i < micro_batches; ++i) {
+        layout->begin_backward(i + 1 == micro_batches);
+        units.loss(i, twice).backward();
+      }
+      layout->finish_reduction();
+      EXPECT_EQ(in_place, micro_batches * computed_in_place);
+      EXPECT_EQ(all_are(ranks), right) << ranks << " ranks, " << micro_batches << " micro-batches";
+    }
+    layout->zero_gradients();  // a step without micro-batches, of which somebody looks before its end
+    EXPECT_TRUE(all_are(0));
+    layout->finish_reduction();
+    EXPECT_TRUE(all_are(0));
+    planted = 1;
+  });
+}
+
+TEST(ShardedGradients, AreComputedWhereTheyAreReduced) {
+  for (const int ranks : {1, 2, 3})
+    for (const int micro_batches : {1, 2, 3})
+      for (const bool shared : {false, true}) {
+        const FullyShardOptions options{.share_parameters = shared};
+        // One of the root's; one of the second block's; the first block's, unless it has been used before.
+        expect_sharded_steps(ranks, micro_batches, /*twice=*/false, options, ranks > 1 ? 3 : 0);
+        expect_sharded_steps(ranks, micro_batches, /*twice=*/true, options, ranks > 1 ? 2 : 0);
+      }
+  expect_sharded_steps(2, 2, /*twice=*/true, {.reduce_once = true}, 0);
+}
+
+TEST(ShardedGradients, AMistakeInTheirPlaceIsSeen) {
+  expect_sharded_steps(2, 1, /*twice=*/false, {}, 3, /*right=*/false);
 }
 
 }  // namespace

@@ -286,6 +286,10 @@ variable_list UnitNode::apply(variable_list&& gradients) {
 
   variable_list results(num_inputs + 1);
   if (!outputs.empty() && !wanted.empty()) {
+    const differentiable::PlacesOfReturnedGradients places_of_gradients(
+        [&host](const Tensor& parameter, at::ScalarType type) {
+          return host.place_of_gradient(parameter, type);
+        });
     variable_list found = autograd::grad(outputs, wanted, upstream, keep_graph && !call_.checkpoint,
                                          /*create_graph=*/false, /*allow_unused=*/true);
     for (std::size_t i = 0; i < places.size(); ++i) results[places[i]] = found[i];

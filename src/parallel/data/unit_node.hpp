@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/autograd.hpp"
 #include "isograd/fully_shard.hpp"
 
 namespace isograd {
@@ -37,6 +38,11 @@ class UnitHost {
   // For a parameter for which is_trained() holds, before leave_backward().
   virtual void take_gradient(const at::Tensor& parameter, at::Tensor gradient) = 0;
   virtual void leave_backward(std::size_t use) = 0;
+  // Memory in which the backward may compute a gradient of `type` that it gives to take_gradient().
+  virtual differentiable::GradientPlace::Taken place_of_gradient(const at::Tensor& /*parameter*/,
+                                                                 at::ScalarType /*type*/) {
+    return {};
+  }
   // The unit's forward has exchanged something with other ranks, or holds units: its backward will.
   virtual void exchanges(std::size_t /*unit*/) {}
   // Somebody holds all parameters whole: calls without gradients are plain ones, on any rank alone.
