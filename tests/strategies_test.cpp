@@ -370,7 +370,8 @@ TEST(Strategies, ABufferUsedTooEarlyIsNoticed) {
       if (world.rank > 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // rank 0 runs ahead
       for (std::size_t i = 0; i < 2; ++i) {
         flats[i]->add(0, at::full({96}, 1.0 + static_cast<double>(i), at::kDouble));
-        flats[i]->begin_reduction(buffer);
+        flats[i]->give_buffer(buffer);
+        flats[i]->begin_reduction();
         if (!planted) flats[i]->wait();
       }
       if (planted)
