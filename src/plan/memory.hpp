@@ -1,0 +1,34 @@
+// (3) Memory of the rank that needs most, at the moment that needs most.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "plan/schedule.hpp"
+#include "plan/stage.hpp"
+
+namespace isograd::planner {
+
+// Keeps what candidates share: stages by (tp, ep, stages), a layer's bytes by (tp, cp, micro-batch,
+// precision). 0.3 us a candidate once these are there.
+class MemoryModel {
+ public:
+  MemoryModel(const Problem& problem, Pipelines& pipelines);
+  ~MemoryModel();
+
+  MemoryParts of(const Candidate& candidate);
+  // At least of(candidate).total(), and cheaper: for leaving out.
+  double least(const Candidate& candidate);
+  // The parts with formulas and origins.
+  std::vector<Planned::Part> explain(const Candidate& candidate, const MemoryParts& parts);
+  const std::vector<StageShape>& stages(const Candidate& candidate);
+  // Kept bytes with the padding of buckets, by lay_out() itself for a rank of each stage; nothing above 4,096
+  // ranks, where that would be slow. For layouts that are printed.
+  std::optional<PersistentBytes> laid_out(const Candidate& candidate);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd::planner

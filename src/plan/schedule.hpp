@@ -1,0 +1,35 @@
+// (4) Pipelines by isograd's own simulator, each kind once.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "isograd/pipeline_parallel.hpp"
+#include "isograd/planner.hpp"
+
+namespace isograd::planner {
+
+// Seconds of a micro-batch in each stage, and of a transfer between ranks.
+using StageTimes = PipelineTimes;
+
+class Pipelines {
+ public:
+  Pipelines();
+  ~Pipelines();
+
+  // From the first forward to the end of the last backward. Simulated for up to 4 * pp micro-batches and as
+  // many more as make another period; beyond that the length grows by one period at a time, as the
+  // simulator's does (test: equal to 1e-9 up to 4 million forwards). Micro-batches are rounded up where the
+  // schedule needs a multiple.
+  double seconds(const Candidate& candidate, const StageTimes& times);
+  // Micro-batches of a stage whose activations a rank keeps at a time, in units of a forward's: most_kept.
+  double most_kept(const Candidate& candidate, int rank_of_pipeline);
+  // The whole timeline, for printing.
+  PipelineTimeline timeline(const Candidate& candidate, const StageTimes& times, PipelineTable& table);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace isograd::planner

@@ -1,0 +1,48 @@
+// (6) The fastest layouts, the front, the laws and the recipe.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan/space.hpp"
+#include "plan/time.hpp"
+
+namespace isograd::planner {
+
+// One problem's models, which share their caches.
+struct Models {
+  explicit Models(const Problem& problem);
+  const Problem& problem;
+  Pipelines pipelines{};
+  MemoryModel memory;
+  StepModel step;
+};
+
+struct Searched {
+  std::vector<Planned> top{}, front{};
+  std::optional<Planned> nearest{};  // where nothing fits: the one that lacks the fewest bytes
+  std::int64_t candidates = 0, fitting = 0;
+};
+// Rules, then memory, then the least time, then the time; ties by the order of the space. Holds `top` and the
+// front alone, so that memory does not grow with the candidates.
+Searched search(Models& models, std::int64_t devices, const Options& options);
+
+Planned planned(Models& models, const Candidate& candidate);  // with parts and intervals
+std::string missing_text(Models& models, const Planned& nearest);
+std::vector<Neighbour> neighbours_of(Models& models, const Planned& best);
+
+// laws.cpp: each law of planner.md section 7 as a root of the models above, not as a formula of its own.
+std::vector<Law> laws_of(Models& models, const Planned& best);
+
+// recipe.cpp: source 004, section 6, on these numbers, and its three ways out for a cluster larger than the
+// batch.
+std::vector<RecipeStep> recipe_of(Models& models, const Planned& best);
+std::vector<WayOut> ways_out_of(Models& models, const Options& options);
+// The tables of its section 9.1 and 9.2, by persistent_bytes() and traffic_bytes(): bytes a parameter.
+struct ZeroRow {
+  std::string strategy, kept_formula, sent_formula;
+  double kept = 0, kept_with_fp32_gradients = 0, sent = 0;  // of each parameter, at N ranks; sent in elements
+};
+std::vector<ZeroRow> zero_table(std::int64_t ranks);
+
+}  // namespace isograd::planner

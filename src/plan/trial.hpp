@@ -1,0 +1,64 @@
+// (6) Plans against reality: --try on this machine, --validate on published rows.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "plan/search.hpp"
+
+namespace isograd::planner {
+
+// Runs this program in a child of its own, which may run out of memory. The command line gives it; tests give
+// another.
+struct ProgramRun {
+  int status = 0;
+  bool out_of_memory = false;  // killed for it, or refused an allocation
+  double seconds_of_step = 0, peak_bytes = 0;
+  std::string output{};
+};
+using RunProgram = std::function<ProgramRun(const std::vector<std::string>& arguments, double most_seconds)>;
+
+struct Tried {
+  Planned planned{};
+  std::optional<ProgramRun> run{};  // nothing: it does not fit this machine, `why_not` says what is missing
+  std::string why_not{};
+};
+// The best `count` layouts that this machine has cores, devices and memory for, a few steps each, in turns.
+std::vector<Tried> try_layouts(const Plan& plan, std::size_t count, const RunProgram& run,
+                               const std::filesystem::path& folder);
+
+// The largest micro-batch by doubling and bisection, and the foretold one.
+struct LargestMicroBatch {
+  std::int64_t measured = 0, foretold = 0;
+  std::vector<std::pair<std::int64_t, bool>> tried{};
+};
+LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run,
+                                      const std::filesystem::path& folder);
+
+// ---- published rows ----
+
+struct PublishedRow {
+  std::string id, tier, source, hardware, framework, recompute, flags;
+  ModelShape model{};
+  Candidate candidate{};
+  Work work{};
+  double seconds = 0, memory = 0;  // of a step, bytes of a rank; 0: not said
+  double twin_ratio = 0;
+  bool failed = false;
+};
+// The columns of published_runs.csv, by name. ConfigError with the line: a column that is missing, a number
+// that is none.
+std::vector<PublishedRow> read_rows(const std::filesystem::path& file);
+
+struct Errors {
+  std::string source, what;  // "seconds", "memory", "fits"
+  std::size_t rows = 0;
+  double median = 0, p75 = 0, p90 = 0, worst = 0;  // |foretold / published - 1|; of "fits": parts of the rows
+};
+std::vector<Errors> validate(const std::vector<PublishedRow>& rows);
+std::string to_text(const std::vector<Errors>& errors);  // the table of docs/planning.md
+
+}  // namespace isograd::planner
