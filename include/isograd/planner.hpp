@@ -42,7 +42,7 @@ double bytes_of(Precision precision);  // of an element of a matrix
 
 // A decoder as numbers. isograd trains those with `gated`; others can be planned, not written.
 struct ModelShape {
-  std::string name, family = "llama";
+  std::string name{}, family = "llama";
   std::int64_t layers = 0, hidden = 0, heads = 0, key_heads = 0, head_dim = 0, feed_forward = 0,
                vocabulary = 0;
   bool gated = true;  // three matrices of the feed-forward network, not two
@@ -65,7 +65,7 @@ void check(const ModelShape& model);
 // A level of the network joins `ranks` consecutive ranks (a host, a rack, all), over what the level inside of
 // it does not reach. Latency is of one step of a ring.
 struct Link {
-  std::string name;
+  std::string name{};
   std::int64_t ranks = 1;
   double latency = 0;    // seconds
   double bandwidth = 0;  // bytes/s, each way, of a rank
@@ -73,7 +73,7 @@ struct Link {
 };
 
 struct Device {
-  std::string name;
+  std::string name{};
   double memory = 0, memory_bandwidth = 0;       // bytes, bytes/s
   std::array<double, kPrecisions> peak{};        // FLOP/s by Precision; 0: not known
   std::array<double, kPrecisions> best_found{};  // the best product that was measured; 0: not known
@@ -81,7 +81,7 @@ struct Device {
 };
 
 struct Cluster {
-  std::string name;
+  std::string name{};
   Device device{};
   std::int64_t devices = 1, per_host = 1;
   std::vector<Link> links{};  // innermost first; the last joins all
@@ -96,24 +96,25 @@ Cluster read_cluster(const std::string& name_or_file, std::optional<std::int64_t
 void check(const Cluster& cluster);
 std::vector<std::string> built_in_clusters();
 
-// What `isograd calibrate` found; part of the same TOML file as its cluster. A list may be empty: the planner
-// then takes the data sheet and says so.
+// The findings of `isograd calibrate`, part of the same TOML file as its cluster. A list may be empty: the
+// planner then takes the data sheet and says so.
 struct Calibration {
-  std::string machine;  // processor or device, cores, libraries: refused for another one
+  std::string machine{};  // processor or device, cores, libraries: refused for another one
   struct Product {
     std::int64_t m = 0, n = 0, k = 0;
     Precision precision = Precision::kFloat32;
     double flops = 0, spread = 0;  // FLOP/s; (third - first quartile) / median
   };
   struct Collective {
-    std::string operation, backend;  // "all_reduce", "shm"
+    std::string operation{}, backend{};  // "all_reduce", "shm"
     std::int64_t ranks = 0;
     double latency = 0, bandwidth = 0, spread = 0;  // t = latency + bytes sent by a rank / bandwidth
   };
   std::vector<Product> products{};
   std::vector<Collective> collectives{};
   double memory_bandwidth = 0, operator_overhead = 0, optimizer_bandwidth = 0;  // bytes/s, seconds, bytes/s
-  std::vector<std::string> not_measured{};                                      // a sentence each
+  std::optional<double> overlap{};          // part of a collective that computation hides
+  std::vector<std::string> not_measured{};  // a sentence each
   bool empty() const { return products.empty() && collectives.empty(); }
 };
 Calibration read_calibration(const std::string& name_or_file);
@@ -197,7 +198,7 @@ struct StepParts {
 
 // One lane's span of the timeline of a step.
 struct Span {
-  std::string lane, name;  // "stage 0 compute", "F3"
+  std::string lane{}, name{};  // "stage 0 compute", "F3"
   double begin = 0, end = 0;
 };
 
@@ -219,7 +220,7 @@ struct Planned {
   double head_room = 0;  // bytes; below 8 % of the device's memory the plan warns
   bool proved = false;   // its combination of axes is in the table that `tests` prove
   struct Part {
-    std::string name, formula;  // "states", "12 Ψ/N, with Ψ = 8.03e9, N = 64"
+    std::string name{}, formula{};  // "states", "12 Ψ/N, with Ψ = 8.03e9, N = 64"
     Estimate number{};
   };
   std::vector<Part> memory_parts{}, step_parts{};
@@ -227,25 +228,25 @@ struct Planned {
 
 // A neighbour of the best layout and the reason why it is not that.
 struct Neighbour {
-  std::string change, reason;  // "tp 16", "its all-reduce leaves the host: +41 %"
+  std::string change{}, reason{};  // "tp 16", "its all-reduce leaves the host: +41 %"
   std::optional<double> seconds{};
 };
 
 // A law of docs/planning.md: the number of devices (or tokens, or bytes) at which it begins to cost.
 struct Law {
-  std::string name, unit, statement, moved_by;
+  std::string name{}, unit{}, statement{}, moved_by{};
   Estimate at{};
   double now = 0;  // the same quantity of the best layout
   bool bites = false;
 };
 
 struct RecipeStep {
-  std::string name, formula, result, origin;
+  std::string name{}, formula{}, result{}, origin{};
 };
 
 // For a cluster larger than the batch: fewer devices, a larger batch, a smaller micro-batch.
 struct WayOut {
-  std::string name;
+  std::string name{};
   double tokens = 0;  // of the batch
   Planned planned{};
 };

@@ -25,9 +25,9 @@ struct KeptTensor {
   std::int64_t bytes = 0;  // of the fullest rank
 };
 
-// Of one block, of the ends of the model (embedding; last norm, logits, loss), and the largest sum of tensors
-// that a block's backward holds beside them. With `checkpoint` a block keeps its input alone, and in_passing
-// has the rest.
+// Tensors of one block; of the last norm, the logits and the loss; and the largest sum of tensors that a
+// block's backward holds in addition. With `checkpoint` a block keeps its input alone, and in_passing()
+// counts the rest.
 std::vector<KeptTensor> kept_by_block(const DecoderConfig& config, std::int64_t layer,
                                       const KeptShape& shape);
 std::vector<KeptTensor> kept_by_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss);

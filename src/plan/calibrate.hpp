@@ -1,4 +1,4 @@
-// (5) `isograd calibrate`: what this machine reaches, by isograd's own products, passes and groups.
+// `isograd calibrate`: what this machine reaches, by isograd's own products, passes and groups.
 #pragma once
 
 #include <cstdint>

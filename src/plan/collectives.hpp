@@ -1,4 +1,4 @@
-// (4) Seconds of a collective: alpha-beta by level of the network and by where an axis lies.
+// Seconds of a collective: alpha-beta by level of the network and by where an axis lies.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// (1) What comes from outside: models, clusters, calibrations and packs, read and checked. Every refusal of
+// Models, clusters, calibrations and documents from outside, read and checked. Every refusal of
 // docs/planning.md that is not about a layout is made here.
 #pragma once
 
@@ -23,7 +23,7 @@ struct ClusterFile {
 ClusterFile parse_cluster(std::string_view text, const std::string& file);
 std::string to_toml(const ClusterFile& file);  // which parse_cluster() reads back, number for number
 
-// The rows of planner.md section 5 with their sources; null: no such name.
+// The table of docs/planning.md, a source for each number; null: no such name.
 const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();

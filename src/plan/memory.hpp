@@ -1,4 +1,4 @@
-// (3) Memory of the rank that needs most, at the moment that needs most.
+// Memory of the rank that needs most, at the moment that needs most.
 #pragma once
 
 #include <memory>

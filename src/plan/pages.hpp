@@ -1,4 +1,4 @@
-// (7) Pictures and the page of a plan, through the report room.
+// Pictures and the page of a plan, through the report room.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// (4) Pipelines by isograd's own simulator, each kind once.
+// Pipelines by isograd's own simulator, each kind once.
 #pragma once
 
 #include <memory>
@@ -22,8 +22,11 @@ class Pipelines {
   // simulator's does (test: equal to 1e-9 up to 4 million forwards). Micro-batches are rounded up where the
   // schedule needs a multiple.
   double seconds(const Candidate& candidate, const StageTimes& times);
-  // Micro-batches of a stage whose activations a rank keeps at a time, in units of a forward's: most_kept.
-  double most_kept(const Candidate& candidate, int rank_of_pipeline);
+  // The most that a rank of the pipeline has alive, from the order of its own actions: `kept` of each stage
+  // from a forward to its backward (between the halves of one `between_halves` of it), and `passing` of the
+  // stage whose backward runs. All three as bytes, by stage.
+  double most_kept(const Candidate& candidate, int rank_of_pipeline, const std::vector<double>& kept,
+                   const std::vector<double>& between_halves, const std::vector<double>& passing);
   // The whole timeline, for printing.
   PipelineTimeline timeline(const Candidate& candidate, const StageTimes& times, PipelineTable& table);
 

@@ -1,4 +1,4 @@
-// (6) The fastest layouts, the front, the laws and the recipe.
+// The fastest layouts, the front, the laws and the recipe.
 #pragma once
 
 #include <string>
@@ -31,16 +31,16 @@ Planned planned(Models& models, const Candidate& candidate);  // with parts and 
 std::string missing_text(Models& models, const Planned& nearest);
 std::vector<Neighbour> neighbours_of(Models& models, const Planned& best);
 
-// laws.cpp: each law of planner.md section 7 as a root of the models above, not as a formula of its own.
+// laws.cpp: each law of docs/planning.md as a root of the models above, not as a formula of its own.
 std::vector<Law> laws_of(Models& models, const Planned& best);
 
-// recipe.cpp: source 004, section 6, on these numbers, and its three ways out for a cluster larger than the
-// batch.
+// recipe.cpp: the recipe of docs/planning.md on these numbers, and its three ways out for a cluster larger
+// than the batch.
 std::vector<RecipeStep> recipe_of(Models& models, const Planned& best);
 std::vector<WayOut> ways_out_of(Models& models, const Options& options);
-// The tables of its section 9.1 and 9.2, by persistent_bytes() and traffic_bytes(): bytes a parameter.
+// The recipe's tables of memory and traffic, by persistent_bytes() and traffic_bytes().
 struct ZeroRow {
-  std::string strategy, kept_formula, sent_formula;
+  std::string strategy{}, kept_formula{}, sent_formula{};
   double kept = 0, kept_with_fp32_gradients = 0, sent = 0;  // of each parameter, at N ranks; sent in elements
 };
 std::vector<ZeroRow> zero_table(std::int64_t ranks);

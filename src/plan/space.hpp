@@ -1,4 +1,4 @@
-// (2) Every layout that `isograd train` accepts, in a fixed order. The rules are those of train/rules.hpp; no
+// Every layout that `isograd train` accepts, in a fixed order. The rules are those of train/rules.hpp; no
 // rule is written here.
 #pragma once
 

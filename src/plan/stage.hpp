@@ -1,4 +1,4 @@
-// (3) A stage of the pipeline on its fullest rank: layers, and elements of parameters. Memory and time both
+// A stage of the pipeline on its fullest rank: layers, and elements of parameters. Memory and time both
 // read it.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace isograd::planner {
 struct StageShape {
   std::int64_t first_layer = 0, layers = 0;
   bool embeds = false, outputs = false;
-  // Of a rank, by local shapes (as even as possible: the fullest rank along tp and ep).
+  // Elements of the fullest rank along tp and ep, by local shapes.
   std::int64_t elements = 0, expert_elements = 0;
   std::int64_t largest_block = 0;  // elements of the largest unit of zero3 that is a block
   std::int64_t root = 0;           // of what is in no block, whole through forward and backward under zero3
@@ -22,7 +22,7 @@ struct StageShape {
 std::vector<StageShape> stage_shapes(const ModelShape& model, int tp, int ep, int stages);
 std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline);
 
-// What isograd's formulas of kept and sent bytes take, for one rank of the pipeline: by make_plan() of
+// The input of isograd's formulas of kept and sent bytes, for one rank of the pipeline: by make_plan() of
 // train/rules.hpp, as `isograd layout` and `train --memory` do.
 DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& candidate,
                                     const std::vector<StageShape>& stages, int rank_of_pipeline);

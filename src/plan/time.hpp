@@ -1,4 +1,4 @@
-// (4) Seconds of a step of the slowest rank.
+// Seconds of a step of the slowest rank.
 #pragma once
 
 #include <memory>
@@ -15,8 +15,7 @@ struct Product {
   std::int64_t m = 0, n = 0, k = 0;
   double count = 1;
 };
-// What a rank computes for one micro-batch in a layer, or at an end of the model. Exchanges are whole
-// buffers.
+// A rank's work for one micro-batch in a layer, or at an end of the model. Exchanges are whole buffers.
 struct LayerWork {
   std::vector<Product> forward{}, inputs{}, weights{};  // backward in its two halves
   double pairs = 0;                                     // FLOPs of attention, forward
@@ -31,8 +30,8 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate);  // h
 class Rates {
  public:
   explicit Rates(const Problem& problem);
-  double seconds(
-      const Product& product) const;  // nearest calibrated shapes, interpolated in their logarithms
+  // By the nearest calibrated shapes, interpolated in their logarithms.
+  double seconds(const Product& product) const;
   double attention(double flops) const;
   double memory(double bytes) const;
   double operators(int count) const;

@@ -1,4 +1,4 @@
-// (6) Plans against reality: --try on this machine, --validate on published rows.
+// Plans against reality: --try on this machine, --validate on published rows.
 #pragma once
 
 #include <filesystem>
@@ -41,7 +41,7 @@ LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run,
 // ---- published rows ----
 
 struct PublishedRow {
-  std::string id, tier, source, hardware, framework, recompute, flags;
+  std::string id{}, tier{}, source{}, hardware{}, framework{}, recompute{}, flags{};
   ModelShape model{};
   Candidate candidate{};
   Work work{};
@@ -54,7 +54,7 @@ struct PublishedRow {
 std::vector<PublishedRow> read_rows(const std::filesystem::path& file);
 
 struct Errors {
-  std::string source, what;  // "seconds", "memory", "fits"
+  std::string source{}, what{};  // "seconds", "memory", "fits"
   std::size_t rows = 0;
   double median = 0, p75 = 0, p90 = 0, worst = 0;  // |foretold / published - 1|; of "fits": parts of the rows
 };

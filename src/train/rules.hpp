@@ -46,6 +46,7 @@ enum class LayoutRule : std::uint8_t {
   kExperts,        // ep is at most the experts
   kStages,         // a layer for each stage
   kStagesOfRank,   // as many stages on a rank as the schedule has
+  kForwards,       // at most as many forwards in a step as make_pipeline() writes down
   kHalves,         // no zero3 under a schedule that splits backwards
   kTensorRanks,    // some of everything for each rank along tp
   kUlysses,        // heads that cp_ulysses splits, with tp or without
@@ -63,7 +64,7 @@ void check(const LayoutNumbers& layout, const ModelNumbers& model);
 LayoutNumbers layout_numbers(const RunConfig& config, int ranks);
 ModelNumbers model_numbers(const DecoderConfig& shape);
 
-// What the formulas of kept and sent bytes take, without the elements; with ep of two kinds.
+// The input of the formulas of kept and sent bytes, without the elements; with ep of two kinds.
 // make_plan(config, ranks) of train/build.hpp is this one.
 DataParallelPlan make_plan(const LayoutNumbers& layout, const ElementBytes& bytes);
 
