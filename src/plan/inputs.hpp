@@ -2,6 +2,7 @@
 // docs/planning.md that is not about a layout is made here.
 #pragma once
 
+#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>

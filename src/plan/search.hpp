@@ -1,6 +1,7 @@
 // The fastest layouts, the front, the laws and the recipe.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 

@@ -3,8 +3,9 @@
 
 #include <filesystem>
 #include <functional>
-#include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "plan/search.hpp"
