@@ -23,7 +23,7 @@ Reach reach_of(const Candidate& candidate, Axis axis, const Cluster& cluster);
 
 class Network {
  public:
-  Network(const Cluster& cluster, const Calibration& calibration, double share_of_link);
+  Network(const Cluster& cluster, const Calibration& calibration, double share_inside, double share_across);
   // `bytes`: of the whole buffer, as one rank has it before (reduce) or after (gather). A ring, level by
   // level: latency * steps inside + latency * steps across + bytes that the slowest link carries / its
   // bandwidth; an all-reduce takes a tree where that is faster. A calibrated collective of this size and
@@ -40,7 +40,7 @@ class Network {
  private:
   Cluster cluster_;
   Calibration calibration_;
-  double share_of_link_;
+  double share_inside_, share_across_;
 };
 
 }  // namespace isograd::planner

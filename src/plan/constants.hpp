@@ -15,14 +15,15 @@ struct Constants {
   // The share of a device's peak that large products reach: of a data sheet, where nothing is calibrated.
   // Small products reach share * n / (n + half_size), with n the geometric mean of m, n and k.
   double share_of_peak = 0.6, half_size = 512;
-  double layer_overhead = 0;  // seconds of the host for a layer of a micro-batch
-  double share_of_link = 0.8, share_of_memory = 0.8;
+  double layer_overhead = 0;                      // seconds of the host for a layer of a micro-batch
+  double share_inside = 0.8, share_across = 0.4;  // of a link's bandwidth, inside a host and between hosts
+  double passes = 10;      // over a layer's stream by operators that no product hides; isograd's are counted
   double overlap = 1;      // of a collective behind computation: the part that is hidden
   double nearly_full = 0;  // added to the step in per cent where more than 92 % of the memory is in use
 
-  // kNanotron, kOther: activation bytes of a layer and token by width of its tensors; isograd's are listed
-  // (model/kept_tensors.hpp).
-  double by_hidden = 0, by_feed_forward = 0, by_vocabulary = 0, fixed_bytes = 0;
+  // kNanotron, kOther: activation bytes of a layer and token by the widths of its tensors, over tp; isograd's
+  // are listed (model/kept_tensors.hpp).
+  double by_hidden = 20, by_feed_forward = 8;
 };
 Constants constants_of(Program program, const Device& device, Precision precision);
 

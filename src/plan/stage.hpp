@@ -19,7 +19,9 @@ struct StageShape {
 };
 
 // Stages 0 to stages - 1: the layers are those of stage_layers() (parallel/pipeline/stages.hpp).
-std::vector<StageShape> stage_shapes(const ModelShape& model, int tp, int ep, int stages);
+// Other programs': the output counts as vocabulary * hidden / (4 hidden^2 + 3 hidden * feed_forward) layers,
+// the largest stage is as small as possible, and earlier stages have one layer more.
+std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int stages);
 std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline);
 
 // The input of isograd's formulas of kept and sent bytes, for one rank of the pipeline: by make_plan() of

@@ -59,6 +59,9 @@ struct Errors {
   std::size_t rows = 0;
   double median = 0, p75 = 0, p90 = 0, worst = 0;  // |foretold / published - 1|; of "fits": parts of the rows
 };
+// The law step = t * accumulation + c of one inner layout: t and c from the two smallest worlds of a family,
+// and the errors of the larger ones.
+std::vector<Errors> validate_scaling(const std::vector<PublishedRow>& rows);
 std::vector<Errors> validate(const std::vector<PublishedRow>& rows);
 std::string to_text(const std::vector<Errors>& errors);  // the table of docs/planning.md
 
