@@ -23,6 +23,7 @@
 #include "model/attention/attention.hpp"
 #include "train/config_table.hpp"
 #include "train/device.hpp"
+#include "train/rules.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -226,12 +227,8 @@ namespace {
 Grid with_expert_view(const Grid& grid, std::int64_t experts_ranks) {
   if (experts_ranks == 1) return grid;
   const AxisSet data = data_axes(grid);
-  const int ranks = grid.size(data);
-  if (ranks % experts_ranks != 0)
-    refuse("parallel.ep", fmt::format("{} for {} ranks that see different tokens", experts_ranks, ranks),
-           "a size that divides them", "Change parallel.ep or the ranks");
   const auto ep = static_cast<int>(experts_ranks);
-  return grid.viewed(data, {{"edp", ranks / ep}, {kExpertAxis, ep}});
+  return grid.viewed(data, {{"edp", grid.size(data) / ep}, {kExpertAxis, ep}});
 }
 
 // The grid of ranks that see different tokens.
@@ -244,28 +241,6 @@ Grid data_grid_of(const RunConfig& config, int ranks) {
   if (stage_of(parallel.strategy) > 0) return grid;
   sizes.dp_replicate = grid.size(kSampleAxes);  // each keeps everything
   return data_grid(ranks, sizes);
-}
-
-void check_stages(const RunConfig& config) {
-  const auto& parallel = config.parallel;
-  if (parallel.pp == 1) return;
-  const DecoderConfig shape = configured_shape(config);
-  if (const std::int64_t stages = parallel.pp * parallel.stages_per_rank; stages > shape.layers)
-    refuse("parallel.pp", fmt::format("{} stages for {} layers", stages, shape.layers),
-           "a layer for each stage, or more", "Lower parallel.pp or parallel.stages_per_rank");
-  if (cuts_backwards(config) && stage_of(parallel.strategy) == 3)
-    refuse("parallel.schedule",
-           fmt::format("{} under zero3, whose units compute gradients of weights with the others",
-                       parallel.schedule),
-           "a schedule of whole backwards, or a strategy that keeps parameters whole",
-           "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\"");
-  if (config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
-      config.loss.balance_over == "model")
-    refuse("loss.balance_scope",
-           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
-           "different micro-batches at a time",
-           "step, or a balance loss of each layer",
-           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
 }
 
 TensorParallelOptions tensor_options(const RunConfig& config) {
@@ -365,14 +340,9 @@ int stage_of(const std::string& strategy) {
 }
 
 Grid grid_of(const RunConfig& config, int ranks) {
+  check_axes(layout_numbers(config, ranks));
   const auto tp = static_cast<int>(config.parallel.tp), pp = static_cast<int>(config.parallel.pp);
   if (tp == 1 && pp == 1) return with_expert_view(data_grid_of(config, ranks), config.parallel.ep);
-  if (ranks % (tp * pp) != 0)
-    refuse(pp == 1   ? "parallel.tp"
-           : tp == 1 ? "parallel.pp"
-                     : "parallel.tp times parallel.pp",
-           fmt::format("{} for {} ranks", tp * pp, ranks), "a size that divides the ranks",
-           "Change it or the ranks");
   std::vector<Axis> axes = data_grid_of(config, ranks / (tp * pp)).axes();
   if (tp > 1) axes.push_back({"tp", tp});  // neighbours: they communicate most
   if (pp > 1) axes.insert(axes.begin(), {kStageAxis, pp});
@@ -386,39 +356,7 @@ bool model_parallel(const RunConfig& config) {
 }
 
 bool cuts_backwards(const RunConfig& config) {
-  const auto& parallel = config.parallel;
-  const auto ranks = static_cast<int>(parallel.pp);
-  return ranks > 1 && has_halves(make_pipeline(parallel.schedule, ranks,
-                                               static_cast<int>(parallel.stages_per_rank), ranks));
-}
-
-void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split) {
-  const std::int64_t ranks = config.parallel.tp, ulysses = config.parallel.cp_ulysses;
-  if (ranks == 1) return;
-  auto all = split.others;
-  if (split.heads > 0) all.insert(all.begin(), {"query heads", split.heads});
-  for (const auto& [what, number] : all)
-    if (ranks > number)
-      refuse("parallel.tp", fmt::format("{} ranks for {} {}", ranks, number, what),
-             fmt::format("at most {}", number), "Lower parallel.tp; more ranks fit along the other axes");
-  if (ulysses == 1) return;
-  const auto heads = split_rows(split.heads, static_cast<int>(ranks)),
-             keys = split_rows(split.key_heads, static_cast<int>(ranks));
-  const bool even = heads.front() == heads.back() && keys.front() == keys.back();
-  const auto possible = even ? possible_ulysses(heads.front(), keys.front()) : std::vector<int>{1};
-  if (std::find(possible.begin(), possible.end(), ulysses) == possible.end()) {
-    const std::string rule =
-        even ? fmt::format(
-                   "{}: a rank along tp has {} query heads and {} key heads; cp_ulysses divides the first, "
-                   "and divides the second or is a multiple of it",
-                   fmt::join(possible, " or "), heads.front(), keys.front())
-             : "a parallel.tp that divides the query heads and the key heads, which cp_ulysses divides "
-               "further; or cp_ulysses = 1";
-    refuse("parallel.cp_ulysses",
-           fmt::format("{} with parallel.tp = {}, for {} query heads and {} key heads", ulysses, ranks,
-                       split.heads, split.key_heads),
-           rule, "Lower parallel.tp or parallel.cp_ulysses, or use parallel.cp_ring instead");
-  }
+  return config.parallel.pp > 1 && schedule_named(config.parallel.schedule).halves;
 }
 
 AxisSet sharded_axes(const RunConfig& config) {
@@ -432,32 +370,25 @@ AxisSet sharded_axes(const RunConfig& config) {
 }
 
 void check_expert_parallel(const RunConfig& config) {
-  const std::int64_t ep = config.parallel.ep;
-  if (ep == 1) return;
-  const std::int64_t experts = configured_shape(config).experts.count;
-  if (experts == 0)
-    refuse("parallel.ep", fmt::format("{} ranks for the experts of a model that has none", ep),
-           "a model.family with experts", "Leave parallel.ep out, or set model.family and model.experts");
-  if (ep > experts)
-    refuse("parallel.ep", fmt::format("{} ranks for {} experts", ep, experts),
-           fmt::format("at most {}", experts), "Lower parallel.ep; more ranks fit along the other axes");
+  if (config.parallel.ep == 1) return;
+  const ModelNumbers model{.experts = configured_shape(config).experts.count};
+  check(layout_numbers(config, 1), model, LayoutRule::kExperts, LayoutRule::kExperts);
 }
 
-void check_decoder_parallel(const RunConfig& config) {
-  check_stages(config);
-  if (config.parallel.tp == 1) return;
-  const DecoderConfig shape = configured_shape(config);
-  SplitOverTp split{.heads = shape.heads,
-                    .key_heads = shape.key_value_heads,
-                    .others = {{"tokens of the vocabulary", shape.vocabulary}}};
-  bool dense = false, experts = false;  // in some layer
-  for (std::int64_t layer = 0; layer < shape.layers; ++layer)
-    (shape.has_experts(layer) ? experts : dense) = true;
-  if (dense) split.others.emplace_back("features of the feed-forward network", shape.feed_forward);
-  if (experts) split.others.emplace_back("features of an expert", shape.experts.feed_forward);
-  if (experts && shape.experts.shared_feed_forward > 0)
-    split.others.emplace_back("features of the shared expert", shape.experts.shared_feed_forward);
-  check_tensor_parallel(config, split);
+void check_decoder_parallel(const RunConfig& config, int ranks) {
+  const auto& parallel = config.parallel;
+  if (parallel.tp == 1 && parallel.ep == 1 && parallel.pp == 1) return;
+  const LayoutNumbers layout = layout_numbers(config, ranks);
+  const ModelNumbers model = model_numbers(configured_shape(config));
+  check(layout, model, LayoutRule::kExperts, LayoutRule::kHalves);
+  if (parallel.pp > 1 && config.loss.balance != 0 && config.loss.balance_scope == "micro_batch" &&
+      config.loss.balance_over == "model")
+    refuse("loss.balance_scope",
+           "micro_batch with loss.balance_over = \"model\" and parallel.pp, whose stages compute "
+           "different micro-batches at a time",
+           "step, or a balance loss of each layer",
+           "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
+  check(layout, model, LayoutRule::kTensorRanks, LayoutRule::kUlysses);
 }
 
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {
@@ -628,24 +559,14 @@ std::vector<SharedElements> shared_elements(DataParallel& layout, const AxisSet&
 }
 
 DataParallelPlan make_plan(const RunConfig& config, const RanksOfRun& ranks) {
-  const std::string& strategy = config.parallel.strategy;
-  const Grid grid = grid_of(config, ranks.size);
-  const AxisSet sharded = sharded_axes(config);
   int states = 2;  // moments of AdamW
   if (config.optimizer.kind == "sgd") states = config.optimizer.momentum > 0 ? 1 : 0;
-  const std::int64_t most_packs = split_rows(config.batch.packs_per_step, grid.size(kSampleAxes))[0];
-  const std::int64_t at_a_time = config.batch.packs_per_micro_batch;
-  DataParallelPlan plan{
-      .elements = {{.shards = grid.size(sharded), .replicas = grid.size(without(kDataAxes, sharded))}},
-      .bytes = element_bytes(scalar_type(config.train.dtype), states),
-      .stage = stage_of(strategy),
-      .share_parameters = grid.size(kDataAxes) > 1 && shares_parameters(config, ranks),
-      .reduce_once = config.parallel.reduce_once,
-      .micro_batches = (most_packs + at_a_time - 1) / at_a_time};
-  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) plan.bytes.gradient = 2;
-  if (config.parallel.ep > 1)
-    plan.elements.push_back({.shards = grid.size(data_axes(grid)) / static_cast<int>(config.parallel.ep)});
-  return plan;
+  ElementBytes bytes = element_bytes(scalar_type(config.train.dtype), states);
+  if (config.train.dtype == "bfloat16" && !config.train.fp32_gradients) bytes.gradient = 2;
+  LayoutNumbers layout = layout_numbers(config, ranks.size);
+  layout.samples = config.batch.packs_per_step;
+  layout.shares_parameters = shares_parameters(config, ranks);
+  return make_plan(layout, bytes);
 }
 
 DataParallelPlan plan_of(const RunConfig& config, DataParallel& layout, std::int64_t rounds,

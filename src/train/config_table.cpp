@@ -17,6 +17,7 @@
 #include "base/refuse.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/rules.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -476,25 +477,11 @@ void check(const RunConfig& config, int ranks) {
 
 void check_but_devices(const RunConfig& config, int ranks) {
   if (!config.model.load.empty()) require_model_folder(config.model.load, "model.load");
-  const Grid grid = grid_of(config, ranks);
-  const int distinct = grid.size(kSampleAxes), sharing = ranks / distinct;
+  const LayoutNumbers layout = layout_numbers(config, ranks);
+  check_axes(layout);
   const TaskKind& kind = kind_of(config);
   if (kind.check_ranks) kind.check_ranks(config, ranks);
-  if (config.parallel.share_parameters == "on" && grid.size(sharded_axes(config)) == 1)
-    refuse("parallel.share_parameters",
-           fmt::format("\"on\" for {}, of which none has another one's parameters",
-                       ranks == 1 ? "one rank" : fmt::format("{} ranks", ranks)),
-           "ranks along an axis that the strategy spreads parameters or their sums over",
-           "Leave it out (\"auto\" shares wherever there are ranks to share with)");
-  const std::int64_t batch = kind.samples_per_step(config);
-  const std::string samples = kind.samples, key = "batch." + samples + "_per_step";
-  if (distinct > batch)  // "more ranks than packs in the batch"
-    refuse(fmt::format("--ranks {}", ranks),
-           fmt::format("more ranks than {} in the batch ({} = {}): some would never have anything to do",
-                       samples, key, batch),
-           fmt::format("at most {} ranks", batch * sharing),
-           fmt::format("Start with --ranks {}, or enlarge the batch with --set {}={}", batch * sharing, key,
-                       distinct));
+  check(layout, {}, LayoutRule::kNobodyToShare, LayoutRule::kSamples);
 }
 
 // ---- reading and writing ----

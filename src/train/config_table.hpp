@@ -182,15 +182,6 @@ struct TaskKind {
   std::int64_t samples_per_step(const RunConfig& config) const { return config.batch.*per_step; }
 };
 
-// Numbers of heads and features of a block that the ranks along tp split.
-struct SplitOverTp {
-  std::int64_t heads = 0, key_heads = 0;  // 0: it has none
-  std::vector<std::pair<const char*, std::int64_t>> others{};
-};
-// For check_ranks. ConfigError unless each rank along tp gets some of everything, and Ulysses can split its
-// heads.
-void check_tensor_parallel(const RunConfig& config, const SplitOverTp& split);
-
 const std::vector<const TaskKind*>& task_kinds();
 const TaskKind& kind_of(const RunConfig& config);  // ConfigError where there is none of that name
 

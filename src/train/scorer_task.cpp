@@ -20,6 +20,7 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
+#include "train/rules.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -609,7 +610,8 @@ void check_scorer(const RunConfig& config, int ranks) {
     if (shape.layers == 0)
       refuse("parallel.tp", fmt::format("{} for a scorer without a hidden layer", config.parallel.tp),
              "1: the units of hidden layers are what ranks have some of each", "Leave it out");
-    check_tensor_parallel(config, {.others = {{"units of a hidden layer", shape.hidden}}});
+    check(layout_numbers(config, ranks), {.split_over_tp = {{"units of a hidden layer", shape.hidden}}},
+          LayoutRule::kTensorRanks, LayoutRule::kUlysses);
   }
   if (config.batch.max_tokens_per_rank > 0)
     refuse_for_rows("batch.max_tokens_per_rank", std::to_string(config.batch.max_tokens_per_rank), "0");

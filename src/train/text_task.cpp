@@ -916,7 +916,7 @@ const TaskKind& text_kind() {
             check_adapter(config);
             check_expert_parallel(config);
           },
-      .check_ranks = [](const RunConfig& config, int) { check_decoder_parallel(config); },
+      .check_ranks = check_decoder_parallel,
       .accumulations = text_accumulations,
       .accumulation_text =
           [](const RunConfig& config) {

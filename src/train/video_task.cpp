@@ -20,6 +20,7 @@
 #include "train/build.hpp"
 #include "train/config_table.hpp"
 #include "train/rank_zero.hpp"
+#include "train/rules.hpp"
 #include "train/task.hpp"
 
 namespace isograd {
@@ -470,16 +471,18 @@ std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
   return all;
 }
 
-void check_video_cut(const RunConfig& config, int) {
+void check_video_cut(const RunConfig& config, int ranks) {
   if (config.parallel.tp == 1) return;
   const auto& fresh = config.model.shape;
   const std::string& load = config.model.load;
   const VideoDiTConfig shape = load.empty()
                                    ? VideoDiTConfig{.heads = fresh.heads, .feed_forward = fresh.feed_forward}
                                    : read_video_shape(load);
-  check_tensor_parallel(config, {.heads = shape.heads,
-                                 .key_heads = shape.heads,
-                                 .others = {{"features of the feed-forward network", shape.feed_forward}}});
+  check(layout_numbers(config, ranks),
+        {.heads = shape.heads,
+         .key_heads = shape.heads,
+         .split_over_tp = {{"features of the feed-forward network", shape.feed_forward}}},
+        LayoutRule::kTensorRanks, LayoutRule::kUlysses);
 }
 
 // Converts frames, rows or columns to patches; 0: the most that the model supports.

@@ -9,6 +9,7 @@
 #include "isograd/model.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "model/hooks.hpp"
+#include "parallel/pipeline/stages.hpp"
 
 namespace isograd {
 namespace {
@@ -22,12 +23,6 @@ double cost_of_layer(const DecoderConfig& config, std::int64_t layer) {
     inner = static_cast<double>(config.experts.per_token * config.experts.feed_forward +
                                 config.experts.shared_feed_forward);
   return hidden * (heads + 3 * inner);
-}
-
-std::vector<StageLayers> stages_of(const DecoderConfig& config, int stages) {
-  std::vector<double> costs;
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) costs.push_back(cost_of_layer(config, layer));
-  return assign_layers(costs, stages, static_cast<double>(config.hidden * config.vocabulary));
 }
 
 // Which stage of `layers` has it, by its Hugging Face name: of a tied embedding the first and the last.
@@ -48,11 +43,17 @@ std::vector<int> stages_with(const std::string& name, const DecoderConfig& confi
 
 }  // namespace
 
+std::vector<StageLayers> stage_layers(const DecoderConfig& config, int stages) {
+  std::vector<double> costs;
+  for (std::int64_t layer = 0; layer < config.layers; ++layer) costs.push_back(cost_of_layer(config, layer));
+  return assign_layers(costs, stages, static_cast<double>(config.hidden * config.vocabulary));
+}
+
 Layout::Named stage_placements(DecoderLM& model, const Grid& grid, const std::vector<int>& rank_of_stage,
                                Layout::Named others) {
   if (others.empty()) others = whole_placements(model.named(), grid);
   if (!grid.has(kStageAxis) || grid.size({kStageAxis}) == 1) return others;
-  const auto layers = stages_of(model.config(), static_cast<int>(rank_of_stage.size()));
+  const auto layers = stage_layers(model.config(), static_cast<int>(rank_of_stage.size()));
   for (auto& [name, placement] : others) {
     std::set<int> on;
     for (const int stage : stages_with(name, model.config(), layers))
@@ -77,7 +78,7 @@ Layout split_decoder(DecoderLM& model, const Mesh& mesh, const std::shared_ptr<P
     else
       tensor.set_data(at::empty({0}, tensor.options()));
   StageHooks& hooks = model.hooks().pipeline;
-  hooks.stages = [pipeline, layers = stages_of(model.config(), pipeline->stages())] {
+  hooks.stages = [pipeline, layers = stage_layers(model.config(), pipeline->stages())] {
     std::vector<StageHooks::Stage> stages;
     for (const int stage : pipeline->in_step() ? std::vector{pipeline->stage()} : pipeline->own_stages()) {
       const StageLayers& own = layers[static_cast<std::size_t>(stage)];

@@ -13,6 +13,7 @@
 
 #include "base/error_testing.hpp"
 #include "parallel/pipeline/split_backward.hpp"
+#include "parallel/pipeline/stages.hpp"
 
 namespace isograd {
 namespace {
@@ -251,6 +252,28 @@ TEST(PipelineSchedules, ARunThatKeepsTooMuchIsSeen) {
 }
 
 // ---- what is not admitted ----
+
+TEST(PipelineSchedules, AreTheFactsThatAreSaidOfThem) {
+  for (const std::string& name : pipeline_schedules()) {
+    const ScheduleFacts* facts = find_schedule(name);
+    ASSERT_NE(facts, nullptr) << name;
+    EXPECT_EQ(&schedule_named(name), facts);
+    EXPECT_EQ(facts->name, name);
+    for (int each = 1; each < 5; ++each)
+      for (const int micro_batches : {6, 7}) {
+        const bool admitted = each >= facts->least_stages &&
+                              (facts->most_stages == 0 || each <= facts->most_stages) &&
+                              !(facts->whole_rounds && micro_batches == 7);
+        bool halves = facts->halves;
+        const std::string error =
+            error_of([&] { halves = has_halves(make_pipeline(name, 3, each, micro_batches)); });
+        EXPECT_EQ(error == "no error", admitted) << name << " " << each << ": " << error;
+        EXPECT_EQ(halves, facts->halves) << name;
+      }
+  }
+  EXPECT_EQ(find_schedule("none"), nullptr);
+  EXPECT_THAT(error_of([] { schedule_named("none"); }), HasSubstr("1f1b"));
+}
 
 TEST(PipelineSchedules, NameWhatTheyAdmit) {
   const auto refused = [](const char* name, int p, int v, int m) {

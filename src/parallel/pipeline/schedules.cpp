@@ -6,6 +6,7 @@
 
 #include "base/refuse.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "parallel/pipeline/stages.hpp"
 
 namespace isograd {
 namespace {
@@ -42,8 +43,6 @@ class Writer {
   std::vector<int> forwards_{}, backwards_{}, weights_{};
   std::vector<PipelineAction> actions_{};
 };
-
-constexpr int kMostForwards = 4'000'000;  // of a table: about 0.5 GB with its timeline
 
 struct Shape {
   int ranks, stages_of_rank, micro_batches;
@@ -119,19 +118,28 @@ void zero_bubble_v(Writer& to, const Shape& shape, int rank) {
 }
 
 struct Schedule {
-  const char* name;
+  ScheduleFacts facts;
   void (*write)(Writer&, const Shape&, int rank);
-  int least_stages, most_stages;  // on a rank; 0: any number
-  bool whole_rounds = false;      // a multiple of the ranks as micro-batches
 };
-constexpr Schedule kSchedules[] = {{"one-after-another", one_after_another, 1, 0},
-                                   {"gpipe", gpipe, 1, 1},
-                                   {"1f1b", one_forward_one_backward, 1, 1},
-                                   {"interleaved", interleaved, 2, 0, true},
-                                   {"zb-h1", zero_bubble_h1, 1, 1},
-                                   {"zb-v", zero_bubble_v, 2, 2}};
+constexpr Schedule kSchedules[] = {{{"one-after-another", 1, 0, false, false}, one_after_another},
+                                   {{"gpipe", 1, 1, false, false}, gpipe},
+                                   {{"1f1b", 1, 1, false, false}, one_forward_one_backward},
+                                   {{"interleaved", 2, 0, true, false}, interleaved},
+                                   {{"zb-h1", 1, 1, false, true}, zero_bubble_h1},
+                                   {{"zb-v", 2, 2, false, true}, zero_bubble_v}};
 
-void check(const Schedule& schedule, const Shape& shape) {
+const Schedule* find(std::string_view name) {
+  const auto* found = std::ranges::find(kSchedules, name, [](const Schedule& one) { return one.facts.name; });
+  return found == std::end(kSchedules) ? nullptr : found;
+}
+
+const Schedule& named(std::string_view name) {
+  if (const Schedule* found = find(name)) return *found;
+  refuse("a pipeline's schedule", std::string(name), fmt::format("{}", fmt::join(pipeline_schedules(), ", ")),
+         "Choose one of them");
+}
+
+void check(const ScheduleFacts& schedule, const Shape& shape) {
   const auto refuse = [&](std::string found, std::string expected, std::string action) {
     isograd::refuse(fmt::format("the schedule {}", schedule.name), std::move(found), std::move(expected),
                     std::move(action));
@@ -164,18 +172,21 @@ void check(const Schedule& schedule, const Shape& shape) {
 
 std::vector<std::string> pipeline_schedules() {
   std::vector<std::string> names;
-  for (const Schedule& schedule : kSchedules) names.emplace_back(schedule.name);
+  for (const Schedule& schedule : kSchedules) names.emplace_back(schedule.facts.name);
   return names;
 }
 
+const ScheduleFacts* find_schedule(std::string_view name) {
+  const Schedule* found = find(name);
+  return found ? &found->facts : nullptr;
+}
+
+const ScheduleFacts& schedule_named(std::string_view name) { return named(name).facts; }
+
 PipelineTable make_pipeline(const std::string& name, int ranks, int stages_of_rank, int micro_batches) {
-  const auto* schedule = std::find_if(std::begin(kSchedules), std::end(kSchedules),
-                                      [&](const Schedule& one) { return one.name == name; });
-  if (schedule == std::end(kSchedules))
-    refuse("a pipeline's schedule", name, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")),
-           "Choose one of them");
+  const Schedule& schedule = named(name);
   const Shape shape{ranks, stages_of_rank, micro_batches};
-  check(*schedule, shape);
+  check(schedule.facts, shape);
   PipelineTable table{.name = name, .stages = shape.stages(), .micro_batches = micro_batches};
   for (int stage = 0; stage < table.stages; ++stage) {
     const bool back = name == "zb-v" && stage >= ranks;
@@ -183,7 +194,7 @@ PipelineTable make_pipeline(const std::string& name, int ranks, int stages_of_ra
   }
   for (int rank = 0; rank < ranks; ++rank) {
     Writer writer(table.stages, micro_batches);
-    schedule->write(writer, shape, rank);
+    schedule.write(writer, shape, rank);
     table.ranks.push_back(writer.take());
   }
   return table;

@@ -16,7 +16,10 @@ struct ScheduleFacts {
   bool whole_rounds;              // a multiple of the ranks as micro-batches
   bool halves;                    // has_halves() of its tables
 };
-const ScheduleFacts* find_schedule(std::string_view name);  // null: no such schedule
+const ScheduleFacts* find_schedule(std::string_view name);   // null: no such schedule
+const ScheduleFacts& schedule_named(std::string_view name);  // ConfigError: no such schedule
+
+inline constexpr int kMostForwards = 4'000'000;  // of a table: about 0.5 GB with its timeline
 
 // The layers of each stage of a decoder, by the cost of their products: what split_decoder() gives them.
 std::vector<StageLayers> stage_layers(const DecoderConfig& config, int stages);
