@@ -377,7 +377,7 @@ void check_expert_parallel(const RunConfig& config) {
 
 void check_decoder_parallel(const RunConfig& config, int ranks) {
   const auto& parallel = config.parallel;
-  if (parallel.tp == 1 && parallel.ep == 1 && parallel.pp == 1) return;
+  if (parallel.tp == 1 && parallel.ep == 1 && parallel.pp == 1 && parallel.cp_ulysses == 1) return;
   const LayoutNumbers layout = layout_numbers(config, ranks);
   const ModelNumbers model = model_numbers(configured_shape(config));
   check(layout, model, LayoutRule::kExperts, LayoutRule::kHalves);
@@ -388,7 +388,7 @@ void check_decoder_parallel(const RunConfig& config, int ranks) {
            "different micro-batches at a time",
            "step, or a balance loss of each layer",
            "Set loss.balance_scope = \"step\", or loss.balance_over = \"layers\"");
-  check(layout, model, LayoutRule::kTensorRanks, LayoutRule::kUlysses);
+  check(layout, model, LayoutRule::kTensorRanks, LayoutRule::kTokenOverlap);
 }
 
 Layout::Named decoder_placements(DecoderLM& model, const RunConfig& config, const Grid& grid) {

@@ -105,8 +105,8 @@ NormParts norm_parts_of(const RunConfig& config, const NamedTensors& named);
 
 // ConfigError: parallel.ep without experts, or with fewer experts than ranks.
 void check_expert_parallel(const RunConfig& config);
-// ConfigError: what rules.hpp says of a decoder's stages, tensors and experts, and a balance loss that stages
-// cannot compute.
+// ConfigError: what rules.hpp says of a decoder's experts, stages, tensors and heads, and a balance loss that
+// stages cannot compute.
 void check_decoder_parallel(const RunConfig& config, int ranks);
 
 // Placement of each parameter of a decoder: sharded along tp, then experts along ep, then layers along pp.

@@ -9,6 +9,8 @@
 #include "isograd/context_parallel.hpp"
 #include "isograd/grid.hpp"
 #include "isograd/group.hpp"
+#include "parallel/context/heads.hpp"
+#include "parallel/tensor/hooks.hpp"
 #include "train/config_table.hpp"
 
 namespace isograd {
@@ -24,8 +26,11 @@ bool splits_heads(std::int64_t heads, std::int64_t key_heads, std::int64_t ulyss
   return divides(ulysses, heads) && (divides(ulysses, key_heads) || divides(key_heads, ulysses));
 }
 
-// The first table that is made has as many micro-batches as ranks.
-std::int64_t table_micro_batches(const LayoutNumbers& layout) { return layout.pp; }
+// The first table that is made has as many micro-batches as ranks, the next ones as many as a step.
+std::int64_t table_micro_batches(const LayoutNumbers& layout) {
+  const std::int64_t step = layout.micro_batches();
+  return std::max(layout.pp, layout.schedule->whole_rounds ? rounded_up(step, layout.pp) * layout.pp : step);
+}
 double forwards_of(const LayoutNumbers& layout) {
   return static_cast<double>(layout.pp * layout.stages_per_rank) *
          static_cast<double>(table_micro_batches(layout));
@@ -106,12 +111,12 @@ std::int64_t LayoutNumbers::data_ranks() const { return ranks / (tp * pp); }
 std::int64_t LayoutNumbers::sample_ranks() const { return data_ranks() / (cp_ring * cp_ulysses); }
 std::int64_t LayoutNumbers::shard_ranks() const {
   if (stage == 0) return data_ranks();  // gradients are summed over all at once
-  return sample_ranks() / replicas * (shards_along_ring ? cp_ring : 1) *
-         (shards_along_ulysses ? cp_ulysses : 1);
+  const std::int64_t copies =
+      replicas * (shards_along_ring ? 1 : cp_ring) * (shards_along_ulysses ? 1 : cp_ulysses);
+  return data_ranks() / copies;
 }
-std::int64_t LayoutNumbers::micro_batches() const {
-  return rounded_up(rounded_up(samples, sample_ranks()), samples_at_a_time);
-}
+std::int64_t LayoutNumbers::most_samples() const { return rounded_up(samples, sample_ranks()); }
+std::int64_t LayoutNumbers::micro_batches() const { return rounded_up(most_samples(), samples_at_a_time); }
 
 bool breaks(LayoutRule rule, const LayoutNumbers& layout, const ModelNumbers& model) {
   const std::int64_t tp = layout.tp, ep = layout.ep, pp = layout.pp, ulysses = layout.cp_ulysses;
@@ -133,9 +138,9 @@ bool breaks(LayoutRule rule, const LayoutNumbers& layout, const ModelNumbers& mo
              ((model.heads > 0 && tp > model.heads) ||
               std::ranges::any_of(model.split_over_tp, [&](const auto& of) { return tp > of.second; }));
     case LayoutRule::kUlysses:
-      return tp > 1 && ulysses > 1 &&
-             !(divides(tp, model.heads) && divides(tp, model.key_heads) &&
-               splits_heads(model.heads / tp, model.key_heads / tp, ulysses));
+      return ulysses > 1 && !(divides(tp, model.heads) && divides(tp, model.key_heads) &&
+                              splits_heads(model.heads / tp, model.key_heads / tp, ulysses));
+    case LayoutRule::kTokenOverlap: return tp > 1 && layout.overlaps_tokens && !layout.sequence_parallel;
     case LayoutRule::kNobodyToShare: return layout.asked_to_share && layout.shard_ranks() == 1;
     case LayoutRule::kSamples: return layout.sample_ranks() > layout.samples;
   }
@@ -177,7 +182,11 @@ ErrorText sentence(LayoutRule rule, const LayoutNumbers& layout, const ModelNumb
               "a schedule of whole backwards, or a strategy that keeps parameters whole",
               "Set parallel.schedule = \"1f1b\" (or \"interleaved\"), or parallel.strategy = \"zero2\""};
     case LayoutRule::kTensorRanks: return words_of_tensors(tp, model);
-    case LayoutRule::kUlysses: return words_of_ulysses(layout, model);
+    case LayoutRule::kUlysses:
+      if (tp > 1) return words_of_ulysses(layout, model);
+      return words_of([&] { check_ulysses(layout.cp_ulysses, model.heads, model.key_heads); });
+    case LayoutRule::kTokenOverlap:
+      return words_of([] { check({.sequence_parallel = false, .overlap = TensorOverlap::kTokens}); });
     case LayoutRule::kNobodyToShare:
       return {"parallel.share_parameters",
               fmt::format("\"on\" for {}, of which none has another one's parameters",

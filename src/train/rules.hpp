@@ -31,7 +31,7 @@ struct LayoutNumbers {
 
   // Ranks with other samples, with other tokens, and those that one copy is sharded over.
   std::int64_t sample_ranks() const, data_ranks() const, shard_ranks() const;
-  std::int64_t micro_batches() const;  // of the rank with most samples
+  std::int64_t most_samples() const, micro_batches() const;  // of the rank with most samples
 };
 
 // The numbers of a model that axes divide.
@@ -47,11 +47,12 @@ enum class LayoutRule : std::uint8_t {
   kExpertRanks,    // ep divides the ranks with other tokens
   kExperts,        // ep is at most the experts
   kStages,         // a layer for each stage
-  kForwards,       // no more forwards than make_pipeline() writes down
+  kForwards,       // no more forwards in a step than make_pipeline() writes down
   kStagesOfRank,   // as many stages on a rank as the schedule has
   kHalves,         // no zero3 under a schedule that splits backwards
   kTensorRanks,    // some of everything for each rank along tp
-  kUlysses,        // heads that cp_ulysses splits
+  kUlysses,        // heads that cp_ulysses splits, with tp or without
+  kTokenOverlap,   // no tensor_overlap = "tokens" without sequence parallelism
   kNobodyToShare,  // share_parameters = "on"
   kSamples         // no more ranks than samples in the batch
 };

@@ -472,7 +472,7 @@ std::vector<RunConfig> video_accumulations(const RunConfig& config, int) {
 }
 
 void check_video_cut(const RunConfig& config, int ranks) {
-  if (config.parallel.tp == 1) return;
+  if (config.parallel.tp == 1 && config.parallel.cp_ulysses == 1) return;
   const auto& fresh = config.model.shape;
   const std::string& load = config.model.load;
   const VideoDiTConfig shape = load.empty()
@@ -482,7 +482,7 @@ void check_video_cut(const RunConfig& config, int ranks) {
         {.heads = shape.heads,
          .key_heads = shape.heads,
          .split_over_tp = {{"features of the feed-forward network", shape.feed_forward}}},
-        LayoutRule::kTensorRanks, LayoutRule::kUlysses);
+        LayoutRule::kTensorRanks, LayoutRule::kTokenOverlap);
 }
 
 // Converts frames, rows or columns to patches; 0: the most that the model supports.

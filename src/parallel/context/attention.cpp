@@ -13,6 +13,7 @@
 #include "isograd/group.hpp"
 #include "model/attention/attention.hpp"
 #include "model/attention/kernel.hpp"
+#include "parallel/context/heads.hpp"
 #include "parallel/context/ring.hpp"
 
 namespace isograd {
@@ -180,6 +181,23 @@ std::vector<int> possible_ulysses(std::int64_t heads, std::int64_t key_value_hea
   return sizes;
 }
 
+void check_ulysses(std::int64_t size, std::int64_t heads, std::int64_t key_value_heads) {
+  const auto possible = possible_ulysses(heads, key_value_heads);
+  if (std::find(possible.begin(), possible.end(), size) != possible.end()) return;
+  std::int64_t below = 1, above = possible.back();
+  for (const std::int64_t other : possible) {
+    if (other < size) below = std::max(below, other);
+    if (other > size) above = std::min(above, other);
+  }
+  refuse_attention(
+      fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, heads, key_value_heads),
+      fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one of "
+                  "{}",
+                  fmt::join(possible, ", ")),
+      above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
+                   : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
+}
+
 struct ContextAttention::Impl {
   Group context, ring, ulysses;
   bool causal;
@@ -226,24 +244,6 @@ struct ContextAttention::Impl {
     }
   }
 
-  void check_heads(const at::Tensor& q, const at::Tensor& k) {
-    const auto possible = possible_ulysses(q.size(1), k.size(1));
-    const int size = ulysses.size();
-    if (std::find(possible.begin(), possible.end(), size) != possible.end()) return;
-    int below = 1, above = possible.back();
-    for (const int other : possible) {
-      if (other < size) below = std::max(below, other);
-      if (other > size) above = std::min(above, other);
-    }
-    refuse_attention(
-        fmt::format("cp_ulysses {} for {} query heads and {} key heads", size, q.size(1), k.size(1)),
-        fmt::format("a size that divides the query heads, and the key heads or is a multiple of them: one of "
-                    "{}",
-                    fmt::join(possible, ", ")),
-        above > size ? fmt::format("Use cp_ulysses {} or {}, and cp_ring for the rest", below, above)
-                     : fmt::format("Use cp_ulysses {}, and cp_ring for the rest", below));
-  }
-
   void prepare(const Batch& batch, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
     std::optional<ConfigError> problem;
     try {
@@ -255,7 +255,7 @@ struct ContextAttention::Impl {
     const bool known = given && given == cut;
     if (!known) check_agreement(problem ? nullptr : given.get(), q, k);
     if (problem) throw *problem;
-    check_heads(q, k);
+    check_ulysses(ulysses.size(), q.size(1), k.size(1));
     if (known) return;
     auto made = c10::make_intrusive<Call>(ring, ulysses);
     made->plan = make_ring_plan(blocks_of(*given, ring.size(), ulysses.size()), ring.rank(), causal);

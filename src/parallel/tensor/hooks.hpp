@@ -10,8 +10,10 @@ inline constexpr const char* kTensorAxis = "tp";
 
 inline int ranks_along_tp(const Grid& grid) { return grid.has(kTensorAxis) ? grid.size({kTensorAxis}) : 1; }
 
-// Column- and row-parallel products, and what surrounds them. ConfigError: kTokens without sequence
-// parallelism.
+// ConfigError: kTokens without sequence parallelism.
+void check(const TensorParallelOptions& options);
+
+// Column- and row-parallel products, and what surrounds them. ConfigError: what check() refuses.
 TensorHooks stream_hooks(const Group& tp, const TensorParallelOptions& options);
 
 }  // namespace isograd

@@ -346,12 +346,16 @@ TensorOverlap tensor_overlap_named(const std::string& name) {
   return TensorOverlap::kNone;
 }
 
-TensorHooks stream_hooks(const Group& tp, const TensorParallelOptions& options) {
-  const TensorOverlap overlap = options.overlap;
-  const bool sequence = options.sequence_parallel;
-  if (!sequence && overlap == TensorOverlap::kTokens)
+void check(const TensorParallelOptions& options) {
+  if (!options.sequence_parallel && options.overlap == TensorOverlap::kTokens)
     refuse("parallel.tensor_overlap", "tokens, and parallel.sequence_parallel off",
            "tokens that are split between the products", "Choose weights or none, or turn it on");
+}
+
+TensorHooks stream_hooks(const Group& tp, const TensorParallelOptions& options) {
+  check(options);
+  const TensorOverlap overlap = options.overlap;
+  const bool sequence = options.sequence_parallel;
   const auto rows_of = [tp](std::int64_t tokens) { return split_rows(tokens, tp.size()); };
   TensorHooks hooks;
   hooks.copy_to_tp = [tp](const at::Tensor& same) { return isograd::copy_to_tp(tp, same); };
