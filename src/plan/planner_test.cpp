@@ -21,7 +21,8 @@ double trained_elements(const DecoderConfig& config) {
 }
 
 DecoderConfig mixture(const char* family, std::int64_t shared) {
-  DecoderConfig config{.family = family, .layers = 3};
+  DecoderConfig config;
+  config.family = family, config.layers = 3;
   config.query_key_norm = config.family == "qwen3_moe" || config.family == "dots1";
   config.attention_bias = config.family == "qwen2_moe";
   config.experts = {
@@ -31,9 +32,11 @@ DecoderConfig mixture(const char* family, std::int64_t shared) {
 }
 
 TEST(PlannerShapes, CountTheParametersOfEveryFamily) {
-  DecoderConfig biased{.family = "llama", .key_value_heads = 2, .tied_output = true};
+  DecoderConfig biased;
+  biased.key_value_heads = 2, biased.tied_output = true;
   biased.attention_bias = biased.output_bias = biased.mlp_bias = true;
-  DecoderConfig normed{.family = "qwen3"};
+  DecoderConfig normed;
+  normed.family = "qwen3";
   normed.query_key_norm = true;
   for (const DecoderConfig& config :
        {DecoderConfig{}, biased, normed, mixture("mixtral", 0), mixture("qwen2_moe", 160),
