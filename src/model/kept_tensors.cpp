@@ -1,0 +1,325 @@
+#include "model/kept_tensors.hpp"
+
+#include <algorithm>
+
+namespace isograd {
+namespace {
+
+constexpr std::int64_t kIndex = 8;  // bytes of an int64
+
+std::int64_t most_of(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
+
+// Bytes of the fullest rank's tensors.
+struct Sizes {
+  Sizes(const DecoderConfig& config, const KeptShape& shape)
+      : element(shape.element),
+        computing(std::max<std::int64_t>(shape.element, 4)),
+        split(shape.tp > 1 && shape.sequence_parallel),
+        tokens(shape.tokens),
+        own(split ? most_of(shape.tokens, shape.tp) : shape.tokens),
+        heads(most_of(config.heads, shape.tp)),
+        keys(key_heads_of(config, shape.tp)),
+        copies(shape.tokens * config.experts.per_token),
+        stream(own * config.hidden * element),
+        whole(tokens * config.hidden * element),
+        queries(tokens * heads * config.head_dim * element),
+        // Ulysses: all tokens of its group, and some of the heads; at least one.
+        read(tokens * shape.cp_ulysses * std::max<std::int64_t>(1, keys.read / shape.cp_ulysses) *
+             config.head_dim * element),
+        inner(tokens * most_of(config.feed_forward, shape.tp) * element),
+        expert_rows(copies * config.hidden * element),
+        expert_inner(copies * most_of(config.experts.feed_forward, shape.tp) * element),
+        shared_inner(tokens * most_of(config.experts.shared_feed_forward, shape.tp) * element) {}
+
+  std::int64_t element, computing;
+  bool split;  // the stream is, along tp
+  std::int64_t tokens, own, heads;
+  KeyHeads keys;
+  std::int64_t copies;
+  std::int64_t stream, whole, queries, read, inner, expert_rows, expert_inner, shared_inner;
+};
+
+bool has_log_sums(const KeptShape& shape) { return !shape.on_gpu || shape.element == 2; }
+
+class List {
+ public:
+  void add(const char* name, std::int64_t bytes) {
+    if (bytes > 0) tensors_.push_back({name, bytes});
+  }
+  std::vector<KeptTensor> take() { return std::move(tensors_); }
+
+ private:
+  std::vector<KeptTensor> tensors_{};
+};
+
+// RmsNorm and Linears of fused.cpp: the norm keeps its input and a number a row, the products their input,
+// under sequence parallelism the gathered one (ColumnParallel, gather_from_sequence).
+void add_norm(List& list, const Sizes& of, const char* input, const char* scales, const char* normed) {
+  list.add(input, of.stream);
+  list.add(scales, of.own * of.computing);
+  list.add(normed, of.whole);
+}
+
+// Rotary keeps tables alone; FragmentAttention and the context ranks' Function what they read and gave.
+void add_attention(List& list, const DecoderConfig& config, const KeptShape& shape, const Sizes& of) {
+  if (config.query_key_norm) {
+    list.add("attention: queries before their norm", of.queries);
+    list.add("attention: scales of queries", of.tokens * of.heads * of.computing);
+    list.add("attention: keys before their norm", of.tokens * of.keys.normed * config.head_dim * of.element);
+    list.add("attention: scales of keys", of.tokens * of.keys.normed * of.computing);
+  }
+  list.add("attention: queries", of.queries);
+  list.add("attention: keys", of.read);
+  list.add("attention: values", of.read);
+  if (of.keys.by_index) list.add("attention: key heads that are read", of.heads * kIndex);
+  list.add("attention: output", of.queries);
+  if (has_log_sums(shape)) list.add("attention: log-sums", of.tokens * of.heads * of.computing);
+  if (shape.cp_ulysses > 1) list.add("attention: output of own tokens", of.queries);
+}
+
+// SwiGlu and the product behind it.
+void add_network(List& list, std::int64_t inner, const char* gate, const char* up, const char* product) {
+  list.add(gate, inner);
+  list.add(up, inner);
+  list.add(product, inner);
+}
+
+// route(), CopyToExperts, GroupedLinears and AddByWeight of experts.cpp.
+void add_experts(List& list, const DecoderConfig& config, const KeptShape& shape, const Sizes& of) {
+  const ExpertsShape& experts = config.experts;
+  const bool shares = experts.shared_feed_forward > 0;
+  list.add("experts norm: input", of.stream);
+  list.add("experts norm: scales", of.own * of.computing);
+  list.add("router: normed input", of.stream);
+  // Without split tokens the shared expert reads the router's input.
+  if (of.split && shares) list.add("shared expert: normed input", of.whole);
+  const std::int64_t weights = of.copies * of.computing;
+  list.add("router: scores", of.tokens * experts.count * of.computing);
+  list.add("router: chosen experts", of.copies * kIndex);
+  if (experts.normalise) {
+    list.add("router: weights before their sum", weights);
+    list.add("router: sums of weights", of.tokens * of.computing);
+  }
+  list.add("router: weights", weights);
+  list.add("experts: order of copies", 3 * of.copies * kIndex);
+  if (shape.ep > 1) list.add("experts: places of what came", 2 * of.copies * kIndex);
+  list.add("experts: copies of tokens", of.expert_rows);
+  add_network(list, of.expert_inner, "experts: gate", "experts: up", "experts: product");
+  list.add("experts: outputs", of.expert_rows);
+  if (!shares) return;
+  add_network(list, of.shared_inner, "shared expert: gate", "shared expert: up", "shared expert: product");
+  if (config.family != "qwen2_moe") return;
+  list.add("shared expert: output", of.whole);
+  list.add("shared expert: switch", of.tokens * of.element);
+}
+
+// What is alive beyond what was kept, and the most of it.
+class Ledger {
+ public:
+  explicit Ledger(std::int64_t before) : now_(before), most_(before) {}
+  void take(std::int64_t bytes) { most_ = std::max(most_, now_ += bytes); }
+  void drop(std::int64_t bytes) { now_ -= bytes; }
+  std::int64_t most() const { return most_; }
+
+ private:
+  std::int64_t now_, most_;
+};
+
+class Backward {
+ public:
+  Backward(const DecoderConfig& config, const KeptShape& shape, std::int64_t before)
+      : config_(config), shape_(shape), of_(config, shape), ledger_(before) {
+    ledger_.take(of_.stream);  // the gradient that came
+  }
+
+  void network(std::int64_t inner, std::int64_t width) {
+    gather();
+    ledger_.take(inner);
+    weights(width * config_.hidden);
+    end_gather();
+    ledger_.drop(inner);
+    swiglu(inner);
+    columns(2 * inner, 2 * width * config_.hidden);
+    norm();
+  }
+  void attention() {
+    gather();
+    ledger_.take(of_.queries);
+    const std::int64_t dim = config_.head_dim;
+    weights(of_.heads * dim * config_.hidden);
+    end_gather();
+    const std::int64_t inputs = of_.queries + 2 * of_.read;
+    ledger_.take(inputs);
+    ledger_.drop(inputs + 2 * of_.queries);
+    if (has_log_sums(shape_)) ledger_.drop(of_.tokens * of_.heads * of_.computing);
+    const int passes = config_.query_key_norm ? 2 : 1;  // rotary, and the norms
+    for (int pass = 0; pass < passes; ++pass) {
+      for (const std::int64_t each : {of_.queries, of_.read}) ledger_.take(each), ledger_.drop(each);
+      if (pass > 0) ledger_.drop(of_.queries + of_.read);
+    }
+    columns(inputs, (of_.heads + 2 * of_.keys.kept) * dim * config_.hidden);
+    norm();
+  }
+  void experts() {
+    const ExpertsShape& experts = config_.experts;
+    const std::int64_t rows = of_.expert_rows, wide = rows / of_.element * of_.computing,
+                       inner = of_.expert_inner, width = most_of(experts.feed_forward, shape_.tp),
+                       own = most_of(experts.count, shape_.ep) * width * config_.hidden;
+    gather();
+    // AddByWeight: the sum's gradient by row, times rows for the weights, times weights for the rows.
+    ledger_.take(wide), ledger_.take(wide);
+    ledger_.drop(wide), ledger_.take(wide);
+    if (of_.element < of_.computing) ledger_.take(rows), ledger_.drop(wide);
+    ledger_.drop(wide + rows);
+    end_gather();
+    if (experts.shared_feed_forward > 0) {
+      const std::int64_t shared = most_of(experts.shared_feed_forward, shape_.tp);
+      ledger_.take(of_.shared_inner);
+      weights(shared * config_.hidden);
+      ledger_.drop(of_.shared_inner);
+      swiglu(of_.shared_inner);
+      ledger_.take(of_.whole);
+      weights(2 * shared * config_.hidden);
+      ledger_.drop(2 * of_.shared_inner);
+    }
+    if (shape_.ep > 1) exchange(rows);
+    ledger_.take(inner);
+    weights(own);
+    ledger_.drop(rows + inner);
+    swiglu(inner);
+    ledger_.take(rows);
+    weights(2 * own);
+    ledger_.drop(2 * inner + rows);
+    if (shape_.ep > 1) exchange(rows);
+    ledger_.take(rows), ledger_.take(of_.whole / of_.element * of_.computing);
+    ledger_.drop(2 * rows + of_.whole / of_.element * (of_.computing - of_.element));
+    norm();
+  }
+  std::int64_t most() const { return ledger_.most(); }
+
+ private:
+  // A row-parallel product's gradient, of all tokens.
+  void gather() { ledger_.take(of_.split ? of_.whole : 0); }
+  void end_gather() { ledger_.drop(of_.split ? of_.whole : 0); }
+  // Weights' gradients are written where they are kept, in fp32 and fp64 and on GPUs, unless a unit collects
+  // them (weight_gradient() of fused.cpp).
+  void weights(std::int64_t elements) {
+    if (!shape_.units && (shape_.element > 2 || shape_.on_gpu)) return;
+    ledger_.take(elements * shape_.element);
+    if (!shape_.units) ledger_.drop(elements * shape_.element);
+  }
+  void swiglu(std::int64_t inner) {
+    ledger_.take(2 * inner);
+    ledger_.drop(3 * inner);
+  }
+  void exchange(std::int64_t rows) {  // sent in another order, and received
+    ledger_.take(rows), ledger_.take(rows);
+    ledger_.drop(2 * rows);
+  }
+  // Column-parallel products: `gradients` of their outputs end, as does their input.
+  void columns(std::int64_t gradients, std::int64_t elements) {
+    ledger_.take(of_.whole);
+    weights(elements);
+    ledger_.drop(gradients + of_.whole);
+    if (shape_.tp == 1) return;
+    ledger_.take(of_.stream);  // summed
+    ledger_.drop(of_.whole);
+  }
+  // Adds the stream's gradient: its own result takes the place of both.
+  void norm() {
+    ledger_.take(of_.stream);
+    ledger_.drop(3 * of_.stream + of_.own * of_.computing);
+  }
+
+  const DecoderConfig& config_;
+  const KeptShape& shape_;
+  Sizes of_;
+  Ledger ledger_;
+};
+
+}  // namespace
+
+std::int64_t total(const std::vector<KeptTensor>& tensors) {
+  std::int64_t sum = 0;
+  for (const KeptTensor& tensor : tensors) sum += tensor.bytes;
+  return sum;
+}
+
+KeyHeads key_heads_of(const DecoderConfig& config, std::int64_t tp) {
+  const std::int64_t all = config.key_value_heads;
+  if (all % tp == 0) return {.kept = all / tp, .normed = all / tp, .read = all / tp};
+  if (tp % all == 0 && config.heads % tp == 0) return {.kept = 1, .normed = 1, .read = 1};
+  // Only the heads that are read are computed; the fullest rank's queries may begin in the middle of a group.
+  const std::int64_t heads = most_of(config.heads, tp), readers = config.heads / all;
+  return {.kept = all, .normed = most_of(heads, readers), .read = heads, .by_index = true};
+}
+
+std::vector<KeptTensor> kept_by_block(const DecoderConfig& config, std::int64_t layer,
+                                      const KeptShape& shape) {
+  const Sizes of(config, shape);
+  List list;
+  if (shape.checkpoint) {
+    list.add("block: input", of.stream);
+    return list.take();
+  }
+  add_norm(list, of, "attention norm: input", "attention norm: scales", "attention: normed input");
+  add_attention(list, config, shape, of);
+  if (config.has_experts(layer)) {
+    add_experts(list, config, shape, of);
+  } else {
+    add_norm(list, of, "mlp norm: input", "mlp norm: scales", "mlp: normed input");
+    add_network(list, of.inner, "mlp: gate", "mlp: up", "mlp: product");
+  }
+  return list.take();
+}
+
+std::vector<KeptTensor> kept_by_pass(const DecoderConfig& config, const KeptShape& shape) {
+  const Sizes of(config, shape);
+  List list;
+  list.add("rotary: cosines and sines", of.tokens * config.head_dim * of.computing);
+  return list.take();
+}
+
+std::vector<KeptTensor> kept_by_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss) {
+  const Sizes of(config, shape);
+  const std::int64_t vocabulary = most_of(config.vocabulary, shape.tp);
+  List list;
+  add_norm(list, of, "last norm: input", "last norm: scales",
+           fused_loss ? "loss: gradient of the normed input" : "output: normed input");
+  if (fused_loss) {  // the gradients that its forward makes (linear_cross_entropy.cpp), the weight's in fp32
+    list.add("loss: gradient of the weight", vocabulary * config.hidden * of.computing);
+    return list.take();
+  }
+  list.add("loss: logits", of.tokens * vocabulary * of.element);
+  list.add("loss: sums of rows", of.tokens * 2 * 8);
+  list.add("loss: weights of targets", of.tokens * 8);
+  list.add("loss: mask", of.tokens);
+  return list.take();
+}
+
+std::int64_t in_passing(const DecoderConfig& config, std::int64_t layer, const KeptShape& given) {
+  KeptShape shape = given;
+  shape.checkpoint = false;
+  const std::int64_t again =
+      given.checkpoint
+          ? total(kept_by_block(config, layer, shape)) - total(kept_by_block(config, layer, given))
+          : 0;
+  Backward backward(config, shape, again);
+  if (config.has_experts(layer))
+    backward.experts();
+  else
+    backward.network(Sizes(config, shape).inner, most_of(config.feed_forward, shape.tp));
+  backward.attention();
+  return backward.most();
+}
+
+// The logits' gradient takes the logits' place (cross_entropy.cpp, may_overwrite()).
+std::int64_t in_passing_of_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss) {
+  const Sizes of(config, shape);
+  const std::int64_t weight = most_of(config.vocabulary, shape.tp) * config.hidden * of.element;
+  if (fused_loss) return of.element < of.computing ? weight : 0;  // made by forward, rounded here
+  const bool in_place = !shape.units && (shape.element > 2 || shape.on_gpu);
+  return of.whole + (in_place ? 0 : weight);
+}
+
+}  // namespace isograd
