@@ -41,6 +41,11 @@ struct Sizes {
 
 bool has_log_sums(const KeptShape& shape) { return !shape.on_gpu || shape.element == 2; }
 
+// bf16 on a CPU would be rounded before it is added.
+bool in_place(const KeptShape& shape) {
+  return shape.gradients == KeptShape::Gradients::kInPlace && (shape.element > 2 || shape.on_gpu);
+}
+
 class List {
  public:
   void add(const char* name, std::int64_t bytes) {
@@ -201,12 +206,10 @@ class Backward {
   // A row-parallel product's gradient, of all tokens.
   void gather() { ledger_.take(of_.split ? of_.whole : 0); }
   void end_gather() { ledger_.drop(of_.split ? of_.whole : 0); }
-  // Weights' gradients are written where they are kept, in fp32 and fp64 and on GPUs, unless a unit collects
-  // them (weight_gradient() of fused.cpp).
   void weights(std::int64_t elements) {
-    if (!shape_.units && (shape_.element > 2 || shape_.on_gpu)) return;
+    if (in_place(shape_)) return;
     ledger_.take(elements * shape_.element);
-    if (!shape_.units) ledger_.drop(elements * shape_.element);
+    if (shape_.gradients != KeptShape::Gradients::kOfUnits) ledger_.drop(elements * shape_.element);
   }
   void swiglu(std::int64_t inner) {
     ledger_.take(2 * inner);
@@ -318,8 +321,7 @@ std::int64_t in_passing_of_output(const DecoderConfig& config, const KeptShape& 
   const Sizes of(config, shape);
   const std::int64_t weight = most_of(config.vocabulary, shape.tp) * config.hidden * of.element;
   if (fused_loss) return of.element < of.computing ? weight : 0;  // made by forward, rounded here
-  const bool in_place = !shape.units && (shape.element > 2 || shape.on_gpu);
-  return of.whole + (in_place ? 0 : weight);
+  return of.whole + (in_place(shape) ? 0 : weight);
 }
 
 }  // namespace isograd

@@ -16,8 +16,10 @@ struct KeptShape {
   std::int64_t tp = 1, cp_ulysses = 1, ep = 1;
   bool sequence_parallel = true, context_parallel = false, checkpoint = false;
   bool on_gpu = false;  // attention by cuDNN or the fragments' kernel, not by tiles
-  // Units of zero3: the gradients of a block's weights stay until its backward ends.
-  bool units = false;
+  // Gradients of weights: written where they are kept, where that can be had (weight_gradient() of
+  // fused.hpp); not so, under zero2, whose buffers take turns; or together until a unit's backward ends, under
+  // zero3.
+  enum class Gradients : std::uint8_t { kInPlace, kPassing, kOfUnits } gradients = Gradients::kInPlace;
 };
 
 struct KeptTensor {

@@ -1,0 +1,135 @@
+// Layers and elements of stages. Elements are those of the first rank along tp and ep: even_cut() gives it the
+// larger part of everything.
+#include "plan/stage.hpp"
+
+#include <algorithm>
+
+#include "model/kept_tensors.hpp"
+#include "plan/space.hpp"
+#include "train/build.hpp"
+
+namespace isograd::planner {
+namespace {
+
+std::int64_t most_of(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
+
+// Of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are cut
+// along ep.
+struct LayerElements {
+  std::int64_t rest = 0, experts = 0;
+};
+LayerElements elements_of(const ModelShape& model, const KeyHeads& keys, std::int64_t tp, std::int64_t ep,
+                          bool mixture) {
+  const std::int64_t hidden = model.hidden, queries = most_of(model.heads, tp) * model.head_dim,
+                     kept_keys = keys.kept * model.head_dim;
+  const auto matrices = [&](std::int64_t width) {
+    return (model.gated ? 3 : 2) * hidden * most_of(width, tp);
+  };
+  LayerElements of{.rest = 2 * hidden * (queries + kept_keys) + 2 * hidden};
+  if (model.attention_bias) of.rest += queries + 2 * kept_keys;
+  if (model.output_bias) of.rest += hidden;
+  if (model.query_key_norm) of.rest += 2 * model.head_dim;
+  if (!mixture) {
+    of.rest += matrices(model.feed_forward);
+    if (model.mlp_bias) of.rest += hidden + (model.gated ? 2 : 1) * most_of(model.feed_forward, tp);
+    return of;
+  }
+  const ModelShape::Experts& experts = model.experts;
+  of.rest += hidden * experts.count + matrices(experts.shared_feed_forward);
+  if (experts.shared_feed_forward > 0 && model.family == "qwen2_moe") of.rest += hidden;  // its switch
+  of.experts = most_of(experts.count, ep) * matrices(experts.feed_forward);
+  return of;
+}
+
+// How nanotron deals layers out (its source, and what memory and time of its published rows agree with).
+std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int stages) {
+  const auto hidden = static_cast<double>(model.hidden), width = static_cast<double>(model.feed_forward);
+  const double layer = 4 * hidden * hidden + 3 * hidden * width,
+               table = static_cast<double>(model.vocabulary) * hidden, head = table / layer;
+  std::int64_t last = model.layers, first = std::max(1, stages - 1);
+  double least = 1e300;
+  for (std::int64_t count = 0; stages > 1 && count <= model.layers; ++count) {
+    const double largest = std::max(static_cast<double>(most_of(model.layers - count, first)),
+                                    static_cast<double>(count) + head);
+    if (largest <= least) least = largest, last = count;
+  }
+  std::vector<StageShape> shapes;
+  std::int64_t next = 0;
+  for (int stage = 0; stage < stages; ++stage) {
+    StageShape shape{.first_layer = next, .embeds = stage == 0, .outputs = stage + 1 == stages};
+    const std::int64_t rest = model.layers - last;
+    shape.layers = shape.outputs ? last : rest / first + (stage < rest % first ? 1 : 0);
+    const bool once = stages == 1 && model.tied_output;
+    const double tables = once ? 1 : (shape.embeds ? 1 : 0) + (shape.outputs ? 1 : 0);
+    shape.elements = static_cast<std::int64_t>(
+        (static_cast<double>(shape.layers) * (layer + 2 * hidden) + table * tables) / tp);
+    next += shape.layers;
+    shapes.push_back(shape);
+  }
+  return shapes;
+}
+
+at::ScalarType type_of(Precision precision) {
+  return precision == Precision::kFloat64   ? at::kDouble
+         : precision == Precision::kFloat32 ? at::kFloat
+                                            : at::kBFloat16;
+}
+
+}  // namespace
+
+std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int stages) {
+  const ModelShape& model = problem.model;
+  if (problem.program != Program::kIsograd) return stages_of_others(model, tp, stages);
+  const DecoderConfig config = decoder_of(model);
+  const KeyHeads keys = key_heads_of(config, tp);
+  const std::int64_t table = most_of(model.vocabulary, tp) * model.hidden;
+  std::vector<StageShape> shapes;
+  for (const StageLayers& own : stage_layers(config, stages)) {
+    StageShape shape{.first_layer = own.begin,
+                     .layers = own.count,
+                     .embeds = shapes.empty(),
+                     .outputs = static_cast<int>(shapes.size()) + 1 == stages};
+    const bool shares = shape.embeds && model.tied_output;  // one table is both
+    shape.root = (shape.embeds ? table : 0) + (shape.outputs ? model.hidden + (shares ? 0 : table) : 0);
+    shape.elements = shape.root;
+    for (std::int64_t layer = own.begin; layer < own.begin + own.count; ++layer) {
+      const LayerElements of = elements_of(model, keys, tp, ep, model.has_experts(layer));
+      shape.elements += of.rest, shape.expert_elements += of.experts;
+      shape.largest_block = std::max(shape.largest_block, of.rest + of.experts);
+    }
+    shapes.push_back(shape);
+  }
+  return shapes;
+}
+
+std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline) {
+  if (candidate.schedule == Schedule::kZeroBubbleV)
+    return {rank_of_pipeline, 2 * candidate.pp - 1 - rank_of_pipeline};
+  std::vector<int> stages;
+  for (int part = 0; part < candidate.stages_per_rank; ++part)
+    stages.push_back(rank_of_pipeline + part * candidate.pp);
+  return stages;
+}
+
+DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& candidate,
+                                    const std::vector<StageShape>& stages, int rank_of_pipeline) {
+  ElementBytes bytes = element_bytes(type_of(problem.work.precision), problem.work.states);
+  if (bytes.parameter == 2 && !problem.work.fp32_gradients) bytes.gradient = 2;
+  DataParallelPlan plan = make_plan(numbers_of(candidate, problem.work), bytes);
+  plan.micro_batches = candidate.micro_batches;
+  std::int64_t rest = 0, experts = 0, root = 0;
+  for (const int stage : stages_of_rank(candidate, rank_of_pipeline)) {
+    const StageShape& shape = stages[static_cast<std::size_t>(stage)];
+    rest += shape.elements, experts += shape.expert_elements, root += shape.root;
+  }
+  // The root stays whole from forward to the end of backward (docs/memory.md), and all else too where blocks
+  // are not freed in between.
+  const bool stays = candidate.strategy == Strategy::kZero3 && !candidate.reshard;
+  const bool apart = plan.elements.size() > 1;
+  plan.elements[0].numel = rest + (apart ? 0 : experts);
+  plan.elements[0].whole = candidate.strategy != Strategy::kZero3 ? 0 : stays ? plan.elements[0].numel : root;
+  if (apart) plan.elements[1].numel = experts, plan.elements[1].whole = stays ? experts : 0;
+  return plan;
+}
+
+}  // namespace isograd::planner
