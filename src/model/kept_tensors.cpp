@@ -41,9 +41,11 @@ struct Sizes {
 
 bool has_log_sums(const KeptShape& shape) { return !shape.on_gpu || shape.element == 2; }
 
+bool copies_operands(const KeptShape& shape) { return shape.element == 2 && !shape.on_gpu; }
+
 // bf16 on a CPU would be rounded before it is added.
 bool in_place(const KeptShape& shape) {
-  return shape.gradients == KeptShape::Gradients::kInPlace && (shape.element > 2 || shape.on_gpu);
+  return shape.gradients == KeptShape::Gradients::kInPlace && !copies_operands(shape);
 }
 
 class List {
@@ -140,18 +142,18 @@ class Backward {
   void network(std::int64_t inner, std::int64_t width) {
     gather();
     ledger_.take(inner);
-    weights(width * config_.hidden);
+    weights(width * config_.hidden, inner + of_.whole);
     end_gather();
     ledger_.drop(inner);
     swiglu(inner);
-    columns(2 * inner, 2 * width * config_.hidden);
+    columns(2 * inner, 2 * width * config_.hidden, inner);
     norm();
   }
   void attention() {
     gather();
     ledger_.take(of_.queries);
     const std::int64_t dim = config_.head_dim;
-    weights(of_.heads * dim * config_.hidden);
+    weights(of_.heads * dim * config_.hidden, of_.queries + of_.whole);
     end_gather();
     const std::int64_t inputs = of_.queries + 2 * of_.read;
     ledger_.take(inputs);
@@ -162,7 +164,7 @@ class Backward {
       for (const std::int64_t each : {of_.queries, of_.read}) ledger_.take(each), ledger_.drop(each);
       if (pass > 0) ledger_.drop(of_.queries + of_.read);
     }
-    columns(inputs, (of_.heads + 2 * of_.keys.kept) * dim * config_.hidden);
+    columns(inputs, (of_.heads + 2 * of_.keys.kept) * dim * config_.hidden, of_.queries);
     norm();
   }
   void experts() {
@@ -180,11 +182,11 @@ class Backward {
     if (experts.shared_feed_forward > 0) {
       const std::int64_t shared = most_of(experts.shared_feed_forward, shape_.tp);
       ledger_.take(of_.shared_inner);
-      weights(shared * config_.hidden);
+      weights(shared * config_.hidden, of_.shared_inner + of_.whole);
       ledger_.drop(of_.shared_inner);
       swiglu(of_.shared_inner);
       ledger_.take(of_.whole);
-      weights(2 * shared * config_.hidden);
+      weights(2 * shared * config_.hidden, of_.shared_inner + of_.whole);
       ledger_.drop(2 * of_.shared_inner);
     }
     if (shape_.ep > 1) exchange(rows);
@@ -206,9 +208,11 @@ class Backward {
   // A row-parallel product's gradient, of all tokens.
   void gather() { ledger_.take(of_.split ? of_.whole : 0); }
   void end_gather() { ledger_.drop(of_.split ? of_.whole : 0); }
-  void weights(std::int64_t elements) {
+  // bf16 products on a CPU copy operands that are turned: gradient and input.
+  void weights(std::int64_t elements, std::int64_t operands = 0) {
     if (in_place(shape_)) return;
     ledger_.take(elements * shape_.element);
+    if (copies_operands(shape_)) ledger_.take(operands), ledger_.drop(operands);
     if (shape_.gradients != KeptShape::Gradients::kOfUnits) ledger_.drop(elements * shape_.element);
   }
   void swiglu(std::int64_t inner) {
@@ -219,10 +223,10 @@ class Backward {
     ledger_.take(rows), ledger_.take(rows);
     ledger_.drop(2 * rows);
   }
-  // Column-parallel products: `gradients` of their outputs end, as does their input.
-  void columns(std::int64_t gradients, std::int64_t elements) {
+  // Column-parallel products: `gradients` of their outputs, of which one is `widest`, end, as does their input.
+  void columns(std::int64_t gradients, std::int64_t elements, std::int64_t widest) {
     ledger_.take(of_.whole);
-    weights(elements);
+    weights(elements, widest + of_.whole);
     ledger_.drop(gradients + of_.whole);
     if (shape_.tp == 1) return;
     ledger_.take(of_.stream);  // summed
@@ -319,9 +323,11 @@ std::int64_t in_passing(const DecoderConfig& config, std::int64_t layer, const K
 // The logits' gradient takes the logits' place (cross_entropy.cpp, may_overwrite()).
 std::int64_t in_passing_of_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss) {
   const Sizes of(config, shape);
-  const std::int64_t weight = most_of(config.vocabulary, shape.tp) * config.hidden * of.element;
+  const std::int64_t vocabulary = most_of(config.vocabulary, shape.tp),
+                     weight = vocabulary * config.hidden * of.element,
+                     operands = copies_operands(shape) ? of.tokens * vocabulary * of.element + of.whole : 0;
   if (fused_loss) return of.element < of.computing ? weight : 0;  // made by forward, rounded here
-  return of.whole + (in_place(shape) ? 0 : weight);
+  return of.whole + (in_place(shape) ? 0 : weight + operands);
 }
 
 }  // namespace isograd

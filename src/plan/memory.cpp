@@ -127,6 +127,18 @@ struct MemoryModel::Impl {
     return of;
   }
 
+  // The same stages as the rank before, which has as many micro-batches in flight, or more.
+  bool is_like_before(const Candidate& candidate, int rank) {
+    const std::vector<StageShape>& all = stages(candidate);
+    const std::vector<int> own = stages_of_rank(candidate, rank), before = stages_of_rank(candidate, rank - 1);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      StageShape other = all[static_cast<std::size_t>(before[i])];
+      other.first_layer = all[static_cast<std::size_t>(own[i])].first_layer;
+      if (other != all[static_cast<std::size_t>(own[i])]) return false;
+    }
+    return true;
+  }
+
   MemoryParts isograds(const Candidate& candidate, int rank);
   MemoryParts others(const Candidate& candidate, int stage);
   double kept_of(const Candidate& candidate, int rank) {
@@ -239,6 +251,7 @@ const std::vector<StageShape>& MemoryModel::stages(const Candidate& candidate) {
 MemoryParts MemoryModel::of(const Candidate& candidate) {
   MemoryParts most;
   for (int rank = 0; rank < candidate.pp; ++rank) {
+    if (rank > 0 && impl_->is_like_before(candidate, rank)) continue;
     const MemoryParts parts = impl_->problem.program == Program::kIsograd ? impl_->isograds(candidate, rank)
                                                                           : impl_->others(candidate, rank);
     if (rank == 0 || parts.total() > most.total()) most = parts;

@@ -118,9 +118,15 @@ DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& can
   DataParallelPlan plan = make_plan(numbers_of(candidate, problem.work), bytes);
   plan.micro_batches = candidate.micro_batches;
   std::int64_t rest = 0, experts = 0, root = 0;
+  bool has_table = false;
   for (const int stage : stages_of_rank(candidate, rank_of_pipeline)) {
     const StageShape& shape = stages[static_cast<std::size_t>(stage)];
     rest += shape.elements, experts += shape.expert_elements, root += shape.root;
+    if (has_table && shape.outputs && problem.model.tied_output) {  // the first and the last stage, under zb-v
+      const std::int64_t table = shape.root - problem.model.hidden;
+      rest -= table, root -= table;
+    }
+    has_table |= shape.embeds;
   }
   // The root stays whole from forward to the end of backward (docs/memory.md), and all else too where blocks
   // are not freed in between.

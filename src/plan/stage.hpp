@@ -16,6 +16,8 @@ struct StageShape {
   std::int64_t elements = 0, expert_elements = 0;
   std::int64_t largest_block = 0;  // elements of the largest unit of zero3 that is a block
   std::int64_t root = 0;           // of what is in no block, whole through forward and backward under zero3
+
+  bool operator==(const StageShape&) const = default;
 };
 
 // Stages 0 to stages - 1: the layers are those of stage_layers() (parallel/pipeline/stages.hpp).
