@@ -1,0 +1,147 @@
+// Steps of the programs of published rows, by laws whose constants were fitted on them (docs/planning.md).
+// nanotron by stage; all others with even stages. Peaks, links and latencies are the cluster's.
+#include <algorithm>
+
+#include "plan/time.hpp"
+
+namespace isograd::planner {
+namespace {
+
+// What both laws read of a problem, in floating point.
+struct Terms {
+  explicit Terms(const Problem& problem)
+      : constants(problem.constants),
+        hidden(static_cast<double>(problem.model.hidden)),
+        feed_forward(static_cast<double>(problem.model.feed_forward)),
+        vocabulary(static_cast<double>(problem.model.vocabulary)),
+        sequence(static_cast<double>(problem.work.sequence)),
+        peak(problem.cluster.device.peak[static_cast<std::size_t>(Precision::kBFloat16)]),
+        memory(problem.cluster.device.memory_bandwidth * constants.share_of_memory),
+        unit(static_cast<double>(problem.cluster.links.front().ranks)),
+        inside(problem.cluster.links.front().bandwidth * constants.share_inside),
+        across(problem.cluster.links.back().bandwidth * constants.share_across),
+        step_inside(problem.cluster.links.front().latency),
+        step_across(problem.cluster.links.back().latency) {}
+
+  // The steps of a gather or a reduce-scatter in a ring (NCCL, src/graph/tuning.cc), without its start.
+  double ring(double ranks, double hosts) const {
+    return ranks > 1 ? step_inside * (ranks - hosts) + step_across * (hosts - 1) : 0;
+  }
+  // A data rank's part of its host's network: adapters are shared with the ranks along tp.
+  double data(double data_ranks, double tp) const {
+    if (tp * data_ranks <= unit) return inside;
+    constexpr double kAdapters = 8;  // of a host, for all devices of the table
+    return std::min(across * std::max(1.0, kAdapters / std::min(kAdapters, tp)), inside);
+  }
+  double tensor(double tp) const { return tp > unit ? unit * across : inside; }
+  // Norm, optimizer and zeroing move 40 bytes of a parameter with fp32 states.
+  double optimizer(double elements) const { return 40 * elements / memory; }
+  // What the last backward, two thirds of a micro-batch, does not hide.
+  double exposed_reduction(double reduce, double slot) const {
+    return exposed(reduce, slot * 2 / 3, constants.overlap);
+  }
+
+  const Constants& constants;
+  double hidden, feed_forward, vocabulary, sequence, peak, memory, unit, inside, across, step_inside, step_across;
+};
+
+double part_of_others(double ranks) { return (ranks - 1) / ranks; }
+
+// nanotron (github.com/huggingface/nanotron): all heads have keys of their own, one process a device whose
+// Python launches every operator; ZeRO-0 is DDP, ZeRO-1 reduces after the last backward.
+StepParts nanotron_step(const Problem& problem, const Candidate& candidate, const std::vector<StageShape>& stages) {
+  const Terms of(problem);
+  const double h = of.hidden, f = of.feed_forward, tp = candidate.tp,
+               d = static_cast<double>(candidate.data_ranks()), G = static_cast<double>(candidate.micro_batches),
+               T = static_cast<double>(candidate.micro_batch) * of.sequence,
+               kept = T * (of.constants.by_hidden * h + of.constants.by_feed_forward * f) / tp;
+  const bool shards_states = candidate.strategy == Strategy::kZero1;
+  // Stages on other hosts: at each transfer the ranks along tp wait for one another's launches.
+  const bool apart = candidate.pp > 1 && candidate.ranks > of.unit && tp > 1;
+  StepParts parts;
+  double slowest = 0, all = 0, elements = 0;
+  for (const StageShape& stage : stages) {
+    const double layers = static_cast<double>(stage.layers), head = stage.outputs ? 1 : 0,
+                 tables = problem.model.tied_output && stage.embeds ? 1 : (stage.embeds ? 1 : 0) + head,
+                 held = (layers * (4 * h * h + 3 * h * f + 2 * h) + tables * of.vocabulary * h) / tp;
+    // Two FLOPs of a multiplication, forward and twice in backward; attention causal, 2 and 5 of T S h.
+    const double products = 6 * T * (layers * (4 * h * h + 3 * h * f) + head * of.vocabulary * h) / tp /
+                            (of.peak * of.constants.share_of_peak);
+    const double attention =
+        7 * T * of.sequence * h * layers / tp / (of.peak * of.constants.share_of_attention);
+    // 54: passes over fp32 logits; 12: a bf16 gradient is added to one of fp32.
+    const double bytes = of.constants.passes * layers * kept + 54 * head * T * of.vocabulary / tp + 12 * held;
+    const double exchanges =
+        tp == 1 ? 0
+                : (8 * layers + 2 * head) * (2 * T * h * part_of_others(tp) / of.tensor(tp) + kRingStart +
+                                             of.ring(tp, std::max(1.0, tp / of.unit)));
+    const double host =
+        of.constants.layer_overhead * (layers + 1 + head) * (tp == 1 ? 1 : apart ? 2 + tp : 2);
+    const double busy = products + attention + bytes / of.memory + exchanges, slot = std::max(busy, host);
+    all += slot, elements = std::max(elements, held);
+    if (slot <= slowest) continue;
+    slowest = slot;
+    parts.products = G * products, parts.attention = G * attention, parts.memory_bound = G * bytes / of.memory;
+    parts.tp = G * exchanges, parts.overhead = G * (slot - busy);
+  }
+  parts.bubble = all - slowest;
+  const double hosts = tp * d <= of.unit ? 1 : std::min(std::max(2.0, d * tp / of.unit), d);
+  const double wire = of.data(d, tp), latency = of.ring(d, hosts);
+  const double reduce = 2 * (part_of_others(d) * 4 * elements / wire + latency);
+  parts.reduce = shards_states ? reduce : of.exposed_reduction(reduce, slowest);
+  parts.hidden.reduce = reduce - parts.reduce;
+  if (shards_states) parts.gather = part_of_others(d) * 2 * elements / wire + latency;
+  parts.optimizer = of.optimizer(elements / (shards_states ? d : 1));
+  return parts;
+}
+
+// Every other program: stages are even, gradients travel as bf16, and no host is waited for.
+StepParts other_step(const Problem& problem, const Candidate& candidate) {
+  const Terms of(problem);
+  const ModelShape& model = problem.model;
+  const double h = of.hidden, f = of.feed_forward, L = static_cast<double>(model.layers), tp = candidate.tp,
+               pp = candidate.pp, cp = double(candidate.cp_ring) * candidate.cp_ulysses, share = tp * pp,
+               G = static_cast<double>(candidate.micro_batches),
+               T = static_cast<double>(candidate.micro_batch) * of.sequence / cp,
+               d = static_cast<double>(candidate.data_ranks()) * cp, again = candidate.checkpoint ? 1 : 0,
+               z = candidate.shards,
+               layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) + (model.gated ? 3 : 2) * h * f,
+               elements = (L * layer + 2 * of.vocabulary * h) / share;
+  const bool whole = candidate.strategy == Strategy::kZero3;
+  const double peak = of.peak * of.constants.share_of_peak,
+               layers_peak = problem.cluster.device.peak[static_cast<std::size_t>(problem.work.precision)] *
+                             of.constants.share_of_peak;
+  const double products =
+      ((6 + 2 * again) * T * L * layer / layers_peak + 6 * T * of.vocabulary * h / peak) / share;
+  const double attention = (7 + 2 * again) * T * of.sequence * h * L / share / (of.peak * of.constants.share_of_attention);
+  const double kept = of.constants.by_hidden * h + of.constants.by_feed_forward * (model.gated ? 1 : 0.5) * f;
+  const double bytes =
+      of.constants.passes * (1 + again / 3) * T * L * kept / share + 54 * T * of.vocabulary / share + 12 * elements;
+  const double exchanges = (8 + 2 * again) * L / pp * 2 * T * h * part_of_others(tp) / of.tensor(tp);
+  const double busy = products + attention + bytes / of.memory + exchanges;
+  double slot = busy;
+  if (whole) {  // two gathers and a scatter behind the layers
+    const double near = z * tp <= of.unit ? of.inside : of.data(d, tp);
+    slot = std::max(slot, 3 * (part_of_others(z) * 2 * elements / near +
+                               L * of.ring(z, std::max(1.0, z * tp / of.unit))));
+  }
+  const bool halves = candidate.schedule == Schedule::kZeroBubbleH1 || candidate.schedule == Schedule::kZeroBubbleV;
+  const double reduce = whole ? 0 : 2 * part_of_others(d) * 2 * elements / of.data(d, tp);
+  StepParts parts{.products = G * products, .attention = G * attention, .memory_bound = G * bytes / of.memory,
+                  .tp = G * exchanges};
+  parts.bubble = (pp - 1) / candidate.stages_per_rank * slot / (halves ? 3 : 1);
+  parts.gather = G * (slot - busy);
+  parts.reduce = of.exposed_reduction(reduce, slot);
+  parts.hidden.reduce = reduce - parts.reduce;
+  parts.optimizer = of.optimizer(elements / (candidate.strategy == Strategy::kBucketed ? 1 : z));
+  return parts;
+}
+
+}  // namespace
+
+StepParts published_step(const Problem& problem, const Candidate& candidate, const std::vector<StageShape>& stages) {
+  return problem.program == Program::kNanotron ? nanotron_step(problem, candidate, stages)
+                                               : other_step(problem, candidate);
+}
+
+}  // namespace isograd::planner
