@@ -23,23 +23,27 @@ std::int64_t members(std::int64_t unit, const Reach& reach) {
 
 }  // namespace
 
+Reach reach_of(std::int64_t ranks, std::int64_t stride, const Cluster& cluster) {
+  Reach reach{.ranks = ranks, .stride = stride};
+  const std::int64_t unit = cluster.links.empty() ? cluster.per_host : cluster.links.front().ranks;
+  if (stride * (ranks - 1) >= unit) reach.sharing = std::max<std::int64_t>(1, unit / members(unit, reach));
+  return reach;
+}
+
 Reach reach_of(const Candidate& candidate, Axis axis, const Cluster& cluster) {
   const auto& c = candidate;
-  const std::int64_t tp = c.tp, cp = std::int64_t{c.cp_ulysses} * c.cp_ring, shard = cp * c.shards;
-  Reach reach;
+  const std::int64_t tp = c.tp, shard = std::int64_t{c.cp_ulysses} * c.cp_ring * c.shards;
   switch (axis) {
-    case Axis::kTp: reach = {.ranks = tp, .stride = 1}; break;
-    case Axis::kUlysses: reach = {.ranks = c.cp_ulysses, .stride = tp}; break;
-    case Axis::kRing: reach = {.ranks = c.cp_ring, .stride = tp * c.cp_ulysses}; break;
-    case Axis::kShard: reach = {.ranks = shard, .stride = tp}; break;
-    case Axis::kReplicate: reach = {.ranks = c.replicas, .stride = tp * shard}; break;
-    case Axis::kData: reach = {.ranks = shard * c.replicas, .stride = tp}; break;
-    case Axis::kExpert: reach = {.ranks = c.ep, .stride = tp}; break;
-    case Axis::kStage: reach = {.ranks = c.pp, .stride = tp * shard * c.replicas}; break;
+    case Axis::kTp: return reach_of(tp, 1, cluster);
+    case Axis::kUlysses: return reach_of(c.cp_ulysses, tp, cluster);
+    case Axis::kRing: return reach_of(c.cp_ring, tp * c.cp_ulysses, cluster);
+    case Axis::kShard: return reach_of(shard, tp, cluster);
+    case Axis::kReplicate: return reach_of(c.replicas, tp * shard, cluster);
+    case Axis::kData: return reach_of(shard * c.replicas, tp, cluster);
+    case Axis::kExpert: return reach_of(c.ep, tp, cluster);
+    case Axis::kStage: return reach_of(c.pp, tp * shard * c.replicas, cluster);
   }
-  const std::int64_t unit = cluster.links.empty() ? cluster.per_host : cluster.links.front().ranks;
-  if (reach.stride * (reach.ranks - 1) >= unit) reach.sharing = std::max<std::int64_t>(1, unit / members(unit, reach));
-  return reach;
+  return {};
 }
 
 Network::Network(const Cluster& cluster, const Calibration& calibration, double share_inside,
@@ -85,9 +89,10 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
     // Of an exchange what stays below does not pass this level.
     if (operation == Operation::kAllToAll) sent = bytes * static_cast<double>(n - n / before) / ranks;
     ring.latency += rounds * link.latency * static_cast<double>(before - after);
-    tree.latency += rounds * link.latency *
-                    (level == 0 ? static_cast<double>(before - after) / static_cast<double>(after)
-                                : std::ceil(std::log2(static_cast<double>(before) / static_cast<double>(after))));
+    tree.latency +=
+        rounds * link.latency *
+        (level == 0 ? static_cast<double>(before - after) / static_cast<double>(after)
+                    : std::ceil(std::log2(static_cast<double>(before) / static_cast<double>(after))));
     if (sent / bandwidth > ring.transfer)
       ring.transfer = sent / bandwidth, ring.level = link.name, ring.origin = link.origin;
     before = after;

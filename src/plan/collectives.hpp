@@ -20,6 +20,8 @@ struct Reach {
 // Axes stand outermost first: pp, dp_replicate, dp_shard, cp_ring, cp_ulysses, tp (docs/hosts.md). kData: all
 // that a gradient is summed over; kExpert: neighbours among the ranks with other tokens.
 Reach reach_of(const Candidate& candidate, Axis axis, const Cluster& cluster);
+// The same for any group; its like for other ranks work at the same time.
+Reach reach_of(std::int64_t ranks, std::int64_t stride, const Cluster& cluster);
 
 class Network {
  public:

@@ -13,8 +13,9 @@ namespace {
 Cluster flat(std::int64_t ranks) {
   return {.devices = ranks, .per_host = ranks, .links = {{"link", ranks, 5e-6, 1e11}}};
 }
-// Hosts of 8 on NVLink 450 GB/s, an adapter of 50 GB/s for each; latencies of a ring's steps in NCCL's tuning.cc.
-Cluster hosts(std::int64_t count) {
+// Hosts of 8 on NVLink 450 GB/s, an adapter of 50 GB/s for each; latencies of a ring's steps in NCCL's
+// tuning.cc.
+Cluster hosts_of_8(std::int64_t count) {
   return {.devices = 8 * count,
           .per_host = 8,
           .links = {{"NVLink", 8, 3.4e-6, 450e9}, {"network", 8 * count, 19.6e-6, 50e9}}};
@@ -35,7 +36,7 @@ TEST(PlanCollectives, AreTheRingLaw) {
 }
 
 TEST(PlanCollectives, TakeATreeWhereLatencyCosts) {
-  const Network network(hosts(64), {}, 1, 1);
+  const Network network(hosts_of_8(64), {}, 1, 1);
   const double tree = 2 * (7 * 3.4e-6 + 6 * 19.6e-6) + 2 * 511.0 / 512 * 1e6 / 400e9 / kTreeShare;
   EXPECT_NEAR(network.seconds(Operation::kAllReduce, 1e6, {512, 1, 1}), tree, 1e-12);
   // A gather has none.
@@ -43,7 +44,7 @@ TEST(PlanCollectives, TakeATreeWhereLatencyCosts) {
 }
 
 TEST(PlanCollectives, SumStepsInsideAndBetweenHosts) {
-  const Network network(hosts(4), {}, 0.8, 0.4);
+  const Network network(hosts_of_8(4), {}, 0.8, 0.4);
   // 32 neighbours: 28 steps inside, 3 between; all 8 adapters of a host, 160 GB/s, are slower than NVLink.
   const auto whole = network.cost(Operation::kAllGather, 8e9, {32, 1, 1});
   EXPECT_NEAR(whole.latency, 28 * 3.4e-6 + 3 * 19.6e-6, 1e-15);
@@ -63,7 +64,7 @@ TEST(PlanCollectives, SumStepsInsideAndBetweenHosts) {
 TEST(PlanCollectives, LieWhereTheirAxesDo) {
   const Candidate candidate{.ranks = 64, .replicas = 2, .shards = 4, .cp_ring = 2, .tp = 2, .pp = 2};
   const auto expect = [&](Axis axis, std::int64_t ranks, std::int64_t stride, std::int64_t sharing) {
-    const Reach reach = reach_of(candidate, axis, hosts(8));
+    const Reach reach = reach_of(candidate, axis, hosts_of_8(8));
     EXPECT_EQ(reach.ranks, ranks);
     EXPECT_EQ(reach.stride, stride);
     EXPECT_EQ(reach.sharing, sharing);

@@ -42,17 +42,20 @@ struct Terms {
   }
 
   const Constants& constants;
-  double hidden, feed_forward, vocabulary, sequence, peak, memory, unit, inside, across, step_inside, step_across;
+  double hidden, feed_forward, vocabulary, sequence, peak, memory, unit, inside, across, step_inside,
+      step_across;
 };
 
 double part_of_others(double ranks) { return (ranks - 1) / ranks; }
 
 // nanotron (github.com/huggingface/nanotron): all heads have keys of their own, one process a device whose
 // Python launches every operator; ZeRO-0 is DDP, ZeRO-1 reduces after the last backward.
-StepParts nanotron_step(const Problem& problem, const Candidate& candidate, const std::vector<StageShape>& stages) {
+StepParts nanotron_step(const Problem& problem, const Candidate& candidate,
+                        const std::vector<StageShape>& stages) {
   const Terms of(problem);
   const double h = of.hidden, f = of.feed_forward, tp = candidate.tp,
-               d = static_cast<double>(candidate.data_ranks()), G = static_cast<double>(candidate.micro_batches),
+               d = static_cast<double>(candidate.data_ranks()),
+               G = static_cast<double>(candidate.micro_batches),
                T = static_cast<double>(candidate.micro_batch) * of.sequence,
                kept = T * (of.constants.by_hidden * h + of.constants.by_feed_forward * f) / tp;
   const bool shards_states = candidate.strategy == Strategy::kZero1;
@@ -75,13 +78,16 @@ StepParts nanotron_step(const Problem& problem, const Candidate& candidate, cons
         tp == 1 ? 0
                 : (8 * layers + 2 * head) * (2 * T * h * part_of_others(tp) / of.tensor(tp) + kRingStart +
                                              of.ring(tp, std::max(1.0, tp / of.unit)));
-    const double host =
-        of.constants.layer_overhead * (layers + 1 + head) * (tp == 1 ? 1 : apart ? 2 + tp : 2);
+    const double host = of.constants.layer_overhead * (layers + 1 + head) *
+                        (tp == 1 ? 1
+                         : apart ? 2 + tp
+                                 : 2);
     const double busy = products + attention + bytes / of.memory + exchanges, slot = std::max(busy, host);
     all += slot, elements = std::max(elements, held);
     if (slot <= slowest) continue;
     slowest = slot;
-    parts.products = G * products, parts.attention = G * attention, parts.memory_bound = G * bytes / of.memory;
+    parts.products = G * products, parts.attention = G * attention,
+    parts.memory_bound = G * bytes / of.memory;
     parts.tp = G * exchanges, parts.overhead = G * (slot - busy);
   }
   parts.bubble = all - slowest;
@@ -105,7 +111,8 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
                T = static_cast<double>(candidate.micro_batch) * of.sequence / cp,
                d = static_cast<double>(candidate.data_ranks()) * cp, again = candidate.checkpoint ? 1 : 0,
                z = candidate.shards,
-               layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) + (model.gated ? 3 : 2) * h * f,
+               layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
+                       (model.gated ? 3 : 2) * h * f,
                elements = (L * layer + 2 * of.vocabulary * h) / share;
   const bool whole = candidate.strategy == Strategy::kZero3;
   const double peak = of.peak * of.constants.share_of_peak,
@@ -113,10 +120,11 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
                              of.constants.share_of_peak;
   const double products =
       ((6 + 2 * again) * T * L * layer / layers_peak + 6 * T * of.vocabulary * h / peak) / share;
-  const double attention = (7 + 2 * again) * T * of.sequence * h * L / share / (of.peak * of.constants.share_of_attention);
+  const double attention =
+      (7 + 2 * again) * T * of.sequence * h * L / share / (of.peak * of.constants.share_of_attention);
   const double kept = of.constants.by_hidden * h + of.constants.by_feed_forward * (model.gated ? 1 : 0.5) * f;
-  const double bytes =
-      of.constants.passes * (1 + again / 3) * T * L * kept / share + 54 * T * of.vocabulary / share + 12 * elements;
+  const double bytes = of.constants.passes * (1 + again / 3) * T * L * kept / share +
+                       54 * T * of.vocabulary / share + 12 * elements;
   const double exchanges = (8 + 2 * again) * L / pp * 2 * T * h * part_of_others(tp) / of.tensor(tp);
   const double busy = products + attention + bytes / of.memory + exchanges;
   double slot = busy;
@@ -125,9 +133,12 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
     slot = std::max(slot, 3 * (part_of_others(z) * 2 * elements / near +
                                L * of.ring(z, std::max(1.0, z * tp / of.unit))));
   }
-  const bool halves = candidate.schedule == Schedule::kZeroBubbleH1 || candidate.schedule == Schedule::kZeroBubbleV;
+  const bool halves =
+      candidate.schedule == Schedule::kZeroBubbleH1 || candidate.schedule == Schedule::kZeroBubbleV;
   const double reduce = whole ? 0 : 2 * part_of_others(d) * 2 * elements / of.data(d, tp);
-  StepParts parts{.products = G * products, .attention = G * attention, .memory_bound = G * bytes / of.memory,
+  StepParts parts{.products = G * products,
+                  .attention = G * attention,
+                  .memory_bound = G * bytes / of.memory,
                   .tp = G * exchanges};
   parts.bubble = (pp - 1) / candidate.stages_per_rank * slot / (halves ? 3 : 1);
   parts.gather = G * (slot - busy);
@@ -139,7 +150,8 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
 
 }  // namespace
 
-StepParts published_step(const Problem& problem, const Candidate& candidate, const std::vector<StageShape>& stages) {
+StepParts published_step(const Problem& problem, const Candidate& candidate,
+                         const std::vector<StageShape>& stages) {
   return problem.program == Program::kNanotron ? nanotron_step(problem, candidate, stages)
                                                : other_step(problem, candidate);
 }

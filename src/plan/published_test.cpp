@@ -39,10 +39,20 @@ struct Known {
 };
 
 StepParts step_of(const Known& known, const Constants& constants) {
-  const ModelShape model = known.large ? ModelShape{.layers = 32, .hidden = 4096, .heads = 32, .key_heads = 32,
-                                                    .head_dim = 128, .feed_forward = 14336, .vocabulary = 131072}
-                                       : ModelShape{.layers = 16, .hidden = 2048, .heads = 32, .key_heads = 32,
-                                                    .head_dim = 64, .feed_forward = 8192, .vocabulary = 131072,
+  const ModelShape model = known.large ? ModelShape{.layers = 32,
+                                                    .hidden = 4096,
+                                                    .heads = 32,
+                                                    .key_heads = 32,
+                                                    .head_dim = 128,
+                                                    .feed_forward = 14336,
+                                                    .vocabulary = 131072}
+                                       : ModelShape{.layers = 16,
+                                                    .hidden = 2048,
+                                                    .heads = 32,
+                                                    .key_heads = 32,
+                                                    .head_dim = 64,
+                                                    .feed_forward = 8192,
+                                                    .vocabulary = 131072,
                                                     .tied_output = known.pp == 1};
   const Cluster cluster = h100(known.dp * known.tp * known.pp);
   const Work work{.tokens = 256 * 4096, .sequence = 4096};
@@ -58,8 +68,12 @@ StepParts step_of(const Known& known, const Constants& constants) {
   std::vector<StageShape> stages;
   for (std::size_t s = 0; s < known.layers.size(); ++s)
     stages.push_back({.layers = known.layers[s], .embeds = s == 0, .outputs = s + 1 == known.layers.size()});
-  return published_step({.model = model, .cluster = cluster, .calibration = calibration, .work = work,
-                         .constants = constants, .program = Program::kNanotron},
+  return published_step({.model = model,
+                         .cluster = cluster,
+                         .calibration = calibration,
+                         .work = work,
+                         .constants = constants,
+                         .program = Program::kNanotron},
                         candidate, stages);
 }
 
@@ -68,15 +82,28 @@ TEST(PublishedStep, IsThatOfTheFit) {
       {"nanotron-0005", false, 4, 1, 2, 2, 32, 1, {10, 6}, 3.457194, .104100, .022693, .003300},
       {"nanotron-0020", false, 1, 8, 1, 16, 16, 0, {16}, 4.805123, .300173, 0, .002357},
       {"nanotron-0028", false, 2, 4, 1, 1, 128, 0, {16}, 9.073258, .070848, 0, .004714},
-      {"nanotron-1820", true, 2, 2, 8, 2, 64, 1, {5, 5, 4, 4, 4, 4, 4, 2}, 5.557420, .079372, .014106, .006157},
+      {"nanotron-1820",
+       true,
+       2,
+       2,
+       8,
+       2,
+       64,
+       1,
+       {5, 5, 4, 4, 4, 4, 4, 2},
+       5.557420,
+       .079372,
+       .014106,
+       .006157},
       {"nanotron-1821", true, 2, 2, 8, 1, 128, 0, {5, 5, 4, 4, 4, 4, 4, 2}, 6.336274, .047232, 0, .012314}};
   Constants constants = constants_of(Program::kNanotron, h100(8).device, Precision::kBFloat16);
   for (const Known& one : known) {
     const StepParts step = step_of(one, constants);
     // Answers are given to a microsecond.
     EXPECT_NEAR(step.total(), one.step, 6e-7) << one.id;
-    EXPECT_NEAR((step.products + step.attention + step.memory_bound + step.tp + step.overhead) / one.micro_batches,
-                one.slot, 6e-7)
+    EXPECT_NEAR(
+        (step.products + step.attention + step.memory_bound + step.tp + step.overhead) / one.micro_batches,
+        one.slot, 6e-7)
         << one.id;
     EXPECT_NEAR(step.gather + step.reduce, one.exposed, 6e-7) << one.id;
     EXPECT_NEAR(step.optimizer, one.optimizer, 6e-7) << one.id;

@@ -1,5 +1,5 @@
-// A pipeline's length from a short simulation: once a schedule is filled, its actions repeat, and so does what
-// they wait for.
+// A pipeline's length from a short simulation: once a schedule is filled, its actions repeat, and so does
+// what they wait for.
 #include "plan/schedule.hpp"
 
 #include <algorithm>
@@ -53,7 +53,8 @@ std::optional<Period> period_of(const PipelineTable& table, const PipelineTimeli
     const double slack = 1e-13 * timeline.length;
     bool repeats = true;
     for (std::int64_t i = behind - reach; i < behind && repeats; ++i) {
-      const auto &one = ends[static_cast<std::size_t>(i)], &before = ends[static_cast<std::size_t>(i - period)];
+      const auto &one = ends[static_cast<std::size_t>(i)],
+                 &before = ends[static_cast<std::size_t>(i - period)];
       for (std::size_t k = 0; k < one.size() && repeats; ++k)
         repeats = one[k] == 0 || std::abs(one[k] - before[k] - later) <= slack;
     }
@@ -150,7 +151,8 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
   return most;
 }
 
-PipelineTimeline Pipelines::timeline(const Candidate& candidate, const StageTimes& times, PipelineTable& table) {
+PipelineTimeline Pipelines::timeline(const Candidate& candidate, const StageTimes& times,
+                                     PipelineTable& table) {
   table = impl_->table(candidate, rounded(candidate, candidate.micro_batches));
   return simulate(table, times);
 }

@@ -36,8 +36,9 @@ constexpr std::array<Published, 12> kPublished = {{{8, 24, 18.522, 18.086, 9.337
                                                    {32, 256, 10.402, 10.248, 7.698, .460, .1352, .0594}}};
 
 double bubble(Pipelines& pipelines, Schedule schedule, const Published& row, double transfer) {
-  const double taken = pipelines.seconds(pipeline(schedule, row.stages, 1, row.micro_batches),
-                                         uniform_times(row.stages, row.forward, row.inputs, row.weights, transfer));
+  const double taken =
+      pipelines.seconds(pipeline(schedule, row.stages, 1, row.micro_batches),
+                        uniform_times(row.stages, row.forward, row.inputs, row.weights, transfer));
   return 1 - row.micro_batches * (row.forward + row.inputs + row.weights) / taken;
 }
 
@@ -74,10 +75,11 @@ TEST(PlanSchedule, ContinuesPipelinesAsTheSimulatorDoes) {
             for (double& time : *each) time = random();
         for (const int micro_batches : {1, 5, 40, 81, 200, 437}) {
           const Candidate candidate = pipeline(schedule, ranks, stages_per_rank, micro_batches);
-          const int played =
-              schedule == Schedule::kInterleaved ? (micro_batches + ranks - 1) / ranks * ranks : micro_batches;
+          const int played = schedule == Schedule::kInterleaved ? (micro_batches + ranks - 1) / ranks * ranks
+                                                                : micro_batches;
           const double reference =
-              simulate(make_pipeline(std::string(name_of(schedule)), ranks, stages_per_rank, played), times).length;
+              simulate(make_pipeline(std::string(name_of(schedule)), ranks, stages_per_rank, played), times)
+                  .length;
           EXPECT_NEAR(pipelines.seconds(candidate, times), reference, 1e-9 * reference)
               << name_of(schedule) << " " << ranks << " ranks, " << micro_batches << ", variant " << variant;
           ++compared;
@@ -90,7 +92,8 @@ TEST(PlanSchedule, ContinuesToMillionsOfForwards) {
   Pipelines pipelines;
   const StageTimes times = uniform_times(4, 1, 1.1, 0.9, 0.05);
   const double reference = simulate(make_pipeline("1f1b", 4, 1, 100'000), times).length;
-  EXPECT_NEAR(pipelines.seconds(pipeline(Schedule::kOneFOneB, 4, 1, 100'000), times), reference, 1e-9 * reference);
+  EXPECT_NEAR(pipelines.seconds(pipeline(Schedule::kOneFOneB, 4, 1, 100'000), times), reference,
+              1e-9 * reference);
   // Four million forwards: what 100,000 micro-batches grow by, as often.
   const double slope = (reference - simulate(make_pipeline("1f1b", 4, 1, 20'000), times).length) / 80'000;
   const double all = reference + 900'000 * slope;
@@ -99,13 +102,17 @@ TEST(PlanSchedule, ContinuesToMillionsOfForwards) {
 
 TEST(PlanSchedule, KeepsWhatTheSimulatorCountsAlive) {
   Pipelines pipelines;
-  for (const auto& [schedule, stages_per_rank] :
-       {std::pair{Schedule::kOneFOneB, 1}, {Schedule::kGPipe, 1}, {Schedule::kInterleaved, 2},
-        {Schedule::kZeroBubbleH1, 1}, {Schedule::kZeroBubbleV, 2}})
+  for (const auto& [schedule, stages_per_rank] : {std::pair{Schedule::kOneFOneB, 1},
+                                                  {Schedule::kGPipe, 1},
+                                                  {Schedule::kInterleaved, 2},
+                                                  {Schedule::kZeroBubbleH1, 1},
+                                                  {Schedule::kZeroBubbleV, 2}})
     for (const int micro_batches : {4, 8, 64}) {
       const Candidate candidate = pipeline(schedule, 4, stages_per_rank, micro_batches);
       const int stages = 4 * stages_per_rank;
-      const auto all = [&](double bytes) { return std::vector<double>(static_cast<std::size_t>(stages), bytes); };
+      const auto all = [&](double bytes) {
+        return std::vector<double>(static_cast<std::size_t>(stages), bytes);
+      };
       const PipelineTimeline timeline =
           simulate(make_pipeline(std::string(name_of(schedule)), 4, stages_per_rank, micro_batches),
                    uniform_times(stages), 0.9);

@@ -42,7 +42,7 @@ LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run,
 // ---- published rows ----
 
 struct PublishedRow {
-  std::string id{}, tier{}, source{}, hardware{}, framework{}, recompute{}, flags{};
+  std::string id{}, tier{}, source{}, hardware{}, framework{}, recompute{}, flags{}, precision{};
   ModelShape model{};
   Candidate candidate{};
   Work work{};

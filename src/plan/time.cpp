@@ -1,0 +1,382 @@
+// Seconds of isograd's own steps: a micro-batch of each stage, the pipeline, then gradients and parameters,
+// each behind what hides it (README.md, "Time").
+#include "plan/time.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <tuple>
+
+namespace isograd::planner {
+namespace {
+
+// A rank's seconds of a forward, or of a half of a backward.
+struct Seconds {
+  double products = 0, attention = 0, memory = 0, overhead = 0, tp = 0, cp = 0, ep = 0;
+  double hidden_tp = 0, hidden_cp = 0, hidden_ep = 0;
+
+  Seconds& operator+=(const Seconds& more) {
+    products += more.products, attention += more.attention, memory += more.memory, overhead += more.overhead;
+    tp += more.tp, cp += more.cp, ep += more.ep;
+    hidden_tp += more.hidden_tp, hidden_cp += more.hidden_cp, hidden_ep += more.hidden_ep;
+    return *this;
+  }
+  Seconds operator*(double factor) const {
+    return {products * factor,  attention * factor, memory * factor, overhead * factor,
+            tp * factor,        cp * factor,        ep * factor,     hidden_tp * factor,
+            hidden_cp * factor, hidden_ep * factor};
+  }
+  double total() const { return products + attention + memory + overhead + tp + cp + ep; }
+};
+struct Pass {
+  Seconds forward{}, inputs{}, weights{};  // `inputs`: of a checkpointed layer with its forward again
+  Pass& operator+=(const Pass& more) {
+    forward += more.forward, inputs += more.inputs, weights += more.weights;
+    return *this;
+  }
+  double backward() const { return inputs.total() + weights.total(); }
+};
+
+}  // namespace
+
+struct StepModel::Impl {
+  Impl(const Problem& of, Pipelines& with, MemoryModel& sizes)
+      : problem(of),
+        pipelines(with),
+        memory(sizes),
+        network(of.cluster, of.calibration, of.constants.share_inside, of.constants.share_across),
+        rates(of),
+        overlap(of.calibration.overlap.value_or(of.constants.overlap)) {}
+
+  const Problem& problem;
+  Pipelines& pipelines;
+  MemoryModel& memory;
+  Network network;
+  Rates rates;
+  double overlap;  // part of a collective that computation hides
+  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool, int>;
+  std::map<Shape, Pass> passes{};
+  std::map<std::pair<std::int64_t, std::int64_t>, double> slowest{};
+
+  // `layer` -1: the output. Layers differ in whether they have experts alone.
+  const Pass& pass(const Candidate& c, std::int64_t layer) {
+    const int kind = layer < 0 ? 2 : problem.model.has_experts(layer) ? 1 : 0;
+    const Shape shape{c.tp,          c.cp_ring,           c.cp_ulysses, c.ep,
+                      c.micro_batch, c.sequence_parallel, c.checkpoint, kind};
+    const auto [found, is_new] = passes.try_emplace(shape);
+    if (is_new) found->second = computed(c, layer);
+    return found->second;
+  }
+
+  Pass computed(const Candidate& c, std::int64_t layer) const {
+    const LayerWork work = layer < 0 ? output_work(problem, c) : layer_work(problem, c, layer);
+    const auto all = [&](const std::vector<Product>& products) {
+      double sum = 0;
+      for (const Product& product : products) sum += rates.seconds(product);
+      return sum;
+    };
+    const auto sent = [&](Operation operation, double bytes, Axis axis) {
+      return bytes > 0 ? network.seconds(operation, bytes, reach_of(c, axis, problem.cluster)) : 0;
+    };
+    Pass pass;
+    pass.forward = {.products = all(work.forward),
+                    .attention = rates.attention(work.pairs),
+                    .memory = rates.memory(work.bytes),
+                    .overhead = rates.operators(work.operators)};
+    // Attention's backward computes five products for the forward's two; other operators move their inputs
+    // and gradients.
+    pass.inputs = {.products = all(work.inputs),
+                   .attention = rates.attention(2.5 * work.pairs),
+                   .memory = rates.memory(2 * work.bytes),
+                   .overhead = rates.operators(work.operators)};
+    pass.weights = {.products = all(work.weights), .overhead = rates.operators(work.operators / 2)};
+
+    // A gather before and a reduce-scatter behind each pair of products, in the forward and in the backward;
+    // an all-reduce where the sequence is whole. The output has half.
+    const double regions = layer < 0 ? 1 : 2;
+    const double tokens = c.sequence_parallel ? sent(Operation::kAllGather, work.tp_bytes, Axis::kTp) +
+                                                    sent(Operation::kReduceScatter, work.tp_bytes, Axis::kTp)
+                                              : sent(Operation::kAllReduce, work.tp_bytes, Axis::kTp);
+    pass.forward.tp = pass.inputs.tp = regions * tokens;
+    // A hop of keys and values is hidden behind the block that is computed, and in backward, with gradients,
+    // too.
+    if (c.cp_ring > 1) {
+      const double hop = sent(Operation::kSend, work.ring_bytes, Axis::kRing), hops = c.cp_ring - 1;
+      const auto add = [&](Seconds& to, double each) {
+        const double shown = hops * exposed(each, to.attention / c.cp_ring, overlap);
+        to.cp += shown, to.hidden_cp += hops * each - shown;
+      };
+      add(pass.forward, hop), add(pass.inputs, 2 * hop);
+    }
+    const double heads = sent(Operation::kAllToAll, work.ulysses_bytes, Axis::kUlysses);
+    pass.forward.cp += heads, pass.inputs.cp += heads;
+    const double experts =
+        2 * sent(Operation::kAllToAll, work.expert_bytes, Axis::kExpert);  // there and back
+    pass.forward.ep = pass.inputs.ep = experts;
+    if (c.checkpoint && layer >= 0) pass.inputs += pass.forward;
+    return pass;
+  }
+
+  Pass of_stage(const Candidate& c, const StageShape& stage) {
+    Pass sum;
+    for (std::int64_t layer = stage.first_layer; layer < stage.first_layer + stage.layers; ++layer)
+      sum += pass(c, layer);
+    if (stage.outputs) sum += pass(c, -1);
+    return sum;
+  }
+
+  struct Played {
+    std::vector<Pass> stages{};
+    StageTimes times{};
+    double length = 0;
+    int slowest = 0;  // rank of the pipeline
+    Pass of_slowest{};
+  };
+  Played play(const Candidate& c) {
+    Played played;
+    for (const StageShape& stage : memory.stages(c)) {
+      played.stages.push_back(of_stage(c, stage));
+      played.times.forward.push_back(played.stages.back().forward.total());
+      played.times.backward_inputs.push_back(played.stages.back().inputs.total());
+      played.times.backward_weights.push_back(played.stages.back().weights.total());
+    }
+    if (c.pp > 1) {
+      const double stream = double(c.micro_batch) * double(problem.work.sequence) *
+                            double(problem.model.hidden) * bytes_of(problem.work.precision) /
+                            (double(c.cp_ring) * c.cp_ulysses);
+      Reach next = reach_of(c, Axis::kStage, problem.cluster);
+      next.ranks = 2;
+      played.times.transfer =
+          network.seconds(Operation::kSend, stream / (c.sequence_parallel ? c.tp : 1), next);
+    }
+    double most = -1;
+    for (int rank = 0; rank < c.pp; ++rank) {
+      Pass own;
+      for (const int stage : stages_of_rank(c, rank)) own += played.stages[static_cast<std::size_t>(stage)];
+      if (const double busy = own.forward.total() + own.backward(); busy > most)
+        most = busy, played.slowest = rank, played.of_slowest = own;
+    }
+    played.length = pipelines.seconds(c, played.times);
+    return played;
+  }
+
+  // Collectives of gradients and parameters by kind of elements: those that every rank copies, then experts.
+  double travels(Operation operation, double bytes, const Reach& reach, double pieces) const {
+    return pieces * network.seconds(operation, bytes / pieces, reach);
+  }
+
+  void add_data_parallel(StepParts& parts, const Candidate& c, const Played& played) {
+    const std::vector<StageShape>& stages = memory.stages(c);
+    const DataParallelPlan plan = data_parallel_plan(problem, c, stages, played.slowest);
+    const double rounds = static_cast<double>(c.micro_batches),
+                 reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
+    std::int64_t layers = 0, block = 0, root = 0;
+    for (const int stage : stages_of_rank(c, played.slowest)) {
+      const StageShape& shape = stages[static_cast<std::size_t>(stage)];
+      layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
+    }
+    const double forward = played.of_slowest.forward.total(), backward = played.of_slowest.backward();
+    double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0;
+    for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
+      const DataParallelPlan::Elements& elements = plan.elements[kind];
+      const auto numel = static_cast<double>(elements.numel);
+      if (numel == 0) continue;
+      const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter,
+                   shard = numel / elements.shards;
+      const std::int64_t stride = kind > 0 ? std::int64_t{c.tp} * c.ep : c.tp;
+      const bool everywhere = plan.stage == 0 && !plan.share_parameters;
+      const Reach reach = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1),
+                                   stride, problem.cluster);
+      const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
+      // Stage 3 reduces a unit at a time, the others a bucket.
+      const double piece = plan.stage == 3
+                               ? static_cast<double>(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
+                               : static_cast<double>(c.bucket_bytes);
+      reduce += travels(operation, gradients, reach, std::ceil(gradients / piece));
+      tail += network.seconds(operation, std::min(gradients, piece), reach);
+      if (elements.replicas > 1 && operation == Operation::kReduceScatter)
+        once += network.seconds(Operation::kAllReduce, shard * plan.bytes.gradient,
+                                reach_of(elements.replicas, stride * elements.shards, problem.cluster));
+      if (plan.stage == 3) {
+        // Units one ahead of what computes; the root before anything does.
+        const double whole = static_cast<double>(kind == 0 ? root : 0) * plan.bytes.parameter,
+                     each = network.seconds(Operation::kAllGather,
+                                            (parameters - whole) / double(std::max<std::int64_t>(1, layers)),
+                                            reach),
+                     first = network.seconds(Operation::kAllGather, whole, reach);
+        const double unit = 1 / double(std::max<std::int64_t>(1, layers));
+        const double again = c.reshard ? 1 : 0;
+        gather += rounds * (double(layers) * each * (1 + again)) + first;
+        shown_gather +=
+            rounds * double(layers) *
+                (exposed(each, forward * unit, overlap) + again * exposed(each, backward * unit, overlap)) +
+            first;
+      } else if (plan.stage > 0 && !plan.share_parameters) {
+        parts.publish += network.seconds(Operation::kAllGather, parameters, reach);
+      }
+      const bool sharded = plan.stage > 0 || plan.share_parameters;
+      const double own = sharded ? shard : numel;
+      sums += own * plan.bytes.gradient;
+      // Gradients are read; masters and states are read and written, parameters written.
+      moved +=
+          own * (plan.bytes.gradient + 2 * (plan.bytes.master + plan.bytes.state) + plan.bytes.parameter);
+    }
+    const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
+    if (!alone) {
+      // What gathers of the same backward leave.
+      const double behind = std::max(0.0, backward - (gather - shown_gather) / (2 * rounds));
+      const double shown = exposed(std::max(0.0, reduce - tail), behind, overlap);
+      parts.tail = reductions * tail;
+      parts.reduce = reductions * (shown + tail) + once;
+      parts.hidden.reduce = reductions * reduce + once - parts.reduce;
+      parts.gather = shown_gather, parts.hidden.gather = gather - shown_gather;
+    }
+    parts.norm = rates.memory(sums);
+    parts.optimizer = rates.optimizer(moved);
+  }
+
+  StepParts of(const Candidate& c) {
+    const Played played = play(c);
+    const double rounds = static_cast<double>(c.micro_batches);
+    Seconds sum = played.of_slowest.forward;
+    sum += played.of_slowest.inputs, sum += played.of_slowest.weights;
+    sum = sum * rounds;
+    StepParts parts{.products = sum.products,
+                    .attention = sum.attention,
+                    .memory_bound = sum.memory,
+                    .overhead = sum.overhead,
+                    .tp = sum.tp,
+                    .cp = sum.cp,
+                    .ep = sum.ep};
+    parts.hidden.tp = sum.hidden_tp, parts.hidden.cp = sum.hidden_cp, parts.hidden.ep = sum.hidden_ep;
+    parts.bubble = c.pp == 1 ? 0 : std::max(0.0, played.length - sum.total());
+    add_data_parallel(parts, c, played);
+    if (!problem.work.documents.empty()) {
+      const auto key = std::pair{c.data_ranks(), c.micro_batch * c.micro_batches};
+      const auto [found, is_new] = slowest.try_emplace(key, 1);
+      if (is_new) found->second = packs_of(problem.work, key.first, key.second).slowest;
+      parts.uneven = parts.attention * (found->second - 1);
+    }
+    return parts;
+  }
+};
+
+StepModel::StepModel(const Problem& problem, Pipelines& pipelines, MemoryModel& memory)
+    : impl_(std::make_unique<Impl>(problem, pipelines, memory)) {}
+StepModel::~StepModel() = default;
+
+StepParts StepModel::of(const Candidate& candidate) {
+  if (impl_->problem.program != Program::kIsograd)
+    return published_step(impl_->problem, candidate, impl_->memory.stages(candidate));
+  return impl_->of(candidate);
+}
+
+double StepModel::least(const Candidate& candidate) {
+  if (impl_->problem.program != Program::kIsograd) return of(candidate).total();
+  double all = 0;
+  for (std::int64_t layer = -1; layer < impl_->problem.model.layers; ++layer) {
+    const Pass& pass = impl_->pass(candidate, layer);
+    all += pass.forward.total() + pass.backward();
+  }
+  // The slowest rank computes at least the mean of all. Schedules without halves wait for the first forward
+  // to come through the stages and the last backward to come back.
+  const bool waits = candidate.schedule == Schedule::kOneFOneB || candidate.schedule == Schedule::kGPipe;
+  const double mean = all / candidate.pp;
+  return mean * (static_cast<double>(candidate.micro_batches) + (waits ? candidate.pp - 1 : 0));
+}
+
+std::int64_t StepModel::best_bucket_bytes(const Candidate& candidate) {
+  Candidate tried = candidate;
+  std::int64_t best = candidate.bucket_bytes;
+  if (candidate.strategy == Strategy::kZero3) return best;  // its units are blocks
+  const Impl::Played played = impl_->play(candidate);
+  double least = 0;
+  for (std::int64_t bytes = 1 << 20; bytes <= 1 << 30; bytes *= 2) {
+    tried.bucket_bytes = bytes;
+    StepParts parts;
+    impl_->add_data_parallel(parts, tried, played);
+    if (bytes == 1 << 20 || parts.reduce < least) best = bytes, least = parts.reduce;
+  }
+  return best;
+}
+
+std::vector<Planned::Part> StepModel::explain(const Candidate& candidate, const StepParts& parts) {
+  const Origin rates = impl_->rates.origin();
+  const auto cost = [&](Axis axis) {
+    return impl_->network.cost(Operation::kAllGather, 1, reach_of(candidate, axis, impl_->problem.cluster));
+  };
+  const auto of_axis = [&](Axis axis) { return std::max(cost(axis).origin, rates); };
+  const double width =
+      widths_of(impl_->problem.program, rates, impl_->problem.model.experts.count > 0).seconds;
+  std::vector<Planned::Part> lines;
+  const auto add = [&](const char* name, std::string formula, double value, Origin origin) {
+    if (value > 0)
+      lines.push_back({name, std::move(formula), {value, value * (1 - width), value * (1 + width), origin}});
+  };
+  const std::int64_t rounds = candidate.micro_batches;
+  add("products", fmt::format("{} micro-batches, forward and both halves of backward", rounds),
+      parts.products, rates);
+  add("attention", "4 FLOPs a pair and head dimension, 3.5 times", parts.attention, rates);
+  add("memory-bound operators", "their bytes / memory bandwidth", parts.memory_bound, rates);
+  add("overhead", "operators * time of each", parts.overhead, rates);
+  add("tp", "latency * steps + bytes / bandwidth, for each product's tokens", parts.tp, of_axis(Axis::kTp));
+  add("cp", "keys and values beyond the attention that hides them", parts.cp, of_axis(Axis::kRing));
+  add("ep", "tokens to experts and back", parts.ep, of_axis(Axis::kExpert));
+  add("bubble", fmt::format("{} on {} ranks, simulated", name_of(candidate.schedule), candidate.pp),
+      parts.bubble, rates);
+  add("gather", "units beyond the compute that hides them", parts.gather, of_axis(Axis::kShard));
+  add("reduce", fmt::format("max(0, reduce - backward) + last bucket ({:.3g} s)", parts.tail), parts.reduce,
+      of_axis(Axis::kData));
+  add("norm", "gradients read once", parts.norm, rates);
+  add("optimizer", "bytes of gradients, masters, states and parameters", parts.optimizer, rates);
+  add("publish", "all-gather of parameters", parts.publish, of_axis(Axis::kShard));
+  add("uneven packs", "attention of the slowest rank beyond the mean", parts.uneven, rates);
+  return lines;
+}
+
+std::vector<Span> StepModel::timeline(const Candidate& candidate) {
+  const Impl::Played played = impl_->play(candidate);
+  StepParts parts;
+  impl_->add_data_parallel(parts, candidate, played);
+  std::vector<Span> spans;
+  if (candidate.schedule == Schedule::kNone) {
+    double now = 0;
+    for (std::int64_t i = 0; i < candidate.micro_batches; ++i) {
+      const double middle = now + played.times.forward[0],
+                   end = middle + played.times.backward_inputs[0] + played.times.backward_weights[0];
+      spans.push_back({"stage 0 compute", fmt::format("F{}", i), now, middle});
+      spans.push_back({"stage 0 compute", fmt::format("B{}", i), middle, end});
+      now = end;
+    }
+  } else {
+    PipelineTable table;
+    const PipelineTimeline timeline = impl_->pipelines.timeline(candidate, played.times, table);
+    for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
+      for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
+        const PipelineAction& action = table.ranks[rank][i];
+        const char kind = "FBIW"[static_cast<std::size_t>(action.kind)];
+        spans.push_back({fmt::format("stage {} compute", action.stage),
+                         fmt::format("{}{}", kind, action.micro_batch), timeline.spans[rank][i].begin,
+                         timeline.spans[rank][i].end});
+      }
+  }
+  double now = played.length;
+  const double hidden = parts.hidden.reduce;
+  if (parts.reduce + hidden > 0)
+    spans.push_back({"dp", "reduce", std::max(0.0, now - hidden), now + parts.reduce});
+  now += parts.reduce + parts.gather;
+  for (const auto& [name, seconds] : {std::pair{"norm", parts.norm}, {"optimizer", parts.optimizer}}) {
+    spans.push_back({"optimizer", name, now, now + seconds});
+    now += seconds;
+  }
+  if (parts.publish > 0) spans.push_back({"dp", "gather parameters", now, now + parts.publish});
+  return spans;
+}
+
+const Network& StepModel::network() const { return impl_->network; }
+const Rates& StepModel::rates() const { return impl_->rates; }
+
+}  // namespace isograd::planner

@@ -1,0 +1,152 @@
+// What a rank computes and sends for one micro-batch, as isograd's decoder does it, and how fast a device is.
+#include <algorithm>
+#include <cmath>
+
+#include "plan/time.hpp"
+
+namespace isograd::planner {
+namespace {
+
+// A rank's tokens of a micro-batch.
+std::int64_t tokens_of(const Problem& problem, const Candidate& candidate) {
+  return candidate.micro_batch * problem.work.sequence /
+         (std::int64_t{candidate.cp_ring} * candidate.cp_ulysses);
+}
+
+std::int64_t part(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
+
+// y = x W and, in backward, the gradients of x and of W: three products of as many operations.
+void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, double count = 1) {
+  to.forward.push_back({tokens, out, in, count});
+  to.inputs.push_back({tokens, in, out, count});
+  to.weights.push_back({in, out, tokens, count});
+}
+
+}  // namespace
+
+LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer) {
+  const ModelShape& model = problem.model;
+  const std::int64_t tokens = tokens_of(problem, candidate), tp = candidate.tp, hidden = model.hidden,
+                     queries = part(model.heads, tp) * model.head_dim,
+                     keys = part(model.key_heads, tp) * model.head_dim;
+  const double element = bytes_of(problem.work.precision), T = double(tokens), h = double(hidden);
+  LayerWork work;
+  add(work, tokens, hidden, queries);
+  add(work, tokens, hidden, keys, 2);
+  add(work, tokens, queries, hidden);
+  const bool mixture = model.has_experts(layer);
+  // Rows that feed-forward networks read, and the width of what they multiply.
+  const double rows = mixture ? T * double(model.experts.per_token) : T;
+  std::int64_t width = part(model.feed_forward, tp);
+  const auto network = [&](std::int64_t m, std::int64_t wide, double count) {
+    add(work, m, hidden, wide, count * (model.gated ? 2 : 1));
+    add(work, m, wide, hidden, count);
+  };
+  double multiplied = 0;
+  if (mixture) {
+    const ModelShape::Experts& experts = model.experts;
+    add(work, tokens, hidden, experts.count);
+    // A rank's experts get as many tokens as it sends, shared among them.
+    const std::int64_t own = part(experts.count, candidate.ep);
+    width = part(experts.feed_forward, tp);
+    network(std::max<std::int64_t>(1, static_cast<std::int64_t>(rows / double(own))), width, double(own));
+    if (experts.shared_feed_forward > 0) {
+      network(tokens, part(experts.shared_feed_forward, tp), 1);
+      multiplied += T * double(part(experts.shared_feed_forward, tp));
+    }
+    work.expert_bytes = candidate.ep > 1 ? rows * h * element : 0;
+  } else {
+    network(tokens, width, 1);
+  }
+  multiplied += rows * double(width);
+  // Two products of a head for each pair that is not masked; packs say how many (without documents: causal).
+  const Packs packs = packs_of(problem.work, 1, 1);
+  work.pairs = 4 * double(queries) * packs.pairs * double(candidate.micro_batch) /
+               double(candidate.cp_ring * candidate.cp_ulysses);
+  // Two norms that read and write, two sums that read twice; over tp where the sequence is; rotated queries
+  // and keys; gate and up read, their product written.
+  const double streams = candidate.sequence_parallel ? double(tp) : 1;
+  work.bytes =
+      element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) + 3 * multiplied);
+  work.operators = mixture ? 40 : 20;
+  if (tp > 1) work.tp_bytes = T * h * element;
+  work.ring_bytes = candidate.cp_ring > 1 ? 2 * T * double(keys) / candidate.cp_ulysses * element : 0;
+  work.ulysses_bytes = candidate.cp_ulysses > 1 ? 2 * T * double(queries + keys) * element : 0;
+  return work;
+}
+
+LayerWork output_work(const Problem& problem, const Candidate& candidate) {
+  const ModelShape& model = problem.model;
+  const std::int64_t tokens = tokens_of(problem, candidate),
+                     vocabulary = part(model.vocabulary, candidate.tp);
+  LayerWork work;
+  add(work, tokens, model.hidden, vocabulary);
+  // Logits are read for their largest, their sum and their gradient.
+  work.bytes = 3 * double(tokens) * double(vocabulary) * bytes_of(problem.work.precision);
+  work.operators = 10;
+  if (candidate.tp > 1)
+    work.tp_bytes = double(tokens) * double(model.hidden) * bytes_of(problem.work.precision);
+  return work;
+}
+
+struct RatesData {
+  Constants constants{};
+  Device device{};
+  Calibration calibration{};
+  Precision precision = Precision::kBFloat16;
+};
+
+Rates::Rates(const Problem& problem)
+    : data_(std::make_shared<RatesData>(RatesData{problem.constants, problem.cluster.device,
+                                                  problem.calibration, problem.work.precision})) {}
+
+double Rates::seconds(const Product& product) const {
+  const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
+  if (flops == 0) return 0;
+  // The nearest calibrated shapes, weighed by how near: 1 / distance^2 of the sizes' logarithms.
+  double rates = 0, weights = 0;
+  for (const Calibration::Product& found : data_->calibration.products) {
+    if (found.precision != data_->precision || found.flops <= 0) continue;
+    const auto apart = [](std::int64_t one, std::int64_t other) {
+      const double octaves =
+          std::log2(double(std::max<std::int64_t>(1, one)) / double(std::max<std::int64_t>(1, other)));
+      return octaves * octaves;
+    };
+    const double distance = apart(product.m, found.m) + apart(product.n, found.n) + apart(product.k, found.k);
+    if (distance < 1e-9) return flops / found.flops;
+    rates += std::log(found.flops) / (distance * distance), weights += 1 / (distance * distance);
+  }
+  if (weights > 0) return flops / std::exp(rates / weights);
+  return flops /
+         (data_->device.peak[static_cast<std::size_t>(data_->precision)] * data_->constants.share_of_peak);
+}
+
+double Rates::attention(double flops) const {
+  // Calibrated devices: as tiles of 128 rows and keys and a head of 128 are multiplied.
+  if (!data_->calibration.products.empty() && flops > 0) {
+    const Product tile{128, 128, 128, 1};
+    return flops * seconds(tile) / (2.0 * 128 * 128 * 128);
+  }
+  return flops / (data_->device.peak[static_cast<std::size_t>(data_->precision)] *
+                  data_->constants.share_of_attention);
+}
+
+double Rates::memory(double bytes) const {
+  const double found = data_->calibration.memory_bandwidth;
+  return bytes / (found > 0 ? found : data_->device.memory_bandwidth * data_->constants.share_of_memory);
+}
+
+double Rates::operators(int count) const {
+  constexpr double kOfLayer = 130;  // operators of a layer, forward and backward, that layer_overhead is of
+  const double found = data_->calibration.operator_overhead;
+  return count * (found > 0 ? found : data_->constants.layer_overhead / kOfLayer);
+}
+
+double Rates::optimizer(double bytes) const {
+  const double found = data_->calibration.optimizer_bandwidth;
+  return found > 0 ? bytes / found : memory(bytes);
+}
+
+Origin Rates::origin() const { return data_->calibration.empty() ? Origin::kFitted : Origin::kCalibrated; }
+
+}  // namespace isograd::planner
