@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 
 #include "base/refuse.hpp"
 #include "bench/runner.hpp"
@@ -31,14 +30,6 @@ std::string variable(const char* name) {
   return value ? value : "";
 }
 
-std::string name_of_processor() {
-  std::ifstream information("/proc/cpuinfo");
-  for (std::string line; std::getline(information, line);)
-    if (line.starts_with("model name"))
-      if (const auto at = line.find(": "); at != std::string::npos) return line.substr(at + 2);
-  return "unknown";
-}
-
 }  // namespace
 
 std::string processor_text() {
@@ -47,7 +38,7 @@ std::string processor_text() {
     return to.empty() ? "" : fmt::format(", {} {}", library, to);
   };
   cpu_set_t cores;
-  return fmt::format("{}, {} cores; kernels: isograd {}, LibTorch {}{}{}", name_of_processor(),
+  return fmt::format("{}, {} cores; kernels: isograd {}, LibTorch {}{}{}", kernels::processor_name(),
                      sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 0,
                      kLevels[kernels::processor_level()][0], at::get_cpu_capability(),
                      held("oneDNN", kVariables[2]), held("MKL", kVariables[3]));

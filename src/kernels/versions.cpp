@@ -1,6 +1,7 @@
 #include "kernels/versions.hpp"
 
 #include <cstdlib>
+#include <fstream>
 #include <iterator>
 #include <string>
 
@@ -44,6 +45,14 @@ int chosen_level() {
 int& processor_level() {
   static int level = chosen_level();
   return level;
+}
+
+std::string processor_name() {
+  std::ifstream information("/proc/cpuinfo");
+  for (std::string line; std::getline(information, line);)
+    if (line.starts_with("model name"))
+      if (const auto at = line.find(": "); at != std::string::npos) return line.substr(at + 2);
+  return "unknown";
 }
 
 }  // namespace isograd::kernels

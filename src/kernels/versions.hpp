@@ -2,12 +2,15 @@
 // versions give the same bits: no reassociation, no contraction (see CMakeLists.txt).
 #pragma once
 
+#include <string>
+
 namespace isograd::kernels {
 
 // 2: AVX-512, 1: AVX2 with FMA, 0: the baseline of the architecture. The best level of this processor, or
 // that of the variable ISOGRAD_PROCESSOR (scalar, avx2, avx512); ConfigError if that is no level, or above
 // the processor's. Only tests write it, to reach the other versions.
 int& processor_level();
+std::string processor_name();  // as the system names it, or "unknown"
 
 }  // namespace isograd::kernels
 
