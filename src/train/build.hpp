@@ -37,6 +37,8 @@ struct Corpus {
 // Rank 0 packs text into data.cache unless that was done for the same files; shards are opened as they are.
 // Collective; ConfigError on every rank.
 Corpus open_corpus(const RunConfig& config, Group& group);
+// Named shards, or those that an earlier run packed; null: there are none. Packs nothing.
+std::shared_ptr<TokenStore> packed_corpus(const RunConfig& config);
 
 at::ScalarType scalar_type(const std::string& dtype);     // of train.dtype
 DecoderConfig configured_shape(const RunConfig& config);  // of model.load, or of [model]

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <toml++/toml.h>
 #include <utf8.h>
 
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/rules.hpp"
+#include "train/toml_file.hpp"
 
 namespace isograd {
 namespace fs = std::filesystem;
@@ -592,21 +592,6 @@ bool is_section(std::string_view name) {
               : fmt::format("Change {}; its default is {}", key.name, toml_text(key.get(RunConfig{}))));
 }
 
-std::string describe(const toml::node& node) {
-  std::ostringstream text;
-  if (auto value = node.as_string()) return "the text " + toml_text(value->get());
-  if (auto value = node.as_integer()) return fmt::format("the integer {}", value->get());
-  if (auto value = node.as_floating_point()) return "the number " + toml_text(value->get());
-  if (auto value = node.as_boolean()) return value->get() ? "true" : "false";
-  if (node.is_table()) return "a table";
-  if (auto list = node.as_array()) {
-    for (const auto& entry : *list)
-      if (!entry.is_string()) return "a list that holds " + describe(entry);
-    return "a list of texts";
-  }
-  return "a date or time";
-}
-
 // The node as the alternative that `like` has, if it is one. An integer is a number too.
 std::optional<ConfigValue> convert(const toml::node& node, const ConfigValue& like) {
   return std::visit(
@@ -712,19 +697,37 @@ void apply_override(RunConfig& config, const std::string& text) {
 
 }  // namespace
 
-RunConfig parse_config(std::string_view text, const std::string& file,
-                       const std::vector<std::string>& overrides) {
-  RunConfig config;
+toml::table parse_toml(std::string_view text, const std::string& file) {
   check_length(text.size(), file);
   check_keys(text, file);
   try {
-    const toml::table table = toml::parse(text, file);
-    read_table(config, table, "", file);
+    return toml::parse(text, file);
   } catch (const toml::parse_error& error) {
     const auto at = error.source().begin;
     refuse(fmt::format("{}:{}:{}", file, at.line, at.column), std::string(error.description()),
            "TOML (https://toml.io)", "Fix that line");
   }
+}
+
+std::string describe(const toml::node& node) {
+  std::ostringstream text;
+  if (auto value = node.as_string()) return "the text " + toml_text(value->get());
+  if (auto value = node.as_integer()) return fmt::format("the integer {}", value->get());
+  if (auto value = node.as_floating_point()) return "the number " + toml_text(value->get());
+  if (auto value = node.as_boolean()) return value->get() ? "true" : "false";
+  if (node.is_table()) return "a table";
+  if (auto list = node.as_array()) {
+    for (const auto& entry : *list)
+      if (!entry.is_string()) return "a list that holds " + describe(entry);
+    return "a list of texts";
+  }
+  return "a date or time";
+}
+
+RunConfig parse_config(std::string_view text, const std::string& file,
+                       const std::vector<std::string>& overrides) {
+  RunConfig config;
+  read_table(config, parse_toml(text, file), "", file);
   for (const auto& override_text : overrides) apply_override(config, override_text);
   const std::string where = file.empty() ? "configuration" : file;
   check_together(config, where);

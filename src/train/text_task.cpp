@@ -222,6 +222,12 @@ std::vector<std::string> default_corpus() {
           (headers / "torch/csrc/api/include/torch").string()};
 }
 
+std::vector<std::string> sources_of(const RunConfig& config) {
+  return !config.data.shards.empty() ? config.data.shards
+         : config.data.text.empty()  ? default_corpus()
+                                     : config.data.text;
+}
+
 // The tokenizer that ready-made shards name; null where it is not one of ours.
 std::unique_ptr<Tokenizer> tokenizer_of_shards(const RunConfig& config, const std::string& name) {
   if (name == "bytes") return byte_tokenizer();
@@ -242,6 +248,11 @@ fs::path cache_folder(const RunConfig& config, const std::vector<std::string>& p
   std::string key = tokenizer.name();
   for (const auto& pattern : patterns) key += '\n' + pattern;
   return fs::path(config.data.cache) / checksum(key.data(), key.size());
+}
+
+std::optional<std::uint32_t> end_of_text(const RunConfig& config) {
+  if (config.data.end_of_text < 0) return std::nullopt;
+  return static_cast<std::uint32_t>(config.data.end_of_text);
 }
 
 // Each path ends in a zero, which no path contains.
@@ -276,9 +287,7 @@ SavedDecoder read_decoder(const fs::path& directory, const TrainingState* state)
 Corpus open_corpus(const RunConfig& config, Group& group) {
   Corpus corpus;
   const bool packed = !config.data.shards.empty();
-  corpus.sources = packed                     ? config.data.shards
-                   : config.data.text.empty() ? default_corpus()
-                                              : config.data.text;
+  corpus.sources = sources_of(config);
   std::string files;
   on_rank_zero(group, [&] {
     std::vector<fs::path> shards;
@@ -291,16 +300,26 @@ Corpus open_corpus(const RunConfig& config, Group& group) {
     }
     for (const auto& shard : shards) files += shard.string() + '\0';
   });
-  const auto end_of_text =
-      config.data.end_of_text < 0
-          ? std::nullopt
-          : std::optional<std::uint32_t>(static_cast<std::uint32_t>(config.data.end_of_text));
-  corpus.tokens = TokenStore::open(split_paths(broadcast_text(group, files)), end_of_text);
+  corpus.tokens = TokenStore::open(split_paths(broadcast_text(group, files)), end_of_text(config));
   corpus.tokenizer = packed ? tokenizer_of_shards(config, corpus.tokens->tokenizer_name())
                             : open_tokenizer(config.data.tokenizer);
   corpus.split = split_documents(*corpus.tokens, config.data.validation_fraction,
                                  static_cast<std::uint64_t>(config.run.seed));
   return corpus;
+}
+
+std::shared_ptr<TokenStore> packed_corpus(const RunConfig& config) {
+  std::vector<fs::path> shards;
+  if (!config.data.shards.empty()) {
+    for (const auto& file : resolve(config.data.shards)) shards.push_back(file.path);
+  } else if (const fs::path folder = cache_folder(config, sources_of(config),
+                                                  *open_tokenizer(config.data.tokenizer));
+             fs::is_directory(folder)) {
+    for (const auto& entry : fs::directory_iterator(folder))
+      if (entry.path().extension() == ".isograd") shards.push_back(entry.path());
+    std::ranges::sort(shards);
+  }
+  return shards.empty() ? nullptr : TokenStore::open(shards, end_of_text(config));
 }
 
 double unigram_entropy(const Corpus& corpus, Group& group, std::int64_t limit) {
