@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "isograd/world.hpp"
 #include "plan/inputs.hpp"
@@ -19,8 +17,5 @@ struct CalibrateOptions {
 // part whose three rounds differ by more than kSteadyPeak (train/memory.hpp) is not written, and
 // `not_measured` says so: the machine was busy.
 ClusterFile calibrate(World& world, const CalibrateOptions& options);
-
-// "AMD EPYC, 2 cores, LibTorch 2.13": what read_calibration() compares.
-std::string machine_text();
 
 }  // namespace isograd::planner

@@ -2,6 +2,7 @@
 // docs/planning.md that is not about a layout is made here.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -11,12 +12,15 @@
 
 namespace isograd::planner {
 
+inline constexpr std::int64_t kMostDevices = 10'000'000;
+
 // "layers=32,hidden=4096,heads=32,...": the fields of ModelShape by name; the rest is derived as Llama has
 // it.
 ModelShape parse_model(std::string_view numbers, const std::string& where);
 
-// [cluster], [[link]], [calibration], [[product]], [[collective]]: docs/planning.md. `file` is for messages.
-// ConfigError: unknown keys (with the near ones), a unit that seems to be another ("is that Gb/s?").
+// [cluster], [device], [[link]], [calibration], [[product]], [[collective]]: docs/planning.md. Numbers are of
+// bytes, seconds, FLOP/s, or texts with a unit ("450 GB/s"). `file` is for messages. ConfigError: unknown
+// keys (with the near ones), a unit that seems to be another ("is that Gb/s?").
 struct ClusterFile {
   Cluster cluster{};
   Calibration calibration{};
@@ -24,17 +28,24 @@ struct ClusterFile {
 ClusterFile parse_cluster(std::string_view text, const std::string& file);
 std::string to_toml(const ClusterFile& file);  // which parse_cluster() reads back, number for number
 
-// The table of docs/planning.md, a source for each number; null: no such name.
+// The table of docs/planning.md, a source for each number; null: no such name. Its last link joins as many
+// devices as are asked for: read_cluster().
 const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();
 
+// "AMD EPYC, 2 cores, LibTorch 2.13": what read_calibration() compares.
+std::string machine_text();
+
+// ConfigError: the device has neither a peak nor calibrated products of that precision.
+void check_peak(const Device& device, const Calibration& calibration, Precision precision);
+
 // 0, negative, NaN, infinite or absurd: ConfigError at `where`, with what is allowed.
 double positive(double value, double most, const std::string& where, const std::string& unit);
-// "4M", "1.5e12", "4194304".
+// "4M" (4 * 1024 * 1024, as batches are said), "1.5e12", "4194304".
 double parse_tokens(std::string_view text, const std::string& where);
 
-// Tokens of the documents of a configuration's corpus, if it is there; at most `most` of them, evenly spread.
+// Tokens of the documents of a configuration's corpus, if it is packed already; at most `most` of them, evenly spread.
 std::vector<std::int64_t> documents_of(const std::filesystem::path& configuration,
                                        std::size_t most = 1 << 20);
 
