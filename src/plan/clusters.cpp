@@ -18,10 +18,10 @@ namespace {
 //   TPUs: docs.cloud.google.com/tpu/docs, v4, v5e, v5p, v6e. Links "bidirectional", so half of it each way.
 struct BuiltIn {
   const char *name, *source;
-  double memory, memory_rate;                  // GiB, TB/s
-  double fp64, fp32, bfloat16, float8, best;   // TFLOP/s; 0: not known
-  std::int64_t per_host, joined;               // devices of a host, and of the fast link
-  double fast, network;                        // GB/s each way, of a device
+  double memory, memory_rate;                 // GiB, TB/s
+  double fp64, fp32, bfloat16, float8, best;  // TFLOP/s; 0: not known
+  std::int64_t per_host, joined;              // devices of a host, and of the fast link
+  double fast, network;                       // GB/s each way, of a device
   const char* link = "NVLink";
 };
 
@@ -37,11 +37,11 @@ constexpr BuiltIn kBuiltIns[] = {
     {"aws-p4d", kCloud, 40, 1.555, 19.5, 19.5, 312, 0, 0, 8, 8, 300, 6.25},  // 4 x 100 Gb/s
     // DGX H100: 8 x 400 Gb/s.
     {"h100", kDgx, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 50},
-    {"aws-p5", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 50},        // 32 x 100 Gb/s
-    {"gcp-a3", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 12.5},      // 4 x 200 Gb/s
-    {"gcp-a3-mega", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 25},   // 8 x 200 Gb/s
-    {"h100-96", "pytorch/torchtitan, docs/performance.md (commit 4d88a8a4): 500 W, HBM2e", 96, 2.4, 67, 67, 989,
-     1979, 0, 8, 8, 450, 50},
+    {"aws-p5", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 50},       // 32 x 100 Gb/s
+    {"gcp-a3", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 12.5},     // 4 x 200 Gb/s
+    {"gcp-a3-mega", kCloud, 80, 3.35, 67, 67, 989, 1979, 794.5, 8, 8, 450, 25},  // 8 x 200 Gb/s
+    {"h100-96", "pytorch/torchtitan, docs/performance.md (commit 4d88a8a4): 500 W, HBM2e", 96, 2.4, 67, 67,
+     989, 1979, 0, 8, 8, 450, 50},
     {"h200", kDgx, 141, 4.8, 67, 67, 989, 1979, 794.5, 8, 8, 450, 50},
     {"aws-p5en", kCloud, 141, 4.8, 67, 67, 989, 1979, 794.5, 8, 8, 450, 50},  // 16 x 200 Gb/s
     {"b200", kDgx, 180, 8, 37, 75, 2250, 4500, 1745, 8, 8, 900, 50},          // 8 x 400 Gb/s
@@ -58,7 +58,8 @@ constexpr BuiltIn kBuiltIns[] = {
     // each, 25.6 Tb/s for 256; v4 as v5p, which is assumed.
     {"tpu-v4", "docs.cloud.google.com/tpu/docs/v4", 32, 1.2, 0, 0, 275, 0, 0, 4, 4096, 300, 6.25, "ICI"},
     {"tpu-v5e", "docs.cloud.google.com/tpu/docs/v5e", 16, 0.819, 0, 0, 197, 0, 0, 8, 256, 200, 3.125, "ICI"},
-    {"tpu-v5p", "docs.cloud.google.com/tpu/docs/v5p", 95, 2.765, 0, 0, 459, 459, 0, 4, 8960, 600, 6.25, "ICI"},
+    {"tpu-v5p", "docs.cloud.google.com/tpu/docs/v5p", 95, 2.765, 0, 0, 459, 459, 0, 4, 8960, 600, 6.25,
+     "ICI"},
     {"tpu-v6e", "docs.cloud.google.com/tpu/docs/v6e", 32, 1.638, 0, 0, 918, 0, 0, 8, 256, 400, 12.5, "ICI"},
 };
 
@@ -74,13 +75,12 @@ Cluster cluster_of(const BuiltIn& row) {
   const Origin origin = nccl ? Origin::kDataSheet : Origin::kAssumed;
   Cluster cluster;
   cluster.name = row.name;
-  cluster.device = {
-      .name = row.name,
-      .memory = row.memory * kGiB,
-      .memory_bandwidth = row.memory_rate * kTera,
-      .peak = {row.fp64 * kTera, row.fp32 * kTera, row.bfloat16 * kTera, row.float8 * kTera},
-      .best_found = {0, 0, row.best * kTera, 0},
-      .source = row.source};
+  cluster.device = {.name = row.name,
+                    .memory = row.memory * kGiB,
+                    .memory_bandwidth = row.memory_rate * kTera,
+                    .peak = {row.fp64 * kTera, row.fp32 * kTera, row.bfloat16 * kTera, row.float8 * kTera},
+                    .best_found = {0, 0, row.best * kTera, 0},
+                    .source = row.source};
   cluster.devices = kDevices;
   cluster.per_host = row.per_host;
   cluster.links = {{row.link, row.joined, kStepInside, row.fast * kGiga, origin},

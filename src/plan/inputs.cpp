@@ -34,10 +34,10 @@ struct Quantity {
   double least, most;
 };
 // Least: a device of a megabyte, a link of a megabyte a second. A smaller number is of another unit.
-constexpr Quantity kBytes{"bytes", "B", "80e9 or \"80 GiB\"", 1e6, 1e15},
-    kRate{"bytes/s", "B/s", "450e9 or \"450 GB/s\"", 1e6, 1e15},
-    kFlops{"FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\"", 1e6, 1e19},
-    kSeconds{"seconds", "s", "14e-6 or \"14 us\"", 0, 1}, kPart{"", "", "0.05", 0, 1e6};
+constexpr Quantity kOfBytes{"bytes", "B", "80e9 or \"80 GiB\"", 1e6, 1e15},
+    kOfRate{"bytes/s", "B/s", "450e9 or \"450 GB/s\"", 1e6, 1e15},
+    kOfFlops{"FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\"", 1e6, 1e19},
+    kOfSeconds{"seconds", "s", "14e-6 or \"14 us\"", 0, 1}, kOfPart{"", "", "0.05", 0, 1e6};
 // Faster than any link that is sold: NVLink 6 has 1.8e12 bytes/s each way, a network 1.6 Tb/s a device.
 constexpr double kFastestLink = 2e12, kFastestNetwork = 2.5e11;
 constexpr double kMostTokens = 1e15, kMostParameters = 1e16;
@@ -64,21 +64,23 @@ std::optional<std::pair<double, std::string>> split_number(const std::string& te
 
 double quantity_of(const std::string& text, const Quantity& kind, const std::string& where) {
   constexpr std::pair<const char*, double> kPrefixes[] = {
-      {"", 1},      {"k", 1e3},   {"M", 1e6},     {"G", 1e9},     {"T", 1e12},   {"P", 1e15},
-      {"Ki", 0x1p10}, {"Mi", 0x1p20}, {"Gi", 0x1p30}, {"Ti", 0x1p40}, {"m", 1e-3}, {"u", 1e-6}, {"n", 1e-9}};
+      {"", 1},        {"k", 1e3},     {"M", 1e6},     {"G", 1e9},  {"T", 1e12}, {"P", 1e15}, {"Ki", 0x1p10},
+      {"Mi", 0x1p20}, {"Gi", 0x1p30}, {"Ti", 0x1p40}, {"m", 1e-3}, {"u", 1e-6}, {"n", 1e-9}};
   if (const auto split = split_number(without_blanks(text)))
     for (const auto& [prefix, scale] : kPrefixes) {
       if (split->second == std::string(prefix) + kind.suffix) return split->first * scale;
-      if (&kind == &kRate && split->second == std::string(prefix) + "b/s") return split->first * scale / 8;
+      if (&kind == &kOfRate && split->second == std::string(prefix) + "b/s") return split->first * scale / 8;
     }
-  refuse(where, "the text " + toml_text(text), fmt::format("a number of {}, or a text with its unit", kind.unit),
+  refuse(where, "the text " + toml_text(text),
+         fmt::format("a number of {}, or a text with its unit", kind.unit),
          fmt::format("Write it as in {}", kind.example));
 }
 
 void check_quantity(double value, const Quantity& kind, const std::string& where) {
   positive(value, kind.most, where, kind.unit);
   if (value < kind.least)
-    refuse(where, fmt::format("{} {}", value, kind.unit), fmt::format("at least {} {}", kind.least, kind.unit),
+    refuse(where, fmt::format("{} {}", value, kind.unit),
+           fmt::format("at least {:g} {}", kind.least, kind.unit),
            fmt::format("A number without a unit is of {}: write {}", kind.unit, kind.example));
 }
 
@@ -101,9 +103,7 @@ class KeyReader {
 
   template <class T, class... Kind>
   void operator()(const char* key, T& value, const Kind&... kind) {
-    if (!maybe(key, value, kind...))
-      refuse(place(table_), fmt::format("{} without {}", section_, key), fmt::format("the key {}", key),
-             "Add it: docs/planning.md has an example");
+    if (!maybe(key, value, kind...) && missing_.empty()) missing_ = key;
   }
   template <class T, class... Kind>
   bool maybe(const char* key, T& value, const Kind&... kind) {
@@ -112,6 +112,7 @@ class KeyReader {
     if (node) take(fmt::format("{}: {}.{}", place(*node), section_, key), *node, value, kind...);
     return node != nullptr;
   }
+  // What was not asked for is refused, and then the first key that is missing.
   void finish() const {
     for (const auto& [key, node] : table_) {
       const std::string name(key.str());
@@ -121,22 +122,27 @@ class KeyReader {
              fmt::format("a key of {}: {}", section_, fmt::join(known_, ", ")),
              near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
     }
+    if (!missing_.empty())
+      refuse(place(table_), fmt::format("{} without {}", section_, missing_),
+             fmt::format("the key {}", missing_), "Add it: docs/planning.md has an example");
   }
 
  private:
   std::string place(const toml::node& node) const {
     return fmt::format("{}:{}", file_, node.source().begin.line);
   }
-  [[noreturn]] static void wrong(const std::string& where, const toml::node& node, const std::string& expected) {
+  [[noreturn]] static void wrong(const std::string& where, const toml::node& node,
+                                 const std::string& expected) {
     refuse(where, describe(node), expected, "Correct the value");
   }
   template <class T>
   static void take(const std::string& where, const toml::node& node, T& value) {
     const auto* found = node.as<T>();
     if (!found)
-      wrong(where, node, std::is_same_v<T, bool>          ? "true or false"
-                         : std::is_same_v<T, std::string> ? "a text"
-                                                          : "a whole number");
+      wrong(where, node,
+            std::is_same_v<T, bool>          ? "true or false"
+            : std::is_same_v<T, std::string> ? "a text"
+                                             : "a whole number");
     value = found->get();
   }
   static void take(const std::string& where, const toml::node& node, double& value, const Quantity& kind) {
@@ -161,13 +167,12 @@ class KeyReader {
     std::string text;
     take(where, node, text);
     const auto found = std::ranges::find(names, text);
-    if (found == std::end(names))
-      wrong(where, node, fmt::format("one of {}", fmt::join(names, ", ")));
+    if (found == std::end(names)) wrong(where, node, fmt::format("one of {}", fmt::join(names, ", ")));
     value = static_cast<Enum>(found - std::begin(names));
   }
 
   const toml::table& table_;
-  std::string section_, file_;
+  std::string section_, file_, missing_;
   std::vector<std::string> known_;
 };
 
@@ -202,16 +207,16 @@ void list_keys(Keys& keys, Cluster& cluster) {
   keys("devices", cluster.devices);
   keys("per_host", cluster.per_host);
   keys.maybe("host_memory", cluster.host_memory);
-  keys.maybe("reserve", cluster.reserve, kBytes);
+  keys.maybe("reserve", cluster.reserve, kOfBytes);
 }
 template <class Keys>
 void list_keys(Keys& keys, Device& device) {
   keys("name", device.name);
-  keys("memory", device.memory, kBytes);
-  keys("memory_bandwidth", device.memory_bandwidth, kRate);
+  keys("memory", device.memory, kOfBytes);
+  keys("memory_bandwidth", device.memory_bandwidth, kOfRate);
   for (std::size_t i = 0; i < kPrecisions; ++i) {
-    keys.maybe(fmt::format("peak_{}", kPrecisionNames[i]).c_str(), device.peak[i], kFlops);
-    keys.maybe(fmt::format("best_found_{}", kPrecisionNames[i]).c_str(), device.best_found[i], kFlops);
+    keys.maybe(fmt::format("peak_{}", kPrecisionNames[i]).c_str(), device.peak[i], kOfFlops);
+    keys.maybe(fmt::format("best_found_{}", kPrecisionNames[i]).c_str(), device.best_found[i], kOfFlops);
   }
   keys.maybe("source", device.source);
 }
@@ -219,50 +224,52 @@ template <class Keys>
 void list_keys(Keys& keys, Link& link) {
   keys.maybe("name", link.name);
   keys.maybe("ranks", link.ranks);
-  keys("latency", link.latency, kSeconds);
-  keys("bandwidth", link.bandwidth, kRate);
+  keys("latency", link.latency, kOfSeconds);
+  keys("bandwidth", link.bandwidth, kOfRate);
   keys.maybe("origin", link.origin, kOriginNames);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration& calibration, std::int64_t& format) {
   keys("format", format);
   keys("machine", calibration.machine);
-  keys.maybe("memory_bandwidth", calibration.memory_bandwidth, kRate);
-  keys.maybe("operator_overhead", calibration.operator_overhead, kSeconds);
-  keys.maybe("optimizer_bandwidth", calibration.optimizer_bandwidth, kRate);
-  keys.maybe("overlap", calibration.overlap, kPart);
+  keys.maybe("memory_bandwidth", calibration.memory_bandwidth, kOfRate);
+  keys.maybe("operator_overhead", calibration.operator_overhead, kOfSeconds);
+  keys.maybe("optimizer_bandwidth", calibration.optimizer_bandwidth, kOfRate);
+  keys.maybe("overlap", calibration.overlap, kOfPart);
   keys.maybe("not_measured", calibration.not_measured);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration::Product& product) {
   keys("m", product.m), keys("n", product.n), keys("k", product.k);
   keys("precision", product.precision, kPrecisionNames);
-  keys("flops", product.flops, kFlops);
-  keys.maybe("spread", product.spread, kPart);
+  keys("flops", product.flops, kOfFlops);
+  keys.maybe("spread", product.spread, kOfPart);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration::Collective& collective) {
   keys("operation", collective.operation);
   keys("backend", collective.backend);
   keys("ranks", collective.ranks);
-  keys("latency", collective.latency, kSeconds);
-  keys("bandwidth", collective.bandwidth, kRate);
-  keys.maybe("spread", collective.spread, kPart);
+  keys("latency", collective.latency, kOfSeconds);
+  keys("bandwidth", collective.bandwidth, kOfRate);
+  keys.maybe("spread", collective.spread, kOfPart);
 }
 
 template <class T, class... More>
 void read_section(const toml::node& node, const std::string& section, const std::string& file, T& value,
                   More&... more) {
   if (!node.is_table())
-    refuse(fmt::format("{}:{}", file, node.source().begin.line), fmt::format("{} for {}", describe(node), section),
-           "a section", fmt::format("Write {} on a line of its own, and its keys below", section));
+    refuse(fmt::format("{}:{}", file, node.source().begin.line),
+           fmt::format("{} for {}", describe(node), section), "a section",
+           fmt::format("Write {} on a line of its own, and its keys below", section));
   KeyReader keys(*node.as_table(), section, file);
   list_keys(keys, value, more...);
   keys.finish();
 }
 
 template <class T>
-std::vector<T> read_list(const toml::table& root, const char* name, const std::string& file, const T& absent) {
+std::vector<T> read_list(const toml::table& root, const char* name, const std::string& file,
+                         const T& absent) {
   std::vector<T> all;
   const std::string section = fmt::format("[[{}]]", name);
   if (const toml::node* node = root.get(name)) {
@@ -298,23 +305,24 @@ auto in_file(const std::string& file, const Call& call) {
 void check(const Calibration& calibration, std::int64_t format) {
   if (format != kFormat)
     refuse("calibration.format", std::to_string(format),
-           fmt::format("{}: this version of isograd measures otherwise", kFormat), "Run isograd calibrate again");
-  check_or_zero(calibration.memory_bandwidth, kRate, "calibration.memory_bandwidth");
-  check_or_zero(calibration.optimizer_bandwidth, kRate, "calibration.optimizer_bandwidth");
-  check_or_zero(calibration.operator_overhead, kSeconds, "calibration.operator_overhead");
+           fmt::format("{}: this version of isograd measures otherwise", kFormat),
+           "Run isograd calibrate again");
+  check_or_zero(calibration.memory_bandwidth, kOfRate, "calibration.memory_bandwidth");
+  check_or_zero(calibration.optimizer_bandwidth, kOfRate, "calibration.optimizer_bandwidth");
+  check_or_zero(calibration.operator_overhead, kOfSeconds, "calibration.operator_overhead");
   if (const double overlap = calibration.overlap.value_or(0); !(overlap >= 0 && overlap <= 1))
     refuse("calibration.overlap", fmt::format("{}", overlap), "0 to 1: a part", "Correct the number");
   for (const auto& product : calibration.products) {
     for (const std::int64_t size : {product.m, product.n, product.k})
       check_whole(size, std::int64_t{1} << 40, "a size of a [[product]]");
-    check_quantity(product.flops, kFlops, "product.flops");
-    check_or_zero(product.spread, kPart, "product.spread");
+    check_quantity(product.flops, kOfFlops, "product.flops");
+    check_or_zero(product.spread, kOfPart, "product.spread");
   }
   for (const auto& collective : calibration.collectives) {
     check_whole(collective.ranks, kMostDevices, "collective.ranks");
-    check_or_zero(collective.latency, kSeconds, "collective.latency");
-    check_quantity(collective.bandwidth, kRate, "collective.bandwidth");
-    check_or_zero(collective.spread, kPart, "collective.spread");
+    check_or_zero(collective.latency, kOfSeconds, "collective.latency");
+    check_quantity(collective.bandwidth, kOfRate, "collective.bandwidth");
+    check_or_zero(collective.spread, kOfPart, "collective.spread");
   }
 }
 
@@ -341,9 +349,9 @@ ClusterFile read_cluster_file(const std::string& name) {
     const std::vector<std::string> names = built_in_clusters();
     const auto near = nearest(name, names);
     refuse("the cluster", name, fmt::format("here, a TOML file, or one of {}", fmt::join(names, ", ")),
-           near                              ? fmt::format("Did you mean {}?", *near)
+           near                          ? fmt::format("Did you mean {}?", *near)
            : file.extension() == ".toml" ? missing_path_action(file)
-                                             : "Name one of them, or describe the cluster in a TOML file");
+                                         : "Name one of them, or describe the cluster in a TOML file");
   }
   return parse_cluster(read_file(file, kLongestModelFile), file.string());
 }
@@ -364,7 +372,7 @@ std::int64_t whole_number(const std::string& text, const std::string& where) {
 
 double positive(double value, double most, const std::string& where, const std::string& unit) {
   if (!(value > 0) || value > most)
-    refuse(where, fmt::format("{} {}", value, unit), fmt::format("above 0, at most {} {}", most, unit),
+    refuse(where, fmt::format("{} {}", value, unit), fmt::format("above 0, at most {:g} {}", most, unit),
            "Correct the number");
   return value;
 }
@@ -401,16 +409,17 @@ void check(const Cluster& cluster) {
   const Device& device = cluster.device;
   check_whole(cluster.devices, kMostDevices, "cluster.devices");
   check_whole(cluster.per_host, kMostDevices, "cluster.per_host");
-  if (const std::int64_t rest = cluster.devices % cluster.per_host; cluster.devices > cluster.per_host && rest != 0)
+  if (const std::int64_t rest = cluster.devices % cluster.per_host;
+      cluster.devices > cluster.per_host && rest != 0)
     refuse("cluster.devices", fmt::format("{} devices in hosts of {}", cluster.devices, cluster.per_host),
            "a multiple: all hosts have as many devices",
            fmt::format("Take {} or {} devices, or correct per_host", cluster.devices - rest,
                        cluster.devices - rest + cluster.per_host));
-  check_quantity(device.memory, kBytes, "device.memory");
-  check_quantity(device.memory_bandwidth, kRate, "device.memory_bandwidth");
+  check_quantity(device.memory, kOfBytes, "device.memory");
+  check_quantity(device.memory_bandwidth, kOfRate, "device.memory_bandwidth");
   for (std::size_t i = 0; i < kPrecisions; ++i) {
-    check_or_zero(device.peak[i], kFlops, fmt::format("device.peak_{}", kPrecisionNames[i]));
-    check_or_zero(device.best_found[i], kFlops, fmt::format("device.best_found_{}", kPrecisionNames[i]));
+    check_or_zero(device.peak[i], kOfFlops, fmt::format("device.peak_{}", kPrecisionNames[i]));
+    check_or_zero(device.best_found[i], kOfFlops, fmt::format("device.best_found_{}", kPrecisionNames[i]));
   }
   if (!(cluster.reserve >= 0 && cluster.reserve < device.memory))
     refuse("cluster.reserve", fmt::format("{} bytes", cluster.reserve),
@@ -422,18 +431,20 @@ void check(const Cluster& cluster) {
     const Link& link = links[i];
     const std::string where = "link " + (link.name.empty() ? std::to_string(i + 1) : link.name);
     check_whole(link.ranks, kMostDevices, where + ": ranks");
-    if (!(link.latency >= 0 && link.latency <= kSeconds.most))
-      refuse(where + ": latency", fmt::format("{} seconds", link.latency), "0 to 1 second: of a step of a ring",
-             fmt::format("A number without a unit is of seconds: write {}", kSeconds.example));
-    check_quantity(link.bandwidth, kRate, where + ": bandwidth");
+    if (!(link.latency >= 0 && link.latency <= kOfSeconds.most))
+      refuse(where + ": latency", fmt::format("{} seconds", link.latency),
+             "0 to 1 second: of a step of a ring",
+             fmt::format("A number without a unit is of seconds: write {}", kOfSeconds.example));
+    check_quantity(link.bandwidth, kOfRate, where + ": bandwidth");
     const bool network = i > 0 && i + 1 == links.size();
     if (const double fastest = network ? kFastestNetwork : kFastestLink; link.bandwidth > fastest)
       refuse(where + ": bandwidth", fmt::format("{:g} GB/s, is that Gb/s?", link.bandwidth / 1e9),
              fmt::format("at most {:g} GB/s: of one device, each way", fastest / 1e9),
              fmt::format("Write \"{:g} GB/s\" if it is", link.bandwidth / 8e9));
-    if (i > 0 && (link.ranks == links[i - 1].ranks || link.ranks % links[i - 1].ranks != 0) &&
-        i + 1 < links.size())
-      refuse(where + ": ranks", fmt::format("{} over {}", link.ranks, links[i - 1].ranks),
+    // The last may end within a group of the one before: 512 devices in racks of 72.
+    const std::int64_t inside = i > 0 ? links[i - 1].ranks : 0;
+    if (i > 0 && (link.ranks == inside || (!network && link.ranks % inside != 0)))
+      refuse(where + ": ranks", fmt::format("{} over a link of {}", link.ranks, inside),
              "a multiple of what the link inside of it joins", "Correct ranks of one of them");
   }
   if (cluster.devices > 1 && (links.empty() || links.back().ranks < cluster.devices))
@@ -478,7 +489,8 @@ void check(const Work& work) {
   const auto sequence = static_cast<double>(work.sequence);
   if (work.tokens < sequence)
     refuse("tokens", fmt::format("{:.0f} tokens of a batch", work.tokens),
-           fmt::format("at least the {} of a sequence", work.sequence), "Make the batch larger, or sequences shorter");
+           fmt::format("at least the {} of a sequence", work.sequence),
+           "Make the batch larger, or sequences shorter");
   if (const double below = std::floor(work.tokens / sequence) * sequence; work.tokens != below)
     refuse("tokens", fmt::format("{:.17g} tokens in sequences of {}", work.tokens, work.sequence),
            "a multiple: a batch has whole sequences",
@@ -506,12 +518,13 @@ void check_peak(const Device& device, const Calibration& calibration, Precision 
 
 ClusterFile parse_cluster(std::string_view text, const std::string& file) {
   const toml::table root = parse_toml(text, file);
-  static const std::vector<std::string> kSections = {"cluster", "device", "link", "calibration", "product",
-                                                     "collective"};
+  static const std::vector<std::string> kSections = {"cluster",     "device",  "link",
+                                                     "calibration", "product", "collective"};
   for (const auto& [key, node] : root)
     if (const std::string name(key.str()); std::ranges::find(kSections, name) == kSections.end()) {
       const auto near = nearest(name, kSections);
-      refuse(fmt::format("{}:{}", file, key.source().begin.line), fmt::format("an unknown section \"{}\"", name),
+      refuse(fmt::format("{}:{}", file, key.source().begin.line),
+             fmt::format("an unknown section \"{}\"", name),
              fmt::format("one of {}", fmt::join(kSections, ", ")),
              near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
     }
@@ -525,7 +538,8 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
   read_section(*root.get("cluster"), "[cluster]", file, cluster);
   // A device of the table needs no more than its name.
   const toml::table* device = root["device"].as_table();
-  if (const auto name = device && device->size() == 1 ? (*device)["name"].value<std::string>() : std::nullopt) {
+  if (const auto name =
+          device && device->size() == 1 ? (*device)["name"].value<std::string>() : std::nullopt) {
     const Cluster* known = built_in(*name);
     const auto near = nearest(*name, built_in_clusters());
     if (!known)
@@ -557,12 +571,13 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
 }
 
 std::string to_toml(const ClusterFile& file) {
-  std::string text = write_section("[cluster]", file.cluster) + write_section("[device]", file.cluster.device);
+  std::string text =
+      write_section("[cluster]", file.cluster) + write_section("[device]", file.cluster.device);
   for (const Link& link : file.cluster.links) text += write_section("[[link]]", link);
-  if (!file.calibration.machine.empty())
-    text += write_section("[calibration]", file.calibration, kFormat);
+  if (!file.calibration.machine.empty()) text += write_section("[calibration]", file.calibration, kFormat);
   for (const auto& product : file.calibration.products) text += write_section("[[product]]", product);
-  for (const auto& collective : file.calibration.collectives) text += write_section("[[collective]]", collective);
+  for (const auto& collective : file.calibration.collectives)
+    text += write_section("[[collective]]", collective);
   return text.substr(1);
 }
 
@@ -601,10 +616,14 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
       {"expert_feed_forward", &experts.feed_forward},
       {"shared_expert_feed_forward", &experts.shared_feed_forward},
       {"dense_layers", &dense_layers}};
-  const std::vector<std::pair<std::string, bool*>> flags = {
-      {"gated", &model.gated},           {"tied_output", &model.tied_output}, {"attention_bias", &model.attention_bias},
-      {"output_bias", &model.output_bias}, {"mlp_bias", &model.mlp_bias},     {"query_key_norm", &model.query_key_norm}};
-  const std::vector<std::pair<std::string, std::string*>> texts = {{"name", &model.name}, {"family", &model.family}};
+  const std::vector<std::pair<std::string, bool*>> flags = {{"gated", &model.gated},
+                                                            {"tied_output", &model.tied_output},
+                                                            {"attention_bias", &model.attention_bias},
+                                                            {"output_bias", &model.output_bias},
+                                                            {"mlp_bias", &model.mlp_bias},
+                                                            {"query_key_norm", &model.query_key_norm}};
+  const std::vector<std::pair<std::string, std::string*>> texts = {{"name", &model.name},
+                                                                   {"family", &model.family}};
   std::vector<std::string> known, given;
   for (const auto& [name, field] : sizes) known.push_back(name);
   for (const auto& [name, field] : flags) known.push_back(name);
@@ -619,10 +638,12 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
     const std::string part = without_blanks(numbers.substr(begin, end - begin));
     begin = end + 1;
     const std::size_t equals = part.find('=');
-    const std::string key = part.substr(0, equals), value = equals == std::string::npos ? "" : part.substr(equals + 1);
+    const std::string key = part.substr(0, equals),
+                      value = equals == std::string::npos ? "" : part.substr(equals + 1);
     const std::string place = where + ": " + key;
     if (equals == std::string::npos)
-      refuse(where, part.empty() ? "nothing" : part, "key=number", "Write it as in layers=32,hidden=4096,heads=32");
+      refuse(where, part.empty() ? "nothing" : part, "key=number",
+             "Write it as in layers=32,hidden=4096,heads=32");
     if (std::ranges::find(given, key) != given.end())
       refuse(place, "the key twice", "each once", "Leave one out");
     given.push_back(key);
@@ -636,7 +657,8 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
       *text = value;
     } else {
       const auto near = nearest(key, known);
-      refuse(where, fmt::format("an unknown key \"{}\"", key), fmt::format("one of {}", fmt::join(known, ", ")),
+      refuse(where, fmt::format("an unknown key \"{}\"", key),
+             fmt::format("one of {}", fmt::join(known, ", ")),
              near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
     }
   }
@@ -662,7 +684,8 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
 
 ModelShape read_model(const fs::path& file) {
   const bool folder = fs::is_directory(file), json = folder || file.extension() == ".json";
-  if (!fs::exists(file) && !json && file.extension() != ".toml") require_model_folder(file.string(), "the model");
+  if (!fs::exists(file) && !json && file.extension() != ".toml")
+    require_model_folder(file.string(), "the model");
   ModelShape model;
   if (json) {
     const fs::path path = folder ? file / "config.json" : file;
@@ -691,7 +714,8 @@ std::vector<std::int64_t> documents_of(const fs::path& configuration, std::size_
   std::vector<std::int64_t> lengths;
   if (!store || most == 0) return lengths;
   const auto documents =
-      split_documents(*store, config.data.validation_fraction, static_cast<std::uint64_t>(config.run.seed)).train;
+      split_documents(*store, config.data.validation_fraction, static_cast<std::uint64_t>(config.run.seed))
+          .train;
   const std::size_t taken = std::min(most, documents.size());
   for (std::size_t i = 0; i < taken; ++i)
     lengths.push_back(store->document_length(documents[i * documents.size() / taken]));

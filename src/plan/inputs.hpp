@@ -45,7 +45,8 @@ double positive(double value, double most, const std::string& where, const std::
 // "4M" (4 * 1024 * 1024, as batches are said), "1.5e12", "4194304".
 double parse_tokens(std::string_view text, const std::string& where);
 
-// Tokens of the documents of a configuration's corpus, if it is packed already; at most `most` of them, evenly spread.
+// Tokens of the documents of a configuration's corpus, if it is packed already; at most `most` of them,
+// evenly spread.
 std::vector<std::int64_t> documents_of(const std::filesystem::path& configuration,
                                        std::size_t most = 1 << 20);
 

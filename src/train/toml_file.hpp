@@ -1,9 +1,9 @@
 // TOML from outside, for configurations and the planner's clusters.
 #pragma once
 
+#include <toml++/toml.h>
 #include <string>
 #include <string_view>
-#include <toml++/toml.h>
 
 namespace isograd {
 
