@@ -159,7 +159,7 @@ TEST_F(PlannerInputs, BadClustersAreRefused) {
       {"latency = 14e-6", "", {"[[link]] without latency"}},
       {"memory = \"80 GB\"\n", "", {"[device] without memory"}},
       {"[[link]]\nname = \"fast\"", "[link]\nname = \"fast\"", {"ours.toml", "link"}},
-      {"[cluster]\n", "", {"ours.toml:1", "unknown section"}},
+      {"[cluster]\n", "", {"ours.toml:2", "unknown section \"devices\""}},
       {"[cluster]", "[cluster", {"ours.toml:1:"}},
   };
   for (const auto& [from, to, said] : cases) {

@@ -23,6 +23,7 @@ double trained_elements(const DecoderConfig& config) {
 DecoderConfig mixture(const char* family, std::int64_t shared) {
   DecoderConfig config;
   config.family = family, config.layers = 3;
+  if (config.family == "mixtral") config.feed_forward = 96;  // the one width of its files
   config.query_key_norm = config.family == "qwen3_moe" || config.family == "dots1";
   config.attention_bias = config.family == "qwen2_moe";
   config.experts = {
