@@ -23,11 +23,13 @@ double trained_elements(const DecoderConfig& config) {
 DecoderConfig mixture(const char* family, std::int64_t shared) {
   DecoderConfig config;
   config.family = family, config.layers = 3;
-  if (config.family == "mixtral") config.feed_forward = 96;  // the one width of its files
+  const bool mixtral = config.family == "mixtral";  // its files have one width, and experts in every layer
+  if (mixtral) config.feed_forward = 96;
   config.query_key_norm = config.family == "qwen3_moe" || config.family == "dots1";
   config.attention_bias = config.family == "qwen2_moe";
   config.experts = {
       .count = 6, .per_token = 2, .feed_forward = 96, .shared_feed_forward = shared, .dense_layers = {0}};
+  if (mixtral) config.experts.dense_layers.clear();
   config.experts.sigmoid = config.family == "dots1";
   return config;
 }
@@ -41,7 +43,7 @@ TEST(PlannerShapes, CountTheParametersOfEveryFamily) {
   normed.query_key_norm = true;
   for (const DecoderConfig& config :
        {DecoderConfig{}, biased, normed, mixture("mixtral", 0), mixture("qwen2_moe", 160),
-        mixture("qwen3_moe", 0), mixture("dots1", 160)}) {
+        mixture("qwen3_moe", 0), mixture("dots1", 192)}) {
     const ModelShape shape = shape_of(config, "test");
     EXPECT_EQ(shape.parameters(), trained_elements(config)) << config.family;
     EXPECT_EQ(shape_of(decoder_of(shape), "test").parameters(), shape.parameters());

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "plan/recipe.hpp"
 #include "plan/space.hpp"
 #include "plan/time.hpp"
 
@@ -39,11 +40,5 @@ std::vector<Law> laws_of(Models& models, const Planned& best);
 // than the batch.
 std::vector<RecipeStep> recipe_of(Models& models, const Planned& best);
 std::vector<WayOut> ways_out_of(Models& models, const Options& options);
-// The recipe's tables of memory and traffic, by persistent_bytes() and traffic_bytes().
-struct ZeroRow {
-  std::string strategy{}, kept_formula{}, sent_formula{};
-  double kept = 0, kept_with_fp32_gradients = 0, sent = 0;  // of each parameter, at N ranks; sent in elements
-};
-std::vector<ZeroRow> zero_table(std::int64_t ranks);
 
 }  // namespace isograd::planner
