@@ -16,6 +16,7 @@ THE_ONE_FILE, THE_ONE_FUNCTION = "src/loss/normalizer.cpp", "std::vector<std::op
 
 # (file, the code of the line, why it is no second division)
 ALLOWED = [
+    ("src/plan/recipe.cpp", "samples / data_ranks", "the micro-batch that a plan proposes"),
     ("src/serve/models/on_ranks.cpp", "static_cast<std::int64_t>(request.data[datum].tokens.size())", "columns of targets, from the size of a datum's list"),
     ("src/sampler/draw.cpp", "(value - largest) / divisor", "logits by the temperature, before a token is drawn"),
     ("src/sampler/sampler.cpp", "1 + (first - targets) / of.prompt_targets.size(1)", "the row of a place in a matrix"),

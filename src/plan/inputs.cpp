@@ -112,13 +112,13 @@ class KeyReader {
     if (node) take(fmt::format("{}: {}.{}", place(*node), section_, key), *node, value, kind...);
     return node != nullptr;
   }
-  // What was not asked for is refused, and then the first key that is missing.
+  // Refuses unknown keys, and then the first one that is missing.
   void finish() const {
     for (const auto& [key, node] : table_) {
       const std::string name(key.str());
       if (std::ranges::find(known_, name) != known_.end()) continue;
       const auto near = nearest(name, known_);
-      refuse(fmt::format("{}:{}", file_, key.source().begin.line), fmt::format("an unknown key \"{}\"", name),
+      refuse(place(key.source()), fmt::format("an unknown key \"{}\"", name),
              fmt::format("a key of {}: {}", section_, fmt::join(known_, ", ")),
              near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
     }
@@ -128,8 +128,9 @@ class KeyReader {
   }
 
  private:
-  std::string place(const toml::node& node) const {
-    return fmt::format("{}:{}", file_, node.source().begin.line);
+  std::string place(const toml::node& node) const { return place(node.source()); }
+  std::string place(const toml::source_region& source) const {  // line 0: not from a file
+    return source.begin.line == 0 ? file_ : fmt::format("{}:{}", file_, source.begin.line);
   }
   [[noreturn]] static void wrong(const std::string& where, const toml::node& node,
                                  const std::string& expected) {
@@ -229,6 +230,20 @@ void list_keys(Keys& keys, Link& link) {
   keys.maybe("origin", link.origin, kOriginNames);
 }
 template <class Keys>
+void list_keys(Keys& keys, ModelShape& model, std::int64_t& dense_layers) {
+  keys.maybe("name", model.name), keys.maybe("family", model.family);
+  keys("layers", model.layers), keys("hidden", model.hidden), keys("heads", model.heads);
+  keys.maybe("key_heads", model.key_heads), keys.maybe("head_dim", model.head_dim);
+  keys.maybe("feed_forward", model.feed_forward), keys.maybe("vocabulary", model.vocabulary);
+  keys.maybe("gated", model.gated), keys.maybe("tied_output", model.tied_output);
+  keys.maybe("attention_bias", model.attention_bias), keys.maybe("output_bias", model.output_bias);
+  keys.maybe("mlp_bias", model.mlp_bias), keys.maybe("query_key_norm", model.query_key_norm);
+  keys.maybe("experts", model.experts.count), keys.maybe("experts_per_token", model.experts.per_token);
+  keys.maybe("expert_feed_forward", model.experts.feed_forward);
+  keys.maybe("shared_expert_feed_forward", model.experts.shared_feed_forward);
+  keys.maybe("dense_layers", dense_layers);
+}
+template <class Keys>
 void list_keys(Keys& keys, Calibration& calibration, std::int64_t& format) {
   keys("format", format);
   keys("machine", calibration.machine);
@@ -326,7 +341,7 @@ void check(const Calibration& calibration, std::int64_t format) {
   }
 }
 
-// The cluster with so many devices: links beyond the first that joins all are left out.
+// The cluster with this number of devices: links beyond the first that joins all are left out.
 Cluster with_devices(Cluster cluster, std::int64_t devices) {
   cluster.devices = devices;
   const auto joins = std::ranges::find_if(cluster.links, [&](const Link& l) { return l.ranks >= devices; });
@@ -359,14 +374,6 @@ ClusterFile read_cluster_file(const std::string& name) {
 // ---- models ----
 
 const char* const kSizesAlone = "or give the planner its sizes alone: layers=32,hidden=4096,...";
-
-std::int64_t whole_number(const std::string& text, const std::string& where) {
-  std::int64_t value = 0;
-  const auto [end, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed != std::errc() || end != text.data() + text.size())
-    refuse(where, text.empty() ? "nothing" : text, "a whole number", "Write it as in layers=32");
-  return value;
-}
 
 }  // namespace
 
@@ -600,80 +607,43 @@ Calibration read_calibration(const std::string& name_or_file) {
 }
 
 ModelShape parse_model(std::string_view numbers, const std::string& where) {
-  ModelShape model;
-  ModelShape::Experts& experts = model.experts;
-  std::int64_t dense_layers = 0;
-  const std::vector<std::pair<std::string, std::int64_t*>> sizes = {
-      {"layers", &model.layers},
-      {"hidden", &model.hidden},
-      {"heads", &model.heads},
-      {"key_heads", &model.key_heads},
-      {"head_dim", &model.head_dim},
-      {"feed_forward", &model.feed_forward},
-      {"vocabulary", &model.vocabulary},
-      {"experts", &experts.count},
-      {"experts_per_token", &experts.per_token},
-      {"expert_feed_forward", &experts.feed_forward},
-      {"shared_expert_feed_forward", &experts.shared_feed_forward},
-      {"dense_layers", &dense_layers}};
-  const std::vector<std::pair<std::string, bool*>> flags = {{"gated", &model.gated},
-                                                            {"tied_output", &model.tied_output},
-                                                            {"attention_bias", &model.attention_bias},
-                                                            {"output_bias", &model.output_bias},
-                                                            {"mlp_bias", &model.mlp_bias},
-                                                            {"query_key_norm", &model.query_key_norm}};
-  const std::vector<std::pair<std::string, std::string*>> texts = {{"name", &model.name},
-                                                                   {"family", &model.family}};
-  std::vector<std::string> known, given;
-  for (const auto& [name, field] : sizes) known.push_back(name);
-  for (const auto& [name, field] : flags) known.push_back(name);
-  for (const auto& [name, field] : texts) known.push_back(name);
-  const auto field_of = [](const auto& fields, const std::string& key) {
-    const auto found = std::ranges::find(fields, key, [](const auto& field) { return field.first; });
-    return found == fields.end() ? nullptr : found->second;
-  };
-
+  toml::table table;
   for (std::size_t begin = 0; begin <= numbers.size();) {
     const std::size_t end = std::min(numbers.find(',', begin), numbers.size());
     const std::string part = without_blanks(numbers.substr(begin, end - begin));
     begin = end + 1;
     const std::size_t equals = part.find('=');
-    const std::string key = part.substr(0, equals),
-                      value = equals == std::string::npos ? "" : part.substr(equals + 1);
-    const std::string place = where + ": " + key;
     if (equals == std::string::npos)
       refuse(where, part.empty() ? "nothing" : part, "key=number",
              "Write it as in layers=32,hidden=4096,heads=32");
-    if (std::ranges::find(given, key) != given.end())
-      refuse(place, "the key twice", "each once", "Leave one out");
-    given.push_back(key);
-    if (std::int64_t* size = field_of(sizes, key)) {
-      *size = whole_number(value, place);
-      check_whole(*size, std::int64_t{1} << 40, place);
-    } else if (bool* flag = field_of(flags, key)) {
-      if (value != "true" && value != "false") refuse(place, value, "true or false", "Correct the value");
-      *flag = value == "true";
-    } else if (std::string* text = field_of(texts, key)) {
-      *text = value;
-    } else {
-      const auto near = nearest(key, known);
-      refuse(where, fmt::format("an unknown key \"{}\"", key),
-             fmt::format("one of {}", fmt::join(known, ", ")),
-             near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
-    }
+    const std::string key = part.substr(0, equals), value = part.substr(equals + 1);
+    if (table.contains(key)) refuse(where + ": " + key, "the key twice", "each once", "Leave one out");
+    std::int64_t whole = 0;
+    const auto [last, failed] = std::from_chars(value.data(), value.data() + value.size(), whole);
+    if (failed == std::errc() && last == value.data() + value.size())
+      table.insert(key, whole);
+    else if (value == "true" || value == "false")
+      table.insert(key, value == "true");
+    else
+      table.insert(key, value);
   }
-  for (const char* key : {"layers", "hidden", "heads"})
-    if (*field_of(sizes, key) == 0)
-      refuse(where, fmt::format("no {}", key), "layers, hidden and heads", fmt::format("Add {}=...", key));
+  ModelShape model;
+  ModelShape::Experts& experts = model.experts;
+  std::int64_t dense_layers = 0;
+  KeyReader keys(table, "model", where);
+  list_keys(keys, model, dense_layers);
+  keys.finish();
+
   if (model.key_heads == 0) model.key_heads = model.heads;
-  if (model.head_dim == 0) {
+  if (model.head_dim == 0 && model.heads > 0) {
     if (model.hidden % model.heads != 0)
       refuse(where + ": hidden", fmt::format("{} for {} heads", model.hidden, model.heads),
              "a multiple of heads, or head_dim", "Correct one of them, or add head_dim=...");
     model.head_dim = model.hidden / model.heads;
   }
   // Llama's: two thirds of four times the width, a multiple of 256; and its vocabulary.
-  if (model.feed_forward == 0) model.feed_forward = (model.hidden * 8 / 3 + 255) / 256 * 256;
+  if (model.feed_forward == 0 && model.hidden > 0 && model.hidden <= std::int64_t{1} << 32)
+    model.feed_forward = (model.hidden * 8 / 3 + 255) / 256 * 256;
   if (model.vocabulary == 0) model.vocabulary = 32000;
   if (experts.count > 0 && experts.feed_forward == 0) experts.feed_forward = model.feed_forward;
   for (std::int64_t layer = 0; layer < std::min(dense_layers, kMostLayers); ++layer)

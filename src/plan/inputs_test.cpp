@@ -1,5 +1,5 @@
-// What is read, and every bad input of docs/planning.md that is not about a layout: refused by what was
-// found, what was expected and what to do.
+// Inputs that are read, and every bad input of docs/planning.md that is not about a layout: refused by what
+// was found, what was expected and what to do.
 #include "plan/inputs.hpp"
 
 #include <gmock/gmock.h>
@@ -380,9 +380,10 @@ TEST_F(PlannerInputs, BadNumbersOfAModelAreRefused) {
   const std::vector<std::pair<const char*, const char*>> cases = {
       {"", "nothing"},
       {"layers", "key=number"},
-      {"layers=2,hidden=8", "no heads"},
+      {"layers=2,hidden=8", "model without heads"},
       {"layers=0,hidden=8,heads=2", "layers"},
       {"layers=-2,hidden=8,heads=2", "layers"},
+      {"layers=2,hidden=-9223372036854775808,heads=2", "hidden"},
       {"layers=two,hidden=8,heads=2", "a whole number"},
       {"layers=2.5,hidden=8,heads=2", "2.5"},
       {"layers=nan,hidden=8,heads=2", "nan"},

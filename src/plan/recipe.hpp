@@ -27,7 +27,7 @@ BatchNumbers batch_numbers(const Work& work, std::int64_t micro_batch, std::int6
 struct ZeroRow {
   std::string strategy{}, kept_formula{}, sent_formula{};
   double kept = 0;                      // bfloat16 with masters and moments of AdamW
-  double kept_with_fp32_gradients = 0;  // beside those in bfloat16
+  double kept_with_fp32_gradients = 0;  // in addition to those in bfloat16
   double isograd_kept = 0;              // fp32 gradients instead of them, as isograd keeps them
   double sent = 0;                      // in parts of (N - 1)/N, as tables have it: of a ring without ends
 };
