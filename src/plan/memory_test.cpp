@@ -88,9 +88,12 @@ TEST(KeptTensors, AreWhatABlockKeeps) {
         DecoderConfig config = shape_of(family, 1);
         if (config.family != "llama" && (biased || turn++ % 2 == 1)) continue;  // two types or one
         if (biased) config.attention_bias = config.output_bias = config.mlp_bias = config.tied_output = true;
-        const std::int64_t found = measured(config, type, [&](DecoderLM& model) {
-          if (config.experts.count > 0) spread_evenly(model);
-          return make_batch({101, 23}, config.vocabulary, 1);
+        std::int64_t found = 0;
+        run_ranks(1, [&](World&) {  // on one thread
+          found = measured(config, type, [&](DecoderLM& model) {
+            if (config.experts.count > 0) spread_evenly(model);
+            return make_batch({101, 23}, config.vocabulary, 1);
+          });
         });
         expect_listed(config, {.tokens = 124, .element = bytes_of(type)}, found,
                       fmt::format("{} {} {}", family, c10::toString(type), biased));
@@ -331,8 +334,7 @@ at::Tensor forward(DecoderLM& model, const Batch& batch) {
 }
 
 // The most that a step of one rank holds, the model, its gradients and AdamW's states included.
-double measured_peak(const DecoderConfig& config, at::ScalarType type, const Batch& batch) {
-  World world;
+double measured_peak(World& world, const DecoderConfig& config, at::ScalarType type, const Batch& batch) {
   MemoryMeter meter;
   const auto model = std::make_shared<DecoderLM>(config, type, 3);
   const auto layout = bucketed(trainable_parameters(*model), Mesh(world, data_grid(1, {})), {});
@@ -368,7 +370,8 @@ TEST(Memory, IsWithinFivePerCentOfTheMeter) {
         Pipelines pipelines;
         MemoryModel memory(problem, pipelines);
         const MemoryParts parts = memory.of(Candidate{});
-        const double found = measured_peak(config, type, batch);
+        double found = 0;
+        run_ranks(1, [&](World& world) { found = measured_peak(world, config, type, batch); });
         const std::string where = fmt::format(
             "{} {} {} tokens: {:.0f} measured; {:.0f} kept, {:.0f} activations, {:.0f} logits, {:.0f} passing",
             family, c10::toString(type), tokens, found, parts.kept(), parts.activations, parts.logits,
