@@ -223,7 +223,8 @@ class Backward {
     ledger_.take(rows), ledger_.take(rows);
     ledger_.drop(2 * rows);
   }
-  // Column-parallel products: `gradients` of their outputs, of which one is `widest`, end, as does their input.
+  // Column-parallel products: `gradients` of their outputs, of which one is `widest`, end, as does their
+  // input.
   void columns(std::int64_t gradients, std::int64_t elements, std::int64_t widest) {
     ledger_.take(of_.whole);
     weights(elements, widest + of_.whole);
@@ -280,6 +281,16 @@ std::vector<KeptTensor> kept_by_block(const DecoderConfig& config, std::int64_t 
   return list.take();
 }
 
+std::int64_t kept_between_halves(const DecoderConfig& config, std::int64_t layer, const KeptShape& shape) {
+  const Sizes of(config, shape);
+  const std::int64_t keys = of.tokens * of.keys.normed * config.head_dim * of.element,
+                     attention = 2 * of.whole + 2 * of.queries + 2 * keys;
+  if (!config.has_experts(layer)) return attention + 2 * of.whole + 3 * of.inner;
+  const std::int64_t router = of.stream + of.tokens * config.experts.count * of.element,
+                     shared = config.experts.shared_feed_forward > 0 ? of.whole + 3 * of.shared_inner : 0;
+  return attention + router + 2 * of.expert_rows + 3 * of.expert_inner + shared;
+}
+
 std::vector<KeptTensor> kept_by_pass(const DecoderConfig& config, const KeptShape& shape) {
   const Sizes of(config, shape);
   List list;
@@ -307,10 +318,9 @@ std::vector<KeptTensor> kept_by_output(const DecoderConfig& config, const KeptSh
 std::int64_t in_passing(const DecoderConfig& config, std::int64_t layer, const KeptShape& given) {
   KeptShape shape = given;
   shape.checkpoint = false;
-  const std::int64_t again =
-      given.checkpoint
-          ? total(kept_by_block(config, layer, shape)) - total(kept_by_block(config, layer, given))
-          : 0;
+  const std::int64_t again = given.checkpoint ? total(kept_by_block(config, layer, shape)) -
+                                                    total(kept_by_block(config, layer, given))
+                                              : 0;
   Backward backward(config, shape, again);
   if (config.has_experts(layer))
     backward.experts();

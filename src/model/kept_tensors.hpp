@@ -17,8 +17,8 @@ struct KeptShape {
   bool sequence_parallel = true, context_parallel = false, checkpoint = false;
   bool on_gpu = false;  // attention by cuDNN or the fragments' kernel, not by tiles
   // Gradients of weights: written where they are kept, where that can be had (weight_gradient() of
-  // fused.hpp); not so, under zero2, whose buffers take turns; or together until a unit's backward ends, under
-  // zero3.
+  // fused.hpp); not so, under zero2, whose buffers take turns; or together until a unit's backward ends,
+  // under zero3.
   enum class Gradients : std::uint8_t { kInPlace, kPassing, kOfUnits } gradients = Gradients::kInPlace;
 };
 
@@ -35,6 +35,9 @@ std::vector<KeptTensor> kept_by_block(const DecoderConfig& config, std::int64_t 
                                       const KeptShape& shape);
 std::vector<KeptTensor> kept_by_pass(const DecoderConfig& config, const KeptShape& shape);
 std::vector<KeptTensor> kept_by_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss);
+// Between the halves of a backward (parallel/pipeline/split_backward.hpp): inputs of products, and the
+// gradients of what they gave. The output keeps its normed input and the logits' gradient.
+std::int64_t kept_between_halves(const DecoderConfig& config, std::int64_t layer, const KeptShape& shape);
 std::int64_t total(const std::vector<KeptTensor>& tensors);
 
 // The most that the backward of a block, or of the output, holds beyond all that was kept: gradients on their

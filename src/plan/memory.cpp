@@ -18,12 +18,12 @@
 namespace isograd::planner {
 namespace {
 
-constexpr double kBetweenHalves = 0.9;  // docs/pipeline-parallelism.md
 constexpr std::int64_t kMostRanks = 4096;
+const std::int64_t kFirstBucket = RunConfig{}.parallel.first_bucket_bytes;
 
 // Bytes of a micro-batch: of a block without and with experts, of what a stage has once, of the output.
 struct MicroBatchBytes {
-  std::array<double, 2> kept{}, passing{};
+  std::array<double, 2> kept{}, halves{}, passing{};
   double pass = 0, stream = 0, output = 0, logits = 0, output_passing = 0;
 };
 
@@ -54,18 +54,18 @@ struct MemoryModel::Impl {
 
   const MicroBatchBytes& micro_batch(const Candidate& candidate) {
     using Gradients = KeptShape::Gradients;
-    const Gradients gradients =
-        candidate.strategy == Strategy::kZero3                             ? Gradients::kOfUnits
-        : candidate.strategy == Strategy::kZero2 && !candidate.reduce_once ? Gradients::kPassing
-                                                                           : Gradients::kInPlace;
+    const Gradients gradients = candidate.strategy == Strategy::kZero3 ? Gradients::kOfUnits
+                                : candidate.strategy == Strategy::kZero2 && !candidate.reduce_once
+                                    ? Gradients::kPassing
+                                    : Gradients::kInPlace;
     const auto [found, is_new] = of_micro_batch.try_emplace(
         {candidate.tp, candidate.ep, tokens(candidate), candidate.cp_ulysses,
          std::int64_t{candidate.cp_ring} * candidate.cp_ulysses > 1 ? 1 : 0,
          candidate.sequence_parallel ? 1 : 0, (candidate.checkpoint ? 4 : 0) + static_cast<int>(gradients)});
     MicroBatchBytes& bytes = found->second;
     if (!is_new) return bytes;
-    const std::int64_t element = std::max<std::int64_t>(
-        2, static_cast<std::int64_t>(bytes_of(problem.work.precision)));
+    const std::int64_t element =
+        std::max<std::int64_t>(2, static_cast<std::int64_t>(bytes_of(problem.work.precision)));
     const KeptShape shape{.tokens = tokens(candidate),
                           .element = element,
                           .tp = candidate.tp,
@@ -80,17 +80,18 @@ struct MemoryModel::Impl {
       const std::size_t kind = config.has_experts(layer) ? 1 : 0;
       if (bytes.kept[kind] > 0) continue;
       bytes.kept[kind] = as_double(total(kept_by_block(config, layer, shape)));
+      bytes.halves[kind] = as_double(kept_between_halves(config, layer, shape));
       bytes.passing[kind] = as_double(in_passing(config, layer, shape));
     }
-    const bool fused = fuses_loss(RunConfig{}, shape.tokens, config.vocabulary,
-                                  static_cast<std::size_t>(element));
+    const bool fused =
+        fuses_loss(RunConfig{}, shape.tokens, config.vocabulary, static_cast<std::size_t>(element));
     for (const KeptTensor& tensor : kept_by_output(config, shape, fused))
       (std::string_view(tensor.name) == "loss: logits" ? bytes.logits : bytes.output) +=
           as_double(tensor.bytes);
     bytes.output_passing = as_double(in_passing_of_output(config, shape, fused));
     bytes.pass = as_double(total(kept_by_pass(config, shape)));
-    bytes.stream = as_double(shape.tokens * config.hidden * element) /
-                   (candidate.sequence_parallel ? candidate.tp : 1);
+    bytes.stream =
+        as_double(shape.tokens * config.hidden * element) / (candidate.sequence_parallel ? candidate.tp : 1);
     return bytes;
   }
 
@@ -104,7 +105,7 @@ struct MemoryModel::Impl {
   // Kept by a micro-batch of a stage, and what passes in the backward of its fullest moment: the output's, or
   // a block's when the output's tensors are gone, or the embedding's gradient at the end.
   struct OfStage {
-    double kept = 0, logits = 0, passing = 0;
+    double kept = 0, halves = 0, logits = 0, passing = 0;
   };
   OfStage of_stage(const Candidate& candidate, const StageShape& shape, const MicroBatchBytes& bytes) const {
     const std::int64_t mixed = layers_with_experts(shape);
@@ -113,6 +114,9 @@ struct MemoryModel::Impl {
                          std::max(2.0, element);
     OfStage of{.kept = as_double(mixed) * bytes.kept[1] + as_double(shape.layers - mixed) * bytes.kept[0] +
                        bytes.pass + (shape.outputs ? bytes.output + bytes.logits : 0),
+               .halves = as_double(mixed) * bytes.halves[1] +
+                         as_double(shape.layers - mixed) * bytes.halves[0] +
+                         (shape.outputs ? bytes.stream + bytes.logits : 0),
                .logits = shape.outputs ? bytes.logits : 0};
     double stays = 0, gone = 0;
     if (shape.outputs) {
@@ -130,7 +134,8 @@ struct MemoryModel::Impl {
   // The same stages as the rank before, which has as many micro-batches in flight, or more.
   bool is_like_before(const Candidate& candidate, int rank) {
     const std::vector<StageShape>& all = stages(candidate);
-    const std::vector<int> own = stages_of_rank(candidate, rank), before = stages_of_rank(candidate, rank - 1);
+    const std::vector<int> own = stages_of_rank(candidate, rank),
+                           before = stages_of_rank(candidate, rank - 1);
     for (std::size_t i = 0; i < own.size(); ++i) {
       StageShape other = all[static_cast<std::size_t>(before[i])];
       other.first_layer = all[static_cast<std::size_t>(own[i])].first_layer;
@@ -142,7 +147,8 @@ struct MemoryModel::Impl {
   MemoryParts isograds(const Candidate& candidate, int rank);
   MemoryParts others(const Candidate& candidate, int stage);
   double kept_of(const Candidate& candidate, int rank) {
-    return as_double(persistent_bytes(data_parallel_plan(problem, candidate, stages(candidate), rank)).total());
+    return as_double(
+        persistent_bytes(data_parallel_plan(problem, candidate, stages(candidate), rank)).total());
   }
 };
 
@@ -168,7 +174,7 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
     for (const int stage : own) {
       const OfStage of = of_stage(candidate, shape_of(stage), bytes);
       const auto at = static_cast<std::size_t>(stage);
-      stage_kept[at] = of.kept, halves[at] = kBetweenHalves * of.kept;
+      stage_kept[at] = of.kept, halves[at] = of.halves;
       logits[at] = of.logits, passing[at] = of.passing;
       parts.passing = std::max(parts.passing, of.passing);
     }
@@ -179,7 +185,9 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
     parts.buffers += 2 * bytes.stream;  // what comes from a neighbour and what leaves for one
   }
   // Tables of the rotary embedding, of a power of two positions (RotaryTable::at()).
-  parts.buffers += as_double(static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(problem.work.sequence + 1))) * config.head_dim) *
+  parts.buffers += as_double(static_cast<std::int64_t>(
+                                 std::bit_ceil(static_cast<std::uint64_t>(problem.work.sequence + 1))) *
+                             config.head_dim) *
                    std::max(4.0, bytes_of(problem.work.precision));
   std::int64_t largest = 0, blocks = 0, root = 0, layers = 0;
   for (const int stage : own) {
@@ -193,14 +201,15 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
     parts.gathered = as_double((root + (candidate.reshard ? std::min(blocks, 2 * largest) : blocks)) *
                                plan.bytes.parameter);
   if (plan.stage >= 2 && travels && !candidate.reduce_once) {
-    // Buckets of stage 2 take turns with two buffers, units of stage 3 too; the root has one.
+    // Buckets of stage 2 take turns with two buffers, units of stage 3 too; the root has one. The first
+    // bucket of a backward is smaller than the others (parallel.first_bucket_bytes).
+    const std::int64_t of_first = kFirstBucket / plan.bytes.gradient, sum = blocks + root,
+                       least = std::max(root, blocks / std::max<std::int64_t>(1, layers) / 4);
     const std::int64_t in_bucket =
         plan.stage == 3 ? largest
-                        : std::min(blocks + root,
-                                   std::max(candidate.bucket_bytes / plan.bytes.gradient,
-                                            std::max(root, blocks / std::max<std::int64_t>(1, layers) / 4)));
+                        : std::min(sum > of_first ? sum - of_first : sum,
+                                   std::max(candidate.bucket_bytes / plan.bytes.gradient, least));
     parts.buffers += as_double((2 * in_bucket + (plan.stage == 3 ? root : 0)) * plan.bytes.gradient);
-    if (plan.stage == 2) parts.buffers += as_double(in_bucket * plan.bytes.parameter);  // until it is complete
   }
   return parts;
 }
@@ -275,12 +284,11 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
     if (value <= 0) return;
     const Widths widths = widths_of(impl_->problem.program, origin, impl_->config.experts.count > 0);
     const double width = origin == Origin::kExact ? 0 : widths.memory;
-    lines.push_back({.name = name,
-                     .formula = std::move(formula),
-                     .number = {.value = value,
-                                .low = value * (1 - width),
-                                .high = value * (1 + width),
-                                .origin = origin}});
+    lines.push_back(
+        {.name = name,
+         .formula = std::move(formula),
+         .number = {
+             .value = value, .low = value * (1 - width), .high = value * (1 + width), .origin = origin}});
   };
   const Origin counted = own ? Origin::kExact : Origin::kFitted;
   std::string kept = "bytes of an element times elements";

@@ -7,10 +7,10 @@
 #include <gtest/gtest.h>
 
 #include "isograd/context_parallel.hpp"
-#include "isograd/expert_parallel.hpp"
-#include "isograd/tensor_parallel.hpp"
 #include "isograd/data_parallel.hpp"
+#include "isograd/expert_parallel.hpp"
 #include "isograd/optimizer.hpp"
+#include "isograd/tensor_parallel.hpp"
 #include "layout/cost/meter.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/kept_tensors.hpp"
@@ -39,10 +39,11 @@ DecoderConfig shape_of(const std::string& family, std::int64_t layers) {
 
 // Every expert gets as many tokens.
 void spread_evenly(DecoderLM& model) {
-  model.set_choice_of_experts([](const Batch&, std::int64_t, const ExpertScores& scores, const at::Tensor& best) {
-    const std::int64_t each = best.size(1), experts = scores.values.size(1);
-    return at::arange(best.numel()).remainder(experts).view({-1, each});
-  });
+  model.set_choice_of_experts(
+      [](const Batch&, std::int64_t, const ExpertScores& scores, const at::Tensor& best) {
+        const std::int64_t each = best.size(1), experts = scores.values.size(1);
+        return at::arange(best.numel()).remainder(experts).view({-1, each});
+      });
 }
 
 using Prepare = std::function<Batch(DecoderLM& model)>;
@@ -120,14 +121,12 @@ TEST(KeptTensors, AreWhatABlockKeepsAlongTp) {
           });
           if (world.rank == 0) found = own;
         });
-        expect_listed(config,
-                      {.tokens = 124,
-                       .element = bytes_of(type),
-                       .tp = tp,
-                       .sequence_parallel = sequence_parallel},
-                      found,
-                      fmt::format("{} tp {} sequence parallel {} {}", family, tp, sequence_parallel,
-                                  c10::toString(type)));
+        expect_listed(
+            config,
+            {.tokens = 124, .element = bytes_of(type), .tp = tp, .sequence_parallel = sequence_parallel},
+            found,
+            fmt::format("{} tp {} sequence parallel {} {}", family, tp, sequence_parallel,
+                        c10::toString(type)));
       }
 }
 
@@ -150,10 +149,8 @@ TEST(KeptTensors, AreWhatABlockKeepsAlongCpAndEp) {
             cut_documents(whole.cu_seqlens, {.ring = ring, .ulysses = ulysses, .level = false});
         return cut_batch(whole, cut, world.rank);
       });
-      const KeptShape shape{.tokens = each,
-                            .element = bytes_of(type),
-                            .cp_ulysses = ulysses,
-                            .context_parallel = true};
+      const KeptShape shape{
+          .tokens = each, .element = bytes_of(type), .cp_ulysses = ulysses, .context_parallel = true};
       EXPECT_EQ(found, total(kept_by_block(config, 0, shape))) << ring << " x " << ulysses;
       if (ulysses > 1) {  // the comparison can fail
         KeptShape without = shape;
@@ -167,8 +164,9 @@ TEST(KeptTensors, AreWhatABlockKeepsAlongCpAndEp) {
     config.experts.count = 6;
     run_ranks(ep, [&](World& world) {
       const std::int64_t found = measured(config, at::kFloat, [&](DecoderLM& model) {
-        shard_experts(model, Mesh(world, Grid({{"dp_shard", ep}})
-                                             .viewed({"dp_shard"}, {{"edp", 1}, {kExpertAxis, ep}})));
+        shard_experts(
+            model,
+            Mesh(world, Grid({{"dp_shard", ep}}).viewed({"dp_shard"}, {{"edp", 1}, {kExpertAxis, ep}})));
         spread_evenly(model);
         return make_batch({103, 23}, config.vocabulary, 1);
       });
@@ -231,12 +229,21 @@ TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
       {.ranks = 6, .cp_ring = 2, .cp_ulysses = 3, .strategy = Strategy::kZero1},
       {.ranks = 2, .pp = 2, .schedule = Schedule::kOneFOneB},
       {.ranks = 6, .tp = 2, .pp = 3, .schedule = Schedule::kGPipe},
-      {.ranks = 4, .shards = 2, .pp = 2, .stages_per_rank = 2, .strategy = Strategy::kZero2,
+      {.ranks = 4,
+       .shards = 2,
+       .pp = 2,
+       .stages_per_rank = 2,
+       .strategy = Strategy::kZero2,
        .schedule = Schedule::kInterleaved},
       {.ranks = 2, .pp = 2, .stages_per_rank = 2, .schedule = Schedule::kZeroBubbleV},
       {.ranks = 2, .shards = 2, .ep = 2, .strategy = Strategy::kZero1},
       {.ranks = 8, .shards = 4, .tp = 2, .ep = 2, .strategy = Strategy::kZero3},
-      {.ranks = 16, .shards = 4, .tp = 2, .ep = 4, .pp = 2, .strategy = Strategy::kBucketed,
+      {.ranks = 16,
+       .shards = 4,
+       .tp = 2,
+       .ep = 4,
+       .pp = 2,
+       .strategy = Strategy::kBucketed,
        .schedule = Schedule::kOneFOneB}};
   for (const char* family :
        {"llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"})
@@ -244,8 +251,7 @@ TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
       DecoderConfig shape = isograd::shape_of(family, 5);
       shape.tied_output = tied;
       if (shape.experts.count > 0 && shape.family != "mixtral") shape.experts.dense_layers = {0};
-      if (shape.family == "llama" && tied)
-        shape.attention_bias = shape.output_bias = shape.mlp_bias = true;
+      if (shape.family == "llama" && tied) shape.attention_bias = shape.output_bias = shape.mlp_bias = true;
       Planning setup(shape);
       if (tied) setup.work.precision = Precision::kBFloat16;
       for (const Candidate& candidate : candidates) {
@@ -260,9 +266,9 @@ TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
           const RunLayout laid = lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank, 1);
           EXPECT_EQ(with.micro_batches, laid.plan.micro_batches);
           const DataParallelPlan plan = data_parallel_plan(problem, with, stages, rank);
-          const std::string where = fmt::format("{} tied {} tp {} ep {} pp {} x {} rank {}", family, tied,
-                                                candidate.tp, candidate.ep, candidate.pp,
-                                                candidate.stages_per_rank, rank);
+          const std::string where =
+              fmt::format("{} tied {} tp {} ep {} pp {} x {} rank {}", family, tied, candidate.tp,
+                          candidate.ep, candidate.pp, candidate.stages_per_rank, rank);
           ASSERT_EQ(plan.elements.size(), laid.plan.elements.size()) << where;
           for (std::size_t i = 0; i < plan.elements.size(); ++i) {
             EXPECT_EQ(plan.elements[i].numel, laid.plan.elements[i].numel) << where;
@@ -359,7 +365,8 @@ TEST(Memory, IsWithinFivePerCentOfTheMeter) {
       for (const std::int64_t tokens : {256, 768}) {
         DecoderConfig config = isograd::shape_of(family, 3);
         config.hidden = 96, config.head_dim = 16, config.feed_forward = 256, config.vocabulary = 700;
-        if (config.experts.count > 0) config.experts.feed_forward = 64, config.experts.shared_feed_forward = 128;
+        if (config.experts.count > 0)
+          config.experts.feed_forward = 64, config.experts.shared_feed_forward = 128;
         Batch batch = make_batch({tokens}, config.vocabulary, 1);
         batch.targets = batch.tokens;
         Planning setup(config);

@@ -1,5 +1,5 @@
-// Layers and elements of stages. Elements are those of the first rank along tp and ep: even_cut() gives it the
-// larger part of everything.
+// Layers and elements of stages. Elements are those of the first rank along tp and ep: even_cut() gives it
+// the larger part of everything.
 #include "plan/stage.hpp"
 
 #include <algorithm>
@@ -122,7 +122,8 @@ DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& can
   for (const int stage : stages_of_rank(candidate, rank_of_pipeline)) {
     const StageShape& shape = stages[static_cast<std::size_t>(stage)];
     rest += shape.elements, experts += shape.expert_elements, root += shape.root;
-    if (has_table && shape.outputs && problem.model.tied_output) {  // the first and the last stage, under zb-v
+    if (has_table && shape.outputs &&
+        problem.model.tied_output) {  // the first and the last stage, under zb-v
       const std::int64_t table = shape.root - problem.model.hidden;
       rest -= table, root -= table;
     }
