@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::int64_t kIndex = 8;  // bytes of an int64
 
-std::int64_t most_of(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
+std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
 
 // Bytes of the fullest rank's tensors.
 struct Sizes {
@@ -120,10 +120,10 @@ void add_experts(List& list, const DecoderConfig& config, const KeptShape& shape
   list.add("shared expert: switch", of.tokens * of.element);
 }
 
-// What is alive beyond what was kept, and the most of it.
-class Ledger {
+// Bytes that are alive beyond those that were kept, and the most of them.
+class Alive {
  public:
-  explicit Ledger(std::int64_t before) : now_(before), most_(before) {}
+  explicit Alive(std::int64_t before) : now_(before), most_(before) {}
   void take(std::int64_t bytes) { most_ = std::max(most_, now_ += bytes); }
   void drop(std::int64_t bytes) { now_ -= bytes; }
   std::int64_t most() const { return most_; }
@@ -135,34 +135,34 @@ class Ledger {
 class Backward {
  public:
   Backward(const DecoderConfig& config, const KeptShape& shape, std::int64_t before)
-      : config_(config), shape_(shape), of_(config, shape), ledger_(before) {
-    ledger_.take(of_.stream);  // the gradient that came
+      : config_(config), shape_(shape), of_(config, shape), alive_(before) {
+    alive_.take(of_.stream);  // the gradient that came
   }
 
   void network(std::int64_t inner, std::int64_t width) {
     gather();
-    ledger_.take(inner);
+    alive_.take(inner);
     weights(width * config_.hidden, inner + of_.whole);
     end_gather();
-    ledger_.drop(inner);
+    alive_.drop(inner);
     swiglu(inner);
     columns(2 * inner, 2 * width * config_.hidden, inner);
     norm();
   }
   void attention() {
     gather();
-    ledger_.take(of_.queries);
+    alive_.take(of_.queries);
     const std::int64_t dim = config_.head_dim;
     weights(of_.heads * dim * config_.hidden, of_.queries + of_.whole);
     end_gather();
     const std::int64_t inputs = of_.queries + 2 * of_.read;
-    ledger_.take(inputs);
-    ledger_.drop(inputs + 2 * of_.queries);
-    if (has_log_sums(shape_)) ledger_.drop(of_.tokens * of_.heads * of_.computing);
+    alive_.take(inputs);
+    alive_.drop(inputs + 2 * of_.queries);
+    if (has_log_sums(shape_)) alive_.drop(of_.tokens * of_.heads * of_.computing);
     const int passes = config_.query_key_norm ? 2 : 1;  // rotary, and the norms
     for (int pass = 0; pass < passes; ++pass) {
-      for (const std::int64_t each : {of_.queries, of_.read}) ledger_.take(each), ledger_.drop(each);
-      if (pass > 0) ledger_.drop(of_.queries + of_.read);
+      for (const std::int64_t each : {of_.queries, of_.read}) alive_.take(each), alive_.drop(each);
+      if (pass > 0) alive_.drop(of_.queries + of_.read);
     }
     columns(inputs, (of_.heads + 2 * of_.keys.kept) * dim * config_.hidden, of_.queries);
     norm();
@@ -174,75 +174,75 @@ class Backward {
                        own = most_of(experts.count, shape_.ep) * width * config_.hidden;
     gather();
     // AddByWeight: the sum's gradient by row, times rows for the weights, times weights for the rows.
-    ledger_.take(wide), ledger_.take(wide);
-    ledger_.drop(wide), ledger_.take(wide);
-    if (of_.element < of_.computing) ledger_.take(rows), ledger_.drop(wide);
-    ledger_.drop(wide + rows);
+    alive_.take(wide), alive_.take(wide);
+    alive_.drop(wide), alive_.take(wide);
+    if (of_.element < of_.computing) alive_.take(rows), alive_.drop(wide);
+    alive_.drop(wide + rows);
     end_gather();
     if (experts.shared_feed_forward > 0) {
       const std::int64_t shared = most_of(experts.shared_feed_forward, shape_.tp);
-      ledger_.take(of_.shared_inner);
+      alive_.take(of_.shared_inner);
       weights(shared * config_.hidden, of_.shared_inner + of_.whole);
-      ledger_.drop(of_.shared_inner);
+      alive_.drop(of_.shared_inner);
       swiglu(of_.shared_inner);
-      ledger_.take(of_.whole);
+      alive_.take(of_.whole);
       weights(2 * shared * config_.hidden, of_.shared_inner + of_.whole);
-      ledger_.drop(2 * of_.shared_inner);
+      alive_.drop(2 * of_.shared_inner);
     }
     if (shape_.ep > 1) exchange(rows);
-    ledger_.take(inner);
+    alive_.take(inner);
     weights(own);
-    ledger_.drop(rows + inner);
+    alive_.drop(rows + inner);
     swiglu(inner);
-    ledger_.take(rows);
+    alive_.take(rows);
     weights(2 * own);
-    ledger_.drop(2 * inner + rows);
+    alive_.drop(2 * inner + rows);
     if (shape_.ep > 1) exchange(rows);
-    ledger_.take(rows), ledger_.take(of_.whole / of_.element * of_.computing);
-    ledger_.drop(2 * rows + of_.whole / of_.element * (of_.computing - of_.element));
+    alive_.take(rows), alive_.take(of_.whole / of_.element * of_.computing);
+    alive_.drop(2 * rows + of_.whole / of_.element * (of_.computing - of_.element));
     norm();
   }
-  std::int64_t most() const { return ledger_.most(); }
+  std::int64_t most() const { return alive_.most(); }
 
  private:
   // A row-parallel product's gradient, of all tokens.
-  void gather() { ledger_.take(of_.split ? of_.whole : 0); }
-  void end_gather() { ledger_.drop(of_.split ? of_.whole : 0); }
+  void gather() { alive_.take(of_.split ? of_.whole : 0); }
+  void end_gather() { alive_.drop(of_.split ? of_.whole : 0); }
   // bf16 products on a CPU copy operands that are turned: gradient and input.
   void weights(std::int64_t elements, std::int64_t operands = 0) {
     if (in_place(shape_)) return;
-    ledger_.take(elements * shape_.element);
-    if (copies_operands(shape_)) ledger_.take(operands), ledger_.drop(operands);
-    if (shape_.gradients != KeptShape::Gradients::kOfUnits) ledger_.drop(elements * shape_.element);
+    alive_.take(elements * shape_.element);
+    if (copies_operands(shape_)) alive_.take(operands), alive_.drop(operands);
+    if (shape_.gradients != KeptShape::Gradients::kOfUnits) alive_.drop(elements * shape_.element);
   }
   void swiglu(std::int64_t inner) {
-    ledger_.take(2 * inner);
-    ledger_.drop(3 * inner);
+    alive_.take(2 * inner);
+    alive_.drop(3 * inner);
   }
   void exchange(std::int64_t rows) {  // sent in another order, and received
-    ledger_.take(rows), ledger_.take(rows);
-    ledger_.drop(2 * rows);
+    alive_.take(rows), alive_.take(rows);
+    alive_.drop(2 * rows);
   }
   // Column-parallel products: `gradients` of their outputs, of which one is `widest`, end, as does their
   // input.
   void columns(std::int64_t gradients, std::int64_t elements, std::int64_t widest) {
-    ledger_.take(of_.whole);
+    alive_.take(of_.whole);
     weights(elements, widest + of_.whole);
-    ledger_.drop(gradients + of_.whole);
+    alive_.drop(gradients + of_.whole);
     if (shape_.tp == 1) return;
-    ledger_.take(of_.stream);  // summed
-    ledger_.drop(of_.whole);
+    alive_.take(of_.stream);  // summed
+    alive_.drop(of_.whole);
   }
   // Adds the stream's gradient: its own result takes the place of both.
   void norm() {
-    ledger_.take(of_.stream);
-    ledger_.drop(3 * of_.stream + of_.own * of_.computing);
+    alive_.take(of_.stream);
+    alive_.drop(3 * of_.stream + of_.own * of_.computing);
   }
 
   const DecoderConfig& config_;
   const KeptShape& shape_;
   Sizes of_;
-  Ledger ledger_;
+  Alive alive_;
 };
 
 }  // namespace

@@ -197,7 +197,7 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
   }
   const bool travels = plan.elements[0].shards > 1 || plan.elements.back().shards > 1;
   if (candidate.strategy == Strategy::kZero3 && travels && !candidate.share_parameters)
-    // What stays whole and the two largest blocks: the second is gathered ahead (gather_bound()).
+    // The root, which stays whole, and the two largest blocks: the second is gathered ahead (gather_bound()).
     parts.gathered = as_double((root + (candidate.reshard ? std::min(blocks, 2 * largest) : blocks)) *
                                plan.bytes.parameter);
   if (plan.stage >= 2 && travels && !candidate.reduce_once) {

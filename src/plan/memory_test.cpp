@@ -48,7 +48,7 @@ void spread_evenly(DecoderLM& model) {
 
 using Prepare = std::function<Batch(DecoderLM& model)>;
 
-// What blocks keep that three layers have more than one, halved. What the router says is let go, as a step
+// Bytes that a block keeps: those of three layers less those of one, halved. What the router says is let go, as a step
 // does it; experts' sizes are those of all tokens.
 std::int64_t measured(const DecoderConfig& like, at::ScalarType type, const Prepare& prepare) {
   std::int64_t kept[2];
@@ -217,7 +217,7 @@ RunConfig config_of(const DecoderConfig& shape, const Work& work, const Candidat
   return config;
 }
 
-// What a rank of each place of the pipeline has, keeps and shares, as `isograd layout` says it.
+// Elements that a rank of each place of the pipeline has, keeps and shares, as `isograd layout` says it.
 TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
   const std::vector<Candidate> candidates = {
       {.ranks = 1},

@@ -11,9 +11,9 @@
 namespace isograd::planner {
 namespace {
 
-std::int64_t most_of(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
+std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
 
-// Of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are cut
+// Elements of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are cut
 // along ep.
 struct LayerElements {
   std::int64_t rest = 0, experts = 0;
