@@ -41,7 +41,7 @@ LayerElements elements_of(const ModelShape& model, const KeyHeads& keys, std::in
   return of;
 }
 
-// How nanotron deals layers out (its source, and what memory and time of its published rows agree with).
+// How nanotron gives layers to stages (its source, and what memory and time of its published rows agree with).
 std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int stages) {
   const auto hidden = static_cast<double>(model.hidden), width = static_cast<double>(model.feed_forward);
   const double layer = 4 * hidden * hidden + 3 * hidden * width,
