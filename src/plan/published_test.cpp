@@ -96,7 +96,7 @@ TEST(PublishedStep, IsThatOfTheFit) {
        .014106,
        .006157},
       {"nanotron-1821", true, 2, 2, 8, 1, 128, 0, {5, 5, 4, 4, 4, 4, 4, 2}, 6.336274, .047232, 0, .012314}};
-  Constants constants = constants_of(Program::kNanotron, h100(8).device, Precision::kBFloat16);
+  const Constants constants = constants_of(Program::kNanotron, h100(8).device, Precision::kBFloat16);
   for (const Known& one : known) {
     const StepParts step = step_of(one, constants);
     // Answers are given to a microsecond.
@@ -107,10 +107,17 @@ TEST(PublishedStep, IsThatOfTheFit) {
         << one.id;
     EXPECT_NEAR(step.gather + step.reduce, one.exposed, 6e-7) << one.id;
     EXPECT_NEAR(step.optimizer, one.optimizer, 6e-7) << one.id;
-    // Without one term of the law no answer is met: planted.
+  }
+  // Planted: no constant may be a tenth larger. Those of the network and of DDP's overlap are not in these
+  // five; the errors of all published rows have them (validate_test.cpp).
+  for (double Constants::*constant :
+       {&Constants::share_of_peak, &Constants::layer_overhead, &Constants::share_inside,
+        &Constants::share_of_attention, &Constants::share_of_memory, &Constants::passes}) {
     Constants wrong = constants;
-    wrong.share_of_memory = 1e9;
-    EXPECT_GT(std::abs(step_of(one, wrong).total() / one.step - 1), 4e-3) << one.id;
+    wrong.*constant *= 1.1;
+    EXPECT_TRUE(std::ranges::any_of(known, [&](const Known& one) {
+      return std::abs(step_of(one, wrong).total() - one.step) > 1e-3;
+    }));
   }
 }
 

@@ -47,7 +47,7 @@ std::optional<Period> period_of(const PipelineTable& table, const PipelineTimeli
                                 std::int64_t reach, std::int64_t step) {
   const auto ends = ends_of(table, timeline);
   const std::int64_t behind = table.micro_batches - reach;  // where it begins to empty
-  for (std::int64_t period = step; 2 * period <= behind - 2 * reach; period += step) {
+  for (std::int64_t period = step; period <= behind - 2 * reach; period += step) {
     const double later = ends[static_cast<std::size_t>(behind - 1)][0] -
                          ends[static_cast<std::size_t>(behind - 1 - period)][0];
     const double slack = 1e-13 * timeline.length;
