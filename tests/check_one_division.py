@@ -17,6 +17,12 @@ THE_ONE_FILE, THE_ONE_FUNCTION = "src/loss/normalizer.cpp", "std::vector<std::op
 # (file, the code of the line, why it is no second division)
 ALLOWED = [
     ("src/plan/recipe.cpp", "samples / data_ranks", "the micro-batch that a plan proposes"),
+    ("src/plan/collectives.cpp", "part = (ranks - 1) / ranks", "the part of a buffer that a rank sends"),
+    ("src/plan/collectives.cpp", "static_cast<double>(n - n / before) / ranks", "the part of an exchange that leaves a host"),
+    ("src/plan/packs.cpp", "static_cast<double>(pairs.size())", "the average pairs of a sequence, for a foretold time"),
+    ("src/plan/published.cpp", "return (ranks - 1) / ranks", "the part of a buffer that a rank sends"),
+    ("src/plan/schedule.cpp", "/ period->micro_batches", "how often a pipeline's period is repeated"),
+    ("src/plan/work.cpp", "return (number + ranks - 1) / ranks", "the larger part of a size that is cut"),
     ("src/serve/models/on_ranks.cpp", "static_cast<std::int64_t>(request.data[datum].tokens.size())", "columns of targets, from the size of a datum's list"),
     ("src/sampler/draw.cpp", "(value - largest) / divisor", "logits by the temperature, before a token is drawn"),
     ("src/sampler/sampler.cpp", "1 + (first - targets) / of.prompt_targets.size(1)", "the row of a place in a matrix"),

@@ -86,7 +86,7 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
     if (level > 0 && slowest_inside > 0) bandwidth = std::min(bandwidth, slowest_inside);
     double sent = rounds * part * bytes;
     if (operation == Operation::kSend) sent = bytes;
-    // Of an exchange what stays below does not pass this level.
+    // The part of an exchange that stays below does not pass this level.
     if (operation == Operation::kAllToAll) sent = bytes * static_cast<double>(n - n / before) / ranks;
     ring.latency += rounds * link.latency * static_cast<double>(before - after);
     tree.latency +=

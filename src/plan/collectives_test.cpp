@@ -50,14 +50,14 @@ TEST(PlanCollectives, SumStepsInsideAndBetweenHosts) {
   EXPECT_NEAR(whole.latency, 28 * 3.4e-6 + 3 * 19.6e-6, 1e-15);
   EXPECT_NEAR(whole.transfer, 31.0 / 32 * 8e9 / 160e9, 1e-12);
   EXPECT_EQ(whole.level, "network");
-  // One of each host, beside 7 other groups: one adapter, no step inside.
+  // One of each host, while 7 other groups do the same: one adapter, no step inside.
   const auto apart = network.cost(Operation::kAllGather, 8e9, {4, 8, 8});
   EXPECT_NEAR(apart.latency, 3 * 19.6e-6, 1e-15);
   EXPECT_NEAR(apart.transfer, 0.75 * 8e9 / 20e9, 1e-12);
   // Alone it has all adapters, and what does not leave the host does not use them.
   EXPECT_NEAR(network.cost(Operation::kAllGather, 8e9, {4, 8, 1}).transfer, 0.75 * 8e9 / 160e9, 1e-12);
   EXPECT_NEAR(network.cost(Operation::kAllGather, 8e9, {8, 1, 1}).transfer, 0.875 * 8e9 / 360e9, 1e-12);
-  // Of an exchange among 32, 24/32 leave the host, through a rank's own adapter.
+  // In an exchange among 32, 24/32 leave the host, through a rank's own adapter.
   EXPECT_NEAR(network.cost(Operation::kAllToAll, 8e9, {32, 1, 1}).transfer, 0.75 * 8e9 / 20e9, 1e-12);
 }
 

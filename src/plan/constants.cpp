@@ -40,7 +40,7 @@ Constants constants_of(Program program, const Device& device, Precision precisio
     // No interpreter between operators: the lower end of what eager dispatch takes, 130 operators of 5 us.
     made.layer_overhead = 0.65e-3;
     made.overlap =
-        1;  // units and buckets travel beside the whole backward; what calibrate finds goes before it
+        1;  // units and buckets travel during the whole backward; what calibrate finds goes before it
     made.allocated = 1, made.fixed_bytes = 0;
   }
   return made;

@@ -11,7 +11,8 @@ namespace isograd::planner {
 
 enum class Program : std::uint8_t { kIsograd, kNanotron, kOther };
 
-// Of the program's own law. docs/planning.md has the source of each and what the fit found in either half.
+// Each program's law has its own. docs/planning.md has the source of each and what the fit found in either
+// half.
 struct Constants {
   // Fitted on published runs.
   double share_of_peak = 0.573;      // of a data sheet's FLOP/s, that products reach

@@ -7,7 +7,7 @@
 namespace isograd::planner {
 namespace {
 
-// What both laws read of a problem, in floating point.
+// Everything that both laws read of a problem, in floating point.
 struct Terms {
   explicit Terms(const Problem& problem)
       : constants(problem.constants),
@@ -36,7 +36,7 @@ struct Terms {
   double tensor(double tp) const { return tp > unit ? unit * across : inside; }
   // Norm, optimizer and zeroing move 40 bytes of a parameter with fp32 states.
   double optimizer(double elements) const { return 40 * elements / memory; }
-  // What the last backward, two thirds of a micro-batch, does not hide.
+  // The last backward, two thirds of a micro-batch, hides a part of it.
   double exposed_reduction(double reduce, double slot) const {
     return exposed(reduce, slot * 2 / 3, constants.overlap);
   }

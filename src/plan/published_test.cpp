@@ -115,9 +115,8 @@ TEST(PublishedStep, IsThatOfTheFit) {
         &Constants::share_of_attention, &Constants::share_of_memory, &Constants::passes}) {
     Constants wrong = constants;
     wrong.*constant *= 1.1;
-    EXPECT_TRUE(std::ranges::any_of(known, [&](const Known& one) {
-      return std::abs(step_of(one, wrong).total() - one.step) > 1e-3;
-    }));
+    EXPECT_TRUE(std::ranges::any_of(
+        known, [&](const Known& one) { return std::abs(step_of(one, wrong).total() - one.step) > 1e-3; }));
   }
 }
 

@@ -226,7 +226,7 @@ struct StepModel::Impl {
     }
     const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
     if (!alone) {
-      // What gathers of the same backward leave.
+      // Gathers of the same backward take their part of it.
       const double behind = std::max(0.0, backward - (gather - shown_gather) / (2 * rounds));
       const double shown = exposed(std::max(0.0, reduce - tail), behind, overlap);
       parts.tail = reductions * tail;

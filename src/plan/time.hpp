@@ -49,7 +49,7 @@ struct Packs {
 };
 Packs packs_of(const Work& work, std::int64_t ranks, std::int64_t sequences_of_rank);
 
-// What remains of `seconds` beyond what is hidden behind `behind` seconds, of which a part can hide: the
+// The rest of `seconds` that `behind` seconds do not hide, of which a part can hide: the
 // overlap law, forward + max(backward, reduce) = forward + backward + exposed(reduce, backward, 1).
 inline double exposed(double seconds, double behind, double part) {
   return seconds > part * behind ? seconds - part * behind : 0;

@@ -90,7 +90,7 @@ class RowReader {
              "a number, 0 or more, or nothing", "Correct that cell");
     return value;
   }
-  // What rows that say nothing have.
+  // `otherwise`: where the row says nothing.
   double number(const char* column, double otherwise) const { return number(column).value_or(otherwise); }
   template <class Integer>
   void into(Integer& to, const char* column, double otherwise) const {
@@ -277,7 +277,7 @@ struct Seen {
   double error() const { return std::abs(foretold.seconds / row->seconds - 1); }
 };
 
-// Of each model on each number of devices, whether one of the five that are foretold to be the fastest is
+// For each model on each number of devices, whether one of the five that are foretold to be the fastest is
 // within 5 % of the fastest that was measured.
 std::optional<Errors> cells_of(const std::vector<Seen>& seen) {
   std::map<std::pair<std::string, std::int32_t>, std::vector<const Seen*>> cells;

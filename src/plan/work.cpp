@@ -1,4 +1,5 @@
-// What a rank computes and sends for one micro-batch, as isograd's decoder does it, and how fast a device is.
+// The products, operators and bytes of a rank for one micro-batch, as isograd's decoder does it, and how fast
+// a device is.
 #include <algorithm>
 #include <cmath>
 
