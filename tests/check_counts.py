@@ -13,8 +13,8 @@ RECORDED = {
     "findings": 70,
     "commands": 28,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`
     "options of commands": 116,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set
-    "public headers": 27,  # lora.hpp, sampler.hpp, planner.hpp
-    "public functions and types": 446,  # the planner (planner.hpp), adapters, the sampler, losses of log-probabilities, AdamW's options
+    "public headers": 26,  # lora.hpp, sampler.hpp
+    "public functions and types": 412,  # adapters, the sampler, losses of log-probabilities, AdamW's options
     "public names in Python": 19,
 }
 

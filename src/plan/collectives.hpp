@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "isograd/planner.hpp"
+#include "plan/planner.hpp"
 
 namespace isograd::planner {
 

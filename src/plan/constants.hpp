@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "isograd/planner.hpp"
+#include "plan/planner.hpp"
 
 namespace isograd::planner {
 

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "isograd/planner.hpp"
+#include "plan/planner.hpp"
 
 namespace isograd::planner {
 

@@ -1,5 +1,5 @@
-// Facts of the plain data of include/isograd/planner.hpp.
-#include "isograd/planner.hpp"
+// Facts of the plain data of include/plan/planner.hpp.
+#include "plan/planner.hpp"
 
 #include <algorithm>
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "isograd/model.hpp"
-#include "isograd/planner.hpp"
+#include "plan/planner.hpp"
 #include "plan/constants.hpp"
 
 namespace isograd::planner {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "isograd/pipeline_parallel.hpp"
-#include "isograd/planner.hpp"
+#include "plan/planner.hpp"
 
 namespace isograd::planner {
 
