@@ -180,6 +180,11 @@ class FlatShard final : public FlatParameters {
       slot_view(whole_gradients_, bucket_.plan.slots[slot]).add_(gradient);
       return;
     }
+    const Slot& own = bucket_.plan.slots[slot];
+    // Computed in another's place, as by a function that recomputes that one's gradient: packing writes
+    // there.
+    if (buffer_.defined() && gradient.is_alias_of(buffer_) && !is_slot_view(gradient, buffer_, own))
+      gradient = gradient.clone();
     PartialSum& piece = pieces_[slot];
     if (!piece.sum.defined()) {
       piece.sum = std::move(gradient);  // others may see it: not to be written

@@ -108,7 +108,6 @@ class UnitPasses final : public UnitHost {
       reduced_.assign(units_.size(), false);
     }
     last_ = false;
-    wait_for_reductions();
     complete();
     context_->waited.during([&] {
       for (auto* flat : flats())
@@ -128,6 +127,7 @@ class UnitPasses final : public UnitHost {
 
   void complete() {  // for whoever reads gradients
     const at::NoGradGuard no_grad;
+    wait_for_reductions();
     for (auto* flat : flats()) flat->complete();
   }
 

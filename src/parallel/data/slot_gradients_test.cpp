@@ -285,6 +285,22 @@ TEST(SlotGradients, CanBeReadInMidStep) {
   }
 }
 
+// Adds 0 and gives `other` the gradient that `w` has in a product, recomputed in backward.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w,
+                            const at::Tensor& other) {
+    ctx->save_for_backward({x, w, other});
+    return at::zeros({}, x.options());
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const at::AutoGradMode with_gradient(true);
+    const at::Tensor product = Product::apply(saved[0].detach(), saved[1]);
+    return {at::Tensor(), at::Tensor(),
+            torch::autograd::grad({product.sum() * gradients[0].detach()}, {saved[1]})[0]};
+  }
+};
+
 // Under ZeRO-3 they are computed in the buffer that ranks add up. The root's parameter is in two products, of
 // which one is in a block; the first block may be used twice; the second has its own in two, and one in none.
 struct Units {
@@ -296,7 +312,7 @@ struct Units {
   Units() {
     for (int i = 0; i < 4; ++i) p.push_back(sines({4, 4}, i));
   }
-  at::Tensor loss(int micro_batch, bool twice) const {
+  at::Tensor loss(int micro_batch, bool twice, bool recomputes = false) const {
     const auto by_first = [this](const at::Tensor& x) {
       return first.run({x},
                        [&](const auto& in) { return std::vector{Product::apply(in[0], p[1]).sin()}; })[0];
@@ -304,8 +320,11 @@ struct Units {
     return root.run({sines({6, 4}, 10 + micro_batch).detach()}, [&](const auto& in) {
       const at::Tensor x = by_first(in[0]);
       const at::Tensor y = second.run({x}, [&](const auto& of) {
-        return std::vector{Product::apply(of[0], p[2]).tanh() + Product::apply(of[0] * 2, p[2]) +
-                           Product::apply(of[0], p[0])};
+        const at::Tensor& own = p[recomputes ? 3 : 2];  // places are in the reverse of the model's order
+        at::Tensor sum =
+            Product::apply(of[0], own).tanh() + Product::apply(of[0] * 2, own) + Product::apply(of[0], p[0]);
+        if (recomputes) sum = sum + Recomputed::apply(of[0], own, p[2]);
+        return std::vector{sum};
       })[0];
       return std::vector{Product::apply(twice ? by_first(y) : y, p[0]).square().sum()};
     })[0];
@@ -362,6 +381,59 @@ TEST(ShardedGradients, AreComputedWhereTheyAreReduced) {
         expect_sharded_steps(ranks, micro_batches, /*twice=*/true, options, ranks > 1 ? 2 : 0);
       }
   expect_sharded_steps(2, 2, /*twice=*/true, {.reduce_once = true}, 0);
+}
+
+// A function of the user's may call autograd::grad() itself, and give the result to another parameter.
+TEST(ShardedGradients, ThatAreRecomputedForAnotherParameterStayWhatTheyAre) {
+  const Units alone;
+  alone.loss(0, false, true).backward();
+  run_ranks(2, [&](World& world) {
+    Units units;
+    std::vector<std::pair<std::string, at::Tensor>> list;
+    for (const at::Tensor& one : units.p) list.emplace_back("p" + std::to_string(list.size()), one);
+    const auto layout = fully_shard(units.root, list, {units.first, units.second}, world.group, {});
+    for (const int micro_batches : {1, 3}) {
+      layout->zero_gradients();
+      for (int i = 0; i < micro_batches; ++i) {
+        layout->begin_backward(i + 1 == micro_batches);
+        units.loss(0, false, true).backward();
+        if (i + 1 < micro_batches) layout->buckets();  // may be read in mid-step
+      }
+      layout->finish_reduction();
+      const auto views = layout->views();
+      for (std::size_t i = 0; i < views.size(); ++i)
+        EXPECT_TRUE(views[i].gradient.allclose(alone.p[i].grad() * 2 * micro_batches, 1e-12, 1e-12)) << i;
+    }
+  });
+}
+
+// Whoever looks between micro-batches sees the sum of those before.
+TEST(ShardedGradients, AreThoseOfTheMicroBatchesBeforeInMidStep) {
+  run_ranks(2, [&](World& world) {
+    Units units;
+    std::vector<std::pair<std::string, at::Tensor>> list;
+    for (const at::Tensor& one : units.p) list.emplace_back("p" + std::to_string(list.size()), one);
+    const auto layout = fully_shard(units.root, list, {units.first, units.second}, world.group, {});
+    std::vector<at::Tensor> first;  // of one micro-batch
+    for (int step = 0; step < 3; ++step) {
+      layout->zero_gradients();
+      for (int i = 0; i < 2; ++i) {
+        layout->begin_backward(i == 1);
+        units.loss(step == 0 ? 0 : 3 * step + i, false).backward();
+        if (step != 0 || i != 0) continue;
+        for (const Bucket& bucket : layout->buckets()) first.push_back(bucket.gradients.clone());
+      }
+      layout->finish_reduction();
+    }
+    layout->zero_gradients();
+    layout->begin_backward(false);
+    units.loss(0, false).backward();
+    const auto& buckets = layout->buckets();
+    for (std::size_t i = 0; i < buckets.size(); ++i) EXPECT_TRUE(buckets[i].gradients.equal(first[i])) << i;
+    layout->begin_backward(true);
+    units.loss(1, false).backward();
+    layout->finish_reduction();
+  });
 }
 
 TEST(ShardedGradients, AMistakeInTheirPlaceIsSeen) {
