@@ -59,7 +59,8 @@ HttpReply http_call(const HttpCall& call) {
   std::optional<OwnSocket> socket;
   std::size_t moved = 0;  // bytes, either way
   // A transfer within the time that is left: silence is limited, and so is a byte now and then.
-  const auto timed = [&, begun = std::chrono::steady_clock::now()](const auto& transfer) -> std::size_t {
+  auto begun = std::chrono::steady_clock::now();
+  const auto timed = [&](const auto& transfer) -> std::size_t {
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begun;
     const double left = call.seconds + static_cast<double>(moved) / kLeastRate - taken.count();
     const auto wait = static_cast<std::int64_t>(1e6 * std::clamp<double>(left, 1e-3, call.seconds));
@@ -80,6 +81,7 @@ HttpReply http_call(const HttpCall& call) {
   bool connected = false;
   for (const addrinfo* address = found; !connected; address = address->ai_next) {  // localhost is ::1 first
     socket.emplace(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    begun = std::chrono::steady_clock::now();  // an address that is silent leaves the next one its time
     timed([&] {
       connected = ::connect(socket->file, address->ai_addr, address->ai_addrlen) == 0;
       return connected || address->ai_next ? 0 : -1;

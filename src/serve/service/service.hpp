@@ -217,8 +217,9 @@ class Service {
     begin_snapshot(lock);
     return end_snapshot(lock);
   }
-  // Files of checkpoints that expired, or that a power cut left without the request that made them.
-  void remove_unlisted(Lock& lock);
+  // Files of checkpoints that expired or were deleted. Those that a power cut left without the request that
+  // made them are kept, and told where `tells`.
+  void remove_unlisted(Lock& lock, bool tells);
   using Folders = std::map<std::string, std::pair<std::int64_t, std::filesystem::path>>;
   struct Snapshot {
     std::uint64_t number = 0, position = 0;
@@ -292,6 +293,8 @@ class Service {
   // Folders of the last snapshot by model and sampler, with the model's next operation: what did not change
   // is linked.
   Folders snapshot_folders_{};
+  std::map<std::string, std::int64_t>
+      forgotten_{};  // paths that expired or were deleted, and their operations
   std::unique_ptr<Snapshot> writing_{};
   std::thread watcher_{};
 

@@ -209,7 +209,7 @@ void Service::restore() {
                               printable(folder_.path().string()), count, clock.seconds()));
   // The journal says that what was lost succeeded; the snapshot tells the next start that it is lost.
   Lock lock(mutex_);
-  remove_unlisted(lock);
+  remove_unlisted(lock, /*tells=*/true);
   if (const std::string problem = lost_ ? take_snapshot(lock) : ""; !problem.empty())
     refuse(folder_.path().string(), "no snapshot of what was lost: " + printable(problem, 500),
            "room in the state folder", "Free space there");
@@ -309,7 +309,9 @@ void Service::begin_snapshot(Lock& lock) {
   Snapshot& made = *writing_;
   std::erase_if(state_.saved, [&](const auto& entry) {
     const State::Saved& saved = entry.second;
-    return saved.deleted > 0 ? saved.deleted + kKeepDeleted < now : !saved.exists(now);
+    const bool over = saved.deleted > 0 ? saved.deleted + kKeepDeleted < now : !saved.exists(now);
+    if (over) forgotten_[entry.first] = saved.info.operation;
+    return over;
   });
   // Nothing that clients may still name is forgotten.
   std::erase_if(state_.samplers, [&](const auto& entry) {
@@ -413,30 +415,40 @@ std::string Service::end_snapshot(Lock& lock) {
   snapshot_number_ = made->number, snapshot_folders_ = std::move(made->folders);
   position_at_snapshot_ = made->position;
   snapshot_seconds_ = made->seconds;
-  remove_unlisted(lock);
+  remove_unlisted(lock, /*tells=*/false);
   return "";
 }
 
-void Service::remove_unlisted(Lock& lock) {
-  std::vector<CheckpointInfo> unlisted;
+void Service::remove_unlisted(Lock& lock, bool tells) {
+  const double now = seconds_now();
+  std::vector<CheckpointInfo> gone;
   for (const auto& [path, info] : store_.all()) {
     const auto saved = state_.saved.find(path);
     const auto model = state_.models.find(info.run);
-    const bool listed = saved != state_.saved.end() && saved->second.deleted == 0;
     // Its operation is done again, or its completion is not known yet.
     const bool waits = model != state_.models.end() && model->second.waiting.contains(info.operation);
-    if (!listed && !waits) unlisted.push_back(info);
+    if (waits || (saved != state_.saved.end() && saved->second.deleted == 0)) continue;
+    const auto forgotten = forgotten_.find(path);
+    const bool deleted = saved != state_.saved.end()
+                             ? saved->second.info.operation == info.operation
+                             : forgotten != forgotten_.end() && forgotten->second == info.operation,
+               expired = info.expires != 0 && info.expires <= now;
+    if (deleted || expired)
+      gone.push_back(info);
+    else if (tells)  // its client may have been told that it is saved
+      print(stderr,
+            fmt::format("kept {}, whose request was lost, as after a power cut: no client can name it. "
+                        "Copy the folder, or remove it.\n",
+                        printable(store_.directory(info).string())));
   }
   lock.unlock();
-  for (const CheckpointInfo& info : unlisted) try {
+  for (const CheckpointInfo& info : gone) try {
       store_.remove(info);
-      if (info.expires == 0 || info.expires > seconds_now())
-        print(stderr, fmt::format("removed {}, whose request was lost, as after a power cut\n",
-                                  printable(info.path())));
     } catch (const std::exception& error) {  // the next snapshot tries again
       print(stderr, fmt::format("old state was not removed: {}\n", printable(error.what())));
     }
   lock.lock();
+  std::erase_if(forgotten_, [&](const auto& entry) { return !store_.all().contains(entry.first); });
 }
 
 }  // namespace isograd::serve

@@ -190,7 +190,8 @@ void CheckpointStore::remove(const CheckpointInfo& info) {
   const std::string path = info.path();         // `info` may be the entry itself
   const WholeFolder doomed(root_ / "removed");  // a hidden name, whose destructor removes what it has
   const fs::path folder = directory(info);
-  if (::rename(folder.c_str(), doomed.directory().c_str()) != 0) refuse_file("rename", folder, errno);
+  if (::rename(folder.c_str(), doomed.directory().c_str()) != 0 && errno != ENOENT)  // else somebody did it
+    refuse_file("rename", folder, errno);
   fsync_directory(root_);
   by_path_.erase(path);
 }

@@ -62,8 +62,8 @@ StateFolder::StateFolder(fs::path path) : path_(std::move(path)) {
     if (::flock(lock_, LOCK_EX | LOCK_NB) != 0)
       refuse(path_.string(), "another server that uses this state folder", "a folder of this server alone",
              "Stop the other server, or name another folder");
-    WholeFolder::remove_partial(path_);
     check_version(path_ / "VERSION");
+    WholeFolder::remove_partial(path_);
     doing_ = map_doing(path_ / "DOING");
   } catch (...) {
     ::close(lock_);
