@@ -1,25 +1,29 @@
 """Every public method of the tinker client's four classes against `isograd serve`, over both transports: it works, or it is
 refused by a message that says why. None waits for ever. A method that the table lacks is a failure: a new version of the
-client has to be looked at.
+client has to be looked at. An older version, in an environment of its own, goes through the same table.
 """
 import asyncio
 import inspect
 import itertools
 import json
 import re
+import subprocess
 import types
 import warnings
 
 import numpy as np
 import pytest
 import tinker
-from serve_client import ADAM, KEY, LIMIT, model, prompt, rest, session, uneven, within
-from serve_files import NAME, server, write_model
+from conftest import BUILD, ROOT
+from serve_client import ADAM, KEY, LIMIT, model, prompt, session, settled, uneven, within
+from serve_files import NAME, environment, server, write_model
 from tinker.lib.api_future_impl import QueueState
-from tinker.types import SamplingParams, SessionSearchRequest
+from tinker.lib.public_interfaces.rest_client import RestClient
+from tinker.types import SamplingParams
 
 names = map("name-{}".format, itertools.count())
 NOT_OFFERED = re.compile("not (offered|served)")
+OLDER = "0.25.0"
 
 
 def twice_negative(logprobs):
@@ -30,6 +34,10 @@ def twice_negative(logprobs):
 def thrice_negative(logprobs):
     loss = -(logprobs * 3).sum()
     return loss, {"custom/mine:sum": loss}
+
+
+def minus_sum(data, log_probabilities):
+    return -sum(each.sum() for each in log_probabilities), {}
 
 
 def after_gradient(call, c):
@@ -49,6 +57,7 @@ def deletes(call, c):
 
 
 # By class and method: how to call it, and the refusal, if it is one. A method with the ending _async is called alike.
+# Some methods are of one of the two versions alone.
 TABLE = {
     tinker.ServiceClient: {
         "close": closes_another,
@@ -91,7 +100,7 @@ TABLE = {
         "on_queue_state_change": lambda call, c: call(QueueState.ACTIVE, None),
         "sample": lambda call, c: call(prompt([5, 6, 7]), 2, SamplingParams(max_tokens=4)),
     },
-    tinker.RestClient: {
+    RestClient: {
         "assign_session_project": (lambda call, c: call(c.session, "project"), NOT_OFFERED),
         "copy_weights": (lambda call, c: call(c.state, "project"), NOT_OFFERED),
         "delete_checkpoint": deletes,
@@ -99,6 +108,8 @@ TABLE = {
         "export_session_trace": (lambda call, c: call(c.session), NOT_OFFERED),
         "get_audit_log": (lambda call, c: call(), NOT_OFFERED),
         "get_billing_usage": (lambda call, c: call("2026-11-01", "2026-11-02"), NOT_OFFERED),
+        "get_checkpoint_archive_url": (lambda call, c: call(c.training.model_id, "weights/state"), NOT_OFFERED),
+        "get_checkpoint_archive_url_from_tinker_path": (lambda call, c: call(c.state), NOT_OFFERED),
         "get_current_checkpoint_storage_usage": (lambda call, c: call(), NOT_OFFERED),
         "get_external_weights_urls": lambda call, c: call(c.external),
         "get_sampler": lambda call, c: call(c.sampler),
@@ -113,7 +124,7 @@ TABLE = {
         "list_training_runs": lambda call, c: call(),
         "list_user_checkpoints": lambda call, c: call(),
         "publish_checkpoint_from_tinker_path": lambda call, c: call(c.state),
-        "search_sessions": (lambda call, c: call(SessionSearchRequest()), NOT_OFFERED),
+        "search_sessions": (lambda call, c: call(tinker.types.SessionSearchRequest()), NOT_OFFERED),
         "set_checkpoint_ttl_from_tinker_path": lambda call, c: call(c.state, 7200),
         "unpublish_checkpoint_from_tinker_path": lambda call, c: call(c.state),
         "whoami": (lambda call, c: call(), re.compile("JWT")),  # the client asks no server
@@ -144,22 +155,18 @@ def c(request, tmp_path_factory):
         data = uneven(np.random.default_rng(3), (4, 7))
         training.forward_backward(data, "cross_entropy")
         training.optim_step(ADAM)
-        sampling = training.save_weights_and_get_sampling_client().result()
-        client = rest(running.url)
+        sampling = settled(training.save_weights_and_get_sampling_client())
+        client = service.create_rest_client()
         training_session = training.model_id.partition(":")[0]
-        yield types.SimpleNamespace(
+        made = types.SimpleNamespace(
             url=running.url, service=service, training=training, sampling=sampling, rest=client, data=data,
-            session=training_session, loss=service.create_custom_loss(twice_negative, {"logprobs": 1}).result(),
-            sampler=client.get_session(training_session).result().sampler_ids[0],
+            session=training_session, loss=minus_sum, sampler=client.get_session(training_session).result().sampler_ids[0],
             state=training.save_state("state").result().path,
-            sampler_weights=training.save_weights_for_sampler("state").result().path,
-            external=training.save_weights_external("state").result().path)
-
-
-def settled(result):
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
-    return result.result() if hasattr(result, "result") else result
+            sampler_weights=training.save_weights_for_sampler("state").result().path)
+        if tinker.__version__ != OLDER:
+            made.loss = service.create_custom_loss(twice_negative, {"logprobs": 1}).result()
+            made.external = training.save_weights_external("state").result().path
+        yield made
 
 
 @pytest.mark.parametrize("kind, name", [pytest.param(kind, name, id=f"{kind.__name__}.{name}")
@@ -168,7 +175,7 @@ def test_each_method_works_or_says_why_not(c, kind, name):
     row = TABLE[kind][base_of(kind, name)]
     call, refusal = row if isinstance(row, tuple) else (row, None)
     client = {tinker.ServiceClient: c.service, tinker.TrainingClient: c.training, tinker.SamplingClient: c.sampling,
-              tinker.RestClient: c.rest}[kind]
+              RestClient: c.rest}[kind]
     with within(LIMIT), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the SDK's own, of what it deprecates
         if refusal is None:
@@ -178,6 +185,15 @@ def test_each_method_works_or_says_why_not(c, kind, name):
                 settled(call(getattr(client, name), c))
 
 
-def test_the_table_has_no_more_than_the_client():
-    for kind, rows in TABLE.items():
-        assert not rows.keys() - set(methods(kind))
+def test_each_method_of_the_older_client_works_or_says_why_not_too():
+    older = environment(BUILD / f"tinker-{OLDER}", f"tinker=={OLDER}")
+
+    def ran(*words):
+        done = subprocess.run([older, *words], cwd=ROOT / "tests", capture_output=True, text=True, timeout=6 * LIMIT)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        return done.stdout
+    its = json.loads(ran("-c", "import json, test_serve_methods as t; print(json.dumps([t.methods(kind) for kind in t.TABLE]))"))
+    for (kind, rows), names in zip(TABLE.items(), its):  # the table has no more than the two versions
+        assert not rows.keys() - {*methods(kind), *names}
+    said = ran("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_each_method_works", __file__)
+    assert f"\n{2 * sum(map(len, its))} passed" in said  # over each transport
