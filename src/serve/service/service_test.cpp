@@ -1362,7 +1362,9 @@ TEST_F(ServiceTest, FilesThatAnExpiredCheckpointLeftAreRemovedAtTheStart) {
 TEST_F(ServiceTest, AStateFolderWithoutAllOfItsJournalIsRefusedAndKept) {
   serve();
   client.save(model, 1, "one");
-  running.reset();
+  serve();  // behind a snapshot
+  client.result(client.forward_backward(forward_backward_body(model, 2, 1, 1)));
+  kill();
   const auto refused = [&](const fs::path& missing, const std::string& found) {
     fs::rename(missing, folder.path / "kept");
     try {

@@ -163,16 +163,18 @@ void Service::restore() {
   const auto refuse_gap = [&](const std::string& found, const std::string& expected) {
     refuse(journal.string(), found, expected, "Restore the state folder from a copy, or name another folder");
   };
-  if (!fs::exists(journal) && !(numbers.empty() && store_.all().empty()))
+  if (fs::exists(journal)) {
+    if (const std::uint64_t begin = Journal::begin_of(journal); begin > position)
+      refuse_gap(fmt::format("records from position {} on", begin),
+                 fmt::format("records from the snapshot's position on, {}", position));
+  } else if (!numbers.empty() || !store_.all().empty()) {
     refuse_gap("no such file", "the journal of the snapshots and checkpoints there");
+  }
   replaying_ = true;
   std::int64_t count = 0;
   journal_ = std::make_unique<Journal>(journal, [&](std::uint64_t after, std::string_view text) {
     if (after > position) replay(text), ++count;
   });
-  if (journal_->begin() > position)
-    refuse_gap(fmt::format("records from position {} on", journal_->begin()),
-               fmt::format("records from the snapshot's position on, {}", position));
   replaying_ = false;
   engine_seconds_ = 0;  // counts turns alone
   // The replay has completed some; others wait for the base of their sampler.

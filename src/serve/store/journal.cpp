@@ -199,10 +199,7 @@ std::uint64_t Journal::position() const {
   return impl_->end;
 }
 
-std::uint64_t Journal::begin() const {
-  const std::scoped_lock held(impl_->mutex);
-  return impl_->base;
-}
+std::uint64_t Journal::begin_of(const fs::path& file) { return base_of(file, text_of(MappedFile(file))); }
 
 void Journal::drop_before(std::uint64_t position) {
   Impl& impl = *impl_;

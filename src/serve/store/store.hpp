@@ -50,7 +50,7 @@ class Journal {
   // A power cut does not lose what was appended before the call. ConfigError: that is not known, because the
   // kernel may have dropped what it could not write, and nothing more is appended: start again.
   void sync();
-  std::uint64_t begin() const;  // the position of its first record
+  static std::uint64_t begin_of(const std::filesystem::path& file);  // the position of its first record
   std::uint64_t position() const;
   // Removes all records before `position` (a snapshot has their effect), which append() returned, or which
   // lies beyond the end, after a power cut. Whole or not at all.
