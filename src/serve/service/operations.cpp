@@ -414,7 +414,7 @@ void Service::make_room_for_sampler(const std::string& tenant, Outcome& outcome)
   std::int64_t open = 0;
   const Lock lock(mutex_);
   for (const auto& [id, sampler] : state_.samplers) {
-    if (sampler.tenant != tenant || !sampler.open) continue;
+    if (sampler.tenant != tenant || !sampler.in_engine()) continue;
     open += 1;
     if (sampler.waiting == 0) idle.emplace_back(sampler.used, id);
   }

@@ -577,7 +577,7 @@ HttpReply Service::create_sampler(const HttpRequest& request, const std::string&
       refuse_unknown("checkpoint", asked.path);
     if (asked.path.empty() && !find_base(asked.base)) refuse_unknown("base model", asked.base);
     const auto busy = [&](const auto& entry) {
-      return entry.second.tenant == tenant && entry.second.waiting > 0;
+      return entry.second.tenant == tenant && entry.second.waiting > 0 && entry.second.absent.empty();
     };
     check_limit("samplers", std::ranges::count_if(state_.samplers, busy), 1, "Wait for their results");
     check_room(tenant, &State::Use::controls, request.body.size());

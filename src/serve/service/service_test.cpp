@@ -904,15 +904,18 @@ TEST_F(ServiceTest, AnExceptionOfTheWriterFreesWhatWaitsForIt) {
 
 TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
   engine.set_digest("one");
+  options.limits["samplers"] = 2;
   serve();
   client.forward_backward(forward_backward_body(model, 1, 3, 2));
   client.result(client.step(model, 2));
   const json saved = client.value(client.operation("save_weights", model, 3, {{"path", "kept"}}));
   const std::string sampler = client.sampler(model, 4);
-  const std::string bare =
-      client.sure("create_sampling_session", {{"session_id", client.session},
-                                              {"sampling_session_seq_id", 9},
-                                              {"base_model", "toy/base"}})["sampling_session_id"];
+  const auto opened = [&](int number) -> std::string {
+    return client.sure("create_sampling_session", {{"session_id", client.session},
+                                                   {"sampling_session_seq_id", number},
+                                                   {"base_model", "toy/base"}})["sampling_session_id"];
+  };
+  const std::string bare = opened(9);
   const auto sample = [&](const std::string& of, int sequence) {
     json ask = sampling(of, sequence);
     ask["sampling_params"]["seed"] = 5;
@@ -954,6 +957,7 @@ TEST_F(ServiceTest, AnotherBaseOfTheNameRefusesItsModelsAndTheOthersGoOn) {
     const std::string fresh = client.create(10 + start);
     refused(client.result(client.operation("load_weights", fresh, 1, {{"path", saved["path"]}})));
   }
+  opened(10), opened(11);  // makes no room: those of the other base are not there
   // The right base again: nothing of the model and the samplers is lost, nor what waited.
   start_on("one", false);
   EXPECT_EQ(client.result(late_sample).body, told);
