@@ -1,12 +1,12 @@
 #include "serve/service/service.hpp"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
+#include <numeric>
 #include <random>
 
 #include "full_tests.hpp"
@@ -687,18 +687,14 @@ TEST_F(ServiceTest, AFullJournalRefusesAndGoesOn) {
   serve();
   client.result(client.forward_backward(forward_backward_body(model, 1, 1, 1)));
   const auto size = fs::file_size(folder.path / "state" / "journal");
-  rlimit former{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &former), 0);
-  const auto ignored = std::signal(SIGXFSZ, SIG_IGN);
-  rlimit limit = former;
   const std::string body = forward_backward_body(model, 2, 1, 1);
-  limit.rlim_cur = size + body.size() + 400;  // enough for a request and not for its completion
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
-  const std::string second = client.forward_backward(body);
-  EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 3, 1, 50)).status,
-            503);
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &former), 0);
-  std::signal(SIGXFSZ, ignored);
+  std::string second;
+  {
+    const store_testing::FullDisk full(size + body.size() + 400);  // a request fits, and not its completion
+    second = client.forward_backward(body);
+    EXPECT_EQ(client.call("POST", "/api/v1/forward_backward", forward_backward_body(model, 3, 1, 50)).status,
+              503);
+  }
   EXPECT_EQ(client.result(second).status, 200);
   client.forward_backward(forward_backward_body(model, 3, 1, 1));
   EXPECT_EQ(client.value(client.step(model, 4))["metrics"]["datums"], 3);
