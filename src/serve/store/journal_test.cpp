@@ -75,12 +75,12 @@ TEST_F(JournalTest, ReplaysInOrderWithThePositionsOfAppend) {
   EXPECT_EQ(journal.position(), given.back());
 }
 
-TEST_F(JournalTest, CutAtEveryByteOfTheLastThreeRecords) {
+TEST_F(JournalTest, CutAtEveryByteOfItsRecords) {
   const Records records = made(10, 2);
   const auto sizes = write(records);
   const std::string whole = read_file(file());
   ASSERT_EQ(whole.size(), sizes.back());
-  for (std::size_t cut = sizes[6]; cut <= whole.size(); ++cut) {
+  for (std::size_t cut = 24; cut <= whole.size(); ++cut) {  // behind the header, which is never half there
     write_file(file(), std::string_view(whole).substr(0, cut));
     const auto kept = std::upper_bound(sizes.begin(), sizes.end(), cut) - sizes.begin();
     Records expected(records.begin(), records.begin() + kept);
