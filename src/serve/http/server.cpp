@@ -40,6 +40,7 @@ struct Exchange {
   std::string target;
   HttpRequest request{};
   bool begun = false, dispatched = false;
+  bool cut_off = false;                   // the answer is sent, and what still comes is dropped
   std::int64_t length = 0, received = 0;  // of the body; length 0: not known before its end
   std::optional<ShortParts> parts{};      // of a body that is too large
   std::optional<HttpReply> refusal{};     // sent when the body has been read and dropped
@@ -91,7 +92,7 @@ MHD_Result send(MHD_Connection* connection, HttpReply reply) {
   return queued;
 }
 
-// The reply to a request whose body goes on: the library sends none before its end.
+// The reply to a request whose body goes on: the library sends none before its end. It is the last one.
 void send_early(MHD_Connection* connection, const HttpReply& reply) {
   std::string text = fmt::format(
       "HTTP/1.1 {} {}\r\nConnection: close\r\nContent-Type: {}\r\nContent-Length: {}\r\n", reply.status,
@@ -99,6 +100,7 @@ void send_early(MHD_Connection* connection, const HttpReply& reply) {
   for (const auto& [name, value] : reply.headers) text += name + ": " + value + "\r\n";
   text += "\r\n" + reply.body;
   ::send(socket_of(connection), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  ::shutdown(socket_of(connection), SHUT_WR);
 }
 
 struct Address {
@@ -272,15 +274,25 @@ struct HttpServer::Impl {
     // Whoever may not ask must not hold a connection with a body that arrives byte by byte.
     if (exchange.refusal && request.too_large == 0)
       set_deadline(connection, Clock::now() + std::chrono::seconds(options.idle_seconds));
-    if (!exchange.refusal || (!framing.broken && !asks_first && exchange.length <= most_dropped(exchange)))
-      return MHD_YES;
+    const bool waits = framing.broken || asks_first;
+    if (!exchange.refusal || (!waits && exchange.length <= most_dropped(exchange))) return MHD_YES;
+    if (!waits) return cut_off(exchange, connection, *exchange.refusal);
     exchange.refusal->headers["Connection"] = "close";
     return send(connection, *std::move(exchange.refusal));
+  }
+
+  // Closed at once, a connection may lose the reply on the way to a client that still sends.
+  MHD_Result cut_off(Exchange& exchange, MHD_Connection* connection, const HttpReply& reply) {
+    send_early(connection, reply);
+    set_deadline(connection, Clock::now() + kLastAnswers);
+    exchange.cut_off = true;
+    return MHD_YES;
   }
 
   std::optional<HttpReply> refusal_of(Exchange& exchange, const Framing& framing,
                                       const std::string& version) const {
     HttpRequest& request = exchange.request;
+    if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
     if (framing.broken) return error_reply(400, framing.broken);
     if (version != "HTTP/1.1" && version != "HTTP/1.0") return error_reply(400, "Expected HTTP/1.1");
     if (!read_target(exchange.target, request)) return error_reply(400, "The path cannot be decoded");
@@ -289,7 +301,6 @@ struct HttpServer::Impl {
         address.loopback && host != request.headers.end() && !is_local_host(host->second, options.host))
       return error_reply(421,
                          "This server listens for programs of its own machine: use localhost or 127.0.0.1");
-    if (const auto refused = admit ? admit(request) : nullptr) return std::move(*refused);
     if (exchange.length > options.most_body) return too_large(exchange);
     if (framing.length != 0 && !is_known_type(request))
       return error_reply(415, "Expected a body of application/json or application/x-protobuf");
@@ -305,6 +316,7 @@ struct HttpServer::Impl {
   MHD_Result read(Exchange& exchange, MHD_Connection* connection, std::string_view part) {
     HttpRequest& request = exchange.request;
     exchange.received += static_cast<std::int64_t>(part.size());
+    if (exchange.cut_off) return exchange.received <= 2 * options.most_dropped ? MHD_YES : MHD_NO;
     if (!exchange.refusal && exchange.received > options.most_body) {
       exchange.refusal = too_large(exchange);
       const std::string before = std::exchange(request.body, {});
@@ -312,9 +324,8 @@ struct HttpServer::Impl {
     }
     if (!exchange.refusal) request.body += part;
     if (exchange.parts) exchange.parts->add(part);
-    if (exchange.received <= most_dropped(exchange)) return MHD_YES;
-    send_early(connection, refused(exchange));
-    return MHD_NO;
+    return exchange.received <= most_dropped(exchange) ? MHD_YES
+                                                       : cut_off(exchange, connection, refused(exchange));
   }
 
   // The reply to a refused request; to a body that is too large there may be a better one than the 413.
@@ -327,6 +338,7 @@ struct HttpServer::Impl {
   }
 
   MHD_Result finish(const std::shared_ptr<Exchange>& exchange, MHD_Connection* connection) {
+    if (exchange->cut_off) return MHD_NO;
     if (exchange->refusal) return send(connection, refused(*exchange));
     if (!std::exchange(exchange->dispatched, true)) dispatch(exchange);
     const std::scoped_lock held(exchange->mutex);

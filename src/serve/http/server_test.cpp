@@ -474,6 +474,12 @@ TEST(Http, BodiesThatAreTooLargeAre413) {
   while (parts < 1000 && endless.send(part)) ++parts;
   EXPECT_LT(parts, 200);
   EXPECT_EQ(endless.receive().status, 413);
+  // One that sends it all before it reads sees the reply too.
+  Client late(server.port());
+  late.send(head + "Transfer-Encoding: chunked\r\n\r\n");
+  for (int i = 0; i < 25; ++i, std::this_thread::sleep_for(5ms)) ASSERT_TRUE(late.send(part)) << i;
+  ASSERT_TRUE(late.send("0\r\n\r\n"));
+  EXPECT_EQ(late.receive().status, 413);
 }
 
 TEST(Http, AdmitRefusesBeforeTheBodyAndTheClientSeesIt) {
@@ -488,6 +494,12 @@ TEST(Http, AdmitRefusesBeforeTheBodyAndTheClientSeesIt) {
     ASSERT_TRUE(client.post("/", std::string(100000, 'x'), i % 2 ? "X-Api-Key: good\r\n" : ""));
     ASSERT_EQ(client.receive().status, i % 2 ? 200 : 401) << i;  // one connection serves both
   }
+  for (const char* odd :
+       {"GET /%zz HTTP/1.1\r\nHost: localhost", "GET / HTTP/1.1\r\nHost: evil.example",
+        "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked",
+        "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 2",
+        "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000000000"})
+    EXPECT_EQ(ask(server.port(), std::string(odd) + "\r\n\r\n{}").status, 401) << odd;
   // A client that asks first sends no body.
   EXPECT_EQ(ask(server.port(),
                 "POST / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 1000\r\n\r\n")
