@@ -276,14 +276,19 @@ double divisor_of(const Parts& parts, std::size_t mode) {
   return divisor;
 }
 
-// The sum that a right server makes, and those of others by the name of their mistake.
-std::pair<Sum, std::map<std::string, Parts>> sums_of(OneProcess& process, const std::vector<Call>& calls) {
+// The sum that a right server makes, and those of others by the name of their mistake. `foreign`: a call of
+// another model.
+std::pair<Sum, std::map<std::string, Parts>> sums_of(OneProcess& process, const std::vector<Call>& calls,
+                                                     const std::optional<Call>& foreign) {
   Parts right;
   const auto by_weight = std::make_shared<Sum>();
   for (const Call& call : calls)
     right.emplace_back(std::make_shared<Sum>(process.sum_of(call, by_weight.get())), 1);
   std::map<std::string, Parts> found = {
       {"each datum's gradient is divided by the sum of its weights", {{by_weight, 1}}}};
+  if (foreign)
+    found.try_emplace("a call of another model is added", right)
+        .first->second.emplace_back(std::make_shared<Sum>(process.sum_of(*foreign)), 1);
   const auto part = [&](const std::string& mistake, std::size_t i) -> Parts::value_type& {
     return found.try_emplace(mistake, right).first->second[i];
   };
@@ -466,6 +471,8 @@ class Judge {
     request.base = base_, request.lora.rank = kind_.rank, request.lora.seed = 7,
     request.metadata = {{"isograd.normalise", kind_.normalise}};
     model_ = remote_.create(request);
+    request.lora.rank = std::max<std::int64_t>(kind_.rank, 1), request.lora.seed = 8;
+    neighbour_ = remote_.create(request);
     take_trained();
     const std::vector<std::int64_t> prompt = draws.tokens(12);
     if (!judge_step(draws, true)) return;
@@ -473,7 +480,7 @@ class Judge {
     const at::Tensor stale = prompt_values(exact_, prompt);
     judge_step(draws, false);
     judge_sampler(prompt, stale, older);
-    remote_.unload(model_);
+    remote_.unload(model_), remote_.unload(neighbour_);
     for (const std::string& mistake : mistakes_)
       if (!shown_.contains(mistake))
         verdict_.unjudged.push_back(fmt::format("{}: whether {}; it would not have shown", where_, mistake));
@@ -521,7 +528,10 @@ class Judge {
   bool judge_step(Draws& draws, bool first) {
     const std::vector<Call> calls = calls_of(draws, exact_, mode_ != kWeights, left_out_);
     if (calls.empty()) refuse(base_, "a server that takes none of the losses", "one", "Look at its log");
-    const auto [right, parts] = sums_of(exact_, calls);
+    std::optional<Call> foreign;
+    if (!left_out_.contains("cross_entropy"))
+      foreign = {{supervised(draws, 6, mode_ != kWeights)}, "cross_entropy", {}};
+    const auto [right, parts] = sums_of(exact_, calls, foreign);
     const Tensors mean = prepared(right, right.divisor(mode_), /*limit=*/0);
     // The first step is of plain SGD's kind: epsilon is far above most elements of the gradient.
     AdamParams params{.learning_rate = 0.25, .beta1 = 0.9, .beta2 = 0.95};
@@ -537,6 +547,7 @@ class Judge {
       } catch (const ConfigError& error) {
         throw RefusedLoss{calls[i].loss, error.what()};
       }
+    if (foreign) remote_.forward_backward(neighbour_, *foreign);
     const Metrics metrics = remote_.optim_step(model_, params);
 
     const at::NoGradGuard no_grad;
@@ -804,7 +815,7 @@ class Judge {
   OneProcess exact_;
   std::optional<OneProcess> rounded_{};  // in fp32, for a server that computes in it
   bool in_fp32_ = false;
-  std::string model_{};
+  std::string model_{}, neighbour_{};
   std::vector<Step> steps_{}, rounded_steps_{};
   std::set<std::string> mistakes_{}, shown_{};  // that are looked for; that would have been seen
 };

@@ -42,17 +42,20 @@ class WrongEngine : public ModelEngine {
   std::function<void(Metrics&, const AdamParams&)> change_metrics{};
   Factor factor{};
   std::int64_t adds_twice = -1, loses = -1;  // a call of each step
-  bool keeps_first_sampler = false, samplers_follow = false, leaves_output = false;
+  bool keeps_first_sampler = false, samplers_follow = false, leaves_output = false, mixes_models = false;
   std::string normalise{};  // whatever was asked for
   fs::path folder{};
 
   void create(const std::string& model, const CreateModel& request) override {
     CreateModel made = request;
+    (request.lora.seed == 8 ? neighbour_ : judged_) = model;
     if (!normalise.empty()) made.metadata["isograd.normalise"] = normalise;
     if (leaves_output) made.lora.unembed = false;
     ModelEngine::create(model, made);
   }
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override {
+    // What comes of the other model belongs to neither of its counts.
+    if (model == neighbour_) return ModelEngine::forward_backward(mixes_models ? judged_ : model, request);
     ForwardBackwardResult result = computed(model, request);
     if (change_result) change_result(result, request);
     return result;
@@ -122,6 +125,7 @@ class WrongEngine : public ModelEngine {
   }
 
  private:
+  std::string judged_{}, neighbour_{};
   std::int64_t calls_ = 0, stored_ = 0;
   double tokens_ = 0;
   AdamParams params_{};
@@ -318,6 +322,7 @@ TEST_F(VerifyServerTest, NamesEachMistake) {
        [](WrongEngine& engine) { engine.adds_twice = 2; }, kAdapter, kFull},
       {"call 2 (cross_entropy) of a step is lost", [](WrongEngine& engine) { engine.loses = 1; }},
       {"call 7 (gspo) of a step is lost", [](WrongEngine& engine) { engine.loses = 6; }, kWhole},
+      {"a call of another model is added", [](WrongEngine& engine) { engine.mixes_models = true; }},
       {"an older sampler has newer weights", [](WrongEngine& engine) { engine.samplers_follow = true; }},
       {"the sampler has older weights", [](WrongEngine& engine) { engine.keeps_first_sampler = true; }},
       {"an older sampler has newer weights", [](WrongEngine& engine) { engine.samplers_follow = true; },
