@@ -4,8 +4,10 @@ The numbers themselves are in test_serve_parity.py, all methods of the client in
 """
 import contextlib
 import http.client
+import http.server
 import json
 import math
+import random
 import threading
 import time
 
@@ -92,6 +94,95 @@ def test_calls_chunks_and_transports_do_not_change_an_update(urls, rng):
     assert max(furthest(other, updates[0]) for other in updates[1:]) <= 1e-12
     with session(url) as service:  # a datum that counts twice would be found
         assert furthest(stepped(url, model(service), [data, data[:1]]), updates[0]) > 1e-7
+
+
+@contextlib.contextmanager
+def wavering(url, config, disturbs):
+    """The address of a proxy that gives the client this configuration. One that disturbs sends each request twice, each time
+    after a while that is drawn, so that they overtake each other, and loses the first answer."""
+    port, rng = int(url.rpartition(":")[2]), random.Random(48)
+
+    class Passing(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+            for _ in range(2 if disturbs else 1):
+                time.sleep(rng.uniform(0, 0.1) if disturbs else 0)
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2 * LIMIT)
+                connection.request(self.command, self.path, body, headers)
+                reply = connection.getresponse()
+                status, kind, content = reply.status, reply.headers["Content-Type"], reply.read()
+                connection.close()
+            if self.path.endswith("/client/config"):
+                content = json.dumps(config).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", len(content))
+            self.end_headers()
+            self.wfile.write(content)
+        do_GET = do_PUT = do_DELETE = do_POST
+
+        def log_message(self, *_):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Passing) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}"
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def two_steps(url, service):
+    """What two steps of eight datums leave: the adapter and samples."""
+    training, rng = model(service), np.random.default_rng(6)
+    for _ in range(2):
+        training.forward_backward(uneven(rng), "cross_entropy")
+        training.optim_step(ADAM)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    reply = sampler.sample(prompt([5, 6, 7]), 4, types.SamplingParams(max_tokens=8, seed=2, stop=[])).result()
+    return adapter(url, training), [(each.tokens, each.logprobs) for each in reply.sequences]
+
+
+@contextlib.contextmanager
+def busy(url):
+    """Another client trains and samples without a pause."""
+    over, failed = threading.Event(), []
+
+    def work():
+        try:
+            with session(url) as service:
+                while not over.is_set():
+                    two_steps(url, service)
+        except BaseException as error:
+            failed.append(error)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not failed, failed
+
+
+def test_chunks_of_any_length_in_any_order_sent_twice_and_among_others(urls):
+    url = urls["rust"]
+
+    def trained(chunk, parallel=True, disturbs=False):
+        config = {"fwdbwd_max_chunk_len": chunk, "parallel_fwdbwd_chunks": parallel}
+        with wavering(url, config, disturbs) as address, session(address) as service:
+            return two_steps(url, service)
+    plain = {(chunk, parallel): trained(chunk, parallel) for chunk in (1, 2, 3, 1024) for parallel in (True, False)}
+    for found, _ in plain.values():
+        assert furthest(found, plain[1024, True][0]) <= 1e-12
+    with busy(url):
+        for case in ((3, True), (1024, False)):
+            found, samples = trained(*case, disturbs=True)
+            assert all(value.equal(plain[case][0][name]) for name, value in found.items()) and samples == plain[case][1]
 
 
 def test_outputs_are_those_of_each_datum_alone_in_their_order(service, rng):

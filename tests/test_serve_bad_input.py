@@ -4,15 +4,22 @@ Each is answered by a status 4xx with a length, or by a promise whose future is 
 of tinker retry for minutes: 408 (but of a long poll), 409, 429, 5xx. Other models go on, and the model itself where
 nothing was accepted.
 """
+import contextlib
 import http.client
 import itertools
 import json
+import pathlib
+import re
+import resource
 import shutil
+import socket
+import threading
 
 import numpy as np
 import pytest
 import tinker
-from serve_client import ADAM, KEY, LIMIT, exported, limited_to, session, uneven
+from conftest import FULL
+from serve_client import ADAM, KEY, LIMIT, exported, limited_to, session, uneven, within
 from serve_client import model as trained
 from serve_files import NAME, server, write_model
 from tinker.proto import tinker_public_pb2 as pb
@@ -26,8 +33,8 @@ limited = limited_to(LIMIT)
 class Wire:
     """One connection."""
 
-    def __init__(self, port, state):
-        self.port, self.state, self.models = port, state, itertools.count()
+    def __init__(self, running):
+        self.port, self.state, self.pid, self.models = running.port, running.state, running.process.pid, itertools.count()
         self.session = self.sent("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
         self.witness = self.model()
 
@@ -92,7 +99,7 @@ def wire(tmp_path_factory):
     write_model(folder / NAME)
     write_model(folder / OTHER, layers=1)
     with server(folder, folder / "state", "--model", f"{OTHER}={folder / OTHER}", "--limit", "dump-bytes=1") as running:
-        yield Wire(running.port, running.state)
+        yield Wire(running)
 
 
 @pytest.fixture(scope="module")
@@ -494,13 +501,58 @@ def test_an_operation_that_is_too_large_uses_its_number_and_the_model_goes_on(wi
     assert np.isfinite(wire.loss(model, 3)) and witness()
 
 
-def test_an_operation_of_more_than_two_gibibytes_uses_its_number_too(wire, witness):
+@contextlib.contextmanager
+def idle_and_slow(port):
+    """2,000 connections that were served once, and 100 whose headers do not end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))
+    over = threading.Event()
+    with contextlib.ExitStack() as open_ones:
+        def connected(text):
+            one = open_ones.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT))
+            one.sendall(text)
+            return one
+        idle = [connected(b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(2000)]
+        assert all(one.recv(1000).startswith(b"HTTP/1.1 200") for one in idle)
+        slow = [connected(b"POST /api/v1/create_session HTTP/1.1\r\nX: ") for _ in range(100)]
+
+        def drip():
+            while not over.wait(0.5):
+                for one in slow:
+                    with contextlib.suppress(OSError):  # the server ends it
+                        one.sendall(b"x")
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_neither_many_connections_nor_a_body_of_many_gigabytes_takes_memory(wire, witness):
+    """Of 10 GB in full runs. It uses its operation's number, and others are served meanwhile."""
+    def resident():
+        return int(re.search(r"VmRSS:\s+(\d+) kB", pathlib.Path(f"/proc/{wire.pid}/status").read_text())[1]) * 1024
     model, part = wire.model(), b"\x1a\x80\x80\x40" + b"\0" * 2 ** 20
     last = call(model, 1, forward_only=True).SerializeToString()
-    size = 2100 * len(part) + len(last)
-    assert size > 2 ** 31
-    parts = (part if i < 2100 else last for i in range(2101))
-    assert "at most" in wire.error(*wire.reply("POST", "forward_backward", parts, PROTOBUF, **{"Content-Length": str(size)}))
+    count = (10 ** 10 if FULL else 2 ** 31) // len(part) + 1
+    served, memory = [], [resident()]
+
+    def parts():
+        for i in range(count):
+            yield part
+            if i % 100 == 0:
+                memory.append(resident())
+                served.append(witness())
+        yield last
+    with within(10 * LIMIT), idle_and_slow(wire.port):
+        size = str(count * len(part) + len(last))
+        assert "at most" in wire.error(*wire.reply("POST", "forward_backward", parts(), PROTOBUF, **{"Content-Length": size}))
+    grown = max(memory) - memory[0]
+    print(f"{int(size) / 1e9:.1f} GB beside 2,100 connections: {grown / 2 ** 20:.1f} MiB")
+    assert all(served) and grown <= 64 << 20
     assert np.isfinite(wire.loss(model, 2)) and witness()
 
 

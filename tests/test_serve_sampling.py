@@ -129,6 +129,57 @@ def test_a_sampler_in_fp32_agrees_with_its_trainer(servers, base):
         assert apart <= APART
 
 
+DRAWS = 100_000
+# How tokens are drawn, and from which of them: of a distribution, the chance of each as the likeliest come first.
+WAYS = {"cold": {"temperature": 0.3}, "warm": {"temperature": 1.0}, "hot": {"temperature": 1.7}, "top-k": {"temperature": 1.0, "top_k": 7},
+        "top-p": {"temperature": 1.3, "top_p": 0.6}}
+
+
+def chances(logits, temperature=1.0, top_k=None, top_p=1.0):
+    """Of each token, by the definition."""
+    ordered, tokens = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
+    before = ordered.cumsum(0) - ordered
+    ordered = ordered * (before < top_p) * (torch.arange(len(tokens)) < (top_k or len(tokens)))
+    return torch.zeros_like(logits).scatter(0, tokens, ordered / ordered.sum())
+
+
+def likelihood(counts, expected):
+    """The chance of counts that are as far from the expected ones, by Pearson's chi-squared; tokens that are expected less than five times
+    are one cell."""
+    if counts[expected == 0].any():
+        return 0.0
+    often = expected >= 5
+    found, means = (torch.cat([each[often], each[~often].sum()[None]]) for each in (counts, expected))
+    if means[-1] < 5:
+        found, means = found[:-1], means[:-1]
+    statistic = ((found - means) ** 2 / means).sum()
+    return torch.special.gammaincc(torch.tensor((len(means) - 1) / 2, dtype=statistic.dtype), statistic / 2).item()
+
+
+@pytest.mark.parametrize("way", ["warm", *(full(way) for way in WAYS if way != "warm")])
+def test_draws_follow_the_distribution(folder, servers, tmp_path, way):
+    from transformers import AutoModelForCausalLM
+    asked, of_request = [5, 6, 7], 2000
+    with session(servers["float64"].url) as service:
+        sampler = service.create_sampling_client(base_model=NAME).result()
+
+        def drawn(seed):
+            params = types.SamplingParams(max_tokens=1, seed=seed, stop=[], **WAYS[way])
+            return [each.tokens[0] for each in sampler.sample(prompt(asked), of_request, params).result().sequences]
+        tokens = torch.tensor([token for seed in range(DRAWS // of_request) for token in drawn(seed)])
+    with in_fp64(["qwen3"]), torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(folder / NAME, dtype=torch.float64, attn_implementation="eager")
+        logits = base(torch.tensor([asked])).logits[0, -1]
+    counts, right = tokens.bincount(minlength=len(logits)).double(), chances(logits, **WAYS[way])
+    found = likelihood(counts, DRAWS * right)
+    print(f"{way}: {len(tokens)} draws of {(right > 0).sum()} tokens, p = {found:.3f}")
+    assert found > 1e-3
+    other = {**WAYS[way], "temperature": 1.1 * WAYS[way]["temperature"]}
+    assert likelihood(counts, DRAWS * chances(logits, **other)) < 1e-3
+    half = tokens[:DRAWS // 2].bincount(minlength=len(logits)).double()  # as if each draw were made twice
+    assert way == "top-k" or likelihood(2 * half, DRAWS * right) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", ["float32", full("float64")])
 def test_a_seed_has_its_tokens_alone_in_company_and_after_a_kill(servers, dtype):
     running = servers[dtype]
