@@ -32,7 +32,6 @@ class Engine {
   virtual const std::vector<BaseModel>& bases() const = 0;
 
   // ---- models that are trained, by the service's names ----
-  // Checks what create() would refuse, without doing it; called before a request is answered.
   virtual void create(const std::string& model, const CreateModel& request) = 0;
   virtual ForwardBackwardResult forward_backward(const std::string& model,
                                                  const ForwardBackward& request) = 0;

@@ -105,11 +105,10 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
     return tinker::info_reply(info);
   }
   if (request.method == "POST" && path == "weights_info") {
-    const std::string asked =
-        xorl ? xorl::path_in(xorl::weights_info(request.body)) : tinker::weights_info(request.body);
+    const std::string asked = xorl ? xorl::weights_info(request.body) : tinker::weights_info(request.body);
     const State::Saved* saved = find_saved(asked, tenant, now);
     if (!saved) refuse_unknown("checkpoint", asked);
-    return xorl ? xorl::weights_info_reply(saved->shape) : tinker::weights_info_reply(saved->shape);
+    return tinker::weights_info_reply(saved->shape);
   }
   if (request.method == "POST" && xorl && path == "list_checkpoints") {
     const std::string name = xorl::list_checkpoints(request.body);

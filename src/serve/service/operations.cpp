@@ -321,8 +321,7 @@ Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
     }
     model.step_tokens = 0, model.step_seconds = 0;
   };
-  return {.body = record.xorl() ? xorl::optim_step_reply(metrics) : tinker::optim_step_reply(metrics),
-          .change = change};
+  return {.body = tinker::optim_step_reply(metrics), .change = change};
 }
 
 Service::Outcome Service::save(State::Model& model, const LogRecord& record, const SaveWeights& request,
@@ -372,7 +371,7 @@ Service::Outcome Service::save(State::Model& model, const LogRecord& record, con
     info = store_.save(info,
                        [&](const fs::path& directory) { return engine_.save(model.id, which, directory); });
   }
-  std::string body = record.xorl() ? xorl::path_reply(xorl::path_out(path))
+  std::string body = record.xorl() ? xorl::path_reply(path)
                      : sampler     ? tinker::save_for_sampler_reply(path, "")
                      : external    ? tinker::save_external_reply(path, info.bytes)
                                    : tinker::save_weights_reply(path);
@@ -444,8 +443,7 @@ void Service::check_dumps(const State::Model& model) const {
 }
 
 Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
-  LoadWeights request = record.read(xorl::load_weights, tinker::load_weights);
-  if (record.xorl()) request.path = xorl::path_in(request.path);
+  const LoadWeights request = record.read(xorl::load_weights, tinker::load_weights);
   const State::Saved* found = find_saved(request.path, model.tenant, record.time());
   if (!found) lack(request.path);
   const State::Saved& saved = *found;
@@ -476,11 +474,11 @@ Service::Outcome Service::load(State::Model& model, const LogRecord& record) {
   }
   engine_.load(model.id, directory, request.optimizer, metadata);
   const std::string name = record.xorl() ? model.name : model.id;
-  return {.body = record.xorl() ? xorl::path_reply(xorl::path_out(request.path))
-                                : tinker::load_weights_reply(name, request.path),
-          .change = [&model, shape, digest = digest_of(saved.info.base)] {
-            model.loaded = true, model.request = shape, model.digest = digest;
-          }};
+  return {
+      .body = record.xorl() ? xorl::path_reply(request.path) : tinker::load_weights_reply(name, request.path),
+      .change = [&model, shape, digest = digest_of(saved.info.base)] {
+        model.loaded = true, model.request = shape, model.digest = digest;
+      }};
 }
 
 // ---- the rest ----

@@ -564,7 +564,7 @@ HttpReply Service::create_sampler(const HttpRequest& request, const std::string&
   if (is_xorl(request)) {
     const std::string path = xorl::create_sampling_session(request.body);
     const Lock lock(mutex_);
-    if (!find_saved(xorl::path_in(path), tenant, seconds_now())) refuse_unknown("checkpoint", path);
+    if (!find_saved(path, tenant, seconds_now())) refuse_unknown("checkpoint", path);
     return json_reply(xorl::sampling_session_reply(path));
   }
   const SamplingSession asked = tinker::create_sampling_session(request.body);

@@ -104,6 +104,8 @@ std::string moved(const std::string& path, std::string_view from, std::string_vi
   return path.starts_with(from) ? std::string(to) + path.substr(from.size()) : path;
 }
 
+std::string path_in(const std::string& path) { return moved(path, "xorl://", "tinker://"); }
+
 Operation<SaveWeights> save(std::string_view json, const char* request, const char* key) {
   const RequestJson fields(request, json);
   auto result = operation_of<SaveWeights>(fields);
@@ -114,7 +116,6 @@ Operation<SaveWeights> save(std::string_view json, const char* request, const ch
 }  // namespace
 
 std::string path_out(const std::string& path) { return moved(path, "tinker://", "xorl://"); }
-std::string path_in(const std::string& path) { return moved(path, "xorl://", "tinker://"); }
 
 NewModel create_model(std::string_view json) {
   const RequestJson fields("create_model", json);
@@ -246,8 +247,6 @@ std::string forward_backward_reply(const ForwardBackward& request, const Forward
                     {"info", Json::object()}});
 }
 
-std::string optim_step_reply(const Metrics& metrics) { return tinker::optim_step_reply(metrics); }
-
 // Two names, for older clients and newer ones.
 std::string path_reply(const std::string& path) {
   return json_text({{"path", path_out(path)}, {"model_path", path_out(path)}});
@@ -260,8 +259,6 @@ std::string sampling_session_reply(const std::string& path) {
                     {"lora_name", out.substr(out.rfind('/') + 1)},
                     {"message", "ready"}});
 }
-
-std::string weights_info_reply(const CreateModel& saved) { return tinker::weights_info_reply(saved); }
 
 std::string aborted_reply(const std::string& model, std::int64_t steps) {
   return json_text({{"success", true}, {"model_id", model}, {"step", steps}});

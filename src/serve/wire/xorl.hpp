@@ -12,7 +12,7 @@
 
 namespace isograd::serve::xorl {
 
-// ---- requests; a sequence of 0 is none: operations run in the order they came ----
+// ---- requests; a sequence of 0 is none: operations run in the order they came. Paths are tinker's ----
 NewModel create_model(std::string_view json);  // without lora_config: rank 0
 // Also forward, which says so by forward_input.
 Operation<ForwardBackward> forward_backward(std::string_view json);
@@ -30,18 +30,14 @@ struct KillSession {
 KillSession kill_session(std::string_view json);
 std::string weights_info(std::string_view json);  // the path
 
-// "tinker://a/b/c" as "xorl://a/b/c", and back.
-std::string path_out(const std::string& path);
-std::string path_in(const std::string& path);
+std::string path_out(const std::string& path);  // "tinker://a/b/c" as "xorl://a/b/c"
 
-// ---- results ----
+// ---- results; those of optim_step and weights_info are tinker's ----
 std::string create_model_reply(const std::string& model);
 // `request` gives the targets, of which xorl reports losses.
 std::string forward_backward_reply(const ForwardBackward& request, const ForwardBackwardResult& result);
-std::string optim_step_reply(const Metrics& metrics);
 std::string path_reply(const std::string& path);  // of save_weights*, load_weights
 std::string sampling_session_reply(const std::string& path);
-std::string weights_info_reply(const CreateModel& saved);
 std::string aborted_reply(const std::string& model, std::int64_t steps);
 std::string killed_reply(const std::string& path);  // of the checkpoint; empty: none was saved
 std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints);
