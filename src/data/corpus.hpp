@@ -28,4 +28,8 @@ std::vector<InputFile> resolve(const std::vector<std::string>& patterns);
 std::int64_t for_each_document(const std::filesystem::path& file,
                                const std::function<void(std::string_view)>& document);
 
+// The shards that pack_corpus() finished in `directory`, whatever its text is by now; none: nothing was
+// packed, or a shard is missing.
+std::vector<std::filesystem::path> packed_shards(const std::filesystem::path& directory);
+
 }  // namespace isograd

@@ -146,11 +146,9 @@ std::string fingerprint(const std::vector<InputFile>& files, const Contents& con
   return checksum(text.data(), text.size());
 }
 
-// The shards that `directory` already holds for these inputs; empty: none.
-std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nlohmann::json& manifest,
-                                           const std::string& inputs, PackSummary& summary) {
+// The shards that the manifest of `directory` names; nothing: one is missing or of another size.
+std::optional<std::vector<fs::path>> shards_of(const fs::path& directory, const nlohmann::json& manifest) {
   try {
-    if (manifest.at("inputs") != inputs) return std::nullopt;
     std::vector<fs::path> shards;
     for (const auto& shard : manifest.at("shards")) {
       const fs::path path = directory / fs::path(shard.at("name").get<std::string>()).filename();
@@ -158,6 +156,20 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nloh
         return std::nullopt;
       shards.push_back(path);
     }
+    return shards;
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  } catch (const fs::filesystem_error&) {  // a name that no file can have
+    return std::nullopt;
+  }
+}
+
+// The same, if they are of these inputs.
+std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nlohmann::json& manifest,
+                                           const std::string& inputs, PackSummary& summary) {
+  auto shards = shards_of(directory, manifest);
+  try {
+    if (!shards || manifest.at("inputs") != inputs) return std::nullopt;
     summary.documents = manifest.at("documents");
     summary.tokens = manifest.at("tokens");
     summary.empty_documents = manifest.at("empty_documents");
@@ -166,8 +178,6 @@ std::optional<std::vector<fs::path>> reuse(const fs::path& directory, const nloh
     summary.reused = true;
     return shards;
   } catch (const nlohmann::json::exception&) {
-    return std::nullopt;
-  } catch (const fs::filesystem_error&) {  // a name that no file can have
     return std::nullopt;
   }
 }
@@ -268,6 +278,10 @@ std::vector<fs::path> write_shards(const std::vector<InputFile>& files, const Co
 }
 
 }  // namespace
+
+std::vector<fs::path> packed_shards(const fs::path& directory) {
+  return shards_of(directory, read_manifest(directory)).value_or(std::vector<fs::path>());
+}
 
 std::vector<fs::path> pack_corpus(const CorpusOptions& corpus, const Tokenizer& tokenizer,
                                   const fs::path& directory, PackSummary* summary) {

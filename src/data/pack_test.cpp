@@ -8,6 +8,7 @@
 #include <chrono>
 #include <csignal>
 
+#include "data/corpus.hpp"
 #include "data/test_support.hpp"
 
 namespace isograd {
@@ -110,6 +111,16 @@ TEST_F(Pack, TheSameInputsArePackedOnce) {
       pack_corpus({.patterns = {text("a.txt")}, .shard_tokens = 7}, *byte_tokenizer(), folder_ / "cache")
           .empty());
   repacks("another shard size in between");
+}
+
+TEST_F(Pack, ShardsThatAKilledPackingLeftAreNotTheCorpus) {
+  folder_.write("text/a.txt", "one");
+  EXPECT_TRUE(packed_shards(folder_ / "cache").empty());
+  const auto shards = pack({.patterns = {text("*.txt")}});
+  fs::copy_file(shards[0], folder_ / "cache" / "tokens-00000000-00000.isograd");
+  EXPECT_EQ(packed_shards(folder_ / "cache"), shards);
+  fs::remove(shards[0]);
+  EXPECT_TRUE(packed_shards(folder_ / "cache").empty());
 }
 
 TEST_F(Pack, WhatFilesHoldDecidesNotTheirTimes) {

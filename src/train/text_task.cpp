@@ -312,12 +312,8 @@ std::shared_ptr<TokenStore> packed_corpus(const RunConfig& config) {
   std::vector<fs::path> shards;
   if (!config.data.shards.empty()) {
     for (const auto& file : resolve(config.data.shards)) shards.push_back(file.path);
-  } else if (const fs::path folder =
-                 cache_folder(config, sources_of(config), *open_tokenizer(config.data.tokenizer));
-             fs::is_directory(folder)) {
-    for (const auto& entry : fs::directory_iterator(folder))
-      if (entry.path().extension() == ".isograd") shards.push_back(entry.path());
-    std::ranges::sort(shards);
+  } else {
+    shards = packed_shards(cache_folder(config, sources_of(config), *open_tokenizer(config.data.tokenizer)));
   }
   return shards.empty() ? nullptr : TokenStore::open(shards, end_of_text(config));
 }
