@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "base/print.hpp"
 #include "report/report.hpp"
@@ -18,6 +19,7 @@ constexpr double kLine = 16;  // between the base lines of two labels, at their 
 constexpr int kTicksAcross = 5, kTicksUp = 6;
 constexpr double kInnerWidth = kWidth - kLeft - kRight, kInnerHeight = kHeight - kTop - kBottom;
 constexpr std::size_t kFewPoints = 40;     // each gets a marker
+constexpr std::size_t kManyPoints = 200;   // of a series: smaller markers
 constexpr std::size_t kMostCrosses = 100;  // marks of values that cannot be drawn
 constexpr double kLargest = 1e300;         // differences of larger values overflow
 constexpr std::size_t kColours = 6;
@@ -126,11 +128,16 @@ Frame frame_of(const Chart& chart) {
 
 // Powers of ten in place of the values of logarithmic axes.
 Chart on_axes(Chart chart) {
-  for (Series& series : chart.series)
-    for (Point& point : series.points) {
+  const auto change = [&](std::vector<Point>& points) {
+    for (Point& point : points) {
       if (chart.log_x) point.x = std::log10(point.x);
       if (chart.log_y) point.y = std::log10(point.y);
     }
+  };
+  for (Series& series : chart.series) change(series.points);
+  for (std::vector<Point>& guide : chart.guides) change(guide);
+  if (chart.log_x)
+    for (auto& mark : chart.x_marks) mark.second = std::log10(mark.second);
   return chart;
 }
 
@@ -172,6 +179,7 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
     markers += fmt::format("{}><title>{}</title></{}>", element, escape_html(text), tag);
   };
   const bool few = series.points.size() <= kFewPoints || !lines;
+  const char* radius = series.points.size() <= kManyPoints ? "3.2" : "2";
   std::vector<Point> piece;
   const auto finish_piece = [&] {
     const auto points = thinned(piece, frame);
@@ -181,7 +189,7 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
     for (const Point& point : piece)
       if ((few || piece.size() == 1) && frame.shows(point))
         mark(point, fmt::format("<circle class=\"dot c{}\" cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"{}\"", colour,
-                                frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : "3.2"));
+                                frame.px(point.x), frame.py(point.y), piece.size() == 1 ? "4" : radius));
     piece.clear();
   };
   std::size_t crosses = 0;
@@ -243,6 +251,41 @@ std::string mark_labels(const Chart& chart, const Frame& frame) {
   return text;
 }
 
+// Lines from top to bottom, then their names over them, each in a row of its own.
+std::string drawn_x_marks(const Chart& chart, const Frame& frame) {
+  std::string lines, names;
+  double y = kTop + 10;
+  for (const auto& [name, value] : chart.x_marks) {
+    if (!(value >= frame.x.low && value <= frame.x.high)) continue;
+    const double x = frame.px(value);
+    const bool right = x < kLeft + kInnerWidth / 2;
+    lines += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}v{:.1f}\"/>", x, kTop, kInnerHeight);
+    names += svg_text("label over", x + (right ? 5 : -5), y, right ? "start" : "end", escape_html(name));
+    y += kLine;
+  }
+  return lines + names;
+}
+
+std::string drawn_guides(const Chart& chart, const Frame& frame) {
+  std::string text;
+  for (const std::vector<Point>& guide : chart.guides) {
+    text += "<path class=\"mark\" d=\"";
+    for (std::size_t i = 0; i < guide.size(); ++i)
+      text += fmt::format("{}{:.1f} {:.1f}", i == 0 ? "M" : "L", frame.px(guide[i].x),
+                          frame.py(std::clamp(guide[i].y, frame.y.low, frame.y.high)));
+    text += "\"/>";
+  }
+  return text;
+}
+
+std::string head(const std::string& title, double height) {
+  return fmt::format(
+      "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
+      kWidth, height, escape_html(title));
+}
+
+constexpr const char* kNothing = "no value that could be drawn";
+
 }  // namespace
 
 std::size_t median_reach(std::size_t points) { return std::clamp<std::size_t>(points / 60, 2, 50); }
@@ -282,14 +325,11 @@ OffScale off_scale(const Chart& chart) {
 std::string svg(const Chart& given) {
   const Chart chart = on_axes(given);
   const Frame frame = frame_of(chart);
-  std::string text = fmt::format(
-      "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
-      kWidth, kHeight, escape_html(chart.title));
+  std::string text = head(chart.title, kHeight);
   if (std::ranges::none_of(chart.series,
                            [](const Series& series) { return std::ranges::any_of(series.points, drawable); }))
-    return text + svg_text("label", kWidth / 2, kHeight / 2, "middle", "no value that could be drawn") +
-           "</svg>";
-  text += drawn_axes(chart, frame);
+    return text + svg_text("label", kWidth / 2, kHeight / 2, "middle", kNothing) + "</svg>";
+  text += drawn_axes(chart, frame) + drawn_guides(chart, frame);
   for (const auto& [name, value] : chart.marks)
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
                         kWidth - kRight);
@@ -301,7 +341,71 @@ std::string svg(const Chart& given) {
       text += drawn_series(smooth, frame, i % kColours, true, "line", /*marks=*/false);
     }
   }
-  return text + mark_labels(chart, frame) + "</svg>";
+  return text + drawn_x_marks(chart, frame) + mark_labels(chart, frame) + "</svg>";
+}
+
+std::string svg(const Bars& bars) {
+  constexpr double kBar = 22, kSide = 8, kLetter = 8, kSwatch = 12;  // a letter at its largest
+  constexpr std::size_t kOneLine = 50;                               // letters of a label with its note
+  std::string legend, body;
+  double x = kSide, y = 14;
+  for (std::size_t i = 0; i < bars.parts.size(); ++i) {
+    const double width = kSwatch + 5 + kLetter * static_cast<double>(bars.parts[i].size()) + 12;
+    if (x + width > kWidth && x > kSide) x = kSide, y += kLine + 2;
+    legend += fmt::format(
+        "<rect class=\"part c{}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{}\" height=\"{}\" rx=\"2\"/>", i, x,
+        y - 10, kSwatch, kSwatch);
+    legend += svg_text("label", x + kSwatch + 5, y, "start", escape_html(bars.parts[i]));
+    x += width;
+  }
+  double most = 0;
+  const auto total = [](const Bars::Bar& bar) {
+    return std::accumulate(bar.values.begin(), bar.values.end(), 0.0);
+  };
+  for (const Bars::Bar& bar : bars.bars) most = std::max(most, total(bar));
+  if (!(most > 0 && most < kLargest))
+    return head(bars.title, 60) + svg_text("label", kWidth / 2, 30, "middle", kNothing) + "</svg>";
+  for (const auto& [name, value] : bars.limits) most = std::max(most, value);
+  const Axis axis = make_axis(0, most, kTicksAcross, false, false);
+  const auto wide = [&](double value) { return value / axis.high * (kWidth - 2 * kSide); };
+  const double top = y + 12;
+  y = top + kLine * static_cast<double>(bars.limits.size());
+  for (const Bars::Bar& bar : bars.bars) {
+    y += kLine;
+    const bool apart = bar.label.size() + bar.note.size() > kOneLine;
+    body += svg_text("label over", kSide, y, "start", escape_html(bar.label));
+    if (apart) y += kLine;
+    body += svg_text("label over", kWidth - kSide, y, "end", escape_html(bar.note));
+    y += 5, x = kSide;
+    for (std::size_t i = 0; i < bar.values.size(); ++i) {
+      if (!(bar.values[i] > 0)) continue;
+      body += fmt::format(
+          "<rect class=\"part c{}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\"><title>{}: {:.4g} {}</title></rect>",
+          i, x, y, wide(bar.values[i]), kBar, escape_html(bars.parts[i]), bar.values[i],
+          escape_html(bars.unit));
+      x += wide(bar.values[i]);
+    }
+    y += kBar + 4;
+  }
+  std::string lines, names;
+  for (double tick = 0; tick <= axis.high * (1 + 1e-6); tick += axis.tick) {
+    const double at = kSide + wide(tick);
+    lines += fmt::format("<path class=\"grid\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, top, y);
+    names += svg_text("tick", at, y + 15,
+                      tick == 0          ? "start"
+                      : at > kWidth - 40 ? "end"
+                                         : "middle",
+                      tick_label(tick, axis));
+  }
+  double row = top;
+  for (const auto& [name, value] : bars.limits) {
+    const double at = kSide + wide(value);
+    row += kLine;
+    names += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, row - 10, y) +
+             svg_text("label over", at - 5, row - 2, "end", escape_html(name));
+  }
+  names += svg_text("label", kWidth - kSide, y + 32, "end", escape_html(bars.unit));
+  return head(bars.title, y + 40) + legend + lines + body + names + "</svg>";
 }
 
 }  // namespace isograd

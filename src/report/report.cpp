@@ -17,18 +17,20 @@ namespace {
 constexpr const char* kChartStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
 --good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
---c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f}
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;--c6:#56b4e9;--c7:#c3c6cc}
 @media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
 --good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
---c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0}}
+--c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;--c6:#2f7ab0;--c7:#4a4f57}}
 .tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}
 .over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
 .line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
 .raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
-.dot{fill:currentColor;stroke:var(--card)}.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
+.dot,.part{fill:currentColor;stroke:var(--card)}.lane{fill:var(--rule);opacity:.5}.inside{fill:var(--card);font-size:11px}
+.cross{stroke:var(--bad);stroke-width:1.5;fill:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
+.c6{color:var(--c6)}.c7{color:var(--c7)}
 )css";
 constexpr const char* kPageStyle = R"css(
 *{box-sizing:border-box}
@@ -185,6 +187,15 @@ std::string text_table(TextRows rows, const TextTable& style) {
     text += line + "\n";
   }
   return text;
+}
+
+std::string svg_file(const std::string& picture) {
+  const std::size_t name = std::string_view("<svg").size(), head = picture.find('>') + 1;
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" font-family=\"system-ui, sans-serif\"" +
+         picture.substr(name, head - name) +
+         fmt::format("\n<style>{}</style>\n<rect width=\"100%\" height=\"100%\" fill=\"var(--card)\"/>\n",
+                     kChartStyle) +
+         picture.substr(head) + "\n";
 }
 
 std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts) {

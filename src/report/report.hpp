@@ -31,7 +31,22 @@ struct Chart {
   // Draws the running median over the first series, and scales by the medians: values far off are marked and
   // counted.
   bool smooth = false;
-  bool log_x = false, log_y = false;  // a value of 0 or less is then not drawn; for charts without marks
+  bool log_x = false, log_y = false;  // a value of 0 or less is then not drawn; for charts without `marks`
+  // Neither widens the axes: vertical lines with their names, and dashed lines behind the series.
+  std::vector<std::pair<std::string, double>> x_marks = {};
+  std::vector<std::vector<Point>> guides = {};
+};
+
+// Stacked bars, one below the other, with their legend.
+struct Bars {
+  struct Bar {
+    std::string label, note;     // above the bar, on the left and on the right
+    std::vector<double> values;  // of `parts`
+  };
+  std::string title, unit;
+  std::vector<std::string> parts;  // at most 8
+  std::vector<Bar> bars;
+  std::vector<std::pair<std::string, double>> limits = {};  // vertical lines
 };
 
 // The first row is the heading. Columns are as wide as their widest cell, those of numbers are right-aligned.
@@ -76,6 +91,8 @@ class Report {
 };
 
 std::string svg(const Chart& chart);
+std::string svg(const Bars& bars);
+std::string svg_file(const std::string& picture);  // of a page, as a file of its own
 // A file of its own with all charts, whose series have the same names.
 std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts);
 std::string base64(std::string_view bytes);  // RFC 4648, with padding

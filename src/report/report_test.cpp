@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <iomanip>
 #include <limits>
 #include <regex>
+#include <sstream>
 
 #include "base/files.hpp"
 #include "report/event_file.hpp"
+#include "report/tags_testing.hpp"
 
 namespace isograd {
 namespace {
@@ -43,6 +46,12 @@ std::vector<Point> line_of(const std::string& picture) {
     points.push_back({x, std::stod(text.substr(at + 1 + length))});
   }
   return points;
+}
+
+std::string fixed(double value) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(1) << value;
+  return text.str();
 }
 
 TEST(Report, EscapesEverything) {
@@ -84,23 +93,7 @@ TEST(Report, TagsAreClosedInOrder) {
   report.chart(chart_of({{1, 1}}));
   report.table("T", "", {"a", "b"}, {{"1", "2"}});
   report.chart(chart_of({{1, kNaN}}));
-  const std::string html = report.html();
-  std::vector<std::string> open;
-  for (auto at = html.find('<'); at != std::string::npos; at = html.find('<', at + 1)) {
-    const std::string tag = html.substr(at + 1, html.find('>', at) - at - 1);
-    const bool closes = tag.starts_with('/');
-    const auto first = static_cast<std::size_t>(closes), last = tag.find_first_of(" /", first);
-    const std::string name = tag.substr(first, last == std::string::npos ? last : last - first);
-    if (name.empty() || name[0] == '!' || name == "meta" || tag.ends_with('/')) continue;
-    if (closes) {
-      ASSERT_FALSE(open.empty());
-      ASSERT_EQ(open.back(), name);
-      open.pop_back();
-    } else {
-      open.push_back(name);
-    }
-  }
-  EXPECT_THAT(open, ::testing::IsEmpty());
+  EXPECT_THAT(open_tags(report.html()), ::testing::IsEmpty());
 }
 
 TEST(Report, WritesTheWholeFile) {
@@ -251,6 +244,57 @@ TEST(Chart, LabelsOfMarksDoNotOverlap) {
   ASSERT_EQ(places.size(), 4u);
   for (std::size_t i = 1; i < places.size(); ++i) EXPECT_GE(places[i] - places[i - 1], 15.9);
   EXPECT_GE(places[0], 12);  // a line's height below the edge
+}
+
+TEST(Chart, VerticalMarksAndGuidesFollowTheAxes) {
+  Chart chart = chart_of({{1, 10}, {10, 100}, {100, 1000}});
+  chart.log_x = chart.log_y = true;
+  chart.x_marks = {{"law & order", 10}, {"beyond", 1e6}, {"next", 100}};
+  chart.guides = {{{1, 10}, {100, 1000}}};
+  const std::string picture = svg(chart);
+  const auto line = line_of(picture);
+  ASSERT_EQ(line.size(), 3u);
+  // A guide through the first and the last point, and a mark at the second.
+  EXPECT_THAT(picture, HasSubstr("class=\"mark\" d=\"M" + fixed(line[0].x) + " " + fixed(line[0].y) + "L" +
+                                 fixed(line[2].x) + " " + fixed(line[2].y) + "\""));
+  EXPECT_THAT(picture, HasSubstr("class=\"mark\" d=\"M" + fixed(line[1].x) + " 14.0v"));
+  EXPECT_THAT(picture, HasSubstr("law &amp; order"));
+  EXPECT_THAT(picture, Not(HasSubstr("beyond")));
+  EXPECT_EQ(count(picture, "class=\"mark\""), 3u);
+  chart.guides.clear(), chart.x_marks.clear();
+  EXPECT_EQ(line_of(svg(chart))[1].x, line[1].x) << "neither widens the axes";
+}
+
+TEST(BarsOf, AreAsWideAsTheirValuesAndEndAtTheLimit) {
+  Bars bars{.title = "memory", .unit = "GiB", .parts = {"a", "b", "<c>"}, .bars = {}};
+  bars.bars = {{"first", "10 GiB", {2, 3, 5}}, {"second <one>", "", {4, 0, 0}}};
+  bars.limits = {{"the device", 20}};
+  const std::string picture = svg(bars);
+  EXPECT_THAT(open_tags(picture), ::testing::IsEmpty());
+  const std::regex rect(
+      "<rect class=\"part c([0-7])\" x=\"([0-9.]+)\" y=\"[0-9.]+\" width=\"([0-9.]+)\"[^<]*<title>([^<]*)");
+  std::vector<std::smatch> found;
+  for (std::sregex_iterator at(picture.begin(), picture.end(), rect), end; at != end; ++at)
+    found.push_back(*at);
+  ASSERT_EQ(found.size(), 4u);  // none for 0
+  const auto number = [&](std::size_t i, int of) {
+    return std::stod(found[i][static_cast<std::size_t>(of)]);
+  };
+  const double unit = number(3, 3) / 4;
+  for (const auto& [i, value] : {std::pair<std::size_t, double>{0, 2}, {1, 3}, {2, 5}})
+    EXPECT_NEAR(number(i, 3), unit * value, 0.1);
+  EXPECT_NEAR(number(1, 2), number(0, 2) + number(0, 3), 0.11);
+  EXPECT_EQ(found[2][4], "&lt;c&gt;: 5 GiB");
+  std::smatch mark;
+  ASSERT_TRUE(std::regex_search(picture, mark, std::regex("class=\"mark\" d=\"M([0-9.]+)")));
+  EXPECT_NEAR(std::stod(mark[1]), number(0, 2) + 20 * unit, 0.5);
+  EXPECT_THAT(svg(Bars{.title = "t", .unit = "", .parts = {"a"}, .bars = {}}),
+              HasSubstr("no value that could be drawn"));
+  const std::string file = svg_file(picture);
+  EXPECT_THAT(open_tags(file), ::testing::IsEmpty());
+  EXPECT_THAT(file, ::testing::StartsWith("<svg xmlns=\"http://www.w3.org/2000/svg\""));
+  EXPECT_THAT(file, HasSubstr("aria-label=\"memory\""));
+  EXPECT_THAT(file, HasSubstr("prefers-color-scheme:dark"));
 }
 
 TEST(Report, ATableThatMayBeTooWideSaysSo) {
