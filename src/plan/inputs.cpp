@@ -45,9 +45,6 @@ constexpr std::int64_t kMostLayers = 100'000, kMostExperts = 1'000'000;
 constexpr std::uint64_t kLongestModelFile = 16 << 20;  // a config.json has kilobytes
 constexpr std::int64_t kFormat = 1;                    // of a calibration; another one was measured otherwise
 
-constexpr const char* kPrecisionNames[] = {"float64", "float32", "bfloat16", "float8"};
-constexpr const char* kOriginNames[] = {"exact", "measured", "calibrated", "fitted", "data sheet", "assumed"};
-
 std::string without_blanks(std::string_view text) {
   std::string result(text);
   std::erase(result, ' ');
@@ -674,6 +671,7 @@ ModelShape read_model(const fs::path& file) {
              "Name the configuration of one");
     model = shape_of(configured_shape(config), file.stem().string());
   }
+  model.file = file;
   in_file(file.string(), [&] { check(model); });
   return model;
 }

@@ -316,28 +316,9 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
 
 std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate) {
   if (candidate.ranks > kMostRanks) return std::nullopt;
-  const Work& work = impl_->problem.work;
   RunConfig config;
   config.model.shape = impl_->config;
-  config.data.pack_length = work.sequence;
-  config.batch.packs_per_step = work.samples();
-  config.batch.packs_per_micro_batch = candidate.micro_batch;
-  config.train.dtype = work.precision == Precision::kFloat64   ? "float64"
-                       : work.precision == Precision::kFloat32 ? "float32"
-                                                               : "bfloat16";
-  config.train.fp32_gradients = work.fp32_gradients;
-  auto& parallel = config.parallel;
-  parallel.strategy = name_of(candidate.strategy);
-  parallel.replicas = candidate.strategy == Strategy::kBucketed ? 1 : candidate.replicas;
-  parallel.cp_ring = candidate.cp_ring, parallel.cp_ulysses = candidate.cp_ulysses;
-  parallel.tp = candidate.tp, parallel.ep = candidate.ep, parallel.pp = candidate.pp;
-  parallel.stages_per_rank = candidate.stages_per_rank;
-  if (candidate.pp > 1) parallel.schedule = name_of(candidate.schedule);
-  parallel.sequence_parallel = candidate.sequence_parallel;
-  parallel.share_parameters = candidate.share_parameters ? "auto" : "off";
-  parallel.reduce_once = candidate.reduce_once;
-  parallel.checkpoint_activations = candidate.checkpoint, parallel.reshard_after_forward = candidate.reshard;
-  parallel.bucket_bytes = candidate.bucket_bytes;
+  set_layout(config, impl_->problem.cluster, impl_->problem.work, candidate);
   PersistentBytes most;
   for (int rank = 0; rank < candidate.pp; ++rank) {
     const PersistentBytes kept =

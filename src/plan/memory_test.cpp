@@ -48,8 +48,8 @@ void spread_evenly(DecoderLM& model) {
 
 using Prepare = std::function<Batch(DecoderLM& model)>;
 
-// Bytes that a block keeps: those of three layers less those of one, halved. What the router says is let go, as a step
-// does it; experts' sizes are those of all tokens.
+// Bytes that a block keeps: those of three layers less those of one, halved. What the router says is let go,
+// as a step does it; experts' sizes are those of all tokens.
 std::int64_t measured(const DecoderConfig& like, at::ScalarType type, const Prepare& prepare) {
   std::int64_t kept[2];
   for (const int more : {0, 1}) {
@@ -199,24 +199,6 @@ struct Planning {
   }
 };
 
-RunConfig config_of(const DecoderConfig& shape, const Work& work, const Candidate& candidate) {
-  RunConfig config;
-  config.model.shape = shape;
-  config.data.pack_length = work.sequence;
-  config.batch.packs_per_step = work.samples();
-  config.batch.packs_per_micro_batch = candidate.micro_batch;
-  config.train.dtype = work.precision == Precision::kBFloat16 ? "bfloat16" : "float32";
-  auto& parallel = config.parallel;
-  parallel.strategy = name_of(candidate.strategy);
-  parallel.replicas = candidate.replicas;
-  parallel.cp_ring = candidate.cp_ring, parallel.cp_ulysses = candidate.cp_ulysses;
-  parallel.tp = candidate.tp, parallel.ep = candidate.ep, parallel.pp = candidate.pp;
-  parallel.stages_per_rank = candidate.stages_per_rank;
-  if (candidate.pp > 1) parallel.schedule = name_of(candidate.schedule);
-  parallel.share_parameters = "off";
-  return config;
-}
-
 // Elements that a rank of each place of the pipeline has, keeps and shares, as `isograd layout` says it.
 TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
   const std::vector<Candidate> candidates = {
@@ -259,7 +241,9 @@ TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
         const Problem problem = setup.problem();
         const auto stages =
             stage_shapes(problem, candidate.tp, candidate.ep, candidate.pp * candidate.stages_per_rank);
-        const RunConfig config = config_of(shape, setup.work, candidate);
+        RunConfig config;
+        config.model.shape = shape;
+        set_layout(config, setup.cluster, setup.work, candidate);
         Candidate with = candidate;
         with.micro_batches = setup.work.samples() / candidate.data_ranks();
         for (int rank = 0; rank < candidate.pp; ++rank) {

@@ -12,6 +12,9 @@ double bytes_of(Precision precision) {
   return kBytes[static_cast<std::size_t>(precision)];
 }
 
+std::string_view name_of(Precision precision) { return kPrecisionNames[static_cast<std::size_t>(precision)]; }
+std::string_view name_of(Origin origin) { return kOriginNames[static_cast<std::size_t>(origin)]; }
+
 std::string_view name_of(Strategy strategy) {
   constexpr std::array<std::string_view, 4> kNames = {"bucketed", "zero1", "zero2", "zero3"};
   return kNames[static_cast<std::size_t>(strategy)];

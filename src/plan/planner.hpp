@@ -38,7 +38,9 @@ struct Estimate {
 
 enum class Precision : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat8 };
 inline constexpr std::size_t kPrecisions = 4;
-double bytes_of(Precision precision);  // of an element of a matrix
+double bytes_of(Precision precision);           // of an element of a matrix
+std::string_view name_of(Precision precision);  // of train.dtype; "float8" is planned alone
+std::string_view name_of(Origin origin);
 
 // A decoder as numbers. isograd trains those with `gated`; others can be planned, not written.
 struct ModelShape {
@@ -52,6 +54,7 @@ struct ModelShape {
     std::int64_t count = 0, per_token = 0, feed_forward = 0, shared_feed_forward = 0;  // count 0: none
     std::vector<std::int64_t> dense_layers{};                                          // ascending
   } experts{};
+  std::filesystem::path file{};  // that it was read from, whose other keys to_toml() keeps; empty: numbers
 
   bool has_experts(std::int64_t layer) const;
   double parameters() const, active_parameters() const;  // active: those that compute a token
@@ -287,7 +290,8 @@ Plan plan(const ModelShape&, const Cluster&, const Calibration&, const Work&, co
 
 std::string to_text(const Plan& plan);  // lines of at most 100 columns
 std::string to_json(const Plan& plan);  // docs/planning.md has the keys
-// A configuration that `isograd train` runs. ConfigError: a model that isograd does not train.
+// A configuration that `isograd train` runs and `isograd verify` proves: of the model's file all but what the
+// plan decides. ConfigError: a model or precision that isograd does not train.
 std::string to_toml(const Plan& plan, const Planned& planned);
 
 }  // namespace isograd::planner

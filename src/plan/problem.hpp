@@ -3,8 +3,9 @@
 #pragma once
 
 #include "isograd/model.hpp"
-#include "plan/planner.hpp"
 #include "plan/constants.hpp"
+#include "plan/planner.hpp"
+#include "train/config.hpp"
 
 namespace isograd::planner {
 
@@ -18,9 +19,20 @@ struct Problem {
   Program program = Program::kIsograd;
 };
 
+// In the order of their enumerations; of precisions as in train.dtype.
+inline constexpr const char* kPrecisionNames[] = {"float64", "float32", "bfloat16", "float8"};
+inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrated",
+                                               "fitted", "data sheet", "assumed"};
+
 // Both ways: the planner's shape has no LibTorch type, and rules, stages and kept tensors take the model
 // room's.
 DecoderConfig decoder_of(const ModelShape& model);
 ModelShape shape_of(const DecoderConfig& config, std::string name);
+
+// Both ways: a configuration's step as work, and the keys of [batch], [parallel] and others that work and
+// candidate decide. Keys of [parallel] that the planner does not choose get their defaults. The model's stay.
+// ConfigError: a run that trains an adapter.
+Work work_of(const RunConfig& config);
+void set_layout(RunConfig& config, const Cluster& cluster, const Work& work, const Candidate& candidate);
 
 }  // namespace isograd::planner

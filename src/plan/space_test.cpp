@@ -39,23 +39,10 @@ Case small(std::int64_t devices, std::int64_t samples, bool experts = false) {
   return one;
 }
 
-// As a plan is written.
 RunConfig config_of(const Candidate& candidate, const Case& one) {
   RunConfig config;
   config.model.shape = decoder_of(one.model);
-  config.batch.packs_per_step = one.work.samples();
-  config.batch.packs_per_micro_batch = candidate.micro_batch;
-  auto& parallel = config.parallel;
-  parallel.strategy = name_of(candidate.strategy);
-  parallel.replicas = candidate.strategy == Strategy::kBucketed ? 1 : candidate.replicas;
-  parallel.cp_ring = candidate.cp_ring, parallel.cp_ulysses = candidate.cp_ulysses;
-  parallel.tp = candidate.tp, parallel.ep = candidate.ep, parallel.pp = candidate.pp;
-  parallel.stages_per_rank = candidate.stages_per_rank;
-  if (candidate.schedule != Schedule::kNone) parallel.schedule = name_of(candidate.schedule);
-  parallel.reduce_once = candidate.reduce_once;
-  parallel.checkpoint_activations = candidate.checkpoint;
-  parallel.reshard_after_forward = candidate.reshard;
-  parallel.share_parameters = candidate.share_parameters ? "on" : "off";
+  set_layout(config, one.cluster, one.work, candidate);
   return config;
 }
 

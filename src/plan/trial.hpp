@@ -12,32 +12,47 @@
 
 namespace isograd::planner {
 
-// Runs this program in a child of its own, which may run out of memory. The command line gives it; tests give
-// another.
+// A run in a child of its own, which may run out of memory.
 struct ProgramRun {
-  int status = 0;
+  int status = 0;              // 128 + n: ended by signal n
   bool out_of_memory = false;  // killed for it, or refused an allocation
+  bool late = false;           // killed after `most_seconds`
   double seconds_of_step = 0, peak_bytes = 0;
-  std::string output{};
+  std::string output{};  // the end of both streams
 };
-using RunProgram = std::function<ProgramRun(const std::vector<std::string>& arguments, double most_seconds)>;
+// `arguments` of this program. Its private memory may grow to `most_bytes`. The command line gives
+// run_program() with its own path; tests give another.
+using RunProgram = std::function<ProgramRun(const std::vector<std::string>& arguments, double most_seconds,
+                                            double most_bytes)>;
+// Fills in all but the figures of the step.
+ProgramRun run_program(const std::vector<std::string>& command, double most_seconds, double most_bytes);
 
 struct Tried {
   Planned planned{};
-  std::optional<ProgramRun> run{};  // nothing: it does not fit this machine, `why_not` says what is missing
-  std::string why_not{};
+  std::optional<ProgramRun> run{};  // median of its steps, the most of its ranks
+  std::string why_not{};            // there is no run, or it failed
 };
 // The best `count` layouts that this machine has cores, devices and memory for, a few steps each, in turns.
 std::vector<Tried> try_layouts(const Plan& plan, std::size_t count, const RunProgram& run,
                                const std::filesystem::path& folder);
 
-// The largest micro-batch by doubling and bisection, and the foretold one.
+// The largest micro-batch of the first layout that this machine can run, by doubling and bisection: with the
+// cluster's reserve it fits into a device's memory. And the foretold one.
 struct LargestMicroBatch {
+  std::string layout{};  // empty: this machine can run none
   std::int64_t measured = 0, foretold = 0;
   std::vector<std::pair<std::int64_t, bool>> tried{};
+  std::string ended_early{};  // why `measured` is not the largest
 };
 LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run,
                                       const std::filesystem::path& folder);
+
+struct Trials {
+  std::vector<Tried> layouts{};
+  LargestMicroBatch largest{};
+};
+std::string to_text(const Trials& trials);                    // lines of at most 100 columns
+std::string to_json(const Plan& plan, const Trials* trials);  // null: not tried
 
 // ---- published rows ----
 
