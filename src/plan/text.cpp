@@ -53,7 +53,7 @@ std::string estimate_text(const Estimate& estimate, const Text& text) {
 }
 
 std::string mark_of(const Planned& planned) {
-  return planned.proved ? "in the table that the tests prove" : "composes, not in the proved table";
+  return planned.proved ? "proved by the tests" : "composes, not proved by the tests";
 }
 
 std::string layout_text(const std::string& head, const Planned& planned, double memory) {
@@ -101,18 +101,16 @@ std::string work_text(const Work& work) {
       fmt::format("{:.0f} tokens, {} sequences of {}; {}{}; {}", work.tokens, work.samples(), work.sequence,
                   name_of(work.precision),
                   work.precision == Precision::kBFloat16 && work.fp32_gradients ? " with fp32 gradients" : "",
-                  work.documents.empty() ? "each sequence one document"
+                  work.documents.empty() ? "one document a sequence"
                                          : fmt::format("packed from {} documents", work.documents.size())));
 }
 
 std::string law_text(const Law& law) {
-  const auto number = [&](double value) {
-    return fmt::format("{}{}{}", human_count(value), law.unit.empty() ? "" : " ", law.unit);
-  };
-  return wrapped(
-      law.bites ? "* " : "  ",
-      fmt::format("{}: {}, here {}. {}{}{}", law.name, estimate_text(law.at, number), number(law.now),
-                  law.statement, law.moved_by.empty() ? "" : " Moved by: ", law.moved_by));
+  std::string text = fmt::format("{}: {} {}, here {}", law.name, estimate_text(law.at, human_count), law.unit,
+                                 human_count(law.now));
+  if (!law.statement.empty()) text += "; " + law.statement;
+  if (!law.moved_by.empty()) text += "; moved by " + law.moved_by;
+  return wrapped(law.bites ? "* " : "  ", text);
 }
 
 std::string scaling_text(const std::vector<ScalingPoint>& points) {
