@@ -95,20 +95,13 @@ struct MemoryModel::Impl {
     return bytes;
   }
 
-  std::int64_t layers_with_experts(const StageShape& shape) const {
-    if (config.experts.count == 0) return 0;
-    const auto& dense = config.experts.dense_layers;
-    return shape.layers - (std::ranges::lower_bound(dense, shape.first_layer + shape.layers) -
-                           std::ranges::lower_bound(dense, shape.first_layer));
-  }
-
   // Kept by a micro-batch of a stage, and what passes in the backward of its fullest moment: the output's, or
   // a block's when the output's tensors are gone, or the embedding's gradient at the end.
   struct OfStage {
     double kept = 0, halves = 0, logits = 0, passing = 0;
   };
   OfStage of_stage(const Candidate& candidate, const StageShape& shape, const MicroBatchBytes& bytes) const {
-    const std::int64_t mixed = layers_with_experts(shape);
+    const std::int64_t mixed = shape.mixtures;
     const double element = bytes_of(problem.work.precision);
     const double table = as_double((config.vocabulary + candidate.tp - 1) / candidate.tp * config.hidden) *
                          std::max(2.0, element);
@@ -268,10 +261,11 @@ MemoryParts MemoryModel::of(const Candidate& candidate) {
   return most;
 }
 
-// The first rank's, with one micro-batch.
+// The first rank's, with one micro-batch, without the output: a fused loss keeps less of more tokens.
 double MemoryModel::least(const Candidate& candidate) {
   if (impl_->problem.program != Program::kIsograd) return of(candidate).total();
-  const StageShape& first = impl_->stages(candidate)[0];
+  StageShape first = impl_->stages(candidate)[0];
+  first.outputs = false;
   return impl_->kept_of(candidate, 0) +
          impl_->of_stage(candidate, first, impl_->micro_batch(candidate)).kept +
          impl_->problem.cluster.reserve;
@@ -314,18 +308,12 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
   return lines;
 }
 
-std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate) {
+std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate, int rank_of_pipeline) {
   if (candidate.ranks > kMostRanks) return std::nullopt;
   RunConfig config;
   config.model.shape = impl_->config;
   set_layout(config, impl_->problem.cluster, impl_->problem.work, candidate);
-  PersistentBytes most;
-  for (int rank = 0; rank < candidate.pp; ++rank) {
-    const PersistentBytes kept =
-        lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank, 1).layout.total;
-    if (kept.total() > most.total()) most = kept;
-  }
-  return most;
+  return lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank_of_pipeline, 1).layout.total;
 }
 
 }  // namespace isograd::planner

@@ -18,14 +18,14 @@ class MemoryModel {
   ~MemoryModel();
 
   MemoryParts of(const Candidate& candidate);
-  // At least of(candidate).total(), and cheaper: for leaving out.
+  // At most of(candidate).total(), cheaper, and no less with larger micro-batches: for leaving out.
   double least(const Candidate& candidate);
   // The parts with formulas and origins.
   std::vector<Planned::Part> explain(const Candidate& candidate, const MemoryParts& parts);
   const std::vector<StageShape>& stages(const Candidate& candidate);
-  // Kept bytes with the padding of buckets, by lay_out() itself for a rank of each stage; nothing above 4,096
-  // ranks, where that would be slow. For layouts that are printed.
-  std::optional<PersistentBytes> laid_out(const Candidate& candidate);
+  // Kept bytes with the padding of buckets, by lay_out() itself; nothing above 4,096 ranks, where that would
+  // be slow. For layouts that are printed.
+  std::optional<PersistentBytes> laid_out(const Candidate& candidate, int rank_of_pipeline);
 
  private:
   struct Impl;

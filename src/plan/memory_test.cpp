@@ -266,9 +266,10 @@ TEST(Stages, ElementsAndKeptBytesAreThoseOfLayOut) {
         }
         Pipelines pipelines;
         MemoryModel memory(problem, pipelines);
-        const auto padded = memory.laid_out(with);
+        const MemoryParts parts = memory.of(with);
+        const auto padded = memory.laid_out(with, parts.rank_of_pipeline);
         ASSERT_TRUE(padded);
-        EXPECT_GE(static_cast<double>(padded->total()), memory.of(with).kept());
+        EXPECT_GE(static_cast<double>(padded->total()), parts.kept());
       }
     }
 }

@@ -8,9 +8,10 @@ namespace isograd::planner {
 namespace {
 
 double pairs_of(std::int64_t tokens) { return double(tokens) * (double(tokens) + 1) / 2; }
+}  // namespace
 
-// Documents one behind another, cut where a sequence ends: pairs of each sequence.
 std::vector<double> pairs_by_sequence(const Work& work) {
+  if (work.documents.empty()) return {pairs_of(work.sequence)};
   std::vector<double> pairs(1, 0);
   std::int64_t room = work.sequence;
   for (std::int64_t document : work.documents)
@@ -24,12 +25,9 @@ std::vector<double> pairs_by_sequence(const Work& work) {
   return pairs;
 }
 
-}  // namespace
-
-Packs packs_of(const Work& work, std::int64_t ranks, std::int64_t sequences_of_rank) {
-  if (work.documents.empty()) return {.pairs = pairs_of(work.sequence)};
-  const std::vector<double> pairs = pairs_by_sequence(work);
+Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks, std::int64_t sequences_of_rank) {
   const double mean = std::accumulate(pairs.begin(), pairs.end(), 0.0) / static_cast<double>(pairs.size());
+  if (pairs.size() == 1) return {.pairs = mean};
   // Steps of the corpus, from its beginning again where it ends: the mean of their slowest ranks.
   constexpr std::int64_t kMostSequences = 1 << 20, kMostSteps = 16;
   const std::int64_t of_step = std::max<std::int64_t>(1, ranks * sequences_of_rank);

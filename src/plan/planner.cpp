@@ -1,9 +1,12 @@
-// Facts of the plain data of include/plan/planner.hpp.
+// Facts of the planner's plain data, and its public functions, which put the models to work.
 #include "plan/planner.hpp"
+
+#include <fmt/format.h>
 
 #include <algorithm>
 
-#include "plan/problem.hpp"
+#include "plan/inputs.hpp"
+#include "plan/search.hpp"
 
 namespace isograd::planner {
 
@@ -121,6 +124,159 @@ ModelShape shape_of(const DecoderConfig& config, std::string name) {
                       .feed_forward = experts.feed_forward,
                       .shared_feed_forward = experts.shared_feed_forward,
                       .dense_layers = experts.dense_layers}};
+}
+
+namespace {
+
+// What isograd would do, after all inputs are checked. Links come in any order.
+struct Asked {
+  Asked(const ModelShape& of, const Cluster& on, const Calibration& by, const Work& job)
+      : model(of), cluster(on), calibration(by), work(job) {
+    check(model), check(cluster), check(work);
+    std::ranges::sort(cluster.links, {}, &Link::ranks);
+    problem.constants = constants_of(problem.program, cluster.device, work.precision);
+  }
+  Asked(const Asked&) = delete;
+  Asked& operator=(const Asked&) = delete;
+
+  // A layout that `train` accepts.
+  Models& of(const Candidate& candidate) {
+    if (const auto text = refusal(model, cluster, work, candidate)) throw ConfigError(*text);
+    return models;
+  }
+
+  ModelShape model;
+  Cluster cluster;
+  const Calibration& calibration;
+  Work work;
+  Problem problem{.model = model, .cluster = cluster, .calibration = calibration, .work = work};
+  Models models{problem};
+};
+
+std::vector<std::string> warnings_of(const Plan& plan, const Calibration& calibration) {
+  std::vector<std::string> all;
+  const auto add = [&]<class... T>(fmt::format_string<T...> text, T&&... values) {
+    all.push_back(fmt::format(text, std::forward<T>(values)...));
+  };
+  const Cluster& cluster = plan.cluster;
+  if (!plan.top.empty()) {
+    const Planned& best = plan.top.front();
+    const Candidate& layout = best.candidate;
+    if (layout.ranks < cluster.devices)
+      add("{} of {} devices are idle: no layout that fits uses all of them", cluster.devices - layout.ranks,
+          cluster.devices);
+    constexpr double kNearlyFull = 0.08;
+    if (best.head_room < kNearlyFull * cluster.device.memory)
+      add("only {:.1f} % of the memory are left: published runs as full as that ran much slower than their like, "
+          "or failed",
+          100 * best.head_room / cluster.device.memory);
+    if (!best.proved)
+      add("no test proves this combination of axes; isograd verify proves it on the ranks that are here");
+    if (const std::int64_t rest = plan.work.samples() % layout.data_ranks(); rest != 0)
+      add("{} of {} data ranks have one sequence less than the others", layout.data_ranks() - rest,
+          layout.data_ranks());
+    if (cluster.hosts() > 1 && !cluster.host_memory)
+      add("GPUs of several hosts: the configuration has backend = \"shm+mpi\"; the times are those of a direct "
+          "network between GPUs, which that backend does not use");
+    if (best.step.uneven > 0)
+      add("documents are of uneven lengths: the slowest rank attends for {:.1f} % of the step longer",
+          100 * best.step.uneven / best.seconds.value);
+  }
+  if (plan.model.experts.count > 0)
+    add("tokens are assumed to spread evenly over the experts; nobody publishes how uneven they are");
+  if (!plan.model.gated) add("isograd trains models with gated feed-forward networks: this plan cannot be written");
+  if (calibration.empty())
+    add("times follow the data sheet and shares of it that were fitted on other programs' published runs: run "
+        "isograd calibrate on a device of this kind");
+  std::ranges::copy(calibration.not_measured, std::back_inserter(all));
+  return all;
+}
+
+// Each number of devices by a search of its own.
+std::vector<ScalingPoint> scaling_of(const Plan& plan, const Calibration& calibration,
+                                     const Options& options) {
+  std::vector<std::int64_t> sizes = options.scaling;
+  std::ranges::sort(sizes);
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+  std::vector<ScalingPoint> points;
+  for (const std::int64_t devices : sizes) {
+    Cluster cluster = plan.cluster;
+    cluster.devices = devices;
+    Asked asked(plan.model, cluster, calibration, plan.work);
+    Options one = options;
+    one.top = 1;
+    Searched found = search(asked.models, usable_devices(asked.problem, devices), one, false);
+    if (found.top.empty()) continue;
+    ScalingPoint point{.devices = devices, .best = std::move(found.top.front())};
+    const auto speed = [](const ScalingPoint& of) {
+      return of.best.tokens_per_second.value / static_cast<double>(of.devices);
+    };
+    point.efficiency = points.empty() ? 1 : speed(point) / speed(points.front());
+    if (const auto laws = laws_of(asked.models, point.best); !laws.empty()) point.law = laws.front().name;
+    points.push_back(std::move(point));
+  }
+  return points;
+}
+
+}  // namespace
+
+MemoryParts memory_of(const ModelShape& model, const Cluster& cluster, const Work& work,
+                      const Candidate& candidate) {
+  const Calibration nothing;
+  return Asked(model, cluster, nothing, work).of(candidate).memory.of(candidate);
+}
+
+StepParts step_of(const ModelShape& model, const Cluster& cluster, const Calibration& calibration,
+                  const Work& work, const Candidate& candidate) {
+  check_peak(cluster.device, calibration, work.precision);
+  return Asked(model, cluster, calibration, work).of(candidate).step.of(candidate);
+}
+
+double sent_bytes_of(const ModelShape& model, const Work& work, const Candidate& candidate) {
+  check(model), check(work);
+  const Cluster cluster;
+  const Calibration nothing;
+  if (const auto text = refusal(model, cluster, work, candidate)) throw ConfigError(*text);
+  const Problem problem{.model = model, .cluster = cluster, .calibration = nothing, .work = work};
+  const std::vector<StageShape> stages =
+      stage_shapes(problem, candidate.tp, candidate.ep, candidate.pp * candidate.stages_per_rank);
+  double most = 0;
+  for (int rank = 0; rank < candidate.pp; ++rank)
+    most = std::max(most, traffic_bytes(data_parallel_plan(problem, candidate, stages, rank)).total());
+  return most;
+}
+
+std::vector<Span> timeline_of(const ModelShape& model, const Cluster& cluster, const Calibration& calibration,
+                              const Work& work, const Candidate& candidate) {
+  check_peak(cluster.device, calibration, work.precision);
+  return Asked(model, cluster, calibration, work).of(candidate).step.timeline(candidate);
+}
+
+Plan plan(const ModelShape& model, const Cluster& cluster, const Calibration& calibration, const Work& work,
+          const Options& options) {
+  check_peak(cluster.device, calibration, work.precision);
+  Asked asked(model, cluster, calibration, work);
+  Models& models = asked.models;
+  Searched found = search(models, usable_devices(asked.problem, cluster.devices), options);
+  Plan made{.model = asked.model,
+            .cluster = asked.cluster,
+            .work = work,
+            .top = std::move(found.top),
+            .front = std::move(found.front),
+            .nearest = std::move(found.nearest),
+            .candidates = found.candidates,
+            .fitting = found.fitting};
+  if (made.nearest) made.missing = missing_text(models, *made.nearest);
+  if (!made.top.empty()) {
+    const Planned& best = made.top.front();
+    if (options.neighbours) made.neighbours = neighbours_of(models, best);
+    if (options.limits) made.laws = laws_of(models, best);
+    made.recipe = recipe_of(models, best);
+  }
+  made.ways_out = ways_out_of(models, options);
+  made.scaling = scaling_of(made, calibration, options);
+  made.warnings = warnings_of(made, calibration);
+  return made;
 }
 
 }  // namespace isograd::planner

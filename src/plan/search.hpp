@@ -27,7 +27,19 @@ struct Searched {
 };
 // Rules, then memory, then the least time, then the time; ties by the order of the space. Holds `top` and the
 // front alone, so that memory does not grow with the candidates.
-Searched search(Models& models, std::int64_t devices, const Options& options);
+Searched search(Models& models, std::int64_t devices, const Options& options, bool with_front = true);
+
+inline double gibibytes(double bytes) { return bytes / (1 << 30); }
+
+// The same question of another cluster or job, which must outlive it.
+inline Problem with(const Problem& problem, const Cluster& cluster, const Work& work) {
+  return {.model = problem.model,
+          .cluster = cluster,
+          .calibration = problem.calibration,
+          .work = work,
+          .constants = problem.constants,
+          .program = problem.program};
+}
 
 Planned planned(Models& models, const Candidate& candidate);  // with parts and intervals
 std::string missing_text(Models& models, const Planned& nearest);

@@ -95,6 +95,7 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
     for (std::int64_t layer = own.begin; layer < own.begin + own.count; ++layer) {
       const LayerElements of = elements_of(model, keys, tp, ep, model.has_experts(layer));
       shape.elements += of.rest, shape.expert_elements += of.experts;
+      shape.mixtures += model.has_experts(layer) ? 1 : 0;
       shape.largest_block = std::max(shape.largest_block, of.rest + of.experts);
     }
     shapes.push_back(shape);

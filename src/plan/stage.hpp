@@ -10,7 +10,7 @@
 namespace isograd::planner {
 
 struct StageShape {
-  std::int64_t first_layer = 0, layers = 0;
+  std::int64_t first_layer = 0, layers = 0, mixtures = 0;  // of the layers, those with experts
   bool embeds = false, outputs = false;
   // Elements of the fullest rank along tp and ep, by local shapes.
   std::int64_t elements = 0, expert_elements = 0;

@@ -13,6 +13,9 @@
 namespace isograd::planner {
 namespace {
 
+constexpr std::int64_t kLeastBucket = 1 << 20;
+constexpr double kBarelyLess = 1 - 1e-12;  // sums in another order are not above what they bound
+
 // A rank's seconds of a forward, or of a half of a backward.
 struct Seconds {
   double products = 0, attention = 0, memory = 0, overhead = 0, tp = 0, cp = 0, ep = 0;
@@ -37,6 +40,7 @@ struct Pass {
     forward += more.forward, inputs += more.inputs, weights += more.weights;
     return *this;
   }
+  Pass operator*(double factor) const { return {forward * factor, inputs * factor, weights * factor}; }
   double backward() const { return inputs.total() + weights.total(); }
 };
 
@@ -49,30 +53,54 @@ struct StepModel::Impl {
         memory(sizes),
         network(of.cluster, of.calibration, of.constants.share_inside, of.constants.share_across),
         rates(of),
-        overlap(of.calibration.overlap.value_or(of.constants.overlap)) {}
+        overlap(of.calibration.overlap.value_or(of.constants.overlap)),
+        pairs(pairs_by_sequence(of.work)),
+        mean_pairs(packs_of(pairs).pairs) {}
 
   const Problem& problem;
   Pipelines& pipelines;
   MemoryModel& memory;
   Network network;
   Rates rates;
-  double overlap;  // part of a collective that computation hides
-  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool, int>;
-  std::map<Shape, Pass> passes{};
+  double overlap;             // part of a collective that computation hides
+  std::vector<double> pairs;  // of the sequences of a corpus, and their mean
+  double mean_pairs;
+  // Of a layer of either kind, and of the output.
+  struct Passes {
+    Pass dense{}, mixture{}, output{};
+  };
+  // Seconds of the stages of one micro-batch, and the rank of the pipeline that computes longest.
+  struct Staged {
+    StageTimes times{};
+    int slowest = 0;
+    Pass of_slowest{};
+  };
+  // What candidates share. A full table is begun anew, so that memory does not grow with the space.
+  static constexpr std::size_t kMostShapes = 4096;
+  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
+  std::map<Shape, Passes> passes{};
+  std::map<std::tuple<Shape, int, int, bool>, Staged> stages{};
   std::map<std::pair<std::int64_t, std::int64_t>, double> slowest{};
 
-  // `layer` -1: the output. Layers differ in whether they have experts alone.
-  const Pass& pass(const Candidate& c, std::int64_t layer) {
-    const int kind = layer < 0 ? 2 : problem.model.has_experts(layer) ? 1 : 0;
-    const Shape shape{c.tp,          c.cp_ring,           c.cp_ulysses, c.ep,
-                      c.micro_batch, c.sequence_parallel, c.checkpoint, kind};
-    const auto [found, is_new] = passes.try_emplace(shape);
-    if (is_new) found->second = computed(c, layer);
+  static Shape shape_of(const Candidate& c) {
+    return {c.tp, c.cp_ring, c.cp_ulysses, c.ep, c.micro_batch, c.sequence_parallel, c.checkpoint};
+  }
+
+  const Passes& passes_of(const Candidate& c) {
+    if (passes.size() >= kMostShapes) passes.clear();
+    const auto [found, is_new] = passes.try_emplace(shape_of(c));
+    if (!is_new) return found->second;
+    for (std::int64_t layer = 0; layer < problem.model.layers; ++layer) {
+      Pass& kind = problem.model.has_experts(layer) ? found->second.mixture : found->second.dense;
+      if (kind.forward.total() == 0) kind = computed(c, layer);
+    }
+    found->second.output = computed(c, -1);
     return found->second;
   }
 
+  // `layer` -1: the output.
   Pass computed(const Candidate& c, std::int64_t layer) const {
-    const LayerWork work = layer < 0 ? output_work(problem, c) : layer_work(problem, c, layer);
+    const LayerWork work = layer < 0 ? output_work(problem, c) : layer_work(problem, c, layer, mean_pairs);
     const auto all = [&](const std::vector<Product>& products) {
       double sum = 0;
       for (const Product& product : products) sum += rates.seconds(product);
@@ -120,28 +148,22 @@ struct StepModel::Impl {
     return pass;
   }
 
-  Pass of_stage(const Candidate& c, const StageShape& stage) {
-    Pass sum;
-    for (std::int64_t layer = stage.first_layer; layer < stage.first_layer + stage.layers; ++layer)
-      sum += pass(c, layer);
-    if (stage.outputs) sum += pass(c, -1);
-    return sum;
-  }
-
-  struct Played {
-    std::vector<Pass> stages{};
-    StageTimes times{};
-    double length = 0;
-    int slowest = 0;  // rank of the pipeline
-    Pass of_slowest{};
-  };
-  Played play(const Candidate& c) {
-    Played played;
+  const Staged& staged(const Candidate& c) {
+    if (stages.size() >= kMostShapes) stages.clear();
+    const bool folded = c.schedule == Schedule::kZeroBubbleV;
+    const auto [found, is_new] = stages.try_emplace({shape_of(c), c.pp, c.stages_per_rank, folded});
+    Staged& made = found->second;
+    if (!is_new) return made;
+    const Passes& each = passes_of(c);
+    std::vector<Pass> all;
     for (const StageShape& stage : memory.stages(c)) {
-      played.stages.push_back(of_stage(c, stage));
-      played.times.forward.push_back(played.stages.back().forward.total());
-      played.times.backward_inputs.push_back(played.stages.back().inputs.total());
-      played.times.backward_weights.push_back(played.stages.back().weights.total());
+      Pass sum = each.dense * double(stage.layers - stage.mixtures);
+      sum += each.mixture * double(stage.mixtures);
+      if (stage.outputs) sum += each.output;
+      all.push_back(sum);
+      made.times.forward.push_back(sum.forward.total());
+      made.times.backward_inputs.push_back(sum.inputs.total());
+      made.times.backward_weights.push_back(sum.weights.total());
     }
     if (c.pp > 1) {
       const double stream = double(c.micro_batch) * double(problem.work.sequence) *
@@ -149,18 +171,42 @@ struct StepModel::Impl {
                             (double(c.cp_ring) * c.cp_ulysses);
       Reach next = reach_of(c, Axis::kStage, problem.cluster);
       next.ranks = 2;
-      played.times.transfer =
+      made.times.transfer =
           network.seconds(Operation::kSend, stream / (c.sequence_parallel ? c.tp : 1), next);
     }
     double most = -1;
     for (int rank = 0; rank < c.pp; ++rank) {
       Pass own;
-      for (const int stage : stages_of_rank(c, rank)) own += played.stages[static_cast<std::size_t>(stage)];
+      for (const int stage : stages_of_rank(c, rank)) own += all[static_cast<std::size_t>(stage)];
       if (const double busy = own.forward.total() + own.backward(); busy > most)
-        most = busy, played.slowest = rank, played.of_slowest = own;
+        most = busy, made.slowest = rank, made.of_slowest = own;
     }
-    played.length = pipelines.seconds(c, played.times);
-    return played;
+    return made;
+  }
+
+  // No pipeline is shorter: a rank computes all its micro-batches after the first has come through the stages
+  // before, and where backwards are whole its last one goes back through them.
+  double shortest(const Candidate& c, const StageTimes& times) const {
+    if (c.pp == 1) return 0;
+    const bool halves = c.schedule == Schedule::kZeroBubbleH1 || c.schedule == Schedule::kZeroBubbleV;
+    double before = 0, longest = 0;
+    for (int rank = 0; rank < c.pp; ++rank) {
+      double busy = 0;
+      const auto add = [&](std::size_t stage) {
+        busy += times.forward[stage] + times.backward_inputs[stage] + times.backward_weights[stage];
+      };
+      if (c.schedule == Schedule::kZeroBubbleV)
+        for (const int stage : stages_of_rank(c, rank)) add(static_cast<std::size_t>(stage));
+      else
+        for (auto stage = static_cast<std::size_t>(rank); stage < times.forward.size();
+             stage += static_cast<std::size_t>(c.pp))
+          add(stage);
+      longest = std::max(longest, before + double(c.micro_batches) * busy);
+      const auto at = static_cast<std::size_t>(rank);
+      before += times.forward[at] + times.transfer;
+      if (!halves) before += times.backward_inputs[at] + times.backward_weights[at] + times.transfer;
+    }
+    return longest;
   }
 
   // Collectives of gradients and parameters by kind of elements: those that every rank copies, then experts.
@@ -168,17 +214,19 @@ struct StepModel::Impl {
     return pieces * network.seconds(operation, bytes / pieces, reach);
   }
 
-  void add_data_parallel(StepParts& parts, const Candidate& c, const Played& played) {
-    const std::vector<StageShape>& stages = memory.stages(c);
-    const DataParallelPlan plan = data_parallel_plan(problem, c, stages, played.slowest);
+  // `bucket_bytes` 0: no more than with any size of buckets.
+  void add_data_parallel(StepParts& parts, const Candidate& c, const Staged& staged,
+                         std::int64_t bucket_bytes) {
+    const std::vector<StageShape>& shapes = memory.stages(c);
+    const DataParallelPlan plan = data_parallel_plan(problem, c, shapes, staged.slowest);
     const double rounds = static_cast<double>(c.micro_batches),
                  reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
     std::int64_t layers = 0, block = 0, root = 0;
-    for (const int stage : stages_of_rank(c, played.slowest)) {
-      const StageShape& shape = stages[static_cast<std::size_t>(stage)];
+    for (const int stage : stages_of_rank(c, staged.slowest)) {
+      const StageShape& shape = shapes[static_cast<std::size_t>(stage)];
       layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
     }
-    const double forward = played.of_slowest.forward.total(), backward = played.of_slowest.backward();
+    const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
     double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0;
     for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
       const DataParallelPlan::Elements& elements = plan.elements[kind];
@@ -191,11 +239,13 @@ struct StepModel::Impl {
       const Reach reach = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1),
                                    stride, problem.cluster);
       const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
-      // Stage 3 reduces a unit at a time, the others a bucket.
+      // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones leave
+      // less behind.
+      const bool any = plan.stage != 3 && bucket_bytes == 0;
       const double piece = plan.stage == 3
                                ? static_cast<double>(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
-                               : static_cast<double>(c.bucket_bytes);
-      reduce += travels(operation, gradients, reach, std::ceil(gradients / piece));
+                               : static_cast<double>(any ? kLeastBucket : bucket_bytes);
+      reduce += travels(operation, gradients, reach, any ? 1 : std::ceil(gradients / piece));
       tail += network.seconds(operation, std::min(gradients, piece), reach);
       if (elements.replicas > 1 && operation == Operation::kReduceScatter)
         once += network.seconds(Operation::kAllReduce, shard * plan.bytes.gradient,
@@ -239,10 +289,13 @@ struct StepModel::Impl {
   }
 
   StepParts of(const Candidate& c) {
-    const Played played = play(c);
+    const Staged& times = staged(c);
+    return made(c, times, pipelines.seconds(c, times.times), c.bucket_bytes);
+  }
+  StepParts made(const Candidate& c, const Staged& times, double length, std::int64_t bucket_bytes) {
     const double rounds = static_cast<double>(c.micro_batches);
-    Seconds sum = played.of_slowest.forward;
-    sum += played.of_slowest.inputs, sum += played.of_slowest.weights;
+    Seconds sum = times.of_slowest.forward;
+    sum += times.of_slowest.inputs, sum += times.of_slowest.weights;
     sum = sum * rounds;
     StepParts parts{.products = sum.products,
                     .attention = sum.attention,
@@ -252,12 +305,12 @@ struct StepModel::Impl {
                     .cp = sum.cp,
                     .ep = sum.ep};
     parts.hidden.tp = sum.hidden_tp, parts.hidden.cp = sum.hidden_cp, parts.hidden.ep = sum.hidden_ep;
-    parts.bubble = c.pp == 1 ? 0 : std::max(0.0, played.length - sum.total());
-    add_data_parallel(parts, c, played);
+    parts.bubble = c.pp == 1 ? 0 : std::max(0.0, length - sum.total());
+    add_data_parallel(parts, c, times, bucket_bytes);
     if (!problem.work.documents.empty()) {
       const auto key = std::pair{c.data_ranks(), c.micro_batch * c.micro_batches};
       const auto [found, is_new] = slowest.try_emplace(key, 1);
-      if (is_new) found->second = packs_of(problem.work, key.first, key.second).slowest;
+      if (is_new) found->second = packs_of(pairs, key.first, key.second).slowest;
       parts.uneven = parts.attention * (found->second - 1);
     }
     return parts;
@@ -276,29 +329,39 @@ StepParts StepModel::of(const Candidate& candidate) {
 
 double StepModel::least(const Candidate& candidate) {
   if (impl_->problem.program != Program::kIsograd) return of(candidate).total();
-  double all = 0;
-  for (std::int64_t layer = -1; layer < impl_->problem.model.layers; ++layer) {
-    const Pass& pass = impl_->pass(candidate, layer);
-    all += pass.forward.total() + pass.backward();
-  }
-  // The slowest rank computes at least the mean of all. Schedules without halves wait for the first forward
-  // to come through the stages and the last backward to come back.
-  const bool waits = candidate.schedule == Schedule::kOneFOneB || candidate.schedule == Schedule::kGPipe;
-  const double mean = all / candidate.pp;
-  return mean * (static_cast<double>(candidate.micro_batches) + (waits ? candidate.pp - 1 : 0));
+  const Impl::Staged& staged = impl_->staged(candidate);
+  return impl_->made(candidate, staged, impl_->shortest(candidate, staged.times), 0).total() * kBarelyLess;
 }
 
-std::int64_t StepModel::best_bucket_bytes(const Candidate& candidate) {
-  Candidate tried = candidate;
+double StepModel::least_of_mesh(const Candidate& mesh) {
+  const Impl::Passes& passes = impl_->passes_of(mesh);
+  double mixtures = 0, before = 0, sum = 0;
+  const std::vector<StageShape>& stages = impl_->memory.stages(mesh);
+  for (const StageShape& stage : stages) mixtures += double(stage.mixtures);
+  const double dense = double(impl_->problem.model.layers) - mixtures;
+  const double all = dense * (passes.dense.forward.total() + passes.dense.backward()) +
+                     mixtures * (passes.mixture.forward.total() + passes.mixture.backward()) +
+                     passes.output.forward.total() + passes.output.backward();
+  // The longest rank takes at least as long as the mean of them: their waits for the first forward too.
+  for (int rank = 0; rank < mesh.pp; ++rank) {
+    const StageShape& stage = stages[static_cast<std::size_t>(rank)];
+    sum += before;
+    before += double(stage.layers - stage.mixtures) * passes.dense.forward.total() +
+              double(stage.mixtures) * passes.mixture.forward.total();
+  }
+  return (double(mesh.micro_batches) * all + sum) / mesh.pp * kBarelyLess;
+}
+
+std::int64_t StepModel::best_bucket_bytes(const Candidate& candidate, std::int64_t most) {
   std::int64_t best = candidate.bucket_bytes;
   if (candidate.strategy == Strategy::kZero3) return best;  // its units are blocks
-  const Impl::Played played = impl_->play(candidate);
+  const Impl::Staged& staged = impl_->staged(candidate);
   double least = 0;
-  for (std::int64_t bytes = 1 << 20; bytes <= 1 << 30; bytes *= 2) {
-    tried.bucket_bytes = bytes;
+  for (std::int64_t bytes = kLeastBucket; bytes <= most; bytes *= 2) {
     StepParts parts;
-    impl_->add_data_parallel(parts, tried, played);
-    if (bytes == 1 << 20 || parts.reduce < least) best = bytes, least = parts.reduce;
+    impl_->add_data_parallel(parts, candidate, staged, bytes);
+    if (parts.reduce == 0) break;  // nobody to sum with
+    if (bytes == kLeastBucket || parts.reduce < least) best = bytes, least = parts.reduce;
   }
   return best;
 }
@@ -337,23 +400,46 @@ std::vector<Planned::Part> StepModel::explain(const Candidate& candidate, const 
   return lines;
 }
 
-std::vector<Span> StepModel::timeline(const Candidate& candidate) {
-  const Impl::Played played = impl_->play(candidate);
+StepModel::Behind StepModel::behind(const Candidate& candidate) {
+  const Impl::Staged& staged = impl_->staged(candidate);
+  const Impl::Passes& passes = impl_->passes_of(candidate);
+  const bool dense = passes.dense.forward.total() > 0, mixture = passes.mixture.forward.total() > 0;
+  const Pass &layer = dense ? passes.dense : passes.mixture, &experts = mixture ? passes.mixture : layer;
+  const auto share = [](const Pass& of, double Seconds::*exchange) {
+    return (of.forward.*exchange + of.inputs.*exchange) / (of.forward.total() + of.backward());
+  };
+  return {.forward = staged.of_slowest.forward.total(),
+          .backward = staged.of_slowest.backward(),
+          .layer_forward = layer.forward.total(),
+          .layer_backward = layer.backward(),
+          .tp = share(layer, &Seconds::tp),
+          .ep = share(experts, &Seconds::ep)};
+}
+
+StepParts StepModel::data_parallel(const Candidate& candidate) {
   StepParts parts;
-  impl_->add_data_parallel(parts, candidate, played);
+  impl_->add_data_parallel(parts, candidate, impl_->staged(candidate), candidate.bucket_bytes);
+  return parts;
+}
+
+double StepModel::overlap() const { return impl_->overlap; }
+
+std::vector<Span> StepModel::timeline(const Candidate& candidate) {
+  const StageTimes times = impl_->staged(candidate).times;
+  const StepParts parts = impl_->of(candidate);
   std::vector<Span> spans;
   if (candidate.schedule == Schedule::kNone) {
     double now = 0;
     for (std::int64_t i = 0; i < candidate.micro_batches; ++i) {
-      const double middle = now + played.times.forward[0],
-                   end = middle + played.times.backward_inputs[0] + played.times.backward_weights[0];
+      const double middle = now + times.forward[0],
+                   end = middle + times.backward_inputs[0] + times.backward_weights[0];
       spans.push_back({"stage 0 compute", fmt::format("F{}", i), now, middle});
       spans.push_back({"stage 0 compute", fmt::format("B{}", i), middle, end});
       now = end;
     }
   } else {
     PipelineTable table;
-    const PipelineTimeline timeline = impl_->pipelines.timeline(candidate, played.times, table);
+    const PipelineTimeline timeline = impl_->pipelines.timeline(candidate, times, table);
     for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
       for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
         const PipelineAction& action = table.ranks[rank][i];
@@ -363,7 +449,7 @@ std::vector<Span> StepModel::timeline(const Candidate& candidate) {
                          timeline.spans[rank][i].end});
       }
   }
-  double now = played.length;
+  double now = impl_->pipelines.seconds(candidate, times);
   const double hidden = parts.hidden.reduce;
   if (parts.reduce + hidden > 0)
     spans.push_back({"dp", "reduce", std::max(0.0, now - hidden), now + parts.reduce});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "plan/collectives.hpp"
@@ -23,7 +24,9 @@ struct LayerWork {
   int operators = 0;  // launches or calls, forward
   double tp_bytes = 0, ring_bytes = 0, ulysses_bytes = 0, expert_bytes = 0;
 };
-LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer);
+// `pairs`: of a sequence, where they are known already.
+LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer,
+                     std::optional<double> pairs = std::nullopt);
 LayerWork output_work(const Problem& problem, const Candidate& candidate);  // head and loss
 
 // Rates of a device: calibrated ones go before the data sheet's.
@@ -42,12 +45,13 @@ class Rates {
   std::shared_ptr<const struct RatesData> data_;
 };
 
-// Average pairs of a packed sequence, and how much longer the slowest of `ranks` ranks computes than the mean
-// one (1: even).
+// Pairs of each packed sequence: documents one behind another, cut where a sequence ends.
+std::vector<double> pairs_by_sequence(const Work& work);
+// Their average, and how much longer the slowest of `ranks` ranks computes than the mean one (1: even).
 struct Packs {
   double pairs = 0, slowest = 1;
 };
-Packs packs_of(const Work& work, std::int64_t ranks, std::int64_t sequences_of_rank);
+Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks = 1, std::int64_t sequences_of_rank = 1);
 
 // The rest of `seconds` that `behind` seconds do not hide, of which a part can hide: the
 // overlap law, forward + max(backward, reduce) = forward + backward + exposed(reduce, backward, 1).
@@ -65,11 +69,21 @@ class StepModel {
   ~StepModel();
 
   StepParts of(const Candidate& candidate);
-  // At most of(candidate).total(), from products and the bubble of even stages alone: for leaving out.
+  // At most of(candidate).total() with any size of buckets, without a simulation: for leaving out.
   double least(const Candidate& candidate);
-  // The size of buckets that makes latency and tail least.
-  std::int64_t best_bucket_bytes(const Candidate& candidate);
+  // At most that of every strategy and schedule on a mesh with this micro-batch, and cheaper still.
+  double least_of_mesh(const Candidate& mesh);
+  // The size of buckets, at most `most`, that makes latency and tail least.
+  std::int64_t best_bucket_bytes(const Candidate& candidate, std::int64_t most = 1 << 30);
   std::vector<Planned::Part> explain(const Candidate& candidate, const StepParts& parts);
+  // Of a micro-batch on the slowest rank, and of one layer: what collectives hide behind.
+  struct Behind {
+    double forward = 0, backward = 0, layer_forward = 0, layer_backward = 0;
+    double tp = 0, ep = 0;  // parts of a layer's time (of one with experts) that exchanges take
+  };
+  Behind behind(const Candidate& candidate);
+  StepParts data_parallel(const Candidate& candidate);  // what gradients and parameters take, alone
+  double overlap() const;                               // part of a collective that computation hides
   std::vector<Span> timeline(const Candidate& candidate);
   const Network& network() const;
   const Rates& rates() const;

@@ -95,14 +95,14 @@ TEST(PlanRates, GoByTheNearestCalibratedShapes) {
 }
 
 TEST(PlanPacks, CountPairsAndTheSlowestRank) {
-  const Packs even = packs_of({.tokens = 0, .sequence = 8}, 4, 2);
+  const Packs even = packs_of(pairs_by_sequence({.tokens = 0, .sequence = 8}), 4, 2);
   EXPECT_EQ(even.pairs, 36);
   EXPECT_EQ(even.slowest, 1);
   // Sequences of 8 tokens: (8), (4 4), (8: the first part of 12), (4 and 4). Pairs 36, 20, 36, 20.
   Work work{.tokens = 0, .sequence = 8, .documents = {8, 4, 4, 12, 4}};
-  EXPECT_EQ(packs_of(work, 2, 1).pairs, 28);
-  EXPECT_NEAR(packs_of(work, 2, 1).slowest, 36 / 28.0, 1e-12);
-  EXPECT_NEAR(packs_of(work, 2, 2).slowest, 1, 1e-12);  // two of them, one of each kind
+  EXPECT_EQ(packs_of(pairs_by_sequence(work), 2, 1).pairs, 28);
+  EXPECT_NEAR(packs_of(pairs_by_sequence(work), 2, 1).slowest, 36 / 28.0, 1e-12);
+  EXPECT_NEAR(packs_of(pairs_by_sequence(work), 2, 2).slowest, 1, 1e-12);  // two of them, one of each kind
 }
 
 struct Stepped {

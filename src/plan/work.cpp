@@ -25,7 +25,8 @@ void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, 
 
 }  // namespace
 
-LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer) {
+LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer,
+                     std::optional<double> pairs) {
   const ModelShape& model = problem.model;
   const std::int64_t tokens = tokens_of(problem, candidate), tp = candidate.tp, hidden = model.hidden,
                      queries = part(model.heads, tp) * model.head_dim,
@@ -61,8 +62,8 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   }
   multiplied += rows * double(width);
   // Two products of a head for each pair that is not masked; packs say how many (without documents: causal).
-  const Packs packs = packs_of(problem.work, 1, 1);
-  work.pairs = 4 * double(queries) * packs.pairs * double(candidate.micro_batch) /
+  if (!pairs) pairs = packs_of(pairs_by_sequence(problem.work)).pairs;
+  work.pairs = 4 * double(queries) * *pairs * double(candidate.micro_batch) /
                double(candidate.cp_ring * candidate.cp_ulysses);
   // Two norms that read and write, two sums that read twice; over tp where the sequence is; rotated queries
   // and keys; gate and up read, their product written.
