@@ -145,6 +145,7 @@ int run(int argc, char** argv) {
                              config_verb(program),
                              layout_verb(program),
                              schedule_verb(program),
+                             calibrate_verb(program, invocation),
                              serve_verb(program, invocation),
                              launch_verb(program, invocation)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})

@@ -53,6 +53,7 @@ Verb export_verb(CLI::App& program);
 std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation);
 std::vector<Verb> data_verbs(CLI::App& program);
 Verb config_verb(CLI::App& program);
+Verb calibrate_verb(CLI::App& program, const Invocation& invocation);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
 Verb layout_verb(CLI::App& program);
 Verb schedule_verb(CLI::App& program);

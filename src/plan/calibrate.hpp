@@ -1,7 +1,9 @@
 // `isograd calibrate`: what this machine reaches, by isograd's own products, passes and groups.
 #pragma once
 
-#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
 
 #include "isograd/world.hpp"
 #include "plan/inputs.hpp"
@@ -9,13 +11,15 @@
 namespace isograd::planner {
 
 struct CalibrateOptions {
-  double seconds = 50;  // of the whole; each part has its share, and three rounds
-  bool products = true;
+  double seconds = 50;        // of the whole: parts for which none is left are not measured
+  std::optional<Group> mpi{};  // the same ranks over MPI, where that is there
+  // For tests: the seconds that a part of this size (FLOPs, bytes) is said to have taken in a round.
+  std::function<double(const std::string& kind, int round, double size)> told{};
 };
 
 // Collective: every rank measures with the others running, as they do in a step. Rank 0 has the result. A
 // part whose three rounds differ by more than kSteadyPeak (train/memory.hpp) is not written, and
-// `not_measured` says so: the machine was busy.
+// `not_measured` says so: the machine was busy. ConfigError on all ranks: too little was steady to plan from.
 ClusterFile calibrate(World& world, const CalibrateOptions& options);
 
 }  // namespace isograd::planner

@@ -10,18 +10,18 @@
 namespace isograd::planner {
 namespace {
 
-constexpr std::string_view name_of(Operation operation) {
-  constexpr std::array<std::string_view, 5> kNames = {"all_reduce", "reduce_scatter", "all_gather",
-                                                      "all_to_all", "send"};
-  return kNames[static_cast<std::size_t>(operation)];
-}
-
 // Ranks of a group, at this distance from one another, that stand in a unit of `unit` consecutive ranks.
 std::int64_t members(std::int64_t unit, const Reach& reach) {
   return std::clamp<std::int64_t>(unit / std::max<std::int64_t>(1, reach.stride), 1, reach.ranks);
 }
 
 }  // namespace
+
+std::string_view name_of(Operation operation) {
+  constexpr std::array<std::string_view, 5> kNames = {"all_reduce", "reduce_scatter", "all_gather",
+                                                      "all_to_all", "send"};
+  return kNames[static_cast<std::size_t>(operation)];
+}
 
 Reach reach_of(std::int64_t ranks, std::int64_t stride, const Cluster& cluster) {
   Reach reach{.ranks = ranks, .stride = stride};
@@ -58,13 +58,17 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
   const double ranks = static_cast<double>(n), part = (ranks - 1) / ranks;
   const double rounds = operation == Operation::kAllReduce ? 2 : 1;
   const bool inside = reach.stride * (n - 1) < cluster_.per_host;
+  const Calibration::Collective* calibrated = nullptr;
   if (inside)
     for (const Calibration::Collective& found : calibration_.collectives)
-      if (found.ranks == n && found.operation == name_of(operation) && found.bandwidth > 0)
-        return {.latency = found.latency,
-                .transfer = (operation == Operation::kSend ? 1 : rounds * part) * bytes / found.bandwidth,
-                .level = found.backend,
-                .origin = Origin::kCalibrated};
+      if (found.ranks == n && found.operation == name_of(operation) && found.bandwidth > 0 &&
+          (!calibrated || found.backend == (reach.in_place ? kInPlace : kOwnMemory)))
+        calibrated = &found;
+  if (calibrated)
+    return {.latency = calibrated->latency,
+            .transfer = (operation == Operation::kSend ? 1 : rounds * part) * bytes / calibrated->bandwidth,
+            .level = calibrated->backend,
+            .origin = Origin::kCalibrated};
 
   Cost ring, tree;
   // Ranks that no inner level joins: each level joins `before` parts to `after`.

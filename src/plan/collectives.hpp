@@ -10,13 +10,17 @@
 namespace isograd::planner {
 
 enum class Operation : std::uint8_t { kAllReduce, kReduceScatter, kAllGather, kAllToAll, kSend };
+std::string_view name_of(Operation operation);  // "all_reduce", as calibrations have it
 enum class Axis : std::uint8_t { kTp, kUlysses, kRing, kShard, kReplicate, kData, kExpert, kStage };
 
 // `ranks` ranks at the distance `stride` from one another; as many groups as share a host's network at a
 // time.
 struct Reach {
   std::int64_t ranks = 1, stride = 1, sharing = 1;
+  bool in_place = false;  // of gradients and parameters: in memory that ranks of a host share
 };
+// Backends of calibrated collectives: tensors in a rank's own memory, and in memory that ranks share.
+inline constexpr const char *kOwnMemory = "shm", *kInPlace = "shm in place";
 // Axes stand outermost first: pp, dp_replicate, dp_shard, cp_ring, cp_ulysses, tp (docs/hosts.md). kData: all
 // that a gradient is summed over; kExpert: neighbours among the ranks with other tokens.
 Reach reach_of(const Candidate& candidate, Axis axis, const Cluster& cluster);

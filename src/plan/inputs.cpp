@@ -258,6 +258,13 @@ void list_keys(Keys& keys, Calibration::Product& product) {
   keys.maybe("spread", product.spread, kOfPart);
 }
 template <class Keys>
+void list_keys(Keys& keys, Calibration::Attention& attention) {
+  keys("length", attention.length), keys("head_dim", attention.head_dim);
+  keys("precision", attention.precision, kPrecisionNames);
+  keys("flops", attention.flops, kOfFlops);
+  keys.maybe("spread", attention.spread, kOfPart);
+}
+template <class Keys>
 void list_keys(Keys& keys, Calibration::Collective& collective) {
   keys("operation", collective.operation);
   keys("backend", collective.backend);
@@ -330,6 +337,12 @@ void check(const Calibration& calibration, std::int64_t format) {
     check_quantity(product.flops, kOfFlops, "product.flops");
     check_or_zero(product.spread, kOfPart, "product.spread");
   }
+  for (const auto& attention : calibration.attention) {
+    for (const std::int64_t size : {attention.length, attention.head_dim})
+      check_whole(size, std::int64_t{1} << 40, "a size of an [[attention]]");
+    check_quantity(attention.flops, kOfFlops, "attention.flops");
+    check_or_zero(attention.spread, kOfPart, "attention.spread");
+  }
   for (const auto& collective : calibration.collectives) {
     check_whole(collective.ranks, kMostDevices, "collective.ranks");
     check_or_zero(collective.latency, kOfSeconds, "collective.latency");
@@ -401,6 +414,8 @@ double parse_tokens(std::string_view text, const std::string& where) {
     refuse(where, fmt::format("{} tokens", tokens), "a whole number", "Round it");
   return tokens;
 }
+
+std::string_view name_of(Precision precision) { return kPrecisionNames[static_cast<std::size_t>(precision)]; }
 
 std::string machine_text() {
   return fmt::format("{}, {} cores, {}", kernels::processor_name(), std::thread::hardware_concurrency(),
@@ -523,7 +538,7 @@ void check_peak(const Device& device, const Calibration& calibration, Precision 
 ClusterFile parse_cluster(std::string_view text, const std::string& file) {
   const toml::table root = parse_toml(text, file);
   static const std::vector<std::string> kSections = {"cluster",     "device",  "link",
-                                                     "calibration", "product", "collective"};
+                                                     "calibration", "product", "attention", "collective"};
   for (const auto& [key, node] : root)
     if (const std::string name(key.str()); std::ranges::find(kSections, name) == kSections.end()) {
       const auto near = nearest(name, kSections);
@@ -560,6 +575,7 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
     if (link.ranks == 0) link.ranks = cluster.devices;
   std::ranges::stable_sort(cluster.links, {}, &Link::ranks);
   found.calibration.products = read_list(root, "product", file, Calibration::Product{});
+  found.calibration.attention = read_list(root, "attention", file, Calibration::Attention{});
   found.calibration.collectives = read_list(root, "collective", file, Calibration::Collective{});
   std::int64_t format = 0;
   if (const toml::node* node = root.get("calibration"))
@@ -580,6 +596,7 @@ std::string to_toml(const ClusterFile& file) {
   for (const Link& link : file.cluster.links) text += write_section("[[link]]", link);
   if (!file.calibration.machine.empty()) text += write_section("[calibration]", file.calibration, kFormat);
   for (const auto& product : file.calibration.products) text += write_section("[[product]]", product);
+  for (const auto& attention : file.calibration.attention) text += write_section("[[attention]]", attention);
   for (const auto& collective : file.calibration.collectives)
     text += write_section("[[collective]]", collective);
   return text.substr(1);

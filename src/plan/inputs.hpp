@@ -18,7 +18,7 @@ inline constexpr std::int64_t kMostDevices = 10'000'000;
 // it.
 ModelShape parse_model(std::string_view numbers, const std::string& where);
 
-// [cluster], [device], [[link]], [calibration], [[product]], [[collective]]: docs/planning.md. Numbers are of
+// [cluster], [device], [[link]], [calibration], [[product]], [[attention]], [[collective]]: docs/planning.md. Numbers are of
 // bytes, seconds, FLOP/s, or texts with a unit ("450 GB/s"). `file` is for messages. ConfigError: unknown
 // keys (with the near ones), a unit that seems to be another ("is that Gb/s?").
 struct ClusterFile {
@@ -33,6 +33,8 @@ std::string to_toml(const ClusterFile& file);  // which parse_cluster() reads ba
 const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();
+
+std::string_view name_of(Precision precision);  // of train.dtype
 
 // "AMD EPYC, 2 cores, LibTorch 2.13": what read_calibration() compares.
 std::string machine_text();

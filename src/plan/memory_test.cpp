@@ -14,6 +14,7 @@
 #include "layout/cost/meter.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/kept_tensors.hpp"
+#include "plan/plan_testing.hpp"
 #include "train/rank_layout.hpp"
 
 namespace isograd {

@@ -113,7 +113,14 @@ struct Calibration {
     std::int64_t ranks = 0;
     double latency = 0, bandwidth = 0, spread = 0;  // t = latency + bytes sent by a rank / bandwidth
   };
+  // Forward and backward of causal attention in fragments of `length` tokens.
+  struct Attention {
+    std::int64_t length = 0, head_dim = 0;
+    Precision precision = Precision::kFloat32;
+    double flops = 0, spread = 0;
+  };
   std::vector<Product> products{};
+  std::vector<Attention> attention{};
   std::vector<Collective> collectives{};
   double memory_bandwidth = 0, operator_overhead = 0, optimizer_bandwidth = 0;  // bytes/s, seconds, bytes/s
   std::optional<double> overlap{};          // part of a collective that computation hides

@@ -28,6 +28,7 @@ inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrat
 // room's.
 DecoderConfig decoder_of(const ModelShape& model);
 ModelShape shape_of(const DecoderConfig& config, std::string name);
+at::ScalarType type_of(Precision precision);
 
 // Both ways: a configuration's step as work, and the keys of [batch], [parallel] and others that work and
 // candidate decide. Keys of [parallel] that the planner does not choose get their defaults. The model's stay.

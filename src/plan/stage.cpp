@@ -69,13 +69,13 @@ std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int st
   return shapes;
 }
 
+}  // namespace
+
 at::ScalarType type_of(Precision precision) {
   return precision == Precision::kFloat64   ? at::kDouble
          : precision == Precision::kFloat32 ? at::kFloat
                                             : at::kBFloat16;
 }
-
-}  // namespace
 
 std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int stages) {
   const ModelShape& model = problem.model;

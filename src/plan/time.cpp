@@ -44,6 +44,16 @@ struct Pass {
   double backward() const { return inputs.total() + weights.total(); }
 };
 
+// A token's, so that long ones count for more.
+std::int64_t fragment_length(const Work& work) {
+  double tokens = 0, squares = 0;
+  for (const std::int64_t document : work.documents) {
+    const auto length = static_cast<double>(std::min(document, work.sequence));
+    tokens += length, squares += length * length;
+  }
+  return tokens > 0 ? static_cast<std::int64_t>(squares / tokens) : work.sequence;
+}
+
 }  // namespace
 
 struct StepModel::Impl {
@@ -54,14 +64,19 @@ struct StepModel::Impl {
         network(of.cluster, of.calibration, of.constants.share_inside, of.constants.share_across),
         rates(of),
         overlap(of.calibration.overlap.value_or(of.constants.overlap)),
+<<<<<<< HEAD
         pairs(pairs_by_sequence(of.work)),
         mean_pairs(packs_of(pairs).pairs) {}
+=======
+        length(fragment_length(of.work)) {}
+>>>>>>> 03ba7e53 (plan: calibrate, not yet built)
 
   const Problem& problem;
   Pipelines& pipelines;
   MemoryModel& memory;
   Network network;
   Rates rates;
+<<<<<<< HEAD
   double overlap;             // part of a collective that computation hides
   std::vector<double> pairs;  // of the sequences of a corpus, and their mean
   double mean_pairs;
@@ -80,6 +95,12 @@ struct StepModel::Impl {
   using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
   std::map<Shape, Passes> passes{};
   std::map<std::tuple<Shape, int, int, bool>, Staged> stages{};
+=======
+  double overlap;       // part of a collective that computation hides
+  std::int64_t length;  // tokens of a fragment, on the average
+  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool, int>;
+  std::map<Shape, Pass> passes{};
+>>>>>>> 03ba7e53 (plan: calibrate, not yet built)
   std::map<std::pair<std::int64_t, std::int64_t>, double> slowest{};
 
   static Shape shape_of(const Candidate& c) {
@@ -106,18 +127,21 @@ struct StepModel::Impl {
       for (const Product& product : products) sum += rates.seconds(product);
       return sum;
     };
+    const auto attention = [&](double flops) {
+      return rates.attention(flops, length, problem.model.head_dim);
+    };
     const auto sent = [&](Operation operation, double bytes, Axis axis) {
       return bytes > 0 ? network.seconds(operation, bytes, reach_of(c, axis, problem.cluster)) : 0;
     };
     Pass pass;
     pass.forward = {.products = all(work.forward),
-                    .attention = rates.attention(work.pairs),
+                    .attention = attention(work.pairs),
                     .memory = rates.memory(work.bytes),
                     .overhead = rates.operators(work.operators)};
     // Attention's backward computes five products for the forward's two; other operators move their inputs
     // and gradients.
     pass.inputs = {.products = all(work.inputs),
-                   .attention = rates.attention(2.5 * work.pairs),
+                   .attention = attention(2.5 * work.pairs),
                    .memory = rates.memory(2 * work.bytes),
                    .overhead = rates.operators(work.operators)};
     pass.weights = {.products = all(work.weights), .overhead = rates.operators(work.operators / 2)};
@@ -236,8 +260,11 @@ struct StepModel::Impl {
                    shard = numel / elements.shards;
       const std::int64_t stride = kind > 0 ? std::int64_t{c.tp} * c.ep : c.tp;
       const bool everywhere = plan.stage == 0 && !plan.share_parameters;
-      const Reach reach = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1),
-                                   stride, problem.cluster);
+      // Units of zero3 are gathered into memory of their own; all else is in memory that ranks share.
+      const Reach units = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1), stride,
+                                   problem.cluster);
+      Reach reach = units;
+      reach.in_place = true;
       const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
       // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones leave
       // less behind.
@@ -250,13 +277,13 @@ struct StepModel::Impl {
       if (elements.replicas > 1 && operation == Operation::kReduceScatter)
         once += network.seconds(Operation::kAllReduce, shard * plan.bytes.gradient,
                                 reach_of(elements.replicas, stride * elements.shards, problem.cluster));
-      if (plan.stage == 3) {
+      if (plan.stage == 3 && !plan.share_parameters) {
         // Units one ahead of what computes; the root before anything does.
         const double whole = static_cast<double>(kind == 0 ? root : 0) * plan.bytes.parameter,
                      each = network.seconds(Operation::kAllGather,
                                             (parameters - whole) / double(std::max<std::int64_t>(1, layers)),
-                                            reach),
-                     first = network.seconds(Operation::kAllGather, whole, reach);
+                                            units),
+                     first = network.seconds(Operation::kAllGather, whole, units);
         const double unit = 1 / double(std::max<std::int64_t>(1, layers));
         const double again = c.reshard ? 1 : 0;
         gather += rounds * (double(layers) * each * (1 + again)) + first;
@@ -270,9 +297,7 @@ struct StepModel::Impl {
       const bool sharded = plan.stage > 0 || plan.share_parameters;
       const double own = sharded ? shard : numel;
       sums += own * plan.bytes.gradient;
-      // Gradients are read; masters and states are read and written, parameters written.
-      moved +=
-          own * (plan.bytes.gradient + 2 * (plan.bytes.master + plan.bytes.state) + plan.bytes.parameter);
+      moved += own * update_bytes(plan.bytes);
     }
     const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
     if (!alone) {

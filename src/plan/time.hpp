@@ -33,16 +33,17 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate);  // h
 class Rates {
  public:
   explicit Rates(const Problem& problem);
-  // By the nearest calibrated shapes, interpolated in their logarithms.
+  // Between the nearest calibrated shapes, interpolated in their logarithms.
   double seconds(const Product& product) const;
-  double attention(double flops) const;
+  // Causal, of fragments of `length` tokens.
+  double attention(double flops, std::int64_t length, std::int64_t head_dim) const;
   double memory(double bytes) const;
   double operators(int count) const;
   double optimizer(double bytes) const;
   Origin origin() const;
 
  private:
-  std::shared_ptr<const struct RatesData> data_;
+  std::shared_ptr<struct RatesData> data_;
 };
 
 // Pairs of each packed sequence: documents one behind another, cut where a sequence ends.
@@ -52,6 +53,12 @@ struct Packs {
   double pairs = 0, slowest = 1;
 };
 Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks = 1, std::int64_t sequences_of_rank = 1);
+
+// Bytes that an update moves for an element: its gradient is read, masters and states are read and written,
+// the parameter is written.
+inline double update_bytes(const ElementBytes& bytes) {
+  return bytes.gradient + 2 * (bytes.master + bytes.state) + bytes.parameter;
+}
 
 // The rest of `seconds` that `behind` seconds do not hide, of which a part can hide: the
 // overlap law, forward + max(backward, reduce) = forward + backward + exposed(reduce, backward, 1).

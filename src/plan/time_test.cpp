@@ -137,7 +137,7 @@ TEST(PlanStep, HidesTheReductionBehindTheLastBackward) {
     const Rates& rates = models.step.rates();
     for (const auto* half : {&work.inputs, &work.weights})
       for (const Product& product : *half) backward += rates.seconds(product);
-    backward += rates.attention(2.5 * work.pairs) + rates.memory(2 * work.bytes) +
+    backward += rates.attention(2.5 * work.pairs, 2048, 64) + rates.memory(2 * work.bytes) +
                 rates.operators(work.operators) + rates.operators(work.operators / 2);
   }
   const double law = busy - backward + std::max(backward, reduce - tail) + tail;

@@ -91,44 +91,73 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate) {
   return work;
 }
 
+namespace {
+
+// A calibrated rate, and the octaves of the sizes that it is of.
+struct Known {
+  std::array<double, 3> octaves{};
+  double rate = 0;
+};
+double octave(std::int64_t size) { return std::log2(double(std::max<std::int64_t>(1, size))); }
+
+// Between the nearest sizes, linear in the logarithms of sizes and rate; those outside of all sizes take the
+// border's.
+double interpolated(const std::vector<Known>& known, std::array<double, 3> at) {
+  constexpr double kSpacing = 2;  // octaves between the sizes that `isograd calibrate` measures
+  for (std::size_t i = 0; i < at.size(); ++i) {
+    const auto [least, most] = std::ranges::minmax(known, {}, [&](const Known& one) { return one.octaves[i]; });
+    at[i] = std::clamp(at[i], least.octaves[i], most.octaves[i]);
+  }
+  double rates = 0, weights = 0, near = 0, nearness = 0;
+  for (const Known& one : known) {
+    double weight = 1, distance = 1e-9;
+    for (std::size_t i = 0; i < at.size(); ++i) {
+      const double apart = std::abs(at[i] - one.octaves[i]);
+      weight *= std::max(0.0, 1 - apart / kSpacing), distance += apart * apart;
+    }
+    rates += weight * std::log(one.rate), weights += weight;
+    near += std::log(one.rate) / (distance * distance), nearness += 1 / (distance * distance);
+  }
+  return std::exp(weights > 1e-9 ? rates / weights : near / nearness);  // sizes of another spacing
+}
+
+}  // namespace
+
 struct RatesData {
   Constants constants{};
   Device device{};
   Calibration calibration{};
   Precision precision = Precision::kBFloat16;
+  std::vector<Known> products{}, attention{};  // of the precision
 };
 
 Rates::Rates(const Problem& problem)
     : data_(std::make_shared<RatesData>(RatesData{problem.constants, problem.cluster.device,
-                                                  problem.calibration, problem.work.precision})) {}
+                                                  problem.calibration, problem.work.precision, {}, {}})) {
+  RatesData& data = *data_;
+  for (const auto& found : data.calibration.products)
+    if (found.precision == data.precision && found.flops > 0)
+      data.products.push_back({{octave(found.m), octave(found.n), octave(found.k)}, found.flops});
+  for (const auto& found : data.calibration.attention)
+    if (found.precision == data.precision && found.flops > 0)
+      data.attention.push_back({{octave(found.length), octave(found.head_dim), 0}, found.flops});
+}
 
 double Rates::seconds(const Product& product) const {
   const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
   if (flops == 0) return 0;
-  // The nearest calibrated shapes, weighed by how near: 1 / distance^2 of the sizes' logarithms.
-  double rates = 0, weights = 0;
-  for (const Calibration::Product& found : data_->calibration.products) {
-    if (found.precision != data_->precision || found.flops <= 0) continue;
-    const auto apart = [](std::int64_t one, std::int64_t other) {
-      const double octaves =
-          std::log2(double(std::max<std::int64_t>(1, one)) / double(std::max<std::int64_t>(1, other)));
-      return octaves * octaves;
-    };
-    const double distance = apart(product.m, found.m) + apart(product.n, found.n) + apart(product.k, found.k);
-    if (distance < 1e-9) return flops / found.flops;
-    rates += std::log(found.flops) / (distance * distance), weights += 1 / (distance * distance);
-  }
-  if (weights > 0) return flops / std::exp(rates / weights);
+  if (!data_->products.empty())
+    return flops / interpolated(data_->products, {octave(product.m), octave(product.n), octave(product.k)});
   return flops /
          (data_->device.peak[static_cast<std::size_t>(data_->precision)] * data_->constants.share_of_peak);
 }
 
-double Rates::attention(double flops) const {
-  // Calibrated devices: as tiles of 128 rows and keys and a head of 128 are multiplied.
-  if (!data_->calibration.products.empty() && flops > 0) {
-    const Product tile{128, 128, 128, 1};
-    return flops * seconds(tile) / (2.0 * 128 * 128 * 128);
-  }
+double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
+  if (flops == 0) return 0;
+  if (!data_->attention.empty())
+    return flops / interpolated(data_->attention, {octave(length), octave(head_dim), 0});
+  // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
+  if (!data_->products.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
   return flops / (data_->device.peak[static_cast<std::size_t>(data_->precision)] *
                   data_->constants.share_of_attention);
 }

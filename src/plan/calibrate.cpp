@@ -1,0 +1,517 @@
+// Parts that are measured in three rounds, each round through all parts: a machine that is busy for some
+// seconds then disturbs a round and not a part, and the rounds differ.
+#include "plan/calibrate.hpp"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <thread>
+
+#include "base/refuse.hpp"
+#include "isograd/optimizer.hpp"
+#include "kernels/matmul/product.hpp"
+#include "kernels/versions.hpp"
+#include "layout/flat.hpp"
+#include "model/attention/attention.hpp"
+#include "model/fused.hpp"
+#include "plan/collectives.hpp"
+#include "plan/problem.hpp"
+#include "plan/time.hpp"
+#include "train/build.hpp"
+#include "train/device.hpp"
+#include "train/memory.hpp"
+
+namespace isograd::planner {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int kRounds = 3;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+double seconds_of(const std::function<void()>& work) {
+  const auto start = Clock::now();
+  work();
+  return seconds_since(start);
+}
+
+// Something that is measured, of the kind that `not_measured` names.
+struct Part {
+  std::string kind{};
+  double share = 0;                // seconds of a round
+  double size = 0;                 // what a rate is of: FLOPs, bytes
+  std::function<double()> once{};  // seconds of one, on this rank
+  std::function<void(double rate, double spread)> found{};
+  std::size_t times = 0;                       // in a round; 0: there was no time
+  std::vector<std::vector<double>> rounds{};  // seconds of each
+};
+
+class Measurement {
+ public:
+  Measurement(World& world, const CalibrateOptions& options) : world_(world), options_(options) {}
+
+  void add(Part part) { parts_.push_back(std::move(part)); }
+
+  // Collective. Returns sentences about what was not measured.
+  std::vector<std::string> run() {
+    start_ = Clock::now();
+    for (int round = 0; round < kRounds; ++round)
+      for (Part& part : parts_) {
+        if (round == 0) part.times = times_of(part);
+        if (part.times == 0) continue;
+        std::vector<double>& times = part.rounds.emplace_back();
+        for (std::size_t i = 0; i < part.times; ++i) times.push_back(seconds_of(part, round));
+      }
+    struct Missing {
+      int all = 0, unsteady = 0, late = 0;
+    };
+    std::map<std::string, Missing> kinds;
+    for (Part& part : parts_) {
+      Missing& missing = kinds[part.kind];
+      ++missing.all;
+      if (part.times == 0) {
+        ++missing.late;
+        continue;
+      }
+      const auto median = steady_time(part.rounds);
+      const auto [seconds, spread, unsteady] =
+          agreed({median.value_or(0), spread_of(part.rounds), median ? 0.0 : 1.0});
+      unsteady > 0 ? void(++missing.unsteady) : part.found(part.size / seconds, spread);
+    }
+    std::vector<std::string> sentences;
+    for (const auto& [kind, missing] : kinds) {
+      const auto of = [&](int count) {
+        return missing.all == 1 ? kind : fmt::format("{}, {} of {}", kind, count, missing.all);
+      };
+      if (missing.unsteady > 0)
+        sentences.push_back(
+            fmt::format("{}: three rounds differ by more than a factor of {}, as on a machine that is busy "
+                        "with something else",
+                        of(missing.unsteady), kSteadyPeak));
+      if (missing.late > 0)
+        sentences.push_back(fmt::format("{}: {:g} s were over before", of(missing.late), options_.seconds));
+    }
+    return sentences;
+  }
+
+ private:
+  // The largest of any rank.
+  std::array<double, 3> agreed(std::array<double, 3> own) {
+    const at::Tensor all = at::tensor(at::ArrayRef<double>(own), at::kDouble);
+    world_.group.all_reduce(all, ReduceOp::kMax);
+    std::copy_n(all.const_data_ptr<double>(), own.size(), own.begin());
+    return own;
+  }
+  double seconds_of(const Part& part, int round) const {
+    const double seconds = part.once();
+    return options_.told ? options_.told(part.kind, round, part.size) : seconds;
+  }
+  // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
+  std::size_t times_of(const Part& part) {
+    constexpr double kMost = 200;
+    if (agreed({seconds_since(start_)})[0] > options_.seconds / kRounds) return 0;
+    part.once();  // prepares itself
+    const double once = agreed({seconds_of(part, 0)})[0];
+    return static_cast<std::size_t>(std::clamp(part.share / once, 1.0, kMost));
+  }
+  static double spread_of(const std::vector<std::vector<double>>& rounds) {
+    std::vector<double> all;
+    for (const auto& round : rounds) all.insert(all.end(), round.begin(), round.end());
+    std::ranges::sort(all);
+    const auto at = [&](std::size_t quarter) { return all[(all.size() - 1) * quarter / 4]; };
+    return (at(3) - at(1)) / at(2);
+  }
+
+  World& world_;
+  const CalibrateOptions& options_;
+  Clock::time_point start_{};
+  std::vector<Part> parts_{};
+};
+
+// ---- products and attention ----
+
+// Operands out of the cache, as a step has them: one after another from memory larger than that.
+class Operands {
+ public:
+  explicit Operands(at::ScalarType type)
+      : memory_(at::rand({kBytes / std::int64_t(at::elementSize(type))}, at::kFloat).to(type)) {}
+  at::Tensor matrix(std::int64_t rows, std::int64_t columns) {
+    const std::int64_t numel = rows * columns;
+    if (next_ + numel > memory_.numel()) next_ = 0;
+    const at::Tensor taken = memory_.narrow(0, next_, numel).view({rows, columns});
+    next_ += (numel + 63) / 64 * 64;
+    return taken;
+  }
+  static constexpr std::int64_t kBytes = 96 << 20;
+
+ private:
+  at::Tensor memory_;
+  std::int64_t next_ = 0;
+};
+
+// A linear layer's three products of m x n x k multiplications each: x Wᵀ, dy W and dyᵀ x.
+double seconds_of_products(Operands& operands, const Product& of) {
+  const at::Tensor x = operands.matrix(of.m, of.k), weight = operands.matrix(of.n, of.k),
+                   rows = operands.matrix(of.k, of.n), columns = operands.matrix(of.k, of.m);
+  return seconds_of([&] {
+           product(x, weight);
+           product(x, rows.t());
+           product(columns.t(), rows.t());
+         }) /
+         3;
+}
+
+void add_products(Measurement& measurement, ClusterFile& into, Precision precision) {
+  const auto operands = std::make_shared<Operands>(type_of(precision));
+  // fp64 is for proofs: fewer, and smaller ones.
+  const double most = precision == Precision::kFloat64 ? 0x1p25 : 0x1p31;
+  for (const std::int64_t m : {32, 128, 512, 2048})
+    for (const std::int64_t n : {64, 256, 1024, 4096})
+      for (const std::int64_t k : {64, 256, 1024, 4096}) {
+        const Product of{m, n, k};
+        const double multiplied = double(m) * double(n) * double(k);
+        if (multiplied > most) continue;
+        measurement.add(
+            {.kind = fmt::format("matrix products in {}", name_of(precision)),
+             .share = 0.03,
+             .size = 2 * multiplied,
+             .once = [=] { return seconds_of_products(*operands, of); },
+             .found =
+                 [=, &into](double rate, double spread) {
+                   into.calibration.products.push_back({m, n, k, precision, rate, spread});
+                   for (auto* all : {&into.cluster.device.peak, &into.cluster.device.best_found}) {
+                     double& best = (*all)[static_cast<std::size_t>(precision)];
+                     best = std::max(best, rate);
+                   }
+                 }});
+      }
+}
+
+void add_attention(Measurement& measurement, ClusterFile& into, Precision precision) {
+  for (const std::int64_t length : {64, 256, 1024, 4096})
+    for (const std::int64_t dim : {16, 64, 256}) {
+      constexpr std::int64_t kHeads = 2, kTokens = 1024;
+      if (length * dim > 1 << 18 || (precision == Precision::kFloat64 && length * dim > 1 << 16)) continue;
+      const std::int64_t count = std::max<std::int64_t>(1, kTokens / length);
+      std::vector<at::Tensor> inputs;
+      for (int i = 0; i < 3; ++i)
+        inputs.push_back(at::randn({count * length, kHeads, dim}, type_of(precision)).requires_grad_());
+      std::vector<std::int64_t> bounds{0};
+      for (std::int64_t i = 0; i < count; ++i) bounds.push_back(bounds.back() + length);
+      // Causal, as in Rates: forward two products of each pair, backward five.
+      const double flops =
+          3.5 * 4 * double(count * kHeads * dim) * double(length) * double(length + 1) / 2;
+      measurement.add({.kind = fmt::format("attention in {}", name_of(precision)),
+                       .share = 0.05,
+                       .size = flops,
+                       .once =
+                           [=] {
+                             return seconds_of([&] {
+                               const at::Tensor out =
+                                   variable_length_attention(inputs[0], inputs[1], inputs[2], bounds);
+                               torch::autograd::grad({out}, inputs, {out.detach()});
+                             });
+                           },
+                       .found =
+                           [=, &into](double rate, double spread) {
+                             into.calibration.attention.push_back({length, dim, precision, rate, spread});
+                           }});
+    }
+}
+
+// ---- passes over memory ----
+
+// The layer and the micro-batch whose passes are timed.
+const ModelShape kReference{.name = "reference",
+                            .layers = 2,
+                            .hidden = 512,
+                            .heads = 8,
+                            .key_heads = 8,
+                            .head_dim = 64,
+                            .feed_forward = 1408,
+                            .vocabulary = 256};
+constexpr std::int64_t kTokens = 512;
+
+LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
+  const Cluster cluster;
+  const Calibration calibration;
+  const Work work{.tokens = double(tokens), .sequence = tokens, .precision = Precision::kFloat32};
+  return layer_work({model, cluster, calibration, work}, Candidate{}, 0);
+}
+
+// All of a layer but its products and attention, forward and backward.
+void add_passes(Measurement& measurement, ClusterFile& into) {
+  const ModelShape& of = kReference;
+  const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };
+  const at::Tensor x = given({kTokens, of.hidden}), scale = given({of.hidden}),
+                   queries = given({kTokens, of.heads, of.head_dim}), gate = given({kTokens, of.feed_forward}),
+                   up = given({kTokens, of.feed_forward}), cos = at::randn({kTokens, of.head_dim / 2});
+  measurement.add(
+      {.kind = "passes of a layer",
+       .share = 0.3,
+       .size = 3 * work_of(kReference, kTokens).bytes,  // backward moves gradients, too
+       .once =
+           [=] {
+             return seconds_of([&] {
+               for (int i = 0; i < 2; ++i) {
+                 const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
+                 const at::Tensor turned = rotary(queries, cos, cos);
+                 torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
+                                       {x.detach(), x.detach(), queries.detach()});
+               }
+               torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
+             });
+           },
+       .found = [&into](double rate, double) { into.calibration.memory_bandwidth = rate; }});
+  // A model so small that starting its operators is all that takes time.
+  const ModelShape tiny{.name = "tiny",
+                        .layers = 4,
+                        .hidden = 16,
+                        .heads = 2,
+                        .key_heads = 2,
+                        .head_dim = 8,
+                        .feed_forward = 32,
+                        .vocabulary = 16};
+  constexpr std::int64_t kFew = 8;
+  const auto model = std::make_shared<DecoderLM>(decoder_of(tiny), at::kFloat, 1);
+  Batch batch = empty_batch();
+  batch.tokens = at::arange(kFew, at::kLong), batch.positions = at::arange(kFew, at::kLong);
+  batch.cu_seqlens = {0, kFew}, batch.sample_ids = {0};
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, tensor] : model->named()) parameters.push_back(tensor.requires_grad_());
+  const LayerWork layer = work_of(tiny, kFew);
+  const double operators = layer.operators * 2.5 * double(tiny.layers);  // as time.cpp counts a backward
+  measurement.add({.kind = "overhead of an operator",
+                   .share = 0.2,
+                   .size = operators,
+                   .once =
+                       [=] {
+                         return seconds_of([&] {
+                           const at::Tensor out = model->hidden(batch);
+                           torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false, true);
+                         });
+                       },
+                   .found = [&into](double rate, double) { into.calibration.operator_overhead = 1 / rate; }});
+}
+
+void add_optimizer(Measurement& measurement, ClusterFile& into) {
+  constexpr std::int64_t kParameters = 8 << 20;
+  struct Updated {
+    std::vector<NamedParameter> parameters =
+        trainable_parameters({{"weight", at::zeros({kParameters / 1024, 1024}).requires_grad_()}});
+    std::vector<Bucket> buckets{make_bucket(plan_buckets(parameters, 1 << 30).at(0), parameters,
+                                            at::ones({kParameters}), 0, 1)};
+    std::unique_ptr<AdamW> optimizer = adamw({});
+  };
+  const auto updated = std::make_shared<Updated>();
+  measurement.add({.kind = "update of an optimizer",
+                   .share = 0.3,
+                   .size = double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
+                   .once = [=] { return seconds_of([&] { updated->optimizer->update(updated->buckets, 1); }); },
+                   .found = [&into](double rate, double) { into.calibration.optimizer_bandwidth = rate; }});
+  // McCalpin's triad: 12 bytes an element.
+  const auto abc = std::make_shared<std::array<at::Tensor, 3>>();
+  for (at::Tensor& one : *abc) one = at::ones({kParameters});
+  measurement.add({.kind = "memory bandwidth",
+                   .share = 0.3,
+                   .size = 12 * double(kParameters),
+                   .once = [=] { return seconds_of([&] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }); },
+                   .found = [&into](double rate, double) { into.cluster.device.memory_bandwidth = rate; }});
+}
+
+// ---- collectives ----
+
+constexpr Operation kOperations[] = {Operation::kAllReduce, Operation::kReduceScatter, Operation::kAllGather,
+                                     Operation::kAllToAll, Operation::kSend};
+
+// Makes a collective of a buffer of `bytes`; in memory that ranks share, or in a rank's own.
+std::function<void()> collective(Group group, Operation operation, std::int64_t bytes, bool in_place) {
+  const std::int64_t n = group.size(), numel = bytes / 4 / n * n;
+  const at::Tensor whole = in_place ? group.empty_shared(numel, at::kFloat) : at::zeros({numel}),
+                   own = whole.narrow(0, group.rank() * numel / n, numel / n);
+  switch (operation) {
+    case Operation::kAllReduce: return [=]() mutable { group.all_reduce(whole); };
+    case Operation::kReduceScatter:
+      return [=]() mutable { group.reduce_scatter_async(own, whole).wait(); };
+    case Operation::kAllGather:
+      return [=]() mutable { group.all_gather_async(whole.view({n, numel / n}), own).wait(); };
+    case Operation::kAllToAll: return [=]() mutable { group.all_to_all(whole); };
+    case Operation::kSend: break;
+  }
+  const at::Tensor comes = at::zeros({numel});  // round the ring
+  const int next = (group.rank() + 1) % int(n), before = (group.rank() + int(n) - 1) % int(n);
+  return [=]() mutable {
+    Pending sent = group.send_async(whole, next);
+    group.recv(comes, before);
+    sent.wait();
+  };
+}
+
+// Latency and bandwidth of one operation of one group, from several sizes.
+struct Points {
+  std::vector<double> bytes{}, seconds{};  // sent by a rank; of one
+  double spread = 0;
+};
+
+// The line t = latency + bytes / bandwidth with the least sum of squared relative errors.
+Calibration::Collective line_through(const Points& points) {
+  double w = 0, wx = 0, wy = 0, wxx = 0, wxy = 0;
+  for (std::size_t i = 0; i < points.bytes.size(); ++i) {
+    const double x = points.bytes[i], y = points.seconds[i], weight = 1 / (y * y);
+    w += weight, wx += weight * x, wy += weight * y, wxx += weight * x * x, wxy += weight * x * y;
+  }
+  const double slope = (w * wxy - wx * wy) / (w * wxx - wx * wx), start = (wy - slope * wx) / w;
+  return {.latency = std::max(0.0, start), .bandwidth = 1 / slope, .spread = points.spread};
+}
+
+struct Groups {
+  std::map<std::tuple<std::string, std::string, std::int64_t>, std::shared_ptr<Points>> points{};
+};
+
+void add_collectives(Measurement& measurement, Groups& groups, Group group, const std::string& backend) {
+  const bool in_place = backend == kInPlace;
+  for (const Operation operation : kOperations) {
+    if (in_place && operation == Operation::kSend) continue;
+    const auto points = std::make_shared<Points>();
+    groups.points[{std::string(name_of(operation)), backend, group.size()}] = points;
+    for (const std::int64_t bytes : {1 << 12, 1 << 16, 1 << 20, 1 << 24}) {
+      const double n = group.size(), part = (n - 1) / n;
+      const double sent = double(bytes) * (operation == Operation::kAllReduce ? 2 * part
+                                           : operation == Operation::kSend    ? 1
+                                                                              : part);
+      measurement.add({.kind = fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()),
+                       .share = 0.03,
+                       .size = sent,
+                       .once =
+                           [=, work = collective(group, operation, bytes, in_place)]() mutable {
+                             group.barrier();
+                             return seconds_of(work);
+                           },
+                       .found =
+                           [=](double rate, double spread) {
+                             points->bytes.push_back(sent), points->seconds.push_back(sent / rate);
+                             points->spread = std::max(points->spread, spread);
+                           }});
+    }
+  }
+}
+
+// How much of a reduction a product hides that is computed meanwhile.
+void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
+  constexpr std::int64_t kBytes = 4 << 20, kSize = 512;
+  const auto operands = std::make_shared<Operands>(at::kFloat);
+  const at::Tensor whole = group.empty_shared(kBytes / 4, at::kFloat);
+  const auto compute = [=] { product(operands->matrix(kSize, kSize), operands->matrix(kSize, kSize)); };
+  const auto seconds = std::make_shared<std::array<double, 3>>();
+  const std::array<std::function<void()>, 3> all = {
+      compute, [=]() mutable { group.all_reduce(whole); },
+      [=]() mutable {
+        Pending pending = group.all_reduce_async(whole);
+        compute();
+        pending.wait();
+      }};
+  for (std::size_t i = 0; i < all.size(); ++i)
+    measurement.add({.kind = "overlap of a reduction and a product",
+                     .share = 0.1,
+                     .size = 1,
+                     .once =
+                         [=]() mutable {
+                           group.barrier();
+                           return seconds_of(all[i]);
+                         },
+                     .found =
+                         [=, &into](double rate, double) {
+                           (*seconds)[i] = 1 / rate;
+                           const auto [product, reduction, both] = *seconds;
+                           if (product > 0 && reduction > 0 && both > 0)
+                             into.calibration.overlap =
+                                 std::clamp((product + reduction - both) / std::min(product, reduction), 0.0, 1.0);
+                         }});
+}
+
+// ---- the machine ----
+
+// Of a rank that has opened LibTorch and has no model yet.
+double resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  double all = 0, resident = 0;
+  file >> all >> resident;
+  return resident * double(::sysconf(_SC_PAGE_SIZE));
+}
+
+Cluster cluster_of(const World& world, std::int64_t per_host) {
+  Cluster cluster{.name = "here", .devices = world.size, .per_host = per_host, .host_memory = true};
+  cluster.device.name = fmt::format("a rank on {}", kernels::processor_name());
+  cluster.device.memory =
+      double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGE_SIZE)) / double(per_host);
+  cluster.device.source = "isograd calibrate, on this machine; peaks are the best products found";
+  cluster.reserve = resident_bytes();
+  return cluster;
+}
+
+}  // namespace
+
+ClusterFile calibrate(World& world, const CalibrateOptions& options) {
+  ClusterFile found{.cluster = cluster_of(world, world.size)};
+  Calibration& calibration = found.calibration;
+  calibration.machine = machine_text();
+  Measurement measurement(world, options);
+  Groups groups;
+  // In the order in which they may be left out: without the first ones there is nothing to plan from.
+  for (std::int64_t size = 2; size <= world.size; ++size) {
+    const bool power = std::has_single_bit(static_cast<std::uint64_t>(size));
+    if (world.size % size != 0 || (!power && size != world.size)) continue;
+    std::vector<int> ranks(static_cast<std::size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), world.rank / int(size) * int(size));
+    const Group group = size == world.size ? world.group : world.subgroup(ranks, "calibrated");
+    for (const char* backend : {kOwnMemory, kInPlace}) add_collectives(measurement, groups, group, backend);
+  }
+  add_optimizer(measurement, found);
+  add_passes(measurement, found);
+  for (const Precision precision : {Precision::kFloat32, Precision::kBFloat16, Precision::kFloat64}) {
+    add_products(measurement, found, precision);
+    add_attention(measurement, found, precision);
+    if (precision == Precision::kFloat32 && world.size > 1) add_overlap(measurement, found, world.group);
+  }
+  if (options.mpi) add_collectives(measurement, groups, *options.mpi, "mpi");
+  calibration.not_measured = measurement.run();
+  for (const auto& [key, points] : groups.points) {
+    if (points->bytes.size() < 2) continue;
+    Calibration::Collective line = line_through(*points);
+    if (!(line.bandwidth > 0 && std::isfinite(line.bandwidth))) continue;
+    std::tie(line.operation, line.backend, line.ranks) = key;
+    calibration.collectives.push_back(line);
+    if (line.operation == name_of(Operation::kAllGather) && line.backend == kOwnMemory &&
+        line.ranks == world.size)
+      found.cluster.links = {{.name = "shared memory",
+                              .ranks = world.size,
+                              .latency = line.latency,
+                              .bandwidth = line.bandwidth,
+                              .origin = Origin::kCalibrated}};
+  }
+  const bool enough = found.cluster.device.memory_bandwidth > 0 && !calibration.products.empty() &&
+                      (world.size == 1 || !found.cluster.links.empty());
+  if (!enough)
+    refuse("isograd calibrate", calibration.not_measured.empty() ? "nothing" : calibration.not_measured[0],
+           "steady times of memory, products and collectives", "Run it again while nothing else runs");
+  auto& missing = calibration.not_measured;
+  if (world.size == 1) missing.emplace_back("collectives: there was one rank");
+  if (!options.mpi) missing.emplace_back("MPI: no ranks over it");
+  missing.push_back(fmt::format("GPUs and NCCL: processors alone are measured ({})", find_gpus().text()));
+  missing.emplace_back("networks: one host was measured");
+  missing.emplace_back("float8: isograd has no products in it");
+  return found;
+}
+
+}  // namespace isograd::planner

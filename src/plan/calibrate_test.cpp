@@ -1,0 +1,257 @@
+// Calibrations that are written and read back, parts that are not steady, and steps of layouts that were not
+// measured, foretold by what was.
+#include "plan/calibrate.hpp"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <numeric>
+
+#include "base/files.hpp"
+#include "base/memory.hpp"
+#include "comm/environment.hpp"
+#include "full_tests.hpp"
+#include "isograd/random.hpp"
+#include "plan/plan_testing.hpp"
+#include "plan/time.hpp"
+#include "train/prepared_run.hpp"
+
+namespace isograd::planner {
+namespace {
+
+namespace fs = std::filesystem;
+
+ClusterFile calibrated(int ranks, const CalibrateOptions& options) {
+  ClusterFile found;
+  run_ranks(ranks, [&](World& world) {
+    const ClusterFile own = calibrate(world, options);
+    if (world.rank == 0) found = own;
+  });
+  return found;
+}
+
+// A microsecond, and a nanosecond for each byte or FLOP.
+double known(double size) { return 1e-6 + 1e-9 * size; }
+
+TEST(PlanCalibrate, IsReadBackAsItWasWritten) {
+  const ClusterFile found =
+      calibrated(2, {.seconds = 6, .told = [](const std::string&, int, double size) { return known(size); }});
+  const Calibration& calibration = found.calibration;
+  EXPECT_EQ(found.cluster.devices, 2);
+  EXPECT_TRUE(found.cluster.host_memory);
+  const double elements = 8 << 20;
+  EXPECT_NEAR(found.cluster.device.memory_bandwidth, 12 * elements / known(12 * elements), 1);
+  EXPECT_NEAR(calibration.optimizer_bandwidth, 24 * elements / known(24 * elements), 1);
+  ASSERT_FALSE(calibration.products.empty());
+  for (const auto& [m, n, k, precision, flops, spread] : calibration.products) {
+    const double multiplied = 2 * double(m) * double(n) * double(k);
+    EXPECT_NEAR(flops / (multiplied / known(multiplied)), 1, 1e-12);
+  }
+  ASSERT_EQ(found.cluster.links.size(), 1);
+  EXPECT_NEAR(found.cluster.links[0].latency, 1e-6, 1e-12);
+  for (const auto& collective : calibration.collectives) {
+    EXPECT_NEAR(collective.latency, 1e-6, 1e-12) << collective.operation;
+    EXPECT_NEAR(collective.bandwidth, 1e9, 1) << collective.operation;
+  }
+  const std::string text = to_toml(found);
+  const ClusterFile read = parse_cluster(text, "here.toml");
+  EXPECT_EQ(to_toml(read), text);
+  EXPECT_EQ(read.calibration.machine, machine_text());
+  EXPECT_EQ(read.calibration.not_measured, calibration.not_measured);
+  for (const char* missing : {"networks", "GPUs and NCCL", "MPI", "float8"})
+    EXPECT_THAT(calibration.not_measured, testing::Contains(testing::StartsWith(missing)));
+}
+
+TEST(PlanCalibrate, LeavesOutWhatChangesFromRoundToRound) {
+  const auto told = [](double slower) {
+    return [=](const std::string& kind, int round, double size) {
+      return known(size) * (kind == "update of an optimizer" && round == 1 ? slower : 1);
+    };
+  };
+  const ClusterFile steady = calibrated(2, {.seconds = 6, .told = told(1.4)}),
+                    busy = calibrated(2, {.seconds = 6, .told = told(1.6)});
+  EXPECT_GT(steady.calibration.optimizer_bandwidth, 0);
+  EXPECT_EQ(busy.calibration.optimizer_bandwidth, 0);
+  const auto said = testing::Contains(testing::StartsWith("update of an optimizer: three rounds differ"));
+  EXPECT_THAT(steady.calibration.not_measured, testing::Not(said));
+  EXPECT_THAT(busy.calibration.not_measured, said);
+  // Nothing to plan from.
+  const auto changing = [](const std::string&, int round, double size) { return known(size) * (1 + round); };
+  EXPECT_THROW(calibrated(2, {.seconds = 6, .told = changing}), ConfigError);
+}
+
+// ---- steps of layouts that nothing was measured of ----
+
+struct HeldOutModel {
+  ModelShape shape;
+  Work work;
+};
+std::vector<HeldOutModel> held_out_models() {
+  const auto work = [](std::int64_t samples, std::int64_t sequence) {
+    return Work{.tokens = double(samples * sequence), .sequence = sequence, .precision = Precision::kFloat32};
+  };
+  ModelShape small{.name = "small",
+                   .layers = 4,
+                   .hidden = 192,
+                   .heads = 6,
+                   .key_heads = 6,
+                   .head_dim = 32,
+                   .feed_forward = 512,
+                   .vocabulary = 258},
+      medium{.name = "medium",
+             .layers = 4,
+             .hidden = 512,
+             .heads = 8,
+             .key_heads = 4,
+             .head_dim = 64,
+             .feed_forward = 1408,
+             .vocabulary = 258},
+      longer{.name = "long",
+             .layers = 4,
+             .hidden = 256,
+             .heads = 4,
+             .key_heads = 4,
+             .head_dim = 64,
+             .feed_forward = 704,
+             .vocabulary = 258},
+      experts = longer;
+  experts.name = "experts", experts.family = "mixtral", experts.feed_forward = 512;
+  experts.experts = {.count = 8, .per_token = 2, .feed_forward = 512};
+  return {{small, work(16, 256)}, {medium, work(8, 128)}, {longer, work(4, 1024)}, {experts, work(8, 256)}};
+}
+
+std::vector<Candidate> held_out_layouts(const HeldOutModel& of) {
+  using enum Strategy;
+  using enum Schedule;
+  std::vector<Candidate> all;
+  const auto add = [&](Candidate candidate, std::int64_t micro_batches) {
+    candidate.ranks = 2;
+    candidate.micro_batches = micro_batches;
+    candidate.micro_batch = of.work.samples() / candidate.data_ranks() / micro_batches;
+    all.push_back(candidate);
+  };
+  for (const bool share : {false, true}) {
+    add({.replicas = 2, .strategy = kBucketed, .share_parameters = share}, 2);
+    for (const Strategy strategy : {kZero1, kZero2, kZero3})
+      add({.shards = 2, .strategy = strategy, .share_parameters = share}, strategy == kZero1 ? 1 : 2);
+  }
+  add({.shards = 2, .strategy = kZero3, .checkpoint = true}, 1);
+  add({.replicas = 2, .strategy = kZero1}, 2);
+  add({.tp = 2}, 2), add({.tp = 2, .sequence_parallel = false}, 2);
+  add({.cp_ring = 2}, 2), add({.cp_ulysses = 2}, 2);
+  for (const Schedule schedule : {kOneFOneB, kGPipe, kInterleaved, kZeroBubbleH1, kZeroBubbleV})
+    add({.pp = 2,
+         .stages_per_rank = schedule == kInterleaved || schedule == kZeroBubbleV ? 2 : 1,
+         .schedule = schedule},
+        4);
+  if (of.shape.experts.count > 0) add({.replicas = 2, .ep = 2}, 2), add({.shards = 2, .ep = 2, .strategy = kZero2}, 2);
+  return all;
+}
+
+double median_of(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+// On each of two ranks; rank 0 compares.
+void measure_held_out(World& world, const fs::path& folder) {
+  keep_freed_memory();
+  const ClusterFile here = calibrate(world, {});
+  std::vector<double> errors;
+  if (world.rank == 0)
+    for (const std::string& sentence : here.calibration.not_measured)
+      std::printf("not measured: %s\n", sentence.c_str());
+  for (const HeldOutModel& of : held_out_models()) {
+    const std::vector<Candidate> layouts = held_out_layouts(of);
+    std::vector<RunConfig> configs;
+    for (const Candidate& candidate : layouts) {
+      RunConfig& config = configs.emplace_back(config_of(decoder_of(of.shape), of.work, candidate));
+      config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
+      config.data.validation_fraction = 0;
+      config.run.peak_tflops = 1, config.schedule.peak = 1e-4;
+    }
+    std::vector<std::unique_ptr<PreparedRun>> runs;
+    for (const RunConfig& config : configs) runs.push_back(std::make_unique<PreparedRun>(config, world));
+    std::vector<std::vector<double>> seconds(runs.size());
+    constexpr int kTurns = 4, kSteps = 3;
+    for (int turn = 0; turn < kTurns; ++turn)  // the first warms up
+      for (std::size_t i = 0; i < runs.size(); ++i)
+        for (int step = 0; step < kSteps; ++step) {
+          world.group.barrier();
+          const auto start = std::chrono::steady_clock::now();
+          runs[i]->step();
+          at::Tensor slowest =
+              at::full({1}, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+                       at::kDouble);
+          world.group.all_reduce(slowest, ReduceOp::kMax);
+          if (turn > 0 && step > 0) seconds[i].push_back(slowest.item<double>());
+        }
+    if (world.rank > 0) continue;
+    const Problem problem{.model = of.shape,
+                          .cluster = here.cluster,
+                          .calibration = here.calibration,
+                          .work = of.work,
+                          .constants = constants_of(Program::kIsograd, here.cluster.device, of.work.precision)};
+    Pipelines pipelines;
+    MemoryModel memory(problem, pipelines);
+    StepModel model(problem, pipelines, memory);
+    std::vector<std::pair<double, double>> found;  // measured, foretold
+    for (std::size_t i = 0; i < layouts.size(); ++i) {
+      const StepParts parts = model.of(layouts[i]);
+      const double measured = median_of(seconds[i]), foretold = parts.total();
+      const auto [least, most] = std::ranges::minmax(seconds[i]);
+      found.emplace_back(measured, foretold), errors.push_back(std::abs(foretold / measured - 1));
+      std::printf("%-8s %-58s %8.1f ms (%.1f to %.1f), foretold %8.1f: %+5.1f %%", of.shape.name.c_str(),
+                  to_text(layouts[i]).c_str(), measured * 1e3, least * 1e3, most * 1e3, foretold * 1e3,
+                  100 * (foretold / measured - 1));
+      for (const Planned::Part& part : model.explain(layouts[i], parts))
+        std::printf("  %s %.1f", part.name.c_str(), part.number.value * 1e3);
+      std::printf("\n");
+    }
+    for (const auto& [measured, foretold] : found)
+      for (const auto& [other, other_foretold] : found)
+        if (measured > 1.15 * other)
+          EXPECT_GT(foretold, other_foretold) << of.shape.name << ": " << measured << " and " << other;
+  }
+  if (world.rank > 0) return;
+  std::ranges::sort(errors);
+  std::printf("%zu layouts: median error %.1f %%, worst %.1f %%\n", errors.size(),
+              100 * errors[errors.size() / 2], 100 * errors.back());
+  EXPECT_LE(errors[errors.size() / 2], 0.08);
+  EXPECT_LE(errors.back(), 0.15);
+}
+
+// The whole matrix takes some five minutes and a machine on which nothing else runs: `./dev full`.
+TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
+  for (const HeldOutModel& of : held_out_models())
+    for (const Candidate& candidate : held_out_layouts(of)) {
+      const auto refused = refusal(of.shape, {}, of.work, candidate);
+      EXPECT_FALSE(refused) << of.shape.name << ", " << to_text(candidate) << ": "
+                            << (refused ? refused->found : "");
+    }
+  if (!full_tests()) return;
+  constexpr const char* kFolder = "ISOGRAD_HELD_OUT_FOLDER";
+  if (read_rank_environment()) {
+    World world = join();
+    return measure_held_out(world, std::getenv(kFolder));
+  }
+  const fs::path folder = fs::path(testing::TempDir()) / fmt::format("isograd-held-out-{}", ::getpid());
+  fs::create_directories(folder / "text");
+  std::string text;  // one document: every sequence is a fragment
+  for (std::uint64_t i = 0; i < 1 << 18; ++i)
+    text += static_cast<char>('a' + random_bits({.seed = 7}, i) % 26);
+  write_file(folder / "text" / "one.txt", text);
+  ::setenv(kFolder, folder.c_str(), 1);
+  EXPECT_EQ(launch_ranks({fs::read_symlink("/proc/self/exe").string(),
+                          "--gtest_filter=PlanHeldOut.StepsTakeWhatWasForetold"},
+                         {.ranks = 2}),
+            0);
+  fs::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace isograd::planner
