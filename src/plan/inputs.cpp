@@ -605,6 +605,9 @@ std::string to_toml(const ClusterFile& file) {
 Cluster read_cluster(const std::string& name_or_file, std::optional<std::int64_t> devices) {
   const Cluster* known = built_in(name_or_file);
   const Cluster cluster = known ? *known : read_cluster_file(name_or_file).cluster;
+  if (name_or_file == "here" && devices.value_or(0) > cluster.devices)
+    refuse("here", fmt::format("{} ranks, of which {} were measured at once", *devices, cluster.devices),
+           "as many at most", fmt::format("Run isograd calibrate --ranks {}", *devices));
   Cluster changed = with_devices(cluster, devices.value_or(cluster.devices));
   check(changed);
   return changed;

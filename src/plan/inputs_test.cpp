@@ -89,6 +89,12 @@ precision = "float32"
 flops = 9.1e10
 spread = 0.02
 
+[[attention]]
+length = 1024
+head_dim = 64
+precision = "float32"
+flops = 6.1e10
+
 [[collective]]
 operation = "all_reduce"
 backend = "shm"
@@ -235,6 +241,7 @@ TEST_F(PlannerInputs, CalibrationsAreReadBackNumberForNumber) {
     file.cluster.reserve = file.cluster.device.memory / 3;
     file.cluster.links[0].latency = 1 / any(), file.cluster.links[1].bandwidth = any() / 1e4 + 1e6;
     file.calibration.products[0].flops = any(), file.calibration.products[0].precision = Precision::kFloat64;
+    file.calibration.attention[0].flops = any();
     file.calibration.collectives[0].latency = 0, file.calibration.collectives[0].bandwidth = any();
     file.calibration.overlap = round % 2 == 0 ? std::nullopt : std::optional(1 / any());
     const ClusterFile back = parse_cluster(to_toml(file), "back");
@@ -248,6 +255,8 @@ TEST_F(PlannerInputs, CalibrationsAreReadBackNumberForNumber) {
     EXPECT_EQ(back.calibration.products[0].flops, file.calibration.products[0].flops);
     EXPECT_EQ(back.calibration.products[0].k, 2048);
     EXPECT_EQ(back.calibration.products[0].precision, Precision::kFloat64);
+    EXPECT_EQ(back.calibration.attention[0].flops, file.calibration.attention[0].flops);
+    EXPECT_EQ(back.calibration.attention[0].length, 1024);
     EXPECT_EQ(back.calibration.collectives[0].bandwidth, file.calibration.collectives[0].bandwidth);
     EXPECT_EQ(back.calibration.overlap, file.calibration.overlap);
     EXPECT_EQ(back.calibration.not_measured, file.calibration.not_measured);
@@ -264,6 +273,8 @@ TEST_F(PlannerInputs, BadCalibrationsAreRefused) {
   EXPECT_THAT(of("flops = 9.1e10", "flops = nan"), HasSubstr("product.flops"));
   EXPECT_THAT(of("k = 2048", "k = 0"), HasSubstr("[[product]]"));
   EXPECT_THAT(of("precision = \"float32\"", "precision = \"half\""), HasSubstr("bfloat16"));
+  EXPECT_THAT(of("flops = 6.1e10", "flops = 0"), HasSubstr("attention.flops"));
+  EXPECT_THAT(of("length = 1024", "length = 0"), HasSubstr("[[attention]]"));
   EXPECT_THAT(of("bandwidth = 4.1e9", "bandwidth = 0"), HasSubstr("collective.bandwidth"));
   EXPECT_THAT(of("ranks = 2", "ranks = -2"), HasSubstr("collective.ranks"));
   EXPECT_THAT(of("overlap = 0.4", "overlap = 1.4"), HasSubstr("calibration.overlap"));
@@ -296,6 +307,9 @@ TEST_F(PlannerInputs, ACalibrationIsOfThisMachine) {
   fs::create_directories(here_file().parent_path());
   fs::copy_file(ours, here_file());
   EXPECT_EQ(read_cluster("here").name, "ours");
+  EXPECT_EQ(read_cluster("here", 64).devices, 64);
+  EXPECT_THAT(error_of([] { read_cluster("here", 128); }),
+              AllOf(HasSubstr("128 ranks, of which 64 were measured"), HasSubstr("calibrate --ranks 128")));
   EXPECT_FALSE(read_calibration("here").empty());
   fs::current_path(before);
 }
