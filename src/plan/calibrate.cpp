@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <unistd.h>
 
@@ -17,7 +18,6 @@
 #include <numeric>
 #include <thread>
 
-#include "base/refuse.hpp"
 #include "isograd/optimizer.hpp"
 #include "kernels/matmul/product.hpp"
 #include "kernels/versions.hpp"
@@ -30,20 +30,17 @@
 #include "train/build.hpp"
 #include "train/device.hpp"
 #include "train/memory.hpp"
+#include "train/rank_zero.hpp"
 
 namespace isograd::planner {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr int kRounds = 3;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 double seconds_of(const std::function<void()>& work) {
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   work();
-  return seconds_since(start);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 // Something that is measured, of the kind that `not_measured` names.
@@ -65,7 +62,6 @@ class Measurement {
 
   // Collective. Returns sentences about what was not measured.
   std::vector<std::string> run() {
-    start_ = Clock::now();
     for (int round = 0; round < kRounds; ++round)
       for (Part& part : parts_) {
         if (round == 0) part.times = times_of(part);
@@ -120,10 +116,12 @@ class Measurement {
   // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
   std::size_t times_of(const Part& part) {
     constexpr double kMost = 200;
-    if (agreed({seconds_since(start_)})[0] > options_.seconds / kRounds) return 0;
+    if (spent_ > options_.seconds) return 0;
     part.once();  // prepares itself
-    const double once = agreed({seconds_of(part, 0)})[0];
-    return static_cast<std::size_t>(std::clamp(part.share / once, 1.0, kMost));
+    const double once = agreed({seconds_of(part, 0)})[0],
+                 times = std::floor(std::clamp(part.share / once, 1.0, kMost));
+    spent_ += once * (2 + kRounds * times);
+    return static_cast<std::size_t>(times);
   }
   static double spread_of(const std::vector<std::vector<double>>& rounds) {
     std::vector<double> all;
@@ -135,7 +133,7 @@ class Measurement {
 
   World& world_;
   const CalibrateOptions& options_;
-  Clock::time_point start_{};
+  double spent_ = 0;  // seconds, in all rounds
   std::vector<Part> parts_{};
 };
 
@@ -502,9 +500,11 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
   }
   const bool enough = found.cluster.device.memory_bandwidth > 0 && !calibration.products.empty() &&
                       (world.size == 1 || !found.cluster.links.empty());
+  std::optional<ErrorText> problem;
   if (!enough)
-    refuse("isograd calibrate", calibration.not_measured.empty() ? "nothing" : calibration.not_measured[0],
-           "steady times of memory, products and collectives", "Run it again while nothing else runs");
+    problem = {"isograd calibrate", fmt::format("{}", fmt::join(calibration.not_measured, "; ")),
+               "steady times of memory, products and collectives", "Run it again while nothing else runs"};
+  throw_agreed(world.group, problem);
   auto& missing = calibration.not_measured;
   if (world.size == 1) missing.emplace_back("collectives: there was one rank");
   if (!options.mpi) missing.emplace_back("MPI: no ranks over it");
