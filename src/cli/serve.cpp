@@ -217,6 +217,7 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
 }
 
 int run(const ServeFlags& flags, const Invocation& invocation) {
+  std::signal(SIGPIPE, SIG_IGN);  // a server goes on when its output is closed
   keep_freed_memory();
   serve::ModelEngineOptions options = engine_options(flags);
   check(flags);

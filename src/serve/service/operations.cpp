@@ -318,6 +318,7 @@ Service::Outcome Service::step(State::Model& model, const LogRecord& record) {
         if (!name.starts_with(kNormOf)) line += fmt::format(" {} {:.6g}", name, value);
       print(stdout, fmt::format("{} tokens {} seconds {:.3f} queue {}\n", line, model.step_tokens,
                                 model.step_seconds, model.waiting.size() - 1));
+      std::fflush(stdout);  // a pipe or a file has the line at once, and after a kill
     }
     model.step_tokens = 0, model.step_seconds = 0;
   };
