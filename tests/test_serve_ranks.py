@@ -13,7 +13,7 @@ from fp64_transformers import in_fp64
 from safetensors.torch import load
 from serve_client import LIMIT, adapter, datum, exported, furthest, limited_to, model, prompt, session, text, uneven
 from serve_files import NAME, server, write_model
-from test_serve_parity import STEPS, call, calls_of, losses_of_call, options_of
+from test_serve_parity import STEPS, call, calls_of, export_to, losses_of_call, options_of
 from tinker import types
 
 BOUND = 1e-10
@@ -63,8 +63,7 @@ def trained(folder, tmp_path_factory):
         with server(folder, tmp_path_factory.mktemp(name) / "state", "--dtype", "float64", *flags) as one, session(one.url) as service:
             low, whole = (model(service, rank=rank, user_metadata={"isograd.normalise": "tokens"}) for rank in (4, 0))
             said = train(one.url, low, 2, 5) + train(one.url, whole, 1, 6)
-            sampler = low.save_weights_and_get_sampling_client()
-            sampler = sampler.result(LIMIT) if hasattr(sampler, "result") else sampler
+            sampler = low.save_weights_and_get_sampling_client().result(LIMIT)
             drawn = sampler.sample(prompt([5, 9, 17]), 1, types.SamplingParams(max_tokens=8, temperature=0)).result(LIMIT)
             found[name] = said, adapter(one.url, low), load(exported(one.url, whole)["model.safetensors"]), drawn.sequences[0].tokens
     return found
@@ -136,6 +135,17 @@ class Plain:
         return self.logits(tokens).log_softmax(-1).gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
 
 
+class Whole(Plain):
+    """All of its weights are trained."""
+
+    def __init__(self, base):
+        super().__init__(base, {}, 0)
+        self.parameters = dict(self.model.named_parameters())
+
+    def merged(self):
+        return {}
+
+
 def counted(loss, data, mode):
     """What divides the sum, of one call."""
     if mode == "sequences":
@@ -145,14 +155,15 @@ def counted(loss, data, mode):
     return sum(rows) if mode == "tokens" else 0
 
 
-def train_plainly(plain, mode, rank, steps):
+def train_plainly(plain, mode, rank, steps, divides_calls=False):
     parameters = list(plain.parameters.values())
     optimizer = torch.optim.AdamW(parameters)
     for step in range(steps):
         for each in calls_of(step):
-            sum(losses_of_call(plain.log_probabilities, *each, plain.seen)).backward()
+            of_call = counted(each[0], each[2], mode) if divides_calls else 1
+            (sum(losses_of_call(plain.log_probabilities, *each, plain.seen)) / of_call).backward()
         for value in parameters:
-            value.grad /= sum(counted(loss, data, mode) for loss, _, data in calls_of(step)) or 1
+            value.grad /= 1 if divides_calls else sum(counted(loss, data, mode) for loss, _, data in calls_of(step)) or 1
         options = options_of(step, rank)
         if limit := options["grad_clip_norm"]:
             torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -194,8 +205,7 @@ def test_adapters_of_experts_are_those_of_plain_torch(with_experts, tmp_path, mo
         for i in range(1, STEPS):
             step(training, i)
         found = adapter(one.url, training)
-        sampler = training.save_weights_and_get_sampling_client()
-        sampler = sampler.result(LIMIT) if hasattr(sampler, "result") else sampler
+        sampler = training.save_weights_and_get_sampling_client().result(LIMIT)
         said = sampler.compute_logprobs(prompt(words)).result(LIMIT)
         greedy = sampler.sample(prompt(words), 1, types.SamplingParams(max_tokens=6, temperature=0, stop=[])).result(LIMIT)
         other = service.create_training_client_from_state_with_optimizer(training.save_state("end").result(LIMIT).path).result()
@@ -219,6 +229,28 @@ def test_adapters_of_experts_are_those_of_plain_torch(with_experts, tmp_path, mo
         assert greedy.sequences[0].tokens == text_so_far[len(words):]
         swapped = train_plainly(Plain(with_experts / NAME, initial, 32 / rank, "swapped"), mode, rank, 1)
         assert furthest(first, swapped) > 1e4 * BOUND
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", full("zero3")])
+def test_whole_weights_with_experts_are_those_of_plain_torch(with_experts, tmp_path, strategy):
+    rank = 1  # of whose rates there are options
+    flags = ("--ranks", 2, "--set", "parallel.ep=2", "--set", f"parallel.strategy={strategy}")
+    with server(with_experts, tmp_path / "state", "--dtype", "float64", *flags) as one, session(one.url) as service:
+        training = model(service, rank=0, user_metadata={"isograd.normalise": "tokens"})
+        for i in range(STEPS):
+            for each in calls_of(i):
+                call(training, *each)
+            training.optim_step(types.AdamParams(**options_of(i, rank)))
+        export_to(tmp_path / "trained", one.url, training)
+    with in_fp64(["qwen2_moe"]):
+        found = {name: value.detach() for name, value in Whole(tmp_path / "trained").parameters.items()}
+        before = Whole(with_experts / NAME).parameters
+        expected, wrong = (train_plainly(Whole(with_experts / NAME), "tokens", rank, STEPS, divides_calls) for divides_calls in (False, True))
+
+    def apart(one):  # of their change
+        return max(((found[name] - value).norm() / (value - before[name]).norm()).item() for name, value in one.items())
+    print(f"{strategy}: {apart(expected):.1e} after {STEPS} steps")
+    assert apart(expected) <= BOUND and apart(wrong) > 1e4 * BOUND
 
 
 @pytest.mark.parametrize("flags, said", [
