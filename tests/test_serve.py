@@ -7,7 +7,11 @@ import http.client
 import http.server
 import json
 import math
+import os
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,7 +19,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from conftest import full
+from conftest import ROOT, full
 from safetensors.torch import load
 from serve_client import ADAM, KEY, LIMIT, adapter, datum, exported, furthest, model, prompt, rest, session, text, uneven, within
 from serve_files import NAME, Server, server, write_model
@@ -109,7 +113,7 @@ def wavering(url, config, disturbs):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
             for _ in range(2 if disturbs else 1):
-                time.sleep(rng.uniform(0, 0.1) if disturbs else 0)
+                time.sleep(rng.uniform(0, 0.05) if disturbs else 0)
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2 * LIMIT)
                 connection.request(self.command, self.path, body, headers)
                 reply = connection.getresponse()
@@ -488,3 +492,32 @@ def test_a_client_does_not_notice_that_its_server_was_killed(folder, tmp_path, k
             restart.join()
         disturbed.kill()
     assert found[1:] == expected[1:] and furthest(found[0], expected[0]) == 0
+
+
+def test_the_program_of_the_documentation_runs_and_each_step_is_a_line(folder, tmp_path):
+    program = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/server.md").read_text(), re.M | re.S)[1]
+    assert len(program.splitlines()) <= 20
+    name = "Qwen/Qwen3-0.6B"
+    served = Server(folder, tmp_path / "state", "--model", f"{name}={folder / NAME}")
+    with within(3 * LIMIT), subprocess.Popen(served.command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            assert served.url in "".join(process.stdout.readline() for _ in range(3))
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=2 * LIMIT,
+                                  env={**os.environ, "TINKER_BASE_URL": served.url, "TINKER_API_KEY": KEY})
+            assert done.returncode == 0, done.stderr[-2000:]
+            *steps, sample = done.stdout.splitlines()
+            losses = [float(line.split()[1]) for line in steps]
+            assert len(losses) == 20 and losses[-1] < 0.9 * losses[0] and len(json.loads(sample)) == 4
+            for number, line in enumerate(steps, 1):
+                norm = f"{float(line.split()[2]):.6g}"
+                said = process.stdout.readline()
+                assert f" step {number}: " in said and f" grad_norm {norm} " in said and " tokens 8 " in said and " seconds " in said, said
+            process.stdout.close()
+            with session(served.url) as service:  # it goes on without a reader
+                training = model(service, base=name)
+                for _ in range(2):
+                    training.forward_backward(uneven(np.random.default_rng(1)), "cross_entropy").result()
+                    training.optim_step(ADAM).result()
+            assert process.poll() is None
+        finally:
+            process.kill()
