@@ -133,27 +133,26 @@ TEST(PlanText, HasAllOfAPlanInNarrowLines) {
   const std::string text = to_text(plan);
   EXPECT_LE(widest(text), 100U) << text;
   EXPECT_THAT(text, Not(HasSubstr("\x1b")));
-  for (const char* part :
-       {"8.03G parameters",
-        "4194304 tokens, 1024 sequences of 4096; bfloat16 with fp32 gradients",
-        "512 devices in hosts of 8, 80 GiB each",
-        "NVLink over 8: 450 GB/s, 3.4 us (data sheet)",
-        "12345 examined, 678 fit",
-        "1 of 513 devices is idle",
-        " 1 zero3, dp 64 x tp 8, micro-batch 2 x 8",
-        "3.25 s (2.93 s to 3.58 s) a step",
-        "1.50M tokens/s, MFU 43.2 %",
-        "8 GiB of 80 GiB",
-        "a rank; proved by the tests",
-        "composes, not proved by the tests",
-        "states 5 GiB exact 12Ψ/N",
-        "products 1.62 s calibrated 2 · Σ m · n · k",
-        "tp 16: its all-reduce leaves the host: +41 %",
-        "* latency of gathers: 568 devices (440 devices to 700 devices), here 512 devices.",
-        "Moved by: replicas 8",
-        "samples: 1024 = tokens / sequence (exact)",
-        "fewer devices: 4194304 tokens a batch",
-        "4096 4 s 1.50M 50.0 % latency of gathers"})
+  for (const char* part : {"8.03G parameters",
+                           "4194304 tokens, 1024 sequences of 4096; bfloat16 with fp32 gradients",
+                           "512 devices in hosts of 8, 80 GiB each",
+                           "NVLink over 8: 450 GB/s, 3.4 us (data sheet)",
+                           "12345 examined, 678 fit",
+                           "1 of 513 devices is idle",
+                           " 1 zero3, dp 64 x tp 8, micro-batch 2 x 8",
+                           "3.25 s (2.93 s to 3.58 s) a step",
+                           "1.50M tokens/s, MFU 43.2 %",
+                           "8 GiB of 80 GiB",
+                           "a rank; proved by the tests",
+                           "composes, not proved by the tests",
+                           "states 5 GiB exact 12Ψ/N",
+                           "products 1.62 s calibrated 2 · Σ m · n · k",
+                           "tp 16: its all-reduce leaves the host: +41 %",
+                           "* latency of gathers: 568 (440 to 700) devices, here 512; a layer's gather",
+                           "forward; moved by replicas 8",
+                           "samples: 1024 = tokens / sequence (exact)",
+                           "fewer devices: 4194304 tokens a batch",
+                           "4096 4 s 1.50M 50.0 % latency of gathers"})
     EXPECT_THAT(on_one_line(text), HasSubstr(part));
   plan.model.name = std::string(300, 'x'), plan.cluster.name = std::string(300, 'y');
   for (int i = 0; i < 40; ++i) plan.missing += "lacks 3.1 GiB at tp 8, ";

@@ -60,6 +60,7 @@ TEST(PlanWritten, IsTheLayoutOfEveryCandidate) {
     MemoryModel memory(problem, pipelines);
     for_each_mesh(problem, space, [&](const Candidate& mesh) {
       for_each_candidate(problem, space, mesh, [&](const Candidate& candidate) {
+        if (seen++ % 7 != 0) return true;
         const RunConfig config = written(plan, candidate);
         LayoutNumbers asked = numbers_of(candidate, plan.work);
         EXPECT_EQ(facts(layout_numbers(config, candidate.ranks)), facts(asked)) << to_text(candidate);
@@ -68,7 +69,7 @@ TEST(PlanWritten, IsTheLayoutOfEveryCandidate) {
         EXPECT_EQ(config.parallel.checkpoint_activations, candidate.checkpoint);
         EXPECT_EQ(config.parallel.reshard_after_forward, candidate.reshard);
         EXPECT_EQ(configured_shape(config).experts.dense_layers, plan.model.experts.dense_layers);
-        if (seen++ % 97 == 0) {  // what `isograd layout` says of the file is what the plan counts
+        if (seen % 4 == 0) {  // what `isograd layout` says of the file is what the plan counts
           std::int64_t most = 0;
           for (int rank = 0; rank < candidate.pp; ++rank)
             most = std::max(
@@ -80,7 +81,7 @@ TEST(PlanWritten, IsTheLayoutOfEveryCandidate) {
       });
     });
   }
-  EXPECT_GT(seen, 500);
+  EXPECT_GT(seen, 7 * 500);
 }
 
 TEST(PlanWritten, RefusesWhatIsogradDoesNotTrain) {
@@ -98,7 +99,7 @@ TEST(PlanWritten, RefusesWhatIsogradDoesNotTrain) {
   plan = plan_of(1, 6, false), plan.work.states = 3;
   EXPECT_THAT(refused(plan), HasSubstr("AdamW"));
   plan = plan_of(2, 6, false);  // what `train` refuses
-  EXPECT_THAT(refused(plan, {.ranks = 4, .tp = 4}), HasSubstr("parallel.tp"));
+  EXPECT_THAT(refused(plan, {.ranks = 8, .tp = 8}), HasSubstr("parallel.tp"));
 }
 
 TEST(PlanWritten, SaysWhereItRuns) {
