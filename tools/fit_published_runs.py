@@ -1,29 +1,53 @@
 """Fits the constants of the planner (src/plan/constants.hpp) on published_runs.csv, the rows given alone, with two-fold cross-validation.
 
-Run in the project's root: python3 tools/fit_published_runs.py [path of published_runs.csv] [--splits: 24 random halves instead of one split].  Needs numpy, scipy, pandas.
+Run in the project's root: python3 tools/fit_published_runs.py [path of published_runs.csv]. Needs numpy, scipy, pandas.
+  --splits   24 random halves instead of one split
+  --write    its table into docs/planning.md
+  --check    fails where src/plan/constants.* or docs/planning.md have other figures than the fit
 """
+import pathlib
+import re
 import sys
 import numpy as np, pandas as pd
 from scipy.optimize import least_squares, nnls
 
-CSV = next((a for a in sys.argv[1:] if not a.startswith('--')), '../shared/data/published_runs.csv')
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CSV = next((a for a in sys.argv[1:] if not a.startswith('--')), ROOT.parent / 'shared/data/published_runs.csv')
 GIB = 2.0**30
 
-# ---- taken from sources, never fitted ------------------------------------------------------------------------------------------
-# peak bf16 FLOP/s, fp8 and fp4 factors, HBM bytes/s, fast link bytes/s each way, GPUs on it, network bytes/s a GPU, attention efficiency
-HW = {
-    'A100-SXM-40GB': (312e12, 1, 1, 1.555e12, 300e9, 8, 25e9, .40), 'A100-SXM-80GB': (312e12, 1, 1, 2.0e12, 300e9, 8, 25e9, .40),
-    'H100-SXM-80GB': (989e12, 2, 2, 3.35e12, 450e9, 8, 50e9, .25), 'H100-SXM-80GB-700W': (989e12, 2, 2, 3.35e12, 450e9, 8, 50e9, .25),
-    'H100-96GB-HBM2e-500W': (989e12, 2, 2, 2.4e12, 450e9, 8, 50e9, .25), 'H200-SXM-141GB': (989e12, 2, 2, 4.8e12, 450e9, 8, 50e9, .25),
-    'B200-SXM-180GB': (2250e12, 2, 4, 8e12, 900e9, 8, 50e9, .25), 'GB200-NVL72': (2500e12, 2, 4, 8e12, 900e9, 72, 50e9, .25),
-    'GB300-NVL72': (2500e12, 2, 6, 8e12, 900e9, 72, 100e9, .25), 'V100-SXM-16GB or 32GB': (125e12, 1, 1, .9e12, 150e9, 8, 12.5e9, .20),
-    'TPU-v5p': (459e12, 2, 2, 2.76e12, 300e9, 8960, 25e9, .25), 'TPU-v6e': (918e12, 2, 2, 1.64e12, 180e9, 256, 25e9, .25)}
-HBM_SHARE = .85                                     # attainable share of HBM's data sheet
-PASSES = 6                                          # times that forward and backward move each byte that a layer keeps: counted (180 h + 30 f) / (20 h + 8 f) = 5.9
-BASE, A_IN, A_NET = 6.6e-6, 3.4e-6, 1.4 * 14e-6     # NCCL tuning.cc: ring base, a step in a node (Simple), a step between nodes (x 1.4)
-HIDE = .38                                          # share of the last backward that hides the reduction (DDP paper, arXiv:2006.15704: 35 to 38 %)
-ADAM = 40                                           # bytes a parameter that norm, optimizer and zeroing move
-LIMIT = .9 * 80                                     # GiB: predicted memory above it is refused
+# ---- taken from sources, never fitted: the planner's own files are read, so that both go by the same numbers -------------------------
+def source(name): return (ROOT / 'src/plan' / name).read_text()
+
+def number(file, name):
+    """The value of `name = EXPRESSION` in a file of the planner."""
+    return eval(re.search(r'\b%s = ([\d.e+* ()<-]+)' % name, source(file)).group(1))
+
+def devices():
+    """By the hardware of the rows: peak bf16 FLOP/s, fp8 and fp4 factors, HBM bytes/s, fast link bytes/s each way, GPUs on it, network bytes/s a GPU, attention efficiency."""
+    columns = r'\{"([\w-]+)", (?:k\w+|"[^"]*"),\s*((?:[\d.]+,?\s*){11})(?:, *\s*"\w+")?\}'
+    rows = {name: [float(x) for x in re.findall(r'[\d.]+', cells)] for name, cells in re.findall(columns, source('clusters.cpp'))}
+    assert len(rows) == len(re.findall(r'^    \{"', source('clusters.cpp'), re.M)) > 0, 'clusters.cpp has rows of another form'
+    shares = re.search(r'share_of_attention\(std::string_view device\) \{\n  return (.*?);', source('constants.cpp'), re.S).group(1)
+    a100, v100, other = (float(x) for x in re.findall(r'0\.\d+', shares))
+    made = {}
+    for begins, name in re.findall(r'\{"([\w-]+)", "([\w-]+)"\}', source('validate.cpp')):
+        memory, rate, fp64, fp32, bf16, fp8, best, host, joined, fast, net = rows[name]
+        k8 = fp8 / bf16 if fp8 else 1
+        share = a100 if name.startswith('a100') else v100 if name.startswith('v100') else other
+        made[begins] = (bf16*1e12, k8, k8*(3 if name == 'gb300' else 2), rate*1e12, fast*1e9, joined, net*1e9, share)
+    return made
+
+class Hardware(dict):
+    def __missing__(self, hardware): return next(self[begins] for begins in self if hardware.startswith(begins))
+
+HW = Hardware(devices())
+HBM_SHARE = number('constants.hpp', 'share_of_memory')   # attainable share of HBM's data sheet
+PASSES = number('constants.hpp', 'passes')               # times that forward and backward move each byte that a layer keeps: counted (180 h + 30 f) / (20 h + 8 f) = 5.9
+BASE = number('constants.hpp', 'kRingStart')             # NCCL tuning.cc: ring base, a step in a node (Simple), a step between nodes (x 1.4)
+A_IN, A_NET = number('clusters.cpp', 'kStepInside'), number('clusters.cpp', 'kStepAcross')
+HIDE = number('constants.hpp', 'overlap')                # share of the last backward that hides the reduction (DDP paper, arXiv:2006.15704: 35 to 38 %)
+ADAM = 40                                                # bytes a parameter that norm, optimizer and zeroing move
+LIMIT = number('validate.cpp', 'kUsable') * 80           # GiB: predicted memory above it is refused
 
 def fold_of(ids):
     return (pd.util.hash_array(np.asarray(ids, dtype=object)) % 2).astype(int)
@@ -177,8 +201,26 @@ def other_fit(o, x, mask):
     for g in np.unique(key[mask]): best[g] = grid[np.argmin(err[:, (key == g) & mask].sum(1))]
     return best, np.array([best.get(g, np.nan) for g in key])
 
+# ---- what is kept of it: constants.*, docs/planning.md --------------------------------------------------------------------------------
+class Kept:
+    """Rows of the page's table, and what the planner's constants must then be."""
+    def __init__(s): s.rows, s.off = [('figure', 'all rows', 'one half', 'the other half', 'the planner')], []
+    def constant(s, name, values, stands, digits, unit=''):
+        shown = ['%.*f%s' % (digits, v, unit) for v in (*values, stands)]
+        s.rows.append((name, *shown))
+        if shown[0] != shown[3]: s.off.append('%s: the fit finds %s, the planner has %s' % (name, shown[0], shown[3]))
+    def errors(s, name, inside, outside):
+        at = lambda e: '%.1f %%, %.1f %%' % (100*np.median(e), 100*np.quantile(e, .9))
+        s.rows.append(('%s (%d rows): median and 90 %% of errors, in the rows fitted to and in the others' % (name, len(inside)), at(inside), at(outside), '', ''))
+    def page(s, write):
+        text = ''.join('| %s |\n%s' % (' | '.join(r), '' if i else '|---|---|---|---|---|\n') for i, r in enumerate(s.rows))
+        page = ROOT / 'docs/planning.md'; old = page.read_text()
+        new = re.sub(r'(?<=<!-- table: fit -->\n).*?(?=<!-- end of table -->)', lambda _: text, old, count=1, flags=re.S)
+        if write: page.write_text(new)
+        elif new != old: s.off.append('docs/planning.md has another table of the fit: --write')
+
 def main():
-    d = pd.read_csv(CSV)
+    d, kept = pd.read_csv(CSV), Kept()
     nano = d[d.framework == 'nanotron']
     print('== memory, nanotron')
     ok = Rows(nano[(nano.tier == 'A') & nano.mem_gb.notna()].reset_index(drop=True))
@@ -187,11 +229,14 @@ def main():
     x = mem_fit(ok, every); p = mem_predict(ok, x)[0]; pf = mem_predict(failed, x)[0]
     print('  constants k %.3f, v %.2f bytes, c %.3f GiB' % tuple(x))
     print('  all rows       ', quantiles(abs(p/y - 1)), ' refused %.2f %%, failed called too large %.2f %%' % (100*(p > LIMIT).mean(), 100*(pf > LIMIT).mean()))
-    out, outf, ff = np.zeros(ok.n), np.zeros(failed.n), fold_of(failed.df.id)
+    out, outf, ff, halves = np.zeros(ok.n), np.zeros(failed.n), fold_of(failed.df.id), []
     for k in (0, 1):
-        xk = mem_fit(ok, fold != k); pk = mem_predict(ok, xk)[0]; out[fold == k] = pk[fold == k]; outf[ff == k] = mem_predict(failed, xk)[0][ff == k]
+        xk = mem_fit(ok, fold != k); halves.append(xk); pk = mem_predict(ok, xk)[0]; out[fold == k] = pk[fold == k]; outf[ff == k] = mem_predict(failed, xk)[0][ff == k]
         print('  fold %d: %s' % (k, np.round(xk, 3)), 'in', quantiles(abs(pk/y - 1)[fold != k]), '| out', quantiles(abs(pk/y - 1)[fold == k]))
     print('  out of fold    ', quantiles(abs(out/y - 1)), ' refused %.2f %%, failed called too large %.2f %%' % (100*(out > LIMIT).mean(), 100*(outf > LIMIT).mean()))
+    kept.constant('bytes that an allocator takes for a byte kept', (x[0], halves[0][0], halves[1][0]), number('constants.hpp', 'allocated'), 3)
+    kept.constant('memory of libraries', (x[2], halves[0][2], halves[1][2]), number('constants.hpp', 'fixed_bytes')/GIB, 3, ' GiB')
+    kept.errors('memory, nanotron', abs(p/y - 1), abs(out/y - 1))
     big = y > 10
     print('  above 10 GiB   ', quantiles(abs(out/y - 1)[big]))
 
@@ -207,9 +252,9 @@ def main():
     fold = fold_of(a.id)
     x = time_fit(s, y, use); p = time_parts(s, x)['step']
     print('  constants e %.3f, link %.3f, host %.3f ms, net %.3f' % (x[0], x[1], 1e3*x[2], x[3]))
-    out = np.zeros(s.n)
+    out, halves = np.zeros(s.n), []
     for k in (0, 1):
-        xk = time_fit(s, y, use & (fold != k)); pk = time_parts(s, xk)['step']; out[fold == k] = pk[fold == k]
+        xk = time_fit(s, y, use & (fold != k)); halves.append(xk); pk = time_parts(s, xk)['step']; out[fold == k] = pk[fold == k]
         m = sets['twin < 1.1, < 74 GiB, tp <= 8']
         print('  fold %d: %s' % (k, np.round(xk, 4)), 'in', quantiles(abs(pk/y - 1)[m & (fold != k)]), '| out', quantiles(abs(pk/y - 1)[m & (fold == k)]))
     for name, m in sets.items(): print('  %-32s in fold' % name, quantiles(abs(p/y - 1)[m]), ' out of fold', quantiles(abs(out/y - 1)[m]))
@@ -217,17 +262,30 @@ def main():
         m = sets[name] & low
         cells(a[m], out[m], name + ' (out of fold)')
 
+    for i, (name, stands, scale, digits, unit) in enumerate((('share of the peak that products reach', 'share_of_peak', 1, 3, ''), ('share of a link inside a host', 'share_inside', 1, 3, ''),
+                                                             ('host for a layer of a micro-batch', 'layer_overhead', 1e3, 3, ' ms'), ('share of a network', 'share_across', 1, 3, ''))):
+        kept.constant(name, [scale*v[i] for v in (x, *halves)], scale*number('constants.hpp', stands), digits, unit)
+    for name, m in sets.items():
+        if not name.startswith(' ') and 'MFU' not in name: kept.errors('step, nanotron, ' + name, abs(p/y - 1)[m], abs(out/y - 1)[m])
     m = sets['twin < 1.25, tp <= 8']
     print('  band: measured / predicted, out of fold, twin < 1.25: 10 %% %.3f, 50 %% %.3f, 90 %% %.3f' % tuple(np.quantile((y/out)[m], (.1, .5, .9))))
 
     print('== other dense rows: one efficiency for each GPU and precision, all else from nanotron')
     o = others(d); fold = fold_of(o.id); yo = o.step.values
     best, e = other_fit(o, x, np.ones(len(o), bool)); p = other_step(o, e, x)
-    out = np.full(len(o), np.nan)
+    out, halves = np.full(len(o), np.nan), []
     for k in (0, 1):
-        pk = other_step(o, other_fit(o, x, fold != k)[1], x); out[fold == k] = pk[fold == k]
+        found, ek = other_fit(o, x, fold != k); halves.append(found)
+        pk = other_step(o, ek, x); out[fold == k] = pk[fold == k]
     print('  in fold    ', quantiles(abs(p/yo - 1))); print('  out of fold', quantiles(abs(out/yo - 1)))
     print('  efficiencies', {k: round(float(v), 2) for k, v in best.items()})
+    shares = {name: (float(a), float(b)) for name, a, b in re.findall(r'\{"([\w-]+)", ([\d.]+), ([\d.]+)\}', source('constants.cpp'))}
+    for key in sorted(best):
+        hardware, prec = key.split('/')
+        name = next(name for begins, name in re.findall(r'\{"([\w-]+)", "([\w-]+)"\}', source('validate.cpp')) if hardware.startswith(begins))
+        stands = shares.get(name + ('-fp4' if prec == 'fp4' else ''), (0, 0))[prec in ('fp8', 'fp4', 'int8')]
+        kept.constant('share of the peak, %s, %s' % (hardware, prec), [v.get(key, np.nan) for v in (best, *halves)], stands, 3)
+    kept.errors('step, all other dense rows', abs(p/yo - 1), abs(out/yo - 1)[~np.isnan(out)])
     o['source1'] = o.framework.str.replace(r'Megatron-Bridge.*', 'Megatron-Bridge', regex=True)
     for g, r in o.assign(err=p/yo - 1).groupby('source1').err: print('    %-28s n %3d median |error| %4.1f %%, mean error %+5.1f %%' % (g, len(r), 100*r.abs().median(), 100*r.mean()))
 
@@ -242,6 +300,9 @@ def main():
         print('  %s %s: t %.5f s, c %.4f s' % (one.who, one.model, t, c))
         for r in g.itertuples():
             if r.gpus not in (one.gpus, two.gpus): print('    %5d GPUs, G %3d: %.4f s, measured %.4f: %+.2f %%' % (r.gpus, r.grad_acc, t*r.grad_acc + c, r.step_s, 100*((t*r.grad_acc + c)/r.step_s - 1)))
+    if '--write' in sys.argv or '--check' in sys.argv: kept.page('--write' in sys.argv)
+    for problem in kept.off: print('OFF', problem)
+    if '--check' in sys.argv and kept.off: sys.exit(1)
 
 def splits():
     """Out-of-fold figures over 24 random halves: how far they depend on the one split of main()."""

@@ -250,12 +250,16 @@ const std::vector<StageShape>& MemoryModel::stages(const Candidate& candidate) {
   return impl_->stages(candidate);
 }
 
+MemoryParts MemoryModel::of_rank(const Candidate& candidate, int rank_of_pipeline) {
+  return impl_->problem.program == Program::kIsograd ? impl_->isograds(candidate, rank_of_pipeline)
+                                                     : impl_->others(candidate, rank_of_pipeline);
+}
+
 MemoryParts MemoryModel::of(const Candidate& candidate) {
   MemoryParts most;
   for (int rank = 0; rank < candidate.pp; ++rank) {
     if (rank > 0 && impl_->is_like_before(candidate, rank)) continue;
-    const MemoryParts parts = impl_->problem.program == Program::kIsograd ? impl_->isograds(candidate, rank)
-                                                                          : impl_->others(candidate, rank);
+    const MemoryParts parts = of_rank(candidate, rank);
     if (rank == 0 || parts.total() > most.total()) most = parts;
   }
   return most;

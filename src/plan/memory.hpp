@@ -18,6 +18,7 @@ class MemoryModel {
   ~MemoryModel();
 
   MemoryParts of(const Candidate& candidate);
+  MemoryParts of_rank(const Candidate& candidate, int rank_of_pipeline);
   // At most of(candidate).total(), cheaper, and no less with larger micro-batches: for leaving out.
   double least(const Candidate& candidate);
   // The parts with formulas and origins.

@@ -24,6 +24,10 @@ inline constexpr const char* kPrecisionNames[] = {"float64", "float32", "bfloat1
 inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrated",
                                                "fitted", "data sheet", "assumed"};
 
+// As texts and pages show them: "12.5 GiB", "3.21 s".
+std::string bytes_text(double bytes);
+std::string seconds_text(double seconds);
+
 // Both ways: the planner's shape has no LibTorch type, and rules, stages and kept tensors take the model
 // room's.
 DecoderConfig decoder_of(const ModelShape& model);

@@ -13,6 +13,15 @@
 #include "train/presenter.hpp"
 
 namespace isograd::planner {
+
+std::string bytes_text(double bytes) {
+  return std::abs(bytes) < 0x1p30 ? fmt::format("{:.4g} MiB", bytes / 0x1p20)
+                                  : fmt::format("{:.4g} GiB", bytes / 0x1p30);
+}
+std::string seconds_text(double seconds) {
+  return seconds >= 1 ? fmt::format("{:.3g} s", seconds) : fmt::format("{:.3g} ms", 1e3 * seconds);
+}
+
 namespace {
 
 constexpr std::size_t kTextColumns = 100;
@@ -36,14 +45,6 @@ std::string wrapped(const std::string& head, const std::string& text) {
     result += word, at += columns_of(word);
   }
   return result + '\n';
-}
-
-std::string bytes_text(double bytes) {
-  return std::abs(bytes) < 0x1p30 ? fmt::format("{:.4g} MiB", bytes / 0x1p20)
-                                  : fmt::format("{:.4g} GiB", bytes / 0x1p30);
-}
-std::string seconds_text(double seconds) {
-  return seconds >= 1 ? fmt::format("{:.3g} s", seconds) : fmt::format("{:.3g} ms", 1e3 * seconds);
 }
 
 template <class Text>

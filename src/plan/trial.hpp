@@ -69,6 +69,15 @@ struct PublishedRow {
 // that is none.
 std::vector<PublishedRow> read_rows(const std::filesystem::path& file);
 
+// Rows whose step was published and can be foretold, in their order. `program`: whose it is; nanotron's
+// twice, as runs that a twin confirms within 10 % and all others.
+struct TimedRow {
+  const PublishedRow* row = nullptr;
+  std::string program{};
+  double published = 0, foretold = 0;  // seconds
+};
+std::vector<TimedRow> timed_rows(const std::vector<PublishedRow>& rows);
+
 struct Errors {
   std::string source{}, what{};  // "seconds", "memory", "fits"
   std::size_t rows = 0;

@@ -187,6 +187,8 @@ bool is_whole(const PublishedRow& row) {
   return candidate.data_ranks() * candidate.micro_batch * candidate.micro_batches == row.work.samples();
 }
 
+bool is_timed(const PublishedRow& row) { return row.tier == "A" && row.seconds > 0 && row.candidate.ep == 1; }
+
 std::optional<Cluster> cluster_of(const PublishedRow& row) {
   for (const auto& [begins, name] : kDevices)
     if (row.hardware.starts_with(begins)) {
@@ -314,6 +316,22 @@ std::vector<PublishedRow> read_rows(const std::filesystem::path& file) {
   return rows;
 }
 
+std::vector<TimedRow> timed_rows(const std::vector<PublishedRow>& rows) {
+  std::vector<TimedRow> timed;
+  for (const PublishedRow& row : rows) {
+    if (!is_timed(row) || (is_nanotron(row) && !is_whole(row))) continue;
+    const auto found = foretold(row);
+    if (!found) continue;
+    const bool confirmed = row.twin_ratio > 0 && row.twin_ratio < 1.1;
+    timed.push_back({&row,
+                     !is_nanotron(row) ? program_of(row)
+                     : confirmed       ? "nanotron, confirmed"
+                                       : "nanotron, others",
+                     row.seconds, found->seconds});
+  }
+  return timed;
+}
+
 std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
   std::vector<Errors> all;
   std::vector<Seen> nanotron;
@@ -322,7 +340,7 @@ std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
   std::size_t ran = 0, refused = 0, failed = 0, too_large = 0;
   for (const PublishedRow& row : rows) {
     if (row.tier != "A" && !row.failed) continue;
-    const bool timed = row.seconds > 0 && !row.failed && row.candidate.ep == 1;
+    const bool timed = is_timed(row);
     if (!is_nanotron(row) && !timed) continue;
     const auto found = foretold(row);
     if (!found) continue;

@@ -122,9 +122,8 @@ TEST_F(PublishedRows, AreRefusedByLineAndColumn) {
 }
 
 TEST_F(PublishedRows, MeetTheLinesOfAllRowsThatAreGiven) {
-  const auto file = std::filesystem::path(__FILE__).parent_path() / "../../../shared/data/published_runs.csv";
-  if (!std::filesystem::exists(file)) GTEST_SKIP() << "missing: published_runs.csv";
-  const auto rows = read_rows(file);
+  if (!std::filesystem::exists(ISOGRAD_PUBLISHED_RUNS)) GTEST_SKIP() << "missing: published_runs.csv";
+  const auto rows = read_rows(ISOGRAD_PUBLISHED_RUNS);
   const auto all = validate(rows);
   const auto expect = [&](const char* source, const char* what, std::size_t count, double median,
                           double p90) {
