@@ -23,24 +23,25 @@ def number(file, name):
     return eval(re.search(r'\b%s = ([\d.e+* ()<-]+)' % name, source(file)).group(1))
 
 def devices():
-    """By the hardware of the rows: peak bf16 FLOP/s, fp8 and fp4 factors, HBM bytes/s, fast link bytes/s each way, GPUs on it, network bytes/s a GPU, attention efficiency."""
+    """By name: peak bf16 FLOP/s, fp8 and fp4 factors, HBM bytes/s, fast link bytes/s each way, GPUs on it, network bytes/s a GPU, attention efficiency."""
     columns = r'\{"([\w-]+)", (?:k\w+|"[^"]*"),\s*((?:[\d.]+,?\s*){11})(?:, *\s*"\w+")?\}'
     rows = {name: [float(x) for x in re.findall(r'[\d.]+', cells)] for name, cells in re.findall(columns, source('clusters.cpp'))}
     assert len(rows) == len(re.findall(r'^    \{"', source('clusters.cpp'), re.M)) > 0, 'clusters.cpp has rows of another form'
     shares = re.search(r'share_of_attention\(std::string_view device\) \{\n  return (.*?);', source('constants.cpp'), re.S).group(1)
     a100, v100, other = (float(x) for x in re.findall(r'0\.\d+', shares))
     made = {}
-    for begins, name in re.findall(r'\{"([\w-]+)", "([\w-]+)"\}', source('validate.cpp')):
-        memory, rate, fp64, fp32, bf16, fp8, best, host, joined, fast, net = rows[name]
+    for name, (memory, rate, fp64, fp32, bf16, fp8, best, host, joined, fast, net) in rows.items():
         k8 = fp8 / bf16 if fp8 else 1
         share = a100 if name.startswith('a100') else v100 if name.startswith('v100') else other
-        made[begins] = (bf16*1e12, k8, k8*(3 if name == 'gb300' else 2), rate*1e12, fast*1e9, joined, net*1e9, share)
+        made[name] = (bf16*1e12, k8, k8*(3 if name == 'gb300' else 2), rate*1e12, fast*1e9, joined, net*1e9, share)
     return made
 
-class Hardware(dict):
-    def __missing__(self, hardware): return next(self[begins] for begins in self if hardware.startswith(begins))
+DEVICES = re.findall(r'\{"([\w-]+)", "([\w-]+)"\}', source('validate.cpp'))
+def device_of(hardware):
+    """The planner's name of the hardware of a row."""
+    return next(name for begins, name in DEVICES if hardware.startswith(begins))
 
-HW = Hardware(devices())
+HW = devices()
 HBM_SHARE = number('constants.hpp', 'share_of_memory')   # attainable share of HBM's data sheet
 PASSES = number('constants.hpp', 'passes')               # times that forward and backward move each byte that a layer keeps: counted (180 h + 30 f) / (20 h + 8 f) = 5.9
 BASE = number('constants.hpp', 'kRingStart')             # NCCL tuning.cc: ring base, a step in a node (Simple), a step between nodes (x 1.4)
@@ -120,7 +121,7 @@ def ring(n, nodes):
 
 def time_parts(s, x):
     e, link, host, net = x
-    peak, _, _, hbm, nv, node, nic, ea = HW['H100-SXM-80GB']
+    peak, _, _, hbm, nv, node, nic, ea = HW['h100']
     h, f, V, tp, T = s.hidden_, s.ffn_, s.vocab_, s.tp_, s.T
     gemm = 6*T*(s.nl*(4*h*h + 3*h*f) + s.head*V*h)/tp/(peak*e)
     attention = 7*T*s.seq_*h*s.nl/tp/(peak*ea)
@@ -172,7 +173,7 @@ def others(d):
 def other_step(o, e, x):
     _, link, _, net = x
     a = lambda c: o[c].values.astype(float)
-    peak, k8, k4, hbm, nv, node, nic, ea = np.array([HW[h] for h in o.hardware]).T
+    peak, k8, k4, hbm, nv, node, nic, ea = np.array([HW[device_of(h)] for h in o.hardware]).T
     k = np.where(np.isin(o.prec, ('fp8', 'int8')), k8, np.where(o.prec == 'fp4', k4, 1))
     L, h, f, V, S, G, dp, tp, cp, pp, vpp, z, lw = map(a, ('layers', 'hidden', 'ffn', 'vocab', 'seq', 'grad_acc', 'dp', 'tp', 'cp', 'pp', 'vpp', 'zero', 'lw'))
     again = (o.recompute == 'full').values*1.0
@@ -197,7 +198,7 @@ def other_step(o, e, x):
 def other_fit(o, x, mask):
     grid = np.exp(np.linspace(np.log(.1), np.log(1.2), 150))
     err = np.minimum([abs(other_step(o, e, x)/o.step.values - 1) for e in grid], .5)
-    key, best = (o.hardware + '/' + o.prec).values, {}
+    key, best = (o.hardware.map(device_of) + '/' + o.prec).values, {}
     for g in np.unique(key[mask]): best[g] = grid[np.argmin(err[:, (key == g) & mask].sum(1))]
     return best, np.array([best.get(g, np.nan) for g in key])
 
@@ -281,10 +282,9 @@ def main():
     print('  efficiencies', {k: round(float(v), 2) for k, v in best.items()})
     shares = {name: (float(a), float(b)) for name, a, b in re.findall(r'\{"([\w-]+)", ([\d.]+), ([\d.]+)\}', source('constants.cpp'))}
     for key in sorted(best):
-        hardware, prec = key.split('/')
-        name = next(name for begins, name in re.findall(r'\{"([\w-]+)", "([\w-]+)"\}', source('validate.cpp')) if hardware.startswith(begins))
+        name, prec = key.split('/')
         stands = shares.get(name + ('-fp4' if prec == 'fp4' else ''), (0, 0))[prec in ('fp8', 'fp4', 'int8')]
-        kept.constant('share of the peak, %s, %s' % (hardware, prec), [v.get(key, np.nan) for v in (best, *halves)], stands, 3)
+        kept.constant('share of the peak, %s, %s' % (name, prec), [v.get(key, np.nan) for v in (best, *halves)], stands, 3)
     kept.errors('step, all other dense rows', abs(p/yo - 1), abs(out/yo - 1)[~np.isnan(out)])
     o['source1'] = o.framework.str.replace(r'Megatron-Bridge.*', 'Megatron-Bridge', regex=True)
     for g, r in o.assign(err=p/yo - 1).groupby('source1').err: print('    %-28s n %3d median |error| %4.1f %%, mean error %+5.1f %%' % (g, len(r), 100*r.abs().median(), 100*r.mean()))
