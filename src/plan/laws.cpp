@@ -65,9 +65,7 @@ class Laws {
   Estimate exact(double value) const { return {value, value, value, Origin::kExact}; }
   Estimate timed(double value, Axis axis) const {
     const Origin network =
-        models_.step.network()
-            .cost(Operation::kAllGather, 1, reach_of(c_, axis, problem_.cluster))
-            .origin;
+        models_.step.network().cost(Operation::kAllGather, 1, reach_of(c_, axis, problem_.cluster)).origin;
     const double w = width_.seconds;
     return {value, value * (1 - w), value * (1 + w), std::max(models_.step.rates().origin(), network)};
   }
@@ -97,7 +95,8 @@ class Laws {
   }
   std::int64_t block() const {
     std::int64_t largest = 1;
-    for (const StageShape& stage : models_.memory.stages(c_)) largest = std::max(largest, stage.largest_block);
+    for (const StageShape& stage : models_.memory.stages(c_))
+      largest = std::max(largest, stage.largest_block);
     return largest;
   }
   double parameter_bytes() const { return std::max(2.0, bytes_of(problem_.work.precision)); }
@@ -109,9 +108,10 @@ class Laws {
     const double at = static_cast<double>(samples_) / static_cast<double>(c_.micro_batch);
     add({.name = "batch",
          .unit = "data ranks",
-         .statement = fmt::format("{} sequences in micro-batches of {}: {:.0f} data ranks compute one each, and more "
-                                  "than {} have nothing to do",
-                                  samples_, c_.micro_batch, at, samples_),
+         .statement =
+             fmt::format("{} sequences in micro-batches of {}: {:.0f} data ranks compute one each, and more "
+                         "than {} have nothing to do",
+                         samples_, c_.micro_batch, at, samples_),
          .moved_by = "a larger batch, or tp, cp and pp, which divide the work of a sequence",
          .at = exact(at),
          .now = static_cast<double>(c_.data_ranks())},
@@ -122,14 +122,13 @@ class Laws {
     const Reach reach = reach_of(c_, Axis::kData, problem_.cluster);
     if (reach.ranks == 1) return;
     const double of_rank = problem_.model.parameters() / (double(c_.tp) * c_.pp) * gradient_bytes();
-    const double transfer =
-        models_.step.network().cost(Operation::kAllReduce, of_rank, reach).transfer;
-    const double at =
-        tokens_of_micro_batch() * transfer / (models_.step.overlap() * behind_.backward);
+    const double transfer = models_.step.network().cost(Operation::kAllReduce, of_rank, reach).transfer;
+    const double at = tokens_of_micro_batch() * transfer / (models_.step.overlap() * behind_.backward);
     add({.name = "bandwidth",
          .unit = "tokens of a rank's micro-batch",
-         .statement = "with fewer, the bytes of the gradients alone take longer than the backward that hides them, "
-                      "whatever the size of the model",
+         .statement =
+             "with fewer, the bytes of the gradients alone take longer than the backward that hides them, "
+             "whatever the size of the model",
          .moved_by = "larger micro-batches, gradients of 2 bytes, or a faster network",
          .at = timed(at, Axis::kData),
          .now = tokens_of_micro_batch()},
@@ -138,8 +137,7 @@ class Laws {
 
   // Ranks along the shards until which a layer's gather hides behind the layer before.
   std::int64_t most_gathering(bool backward) const {
-    const double hides =
-        models_.step.overlap() * (backward ? behind_.layer_backward : behind_.layer_forward);
+    const double hides = models_.step.overlap() * (backward ? behind_.layer_backward : behind_.layer_forward);
     const auto numel = static_cast<double>(block());
     constexpr std::int64_t kMost = std::int64_t{1} << 24;
     return last_of(kMost, [&](std::int64_t ranks) {
@@ -153,16 +151,17 @@ class Laws {
   void gathers() {
     const std::int64_t forward = most_gathering(false), backward = most_gathering(true);
     const bool applies = c_.strategy == Strategy::kZero3;
-    Law law{.name = "zero3's rings",
-            .unit = "ranks that share parameters",
-            .statement = fmt::format("a layer's gather hides behind its forward on up to {} ranks, gather and "
-                                     "reduction behind its backward on up to {}: a ring's latency grows with its "
-                                     "ranks",
-                                     forward, backward),
-            .moved_by = "replicas of fewer shards, or more tokens in a micro-batch",
-            .at = timed(static_cast<double>(std::max<std::int64_t>(1, std::min(forward, backward))),
-                        Axis::kShard),
-            .now = static_cast<double>(c_.shards) * cp()};
+    Law law{
+        .name = "zero3's rings",
+        .unit = "ranks that share parameters",
+        .statement = fmt::format("a layer's gather hides behind its forward on up to {} ranks, gather and "
+                                 "reduction behind its backward on up to {}: a ring's latency grows with its "
+                                 "ranks",
+                                 forward, backward),
+        .moved_by = "replicas of fewer shards, or more tokens in a micro-batch",
+        .at =
+            timed(static_cast<double>(std::max<std::int64_t>(1, std::min(forward, backward))), Axis::kShard),
+        .now = static_cast<double>(c_.shards) * cp()};
     if (applies) law.moved_by += with_replicas();
     add(std::move(law), true, applies);
   }
@@ -187,7 +186,8 @@ class Laws {
     const std::int64_t most = kMostDevices / (std::int64_t{c_.pp} * c_.tp * c_.cp_ring * c_.cp_ulysses);
     const std::int64_t at = last_of(most, [&](std::int64_t ranks) {
       Candidate other = on(ranks);
-      other.strategy = Strategy::kBucketed, other.replicas = static_cast<std::int32_t>(ranks), other.shards = 1;
+      other.strategy = Strategy::kBucketed, other.replicas = static_cast<std::int32_t>(ranks),
+      other.shards = 1;
       other.checkpoint = other.reduce_once = false;
       other.bucket_bytes = models_.step.best_bucket_bytes(other);
       const StepParts parts = models_.step.data_parallel(other);
@@ -196,8 +196,9 @@ class Laws {
     });
     add({.name = "all-reduce",
          .unit = "data ranks",
-         .statement = "with this batch a rank's backward shrinks with more ranks, and the latency of the sums grows: "
-                      "beyond these they no longer hide",
+         .statement =
+             "with this batch a rank's backward shrinks with more ranks, and the latency of the sums grows: "
+             "beyond these they no longer hide",
          .moved_by = "larger buckets, a larger batch, or fewer data ranks with tp or pp",
          .at = timed(static_cast<double>(std::max<std::int64_t>(1, at)), Axis::kData),
          .now = static_cast<double>(c_.data_ranks())},
@@ -210,9 +211,10 @@ class Laws {
     const double hidden = best_.step.hidden.reduce + best_.step.hidden.gather;
     add({.name = "overlap",
          .unit = "seconds of reduction in a step",
-         .statement = fmt::format("step = forward + max(backward, reduction) + last bucket + optimizer = {:.4g} s; one "
-                                  "after the other {:.4g} s",
-                                  best_.seconds.value, best_.seconds.value + hidden),
+         .statement = fmt::format(
+             "step = forward + max(backward, reduction) + last bucket + optimizer = {:.4g} s; one "
+             "after the other {:.4g} s",
+             best_.seconds.value, best_.seconds.value + hidden),
          .moved_by = "more tokens in a micro-batch, fewer ranks, or a faster network",
          .at = timed(models_.step.overlap() * behind_.backward * reductions() + best_.step.tail, Axis::kData),
          .now = reduce},
@@ -305,10 +307,12 @@ class Laws {
     const double w = width_.memory, value = static_cast<double>(std::max<std::int64_t>(1, at));
     add({.name = "a layer must fit",
          .unit = "hidden size",
-         .statement = fmt::format("zero3 on any number of ranks still gathers whole layers: with tp {} a model of {} "
-                                  "layers as wide as this fills {:.0f} GiB",
-                                  c_.tp, model.layers, gibibytes(capacity_)),
-         .moved_by = "tp, which divides a layer; a shorter sequence where logits and activations are the most",
+         .statement =
+             fmt::format("zero3 on any number of ranks still gathers whole layers: with tp {} a model of {} "
+                         "layers as wide as this fills {:.0f} GiB",
+                         c_.tp, model.layers, gibibytes(capacity_)),
+         .moved_by =
+             "tp, which divides a layer; a shorter sequence where logits and activations are the most",
          .at = {value, value * (1 - w), value * (1 + w), Origin::kAssumed},
          .now = static_cast<double>(model.hidden)},
         true);
@@ -321,10 +325,12 @@ class Laws {
     const double at = std::ceil(best_.step.bubble / busy * (1 - kShare) / kShare);
     add({.name = "bubble",
          .unit = "micro-batches of a data rank",
-         .statement = fmt::format("with fewer the {} ranks of the pipeline wait for more than a tenth of the time; now "
-                                  "{:.1f} %",
-                                  c_.pp, 100 * best_.step.bubble / best_.seconds.value),
-         .moved_by = "more micro-batches, more stages on a rank, a schedule that splits backwards, or a smaller pp",
+         .statement = fmt::format(
+             "with fewer the {} ranks of the pipeline wait for more than a tenth of the time; now "
+             "{:.1f} %",
+             c_.pp, 100 * best_.step.bubble / best_.seconds.value),
+         .moved_by =
+             "more micro-batches, more stages on a rank, a schedule that splits backwards, or a smaller pp",
          .at = timed(std::max(1.0, at), Axis::kStage),
          .now = static_cast<double>(c_.micro_batches)},
         false);
@@ -335,19 +341,19 @@ class Laws {
                                double StepModel::Behind::*exchange) const {
     Candidate other = alone();
     return std::max<std::int64_t>(1, last_of(most, [&](std::int64_t size) {
-      other.*axis = static_cast<std::int32_t>(size);
-      constexpr double kHalfOfTheRest = 1.0 / 3;
-      return models_.step.behind(other).*exchange <= kHalfOfTheRest;
-    }));
+                                    other.*axis = static_cast<std::int32_t>(size);
+                                    constexpr double kHalfOfTheRest = 1.0 / 3;
+                                    return models_.step.behind(other).*exchange <= kHalfOfTheRest;
+                                  }));
   }
   void tensor() {
-    const std::int64_t at =
-        most_exchanging(problem_.model.heads, &Candidate::tp, &StepModel::Behind::tp);
+    const std::int64_t at = most_exchanging(problem_.model.heads, &Candidate::tp, &StepModel::Behind::tp);
     const Link& fast = problem_.cluster.links.front();
     add({.name = "tp",
          .unit = "ranks along tp",
-         .statement = fmt::format("beyond these exchanges take more than half as long as what is computed; {} joins {}",
-                                  fast.name, fast.ranks),
+         .statement = fmt::format(
+             "beyond these exchanges take more than half as long as what is computed; {} joins {}", fast.name,
+             fast.ranks),
          .moved_by = "cp or pp in its place; parallel.tensor_overlap",
          .at = timed(static_cast<double>(at), Axis::kTp),
          .now = static_cast<double>(c_.tp)},

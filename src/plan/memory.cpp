@@ -312,12 +312,18 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
   return lines;
 }
 
-std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate, int rank_of_pipeline) {
+std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate) {
   if (candidate.ranks > kMostRanks) return std::nullopt;
   RunConfig config;
   config.model.shape = impl_->config;
   set_layout(config, impl_->problem.cluster, impl_->problem.work, candidate);
-  return lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank_of_pipeline, 1).layout.total;
+  PersistentBytes most;
+  for (int rank = 0; rank < candidate.pp; ++rank) {
+    const PersistentBytes kept =
+        lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank, 1).layout.total;
+    if (kept.total() > most.total()) most = kept;
+  }
+  return most;
 }
 
 }  // namespace isograd::planner

@@ -24,9 +24,9 @@ class MemoryModel {
   // The parts with formulas and origins.
   std::vector<Planned::Part> explain(const Candidate& candidate, const MemoryParts& parts);
   const std::vector<StageShape>& stages(const Candidate& candidate);
-  // Kept bytes with the padding of buckets, by lay_out() itself; nothing above 4,096 ranks, where that would
-  // be slow. For layouts that are printed.
-  std::optional<PersistentBytes> laid_out(const Candidate& candidate, int rank_of_pipeline);
+  // Kept bytes with the padding of buckets, by lay_out() itself for a rank of each stage; nothing above 4,096
+  // ranks, where that would be slow. For layouts that are printed.
+  std::optional<PersistentBytes> laid_out(const Candidate& candidate);
 
  private:
   struct Impl;

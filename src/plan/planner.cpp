@@ -128,7 +128,7 @@ ModelShape shape_of(const DecoderConfig& config, std::string name) {
 
 namespace {
 
-// What isograd would do, after all inputs are checked. Links come in any order.
+// A question whose inputs are checked, with isograd's models. Links come in any order.
 struct Asked {
   Asked(const ModelShape& of, const Cluster& on, const Calibration& by, const Work& job)
       : model(of), cluster(on), calibration(by), work(job) {
@@ -184,7 +184,8 @@ std::vector<std::string> warnings_of(const Plan& plan, const Calibration& calibr
   }
   if (plan.model.experts.count > 0)
     add("tokens are assumed to spread evenly over the experts; nobody publishes how uneven they are");
-  if (!plan.model.gated) add("isograd trains models with gated feed-forward networks: this plan cannot be written");
+  if (!plan.model.gated)
+    add("isograd trains models with gated feed-forward networks: this plan cannot be written");
   if (calibration.empty())
     add("times follow the data sheet and shares of it that were fitted on other programs' published runs: run "
         "isograd calibrate on a device of this kind");

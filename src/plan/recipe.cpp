@@ -1,5 +1,5 @@
-// The recipe: batch, sequence, micro-batch, data ranks, accumulation; the tables of memory and traffic; and its
-// answers to a cluster that is larger than the batch.
+// The recipe: batch, sequence, micro-batch, data ranks, accumulation; the tables of memory and traffic; and
+// its answers to a cluster that is larger than the batch.
 #include "plan/recipe.hpp"
 
 #include <fmt/format.h>
@@ -63,7 +63,8 @@ std::vector<ZeroRow> zero_table(std::int64_t ranks) {
 
 namespace {
 
-constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3};
+constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2,
+                                    Strategy::kZero3};
 
 Candidate with_micro_batch(const Problem& problem, Candidate candidate, std::int64_t size) {
   candidate.micro_batch = size;
@@ -121,14 +122,16 @@ std::vector<RecipeStep> recipe_of(Models& models, const Planned& best) {
       fmt::format("grad_acc = {} / ({} x {})", numbers.samples, c.micro_batch, c.data_ranks()),
       fmt::format("{} micro-batches", numbers.accumulation), "exact");
   add("parameters alone", "2 bytes each in bfloat16",
-      fmt::format("{:.4g} GB = {:.4g} GiB for {:.4g} parameters", 2 * psi / 1e9, gibibytes(2 * psi), psi), "exact");
+      fmt::format("{:.4g} GB = {:.4g} GiB for {:.4g} parameters", 2 * psi / 1e9, gibibytes(2 * psi), psi),
+      "exact");
   for (const ZeroRow& row : zero_table(c.data_ranks() * c.cp_ring * c.cp_ulysses)) {
-    add("memory", fmt::format("{}: {}, N = {}", row.strategy, row.kept_formula,
-                              c.data_ranks() * c.cp_ring * c.cp_ulysses),
-        fmt::format("{:.6g} bytes a parameter ({:.6g} with fp32 gradients in addition; {:.6g} as isograd keeps them, "
-                    "{:.1f} GiB a rank)",
-                    row.kept, row.kept_with_fp32_gradients, row.isograd_kept,
-                    gibibytes(row.isograd_kept * of_rank)),
+    add("memory",
+        fmt::format("{}: {}, N = {}", row.strategy, row.kept_formula,
+                    c.data_ranks() * c.cp_ring * c.cp_ulysses),
+        fmt::format(
+            "{:.6g} bytes a parameter ({:.6g} with fp32 gradients in addition; {:.6g} as isograd keeps them, "
+            "{:.1f} GiB a rank)",
+            row.kept, row.kept_with_fp32_gradients, row.isograd_kept, gibibytes(row.isograd_kept * of_rank)),
         "exact");
     add("traffic", fmt::format("{}: {}", row.strategy, row.sent_formula),
         fmt::format("{:.3g} elements a parameter", row.sent), "exact");
@@ -165,7 +168,8 @@ std::vector<WayOut> ways_out_of(Models& models, const Options& options) {
   Cluster fewer = problem.cluster;
   fewer.devices = numbers.fewer_ranks * tp;
   if (fewer.devices > host) fewer.devices -= fewer.devices % host;
-  add(fmt::format("fewer devices: {} of {}", fewer.devices, devices), with(problem, fewer, work), fewer.devices);
+  add(fmt::format("fewer devices: {} of {}", fewer.devices, devices), with(problem, fewer, work),
+      fewer.devices);
   Work more = work;
   more.tokens = numbers.larger_batch;
   add(fmt::format("a larger batch: {:.0f} tokens in place of {:.0f}", more.tokens, work.tokens),
@@ -184,8 +188,9 @@ std::vector<WayOut> ways_out_of(Models& models, const Options& options) {
     if (made.head_room >= 0 && (!fastest || made.seconds.value < fastest->seconds.value)) fastest = made;
   }
   if (fastest)
-    ways.push_back({fmt::format("smaller micro-batches: {} in place of {}", fastest->candidate.micro_batch, largest),
-                    work.tokens, *fastest});
+    ways.push_back(
+        {fmt::format("smaller micro-batches: {} in place of {}", fastest->candidate.micro_batch, largest),
+         work.tokens, *fastest});
   return ways;
 }
 

@@ -130,7 +130,7 @@ class Search {
     return false;
   }
 
-  // What takes longer is of no use.
+  // Layouts that take longer are of no use.
   double slowest() const {
     if (top_.size() < wanted_) return kNone;
     return std::max(top_.back().seconds, front_.empty() ? 0 : kFrontSlower * top_[0].seconds);
@@ -138,8 +138,8 @@ class Search {
 
   bool is_dominated(double seconds, double bytes) const {
     if (seconds <= (top_.size() < wanted_ ? kNone : top_.back().seconds)) return false;
-    return std::ranges::any_of(
-        front_, [&](const Found& one) { return one.seconds < seconds && one.bytes < bytes; });
+    return std::ranges::any_of(front_,
+                               [&](const Found& one) { return one.seconds < seconds && one.bytes < bytes; });
   }
 
   void keep(const Found& found) {
@@ -245,8 +245,8 @@ std::string missing_text(Models& models, const Planned& nearest) {
   const double needs = nearest.memory.total();
   std::string text = fmt::format("lacks {:.1f} GiB at {}", gibibytes(needs - problem.cluster.device.memory),
                                  to_text(nearest.candidate));
-  const auto largest = std::ranges::max_element(nearest.memory_parts, {},
-                                                [](const auto& part) { return part.number.value; });
+  const auto largest =
+      std::ranges::max_element(nearest.memory_parts, {}, [](const auto& part) { return part.number.value; });
   if (largest != nearest.memory_parts.end())
     text += fmt::format(", most of it {}, {:.1f} GiB", largest->name, gibibytes(largest->number.value));
   constexpr std::int64_t kMostTimes = 64;
@@ -278,9 +278,12 @@ namespace {
 class Changes {
  public:
   Changes(const Problem& problem, const Candidate& best) : problem_(problem), best_(best) {
-    for (const auto& [name, axis] :
-         {std::pair{"tp", &Candidate::tp}, {"pp", &Candidate::pp}, {"cp_ring", &Candidate::cp_ring},
-          {"cp_ulysses", &Candidate::cp_ulysses}, {"ep", &Candidate::ep}, {"replicas", &Candidate::replicas}}) {
+    for (const auto& [name, axis] : {std::pair{"tp", &Candidate::tp},
+                                     {"pp", &Candidate::pp},
+                                     {"cp_ring", &Candidate::cp_ring},
+                                     {"cp_ulysses", &Candidate::cp_ulysses},
+                                     {"ep", &Candidate::ep},
+                                     {"replicas", &Candidate::replicas}}) {
       if (axis == &Candidate::ep && problem.model.experts.count == 0) continue;
       if (axis == &Candidate::replicas && best.strategy == Strategy::kBucketed) continue;
       for (const std::int32_t size : {best.*axis / 2, best.*axis * 2}) {
@@ -289,7 +292,8 @@ class Changes {
         if (size > 0) add(fmt::format("{} {}", name, size), changed);
       }
     }
-    for (const Strategy strategy : {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+    for (const Strategy strategy :
+         {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
       Candidate changed = best;
       changed.strategy = strategy;
       changed.checkpoint = changed.reduce_once = false, changed.reshard = true;
@@ -322,8 +326,7 @@ class Changes {
 
  private:
   void add(std::string change, Candidate changed) {
-    const std::int64_t inner =
-        std::int64_t{changed.pp} * changed.tp * changed.cp_ring * changed.cp_ulysses;
+    const std::int64_t inner = std::int64_t{changed.pp} * changed.tp * changed.cp_ring * changed.cp_ulysses;
     const std::int64_t data = std::max<std::int64_t>(1, changed.ranks / inner);
     if (changed.strategy == Strategy::kBucketed) changed.replicas = static_cast<std::int32_t>(data);
     changed.shards = static_cast<std::int32_t>(std::max<std::int64_t>(1, data / changed.replicas));

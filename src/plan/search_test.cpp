@@ -38,15 +38,15 @@ struct Job {
 
 Job small(std::int64_t devices, std::int64_t samples, double memory, bool experts = false) {
   Job one{.model = {.name = "small",
-                     .layers = 6,
-                     .hidden = 512,
-                     .heads = 8,
-                     .key_heads = 2,
-                     .head_dim = 64,
-                     .feed_forward = 1408,
-                     .vocabulary = 4096},
-           .cluster = read_cluster("h100", devices),
-           .work = {.tokens = 1024.0 * static_cast<double>(samples), .sequence = 1024}};
+                    .layers = 6,
+                    .hidden = 512,
+                    .heads = 8,
+                    .key_heads = 2,
+                    .head_dim = 64,
+                    .feed_forward = 1408,
+                    .vocabulary = 4096},
+          .cluster = read_cluster("h100", devices),
+          .work = {.tokens = 1024.0 * static_cast<double>(samples), .sequence = 1024}};
   one.cluster.device.memory = memory, one.cluster.reserve = 1 << 26;
   if (experts)
     one.model.family = "qwen3_moe", one.model.experts = {.count = 4, .per_token = 2, .feed_forward = 512};
@@ -79,14 +79,15 @@ std::vector<Timed> all_that_fit(const Job& one) {
   for_each_mesh(problem, space, [&](const Candidate& mesh) {
     for_each_candidate(problem, space, mesh, [&](const Candidate& found) {
       std::optional<Timed> best;
-      const bool any = found.strategy != Strategy::kZero3 &&
-                       found.data_ranks() * found.cp_ring * found.cp_ulysses > 1;
+      const bool any =
+          found.strategy != Strategy::kZero3 && found.data_ranks() * found.cp_ring * found.cp_ulysses > 1;
       for (const std::int64_t bytes : any ? space.bucket_bytes : std::vector{found.bucket_bytes}) {
         Timed timed{.candidate = found};
         timed.candidate.bucket_bytes = bytes;
         timed.bytes = models.memory.of(timed.candidate).total();
         timed.seconds = models.step.of(timed.candidate).total();
-        if (timed.bytes <= one.cluster.device.memory && (!best || timed.seconds < best->seconds)) best = timed;
+        if (timed.bytes <= one.cluster.device.memory && (!best || timed.seconds < best->seconds))
+          best = timed;
       }
       if (best) all.push_back(*best);
       return true;
@@ -137,9 +138,9 @@ std::string texts(const std::vector<Candidate>& all) {
 TEST(PlanSearch, FindsWhatTimingEveryLayoutFinds) {
   constexpr double kMiB = 1 << 20;
   std::size_t with_pipelines = 0;
-  for (const Job& one :
-       {small(8, 32, 4096 * kMiB), small(8, 12, 800 * kMiB), small(16, 24, 500 * kMiB), small(6, 7, 1200 * kMiB),
-        small(8, 16, 900 * kMiB, true), small(7, 9, 4096 * kMiB), small(1, 4, 4096 * kMiB)}) {
+  for (const Job& one : {small(8, 32, 4096 * kMiB), small(8, 12, 800 * kMiB), small(16, 24, 500 * kMiB),
+                         small(6, 7, 1200 * kMiB), small(8, 16, 900 * kMiB, true), small(7, 9, 4096 * kMiB),
+                         small(1, 4, 4096 * kMiB)}) {
     const std::vector<Timed> all = all_that_fit(one);
     ASSERT_FALSE(all.empty());
     const Problem problem = one.problem();
@@ -147,8 +148,8 @@ TEST(PlanSearch, FindsWhatTimingEveryLayoutFinds) {
     const Searched found = search(models, one.cluster.devices, {.top = 5});
     const auto top = fastest_of(all, 5), front = front_of(all);
     EXPECT_EQ(candidates_of(found.top), top) << texts(candidates_of(found.top)) << "and not\n" << texts(top);
-    EXPECT_EQ(candidates_of(found.front), front)
-        << texts(candidates_of(found.front)) << "and not\n" << texts(front);
+    EXPECT_EQ(candidates_of(found.front), front) << texts(candidates_of(found.front)) << "and not\n"
+                                                 << texts(front);
     for (const Candidate& candidate : front) with_pipelines += candidate.pp > 1;
     std::printf("%ld devices: %zu layouts fit, %ld examined, %ld timed, %zu on the front\n",
                 static_cast<long>(one.cluster.devices), all.size(), static_cast<long>(found.candidates),
@@ -231,7 +232,8 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
   for (int turn = 0; turn < 200; ++turn) {
     Job one;
     const std::int64_t hosts = one_of({1, 1, 2, 3, 5, 12}), heads = one_of({4, 6, 8, 12, 16, 32});
-    one.cluster = read_cluster(names[std::uniform_int_distribution<std::size_t>(0, names.size() - 1)(random)]);
+    one.cluster =
+        read_cluster(names[std::uniform_int_distribution<std::size_t>(0, names.size() - 1)(random)]);
     one.cluster.per_host = one_of({1, 2, 3, 4, 7, 8});
     one.cluster.devices = hosts * one.cluster.per_host;
     one.cluster.links.front().ranks = one.cluster.per_host;
@@ -318,18 +320,20 @@ const Law* law_named(const std::vector<Law>& laws, const std::string& name) {
   return found == laws.end() ? nullptr : &*found;
 }
 
-// N* = the largest number of ranks with alpha_in (N - hosts) + alpha_net (hosts - 1) + bytes / beta <= forward,
-// with NCCL's latencies, half of the peak and 8 x 50 GB/s x 0.9: the table of docs/planning.md.
+// N* = the largest number of ranks with alpha_in (N - hosts) + alpha_net (hosts - 1) + bytes / beta <=
+// forward, with NCCL's latencies, half of the peak and 8 x 50 GB/s x 0.9: the table of docs/planning.md.
 TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
   struct Row {
     std::int64_t hidden, heads, feed_forward, tokens, most;
   };
-  for (const Row& row : {Row{4096, 32, 14336, 4096, 568}, {8192, 64, 28672, 4096, 2112},
-                         {16384, 128, 53248, 4096, 7664}, {4096, 32, 14336, 2048, 136},
+  for (const Row& row : {Row{4096, 32, 14336, 4096, 568},
+                         {8192, 64, 28672, 4096, 2112},
+                         {16384, 128, 53248, 4096, 7664},
+                         {4096, 32, 14336, 2048, 136},
                          {4096, 32, 14336, 16384, 3272}}) {
     Job one{.model = dense(2, row.hidden, row.heads, row.feed_forward),
-             .cluster = read_cluster("h100", 64),
-             .work = {.tokens = 4096.0 * 1024, .sequence = row.tokens}};
+            .cluster = read_cluster("h100", 64),
+            .work = {.tokens = 4096.0 * 1024, .sequence = row.tokens}};
     one.cluster.device.memory = 1e14, one.cluster.device.memory_bandwidth = 1e18;
     one.cluster.links[1].latency = 14e-6;
     Problem problem = one.problem();
@@ -350,12 +354,18 @@ TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
 
 TEST(PlanLaws, AreRootsOfTheModels) {
   Job one{.model = dense(32, 4096, 32, 14336),
-           .cluster = read_cluster("h100", 256),
-           .work = {.tokens = 1024.0 * 4096, .sequence = 4096}};
+          .cluster = read_cluster("h100", 256),
+          .work = {.tokens = 1024.0 * 4096, .sequence = 4096}};
   const Problem problem = one.problem();
   Models models(problem);
-  const Candidate candidate{.ranks = 256, .shards = 32, .tp = 2, .pp = 4, .strategy = Strategy::kZero1,
-                            .schedule = Schedule::kOneFOneB, .micro_batch = 1, .micro_batches = 32};
+  const Candidate candidate{.ranks = 256,
+                            .shards = 32,
+                            .tp = 2,
+                            .pp = 4,
+                            .strategy = Strategy::kZero1,
+                            .schedule = Schedule::kOneFOneB,
+                            .micro_batch = 1,
+                            .micro_batches = 32};
   const Planned best = planned(models, candidate);
   const std::vector<Law> laws = laws_of(models, best);
   const Law* memory = law_named(laws, "memory of activations");
@@ -395,8 +405,8 @@ TEST(PlanLaws, AreRootsOfTheModels) {
 
 TEST(PlanNeighbours, AreSlowerOrRefusedForAReason) {
   Job one{.model = dense(32, 4096, 32, 14336),
-           .cluster = read_cluster("h100", 64),
-           .work = {.tokens = 1024.0 * 4096, .sequence = 4096}};
+          .cluster = read_cluster("h100", 64),
+          .work = {.tokens = 1024.0 * 4096, .sequence = 4096}};
   const Plan made = one.planned({.limits = false});
   ASSERT_FALSE(made.top.empty());
   EXPECT_GT(made.neighbours.size(), 5U);
@@ -413,7 +423,8 @@ TEST(PlanPacks, MakeUnevenRanksSlower) {
   Job one = small(8, 64, 4e9);
   const Plan even = one.planned();
   std::mt19937 random(3);
-  for (int i = 0; i < 4096; ++i) one.work.documents.push_back(16 + static_cast<std::int64_t>(random() % 1500));
+  for (int i = 0; i < 4096; ++i)
+    one.work.documents.push_back(16 + static_cast<std::int64_t>(random() % 1500));
   const Plan uneven = one.planned();
   EXPECT_EQ(even.top[0].step.uneven, 0);
   EXPECT_GT(uneven.top[0].step.uneven, 0);
@@ -458,8 +469,9 @@ void expect_within(const char* name, const Job& one, double seconds) {
   const double before = peak_mebibytes(), begin = cpu_seconds();
   const Plan made = one.planned();
   const double took = cpu_seconds() - begin, grown = peak_mebibytes() - before;
-  std::printf("%s: %.3f s, %.0f MiB more, %ld candidates examined, %ld timed, %zu on the front; %s\n", name, took,
-              grown, static_cast<long>(made.candidates), static_cast<long>(made.fitting), made.front.size(),
+  std::printf("%s: %.3f s, %.0f MiB more, %ld candidates examined, %ld timed, %zu on the front; %s\n", name,
+              took, grown, static_cast<long>(made.candidates), static_cast<long>(made.fitting),
+              made.front.size(),
               made.top.empty() ? made.missing.c_str() : to_text(made.top[0].candidate).c_str());
   EXPECT_FALSE(made.top.empty());
   EXPECT_LT(took, seconds);
@@ -469,8 +481,8 @@ void expect_within(const char* name, const Job& one, double seconds) {
 TEST(PlanSearch, IsFast) {
   expect_within("2 ranks", small(2, 64, 4e9), 0.05);
   Job one{.model = dense(126, 16384, 128, 53248),
-           .cluster = read_cluster("h100", 16384),
-           .work = {.tokens = 2048.0 * 8192, .sequence = 8192}};
+          .cluster = read_cluster("h100", 16384),
+          .work = {.tokens = 2048.0 * 8192, .sequence = 8192}};
   expect_within("405B on 16,384 devices", one, 1);
   one.cluster.devices = 131072, one.work.tokens *= 8;
   expect_within("405B on 131,072 devices", one, 5);

@@ -80,7 +80,7 @@ struct StepModel::Impl {
   double overlap;             // part of a collective that computation hides
   std::vector<double> pairs;  // of the sequences of a corpus, and their mean
   double mean_pairs;
-  // Of a layer of either kind, and of the output.
+  // The passes of a layer of either kind, and of the output.
   struct Passes {
     Pass dense{}, mixture{}, output{};
   };
@@ -90,7 +90,7 @@ struct StepModel::Impl {
     int slowest = 0;
     Pass of_slowest{};
   };
-  // What candidates share. A full table is begun anew, so that memory does not grow with the space.
+  // Parts that candidates share. A full table is begun anew, so that memory does not grow with the space.
   static constexpr std::size_t kMostShapes = 4096;
   using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
   std::map<Shape, Passes> passes{};
@@ -266,8 +266,8 @@ struct StepModel::Impl {
       Reach reach = units;
       reach.in_place = true;
       const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
-      // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones leave
-      // less behind.
+      // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones
+      // leave less behind.
       const bool any = plan.stage != 3 && bucket_bytes == 0;
       const double piece = plan.stage == 3
                                ? static_cast<double>(std::max<std::int64_t>(1, block)) * plan.bytes.gradient

@@ -83,7 +83,7 @@ class StepModel {
   // The size of buckets, at most `most`, that makes latency and tail least.
   std::int64_t best_bucket_bytes(const Candidate& candidate, std::int64_t most = 1 << 30);
   std::vector<Planned::Part> explain(const Candidate& candidate, const StepParts& parts);
-  // Of a micro-batch on the slowest rank, and of one layer: what collectives hide behind.
+  // Seconds of a micro-batch on the slowest rank, and of one layer: collectives hide behind them.
   struct Behind {
     double forward = 0, backward = 0, layer_forward = 0, layer_backward = 0;
     double tp = 0, ep = 0;  // parts of a layer's time (of one with experts) that exchanges take
