@@ -370,7 +370,8 @@ std::string grown(const StepParts& from, const StepParts& to) {
 std::vector<Neighbour> neighbours_of(Models& models, const Planned& best) {
   const Problem& problem = models.problem;
   std::vector<Neighbour> neighbours;
-  for (auto& [change, candidate] : Changes(problem, best.candidate).all()) {
+  const Changes changes(problem, best.candidate);
+  for (const auto& [change, candidate] : changes.all()) {
     Neighbour one{.change = change};
     Candidate with_buckets = candidate;
     if (const auto text = refusal(problem.model, problem.cluster, problem.work, candidate)) {

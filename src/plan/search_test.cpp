@@ -324,16 +324,16 @@ const Law* law_named(const std::vector<Law>& laws, const std::string& name) {
 // forward, with NCCL's latencies, half of the peak and 8 x 50 GB/s x 0.9: the table of docs/planning.md.
 TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
   struct Row {
-    std::int64_t hidden, heads, feed_forward, tokens, most;
+    std::int64_t hidden, heads, feed_forward, sequence, micro_batch, most;
   };
-  for (const Row& row : {Row{4096, 32, 14336, 4096, 568},
-                         {8192, 64, 28672, 4096, 2112},
-                         {16384, 128, 53248, 4096, 7664},
-                         {4096, 32, 14336, 2048, 136},
-                         {4096, 32, 14336, 16384, 3272}}) {
+  for (const Row& row : {Row{4096, 32, 14336, 4096, 1, 568},
+                         {8192, 64, 28672, 4096, 1, 2112},
+                         {16384, 128, 53248, 4096, 1, 7664},
+                         {4096, 32, 14336, 2048, 1, 136},
+                         {4096, 32, 14336, 4096, 4, 3272}}) {
     Job one{.model = dense(2, row.hidden, row.heads, row.feed_forward),
             .cluster = read_cluster("h100", 64),
-            .work = {.tokens = 4096.0 * 1024, .sequence = row.tokens}};
+            .work = {.tokens = 4096.0 * 1024, .sequence = row.sequence}};
     one.cluster.device.memory = 1e14, one.cluster.device.memory_bandwidth = 1e18;
     one.cluster.links[1].latency = 14e-6;
     Problem problem = one.problem();
@@ -342,13 +342,13 @@ TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
     problem.constants.layer_overhead = 0;
     Models models(problem);
     const Candidate candidate{
-        .ranks = 64, .shards = 64, .strategy = Strategy::kZero3, .micro_batch = 1, .micro_batches = 16};
+        .ranks = 64, .shards = 64, .strategy = Strategy::kZero3, .micro_batch = row.micro_batch, .micro_batches = 16};
     const std::vector<Law> laws = laws_of(models, planned(models, candidate));
     const Law* law = law_named(laws, "zero3's rings");
     ASSERT_NE(law, nullptr);
     EXPECT_THAT(law->statement, HasSubstr("forward on up to")) << law->statement;
     const double number = std::stod(law->statement.substr(law->statement.find("up to") + 5));
-    EXPECT_NEAR(number, static_cast<double>(row.most), 8) << row.hidden << ", " << row.tokens;  // a host
+    EXPECT_NEAR(number, static_cast<double>(row.most), 8) << row.hidden << ", " << row.sequence;  // a host
   }
 }
 
