@@ -30,7 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 using TrialClock = std::chrono::steady_clock;
 
-constexpr int kRounds = 3, kStepsOfTurn = 4;  // the first step of a turn makes buffers and is left out
+constexpr int kTurns = 3, kStepsOfTurn = 4;  // the first step of a turn makes buffers and is left out
 constexpr double kMostSecondsOfTurn = 300;
 constexpr std::size_t kKeptOutput = 1 << 16;
 // Of a process with LibTorch before it has a model. The meter, not this limit, says what fits.
@@ -203,7 +203,7 @@ std::vector<Tried> try_layouts(const Plan& plan, std::size_t count, const RunPro
   }
   Turns turn(run, folder);
   std::vector<std::vector<double>> seconds(all.size());
-  for (int round = 0; round < kRounds; ++round)
+  for (int round = 0; round < kTurns; ++round)
     for (std::size_t i = 0; i < all.size(); ++i) {
       const std::size_t at = round % 2 == 0 ? i : all.size() - 1 - i;  // nobody is always first
       Tried& tried = all[at];
