@@ -415,8 +415,6 @@ double parse_tokens(std::string_view text, const std::string& where) {
   return tokens;
 }
 
-std::string_view name_of(Precision precision) { return kPrecisionNames[static_cast<std::size_t>(precision)]; }
-
 std::string machine_text() {
   return fmt::format("{}, {} cores, {}", kernels::processor_name(), std::thread::hardware_concurrency(),
                      find_gpus().text());

@@ -64,22 +64,19 @@ struct StepModel::Impl {
         network(of.cluster, of.calibration, of.constants.share_inside, of.constants.share_across),
         rates(of),
         overlap(of.calibration.overlap.value_or(of.constants.overlap)),
-<<<<<<< HEAD
         pairs(pairs_by_sequence(of.work)),
-        mean_pairs(packs_of(pairs).pairs) {}
-=======
-        length(fragment_length(of.work)) {}
->>>>>>> 03ba7e53 (plan: calibrate, not yet built)
+        mean_pairs(packs_of(pairs).pairs),
+        fragment(fragment_length(of.work)) {}
 
   const Problem& problem;
   Pipelines& pipelines;
   MemoryModel& memory;
   Network network;
   Rates rates;
-<<<<<<< HEAD
   double overlap;             // part of a collective that computation hides
   std::vector<double> pairs;  // of the sequences of a corpus, and their mean
   double mean_pairs;
+  std::int64_t fragment;  // tokens of a fragment, on the average
   // The passes of a layer of either kind, and of the output.
   struct Passes {
     Pass dense{}, mixture{}, output{};
@@ -95,12 +92,6 @@ struct StepModel::Impl {
   using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
   std::map<Shape, Passes> passes{};
   std::map<std::tuple<Shape, int, int, bool>, Staged> stages{};
-=======
-  double overlap;       // part of a collective that computation hides
-  std::int64_t length;  // tokens of a fragment, on the average
-  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool, int>;
-  std::map<Shape, Pass> passes{};
->>>>>>> 03ba7e53 (plan: calibrate, not yet built)
   std::map<std::pair<std::int64_t, std::int64_t>, double> slowest{};
 
   static Shape shape_of(const Candidate& c) {
@@ -128,7 +119,7 @@ struct StepModel::Impl {
       return sum;
     };
     const auto attention = [&](double flops) {
-      return rates.attention(flops, length, problem.model.head_dim);
+      return rates.attention(flops, fragment, problem.model.head_dim);
     };
     const auto sent = [&](Operation operation, double bytes, Axis axis) {
       return bytes > 0 ? network.seconds(operation, bytes, reach_of(c, axis, problem.cluster)) : 0;
