@@ -30,6 +30,10 @@ constexpr const char* kSharedExpert =
 
 class AxisRun : public AxisRuns {
  protected:
+  // It has layers for up to five stages.
+  RunConfig deep(const std::string& name, const std::string& dtype = "float64") const {
+    return changed(text(name, dtype), "model.layers=5");
+  }
   // Cells under one of the two `ways` by turns, each of which is a run of its own on one process.
   void check(const RunConfig& base, const std::vector<std::string>& ways, const std::vector<OnRanks>& cells) {
     std::vector<RunConfig> ones;
@@ -105,7 +109,7 @@ TEST_F(AxisRun, AlongTpIsTheRunOfOneProcess) {
 }
 
 TEST_F(AxisRun, InStagesIsTheRunOfOneProcess) {
-  check(text("stages"), kMeans,
+  check(deep("stages"), kMeans,
         {{2, "pp=2"},
          {2, "pp=2 schedule=gpipe batch.packs_per_micro_batch=1"},
          {2, "pp=2 schedule=interleaved stages_per_rank=2 batch.packs_per_micro_batch=1"},
@@ -123,7 +127,7 @@ TEST_F(AxisRun, InStagesIsTheRunOfOneProcess) {
          {4, "pp=2 tp=2 strategy=naive"},
          {4, "pp=2 cp_ring=2"},
          {8, "pp=2 replicas=2 strategy=zero1 share_parameters=off"}});
-  check(changed(text("tied"), "model.tied_output=true"), {""},
+  check(changed(deep("tied"), "model.tied_output=true"), {""},
         {{2, "pp=2"},
          {4, "pp=2 strategy=zero1"},
          {3, "pp=3"},
@@ -354,9 +358,9 @@ TEST_F(AxisRun, IsProvenOnEveryLayout) {
       {plain, {2, "tp=2"}, every},
       {plain, {4, "tp=2 strategy=zero1 sequence_parallel=false"}, some()},
       {plain, {6, "tp=6 strategy=zero3"}, some()},
-      {plain, {2, "pp=2 schedule=interleaved stages_per_rank=2"}, some()},
+      {deep("x", "float32"), {2, "pp=2 schedule=interleaved stages_per_rank=2"}, some()},
       {plain, {3, "pp=3"}, some()},
-      {plain, {2, "pp=2 schedule=zb-v stages_per_rank=2"}, some()},
+      {deep("x", "float32"), {2, "pp=2 schedule=zb-v stages_per_rank=2"}, some()},
       {plain, {4, "pp=2"}, some()},
       {plain, {4, "pp=2 tp=2"}, some()},
       {tied, {3, "pp=3"}, some()},
@@ -630,7 +634,7 @@ TEST_F(AxisRun, TrafficToExpertsIsTheFormulas) {
 // ---- what is refused ----
 
 TEST_F(AxisRun, WhatDoesNotFitTheRanksIsRefused) {
-  const RunConfig plain = text("x"), moe = experts("x");
+  const RunConfig plain = deep("x"), moe = experts("x");
   const auto refused = [&](const RunConfig& base, int ranks, const std::string& set) {
     return config_error_of([&] { run(on(base, set, "refused"), ranks); });
   };

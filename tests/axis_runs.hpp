@@ -18,12 +18,12 @@ namespace isograd {
 
 class AxisRuns : public testing_runs::TinyVideos {
  protected:
-  // Little that a number of ranks divides: 5 layers, 6 heads over 3 key heads, 29 features, 259 tokens, 5
+  // Little that a number of ranks divides: 3 layers, 6 heads over 3 key heads, 29 features, 259 tokens, 5
   // packs.
   RunConfig text(const std::string& name, const std::string& dtype = "float64") const {
     RunConfig config = tiny(name, dtype);
     auto& shape = config.model.shape;
-    shape.layers = 5, shape.hidden = 24, shape.heads = 6, shape.key_value_heads = 3, shape.head_dim = 4;
+    shape.layers = 3, shape.hidden = 24, shape.heads = 6, shape.key_value_heads = 3, shape.head_dim = 4;
     shape.feed_forward = 29;
     config.train.steps = 4;
     config.sample.tokens = 9, config.sample.temperature = 0;  // always the likeliest
