@@ -307,7 +307,7 @@ class Axes : public HybridCells {
   void check(const std::vector<Case>& cases) {
     double worst = 0;
     std::size_t runs = 0;
-    DefaultCases made(4);
+    DefaultCases made(8);
     for (const Case& one : with_all(cases)) {
       if (!made.has(name_of(one))) continue;
       SCOPED_TRACE(name_of(one));
@@ -325,14 +325,14 @@ class Axes : public HybridCells {
         ADD_FAILURE() << error.what();
       }
     }
-    EXPECT_GE(runs, full_tests() ? cases.size() : cases.size() / 4);
+    EXPECT_GE(runs, full_tests() ? cases.size() : cases.size() / 8);
     std::printf("%zu runs of %zu cases, worst gradient %.1e of %.0e\n", runs, cases.size(), worst, kExact);
   }
   // In fp32 or bf16 by turns; in both with ISOGRAD_FULL_TESTS=1.
   void check_lower(const std::vector<Case>& cases) {
     double worst = 0;
     std::size_t runs = 0;
-    DefaultCases made(16);
+    DefaultCases made(32);
     for (std::size_t i = 0; i < cases.size(); ++i) {
       if (!made.has(name_of(cases[i]))) continue;
       for (const char* dtype : {"float32", "bfloat16"}) {

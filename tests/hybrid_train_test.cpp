@@ -1,4 +1,4 @@
-// Whole runs on 8 ranks of three axes at once: each of 50 steps of SGD is the step of one process that takes
+// Whole runs on 8 ranks of three axes at once: each step of SGD is the step of one process that takes
 // it by plain code; the run proves its own gradient, and goes on on another mesh.
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kSteps = 50;
+const std::int64_t kSteps = full_tests() ? 50 : 20;
 
 struct PlainRun {
   std::vector<double> losses{}, norms{};
@@ -94,7 +94,10 @@ class HybridRuns : public HybridCells {
   }
 };
 
-TEST_F(HybridRuns, FiftyStepsAreThoseOfOneProcess) {
+// 20 of them, and one run; ISOGRAD_FULL_TESTS=1: 50, and four.
+TEST_F(HybridRuns, AllStepsAreThoseOfOneProcess) {
+  constexpr int kFirst = 8;  // of the first mesh
+
   const Cell plain, text = plain.with(kPacks, "1");
   const Cell three = text.with(kPp, "2").with(kSchedule, "1f1b").with(kTp, "2").with(kShard, "2");
   const Cell moe = text.with(kModel, "experts").with(kPp, "2").with(kSchedule, "1f1b").with(kTp, "2");
@@ -119,14 +122,15 @@ TEST_F(HybridRuns, FiftyStepsAreThoseOfOneProcess) {
     const std::string where = first.name();
     ASSERT_EQ(first.ranks(), 8) << where;
     RunConfig config = configured(first, fmt::format("run{}", number));
-    config.checkpoint.every = 20, config.checkpoint.keep = 10;
+    config.checkpoint.every = kFirst, config.checkpoint.keep = 10;
     const PlainRun wanted = trained_plainly(config);
     EXPECT_LT(wanted.losses.back(), wanted.losses.front() - 0.5) << where;
     expect_same(trained(config, first.ranks()), wanted, 0, where);
     RunConfig going_on = configured(second, fmt::format("run{}-goes-on", number++));
     going_on.model = config.model;
-    going_on.checkpoint.resume = (fs::path(config.run.directory) / "checkpoints/step-00000020").string();
-    expect_same(trained(going_on, second.ranks()), wanted, 20, where + ", then " + second.name());
+    going_on.checkpoint.resume =
+        (fs::path(config.run.directory) / fmt::format("checkpoints/step-{:08}", kFirst)).string();
+    expect_same(trained(going_on, second.ranks()), wanted, kFirst, where + ", then " + second.name());
   }
 }
 

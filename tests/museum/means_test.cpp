@@ -242,11 +242,16 @@ std::string expected_of(const std::string& id) {
   return exhibit ? exhibit->diagnosis : id;
 }
 
+// An exhibit that never looks at the mean is caught under the mean of tokens (museum_test.cpp): half of them.
+// ISOGRAD_FULL_TESTS=1: all.
 std::vector<std::string> crossed() {
   std::vector<std::string> ids;
-  for (const Exhibit& exhibit : exhibits())
-    if (exhibit.id != "B24")  // its loss is over rows, without any such mean
-      ids.push_back(exhibit.id);
+  std::size_t place = 0;
+  for (const Exhibit& exhibit : exhibits()) {
+    if (exhibit.id == "B24") continue;  // its loss is over rows, without any such mean
+    const bool looks = own_plants().contains(exhibit.id) || exhibit.id == "B25";
+    if (full_tests() || looks || takes_first(place++)) ids.push_back(exhibit.id);
+  }
   for (const auto& [id, plant] : own_plants())
     if (!find(id)) ids.push_back(id);
   return ids;
