@@ -201,9 +201,7 @@ std::vector<ScalingPoint> scaling_of(const Plan& plan, const Calibration& calibr
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   std::vector<ScalingPoint> points;
   for (const std::int64_t devices : sizes) {
-    Cluster cluster = plan.cluster;
-    cluster.devices = devices;
-    Asked asked(plan.model, cluster, calibration, plan.work);
+    Asked asked(plan.model, on_devices(plan.cluster, devices), calibration, plan.work);
     Options one = options;
     one.top = 1;
     Searched found = search(asked.models, usable_devices(asked.problem, devices), one, false);

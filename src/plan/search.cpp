@@ -21,7 +21,7 @@ constexpr double kFrontSlower = 1.25;
 struct Mesh {
   Candidate axes{};
   std::int64_t order = 0;
-  double seconds = 0, bytes = 0;  // at least
+  double seconds = 0;  // at least
 };
 
 struct Found {
@@ -58,15 +58,16 @@ class Search {
   }
 
   Searched run() {
-    std::vector<Mesh> meshes = bounded_meshes();
+    std::vector<Mesh> meshes = timed_meshes();
     std::ranges::sort(meshes, {}, [](const Mesh& mesh) { return std::tuple(mesh.seconds, mesh.order); });
     for (const Mesh& mesh : meshes) {
       if (mesh.seconds > slowest()) break;
-      if (mesh.bytes <= capacity_ && !is_dominated(mesh.seconds, mesh.bytes)) visit(mesh);
+      const double bytes = least_bytes(mesh.axes);
+      if (bytes <= capacity_ && !is_dominated(mesh.seconds, bytes)) visit(mesh);
     }
     Searched searched{.candidates = candidates_, .fitting = fitting_};
     if (top_.empty()) {
-      searched.nearest = nearest(std::move(meshes));
+      searched.nearest = nearest(meshes);
       return searched;
     }
     std::erase_if(front_, [&](const Found& one) { return one.seconds > kFrontSlower * top_[0].seconds; });
@@ -76,20 +77,16 @@ class Search {
   }
 
  private:
-  std::vector<Mesh> bounded_meshes() {
+  std::vector<std::int64_t> sizes_on(const Candidate& axes) const {
+    return micro_batches_of(numbers_of(axes, problem_.work).most_samples());
+  }
+
+  std::vector<Mesh> timed_meshes() {
     std::vector<Mesh> meshes;
     for_each_mesh(problem_, space_, [&](const Candidate& axes) {
-      Mesh mesh{.axes = axes, .order = static_cast<std::int64_t>(meshes.size()), .bytes = kNone};
-      Candidate least = axes;
-      for (const Strategy strategy : space_.strategies) {
-        least.strategy = strategy, least.checkpoint = strategy == Strategy::kZero3;
-        least.share_parameters = space_.share_parameters;
-        mesh.bytes = std::min(mesh.bytes, models_.memory.least(least));
-      }
-      mesh.seconds = kNone;
+      Mesh mesh{.axes = axes, .order = static_cast<std::int64_t>(meshes.size()), .seconds = kNone};
       Candidate quickest = axes;
-      const LayoutNumbers numbers = numbers_of(axes, problem_.work);
-      for (const std::int64_t size : micro_batches_of(numbers.most_samples())) {
+      for (const std::int64_t size : sizes_on(axes)) {
         quickest.micro_batch = size;
         quickest.micro_batches = numbers_of(quickest, problem_.work).micro_batches();
         mesh.seconds = std::min(mesh.seconds, models_.step.least_of_mesh(quickest));
@@ -99,12 +96,35 @@ class Search {
     return meshes;
   }
 
+  double least_bytes(const Candidate& axes) {
+    double bytes = kNone;
+    Candidate least = axes;
+    least.share_parameters = space_.share_parameters;
+    for (const Strategy strategy : space_.strategies) {
+      least.strategy = strategy, least.checkpoint = strategy == Strategy::kZero3;
+      bytes = std::min(bytes, models_.memory.least(least));
+    }
+    return bytes;
+  }
+
   void visit(const Mesh& mesh) {
     std::int64_t at = 0;
+    // The length of a pipeline, at least, by schedule, checkpointing and micro-batch: the same for all
+    // strategies.
+    constexpr std::size_t kKinds = 12;
+    const std::vector<std::int64_t> sizes = sizes_on(mesh.axes);
+    std::vector<double> lengths(kKinds * sizes.size(), 0);
     for_each_candidate(problem_, space_, mesh.axes, [&](const Candidate& candidate) {
       ++candidates_, ++at;
+      const auto size =
+          static_cast<std::size_t>(std::ranges::lower_bound(sizes, candidate.micro_batch) - sizes.begin());
+      double& length = lengths[kKinds * size + 2 * static_cast<std::size_t>(candidate.schedule) +
+                               (candidate.checkpoint ? 1 : 0)];
+      if (length == 0) length = models_.step.least_length(candidate);
+      if (length > slowest()) return true;
       const double bytes = models_.memory.least(candidate);
       if (bytes > capacity_) return false;
+      if (is_dominated(length, bytes)) return true;
       const double seconds = models_.step.least(candidate);
       if (seconds > slowest() || is_dominated(seconds, bytes)) return true;
       Found found{.candidate = candidate, .order = {mesh.order, at}};
@@ -159,11 +179,14 @@ class Search {
   }
 
   // The one that lacks the fewest bytes.
-  std::optional<Planned> nearest(std::vector<Mesh> meshes) {
-    std::ranges::sort(meshes, {}, [](const Mesh& mesh) { return std::tuple(mesh.bytes, mesh.order); });
+  std::optional<Planned> nearest(const std::vector<Mesh>& meshes) {
+    std::vector<std::pair<double, const Mesh*>> by_bytes;
+    for (const Mesh& mesh : meshes) by_bytes.emplace_back(least_bytes(mesh.axes), &mesh);
+    std::ranges::sort(by_bytes, {}, [](const auto& one) { return std::tuple(one.first, one.second->order); });
     Found least{.bytes = kNone};
-    for (const Mesh& mesh : meshes) {
-      if (mesh.bytes > least.bytes) break;
+    for (const auto& [bytes, at_mesh] : by_bytes) {
+      const Mesh& mesh = *at_mesh;
+      if (bytes > least.bytes) break;
       std::int64_t at = 0;
       for_each_candidate(problem_, space_, mesh.axes, [&](const Candidate& candidate) {
         ++candidates_;
@@ -210,6 +233,17 @@ Estimate estimate_of(double value, double width, const std::vector<Planned::Part
 Models::Models(const Problem& of)
     : problem(of), memory(problem, pipelines), step(problem, pipelines, memory) {}
 
+Cluster on_devices(Cluster cluster, std::int64_t devices) {
+  std::vector<Link>& links = cluster.links;
+  const auto joined = [&] { return links.empty() ? 1 : links.back().ranks; };
+  if (const Cluster* known = built_in(cluster.name); known && joined() <= cluster.per_host)
+    for (const Link& link : known->links)
+      if (link.ranks > joined()) links.push_back(link);
+  cluster.devices = devices;
+  if (joined() > cluster.per_host) links.back().ranks = std::max(joined(), devices);
+  return cluster;
+}
+
 Searched search(Models& models, std::int64_t devices, const Options& options, bool with_front) {
   return Search(models, devices, options, with_front).run();
 }
@@ -252,8 +286,8 @@ std::string missing_text(Models& models, const Planned& nearest) {
   constexpr std::int64_t kMostTimes = 64;
   for (std::int64_t times = 2; times <= kMostTimes && problem.cluster.devices * times <= kMostDevices;
        times *= 2) {
-    Cluster cluster = problem.cluster;
-    cluster.devices *= times;
+    const Cluster cluster = on_devices(problem.cluster, problem.cluster.devices * times);
+    if (cluster.links.empty() || cluster.links.back().ranks < cluster.devices) break;
     const Problem more = with(problem, cluster, problem.work);
     Models others(more);
     const Searched found = search(others, usable_devices(more, cluster.devices), {.top = 1}, false);

@@ -168,7 +168,7 @@ TEST(PlanSearch, ALayoutLessShows) {
 }
 
 TEST(PlanSearch, BoundsAreNotAboveWhatTheyBound) {
-  for (const Job& one : {small(12, 24, 4e9), small(8, 9, 4e9, true)}) {
+  for (const Job& one : {small(16, 24, 4e9), small(6, 12, 4e9), small(8, 9, 4e9, true)}) {
     const Problem problem = one.problem();
     Models models(problem);
     const Space space = space_of(problem, one.cluster.devices);
@@ -180,7 +180,8 @@ TEST(PlanSearch, BoundsAreNotAboveWhatTheyBound) {
         best.bucket_bytes = models.step.best_bucket_bytes(candidate);
         const double seconds = models.step.of(best).total();
         EXPECT_LE(models.step.least(candidate), seconds) << to_text(candidate);
-        EXPECT_LE(models.step.least_of_mesh(bare), models.step.least(candidate)) << to_text(candidate);
+        EXPECT_LE(models.step.least_length(candidate), models.step.least(candidate)) << to_text(candidate);
+        EXPECT_LE(models.step.least_of_mesh(bare), models.step.least_length(candidate)) << to_text(candidate);
         EXPECT_LE(models.memory.least(candidate), models.memory.of(candidate).total()) << to_text(candidate);
         return true;
       });
@@ -235,7 +236,7 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
     one.cluster =
         read_cluster(names[std::uniform_int_distribution<std::size_t>(0, names.size() - 1)(random)]);
     one.cluster.per_host = one_of({1, 2, 3, 4, 7, 8});
-    one.cluster.devices = hosts * one.cluster.per_host;
+    one.cluster = on_devices(one.cluster, hosts * one.cluster.per_host);
     one.cluster.links.front().ranks = one.cluster.per_host;
     one.cluster.host_memory = one_of({false, false, true});
     one.cluster.device.memory *= one_of({0.05, 0.3, 1.0});
@@ -275,7 +276,8 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
 
 TEST(PlanSearch, LeavesDevicesIdleWhereNoLayoutUsesThem) {
   Job one = small(8, 3, 4e9);  // three sequences, two layers
-  one.model.layers = 2, one.cluster = read_cluster("h100", 10007), one.cluster.per_host = 1;
+  one.model.layers = 2;
+  one.cluster.per_host = 1, one.cluster = on_devices(one.cluster, 10007);
   const Plan made = one.planned();
   ASSERT_FALSE(made.top.empty());
   EXPECT_LT(made.top.front().candidate.ranks, 10007);
@@ -330,7 +332,8 @@ TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
                          {8192, 64, 28672, 4096, 1, 2112},
                          {16384, 128, 53248, 4096, 1, 7664},
                          {4096, 32, 14336, 2048, 1, 136},
-                         {4096, 32, 14336, 4096, 4, 3272}}) {
+                         {4096, 32, 14336, 8192, 1, 1504},
+                         {4096, 32, 14336, 8192, 2, 3272}}) {
     Job one{.model = dense(2, row.hidden, row.heads, row.feed_forward),
             .cluster = read_cluster("h100", 64),
             .work = {.tokens = 4096.0 * 1024, .sequence = row.sequence}};
@@ -341,8 +344,11 @@ TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
     problem.constants.share_inside = problem.constants.share_across = 0.9;
     problem.constants.layer_overhead = 0;
     Models models(problem);
-    const Candidate candidate{
-        .ranks = 64, .shards = 64, .strategy = Strategy::kZero3, .micro_batch = row.micro_batch, .micro_batches = 16};
+    const Candidate candidate{.ranks = 64,
+                              .shards = 64,
+                              .strategy = Strategy::kZero3,
+                              .micro_batch = row.micro_batch,
+                              .micro_batches = 16};
     const std::vector<Law> laws = laws_of(models, planned(models, candidate));
     const Law* law = law_named(laws, "zero3's rings");
     ASSERT_NE(law, nullptr);
@@ -484,9 +490,9 @@ TEST(PlanSearch, IsFast) {
           .cluster = read_cluster("h100", 16384),
           .work = {.tokens = 2048.0 * 8192, .sequence = 8192}};
   expect_within("405B on 16,384 devices", one, 1);
-  one.cluster.devices = 131072, one.work.tokens *= 8;
+  one.cluster = on_devices(one.cluster, 131072), one.work.tokens *= 8;
   expect_within("405B on 131,072 devices", one, 5);
-  one.cluster.devices = 16384, one.work = {.tokens = 4096.0 * 4096, .sequence = 4096};
+  one.cluster = on_devices(one.cluster, 16384), one.work = {.tokens = 4096.0 * 4096, .sequence = 4096};
   one.model = dense(61, 7168, 128, 18432);
   one.model.family = "qwen3_moe", one.model.key_heads = 128;
   one.model.experts = {.count = 256, .per_token = 8, .feed_forward = 2048, .dense_layers = {0, 1, 2}};

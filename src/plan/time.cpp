@@ -349,6 +349,13 @@ double StepModel::least(const Candidate& candidate) {
   return impl_->made(candidate, staged, impl_->shortest(candidate, staged.times), 0).total() * kBarelyLess;
 }
 
+double StepModel::least_length(const Candidate& candidate) {
+  const Impl::Staged& staged = impl_->staged(candidate);
+  const double busy = staged.of_slowest.forward.total() + staged.of_slowest.backward();
+  return std::max(double(candidate.micro_batches) * busy, impl_->shortest(candidate, staged.times)) *
+         kBarelyLess;
+}
+
 double StepModel::least_of_mesh(const Candidate& mesh) {
   const Impl::Passes& passes = impl_->passes_of(mesh);
   double mixtures = 0, before = 0, sum = 0;

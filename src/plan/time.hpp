@@ -78,6 +78,8 @@ class StepModel {
   StepParts of(const Candidate& candidate);
   // At most of(candidate).total() with any size of buckets, without a simulation: for leaving out.
   double least(const Candidate& candidate);
+  // The same without what gradients and parameters take: no strategy is asked.
+  double least_length(const Candidate& candidate);
   // At most that of every strategy and schedule on a mesh with this micro-batch, and cheaper still.
   double least_of_mesh(const Candidate& mesh);
   // The size of buckets, at most `most`, that makes latency and tail least.
