@@ -265,13 +265,20 @@ MemoryParts MemoryModel::of(const Candidate& candidate) {
   return most;
 }
 
-// The first rank's, with one micro-batch, without the output: a fused loss keeps less of more tokens.
-double MemoryModel::least(const Candidate& candidate) {
-  if (impl_->problem.program != Program::kIsograd) return of(candidate).total();
+double MemoryModel::kept(const Candidate& candidate) {
+  if (impl_->problem.program != Program::kIsograd) return of(candidate).kept();
+  return impl_->kept_of(candidate, 0);
+}
+
+// With one micro-batch, and without the output: a fused loss keeps less of more tokens.
+double MemoryModel::least_beyond_kept(const Candidate& candidate) {
+  if (impl_->problem.program != Program::kIsograd) {
+    const MemoryParts parts = of(candidate);
+    return parts.total() - parts.kept();
+  }
   StageShape first = impl_->stages(candidate)[0];
   first.outputs = false;
-  return impl_->kept_of(candidate, 0) +
-         impl_->of_stage(candidate, first, impl_->micro_batch(candidate)).kept +
+  return impl_->of_stage(candidate, first, impl_->micro_batch(candidate)).kept +
          impl_->problem.cluster.reserve;
 }
 

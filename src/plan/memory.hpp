@@ -20,7 +20,10 @@ class MemoryModel {
   MemoryParts of(const Candidate& candidate);
   MemoryParts of_rank(const Candidate& candidate, int rank_of_pipeline);
   // At most of(candidate).total(), cheaper, and no less with larger micro-batches: for leaving out.
-  double least(const Candidate& candidate);
+  double least(const Candidate& candidate) { return kept(candidate) + least_beyond_kept(candidate); }
+  // The first rank's bytes from step to step, which micro-batches do not change, and the least of the others.
+  double kept(const Candidate& candidate);
+  double least_beyond_kept(const Candidate& candidate);
   // The parts with formulas and origins.
   std::vector<Planned::Part> explain(const Candidate& candidate, const MemoryParts& parts);
   const std::vector<StageShape>& stages(const Candidate& candidate);

@@ -15,8 +15,8 @@
 namespace isograd::planner {
 namespace {
 
-// A layout that takes this much longer than the fastest is on no front: nobody pays so much for head-room.
-constexpr double kFrontSlower = 1.25;
+// A layout that takes a tenth longer than the fastest is on no front: few pay more for head-room.
+constexpr double kFrontSlower = 1.1;
 
 struct Mesh {
   Candidate axes{};
@@ -114,6 +114,8 @@ class Search {
     constexpr std::size_t kKinds = 12;
     const std::vector<std::int64_t> sizes = sizes_on(mesh.axes);
     std::vector<double> lengths(kKinds * sizes.size(), 0);
+    Candidate last;  // kind: candidates that differ in their micro-batches alone
+    double kept = 0;
     for_each_candidate(problem_, space_, mesh.axes, [&](const Candidate& candidate) {
       ++candidates_, ++at;
       const auto size =
@@ -122,7 +124,10 @@ class Search {
                                (candidate.checkpoint ? 1 : 0)];
       if (length == 0) length = models_.step.least_length(candidate);
       if (length > slowest()) return true;
-      const double bytes = models_.memory.least(candidate);
+      Candidate kind = candidate;
+      kind.micro_batch = kind.micro_batches = 0;
+      if (kind != last) last = kind, kept = models_.memory.kept(candidate);
+      const double bytes = kept + models_.memory.least_beyond_kept(candidate);
       if (bytes > capacity_) return false;
       if (is_dominated(length, bytes)) return true;
       const double seconds = models_.step.least(candidate);
@@ -366,12 +371,13 @@ class Changes {
     changed.shards = static_cast<std::int32_t>(std::max<std::int64_t>(1, data / changed.replicas));
     if (changed.pp == 1) changed.schedule = Schedule::kNone, changed.stages_per_rank = 1;
     if (changed.pp > 1 && changed.schedule == Schedule::kNone) changed.schedule = Schedule::kOneFOneB;
-    const LayoutNumbers numbers = numbers_of(changed, problem_.work);
-    const std::int64_t most = std::max<std::int64_t>(1, numbers.most_samples());
-    if (changed.micro_batch > most && best_.micro_batch <= most) return;  // the batch has no more
-    changed.micro_batch = std::min(changed.micro_batch, most);
-    changed.micro_batches = numbers_of(changed, problem_.work).micro_batches();
-    if (changed.micro_batches == 1) changed.reduce_once = false;
+    if (inner <= changed.ranks) {
+      const std::int64_t most = numbers_of(changed, problem_.work).most_samples();
+      if (changed.micro_batch > most && best_.micro_batch <= most) return;  // the batch has no more
+      changed.micro_batch = std::min(changed.micro_batch, most);
+      changed.micro_batches = numbers_of(changed, problem_.work).micro_batches();
+      if (changed.micro_batches == 1) changed.reduce_once = false;
+    }
     if (changed != best_) all_.emplace_back(std::move(change), changed);
   }
 

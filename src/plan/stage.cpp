@@ -107,6 +107,7 @@ std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline
   if (candidate.schedule == Schedule::kZeroBubbleV)
     return {rank_of_pipeline, 2 * candidate.pp - 1 - rank_of_pipeline};
   std::vector<int> stages;
+  stages.reserve(static_cast<std::size_t>(candidate.stages_per_rank));
   for (int part = 0; part < candidate.stages_per_rank; ++part)
     stages.push_back(rank_of_pipeline + part * candidate.pp);
   return stages;
