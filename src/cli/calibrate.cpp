@@ -28,9 +28,10 @@ std::string summary(const planner::ClusterFile& found, const std::string& file) 
     if (rate > 0) text += fmt::format("{}: {:.3g} GB/s a rank\n", name, rate / 1e9);
   if (of.operator_overhead > 0) text += fmt::format("an operator: {:.3g} us\n", of.operator_overhead * 1e6);
   for (const auto& one : of.collectives)
-    text += fmt::format("{} over {}, {} ranks: {:.3g} us + {:.3g} GB/s\n", one.operation, one.backend, one.ranks,
-                        one.latency * 1e6, one.bandwidth / 1e9);
-  if (of.overlap) text += fmt::format("of a reduction {:.0f} % is hidden behind products\n", *of.overlap * 100);
+    text += fmt::format("{} over {}, {} ranks: {:.3g} us + {:.3g} GB/s\n", one.operation, one.backend,
+                        one.ranks, one.latency * 1e6, one.bandwidth / 1e9);
+  if (of.overlap)
+    text += fmt::format("of a reduction {:.0f} % is hidden behind products\n", *of.overlap * 100);
   for (const std::string& sentence : of.not_measured) text += fmt::format("not measured: {}\n", sentence);
   return text + fmt::format("written to {}\n", printable(file));
 }
@@ -45,8 +46,8 @@ Verb calibrate_verb(CLI::App& program, const Invocation& invocation) {
     std::string output = planner::here_file().string();
   };
   auto flags = std::make_shared<Flags>();
-  add_option(*verb, "--ranks", flags->ranks, "processes that measure at once; default: one for each core", "N",
-             1, 4096);
+  add_option(*verb, "--ranks", flags->ranks, "processes that measure at once; default: one for each core",
+             "N", 1, 4096);
   add_option(*verb, "-o,--output", flags->output, "file to write, which --cluster reads", "FILE");
   verb->footer(
       "Takes less than a minute: products of matrices, attention, passes over memory, an optimizer's update,\n"

@@ -50,7 +50,7 @@ struct Part {
   double size = 0;                 // what a rate is of: FLOPs, bytes
   std::function<double()> once{};  // seconds of one, on this rank
   std::function<void(double rate, double spread)> found{};
-  std::size_t times = 0;                       // in a round; 0: there was no time
+  std::size_t times = 0;                      // in a round; 0: there was no time
   std::vector<std::vector<double>> rounds{};  // seconds of each
 };
 
@@ -208,8 +208,7 @@ void add_attention(Measurement& measurement, ClusterFile& into, Precision precis
       std::vector<std::int64_t> bounds{0};
       for (std::int64_t i = 0; i < count; ++i) bounds.push_back(bounds.back() + length);
       // Causal, as in Rates: forward two products of each pair, backward five.
-      const double flops =
-          3.5 * 4 * double(count * kHeads * dim) * double(length) * double(length + 1) / 2;
+      const double flops = 3.5 * 4 * double(count * kHeads * dim) * double(length) * double(length + 1) / 2;
       measurement.add({.kind = fmt::format("attention in {}", name_of(precision)),
                        .share = 0.05,
                        .size = flops,
@@ -253,25 +252,25 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
   const ModelShape& of = kReference;
   const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };
   const at::Tensor x = given({kTokens, of.hidden}), scale = given({of.hidden}),
-                   queries = given({kTokens, of.heads, of.head_dim}), gate = given({kTokens, of.feed_forward}),
-                   up = given({kTokens, of.feed_forward}), cos = at::randn({kTokens, of.head_dim / 2});
-  measurement.add(
-      {.kind = "passes of a layer",
-       .share = 0.3,
-       .size = 3 * work_of(kReference, kTokens).bytes,  // backward moves gradients, too
-       .once =
-           [=] {
-             return seconds_of([&] {
-               for (int i = 0; i < 2; ++i) {
-                 const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
-                 const at::Tensor turned = rotary(queries, cos, cos);
-                 torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
-                                       {x.detach(), x.detach(), queries.detach()});
-               }
-               torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
-             });
-           },
-       .found = [&into](double rate, double) { into.calibration.memory_bandwidth = rate; }});
+                   queries = given({kTokens, of.heads, of.head_dim}),
+                   gate = given({kTokens, of.feed_forward}), up = given({kTokens, of.feed_forward}),
+                   cos = at::randn({kTokens, of.head_dim / 2});
+  measurement.add({.kind = "passes of a layer",
+                   .share = 0.3,
+                   .size = 3 * work_of(kReference, kTokens).bytes,  // backward moves gradients, too
+                   .once =
+                       [=] {
+                         return seconds_of([&] {
+                           for (int i = 0; i < 2; ++i) {
+                             const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
+                             const at::Tensor turned = rotary(queries, cos, cos);
+                             torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
+                                                   {x.detach(), x.detach(), queries.detach()});
+                           }
+                           torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
+                         });
+                       },
+                   .found = [&into](double rate, double) { into.calibration.memory_bandwidth = rate; }});
   // A model so small that starting its operators is all that takes time.
   const ModelShape tiny{.name = "tiny",
                         .layers = 4,
@@ -297,7 +296,8 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
                        [=] {
                          return seconds_of([&] {
                            const at::Tensor out = model->hidden(batch);
-                           torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false, true);
+                           torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false,
+                                                 true);
                          });
                        },
                    .found = [&into](double rate, double) { into.calibration.operator_overhead = 1 / rate; }});
@@ -308,24 +308,26 @@ void add_optimizer(Measurement& measurement, ClusterFile& into) {
   struct Updated {
     std::vector<NamedParameter> parameters =
         trainable_parameters({{"weight", at::zeros({kParameters / 1024, 1024}).requires_grad_()}});
-    std::vector<Bucket> buckets{make_bucket(plan_buckets(parameters, 1 << 30).at(0), parameters,
-                                            at::ones({kParameters}), 0, 1)};
+    std::vector<Bucket> buckets{
+        make_bucket(plan_buckets(parameters, 1 << 30).at(0), parameters, at::ones({kParameters}), 0, 1)};
     std::unique_ptr<AdamW> optimizer = adamw({});
   };
   const auto updated = std::make_shared<Updated>();
-  measurement.add({.kind = "update of an optimizer",
-                   .share = 0.3,
-                   .size = double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
-                   .once = [=] { return seconds_of([&] { updated->optimizer->update(updated->buckets, 1); }); },
-                   .found = [&into](double rate, double) { into.calibration.optimizer_bandwidth = rate; }});
+  measurement.add(
+      {.kind = "update of an optimizer",
+       .share = 0.3,
+       .size = double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
+       .once = [=] { return seconds_of([&] { updated->optimizer->update(updated->buckets, 1); }); },
+       .found = [&into](double rate, double) { into.calibration.optimizer_bandwidth = rate; }});
   // McCalpin's triad: 12 bytes an element.
   const auto abc = std::make_shared<std::array<at::Tensor, 3>>();
   for (at::Tensor& one : *abc) one = at::ones({kParameters});
-  measurement.add({.kind = "memory bandwidth",
-                   .share = 0.3,
-                   .size = 12 * double(kParameters),
-                   .once = [=] { return seconds_of([&] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }); },
-                   .found = [&into](double rate, double) { into.cluster.device.memory_bandwidth = rate; }});
+  measurement.add(
+      {.kind = "memory bandwidth",
+       .share = 0.3,
+       .size = 12 * double(kParameters),
+       .once = [=] { return seconds_of([&] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }); },
+       .found = [&into](double rate, double) { into.cluster.device.memory_bandwidth = rate; }});
 }
 
 // ---- collectives ----
@@ -340,8 +342,7 @@ std::function<void()> collective(Group group, Operation operation, std::int64_t 
                    own = whole.narrow(0, group.rank() * numel / n, numel / n);
   switch (operation) {
     case Operation::kAllReduce: return [=]() mutable { group.all_reduce(whole); };
-    case Operation::kReduceScatter:
-      return [=]() mutable { group.reduce_scatter_async(own, whole).wait(); };
+    case Operation::kReduceScatter: return [=]() mutable { group.reduce_scatter_async(own, whole).wait(); };
     case Operation::kAllGather:
       return [=]() mutable { group.all_gather_async(whole.view({n, numel / n}), own).wait(); };
     case Operation::kAllToAll: return [=]() mutable { group.all_to_all(whole); };
@@ -412,13 +413,12 @@ void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
   const at::Tensor whole = group.empty_shared(kBytes / 4, at::kFloat);
   const auto compute = [=] { product(operands->matrix(kSize, kSize), operands->matrix(kSize, kSize)); };
   const auto seconds = std::make_shared<std::array<double, 3>>();
-  const std::array<std::function<void()>, 3> all = {
-      compute, [=]() mutable { group.all_reduce(whole); },
-      [=]() mutable {
-        Pending pending = group.all_reduce_async(whole);
-        compute();
-        pending.wait();
-      }};
+  const std::array<std::function<void()>, 3> all = {compute, [=]() mutable { group.all_reduce(whole); },
+                                                    [=]() mutable {
+                                                      Pending pending = group.all_reduce_async(whole);
+                                                      compute();
+                                                      pending.wait();
+                                                    }};
   for (std::size_t i = 0; i < all.size(); ++i)
     measurement.add({.kind = "overlap of a reduction and a product",
                      .share = 0.1,
@@ -433,8 +433,8 @@ void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
                            (*seconds)[i] = 1 / rate;
                            const auto [product, reduction, both] = *seconds;
                            if (product > 0 && reduction > 0 && both > 0)
-                             into.calibration.overlap =
-                                 std::clamp((product + reduction - both) / std::min(product, reduction), 0.0, 1.0);
+                             into.calibration.overlap = std::clamp(
+                                 (product + reduction - both) / std::min(product, reduction), 0.0, 1.0);
                          }});
 }
 

@@ -11,7 +11,7 @@
 namespace isograd::planner {
 
 struct CalibrateOptions {
-  double seconds = 50;        // of the whole: parts for which none is left are not measured
+  double seconds = 40;         // of the whole: parts for which none is left are not measured
   std::optional<Group> mpi{};  // the same ranks over MPI, where that is there
   // For tests: the seconds that a part of this size (FLOPs, bytes) is said to have taken in a round.
   std::function<double(const std::string& kind, int round, double size)> told{};

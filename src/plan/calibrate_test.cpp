@@ -38,8 +38,8 @@ ClusterFile calibrated(int ranks, const CalibrateOptions& options) {
 double known(double size) { return 1e-3 + 1e-9 * size; }
 
 TEST(PlanCalibrate, IsReadBackAsItWasWritten) {
-  const ClusterFile found =
-      calibrated(2, {.seconds = 20, .told = [](const std::string&, int, double size) { return known(size); }});
+  const ClusterFile found = calibrated(
+      2, {.seconds = 20, .told = [](const std::string&, int, double size) { return known(size); }});
   const Calibration& calibration = found.calibration;
   EXPECT_EQ(found.cluster.devices, 2);
   EXPECT_TRUE(found.cluster.host_memory);
@@ -200,11 +200,12 @@ void measure_held_out(World& world, const fs::path& folder) {
           if (turn > 0 && step > 0) seconds[i].push_back(slowest.item<double>());
         }
     if (world.rank > 0) continue;
-    const Problem problem{.model = of.shape,
-                          .cluster = here.cluster,
-                          .calibration = here.calibration,
-                          .work = of.work,
-                          .constants = constants_of(Program::kIsograd, here.cluster.device, of.work.precision)};
+    const Problem problem{
+        .model = of.shape,
+        .cluster = here.cluster,
+        .calibration = here.calibration,
+        .work = of.work,
+        .constants = constants_of(Program::kIsograd, here.cluster.device, of.work.precision)};
     Pipelines pipelines;
     MemoryModel memory(problem, pipelines);
     StepModel model(problem, pipelines, memory);
@@ -221,6 +222,7 @@ void measure_held_out(World& world, const fs::path& folder) {
         std::printf("  %s %.1f", part.name.c_str(), part.number.value * 1e3);
       std::printf("\n");
     }
+    std::fflush(stdout);
     for (const auto& [measured, foretold] : found)
       for (const auto& [other, other_foretold] : found)
         if (measured > 1.15 * other)
@@ -239,8 +241,7 @@ TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
   for (const HeldOutModel& of : held_out_models())
     for (const auto& [name, candidate] : held_out_layouts(of)) {
       const auto refused = refusal(of.shape, {}, of.work, candidate);
-      EXPECT_FALSE(refused) << of.shape.name << ", " << name << ": "
-                            << (refused ? refused->found : "");
+      EXPECT_FALSE(refused) << of.shape.name << ", " << name << ": " << (refused ? refused->found : "");
     }
   if (!full_tests()) return;
   constexpr const char* kFolder = "ISOGRAD_HELD_OUT_FOLDER";

@@ -535,8 +535,8 @@ void check_peak(const Device& device, const Calibration& calibration, Precision 
 
 ClusterFile parse_cluster(std::string_view text, const std::string& file) {
   const toml::table root = parse_toml(text, file);
-  static const std::vector<std::string> kSections = {"cluster",     "device",  "link",
-                                                     "calibration", "product", "attention", "collective"};
+  static const std::vector<std::string> kSections = {"cluster", "device",    "link",      "calibration",
+                                                     "product", "attention", "collective"};
   for (const auto& [key, node] : root)
     if (const std::string name(key.str()); std::ranges::find(kSections, name) == kSections.end()) {
       const auto near = nearest(name, kSections);

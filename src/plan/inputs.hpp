@@ -18,9 +18,9 @@ inline constexpr std::int64_t kMostDevices = 10'000'000;
 // it.
 ModelShape parse_model(std::string_view numbers, const std::string& where);
 
-// [cluster], [device], [[link]], [calibration], [[product]], [[attention]], [[collective]]: docs/planning.md. Numbers are of
-// bytes, seconds, FLOP/s, or texts with a unit ("450 GB/s"). `file` is for messages. ConfigError: unknown
-// keys (with the near ones), a unit that seems to be another ("is that Gb/s?").
+// [cluster], [device], [[link]], [calibration], [[product]], [[attention]], [[collective]]: docs/planning.md.
+// Numbers are of bytes, seconds, FLOP/s, or texts with a unit ("450 GB/s"). `file` is for messages.
+// ConfigError: unknown keys (with the near ones), a unit that seems to be another ("is that Gb/s?").
 struct ClusterFile {
   Cluster cluster{};
   Calibration calibration{};

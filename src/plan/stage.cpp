@@ -13,8 +13,8 @@ namespace {
 
 std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
 
-// Elements of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are cut
-// along ep.
+// Elements of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are
+// cut along ep.
 struct LayerElements {
   std::int64_t rest = 0, experts = 0;
 };
@@ -41,7 +41,8 @@ LayerElements elements_of(const ModelShape& model, const KeyHeads& keys, std::in
   return of;
 }
 
-// How nanotron gives layers to stages (its source, and what memory and time of its published rows agree with).
+// How nanotron gives layers to stages (its source, and what memory and time of its published rows agree
+// with).
 std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int stages) {
   const auto hidden = static_cast<double>(model.hidden), width = static_cast<double>(model.feed_forward);
   const double layer = 4 * hidden * hidden + 3 * hidden * width,

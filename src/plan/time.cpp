@@ -252,8 +252,8 @@ struct StepModel::Impl {
       const std::int64_t stride = kind > 0 ? std::int64_t{c.tp} * c.ep : c.tp;
       const bool everywhere = plan.stage == 0 && !plan.share_parameters;
       // Units of zero3 are gathered into memory of their own; all else is in memory that ranks share.
-      const Reach units = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1), stride,
-                                   problem.cluster);
+      const Reach units = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1),
+                                   stride, problem.cluster);
       Reach reach = units;
       reach.in_place = true;
       const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;

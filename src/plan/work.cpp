@@ -105,7 +105,8 @@ double octave(std::int64_t size) { return std::log2(double(std::max<std::int64_t
 double interpolated(const std::vector<Known>& known, std::array<double, 3> at) {
   constexpr double kSpacing = 2;  // octaves between the sizes that `isograd calibrate` measures
   for (std::size_t i = 0; i < at.size(); ++i) {
-    const auto [least, most] = std::ranges::minmax(known, {}, [&](const Known& one) { return one.octaves[i]; });
+    const auto [least, most] =
+        std::ranges::minmax(known, {}, [&](const Known& one) { return one.octaves[i]; });
     at[i] = std::clamp(at[i], least.octaves[i], most.octaves[i]);
   }
   double rates = 0, weights = 0, near = 0, nearness = 0;
@@ -132,8 +133,8 @@ struct RatesData {
 };
 
 Rates::Rates(const Problem& problem)
-    : data_(std::make_shared<RatesData>(RatesData{problem.constants, problem.cluster.device,
-                                                  problem.calibration, problem.work.precision, {}, {}})) {
+    : data_(std::make_shared<RatesData>(RatesData{
+          problem.constants, problem.cluster.device, problem.calibration, problem.work.precision, {}, {}})) {
   RatesData& data = *data_;
   for (const auto& found : data.calibration.products)
     if (found.precision == data.precision && found.flops > 0)
