@@ -440,7 +440,7 @@ void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
 
 // ---- the machine ----
 
-// Of a rank that has opened LibTorch and has no model yet.
+// The memory of a rank that has opened LibTorch and has no model yet.
 double resident_bytes() {
   std::ifstream file("/proc/self/statm");
   double all = 0, resident = 0;

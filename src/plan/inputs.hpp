@@ -34,8 +34,6 @@ const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();
 
-std::string_view name_of(Precision precision);  // of train.dtype
-
 // "AMD EPYC, 2 cores, LibTorch 2.13": what read_calibration() compares.
 std::string machine_text();
 

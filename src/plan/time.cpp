@@ -242,7 +242,7 @@ struct StepModel::Impl {
       layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
     }
     const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
-    double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0;
+    double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0, packed = 0;
     for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
       const DataParallelPlan::Elements& elements = plan.elements[kind];
       const auto numel = static_cast<double>(elements.numel);
@@ -288,6 +288,9 @@ struct StepModel::Impl {
       const bool sharded = plan.stage > 0 || plan.share_parameters;
       const double own = sharded ? shard : numel;
       sums += own * plan.bytes.gradient;
+      // Stage 2 packs the gradients of each micro-batch; sums behind the first one are added to the shard.
+      if (plan.stage == 2 && !plan.reduce_once) packed += rounds * 2 * gradients;
+      if (plan.stage >= 2 && !plan.reduce_once) packed += (rounds - 1) * 3 * shard * plan.bytes.gradient;
       moved += own * update_bytes(plan.bytes);
     }
     const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
@@ -298,6 +301,7 @@ struct StepModel::Impl {
       parts.tail = reductions * tail;
       parts.reduce = reductions * (shown + tail) + once;
       parts.hidden.reduce = reductions * reduce + once - parts.reduce;
+      parts.reduce += rates.memory(packed);
       parts.gather = shown_gather, parts.hidden.gather = gather - shown_gather;
     }
     parts.norm = rates.memory(sums);
