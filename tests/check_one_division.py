@@ -20,6 +20,7 @@ ALLOWED = [
     ("src/plan/collectives.cpp", "part = (ranks - 1) / ranks", "the part of a buffer that a rank sends"),
     ("src/plan/collectives.cpp", "static_cast<double>(n - n / before) / ranks", "the part of an exchange that leaves a host"),
     ("src/plan/packs.cpp", "static_cast<double>(pairs.size())", "the average pairs of a sequence, for a foretold time"),
+    ("src/plan/time.cpp", "static_cast<std::int64_t>(squares / tokens)", "the average length of a document, for a foretold time"),
     ("src/plan/published.cpp", "return (ranks - 1) / ranks", "the part of a buffer that a rank sends"),
     ("src/plan/laws.cpp", "law.at.value / law.now", "how far a law is from biting"),
     ("src/plan/laws.cpp", "(samples_ + data_ranks - 1) / data_ranks", "the samples of a rank of a foretold layout"),
