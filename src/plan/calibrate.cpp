@@ -142,19 +142,21 @@ class Measurement {
 // Operands out of the cache, as a step has them: one after another from memory larger than that.
 class Operands {
  public:
-  explicit Operands(at::ScalarType type)
-      : memory_(at::rand({kBytes / std::int64_t(at::elementSize(type))}, at::kFloat).to(type)) {}
+  explicit Operands(at::ScalarType type) : type_(type) {}
   at::Tensor matrix(std::int64_t rows, std::int64_t columns) {
+    constexpr std::int64_t kBytes = 96 << 20;
+    if (!memory_.defined())
+      memory_ = at::rand({kBytes / std::int64_t(at::elementSize(type_))}, at::kFloat).to(type_);
     const std::int64_t numel = rows * columns;
     if (next_ + numel > memory_.numel()) next_ = 0;
     const at::Tensor taken = memory_.narrow(0, next_, numel).view({rows, columns});
     next_ += (numel + 63) / 64 * 64;
     return taken;
   }
-  static constexpr std::int64_t kBytes = 96 << 20;
 
  private:
-  at::Tensor memory_;
+  at::ScalarType type_;
+  at::Tensor memory_{};
   std::int64_t next_ = 0;
 };
 
