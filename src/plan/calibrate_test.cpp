@@ -186,7 +186,7 @@ void measure_held_out(World& world, const fs::path& folder) {
     std::vector<std::unique_ptr<PreparedRun>> runs;
     for (const RunConfig& config : configs) runs.push_back(std::make_unique<PreparedRun>(config, world));
     std::vector<std::vector<double>> seconds(runs.size());
-    constexpr int kTurns = 4, kSteps = 3;
+    constexpr int kTurns = 3, kSteps = 3;
     for (int turn = 0; turn < kTurns; ++turn)  // the first warms up
       for (std::size_t i = 0; i < runs.size(); ++i)
         for (int step = 0; step < kSteps; ++step) {
