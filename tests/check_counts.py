@@ -11,10 +11,10 @@ RECORDED = {
     "configuration keys": 150,  # model.lora.*: rank, alpha, targets, dropout, b_range
     "environment variables": 6,
     "findings": 70,
-    "commands": 29,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`; calibrate
-    "options of commands": 118,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set; calibrate: --ranks, --output
-    "public headers": 26,  # lora.hpp, sampler.hpp
-    "public functions and types": 412,  # adapters, the sampler, losses of log-probabilities, AdamW's options
+    "commands": 30,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`; calibrate, plan
+    "options of commands": 134,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set; calibrate: --ranks, --output; plan: its model, cluster and work, what it writes, --try, --validate
+    "public headers": 27,  # lora.hpp, sampler.hpp, planner.hpp
+    "public functions and types": 446,  # adapters, the sampler, losses of log-probabilities, AdamW's options; the planner's plain data and functions
     "public names in Python": 19,
 }
 

@@ -17,6 +17,7 @@
 #include "isograd/optimizer.hpp"
 #include "isograd/parameters.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "isograd/planner.hpp"
 #include "isograd/random.hpp"
 #include "isograd/ranking.hpp"
 #include "isograd/sampler.hpp"

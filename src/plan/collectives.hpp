@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 namespace isograd::planner {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 namespace isograd::planner {
 

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 namespace isograd::planner {
 

@@ -1,5 +1,5 @@
 // Facts of the planner's plain data, and its public functions, which put the models to work.
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 #include <fmt/format.h>
 

@@ -1,5 +1,5 @@
 // The planner's plain data: sizes of models against models, names against those that `train` knows.
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 
 #include "isograd/model.hpp"
 #include "plan/constants.hpp"
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 #include "train/config.hpp"
 
 namespace isograd::planner {

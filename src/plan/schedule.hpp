@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "isograd/pipeline_parallel.hpp"
-#include "plan/planner.hpp"
+#include "isograd/planner.hpp"
 
 namespace isograd::planner {
 

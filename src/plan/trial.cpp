@@ -33,7 +33,7 @@ using TrialClock = std::chrono::steady_clock;
 constexpr int kTurns = 3, kStepsOfTurn = 4;  // the first step of a turn makes buffers and is left out
 constexpr double kMostSecondsOfTurn = 300;
 constexpr std::size_t kKeptOutput = 1 << 16;
-// Of a process with LibTorch before it has a model. The meter, not this limit, says what fits.
+// A process has them with LibTorch, before it has a model. The meter, not this limit, says what fits.
 constexpr double kProgramBytes = 1 << 30;
 constexpr std::int64_t kMostMicroBatch = 1 << 20;
 

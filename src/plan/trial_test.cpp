@@ -130,7 +130,7 @@ TEST_F(PlanTrials, FindTheLargestMicroBatch) {
   const LargestMicroBatch found = largest_micro_batch(plan, slow, folder_);
   EXPECT_EQ(found.measured, 8);
   EXPECT_THAT(found.ended_early, HasSubstr("micro-batch 16: no answer"));
-  // What the model says: the largest that fits, and not the next one.
+  // The foretold one is the largest that fits: the next one does not.
   const auto total = [&](std::int64_t size) {
     Work work = plan.work;
     work.tokens = static_cast<double>(64 * size);
