@@ -87,11 +87,11 @@ def test_what_is_not_understood_is_refused_in_few_words(config, line, parts):
 
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = ran("--help")
-    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "launch"]:
+    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
-                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"], ["launch"]]:
+                 ["bench", "step"], ["bench", "comm"], ["bench", "wrapped"], ["config"], ["layout"], ["schedule"], ["plan"], ["launch"]]:
         done = ran(*verb, "--help")
         assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
     assert re.match(r"isograd \d+\.\d+\.\d+, LibTorch 2\.13", isograd("--version").stdout)

@@ -146,6 +146,7 @@ int run(int argc, char** argv) {
                              layout_verb(program),
                              schedule_verb(program),
                              calibrate_verb(program, invocation),
+                             plan_verb(program),
                              serve_verb(program, invocation),
                              launch_verb(program, invocation)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})

@@ -57,6 +57,7 @@ Verb calibrate_verb(CLI::App& program, const Invocation& invocation);
 Verb launch_verb(CLI::App& program, const Invocation& invocation);
 Verb layout_verb(CLI::App& program);
 Verb schedule_verb(CLI::App& program);
+Verb plan_verb(CLI::App& program);
 Verb serve_verb(CLI::App& program, const Invocation& invocation);
 
 // ---- verbs that run on several ranks ----

@@ -1,0 +1,185 @@
+// isograd plan: which layout to train a model with, how much memory and time it takes, and what limits it.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "base/files.hpp"
+#include "base/paths.hpp"
+#include "base/print.hpp"
+#include "base/refuse.hpp"
+#include "base/waiting.hpp"
+#include "bench/runner.hpp"
+#include "cli/verbs.hpp"
+#include "plan/inputs.hpp"
+#include "plan/pages.hpp"
+#include "plan/problem.hpp"
+
+namespace isograd::planner {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kSizes[] = {
+    "layers",       "hidden",     "heads",   "key_heads",         "head_dim",
+    "feed_forward", "vocabulary", "experts", "experts_per_token", "expert_feed_forward"};
+
+struct PlanFlags {
+  std::string model, cluster, tokens, dtype, strategy, svg, html, write, rows;
+  std::vector<std::string> sizes = std::vector<std::string>(std::size(kSizes));
+  std::optional<std::int64_t> sequence, gpus;
+  std::size_t top = 5, tries = 0;
+  bool json = false, scaling = false;
+};
+
+template <std::size_t kCount>
+std::size_t index_in(const char* const (&names)[kCount], const std::string& name) {
+  return static_cast<std::size_t>(std::ranges::find(names, name) - std::begin(names));
+}
+
+ModelShape model_of(const PlanFlags& flags) {
+  std::vector<std::string> numbers;
+  for (std::size_t i = 0; i < flags.sizes.size(); ++i)
+    if (!flags.sizes[i].empty()) numbers.push_back(fmt::format("{}={}", kSizes[i], flags.sizes[i]));
+  if (numbers.empty() == flags.model.empty())
+    refuse("isograd plan", flags.model.empty() ? "no model" : "MODEL and sizes of another one",
+           "a configuration, a Hugging Face directory, or sizes",
+           "Name one of them, or give --layers, --hidden and --heads");
+  if (!numbers.empty()) return parse_model(fmt::format("{}", fmt::join(numbers, ",")), "the model's sizes");
+  const bool sizes = flags.model.find('=') != std::string::npos && !fs::exists(flags.model);
+  return sizes ? parse_model(flags.model, "MODEL") : read_model(flags.model);
+}
+
+Work asked_work(const PlanFlags& flags, const ModelShape& model) {
+  const bool run = model.file.extension() == ".toml";
+  Work work = run ? planner::work_of(load_config(model.file)) : Work{};
+  if (run) work.documents = documents_of(model.file);
+  if (!run && flags.tokens.empty())
+    refuse("--tokens", "nothing", "the tokens of a batch", "Add them, as in --tokens 4M");
+  if (!flags.tokens.empty()) work.tokens = parse_tokens(flags.tokens, "--tokens");
+  if (flags.sequence) work.sequence = *flags.sequence;
+  if (!flags.dtype.empty()) work.precision = static_cast<Precision>(index_in(kPrecisionNames, flags.dtype));
+  return work;
+}
+
+int show_errors(const PlanFlags& flags) {
+  const std::vector<PublishedRow> rows = read_rows(flags.rows);
+  const std::vector<Errors> errors = validate(rows), scaling = validate_scaling(rows);
+  if (errors.empty() && scaling.empty())
+    refuse(flags.rows, fmt::format("{} rows, none of which can be foretold", rows.size()),
+           "rows of tier A on devices of the table", "Add rows: docs/planning.md names the columns");
+  print(stdout, to_text(errors) + (scaling.empty() ? "" : "\n" + to_text(scaling)));
+  if (!flags.html.empty()) page(rows).write(flags.html);
+  return 0;
+}
+
+Trials trials_of(const Plan& plan, std::size_t count) {
+  ::setenv("OMP_NUM_THREADS", "1", /*overwrite=*/0);  // as launch_ranks() does for several ranks
+  const ExchangeFolder folder;
+  Waiting waiting("trial", 0);
+  const RunProgram run = [&](const std::vector<std::string>& arguments, double most_seconds,
+                             double most_bytes) {
+    waiting.begin(arguments.front());
+    std::vector<std::string> command = {bench_self()};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return run_program(command, most_seconds, most_bytes);
+  };
+  return {.layouts = try_layouts(plan, count, run, folder.path()),
+          .largest = largest_micro_batch(plan, run, folder.path())};
+}
+
+void draw(const Plan& plan, const std::vector<Span>& timeline, const fs::path& folder) {
+  make_folders(folder);
+  write_file(folder / "memory.svg", svg_file(memory_bars(plan)));
+  if (!timeline.empty()) {
+    write_file(folder / "timeline.svg", svg_file(timeline_svg(timeline, plan.top[0].seconds.value)));
+    write_file(folder / "timeline.json", chrome_trace(timeline));
+  }
+  write_file(folder / "front.svg", svg_sheet("Layouts that no other beats", {front_chart(plan)}));
+  if (plan.scaling.empty()) return;
+  write_file(folder / "scaling.svg", svg_sheet("Scaling", {scaling_chart(plan)}));
+  write_file(folder / "step.svg", svg_file(step_bars(plan)));
+}
+
+int show_plan(const PlanFlags& flags) {
+  if (!flags.rows.empty()) return show_errors(flags);
+  if (flags.cluster.empty())
+    refuse("--cluster", "nothing",
+           fmt::format("here, a TOML file, or one of {}", fmt::join(built_in_clusters(), ", ")),
+           "Name one of them");
+  const ModelShape model = model_of(flags);
+  for (const auto& [option, output] : {std::pair{"--write", flags.write}, {"--html", flags.html}})
+    check_no_input(option, output, {model.file, flags.cluster});
+  const Work work = asked_work(flags, model);
+  const Cluster cluster = read_cluster(flags.cluster, flags.gpus);
+  const Calibration calibration = read_calibration(flags.cluster);
+  Options options{.top = std::max(flags.top, flags.tries)};
+  if (!flags.strategy.empty()) {
+    constexpr const char* kNames[] = {"bucketed", "zero1", "zero2", "zero3"};
+    options.only_strategy = static_cast<Strategy>(index_in(kNames, flags.strategy));
+  }
+  if (flags.scaling)
+    for (std::int64_t devices = cluster.per_host; devices <= 131072; devices *= 4)
+      options.scaling.push_back(devices);
+  const Plan plan = planner::plan(model, cluster, calibration, work, options);
+  std::vector<Span> timeline;
+  if (!plan.top.empty() && !(flags.svg.empty() && flags.html.empty()))
+    timeline = timeline_of(plan.model, plan.cluster, calibration, plan.work, plan.top[0].candidate);
+  if (!flags.svg.empty()) draw(plan, timeline, flags.svg);
+  if (!flags.html.empty()) page(plan, timeline).write(flags.html);
+  if (!flags.write.empty() && !plan.top.empty()) write_file(flags.write, to_toml(plan, plan.top[0]));
+  std::optional<Trials> trials;
+  if (flags.tries > 0 && !plan.top.empty()) trials = trials_of(plan, flags.tries);
+  print(stdout, flags.json ? to_json(plan, trials ? &*trials : nullptr)
+                           : to_text(plan) + (trials ? to_text(*trials) : ""));
+  const auto ran = [](const Tried& tried) { return tried.run.has_value(); };
+  return plan.top.empty() || (trials && std::ranges::none_of(trials->layouts, ran)) ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace isograd::planner
+
+namespace isograd {
+
+Verb plan_verb(CLI::App& program) {
+  CLI::App* verb =
+      program.add_subcommand("plan", "Say which layout to train a model with, and what limits it");
+  auto flags = std::make_shared<planner::PlanFlags>();
+  add_option(*verb, "MODEL", flags->model,
+             "TOML of a run, Hugging Face directory, or layers=32,hidden=4096,...");
+  for (std::size_t i = 0; i < std::size(planner::kSizes); ++i) {
+    std::string name = std::string("--") + planner::kSizes[i];
+    std::ranges::replace(name, '_', '-');
+    add_option(*verb, name, flags->sizes[i], "of a model without a file", "N");
+  }
+  add_option(*verb, "--cluster", flags->cluster,
+             "TOML, a name of the table (h100, ...), or here: isograd calibrate's", "CLUSTER");
+  add_option(*verb, "--tokens", flags->tokens, "of the global batch: 4M; unless given, the TOML's", "N");
+  add_option(*verb, "--seq", flags->sequence, "tokens of a sequence; unless given, the TOML's, or 4096", "N");
+  add_option(*verb, "--gpus", flags->gpus, "devices of the cluster", "N");
+  add_option(*verb, "--dtype", flags->dtype, "unless given, the TOML's, or bfloat16", "NAME")
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(planner::kPrecisionNames),
+                                                     std::end(planner::kPrecisionNames))));
+  add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME")
+      ->check(CLI::IsMember({"bucketed", "zero1", "zero2", "zero3"}));
+  add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
+  verb->add_flag("--scaling", flags->scaling, "the same on up to 131072 devices as well");
+  verb->add_flag("--json", flags->json, "one JSON object with all figures (docs/planning.md)");
+  add_option(*verb, "--svg", flags->svg, "pictures go here: memory, timeline, front, scaling", "DIR");
+  add_option(*verb, "--html", flags->html, "the plan as a page goes here", "FILE.html");
+  add_option(*verb, "--write", flags->write, "the best layout as a configuration of isograd train",
+             "FILE.toml");
+  add_option(*verb, "--try", flags->tries,
+             "run the best N that this machine can run, and the largest micro-batch", "N", 0, 1000);
+  add_option(*verb, "--validate", flags->rows, "instead: errors on a table of published runs", "ROWS.csv");
+  verb->footer(
+      "No rank is started and no device is needed, except by --try. Numbers have their origin and an "
+      "interval.\n\n"
+      "  isograd plan examples/first_light.toml --cluster here --write best.toml\n"
+      "  isograd plan models/Llama-3-8B --cluster h100 --gpus 512 --tokens 4M\n\n"
+      "Status: 0 done; 1 no layout fits, or none could be tried; 2 bad input; 4 a defect of isograd.");
+  return {verb, [flags] { return planner::show_plan(*flags); }};
+}
+
+}  // namespace isograd
