@@ -207,12 +207,12 @@ class Kept:
     """Rows of the page's table, and what the planner's constants must then be."""
     def __init__(s): s.rows, s.off = [('figure', 'all rows', 'one half', 'the other half', 'the planner')], []
     def constant(s, name, values, stands, digits, unit=''):
-        shown = ['%.*f%s' % (digits, v, unit) for v in (*values, stands)]
+        shown = ['no row' if np.isnan(v) else '%.*f%s' % (digits, v, unit) for v in (*values, stands)]
         s.rows.append((name, *shown))
         if shown[0] != shown[3]: s.off.append('%s: the fit finds %s, the planner has %s' % (name, shown[0], shown[3]))
     def errors(s, name, inside, outside):
         at = lambda e: '%.1f %%, %.1f %%' % (100*np.median(e), 100*np.quantile(e, .9))
-        s.rows.append(('%s (%d rows): median and 90 %% of errors, in the rows fitted to and in the others' % (name, len(inside)), at(inside), at(outside), '', ''))
+        s.rows.append(('error of %s (%d rows): median, nine of ten' % (name, len(inside)), at(inside), 'rows not fitted to: ' + at(outside), '', ''))
     def page(s, write):
         text = ''.join('| %s |\n%s' % (' | '.join(r), '' if i else '|---|---|---|---|---|\n') for i, r in enumerate(s.rows))
         page = ROOT / 'docs/planning.md'; old = page.read_text()
@@ -267,7 +267,7 @@ def main():
                                                              ('host for a layer of a micro-batch', 'layer_overhead', 1e3, 3, ' ms'), ('share of a network', 'share_across', 1, 3, ''))):
         kept.constant(name, [scale*v[i] for v in (x, *halves)], scale*number('constants.hpp', stands), digits, unit)
     for name, m in sets.items():
-        if not name.startswith(' ') and 'MFU' not in name: kept.errors('step, nanotron, ' + name, abs(p/y - 1)[m], abs(out/y - 1)[m])
+        if not name.startswith(' ') and 'MFU' not in name: kept.errors('a step, nanotron, ' + name, abs(p/y - 1)[m], abs(out/y - 1)[m])
     m = sets['twin < 1.25, tp <= 8']
     print('  band: measured / predicted, out of fold, twin < 1.25: 10 %% %.3f, 50 %% %.3f, 90 %% %.3f' % tuple(np.quantile((y/out)[m], (.1, .5, .9))))
 
@@ -285,7 +285,7 @@ def main():
         name, prec = key.split('/')
         stands = shares.get(name + ('-fp4' if prec == 'fp4' else ''), (0, 0))[prec in ('fp8', 'fp4', 'int8')]
         kept.constant('share of the peak, %s, %s' % (name, prec), [v.get(key, np.nan) for v in (best, *halves)], stands, 3)
-    kept.errors('step, all other dense rows', abs(p/yo - 1), abs(out/yo - 1)[~np.isnan(out)])
+    kept.errors('a step, all other dense rows', abs(p/yo - 1), abs(out/yo - 1)[~np.isnan(out)])
     o['source1'] = o.framework.str.replace(r'Megatron-Bridge.*', 'Megatron-Bridge', regex=True)
     for g, r in o.assign(err=p/yo - 1).groupby('source1').err: print('    %-28s n %3d median |error| %4.1f %%, mean error %+5.1f %%' % (g, len(r), 100*r.abs().median(), 100*r.mean()))
 
