@@ -192,7 +192,8 @@ bool is_timed(const PublishedRow& row) { return row.tier == "A" && row.seconds >
 std::optional<Cluster> cluster_of(const PublishedRow& row) {
   for (const auto& [begins, name] : kDevices)
     if (row.hardware.starts_with(begins)) {
-      Cluster cluster = read_cluster(std::string(name));
+      // With all of its links: read_cluster() leaves out those that its number of devices does not need.
+      Cluster cluster = *built_in(name);
       cluster.devices = row.candidate.ranks;
       auto& peak = cluster.device.peak;
       if (is_fp4(row)) {  // peaks of fp4: twice fp8, on GB300 three times
