@@ -195,8 +195,10 @@ Chart scaling_chart(const Plan& plan) {
                       fmt::format("{} devices: {} tokens/s a device, {}", point.devices, human_count(each),
                                   to_text(point.best.candidate))});
   }
+  // Laws of ranks with other samples, as devices: the axes inside of a data rank stay.
   for (const Law& law : plan.laws)
-    if (law.unit == "devices" && law.at.value > 0) chart.x_marks.emplace_back(law.name, law.at.value);
+    if (law.now > 0 && (law.unit == "data ranks" || law.unit == "ranks that share parameters"))
+      chart.x_marks.emplace_back(law.name, law.at.value / law.now * plan.top.front().candidate.ranks);
   if (!points.empty())
     chart.guides = {{{points.front().x, points.front().y}, {points.back().x, points.front().y}}};
   return chart;

@@ -63,11 +63,11 @@ Plan some_plan(double scale = 1) {
   plan.front[1].candidate.ranks = 32;
   plan.neighbours = {{"tp 16", "its all-reduce leaves the host: +41 %", 4.75 * scale}};
   plan.laws = {{"ring latency",
-                "devices",
+                "data ranks",
                 "gathers are longer than a layer",
                 "replicas",
                 {440, 300, 500, Origin::kAssumed},
-                64,
+                16,
                 false},
                {"tokens of a rank",
                 "tokens",
@@ -125,7 +125,7 @@ TEST(PlanPages, HaveThePlansNumbers) {
                            "calibrated",
                            "4.75 s",
                            "leaves the host: +41 %",
-                           "440 devices",
+                           "440 data ranks",
                            "1.85k tokens",
                            "gathers are longer than a layer",
                            "2.10M",
@@ -246,7 +246,7 @@ TEST(PlanPages, ChartsHaveThePlansPoints) {
   EXPECT_EQ(scaling.series[0].points[2].x, 1024);
   EXPECT_EQ(scaling.series[0].points[2].y, plan.work.tokens / 1024);
   ASSERT_EQ(scaling.x_marks.size(), 1u) << "a law of tokens is at no number of devices";
-  EXPECT_EQ(scaling.x_marks[0].second, 440);
+  EXPECT_EQ(scaling.x_marks[0].second, 440 * 4) << "the 64 devices of 16 data ranks are four each";
   const Chart front = front_chart(plan);
   ASSERT_EQ(front.series.size(), 2u);
   EXPECT_EQ(front.series[0].name, "64 devices");
@@ -273,6 +273,7 @@ TEST(PlanPages, PublishedStepsStandAgainstTheModels) {
                                     published("c", 0, 2),
                                     published("d", 0, 2),
                                     published("e", 0, 2)};
+  for (int copies = 0; copies < 2; ++copies) rows.push_back(rows[0]), rows.push_back(rows[1]);
   rows.push_back(rows[0]), rows.back().tier = "B";
   rows.push_back(rows[0]), rows.back().failed = true, rows.back().tier = "A-fail";
   const Chart chart = published_chart(rows);
@@ -287,7 +288,7 @@ TEST(PlanPages, PublishedStepsStandAgainstTheModels) {
       if (series.name == "nanotron, others") EXPECT_NEAR(point.x / point.y, 4, 1e-9);
     }
   }
-  EXPECT_EQ(points, 7u);
+  EXPECT_EQ(points, 11u);
   // The lines: equal, and 10 % off in both directions, within the axes.
   ASSERT_EQ(chart.guides.size(), 3u);
   const double factors[] = {1, 1.1, 1 / 1.1};

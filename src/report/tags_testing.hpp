@@ -14,7 +14,7 @@ inline std::vector<std::string> open_tags(const std::string& html) {
     const bool closes = tag.starts_with('/');
     const auto first = static_cast<std::size_t>(closes), last = tag.find_first_of(" /", first);
     const std::string name = tag.substr(first, last == std::string::npos ? last : last - first);
-    if (name.empty() || name[0] == '!' || name == "meta" || tag.ends_with('/')) continue;
+    if (name.empty() || name[0] == '!' || name == "meta" || name == "wbr" || tag.ends_with('/')) continue;
     if (!closes) {
       open.push_back(name);
     } else if (!open.empty() && open.back() == name) {
