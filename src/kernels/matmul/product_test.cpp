@@ -31,11 +31,6 @@ class Product : public ::testing::TestWithParam<Multiplier> {
 INSTANTIATE_TEST_SUITE_P(By, Product,
                          ::testing::Values(Multiplier::kByRule, Multiplier::kBlas, Multiplier::kOneDnn,
                                            Multiplier::kBrgemm));
-// The rule takes one of these.
-class EachMultiplier : public Product {};
-INSTANTIATE_TEST_SUITE_P(By, EachMultiplier,
-                         ::testing::Values(Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm));
-
 std::vector<at::Tensor> draw(const std::vector<std::vector<std::int64_t>>& shapes, at::ScalarType type,
                              std::uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
@@ -127,11 +122,13 @@ TEST_P(Product, ReadsABiasWhereverItsElementsLie) {
     }
 }
 
-// Sizes around a block's in every dimension, with any operand transposed, into a part of a larger tensor.
-TEST_P(EachMultiplier, MeetsTheEdgesOfBlocks) {
+// Sizes around a block's in every dimension, with any operand transposed, into a part of a larger tensor. The
+// rule takes one of the multipliers, which have one reference.
+TEST(EachMultiplier, MeetsTheEdgesOfBlocks) {
   struct Sizes {
     std::vector<std::int64_t> m, n, k;
   };
+  const Multiplier before = multiplier();
   // Blocks of the usual shape, wide ones with few rows of a, and wide ones with a small summed dimension.
   for (const Sizes& sizes :
        {Sizes{{1, 15, 127, 128, 131, 300}, {1, 16, 63, 64, 65, 130}, {1, 64, 511, 512, 513, 1100}},
@@ -143,25 +140,28 @@ TEST_P(EachMultiplier, MeetsTheEdgesOfBlocks) {
           const auto x = draw({{m, k}, {n, k}, {m, n}}, at::kFloat, 17);
           const at::Tensor wide = x[0].to(at::kDouble).mm(x[1].to(at::kDouble).t());
           const at::Tensor magnitudes = x[0].to(at::kDouble).abs().mm(x[1].to(at::kDouble).abs().t());
+          const at::Tensor columns[] = {x[0].t().contiguous().t(), x[1].t().contiguous().t()};
           for (const bool adds : {false, true}) {
             const at::Tensor expected = adds ? wide + x[2].to(at::kDouble) : wide,
                              reach = adds ? magnitudes + x[2].to(at::kDouble).abs() : magnitudes,
                              allowed = reach * (2 * (static_cast<double>(k) + 3) * unit(at::kFloat));
-            for (const bool a_turned : {false, true})
-              for (const bool b_turned : {false, true}) {
-                at::Tensor around = at::full({m, n + 3}, NAN, x[0].options());
-                const at::Tensor into = around.narrow(1, 1, n);
-                if (adds) into.copy_(x[2]);
-                multiply_into(into, a_turned ? x[0].t().contiguous().t() : x[0],
-                              b_turned ? x[1].t().contiguous().t() : x[1], adds);
-                ASSERT_TRUE(into.to(at::kDouble).sub_(expected).abs_().le(allowed).all().item<bool>())
-                    << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds " << adds
-                    << ", seed 17";
-                ASSERT_TRUE(around.select(1, 0).isnan().all().item<bool>());
-                ASSERT_TRUE(around.narrow(1, n + 1, 2).isnan().all().item<bool>());
-              }
+            for (const Multiplier by : {Multiplier::kBlas, Multiplier::kOneDnn, Multiplier::kBrgemm})
+              for (const bool a_turned : {false, true})
+                for (const bool b_turned : {false, true}) {
+                  multiplier() = by;
+                  at::Tensor around = at::full({m, n + 3}, NAN, x[0].options());
+                  const at::Tensor into = around.narrow(1, 1, n);
+                  if (adds) into.copy_(x[2]);
+                  multiply_into(into, a_turned ? columns[0] : x[0], b_turned ? columns[1] : x[1], adds);
+                  EXPECT_TRUE(into.to(at::kDouble).sub_(expected).abs_().le(allowed).all().item<bool>())
+                      << m << ", " << n << ", " << k << ", turned " << a_turned << b_turned << ", adds "
+                      << adds << ", by " << name_of(by) << ", seed 17";
+                  EXPECT_TRUE(around.select(1, 0).isnan().all().item<bool>());
+                  EXPECT_TRUE(around.narrow(1, n + 1, 2).isnan().all().item<bool>());
+                }
           }
         }
+  multiplier() = before;
 }
 
 // Rows that share memory, separate rows, and a single row with any stride.
