@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <thread>
 
 #include "base/files.hpp"
@@ -76,6 +77,10 @@ Verb calibrate_verb(CLI::App& program, const Invocation& invocation) {
               keep_freed_memory();
               std::optional<World> here;
               if (mpi && world.size > 1) here = join({.backend = "shm"});
+              if (world.rank == 0)
+                print(stdout,
+                      fmt::format("measuring on {} ranks, which takes less than a minute\n", world.size));
+              std::fflush(stdout);
               const planner::ClusterFile found = planner::calibrate(
                   here ? *here : world, {.mpi = here ? std::optional(world.group) : std::nullopt});
               if (world.rank > 0) return 0;
