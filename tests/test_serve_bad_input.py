@@ -551,7 +551,7 @@ def test_neither_many_connections_nor_a_body_of_many_gigabytes_takes_memory(wire
         size = str(count * len(part) + len(last))
         assert "at most" in wire.error(*wire.reply("POST", "forward_backward", parts(), PROTOBUF, **{"Content-Length": size}))
     grown = max(memory) - memory[0]
-    print(f"{int(size) / 1e9:.1f} GB beside 2,100 connections: {grown / 2 ** 20:.1f} MiB")
+    print(f"{int(size) / 1e9:.1f} GB with 2,100 connections open: {grown / 2 ** 20:.1f} MiB")
     assert all(served) and grown <= 64 << 20
     assert np.isfinite(wire.loss(model, 2)) and witness()
 

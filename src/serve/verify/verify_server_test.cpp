@@ -54,7 +54,7 @@ class WrongEngine : public ModelEngine {
     ModelEngine::create(model, made);
   }
   ForwardBackwardResult forward_backward(const std::string& model, const ForwardBackward& request) override {
-    // What comes of the other model belongs to neither of its counts.
+    // Figures of the other model belong to neither of its counts.
     if (model == neighbour_) return ModelEngine::forward_backward(mixes_models ? judged_ : model, request);
     ForwardBackwardResult result = computed(model, request);
     if (change_result) change_result(result, request);
