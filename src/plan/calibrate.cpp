@@ -479,12 +479,12 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
   }
   add_optimizer(measurement, found);
   add_passes(measurement, found);
+  if (options.mpi) add_collectives(measurement, groups, *options.mpi, "mpi");
   for (const Precision precision : {Precision::kFloat32, Precision::kBFloat16, Precision::kFloat64}) {
     add_products(measurement, found, precision);
     add_attention(measurement, found, precision);
     if (precision == Precision::kFloat32 && world.size > 1) add_overlap(measurement, found, world.group);
   }
-  if (options.mpi) add_collectives(measurement, groups, *options.mpi, "mpi");
   calibration.not_measured = measurement.run();
   for (const auto& [key, points] : groups.points) {
     if (points->bytes.size() < 2) continue;
