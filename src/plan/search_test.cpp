@@ -150,7 +150,7 @@ TEST(PlanSearch, FindsWhatTimingEveryLayoutFinds) {
     EXPECT_EQ(candidates_of(found.top), top) << texts(candidates_of(found.top)) << "and not\n" << texts(top);
     EXPECT_EQ(candidates_of(found.front), front) << texts(candidates_of(found.front)) << "and not\n"
                                                  << texts(front);
-    for (const Candidate& candidate : front) with_pipelines += candidate.pp > 1;
+    for (const Timed& timed : all) with_pipelines += timed.candidate.pp > 1;
     std::printf("%ld devices: %zu layouts fit, %ld examined, %ld timed, %zu on the front\n",
                 static_cast<long>(one.cluster.devices), all.size(), static_cast<long>(found.candidates),
                 static_cast<long>(found.fitting), found.front.size());
@@ -240,7 +240,8 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
     if (one.cluster.per_host == 1) one.cluster.links.erase(one.cluster.links.begin());
     one.cluster.devices = hosts * one.cluster.per_host;
     one.cluster.host_memory = one_of({false, false, true});
-    one.cluster.device.memory *= one_of({0.05, 0.3, 1.0});
+    const double part = one_of({0.05, 0.3, 1.0});
+    one.cluster.device.memory *= part, one.cluster.reserve *= part;
     one.model = {.name = "random",
                  .layers = one_of({1, 2, 3, 7, 12, 32}),
                  .hidden = heads * 64,
