@@ -69,7 +69,7 @@ template <class Text>
 std::string parts_text(const std::string& title, const std::vector<Planned::Part>& parts, const Text& text) {
   std::string result = parts.empty() ? "" : "\n" + title + "\n";
   for (const Planned::Part& part : parts)
-    result += wrapped(fmt::format("  {:<14} {:>10}  {:<10}  ", printable(part.name, 14),
+    result += wrapped(fmt::format("  {:<22} {:>10}  {:<10}  ", printable(part.name, 22),
                                   text(part.number.value), name_of(part.number.origin)),
                       part.formula);
   return result;

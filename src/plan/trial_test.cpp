@@ -31,7 +31,7 @@ Plan plan_of(std::vector<Candidate> candidates) {
                       .vocabulary = 258},
             .cluster = {.name = "tested", .devices = 1, .per_host = 1, .host_memory = true},
             .work = {.tokens = 64 * 16, .sequence = 64, .precision = Precision::kFloat32}};
-  plan.cluster.device.memory = 64 << 20;
+  plan.cluster.device.memory = 64 << 20, plan.cluster.device.memory_bandwidth = 1e10;
   for (const Candidate& candidate : candidates)
     plan.top.push_back({.candidate = candidate, .bytes = {1e6, 1e6, 1e6}});
   return plan;
