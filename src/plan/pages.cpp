@@ -59,6 +59,8 @@ std::vector<double> values_of(const StepParts& of) {
 // The class of what a span computes, by its name: F, B, I, W of a pipeline; everything else communicates or
 // updates.
 const char* look_of(const Span& span) {
+  const std::size_t to = span.name.find(" to ");  // of joined ones: grey where they differ
+  if (to != std::string::npos && span.name[0] != span.name[to + 4]) return "c5";
   if (span.lane.ends_with("compute")) switch (span.name.empty() ? ' ' : span.name[0]) {
       case 'F': return "c0";
       case 'B': return "c2";
@@ -197,7 +199,8 @@ Chart scaling_chart(const Plan& plan) {
   }
   // Laws of ranks with other samples, as devices: the axes inside of a data rank stay.
   for (const Law& law : plan.laws)
-    if (law.now > 0 && (law.unit == "data ranks" || law.unit == "ranks that share parameters"))
+    if (law.now > 0 && !plan.top.empty() &&
+        (law.unit == "data ranks" || law.unit == "ranks that share parameters"))
       chart.x_marks.emplace_back(law.name, law.at.value / law.now * plan.top.front().candidate.ranks);
   if (!points.empty())
     chart.guides = {{{points.front().x, points.front().y}, {points.back().x, points.front().y}}};
@@ -303,19 +306,21 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
     const Estimate& step = best->seconds;
     report.verdict(true, fmt::format("{}: {} a step", to_text(best->candidate), seconds_text(step.value)));
     for (const auto& [label, value] :
-         {std::pair("a step", fmt::format("{} ({} to {})", seconds_text(step.value), seconds_text(step.low),
-                                          seconds_text(step.high))),
+         {std::pair("a step", seconds_text(step.value)),
+          {"nine of ten", fmt::format("{} to {}", seconds_text(step.low), seconds_text(step.high))},
           {"tokens/s", human_count(best->tokens_per_second.value)},
           {"MFU", shown_part(best->mfu)},
           {"memory of a rank", bytes_text(best->bytes.value)},
           {"free memory", bytes_text(best->head_room)},
-          {"devices used", fmt::format("{} of {}", best->candidate.ranks, plan.cluster.devices)},
+          {"devices used", best->candidate.ranks == plan.cluster.devices
+                               ? "all"
+                               : fmt::format("{} of {}", best->candidate.ranks, plan.cluster.devices)},
           {"parameters", human_count(plan.model.parameters())},
-          {"layouts that fit", fmt::format("{} of {}", plan.fitting, plan.candidates)}})
+          {"layouts that fit", human_count(static_cast<double>(plan.fitting)) + " of " +
+                                   human_count(static_cast<double>(plan.candidates))}})
       report.fact(label, value);
   }
-  add_table(report, "Warnings", "", {"warning"}, plan.warnings,
-            [](const std::string& warning) { return std::vector{warning}; });
+  if (!plan.warnings.empty()) report.prose("Warnings", plan.warnings);
   if (!best) return report;
   report.figure(
       "Memory of a rank",
@@ -324,8 +329,8 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
   if (!timeline.empty())
     report.figure(
         "A step",
-        "F: a micro-batch's forward, B: its backward, I and W: the halves of that. Below: what is exchanged in "
-        "addition, and the update.",
+        "F: a micro-batch's forward, B: its backward, I and W: the halves of that, grey: several of them. "
+        "Below: what is exchanged in addition, and the update.",
         timeline_svg(timeline, best->step.total()), kPictureWidth);
   report.figure("What a step is made of",
                 "Without what computation hides. Waiting: for other stages, and for ranks with longer packs.",

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <sstream>
 
 #include "base/print.hpp"
 #include "report/report.hpp"
@@ -19,7 +20,7 @@ constexpr double kLine = 16;  // between the base lines of two labels, at their 
 constexpr int kTicksAcross = 5, kTicksUp = 6;
 constexpr double kInnerWidth = kWidth - kLeft - kRight, kInnerHeight = kHeight - kTop - kBottom;
 constexpr std::size_t kFewPoints = 40;     // each gets a marker
-constexpr std::size_t kManyPoints = 200;   // of a series: smaller markers
+constexpr std::size_t kManyPoints = 200;   // of a chart without lines: smaller markers
 constexpr std::size_t kMostCrosses = 100;  // marks of values that cannot be drawn
 constexpr double kLargest = 1e300;         // differences of larger values overflow
 constexpr std::size_t kColours = 6;
@@ -169,7 +170,7 @@ std::vector<Point> thinned(const std::vector<Point>& points, const Frame& frame)
 
 // `line_class`: "raw" where a median is drawn over it. `marks`: of points and of values that cannot be drawn.
 std::string drawn_series(const Series& series, const Frame& frame, std::size_t colour, bool lines,
-                         const char* line_class = "line", bool marks = true) {
+                         const char* line_class = "line", bool marks = true, const char* radius = "3.2") {
   std::string path, markers;
   const auto mark = [&](const Point& point, const std::string& element) {
     const std::string text = point.label.empty()
@@ -179,7 +180,6 @@ std::string drawn_series(const Series& series, const Frame& frame, std::size_t c
     markers += fmt::format("{}><title>{}</title></{}>", element, escape_html(text), tag);
   };
   const bool few = series.points.size() <= kFewPoints || !lines;
-  const char* radius = series.points.size() <= kManyPoints ? "3.2" : "2";
   std::vector<Point> piece;
   const auto finish_piece = [&] {
     const auto points = thinned(piece, frame);
@@ -251,17 +251,17 @@ std::string mark_labels(const Chart& chart, const Frame& frame) {
   return text;
 }
 
-// Lines from top to bottom, then their names over them, each in a row of its own.
+// Lines from top to bottom, then their names over them, each in a row of its own from the bottom up.
 std::string drawn_x_marks(const Chart& chart, const Frame& frame) {
   std::string lines, names;
-  double y = kTop + 10;
+  double y = kTop + kInnerHeight - 8;
   for (const auto& [name, value] : chart.x_marks) {
     if (!(value >= frame.x.low && value <= frame.x.high)) continue;
     const double x = frame.px(value);
     const bool right = x < kLeft + kInnerWidth / 2;
     lines += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}v{:.1f}\"/>", x, kTop, kInnerHeight);
     names += svg_text("label over", x + (right ? 5 : -5), y, right ? "start" : "end", escape_html(name));
-    y += kLine;
+    y -= kLine;
   }
   return lines + names;
 }
@@ -333,9 +333,12 @@ std::string svg(const Chart& given) {
   for (const auto& [name, value] : chart.marks)
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
                         kWidth - kRight);
+  std::size_t points = 0;
+  for (const Series& series : chart.series) points += series.points.size();
   for (std::size_t i = 0; i < chart.series.size(); ++i) {
     const bool median = i == 0 && draws_median(chart);
-    text += drawn_series(chart.series[i], frame, i % kColours, chart.lines, median ? "raw" : "line");
+    text += drawn_series(chart.series[i], frame, i % kColours, chart.lines, median ? "raw" : "line", true,
+                         chart.lines || points <= kManyPoints ? "3.2" : "2");
     if (median) {
       const Series smooth{chart.series[i].name + ", median", running_median(chart.series[i].points)};
       text += drawn_series(smooth, frame, i % kColours, true, "line", /*marks=*/false);
@@ -371,10 +374,15 @@ std::string svg(const Bars& bars) {
   const double top = y + 12;
   y = top + kLine * static_cast<double>(bars.limits.size());
   for (const Bars::Bar& bar : bars.bars) {
-    y += kLine;
-    const bool apart = bar.label.size() + bar.note.size() > kOneLine;
-    body += svg_text("label over", kSide, y, "start", escape_html(bar.label));
-    if (apart) y += kLine;
+    std::vector<std::string> lines(1);
+    std::istringstream words(bar.label);
+    for (std::string word; words >> word;) {
+      if (!lines.back().empty() && lines.back().size() + 1 + word.size() > kOneLine) lines.emplace_back();
+      lines.back() += (lines.back().empty() ? "" : " ") + word;
+    }
+    if (lines.back().size() + 1 + bar.note.size() > kOneLine) lines.emplace_back();
+    for (const std::string& line : lines)
+      body += svg_text("label over", kSide, y += kLine, "start", escape_html(line));
     body += svg_text("label over", kWidth - kSide, y, "end", escape_html(bar.note));
     y += 5, x = kSide;
     for (std::size_t i = 0; i < bar.values.size(); ++i) {
@@ -387,10 +395,10 @@ std::string svg(const Bars& bars) {
     }
     y += kBar + 4;
   }
-  std::string lines, names;
+  std::string under, names;
   for (double tick = 0; tick <= axis.high * (1 + 1e-6); tick += axis.tick) {
     const double at = kSide + wide(tick);
-    lines += fmt::format("<path class=\"grid\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, top, y);
+    under += fmt::format("<path class=\"grid\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, top, y);
     names += svg_text("tick", at, y + 15,
                       tick == 0          ? "start"
                       : at > kWidth - 40 ? "end"
@@ -401,11 +409,11 @@ std::string svg(const Bars& bars) {
   for (const auto& [name, value] : bars.limits) {
     const double at = kSide + wide(value);
     row += kLine;
-    names += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, row - 10, y) +
-             svg_text("label over", at - 5, row - 2, "end", escape_html(name));
+    under += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}V{:.1f}\"/>", at, row - 10, y);
+    names += svg_text("label over", at - 5, row - 2, "end", escape_html(name));
   }
   names += svg_text("label", kWidth - kSide, y + 32, "end", escape_html(bars.unit));
-  return head(bars.title, y + 40) + legend + lines + body + names + "</svg>";
+  return head(bars.title, y + 40) + legend + under + body + names + "</svg>";
 }
 
 }  // namespace isograd
