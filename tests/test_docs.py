@@ -38,7 +38,7 @@ def output_of(page):
     return command.split(), shown.splitlines()
 
 
-@pytest.mark.parametrize("page", ["docs/hosts.md", "docs/layout.md"])
+@pytest.mark.parametrize("page", ["docs/hosts.md", "docs/layout.md", "docs/planning.md"])
 def test_the_layout_that_is_documented(page):
     command, shown = output_of(page)
     printed = [said(line) for line in ran(*command, cwd=ROOT).stdout.splitlines()]
