@@ -53,6 +53,7 @@ class Search {
         wanted_(std::max<std::size_t>(1, options.top)),
         with_front_(with_front),
         space_(space_of(problem_, devices)),
+        numbers_of_model_(model_numbers(decoder_of(problem_.model))),
         capacity_(problem_.cluster.device.memory) {
     if (options.only_strategy) space_.strategies = {*options.only_strategy};
   }
@@ -63,7 +64,7 @@ class Search {
     for (const Mesh& mesh : meshes) {
       if (mesh.seconds > slowest()) break;
       const double bytes = least_bytes(mesh.axes);
-      if (bytes <= capacity_ && !is_dominated(mesh.seconds, bytes)) visit(mesh);
+      if (bytes <= capacity_ && !is_dominated(mesh.seconds, bytes)) visit(mesh, bytes);
     }
     Searched searched{.candidates = candidates_, .fitting = fitting_};
     if (top_.empty()) {
@@ -107,13 +108,28 @@ class Search {
     return bytes;
   }
 
-  void visit(const Mesh& mesh) {
+  // `bytes`: at least, on this mesh.
+  void visit(const Mesh& mesh, double bytes) {
     std::int64_t at = 0;
     // The length of a pipeline, at least, by schedule, checkpointing and micro-batch: the same for all
     // strategies.
     constexpr std::size_t kKinds = 12;
     const std::vector<std::int64_t> sizes = sizes_on(mesh.axes);
     std::vector<double> lengths(kKinds * sizes.size(), 0);
+    double shortest = kNone;
+    for (std::size_t size = 0; size < sizes.size(); ++size)
+      for (const Schedule schedule : mesh.axes.pp > 1 ? space_.schedules : std::vector{Schedule::kNone}) {
+        Candidate plain = mesh.axes;
+        plain.schedule = schedule, plain.micro_batch = sizes[size];
+        const LayoutNumbers numbers = numbers_of(plain, problem_.work);
+        if (broken_rule(numbers, numbers_of_model_, LayoutRule::kStagesOfRank, LayoutRule::kStagesOfRank))
+          continue;
+        plain.micro_batches = numbers.micro_batches();
+        const double length = models_.step.least_length(plain);
+        lengths[kKinds * size + 2 * static_cast<std::size_t>(schedule)] = length;
+        shortest = std::min(shortest, length);
+      }
+    if (shortest > slowest() || is_dominated(shortest, bytes)) return;
     Candidate last;  // kind: candidates that differ in their micro-batches alone
     double kept = 0;
     for_each_candidate(problem_, space_, mesh.axes, [&](const Candidate& candidate) {
@@ -127,11 +143,11 @@ class Search {
       Candidate kind = candidate;
       kind.micro_batch = kind.micro_batches = 0;
       if (kind != last) last = kind, kept = models_.memory.kept(candidate);
-      const double bytes = kept + models_.memory.least_beyond_kept(candidate);
-      if (bytes > capacity_) return false;
-      if (is_dominated(length, bytes)) return true;
+      const double least = kept + models_.memory.least_beyond_kept(candidate);
+      if (least > capacity_) return false;
+      if (is_dominated(length, least)) return true;
       const double seconds = models_.step.least(candidate);
-      if (seconds > slowest() || is_dominated(seconds, bytes)) return true;
+      if (seconds > slowest() || is_dominated(seconds, least)) return true;
       Found found{.candidate = candidate, .order = {mesh.order, at}};
       if (!fit(found)) return true;
       ++fitting_;
@@ -211,6 +227,7 @@ class Search {
   const std::size_t wanted_;
   const bool with_front_;
   Space space_;
+  ModelNumbers numbers_of_model_;
   double capacity_;
   std::vector<Found> top_{}, front_{};
   std::int64_t candidates_ = 0, fitting_ = 0;
