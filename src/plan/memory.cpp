@@ -38,12 +38,16 @@ struct MemoryModel::Impl {
   Pipelines& pipelines;
   const DecoderConfig config;
   std::map<std::tuple<int, int, int>, std::vector<StageShape>> shapes{};
+  std::tuple<int, int, int> last_key{};
+  const std::vector<StageShape>* last_shapes = nullptr;
   std::map<std::array<std::int64_t, 7>, MicroBatchBytes> of_micro_batch{};
 
   const std::vector<StageShape>& stages(const Candidate& candidate) {
-    const int count = candidate.pp * candidate.stages_per_rank;
-    auto& found = shapes[{candidate.tp, candidate.ep, count}];
-    if (found.empty()) found = stage_shapes(problem, candidate.tp, candidate.ep, count);
+    const std::tuple key{candidate.tp, candidate.ep, candidate.pp * candidate.stages_per_rank};
+    if (last_shapes && last_key == key) return *last_shapes;  // candidates of a mesh come together
+    auto& found = shapes[key];
+    if (found.empty()) found = stage_shapes(problem, candidate.tp, candidate.ep, std::get<2>(key));
+    last_key = key, last_shapes = &found;
     return found;
   }
 
@@ -127,13 +131,18 @@ struct MemoryModel::Impl {
   // The same stages as the rank before, which has as many micro-batches in flight, or more.
   bool is_like_before(const Candidate& candidate, int rank) {
     const std::vector<StageShape>& all = stages(candidate);
-    const std::vector<int> own = stages_of_rank(candidate, rank),
-                           before = stages_of_rank(candidate, rank - 1);
-    for (std::size_t i = 0; i < own.size(); ++i) {
-      StageShape other = all[static_cast<std::size_t>(before[i])];
-      other.first_layer = all[static_cast<std::size_t>(own[i])].first_layer;
-      if (other != all[static_cast<std::size_t>(own[i])]) return false;
-    }
+    const auto alike = [&](int one, int other) {
+      const StageShape &a = all[static_cast<std::size_t>(one)], &b = all[static_cast<std::size_t>(other)];
+      return a.layers == b.layers && a.elements == b.elements && a.expert_elements == b.expert_elements &&
+             a.mixtures == b.mixtures && a.largest_block == b.largest_block && a.root == b.root &&
+             a.embeds == b.embeds && a.outputs == b.outputs;
+    };
+    if (candidate.schedule == Schedule::kZeroBubbleV &&
+        !alike(2 * candidate.pp - 1 - rank, 2 * candidate.pp - rank))
+      return false;
+    const int parts = candidate.schedule == Schedule::kZeroBubbleV ? 1 : candidate.stages_per_rank;
+    for (int part = 0; part < parts; ++part)
+      if (!alike(rank + part * candidate.pp, rank - 1 + part * candidate.pp)) return false;
     return true;
   }
 
