@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <random>
 
+#include "full_tests.hpp"
 #include "plan/inputs.hpp"
 #include "train/config.hpp"
 
@@ -482,8 +483,8 @@ void expect_within(const char* name, const Job& one, double seconds) {
               made.front.size(),
               made.top.empty() ? made.missing.c_str() : to_text(made.top[0].candidate).c_str());
   EXPECT_FALSE(made.top.empty());
-  EXPECT_LT(took, seconds);
   EXPECT_LT(grown, 200);
+  if (full_tests()) EXPECT_LT(took, seconds);  // a busy machine takes longer: `./dev full` has it for itself
 }
 
 TEST(PlanSearch, IsFast) {
@@ -492,6 +493,7 @@ TEST(PlanSearch, IsFast) {
           .cluster = read_cluster("h100", 16384),
           .work = {.tokens = 2048.0 * 8192, .sequence = 8192}};
   expect_within("405B on 16,384 devices", one, 1);
+  if (!full_tests()) return;
   one.cluster = on_devices(one.cluster, 131072), one.work.tokens *= 8;
   expect_within("405B on 131,072 devices", one, 5);
   one.cluster = on_devices(one.cluster, 16384), one.work = {.tokens = 4096.0 * 4096, .sequence = 4096};
