@@ -124,10 +124,10 @@ def test_where_nothing_fits_the_nearest_is_named():
 
 
 def test_a_large_plan_has_finite_numbers():
-    arguments = ["layers=1000,hidden=262144,heads=2048", "--cluster", "gb300", "--gpus", 1_000_000, "--tokens", "1T"]
-    done = isograd("plan", *arguments, "--json", limit=120)
+    arguments = ["layers=126,hidden=262144,heads=64", "--cluster", "gb300", "--gpus", 1 << 20, "--tokens", "8G", "--strategy", "zero3"]
+    done = isograd("plan", *arguments, "--json")
     assert done.returncode in (0, 1) and "null" not in done.stdout.replace('"nearest": null', "").replace('"seconds": null', ""), done.stderr
-    assert json.loads(done.stdout)["model"]["parameters"] > 1e14
+    assert json.loads(done.stdout)["model"]["parameters"] > 1e13
 
 
 # What it writes
@@ -141,8 +141,10 @@ def test_a_written_plan_has_the_bytes_that_layout_and_train_say(config, cluster,
         views = [json.loads(ran("layout", best, "--ranks", ranks, "--rank", rank, "--json").stdout) for rank in range(ranks)]
         assert all(view["strategy"] == strategy for view in views)
         kept = [view["totals"]["bytes"]["total"] for view in views]
-        assert found["memory"]["kept"] == max(kept), (strategy, kept, found["memory"])
-        said = ran("train", best, "--ranks", ranks, "--memory", "verify.at_end=false", f"run.directory={tmp_path}/{strategy}").stdout
+        assert found["memory"]["kept"] == views[0]["totals"]["formula"]["total"], (strategy, views[0]["totals"], found["memory"])
+        assert found["memory"]["kept"] <= max(kept) <= 1.02 * found["memory"]["kept"]  # padding of buckets
+        said = ran("train", best, "--ranks", ranks, "--memory", "verify.at_end=false", f"run.directory={tmp_path}/{strategy}")
+        said = said.stdout + said.stderr
         assert f"{max(kept) / 1e6:.2f}" in said, said
 
 
@@ -189,14 +191,16 @@ def test_validate_prints_errors_by_source(tmp_path):
     rows.write_text(names + "\n")
     assert "none of which can be foretold" in refused("plan", "--validate", rows)
     rows.write_text("\n".join([names, lines[0].replace(",4096,", ",many,")]) + "\n")
-    assert "rows.csv:2" in refused("plan", "--validate", rows)
+    assert "rows.csv, line 2" in refused("plan", "--validate", rows)
 
 
 # On this machine
 
 
-def test_tries_are_printed_with_what_was_foretold(config, tmp_path):
-    cluster = write_cluster(tmp_path, memory="40 MB")
+def test_tries_are_printed_with_what_was_foretold(tmp_path):
+    write_documents(tmp_path, 20, lambda i: "abc " * 800)
+    config = write_run(tmp_path / "run.toml", text_tables(8, 2, 32, (16, 2, 2, 2, 8, 24)))
+    cluster = write_cluster(tmp_path, memory="20 MB")
     found = planned(config, "--cluster", cluster, "--try", 1, "--strategy", "zero2")
     (tried,) = found["tried"]
     assert tried["measured_seconds"] > 0 and tried["measured_bytes"] > 0 and tried["why_not"] == "", tried
@@ -231,7 +235,7 @@ REFUSED = [
     (f"layers=0,hidden=64,heads=4 {H100}", "layers"),
     (f"layers=2,hidden=-64,heads=4 {H100}", "hidden"),
     (f"layers=2,hidden=nan,heads=4 {H100}", "hidden"),
-    (f"layers=99999,hidden=16777216,heads=4 {H100}", "parameters"),
+    (f"layers=99999,hidden=16777216,heads=4,feed_forward=16777216 {H100}", "parameters"),
     (f"nowhere.toml {H100}", "nowhere.toml"),
     (f"{SIZES} --cluster h100 --tokens 0", "tokens", "above 0"),
     (f"{SIZES} --cluster h100 --tokens -5", "tokens"),
@@ -255,7 +259,7 @@ REFUSED = [
     (f"{SIZES} {H100} --dtype float8 --write {{folder}}/best.toml", "train.dtype"),
     (f"{SIZES} {H100} --write {{folder}}/none/best.toml", "none"),
     (f"{SIZES} {H100} --write /proc/best.toml", "/proc"),
-    (f"{SIZES} {H100} --html {{folder}}/none/page.html", "none"),
+    (f"{SIZES} {H100} --html {{folder}}/run.toml/page.html", "run.toml"),
     (f"{SIZES} {H100} --svg {{folder}}/run.toml", "run.toml"),
     ("{folder}/run.toml --cluster {folder}/cluster.toml --write {folder}/run.toml", "run.toml"),
     (f"{SIZES} --cluster {{folder}}/cluster.toml --tokens 1M --write {{folder}}/cluster.toml", "cluster.toml"),
@@ -330,7 +334,7 @@ def test_an_adapter_is_not_planned(config, cluster, tmp_path):
 
 
 def test_a_reader_that_leaves_is_no_defect(tmp_path):
-    command = f"{BINARY} plan {SIZES} {H100} --json | head -c 10; echo ${{PIPESTATUS[0]}}"
+    command = f"{BINARY} plan {SIZES} {H100} --json | head -c 10 > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout.split()[-1] in ("0", "2", "141") and "defect" not in done.stderr and "did not foresee" not in done.stderr, done
     done = subprocess.run(["bash", "-c", f"{BINARY} plan {SIZES} {H100} > /dev/full"], capture_output=True, text=True, timeout=60)

@@ -25,6 +25,8 @@ constexpr const char* kSizes[] = {
     "layers",       "hidden",     "heads",   "key_heads",         "head_dim",
     "feed_forward", "vocabulary", "experts", "experts_per_token", "expert_feed_forward"};
 
+constexpr std::int64_t kMostScaling = 131072;
+
 struct PlanFlags {
   std::string model, cluster, tokens, dtype, strategy, svg, html, write, rows;
   std::vector<std::string> sizes = std::vector<std::string>(std::size(kSizes));
@@ -112,16 +114,20 @@ int show_plan(const PlanFlags& flags) {
   for (const auto& [option, output] : {std::pair{"--write", flags.write}, {"--html", flags.html}})
     check_no_input(option, output, {model.file, flags.cluster});
   const Work work = asked_work(flags, model);
-  const Cluster cluster = read_cluster(flags.cluster, flags.gpus);
+  Cluster cluster = read_cluster(flags.cluster, flags.gpus);
   const Calibration calibration = read_calibration(flags.cluster);
   Options options{.top = std::max(flags.top, flags.tries)};
   if (!flags.strategy.empty()) {
     constexpr const char* kNames[] = {"bucketed", "zero1", "zero2", "zero3"};
     options.only_strategy = static_cast<Strategy>(index_in(kNames, flags.strategy));
   }
-  if (flags.scaling)
-    for (std::int64_t devices = cluster.per_host; devices <= 131072; devices *= 4)
+  if (flags.scaling && cluster.per_host <= kMostScaling) {
+    for (std::int64_t devices = cluster.per_host; devices <= kMostScaling; devices *= 4)
       options.scaling.push_back(devices);
+    const std::int64_t planned = cluster.devices, most = std::max(planned, options.scaling.back());
+    cluster = read_cluster(flags.cluster, most);  // with the links of all sizes
+    cluster.devices = planned;
+  }
   const Plan plan = planner::plan(model, cluster, calibration, work, options);
   std::vector<Span> timeline;
   if (!plan.top.empty() && !(flags.svg.empty() && flags.html.empty()))

@@ -100,17 +100,23 @@ class Turns {
       arguments.insert(arguments.end(), {"--set", set});
     ProgramRun done = run_(arguments, kMostSecondsOfTurn, plan.cluster.device.memory + kProgramBytes);
     if (done.status == 0) {
-      for (const MetricRow& row : read_metrics(results / "metrics.jsonl"))
+      for (const MetricRow& row : read_metrics(results / "metrics.jsonl")) {
         if (row.seconds && row.step > 1) seconds.push_back(*row.seconds);
+        if (row.tokens) tokens_ = static_cast<double>(*row.tokens);
+      }
       done.peak_bytes = std::max(done.peak_bytes, peak_of(done.output));
     }
     fs::remove_all(results);
     return done;
   }
 
+  // Of the last step, which the memory is of: where an epoch ends, it has the packs that are left.
+  double tokens() const { return tokens_; }
+
  private:
   const RunProgram& run_;
   fs::path folder_;
+  double tokens_ = 0;
 };
 
 std::string why_failed(const ProgramRun& run) {
@@ -241,6 +247,13 @@ LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run, c
     const ProgramRun done = turn(with, candidate, /*steps=*/2, seconds);
     if (done.status != 0 && !done.out_of_memory) {
       found.ended_early = fmt::format("micro-batch {}: {}", size, why_failed(done));
+      return false;
+    }
+    constexpr double kFull = 0.95;  // packs may end in pads
+    if (done.status == 0 && turn.tokens() > 0 && turn.tokens() < kFull * with.work.tokens) {
+      found.ended_early =
+          fmt::format("micro-batch {}: the corpus has {:.0f} of the {:.0f} tokens of such a step", size,
+                      turn.tokens(), with.work.tokens);
       return false;
     }
     const bool fits = done.status == 0 && done.peak_bytes + plan.cluster.reserve <= memory;

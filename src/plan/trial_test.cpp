@@ -130,6 +130,21 @@ TEST_F(PlanTrials, FindTheLargestMicroBatch) {
   const LargestMicroBatch found = largest_micro_batch(plan, slow, folder_);
   EXPECT_EQ(found.measured, 8);
   EXPECT_THAT(found.ended_early, HasSubstr("micro-batch 16: no answer"));
+  const auto of_short_corpus = [&](const std::vector<std::string>& arguments, double, double) {
+    const ProgramRun run = told(arguments, {1, 1}, 20);
+    const std::string folder =
+        arguments[std::ranges::find_if(
+                      arguments, [](const std::string& one) { return one.starts_with("run.directory="); }) -
+                  arguments.begin()]
+            .substr(14);
+    write_file(
+        fs::path(folder) / "metrics.jsonl",
+        to_json_line({.step = 1, .tokens = 64 * std::min<std::int64_t>(micro_batch_of(arguments), 11)}));
+    return run;
+  };
+  const LargestMicroBatch short_of = largest_micro_batch(plan, of_short_corpus, folder_);
+  EXPECT_EQ(short_of.measured, 8);
+  EXPECT_THAT(short_of.ended_early, HasSubstr("the corpus has 704 of the 1024 tokens"));
   // The foretold one is the largest that fits: the next one does not.
   const auto total = [&](std::int64_t size) {
     Work work = plan.work;
