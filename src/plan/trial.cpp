@@ -249,14 +249,14 @@ LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run, c
       found.ended_early = fmt::format("micro-batch {}: {}", size, why_failed(done));
       return false;
     }
+    const bool fits = done.status == 0 && done.peak_bytes + plan.cluster.reserve <= memory;
     constexpr double kFull = 0.95;  // packs may end in pads
-    if (done.status == 0 && turn.tokens() > 0 && turn.tokens() < kFull * with.work.tokens) {
+    if (fits && turn.tokens() > 0 && turn.tokens() < kFull * with.work.tokens) {
       found.ended_early =
           fmt::format("micro-batch {}: the corpus has {:.0f} of the {:.0f} tokens of such a step", size,
                       turn.tokens(), with.work.tokens);
       return false;
     }
-    const bool fits = done.status == 0 && done.peak_bytes + plan.cluster.reserve <= memory;
     found.tried.emplace_back(size, fits);
     return fits;
   });
