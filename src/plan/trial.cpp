@@ -110,7 +110,7 @@ class Turns {
     return done;
   }
 
-  // Of the last step, which the memory is of: where an epoch ends, it has the packs that are left.
+  // The last step has them, as it has the memory: where an epoch ends, the packs that are left.
   double tokens() const { return tokens_; }
 
  private:
