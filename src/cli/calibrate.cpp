@@ -62,8 +62,11 @@ Verb calibrate_verb(CLI::App& program, const Invocation& invocation) {
             const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
             const int ranks = flags->ranks.value_or(cores);
             if (!launched) {
-              check_replaceable(file);
+              // A minute of measuring is not lost to a file that cannot be written.
+              if (std::filesystem::is_directory(file))
+                refuse("isograd calibrate -o " + file.string(), "a folder", "a file", "Name a file in it");
               std::filesystem::create_directories(std::filesystem::absolute(file).parent_path());
+              const AtomicFile writable(file);
             }
             RunConfig config;
             config.batch.packs_per_step = std::max<std::int64_t>(config.batch.packs_per_step, ranks);
