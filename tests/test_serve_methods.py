@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tinker
 from conftest import BUILD, ROOT
-from serve_client import ADAM, KEY, LIMIT, model, prompt, session, settled, uneven, within
+from serve_client import ADAM, KEY, LIMIT, model, prompt, rest, session, settled, uneven, within
 from serve_files import NAME, environment, server, write_model
 from tinker.lib.api_future_impl import QueueState
 from tinker.lib.public_interfaces.rest_client import RestClient
@@ -64,7 +64,7 @@ TABLE = {
         "copy_weights": (lambda call, c: call(c.state), NOT_OFFERED),
         "create_custom_loss": lambda call, c: call(thrice_negative, {"logprobs": 1}),
         "create_lora_training_client": lambda call, c: call(NAME, rank=4),
-        "create_rest_client": lambda call, c: call().get_server_capabilities(),
+        "create_rest_client": lambda call, c: call().get_training_run(c.training.model_id),
         "create_sampling_client": lambda call, c: call(base_model=NAME),
         "create_training_client_from_state": lambda call, c: call(c.state),
         "create_training_client_from_state_with_optimizer": lambda call, c: call(c.state),
@@ -107,6 +107,8 @@ TABLE = {
         "delete_checkpoint_from_tinker_path": lambda call, c: call(c.training.save_state(next(names)).result().path),
         "export_session_trace": (lambda call, c: call(c.session), NOT_OFFERED),
         "get_audit_log": (lambda call, c: call(), NOT_OFFERED),
+        # 0.25.0 asks no server: it refuses the loop that it is called from.
+        "get_audit_log_async": (lambda call, c: call(), re.compile(f"{NOT_OFFERED.pattern}|incorrect event loop")),
         "get_billing_usage": (lambda call, c: call("2026-11-01", "2026-11-02"), NOT_OFFERED),
         "get_checkpoint_archive_url": (lambda call, c: call(c.training.model_id, "weights/state"), NOT_OFFERED),
         "get_checkpoint_archive_url_from_tinker_path": (lambda call, c: call(c.state), NOT_OFFERED),
@@ -156,7 +158,7 @@ def c(request, tmp_path_factory):
         training.forward_backward(data, "cross_entropy")
         training.optim_step(ADAM)
         sampling = settled(training.save_weights_and_get_sampling_client())
-        client = service.create_rest_client()
+        client = service.create_rest_client() if tinker.__version__ == OLDER else rest(running.url)
         training_session = training.model_id.partition(":")[0]
         made = types.SimpleNamespace(
             url=running.url, service=service, training=training, sampling=sampling, rest=client, data=data,
@@ -172,7 +174,7 @@ def c(request, tmp_path_factory):
 @pytest.mark.parametrize("kind, name", [pytest.param(kind, name, id=f"{kind.__name__}.{name}")
                                         for kind in TABLE for name in methods(kind)])
 def test_each_method_works_or_says_why_not(c, kind, name):
-    row = TABLE[kind][base_of(kind, name)]
+    row = TABLE[kind].get(name) or TABLE[kind][base_of(kind, name)]
     call, refusal = row if isinstance(row, tuple) else (row, None)
     client = {tinker.ServiceClient: c.service, tinker.TrainingClient: c.training, tinker.SamplingClient: c.sampling,
               RestClient: c.rest}[kind]
@@ -181,7 +183,7 @@ def test_each_method_works_or_says_why_not(c, kind, name):
         if refusal is None:
             settled(call(getattr(client, name), c))
         else:
-            with pytest.raises((tinker.APIStatusError, RuntimeError), match=refusal):
+            with pytest.raises((tinker.APIStatusError, RuntimeError, AssertionError), match=refusal):
                 settled(call(getattr(client, name), c))
 
 

@@ -268,7 +268,7 @@ TEST_F(ModelEngineTest, DenominatorsDivideOnce) {
   EXPECT_GT(summed.at("grad_norm"), 2 * kClip);
   EXPECT_NEAR(by_tokens.at("grad_norm"), summed.at("grad_norm"), 1e-13);
   EXPECT_LT(apart(of_tokens, of_summed), 1e-12);
-  EXPECT_GT(apart(of_tokens, run("none", 1.0 / 15).second), 1e-6);
+  EXPECT_GT(std::abs(run("none", 1.0 / 15).first.at("grad_norm") - by_tokens.at("grad_norm")), 1e-3);
 }
 
 TEST_F(ModelEngineTest, TenantsDoNotSeeOneAnother) {

@@ -561,7 +561,7 @@ TEST_F(ServiceTest, BytesOfDumpsAreLimited) {
 }
 
 TEST_F(ServiceTest, TenantsTakeTurnsByTime) {
-  engine.datum_time = std::chrono::microseconds(200);
+  engine.datum_time = std::chrono::milliseconds(1);
   options.piece_tokens = 8;  // four datums
   running.emplace(options, engine);
   Client many(running->transport(), "a"), few(running->transport(), "b");
