@@ -35,11 +35,14 @@ class Laws {
         capacity_(problem_.cluster.device.memory),
         width_(widths_of(problem_.program, models.step.rates().origin(), problem_.model.experts.count > 0)),
         behind_(models.step.behind(c_)) {
-    batch(), tokens(), gathers(), reduction(), overlap(), ceiling();
+    // A device that no link joins to others has no laws of exchanges.
+    const bool joined = !problem_.cluster.links.empty();
+    batch();
+    if (joined) tokens(), gathers(), reduction(), overlap(), ceiling();
     micro_batch(), layer();
     if (c_.pp > 1) bubble();
-    tensor();
-    if (problem_.model.experts.count > 0) experts();
+    if (joined) tensor();
+    if (joined && problem_.model.experts.count > 0) experts();
     // The one that bites first comes first.
     std::ranges::stable_sort(laws_, {}, &Room::room);
   }

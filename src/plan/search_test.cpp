@@ -361,6 +361,16 @@ TEST(PlanLaws, RingsOfZeroThreeEndWhereTheTableSays) {
   }
 }
 
+TEST(PlanLaws, OneDeviceWithoutALinkHasNoneOfExchanges) {
+  Job one = small(1, 4, 4e9);
+  one.cluster.links.clear();
+  const Plan made = one.planned();
+  ASSERT_FALSE(made.top.empty());
+  std::vector<std::string> names;
+  for (const Law& law : made.laws) names.push_back(law.name);
+  EXPECT_THAT(names, testing::UnorderedElementsAre("batch", "memory of activations", "a layer must fit"));
+}
+
 TEST(PlanLaws, AreRootsOfTheModels) {
   Job one{.model = dense(32, 4096, 32, 14336),
           .cluster = read_cluster("h100", 256),
