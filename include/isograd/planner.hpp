@@ -272,7 +272,6 @@ struct Options {
   std::size_t top = 5;
   std::optional<Strategy> only_strategy{};
   std::vector<std::int64_t> scaling{};  // numbers of devices; empty: none
-  bool limits = true, neighbours = true;
 };
 
 struct Plan {

@@ -16,7 +16,7 @@
 #include "comm/environment.hpp"
 #include "full_tests.hpp"
 #include "isograd/random.hpp"
-#include "plan/plan_testing.hpp"
+#include "plan/problem.hpp"
 #include "plan/time.hpp"
 #include "train/prepared_run.hpp"
 
@@ -178,7 +178,9 @@ void measure_held_out(World& world, const fs::path& folder) {
     const std::vector<HeldOutLayout> layouts = held_out_layouts(of);
     std::vector<RunConfig> configs;
     for (const auto& [name, candidate] : layouts) {
-      RunConfig& config = configs.emplace_back(config_of(decoder_of(of.shape), of.work, candidate));
+      RunConfig& config = configs.emplace_back();
+      config.model.shape = decoder_of(of.shape);
+      set_layout(config, here.cluster, of.work, candidate);
       config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
       config.data.validation_fraction = 0;
       config.run.peak_tflops = 1, config.schedule.peak = 1e-4;

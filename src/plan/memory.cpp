@@ -13,12 +13,10 @@
 
 #include "model/kept_tensors.hpp"
 #include "train/build.hpp"
-#include "train/rank_layout.hpp"
 
 namespace isograd::planner {
 namespace {
 
-constexpr std::int64_t kMostRanks = 4096;
 const std::int64_t kFirstBucket = RunConfig{}.parallel.first_bucket_bytes;
 
 // Bytes of a micro-batch: of a block without and with experts, of what a stage has once, of the output.
@@ -309,7 +307,7 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
   if (own) {
     const DataParallelPlan plan =
         data_parallel_plan(impl_->problem, candidate, impl_->stages(candidate), parts.rank_of_pipeline);
-    kept = fmt::format("{}, with Ψ = {:.4g}, N = {}", persistent_formula(plan),
+    kept = fmt::format("part of {}, with Ψ = {:.4g}, N = {}", persistent_formula(plan),
                        as_double(plan.elements[0].numel), plan.elements[0].shards);
   }
   add("parameters", kept, parts.parameters, counted);
@@ -326,20 +324,6 @@ std::vector<Planned::Part> MemoryModel::explain(const Candidate& candidate, cons
   add("in passing", "the largest backward's own tensors", parts.passing, own ? Origin::kAssumed : counted);
   add("reserve", "of the cluster", parts.reserve, Origin::kAssumed);
   return lines;
-}
-
-std::optional<PersistentBytes> MemoryModel::laid_out(const Candidate& candidate) {
-  if (candidate.ranks > kMostRanks) return std::nullopt;
-  RunConfig config;
-  config.model.shape = impl_->config;
-  set_layout(config, impl_->problem.cluster, impl_->problem.work, candidate);
-  PersistentBytes most;
-  for (int rank = 0; rank < candidate.pp; ++rank) {
-    const PersistentBytes kept =
-        lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank, 1).layout.total;
-    if (kept.total() > most.total()) most = kept;
-  }
-  return most;
 }
 
 }  // namespace isograd::planner

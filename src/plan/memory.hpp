@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "plan/schedule.hpp"
@@ -27,9 +26,6 @@ class MemoryModel {
   // The parts with formulas and origins.
   std::vector<Planned::Part> explain(const Candidate& candidate, const MemoryParts& parts);
   const std::vector<StageShape>& stages(const Candidate& candidate);
-  // Kept bytes with the padding of buckets, by lay_out() itself for a rank of each stage; nothing above 4,096
-  // ranks, where that would be slow. For layouts that are printed.
-  std::optional<PersistentBytes> laid_out(const Candidate& candidate);
 
  private:
   struct Impl;

@@ -268,8 +268,8 @@ Plan plan(const ModelShape& model, const Cluster& cluster, const Calibration& ca
   if (made.nearest) made.missing = missing_text(models, *made.nearest);
   if (!made.top.empty()) {
     const Planned& best = made.top.front();
-    if (options.neighbours) made.neighbours = neighbours_of(models, best);
-    if (options.limits) made.laws = laws_of(models, best);
+    made.neighbours = neighbours_of(models, best);
+    made.laws = laws_of(models, best);
     made.recipe = recipe_of(models, best);
   }
   made.ways_out = ways_out_of(models, options);

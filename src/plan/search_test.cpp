@@ -258,7 +258,7 @@ TEST(PlanSearch, ProposesNothingThatTrainRefuses) {
     one.work.sequence = one_of({128, 1000, 4096, 32768});
     one.work.tokens = static_cast<double>(one.work.sequence) * one_of({1, 3, 16, 60, 257});
     if (one.cluster.device.peak[2] == 0) one.work.precision = Precision::kFloat32;
-    const Plan made = one.planned({.neighbours = false});
+    const Plan made = one.planned();
     for (const auto* list : {&made.top, &made.front})
       for (const Planned& found : *list) {
         ++proposed;
@@ -426,10 +426,9 @@ TEST(PlanNeighbours, AreSlowerOrRefusedForAReason) {
   Job one{.model = dense(32, 4096, 32, 14336),
           .cluster = read_cluster("h100", 64),
           .work = {.tokens = 1024.0 * 4096, .sequence = 4096}};
-  const Plan made = one.planned({.limits = false});
+  const Plan made = one.planned();
   ASSERT_FALSE(made.top.empty());
   EXPECT_GT(made.neighbours.size(), 5U);
-  EXPECT_TRUE(made.laws.empty());
   for (const Neighbour& neighbour : made.neighbours) {
     EXPECT_FALSE(neighbour.reason.empty()) << neighbour.change;
     if (!neighbour.reason.starts_with("lacks") && neighbour.seconds) {

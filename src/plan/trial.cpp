@@ -158,10 +158,11 @@ ProgramRun run_program(const std::vector<std::string>& command, double most_seco
   const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   if (nothing < 0 || ::pipe2(ends, O_CLOEXEC) != 0) refuse_file("open", "/dev/null or a pipe", errno);
   const rlimit limit{static_cast<rlim_t>(most_bytes), static_cast<rlim_t>(most_bytes)};
-  const pid_t child = ::fork();
+  const pid_t planner = ::getpid(), child = ::fork();
   if (child < 0) refuse_file("start", command.at(0), errno);
   if (child == 0) {  // a copy without the other threads: calls that need none of them
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != planner) ::_exit(127);  // it ended before it could be waited for
     ::setrlimit(RLIMIT_DATA, &limit);
     if (::dup2(nothing, 0) < 0 || ::dup2(ends[1], 1) < 0 || ::dup2(ends[1], 2) < 0) ::_exit(127);
     ::execv(words[0], words.data());

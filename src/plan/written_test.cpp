@@ -75,7 +75,7 @@ TEST(PlanWritten, IsTheLayoutOfEveryCandidate) {
             most = std::max(
                 most,
                 lay_out(config, candidate.ranks, candidate.ranks / candidate.pp * rank).layout.total.total());
-          EXPECT_EQ(memory.laid_out(candidate)->total(), most) << to_text(candidate);
+          EXPECT_LE(memory.of(candidate).kept(), static_cast<double>(most)) << to_text(candidate);
         }
         return true;
       });
