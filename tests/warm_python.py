@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import pathlib
+import select
 import selectors
 import shutil
 import signal
@@ -38,7 +39,6 @@ def read_at_load(environment):
 @functools.cache
 def python(interpreter=sys.executable):
     """The file that stands for that Python. Its server starts with the first call and ends with this process."""
-    import select
     import subprocess
     import tempfile
     folder = pathlib.Path(tempfile.mkdtemp(prefix="isograd-warm-"))
@@ -82,15 +82,21 @@ def ask(folder, cold, loaded_with):
         os.execv(cold, [cold, *sys.argv[1:]])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.connect(f"{folder}/socket")
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
         request = json.dumps({"options": options, "arguments": arguments, "environment": dict(os.environ),
                               "folder": os.getcwd(), "executable": f"{folder}/python"}).encode()
         socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
         server.sendall(request)
         for stream in (0, 1):  # their other ends may wait for the copy to close them
             os.close(stream)
-        status = int(server.makefile().readline() or -signal.SIGKILL)
+        server.setblocking(False)
+        signal.set_wakeup_fd(server.fileno())  # a handler in Python would run only after a call that waits
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)
+        reply, part = b"", None
+        while part != b"" and not reply.endswith(b"\n"):
+            select.select([server], [], [])
+            reply += (part := server.recv(64))
+        status = int(reply or -signal.SIGKILL)
     if status < 0:
         with contextlib.suppress(OSError):
             signal.signal(-status, signal.SIG_DFL)
