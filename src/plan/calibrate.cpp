@@ -1,5 +1,6 @@
-// Parts that are measured in three rounds, each round through all parts: a machine that is busy for some
-// seconds then disturbs a round and not a part, and the rounds differ.
+// Parts are measured in rounds, each round through all parts: a machine that is busy for some seconds then
+// disturbs a round and not a part. A part is measured until its three fastest rounds agree, as other work
+// only ever slows it.
 #include "plan/calibrate.hpp"
 
 #include <ATen/ATen.h>
@@ -35,7 +36,7 @@
 namespace isograd::planner {
 namespace {
 
-constexpr int kRounds = 3;
+constexpr int kRounds = 3, kMostRounds = 9;
 
 double seconds_of(const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -51,7 +52,8 @@ struct Part {
   std::function<double()> once{};  // seconds of one, on this rank
   std::function<void(double rate, double spread)> found{};
   std::size_t times = 0;                      // in a round; 0: there was no time
-  std::vector<std::vector<double>> rounds{};  // seconds of each
+  std::vector<std::vector<double>> rounds{};  // seconds of each, the fastest first
+  double seconds = 0, spread = 0;             // of its fastest rounds; no seconds: they do not agree
 };
 
 class Measurement {
@@ -62,12 +64,19 @@ class Measurement {
 
   // Collective. Returns sentences about what was not measured.
   std::vector<std::string> run() {
-    for (int round = 0; round < kRounds; ++round)
+    for (int round = 0; round < kMostRounds; ++round)
       for (Part& part : parts_) {
         if (round == 0) part.times = times_of(part);
-        if (part.times == 0) continue;
-        std::vector<double>& times = part.rounds.emplace_back();
+        if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 2))
+          continue;
+        const auto begin = std::chrono::steady_clock::now();
+        std::vector<double> times;
         for (std::size_t i = 0; i < part.times; ++i) times.push_back(seconds_of(part, round));
+        std::ranges::sort(times);
+        part.rounds.push_back(std::move(times));
+        if (round + 1 >= kRounds) compare_rounds(part);
+        const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        if (round >= kRounds) again_ += agreed({took})[0];
       }
     struct Missing {
       int all = 0, unsteady = 0, late = 0;
@@ -80,10 +89,7 @@ class Measurement {
         ++missing.late;
         continue;
       }
-      const auto median = steady_time(part.rounds);
-      const auto [seconds, spread, unsteady] =
-          agreed({median.value_or(0), spread_of(part.rounds), median ? 0.0 : 1.0});
-      unsteady > 0 ? void(++missing.unsteady) : part.found(part.size / seconds, spread);
+      part.seconds > 0 ? part.found(part.size / part.seconds, part.spread) : void(++missing.unsteady);
     }
     std::vector<std::string> sentences;
     for (const auto& [kind, missing] : kinds) {
@@ -92,9 +98,9 @@ class Measurement {
       };
       if (missing.unsteady > 0)
         sentences.push_back(
-            fmt::format("{}: three rounds differ by more than a factor of {}, as on a machine that is busy "
-                        "with something else",
-                        of(missing.unsteady), kSteadyPeak));
+            fmt::format("{}: the fastest three of {} rounds differ by more than a factor of {}, as on a "
+                        "machine that is busy with something else",
+                        of(missing.unsteady), kMostRounds, kSteadyPeak));
       if (missing.late > 0)
         sentences.push_back(fmt::format("{}: {:g} s were over before", of(missing.late), options_.seconds));
     }
@@ -112,6 +118,16 @@ class Measurement {
   double seconds_of(const Part& part, int round) const {
     const double seconds = part.once();
     return options_.told ? options_.told(part.kind, round, part.size) : seconds;
+  }
+  // On all ranks alike: a part is steady if it is on each of them.
+  void compare_rounds(Part& part) {
+    std::ranges::sort(part.rounds, {},
+                      [](const std::vector<double>& round) { return round[round.size() / 2]; });
+    const std::vector<std::vector<double>> fastest(part.rounds.begin(), part.rounds.begin() + kRounds);
+    const std::optional<double> median = steady_time(fastest);
+    const auto [seconds, spread, unsteady] =
+        agreed({median.value_or(0), spread_of(fastest), median ? 0.0 : 1.0});
+    if (unsteady == 0) part.seconds = seconds, part.spread = spread;
   }
   // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
   std::size_t times_of(const Part& part) {
@@ -133,7 +149,7 @@ class Measurement {
 
   World& world_;
   const CalibrateOptions& options_;
-  double spent_ = 0;  // seconds, in all rounds
+  double spent_ = 0, again_ = 0;  // seconds, in the rounds of all parts and in the further ones
   std::vector<Part> parts_{};
 };
 

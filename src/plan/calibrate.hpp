@@ -11,15 +11,17 @@
 namespace isograd::planner {
 
 struct CalibrateOptions {
-  double seconds = 40;         // of the whole: parts for which none is left are not measured
+  double seconds =
+      40;  // parts for which none is left are not measured; rounds made again may take half as many
   std::optional<Group> mpi{};  // the same ranks over MPI, where that is there
   // For tests: the seconds that a part of this size (FLOPs, bytes) is said to have taken in a round.
   std::function<double(const std::string& kind, int round, double size)> told{};
 };
 
 // Collective: every rank measures with the others running, as they do in a step. Rank 0 has the result. A
-// part whose three rounds differ by more than kSteadyPeak (train/memory.hpp) is not written, and
-// `not_measured` says so: the machine was busy. ConfigError on all ranks: too little was steady to plan from.
+// part is measured until its three fastest rounds agree within kSteadyPeak (train/memory.hpp); one whose
+// never do is not written, and `not_measured` says so: the machine was busy. ConfigError on all ranks: too
+// little was steady to plan from.
 ClusterFile calibrate(World& world, const CalibrateOptions& options);
 
 }  // namespace isograd::planner
