@@ -172,16 +172,19 @@ def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
         done, _, _ = train(path, "memory", "--device", "cuda", "--backend", "shm", "--memory", "--ranks", ranks,
                            f"parallel.strategy={strategy}", "model.hidden=128", "model.feed_forward=512", *arguments)
         text = done.stdout + done.stderr
-        row = re.search(r"^rank 0 +(.*)$", text, re.MULTILINE).group(1).split()
+        row, formula = (list(map(float, re.search(rf"^{head} +(.*)$", text, re.MULTILINE).group(1).split()))
+                        for head in ("rank 0", "formula"))
+        assert row[:5] == pytest.approx(formula[:5], abs=0.01)
         names = ["parameters", "gradients", "masters", "state", "total", "other"]
-        host = re.search(r"offload: ([\d.]+) MB of rank 0", text)
-        return dict(zip(names, map(float, row)), host=float(host.group(1)) if host else 0)
+        host = re.search(r"offload: ([\d.]+) MB of rank 0.* its GPU keeps ([\d.]+) MB", text)
+        return dict(zip(names, row), host=float(host.group(1)) if host else 0, stays=float(host.group(2)) if host else None)
 
     here, away = memory(), memory("parallel.offload=true")
     assert here["host"] == 0 and away["host"] == pytest.approx(away["total"], abs=0.01)
     moved = sum(here[name] for name in leaves)
     assert moved > 1
     assert here["total"] + here["other"] - away["other"] == pytest.approx(moved, abs=0.05)
+    assert away["stays"] == pytest.approx(here["total"] - moved, abs=0.01)
     assert [away[name] for name in ("masters", "state")] == [here[name] for name in ("masters", "state")]
 
 

@@ -120,11 +120,12 @@ void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool sh
   }
 }
 
-std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more) {
+std::string kept_by_formula(const DataParallelPlan& plan, const DataParallelPlan& kept,
+                            const std::string& more) {
   const std::string strategy = plan.share_parameters ? std::string("one copy of the parameters")
                                                      : fmt::format("ZeRO stage {}", plan.stage);
   const SharedElements& all = plan.elements.at(0);
-  std::string text = fmt::format("{}: keeps {}{}, with Ψ = {} parameters", strategy, persistent_formula(plan),
+  std::string text = fmt::format("{}: keeps {}{}, with Ψ = {} parameters", strategy, persistent_formula(kept),
                                  more, all.numel);
   if (all.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", all.whole);
   if (all.shards > 1) text += fmt::format(", N = {}", all.shards);
@@ -164,11 +165,13 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   const TrafficBytes sent = traffic_bytes(by_bucket);
   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
-  add("formula", persistent_bytes(plan), "", "", by_schedule ? "" : megabytes(sent.total()));
+  DataParallelPlan kept = plan;
+  if (config.parallel.offload && plan.stage > 0) kept.stage = 3;  // all of it is of the rank's shard
+  add("formula", persistent_bytes(kept), "", "", by_schedule ? "" : megabytes(sent.total()));
   // Along tp, one rank's parameters are summed over different ranks.
-  text +=
-      kept_by_formula(plan, config.parallel.tp > 1 ? ", of rank 0's part"
-                                                   : fmt::format(", sends {} a step", traffic_formula(plan)));
+  text += kept_by_formula(plan, kept,
+                          config.parallel.tp > 1 ? ", of rank 0's part"
+                                                 : fmt::format(", sends {} a step", traffic_formula(plan)));
   if (use.to_experts) {
     text += "\nto other ranks' experts and back, with gradients, bytes sent (and by formula):";
     for (int rank = 0; rank < group.size(); ++rank) {
@@ -180,10 +183,15 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
     text += fmt::format("\ngathered: at most {} MB of parameters at a time, of {} that the units allow",
                         megabytes(static_cast<double>(use.gathered)),
                         megabytes(static_cast<double>(use.gather_bound)));
-  if (use.in_host_memory > 0)
-    text +=
-        fmt::format("\noffload: {} MB of rank 0's total are in host memory; memory of its GPU is under other",
-                    megabytes(static_cast<double>(use.in_host_memory)));
+  if (use.in_host_memory > 0) {
+    kept.stage = 1;  // gradients of a rank are whole
+    const std::int64_t on_gpu = persistent_bytes(plan).parameters +
+                                (plan.stage < 2 || plan.reduce_once ? persistent_bytes(kept).gradients : 0);
+    text += fmt::format(
+        "\noffload: {} MB of rank 0's total are in host memory; its GPU keeps {} MB by formula, "
+        "which are under other with the memory that it works in",
+        megabytes(static_cast<double>(use.in_host_memory)), megabytes(static_cast<double>(on_gpu)));
+  }
   return text + "\n";
 }
 
