@@ -120,13 +120,22 @@ void MemoryWatch::after_step(DataParallel& layout, Optimizer& optimizer, bool sh
   }
 }
 
-std::string kept_by_formula(const DataParallelPlan& plan, const DataParallelPlan& kept,
-                            const std::string& more) {
+namespace {
+
+// Whatever is offloaded is of the rank's shard.
+DataParallelPlan kept_plan(DataParallelPlan plan, bool offload) {
+  if (offload && plan.stage > 0) plan.stage = 3;
+  return plan;
+}
+
+}  // namespace
+
+std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more, bool offload) {
   const std::string strategy = plan.share_parameters ? std::string("one copy of the parameters")
                                                      : fmt::format("ZeRO stage {}", plan.stage);
   const SharedElements& all = plan.elements.at(0);
-  std::string text = fmt::format("{}: keeps {}{}, with Ψ = {} parameters", strategy, persistent_formula(kept),
-                                 more, all.numel);
+  std::string text = fmt::format("{}: keeps {}{}, with Ψ = {} parameters", strategy,
+                                 persistent_formula(kept_plan(plan, offload)), more, all.numel);
   if (all.whole > 0) text += fmt::format(", Ψw = {} whole through forward and backward", all.whole);
   if (all.shards > 1) text += fmt::format(", N = {}", all.shards);
   if (all.replicas > 1) text += fmt::format(", R = {}", all.replicas);
@@ -165,13 +174,13 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   const TrafficBytes sent = traffic_bytes(by_bucket);
   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
-  DataParallelPlan kept = plan;
-  if (config.parallel.offload && plan.stage > 0) kept.stage = 3;  // all of it is of the rank's shard
+  DataParallelPlan kept = kept_plan(plan, config.parallel.offload);
   add("formula", persistent_bytes(kept), "", "", by_schedule ? "" : megabytes(sent.total()));
   // Along tp, one rank's parameters are summed over different ranks.
-  text += kept_by_formula(plan, kept,
-                          config.parallel.tp > 1 ? ", of rank 0's part"
-                                                 : fmt::format(", sends {} a step", traffic_formula(plan)));
+  text += kept_by_formula(
+      plan,
+      config.parallel.tp > 1 ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan)),
+      config.parallel.offload);
   if (use.to_experts) {
     text += "\nto other ranks' experts and back, with gradients, bytes sent (and by formula):";
     for (int rank = 0; rank < group.size(); ++rank) {

@@ -74,7 +74,7 @@ class MemoryWatch {
 };
 
 // "ZeRO stage 2: keeps 4Ψ + 12Ψ/N" and its symbols, "with Ψ = 93 parameters, N = 4"; `more` goes between.
-std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "");
+std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "", bool offload = false);
 
 // The table of `isograd train --memory`: the ranks, then the formulas, under tp of rank 0's part. Collective;
 // only rank 0 gets it.
