@@ -67,7 +67,7 @@ class Measurement {
     for (int round = 0; round < kMostRounds; ++round)
       for (Part& part : parts_) {
         if (round == 0) part.times = times_of(part);
-        if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 2))
+        if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 4))
           continue;
         const auto begin = std::chrono::steady_clock::now();
         std::vector<double> times;
@@ -124,9 +124,12 @@ class Measurement {
     std::ranges::sort(part.rounds, {},
                       [](const std::vector<double>& round) { return round[round.size() / 2]; });
     const std::vector<std::vector<double>> fastest(part.rounds.begin(), part.rounds.begin() + kRounds);
-    const std::optional<double> median = steady_time(fastest);
+    std::vector<double> all;
+    for (const auto& round : fastest) all.insert(all.end(), round.begin(), round.end());
+    std::ranges::sort(all);
+    const auto quartile = [&](std::size_t which) { return all[(all.size() - 1) * which / 4]; };
     const auto [seconds, spread, unsteady] =
-        agreed({median.value_or(0), spread_of(fastest), median ? 0.0 : 1.0});
+        agreed({quartile(1), (quartile(3) - quartile(1)) / quartile(2), steady_time(fastest) ? 0.0 : 1.0});
     if (unsteady == 0) part.seconds = seconds, part.spread = spread;
   }
   // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
@@ -138,13 +141,6 @@ class Measurement {
                  times = std::floor(std::clamp(part.share / once, 1.0, kMost));
     spent_ += once * (2 + kRounds * times);
     return static_cast<std::size_t>(times);
-  }
-  static double spread_of(const std::vector<std::vector<double>>& rounds) {
-    std::vector<double> all;
-    for (const auto& round : rounds) all.insert(all.end(), round.begin(), round.end());
-    std::ranges::sort(all);
-    const auto at = [&](std::size_t quarter) { return all[(all.size() - 1) * quarter / 4]; };
-    return (at(3) - at(1)) / at(2);
   }
 
   World& world_;

@@ -89,8 +89,21 @@ TEST(PlanRates, GoByTheNearestCalibratedShapes) {
                                 {256, 256, 256, Precision::kBFloat16, 2e11, 0}};
   const Rates rates(asked.problem());
   EXPECT_NEAR(rates.seconds(product), 3 * 2 * std::pow(1024.0, 3) / 1e12, 1e-12);
-  // In the middle of both, in their logarithms: the geometric mean.
-  EXPECT_NEAR(rates.seconds({512, 512, 512}), 2 * std::pow(512.0, 3) / std::sqrt(1e12 * 2e11), 1e-12);
+  // In 1/size a third of the way from the larger one, in each of three directions.
+  EXPECT_NEAR(rates.seconds({512, 512, 512}), 2 * std::pow(512.0, 3) * (8 / 1e12 + 1 / 2e11) / 9, 1e-12);
+  // A cube of measured sizes, whose times have a part that does not depend on each of them: it is found
+  // exactly.
+  asked.calibration.products.clear();
+  const auto seconds = [](double m, double n, double k) {
+    return 2 * m * n * k * (1e-12 + 1e-10 / m + 2e-10 / n) * (1 + 8 / k);
+  };
+  for (const std::int64_t m : {256, 1024})
+    for (const std::int64_t n : {256, 1024})
+      for (const std::int64_t k : {256, 1024})
+        asked.calibration.products.push_back(
+            {m, n, k, Precision::kBFloat16,
+             2.0 * double(m * n * k) / seconds(double(m), double(n), double(k)), 0});
+  EXPECT_NEAR(Rates(asked.problem()).seconds({300, 704, 512}), seconds(300, 704, 512), 1e-12);
   EXPECT_EQ(rates.origin(), Origin::kCalibrated);
 }
 

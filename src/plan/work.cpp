@@ -93,33 +93,39 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate) {
 
 namespace {
 
-// A calibrated rate, and the octaves of the sizes that it is of.
+// A calibrated rate, and the sizes that it is of.
 struct Known {
-  std::array<double, 3> octaves{};
+  std::array<double, 3> sizes{1, 1, 1};
   double rate = 0;
 };
-double octave(std::int64_t size) { return std::log2(double(std::max<std::int64_t>(1, size))); }
+double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
-// Between the nearest sizes, linear in the logarithms of sizes and rate; those outside of all sizes take the
-// border's.
-double interpolated(const std::vector<Known>& known, std::array<double, 3> at) {
-  constexpr double kSpacing = 2;  // octaves between the sizes that `isograd calibrate` measures
+// Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
+// operation is linear in 1/size: it has a part of its own, which larger sizes share among more.
+double interpolated(const std::vector<Known>& known, const std::array<double, 3>& at) {
+  std::array<double, 3> below{}, above{}, part{};  // part: of `below`
   for (std::size_t i = 0; i < at.size(); ++i) {
-    const auto [least, most] =
-        std::ranges::minmax(known, {}, [&](const Known& one) { return one.octaves[i]; });
-    at[i] = std::clamp(at[i], least.octaves[i], most.octaves[i]);
+    const auto [least, most] = std::ranges::minmax(known, {}, [&](const Known& one) { return one.sizes[i]; });
+    const double here = std::clamp(at[i], least.sizes[i], most.sizes[i]);
+    below[i] = least.sizes[i], above[i] = most.sizes[i];
+    for (const Known& one : known) {
+      if (one.sizes[i] <= here) below[i] = std::max(below[i], one.sizes[i]);
+      if (one.sizes[i] >= here) above[i] = std::min(above[i], one.sizes[i]);
+    }
+    part[i] = below[i] == above[i] ? 1 : (1 / here - 1 / above[i]) / (1 / below[i] - 1 / above[i]);
   }
-  double rates = 0, weights = 0, near = 0, nearness = 0;
+  double time = 0, weights = 0, near = 0, nearness = 0;
   for (const Known& one : known) {
     double weight = 1, distance = 1e-9;
     for (std::size_t i = 0; i < at.size(); ++i) {
-      const double apart = std::abs(at[i] - one.octaves[i]);
-      weight *= std::max(0.0, 1 - apart / kSpacing), distance += apart * apart;
+      weight *= one.sizes[i] == below[i] ? part[i] : one.sizes[i] == above[i] ? 1 - part[i] : 0;
+      const double apart = std::log2(at[i] / one.sizes[i]);
+      distance += apart * apart;
     }
-    rates += weight * std::log(one.rate), weights += weight;
-    near += std::log(one.rate) / (distance * distance), nearness += 1 / (distance * distance);
+    time += weight / one.rate, weights += weight;
+    near += 1 / (one.rate * distance * distance), nearness += 1 / (distance * distance);
   }
-  return std::exp(weights > 1e-9 ? rates / weights : near / nearness);  // sizes of another spacing
+  return weights > 1e-9 ? weights / time : nearness / near;  // a corner that was not measured: the nearest
 }
 
 }  // namespace
@@ -138,17 +144,17 @@ Rates::Rates(const Problem& problem)
   RatesData& data = *data_;
   for (const auto& found : data.calibration.products)
     if (found.precision == data.precision && found.flops > 0)
-      data.products.push_back({{octave(found.m), octave(found.n), octave(found.k)}, found.flops});
+      data.products.push_back({{size(found.m), size(found.n), size(found.k)}, found.flops});
   for (const auto& found : data.calibration.attention)
     if (found.precision == data.precision && found.flops > 0)
-      data.attention.push_back({{octave(found.length), octave(found.head_dim), 0}, found.flops});
+      data.attention.push_back({{size(found.length), size(found.head_dim), 1}, found.flops});
 }
 
 double Rates::seconds(const Product& product) const {
   const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
   if (flops == 0) return 0;
   if (!data_->products.empty())
-    return flops / interpolated(data_->products, {octave(product.m), octave(product.n), octave(product.k)});
+    return flops / interpolated(data_->products, {size(product.m), size(product.n), size(product.k)});
   return flops /
          (data_->device.peak[static_cast<std::size_t>(data_->precision)] * data_->constants.share_of_peak);
 }
@@ -156,7 +162,7 @@ double Rates::seconds(const Product& product) const {
 double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
   if (flops == 0) return 0;
   if (!data_->attention.empty())
-    return flops / interpolated(data_->attention, {octave(length), octave(head_dim), 0});
+    return flops / interpolated(data_->attention, {size(length), size(head_dim), 1});
   // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
   if (!data_->products.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
   return flops / (data_->device.peak[static_cast<std::size_t>(data_->precision)] *
