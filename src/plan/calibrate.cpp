@@ -140,7 +140,7 @@ class Measurement {
     const double once = agreed({seconds_of(part, 0)})[0],
                  times = std::floor(std::clamp(part.share / once, 1.0, kMost));
     spent_ += once * (2 + kRounds * times);
-    return static_cast<std::size_t>(times);
+    return std::size_t(times);
   }
 
   World& world_;
@@ -203,7 +203,7 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
                  [=, &into](double rate, double spread) {
                    into.calibration.products.push_back({m, n, k, precision, rate, spread});
                    for (auto* all : {&into.cluster.device.peak, &into.cluster.device.best_found}) {
-                     double& best = (*all)[static_cast<std::size_t>(precision)];
+                     double& best = (*all)[std::size_t(precision)];
                      best = std::max(best, rate);
                    }
                  }});
@@ -484,7 +484,7 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
   for (std::int64_t size = 2; size <= world.size; ++size) {
     const bool power = std::has_single_bit(static_cast<std::uint64_t>(size));
     if (world.size % size != 0 || (!power && size != world.size)) continue;
-    std::vector<int> ranks(static_cast<std::size_t>(size));
+    std::vector<int> ranks(std::size_t(size));
     std::iota(ranks.begin(), ranks.end(), world.rank / int(size) * int(size));
     const Group group = size == world.size ? world.group : world.subgroup(ranks, "calibrated");
     for (const char* backend : {kOwnMemory, kInPlace}) add_collectives(measurement, groups, group, backend);

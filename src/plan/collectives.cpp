@@ -20,7 +20,7 @@ std::int64_t members(std::int64_t unit, const Reach& reach) {
 std::string_view name_of(Operation operation) {
   constexpr std::array<std::string_view, 5> kNames = {"all_reduce", "reduce_scatter", "all_gather",
                                                       "all_to_all", "send"};
-  return kNames[static_cast<std::size_t>(operation)];
+  return kNames[std::size_t(operation)];
 }
 
 Reach reach_of(std::int64_t ranks, std::int64_t stride, const Cluster& cluster) {
@@ -55,7 +55,7 @@ Network::Network(const Cluster& cluster, const Calibration& calibration, double 
 Network::Cost Network::cost(Operation operation, double bytes, const Reach& reach) const {
   const std::int64_t n = reach.ranks;
   if (n <= 1) return {.origin = Origin::kExact};
-  const double ranks = static_cast<double>(n), part = (ranks - 1) / ranks;
+  const double ranks = double(n), part = (ranks - 1) / ranks;
   const double rounds = operation == Operation::kAllReduce ? 2 : 1;
   const bool inside = reach.stride * (n - 1) < cluster_.per_host;
   const Calibration::Collective* calibrated = nullptr;
@@ -84,19 +84,18 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
     // A group that has several ranks below this level sends through all their adapters, as long as no other
     // group takes them.
     if (level > 0 && operation != Operation::kSend && operation != Operation::kAllToAll)
-      bandwidth *= static_cast<double>(
+      bandwidth *= double(
           std::max<std::int64_t>(1, cluster_.links.front().ranks / std::max<std::int64_t>(1, reach.sharing)));
     if (level == 0) slowest_inside = bandwidth;
     if (level > 0 && slowest_inside > 0) bandwidth = std::min(bandwidth, slowest_inside);
     double sent = rounds * part * bytes;
     if (operation == Operation::kSend) sent = bytes;
     // The part of an exchange that stays below does not pass this level.
-    if (operation == Operation::kAllToAll) sent = bytes * static_cast<double>(n - n / before) / ranks;
-    ring.latency += rounds * link.latency * static_cast<double>(before - after);
-    tree.latency +=
-        rounds * link.latency *
-        (level == 0 ? static_cast<double>(before - after) / static_cast<double>(after)
-                    : std::ceil(std::log2(static_cast<double>(before) / static_cast<double>(after))));
+    if (operation == Operation::kAllToAll) sent = bytes * double(n - n / before) / ranks;
+    ring.latency += rounds * link.latency * double(before - after);
+    tree.latency += rounds * link.latency *
+                    (level == 0 ? double(before - after) / double(after)
+                                : std::ceil(std::log2(double(before) / double(after))));
     if (sent / bandwidth > ring.transfer)
       ring.transfer = sent / bandwidth, ring.level = link.name, ring.origin = link.origin;
     before = after;

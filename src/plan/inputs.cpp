@@ -184,7 +184,7 @@ class KeyWriter {
   void operator()(const char* key, double value, const Quantity&) { (*this)(key, value); }
   template <class Enum, std::size_t kCount>
   void operator()(const char* key, Enum value, const char* const (&names)[kCount]) {
-    (*this)(key, std::string(names[static_cast<std::size_t>(value)]));
+    (*this)(key, std::string(names[std::size_t(value)]));
   }
   void maybe(const char* key, const std::optional<double>& value, const Quantity&) {
     if (value) (*this)(key, *value);
@@ -408,7 +408,7 @@ double parse_tokens(std::string_view text, const std::string& where) {
   if (!known)
     refuse(where, text.empty() ? "nothing" : std::string(text), "a number of tokens",
            "Write it as in 4194304, 4M (4 * 1024 * 1024) or 4e6");
-  const double tokens = split->first * std::pow(1024, static_cast<double>(power));
+  const double tokens = split->first * std::pow(1024, double(power));
   positive(tokens, kMostTokens, where, "tokens");
   if (tokens != std::floor(tokens))
     refuse(where, fmt::format("{} tokens", tokens), "a whole number", "Round it");
@@ -472,8 +472,8 @@ void check(const Cluster& cluster) {
 }
 
 void check(const ModelShape& model) {
-  constexpr auto kWide = static_cast<std::int64_t>(key_table::kWide);
-  constexpr auto kManyRows = static_cast<std::int64_t>(key_table::kManyRows);
+  constexpr auto kWide = std::int64_t(key_table::kWide);
+  constexpr auto kManyRows = std::int64_t(key_table::kManyRows);
   const ModelShape::Experts& experts = model.experts;
   check_whole(model.layers, kMostLayers, "layers");
   check_whole(model.hidden, kWide, "hidden");
@@ -501,9 +501,9 @@ void check(const ModelShape& model) {
 }
 
 void check(const Work& work) {
-  check_whole(work.sequence, static_cast<std::int64_t>(key_table::kManyRows), "sequence");
+  check_whole(work.sequence, std::int64_t(key_table::kManyRows), "sequence");
   positive(work.tokens, kMostTokens, "tokens", "tokens of a batch");
-  const auto sequence = static_cast<double>(work.sequence);
+  const auto sequence = double(work.sequence);
   if (work.tokens < sequence)
     refuse("tokens", fmt::format("{:.0f} tokens of a batch", work.tokens),
            fmt::format("at least the {} of a sequence", work.sequence),
@@ -516,11 +516,11 @@ void check(const Work& work) {
     refuse("states", std::to_string(work.states), "0 to 16 numbers of the optimizer for each parameter",
            "AdamW has 2");
   for (const std::int64_t document : work.documents)
-    check_whole(document, static_cast<std::int64_t>(kMostTokens), "documents");
+    check_whole(document, std::int64_t(kMostTokens), "documents");
 }
 
 void check_peak(const Device& device, const Calibration& calibration, Precision precision) {
-  const auto index = static_cast<std::size_t>(precision);
+  const auto index = std::size_t(precision);
   std::vector<std::string> known;
   for (std::size_t i = 0; i < kPrecisions; ++i)
     if (device.peak[i] > 0) known.emplace_back(kPrecisionNames[i]);

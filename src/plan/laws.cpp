@@ -76,7 +76,7 @@ class Laws {
   // The same inner layout on another number of data ranks.
   Candidate on(std::int64_t data_ranks) const {
     Candidate other = c_;
-    const auto all = static_cast<std::int32_t>(data_ranks);
+    const auto all = std::int32_t(data_ranks);
     (c_.strategy == Strategy::kBucketed ? other.replicas : other.shards) = all;
     (c_.strategy == Strategy::kBucketed ? other.shards : other.replicas) = 1;
     other.ranks = all * c_.pp * c_.tp * c_.cp_ring * c_.cp_ulysses;
@@ -94,7 +94,7 @@ class Laws {
 
   double cp() const { return double(c_.cp_ring) * c_.cp_ulysses; }
   double tokens_of_micro_batch() const {
-    return static_cast<double>(c_.micro_batch) * static_cast<double>(problem_.work.sequence) / cp();
+    return double(c_.micro_batch) * double(problem_.work.sequence) / cp();
   }
   std::int64_t block() const {
     std::int64_t largest = 1;
@@ -108,7 +108,7 @@ class Laws {
   }
 
   void batch() {
-    const double at = static_cast<double>(samples_) / static_cast<double>(c_.micro_batch);
+    const double at = double(samples_) / double(c_.micro_batch);
     add({.name = "batch",
          .unit = "data ranks",
          .statement =
@@ -117,7 +117,7 @@ class Laws {
                          samples_, c_.micro_batch, at, samples_),
          .moved_by = "a larger batch, or tp, cp and pp, which divide the work of a sequence",
          .at = exact(at),
-         .now = static_cast<double>(c_.data_ranks())},
+         .now = double(c_.data_ranks())},
         true);
   }
 
@@ -141,7 +141,7 @@ class Laws {
   // Ranks along the shards until which a layer's gather hides behind the layer before.
   std::int64_t most_gathering(bool backward) const {
     const double hides = models_.step.overlap() * (backward ? behind_.layer_backward : behind_.layer_forward);
-    const auto numel = static_cast<double>(block());
+    const auto numel = double(block());
     constexpr std::int64_t kMost = std::int64_t{1} << 24;
     return last_of(kMost, [&](std::int64_t ranks) {
       const Reach reach = reach_of(ranks, c_.tp, problem_.cluster);
@@ -162,16 +162,15 @@ class Laws {
                                  "ranks",
                                  forward, backward),
         .moved_by = "replicas of fewer shards, or more tokens in a micro-batch",
-        .at =
-            timed(static_cast<double>(std::max<std::int64_t>(1, std::min(forward, backward))), Axis::kShard),
-        .now = static_cast<double>(c_.shards) * cp()};
+        .at = timed(double(std::max<std::int64_t>(1, std::min(forward, backward))), Axis::kShard),
+        .now = double(c_.shards) * cp()};
     if (applies) law.moved_by += with_replicas();
     add(std::move(law), true, applies);
   }
   // Shards inside the fast link, if they fit.
   std::string with_replicas() const {
-    const auto inside = static_cast<std::int32_t>(
-        std::max<double>(1, double(problem_.cluster.links.front().ranks) / (c_.tp * cp())));
+    const auto inside =
+        std::int32_t(std::max<double>(1, double(problem_.cluster.links.front().ranks) / (c_.tp * cp())));
     Candidate other = c_;
     if (inside >= c_.shards || c_.shards % inside != 0) return "";
     other.shards = inside, other.replicas = c_.replicas * (c_.shards / inside);
@@ -183,18 +182,16 @@ class Laws {
   }
 
   void reduction() {
-    const double each = behind_.backward / tokens_of_micro_batch(),
-                 sequence = static_cast<double>(problem_.work.sequence),
-                 batch = static_cast<double>(samples_) * sequence;
+    const double each = behind_.backward / tokens_of_micro_batch(), sequence = double(problem_.work.sequence),
+                 batch = double(samples_) * sequence;
     const std::int64_t most = kMostDevices / (std::int64_t{c_.pp} * c_.tp * c_.cp_ring * c_.cp_ulysses);
     const std::int64_t at = last_of(most, [&](std::int64_t ranks) {
       Candidate other = on(ranks);
-      other.strategy = Strategy::kBucketed, other.replicas = static_cast<std::int32_t>(ranks),
-      other.shards = 1;
+      other.strategy = Strategy::kBucketed, other.replicas = std::int32_t(ranks), other.shards = 1;
       other.checkpoint = other.reduce_once = false;
       other.bucket_bytes = models_.step.best_bucket_bytes(other);
       const StepParts parts = models_.step.data_parallel(other);
-      const double tokens = std::min(tokens_of_micro_batch(), batch / static_cast<double>(ranks) / cp());
+      const double tokens = std::min(tokens_of_micro_batch(), batch / double(ranks) / cp());
       return parts.reduce + parts.hidden.reduce - parts.tail <= models_.step.overlap() * each * tokens;
     });
     add({.name = "all-reduce",
@@ -203,8 +200,8 @@ class Laws {
              "with this batch a rank's backward shrinks with more ranks, and the latency of the sums grows: "
              "beyond these they no longer hide",
          .moved_by = "larger buckets, a larger batch, or fewer data ranks with tp or pp",
-         .at = timed(static_cast<double>(std::max<std::int64_t>(1, at)), Axis::kData),
-         .now = static_cast<double>(c_.data_ranks())},
+         .at = timed(double(std::max<std::int64_t>(1, at)), Axis::kData),
+         .now = double(c_.data_ranks())},
         true, c_.strategy != Strategy::kZero3);
   }
 
@@ -225,7 +222,7 @@ class Laws {
   }
   double reductions() const {
     const bool each = (c_.strategy == Strategy::kZero2 || c_.strategy == Strategy::kZero3) && !c_.reduce_once;
-    return each ? static_cast<double>(c_.micro_batches) : 1;
+    return each ? double(c_.micro_batches) : 1;
   }
 
   // The same batch on more data ranks.
@@ -243,7 +240,7 @@ class Laws {
     std::size_t next = 0;
     for (std::int64_t ranks = 2; ranks <= samples_ && (stop == 0 || next < std::size(kLeft)); ranks *= 2) {
       const double now = seconds(ranks);
-      while (next < std::size(kLeft) && first / (now * static_cast<double>(ranks)) < kLeft[next])
+      while (next < std::size(kLeft) && first / (now * double(ranks)) < kLeft[next])
         losses += fmt::format("{}{:.0f} % of one rank's speed each at {}", losses.empty() ? "" : ", ",
                               100 * kLeft[next++], ranks);
       constexpr double kHalfOfDoubling = 1.5;
@@ -256,8 +253,8 @@ class Laws {
          .statement = "twice as many give less than half as much more" +
                       (losses.empty() ? std::string() : "; below " + losses),
          .moved_by = "a larger batch, or tp and pp in place of data ranks",
-         .at = timed(static_cast<double>(stop), Axis::kData),
-         .now = static_cast<double>(c_.data_ranks())},
+         .at = timed(double(stop), Axis::kData),
+         .now = double(c_.data_ranks())},
         true);
   }
 
@@ -269,13 +266,13 @@ class Laws {
       return models_.memory.of(other).total() <= capacity_;
     });
     const double w = width_.memory;
-    const auto value = static_cast<double>(std::max<std::int64_t>(1, at));
+    const auto value = double(std::max<std::int64_t>(1, at));
     add({.name = "memory of activations",
          .unit = "sequences of a micro-batch",
          .statement = "zero shards states, not activations: a micro-batch beyond this does not fit",
          .moved_by = "checkpointing, tp with sequence parallelism, or cp",
          .at = {value, std::floor(value * (1 - w)), std::ceil(value * (1 + w)), Origin::kAssumed},
-         .now = static_cast<double>(c_.micro_batch)},
+         .now = double(c_.micro_batch)},
         true);
   }
 
@@ -283,11 +280,11 @@ class Laws {
   void layer() {
     const ModelShape& model = problem_.model;
     const auto times = [&](std::int64_t number, double factor) {
-      return std::max<std::int64_t>(1, std::llround(static_cast<double>(number) * factor));
+      return std::max<std::int64_t>(1, std::llround(double(number) * factor));
     };
     constexpr std::int64_t kMost = std::int64_t{1} << 20;
     const std::int64_t at = last_of(kMost, [&](std::int64_t hidden) {
-      const double factor = static_cast<double>(hidden) / static_cast<double>(model.hidden);
+      const double factor = double(hidden) / double(model.hidden);
       ModelShape wide = model;
       wide.hidden = hidden, wide.heads = times(model.heads, factor);
       wide.key_heads = times(model.key_heads, factor);
@@ -307,7 +304,7 @@ class Laws {
       Pipelines none;
       return MemoryModel(other, none).of(one).total() <= capacity_;
     });
-    const double w = width_.memory, value = static_cast<double>(std::max<std::int64_t>(1, at));
+    const double w = width_.memory, value = double(std::max<std::int64_t>(1, at));
     add({.name = "a layer must fit",
          .unit = "hidden size",
          .statement =
@@ -317,7 +314,7 @@ class Laws {
          .moved_by =
              "tp, which divides a layer; a shorter sequence where logits and activations are the most",
          .at = {value, value * (1 - w), value * (1 + w), Origin::kAssumed},
-         .now = static_cast<double>(model.hidden)},
+         .now = double(model.hidden)},
         true);
   }
 
@@ -335,7 +332,7 @@ class Laws {
          .moved_by =
              "more micro-batches, more stages on a rank, a schedule that splits backwards, or a smaller pp",
          .at = timed(std::max(1.0, at), Axis::kStage),
-         .now = static_cast<double>(c_.micro_batches)},
+         .now = double(c_.micro_batches)},
         false);
   }
 
@@ -344,7 +341,7 @@ class Laws {
                                double StepModel::Behind::*exchange) const {
     Candidate other = alone();
     return std::max<std::int64_t>(1, last_of(most, [&](std::int64_t size) {
-                                    other.*axis = static_cast<std::int32_t>(size);
+                                    other.*axis = std::int32_t(size);
                                     constexpr double kHalfOfTheRest = 1.0 / 3;
                                     return models_.step.behind(other).*exchange <= kHalfOfTheRest;
                                   }));
@@ -358,8 +355,8 @@ class Laws {
              "beyond these exchanges take more than half as long as what is computed; {} joins {}", fast.name,
              fast.ranks),
          .moved_by = "cp or pp in its place; parallel.tensor_overlap",
-         .at = timed(static_cast<double>(at), Axis::kTp),
-         .now = static_cast<double>(c_.tp)},
+         .at = timed(double(at), Axis::kTp),
+         .now = double(c_.tp)},
         true, c_.tp > 1);
   }
   void experts() {
@@ -369,8 +366,8 @@ class Laws {
          .unit = "ranks along ep",
          .statement = "beyond these, tokens travel to experts for more than half as long as is computed",
          .moved_by = "ep inside a host; parallel.expert_overlap",
-         .at = timed(static_cast<double>(at), Axis::kExpert),
-         .now = static_cast<double>(c_.ep)},
+         .at = timed(double(at), Axis::kExpert),
+         .now = double(c_.ep)},
         true, c_.ep > 1);
   }
 

@@ -25,7 +25,7 @@ struct MicroBatchBytes {
   double pass = 0, stream = 0, output = 0, logits = 0, output_passing = 0;
 };
 
-double as_double(std::int64_t bytes) { return static_cast<double>(bytes); }
+double as_double(std::int64_t bytes) { return double(bytes); }
 
 }  // namespace
 
@@ -63,11 +63,10 @@ struct MemoryModel::Impl {
     const auto [found, is_new] = of_micro_batch.try_emplace(
         {candidate.tp, candidate.ep, tokens(candidate), candidate.cp_ulysses,
          std::int64_t{candidate.cp_ring} * candidate.cp_ulysses > 1 ? 1 : 0,
-         candidate.sequence_parallel ? 1 : 0, (candidate.checkpoint ? 4 : 0) + static_cast<int>(gradients)});
+         candidate.sequence_parallel ? 1 : 0, (candidate.checkpoint ? 4 : 0) + int(gradients)});
     MicroBatchBytes& bytes = found->second;
     if (!is_new) return bytes;
-    const std::int64_t element =
-        std::max<std::int64_t>(2, static_cast<std::int64_t>(bytes_of(problem.work.precision)));
+    const std::int64_t element = std::max<std::int64_t>(2, std::int64_t(bytes_of(problem.work.precision)));
     const KeptShape shape{.tokens = tokens(candidate),
                           .element = element,
                           .tp = candidate.tp,
@@ -85,8 +84,7 @@ struct MemoryModel::Impl {
       bytes.halves[kind] = as_double(kept_between_halves(config, layer, shape));
       bytes.passing[kind] = as_double(in_passing(config, layer, shape));
     }
-    const bool fused =
-        fuses_loss(RunConfig{}, shape.tokens, config.vocabulary, static_cast<std::size_t>(element));
+    const bool fused = fuses_loss(RunConfig{}, shape.tokens, config.vocabulary, std::size_t(element));
     for (const KeptTensor& tensor : kept_by_output(config, shape, fused))
       (std::string_view(tensor.name) == "loss: logits" ? bytes.logits : bytes.output) +=
           as_double(tensor.bytes);
@@ -130,7 +128,7 @@ struct MemoryModel::Impl {
   bool is_like_before(const Candidate& candidate, int rank) {
     const std::vector<StageShape>& all = stages(candidate);
     const auto alike = [&](int one, int other) {
-      const StageShape &a = all[static_cast<std::size_t>(one)], &b = all[static_cast<std::size_t>(other)];
+      const StageShape &a = all[std::size_t(one)], &b = all[std::size_t(other)];
       return a.layers == b.layers && a.elements == b.elements && a.expert_elements == b.expert_elements &&
              a.mixtures == b.mixtures && a.largest_block == b.largest_block && a.root == b.root &&
              a.embeds == b.embeds && a.outputs == b.outputs;
@@ -164,7 +162,7 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
                     .rank_of_pipeline = rank};
   const MicroBatchBytes& bytes = micro_batch(candidate);
   const std::vector<int> own = stages_of_rank(candidate, rank);
-  const auto shape_of = [&](int stage) -> const StageShape& { return all[static_cast<std::size_t>(stage)]; };
+  const auto shape_of = [&](int stage) -> const StageShape& { return all[std::size_t(stage)]; };
   if (candidate.pp == 1) {
     const OfStage of = of_stage(candidate, all[0], bytes);
     parts.activations = of.kept - of.logits, parts.logits = of.logits, parts.passing = of.passing;
@@ -173,7 +171,7 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
     const std::vector<double> nothing(all.size());
     for (const int stage : own) {
       const OfStage of = of_stage(candidate, shape_of(stage), bytes);
-      const auto at = static_cast<std::size_t>(stage);
+      const auto at = std::size_t(stage);
       stage_kept[at] = of.kept, halves[at] = of.halves;
       logits[at] = of.logits, passing[at] = of.passing;
       parts.passing = std::max(parts.passing, of.passing);
@@ -185,10 +183,10 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
     parts.buffers += 2 * bytes.stream;  // what comes from a neighbour and what leaves for one
   }
   // Tables of the rotary embedding, of a power of two positions (RotaryTable::at()).
-  parts.buffers += as_double(static_cast<std::int64_t>(
-                                 std::bit_ceil(static_cast<std::uint64_t>(problem.work.sequence + 1))) *
-                             config.head_dim) *
-                   std::max(4.0, bytes_of(problem.work.precision));
+  parts.buffers +=
+      as_double(std::int64_t(std::bit_ceil(static_cast<std::uint64_t>(problem.work.sequence + 1))) *
+                config.head_dim) *
+      std::max(4.0, bytes_of(problem.work.precision));
   std::int64_t largest = 0, blocks = 0, root = 0, layers = 0;
   for (const int stage : own) {
     const StageShape& shape = shape_of(stage);
@@ -219,9 +217,9 @@ MemoryParts MemoryModel::Impl::isograds(const Candidate& candidate, int rank) {
 // are in docs/planning.md). Without a pipeline some runs keep the gathered inputs of column-parallel products
 // and some gather them again: they are counted where there is memory for them.
 MemoryParts MemoryModel::Impl::others(const Candidate& candidate, int stage) {
-  const StageShape& shape = stages(candidate)[static_cast<std::size_t>(stage)];
+  const StageShape& shape = stages(candidate)[std::size_t(stage)];
   const auto shards = as_double(candidate.data_ranks());
-  const auto over = [&](int from) { return static_cast<int>(candidate.strategy) >= from ? shards : 1; };
+  const auto over = [&](int from) { return int(candidate.strategy) >= from ? shards : 1; };
   const double elements = as_double(shape.elements), rows = as_double(tokens(candidate)),
                hidden = as_double(config.hidden), tp = candidate.tp;
   const double layer = rows *

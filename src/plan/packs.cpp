@@ -26,7 +26,7 @@ std::vector<double> pairs_by_sequence(const Work& work) {
 }
 
 Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks, std::int64_t sequences_of_rank) {
-  const double mean = std::accumulate(pairs.begin(), pairs.end(), 0.0) / static_cast<double>(pairs.size());
+  const double mean = std::accumulate(pairs.begin(), pairs.end(), 0.0) / double(pairs.size());
   if (pairs.size() == 1) return {.pairs = mean};
   // Steps of the corpus, from its beginning again where it ends: the mean of their slowest ranks.
   constexpr std::int64_t kMostSequences = 1 << 20, kMostSteps = 16;
@@ -41,9 +41,9 @@ Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks, std::int64_
       for (std::int64_t i = 0; i < sequences_of_rank; ++i) of_rank += pairs[next++ % pairs.size()];
       most = std::max(most, of_rank);
     }
-    slowest += most / (mean * static_cast<double>(sequences_of_rank));
+    slowest += most / (mean * double(sequences_of_rank));
   }
-  return {.pairs = mean, .slowest = slowest / static_cast<double>(steps)};
+  return {.pairs = mean, .slowest = slowest / double(steps)};
 }
 
 }  // namespace isograd::planner

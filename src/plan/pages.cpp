@@ -135,7 +135,7 @@ std::string step_bars(const Plan& plan) {
 std::string timeline_svg(const std::vector<Span>& spans, double step) {
   constexpr double kLeft = 130, kRow = 24, kTop = 10, kWidth = kPictureWidth - kLeft - 12, kLetter = 7;
   const std::vector<std::string> lanes = lanes_of(spans);
-  const double height = kTop + kRow * static_cast<double>(lanes.size()) + 26;
+  const double height = kTop + kRow * double(lanes.size()) + 26;
   std::string text = fmt::format(
       "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"Timeline of "
       "a step\">",
@@ -157,7 +157,7 @@ std::string timeline_svg(const std::vector<Span>& spans, double step) {
           "<rect class=\"part {}\" x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\"><title>{}: {} to {}</title></rect>",
           look_of(span), x, y, wide, kRow - 2, escape_html(span.name), seconds_text(span.begin),
           seconds_text(span.end));
-      if (wide >= kLetter * static_cast<double>(span.name.size() + 1))
+      if (wide >= kLetter * double(span.name.size() + 1))
         write("inside", x + wide / 2, y + 15, "middle", span.name);
     }
     y += kRow;
@@ -192,8 +192,8 @@ Chart scaling_chart(const Plan& plan) {
               .log_x = true};
   std::vector<Point>& points = chart.series[0].points;
   for (const ScalingPoint& point : plan.scaling) {
-    const double each = point.best.tokens_per_second.value / static_cast<double>(point.devices);
-    points.push_back({static_cast<double>(point.devices), each,
+    const double each = point.best.tokens_per_second.value / double(point.devices);
+    points.push_back({double(point.devices), each,
                       fmt::format("{} devices: {} tokens/s a device, {}", point.devices, human_count(each),
                                   to_text(point.best.candidate))});
   }
@@ -316,8 +316,8 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
                                ? "all"
                                : fmt::format("{} of {}", best->candidate.ranks, plan.cluster.devices)},
           {"parameters", human_count(plan.model.parameters())},
-          {"layouts that fit", human_count(static_cast<double>(plan.fitting)) + " of " +
-                                   human_count(static_cast<double>(plan.candidates))}})
+          {"layouts that fit",
+           human_count(double(plan.fitting)) + " of " + human_count(double(plan.candidates))}})
       report.fact(label, value);
   }
   if (!plan.warnings.empty()) report.prose("Warnings", plan.warnings);

@@ -12,21 +12,21 @@ namespace isograd::planner {
 
 double bytes_of(Precision precision) {
   constexpr std::array<double, kPrecisions> kBytes = {8, 4, 2, 1};
-  return kBytes[static_cast<std::size_t>(precision)];
+  return kBytes[std::size_t(precision)];
 }
 
-std::string_view name_of(Precision precision) { return kPrecisionNames[static_cast<std::size_t>(precision)]; }
-std::string_view name_of(Origin origin) { return kOriginNames[static_cast<std::size_t>(origin)]; }
+std::string_view name_of(Precision precision) { return kPrecisionNames[std::size_t(precision)]; }
+std::string_view name_of(Origin origin) { return kOriginNames[std::size_t(origin)]; }
 
 std::string_view name_of(Strategy strategy) {
   constexpr std::array<std::string_view, 4> kNames = {"bucketed", "zero1", "zero2", "zero3"};
-  return kNames[static_cast<std::size_t>(strategy)];
+  return kNames[std::size_t(strategy)];
 }
 
 std::string_view name_of(Schedule schedule) {
   constexpr std::array<std::string_view, 6> kNames = {"none",        "1f1b",  "gpipe",
                                                       "interleaved", "zb-h1", "zb-v"};
-  return kNames[static_cast<std::size_t>(schedule)];
+  return kNames[std::size_t(schedule)];
 }
 
 bool ModelShape::has_experts(std::int64_t layer) const {
@@ -37,28 +37,23 @@ namespace {
 
 // Trained elements; of a mixture those of `experts` experts.
 double elements(const ModelShape& of, std::int64_t experts) {
-  const auto hidden = static_cast<double>(of.hidden);
-  const auto queries = static_cast<double>(of.heads * of.head_dim),
-             keys = static_cast<double>(of.key_heads * of.head_dim);
-  const auto matrices = [&](std::int64_t width) {
-    return (of.gated ? 3 : 2) * hidden * static_cast<double>(width);
-  };
-  double all =
-      hidden * static_cast<double>(of.vocabulary) * (of.tied_output ? 1 : 2) + hidden;  // and the last norm
+  const auto hidden = double(of.hidden);
+  const auto queries = double(of.heads * of.head_dim), keys = double(of.key_heads * of.head_dim);
+  const auto matrices = [&](std::int64_t width) { return (of.gated ? 3 : 2) * hidden * double(width); };
+  double all = hidden * double(of.vocabulary) * (of.tied_output ? 1 : 2) + hidden;  // and the last norm
   for (std::int64_t layer = 0; layer < of.layers; ++layer) {
     all += 2 * hidden * (queries + keys) + 2 * hidden;  // q, k, v and o, and two norms
     if (of.attention_bias) all += queries + 2 * keys;
     if (of.output_bias) all += hidden;
-    if (of.query_key_norm) all += 2 * static_cast<double>(of.head_dim);
+    if (of.query_key_norm) all += 2 * double(of.head_dim);
     if (!of.has_experts(layer)) {
       all += matrices(of.feed_forward);
-      if (of.mlp_bias) all += hidden + (of.gated ? 2 : 1) * static_cast<double>(of.feed_forward);
+      if (of.mlp_bias) all += hidden + (of.gated ? 2 : 1) * double(of.feed_forward);
       continue;
     }
     const ModelShape::Experts& mixture = of.experts;
-    all += hidden * static_cast<double>(mixture.count);  // the router
-    all +=
-        static_cast<double>(experts) * matrices(mixture.feed_forward) + matrices(mixture.shared_feed_forward);
+    all += hidden * double(mixture.count);  // the router
+    all += double(experts) * matrices(mixture.feed_forward) + matrices(mixture.shared_feed_forward);
     if (mixture.shared_feed_forward > 0 && of.family == "qwen2_moe")
       all += hidden;  // the shared expert's switch
   }
@@ -70,9 +65,7 @@ double elements(const ModelShape& of, std::int64_t experts) {
 double ModelShape::parameters() const { return elements(*this, experts.count); }
 double ModelShape::active_parameters() const { return elements(*this, experts.per_token); }
 
-std::int64_t Work::samples() const {
-  return sequence > 0 ? static_cast<std::int64_t>(tokens / static_cast<double>(sequence)) : 0;
-}
+std::int64_t Work::samples() const { return sequence > 0 ? std::int64_t(tokens / double(sequence)) : 0; }
 
 double StepParts::total() const {
   return products + attention + memory_bound + overhead + tp + cp + ep + bubble + gather + reduce + norm +
@@ -208,7 +201,7 @@ std::vector<ScalingPoint> scaling_of(const Plan& plan, const Calibration& calibr
     if (found.top.empty()) continue;
     ScalingPoint point{.devices = devices, .best = std::move(found.top.front())};
     const auto speed = [](const ScalingPoint& of) {
-      return of.best.tokens_per_second.value / static_cast<double>(of.devices);
+      return of.best.tokens_per_second.value / double(of.devices);
     };
     point.efficiency = points.empty() ? 1 : speed(point) / speed(points.front());
     if (const auto laws = laws_of(asked.models, point.best); !laws.empty()) point.law = laws.front().name;

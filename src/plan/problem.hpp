@@ -3,8 +3,8 @@
 #pragma once
 
 #include "isograd/model.hpp"
-#include "plan/constants.hpp"
 #include "isograd/planner.hpp"
+#include "plan/constants.hpp"
 #include "train/config.hpp"
 
 namespace isograd::planner {

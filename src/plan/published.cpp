@@ -11,13 +11,13 @@ namespace {
 struct Terms {
   explicit Terms(const Problem& problem)
       : constants(problem.constants),
-        hidden(static_cast<double>(problem.model.hidden)),
-        feed_forward(static_cast<double>(problem.model.feed_forward)),
-        vocabulary(static_cast<double>(problem.model.vocabulary)),
-        sequence(static_cast<double>(problem.work.sequence)),
-        peak(problem.cluster.device.peak[static_cast<std::size_t>(Precision::kBFloat16)]),
+        hidden(double(problem.model.hidden)),
+        feed_forward(double(problem.model.feed_forward)),
+        vocabulary(double(problem.model.vocabulary)),
+        sequence(double(problem.work.sequence)),
+        peak(problem.cluster.device.peak[std::size_t(Precision::kBFloat16)]),
         memory(problem.cluster.device.memory_bandwidth * constants.share_of_memory),
-        unit(static_cast<double>(problem.cluster.links.front().ranks)),
+        unit(double(problem.cluster.links.front().ranks)),
         inside(problem.cluster.links.front().bandwidth * constants.share_inside),
         across(problem.cluster.links.back().bandwidth * constants.share_across),
         step_inside(problem.cluster.links.front().latency),
@@ -53,10 +53,8 @@ double part_of_others(double ranks) { return (ranks - 1) / ranks; }
 StepParts nanotron_step(const Problem& problem, const Candidate& candidate,
                         const std::vector<StageShape>& stages) {
   const Terms of(problem);
-  const double h = of.hidden, f = of.feed_forward, tp = candidate.tp,
-               d = static_cast<double>(candidate.data_ranks()),
-               G = static_cast<double>(candidate.micro_batches),
-               T = static_cast<double>(candidate.micro_batch) * of.sequence,
+  const double h = of.hidden, f = of.feed_forward, tp = candidate.tp, d = double(candidate.data_ranks()),
+               G = double(candidate.micro_batches), T = double(candidate.micro_batch) * of.sequence,
                kept = T * (of.constants.by_hidden * h + of.constants.by_feed_forward * f) / tp;
   const bool shards_states = candidate.strategy == Strategy::kZero1;
   // Stages on other hosts: at each transfer the ranks along tp wait for one another's launches.
@@ -64,7 +62,7 @@ StepParts nanotron_step(const Problem& problem, const Candidate& candidate,
   StepParts parts;
   double slowest = 0, all = 0, elements = 0;
   for (const StageShape& stage : stages) {
-    const double layers = static_cast<double>(stage.layers), head = stage.outputs ? 1 : 0,
+    const double layers = double(stage.layers), head = stage.outputs ? 1 : 0,
                  tables = problem.model.tied_output && stage.embeds ? 1 : (stage.embeds ? 1 : 0) + head,
                  held = (layers * (4 * h * h + 3 * h * f + 2 * h) + tables * of.vocabulary * h) / tp;
     // Two FLOPs of a multiplication, forward and twice in backward; attention causal, 2 and 5 of T S h.
@@ -105,18 +103,17 @@ StepParts nanotron_step(const Problem& problem, const Candidate& candidate,
 StepParts other_step(const Problem& problem, const Candidate& candidate) {
   const Terms of(problem);
   const ModelShape& model = problem.model;
-  const double h = of.hidden, f = of.feed_forward, L = static_cast<double>(model.layers), tp = candidate.tp,
+  const double h = of.hidden, f = of.feed_forward, L = double(model.layers), tp = candidate.tp,
                pp = candidate.pp, cp = double(candidate.cp_ring) * candidate.cp_ulysses, share = tp * pp,
-               G = static_cast<double>(candidate.micro_batches),
-               T = static_cast<double>(candidate.micro_batch) * of.sequence / cp,
-               d = static_cast<double>(candidate.data_ranks()) * cp, again = candidate.checkpoint ? 1 : 0,
+               G = double(candidate.micro_batches), T = double(candidate.micro_batch) * of.sequence / cp,
+               d = double(candidate.data_ranks()) * cp, again = candidate.checkpoint ? 1 : 0,
                z = candidate.shards,
                layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
                        (model.gated ? 3 : 2) * h * f,
                elements = (L * layer + 2 * of.vocabulary * h) / share;
   const bool whole = candidate.strategy == Strategy::kZero3;
   const double peak = of.peak * of.constants.share_of_peak,
-               layers_peak = problem.cluster.device.peak[static_cast<std::size_t>(problem.work.precision)] *
+               layers_peak = problem.cluster.device.peak[std::size_t(problem.work.precision)] *
                              of.constants.share_of_peak;
   const double products =
       ((6 + 2 * again) * T * L * layer / layers_peak + 6 * T * of.vocabulary * h / peak) / share;

@@ -19,16 +19,16 @@ BatchNumbers batch_numbers(const Work& work, std::int64_t micro_batch, std::int6
   if (micro_batch < 1) refuse("the micro-batch", std::to_string(micro_batch), "at least 1", "Correct it");
   if (data_ranks < 1) refuse("data ranks", std::to_string(data_ranks), "at least 1", "Correct the number");
   const std::int64_t samples = work.samples();
-  const auto most = static_cast<double>(micro_batch) * static_cast<double>(data_ranks);
+  const auto most = double(micro_batch) * double(data_ranks);
   // Samples of a rank at a time; beyond all samples the quotient is 1 without the product, which may
   // overflow.
-  const bool rich = most > static_cast<double>(samples);
+  const bool rich = most > double(samples);
   const std::int64_t at_once = rich ? samples : micro_batch * data_ranks;
   return {.samples = samples,
           .accumulation = (samples + at_once - 1) / at_once,
           .too_many_ranks = rich,
           .fewer_ranks = std::max<std::int64_t>(samples / micro_batch, 1),
-          .larger_batch = most * static_cast<double>(work.sequence),
+          .larger_batch = most * double(work.sequence),
           .smaller_micro_batch = samples / data_ranks};
 }
 
@@ -38,16 +38,16 @@ std::vector<ZeroRow> zero_table(std::int64_t ranks) {
     refuse("ranks", std::to_string(ranks), "1 to 16777216", "Correct the number");
   // As many parameters as ranks: a shard is one element, and nothing is rounded.
   DataParallelPlan plan;
-  plan.elements = {{.numel = ranks, .shards = static_cast<int>(ranks)}};
-  const auto each = static_cast<double>(ranks);
+  plan.elements = {{.numel = ranks, .shards = int(ranks)}};
+  const auto each = double(ranks);
   std::vector<ZeroRow> rows;
   for (const Strategy strategy :
        {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
-    plan.stage = static_cast<int>(strategy);
+    plan.stage = int(strategy);
     const auto kept = [&](int gradient) {
       DataParallelPlan other = plan;
       other.bytes.gradient = gradient;
-      return static_cast<double>(persistent_bytes(other).total()) / each;
+      return double(persistent_bytes(other).total()) / each;
     };
     const double ends = ranks > 1 ? each / (each - 1) : 0;
     rows.push_back({.strategy = std::string(name_of(strategy)),
@@ -86,7 +86,7 @@ std::int64_t largest_micro_batch(Models& models, const Candidate& candidate) {
 
 // The recipe's own layout: all ranks along the data but `tp`.
 Candidate along_data(Strategy strategy, std::int64_t data_ranks, std::int32_t tp) {
-  const auto all = static_cast<std::int32_t>(data_ranks);
+  const auto all = std::int32_t(data_ranks);
   const bool shards = strategy != Strategy::kBucketed;
   return {.ranks = all * tp,
           .replicas = shards ? 1 : all,

@@ -22,15 +22,13 @@ std::int64_t rounded(const Candidate& candidate, std::int64_t micro_batches) {
 // When the actions of each micro-batch end: [micro-batch][stage and kind].
 std::vector<std::vector<double>> ends_of(const PipelineTable& table, const PipelineTimeline& timeline) {
   constexpr std::size_t kKinds = 4;
-  std::vector<std::vector<double>> ends(
-      static_cast<std::size_t>(table.micro_batches),
-      std::vector<double>(static_cast<std::size_t>(table.stages) * kKinds, 0));
+  std::vector<std::vector<double>> ends(std::size_t(table.micro_batches),
+                                        std::vector<double>(std::size_t(table.stages) * kKinds, 0));
   for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
     for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
       const PipelineAction& action = table.ranks[rank][i];
-      ends[static_cast<std::size_t>(action.micro_batch)]
-          [static_cast<std::size_t>(action.stage) * kKinds + static_cast<std::size_t>(action.kind)] =
-              timeline.spans[rank][i].end;
+      ends[std::size_t(action.micro_batch)][std::size_t(action.stage) * kKinds + std::size_t(action.kind)] =
+          timeline.spans[rank][i].end;
     }
   return ends;
 }
@@ -48,13 +46,11 @@ std::optional<Period> period_of(const PipelineTable& table, const PipelineTimeli
   const auto ends = ends_of(table, timeline);
   const std::int64_t behind = table.micro_batches - reach;  // where it begins to empty
   for (std::int64_t period = step; period <= behind - 2 * reach; period += step) {
-    const double later = ends[static_cast<std::size_t>(behind - 1)][0] -
-                         ends[static_cast<std::size_t>(behind - 1 - period)][0];
+    const double later = ends[std::size_t(behind - 1)][0] - ends[std::size_t(behind - 1 - period)][0];
     const double slack = 1e-13 * timeline.length;
     bool repeats = true;
     for (std::int64_t i = behind - reach; i < behind && repeats; ++i) {
-      const auto &one = ends[static_cast<std::size_t>(i)],
-                 &before = ends[static_cast<std::size_t>(i - period)];
+      const auto &one = ends[std::size_t(i)], &before = ends[std::size_t(i - period)];
       for (std::size_t k = 0; k < one.size() && repeats; ++k)
         repeats = one[k] == 0 || std::abs(one[k] - before[k] - later) <= slack;
     }
@@ -77,7 +73,7 @@ struct Pipelines::Impl {
     constexpr std::size_t kMostActions = 4'000'000;  // 50 MB
     if (actions > kMostActions) tables.clear(), actions = 0;
     PipelineTable made = make_pipeline(std::string(name_of(candidate.schedule)), candidate.pp,
-                                       candidate.stages_per_rank, static_cast<int>(micro_batches));
+                                       candidate.stages_per_rank, int(micro_batches));
     for (const auto& rank : made.ranks) actions += rank.size();
     return tables.emplace(kind, std::move(made)).first->second;
   }
@@ -91,7 +87,7 @@ struct Pipelines::Impl {
       // Two flow shops of equal jobs, which grow by their slowest stage from the first job on.
       if (micro_batches < 3) return simulated(candidate, times, micro_batches);
       const double one = simulated(candidate, times, 1), two = simulated(candidate, times, 2);
-      return one + static_cast<double>(micro_batches - 1) * (two - one);
+      return one + double(micro_batches - 1) * (two - one);
     }
     const bool rounds = candidate.schedule == Schedule::kInterleaved;
     const std::int64_t reach = candidate.pp * (candidate.stages_per_rank > 1 ? 2 : 1);
@@ -103,7 +99,7 @@ struct Pipelines::Impl {
       const std::int64_t rest = (micro_batches - most) % period->micro_batches,
                          more = (micro_batches - most) / period->micro_batches;
       const double start = rest == 0 ? timeline.length : simulated(candidate, times, most + rest);
-      return start + static_cast<double>(more) * period->seconds;
+      return start + double(more) * period->seconds;
     }
     return simulated(candidate, times, micro_batches);
   }
@@ -115,7 +111,7 @@ Pipelines::~Pipelines() = default;
 double Pipelines::seconds(const Candidate& candidate, const StageTimes& times) {
   const std::int64_t micro_batches = rounded(candidate, candidate.micro_batches);
   if (candidate.schedule == Schedule::kNone)
-    return static_cast<double>(micro_batches) *
+    return double(micro_batches) *
            (times.forward.front() + times.backward_inputs.front() + times.backward_weights.front());
   std::vector<double> all = times.forward;
   all.insert(all.end(), times.backward_inputs.begin(), times.backward_inputs.end());
@@ -134,9 +130,8 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
   // No rank has more in flight than twice the stages' ranks; gpipe has all of them.
   const std::int64_t played = std::min(asked, rounded(candidate, std::int64_t{4} * candidate.pp));
   double alive = 0, most = 0;
-  for (const auto& [kind, stage, i] :
-       impl_->table(candidate, played).ranks[static_cast<std::size_t>(rank_of_pipeline)]) {
-    const auto at = static_cast<std::size_t>(stage);
+  for (const auto& [kind, stage, i] : impl_->table(candidate, played).ranks[std::size_t(rank_of_pipeline)]) {
+    const auto at = std::size_t(stage);
     if (kind == Kind::kForward) {
       most = std::max(most, alive += kept[at]);
       continue;
@@ -147,7 +142,7 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
     if (kind == Kind::kBackwardWeights) alive -= between_halves[at];
   }
   if (candidate.schedule == Schedule::kGPipe)
-    most += static_cast<double>(asked - played) * kept[static_cast<std::size_t>(rank_of_pipeline)];
+    most += double(asked - played) * kept[std::size_t(rank_of_pipeline)];
   return most;
 }
 

@@ -85,7 +85,7 @@ class Search {
   std::vector<Mesh> timed_meshes() {
     std::vector<Mesh> meshes;
     for_each_mesh(problem_, space_, [&](const Candidate& axes) {
-      Mesh mesh{.axes = axes, .order = static_cast<std::int64_t>(meshes.size()), .seconds = kNone};
+      Mesh mesh{.axes = axes, .order = std::int64_t(meshes.size()), .seconds = kNone};
       Candidate quickest = axes;
       for (const std::int64_t size : sizes_on(axes)) {
         quickest.micro_batch = size;
@@ -126,7 +126,7 @@ class Search {
           continue;
         plain.micro_batches = numbers.micro_batches();
         const double length = models_.step.least_length(plain);
-        lengths[kKinds * size + 2 * static_cast<std::size_t>(schedule)] = length;
+        lengths[kKinds * size + 2 * std::size_t(schedule)] = length;
         shortest = std::min(shortest, length);
       }
     if (shortest > slowest() || is_dominated(shortest, bytes)) return;
@@ -134,10 +134,9 @@ class Search {
     double kept = 0;
     for_each_candidate(problem_, space_, mesh.axes, [&](const Candidate& candidate) {
       ++candidates_, ++at;
-      const auto size =
-          static_cast<std::size_t>(std::ranges::lower_bound(sizes, candidate.micro_batch) - sizes.begin());
-      double& length = lengths[kKinds * size + 2 * static_cast<std::size_t>(candidate.schedule) +
-                               (candidate.checkpoint ? 1 : 0)];
+      const auto size = std::size_t(std::ranges::lower_bound(sizes, candidate.micro_batch) - sizes.begin());
+      double& length =
+          lengths[kKinds * size + 2 * std::size_t(candidate.schedule) + (candidate.checkpoint ? 1 : 0)];
       if (length == 0) length = models_.step.least_length(candidate);
       if (length > slowest()) return true;
       Candidate kind = candidate;
@@ -235,12 +234,11 @@ class Search {
 
 double flops_of_step(const Problem& problem) {
   const ModelShape& model = problem.model;
-  const double samples = static_cast<double>(problem.work.samples()),
-               tokens = samples * static_cast<double>(problem.work.sequence);
+  const double samples = double(problem.work.samples()), tokens = samples * double(problem.work.sequence);
   const double all =
       decoder_flops(decoder_of(model), tokens, samples * packs_of(pairs_by_sequence(problem.work)).pairs);
   // That counts three matrices of a feed-forward network.
-  const double third = static_cast<double>(model.layers * model.hidden * model.feed_forward);
+  const double third = double(model.layers * model.hidden * model.feed_forward);
   return model.gated ? all : all - 6 * tokens * third;
 }
 
@@ -282,13 +280,12 @@ Planned planned(Models& models, const Candidate& candidate) {
       widths_of(problem.program, models.step.rates().origin(), problem.model.experts.count > 0);
   made.seconds = estimate_of(made.step.total(), widths.seconds, made.step_parts);
   made.bytes = estimate_of(made.memory.total(), widths.memory, made.memory_parts);
-  const double tokens =
-      static_cast<double>(problem.work.samples()) * static_cast<double>(problem.work.sequence);
+  const double tokens = double(problem.work.samples()) * double(problem.work.sequence);
   made.tokens_per_second = {.value = tokens / made.seconds.value,
                             .low = tokens / made.seconds.high,
                             .high = tokens / made.seconds.low,
                             .origin = made.seconds.origin};
-  const double peak = problem.cluster.device.peak[static_cast<std::size_t>(problem.work.precision)];
+  const double peak = problem.cluster.device.peak[std::size_t(problem.work.precision)];
   if (peak > 0) made.mfu = flops_of_step(problem) / (made.seconds.value * peak * candidate.ranks);
   made.head_room = problem.cluster.device.memory - made.memory.total();
   return made;
@@ -384,8 +381,8 @@ class Changes {
   void add(std::string change, Candidate changed) {
     const std::int64_t inner = std::int64_t{changed.pp} * changed.tp * changed.cp_ring * changed.cp_ulysses;
     const std::int64_t data = std::max<std::int64_t>(1, changed.ranks / inner);
-    if (changed.strategy == Strategy::kBucketed) changed.replicas = static_cast<std::int32_t>(data);
-    changed.shards = static_cast<std::int32_t>(std::max<std::int64_t>(1, data / changed.replicas));
+    if (changed.strategy == Strategy::kBucketed) changed.replicas = std::int32_t(data);
+    changed.shards = std::int32_t(std::max<std::int64_t>(1, data / changed.replicas));
     if (changed.pp == 1) changed.schedule = Schedule::kNone, changed.stages_per_rank = 1;
     if (changed.pp > 1 && changed.schedule == Schedule::kNone) changed.schedule = Schedule::kOneFOneB;
     if (inner <= changed.ranks) {

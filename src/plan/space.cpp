@@ -26,7 +26,7 @@ const ScheduleFacts* facts_of(Schedule schedule) {
       facts[i] = find_schedule(name_of(static_cast<Schedule>(i)));  // null: none
     return facts;
   }();
-  return kFacts[static_cast<std::size_t>(schedule)];
+  return kFacts[std::size_t(schedule)];
 }
 
 // Axes are chosen from the outermost to the innermost of the order. A rule of the axes that is broken by some
@@ -37,7 +37,7 @@ class Meshes {
 
   Meshes(const Problem& problem, const Space& space, const Visit& visit)
       : work_(problem.work), space_(space), visit_(visit), model_(model_numbers(decoder_of(problem.model))) {
-    mesh_.ranks = static_cast<std::int32_t>(space.devices);
+    mesh_.ranks = std::int32_t(space.devices);
     mesh_.strategy = Strategy::kZero1;  // one that has replicas
     choose(0);
   }
@@ -52,7 +52,7 @@ class Meshes {
     std::int32_t& value = mesh_.*kAxes[axis];
     const bool of_stages = kAxes[axis] == &Candidate::stages_per_rank;
     for (const std::int64_t size : of_stages ? space_.stages_per_rank : space_.sizes) {
-      value = static_cast<std::int32_t>(size);
+      value = std::int32_t(size);
       const bool possible =
           !broken_rule(numbers_of(mesh_, work_), model_, kFirstRule, LayoutRule::kTokenOverlap);
       if (possible && !choose(axis + 1)) return false;
@@ -66,7 +66,7 @@ class Meshes {
     LayoutNumbers numbers = numbers_of(mesh_, work_);
     if (broken_rule(numbers, model_)) return true;
     numbers.shards_along_ring = numbers.shards_along_ulysses = false;
-    mesh_.shards = static_cast<std::int32_t>(numbers.shard_ranks());
+    mesh_.shards = std::int32_t(numbers.shard_ranks());
     return visit_(mesh_);
   }
 
@@ -109,7 +109,7 @@ LayoutNumbers numbers_of(const Candidate& candidate, const Work& work) {
           .ep = candidate.ep,
           .pp = candidate.pp,
           .stages_per_rank = candidate.stages_per_rank,
-          .stage = static_cast<int>(candidate.strategy),
+          .stage = int(candidate.strategy),
           .shares_parameters = candidate.share_parameters,
           .asked_to_share = candidate.share_parameters,
           .sequence_parallel = candidate.sequence_parallel,

@@ -44,14 +44,13 @@ LayerElements elements_of(const ModelShape& model, const KeyHeads& keys, std::in
 // How nanotron gives layers to stages (its source, and what memory and time of its published rows agree
 // with).
 std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int stages) {
-  const auto hidden = static_cast<double>(model.hidden), width = static_cast<double>(model.feed_forward);
-  const double layer = 4 * hidden * hidden + 3 * hidden * width,
-               table = static_cast<double>(model.vocabulary) * hidden, head = table / layer;
+  const auto hidden = double(model.hidden), width = double(model.feed_forward);
+  const double layer = 4 * hidden * hidden + 3 * hidden * width, table = double(model.vocabulary) * hidden,
+               head = table / layer;
   std::int64_t last = model.layers, first = std::max(1, stages - 1);
   double least = 1e300;
   for (std::int64_t count = 0; stages > 1 && count <= model.layers; ++count) {
-    const double largest = std::max(static_cast<double>(most_of(model.layers - count, first)),
-                                    static_cast<double>(count) + head);
+    const double largest = std::max(double(most_of(model.layers - count, first)), double(count) + head);
     if (largest <= least) least = largest, last = count;
   }
   std::vector<StageShape> shapes;
@@ -62,8 +61,7 @@ std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int st
     shape.layers = shape.outputs ? last : rest / first + (stage < rest % first ? 1 : 0);
     const bool once = stages == 1 && model.tied_output;
     const double tables = once ? 1 : (shape.embeds ? 1 : 0) + (shape.outputs ? 1 : 0);
-    shape.elements = static_cast<std::int64_t>(
-        (static_cast<double>(shape.layers) * (layer + 2 * hidden) + table * tables) / tp);
+    shape.elements = std::int64_t((double(shape.layers) * (layer + 2 * hidden) + table * tables) / tp);
     next += shape.layers;
     shapes.push_back(shape);
   }
@@ -89,7 +87,7 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
     StageShape shape{.first_layer = own.begin,
                      .layers = own.count,
                      .embeds = shapes.empty(),
-                     .outputs = static_cast<int>(shapes.size()) + 1 == stages};
+                     .outputs = int(shapes.size()) + 1 == stages};
     const bool shares = shape.embeds && model.tied_output;  // one table is both
     shape.root = (shape.embeds ? table : 0) + (shape.outputs ? model.hidden + (shares ? 0 : table) : 0);
     shape.elements = shape.root;
@@ -108,7 +106,7 @@ std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline
   if (candidate.schedule == Schedule::kZeroBubbleV)
     return {rank_of_pipeline, 2 * candidate.pp - 1 - rank_of_pipeline};
   std::vector<int> stages;
-  stages.reserve(static_cast<std::size_t>(candidate.stages_per_rank));
+  stages.reserve(std::size_t(candidate.stages_per_rank));
   for (int part = 0; part < candidate.stages_per_rank; ++part)
     stages.push_back(rank_of_pipeline + part * candidate.pp);
   return stages;
@@ -123,7 +121,7 @@ DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& can
   std::int64_t rest = 0, experts = 0, root = 0;
   bool has_table = false;
   for (const int stage : stages_of_rank(candidate, rank_of_pipeline)) {
-    const StageShape& shape = stages[static_cast<std::size_t>(stage)];
+    const StageShape& shape = stages[std::size_t(stage)];
     rest += shape.elements, experts += shape.expert_elements, root += shape.root;
     if (has_table && shape.outputs &&
         problem.model.tied_output) {  // the first and the last stage, under zb-v

@@ -27,7 +27,7 @@ namespace {
 constexpr std::size_t kTextColumns = 100;
 
 std::size_t columns_of(std::string_view text) {  // UTF-8: bytes that begin a character
-  return static_cast<std::size_t>(std::ranges::count_if(text, [](char c) { return (c & 0xc0) != 0x80; }));
+  return std::size_t(std::ranges::count_if(text, [](char c) { return (c & 0xc0) != 0x80; }));
 }
 
 // `text` behind `head`, whose width later lines are indented by.

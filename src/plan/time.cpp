@@ -48,10 +48,10 @@ struct Pass {
 std::int64_t fragment_length(const Work& work) {
   double tokens = 0, squares = 0;
   for (const std::int64_t document : work.documents) {
-    const auto length = static_cast<double>(std::min(document, work.sequence));
+    const auto length = double(std::min(document, work.sequence));
     tokens += length, squares += length * length;
   }
-  return tokens > 0 ? static_cast<std::int64_t>(squares / tokens) : work.sequence;
+  return tokens > 0 ? std::int64_t(squares / tokens) : work.sequence;
 }
 
 }  // namespace
@@ -192,7 +192,7 @@ struct StepModel::Impl {
     double most = -1;
     for (int rank = 0; rank < c.pp; ++rank) {
       Pass own;
-      for (const int stage : stages_of_rank(c, rank)) own += all[static_cast<std::size_t>(stage)];
+      for (const int stage : stages_of_rank(c, rank)) own += all[std::size_t(stage)];
       if (const double busy = own.forward.total() + own.backward(); busy > most)
         most = busy, made.slowest = rank, made.of_slowest = own;
     }
@@ -211,13 +211,12 @@ struct StepModel::Impl {
         busy += times.forward[stage] + times.backward_inputs[stage] + times.backward_weights[stage];
       };
       if (c.schedule == Schedule::kZeroBubbleV)
-        for (const int stage : stages_of_rank(c, rank)) add(static_cast<std::size_t>(stage));
+        for (const int stage : stages_of_rank(c, rank)) add(std::size_t(stage));
       else
-        for (auto stage = static_cast<std::size_t>(rank); stage < times.forward.size();
-             stage += static_cast<std::size_t>(c.pp))
+        for (auto stage = std::size_t(rank); stage < times.forward.size(); stage += std::size_t(c.pp))
           add(stage);
       longest = std::max(longest, before + double(c.micro_batches) * busy);
-      const auto at = static_cast<std::size_t>(rank);
+      const auto at = std::size_t(rank);
       before += times.forward[at] + times.transfer;
       if (!halves) before += times.backward_inputs[at] + times.backward_weights[at] + times.transfer;
     }
@@ -234,18 +233,18 @@ struct StepModel::Impl {
                          std::int64_t bucket_bytes) {
     const std::vector<StageShape>& shapes = memory.stages(c);
     const DataParallelPlan plan = data_parallel_plan(problem, c, shapes, staged.slowest);
-    const double rounds = static_cast<double>(c.micro_batches),
+    const double rounds = double(c.micro_batches),
                  reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
     std::int64_t layers = 0, block = 0, root = 0;
     for (const int stage : stages_of_rank(c, staged.slowest)) {
-      const StageShape& shape = shapes[static_cast<std::size_t>(stage)];
+      const StageShape& shape = shapes[std::size_t(stage)];
       layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
     }
     const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
     double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0, packed = 0;
     for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
       const DataParallelPlan::Elements& elements = plan.elements[kind];
-      const auto numel = static_cast<double>(elements.numel);
+      const auto numel = double(elements.numel);
       if (numel == 0) continue;
       const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter,
                    shard = numel / elements.shards;
@@ -260,9 +259,8 @@ struct StepModel::Impl {
       // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones
       // leave less behind.
       const bool any = plan.stage != 3 && bucket_bytes == 0;
-      const double piece = plan.stage == 3
-                               ? static_cast<double>(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
-                               : static_cast<double>(any ? kLeastBucket : bucket_bytes);
+      const double piece = plan.stage == 3 ? double(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
+                                           : double(any ? kLeastBucket : bucket_bytes);
       reduce += travels(operation, gradients, reach, any ? 1 : std::ceil(gradients / piece));
       tail += network.seconds(operation, std::min(gradients, piece), reach);
       if (elements.replicas > 1 && operation == Operation::kReduceScatter)
@@ -270,7 +268,7 @@ struct StepModel::Impl {
                                 reach_of(elements.replicas, stride * elements.shards, problem.cluster));
       if (plan.stage == 3 && !plan.share_parameters) {
         // Units one ahead of what computes; the root before anything does.
-        const double whole = static_cast<double>(kind == 0 ? root : 0) * plan.bytes.parameter,
+        const double whole = double(kind == 0 ? root : 0) * plan.bytes.parameter,
                      each = network.seconds(Operation::kAllGather,
                                             (parameters - whole) / double(std::max<std::int64_t>(1, layers)),
                                             units),
@@ -313,7 +311,7 @@ struct StepModel::Impl {
     return made(c, times, pipelines.seconds(c, times.times), c.bucket_bytes);
   }
   StepParts made(const Candidate& c, const Staged& times, double length, std::int64_t bucket_bytes) {
-    const double rounds = static_cast<double>(c.micro_batches);
+    const double rounds = double(c.micro_batches);
     Seconds sum = times.of_slowest.forward;
     sum += times.of_slowest.inputs, sum += times.of_slowest.weights;
     sum = sum * rounds;
@@ -371,7 +369,7 @@ double StepModel::least_of_mesh(const Candidate& mesh) {
                      passes.output.forward.total() + passes.output.backward();
   // The longest rank takes at least as long as the mean of them: their waits for the first forward too.
   for (int rank = 0; rank < mesh.pp; ++rank) {
-    const StageShape& stage = stages[static_cast<std::size_t>(rank)];
+    const StageShape& stage = stages[std::size_t(rank)];
     sum += before;
     before += double(stage.layers - stage.mixtures) * passes.dense.forward.total() +
               double(stage.mixtures) * passes.mixture.forward.total();
@@ -470,7 +468,7 @@ std::vector<Span> StepModel::timeline(const Candidate& candidate) {
     for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
       for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
         const PipelineAction& action = table.ranks[rank][i];
-        const char kind = "FBIW"[static_cast<std::size_t>(action.kind)];
+        const char kind = "FBIW"[std::size_t(action.kind)];
         spans.push_back({fmt::format("stage {} compute", action.stage),
                          fmt::format("{}{}", kind, action.micro_batch), timeline.spans[rank][i].begin,
                          timeline.spans[rank][i].end});

@@ -47,8 +47,8 @@ std::string lacks_here(const Cluster& cluster, const Planned& planned) {
   }
   if (const unsigned cores = std::thread::hardware_concurrency(); static_cast<unsigned>(ranks) > cores)
     return fmt::format("{} cores, one for each rank; here are {}", ranks, cores);
-  const double all = planned.bytes.value * ranks, here = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) *
-                                                         static_cast<double>(::sysconf(_SC_PAGESIZE));
+  const double all = planned.bytes.value * ranks,
+               here = double(::sysconf(_SC_PHYS_PAGES)) * double(::sysconf(_SC_PAGESIZE));
   return all <= here ? ""
                      : fmt::format("{:.1f} GiB for all ranks; here are {:.1f}", all / 0x1p30, here / 0x1p30);
 }
@@ -102,7 +102,7 @@ class Turns {
     if (done.status == 0) {
       for (const MetricRow& row : read_metrics(results / "metrics.jsonl")) {
         if (row.seconds && row.step > 1) seconds.push_back(*row.seconds);
-        if (row.tokens) tokens_ = static_cast<double>(*row.tokens);
+        if (row.tokens) tokens_ = double(*row.tokens);
       }
       done.peak_bytes = std::max(done.peak_bytes, peak_of(done.output));
     }
@@ -132,8 +132,8 @@ std::pair<Plan, Planned> with_micro_batch(const Plan& plan, const Planned& plann
   Candidate& candidate = made.second.candidate;
   candidate.micro_batch = size;
   if (candidate.pp == 1) candidate.micro_batches = 1, candidate.reduce_once = false;
-  made.first.work.tokens = static_cast<double>(size * candidate.data_ranks() * candidate.micro_batches) *
-                           static_cast<double>(plan.work.sequence);
+  made.first.work.tokens =
+      double(size * candidate.data_ranks() * candidate.micro_batches) * double(plan.work.sequence);
   return made;
 }
 
@@ -179,16 +179,16 @@ ProgramRun run_program(const std::vector<std::string>& command, double most_seco
     if (left <= 0) run.late = ::kill(child, SIGKILL) == 0;  // its ranks end with it
     pollfd output{ends[0], POLLIN, 0};
     constexpr double kLook = 50;
-    if (::poll(&output, 1, static_cast<int>(std::clamp(left, 0.0, kLook))) <= 0) continue;
+    if (::poll(&output, 1, int(std::clamp(left, 0.0, kLook))) <= 0) continue;
     const ssize_t bytes = ::read(ends[0], read.data(), read.size());
-    if (bytes > 0) run.output.append(read.data(), static_cast<std::size_t>(bytes));
+    if (bytes > 0) run.output.append(read.data(), std::size_t(bytes));
     if (bytes == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (run.output.size() > 2 * kKeptOutput) run.output.erase(0, run.output.size() - kKeptOutput);
   }
   for (ssize_t bytes = 1; bytes > 0;) {  // what it wrote last
     pollfd output{ends[0], POLLIN, 0};
     bytes = ::poll(&output, 1, 0) > 0 ? ::read(ends[0], read.data(), read.size()) : 0;
-    if (bytes > 0) run.output.append(read.data(), static_cast<std::size_t>(bytes));
+    if (bytes > 0) run.output.append(read.data(), std::size_t(bytes));
   }
   ::close(ends[0]);
   run.status = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);

@@ -95,7 +95,7 @@ class RowReader {
   template <class Integer>
   void into(Integer& to, const char* column, double otherwise) const {
     const double found = number(column, otherwise);
-    if (constexpr auto kMost = static_cast<double>(std::numeric_limits<Integer>::max() / 2); found > kMost)
+    if (constexpr auto kMost = double(std::numeric_limits<Integer>::max() / 2); found > kMost)
       refuse_large(column, kMost);
     to = static_cast<Integer>(found);
   }
@@ -140,7 +140,7 @@ PublishedRow row_of(const RowReader& cells) {
   cells.into(candidate.stages_per_rank, "vpp", 1), cells.into(candidate.micro_batch, "mbs", 1);
   cells.into(candidate.micro_batches, "grad_acc", 1), cells.into(candidate.shards, "shards", 1);
   candidate.shards = std::max(candidate.shards, 1);
-  candidate.replicas = std::max(1, static_cast<int>(std::min(cells.number("dp", 1), 1e9)) / candidate.shards);
+  candidate.replicas = std::max(1, int(std::min(cells.number("dp", 1), 1e9)) / candidate.shards);
   candidate.strategy = static_cast<Strategy>(std::clamp(cells.number("zero", 0), 0.0, 3.0));
   candidate.sequence_parallel = cells.number("sp", 1) != 0;
   candidate.checkpoint = row.recompute == "full";
@@ -157,8 +157,7 @@ PublishedRow row_of(const RowReader& cells) {
                            ? Precision::kFloat8
                            : Precision::kBFloat16;
   cells.into(row.work.sequence, "seq", 0);
-  const double samples = cells.number("gbs", 0), gpus = candidate.ranks,
-               sequence = static_cast<double>(row.work.sequence);
+  const double samples = cells.number("gbs", 0), gpus = candidate.ranks, sequence = double(row.work.sequence);
   row.work.tokens = samples * sequence;
   row.memory = cells.number("mem_gb", 0) * kGibibyte;
   row.twin_ratio = cells.number("twin_ratio", 0);
@@ -197,12 +196,12 @@ std::optional<Cluster> cluster_of(const PublishedRow& row) {
       cluster.devices = row.candidate.ranks;
       auto& peak = cluster.device.peak;
       if (is_fp4(row)) {  // peaks of fp4: twice fp8, on GB300 three times
-        peak[static_cast<std::size_t>(Precision::kFloat8)] *= name == "gb300" ? 3 : 2;
+        peak[std::size_t(Precision::kFloat8)] *= name == "gb300" ? 3 : 2;
         cluster.device.name += "-fp4";
       }
       // Devices that have no fp8 units compute those products in 16 bits.
-      if (double& float8 = peak[static_cast<std::size_t>(Precision::kFloat8)]; float8 == 0)
-        float8 = peak[static_cast<std::size_t>(Precision::kBFloat16)];
+      if (double& float8 = peak[std::size_t(Precision::kFloat8)]; float8 == 0)
+        float8 = peak[std::size_t(Precision::kBFloat16)];
       return cluster;
     }
   return std::nullopt;
@@ -247,10 +246,10 @@ std::optional<Foretold> foretold(const PublishedRow& row) {
 
 // By linear interpolation between ranks, as numpy's quantile.
 double quantile(const std::vector<double>& sorted, double part) {
-  const double at = part * static_cast<double>(sorted.size() - 1);
-  const auto below = static_cast<std::size_t>(at);
+  const double at = part * double(sorted.size() - 1);
+  const auto below = std::size_t(at);
   const double above = sorted[std::min(below + 1, sorted.size() - 1)];
-  return sorted[below] + (at - static_cast<double>(below)) * (above - sorted[below]);
+  return sorted[below] + (at - double(below)) * (above - sorted[below]);
 }
 
 Errors errors_of(std::string source, std::string what, std::vector<double> values) {
@@ -265,7 +264,7 @@ Errors errors_of(std::string source, std::string what, std::vector<double> value
 }
 
 Errors part_of(std::string source, std::string what, std::size_t rows, std::size_t of_them) {
-  const double part = static_cast<double>(of_them) / static_cast<double>(rows);
+  const double part = double(of_them) / double(rows);
   return {std::move(source), std::move(what), rows, part, part, part, part};
 }
 
@@ -404,9 +403,7 @@ std::vector<Errors> validate_scaling(const std::vector<PublishedRow>& rows) {
   for (auto& [family, worlds] : families) {
     if (worlds.size() < 3) continue;
     std::ranges::sort(worlds, {}, [](const PublishedRow* row) { return row->candidate.ranks; });
-    const auto rounds = [](const PublishedRow* row) {
-      return static_cast<double>(row->candidate.micro_batches);
-    };
+    const auto rounds = [](const PublishedRow* row) { return double(row->candidate.micro_batches); };
     const PublishedRow* one = worlds.front();
     const auto two =
         std::ranges::find_if(worlds, [&](const PublishedRow* row) { return rounds(row) != rounds(one); });

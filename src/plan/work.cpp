@@ -51,7 +51,7 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
     // A rank's experts get as many tokens as it sends, shared among them.
     const std::int64_t own = part(experts.count, candidate.ep);
     width = part(experts.feed_forward, tp);
-    network(std::max<std::int64_t>(1, static_cast<std::int64_t>(rows / double(own))), width, double(own));
+    network(std::max<std::int64_t>(1, std::int64_t(rows / double(own))), width, double(own));
     if (experts.shared_feed_forward > 0) {
       network(tokens, part(experts.shared_feed_forward, tp), 1);
       multiplied += T * double(part(experts.shared_feed_forward, tp));
@@ -155,8 +155,7 @@ double Rates::seconds(const Product& product) const {
   if (flops == 0) return 0;
   if (!data_->products.empty())
     return flops / interpolated(data_->products, {size(product.m), size(product.n), size(product.k)});
-  return flops /
-         (data_->device.peak[static_cast<std::size_t>(data_->precision)] * data_->constants.share_of_peak);
+  return flops / (data_->device.peak[std::size_t(data_->precision)] * data_->constants.share_of_peak);
 }
 
 double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
@@ -165,8 +164,7 @@ double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim
     return flops / interpolated(data_->attention, {size(length), size(head_dim), 1});
   // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
   if (!data_->products.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
-  return flops / (data_->device.peak[static_cast<std::size_t>(data_->precision)] *
-                  data_->constants.share_of_attention);
+  return flops / (data_->device.peak[std::size_t(data_->precision)] * data_->constants.share_of_attention);
 }
 
 double Rates::memory(double bytes) const {

@@ -36,7 +36,7 @@ void set_dense_layers(RunConfig& config) {
   std::vector<std::int64_t> dense;
   dense.swap(config.model.shape.experts.dense_layers);
   std::int64_t leading = 0;
-  while (leading < std::ssize(dense) && dense[static_cast<std::size_t>(leading)] == leading) ++leading;
+  while (leading < std::ssize(dense) && dense[std::size_t(leading)] == leading) ++leading;
   for (const std::int64_t first : {std::int64_t{0}, leading})
     for (std::int64_t every = 1; every <= config.model.shape.layers; ++every) {
       config.model.dense_layers = first, config.model.experts_every = every;
@@ -85,8 +85,7 @@ Work work_of(const RunConfig& config) {
     refuse("model.lora.rank", std::to_string(config.model.lora.rank), "0: the planner trains all parameters",
            "Set model.lora.rank = 0");
   const auto precision = std::ranges::find(kPrecisionNames, config.train.dtype);
-  return {.tokens =
-              static_cast<double>(config.batch.packs_per_step) * static_cast<double>(config.data.pack_length),
+  return {.tokens = double(config.batch.packs_per_step) * double(config.data.pack_length),
           .sequence = config.data.pack_length,
           .precision = static_cast<Precision>(precision - std::begin(kPrecisionNames)),
           .fp32_gradients = config.train.fp32_gradients,
