@@ -484,7 +484,7 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
   for (std::int64_t size = 2; size <= world.size; ++size) {
     const bool power = std::has_single_bit(static_cast<std::uint64_t>(size));
     if (world.size % size != 0 || (!power && size != world.size)) continue;
-    std::vector<int> ranks(std::size_t(size));
+    std::vector<int> ranks(static_cast<std::size_t>(size));
     std::iota(ranks.begin(), ranks.end(), world.rank / int(size) * int(size));
     const Group group = size == world.size ? world.group : world.subgroup(ranks, "calibrated");
     for (const char* backend : {kOwnMemory, kInPlace}) add_collectives(measurement, groups, group, backend);

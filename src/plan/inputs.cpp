@@ -28,20 +28,27 @@ namespace fs = std::filesystem;
 
 // ---- numbers ----
 
-// A kind of number: the range of plain ones, and what a text's unit ends in.
+// A kind of number: its range, its unit, and what a text with a unit ends in. Bytes and rates begin at a
+// million: a smaller number is of another unit.
 struct Quantity {
   const char *unit, *suffix, *example;
   double least, most;
 };
-// Least: a device of a megabyte, a link of a megabyte a second. A smaller number is of another unit.
 constexpr Quantity kOfBytes{"bytes", "B", "80e9 or \"80 GiB\"", 1e6, 1e15},
     kOfRate{"bytes/s", "B/s", "450e9 or \"450 GB/s\"", 1e6, 1e15},
     kOfFlops{"FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\"", 1e6, 1e19},
-    kOfSeconds{"seconds", "s", "14e-6 or \"14 us\"", 0, 1}, kOfPart{"", "", "0.05", 0, 1e6};
+    kOfSeconds{"seconds", "s", "14e-6 or \"14 us\"", 0, 1}, kOfSpread{"of 1", "", "0.05", 0, 1e6},
+    kOfPart{"of 1", "", "0.4", 0, 1};
+struct Whole {
+  std::int64_t most, least = 1;
+};
+constexpr Whole kDevices{kMostDevices}, kLayers{100'000}, kCalibratedSize{std::int64_t{1} << 40},
+    kSize{std::int64_t(key_table::kWide)}, kSizeOrNone{kSize.most, 0}, kExperts{1'000'000, 0},
+    kRows{std::int64_t(key_table::kManyRows)};
+
 // Faster than any link that is sold: NVLink 6 has 1.8e12 bytes/s each way, a network 1.6 Tb/s a device.
 constexpr double kFastestLink = 2e12, kFastestNetwork = 2.5e11;
 constexpr double kMostTokens = 1e15, kMostParameters = 1e16;
-constexpr std::int64_t kMostLayers = 100'000, kMostExperts = 1'000'000;
 constexpr std::uint64_t kLongestModelFile = 16 << 20;  // a config.json has kilobytes
 constexpr std::int64_t kFormat = 1;                    // of a calibration; another one was measured otherwise
 
@@ -73,25 +80,41 @@ double quantity_of(const std::string& text, const Quantity& kind, const std::str
          fmt::format("Write it as in {}", kind.example));
 }
 
-void check_quantity(double value, const Quantity& kind, const std::string& where) {
-  positive(value, kind.most, where, kind.unit);
-  if (value < kind.least)
+void check(double value, const Quantity& kind, const std::string& where) {
+  if (!(value >= kind.least && value <= kind.most))
     refuse(where, fmt::format("{} {}", value, kind.unit),
-           fmt::format("at least {:g} {}", kind.least, kind.unit),
-           fmt::format("A number without a unit is of {}: write {}", kind.unit, kind.example));
+           fmt::format("{}, at most {:g} {}",
+                       kind.least > 0 ? fmt::format("above 0: at least {:g}", kind.least) : "0 or more",
+                       kind.most, kind.unit),
+           fmt::format("A number without a unit is of {}: write it as in {}", kind.unit, kind.example));
 }
 
-void check_whole(std::int64_t value, std::int64_t most, const std::string& where) {
-  if (value < 1 || value > most)
-    refuse(where, std::to_string(value), fmt::format("1 to {}", most), "Correct the number");
+void check(std::int64_t value, const Whole& kind, const std::string& where) {
+  if (value < kind.least || value > kind.most)
+    refuse(where, std::to_string(value), fmt::format("{} to {}", kind.least, kind.most),
+           "Correct the number");
 }
 
-// 0 is allowed: not known, or none.
-void check_or_zero(double value, const Quantity& kind, const std::string& where) {
-  if (value != 0) check_quantity(value, kind, where);
+void check_positive(double value, double most, const std::string& where, const std::string& unit) {
+  if (!(value > 0) || value > most)
+    refuse(where, fmt::format("{} {}", value, unit), fmt::format("above 0, at most {:g} {}", most, unit),
+           "Correct the number");
 }
 
-// ---- TOML: one list of keys for reading and writing ----
+// ---- one list of keys for reading, checking and writing ----
+
+[[noreturn]] void refuse_unknown(const std::string& where, const char* what, const std::string& name,
+                                 const std::string& expected, const std::vector<std::string>& known) {
+  const auto near = nearest(name, known);
+  refuse(where, fmt::format("an unknown {} \"{}\"", what, name),
+         fmt::format("{}{}", expected, fmt::join(known, ", ")),
+         near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
+}
+
+// Line 0: not from a file.
+std::string place(const std::string& file, const toml::source_region& source) {
+  return source.begin.line == 0 ? file : fmt::format("{}:{}", file, source.begin.line);
+}
 
 class KeyReader {
  public:
@@ -106,29 +129,22 @@ class KeyReader {
   bool maybe(const char* key, T& value, const Kind&... kind) {
     known_.emplace_back(key);
     const toml::node* node = table_.get(key);
-    if (node) take(fmt::format("{}: {}.{}", place(*node), section_, key), *node, value, kind...);
+    if (node)
+      take(fmt::format("{}: {}.{}", place(file_, node->source()), section_, key), *node, value, kind...);
     return node != nullptr;
   }
   // Refuses unknown keys, and then the first one that is missing.
   void finish() const {
-    for (const auto& [key, node] : table_) {
-      const std::string name(key.str());
-      if (std::ranges::find(known_, name) != known_.end()) continue;
-      const auto near = nearest(name, known_);
-      refuse(place(key.source()), fmt::format("an unknown key \"{}\"", name),
-             fmt::format("a key of {}: {}", section_, fmt::join(known_, ", ")),
-             near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
-    }
+    for (const auto& [key, node] : table_)
+      if (const std::string name(key.str()); std::ranges::find(known_, name) == known_.end())
+        refuse_unknown(place(file_, key.source()), "key", name, fmt::format("a key of {}: ", section_),
+                       known_);
     if (!missing_.empty())
-      refuse(place(table_), fmt::format("{} without {}", section_, missing_),
+      refuse(place(file_, table_.source()), fmt::format("{} without {}", section_, missing_),
              fmt::format("the key {}", missing_), "Add it: docs/planning.md has an example");
   }
 
  private:
-  std::string place(const toml::node& node) const { return place(node.source()); }
-  std::string place(const toml::source_region& source) const {  // line 0: not from a file
-    return source.begin.line == 0 ? file_ : fmt::format("{}:{}", file_, source.begin.line);
-  }
   [[noreturn]] static void wrong(const std::string& where, const toml::node& node,
                                  const std::string& expected) {
     refuse(where, describe(node), expected, "Correct the value");
@@ -142,6 +158,9 @@ class KeyReader {
             : std::is_same_v<T, std::string> ? "a text"
                                              : "a whole number");
     value = found->get();
+  }
+  static void take(const std::string& where, const toml::node& node, std::int64_t& value, const Whole&) {
+    take(where, node, value);
   }
   static void take(const std::string& where, const toml::node& node, double& value, const Quantity& kind) {
     if (const auto* text = node.as_string())
@@ -174,24 +193,46 @@ class KeyReader {
   std::vector<std::string> known_;
 };
 
+// Numbers that may be left out are 0 then, where they have a unit.
+class KeyChecker {
+ public:
+  explicit KeyChecker(std::string prefix) : prefix_(std::move(prefix)) {}
+  template <class T, class Kind>
+  void operator()(const char* key, const T& value, const Kind& kind) const {
+    if constexpr (requires { check(value, kind, key); }) check(value, kind, prefix_ + key);
+  }
+  template <class T>
+  void operator()(const char*, const T&) const {}
+  template <class T, class... Kind>
+  void maybe(const char* key, const T& value, const Kind&... kind) const {
+    if (std::is_integral_v<T> || value != T{}) (*this)(key, value, kind...);
+  }
+  void maybe(const char* key, const std::optional<double>& value, const Quantity& kind) const {
+    if (value) check(*value, kind, prefix_ + key);
+  }
+
+ private:
+  std::string prefix_;
+};
+
 class KeyWriter {
  public:
   explicit KeyWriter(const std::string& header) : text_("\n" + header + "\n") {}
-  template <class T>
-  void operator()(const char* key, const T& value) {
+  template <class T, class... Kind>
+  void operator()(const char* key, const T& value, const Kind&...) {
     text_ += fmt::format("{} = {}\n", key, toml_text(value));
   }
-  void operator()(const char* key, double value, const Quantity&) { (*this)(key, value); }
   template <class Enum, std::size_t kCount>
   void operator()(const char* key, Enum value, const char* const (&names)[kCount]) {
     (*this)(key, std::string(names[std::size_t(value)]));
   }
-  void maybe(const char* key, const std::optional<double>& value, const Quantity&) {
-    if (value) (*this)(key, *value);
-  }
   template <class T, class... Kind>
   void maybe(const char* key, const T& value, const Kind&... kind) {
-    if (value != T{}) (*this)(key, value, kind...);
+    if (value == T{}) return;
+    if constexpr (std::is_same_v<T, std::optional<double>>)
+      (*this)(key, *value);
+    else
+      (*this)(key, value, kind...);
   }
   const std::string& text() const { return text_; }
 
@@ -202,16 +243,13 @@ class KeyWriter {
 template <class Keys>
 void list_keys(Keys& keys, Cluster& cluster) {
   keys("name", cluster.name);
-  keys("devices", cluster.devices);
-  keys("per_host", cluster.per_host);
-  keys.maybe("host_memory", cluster.host_memory);
-  keys.maybe("reserve", cluster.reserve, kOfBytes);
+  keys("devices", cluster.devices, kDevices), keys("per_host", cluster.per_host, kDevices);
+  keys.maybe("host_memory", cluster.host_memory), keys.maybe("reserve", cluster.reserve, kOfBytes);
 }
 template <class Keys>
 void list_keys(Keys& keys, Device& device) {
   keys("name", device.name);
-  keys("memory", device.memory, kOfBytes);
-  keys("memory_bandwidth", device.memory_bandwidth, kOfRate);
+  keys("memory", device.memory, kOfBytes), keys("memory_bandwidth", device.memory_bandwidth, kOfRate);
   for (std::size_t i = 0; i < kPrecisions; ++i) {
     keys.maybe(fmt::format("peak_{}", kPrecisionNames[i]).c_str(), device.peak[i], kOfFlops);
     keys.maybe(fmt::format("best_found_{}", kPrecisionNames[i]).c_str(), device.best_found[i], kOfFlops);
@@ -220,66 +258,59 @@ void list_keys(Keys& keys, Device& device) {
 }
 template <class Keys>
 void list_keys(Keys& keys, Link& link) {
-  keys.maybe("name", link.name);
-  keys.maybe("ranks", link.ranks);
-  keys("latency", link.latency, kOfSeconds);
-  keys("bandwidth", link.bandwidth, kOfRate);
+  keys.maybe("name", link.name), keys.maybe("ranks", link.ranks, kDevices);
+  keys("latency", link.latency, kOfSeconds), keys("bandwidth", link.bandwidth, kOfRate);
   keys.maybe("origin", link.origin, kOriginNames);
 }
 template <class Keys>
 void list_keys(Keys& keys, ModelShape& model, std::int64_t& dense_layers) {
+  ModelShape::Experts& experts = model.experts;
   keys.maybe("name", model.name), keys.maybe("family", model.family);
-  keys("layers", model.layers), keys("hidden", model.hidden), keys("heads", model.heads);
-  keys.maybe("key_heads", model.key_heads), keys.maybe("head_dim", model.head_dim);
-  keys.maybe("feed_forward", model.feed_forward), keys.maybe("vocabulary", model.vocabulary);
+  keys("layers", model.layers, kLayers), keys("hidden", model.hidden, kSize),
+      keys("heads", model.heads, kSize);
+  keys.maybe("key_heads", model.key_heads, kSize), keys.maybe("head_dim", model.head_dim, kSize);
+  keys.maybe("feed_forward", model.feed_forward, kSize), keys.maybe("vocabulary", model.vocabulary, kRows);
   keys.maybe("gated", model.gated), keys.maybe("tied_output", model.tied_output);
   keys.maybe("attention_bias", model.attention_bias), keys.maybe("output_bias", model.output_bias);
   keys.maybe("mlp_bias", model.mlp_bias), keys.maybe("query_key_norm", model.query_key_norm);
-  keys.maybe("experts", model.experts.count), keys.maybe("experts_per_token", model.experts.per_token);
-  keys.maybe("expert_feed_forward", model.experts.feed_forward);
-  keys.maybe("shared_expert_feed_forward", model.experts.shared_feed_forward);
+  keys.maybe("experts", experts.count, kExperts),
+      keys.maybe("experts_per_token", experts.per_token, kExperts);
+  keys.maybe("expert_feed_forward", experts.feed_forward, kSizeOrNone);
+  keys.maybe("shared_expert_feed_forward", experts.shared_feed_forward, kSizeOrNone);
   keys.maybe("dense_layers", dense_layers);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration& calibration, std::int64_t& format) {
-  keys("format", format);
-  keys("machine", calibration.machine);
+  keys("format", format), keys("machine", calibration.machine);
   keys.maybe("memory_bandwidth", calibration.memory_bandwidth, kOfRate);
   keys.maybe("operator_overhead", calibration.operator_overhead, kOfSeconds);
   keys.maybe("optimizer_bandwidth", calibration.optimizer_bandwidth, kOfRate);
-  keys.maybe("overlap", calibration.overlap, kOfPart);
-  keys.maybe("not_measured", calibration.not_measured);
+  keys.maybe("overlap", calibration.overlap, kOfPart), keys.maybe("not_measured", calibration.not_measured);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration::Product& product) {
-  keys("m", product.m), keys("n", product.n), keys("k", product.k);
-  keys("precision", product.precision, kPrecisionNames);
-  keys("flops", product.flops, kOfFlops);
-  keys.maybe("spread", product.spread, kOfPart);
+  keys("m", product.m, kCalibratedSize), keys("n", product.n, kCalibratedSize);
+  keys("k", product.k, kCalibratedSize), keys("precision", product.precision, kPrecisionNames);
+  keys("flops", product.flops, kOfFlops), keys.maybe("spread", product.spread, kOfSpread);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration::Attention& attention) {
-  keys("length", attention.length), keys("head_dim", attention.head_dim);
+  keys("length", attention.length, kCalibratedSize), keys("head_dim", attention.head_dim, kCalibratedSize);
   keys("precision", attention.precision, kPrecisionNames);
-  keys("flops", attention.flops, kOfFlops);
-  keys.maybe("spread", attention.spread, kOfPart);
+  keys("flops", attention.flops, kOfFlops), keys.maybe("spread", attention.spread, kOfSpread);
 }
 template <class Keys>
 void list_keys(Keys& keys, Calibration::Collective& collective) {
-  keys("operation", collective.operation);
-  keys("backend", collective.backend);
-  keys("ranks", collective.ranks);
-  keys("latency", collective.latency, kOfSeconds);
-  keys("bandwidth", collective.bandwidth, kOfRate);
-  keys.maybe("spread", collective.spread, kOfPart);
+  keys("operation", collective.operation), keys("backend", collective.backend);
+  keys("ranks", collective.ranks, kDevices), keys("latency", collective.latency, kOfSeconds);
+  keys("bandwidth", collective.bandwidth, kOfRate), keys.maybe("spread", collective.spread, kOfSpread);
 }
 
 template <class T, class... More>
 void read_section(const toml::node& node, const std::string& section, const std::string& file, T& value,
                   More&... more) {
   if (!node.is_table())
-    refuse(fmt::format("{}:{}", file, node.source().begin.line),
-           fmt::format("{} for {}", describe(node), section), "a section",
+    refuse(place(file, node.source()), fmt::format("{} for {}", describe(node), section), "a section",
            fmt::format("Write {} on a line of its own, and its keys below", section));
   KeyReader keys(*node.as_table(), section, file);
   list_keys(keys, value, more...);
@@ -291,15 +322,20 @@ std::vector<T> read_list(const toml::table& root, const char* name, const std::s
                          const T& absent) {
   std::vector<T> all;
   const std::string section = fmt::format("[[{}]]", name);
-  if (const toml::node* node = root.get(name)) {
-    const toml::array* list = node->as_array();
-    if (!list)
-      refuse(fmt::format("{}:{}", file, node->source().begin.line),
-             fmt::format("{} for {}", describe(*node), section), "a list of sections",
-             fmt::format("Write {} before each", section));
-    for (const toml::node& entry : *list) read_section(entry, section, file, all.emplace_back(absent));
-  }
+  const toml::node* node = root.get(name);
+  if (node && !node->is_array())
+    refuse(place(file, node->source()), fmt::format("{} for {}", describe(*node), section),
+           "a list of sections", fmt::format("Write {} before each", section));
+  if (node)
+    for (const toml::node& entry : *node->as_array())
+      read_section(entry, section, file, all.emplace_back(absent));
   return all;
+}
+
+template <class T, class... More>
+void check_section(const std::string& prefix, T value, More... more) {
+  KeyChecker keys(prefix);
+  list_keys(keys, value, more...);
 }
 
 template <class T, class... More>
@@ -309,16 +345,20 @@ std::string write_section(const std::string& section, T value, More... more) {
   return keys.text();
 }
 
-// `call`, with `file` in front of what it refuses.
-template <class Call>
-auto in_file(const std::string& file, const Call& call) {
+// `call`, with `change` made to what it refuses.
+template <class Call, class Change>
+auto amended(const Call& call, const Change& change) {
   try {
     return call();
   } catch (const ConfigError& error) {
     ErrorText text = error.text();
-    text.where = file + ": " + text.where;
+    change(text);
     throw ConfigError(text);
   }
+}
+template <class Call>
+auto in_file(const std::string& file, const Call& call) {
+  return amended(call, [&](ErrorText& text) { text.where = file + ": " + text.where; });
 }
 
 void check(const Calibration& calibration, std::int64_t format) {
@@ -326,40 +366,20 @@ void check(const Calibration& calibration, std::int64_t format) {
     refuse("calibration.format", std::to_string(format),
            fmt::format("{}: this version of isograd measures otherwise", kFormat),
            "Run isograd calibrate again");
-  check_or_zero(calibration.memory_bandwidth, kOfRate, "calibration.memory_bandwidth");
-  check_or_zero(calibration.optimizer_bandwidth, kOfRate, "calibration.optimizer_bandwidth");
-  check_or_zero(calibration.operator_overhead, kOfSeconds, "calibration.operator_overhead");
-  if (const double overlap = calibration.overlap.value_or(0); !(overlap >= 0 && overlap <= 1))
-    refuse("calibration.overlap", fmt::format("{}", overlap), "0 to 1: a part", "Correct the number");
-  for (const auto& product : calibration.products) {
-    for (const std::int64_t size : {product.m, product.n, product.k})
-      check_whole(size, std::int64_t{1} << 40, "a size of a [[product]]");
-    check_quantity(product.flops, kOfFlops, "product.flops");
-    check_or_zero(product.spread, kOfPart, "product.spread");
-  }
-  for (const auto& attention : calibration.attention) {
-    for (const std::int64_t size : {attention.length, attention.head_dim})
-      check_whole(size, std::int64_t{1} << 40, "a size of an [[attention]]");
-    check_quantity(attention.flops, kOfFlops, "attention.flops");
-    check_or_zero(attention.spread, kOfPart, "attention.spread");
-  }
-  for (const auto& collective : calibration.collectives) {
-    check_whole(collective.ranks, kMostDevices, "collective.ranks");
-    check_or_zero(collective.latency, kOfSeconds, "collective.latency");
-    check_quantity(collective.bandwidth, kOfRate, "collective.bandwidth");
-    check_or_zero(collective.spread, kOfPart, "collective.spread");
-  }
+  check_section("calibration.", calibration, format);
+  for (const auto& product : calibration.products) check_section("product.", product);
+  for (const auto& attention : calibration.attention) check_section("attention.", attention);
+  for (const auto& collective : calibration.collectives) check_section("collective.", collective);
 }
 
 // The cluster with this number of devices: links beyond the first that joins all are left out.
 Cluster with_devices(Cluster cluster, std::int64_t devices) {
   cluster.devices = devices;
   const auto joins = std::ranges::find_if(cluster.links, [&](const Link& l) { return l.ranks >= devices; });
-  if (joins != cluster.links.end()) {
+  if (joins != cluster.links.end())
     cluster.links.erase(joins + 1, cluster.links.end());
-  } else if (cluster.links.empty() || cluster.links.back().ranks <= cluster.per_host) {
+  else if (cluster.links.empty() || cluster.links.back().ranks <= cluster.per_host)
     return cluster;  // check() says that no link joins the hosts
-  }
   cluster.links.back().ranks = devices;
   return cluster;
 }
@@ -367,10 +387,10 @@ Cluster with_devices(Cluster cluster, std::int64_t devices) {
 ClusterFile read_cluster_file(const std::string& name) {
   const bool here = name == "here";
   const fs::path file = here ? here_file() : fs::path(name);
+  if (here && !fs::exists(file))
+    refuse("here", "no " + file.string(), "what isograd calibrate measured on this machine",
+           "Run isograd calibrate first, or name a cluster of the table");
   if (!fs::exists(file)) {
-    if (here)
-      refuse("here", "no " + file.string(), "what isograd calibrate measured on this machine",
-             "Run isograd calibrate first, or name a cluster of the table");
     const std::vector<std::string> names = built_in_clusters();
     const auto near = nearest(name, names);
     refuse("the cluster", name, fmt::format("here, a TOML file, or one of {}", fmt::join(names, ", ")),
@@ -381,35 +401,22 @@ ClusterFile read_cluster_file(const std::string& name) {
   return parse_cluster(read_file(file, kLongestModelFile), file.string());
 }
 
-// ---- models ----
-
-const char* const kSizesAlone = "or give the planner its sizes alone: layers=32,hidden=4096,...";
-
 }  // namespace
-
-double positive(double value, double most, const std::string& where, const std::string& unit) {
-  if (!(value > 0) || value > most)
-    refuse(where, fmt::format("{} {}", value, unit), fmt::format("above 0, at most {:g} {}", most, unit),
-           "Correct the number");
-  return value;
-}
 
 double parse_tokens(std::string_view text, const std::string& where) {
   const auto split = split_number(without_blanks(text));
-  constexpr std::string_view kSuffixes = "kMGT";
   std::size_t power = 0;
   bool known = split.has_value();
   if (known && !split->second.empty()) {
-    std::string suffix = split->second;
-    if (suffix[0] == 'K') suffix[0] = 'k';
-    power = kSuffixes.find(suffix[0]) + 1;
+    const std::string& suffix = split->second;
+    power = std::string_view("kMGT").find(suffix[0] == 'K' ? 'k' : suffix[0]) + 1;
     known = power != 0 && (suffix.size() == 1 || suffix.substr(1) == "i");
   }
   if (!known)
     refuse(where, text.empty() ? "nothing" : std::string(text), "a number of tokens",
            "Write it as in 4194304, 4M (4 * 1024 * 1024) or 4e6");
   const double tokens = split->first * std::pow(1024, double(power));
-  positive(tokens, kMostTokens, where, "tokens");
+  check_positive(tokens, kMostTokens, where, "tokens");
   if (tokens != std::floor(tokens))
     refuse(where, fmt::format("{} tokens", tokens), "a whole number", "Round it");
   return tokens;
@@ -422,23 +429,30 @@ std::string machine_text() {
 
 fs::path here_file() { return fs::path(RunConfig{}.data.cache) / "here.toml"; }
 
+Cluster on_devices(Cluster cluster, std::int64_t devices) {
+  std::vector<Link>& links = cluster.links;
+  const Cluster* known = built_in(cluster.name);
+  const auto is_same = [](const Link& one, const Link& other) { return one.name == other.name; };
+  if (known && links.size() <= known->links.size() &&
+      std::equal(links.begin(), links.end(), known->links.begin(), is_same)) {
+    // As the table has them, before read_cluster() left out what fewer devices do not need.
+    const auto more = known->links.begin() + std::ssize(links);
+    if (!links.empty()) links.back().ranks = std::prev(more)->ranks;
+    links.insert(links.end(), more, known->links.end());
+  }
+  return with_devices(std::move(cluster), devices);
+}
+
 void check(const Cluster& cluster) {
   const Device& device = cluster.device;
-  check_whole(cluster.devices, kMostDevices, "cluster.devices");
-  check_whole(cluster.per_host, kMostDevices, "cluster.per_host");
+  check_section("cluster.", cluster), check_section("device.", device);
   if (const std::int64_t rest = cluster.devices % cluster.per_host;
       cluster.devices > cluster.per_host && rest != 0)
     refuse("cluster.devices", fmt::format("{} devices in hosts of {}", cluster.devices, cluster.per_host),
            "a multiple: all hosts have as many devices",
            fmt::format("Take {} or {} devices, or correct per_host", cluster.devices - rest,
                        cluster.devices - rest + cluster.per_host));
-  check_quantity(device.memory, kOfBytes, "device.memory");
-  check_quantity(device.memory_bandwidth, kOfRate, "device.memory_bandwidth");
-  for (std::size_t i = 0; i < kPrecisions; ++i) {
-    check_or_zero(device.peak[i], kOfFlops, fmt::format("device.peak_{}", kPrecisionNames[i]));
-    check_or_zero(device.best_found[i], kOfFlops, fmt::format("device.best_found_{}", kPrecisionNames[i]));
-  }
-  if (!(cluster.reserve >= 0 && cluster.reserve < device.memory))
+  if (cluster.reserve >= device.memory)
     refuse("cluster.reserve", fmt::format("{} bytes", cluster.reserve),
            fmt::format("0 or more, below the device's {}", device.memory), "Correct the number");
 
@@ -446,22 +460,17 @@ void check(const Cluster& cluster) {
   std::ranges::stable_sort(links, {}, &Link::ranks);
   for (std::size_t i = 0; i < links.size(); ++i) {
     const Link& link = links[i];
-    const std::string where = "link " + (link.name.empty() ? std::to_string(i + 1) : link.name);
-    check_whole(link.ranks, kMostDevices, where + ": ranks");
-    if (!(link.latency >= 0 && link.latency <= kOfSeconds.most))
-      refuse(where + ": latency", fmt::format("{} seconds", link.latency),
-             "0 to 1 second: of a step of a ring",
-             fmt::format("A number without a unit is of seconds: write {}", kOfSeconds.example));
-    check_quantity(link.bandwidth, kOfRate, where + ": bandwidth");
+    const std::string where = fmt::format("link {}: ", link.name.empty() ? std::to_string(i + 1) : link.name);
+    check_section(where, link);
     const bool network = i > 0 && i + 1 == links.size();
     if (const double fastest = network ? kFastestNetwork : kFastestLink; link.bandwidth > fastest)
-      refuse(where + ": bandwidth", fmt::format("{:g} GB/s, is that Gb/s?", link.bandwidth / 1e9),
+      refuse(where + "bandwidth", fmt::format("{:g} GB/s, is that Gb/s?", link.bandwidth / 1e9),
              fmt::format("at most {:g} GB/s: of one device, each way", fastest / 1e9),
              fmt::format("Write \"{:g} GB/s\" if it is", link.bandwidth / 8e9));
     // The last may end within a group of the one before: 512 devices in racks of 72.
     const std::int64_t inside = i > 0 ? links[i - 1].ranks : 0;
     if (i > 0 && (link.ranks == inside || (!network && link.ranks % inside != 0)))
-      refuse(where + ": ranks", fmt::format("{} over a link of {}", link.ranks, inside),
+      refuse(where + "ranks", fmt::format("{} over a link of {}", link.ranks, inside),
              "a multiple of what the link inside of it joins", "Correct ranks of one of them");
   }
   if (cluster.devices > 1 && (links.empty() || links.back().ranks < cluster.devices))
@@ -472,37 +481,26 @@ void check(const Cluster& cluster) {
 }
 
 void check(const ModelShape& model) {
-  constexpr auto kWide = std::int64_t(key_table::kWide);
-  constexpr auto kManyRows = std::int64_t(key_table::kManyRows);
   const ModelShape::Experts& experts = model.experts;
-  check_whole(model.layers, kMostLayers, "layers");
-  check_whole(model.hidden, kWide, "hidden");
-  check_whole(model.heads, kWide, "heads");
-  check_whole(model.key_heads, kWide, "key_heads");
-  check_whole(model.head_dim, kWide, "head_dim");
-  check_whole(model.feed_forward, kWide, "feed_forward");
-  check_whole(model.vocabulary, kManyRows, "vocabulary");
+  check_section("", model, std::int64_t{0});
   if (model.heads % model.key_heads != 0)
     refuse("key_heads", std::to_string(model.key_heads), fmt::format("a divisor of heads, {}", model.heads),
            "Correct one of them");
   if (experts.count != 0) {
-    check_whole(experts.count, kMostExperts, "experts");
-    check_whole(experts.per_token, experts.count, "experts_per_token");
-    check_whole(experts.feed_forward, kWide, "expert_feed_forward");
-    if (experts.shared_feed_forward != 0)
-      check_whole(experts.shared_feed_forward, kWide, "shared_expert_feed_forward");
+    check(experts.per_token, Whole{experts.count}, "experts_per_token");
+    check(experts.feed_forward, kSize, "expert_feed_forward");
     for (std::size_t i = 0; i < experts.dense_layers.size(); ++i)
       if (const std::int64_t layer = experts.dense_layers[i];
           layer < 0 || layer >= model.layers || (i > 0 && layer <= experts.dense_layers[i - 1]))
         refuse("dense_layers", std::to_string(layer), fmt::format("0 to {}, ascending", model.layers - 1),
                "Correct the list");
   }
-  positive(model.parameters(), kMostParameters, "the model", "parameters");
+  check_positive(model.parameters(), kMostParameters, "the model", "parameters");
 }
 
 void check(const Work& work) {
-  check_whole(work.sequence, std::int64_t(key_table::kManyRows), "sequence");
-  positive(work.tokens, kMostTokens, "tokens", "tokens of a batch");
+  check(work.sequence, kRows, "sequence");
+  check_positive(work.tokens, kMostTokens, "tokens", "tokens of a batch");
   const auto sequence = double(work.sequence);
   if (work.tokens < sequence)
     refuse("tokens", fmt::format("{:.0f} tokens of a batch", work.tokens),
@@ -516,7 +514,7 @@ void check(const Work& work) {
     refuse("states", std::to_string(work.states), "0 to 16 numbers of the optimizer for each parameter",
            "AdamW has 2");
   for (const std::int64_t document : work.documents)
-    check_whole(document, std::int64_t(kMostTokens), "documents");
+    check(document, Whole{std::int64_t(kMostTokens)}, "documents");
 }
 
 void check_peak(const Device& device, const Calibration& calibration, Precision precision) {
@@ -538,13 +536,8 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
   static const std::vector<std::string> kSections = {"cluster", "device",    "link",      "calibration",
                                                      "product", "attention", "collective"};
   for (const auto& [key, node] : root)
-    if (const std::string name(key.str()); std::ranges::find(kSections, name) == kSections.end()) {
-      const auto near = nearest(name, kSections);
-      refuse(fmt::format("{}:{}", file, key.source().begin.line),
-             fmt::format("an unknown section \"{}\"", name),
-             fmt::format("one of {}", fmt::join(kSections, ", ")),
-             near ? fmt::format("Did you mean \"{}\"?", *near) : "Leave it out");
-    }
+    if (const std::string name(key.str()); std::ranges::find(kSections, name) == kSections.end())
+      refuse_unknown(place(file, key.source()), "section", name, "one of ", kSections);
   for (const char* section : {"cluster", "device"})
     if (!root.contains(section))
       refuse(file, fmt::format("no [{}]", section), "a cluster as docs/planning.md describes it",
@@ -661,7 +654,7 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
     model.feed_forward = (model.hidden * 8 / 3 + 255) / 256 * 256;
   if (model.vocabulary == 0) model.vocabulary = 32000;
   if (experts.count > 0 && experts.feed_forward == 0) experts.feed_forward = model.feed_forward;
-  for (std::int64_t layer = 0; layer < std::min(dense_layers, kMostLayers); ++layer)
+  for (std::int64_t layer = 0; layer < std::min(dense_layers, kLayers.most); ++layer)
     experts.dense_layers.push_back(layer);
   in_file(where, [&] { check(model); });
   return model;
@@ -675,13 +668,11 @@ ModelShape read_model(const fs::path& file) {
   if (json) {
     const fs::path path = folder ? file / "config.json" : file;
     const fs::path named = fs::absolute(path).parent_path().filename();
-    try {
-      model = shape_of(parse_hf_config(read_file(path, kLongestModelFile), path), named.string());
-    } catch (const ConfigError& error) {
-      ErrorText text = error.text();
-      text.action += std::string(", ") + kSizesAlone;
-      throw ConfigError(text);
-    }
+    model = amended(
+        [&] { return shape_of(parse_hf_config(read_file(path, kLongestModelFile), path), named.string()); },
+        [](ErrorText& text) {
+          text.action += ", or give the planner its sizes alone: layers=32,hidden=4096,...";
+        });
   } else {
     const RunConfig config = load_config(file);
     if (config.model.kind != "decoder")

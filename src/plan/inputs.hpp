@@ -34,14 +34,16 @@ const Cluster* built_in(std::string_view name);
 // `data.cache`/here.toml, where `isograd calibrate` writes and --cluster here reads.
 std::filesystem::path here_file();
 
+// More of the same devices, or fewer: the network joins all. A cluster of the table gets back the links that
+// read_cluster() left out; of another that has none check() says so.
+Cluster on_devices(Cluster cluster, std::int64_t devices);
+
 // "AMD EPYC, 2 cores, LibTorch 2.13": what read_calibration() compares.
 std::string machine_text();
 
 // ConfigError: the device has neither a peak nor calibrated products of that precision.
 void check_peak(const Device& device, const Calibration& calibration, Precision precision);
 
-// 0, negative, NaN, infinite or absurd: ConfigError at `where`, with what is allowed.
-double positive(double value, double most, const std::string& where, const std::string& unit);
 // "4M" (4 * 1024 * 1024, as batches are said), "1.5e12", "4194304".
 double parse_tokens(std::string_view text, const std::string& where);
 

@@ -11,23 +11,13 @@
 namespace isograd::planner {
 
 double bytes_of(Precision precision) {
-  constexpr std::array<double, kPrecisions> kBytes = {8, 4, 2, 1};
-  return kBytes[std::size_t(precision)];
+  return std::array<double, kPrecisions>{8, 4, 2, 1}[std::size_t(precision)];
 }
 
 std::string_view name_of(Precision precision) { return kPrecisionNames[std::size_t(precision)]; }
 std::string_view name_of(Origin origin) { return kOriginNames[std::size_t(origin)]; }
-
-std::string_view name_of(Strategy strategy) {
-  constexpr std::array<std::string_view, 4> kNames = {"bucketed", "zero1", "zero2", "zero3"};
-  return kNames[std::size_t(strategy)];
-}
-
-std::string_view name_of(Schedule schedule) {
-  constexpr std::array<std::string_view, 6> kNames = {"none",        "1f1b",  "gpipe",
-                                                      "interleaved", "zb-h1", "zb-v"};
-  return kNames[std::size_t(schedule)];
-}
+std::string_view name_of(Strategy strategy) { return kStrategyNames[std::size_t(strategy)]; }
+std::string_view name_of(Schedule schedule) { return kScheduleNames[std::size_t(schedule)]; }
 
 bool ModelShape::has_experts(std::int64_t layer) const {
   return experts.count > 0 && !std::ranges::binary_search(experts.dense_layers, layer);
@@ -35,35 +25,21 @@ bool ModelShape::has_experts(std::int64_t layer) const {
 
 namespace {
 
-// Trained elements; of a mixture those of `experts` experts.
-double elements(const ModelShape& of, std::int64_t experts) {
+// Of a mixture those of `experts` experts.
+double trained_elements(const ModelShape& of, std::int64_t experts) {
   const auto hidden = double(of.hidden);
-  const auto queries = double(of.heads * of.head_dim), keys = double(of.key_heads * of.head_dim);
-  const auto matrices = [&](std::int64_t width) { return (of.gated ? 3 : 2) * hidden * double(width); };
   double all = hidden * double(of.vocabulary) * (of.tied_output ? 1 : 2) + hidden;  // and the last norm
   for (std::int64_t layer = 0; layer < of.layers; ++layer) {
-    all += 2 * hidden * (queries + keys) + 2 * hidden;  // q, k, v and o, and two norms
-    if (of.attention_bias) all += queries + 2 * keys;
-    if (of.output_bias) all += hidden;
-    if (of.query_key_norm) all += 2 * double(of.head_dim);
-    if (!of.has_experts(layer)) {
-      all += matrices(of.feed_forward);
-      if (of.mlp_bias) all += hidden + (of.gated ? 2 : 1) * double(of.feed_forward);
-      continue;
-    }
-    const ModelShape::Experts& mixture = of.experts;
-    all += hidden * double(mixture.count);  // the router
-    all += double(experts) * matrices(mixture.feed_forward) + matrices(mixture.shared_feed_forward);
-    if (mixture.shared_feed_forward > 0 && of.family == "qwen2_moe")
-      all += hidden;  // the shared expert's switch
+    const auto [rest, expert] = elements_of(of, of.key_heads, 1, of.has_experts(layer));
+    all += rest + double(experts) * expert;
   }
   return all;
 }
 
 }  // namespace
 
-double ModelShape::parameters() const { return elements(*this, experts.count); }
-double ModelShape::active_parameters() const { return elements(*this, experts.per_token); }
+double ModelShape::parameters() const { return trained_elements(*this, experts.count); }
+double ModelShape::active_parameters() const { return trained_elements(*this, experts.per_token); }
 
 std::int64_t Work::samples() const { return sequence > 0 ? std::int64_t(tokens / double(sequence)) : 0; }
 
@@ -72,51 +48,42 @@ double StepParts::total() const {
          optimizer + publish + uneven;
 }
 
+namespace {
+
+// Of a shape of the planner and one of the model room, either way.
+template <class From, class To>
+void copy_sizes(const From& from, To& to) {
+  to.family = from.family, to.vocabulary = from.vocabulary, to.hidden = from.hidden, to.layers = from.layers;
+  to.heads = from.heads, to.head_dim = from.head_dim, to.feed_forward = from.feed_forward;
+  to.tied_output = from.tied_output, to.attention_bias = from.attention_bias,
+  to.output_bias = from.output_bias;
+  to.mlp_bias = from.mlp_bias, to.query_key_norm = from.query_key_norm;
+  to.experts.count = from.experts.count, to.experts.per_token = from.experts.per_token;
+  to.experts.feed_forward = from.experts.feed_forward;
+  to.experts.shared_feed_forward = from.experts.shared_feed_forward;
+  to.experts.dense_layers = from.experts.dense_layers;
+}
+
+}  // namespace
+
 DecoderConfig decoder_of(const ModelShape& model) {
   DecoderConfig config;
-  config.family = model.family;
-  config.vocabulary = model.vocabulary;
-  config.hidden = model.hidden;
-  config.layers = model.layers;
-  config.heads = model.heads;
+  copy_sizes(model, config);
   config.key_value_heads = model.key_heads;
-  config.head_dim = model.head_dim;
-  config.feed_forward = model.feed_forward;
-  config.tied_output = model.tied_output;
-  config.attention_bias = model.attention_bias;
-  config.output_bias = model.output_bias;
-  config.mlp_bias = model.mlp_bias;
-  config.query_key_norm = model.query_key_norm;
-  config.experts.count = model.experts.count;
-  config.experts.per_token = model.experts.per_token;
-  config.experts.feed_forward = model.experts.feed_forward;
-  config.experts.shared_feed_forward = model.experts.shared_feed_forward;
-  config.experts.dense_layers = model.experts.dense_layers;
   config.experts.sigmoid = model.family == "dots1";
   return config;
 }
 
 ModelShape shape_of(const DecoderConfig& config, std::string name) {
-  const ExpertsShape& experts = config.experts;
-  return {.name = std::move(name),
-          .family = config.family,
-          .layers = config.layers,
-          .hidden = config.hidden,
-          .heads = config.heads,
-          .key_heads = config.key_value_heads,
-          .head_dim = config.head_dim,
-          .feed_forward = config.feed_forward,
-          .vocabulary = config.vocabulary,
-          .tied_output = config.tied_output,
-          .attention_bias = config.attention_bias,
-          .output_bias = config.output_bias,
-          .mlp_bias = config.mlp_bias,
-          .query_key_norm = config.query_key_norm,
-          .experts = {.count = experts.count,
-                      .per_token = experts.per_token,
-                      .feed_forward = experts.feed_forward,
-                      .shared_feed_forward = experts.shared_feed_forward,
-                      .dense_layers = experts.dense_layers}};
+  ModelShape shape{.name = std::move(name), .key_heads = config.key_value_heads};
+  copy_sizes(config, shape);
+  return shape;
+}
+
+at::ScalarType type_of(Precision precision) {
+  return precision == Precision::kFloat64   ? at::kDouble
+         : precision == Precision::kFloat32 ? at::kFloat
+                                            : at::kBFloat16;
 }
 
 namespace {

@@ -19,10 +19,25 @@ struct Problem {
   Program program = Program::kIsograd;
 };
 
-// In the order of their enumerations; of precisions as in train.dtype.
+// In the order of their enumerations, as in train.dtype and [parallel].
 inline constexpr const char* kPrecisionNames[] = {"float64", "float32", "bfloat16", "float8"};
 inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrated",
                                                "fitted", "data sheet", "assumed"};
+inline constexpr const char* kStrategyNames[] = {"bucketed", "zero1", "zero2", "zero3"};
+inline constexpr const char* kScheduleNames[] = {"none", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"};
+
+// A part of `number` that is the largest of as many as even as can be.
+inline std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
+// Of the micro-batch of a rank with the most.
+inline std::int64_t tokens_of(const Work& work, const Candidate& candidate) {
+  return most_of(candidate.micro_batch * work.sequence,
+                 std::int64_t{candidate.cp_ring} * candidate.cp_ulysses);
+}
+
+// A number with its interval, `width` of it to both sides.
+inline Estimate within(double value, double width, Origin origin) {
+  return {value, value * (1 - width), value * (1 + width), origin};
+}
 
 // As texts and pages show them: "12.5 GiB", "3.21 s".
 std::string bytes_text(double bytes);

@@ -4,9 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <tuple>
-#include <utility>
+
+#include "plan/problem.hpp"
 
 namespace isograd::planner {
 namespace {
@@ -16,7 +15,7 @@ using Kind = PipelineAction::Kind;
 // As many micro-batches as the schedule takes: whole rounds where ranks go through them in groups.
 std::int64_t rounded(const Candidate& candidate, std::int64_t micro_batches) {
   if (candidate.schedule != Schedule::kInterleaved) return micro_batches;
-  return (micro_batches + candidate.pp - 1) / candidate.pp * candidate.pp;
+  return most_of(micro_batches, candidate.pp) * candidate.pp;
 }
 
 // When the actions of each micro-batch end: [micro-batch][stage and kind].
@@ -61,52 +60,37 @@ std::optional<Period> period_of(const PipelineTable& table, const PipelineTimeli
 
 }  // namespace
 
-struct Pipelines::Impl {
-  using Kind = std::tuple<Schedule, int, int, std::int64_t>;  // ranks, stages on each, micro-batches
-  std::map<Kind, PipelineTable> tables{};
-  std::size_t actions = 0;
-  std::map<std::tuple<Kind, std::vector<double>>, double> lengths{};
+const PipelineTable& Pipelines::table(const Candidate& candidate, std::int64_t micro_batches) {
+  const Key key = key_of(candidate, micro_batches);
+  if (const auto found = tables_.find(key); found != tables_.end()) return found->second;
+  constexpr std::size_t kMostActions = 4'000'000;  // 50 MB
+  if (actions_ > kMostActions) tables_.clear(), actions_ = 0;
+  PipelineTable made = make_pipeline(std::string(name_of(candidate.schedule)), candidate.pp,
+                                     candidate.stages_per_rank, int(micro_batches));
+  for (const auto& rank : made.ranks) actions_ += rank.size();
+  return tables_.emplace(key, std::move(made)).first->second;
+}
 
-  const PipelineTable& table(const Candidate& candidate, std::int64_t micro_batches) {
-    const Kind kind{candidate.schedule, candidate.pp, candidate.stages_per_rank, micro_batches};
-    if (const auto found = tables.find(kind); found != tables.end()) return found->second;
-    constexpr std::size_t kMostActions = 4'000'000;  // 50 MB
-    if (actions > kMostActions) tables.clear(), actions = 0;
-    PipelineTable made = make_pipeline(std::string(name_of(candidate.schedule)), candidate.pp,
-                                       candidate.stages_per_rank, int(micro_batches));
-    for (const auto& rank : made.ranks) actions += rank.size();
-    return tables.emplace(kind, std::move(made)).first->second;
+double Pipelines::length(const Candidate& candidate, const StageTimes& times, std::int64_t micro_batches) {
+  const auto simulated = [&](std::int64_t count) { return simulate(table(candidate, count), times).length; };
+  if (candidate.schedule == Schedule::kGPipe) {
+    // Two flow shops of equal jobs, which grow by their slowest stage from the first job on.
+    if (micro_batches < 3) return simulated(micro_batches);
+    const double one = simulated(1), two = simulated(2);
+    return one + double(micro_batches - 1) * (two - one);
   }
-
-  double simulated(const Candidate& candidate, const StageTimes& times, std::int64_t micro_batches) {
-    return simulate(table(candidate, micro_batches), times).length;
+  const std::int64_t reach = candidate.pp * (candidate.stages_per_rank > 1 ? 2 : 1);
+  for (std::int64_t most = rounded(candidate, 4 * reach + 2); most < micro_batches; most *= 2) {
+    const PipelineTable& filled = table(candidate, most);
+    const PipelineTimeline timeline = simulate(filled, times);
+    const auto period = period_of(filled, timeline, reach, rounded(candidate, 1));
+    if (!period) continue;
+    const std::int64_t rest = (micro_batches - most) % period->micro_batches,
+                       more = (micro_batches - most) / period->micro_batches;
+    return (rest == 0 ? timeline.length : simulated(most + rest)) + double(more) * period->seconds;
   }
-
-  double length(const Candidate& candidate, const StageTimes& times, std::int64_t micro_batches) {
-    if (candidate.schedule == Schedule::kGPipe) {
-      // Two flow shops of equal jobs, which grow by their slowest stage from the first job on.
-      if (micro_batches < 3) return simulated(candidate, times, micro_batches);
-      const double one = simulated(candidate, times, 1), two = simulated(candidate, times, 2);
-      return one + double(micro_batches - 1) * (two - one);
-    }
-    const bool rounds = candidate.schedule == Schedule::kInterleaved;
-    const std::int64_t reach = candidate.pp * (candidate.stages_per_rank > 1 ? 2 : 1);
-    for (std::int64_t most = rounded(candidate, 4 * reach + 2); most < micro_batches; most *= 2) {
-      const PipelineTable& filled = table(candidate, most);
-      const PipelineTimeline timeline = simulate(filled, times);
-      const auto period = period_of(filled, timeline, reach, rounds ? candidate.pp : 1);
-      if (!period) continue;
-      const std::int64_t rest = (micro_batches - most) % period->micro_batches,
-                         more = (micro_batches - most) / period->micro_batches;
-      const double start = rest == 0 ? timeline.length : simulated(candidate, times, most + rest);
-      return start + double(more) * period->seconds;
-    }
-    return simulated(candidate, times, micro_batches);
-  }
-};
-
-Pipelines::Pipelines() : impl_(std::make_unique<Impl>()) {}
-Pipelines::~Pipelines() = default;
+  return simulated(micro_batches);
+}
 
 double Pipelines::seconds(const Candidate& candidate, const StageTimes& times) {
   const std::int64_t micro_batches = rounded(candidate, candidate.micro_batches);
@@ -114,12 +98,11 @@ double Pipelines::seconds(const Candidate& candidate, const StageTimes& times) {
     return double(micro_batches) *
            (times.forward.front() + times.backward_inputs.front() + times.backward_weights.front());
   std::vector<double> all = times.forward;
-  all.insert(all.end(), times.backward_inputs.begin(), times.backward_inputs.end());
-  all.insert(all.end(), times.backward_weights.begin(), times.backward_weights.end());
+  for (const auto* more : {&times.backward_inputs, &times.backward_weights})
+    all.insert(all.end(), more->begin(), more->end());
   all.push_back(times.transfer);
-  const Impl::Kind kind{candidate.schedule, candidate.pp, candidate.stages_per_rank, micro_batches};
-  const auto [found, is_new] = impl_->lengths.try_emplace({kind, std::move(all)}, 0);
-  if (is_new) found->second = impl_->length(candidate, times, micro_batches);
+  const auto [found, is_new] = lengths_.try_emplace({key_of(candidate, micro_batches), std::move(all)}, 0);
+  if (is_new) found->second = length(candidate, times, micro_batches);
   return found->second;
 }
 
@@ -130,7 +113,7 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
   // No rank has more in flight than twice the stages' ranks; gpipe has all of them.
   const std::int64_t played = std::min(asked, rounded(candidate, std::int64_t{4} * candidate.pp));
   double alive = 0, most = 0;
-  for (const auto& [kind, stage, i] : impl_->table(candidate, played).ranks[std::size_t(rank_of_pipeline)]) {
+  for (const auto& [kind, stage, i] : this->table(candidate, played).ranks[std::size_t(rank_of_pipeline)]) {
     const auto at = std::size_t(stage);
     if (kind == Kind::kForward) {
       most = std::max(most, alive += kept[at]);
@@ -148,7 +131,7 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
 
 PipelineTimeline Pipelines::timeline(const Candidate& candidate, const StageTimes& times,
                                      PipelineTable& table) {
-  table = impl_->table(candidate, rounded(candidate, candidate.micro_batches));
+  table = this->table(candidate, rounded(candidate, candidate.micro_batches));
   return simulate(table, times);
 }
 

@@ -1,7 +1,9 @@
 // Pipelines by isograd's own simulator, each kind once.
 #pragma once
 
-#include <memory>
+#include <map>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "isograd/pipeline_parallel.hpp"
@@ -14,9 +16,6 @@ using StageTimes = PipelineTimes;
 
 class Pipelines {
  public:
-  Pipelines();
-  ~Pipelines();
-
   // From the first forward to the end of the last backward. Simulated for up to 4 * pp micro-batches and as
   // many more as make another period; beyond that the length grows by one period at a time, as the
   // simulator's does (test: equal to 1e-9 up to 4 million forwards). Micro-batches are rounded up where the
@@ -31,8 +30,16 @@ class Pipelines {
   PipelineTimeline timeline(const Candidate& candidate, const StageTimes& times, PipelineTable& table);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  using Key = std::tuple<Schedule, int, int, std::int64_t>;  // ranks, stages on each, micro-batches
+  static Key key_of(const Candidate& candidate, std::int64_t micro_batches) {
+    return {candidate.schedule, candidate.pp, candidate.stages_per_rank, micro_batches};
+  }
+  const PipelineTable& table(const Candidate& candidate, std::int64_t micro_batches);
+  double length(const Candidate& candidate, const StageTimes& times, std::int64_t micro_batches);
+
+  std::map<Key, PipelineTable> tables_{};
+  std::size_t actions_ = 0;
+  std::map<std::pair<Key, std::vector<double>>, double> lengths_{};
 };
 
 }  // namespace isograd::planner

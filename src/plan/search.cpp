@@ -253,17 +253,6 @@ Estimate estimate_of(double value, double width, const std::vector<Planned::Part
 Models::Models(const Problem& of)
     : problem(of), memory(problem, pipelines), step(problem, pipelines, memory) {}
 
-Cluster on_devices(Cluster cluster, std::int64_t devices) {
-  std::vector<Link>& links = cluster.links;
-  const auto joined = [&] { return links.empty() ? 1 : links.back().ranks; };
-  if (const Cluster* known = built_in(cluster.name); known && joined() <= cluster.per_host)
-    for (const Link& link : known->links)
-      if (link.ranks > joined()) links.push_back(link);
-  cluster.devices = devices;
-  if (joined() > cluster.per_host) links.back().ranks = std::max(joined(), devices);
-  return cluster;
-}
-
 Searched search(Models& models, std::int64_t devices, const Options& options, bool with_front) {
   return Search(models, devices, options, with_front).run();
 }

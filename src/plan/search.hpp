@@ -31,9 +31,6 @@ Searched search(Models& models, std::int64_t devices, const Options& options, bo
 
 inline double gibibytes(double bytes) { return bytes / (1 << 30); }
 
-// More of the same devices, or fewer: the network joins all. One of the table that was read for a host alone
-// gets its network again; of another that has none check() says so.
-Cluster on_devices(Cluster cluster, std::int64_t devices);
 // The same question of another cluster or job, which must outlive it.
 inline Problem with(const Problem& problem, const Cluster& cluster, const Work& work) {
   return {.model = problem.model,

@@ -1,45 +1,14 @@
 // Layers and elements of stages. Elements are those of the first rank along tp and ep: even_cut() gives it
 // the larger part of everything.
-#include "plan/stage.hpp"
-
 #include <algorithm>
 
 #include "model/kept_tensors.hpp"
+#include "plan/memory.hpp"
 #include "plan/space.hpp"
 #include "train/build.hpp"
 
 namespace isograd::planner {
 namespace {
-
-std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
-
-// Elements of a layer, along tp as rules_of() of parallel/tensor/cut.cpp cuts it. Only the routed experts are
-// cut along ep.
-struct LayerElements {
-  std::int64_t rest = 0, experts = 0;
-};
-LayerElements elements_of(const ModelShape& model, const KeyHeads& keys, std::int64_t tp, std::int64_t ep,
-                          bool mixture) {
-  const std::int64_t hidden = model.hidden, queries = most_of(model.heads, tp) * model.head_dim,
-                     kept_keys = keys.kept * model.head_dim;
-  const auto matrices = [&](std::int64_t width) {
-    return (model.gated ? 3 : 2) * hidden * most_of(width, tp);
-  };
-  LayerElements of{.rest = 2 * hidden * (queries + kept_keys) + 2 * hidden};
-  if (model.attention_bias) of.rest += queries + 2 * kept_keys;
-  if (model.output_bias) of.rest += hidden;
-  if (model.query_key_norm) of.rest += 2 * model.head_dim;
-  if (!mixture) {
-    of.rest += matrices(model.feed_forward);
-    if (model.mlp_bias) of.rest += hidden + (model.gated ? 2 : 1) * most_of(model.feed_forward, tp);
-    return of;
-  }
-  const ModelShape::Experts& experts = model.experts;
-  of.rest += hidden * experts.count + matrices(experts.shared_feed_forward);
-  if (experts.shared_feed_forward > 0 && model.family == "qwen2_moe") of.rest += hidden;  // its switch
-  of.experts = most_of(experts.count, ep) * matrices(experts.feed_forward);
-  return of;
-}
 
 // How nanotron gives layers to stages (its source, and what memory and time of its published rows agree
 // with).
@@ -54,15 +23,13 @@ std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int st
     if (largest <= least) least = largest, last = count;
   }
   std::vector<StageShape> shapes;
-  std::int64_t next = 0;
   for (int stage = 0; stage < stages; ++stage) {
-    StageShape shape{.first_layer = next, .embeds = stage == 0, .outputs = stage + 1 == stages};
+    StageShape shape{.embeds = stage == 0, .outputs = stage + 1 == stages};
     const std::int64_t rest = model.layers - last;
     shape.layers = shape.outputs ? last : rest / first + (stage < rest % first ? 1 : 0);
     const bool once = stages == 1 && model.tied_output;
     const double tables = once ? 1 : (shape.embeds ? 1 : 0) + (shape.outputs ? 1 : 0);
     shape.elements = std::int64_t((double(shape.layers) * (layer + 2 * hidden) + table * tables) / tp);
-    next += shape.layers;
     shapes.push_back(shape);
   }
   return shapes;
@@ -70,32 +37,49 @@ std::vector<StageShape> stages_of_others(const ModelShape& model, int tp, int st
 
 }  // namespace
 
-at::ScalarType type_of(Precision precision) {
-  return precision == Precision::kFloat64   ? at::kDouble
-         : precision == Precision::kFloat32 ? at::kFloat
-                                            : at::kBFloat16;
+// Along tp as rules_of() of parallel/tensor/cut.cpp cuts it.
+LayerElements elements_of(const ModelShape& model, std::int64_t key_heads, std::int64_t tp, bool mixture) {
+  const double hidden = double(model.hidden), queries = double(most_of(model.heads, tp) * model.head_dim),
+               keys = double(key_heads * model.head_dim);
+  const auto matrices = [&](std::int64_t width) {
+    return (model.gated ? 3 : 2) * hidden * double(most_of(width, tp));
+  };
+  LayerElements of{.rest = 2 * hidden * (queries + keys) + 2 * hidden};  // q, k, v and o, and two norms
+  if (model.attention_bias) of.rest += queries + 2 * keys;
+  if (model.output_bias) of.rest += hidden;
+  if (model.query_key_norm) of.rest += 2 * double(model.head_dim);
+  if (!mixture) {
+    of.rest += matrices(model.feed_forward);
+    if (model.mlp_bias) of.rest += hidden + (model.gated ? 2 : 1) * double(most_of(model.feed_forward, tp));
+    return of;
+  }
+  const ModelShape::Experts& experts = model.experts;
+  of.rest += hidden * double(experts.count) + matrices(experts.shared_feed_forward);
+  if (experts.shared_feed_forward > 0 && model.family == "qwen2_moe") of.rest += hidden;  // its switch
+  of.expert = matrices(experts.feed_forward);
+  return of;
 }
 
 std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int stages) {
   const ModelShape& model = problem.model;
   if (problem.program != Program::kIsograd) return stages_of_others(model, tp, stages);
   const DecoderConfig config = decoder_of(model);
-  const KeyHeads keys = key_heads_of(config, tp);
+  const std::int64_t key_heads = key_heads_of(config, tp).kept;
   const std::int64_t table = most_of(model.vocabulary, tp) * model.hidden;
   std::vector<StageShape> shapes;
   for (const StageLayers& own : stage_layers(config, stages)) {
-    StageShape shape{.first_layer = own.begin,
-                     .layers = own.count,
-                     .embeds = shapes.empty(),
-                     .outputs = int(shapes.size()) + 1 == stages};
+    StageShape shape{
+        .layers = own.count, .embeds = shapes.empty(), .outputs = int(shapes.size()) + 1 == stages};
     const bool shares = shape.embeds && model.tied_output;  // one table is both
     shape.root = (shape.embeds ? table : 0) + (shape.outputs ? model.hidden + (shares ? 0 : table) : 0);
     shape.elements = shape.root;
     for (std::int64_t layer = own.begin; layer < own.begin + own.count; ++layer) {
-      const LayerElements of = elements_of(model, keys, tp, ep, model.has_experts(layer));
-      shape.elements += of.rest, shape.expert_elements += of.experts;
-      shape.mixtures += model.has_experts(layer) ? 1 : 0;
-      shape.largest_block = std::max(shape.largest_block, of.rest + of.experts);
+      const bool mixture = model.has_experts(layer);
+      const LayerElements of = elements_of(model, key_heads, tp, mixture);
+      const auto rest = std::int64_t(of.rest),
+                 experts = most_of(model.experts.count, ep) * std::int64_t(of.expert);
+      shape.elements += rest, shape.expert_elements += experts, shape.mixtures += mixture ? 1 : 0;
+      shape.largest_block = std::max(shape.largest_block, rest + experts);
     }
     shapes.push_back(shape);
   }
@@ -103,12 +87,9 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
 }
 
 std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline) {
-  if (candidate.schedule == Schedule::kZeroBubbleV)
-    return {rank_of_pipeline, 2 * candidate.pp - 1 - rank_of_pipeline};
   std::vector<int> stages;
-  stages.reserve(std::size_t(candidate.stages_per_rank));
   for (int part = 0; part < candidate.stages_per_rank; ++part)
-    stages.push_back(rank_of_pipeline + part * candidate.pp);
+    stages.push_back(int(stage_of(candidate, rank_of_pipeline, part)));
   return stages;
 }
 

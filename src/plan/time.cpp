@@ -6,43 +6,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <numeric>
-#include <tuple>
 
 namespace isograd::planner {
 namespace {
 
 constexpr std::int64_t kLeastBucket = 1 << 20;
 constexpr double kBarelyLess = 1 - 1e-12;  // sums in another order are not above what they bound
-
-// A rank's seconds of a forward, or of a half of a backward.
-struct Seconds {
-  double products = 0, attention = 0, memory = 0, overhead = 0, tp = 0, cp = 0, ep = 0;
-  double hidden_tp = 0, hidden_cp = 0, hidden_ep = 0;
-
-  Seconds& operator+=(const Seconds& more) {
-    products += more.products, attention += more.attention, memory += more.memory, overhead += more.overhead;
-    tp += more.tp, cp += more.cp, ep += more.ep;
-    hidden_tp += more.hidden_tp, hidden_cp += more.hidden_cp, hidden_ep += more.hidden_ep;
-    return *this;
-  }
-  Seconds operator*(double factor) const {
-    return {products * factor,  attention * factor, memory * factor, overhead * factor,
-            tp * factor,        cp * factor,        ep * factor,     hidden_tp * factor,
-            hidden_cp * factor, hidden_ep * factor};
-  }
-  double total() const { return products + attention + memory + overhead + tp + cp + ep; }
-};
-struct Pass {
-  Seconds forward{}, inputs{}, weights{};  // `inputs`: of a checkpointed layer with its forward again
-  Pass& operator+=(const Pass& more) {
-    forward += more.forward, inputs += more.inputs, weights += more.weights;
-    return *this;
-  }
-  Pass operator*(double factor) const { return {forward * factor, inputs * factor, weights * factor}; }
-  double backward() const { return inputs.total() + weights.total(); }
-};
+// Parts that candidates share. A full table is begun anew, so that memory does not grow with the space.
+constexpr std::size_t kMostShapes = 4096;
 
 // A token's, so that long ones count for more.
 std::int64_t fragment_length(const Work& work) {
@@ -56,314 +28,270 @@ std::int64_t fragment_length(const Work& work) {
 
 }  // namespace
 
-struct StepModel::Impl {
-  Impl(const Problem& of, Pipelines& with, MemoryModel& sizes)
-      : problem(of),
-        pipelines(with),
-        memory(sizes),
-        network(of.cluster, of.calibration, of.constants.share_inside, of.constants.share_across),
-        rates(of),
-        overlap(of.calibration.overlap.value_or(of.constants.overlap)),
-        pairs(pairs_by_sequence(of.work)),
-        mean_pairs(packs_of(pairs).pairs),
-        fragment(fragment_length(of.work)) {}
-
-  const Problem& problem;
-  Pipelines& pipelines;
-  MemoryModel& memory;
-  Network network;
-  Rates rates;
-  double overlap;             // part of a collective that computation hides
-  std::vector<double> pairs;  // of the sequences of a corpus, and their mean
-  double mean_pairs;
-  std::int64_t fragment;  // tokens of a fragment, on the average
-  // The passes of a layer of either kind, and of the output.
-  struct Passes {
-    Pass dense{}, mixture{}, output{};
-  };
-  // Seconds of the stages of one micro-batch, and the rank of the pipeline that computes longest.
-  struct Staged {
-    StageTimes times{};
-    int slowest = 0;
-    Pass of_slowest{};
-  };
-  // Parts that candidates share. A full table is begun anew, so that memory does not grow with the space.
-  static constexpr std::size_t kMostShapes = 4096;
-  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
-  std::map<Shape, Passes> passes{};
-  std::map<std::tuple<Shape, int, int, bool>, Staged> stages{};
-  std::map<std::pair<std::int64_t, std::int64_t>, double> slowest{};
-
-  static Shape shape_of(const Candidate& c) {
-    return {c.tp, c.cp_ring, c.cp_ulysses, c.ep, c.micro_batch, c.sequence_parallel, c.checkpoint};
-  }
-
-  const Passes& passes_of(const Candidate& c) {
-    if (passes.size() >= kMostShapes) passes.clear();
-    const auto [found, is_new] = passes.try_emplace(shape_of(c));
-    if (!is_new) return found->second;
-    for (std::int64_t layer = 0; layer < problem.model.layers; ++layer) {
-      Pass& kind = problem.model.has_experts(layer) ? found->second.mixture : found->second.dense;
-      if (kind.forward.total() == 0) kind = computed(c, layer);
-    }
-    found->second.output = computed(c, -1);
-    return found->second;
-  }
-
-  // `layer` -1: the output.
-  Pass computed(const Candidate& c, std::int64_t layer) const {
-    const LayerWork work = layer < 0 ? output_work(problem, c) : layer_work(problem, c, layer, mean_pairs);
-    const auto all = [&](const std::vector<Product>& products) {
-      double sum = 0;
-      for (const Product& product : products) sum += rates.seconds(product);
-      return sum;
-    };
-    const auto attention = [&](double flops) {
-      return rates.attention(flops, fragment, problem.model.head_dim);
-    };
-    const auto sent = [&](Operation operation, double bytes, Axis axis) {
-      return bytes > 0 ? network.seconds(operation, bytes, reach_of(c, axis, problem.cluster)) : 0;
-    };
-    Pass pass;
-    pass.forward = {.products = all(work.forward),
-                    .attention = attention(work.pairs),
-                    .memory = rates.memory(work.bytes),
-                    .overhead = rates.operators(work.operators)};
-    // Attention's backward computes five products for the forward's two; other operators move their inputs
-    // and gradients.
-    pass.inputs = {.products = all(work.inputs),
-                   .attention = attention(2.5 * work.pairs),
-                   .memory = rates.memory(2 * work.bytes),
-                   .overhead = rates.operators(work.operators)};
-    pass.weights = {.products = all(work.weights), .overhead = rates.operators(work.operators / 2)};
-
-    // A gather before and a reduce-scatter behind each pair of products, in the forward and in the backward;
-    // an all-reduce where the sequence is whole. The output has half.
-    const double regions = layer < 0 ? 1 : 2;
-    const double tokens = c.sequence_parallel ? sent(Operation::kAllGather, work.tp_bytes, Axis::kTp) +
-                                                    sent(Operation::kReduceScatter, work.tp_bytes, Axis::kTp)
-                                              : sent(Operation::kAllReduce, work.tp_bytes, Axis::kTp);
-    pass.forward.tp = pass.inputs.tp = regions * tokens;
-    // A hop of keys and values is hidden behind the block that is computed, and in backward, with gradients,
-    // too.
-    if (c.cp_ring > 1) {
-      const double hop = sent(Operation::kSend, work.ring_bytes, Axis::kRing), hops = c.cp_ring - 1;
-      const auto add = [&](Seconds& to, double each) {
-        const double shown = hops * exposed(each, to.attention / c.cp_ring, overlap);
-        to.cp += shown, to.hidden_cp += hops * each - shown;
-      };
-      add(pass.forward, hop), add(pass.inputs, 2 * hop);
-    }
-    const double heads = sent(Operation::kAllToAll, work.ulysses_bytes, Axis::kUlysses);
-    pass.forward.cp += heads, pass.inputs.cp += heads;
-    const double experts =
-        2 * sent(Operation::kAllToAll, work.expert_bytes, Axis::kExpert);  // there and back
-    pass.forward.ep = pass.inputs.ep = experts;
-    if (c.checkpoint && layer >= 0) pass.inputs += pass.forward;
-    return pass;
-  }
-
-  const Staged& staged(const Candidate& c) {
-    if (stages.size() >= kMostShapes) stages.clear();
-    const bool folded = c.schedule == Schedule::kZeroBubbleV;
-    const auto [found, is_new] = stages.try_emplace({shape_of(c), c.pp, c.stages_per_rank, folded});
-    Staged& made = found->second;
-    if (!is_new) return made;
-    const Passes& each = passes_of(c);
-    std::vector<Pass> all;
-    for (const StageShape& stage : memory.stages(c)) {
-      Pass sum = each.dense * double(stage.layers - stage.mixtures);
-      sum += each.mixture * double(stage.mixtures);
-      if (stage.outputs) sum += each.output;
-      all.push_back(sum);
-      made.times.forward.push_back(sum.forward.total());
-      made.times.backward_inputs.push_back(sum.inputs.total());
-      made.times.backward_weights.push_back(sum.weights.total());
-    }
-    if (c.pp > 1) {
-      const double stream = double(c.micro_batch) * double(problem.work.sequence) *
-                            double(problem.model.hidden) * bytes_of(problem.work.precision) /
-                            (double(c.cp_ring) * c.cp_ulysses);
-      Reach next = reach_of(c, Axis::kStage, problem.cluster);
-      next.ranks = 2;
-      made.times.transfer =
-          network.seconds(Operation::kSend, stream / (c.sequence_parallel ? c.tp : 1), next);
-    }
-    double most = -1;
-    for (int rank = 0; rank < c.pp; ++rank) {
-      Pass own;
-      for (const int stage : stages_of_rank(c, rank)) own += all[std::size_t(stage)];
-      if (const double busy = own.forward.total() + own.backward(); busy > most)
-        most = busy, made.slowest = rank, made.of_slowest = own;
-    }
-    return made;
-  }
-
-  // No pipeline is shorter: a rank computes all its micro-batches after the first has come through the stages
-  // before, and where backwards are whole its last one goes back through them.
-  double shortest(const Candidate& c, const StageTimes& times) const {
-    if (c.pp == 1) return 0;
-    const bool halves = c.schedule == Schedule::kZeroBubbleH1 || c.schedule == Schedule::kZeroBubbleV;
-    double before = 0, longest = 0;
-    for (int rank = 0; rank < c.pp; ++rank) {
-      double busy = 0;
-      const auto add = [&](std::size_t stage) {
-        busy += times.forward[stage] + times.backward_inputs[stage] + times.backward_weights[stage];
-      };
-      if (c.schedule == Schedule::kZeroBubbleV)
-        for (const int stage : stages_of_rank(c, rank)) add(std::size_t(stage));
-      else
-        for (auto stage = std::size_t(rank); stage < times.forward.size(); stage += std::size_t(c.pp))
-          add(stage);
-      longest = std::max(longest, before + double(c.micro_batches) * busy);
-      const auto at = std::size_t(rank);
-      before += times.forward[at] + times.transfer;
-      if (!halves) before += times.backward_inputs[at] + times.backward_weights[at] + times.transfer;
-    }
-    return longest;
-  }
-
-  // Collectives of gradients and parameters by kind of elements: those that every rank copies, then experts.
-  double travels(Operation operation, double bytes, const Reach& reach, double pieces) const {
-    return pieces * network.seconds(operation, bytes / pieces, reach);
-  }
-
-  // `bucket_bytes` 0: no more than with any size of buckets.
-  void add_data_parallel(StepParts& parts, const Candidate& c, const Staged& staged,
-                         std::int64_t bucket_bytes) {
-    const std::vector<StageShape>& shapes = memory.stages(c);
-    const DataParallelPlan plan = data_parallel_plan(problem, c, shapes, staged.slowest);
-    const double rounds = double(c.micro_batches),
-                 reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
-    std::int64_t layers = 0, block = 0, root = 0;
-    for (const int stage : stages_of_rank(c, staged.slowest)) {
-      const StageShape& shape = shapes[std::size_t(stage)];
-      layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
-    }
-    const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
-    double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0, packed = 0;
-    for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
-      const DataParallelPlan::Elements& elements = plan.elements[kind];
-      const auto numel = double(elements.numel);
-      if (numel == 0) continue;
-      const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter,
-                   shard = numel / elements.shards;
-      const std::int64_t stride = kind > 0 ? std::int64_t{c.tp} * c.ep : c.tp;
-      const bool everywhere = plan.stage == 0 && !plan.share_parameters;
-      // Units of zero3 are gathered into memory of their own; all else is in memory that ranks share.
-      const Reach units = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1),
-                                   stride, problem.cluster);
-      Reach reach = units;
-      reach.in_place = true;
-      const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
-      // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones
-      // leave less behind.
-      const bool any = plan.stage != 3 && bucket_bytes == 0;
-      const double piece = plan.stage == 3 ? double(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
-                                           : double(any ? kLeastBucket : bucket_bytes);
-      reduce += travels(operation, gradients, reach, any ? 1 : std::ceil(gradients / piece));
-      tail += network.seconds(operation, std::min(gradients, piece), reach);
-      if (elements.replicas > 1 && operation == Operation::kReduceScatter)
-        once += network.seconds(Operation::kAllReduce, shard * plan.bytes.gradient,
-                                reach_of(elements.replicas, stride * elements.shards, problem.cluster));
-      if (plan.stage == 3 && !plan.share_parameters) {
-        // Units one ahead of what computes; the root before anything does.
-        const double whole = double(kind == 0 ? root : 0) * plan.bytes.parameter,
-                     each = network.seconds(Operation::kAllGather,
-                                            (parameters - whole) / double(std::max<std::int64_t>(1, layers)),
-                                            units),
-                     first = network.seconds(Operation::kAllGather, whole, units);
-        const double unit = 1 / double(std::max<std::int64_t>(1, layers));
-        const double again = c.reshard ? 1 : 0;
-        gather += rounds * (double(layers) * each * (1 + again)) + first;
-        shown_gather +=
-            rounds * double(layers) *
-                (exposed(each, forward * unit, overlap) + again * exposed(each, backward * unit, overlap)) +
-            first;
-      } else if (plan.stage > 0 && !plan.share_parameters) {
-        parts.publish += network.seconds(Operation::kAllGather, parameters, reach);
-      }
-      const bool sharded = plan.stage > 0 || plan.share_parameters;
-      const double own = sharded ? shard : numel;
-      sums += own * plan.bytes.gradient;
-      // Stage 2 packs the gradients of each micro-batch; sums behind the first one are added to the shard.
-      if (plan.stage == 2 && !plan.reduce_once) packed += rounds * 2 * gradients;
-      if (plan.stage >= 2 && !plan.reduce_once) packed += (rounds - 1) * 3 * shard * plan.bytes.gradient;
-      moved += own * update_bytes(plan.bytes);
-    }
-    const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
-    if (!alone) {
-      // Gathers of the same backward take their part of it.
-      const double behind = std::max(0.0, backward - (gather - shown_gather) / (2 * rounds));
-      const double shown = exposed(std::max(0.0, reduce - tail), behind, overlap);
-      parts.tail = reductions * tail;
-      parts.reduce = reductions * (shown + tail) + once;
-      parts.hidden.reduce = reductions * reduce + once - parts.reduce;
-      parts.reduce += rates.memory(packed);
-      parts.gather = shown_gather, parts.hidden.gather = gather - shown_gather;
-    }
-    parts.norm = rates.memory(sums);
-    parts.optimizer = rates.optimizer(moved);
-  }
-
-  StepParts of(const Candidate& c) {
-    const Staged& times = staged(c);
-    return made(c, times, pipelines.seconds(c, times.times), c.bucket_bytes);
-  }
-  StepParts made(const Candidate& c, const Staged& times, double length, std::int64_t bucket_bytes) {
-    const double rounds = double(c.micro_batches);
-    Seconds sum = times.of_slowest.forward;
-    sum += times.of_slowest.inputs, sum += times.of_slowest.weights;
-    sum = sum * rounds;
-    StepParts parts{.products = sum.products,
-                    .attention = sum.attention,
-                    .memory_bound = sum.memory,
-                    .overhead = sum.overhead,
-                    .tp = sum.tp,
-                    .cp = sum.cp,
-                    .ep = sum.ep};
-    parts.hidden.tp = sum.hidden_tp, parts.hidden.cp = sum.hidden_cp, parts.hidden.ep = sum.hidden_ep;
-    parts.bubble = c.pp == 1 ? 0 : std::max(0.0, length - sum.total());
-    add_data_parallel(parts, c, times, bucket_bytes);
-    if (!problem.work.documents.empty()) {
-      const auto key = std::pair{c.data_ranks(), c.micro_batch * c.micro_batches};
-      const auto [found, is_new] = slowest.try_emplace(key, 1);
-      if (is_new) found->second = packs_of(pairs, key.first, key.second).slowest;
-      parts.uneven = parts.attention * (found->second - 1);
-    }
-    return parts;
-  }
-};
-
 StepModel::StepModel(const Problem& problem, Pipelines& pipelines, MemoryModel& memory)
-    : impl_(std::make_unique<Impl>(problem, pipelines, memory)) {}
-StepModel::~StepModel() = default;
+    : problem_(problem),
+      pipelines_(pipelines),
+      memory_(memory),
+      network_(problem.cluster, problem.calibration, problem.constants.share_inside,
+               problem.constants.share_across),
+      rates_(problem),
+      overlap_(problem.calibration.overlap.value_or(problem.constants.overlap)),
+      pairs_(pairs_by_sequence(problem.work)),
+      mean_pairs_(packs_of(pairs_).pairs),
+      fragment_(fragment_length(problem.work)) {}
 
-StepParts StepModel::of(const Candidate& candidate) {
-  if (impl_->problem.program != Program::kIsograd)
-    return published_step(impl_->problem, candidate, impl_->memory.stages(candidate));
-  return impl_->of(candidate);
+StepModel::Shape StepModel::shape_of(const Candidate& c) {
+  return {c.tp, c.cp_ring, c.cp_ulysses, c.ep, c.micro_batch, c.sequence_parallel, c.checkpoint};
+}
+
+const StepModel::Passes& StepModel::passes_of(const Candidate& c) {
+  if (passes_.size() >= kMostShapes) passes_.clear();
+  const auto [found, is_new] = passes_.try_emplace(shape_of(c));
+  if (!is_new) return found->second;
+  for (std::int64_t layer = 0; layer < problem_.model.layers; ++layer) {
+    Pass& kind = problem_.model.has_experts(layer) ? found->second.mixture : found->second.dense;
+    if (kind.forward.total() == 0) kind = computed(c, layer);
+  }
+  found->second.output = computed(c, -1);
+  return found->second;
+}
+
+// `layer` -1: the output.
+StepModel::Pass StepModel::computed(const Candidate& c, std::int64_t layer) const {
+  const LayerWork work = layer < 0 ? output_work(problem_, c) : layer_work(problem_, c, layer, mean_pairs_);
+  const auto all = [&](const std::vector<Product>& products) {
+    double sum = 0;
+    for (const Product& product : products) sum += rates_.seconds(product);
+    return sum;
+  };
+  const auto attention = [&](double flops) {
+    return rates_.attention(flops, fragment_, problem_.model.head_dim);
+  };
+  const auto sent = [&](Operation operation, double bytes, Axis axis) {
+    return bytes > 0 ? network_.seconds(operation, bytes, reach_of(c, axis, problem_.cluster)) : 0;
+  };
+  Pass pass;
+  pass.forward = {.products = all(work.forward),
+                  .attention = attention(work.pairs),
+                  .memory = rates_.memory(work.bytes),
+                  .overhead = rates_.operators(work.operators)};
+  // Attention's backward computes five products for the forward's two; other operators move their inputs
+  // and gradients.
+  pass.inputs = {.products = all(work.inputs),
+                 .attention = attention(2.5 * work.pairs),
+                 .memory = rates_.memory(2 * work.bytes),
+                 .overhead = rates_.operators(work.operators)};
+  pass.weights = {.products = all(work.weights), .overhead = rates_.operators(work.operators / 2)};
+
+  // A gather before and a reduce-scatter behind each pair of products, in the forward and in the backward;
+  // an all-reduce where the sequence is whole. The output has half.
+  const double regions = layer < 0 ? 1 : 2;
+  const double tokens = c.sequence_parallel ? sent(Operation::kAllGather, work.tp_bytes, Axis::kTp) +
+                                                  sent(Operation::kReduceScatter, work.tp_bytes, Axis::kTp)
+                                            : sent(Operation::kAllReduce, work.tp_bytes, Axis::kTp);
+  pass.forward.tp = pass.inputs.tp = regions * tokens;
+  // A hop of keys and values is hidden behind the block that is computed, and in backward, with gradients,
+  // too.
+  if (c.cp_ring > 1) {
+    const double hop = sent(Operation::kSend, work.ring_bytes, Axis::kRing), hops = c.cp_ring - 1;
+    const auto add = [&](Seconds& to, double each) {
+      const double shown = hops * exposed(each, to.attention / c.cp_ring, overlap_);
+      to.cp += shown, to.hidden_cp += hops * each - shown;
+    };
+    add(pass.forward, hop), add(pass.inputs, 2 * hop);
+  }
+  const double heads = sent(Operation::kAllToAll, work.ulysses_bytes, Axis::kUlysses);
+  pass.forward.cp += heads, pass.inputs.cp += heads;
+  const double experts = 2 * sent(Operation::kAllToAll, work.expert_bytes, Axis::kExpert);  // there and back
+  pass.forward.ep = pass.inputs.ep = experts;
+  if (c.checkpoint && layer >= 0) pass.inputs.add(pass.forward);
+  return pass;
+}
+
+const StepModel::Staged& StepModel::staged(const Candidate& c) {
+  if (stages_.size() >= kMostShapes) stages_.clear();
+  const bool folded = c.schedule == Schedule::kZeroBubbleV;
+  const auto [found, is_new] = stages_.try_emplace({shape_of(c), c.pp, c.stages_per_rank, folded});
+  Staged& made = found->second;
+  if (!is_new) return made;
+  const Passes& each = passes_of(c);
+  std::vector<Pass> all;
+  for (const StageShape& stage : memory_.stages(c)) {
+    Pass sum;
+    sum.add(each.dense, double(stage.layers - stage.mixtures));
+    sum.add(each.mixture, double(stage.mixtures));
+    if (stage.outputs) sum.add(each.output);
+    all.push_back(sum);
+    made.times.forward.push_back(sum.forward.total());
+    made.times.backward_inputs.push_back(sum.inputs.total());
+    made.times.backward_weights.push_back(sum.weights.total());
+  }
+  if (c.pp > 1) {
+    const double stream = double(c.micro_batch) * double(problem_.work.sequence) *
+                          double(problem_.model.hidden) * bytes_of(problem_.work.precision) /
+                          (double(c.cp_ring) * c.cp_ulysses);
+    Reach next = reach_of(c, Axis::kStage, problem_.cluster);
+    next.ranks = 2;
+    made.times.transfer = network_.seconds(Operation::kSend, stream / (c.sequence_parallel ? c.tp : 1), next);
+  }
+  double most = -1;
+  for (int rank = 0; rank < c.pp; ++rank) {
+    Pass own;
+    for (const int stage : stages_of_rank(c, rank)) own.add(all[std::size_t(stage)]);
+    if (const double busy = own.forward.total() + own.backward(); busy > most)
+      most = busy, made.slowest = rank, made.of_slowest = own;
+  }
+  return made;
+}
+
+// No pipeline is shorter: a rank computes all its micro-batches after the first has come through the stages
+// before, and where backwards are whole its last one goes back through them.
+double StepModel::shortest(const Candidate& c, const StageTimes& times) {
+  if (c.pp == 1) return 0;
+  const bool halves = c.schedule == Schedule::kZeroBubbleH1 || c.schedule == Schedule::kZeroBubbleV;
+  double before = 0, longest = 0;
+  for (int rank = 0; rank < c.pp; ++rank) {
+    double busy = 0;
+    for (int part = 0; part < c.stages_per_rank; ++part) {
+      const std::size_t stage = stage_of(c, rank, part);
+      busy += times.forward[stage] + times.backward_inputs[stage] + times.backward_weights[stage];
+    }
+    longest = std::max(longest, before + double(c.micro_batches) * busy);
+    const auto at = std::size_t(rank);
+    before += times.forward[at] + times.transfer;
+    if (!halves) before += times.backward_inputs[at] + times.backward_weights[at] + times.transfer;
+  }
+  return longest;
+}
+
+// `bucket_bytes` 0: no more than with any size of buckets.
+void StepModel::add_data_parallel(StepParts& parts, const Candidate& c, const Staged& staged,
+                                  std::int64_t bucket_bytes) {
+  const std::vector<StageShape>& shapes = memory_.stages(c);
+  const DataParallelPlan plan = data_parallel_plan(problem_, c, shapes, staged.slowest);
+  const double rounds = double(c.micro_batches),
+               reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
+  std::int64_t layers = 0, block = 0, root = 0;
+  for (const int stage : stages_of_rank(c, staged.slowest)) {
+    const StageShape& shape = shapes[std::size_t(stage)];
+    layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
+  }
+  const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
+  double reduce = 0, tail = 0, once = 0, gather = 0, shown_gather = 0, moved = 0, sums = 0, packed = 0;
+  for (std::size_t kind = 0; kind < plan.elements.size(); ++kind) {
+    const DataParallelPlan::Elements& elements = plan.elements[kind];
+    const auto numel = double(elements.numel);
+    if (numel == 0) continue;
+    const double gradients = numel * plan.bytes.gradient, parameters = numel * plan.bytes.parameter,
+                 shard = numel / elements.shards;
+    const std::int64_t stride = kind > 0 ? std::int64_t{c.tp} * c.ep : c.tp;
+    const bool everywhere = plan.stage == 0 && !plan.share_parameters;
+    // Units of zero3 are gathered into memory of their own; all else is in memory that ranks share.
+    const Reach units = reach_of(std::int64_t{elements.shards} * (everywhere ? elements.replicas : 1), stride,
+                                 problem_.cluster);
+    Reach reach = units;
+    reach.in_place = true;
+    const Operation operation = everywhere ? Operation::kAllReduce : Operation::kReduceScatter;
+    // Stage 3 reduces a unit at a time, the others a bucket. Fewer pieces take less time, smaller ones
+    // leave less behind.
+    const bool any = plan.stage != 3 && bucket_bytes == 0;
+    const double piece = plan.stage == 3 ? double(std::max<std::int64_t>(1, block)) * plan.bytes.gradient
+                                         : double(any ? kLeastBucket : bucket_bytes);
+    const double pieces = any ? 1 : std::ceil(gradients / piece);
+    reduce += pieces * network_.seconds(operation, gradients / pieces, reach);
+    tail += network_.seconds(operation, std::min(gradients, piece), reach);
+    if (elements.replicas > 1 && operation == Operation::kReduceScatter)
+      once += network_.seconds(Operation::kAllReduce, shard * plan.bytes.gradient,
+                               reach_of(elements.replicas, stride * elements.shards, problem_.cluster));
+    if (plan.stage == 3 && !plan.share_parameters) {
+      // Units one ahead of what computes; the root before anything does.
+      const double whole = double(kind == 0 ? root : 0) * plan.bytes.parameter,
+                   each = network_.seconds(Operation::kAllGather,
+                                           (parameters - whole) / double(std::max<std::int64_t>(1, layers)),
+                                           units),
+                   first = network_.seconds(Operation::kAllGather, whole, units);
+      const double unit = 1 / double(std::max<std::int64_t>(1, layers));
+      const double again = c.reshard ? 1 : 0;
+      gather += rounds * (double(layers) * each * (1 + again)) + first;
+      shown_gather +=
+          rounds * double(layers) *
+              (exposed(each, forward * unit, overlap_) + again * exposed(each, backward * unit, overlap_)) +
+          first;
+    } else if (plan.stage > 0 && !plan.share_parameters) {
+      parts.publish += network_.seconds(Operation::kAllGather, parameters, reach);
+    }
+    const bool sharded = plan.stage > 0 || plan.share_parameters;
+    const double own = sharded ? shard : numel;
+    sums += own * plan.bytes.gradient;
+    // Stage 2 packs the gradients of each micro-batch; sums behind the first one are added to the shard.
+    if (plan.stage == 2 && !plan.reduce_once) packed += rounds * 2 * gradients;
+    if (plan.stage >= 2 && !plan.reduce_once) packed += (rounds - 1) * 3 * shard * plan.bytes.gradient;
+    moved += own * update_bytes(plan.bytes);
+  }
+  const bool alone = c.data_ranks() * c.cp_ring * c.cp_ulysses == 1;
+  if (!alone) {
+    // Gathers of the same backward take their part of it.
+    const double behind = std::max(0.0, backward - (gather - shown_gather) / (2 * rounds));
+    const double shown = exposed(std::max(0.0, reduce - tail), behind, overlap_);
+    parts.tail = reductions * tail;
+    parts.reduce = reductions * (shown + tail) + once;
+    parts.hidden.reduce = reductions * reduce + once - parts.reduce;
+    parts.reduce += rates_.memory(packed);
+    parts.gather = shown_gather, parts.hidden.gather = gather - shown_gather;
+  }
+  parts.norm = rates_.memory(sums);
+  parts.optimizer = rates_.optimizer(moved);
+}
+
+StepParts StepModel::of(const Candidate& c) {
+  if (problem_.program != Program::kIsograd) return published_step(problem_, c, memory_.stages(c));
+  const Staged& times = staged(c);
+  return made(c, times, pipelines_.seconds(c, times.times), c.bucket_bytes);
+}
+
+StepParts StepModel::made(const Candidate& c, const Staged& times, double length, std::int64_t bucket_bytes) {
+  const double rounds = double(c.micro_batches);
+  Seconds of_round, sum;
+  for (const Seconds* part : {&times.of_slowest.forward, &times.of_slowest.inputs, &times.of_slowest.weights})
+    of_round.add(*part);
+  sum.add(of_round, rounds);
+  StepParts parts{.products = sum.products,
+                  .attention = sum.attention,
+                  .memory_bound = sum.memory,
+                  .overhead = sum.overhead,
+                  .tp = sum.tp,
+                  .cp = sum.cp,
+                  .ep = sum.ep};
+  parts.hidden.tp = sum.hidden_tp, parts.hidden.cp = sum.hidden_cp, parts.hidden.ep = sum.hidden_ep;
+  parts.bubble = c.pp == 1 ? 0 : std::max(0.0, length - sum.total());
+  add_data_parallel(parts, c, times, bucket_bytes);
+  if (!problem_.work.documents.empty()) {
+    const auto key = std::pair{c.data_ranks(), c.micro_batch * c.micro_batches};
+    const auto [found, is_new] = slowest_.try_emplace(key, 1);
+    if (is_new) found->second = packs_of(pairs_, key.first, key.second).slowest;
+    parts.uneven = parts.attention * (found->second - 1);
+  }
+  return parts;
 }
 
 double StepModel::least(const Candidate& candidate) {
-  if (impl_->problem.program != Program::kIsograd) return of(candidate).total();
-  const Impl::Staged& staged = impl_->staged(candidate);
-  return impl_->made(candidate, staged, impl_->shortest(candidate, staged.times), 0).total() * kBarelyLess;
+  if (problem_.program != Program::kIsograd) return of(candidate).total();
+  const Staged& times = staged(candidate);
+  return made(candidate, times, shortest(candidate, times.times), 0).total() * kBarelyLess;
 }
 
 double StepModel::least_length(const Candidate& candidate) {
-  const Impl::Staged& staged = impl_->staged(candidate);
-  const double busy = staged.of_slowest.forward.total() + staged.of_slowest.backward();
-  return std::max(double(candidate.micro_batches) * busy, impl_->shortest(candidate, staged.times)) *
-         kBarelyLess;
+  const Staged& times = staged(candidate);
+  const double busy = times.of_slowest.forward.total() + times.of_slowest.backward();
+  return std::max(double(candidate.micro_batches) * busy, shortest(candidate, times.times)) * kBarelyLess;
 }
 
 double StepModel::least_of_mesh(const Candidate& mesh) {
-  const Impl::Passes& passes = impl_->passes_of(mesh);
+  const Passes& passes = passes_of(mesh);
   double mixtures = 0, before = 0, sum = 0;
-  const std::vector<StageShape>& stages = impl_->memory.stages(mesh);
+  const std::vector<StageShape>& stages = memory_.stages(mesh);
   for (const StageShape& stage : stages) mixtures += double(stage.mixtures);
-  const double dense = double(impl_->problem.model.layers) - mixtures;
+  const double dense = double(problem_.model.layers) - mixtures;
   const double all = dense * (passes.dense.forward.total() + passes.dense.backward()) +
                      mixtures * (passes.mixture.forward.total() + passes.mixture.backward()) +
                      passes.output.forward.total() + passes.output.backward();
@@ -380,11 +308,11 @@ double StepModel::least_of_mesh(const Candidate& mesh) {
 std::int64_t StepModel::best_bucket_bytes(const Candidate& candidate, std::int64_t most) {
   std::int64_t best = candidate.bucket_bytes;
   if (candidate.strategy == Strategy::kZero3) return best;  // its units are blocks
-  const Impl::Staged& staged = impl_->staged(candidate);
+  const Staged& times = staged(candidate);
   double least = 0;
   for (std::int64_t bytes = kLeastBucket; bytes <= most; bytes *= 2) {
     StepParts parts;
-    impl_->add_data_parallel(parts, candidate, staged, bytes);
+    add_data_parallel(parts, candidate, times, bytes);
     if (parts.reduce == 0) break;  // nobody to sum with
     if (bytes == kLeastBucket || parts.reduce < least) best = bytes, least = parts.reduce;
   }
@@ -392,17 +320,12 @@ std::int64_t StepModel::best_bucket_bytes(const Candidate& candidate, std::int64
 }
 
 std::vector<Planned::Part> StepModel::explain(const Candidate& candidate, const StepParts& parts) {
-  const Origin rates = impl_->rates.origin();
-  const auto cost = [&](Axis axis) {
-    return impl_->network.cost(Operation::kAllGather, 1, reach_of(candidate, axis, impl_->problem.cluster));
-  };
-  const auto of_axis = [&](Axis axis) { return std::max(cost(axis).origin, rates); };
-  const double width =
-      widths_of(impl_->problem.program, rates, impl_->problem.model.experts.count > 0).seconds;
+  const Origin rates = rates_.origin();
+  const auto of_axis = [&](Axis axis) { return std::max(origin_of(candidate, axis), rates); };
+  const double width = widths_of(problem_.program, rates, problem_.model.experts.count > 0).seconds;
   std::vector<Planned::Part> lines;
   const auto add = [&](const char* name, std::string formula, double value, Origin origin) {
-    if (value > 0)
-      lines.push_back({name, std::move(formula), {value, value * (1 - width), value * (1 + width), origin}});
+    if (value > 0) lines.push_back({name, std::move(formula), within(value, width, origin)});
   };
   const std::int64_t rounds = candidate.micro_batches;
   add("products", fmt::format("{} micro-batches, forward and both halves of backward", rounds),
@@ -426,15 +349,15 @@ std::vector<Planned::Part> StepModel::explain(const Candidate& candidate, const 
 }
 
 StepModel::Behind StepModel::behind(const Candidate& candidate) {
-  const Impl::Staged& staged = impl_->staged(candidate);
-  const Impl::Passes& passes = impl_->passes_of(candidate);
+  const Staged& times = staged(candidate);
+  const Passes& passes = passes_of(candidate);
   const bool dense = passes.dense.forward.total() > 0, mixture = passes.mixture.forward.total() > 0;
   const Pass &layer = dense ? passes.dense : passes.mixture, &experts = mixture ? passes.mixture : layer;
   const auto share = [](const Pass& of, double Seconds::*exchange) {
     return (of.forward.*exchange + of.inputs.*exchange) / (of.forward.total() + of.backward());
   };
-  return {.forward = staged.of_slowest.forward.total(),
-          .backward = staged.of_slowest.backward(),
+  return {.forward = times.of_slowest.forward.total(),
+          .backward = times.of_slowest.backward(),
           .layer_forward = layer.forward.total(),
           .layer_backward = layer.backward(),
           .tp = share(layer, &Seconds::tp),
@@ -443,15 +366,13 @@ StepModel::Behind StepModel::behind(const Candidate& candidate) {
 
 StepParts StepModel::data_parallel(const Candidate& candidate) {
   StepParts parts;
-  impl_->add_data_parallel(parts, candidate, impl_->staged(candidate), candidate.bucket_bytes);
+  add_data_parallel(parts, candidate, staged(candidate), candidate.bucket_bytes);
   return parts;
 }
 
-double StepModel::overlap() const { return impl_->overlap; }
-
 std::vector<Span> StepModel::timeline(const Candidate& candidate) {
-  const StageTimes times = impl_->staged(candidate).times;
-  const StepParts parts = impl_->of(candidate);
+  const StageTimes times = staged(candidate).times;
+  const StepParts parts = of(candidate);
   std::vector<Span> spans;
   if (candidate.schedule == Schedule::kNone) {
     double now = 0;
@@ -464,7 +385,7 @@ std::vector<Span> StepModel::timeline(const Candidate& candidate) {
     }
   } else {
     PipelineTable table;
-    const PipelineTimeline timeline = impl_->pipelines.timeline(candidate, times, table);
+    const PipelineTimeline timeline = pipelines_.timeline(candidate, times, table);
     for (std::size_t rank = 0; rank < table.ranks.size(); ++rank)
       for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
         const PipelineAction& action = table.ranks[rank][i];
@@ -474,7 +395,7 @@ std::vector<Span> StepModel::timeline(const Candidate& candidate) {
                          timeline.spans[rank][i].end});
       }
   }
-  double now = impl_->pipelines.seconds(candidate, times);
+  double now = pipelines_.seconds(candidate, times);
   const double hidden = parts.hidden.reduce;
   if (parts.reduce + hidden > 0)
     spans.push_back({"dp", "reduce", std::max(0.0, now - hidden), now + parts.reduce});
@@ -486,8 +407,5 @@ std::vector<Span> StepModel::timeline(const Candidate& candidate) {
   if (parts.publish > 0) spans.push_back({"dp", "gather parameters", now, now + parts.publish});
   return spans;
 }
-
-const Network& StepModel::network() const { return impl_->network; }
-const Rates& StepModel::rates() const { return impl_->rates; }
 
 }  // namespace isograd::planner

@@ -1,8 +1,10 @@
 // Seconds of a step of the slowest rank.
 #pragma once
 
-#include <memory>
+#include <array>
+#include <map>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "plan/collectives.hpp"
@@ -37,13 +39,21 @@ class Rates {
   double seconds(const Product& product) const;
   // Causal, of fragments of `length` tokens.
   double attention(double flops, std::int64_t length, std::int64_t head_dim) const;
-  double memory(double bytes) const;
-  double operators(int count) const;
-  double optimizer(double bytes) const;
-  Origin origin() const;
+  double memory(double bytes) const { return bytes / memory_; }
+  double operators(int count) const { return count * operator_; }
+  double optimizer(double bytes) const { return bytes / optimizer_; }
+  Origin origin() const { return origin_; }
+
+  // A calibrated rate, and the sizes that it is of.
+  struct Known {
+    std::array<double, 3> sizes{1, 1, 1};
+    double rate = 0;
+  };
 
  private:
-  std::shared_ptr<struct RatesData> data_;
+  double flops_, attention_flops_, memory_, operator_, optimizer_;
+  Origin origin_;
+  std::vector<Known> products_{}, attention_{};  // of the precision
 };
 
 // Pairs of each packed sequence: documents one behind another, cut where a sequence ends.
@@ -73,7 +83,6 @@ StepParts published_step(const Problem& problem, const Candidate& candidate,
 class StepModel {
  public:
   StepModel(const Problem& problem, Pipelines& pipelines, MemoryModel& memory);
-  ~StepModel();
 
   StepParts of(const Candidate& candidate);
   // At most of(candidate).total() with any size of buckets, without a simulation: for leaving out.
@@ -92,14 +101,68 @@ class StepModel {
   };
   Behind behind(const Candidate& candidate);
   StepParts data_parallel(const Candidate& candidate);  // what gradients and parameters take, alone
-  double overlap() const;                               // part of a collective that computation hides
   std::vector<Span> timeline(const Candidate& candidate);
-  const Network& network() const;
-  const Rates& rates() const;
+  // Of the network along an axis.
+  Origin origin_of(const Candidate& candidate, Axis axis) const {
+    return network_.cost(Operation::kAllGather, 1, reach_of(candidate, axis, problem_.cluster)).origin;
+  }
+  double overlap() const { return overlap_; }
+  const Network& network() const { return network_; }
+  const Rates& rates() const { return rates_; }
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  // A rank's seconds of a forward, or of a half of a backward.
+  struct Seconds {
+    double products = 0, attention = 0, memory = 0, overhead = 0, tp = 0, cp = 0, ep = 0;
+    double hidden_tp = 0, hidden_cp = 0, hidden_ep = 0;
+
+    void add(const Seconds& more, double times = 1) {
+      products += times * more.products, attention += times * more.attention, memory += times * more.memory;
+      overhead += times * more.overhead, tp += times * more.tp, cp += times * more.cp, ep += times * more.ep;
+      hidden_tp += times * more.hidden_tp, hidden_cp += times * more.hidden_cp,
+          hidden_ep += times * more.hidden_ep;
+    }
+    double total() const { return products + attention + memory + overhead + tp + cp + ep; }
+  };
+  struct Pass {
+    Seconds forward{}, inputs{}, weights{};  // `inputs`: of a checkpointed layer with its forward again
+    void add(const Pass& more, double times = 1) {
+      forward.add(more.forward, times), inputs.add(more.inputs, times), weights.add(more.weights, times);
+    }
+    double backward() const { return inputs.total() + weights.total(); }
+  };
+  // The passes of a layer of either kind, and of the output.
+  struct Passes {
+    Pass dense{}, mixture{}, output{};
+  };
+  // Seconds of the stages of one micro-batch, and the rank of the pipeline that computes longest.
+  struct Staged {
+    StageTimes times{};
+    int slowest = 0;
+    Pass of_slowest{};
+  };
+  using Shape = std::tuple<int, int, int, int, std::int64_t, bool, bool>;
+  static Shape shape_of(const Candidate& c);
+  const Passes& passes_of(const Candidate& c);
+  Pass computed(const Candidate& c, std::int64_t layer) const;
+  const Staged& staged(const Candidate& c);
+  static double shortest(const Candidate& c, const StageTimes& times);
+  void add_data_parallel(StepParts& parts, const Candidate& c, const Staged& staged,
+                         std::int64_t bucket_bytes);
+  StepParts made(const Candidate& c, const Staged& times, double length, std::int64_t bucket_bytes);
+
+  const Problem& problem_;
+  Pipelines& pipelines_;
+  MemoryModel& memory_;
+  Network network_;
+  Rates rates_;
+  double overlap_;             // part of a collective that computation hides
+  std::vector<double> pairs_;  // of the sequences of a corpus, and their mean
+  double mean_pairs_;
+  std::int64_t fragment_;  // tokens of a fragment, on the average
+  std::map<Shape, Passes> passes_{};
+  std::map<std::tuple<Shape, int, int, bool>, Staged> stages_{};
+  std::map<std::pair<std::int64_t, std::int64_t>, double> slowest_{};
 };
 
 }  // namespace isograd::planner

@@ -2,19 +2,12 @@
 // a device is.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "plan/time.hpp"
 
 namespace isograd::planner {
 namespace {
-
-// A rank's tokens of a micro-batch.
-std::int64_t tokens_of(const Problem& problem, const Candidate& candidate) {
-  return candidate.micro_batch * problem.work.sequence /
-         (std::int64_t{candidate.cp_ring} * candidate.cp_ulysses);
-}
-
-std::int64_t part(std::int64_t number, std::int64_t ranks) { return (number + ranks - 1) / ranks; }
 
 // y = x W and, in backward, the gradients of x and of W: three products of as many operations.
 void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, double count = 1) {
@@ -23,14 +16,17 @@ void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, 
   to.weights.push_back({in, out, tokens, count});
 }
 
+// Of causal attention.
+double pairs_of(std::int64_t tokens) { return double(tokens) * (double(tokens) + 1) / 2; }
+
 }  // namespace
 
 LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::int64_t layer,
                      std::optional<double> pairs) {
   const ModelShape& model = problem.model;
-  const std::int64_t tokens = tokens_of(problem, candidate), tp = candidate.tp, hidden = model.hidden,
-                     queries = part(model.heads, tp) * model.head_dim,
-                     keys = part(model.key_heads, tp) * model.head_dim;
+  const std::int64_t tokens = tokens_of(problem.work, candidate), tp = candidate.tp, hidden = model.hidden,
+                     queries = most_of(model.heads, tp) * model.head_dim,
+                     keys = most_of(model.key_heads, tp) * model.head_dim;
   const double element = bytes_of(problem.work.precision), T = double(tokens), h = double(hidden);
   LayerWork work;
   add(work, tokens, hidden, queries);
@@ -39,7 +35,7 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   const bool mixture = model.has_experts(layer);
   // Rows that feed-forward networks read, and the width of what they multiply.
   const double rows = mixture ? T * double(model.experts.per_token) : T;
-  std::int64_t width = part(model.feed_forward, tp);
+  std::int64_t width = most_of(model.feed_forward, tp);
   const auto network = [&](std::int64_t m, std::int64_t wide, double count) {
     add(work, m, hidden, wide, count * (model.gated ? 2 : 1));
     add(work, m, wide, hidden, count);
@@ -49,12 +45,12 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
     const ModelShape::Experts& experts = model.experts;
     add(work, tokens, hidden, experts.count);
     // A rank's experts get as many tokens as it sends, shared among them.
-    const std::int64_t own = part(experts.count, candidate.ep);
-    width = part(experts.feed_forward, tp);
+    const std::int64_t own = most_of(experts.count, candidate.ep);
+    width = most_of(experts.feed_forward, tp);
     network(std::max<std::int64_t>(1, std::int64_t(rows / double(own))), width, double(own));
     if (experts.shared_feed_forward > 0) {
-      network(tokens, part(experts.shared_feed_forward, tp), 1);
-      multiplied += T * double(part(experts.shared_feed_forward, tp));
+      network(tokens, most_of(experts.shared_feed_forward, tp), 1);
+      multiplied += T * double(most_of(experts.shared_feed_forward, tp));
     }
     work.expert_bytes = candidate.ep > 1 ? rows * h * element : 0;
   } else {
@@ -79,8 +75,8 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
 
 LayerWork output_work(const Problem& problem, const Candidate& candidate) {
   const ModelShape& model = problem.model;
-  const std::int64_t tokens = tokens_of(problem, candidate),
-                     vocabulary = part(model.vocabulary, candidate.tp);
+  const std::int64_t tokens = tokens_of(problem.work, candidate),
+                     vocabulary = most_of(model.vocabulary, candidate.tp);
   LayerWork work;
   add(work, tokens, model.hidden, vocabulary);
   // Logits are read for their largest, their sum and their gradient.
@@ -91,31 +87,63 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate) {
   return work;
 }
 
+std::vector<double> pairs_by_sequence(const Work& work) {
+  if (work.documents.empty()) return {pairs_of(work.sequence)};
+  std::vector<double> pairs(1, 0);
+  std::int64_t room = work.sequence;
+  for (std::int64_t document : work.documents)
+    while (document > 0) {
+      const std::int64_t part = std::min(document, room);
+      pairs.back() += pairs_of(part);
+      document -= part, room -= part;
+      if (room == 0) pairs.push_back(0), room = work.sequence;
+    }
+  if (pairs.size() > 1) pairs.pop_back();  // not full: its rest is the next documents'
+  return pairs;
+}
+
+Packs packs_of(const std::vector<double>& pairs, std::int64_t ranks, std::int64_t sequences_of_rank) {
+  const double mean = std::accumulate(pairs.begin(), pairs.end(), 0.0) / double(pairs.size());
+  if (pairs.size() == 1) return {.pairs = mean};
+  // Steps of the corpus, from its beginning again where it ends: the mean of their slowest ranks.
+  constexpr std::int64_t kMostSequences = 1 << 20, kMostSteps = 16;
+  const std::int64_t of_step = std::max<std::int64_t>(1, ranks * sequences_of_rank);
+  const std::int64_t steps = std::clamp<std::int64_t>(kMostSequences / of_step, 1, kMostSteps);
+  double slowest = 0;
+  std::size_t next = 0;
+  for (std::int64_t step = 0; step < steps; ++step) {
+    double most = 0;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      double of_rank = 0;
+      for (std::int64_t i = 0; i < sequences_of_rank; ++i) of_rank += pairs[next++ % pairs.size()];
+      most = std::max(most, of_rank);
+    }
+    slowest += most / (mean * double(sequences_of_rank));
+  }
+  return {.pairs = mean, .slowest = slowest / double(steps)};
+}
+
 namespace {
 
-// A calibrated rate, and the sizes that it is of.
-struct Known {
-  std::array<double, 3> sizes{1, 1, 1};
-  double rate = 0;
-};
 double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
 // Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
 // operation is linear in 1/size: it has a part of its own, which larger sizes share among more.
-double interpolated(const std::vector<Known>& known, const std::array<double, 3>& at) {
+double interpolated(const std::vector<Rates::Known>& known, const std::array<double, 3>& at) {
   std::array<double, 3> below{}, above{}, part{};  // part: of `below`
   for (std::size_t i = 0; i < at.size(); ++i) {
-    const auto [least, most] = std::ranges::minmax(known, {}, [&](const Known& one) { return one.sizes[i]; });
+    const auto [least, most] =
+        std::ranges::minmax(known, {}, [&](const Rates::Known& one) { return one.sizes[i]; });
     const double here = std::clamp(at[i], least.sizes[i], most.sizes[i]);
     below[i] = least.sizes[i], above[i] = most.sizes[i];
-    for (const Known& one : known) {
+    for (const Rates::Known& one : known) {
       if (one.sizes[i] <= here) below[i] = std::max(below[i], one.sizes[i]);
       if (one.sizes[i] >= here) above[i] = std::min(above[i], one.sizes[i]);
     }
     part[i] = below[i] == above[i] ? 1 : (1 / here - 1 / above[i]) / (1 / below[i] - 1 / above[i]);
   }
   double time = 0, weights = 0, near = 0, nearness = 0;
-  for (const Known& one : known) {
+  for (const Rates::Known& one : known) {
     double weight = 1, distance = 1e-9;
     for (std::size_t i = 0; i < at.size(); ++i) {
       weight *= one.sizes[i] == below[i] ? part[i] : one.sizes[i] == above[i] ? 1 - part[i] : 0;
@@ -130,59 +158,43 @@ double interpolated(const std::vector<Known>& known, const std::array<double, 3>
 
 }  // namespace
 
-struct RatesData {
-  Constants constants{};
-  Device device{};
-  Calibration calibration{};
-  Precision precision = Precision::kBFloat16;
-  std::vector<Known> products{}, attention{};  // of the precision
-};
-
 Rates::Rates(const Problem& problem)
-    : data_(std::make_shared<RatesData>(RatesData{
-          problem.constants, problem.cluster.device, problem.calibration, problem.work.precision, {}, {}})) {
-  RatesData& data = *data_;
-  for (const auto& found : data.calibration.products)
-    if (found.precision == data.precision && found.flops > 0)
-      data.products.push_back({{size(found.m), size(found.n), size(found.k)}, found.flops});
-  for (const auto& found : data.calibration.attention)
-    if (found.precision == data.precision && found.flops > 0)
-      data.attention.push_back({{size(found.length), size(found.head_dim), 1}, found.flops});
+    : origin_(problem.calibration.empty() ? Origin::kFitted : Origin::kCalibrated) {
+  const Device& device = problem.cluster.device;
+  const Constants& constants = problem.constants;
+  const Calibration& calibration = problem.calibration;
+  const Precision precision = problem.work.precision;
+  constexpr double kOfLayer = 130;  // operators of a layer, forward and backward, that layer_overhead is of
+  const auto found = [](double calibrated, double otherwise) {
+    return calibrated > 0 ? calibrated : otherwise;
+  };
+  flops_ = device.peak[std::size_t(precision)] * constants.share_of_peak;
+  attention_flops_ = device.peak[std::size_t(precision)] * constants.share_of_attention;
+  memory_ = found(calibration.memory_bandwidth, device.memory_bandwidth * constants.share_of_memory);
+  operator_ = found(calibration.operator_overhead, constants.layer_overhead / kOfLayer);
+  optimizer_ = found(calibration.optimizer_bandwidth, memory_);
+  for (const auto& of : calibration.products)
+    if (of.precision == precision && of.flops > 0)
+      products_.push_back({{size(of.m), size(of.n), size(of.k)}, of.flops});
+  for (const auto& of : calibration.attention)
+    if (of.precision == precision && of.flops > 0)
+      attention_.push_back({{size(of.length), size(of.head_dim), 1}, of.flops});
 }
 
 double Rates::seconds(const Product& product) const {
   const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
   if (flops == 0) return 0;
-  if (!data_->products.empty())
-    return flops / interpolated(data_->products, {size(product.m), size(product.n), size(product.k)});
-  return flops / (data_->device.peak[std::size_t(data_->precision)] * data_->constants.share_of_peak);
+  return flops / (products_.empty()
+                      ? flops_
+                      : interpolated(products_, {size(product.m), size(product.n), size(product.k)}));
 }
 
 double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
   if (flops == 0) return 0;
-  if (!data_->attention.empty())
-    return flops / interpolated(data_->attention, {size(length), size(head_dim), 1});
+  if (!attention_.empty()) return flops / interpolated(attention_, {size(length), size(head_dim), 1});
   // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
-  if (!data_->products.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
-  return flops / (data_->device.peak[std::size_t(data_->precision)] * data_->constants.share_of_attention);
+  if (!products_.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
+  return flops / attention_flops_;
 }
-
-double Rates::memory(double bytes) const {
-  const double found = data_->calibration.memory_bandwidth;
-  return bytes / (found > 0 ? found : data_->device.memory_bandwidth * data_->constants.share_of_memory);
-}
-
-double Rates::operators(int count) const {
-  constexpr double kOfLayer = 130;  // operators of a layer, forward and backward, that layer_overhead is of
-  const double found = data_->calibration.operator_overhead;
-  return count * (found > 0 ? found : data_->constants.layer_overhead / kOfLayer);
-}
-
-double Rates::optimizer(double bytes) const {
-  const double found = data_->calibration.optimizer_bandwidth;
-  return found > 0 ? bytes / found : memory(bytes);
-}
-
-Origin Rates::origin() const { return data_->calibration.empty() ? Origin::kFitted : Origin::kCalibrated; }
 
 }  // namespace isograd::planner
