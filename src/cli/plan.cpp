@@ -117,10 +117,8 @@ int show_plan(const PlanFlags& flags) {
   Cluster cluster = read_cluster(flags.cluster, flags.gpus);
   const Calibration calibration = read_calibration(flags.cluster);
   Options options{.top = std::max(flags.top, flags.tries)};
-  if (!flags.strategy.empty()) {
-    constexpr const char* kNames[] = {"bucketed", "zero1", "zero2", "zero3"};
-    options.only_strategy = static_cast<Strategy>(index_in(kNames, flags.strategy));
-  }
+  if (!flags.strategy.empty())
+    options.only_strategy = static_cast<Strategy>(index_in(kStrategyNames, flags.strategy));
   if (flags.scaling && cluster.per_host <= kMostScaling) {
     for (std::int64_t devices = cluster.per_host; devices <= kMostScaling; devices *= 4)
       options.scaling.push_back(devices);

@@ -44,23 +44,22 @@ double seconds_of(const std::function<void()>& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Something that is measured, of the kind that `not_measured` names.
-struct Part {
-  std::string kind{};
-  double share = 0;                // seconds of a round
-  double size = 0;                 // what a rate is of: FLOPs, bytes
-  std::function<double()> once{};  // seconds of one, on this rank
-  std::function<void(double rate, double spread)> found{};
-  std::size_t times = 0;                      // in a round; 0: there was no time
-  std::vector<std::vector<double>> rounds{};  // seconds of each, the fastest first
-  double seconds = 0, spread = 0;             // of its fastest rounds; no seconds: they do not agree
-};
-
 class Measurement {
  public:
   Measurement(World& world, const CalibrateOptions& options) : world_(world), options_(options) {}
 
-  void add(Part part) { parts_.push_back(std::move(part)); }
+  // Something that is measured, of the kind that `not_measured` names: `share` seconds of a round; a rate is
+  // of `size` FLOPs or bytes. `once` returns the seconds of one, on this rank.
+  using Found = std::function<void(double rate, double spread)>;
+  void add(std::string kind, double share, double size, std::function<double()> once, Found found) {
+    parts_.push_back({std::move(kind), share, size, std::move(once), std::move(found)});
+  }
+  // The same, of one rate.
+  void add(std::string kind, double share, double size, std::function<void()> work, double& rate_found) {
+    add(
+        std::move(kind), share, size, [=] { return seconds_of(work); },
+        [&rate_found](double rate, double) { rate_found = rate; });
+  }
 
   // Collective. Returns sentences about what was not measured.
   std::vector<std::string> run() {
@@ -71,7 +70,7 @@ class Measurement {
           continue;
         const auto begin = std::chrono::steady_clock::now();
         std::vector<double> times;
-        for (std::size_t i = 0; i < part.times; ++i) times.push_back(seconds_of(part, round));
+        for (std::size_t i = 0; i < part.times; ++i) times.push_back(told(part, part.once(), round));
         std::ranges::sort(times);
         part.rounds.push_back(std::move(times));
         if (round + 1 >= kRounds) compare_rounds(part);
@@ -108,6 +107,15 @@ class Measurement {
   }
 
  private:
+  struct Part {
+    std::string kind;
+    double share, size;
+    std::function<double()> once;
+    Found found;
+    std::size_t times = 0;                      // in a round; 0: there was no time
+    std::vector<std::vector<double>> rounds{};  // seconds of each, the fastest first
+    double seconds = 0, spread = 0;             // of its fastest rounds; no seconds: they do not agree
+  };
   // The largest of any rank.
   std::array<double, 3> agreed(std::array<double, 3> own) {
     const at::Tensor all = at::tensor(at::ArrayRef<double>(own), at::kDouble);
@@ -115,8 +123,7 @@ class Measurement {
     std::copy_n(all.const_data_ptr<double>(), own.size(), own.begin());
     return own;
   }
-  double seconds_of(const Part& part, int round) const {
-    const double seconds = part.once();
+  double told(const Part& part, double seconds, int round) const {
     return options_.told ? options_.told(part.kind, round, part.size) : seconds;
   }
   // On all ranks alike: a part is steady if it is on each of them.
@@ -137,7 +144,7 @@ class Measurement {
     constexpr double kMost = 200;
     if (spent_ > options_.seconds) return 0;
     part.once();  // prepares itself
-    const double once = agreed({seconds_of(part, 0)})[0],
+    const double once = agreed({told(part, part.once(), 0)})[0],
                  times = std::floor(std::clamp(part.share / once, 1.0, kMost));
     spent_ += once * (2 + kRounds * times);
     return std::size_t(times);
@@ -195,18 +202,13 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
         measurement.add(
-            {.kind = fmt::format("matrix products in {}", name_of(precision)),
-             .share = 0.03,
-             .size = 2 * multiplied,
-             .once = [=] { return seconds_of_products(*operands, of); },
-             .found =
-                 [=, &into](double rate, double spread) {
-                   into.calibration.products.push_back({m, n, k, precision, rate, spread});
-                   for (auto* all : {&into.cluster.device.peak, &into.cluster.device.best_found}) {
-                     double& best = (*all)[std::size_t(precision)];
-                     best = std::max(best, rate);
-                   }
-                 }});
+            fmt::format("matrix products in {}", name_of(precision)), 0.03, 2 * multiplied,
+            [=] { return seconds_of_products(*operands, of); },
+            [=, &into](double rate, double spread) {
+              into.calibration.products.push_back({m, n, k, precision, rate, spread});
+              for (auto* all : {&into.cluster.device.peak, &into.cluster.device.best_found})
+                (*all)[std::size_t(precision)] = std::max((*all)[std::size_t(precision)], rate);
+            });
       }
 }
 
@@ -223,36 +225,32 @@ void add_attention(Measurement& measurement, ClusterFile& into, Precision precis
       for (std::int64_t i = 0; i < count; ++i) bounds.push_back(bounds.back() + length);
       // Causal, as in Rates: forward two products of each pair, backward five.
       const double flops = 3.5 * 4 * double(count * kHeads * dim) * double(length) * double(length + 1) / 2;
-      measurement.add({.kind = fmt::format("attention in {}", name_of(precision)),
-                       .share = 0.05,
-                       .size = flops,
-                       .once =
-                           [=] {
-                             return seconds_of([&] {
-                               const at::Tensor out =
-                                   variable_length_attention(inputs[0], inputs[1], inputs[2], bounds);
-                               torch::autograd::grad({out}, inputs, {out.detach()});
-                             });
-                           },
-                       .found =
-                           [=, &into](double rate, double spread) {
-                             into.calibration.attention.push_back({length, dim, precision, rate, spread});
-                           }});
+      const auto work = [=] {
+        const at::Tensor out = variable_length_attention(inputs[0], inputs[1], inputs[2], bounds);
+        torch::autograd::grad({out}, inputs, {out.detach()});
+      };
+      measurement.add(
+          fmt::format("attention in {}", name_of(precision)), 0.05, flops, [=] { return seconds_of(work); },
+          [=, &into](double rate, double spread) {
+            into.calibration.attention.push_back({length, dim, precision, rate, spread});
+          });
     }
 }
 
 // ---- passes over memory ----
 
 // The layer and the micro-batch whose passes are timed.
-const ModelShape kReference{.name = "reference",
-                            .layers = 2,
-                            .hidden = 512,
-                            .heads = 8,
-                            .key_heads = 8,
-                            .head_dim = 64,
-                            .feed_forward = 1408,
-                            .vocabulary = 256};
 constexpr std::int64_t kTokens = 512;
+ModelShape model_of(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t feed_forward) {
+  return {.name = "measured",
+          .layers = layers,
+          .hidden = hidden,
+          .heads = heads,
+          .key_heads = heads,
+          .head_dim = hidden / heads,
+          .feed_forward = feed_forward,
+          .vocabulary = 16};
+}
 
 LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
   const Cluster cluster;
@@ -263,37 +261,26 @@ LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
 
 // All of a layer but its products and attention, forward and backward.
 void add_passes(Measurement& measurement, ClusterFile& into) {
-  const ModelShape& of = kReference;
+  const ModelShape of = model_of(2, 512, 8, 1408);
   const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };
   const at::Tensor x = given({kTokens, of.hidden}), scale = given({of.hidden}),
                    queries = given({kTokens, of.heads, of.head_dim}),
                    gate = given({kTokens, of.feed_forward}), up = given({kTokens, of.feed_forward}),
                    cos = at::randn({kTokens, of.head_dim / 2});
-  measurement.add({.kind = "passes of a layer",
-                   .share = 0.3,
-                   .size = 3 * work_of(kReference, kTokens).bytes,  // backward moves gradients, too
-                   .once =
-                       [=] {
-                         return seconds_of([&] {
-                           for (int i = 0; i < 2; ++i) {
-                             const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
-                             const at::Tensor turned = rotary(queries, cos, cos);
-                             torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
-                                                   {x.detach(), x.detach(), queries.detach()});
-                           }
-                           torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
-                         });
-                       },
-                   .found = [&into](double rate, double) { into.calibration.memory_bandwidth = rate; }});
+  const auto passes = [=] {
+    for (int i = 0; i < 2; ++i) {
+      const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
+      const at::Tensor turned = rotary(queries, cos, cos);
+      torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
+                            {x.detach(), x.detach(), queries.detach()});
+    }
+    torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
+  };
+  // Backward moves gradients, too.
+  measurement.add("passes of a layer", 0.3, 3 * work_of(of, kTokens).bytes, passes,
+                  into.calibration.memory_bandwidth);
   // A model so small that starting its operators is all that takes time.
-  const ModelShape tiny{.name = "tiny",
-                        .layers = 4,
-                        .hidden = 16,
-                        .heads = 2,
-                        .key_heads = 2,
-                        .head_dim = 8,
-                        .feed_forward = 32,
-                        .vocabulary = 16};
+  const ModelShape tiny = model_of(4, 16, 2, 32);
   constexpr std::int64_t kFew = 8;
   const auto model = std::make_shared<DecoderLM>(decoder_of(tiny), at::kFloat, 1);
   Batch batch = empty_batch();
@@ -303,18 +290,13 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
   for (const auto& [name, tensor] : model->named()) parameters.push_back(tensor.requires_grad_());
   const LayerWork layer = work_of(tiny, kFew);
   const double operators = layer.operators * 2.5 * double(tiny.layers);  // as time.cpp counts a backward
-  measurement.add({.kind = "overhead of an operator",
-                   .share = 0.2,
-                   .size = operators,
-                   .once =
-                       [=] {
-                         return seconds_of([&] {
-                           const at::Tensor out = model->hidden(batch);
-                           torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false,
-                                                 true);
-                         });
-                       },
-                   .found = [&into](double rate, double) { into.calibration.operator_overhead = 1 / rate; }});
+  const auto pass = [=] {
+    const at::Tensor out = model->hidden(batch);
+    torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false, true);
+  };
+  measurement.add(
+      "overhead of an operator", 0.2, operators, [=] { return seconds_of(pass); },
+      [&into](double rate, double) { into.calibration.operator_overhead = 1 / rate; });
 }
 
 void add_optimizer(Measurement& measurement, ClusterFile& into) {
@@ -328,20 +310,14 @@ void add_optimizer(Measurement& measurement, ClusterFile& into) {
   };
   const auto updated = std::make_shared<Updated>();
   measurement.add(
-      {.kind = "update of an optimizer",
-       .share = 0.3,
-       .size = double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
-       .once = [=] { return seconds_of([&] { updated->optimizer->update(updated->buckets, 1); }); },
-       .found = [&into](double rate, double) { into.calibration.optimizer_bandwidth = rate; }});
+      "update of an optimizer", 0.3, double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
+      [=] { updated->optimizer->update(updated->buckets, 1); }, into.calibration.optimizer_bandwidth);
   // McCalpin's triad: 12 bytes an element.
   const auto abc = std::make_shared<std::array<at::Tensor, 3>>();
   for (at::Tensor& one : *abc) one = at::ones({kParameters});
   measurement.add(
-      {.kind = "memory bandwidth",
-       .share = 0.3,
-       .size = 12 * double(kParameters),
-       .once = [=] { return seconds_of([&] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }); },
-       .found = [&into](double rate, double) { into.cluster.device.memory_bandwidth = rate; }});
+      "memory bandwidth", 0.3, 12 * double(kParameters),
+      [=] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }, into.cluster.device.memory_bandwidth);
 }
 
 // ---- collectives ----
@@ -388,34 +364,29 @@ Calibration::Collective line_through(const Points& points) {
   return {.latency = std::max(0.0, start), .bandwidth = 1 / slope, .spread = points.spread};
 }
 
-struct Groups {
-  std::map<std::tuple<std::string, std::string, std::int64_t>, std::shared_ptr<Points>> points{};
-};
+// By operation, backend and ranks.
+using Groups = std::map<std::tuple<std::string, std::string, std::int64_t>, std::shared_ptr<Points>>;
 
 void add_collectives(Measurement& measurement, Groups& groups, Group group, const std::string& backend) {
   const bool in_place = backend == kInPlace;
   for (const Operation operation : kOperations) {
     if (in_place && operation == Operation::kSend) continue;
     const auto points = std::make_shared<Points>();
-    groups.points[{std::string(name_of(operation)), backend, group.size()}] = points;
+    groups[{std::string(name_of(operation)), backend, group.size()}] = points;
     for (const std::int64_t bytes : {1 << 12, 1 << 16, 1 << 20, 1 << 24}) {
       const double n = group.size(), part = (n - 1) / n;
       const double sent = double(bytes) * (operation == Operation::kAllReduce ? 2 * part
                                            : operation == Operation::kSend    ? 1
                                                                               : part);
-      measurement.add({.kind = fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()),
-                       .share = 0.03,
-                       .size = sent,
-                       .once =
-                           [=, work = collective(group, operation, bytes, in_place)]() mutable {
-                             group.barrier();
-                             return seconds_of(work);
-                           },
-                       .found =
-                           [=](double rate, double spread) {
-                             points->bytes.push_back(sent), points->seconds.push_back(sent / rate);
-                             points->spread = std::max(points->spread, spread);
-                           }});
+      const auto once = [=, work = collective(group, operation, bytes, in_place)]() mutable {
+        group.barrier();
+        return seconds_of(work);
+      };
+      measurement.add(fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()), 0.03,
+                      sent, once, [=](double rate, double spread) {
+                        points->bytes.push_back(sent), points->seconds.push_back(sent / rate);
+                        points->spread = std::max(points->spread, spread);
+                      });
     }
   }
 }
@@ -433,23 +404,19 @@ void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
                                                       compute();
                                                       pending.wait();
                                                     }};
-  for (std::size_t i = 0; i < all.size(); ++i)
-    measurement.add({.kind = "overlap of a reduction and a product",
-                     .share = 0.1,
-                     .size = 1,
-                     .once =
-                         [=]() mutable {
-                           group.barrier();
-                           return seconds_of(all[i]);
-                         },
-                     .found =
-                         [=, &into](double rate, double) {
-                           (*seconds)[i] = 1 / rate;
-                           const auto [product, reduction, both] = *seconds;
-                           if (product > 0 && reduction > 0 && both > 0)
-                             into.calibration.overlap = std::clamp(
-                                 (product + reduction - both) / std::min(product, reduction), 0.0, 1.0);
-                         }});
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto once = [=]() mutable {
+      group.barrier();
+      return seconds_of(all[i]);
+    };
+    measurement.add("overlap of a reduction and a product", 0.1, 1, once, [=, &into](double rate, double) {
+      (*seconds)[i] = 1 / rate;
+      const auto [product, reduction, both] = *seconds;
+      if (product > 0 && reduction > 0 && both > 0)
+        into.calibration.overlap =
+            std::clamp((product + reduction - both) / std::min(product, reduction), 0.0, 1.0);
+    });
+  }
 }
 
 // ---- the machine ----
@@ -498,7 +465,7 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
     if (precision == Precision::kFloat32 && world.size > 1) add_overlap(measurement, found, world.group);
   }
   calibration.not_measured = measurement.run();
-  for (const auto& [key, points] : groups.points) {
+  for (const auto& [key, points] : groups) {
     if (points->bytes.size() < 2) continue;
     Calibration::Collective line = line_through(*points);
     if (!(line.bandwidth > 0 && std::isfinite(line.bandwidth))) continue;

@@ -23,6 +23,8 @@ std::int64_t last_of(std::int64_t most, const std::function<bool(std::int64_t)>&
   }
   return good;
 }
+constexpr std::int64_t kMostRanks = std::int64_t{1} << 24;
+double at_least_one(std::int64_t number) { return double(std::max<std::int64_t>(1, number)); }
 
 class Laws {
  public:
@@ -59,18 +61,18 @@ class Laws {
     Law law{};
     double room = 0;
   };
-  // A law that bites where the number is as large (`upper`), or as small. `applies`: to the best layout.
-  void add(Law law, bool upper, bool applies = true) {
-    const double room = upper ? law.at.value / law.now : law.now / law.at.value;
-    law.bites = applies && room <= 1;
-    laws_.push_back({std::move(law), applies ? room : std::numeric_limits<double>::infinity()});
+  // A law that bites where the best layout's number, `now`, is as large (kMost), or as small. `applies`: to
+  // the best layout.
+  enum Bound { kLeast, kMost };
+  void add(const char* name, const char* unit, std::string statement, std::string moved_by, Estimate at,
+           double now, Bound bound, bool applies = true) {
+    const double room = bound == kMost ? at.value / now : now / at.value;
+    laws_.push_back({{name, unit, std::move(statement), std::move(moved_by), at, now, applies && room <= 1},
+                     applies ? room : std::numeric_limits<double>::infinity()});
   }
-  Estimate exact(double value) const { return {value, value, value, Origin::kExact}; }
   Estimate timed(double value, Axis axis) const {
-    const Origin network =
-        models_.step.network().cost(Operation::kAllGather, 1, reach_of(c_, axis, problem_.cluster)).origin;
-    const double w = width_.seconds;
-    return {value, value * (1 - w), value * (1 + w), std::max(models_.step.rates().origin(), network)};
+    return within(value, width_.seconds,
+                  std::max(models_.step.rates().origin(), models_.step.origin_of(c_, axis)));
   }
 
   // The same inner layout on another number of data ranks.
@@ -80,9 +82,9 @@ class Laws {
     (c_.strategy == Strategy::kBucketed ? other.replicas : other.shards) = all;
     (c_.strategy == Strategy::kBucketed ? other.shards : other.replicas) = 1;
     other.ranks = all * c_.pp * c_.tp * c_.cp_ring * c_.cp_ulysses;
-    const std::int64_t own = std::max<std::int64_t>(1, (samples_ + data_ranks - 1) / data_ranks);
+    const std::int64_t own = std::max<std::int64_t>(1, most_of(samples_, data_ranks));
     other.micro_batch = std::min(c_.micro_batch, own);
-    other.micro_batches = (own + other.micro_batch - 1) / other.micro_batch;
+    other.micro_batches = most_of(own, other.micro_batch);
     return other;
   }
   // One micro-batch without a pipeline, for what a layer does.
@@ -109,16 +111,13 @@ class Laws {
 
   void batch() {
     const double at = double(samples_) / double(c_.micro_batch);
-    add({.name = "batch",
-         .unit = "data ranks",
-         .statement =
-             fmt::format("{} sequences in micro-batches of {}: {:.0f} data ranks compute one each, and more "
-                         "than {} have nothing to do",
-                         samples_, c_.micro_batch, at, samples_),
-         .moved_by = "a larger batch, or tp, cp and pp, which divide the work of a sequence",
-         .at = exact(at),
-         .now = double(c_.data_ranks())},
-        true);
+    add("batch", "data ranks",
+        fmt::format(
+            "{} sequences in micro-batches of {}: {:.0f} data ranks compute one each, and more than {} have "
+            "nothing to do",
+            samples_, c_.micro_batch, at, samples_),
+        "a larger batch, or tp, cp and pp, which divide the work of a sequence",
+        within(at, 0, Origin::kExact), double(c_.data_ranks()), kMost);
   }
 
   void tokens() {
@@ -127,23 +126,18 @@ class Laws {
     const double of_rank = problem_.model.parameters() / (double(c_.tp) * c_.pp) * gradient_bytes();
     const double transfer = models_.step.network().cost(Operation::kAllReduce, of_rank, reach).transfer;
     const double at = tokens_of_micro_batch() * transfer / (models_.step.overlap() * behind_.backward);
-    add({.name = "bandwidth",
-         .unit = "tokens of a rank's micro-batch",
-         .statement =
-             "with fewer, the bytes of the gradients alone take longer than the backward that hides them, "
-             "whatever the size of the model",
-         .moved_by = "larger micro-batches, gradients of 2 bytes, or a faster network",
-         .at = timed(at, Axis::kData),
-         .now = tokens_of_micro_batch()},
-        false);
+    add("bandwidth", "tokens of a rank's micro-batch",
+        "with fewer, the bytes of the gradients alone take longer than the backward that hides them, whatever the "
+        "size of the model",
+        "larger micro-batches, gradients of 2 bytes, or a faster network", timed(at, Axis::kData),
+        tokens_of_micro_batch(), kLeast);
   }
 
   // Ranks along the shards until which a layer's gather hides behind the layer before.
   std::int64_t most_gathering(bool backward) const {
     const double hides = models_.step.overlap() * (backward ? behind_.layer_backward : behind_.layer_forward);
     const auto numel = double(block());
-    constexpr std::int64_t kMost = std::int64_t{1} << 24;
-    return last_of(kMost, [&](std::int64_t ranks) {
+    return last_of(kMostRanks, [&](std::int64_t ranks) {
       const Reach reach = reach_of(ranks, c_.tp, problem_.cluster);
       const Network& network = models_.step.network();
       double seconds = network.seconds(Operation::kAllGather, numel * parameter_bytes(), reach);
@@ -153,19 +147,16 @@ class Laws {
   }
   void gathers() {
     const std::int64_t forward = most_gathering(false), backward = most_gathering(true);
+    if (std::min(forward, backward) == kMostRanks) return;
     const bool applies = c_.strategy == Strategy::kZero3;
-    Law law{
-        .name = "zero3's rings",
-        .unit = "ranks that share parameters",
-        .statement = fmt::format("a layer's gather hides behind its forward on up to {} ranks, gather and "
-                                 "reduction behind its backward on up to {}: a ring's latency grows with its "
-                                 "ranks",
-                                 forward, backward),
-        .moved_by = "replicas of fewer shards, or more tokens in a micro-batch",
-        .at = timed(double(std::max<std::int64_t>(1, std::min(forward, backward))), Axis::kShard),
-        .now = double(c_.shards) * cp()};
-    if (applies) law.moved_by += with_replicas();
-    add(std::move(law), true, applies);
+    add("zero3's rings", "ranks sharing parameters",
+        fmt::format(
+            "a layer's gather hides behind its forward on up to {} ranks, gather and reduction behind its "
+            "backward on up to {}: a ring's latency grows with its ranks",
+            forward, backward),
+        "replicas of fewer shards, or more tokens in a micro-batch" + (applies ? with_replicas() : ""),
+        timed(at_least_one(std::min(forward, backward)), Axis::kShard), double(c_.shards) * cp(), kMost,
+        applies);
   }
   // Shards inside the fast link, if they fit.
   std::string with_replicas() const {
@@ -182,8 +173,8 @@ class Laws {
   }
 
   void reduction() {
-    const double each = behind_.backward / tokens_of_micro_batch(), sequence = double(problem_.work.sequence),
-                 batch = double(samples_) * sequence;
+    const double each = behind_.backward / tokens_of_micro_batch(),
+                 batch = double(samples_) * double(problem_.work.sequence);
     const std::int64_t most = kMostDevices / (std::int64_t{c_.pp} * c_.tp * c_.cp_ring * c_.cp_ulysses);
     const std::int64_t at = last_of(most, [&](std::int64_t ranks) {
       Candidate other = on(ranks);
@@ -194,31 +185,27 @@ class Laws {
       const double tokens = std::min(tokens_of_micro_batch(), batch / double(ranks) / cp());
       return parts.reduce + parts.hidden.reduce - parts.tail <= models_.step.overlap() * each * tokens;
     });
-    add({.name = "all-reduce",
-         .unit = "data ranks",
-         .statement =
-             "with this batch a rank's backward shrinks with more ranks, and the latency of the sums grows: "
-             "beyond these they no longer hide",
-         .moved_by = "larger buckets, a larger batch, or fewer data ranks with tp or pp",
-         .at = timed(double(std::max<std::int64_t>(1, at)), Axis::kData),
-         .now = double(c_.data_ranks())},
-        true, c_.strategy != Strategy::kZero3);
+    if (at == most) return;  // the sums hide on as many ranks as there can be
+    add("all-reduce", "data ranks",
+        "with this batch a rank's backward shrinks with more ranks, and the latency of the sums grows: beyond these "
+        "they no longer hide",
+        "larger buckets, a larger batch, or fewer data ranks with tp or pp",
+        timed(at_least_one(at), Axis::kData), double(c_.data_ranks()), kMost,
+        c_.strategy != Strategy::kZero3);
   }
 
   void overlap() {
     const double reduce = best_.step.reduce + best_.step.hidden.reduce;
     if (reduce <= 0) return;
     const double hidden = best_.step.hidden.reduce + best_.step.hidden.gather;
-    add({.name = "overlap",
-         .unit = "seconds of reduction in a step",
-         .statement = fmt::format(
-             "step = forward + max(backward, reduction) + last bucket + optimizer = {:.4g} s; one "
-             "after the other {:.4g} s",
-             best_.seconds.value, best_.seconds.value + hidden),
-         .moved_by = "more tokens in a micro-batch, fewer ranks, or a faster network",
-         .at = timed(models_.step.overlap() * behind_.backward * reductions() + best_.step.tail, Axis::kData),
-         .now = reduce},
-        true);
+    add("overlap", "seconds of reduction in a step",
+        fmt::format(
+            "step = forward + max(backward, reduction) + last bucket + optimizer = {:.4g} s; one after the "
+            "other {:.4g} s",
+            best_.seconds.value, best_.seconds.value + hidden),
+        "more tokens in a micro-batch, fewer ranks, or a faster network",
+        timed(models_.step.overlap() * behind_.backward * reductions() + best_.step.tail, Axis::kData),
+        reduce, kMost);
   }
   double reductions() const {
     const bool each = (c_.strategy == Strategy::kZero2 || c_.strategy == Strategy::kZero3) && !c_.reduce_once;
@@ -248,14 +235,10 @@ class Laws {
       before = now;
     }
     if (stop == 0) return;  // the batch ends before
-    add({.name = "ceiling",
-         .unit = "data ranks",
-         .statement = "twice as many give less than half as much more" +
-                      (losses.empty() ? std::string() : "; below " + losses),
-         .moved_by = "a larger batch, or tp and pp in place of data ranks",
-         .at = timed(double(stop), Axis::kData),
-         .now = double(c_.data_ranks())},
-        true);
+    add("ceiling", "data ranks",
+        "twice as many give less than half as much more" + (losses.empty() ? "" : "; below " + losses),
+        "a larger batch, or tp and pp in place of data ranks", timed(double(stop), Axis::kData),
+        double(c_.data_ranks()), kMost);
   }
 
   void micro_batch() {
@@ -265,37 +248,26 @@ class Laws {
       other.micro_batch = size, other.micro_batches = std::max<std::int64_t>(1, most / size);
       return models_.memory.of(other).total() <= capacity_;
     });
-    const double w = width_.memory;
-    const auto value = double(std::max<std::int64_t>(1, at));
-    add({.name = "memory of activations",
-         .unit = "sequences of a micro-batch",
-         .statement = "zero shards states, not activations: a micro-batch beyond this does not fit",
-         .moved_by = "checkpointing, tp with sequence parallelism, or cp",
-         .at = {value, std::floor(value * (1 - w)), std::ceil(value * (1 + w)), Origin::kAssumed},
-         .now = double(c_.micro_batch)},
-        true);
+    Estimate value = within(at_least_one(at), width_.memory, Origin::kAssumed);
+    value.low = std::floor(value.low), value.high = std::ceil(value.high);
+    add("memory of activations", "sequences of a micro-batch",
+        "zero shards states, not activations: a micro-batch beyond this does not fit",
+        "checkpointing, tp with sequence parallelism, or cp", value, double(c_.micro_batch), kMost);
   }
 
   // The width at which a layer of zero3, gathered, no longer fits on a device.
   void layer() {
     const ModelShape& model = problem_.model;
-    const auto times = [&](std::int64_t number, double factor) {
-      return std::max<std::int64_t>(1, std::llround(double(number) * factor));
-    };
-    constexpr std::int64_t kMost = std::int64_t{1} << 20;
-    const std::int64_t at = last_of(kMost, [&](std::int64_t hidden) {
-      const double factor = double(hidden) / double(model.hidden);
+    constexpr std::int64_t kWidest = std::int64_t{1} << 20;
+    const std::int64_t at = last_of(kWidest, [&](std::int64_t hidden) {
       ModelShape wide = model;
-      wide.hidden = hidden, wide.heads = times(model.heads, factor);
-      wide.key_heads = times(model.key_heads, factor);
-      wide.feed_forward = times(model.feed_forward, factor);
-      wide.experts.feed_forward = times(model.experts.feed_forward, factor);
-      const Problem other{.model = wide,
-                          .cluster = problem_.cluster,
-                          .calibration = problem_.calibration,
-                          .work = problem_.work,
-                          .constants = problem_.constants,
-                          .program = problem_.program};
+      wide.hidden = hidden;
+      for (std::int64_t* size :
+           {&wide.heads, &wide.key_heads, &wide.feed_forward, &wide.experts.feed_forward})
+        *size =
+            std::max<std::int64_t>(1, std::llround(double(*size) * (double(hidden) / double(model.hidden))));
+      const Problem other{wide,          problem_.cluster,   problem_.calibration,
+                          problem_.work, problem_.constants, problem_.program};
       Candidate one = alone();
       constexpr std::int32_t kManyShards = 1 << 16;
       one.shards = kManyShards, one.replicas = 1, one.micro_batch = 1;
@@ -304,18 +276,13 @@ class Laws {
       Pipelines none;
       return MemoryModel(other, none).of(one).total() <= capacity_;
     });
-    const double w = width_.memory, value = double(std::max<std::int64_t>(1, at));
-    add({.name = "a layer must fit",
-         .unit = "hidden size",
-         .statement =
-             fmt::format("zero3 on any number of ranks still gathers whole layers: with tp {} a model of {} "
-                         "layers as wide as this fills {:.0f} GiB",
-                         c_.tp, model.layers, gibibytes(capacity_)),
-         .moved_by =
-             "tp, which divides a layer; a shorter sequence where logits and activations are the most",
-         .at = {value, value * (1 - w), value * (1 + w), Origin::kAssumed},
-         .now = double(model.hidden)},
-        true);
+    add("a layer must fit", "hidden size",
+        fmt::format(
+            "zero3 on any number of ranks still gathers whole layers: with tp {} a model of {} layers as wide "
+            "as this fills {:.0f} GiB",
+            c_.tp, model.layers, gibibytes(capacity_)),
+        "tp, which divides a layer; a shorter sequence where logits and activations are the most",
+        within(at_least_one(at), width_.memory, Origin::kAssumed), double(model.hidden), kMost);
   }
 
   void bubble() {
@@ -323,52 +290,39 @@ class Laws {
     const double busy = behind_.forward + behind_.backward;
     // Once a schedule is filled, its bubble stays and the rest grows.
     const double at = std::ceil(best_.step.bubble / busy * (1 - kShare) / kShare);
-    add({.name = "bubble",
-         .unit = "micro-batches of a data rank",
-         .statement = fmt::format(
-             "with fewer the {} ranks of the pipeline wait for more than a tenth of the time; now "
-             "{:.1f} %",
-             c_.pp, 100 * best_.step.bubble / best_.seconds.value),
-         .moved_by =
-             "more micro-batches, more stages on a rank, a schedule that splits backwards, or a smaller pp",
-         .at = timed(std::max(1.0, at), Axis::kStage),
-         .now = double(c_.micro_batches)},
-        false);
+    add("bubble", "micro-batches of a data rank",
+        fmt::format(
+            "with fewer the {} ranks of the pipeline wait for more than a tenth of the time; now {:.1f} %",
+            c_.pp, 100 * best_.step.bubble / best_.seconds.value),
+        "more micro-batches, more stages on a rank, a schedule that splits backwards, or a smaller pp",
+        timed(std::max(1.0, at), Axis::kStage), double(c_.micro_batches), kLeast);
   }
 
   // Ranks along an axis until which its exchanges take less than half as long as what is computed.
-  std::int64_t most_exchanging(std::int64_t most, std::int32_t Candidate::*axis,
-                               double StepModel::Behind::*exchange) const {
+  double most_exchanging(std::int64_t most, std::int32_t Candidate::*axis,
+                         double StepModel::Behind::*exchange) const {
     Candidate other = alone();
-    return std::max<std::int64_t>(1, last_of(most, [&](std::int64_t size) {
-                                    other.*axis = std::int32_t(size);
-                                    constexpr double kHalfOfTheRest = 1.0 / 3;
-                                    return models_.step.behind(other).*exchange <= kHalfOfTheRest;
-                                  }));
+    return at_least_one(last_of(most, [&](std::int64_t size) {
+      other.*axis = std::int32_t(size);
+      constexpr double kHalfOfTheRest = 1.0 / 3;
+      return models_.step.behind(other).*exchange <= kHalfOfTheRest;
+    }));
   }
   void tensor() {
-    const std::int64_t at = most_exchanging(problem_.model.heads, &Candidate::tp, &StepModel::Behind::tp);
+    const double at = most_exchanging(problem_.model.heads, &Candidate::tp, &StepModel::Behind::tp);
     const Link& fast = problem_.cluster.links.front();
-    add({.name = "tp",
-         .unit = "ranks along tp",
-         .statement = fmt::format(
-             "beyond these exchanges take more than half as long as what is computed; {} joins {}", fast.name,
-             fast.ranks),
-         .moved_by = "cp or pp in its place; parallel.tensor_overlap",
-         .at = timed(double(at), Axis::kTp),
-         .now = double(c_.tp)},
-        true, c_.tp > 1);
+    add("tp", "ranks along tp",
+        fmt::format("beyond these exchanges take more than half as long as what is computed; {} joins {}",
+                    fast.name, fast.ranks),
+        "cp or pp in its place; parallel.tensor_overlap", timed(at, Axis::kTp), double(c_.tp), kMost,
+        c_.tp > 1);
   }
   void experts() {
-    const std::int64_t at =
-        most_exchanging(problem_.model.experts.count, &Candidate::ep, &StepModel::Behind::ep);
-    add({.name = "ep",
-         .unit = "ranks along ep",
-         .statement = "beyond these, tokens travel to experts for more than half as long as is computed",
-         .moved_by = "ep inside a host; parallel.expert_overlap",
-         .at = timed(double(at), Axis::kExpert),
-         .now = double(c_.ep)},
-        true, c_.ep > 1);
+    const double at = most_exchanging(problem_.model.experts.count, &Candidate::ep, &StepModel::Behind::ep);
+    add("ep", "ranks along ep",
+        "beyond these, tokens travel to experts for more than half as long as is computed",
+        "ep inside a host; parallel.expert_overlap", timed(at, Axis::kExpert), double(c_.ep), kMost,
+        c_.ep > 1);
   }
 
   Models& models_;

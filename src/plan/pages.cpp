@@ -22,76 +22,50 @@ namespace {
 constexpr double kGiB = 1 << 30;
 
 std::string shown_part(double part) { return fmt::format("{:.1f} %", 100 * part); }
-// The fastest layout, or the one that lacks the least memory.
-const Planned* best_of(const Plan& plan) {
-  return !plan.top.empty() ? &plan.top.front() : plan.nearest ? &*plan.nearest : nullptr;
-}
 
 // ---- pictures ----
 
 const std::vector<std::string> kMemoryParts = {"parameters",          "gradients", "masters, states",
                                                "activations",         "logits",    "gathered",
-                                               "buffers, in passing", "reserve"};
-std::vector<double> values_of(const MemoryParts& of) {
-  std::vector<double> values = {of.parameters, of.gradients, of.masters + of.states,  of.activations,
-                                of.logits,     of.gathered,  of.buffers + of.passing, of.reserve};
-  for (double& value : values) value /= kGiB;
-  return values;
-}
-
-const std::vector<std::string> kStepParts = {"products",        "attention",  "memory-bound",
+                                               "buffers, in passing", "reserve"},
+                               kStepParts = {"products",        "attention",  "memory-bound",
                                              "overhead",        "tp, cp, ep", "gradients, gathers",
                                              "norm, optimizer", "waiting"};
-// In per cent.
-std::vector<double> values_of(const StepParts& of) {
-  std::vector<double> values = {of.products,
-                                of.attention,
-                                of.memory_bound,
-                                of.overhead,
-                                of.tp + of.cp + of.ep,
-                                of.gather + of.reduce + of.publish,
-                                of.norm + of.optimizer,
-                                of.bubble + of.uneven};
-  for (double& value : values) value *= 100 / of.total();
+std::vector<double> times(double factor, std::vector<double> values) {
+  for (double& value : values) value *= factor;
   return values;
 }
+std::vector<double> values_of(const MemoryParts& of) {
+  return times(1 / kGiB, {of.parameters, of.gradients, of.masters + of.states, of.activations, of.logits,
+                          of.gathered, of.buffers + of.passing, of.reserve});
+}
+std::vector<double> values_of(const StepParts& of) {  // in per cent
+  return times(100 / of.total(),
+               {of.products, of.attention, of.memory_bound, of.overhead, of.tp + of.cp + of.ep,
+                of.gather + of.reduce + of.publish, of.norm + of.optimizer, of.bubble + of.uneven});
+}
 
-// The class of what a span computes, by its name: F, B, I, W of a pipeline; everything else communicates or
-// updates.
-const char* look_of(const Span& span) {
-  const std::size_t to = span.name.find(" to ");  // of joined ones: grey where they differ
+// A chart has six series at most: the points of further ones are in its last.
+void add_series(Chart& chart, const std::string& name, std::vector<Point> points, const char* others) {
+  constexpr std::size_t kMostSeries = 6;
+  if (chart.series.size() == kMostSeries)
+    chart.series.back().name = others;
+  else
+    chart.series.push_back({name, {}});
+  std::vector<Point>& all = chart.series.back().points;
+  std::ranges::move(points, std::back_inserter(all));
+  std::ranges::sort(all, {}, &Point::x);
+}
+
+// By its name: F, B, I, W of a pipeline, grey where spans of different kinds are joined; everything else
+// communicates or updates.
+const char* colour_of(const Lanes::Span& span) {
+  const std::size_t to = span.name.find(" to ");
   if (to != std::string::npos && span.name[0] != span.name[to + 4]) return "c5";
-  if (span.lane.ends_with("compute")) switch (span.name.empty() ? ' ' : span.name[0]) {
-      case 'F': return "c0";
-      case 'B': return "c2";
-      case 'I': return "c6";
-      case 'W': return "c4";
-      default: break;
-    }
+  if (span.lane.ends_with("compute"))
+    for (const auto& [kind, colour] : {std::pair('F', "c0"), {'B', "c2"}, {'I', "c6"}, {'W', "c4"}})
+      if (span.name.starts_with(kind)) return colour;
   return span.lane == "optimizer" ? "c1" : "c3";
-}
-
-std::vector<std::string> lanes_of(const std::vector<Span>& spans) {
-  std::vector<std::string> lanes;
-  for (const Span& span : spans)
-    if (std::ranges::find(lanes, span.lane) == lanes.end()) lanes.push_back(span.lane);
-  return lanes;
-}
-
-// Spans of a lane that touch and are narrower than a letter are one: a step may have thousands of them.
-std::vector<Span> joined(const std::vector<Span>& spans, const std::string& lane, double narrow) {
-  std::vector<Span> kept;
-  for (const Span& span : spans) {
-    if (span.lane != lane) continue;
-    const bool joins =
-        !kept.empty() && span.end - kept.back().begin < narrow && span.begin - kept.back().end < narrow / 8;
-    if (joins)
-      kept.back().name = kept.back().name.substr(0, kept.back().name.find(' ')) + " to " + span.name,
-      kept.back().end = span.end;
-    else
-      kept.push_back(span);
-  }
-  return kept;
 }
 
 }  // namespace
@@ -133,53 +107,34 @@ std::string step_bars(const Plan& plan) {
 }
 
 std::string timeline_svg(const std::vector<Span>& spans, double step) {
-  constexpr double kLeft = 130, kRow = 24, kTop = 10, kWidth = kPictureWidth - kLeft - 12, kLetter = 7;
-  const std::vector<std::string> lanes = lanes_of(spans);
-  const double height = kTop + kRow * double(lanes.size()) + 26;
-  std::string text = fmt::format(
-      "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"Timeline of "
-      "a step\">",
-      kPictureWidth, height);
-  const auto write = [&](const char* kind, double x, double y, const char* anchor, const std::string& words) {
-    text += fmt::format("<text class=\"{}\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", kind, x,
-                        y, anchor, escape_html(words));
-  };
-  for (const Span& span : spans) step = std::max(step, span.end);
-  const auto at = [&](double time) { return step > 0 ? time / step * kWidth : 0; };
-  double y = kTop;
-  for (const std::string& lane : lanes) {
-    write("label", kLeft - 8, y + 15, "end", lane);
-    text += fmt::format("<rect class=\"lane\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>", kLeft, y,
-                        kWidth, kRow - 2);
-    for (const Span& span : joined(spans, lane, step * kLetter / kWidth)) {
-      const double x = kLeft + at(span.begin), wide = at(span.end - span.begin);
-      text += fmt::format(
-          "<rect class=\"part {}\" x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\"><title>{}: {} to {}</title></rect>",
-          look_of(span), x, y, wide, kRow - 2, escape_html(span.name), seconds_text(span.begin),
-          seconds_text(span.end));
-      if (wide >= kLetter * double(span.name.size() + 1))
-        write("inside", x + wide / 2, y + 15, "middle", span.name);
-    }
-    y += kRow;
-  }
-  write("tick", kLeft, y + 16, "start", "0");
-  write("tick", kLeft + kWidth, y + 16, "end", seconds_text(step));
-  return text + "</svg>";
+  Lanes lanes{.title = "Timeline of a step",
+              .spans = {},
+              .end = step,
+              .time_text = seconds_text,
+              .colour = colour_of,
+              .width = kPictureWidth};
+  for (const Span& span : spans) lanes.spans.push_back({span.lane, span.name, span.begin, span.end});
+  return svg(lanes);
 }
 
 std::string chrome_trace(const std::vector<Span>& spans) {
-  const std::vector<std::string> lanes = lanes_of(spans);
+  std::vector<std::string> lanes;
   nlohmann::ordered_json events = nlohmann::ordered_json::array();
-  for (std::size_t lane = 0; lane < lanes.size(); ++lane)
-    events.push_back(
-        {{"name", "thread_name"}, {"ph", "M"}, {"pid", 0}, {"tid", lane}, {"args", {{"name", lanes[lane]}}}});
-  for (const Span& span : spans)
+  for (const Span& span : spans) {
+    const auto found = std::ranges::find(lanes, span.lane);
+    const auto lane = found - lanes.begin();
+    if (found == lanes.end()) {
+      lanes.push_back(span.lane);
+      events.push_back(
+          {{"name", "thread_name"}, {"ph", "M"}, {"pid", 0}, {"tid", lane}, {"args", {{"name", span.lane}}}});
+    }
     events.push_back({{"name", span.name},
                       {"ph", "X"},
                       {"ts", span.begin * 1e6},
                       {"dur", (span.end - span.begin) * 1e6},
                       {"pid", 0},
-                      {"tid", std::ranges::find(lanes, span.lane) - lanes.begin()}});
+                      {"tid", lane}});
+  }
   return events.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
@@ -200,7 +155,7 @@ Chart scaling_chart(const Plan& plan) {
   // Laws of ranks with other samples, as devices: the axes inside of a data rank stay.
   for (const Law& law : plan.laws)
     if (law.now > 0 && !plan.top.empty() &&
-        (law.unit == "data ranks" || law.unit == "ranks that share parameters"))
+        (law.unit == "data ranks" || law.unit == "ranks sharing parameters"))
       chart.x_marks.emplace_back(law.name, law.at.value / law.now * plan.top.front().candidate.ranks);
   if (!points.empty())
     chart.guides = {{{points.front().x, points.front().y}, {points.back().x, points.front().y}}};
@@ -213,7 +168,6 @@ Chart front_chart(const Plan& plan) {
               .y_label = "tokens/s",
               .series = {},
               .from_zero = true};
-  constexpr std::size_t kMostSeries = 6;
   std::map<std::int32_t, std::vector<Point>, std::greater<>> by_devices;
   for (const Planned& one : plan.front)
     by_devices[one.candidate.ranks].push_back(
@@ -221,12 +175,7 @@ Chart front_chart(const Plan& plan) {
          fmt::format("{}: {} tokens/s, {} free", to_text(one.candidate),
                      human_count(one.tokens_per_second.value), bytes_text(one.head_room))});
   for (auto& [devices, points] : by_devices)
-    if (chart.series.size() < kMostSeries)
-      chart.series.push_back({fmt::format("{} devices", devices), std::move(points)});
-    else
-      chart.series.back().name = "fewer devices",
-      std::ranges::move(points, std::back_inserter(chart.series.back().points));
-  for (Series& series : chart.series) std::ranges::sort(series.points, {}, &Point::x);
+    add_series(chart, fmt::format("{} devices", devices), std::move(points), "fewer devices");
   return chart;
 }
 
@@ -238,7 +187,6 @@ Chart published_chart(const std::vector<PublishedRow>& rows) {
               .lines = false,
               .log_x = true,
               .log_y = true};
-  constexpr std::size_t kMostSeries = 6;
   std::map<std::string, std::vector<Point>> by_program;
   double least = std::numeric_limits<double>::infinity(), most = 0;
   for (const TimedRow& one : timed_rows(rows)) {
@@ -251,15 +199,7 @@ Chart published_chart(const std::vector<PublishedRow>& rows) {
   std::vector<Series> all;
   for (auto& [program, points] : by_program) all.push_back({program, std::move(points)});
   std::ranges::stable_sort(all, std::greater<>(), [](const Series& one) { return one.points.size(); });
-  for (Series& series : all) {
-    if (chart.series.size() < kMostSeries) {
-      chart.series.push_back(std::move(series));
-      continue;
-    }
-    chart.series.back().name = "others";
-    std::ranges::move(series.points, std::back_inserter(chart.series.back().points));
-  }
-  for (Series& series : chart.series) std::ranges::sort(series.points, {}, &Point::x);
+  for (Series& series : all) add_series(chart, series.name, std::move(series.points), "others");
   constexpr double kWithin = 1.1;
   if (most > 0)
     for (const double factor : {1.0, kWithin, 1 / kWithin})
@@ -364,7 +304,7 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
             {"law", "begins at", "this layout", "costs", "statement", "moved by"}, plan.laws,
             [](const Law& law) -> std::vector<std::string> {
               return {law.name,
-                      human_count(law.at.value) + " " + law.unit,
+                      human_count(law.at.value) + " " + unit_of(law.at.value, law.unit),
                       human_count(law.now),
                       law.bites ? "yes" : "no",
                       law.statement,

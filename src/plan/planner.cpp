@@ -138,9 +138,9 @@ std::vector<std::string> warnings_of(const Plan& plan, const Calibration& calibr
     if (cluster.hosts() > 1 && !cluster.host_memory)
       add("GPUs of several hosts: the configuration has backend = \"shm+mpi\"; the times are those of a direct "
           "network between GPUs, which that backend does not use");
-    if (best.step.uneven > 0)
-      add("documents are of uneven lengths: the slowest rank attends for {:.1f} % of the step longer",
-          100 * best.step.uneven / best.seconds.value);
+    if (const double part = 100 * best.step.uneven / best.seconds.value;
+        part >= 0.05)  // 0.1 % as it is shown
+      add("documents are of uneven lengths: the slowest rank attends for {:.1f} % of the step longer", part);
   }
   if (plan.model.experts.count > 0)
     add("tokens are assumed to spread evenly over the experts; nobody publishes how uneven they are");

@@ -12,7 +12,7 @@
 #include "base/files.hpp"
 #include "plan/constants.hpp"
 #include "plan/inputs.hpp"
-#include "plan/recipe.hpp"
+#include "plan/search.hpp"
 #include "plan/trial.hpp"
 
 namespace isograd::planner {

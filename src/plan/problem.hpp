@@ -26,6 +26,11 @@ inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrat
 inline constexpr const char* kStrategyNames[] = {"bucketed", "zero1", "zero2", "zero3"};
 inline constexpr const char* kScheduleNames[] = {"none", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"};
 
+inline constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2,
+                                           Strategy::kZero3};
+inline constexpr std::array kSchedules = {Schedule::kOneFOneB, Schedule::kGPipe, Schedule::kInterleaved,
+                                          Schedule::kZeroBubbleH1, Schedule::kZeroBubbleV};  // of pipelines
+
 // A part of `number` that is the largest of as many as even as can be.
 inline std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
 // Of the micro-batch of a rank with the most.
@@ -42,6 +47,11 @@ inline Estimate within(double value, double width, Origin origin) {
 // As texts and pages show them: "12.5 GiB", "3.21 s".
 std::string bytes_text(double bytes);
 std::string seconds_text(double seconds);
+std::string unit_of(double number, const std::string& unit);  // of a law: "data rank" of 1 "data ranks"
+// The fastest layout, or the one that lacks the least memory.
+inline const Planned* best_of(const Plan& plan) {
+  return !plan.top.empty() ? &plan.top.front() : plan.nearest ? &*plan.nearest : nullptr;
+}
 
 // Both ways: the planner's shape has no LibTorch type, and rules, stages and kept tensors take the model
 // room's.

@@ -107,9 +107,7 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
                pp = candidate.pp, cp = double(candidate.cp_ring) * candidate.cp_ulysses, share = tp * pp,
                G = double(candidate.micro_batches), T = double(candidate.micro_batch) * of.sequence / cp,
                d = double(candidate.data_ranks()) * cp, again = candidate.checkpoint ? 1 : 0,
-               z = candidate.shards,
-               layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
-                       (model.gated ? 3 : 2) * h * f,
+               z = candidate.shards, layer = products_of_layer(model),
                elements = (L * layer + 2 * of.vocabulary * h) / share;
   const bool whole = candidate.strategy == Strategy::kZero3;
   const double peak = of.peak * of.constants.share_of_peak,

@@ -1,7 +1,5 @@
 // The recipe: batch, sequence, micro-batch, data ranks, accumulation; the tables of memory and traffic; and
 // its answers to a cluster that is larger than the batch.
-#include "plan/recipe.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -25,7 +23,7 @@ BatchNumbers batch_numbers(const Work& work, std::int64_t micro_batch, std::int6
   const bool rich = most > double(samples);
   const std::int64_t at_once = rich ? samples : micro_batch * data_ranks;
   return {.samples = samples,
-          .accumulation = (samples + at_once - 1) / at_once,
+          .accumulation = most_of(samples, at_once),
           .too_many_ranks = rich,
           .fewer_ranks = std::max<std::int64_t>(samples / micro_batch, 1),
           .larger_batch = most * double(work.sequence),
@@ -41,8 +39,7 @@ std::vector<ZeroRow> zero_table(std::int64_t ranks) {
   plan.elements = {{.numel = ranks, .shards = int(ranks)}};
   const auto each = double(ranks);
   std::vector<ZeroRow> rows;
-  for (const Strategy strategy :
-       {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+  for (const Strategy strategy : kStrategies) {
     plan.stage = int(strategy);
     const auto kept = [&](int gradient) {
       DataParallelPlan other = plan;
@@ -62,9 +59,6 @@ std::vector<ZeroRow> zero_table(std::int64_t ranks) {
 }
 
 namespace {
-
-constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2,
-                                    Strategy::kZero3};
 
 Candidate with_micro_batch(const Problem& problem, Candidate candidate, std::int64_t size) {
   candidate.micro_batch = size;
@@ -86,13 +80,9 @@ std::int64_t largest_micro_batch(Models& models, const Candidate& candidate) {
 
 // The recipe's own layout: all ranks along the data but `tp`.
 Candidate along_data(Strategy strategy, std::int64_t data_ranks, std::int32_t tp) {
-  const auto all = std::int32_t(data_ranks);
-  const bool shards = strategy != Strategy::kBucketed;
-  return {.ranks = all * tp,
-          .replicas = shards ? 1 : all,
-          .shards = shards ? all : 1,
-          .tp = tp,
-          .strategy = strategy};
+  Candidate made{.ranks = std::int32_t(data_ranks) * tp, .tp = tp, .strategy = strategy};
+  (strategy == Strategy::kBucketed ? made.replicas : made.shards) = std::int32_t(data_ranks);
+  return made;
 }
 
 }  // namespace
@@ -124,10 +114,9 @@ std::vector<RecipeStep> recipe_of(Models& models, const Planned& best) {
   add("parameters alone", "2 bytes each in bfloat16",
       fmt::format("{:.4g} GB = {:.4g} GiB for {:.4g} parameters", 2 * psi / 1e9, gibibytes(2 * psi), psi),
       "exact");
-  for (const ZeroRow& row : zero_table(c.data_ranks() * c.cp_ring * c.cp_ulysses)) {
-    add("memory",
-        fmt::format("{}: {}, N = {}", row.strategy, row.kept_formula,
-                    c.data_ranks() * c.cp_ring * c.cp_ulysses),
+  const std::int64_t sharing = c.data_ranks() * c.cp_ring * c.cp_ulysses;
+  for (const ZeroRow& row : zero_table(sharing)) {
+    add("memory", fmt::format("{}: {}, N = {}", row.strategy, row.kept_formula, sharing),
         fmt::format(
             "{:.6g} bytes a parameter ({:.6g} with fp32 gradients in addition; {:.6g} as isograd keeps them, "
             "{:.1f} GiB a rank)",
@@ -182,8 +171,8 @@ std::vector<WayOut> ways_out_of(Models& models, const Options& options) {
   }
   std::optional<Planned> fastest;
   for (const Strategy strategy : kStrategies) {
-    const Candidate candidate = with_micro_batch(problem, along_data(strategy, data_ranks, tp),
-                                                 (numbers.samples + data_ranks - 1) / data_ranks);
+    const Candidate candidate =
+        with_micro_batch(problem, along_data(strategy, data_ranks, tp), most_of(numbers.samples, data_ranks));
     const Planned made = planned(models, candidate);
     if (made.head_room >= 0 && (!fastest || made.seconds.value < fastest->seconds.value)) fastest = made;
   }

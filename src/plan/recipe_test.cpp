@@ -1,5 +1,5 @@
 // The recipe's worked example and its tables, whose numbers stand here as the recipe prints them.
-#include "plan/recipe.hpp"
+#include "plan/search.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -245,7 +245,7 @@ double flops_of_step(const Problem& problem) {
 Estimate estimate_of(double value, double width, const std::vector<Planned::Part>& parts) {
   Origin worst = Origin::kExact;
   for (const Planned::Part& part : parts) worst = std::max(worst, part.number.origin);
-  return {.value = value, .low = value * (1 - width), .high = value * (1 + width), .origin = worst};
+  return within(value, width, worst);
 }
 
 }  // namespace
@@ -270,10 +270,9 @@ Planned planned(Models& models, const Candidate& candidate) {
   made.seconds = estimate_of(made.step.total(), widths.seconds, made.step_parts);
   made.bytes = estimate_of(made.memory.total(), widths.memory, made.memory_parts);
   const double tokens = double(problem.work.samples()) * double(problem.work.sequence);
-  made.tokens_per_second = {.value = tokens / made.seconds.value,
-                            .low = tokens / made.seconds.high,
-                            .high = tokens / made.seconds.low,
-                            .origin = made.seconds.origin};
+  const Estimate& seconds = made.seconds;
+  made.tokens_per_second = {tokens / seconds.value, tokens / seconds.high, tokens / seconds.low,
+                            seconds.origin};
   const double peak = problem.cluster.device.peak[std::size_t(problem.work.precision)];
   if (peak > 0) made.mfu = flops_of_step(problem) / (made.seconds.value * peak * candidate.ranks);
   made.head_room = problem.cluster.device.memory - made.memory.total();
@@ -316,58 +315,10 @@ std::string missing_text(Models& models, const Planned& nearest) {
 
 namespace {
 
-// A change of one key, and of those that follow from it.
-class Changes {
- public:
-  Changes(const Problem& problem, const Candidate& best) : problem_(problem), best_(best) {
-    for (const auto& [name, axis] : {std::pair{"tp", &Candidate::tp},
-                                     {"pp", &Candidate::pp},
-                                     {"cp_ring", &Candidate::cp_ring},
-                                     {"cp_ulysses", &Candidate::cp_ulysses},
-                                     {"ep", &Candidate::ep},
-                                     {"replicas", &Candidate::replicas}}) {
-      if (axis == &Candidate::ep && problem.model.experts.count == 0) continue;
-      if (axis == &Candidate::replicas && best.strategy == Strategy::kBucketed) continue;
-      for (const std::int32_t size : {best.*axis / 2, best.*axis * 2}) {
-        Candidate changed = best;
-        changed.*axis = size;
-        if (size > 0) add(fmt::format("{} {}", name, size), changed);
-      }
-    }
-    for (const Strategy strategy :
-         {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
-      Candidate changed = best;
-      changed.strategy = strategy;
-      changed.checkpoint = changed.reduce_once = false, changed.reshard = true;
-      if (best.strategy == Strategy::kBucketed) changed.replicas = 1;
-      if (strategy != best.strategy) add(std::string(name_of(strategy)), changed);
-    }
-    for (const Schedule schedule : {Schedule::kOneFOneB, Schedule::kGPipe, Schedule::kInterleaved,
-                                    Schedule::kZeroBubbleH1, Schedule::kZeroBubbleV}) {
-      if (best.pp == 1 || schedule == best.schedule) continue;
-      Candidate changed = best;
-      changed.schedule = schedule;
-      const bool several = schedule == Schedule::kInterleaved || schedule == Schedule::kZeroBubbleV;
-      changed.stages_per_rank = several ? 2 : 1;
-      add(std::string(name_of(schedule)), changed);
-    }
-    for (const std::int64_t size : {best.micro_batch / 2, best.micro_batch * 2}) {
-      Candidate changed = best;
-      changed.micro_batch = size;
-      if (size > 0) add(fmt::format("micro-batch {}", size), changed);
-    }
-    if (best.strategy == Strategy::kZero3) {
-      Candidate changed = best;
-      changed.checkpoint = !best.checkpoint;
-      add(changed.checkpoint ? "checkpointing" : "no checkpointing", changed);
-      changed = best, changed.reshard = !best.reshard;
-      add(changed.reshard ? "blocks freed after forward" : "blocks kept after forward", changed);
-    }
-  }
-  const std::vector<std::pair<std::string, Candidate>>& all() const { return all_; }
-
- private:
-  void add(std::string change, Candidate changed) {
+// The best layout with one key changed, and those that follow from it.
+std::vector<std::pair<std::string, Candidate>> changes_of(const Problem& problem, const Candidate& best) {
+  std::vector<std::pair<std::string, Candidate>> all;
+  const auto add = [&](std::string change, Candidate changed) {
     const std::int64_t inner = std::int64_t{changed.pp} * changed.tp * changed.cp_ring * changed.cp_ulysses;
     const std::int64_t data = std::max<std::int64_t>(1, changed.ranks / inner);
     if (changed.strategy == Strategy::kBucketed) changed.replicas = std::int32_t(data);
@@ -375,19 +326,51 @@ class Changes {
     if (changed.pp == 1) changed.schedule = Schedule::kNone, changed.stages_per_rank = 1;
     if (changed.pp > 1 && changed.schedule == Schedule::kNone) changed.schedule = Schedule::kOneFOneB;
     if (inner <= changed.ranks) {
-      const std::int64_t most = numbers_of(changed, problem_.work).most_samples();
-      if (changed.micro_batch > most && best_.micro_batch <= most) return;  // the batch has no more
+      const std::int64_t most = numbers_of(changed, problem.work).most_samples();
+      if (changed.micro_batch > most && best.micro_batch <= most) return;  // the batch has no more
       changed.micro_batch = std::min(changed.micro_batch, most);
-      changed.micro_batches = numbers_of(changed, problem_.work).micro_batches();
+      changed.micro_batches = numbers_of(changed, problem.work).micro_batches();
       if (changed.micro_batches == 1) changed.reduce_once = false;
     }
-    if (changed != best_) all_.emplace_back(std::move(change), changed);
+    if (changed != best) all.emplace_back(std::move(change), changed);
+  };
+  const auto halved_and_doubled = [&](const char* name, auto Candidate::*key) {
+    for (const auto size : {best.*key / 2, best.*key * 2}) {
+      Candidate changed = best;
+      changed.*key = size;
+      if (size > 0) add(fmt::format("{} {}", name, size), changed);
+    }
+  };
+  halved_and_doubled("tp", &Candidate::tp), halved_and_doubled("pp", &Candidate::pp);
+  halved_and_doubled("cp_ring", &Candidate::cp_ring),
+      halved_and_doubled("cp_ulysses", &Candidate::cp_ulysses);
+  if (problem.model.experts.count > 0) halved_and_doubled("ep", &Candidate::ep);
+  if (best.strategy != Strategy::kBucketed) halved_and_doubled("replicas", &Candidate::replicas);
+  for (const Strategy strategy : kStrategies) {
+    Candidate changed = best;
+    changed.strategy = strategy;
+    changed.checkpoint = changed.reduce_once = false, changed.reshard = true;
+    if (best.strategy == Strategy::kBucketed) changed.replicas = 1;
+    if (strategy != best.strategy) add(std::string(name_of(strategy)), changed);
   }
-
-  const Problem& problem_;
-  const Candidate& best_;
-  std::vector<std::pair<std::string, Candidate>> all_{};
-};
+  for (const Schedule schedule : kSchedules) {
+    if (best.pp == 1 || schedule == best.schedule) continue;
+    Candidate changed = best;
+    changed.schedule = schedule;
+    const bool several = schedule == Schedule::kInterleaved || schedule == Schedule::kZeroBubbleV;
+    changed.stages_per_rank = several ? 2 : 1;
+    add(std::string(name_of(schedule)), changed);
+  }
+  halved_and_doubled("micro-batch", &Candidate::micro_batch);
+  if (best.strategy == Strategy::kZero3) {
+    Candidate changed = best;
+    changed.checkpoint = !best.checkpoint;
+    add(changed.checkpoint ? "checkpointing" : "no checkpointing", changed);
+    changed = best, changed.reshard = !best.reshard;
+    add(changed.reshard ? "blocks freed after forward" : "blocks kept after forward", changed);
+  }
+  return all;
+}
 
 // The part of a step that grows most, in words.
 std::string grown(const StepParts& from, const StepParts& to) {
@@ -413,16 +396,14 @@ std::string grown(const StepParts& from, const StepParts& to) {
 std::vector<Neighbour> neighbours_of(Models& models, const Planned& best) {
   const Problem& problem = models.problem;
   std::vector<Neighbour> neighbours;
-  const Changes changes(problem, best.candidate);
-  for (const auto& [change, candidate] : changes.all()) {
+  for (auto& [change, candidate] : changes_of(problem, best.candidate)) {
     Neighbour one{.change = change};
-    Candidate with_buckets = candidate;
     if (const auto text = refusal(problem.model, problem.cluster, problem.work, candidate)) {
       one.reason = fmt::format("refused: {}, {}", text->where, text->found);
     } else {
-      with_buckets.bucket_bytes = models.step.best_bucket_bytes(candidate);
-      const double lacks = models.memory.of(with_buckets).total() - problem.cluster.device.memory;
-      const StepParts step = models.step.of(with_buckets);
+      candidate.bucket_bytes = models.step.best_bucket_bytes(candidate);
+      const double lacks = models.memory.of(candidate).total() - problem.cluster.device.memory;
+      const StepParts step = models.step.of(candidate);
       one.seconds = step.total();
       const double more = 100 * (*one.seconds / best.seconds.value - 1);
       if (lacks > 0)

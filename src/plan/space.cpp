@@ -80,12 +80,10 @@ class Meshes {
 }  // namespace
 
 Space space_of(const Problem& problem, std::int64_t devices) {
-  using enum Strategy;
-  using enum Schedule;
   Space space{.devices = devices,
               .sizes = divisors(devices),
-              .strategies = {kBucketed, kZero1, kZero2, kZero3},
-              .schedules = {kOneFOneB, kGPipe, kInterleaved, kZeroBubbleH1, kZeroBubbleV},
+              .strategies = {kStrategies.begin(), kStrategies.end()},
+              .schedules = {kSchedules.begin(), kSchedules.end()},
               .share_parameters = problem.cluster.host_memory && devices <= problem.cluster.per_host};
   for (std::int64_t bytes = 1 << 20; bytes <= 1 << 30; bytes *= 2) space.bucket_bytes.push_back(bytes);
   return space;

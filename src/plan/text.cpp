@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <regex>
 #include <sstream>
 
 #include "base/print.hpp"
@@ -20,6 +21,12 @@ std::string bytes_text(double bytes) {
 }
 std::string seconds_text(double seconds) {
   return seconds >= 1 ? fmt::format("{:.3g} s", seconds) : fmt::format("{:.3g} ms", 1e3 * seconds);
+}
+
+std::string unit_of(double number, const std::string& unit) {
+  if (human_count(number) != "1") return unit;
+  return std::regex_replace(unit, std::regex("(ch)es\\b|s\\b"), "$1",
+                            std::regex_constants::format_first_only);
 }
 
 namespace {
@@ -107,8 +114,8 @@ std::string work_text(const Work& work) {
 }
 
 std::string law_text(const Law& law) {
-  std::string text = fmt::format("{}: {} {}, here {}", law.name, estimate_text(law.at, human_count), law.unit,
-                                 human_count(law.now));
+  std::string text = fmt::format("{}: {} {}, here {}", law.name, estimate_text(law.at, human_count),
+                                 unit_of(law.at.value, law.unit), human_count(law.now));
   if (!law.statement.empty()) text += "; " + law.statement;
   if (!law.moved_by.empty()) text += "; moved by " + law.moved_by;
   return wrapped(law.bites ? "* " : "  ", text);
@@ -166,7 +173,7 @@ std::string to_text(const Plan& plan) {
   }
   for (std::size_t i = 0; i < plan.top.size(); ++i)
     text += layout_text(fmt::format("{:>2}  ", i + 1), plan.top[i], memory);
-  if (const Planned* best = !plan.top.empty() ? &plan.top[0] : plan.nearest ? &*plan.nearest : nullptr) {
+  if (const Planned* best = best_of(plan)) {
     text += parts_text("Memory of the fullest rank", best->memory_parts, bytes_text);
     text += parts_text("Time of a step", best->step_parts, seconds_text);
   }

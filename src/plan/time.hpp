@@ -76,6 +76,12 @@ inline double exposed(double seconds, double behind, double part) {
   return seconds > part * behind ? seconds - part * behind : 0;
 }
 
+// Multiplications of a token in a layer, as tables of published runs count them.
+inline double products_of_layer(const ModelShape& model) {
+  const double h = double(model.hidden);
+  return 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
+         (model.gated ? 3 : 2) * h * double(model.feed_forward);
+}
 // Steps of other programs (published.cpp), with their own stages.
 StepParts published_step(const Problem& problem, const Candidate& candidate,
                          const std::vector<StageShape>& stages);

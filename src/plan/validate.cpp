@@ -36,10 +36,9 @@ constexpr std::pair<std::string_view, std::string_view> kDevices[] = {{"A100-SXM
                                                                       {"TPU-v5p", "tpu-v5p"},
                                                                       {"TPU-v6e", "tpu-v6e"}};
 
-std::string lower(std::string text) {
-  std::ranges::transform(text, text.begin(),
-                         [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
+bool says(std::string text, std::initializer_list<const char*> words) {
+  for (char& c : text) c = char(std::tolower(static_cast<unsigned char>(c)));
+  return std::ranges::any_of(words, [&](const char* word) { return text.find(word) != std::string::npos; });
 }
 
 // Cells of a line of CSV; quotes may hold commas, and two of them are one.
@@ -96,17 +95,13 @@ class RowReader {
   void into(Integer& to, const char* column, double otherwise) const {
     const double found = number(column, otherwise);
     if (constexpr auto kMost = double(std::numeric_limits<Integer>::max() / 2); found > kMost)
-      refuse_large(column, kMost);
+      refuse(fmt::format("{}, column '{}'", where(), column), text(column), fmt::format("at most {}", kMost),
+             "Correct that cell");
     to = static_cast<Integer>(found);
   }
 
  private:
   std::string where() const { return fmt::format("{}, line {}", file_.string(), line_); }
-  [[noreturn]] void refuse_large(const char* column, double most) const {
-    refuse(fmt::format("{}, column '{}'", where(), column), text(column), fmt::format("at most {}", most),
-           "Correct that cell");
-  }
-
   const std::filesystem::path& file_;
   std::map<std::string, std::size_t, std::less<>> columns_{};
   std::vector<std::string> cells_{};
@@ -114,7 +109,7 @@ class RowReader {
 };
 
 bool is_nanotron(const PublishedRow& row) { return row.framework == "nanotron"; }
-bool is_fp4(const PublishedRow& row) { return lower(row.precision).find("fp4") != std::string::npos; }
+bool is_fp4(const PublishedRow& row) { return says(row.precision, {"fp4"}); }
 
 PublishedRow row_of(const RowReader& cells) {
   PublishedRow row{.id = cells.text("id"),
@@ -150,12 +145,8 @@ PublishedRow row_of(const RowReader& cells) {
                        : schedule.find("zb") != std::string::npos ? Schedule::kZeroBubbleH1
                        : candidate.stages_per_rank > 1            ? Schedule::kInterleaved
                                                                   : Schedule::kOneFOneB;
-  const std::string precision = lower(row.precision);
-  row.work.precision = precision.find("fp8") != std::string::npos ||
-                               precision.find("float8") != std::string::npos ||
-                               precision.find("int8") != std::string::npos || is_fp4(row)
-                           ? Precision::kFloat8
-                           : Precision::kBFloat16;
+  row.work.precision =
+      says(row.precision, {"fp8", "float8", "int8", "fp4"}) ? Precision::kFloat8 : Precision::kBFloat16;
   cells.into(row.work.sequence, "seq", 0);
   const double samples = cells.number("gbs", 0), gpus = candidate.ranks, sequence = double(row.work.sequence);
   row.work.tokens = samples * sequence;
@@ -169,9 +160,7 @@ PublishedRow row_of(const RowReader& cells) {
   else if (const auto rate = cells.number("samples_per_s"); rate && *rate > 0)
     row.seconds = samples / *rate;
   else if (const auto flops = cells.number("tflops_per_gpu"); flops && *flops > 0) {
-    const double h = double(model.hidden), L = double(model.layers);
-    const double layer = 2 * h * h * (1 + double(model.key_heads) / double(model.heads)) +
-                         (model.gated ? 3 : 2) * h * double(model.feed_forward);
+    const double h = double(model.hidden), L = double(model.layers), layer = products_of_layer(model);
     const double all = 6 * row.work.tokens * (L * layer + double(model.vocabulary) * h) +
                        12 * L * h * sequence * row.work.tokens;
     const bool again = candidate.checkpoint && cells.text("tflops_kind").starts_with("hardware");
@@ -244,28 +233,23 @@ std::optional<Foretold> foretold(const PublishedRow& row) {
   return made;
 }
 
-// By linear interpolation between ranks, as numpy's quantile.
-double quantile(const std::vector<double>& sorted, double part) {
-  const double at = part * double(sorted.size() - 1);
-  const auto below = std::size_t(at);
-  const double above = sorted[std::min(below + 1, sorted.size() - 1)];
-  return sorted[below] + (at - double(below)) * (above - sorted[below]);
-}
-
-Errors errors_of(std::string source, std::string what, std::vector<double> values) {
+// Adds the errors of these rows, if there are any. Quantiles are interpolated between ranks, as numpy's are.
+void add_errors(std::vector<Errors>& all, const std::string& source, const char* what,
+                std::vector<double> values) {
+  if (values.empty()) return;
   std::ranges::sort(values);
-  return {.source = std::move(source),
-          .what = std::move(what),
-          .rows = values.size(),
-          .median = quantile(values, 0.5),
-          .p75 = quantile(values, 0.75),
-          .p90 = quantile(values, 0.9),
-          .worst = values.back()};
+  const auto quantile = [&](double part) {
+    const double at = part * double(values.size() - 1);
+    const auto below = std::size_t(at);
+    const double above = values[std::min(below + 1, values.size() - 1)];
+    return values[below] + (at - double(below)) * (above - values[below]);
+  };
+  all.push_back({source, what, values.size(), quantile(0.5), quantile(0.75), quantile(0.9), values.back()});
 }
-
-Errors part_of(std::string source, std::string what, std::size_t rows, std::size_t of_them) {
+void add_part(std::vector<Errors>& all, const std::string& source, const char* what, std::size_t rows,
+              std::size_t of_them) {
   const double part = double(of_them) / double(rows);
-  return {std::move(source), std::move(what), rows, part, part, part, part};
+  if (rows > 0) all.push_back({source, what, rows, part, part, part, part});
 }
 
 // "Megatron-Bridge 26.04 NeMo Container" and its like are one source.
@@ -281,7 +265,7 @@ struct Seen {
 
 // For each model on each number of devices, whether one of the five that are foretold to be the fastest is
 // within 5 % of the fastest that was measured.
-std::optional<Errors> cells_of(const std::vector<Seen>& seen) {
+void add_cells(std::vector<Errors>& to, const std::vector<Seen>& seen) {
   std::map<std::pair<std::string, std::int32_t>, std::vector<const Seen*>> cells;
   for (const Seen& one : seen) cells[{one.row->model.name, one.row->candidate.ranks}].push_back(&one);
   std::size_t all = 0, good = 0;
@@ -294,8 +278,7 @@ std::optional<Errors> cells_of(const std::vector<Seen>& seen) {
     ++all;
     good += seconds(*std::ranges::min_element(layouts, {}, seconds)) <= 1.05 * best;
   }
-  if (all == 0) return std::nullopt;
-  return part_of("nanotron, below 74 GiB: one of the top five within 5 % of the best", "cells", all, good);
+  add_part(to, "nanotron, below 74 GiB: one of the top five within 5 % of the best", "cells", all, good);
 }
 
 }  // namespace
@@ -359,10 +342,9 @@ std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
     }
     if (timed && is_whole(row)) nanotron.push_back({&row, *found});
   }
-  if (!memory.empty()) all.push_back(errors_of("nanotron", "memory", memory));
-  if (ran > 0) all.push_back(part_of("nanotron, that ran: called too large", "fits", ran, refused));
-  if (failed > 0)
-    all.push_back(part_of("nanotron, that failed: called too large", "fits", failed, too_large));
+  add_errors(all, "nanotron", "memory", memory);
+  add_part(all, "nanotron, that ran: called too large", "fits", ran, refused);
+  add_part(all, "nanotron, that failed: called too large", "fits", failed, too_large);
 
   const auto subset = [&](const char* name, double most_twin, double most_gib, int most_tp) {
     std::vector<double> errors;
@@ -372,7 +354,7 @@ std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
       if (most_gib > 0 && !(row.memory > 0 && row.memory < most_gib * kGibibyte)) continue;
       if (row.candidate.tp <= most_tp) errors.push_back(one.error());
     }
-    if (!errors.empty()) all.push_back(errors_of(name, "seconds", errors));
+    add_errors(all, name, "seconds", errors);
   };
   constexpr int kAnyTp = 1 << 20;
   subset("nanotron, twin ratio below 1.1, below 74 GiB, tp at most 8", 1.1, 74, 8);
@@ -381,9 +363,9 @@ std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
   subset("nanotron", 0, 0, kAnyTp);
   std::erase_if(nanotron,
                 [](const Seen& one) { return !(one.row->memory > 0 && one.row->memory < 74 * kGibibyte); });
-  if (const auto cells = cells_of(nanotron)) all.push_back(*cells);
-  if (!together.empty()) all.push_back(errors_of("all other dense rows", "seconds", together));
-  for (const auto& [program, errors] : others) all.push_back(errors_of(program, "seconds", errors));
+  add_cells(all, nanotron);
+  add_errors(all, "all other dense rows", "seconds", together);
+  for (const auto& [program, errors] : others) add_errors(all, program, "seconds", errors);
   return all;
 }
 
@@ -414,7 +396,7 @@ std::vector<Errors> validate_scaling(const std::vector<PublishedRow>& rows) {
     for (const PublishedRow* row : worlds)
       if (row->candidate.ranks != one->candidate.ranks && row->candidate.ranks != (*two)->candidate.ranks)
         errors.push_back(std::abs((each * rounds(row) + fixed) / row->seconds - 1));
-    if (!errors.empty()) all.push_back(errors_of("MLPerf " + family, "seconds", errors));
+    add_errors(all, "MLPerf " + family, "seconds", errors);
   }
   return all;
 }

@@ -416,4 +416,49 @@ std::string svg(const Bars& bars) {
   return head(bars.title, y + 40) + legend + under + body + names + "</svg>";
 }
 
+std::string svg(const Lanes& lanes) {
+  constexpr double kLeft = 130, kRow = 24, kTop = 10, kLetter = 7;
+  const double width = lanes.width - kLeft - 12;
+  double end = lanes.end, y = kTop;
+  for (const Lanes::Span& span : lanes.spans) end = std::max(end, span.end);
+  const auto at = [&](double time) { return end > 0 ? time / end * width : 0; };
+  const double narrow = end * kLetter / width;
+  std::vector<std::pair<std::string, std::vector<Lanes::Span>>> rows;
+  for (const Lanes::Span& span : lanes.spans) {
+    auto row = std::ranges::find(rows, span.lane, &decltype(rows)::value_type::first);
+    if (row == rows.end()) row = rows.insert(row, {span.lane, {}});
+    std::vector<Lanes::Span>& drawn = row->second;
+    const bool joins = !drawn.empty() && span.end - drawn.back().begin < narrow &&
+                       span.begin - drawn.back().end < narrow / 8;
+    if (!joins) {
+      drawn.push_back(span);
+      continue;
+    }
+    drawn.back().name = drawn.back().name.substr(0, drawn.back().name.find(' ')) + " to " + span.name;
+    drawn.back().end = span.end;
+  }
+  std::string body;
+  for (const auto& [lane, spans] : rows) {
+    body += svg_text("label", kLeft - 8, y + 15, "end", escape_html(lane));
+    body += fmt::format("<rect class=\"lane\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>", kLeft, y,
+                        width, kRow - 2);
+    for (const Lanes::Span& span : spans) {
+      const double x = kLeft + at(span.begin), wide = at(span.end - span.begin);
+      body += fmt::format(
+          "<rect class=\"part {}\" x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\"><title>{}: {} to {}</title></rect>",
+          lanes.colour(span), x, y, wide, kRow - 2, escape_html(span.name), lanes.time_text(span.begin),
+          lanes.time_text(span.end));
+      if (wide >= kLetter * static_cast<double>(span.name.size() + 1))
+        body += svg_text("inside", x + wide / 2, y + 15, "middle", escape_html(span.name));
+    }
+    y += kRow;
+  }
+  body += svg_text("tick", kLeft, y + 16, "start", "0") +
+          svg_text("tick", kLeft + width, y + 16, "end", lanes.time_text(end));
+  return fmt::format(
+             "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
+             lanes.width, y + 26, escape_html(lanes.title)) +
+         body + "</svg>";
+}
+
 }  // namespace isograd

@@ -49,6 +49,21 @@ struct Bars {
   std::vector<std::pair<std::string, double>> limits = {};  // vertical lines
 };
 
+// What happens when: a row for each lane, in the order in which they come. Spans of a lane that touch and are
+// narrower than a letter are drawn as one, "F0 to B3": there may be thousands of them.
+struct Lanes {
+  struct Span {
+    std::string lane, name;
+    double begin = 0, end = 0;
+  };
+  std::string title;
+  std::vector<Span> spans;
+  double end = 0;                      // of the axis, at least
+  std::string (*time_text)(double);    // of a time
+  const char* (*colour)(const Span&);  // "c0" to "c7"
+  double width = 1000;                 // pixels
+};
+
 // The first row is the heading. Columns are as wide as their widest cell, those of numbers are right-aligned.
 using TextRows = std::vector<std::vector<std::string>>;
 struct TextTable {
@@ -92,6 +107,7 @@ class Report {
 
 std::string svg(const Chart& chart);
 std::string svg(const Bars& bars);
+std::string svg(const Lanes& lanes);
 std::string svg_file(const std::string& picture);  // of a page, as a file of its own
 // A file of its own with all charts, whose series have the same names.
 std::string svg_sheet(const std::string& title, const std::vector<Chart>& charts);
