@@ -6,7 +6,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,6 +18,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/child.hpp"
 #include "base/files.hpp"
 #include "base/json.hpp"
 #include "base/print.hpp"
@@ -278,34 +278,22 @@ Contestant::Contestant(const Side& side, const fs::path& exchange)
   std::vector<std::string> words = side.starts;
   words.insert(words.end(), {exchange.string(), std::to_string(side.ranks), side.name});
   words.insert(words.end(), side.more.begin(), side.more.end());
-  std::vector<char*> arguments;
-  for (std::string& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
   // One thread a rank on both sides, whatever the caller's environment says.
   for (const char* variable : {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}) setenv(variable, "1", 1);
-  const std::string message =
-      words[0] +
-      " could not be started; expected a program. Name the Python interpreter that has "
-      "torch in the variable PYTHON\n";
-  const pid_t bench = getpid();
-  process_ = fork();
-  if (process_ == 0) {  // async-signal-safe calls only: other threads of the bench may hold any lock
-    setpgid(0, 0);      // so that its ranks can be ended together
-    // A side that still starts would wait at its pipe for ever when the bench is gone, whatever ended it.
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != bench) _exit(2);
-    const int null = open("/dev/null", O_RDONLY);
-    const int log = open(log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    if (null < 0 || log < 0) _exit(2);
-    dup2(null, STDIN_FILENO), dup2(log, STDOUT_FILENO), dup2(log, STDERR_FILENO);
-    execvp(arguments[0], arguments.data());
-    (void)!write(STDERR_FILENO, message.data(), message.size());
-    _exit(2);
-  }
+  const int log = open(log_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  if (log < 0) refuse_file("write", log_, errno);
+  process_ =
+      start_child(words[0], words,
+                  {.out = log,
+                   .err = log,
+                   .own_group = true,  // so that its ranks can be ended together
+                   .unless_executed = words[0] + " could not be started; expected a program. Name the Python "
+                                                 "interpreter that has torch in the variable PYTHON\n"});
+  const int failed = errno;
+  close(log);
   if (process_ < 0)
-    refuse("starting " + words[0], std::strerror(errno), "room for one more process",
+    refuse("starting " + words[0], std::strerror(failed), "room for one more process",
            "Compare fewer ranks, or raise the limit on processes (ulimit -u)");
-  setpgid(process_, process_);  // both call it, because either may run first
 }
 
 Contestant::~Contestant() {

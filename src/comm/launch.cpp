@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -21,6 +20,7 @@
 #include <ranges>
 #include <sstream>
 
+#include "base/child.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "comm/environment.hpp"
@@ -82,50 +82,22 @@ Texts environment_with(Texts replaced) {
   return replaced;
 }
 
-std::vector<char*> pointers(const Texts& texts) {
-  std::vector<char*> list;
-  for (const std::string& text : texts) list.push_back(const_cast<char*>(text.c_str()));
-  list.push_back(nullptr);
-  return list;
-}
-
-// Starts `program` in its own process group, so that a terminal's Ctrl-C reaches it only through us. The
-// kernel kills it if the launcher dies. `out` and `err` become its output (-1: inherited) and are closed
+// Starts `program` in its own process group. `out` and `err` become its output (-1: inherited) and are closed
 // here. `name` is used in the ConfigError when no process can be created.
 Child start_process(const std::string& program, const Texts& command, const Texts& environment, int out,
                     int err, const std::string& name) {
-  const auto variables = pointers(environment), arguments = pointers(command);
-  const pid_t launcher = ::getpid();
-  struct sigaction hang_up {};
-  ::sigaction(SIGHUP, nullptr, &hang_up);
-  const bool outlives_hang_up = hang_up.sa_handler == SIG_IGN;  // nohup
-  const pid_t pid = ::fork();
-  if (pid == 0) {  // async-signal-safe calls only: other threads of the launcher may hold any lock
-    ::setpgid(0, 0);
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (::getppid() != launcher) ::_exit(kStatusPeerLost);
-    sigset_t none;
-    sigemptyset(&none);
-    ::sigprocmask(SIG_SETMASK, &none, nullptr);
-    for (int signal : kForwardedSignals)
-      if (signal != SIGHUP || !outlives_hang_up) ::signal(signal, SIG_DFL);
-    ::signal(SIGPIPE, SIG_DFL);
-    const int null = ::open("/dev/null", O_RDONLY);  // a background process group may not read the terminal
-    if (null >= 0) ::dup2(null, STDIN_FILENO);
-    if (out >= 0) ::dup2(out, STDOUT_FILENO);
-    if (err >= 0) ::dup2(err, STDERR_FILENO);
-    ::execve(program.c_str(), arguments.data(), variables.data());
-    constexpr char kMessage[] = "launch: the command could not be executed\n";
-    (void)!::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
-    ::_exit(2);
-  }
+  const pid_t pid = start_child(program, command,
+                                {.out = out,
+                                 .err = err,
+                                 .environment = &environment,
+                                 .own_group = true,
+                                 .unless_executed = "launch: the command could not be executed\n"});
   const int error = errno;
   if (out >= 0) ::close(out);
   if (err >= 0) ::close(err);
   if (pid < 0)
     refuse("starting " + name, fmt::format("fork failed: {}", std::strerror(error)),
            "room for one more process", "Start fewer ranks, or raise the limit on processes (ulimit -u)");
-  ::setpgid(pid, pid);  // parent and child both call it, because either may run first
   return {.pid = pid, .pidfd = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)), .running = true};
 }
 

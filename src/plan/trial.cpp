@@ -1,22 +1,15 @@
 // Layouts in child processes: steps and peaks as they are, and the largest micro-batch.
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <poll.h>
-#include <sys/prctl.h>
-#include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <chrono>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <sstream>
 #include <thread>
 
+#include "base/child.hpp"
 #include "base/files.hpp"
 #include "base/refuse.hpp"
 #include "plan/problem.hpp"
@@ -28,7 +21,6 @@ namespace isograd::planner {
 namespace {
 
 namespace fs = std::filesystem;
-using TrialClock = std::chrono::steady_clock;
 
 constexpr int kTurns = 3, kStepsOfTurn = 4;  // the first step of a turn makes buffers and is left out
 constexpr double kMostSecondsOfTurn = 300;
@@ -151,52 +143,14 @@ std::int64_t largest_that(const Fits& fits) {
 }  // namespace
 
 ProgramRun run_program(const std::vector<std::string>& command, double most_seconds, double most_bytes) {
-  std::vector<char*> words;
-  for (const std::string& word : command) words.push_back(const_cast<char*>(word.c_str()));
-  words.push_back(nullptr);
-  int ends[2];
-  const int nothing = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-  if (nothing < 0 || ::pipe2(ends, O_CLOEXEC) != 0) refuse_file("open", "/dev/null or a pipe", errno);
-  const rlimit limit{static_cast<rlim_t>(most_bytes), static_cast<rlim_t>(most_bytes)};
-  const pid_t planner = ::getpid(), child = ::fork();
-  if (child < 0) refuse_file("start", command.at(0), errno);
-  if (child == 0) {  // a copy without the other threads: calls that need none of them
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (::getppid() != planner) ::_exit(127);  // it ended before it could be waited for
-    ::setrlimit(RLIMIT_DATA, &limit);
-    if (::dup2(nothing, 0) < 0 || ::dup2(ends[1], 1) < 0 || ::dup2(ends[1], 2) < 0) ::_exit(127);
-    ::execv(words[0], words.data());
-    ::_exit(127);
-  }
-  ::close(nothing), ::close(ends[1]);
-  const auto deadline = TrialClock::now() + std::chrono::duration<double>(most_seconds);
-  ProgramRun run;
-  std::array<char, 4096> read{};
-  int state = 0;
-  for (pid_t ended = 0; ended == 0 || (ended < 0 && errno == EINTR);
-       ended = ::waitpid(child, &state, WNOHANG)) {
-    const auto left = std::chrono::duration<double, std::milli>(deadline - TrialClock::now()).count();
-    if (left <= 0) run.late = ::kill(child, SIGKILL) == 0;  // its ranks end with it
-    pollfd output{ends[0], POLLIN, 0};
-    constexpr double kLook = 50;
-    if (::poll(&output, 1, int(std::clamp(left, 0.0, kLook))) <= 0) continue;
-    const ssize_t bytes = ::read(ends[0], read.data(), read.size());
-    if (bytes > 0) run.output.append(read.data(), std::size_t(bytes));
-    if (bytes == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (run.output.size() > 2 * kKeptOutput) run.output.erase(0, run.output.size() - kKeptOutput);
-  }
-  for (ssize_t bytes = 1; bytes > 0;) {  // what it wrote last
-    pollfd output{ends[0], POLLIN, 0};
-    bytes = ::poll(&output, 1, 0) > 0 ? ::read(ends[0], read.data(), read.size()) : 0;
-    if (bytes > 0) run.output.append(read.data(), std::size_t(bytes));
-  }
-  ::close(ends[0]);
-  run.status = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
-  const auto says = [&](const char* words_of) { return run.output.find(words_of) != std::string::npos; };
-  run.out_of_memory = run.status != 0 && !run.late &&
-                      (run.status == 128 + SIGKILL || says("out of memory") ||
-                       says("can't allocate memory") || says("Cannot allocate memory"));
-  return run;
+  const ChildRun child = run_child(command, most_seconds, most_bytes, kKeptOutput);
+  const auto says = [&](const char* words) { return child.output.find(words) != std::string::npos; };
+  const bool refused =
+      says("out of memory") || says("can't allocate memory") || says("Cannot allocate memory");
+  return {.status = child.status,
+          .out_of_memory = child.status != 0 && !child.late && (child.status == 128 + SIGKILL || refused),
+          .late = child.late,
+          .output = child.output};
 }
 
 std::vector<Tried> try_layouts(const Plan& plan, std::size_t count, const RunProgram& run,
