@@ -136,33 +136,34 @@ class Backward {
  public:
   Backward(const DecoderConfig& config, const KeptShape& shape, std::int64_t before)
       : config_(config), shape_(shape), of_(config, shape), alive_(before) {
-    alive_.take(of_.stream);  // the gradient that came
+    take(of_.stream);  // the gradient that came
   }
 
   void network(std::int64_t inner, std::int64_t width) {
     gather();
-    alive_.take(inner);
+    take(inner);
     weights(width * config_.hidden, inner + of_.whole);
     end_gather();
-    alive_.drop(inner);
+    let_go(inner);
     swiglu(inner);
     columns(2 * inner, 2 * width * config_.hidden, inner);
     norm();
   }
   void attention() {
     gather();
-    alive_.take(of_.queries);
+    take(of_.queries);
     const std::int64_t dim = config_.head_dim;
     weights(of_.heads * dim * config_.hidden, of_.queries + of_.whole);
     end_gather();
     const std::int64_t inputs = of_.queries + 2 * of_.read;
-    alive_.take(inputs);
-    alive_.drop(inputs + 2 * of_.queries);
-    if (has_log_sums(shape_)) alive_.drop(of_.tokens * of_.heads * of_.computing);
+    take(inputs);
+    drop(inputs + of_.queries);
+    let_go(of_.queries);  // the output of attention, the product's input
+    if (has_log_sums(shape_)) drop(of_.tokens * of_.heads * of_.computing);
     const int passes = config_.query_key_norm ? 2 : 1;  // rotary, and the norms
     for (int pass = 0; pass < passes; ++pass) {
-      for (const std::int64_t each : {of_.queries, of_.read}) alive_.take(each), alive_.drop(each);
-      if (pass > 0) alive_.drop(of_.queries + of_.read);
+      for (const std::int64_t each : {of_.queries, of_.read}) take(each), drop(each);
+      if (pass > 0) drop(of_.queries + of_.read);
     }
     columns(inputs, (of_.heads + 2 * of_.keys.kept) * dim * config_.hidden, of_.queries);
     norm();
@@ -174,69 +175,76 @@ class Backward {
                        own = most_of(experts.count, shape_.ep) * width * config_.hidden;
     gather();
     // AddByWeight: the sum's gradient by row, times rows for the weights, times weights for the rows.
-    alive_.take(wide), alive_.take(wide);
-    alive_.drop(wide), alive_.take(wide);
-    if (of_.element < of_.computing) alive_.take(rows), alive_.drop(wide);
-    alive_.drop(wide + rows);
+    take(wide), take(wide);
+    drop(wide), take(wide);
+    if (of_.element < of_.computing) take(rows), drop(wide);
+    drop(wide + rows);
     end_gather();
     if (experts.shared_feed_forward > 0) {
       const std::int64_t shared = most_of(experts.shared_feed_forward, shape_.tp);
-      alive_.take(of_.shared_inner);
+      take(of_.shared_inner);
       weights(shared * config_.hidden, of_.shared_inner + of_.whole);
-      alive_.drop(of_.shared_inner);
+      let_go(of_.shared_inner);
       swiglu(of_.shared_inner);
-      alive_.take(of_.whole);
+      take(of_.whole);
       weights(2 * shared * config_.hidden, of_.shared_inner + of_.whole);
-      alive_.drop(2 * of_.shared_inner);
+      let_go(2 * of_.shared_inner);
     }
     if (shape_.ep > 1) exchange(rows);
-    alive_.take(inner);
+    take(inner);
     weights(own);
-    alive_.drop(rows + inner);
+    let_go(rows + inner);
     swiglu(inner);
-    alive_.take(rows);
+    take(rows);
     weights(2 * own);
-    alive_.drop(2 * inner + rows);
+    let_go(2 * inner + rows);
     if (shape_.ep > 1) exchange(rows);
-    alive_.take(rows), alive_.take(of_.whole / of_.element * of_.computing);
-    alive_.drop(2 * rows + of_.whole / of_.element * (of_.computing - of_.element));
+    take(rows), take(of_.whole / of_.element * of_.computing);
+    drop(2 * rows + of_.whole / of_.element * (of_.computing - of_.element));
     norm();
   }
   std::int64_t most() const { return alive_.most(); }
 
  private:
+  using Half = KeptShape::Half;
   // A row-parallel product's gradient, of all tokens.
-  void gather() { alive_.take(of_.split ? of_.whole : 0); }
-  void end_gather() { alive_.drop(of_.split ? of_.whole : 0); }
+  void gather() { take(of_.split ? of_.whole : 0); }
+  void end_gather() { let_go(of_.split ? of_.whole : 0); }
   // bf16 products on a CPU copy operands that are turned: gradient and input.
   void weights(std::int64_t elements, std::int64_t operands = 0) {
-    if (in_place(shape_)) return;
+    if (in_place(shape_) || shape_.half == Half::kInputs) return;
     alive_.take(elements * shape_.element);
     if (copies_operands(shape_)) alive_.take(operands), alive_.drop(operands);
     if (shape_.gradients != KeptShape::Gradients::kOfUnits) alive_.drop(elements * shape_.element);
   }
+  // In the second half nothing but gradients of weights is made; what products need for these stays until
+  // then.
+  void take(std::int64_t bytes) { alive_.take(shape_.half == Half::kWeights ? 0 : bytes); }
+  void drop(std::int64_t bytes) { alive_.drop(shape_.half == Half::kWeights ? 0 : bytes); }
+  void let_go(std::int64_t bytes) { drop(shape_.half == Half::kWhole ? bytes : 0); }
   void swiglu(std::int64_t inner) {
-    alive_.take(2 * inner);
-    alive_.drop(3 * inner);
+    take(2 * inner);
+    drop(3 * inner);
   }
   void exchange(std::int64_t rows) {  // sent in another order, and received
-    alive_.take(rows), alive_.take(rows);
-    alive_.drop(2 * rows);
+    take(rows), take(rows);
+    drop(2 * rows);
   }
   // Column-parallel products: `gradients` of their outputs, of which one is `widest`, end, as does their
   // input.
   void columns(std::int64_t gradients, std::int64_t elements, std::int64_t widest) {
-    alive_.take(of_.whole);
+    take(of_.whole);
     weights(elements, widest + of_.whole);
-    alive_.drop(gradients + of_.whole);
+    let_go(gradients + of_.whole);
     if (shape_.tp == 1) return;
-    alive_.take(of_.stream);  // summed
-    alive_.drop(of_.whole);
+    take(of_.stream);  // summed
+    drop(of_.whole);
   }
   // Adds the stream's gradient: its own result takes the place of both.
   void norm() {
-    alive_.take(of_.stream);
-    alive_.drop(3 * of_.stream + of_.own * of_.computing);
+    take(of_.stream);
+    drop(2 * of_.stream + of_.own * of_.computing);
+    of_.split ? drop(of_.stream) : let_go(of_.stream);  // which the product onto the stream was given
   }
 
   const DecoderConfig& config_;
@@ -291,6 +299,13 @@ std::int64_t kept_between_halves(const DecoderConfig& config, std::int64_t layer
   return attention + router + 2 * of.expert_rows + 3 * of.expert_inner + shared;
 }
 
+std::int64_t kept_between_halves_by_output(const DecoderConfig& config, const KeptShape& shape,
+                                           bool fused_loss) {
+  const Sizes of(config, shape);
+  const std::int64_t vocabulary = most_of(config.vocabulary, shape.tp);
+  return of.whole + vocabulary * (fused_loss ? config.hidden * of.computing : of.tokens * of.element);
+}
+
 std::vector<KeptTensor> kept_by_pass(const DecoderConfig& config, const KeptShape& shape) {
   const Sizes of(config, shape);
   List list;
@@ -336,8 +351,10 @@ std::int64_t in_passing_of_output(const DecoderConfig& config, const KeptShape& 
   const std::int64_t vocabulary = most_of(config.vocabulary, shape.tp),
                      weight = vocabulary * config.hidden * of.element,
                      operands = copies_operands(shape) ? of.tokens * vocabulary * of.element + of.whole : 0;
-  if (fused_loss) return of.element < of.computing ? weight : 0;  // made by forward, rounded here
-  return of.whole + (in_place(shape) ? 0 : weight + operands);
+  const bool inputs = shape.half != KeptShape::Half::kWeights,
+             weights = shape.half != KeptShape::Half::kInputs;
+  if (fused_loss) return weights && of.element < of.computing ? weight : 0;  // made by forward, rounded here
+  return (inputs ? of.whole : 0) + (weights && !in_place(shape) ? weight + operands : 0);
 }
 
 }  // namespace isograd

@@ -20,6 +20,9 @@ struct KeptShape {
   // fused.hpp); not so, under zero2, whose buffers take turns; or together until a unit's backward ends,
   // under zero3.
   enum class Gradients : std::uint8_t { kInPlace, kPassing, kOfUnits } gradients = Gradients::kInPlace;
+  // Which backward passes: a whole one, or a half (parallel/pipeline/split_backward.hpp). The first half
+  // leaves what kept_between_halves() lists, the second makes the gradients of weights.
+  enum class Half : std::uint8_t { kWhole, kInputs, kWeights } half = Half::kWhole;
 };
 
 struct KeptTensor {
@@ -36,8 +39,11 @@ std::vector<KeptTensor> kept_by_block(const DecoderConfig& config, std::int64_t 
 std::vector<KeptTensor> kept_by_pass(const DecoderConfig& config, const KeptShape& shape);
 std::vector<KeptTensor> kept_by_output(const DecoderConfig& config, const KeptShape& shape, bool fused_loss);
 // Between the halves of a backward (parallel/pipeline/split_backward.hpp): inputs of products, and the
-// gradients of what they gave. The output keeps its normed input and the logits' gradient.
+// gradients of what they gave. The output keeps its normed input and the logits' gradient; of a fused loss
+// both gradients that its forward made.
 std::int64_t kept_between_halves(const DecoderConfig& config, std::int64_t layer, const KeptShape& shape);
+std::int64_t kept_between_halves_by_output(const DecoderConfig& config, const KeptShape& shape,
+                                           bool fused_loss);
 std::int64_t total(const std::vector<KeptTensor>& tensors);
 
 // The most that the backward of a block, or of the output, holds beyond all that was kept: gradients on their

@@ -32,6 +32,7 @@ const std::vector<StageShape>& MemoryModel::stages(const Candidate& candidate) {
 
 const MemoryModel::MicroBatch& MemoryModel::micro_batch(const Candidate& candidate) {
   using Gradients = KeptShape::Gradients;
+  const bool halves = has_halves(candidate.schedule);
   const KeptShape shape{.tokens = tokens_of(problem_.work, candidate),
                         .element = std::max<std::int64_t>(2, std::int64_t(bytes_of(problem_.work.precision))),
                         .tp = candidate.tp,
@@ -44,23 +45,29 @@ const MemoryModel::MicroBatch& MemoryModel::micro_batch(const Candidate& candida
                         .gradients = candidate.strategy == Strategy::kZero3 ? Gradients::kOfUnits
                                      : candidate.strategy == Strategy::kZero2 && !candidate.reduce_once
                                          ? Gradients::kPassing
-                                         : Gradients::kInPlace};
-  const auto [found, is_new] =
-      micro_batches_.try_emplace({shape.tp, shape.ep, shape.tokens, shape.cp_ulysses, shape.context_parallel,
-                                  shape.sequence_parallel, 4 * shape.checkpoint + int(shape.gradients)});
+                                         : Gradients::kInPlace,
+                        .half = halves ? KeptShape::Half::kInputs : KeptShape::Half::kWhole};
+  const auto [found, is_new] = micro_batches_.try_emplace(
+      {shape.tp, shape.ep, shape.tokens, shape.cp_ulysses, shape.context_parallel, shape.sequence_parallel,
+       8 * halves + 4 * shape.checkpoint + int(shape.gradients)});
   MicroBatch& bytes = found->second;
   if (!is_new) return bytes;
+  KeptShape of_weights = shape;
+  of_weights.half = KeptShape::Half::kWeights;
   for (std::int64_t layer = 0; layer < config_.layers; ++layer) {
     const std::size_t kind = config_.has_experts(layer) ? 1 : 0;
     if (bytes.kept[kind] > 0) continue;
     bytes.kept[kind] = double(total(kept_by_block(config_, layer, shape)));
     bytes.halves[kind] = double(kept_between_halves(config_, layer, shape));
     bytes.passing[kind] = double(in_passing(config_, layer, shape));
+    bytes.passing_weights[kind] = double(in_passing(config_, layer, of_weights));
   }
   const bool fused = fuses_loss(RunConfig{}, shape.tokens, config_.vocabulary, std::size_t(shape.element));
   for (const KeptTensor& tensor : kept_by_output(config_, shape, fused))
     (std::string_view(tensor.name) == "loss: logits" ? bytes.logits : bytes.output) += double(tensor.bytes);
+  bytes.output_halves = double(kept_between_halves_by_output(config_, shape, fused));
   bytes.output_passing = double(in_passing_of_output(config_, shape, fused));
+  bytes.output_passing_weights = double(in_passing_of_output(config_, of_weights, fused));
   bytes.pass = double(total(kept_by_pass(config_, shape)));
   bytes.stream = double(shape.tokens * config_.hidden * shape.element) /
                  (shape.sequence_parallel ? double(shape.tp) : 1);
@@ -72,21 +79,28 @@ MemoryModel::OfStage MemoryModel::of_stage(const Candidate& candidate, const Sta
   const double mixed = double(shape.mixtures), dense = double(shape.layers - shape.mixtures);
   const double table = double(most_of(config_.vocabulary, candidate.tp) * config_.hidden) *
                        std::max(2.0, bytes_of(problem_.work.precision));
-  OfStage of{.kept = mixed * bytes.kept[1] + dense * bytes.kept[0] + bytes.pass +
-                     (shape.outputs ? bytes.output + bytes.logits : 0),
-             .halves = mixed * bytes.halves[1] + dense * bytes.halves[0] +
-                       (shape.outputs ? bytes.stream + bytes.logits : 0),
-             .logits = shape.outputs ? bytes.logits : 0};
+  const double output = bytes.output + bytes.logits;
+  OfStage of{
+      .kept = mixed * bytes.kept[1] + dense * bytes.kept[0] + bytes.pass + (shape.outputs ? output : 0),
+      .halves = mixed * bytes.halves[1] + dense * bytes.halves[0] +
+                (shape.outputs ? bytes.output_halves : 0) + (shape.embeds ? bytes.stream : 0),
+      .logits = shape.outputs ? bytes.logits : 0};
+  const bool halves = has_halves(candidate.schedule);
   double stays = 0, gone = 0;
   if (shape.outputs) {
-    of.passing = bytes.output_passing;
-    gone = bytes.output + bytes.logits;
+    of.passing = bytes.output_passing, of.passing_weights = bytes.output_passing_weights;
+    gone = halves ? output - bytes.output_halves : output;
     if (candidate.strategy == Strategy::kZero3) stays = table;  // the gradient of the root's weight
   }
-  for (const std::size_t kind : {0, 1})
-    if ((kind == 1 ? mixed : dense) > 0)
-      of.passing = std::max(of.passing, bytes.passing[kind] + stays - gone);
-  if (shape.embeds) of.passing = std::max(of.passing, table + stays + bytes.stream - of.kept);
+  for (const std::size_t kind : {0, 1}) {
+    if ((kind == 1 ? mixed : dense) == 0) continue;
+    of.passing = std::max(of.passing, bytes.passing[kind] + (halves ? 0 : stays) - gone);
+    of.passing_weights = std::max(of.passing_weights, bytes.passing_weights[kind] + stays);
+  }
+  // All else of the micro-batch is gone by then.
+  const double of_table = table + stays + bytes.stream - (halves ? of.halves : of.kept);
+  if (shape.embeds)
+    (halves ? of.passing_weights : of.passing) = std::max(halves ? of.passing_weights : of.passing, of_table);
   return of;
 }
 
@@ -115,18 +129,20 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
     const OfStage of = of_stage(candidate, all[0], bytes);
     parts.activations = of.kept - of.logits, parts.logits = of.logits, parts.passing = of.passing;
   } else {
-    std::vector<double> stage_kept(all.size()), halves(all.size()), passing(all.size()), logits(all.size());
     const std::vector<double> nothing(all.size());
+    std::vector<double> kept_by(nothing), halves(nothing), passing(nothing), weights(nothing),
+        logits(nothing);
     for (const int stage : own) {
       const OfStage of = of_stage(candidate, shape_of(stage), bytes);
       const auto at = std::size_t(stage);
-      stage_kept[at] = of.kept, halves[at] = of.halves;
-      logits[at] = of.logits, passing[at] = of.passing;
-      parts.passing = std::max(parts.passing, of.passing);
+      kept_by[at] = of.kept, halves[at] = of.halves, logits[at] = of.logits;
+      passing[at] = of.passing, weights[at] = of.passing_weights;
+      parts.passing = std::max({parts.passing, of.passing, of.passing_weights});
     }
-    const double most = pipelines_.most_kept(candidate, rank, stage_kept, halves, passing);
+    const double most = pipelines_.most_kept(candidate, rank, kept_by, halves, passing, weights);
     if (shape_of(own.back()).outputs || shape_of(own.front()).outputs)
-      parts.logits = pipelines_.most_kept(candidate, rank, logits, logits, nothing);
+      parts.logits = pipelines_.most_kept(candidate, rank, logits, logits, nothing, nothing);
+    parts.passing = std::min(parts.passing, most - parts.logits);
     parts.activations = std::max(0.0, most - parts.logits - parts.passing);
     parts.buffers += 2 * bytes.stream;  // what comes from a neighbour and what leaves for one
   }

@@ -67,13 +67,15 @@ class MemoryModel {
  private:
   // Bytes of a micro-batch: of a block without and with experts, of what a stage has once, of the output.
   struct MicroBatch {
-    std::array<double, 2> kept{}, halves{}, passing{};
-    double pass = 0, stream = 0, output = 0, logits = 0, output_passing = 0;
+    std::array<double, 2> kept{}, halves{}, passing{}, passing_weights{};
+    double pass = 0, stream = 0, output = 0, logits = 0;
+    double output_halves = 0, output_passing = 0, output_passing_weights = 0;
   };
-  // Kept by a micro-batch of a stage, and what passes in the backward of its fullest moment: the output's, or
-  // a block's when the output's tensors are gone, or the embedding's gradient at the end.
+  // Kept by a micro-batch of a stage, between the halves of its backward too, and what passes in the fullest
+  // moment of a backward or its first half, and of its second: the output's, or a block's when the output's
+  // tensors are gone, or the embedding's gradient at the end.
   struct OfStage {
-    double kept = 0, halves = 0, logits = 0, passing = 0;
+    double kept = 0, halves = 0, logits = 0, passing = 0, passing_weights = 0;
   };
   const MicroBatch& micro_batch(const Candidate& candidate);
   OfStage of_stage(const Candidate& candidate, const StageShape& shape, const MicroBatch& bytes) const;

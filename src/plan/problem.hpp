@@ -31,6 +31,11 @@ inline constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1
 inline constexpr std::array kSchedules = {Schedule::kOneFOneB, Schedule::kGPipe, Schedule::kInterleaved,
                                           Schedule::kZeroBubbleH1, Schedule::kZeroBubbleV};  // of pipelines
 
+// Whether it cuts backwards in two.
+inline bool has_halves(Schedule schedule) {
+  return schedule == Schedule::kZeroBubbleH1 || schedule == Schedule::kZeroBubbleV;
+}
+
 // A part of `number` that is the largest of as many as even as can be.
 inline std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
 // Of the micro-batch of a rank with the most.

@@ -128,14 +128,12 @@ StepParts other_step(const Problem& problem, const Candidate& candidate) {
     slot = std::max(slot, 3 * (part_of_others(z) * 2 * elements / near +
                                L * of.ring(z, std::max(1.0, z * tp / of.unit))));
   }
-  const bool halves =
-      candidate.schedule == Schedule::kZeroBubbleH1 || candidate.schedule == Schedule::kZeroBubbleV;
   const double reduce = whole ? 0 : 2 * part_of_others(d) * 2 * elements / of.data(d, tp);
   StepParts parts{.products = G * products,
                   .attention = G * attention,
                   .memory_bound = G * bytes / of.memory,
                   .tp = G * exchanges};
-  parts.bubble = (pp - 1) / candidate.stages_per_rank * slot / (halves ? 3 : 1);
+  parts.bubble = (pp - 1) / candidate.stages_per_rank * slot / (has_halves(candidate.schedule) ? 3 : 1);
   parts.gather = G * (slot - busy);
   parts.reduce = of.exposed_reduction(reduce, slot);
   parts.hidden.reduce = reduce - parts.reduce;

@@ -107,7 +107,8 @@ double Pipelines::seconds(const Candidate& candidate, const StageTimes& times) {
 }
 
 double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, const std::vector<double>& kept,
-                            const std::vector<double>& between_halves, const std::vector<double>& passing) {
+                            const std::vector<double>& between_halves, const std::vector<double>& passing,
+                            const std::vector<double>& passing_weights) {
   if (candidate.schedule == Schedule::kNone) return kept.front() + passing.front();
   const std::int64_t asked = rounded(candidate, candidate.micro_batches);
   // No rank has more in flight than twice the stages' ranks; gpipe has all of them.
@@ -119,7 +120,7 @@ double Pipelines::most_kept(const Candidate& candidate, int rank_of_pipeline, co
       most = std::max(most, alive += kept[at]);
       continue;
     }
-    most = std::max(most, alive + passing[at]);
+    most = std::max(most, alive + (kind == Kind::kBackwardWeights ? passing_weights : passing)[at]);
     if (kind == Kind::kBackward) alive -= kept[at];
     if (kind == Kind::kBackwardInputs) alive += between_halves[at] - kept[at];
     if (kind == Kind::kBackwardWeights) alive -= between_halves[at];

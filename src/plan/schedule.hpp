@@ -23,9 +23,10 @@ class Pipelines {
   double seconds(const Candidate& candidate, const StageTimes& times);
   // The most that a rank of the pipeline has alive, from the order of its own actions: `kept` of each stage
   // from a forward to its backward (between the halves of one `between_halves` of it), and `passing` of the
-  // stage whose backward runs. All three as bytes, by stage.
+  // stage whose backward or first half runs, `passing_weights` of a second half. All as bytes, by stage.
   double most_kept(const Candidate& candidate, int rank_of_pipeline, const std::vector<double>& kept,
-                   const std::vector<double>& between_halves, const std::vector<double>& passing);
+                   const std::vector<double>& between_halves, const std::vector<double>& passing,
+                   const std::vector<double>& passing_weights);
   // The whole timeline, for printing.
   PipelineTimeline timeline(const Candidate& candidate, const StageTimes& times, PipelineTable& table);
 

@@ -117,14 +117,14 @@ TEST(PlanSchedule, KeepsWhatTheSimulatorCountsAlive) {
           simulate(make_pipeline(std::string(name_of(schedule)), 4, stages_per_rank, micro_batches),
                    uniform_times(stages), 0.9);
       for (int rank = 0; rank < 4; ++rank)
-        EXPECT_DOUBLE_EQ(pipelines.most_kept(candidate, rank, all(10), all(9), all(0)),
+        EXPECT_DOUBLE_EQ(pipelines.most_kept(candidate, rank, all(10), all(9), all(0), all(0)),
                          10 * timeline.most_kept[static_cast<std::size_t>(rank)])
             << name_of(schedule) << " " << micro_batches << " rank " << rank;
     }
   // The moment decides: a stage whose backward passes much by while little is alive.
   const Candidate two = pipeline(Schedule::kOneFOneB, 2, 1, 8);
-  EXPECT_EQ(pipelines.most_kept(two, 0, {10, 1}, {0, 0}, {3, 7}), 23);
-  EXPECT_EQ(pipelines.most_kept(two, 1, {10, 1}, {0, 0}, {3, 7}), 8);
+  EXPECT_EQ(pipelines.most_kept(two, 0, {10, 1}, {0, 0}, {3, 7}, {0, 0}), 23);
+  EXPECT_EQ(pipelines.most_kept(two, 1, {10, 1}, {0, 0}, {3, 7}, {0, 0}), 8);
 }
 
 }  // namespace

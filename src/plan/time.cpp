@@ -148,7 +148,7 @@ const StepModel::Staged& StepModel::staged(const Candidate& c) {
 // before, and where backwards are whole its last one goes back through them.
 double StepModel::shortest(const Candidate& c, const StageTimes& times) {
   if (c.pp == 1) return 0;
-  const bool halves = c.schedule == Schedule::kZeroBubbleH1 || c.schedule == Schedule::kZeroBubbleV;
+  const bool halves = has_halves(c.schedule);
   double before = 0, longest = 0;
   for (int rank = 0; rank < c.pp; ++rank) {
     double busy = 0;
