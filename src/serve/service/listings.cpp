@@ -289,6 +289,7 @@ nlohmann::json Service::status(const std::string& tenant) const {
   if (sees(tenant, ""))
     all.update({{"samples_waiting", state_.samples.size()},
                 {"journal_bytes", journal_->position() - position_at_snapshot_},
+                {"checkpoints_ignored", store_.ignored().size()},
                 {"snapshots", snapshot_number_},
                 {"snapshot_seconds", snapshot_seconds_},
                 {"engine_seconds", engine},

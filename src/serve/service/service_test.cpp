@@ -1350,6 +1350,55 @@ TEST_F(ServiceTest, CheckpointsWhoseRequestWasLostAreKept) {
   }
 }
 
+TEST_F(ServiceTest, WhatIsNoCheckpointIsNamedAtTheStartAndCounted) {
+  serve();
+  const fs::path checkpoints = options.state / "checkpoints";
+  const auto folder_of = [&](const std::string& name) {
+    for (const auto& entry : fs::directory_iterator(checkpoints))
+      if (entry.path().filename().string().ends_with("~weights~" + name)) return entry.path();
+    return fs::path();
+  };
+  int sequence = 0;
+  for (const char* name : {"whole", "changed", "gone", "moved", "linked"})
+    client.save(model, ++sequence, name);
+  running.reset();  // with a snapshot: a replay would save them again
+  const fs::path moved = checkpoints / "foreign", linked = folder_of("linked");
+  std::ofstream(folder_of("changed") / "info.json", std::ios::app) << "x";
+  fs::remove(folder_of("gone") / "info.json");
+  fs::rename(folder_of("moved"), moved);
+  fs::rename(linked, folder.path / "linked");
+  fs::create_directory_symlink(folder.path / "linked", linked);
+  std::ofstream(checkpoints / "notes\n.txt") << "mine";
+  ::testing::internal::CaptureStderr();
+  serve();
+  const std::string told = ::testing::internal::GetCapturedStderr();
+  std::map<std::string, std::string> found = {{(folder_of("changed") / "info.json").string(), "found "},
+                                              {(folder_of("gone") / "info.json").string(), "no regular file"},
+                                              {moved.string(), "the checkpoint tinker://"},
+                                              {linked.string(), "no folder"},
+                                              {(checkpoints / "notes\\n.txt").string(), "no folder"}};
+  std::istringstream lines(told);
+  int ignored = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (!line.starts_with("no checkpoint, ignored: ")) continue;
+    ++ignored;
+    const auto of = std::ranges::find_if(
+        found, [&](const auto& one) { return line.find(one.first + ": ") != line.npos; });
+    ASSERT_NE(of, found.end()) << line;
+    EXPECT_NE(line.find(of->second), line.npos) << line;
+    EXPECT_NE(line.find("Restore it from a copy of the state folder, or delete this checkpoint"), line.npos);
+    found.erase(of);
+  }
+  EXPECT_EQ(ignored, 5) << told;
+  const auto status = [&](const std::string& tenant) {
+    return json::parse(running->transport()(request_of("GET", "/isograd/status", ""), tenant).body);
+  };
+  EXPECT_EQ(status("operator").at("checkpoints_ignored"), 5);
+  EXPECT_FALSE(status("a").contains("checkpoints_ignored"));
+  EXPECT_EQ(client.load(1, "tinker://" + model + "/weights/whole")["type"], "load_weights");
+  EXPECT_EQ(fs::file_size(checkpoints / "notes\n.txt"), 4u);
+}
+
 TEST_F(ServiceTest, AnExpiredCheckpointIsUnknownAndItsNameIsFree) {
   serve();
   const auto save = [&](std::int64_t sequence) {

@@ -120,6 +120,8 @@ void Service::stop() {
 
 void Service::restore() {
   const Stopwatch clock;
+  for (const std::string& why : store_.ignored())
+    print(stderr, fmt::format("no checkpoint, ignored: {}\n", printable(why)));
   const std::string died_in = folder_.set_doing("");
   if (const fs::path deaths = folder_.path() / kDeaths; fs::exists(deaths)) try {
       parsed_file(deaths).get_to(deaths_);

@@ -74,7 +74,7 @@ void write_info(const fs::path& directory, const CheckpointInfo& info, const jso
 
 [[noreturn]] void refuse_damaged(const fs::path& file, const std::string& found) {
   refuse(file.string(), found, "a file of a checkpoint as it was saved",
-         "Delete this checkpoint, or restore the state folder from a copy");
+         "Restore it from a copy of the state folder, or delete this checkpoint");
 }
 
 json read_info(const fs::path& directory) {
@@ -87,6 +87,19 @@ json read_info(const fs::path& directory) {
   body.erase("checksum");
   if (written != sum_of(body)) refuse_damaged(file, "another checksum than its own");
   return body;
+}
+
+CheckpointInfo described_in(const fs::path& folder) {
+  if (!fs::is_directory(fs::symlink_status(folder))) refuse_damaged(folder, "no folder");
+  const json body = read_info(folder);
+  CheckpointInfo info;
+  try {
+    info = from_json(body.at("checkpoint"));
+  } catch (const std::exception& error) {
+    refuse_damaged(folder / kInfo, error.what());
+  }
+  if (folder_name(info) != folder.filename()) refuse_damaged(folder, "the checkpoint " + info.path());
+  return info;
 }
 
 // The checksums of all files below the folder, by relative path.
@@ -140,13 +153,11 @@ CheckpointStore::CheckpointStore(fs::path root) : root_(std::move(root)) {
   for (const auto& entry : fs::directory_iterator(root_)) {
     const fs::path folder = entry.path();
     try {
-      if (!fs::is_directory(entry.symlink_status())) refuse_damaged(folder, "no folder");
-      const CheckpointInfo info = from_json(read_info(folder).at("checkpoint"));
-      if (folder_name(info) != folder.filename()) refuse_damaged(folder, "the checkpoint " + info.path());
+      const CheckpointInfo info = described_in(folder);
       WholeFolder::remove_partial(folder);
       by_path_[info.path()] = info;
     } catch (const std::exception& error) {
-      ignored_.push_back(folder.string() + ": " + printable(error.what()));
+      ignored_.push_back(printable(error.what()));
     }
   }
 }

@@ -106,7 +106,7 @@ CheckpointInfo parse_checkpoint_path(const std::string& path);
 class CheckpointStore {
  public:
   explicit CheckpointStore(std::filesystem::path root);  // lists what there is; half-written ones are removed
-  // Entries of the folder that are no checkpoint (links, damaged info.json), each with the reason: not
+  // Entries of the folder that are no checkpoint (links, damaged info.json), each as an error's text: not
   // listed, and left where they are.
   const std::vector<std::string>& ignored() const { return ignored_; }
   // In place of a former one. `fill` writes the files and returns their bytes, which the info then has.
