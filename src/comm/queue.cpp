@@ -12,6 +12,7 @@
 
 #include "base/refuse.hpp"
 #include "comm/call.hpp"
+#include "comm/failures.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 
@@ -96,6 +97,30 @@ class WaitedFor final : public c10d::Work {
   Works work_;
   std::thread waiter_;
 };
+
+constexpr const char *kExpected = "all ranks of the group to take part in time",
+                     *kAction =
+                         "Look for a host or a rank that has stopped, failed or calls something else; then "
+                         "recreate the group (parallel.timeout_seconds sets the limit)";
+
+// Throws the error of a complete part that failed. The part's backend knows ranks and not hosts, and its own
+// timeout may be over first, so the error names the host that was awaited.
+void check(const Part& part, const Operation& operation) {
+  try {
+    part.work->wait();
+  } catch (const std::exception& error) {
+    const auto* ours = dynamic_cast<const Error*>(&error);
+    if (part.from.empty() || (ours && !dynamic_cast<const PeerError*>(ours))) throw;
+    const ErrorText text{
+        .where = operation.where,
+        .found = fmt::format("no message from {}: {}", part.from, ours ? ours->text().found : error.what()),
+        .expected = kExpected,
+        .action = kAction};
+    if (const auto* relayed = dynamic_cast<const RelayedError*>(ours))
+      throw RelayedError(text, relayed->of_operation());
+    throw PeerError(text);
+  }
+}
 
 }  // namespace
 
@@ -201,7 +226,7 @@ void Queue::advance_all(const Operation* awaited) {
 bool Queue::advance_one(Operation& operation) {
   for (const Part& part : operation.under_way) {
     if (!part.work->isCompleted()) return false;
-    part.work->wait();  // throws if it failed
+    check(part, operation);
   }
   if (!operation.under_way.empty() || operation.begun > 0) {
     if (operation.begun > 0) std::exchange(operation.stages[operation.begun - 1].end, [] {})();
@@ -238,14 +263,12 @@ void Queue::wait(const std::shared_ptr<Operation>& operation, std::chrono::milli
     missing = awaited_from(*operation), timeout += longer;
   }
   const std::lock_guard lock(mutex_);
-  const PeerError error(
-      {.where = operation->where,
-       .found = missing.empty()
-                    ? fmt::format("not complete within {} ms", timeout.count())
-                    : fmt::format("nothing from {} within {} ms", fmt::join(missing, ", "), timeout.count()),
-       .expected = "all ranks of the group to take part in time",
-       .action = "Look for a host or a rank that has stopped, failed or calls something else; then "
-                 "recreate the group (parallel.timeout_seconds sets the limit)"});
+  const PeerError error({.where = operation->where,
+                         .found = missing.empty() ? fmt::format("not complete within {} ms", timeout.count())
+                                                  : fmt::format("nothing from {} within {} ms",
+                                                                fmt::join(missing, ", "), timeout.count()),
+                         .expected = kExpected,
+                         .action = kAction});
   fail(std::make_exception_ptr(error), error.what());
   throw error;
 }
