@@ -261,7 +261,8 @@ Metrics Remote::optim_step(const std::string& model, const AdamParams& params) {
   return metrics;
 }
 
-void Remote::unload(const std::string& model) { operation(model, "unload_model", json::object()); }
+// Without a number, as the SDK: a request that was refused may have left a gap in them.
+void Remote::unload(const std::string& model) { result(ask("POST", "unload_model", {{"model_id", model}})); }
 
 void Remote::download(const std::string& model, const std::filesystem::path& directory) {
   const std::string name = fmt::format("verify-{}", sequences_[model] + 1);

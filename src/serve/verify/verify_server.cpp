@@ -464,6 +464,14 @@ class Judge {
         left_out_(left_out),
         verdict_(verdict),
         exact_(directory, at::kDouble, kind.rank == 0) {}
+  ~Judge() {  // after a failure, too: the next model may need the room
+    try {
+      unload();
+    } catch (const std::exception&) {  // the end of the session closes them
+    }
+  }
+  Judge(const Judge&) = delete;
+  Judge& operator=(const Judge&) = delete;
 
   void judge() {
     Draws draws(exact_.config().vocabulary);
@@ -472,7 +480,12 @@ class Judge {
     request.metadata = {{"isograd.normalise", kind_.normalise}};
     model_ = remote_.create(request);
     request.lora.rank = std::max<std::int64_t>(kind_.rank, 1), request.lora.seed = 8;
-    neighbour_ = remote_.create(request);
+    std::string alone;  // why there is no second model
+    try {
+      neighbour_ = remote_.create(request);
+    } catch (const ConfigError& error) {
+      alone = error.what();
+    }
     take_trained();
     const std::vector<std::int64_t> prompt = draws.tokens(12);
     if (!judge_step(draws, true)) return;
@@ -480,13 +493,22 @@ class Judge {
     const at::Tensor stale = prompt_values(exact_, prompt);
     judge_step(draws, false);
     judge_sampler(prompt, stale, older);
-    remote_.unload(model_), remote_.unload(neighbour_);
+    unload();
+    if (!alone.empty())
+      verdict_.unjudged.push_back(
+          fmt::format("{}: whether a call of another model is added: this needs two models at a time: {}",
+                      where_, alone));
     for (const std::string& mistake : mistakes_)
       if (!shown_.contains(mistake))
         verdict_.unjudged.push_back(fmt::format("{}: whether {}; it would not have shown", where_, mistake));
   }
 
  private:
+  void unload() {
+    for (std::string* const model : {&model_, &neighbour_})
+      if (!model->empty()) remote_.unload(std::exchange(*model, ""));
+  }
+
   // The weights as the server has them now.
   void take_trained() {
     const Folder trained;
@@ -529,7 +551,7 @@ class Judge {
     const std::vector<Call> calls = calls_of(draws, exact_, mode_ != kWeights, left_out_);
     if (calls.empty()) refuse(base_, "a server that takes none of the losses", "one", "Look at its log");
     std::optional<Call> foreign;
-    if (!left_out_.contains("cross_entropy"))
+    if (!neighbour_.empty() && !left_out_.contains("cross_entropy"))
       foreign = {{supervised(draws, 6, mode_ != kWeights)}, "cross_entropy", {}};
     const auto [right, parts] = sums_of(exact_, calls, foreign);
     const Tensors mean = prepared(right, right.divisor(mode_), /*limit=*/0);

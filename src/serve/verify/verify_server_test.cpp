@@ -159,13 +159,16 @@ class VerifyServerTest : public ::testing::Test {
   // `work` with the address of a server.
   void serve(const std::function<void(const std::string& url)>& work,
              const std::function<void(WrongEngine&)>& plant = {}, at::ScalarType dtype = at::kDouble,
-             double session_seconds = 900) {
+             double session_seconds = 900, std::int64_t most_models = 64) {
     ModelEngineOptions options;
     options.bases = {{"tiny", root_ / "base"}}, options.dtype = dtype;
     WrongEngine engine(options);
     engine.folder = root_;
     if (plant) plant(engine);
+    Limits limits = kLimits;
+    limits["models"] = most_models;
     Service service({.state = root_ / fmt::format("state-{}", servers_++),
+                     .limits = limits,
                      .session_seconds = session_seconds,
                      .print_steps = false},
                     engine);
@@ -185,13 +188,14 @@ class VerifyServerTest : public ::testing::Test {
   }
   ServerVerdict verdict(const std::vector<JudgedModel>& models,
                         const std::function<void(WrongEngine&)>& plant = {},
-                        at::ScalarType dtype = at::kDouble, bool downloads = false) {
+                        at::ScalarType dtype = at::kDouble, bool downloads = false,
+                        std::int64_t most_models = 64) {
     ServerVerdict found;
     serve(
         [&](const std::string& url) {
           found = verify_server(url, "tml-any", downloads ? fs::path() : root_ / "base", models);
         },
-        plant, dtype);
+        plant, dtype, 900, most_models);
     fmt::print("{}", to_text(found));
     return found;
   }
@@ -448,6 +452,34 @@ TEST_F(VerifyServerTest, SaysWhatItCouldNotJudge) {
   // Nobody there.
   EXPECT_THROW(verify_server("http://127.0.0.1:1", ""), ConfigError);
   EXPECT_FALSE(ServerVerdict{}.passed());
+}
+
+// All is judged but what needs a second model, and a model that failed makes room for the next one.
+TEST_F(VerifyServerTest, AServerOfOneModelIsJudgedWithoutASecondOne) {
+  const std::vector<JudgedModel> both = {{4, "tokens"}, {0, "tokens"}};
+  const auto lacks_second = [] {
+    return ::testing::AllOf(HasSubstr("whether a call of another model is added: this needs two models"),
+                            HasSubstr("limit models: found 2; expected at most 1"));
+  };
+  const ServerVerdict right = verdict(both, {}, at::kDouble, /*downloads=*/true, /*most_models=*/1);
+  EXPECT_THAT(right.wrong, IsEmpty());
+  EXPECT_THAT(right.unjudged, ::testing::ElementsAre(lacks_second(), lacks_second()));
+  EXPECT_EQ(right.compared.size(), 12);
+  const ServerVerdict wrong = verdict(
+      both, [](WrongEngine& engine) { engine.normalise = "none"; }, at::kDouble, false, 1);
+  EXPECT_THAT(wrong.wrong, ::testing::ElementsAre(HasSubstr("the sum is not divided"),
+                                                  HasSubstr("the sum is not divided")));
+  const ServerVerdict refused = verdict(
+      both,
+      [](WrongEngine& engine) {
+        engine.change_call = [](ForwardBackward& request) {
+          if (request.loss == "ppo") refuse("loss_fn", request.loss, "another", "Take it");
+        };
+      },
+      at::kDouble, false, 1);
+  EXPECT_THAT(refused.unjudged,
+              ::testing::ElementsAre(HasSubstr("loss_fn: found ppo"), lacks_second(), lacks_second()));
+  EXPECT_THAT(refused.wrong, IsEmpty());
 }
 
 TEST_F(VerifyServerTest, ASessionLivesWhileNothingIsAsked) {
