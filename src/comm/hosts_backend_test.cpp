@@ -265,7 +265,7 @@ TEST(HostsBackend, TimeoutNamesTheHostThatDoesNotCome) {
     const std::string both = said[0] + said[4];
     EXPECT_THAT(both, HasSubstr("all_reduce #0 of group 'hosts' (shm+shm) on rank "));
     if (between_hosts < 400ms)
-      EXPECT_THAT(both, AllOf(HasSubstr("no message from host b (rank 2): rank 2"),
+      EXPECT_THAT(both, AllOf(HasSubstr("nothing from host b (rank 2): rank 2"),
                               HasSubstr("did not arrive within 100 ms")));
     else
       EXPECT_THAT(both, HasSubstr("nothing from host b (rank 2) within 400 ms"));

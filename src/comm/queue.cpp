@@ -113,7 +113,7 @@ void check(const Part& part, const Operation& operation) {
     if (part.from.empty() || (ours && !dynamic_cast<const PeerError*>(ours))) throw;
     const ErrorText text{
         .where = operation.where,
-        .found = fmt::format("no message from {}: {}", part.from, ours ? ours->text().found : error.what()),
+        .found = fmt::format("nothing from {}: {}", part.from, ours ? ours->text().found : error.what()),
         .expected = kExpected,
         .action = kAction};
     if (const auto* relayed = dynamic_cast<const RelayedError*>(ours))
