@@ -1,9 +1,14 @@
-// Human-readable lists of whole numbers.
+// Whole numbers in texts.
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace isograd {
@@ -20,6 +25,14 @@ inline std::vector<std::string> number_ranges(std::vector<int> numbers) {
     i = end;
   }
   return parts;
+}
+
+// The number of 0 or more that the text is, in digits and nothing else.
+inline std::optional<std::int64_t> whole_number(std::string_view text) {
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size() || number < 0 || text[0] == '-') return {};
+  return number;
 }
 
 }  // namespace isograd

@@ -1,6 +1,7 @@
 #include "base/paths.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <numeric>
 #include <system_error>
 
@@ -80,6 +81,18 @@ void make_folders(const fs::path& folder) {
     refuse(folder.string(), problem.message(), "a folder that can be created",
            "Choose another folder, or look at its permissions and its disk");
   for (const auto& made : missing) fsync_directory(made.parent_path());
+}
+
+TemporaryFolder::TemporaryFolder() {
+  std::string name = (fs::temp_directory_path() / "isograd-XXXXXX").string();
+  if (!mkdtemp(name.data()))
+    refuse(name, "no room, or no permission, to make this folder", "both", "Set TMPDIR");
+  path_ = name;
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
 }
 
 }  // namespace isograd

@@ -26,4 +26,17 @@ std::string missing_path_action(const std::filesystem::path& missing);
 // Creates `folder` and its parents, and fsyncs the parent of each new folder. ConfigError on failure.
 void make_folders(const std::filesystem::path& folder);
 
+// A folder among the temporary files that nobody else reads, removed with everything in it. ConfigError.
+class TemporaryFolder {
+ public:
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
 }  // namespace isograd

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <limits>
 
 #include "base/files.hpp"
+#include "base/number_ranges.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -68,6 +70,26 @@ TEST_F(Paths, FoldersAreMadeOrRefused) {
   make_folders(directory_ / "a/b");
   EXPECT_THROW(make_folders(directory_ / "run.toml/below"), ConfigError);
   EXPECT_THROW(make_folders(directory_ / "run.toml"), ConfigError);
+}
+
+TEST_F(Paths, ATemporaryFolderIsAloneAndGoes) {
+  fs::path made;
+  {
+    const TemporaryFolder one, other;
+    made = one.path();
+    EXPECT_NE(made, other.path());
+    EXPECT_EQ(fs::status(made).permissions(), fs::perms::owner_all);
+    std::ofstream(made / "file") << "x";
+  }
+  EXPECT_FALSE(fs::exists(made));
+}
+
+TEST(WholeNumber, IsDigitsAlone) {
+  EXPECT_EQ(whole_number("0"), 0);
+  EXPECT_EQ(whole_number("007"), 7);
+  EXPECT_EQ(whole_number("9223372036854775807"), std::numeric_limits<std::int64_t>::max());
+  for (const char* none : {"", "-0", "-1", "+1", " 1", "1 ", "1.0", "0x1", "9223372036854775808"})
+    EXPECT_EQ(whole_number(none), std::nullopt) << none;
 }
 
 }  // namespace

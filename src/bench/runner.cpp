@@ -186,19 +186,6 @@ std::function<bool(std::size_t)> until(double seconds, std::size_t fewest) {
   };
 }
 
-ExchangeFolder::ExchangeFolder() {
-  std::string name = (fs::temp_directory_path() / "isograd-bench-XXXXXX").string();
-  if (!mkdtemp(name.data()))
-    refuse("isograd bench", "cannot make a folder in " + fs::temp_directory_path().string(),
-           "a temporary folder that can be written", "Set TMPDIR");
-  path_ = name;
-}
-
-ExchangeFolder::~ExchangeFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
-
 void write_case(const fs::path& exchange, const nlohmann::ordered_json& description) {
   write_file(exchange / "case.json", description.dump(2) + "\n");
 }

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/paths.hpp"
 #include "base/python.hpp"
 #include "base/waiting.hpp"
 #include "bench/bench.hpp"
@@ -94,18 +95,7 @@ std::vector<std::vector<double>> race(const std::vector<std::function<double()>>
 // True until that many seconds are over from now on, and for the first `fewest` rounds.
 std::function<bool(std::size_t)> until(double seconds, std::size_t fewest = 3);
 
-// A folder below the temporary folder, removed with everything in it.
-class ExchangeFolder {
- public:
-  ExchangeFolder();
-  ~ExchangeFolder();
-  ExchangeFolder(const ExchangeFolder&) = delete;
-  ExchangeFolder& operator=(const ExchangeFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
+using ExchangeFolder = TemporaryFolder;  // of what a peer reads and writes
 void write_case(const std::filesystem::path& exchange, const nlohmann::ordered_json& description);
 nlohmann::json read_case(const std::filesystem::path& exchange);
 

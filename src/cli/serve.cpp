@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <charconv>
 #include <csignal>
 #include <cstdlib>
 #include <ranges>
@@ -11,6 +10,7 @@
 
 #include "base/json.hpp"
 #include "base/memory.hpp"
+#include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
@@ -81,15 +81,12 @@ serve::Limits limits_of(const ServeFlags& flags) {
   for (const std::string& flag : flags.limits) {
     const std::size_t at = std::min(flag.find('='), flag.size());
     const auto found = limits.find(flag.substr(0, at));
-    const std::string value = flag.substr(std::min(at + 1, flag.size()));
-    const char* const end = value.data() + value.size();
-    std::int64_t number = -1;
-    const auto [last, bad] = std::from_chars(value.data(), end, number);
-    if (found == limits.end() || bad != std::errc() || last != end || number < 0)
+    const auto number = whole_number(std::string_view(flag).substr(std::min(at + 1, flag.size())));
+    if (found == limits.end() || !number)
       refuse("--limit " + flag, found == limits.end() ? "no name of a limit" : "no whole number of 0 or more",
              fmt::format("NAME=N, NAME one of {}", fmt::join(std::views::keys(limits), ", ")),
              "Correct it; 0 is no limit");
-    found->second = number;
+    found->second = *number;
   }
   return limits;
 }

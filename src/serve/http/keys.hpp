@@ -14,7 +14,6 @@ namespace isograd::serve {
 
 class ApiKeys {
  public:
-  ApiKeys() = default;  // any key is the tenant's "local": for a server on the loopback
   // Lines "tenant sha256-hex"; empty lines and lines that begin with '#' are skipped. ConfigError names the
   // line.
   explicit ApiKeys(const std::filesystem::path& file);
@@ -24,7 +23,6 @@ class ApiKeys {
  private:
   using Digest = std::array<std::uint8_t, 32>;
   static Digest digest_of(std::string_view key);
-  bool any_ = true;
   std::vector<std::pair<std::string, Digest>> tenants_;
   friend struct NewKey;
 };

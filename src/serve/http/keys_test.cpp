@@ -50,11 +50,6 @@ TEST_F(Keys, NameTheirTenants) {
     EXPECT_EQ(known.tenant_of(wrong), std::nullopt);
 }
 
-TEST_F(Keys, WithoutAFileAnyKeyIsLocal) {
-  EXPECT_EQ(ApiKeys().tenant_of("tml-x"), "local");
-  EXPECT_EQ(ApiKeys().tenant_of(""), std::nullopt);
-}
-
 TEST_F(Keys, LinesThatAreNoneAreRefusedUnseen) {
   const std::string digest = kAbc;
   for (const std::string& line : std::vector<std::string>{

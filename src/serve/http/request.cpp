@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/json.hpp"
+#include "base/number_ranges.hpp"
 
 namespace isograd::serve {
 namespace {
@@ -65,13 +66,8 @@ Framing framing_of(const HttpRequest& request) {
     if (length != none) framing.broken = "Expected either Content-Length or Transfer-Encoding";
     if (lower(coding->second) != "chunked") framing.broken = "Expected no Transfer-Encoding but chunked";
   } else {
-    framing.length = 0;
-    if (length != none) {
-      const char *begin = length->second.data(), *end = begin + length->second.size();
-      const auto [last, bad] = std::from_chars(begin, end, *framing.length);
-      if (bad != std::errc() || last != end || *framing.length < 0)
-        framing.broken = "Content-Length is no number";
-    }
+    framing.length = length == none ? 0 : whole_number(length->second);
+    if (!framing.length) framing.broken = "Content-Length is no number";
   }
   return framing;
 }

@@ -27,23 +27,17 @@ struct LossKind {
   RowLossOptions defaults{};
 };
 
-const std::vector<LossKind>& loss_kinds() {
-  static const std::vector<std::string> policy = {kTargets, "logprobs", "advantages"};
-  static const std::vector<std::string> thresholds = {"clip_low_threshold", "clip_high_threshold"};
-  static const std::vector<LossKind> kinds = {
-      {"cross_entropy", RowLoss::kCrossEntropy, {kTargets, kWeights}, {}},
-      {"importance_sampling", RowLoss::kImportanceSampling, policy, {}},
-      {"ppo", RowLoss::kPpo, policy, thresholds, {.clip_low = 0.8, .clip_high = 1.2}},
-      {"cispo", RowLoss::kCispo, policy, thresholds, {.clip_low = 0, .clip_high = 4}},
-      {"dro", RowLoss::kDro, policy, {"beta"}},
-      {"gspo",
-       RowLoss::kGspo,
-       {kTargets, "logprobs", "advantages", kMask},
-       thresholds,
-       {.clip_low = 0.8, .clip_high = 1.2}},
-  };
-  return kinds;
-}
+const std::vector<std::string> kPolicy = {kTargets, "logprobs", "advantages"},
+                               kMasked = {kTargets, "logprobs", "advantages", kMask},
+                               kThresholds = {"clip_low_threshold", "clip_high_threshold"};
+const std::vector<LossKind> kLosses = {
+    {"cross_entropy", RowLoss::kCrossEntropy, {kTargets, kWeights}, {}},
+    {"importance_sampling", RowLoss::kImportanceSampling, kPolicy, {}},
+    {"ppo", RowLoss::kPpo, kPolicy, kThresholds, {.clip_low = 0.8, .clip_high = 1.2}},
+    {"cispo", RowLoss::kCispo, kPolicy, kThresholds, {.clip_low = 0, .clip_high = 4}},
+    {"dro", RowLoss::kDro, kPolicy, {"beta"}},
+    {"gspo", RowLoss::kGspo, kMasked, kThresholds, {.clip_low = 0.8, .clip_high = 1.2}},
+};
 
 std::string listed(const std::vector<std::string>& names) {
   return names.empty() ? "none" : fmt::format("{}", fmt::join(names, ", "));
@@ -51,7 +45,7 @@ std::string listed(const std::vector<std::string>& names) {
 
 const LossKind& find_loss(const std::string& name) {
   std::vector<std::string> known;
-  for (const LossKind& kind : loss_kinds()) {
+  for (const LossKind& kind : kLosses) {
     if (kind.name == name) return kind;
     known.emplace_back(kind.name);
   }
@@ -97,7 +91,6 @@ double number_at(const Array& array, std::size_t i) {
                                : static_cast<double>(array.numbers[i]);
 }
 std::size_t size_of(const Array& array) { return array.numbers.size() + array.integers.size(); }
-
 std::string shape_text(const Array& array) { return fmt::format("[{}]", fmt::join(array.shape, ", ")); }
 
 bool any(const Array& array) {

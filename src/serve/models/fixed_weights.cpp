@@ -4,11 +4,14 @@
 #include <set>
 
 #include "base/files.hpp"
-#include "base/json.hpp"
 #include "base/refuse.hpp"
+#include "serve/wire/fields.hpp"
 
 namespace isograd::serve {
 namespace fs = std::filesystem;
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Counted, calls, sequences, tokens, weights)
+
 namespace {
 
 constexpr const char* kSavedFile = "isograd.json";
@@ -69,16 +72,13 @@ FixedWeights::FixedWeights(std::shared_ptr<Base> of, std::shared_ptr<const LoraA
       }()) {}
 
 void write_saved(const fs::path& directory, const SavedModel& saved) {
-  const LoraShape& lora = saved.created.lora;
-  nlohmann::ordered_json json{{"format", kSavedFormat},      {"base", saved.created.base},
-                              {"weights", saved.weights},    {"rank", lora.rank},
-                              {"unembed", lora.unembed},     {"mlp", lora.mlp},
-                              {"attention", lora.attention}, {"metadata", saved.created.metadata}};
-  if (lora.seed) json["seed"] = *lora.seed;
-  if (saved.training)
-    json["training"] = {{"dtype", saved.dtype},        {"updates", saved.updates},
-                        {"calls", saved.open.calls},   {"sequences", saved.open.sequences},
-                        {"tokens", saved.open.tokens}, {"weights", saved.open.weights}};
+  Json json = saved.created.lora;
+  json["format"] = kSavedFormat, json["base"] = saved.created.base, json["weights"] = saved.weights;
+  json["metadata"] = saved.created.metadata;
+  if (saved.training) {
+    json["training"] = saved.open;
+    json["training"].update({{"dtype", saved.dtype}, {"updates", saved.updates}});
+  }
   write_file(directory / kSavedFile, json.dump(1) + "\n");
 }
 
@@ -93,24 +93,12 @@ SavedModel read_saved(const fs::path& directory) {
   SavedModel saved;
   try {
     if (json.at("format") != kSavedFormat) bad("format " + json.at("format").dump());
-    LoraShape& lora = saved.created.lora;
-    json.at("base").get_to(saved.created.base);
-    json.at("weights").get_to(saved.weights);
-    json.at("rank").get_to(lora.rank);
-    json.at("unembed").get_to(lora.unembed);
-    json.at("mlp").get_to(lora.mlp);
-    json.at("attention").get_to(lora.attention);
-    json.at("metadata").get_to(saved.created.metadata);
-    if (json.contains("seed")) lora.seed = json.at("seed").get<std::uint64_t>();
+    json.at("base").get_to(saved.created.base), json.get_to(saved.created.lora);
+    json.at("weights").get_to(saved.weights), json.at("metadata").get_to(saved.created.metadata);
     if (!json.contains("training")) return saved;
-    const auto& training = json.at("training");
-    saved.training = true;
-    training.at("dtype").get_to(saved.dtype);
-    training.at("updates").get_to(saved.updates);
-    training.at("calls").get_to(saved.open.calls);
-    training.at("sequences").get_to(saved.open.sequences);
-    training.at("tokens").get_to(saved.open.tokens);
-    training.at("weights").get_to(saved.open.weights);
+    const Json& training = json.at("training");
+    saved.training = true, training.get_to(saved.open);
+    training.at("dtype").get_to(saved.dtype), training.at("updates").get_to(saved.updates);
   } catch (const nlohmann::json::exception& error) {
     bad(error.what());
   }

@@ -4,8 +4,6 @@
 #include <fmt/ranges.h>
 
 #include "base/refuse.hpp"
-#include "serve/models/fixed_weights.hpp"
-#include "serve/models/sampling.hpp"
 #include "serve/models/trained_model.hpp"
 
 namespace isograd::serve {
@@ -147,12 +145,5 @@ void ModelEngine::close_sampler(const std::string& sampler) {
   find(samplers_, "a sampler", sampler);
   samplers_.erase(sampler);
 }
-
-void ModelEngine::submit(const std::string& id, const std::string& sampler, const Sample& request,
-                         std::uint64_t seed) {
-  sampling_.submit(id, this->sampler(sampler), request, seed);
-}
-std::vector<Engine::Sampled> ModelEngine::sample_pass() { return sampling_.pass(); }
-bool ModelEngine::sampling() const { return sampling_.busy(); }
 
 }  // namespace isograd::serve

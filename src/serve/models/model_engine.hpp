@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -9,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "serve/models/sampling.hpp"
+#include "serve/models/fixed_weights.hpp"
 #include "serve/service/engine.hpp"
 
 namespace isograd::serve {
@@ -57,7 +58,7 @@ class ModelEngine : public Engine {
   void submit(const std::string& id, const std::string& sampler, const Sample& request,
               std::uint64_t seed) override;
   std::vector<Sampled> sample_pass() override;
-  bool sampling() const override;
+  bool sampling() const override { return !turns_.empty(); }
 
  private:
   const std::shared_ptr<Base>& base(const std::string& name) const;
@@ -72,7 +73,12 @@ class ModelEngine : public Engine {
   std::map<std::string, std::shared_ptr<Base>> bases_{};
   std::map<std::string, std::unique_ptr<TrainedModel>> models_{};
   std::map<std::string, std::shared_ptr<const FixedWeights>> samplers_{};
-  Sampling sampling_{};
+  struct Waiting {
+    std::shared_ptr<const FixedWeights> weights;
+    Sample request;
+  };
+  std::map<std::string, Waiting> waiting_{};  // samples, by id
+  std::deque<SampledModel*> turns_{};         // of those that wait, each once
 };
 
 }  // namespace isograd::serve

@@ -4,7 +4,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "base/refuse.hpp"

@@ -95,31 +95,23 @@ class Message {
 
 // Makes a call with the arguments of a message.
 template <class Result, class... Arguments>
-void make(ModelEngine& own, Result (ModelEngine::*call)(Arguments...), Message& message) {
-  std::tuple<std::remove_cvref_t<Arguments>...> arguments;
-  std::apply(
-      [&](auto&... argument) {
-        message.each(argument...);
-        (own.*call)(argument...);
-      },
-      arguments);
-}
-
-template <auto call>
-void follow_call(ModelEngine& own, Message& message) {
-  make(own, call, message);
+auto follow_call(Result (ModelEngine::*call)(Arguments...)) {
+  return [call](ModelEngine& own, Message& message) {
+    std::tuple<std::remove_cvref_t<Arguments>...> arguments;
+    std::apply([&](auto&... argument) { message.each(argument...), (own.*call)(argument...); }, arguments);
+  };
 }
 
 // The calls that all ranks make; a message begins with a name.
-const std::map<std::string, void (*)(ModelEngine&, Message&)> kCalls = {
-    {"create", follow_call<&ModelEngine::create>},
-    {"forward_backward", follow_call<&ModelEngine::forward_backward>},
-    {"optim_step", follow_call<&ModelEngine::optim_step>},
-    {"drop_gradient", follow_call<&ModelEngine::drop_gradient>},
-    {"remove", follow_call<&ModelEngine::remove>},
-    {"save", follow_call<&ModelEngine::save>},
-    {"load", follow_call<&ModelEngine::load>},
-    {"open_sampler_of", follow_call<&ModelEngine::open_sampler_of>}};
+const std::map<std::string, std::function<void(ModelEngine&, Message&)>> kCalls = {
+    {"create", follow_call(&ModelEngine::create)},
+    {"forward_backward", follow_call(&ModelEngine::forward_backward)},
+    {"optim_step", follow_call(&ModelEngine::optim_step)},
+    {"drop_gradient", follow_call(&ModelEngine::drop_gradient)},
+    {"remove", follow_call(&ModelEngine::remove)},
+    {"save", follow_call(&ModelEngine::save)},
+    {"load", follow_call(&ModelEngine::load)},
+    {"open_sampler_of", follow_call(&ModelEngine::open_sampler_of)}};
 
 // Collective; `message` on rank 0. Returns its length, kBeat or kEnd.
 std::int64_t exchange(Group& group, std::int64_t length, std::string& message) {
@@ -171,11 +163,11 @@ RankedEngine::~RankedEngine() {
   }
 }
 
-template <class Own, class... Arguments>
-auto RankedEngine::together(const char* call, Own own, const Arguments&... arguments) {
+template <class Arguments, class Own>
+auto RankedEngine::together(const char* call, const Arguments& arguments, Own own) {
   Message message;
   const std::string name = call;
-  message.each(name, arguments...);
+  std::apply([&](const auto&... argument) { message.each(name, argument...); }, arguments);
   const std::lock_guard lock(mutex_);
   if (lost_) std::rethrow_exception(lost_);
   try {
@@ -189,39 +181,36 @@ auto RankedEngine::together(const char* call, Own own, const Arguments&... argum
 }
 
 void RankedEngine::create(const std::string& model, const CreateModel& request) {
-  together(
-      "create", [&] { ModelEngine::create(model, request); }, model, request);
+  together("create", std::tie(model, request), [&] { ModelEngine::create(model, request); });
 }
 ForwardBackwardResult RankedEngine::forward_backward(const std::string& model,
                                                      const ForwardBackward& request) {
-  return together(
-      "forward_backward", [&] { return ModelEngine::forward_backward(model, request); }, model, request);
+  return together("forward_backward", std::tie(model, request),
+                  [&] { return ModelEngine::forward_backward(model, request); });
 }
 Metrics RankedEngine::optim_step(const std::string& model, const AdamParams& params) {
-  return together(
-      "optim_step", [&] { return ModelEngine::optim_step(model, params); }, model, params);
+  return together("optim_step", std::tie(model, params),
+                  [&] { return ModelEngine::optim_step(model, params); });
 }
 void RankedEngine::drop_gradient(const std::string& model) {
-  together(
-      "drop_gradient", [&] { ModelEngine::drop_gradient(model); }, model);
+  together("drop_gradient", std::tie(model), [&] { ModelEngine::drop_gradient(model); });
 }
 void RankedEngine::remove(const std::string& model) {
-  together(
-      "remove", [&] { ModelEngine::remove(model); }, model);
+  together("remove", std::tie(model), [&] { ModelEngine::remove(model); });
 }
 std::int64_t RankedEngine::save(const std::string& model, Save which, const fs::path& directory) {
-  return together(
-      "save", [&] { return ModelEngine::save(model, which, directory); }, model, which, directory);
+  return together("save", std::tie(model, which, directory),
+                  [&] { return ModelEngine::save(model, which, directory); });
 }
 void RankedEngine::load(const std::string& model, const fs::path& directory, bool optimizer,
                         const std::map<std::string, std::string>& metadata) {
-  together(
-      "load", [&] { ModelEngine::load(model, directory, optimizer, metadata); }, model,
-      fs::absolute(directory), optimizer, metadata);
+  const fs::path absolute = fs::absolute(directory);
+  together("load", std::tie(model, absolute, optimizer, metadata),
+           [&] { ModelEngine::load(model, directory, optimizer, metadata); });
 }
 void RankedEngine::open_sampler_of(const std::string& sampler, const std::string& model) {
-  together(
-      "open_sampler_of", [&] { ModelEngine::open_sampler_of(sampler, model); }, sampler, model);
+  together("open_sampler_of", std::tie(sampler, model),
+           [&] { ModelEngine::open_sampler_of(sampler, model); });
 }
 
 void follow(ModelEngine& own, World& world) {

@@ -38,8 +38,8 @@ class RankedEngine : public ModelEngine {
 
  private:
   // Sends the name and the arguments, and makes the `own` call.
-  template <class Own, class... Arguments>
-  auto together(const char* call, Own own, const Arguments&... arguments);
+  template <class Arguments, class Own>
+  auto together(const char* call, const Arguments& arguments, Own own);
 
   Group group_;
   std::mutex mutex_{};  // of the group

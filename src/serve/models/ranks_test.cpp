@@ -305,7 +305,7 @@ TEST_F(RanksTest, SamplersHaveTheWeightsOfTheirTime) {
       engine.open_sampler_of("again", "m");
       step();
       const fs::path saved = folder(fmt::format("sampler_{}", rank));
-      engine.save_sampler("s", saved);
+      engine.saving_sampler("s")(saved);
       engine.close_sampler("s");
       EXPECT_TRUE(same_bits(weights_in(saved), then));
       Sample request;

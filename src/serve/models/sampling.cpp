@@ -1,28 +1,23 @@
-#include "serve/models/sampling.hpp"
+// Requests for samples, as the sampler takes them, and its answers, as the wire has them.
 
 #include <ATen/ops/tensor.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "base/refuse.hpp"
+#include "serve/models/model_engine.hpp"
 
 namespace isograd::serve {
 namespace {
-
-constexpr std::int64_t kMostSamples = 4096;
-constexpr std::size_t kMostStops = 1024, kLongestStop = 4096;
 
 void want(bool holds, const char* field, const std::string& found, const std::string& expected) {
   if (!holds) refuse(fmt::format("asample: {}", field), found, expected, "Change it");
 }
 
-// Limits of a server, and what a tensor cannot be made of; the sampler checks the rest.
+// The size of an answer, and what a tensor cannot be made of; the wire and the sampler check the rest.
 void check_sample(const Sample& request) {
   const SamplingParams& params = request.params;
-  want(request.samples <= kMostSamples, "num_samples", fmt::format("{}", request.samples),
-       fmt::format("at most {}", kMostSamples));
   want(params.max_tokens.value_or(1) > 0, "max_tokens", fmt::format("{}", params.max_tokens.value_or(1)),
        "1 or more");
   // An answer is in memory as a whole, and in the journal.
@@ -35,11 +30,6 @@ void check_sample(const Sample& request) {
   want(std::ssize(request.prompt) <= kMostNumbers / (1 + request.top_prompt), "topk_prompt_logprobs",
        fmt::format("{} for {} tokens", request.top_prompt, request.prompt.size()),
        fmt::format("at most {} numbers in all", kMostNumbers));
-  const std::size_t stops = params.stop_tokens.size() + params.stop_strings.size();
-  want(stops <= kMostStops, "stop", fmt::format("{} of them", stops), fmt::format("at most {}", kMostStops));
-  for (const std::string& stop : params.stop_strings)
-    want(!stop.empty() && stop.size() <= kLongestStop, "stop",
-         fmt::format("a string of {} bytes", stop.size()), fmt::format("1 to {}", kLongestStop));
   if (!request.prompt_targets) return;
   const Array& targets = *request.prompt_targets;
   const auto rows = static_cast<std::int64_t>(request.prompt.size()) - 1;
@@ -138,17 +128,18 @@ SampleResult to_result(const isograd::Sampled& sampled, const Sample& request) {
 
 }  // namespace
 
-void Sampling::submit(const std::string& id, std::shared_ptr<const FixedWeights> weights,
-                      const Sample& request, std::uint64_t seed) {
+void ModelEngine::submit(const std::string& id, const std::string& sampler, const Sample& request,
+                         std::uint64_t seed) {
+  const std::shared_ptr<const FixedWeights>& weights = this->sampler(sampler);
   check_sample(request);
   SampledModel* of = weights->sampled.get();
   of->sampler.submit(id, to_request(request, *weights, seed));
-  waiting_[id] = {std::move(weights), request};
+  waiting_[id] = {weights, request};
   if (std::ranges::find(turns_, of) == turns_.end()) turns_.push_back(of);
 }
 
-std::vector<Engine::Sampled> Sampling::pass() {
-  std::vector<Engine::Sampled> complete;
+std::vector<Engine::Sampled> ModelEngine::sample_pass() {
+  std::vector<Sampled> complete;
   if (turns_.empty()) return complete;
   SampledModel* of = turns_.front();
   turns_.pop_front();
@@ -160,13 +151,13 @@ std::vector<Engine::Sampled> Sampling::pass() {
     for (const auto& [id, request] : waiting_)
       if (request.weights->sampled.get() == of)
         complete.push_back({.id = id, .error = error.what(), .of_server = true, .result = {}});
-    for (const Engine::Sampled& one : complete) waiting_.erase(one.id);
+    for (const Sampled& one : complete) waiting_.erase(one.id);
     return complete;
   }
-  if (of->sampler.busy()) turns_.push_back(of);
+  if (of->sampler.busy()) turns_.push_back(of);  // models with requests take turns
   for (const auto& [id, answer] : sampled) {
     const auto found = waiting_.extract(id);  // keeps the weights to the end of the conversion
-    Engine::Sampled& done = complete.emplace_back();
+    Sampled& done = complete.emplace_back();
     done.id = id, done.error = answer.error;
     if (answer.error.empty()) done.result = to_result(answer, found.mapped().request);
   }

@@ -34,8 +34,6 @@ const std::map<std::string, Denominator> kDenominators = {
 // ConfigError: a key "isograd.*" that does not exist, a value that does not fit.
 ModelSettings settings_of(const std::map<std::string, std::string>& metadata) {
   ModelSettings settings;
-  const std::map<std::string, bool*> switches = {{"isograd.dump", &settings.dump},
-                                                 {"isograd.norms", &settings.norms}};
   for (const auto& [key, value] : metadata) {
     if (!key.starts_with("isograd.")) continue;
     const auto want = [&where = key, &found = value](bool holds, const char* expected) {
@@ -49,9 +47,9 @@ ModelSettings settings_of(const std::map<std::string, std::string>& metadata) {
       settings.alpha = std::strtod(value.c_str(), &end);
       want(!value.empty() && *end == 0 && settings.alpha > 0 && std::isfinite(settings.alpha),
            "a number above 0");
-    } else if (const auto flag = switches.find(key); flag != switches.end()) {
+    } else if (key == "isograd.dump" || key == "isograd.norms") {
       want(value == "true" || value == "false", "true or false");
-      *flag->second = value == "true";
+      (key == "isograd.dump" ? settings.dump : settings.norms) = value == "true";
     } else {
       refuse("user_metadata " + key, "an unknown key",
              "isograd.normalise, isograd.alpha, isograd.dump or isograd.norms", "Leave it out");

@@ -7,9 +7,7 @@
 #include <filesystem>
 #include <functional>
 #include <map>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "serve/wire/messages.hpp"
@@ -49,15 +47,12 @@ class Engine {
   };
   // Fills an existing empty directory and fsyncs nothing. Returns bytes written.
   virtual std::int64_t save(const std::string& model, Save which, const std::filesystem::path& directory) = 0;
-  // Writes as save(kTraining) and save_sampler() would now: called once, later, on any thread, while other
+  // Writes what save(kTraining) would now, or the sampler: called once, later, on any thread, while other
   // calls are made. Those that change what it writes wait until it has returned, or is destroyed. Null: only
   // save() can.
   using Write = std::function<void(const std::filesystem::path& directory)>;
   virtual Write saving(const std::string& /*model*/) { return {}; }
   virtual Write saving_sampler(const std::string& sampler) = 0;
-  void save_sampler(const std::string& sampler, const std::filesystem::path& directory) {
-    saving_sampler(sampler)(directory);
-  }
   // A new model from a directory of kTraining. `optimizer`: with moments, step and accumulator; else with new
   // ones.
   virtual void load(const std::string& model, const std::filesystem::path& directory, bool optimizer,

@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
-#include <functional>
 
 #include "base/json.hpp"
+#include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "serve/service/service.hpp"
@@ -20,12 +19,9 @@ namespace fs = std::filesystem;
 std::int64_t number_in(const HttpRequest& request, const char* key, std::int64_t otherwise) {
   const auto found = request.query.find(key);
   if (found == request.query.end()) return otherwise;
-  std::int64_t value = 0;
-  const char* const end = found->second.data() + found->second.size();
-  const auto [at, bad] = std::from_chars(found->second.data(), end, value);
-  if (bad != std::errc() || at != end || value < 0)
-    refuse(key, printable(found->second, 100), "a whole number of 0 or more", "Correct the query");
-  return value;
+  const std::optional<std::int64_t> number = whole_number(found->second);
+  if (!number) refuse(key, printable(found->second, 100), "a whole number of 0 or more", "Correct the query");
+  return *number;
 }
 
 // The part of `all` that the query asks for.
@@ -57,12 +53,6 @@ CheckpointListing listing_of_checkpoint(const CheckpointInfo& info) {
           .metadata = info.metadata};
 }
 
-std::string label(const std::string& text) {
-  std::string escaped;
-  for (const char c : text) escaped += c == '"' || c == '\\' ? std::string{'\\', c} : std::string(1, c);
-  return escaped;
-}
-
 }  // namespace
 
 RunListing Service::listing_of(const State::Model& model, double now) const {
@@ -79,8 +69,9 @@ RunListing Service::listing_of(const State::Model& model, double now) const {
   return run;
 }
 
-std::optional<std::string> Service::list(const HttpRequest& request, const std::string& path,
+std::optional<std::string> Service::list(const HttpRequest& request, const std::vector<std::string>& parts,
                                          const std::string& tenant) {
+  const std::string path = parts.size() == 1 ? parts[0] : "";
   const bool get = request.method == "GET", xorl = is_xorl(request);
   const double now = seconds_now();
   const auto checkpoints_of = [&](const std::string& run) {
@@ -93,16 +84,10 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
   };
   if (request.method == "POST" && path == "get_info") {
     const State::Model& model = find_model(tinker::get_info(request.body), tenant, xorl);
-    ModelInfo info{.model = model.id,
-                   .base = model.request.base,
-                   .architecture = {},
-                   .tokenizer = {},
-                   .rank = model.request.lora.rank};
-    if (const BaseModel* base = find_base(info.base))
-      info.architecture = base->architecture, info.tokenizer = base->tokenizer.string();
-    // Clients open the directory of it.
-    if (fs::is_regular_file(info.tokenizer)) info.tokenizer = fs::path(info.tokenizer).parent_path().string();
-    return tinker::info_reply(info);
+    const BaseModel* const base = find_base(model.request.base);
+    fs::path tokenizer = base ? base->tokenizer : "";
+    if (fs::is_regular_file(tokenizer)) tokenizer = tokenizer.parent_path();  // clients open the directory
+    return tinker::info_reply(model.id, model.request, base ? base->architecture : "", tokenizer.string());
   }
   if (request.method == "POST" && path == "weights_info") {
     const std::string asked = xorl ? xorl::weights_info(request.body) : tinker::weights_info(request.body);
@@ -117,7 +102,7 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
     for (const State::Model* model : models_called(name, tenant))
       std::ranges::move(checkpoints_of(model->id), std::back_inserter(found));
     newest_first(found);
-    return xorl::checkpoints_reply(found);
+    return tinker::checkpoints_reply(found, {});
   }
   if (!get) return {};
   if (path == "session_info" && xorl) {
@@ -130,14 +115,13 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
     return xorl::session_info_reply(models, most("models"));
   }
   if (path == "get_server_capabilities") {
-    std::vector<ServedModel> models;
-    for (const BaseModel& base : engine_.bases()) models.push_back({base.name, base.context});
-    return tinker::capabilities_reply(models);
+    std::vector<std::pair<std::string, std::int64_t>> contexts;
+    for (const BaseModel& base : engine_.bases()) contexts.emplace_back(base.name, base.context);
+    return tinker::capabilities_reply(contexts);
   }
-  if (path.starts_with("samplers/")) {
-    const std::string id = path.substr(9);
-    const State::Sampler& sampler = own(state_.samplers, "sampler", id, tenant);
-    return tinker::sampler_reply(id, sampler.base, sampler.path);
+  if (parts.size() == 2 && parts[0] == "samplers") {
+    const State::Sampler& sampler = own(state_.samplers, "sampler", parts[1], tenant);
+    return tinker::sampler_reply(parts[1], sampler.base, sampler.path);
   }
   if (path == "sessions") {
     std::vector<std::string> ids;
@@ -149,8 +133,8 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
     cut(request, 20, ids);
     return tinker::sessions_reply(ids);
   }
-  if (path.starts_with("sessions/") && path.find('/', 9) == std::string::npos) {
-    const std::string id = path.substr(9);
+  if (parts.size() == 2 && parts[0] == "sessions") {
+    const std::string& id = parts[1];
     const State::OpenSession& session = own(state_.sessions, "session", id, tenant);
     std::vector<std::string> models, samplers;
     for (const auto& [name, model] : state_.models)
@@ -175,18 +159,13 @@ std::optional<std::string> Service::list(const HttpRequest& request, const std::
     for (const State::Model* model : models) runs.push_back(listing_of(*model, now));
     return tinker::runs_reply(runs, cursor);
   }
-  if (!path.starts_with("training_runs/")) return {};
-  const std::string rest = path.substr(14), id = rest.substr(0, rest.find('/'));
-  const State::Model& model = find_model(id, tenant, false);
-  if (rest == id) return tinker::run_reply(listing_of(model, now));
-  if (rest == id + "/checkpoints") return tinker::checkpoints_reply(checkpoints_of(id), {});
-  const std::string_view kUrls = "/external_weights_urls", kList = "/checkpoints/";
-  if (rest.ends_with(kUrls) && rest.substr(id.size()).starts_with(kList)) {
-    const std::size_t from = id.size() + kList.size();
-    return external_urls(
-        request, "tinker://" + id + "/" + rest.substr(from, rest.size() - from - kUrls.size()), tenant);
-  }
-  return {};
+  if (parts.size() < 2 || parts[0] != "training_runs") return {};
+  const State::Model& model = find_model(parts[1], tenant, false);
+  if (parts.size() == 2) return tinker::run_reply(listing_of(model, now));
+  if (parts[2] != "checkpoints") return {};
+  if (parts.size() == 3) return tinker::checkpoints_reply(checkpoints_of(model.id), {});
+  if (parts.size() != 6 || parts[5] != "external_weights_urls") return {};
+  return external_urls(request, fmt::format("tinker://{}/{}/{}", model.id, parts[3], parts[4]), tenant);
 }
 
 std::string Service::external_urls(const HttpRequest& request, const std::string& path,
@@ -253,7 +232,7 @@ std::string Service::metrics(const std::string& tenant) const {
     text += fmt::format("isograd_{}{} {}\n", name, of, value.dump());
   };
   for (const nlohmann::json& model : all["models"]) {
-    of = fmt::format("{{model=\"{}\",tenant=\"{}\"}}", label(model["model"]), label(model["tenant"]));
+    of = fmt::format("{{model={},tenant={}}}", model["model"].dump(), model["tenant"].dump());
     line("steps_total", model["steps"]), line("tokens_total", model["tokens"]);
     line("compute_seconds_total", model["seconds"]), line("queue", model["queue"]);
     line("failed", model["failure"] == "" ? 0 : 1);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <protozero/pbf_message.hpp>
 
 #include "base/json.hpp"
 #include "base/print.hpp"
@@ -16,53 +15,6 @@ namespace {
 
 HttpReply json_reply(std::string body, int status = 200) {
   return {.status = status, .body = std::move(body)};
-}
-
-constexpr std::int64_t kMostSequence = (std::int64_t{1} << 31) - 1;
-
-struct Address {
-  std::string model;
-  std::int64_t sequence = 0;  // 0: not given
-  bool forward_only = false;
-};
-
-// The model and sequence of an operation whose other parts are read when it runs: what is wrong with them
-// fails the operation, whose sequence is used either way.
-Address address_of(const std::string& body, bool protobuf) {
-  Address found;
-  if (protobuf) {
-    try {
-      protozero::pbf_reader message(body);
-      while (message.next()) {
-        if (message.tag_and_type() == protozero::tag_and_type(1, protozero::pbf_wire_type::length_delimited))
-          found.model = message.get_string();
-        else if (message.tag_and_type() == protozero::tag_and_type(2, protozero::pbf_wire_type::varint))
-          found.sequence = message.get_int64();
-        else if (message.tag_and_type() == protozero::tag_and_type(6, protozero::pbf_wire_type::varint))
-          found.forward_only = message.get_bool();
-        else
-          message.skip();
-      }
-    } catch (const protozero::exception&) {
-      if (found.model.empty() || found.sequence == 0)
-        refuse("the body", "bytes that are no protobuf message", "a ForwardBackwardRequest",
-               "Use an SDK of tinker");
-    }
-    if (found.sequence > kMostSequence)
-      refuse("seq_id", std::to_string(found.sequence), "1 to 2147483647",
-             "Count a model's operations from 1");
-    return found;
-  }
-  const auto parsed = parse_json(body);
-  if (!parsed.problem.empty())
-    refuse("the body", parsed.problem, "a JSON object", "Send the JSON of the request");
-  const auto model = parsed.value.find("model_id"), sequence = parsed.value.find("seq_id");
-  if (model != parsed.value.end() && model->is_string()) found.model = model->get<std::string>();
-  if (sequence == parsed.value.end() || sequence->is_null()) return found;
-  if (!sequence->is_number_integer() || *sequence < 1 || *sequence > kMostSequence)
-    refuse("seq_id", brief(*sequence), "1 to 2147483647", "Count a model's operations from 1");
-  found.sequence = sequence->get<std::int64_t>();
-  return found;
 }
 
 // A body without secrets, which the journal must not keep and nothing here reads.
@@ -206,7 +158,7 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
   // The form that creates names a session; the other one is an operation, which keeps its sequence if it is
   // refused.
   if (post && path == "load_weights" && !xorl && request.too_large == 0 &&
-      address_of(request.body, false).model.empty())
+      tinker::address_of(request.body, false).model.empty())
     return create_model(request, true, tenant);
   if (post && is_operation(path, xorl)) return submit_operation(request, path, tenant);
   if (post && xorl && path == "kill_session") return kill_session(request, tenant, respond);
@@ -233,7 +185,7 @@ Service::OptionalReply Service::route(const HttpRequest& request, const std::str
     if (!change.empty()) return change_checkpoint(request, checkpoint, change, tenant, respond);
   }
   const Lock lock(mutex_);
-  if (auto body = list(request, path, tenant)) return json_reply(std::move(*body));
+  if (auto body = list(request, parts, tenant)) return json_reply(std::move(*body));
   throw Refusal{404, fmt::format("{} {} is not served here{}", request.method, printable(request.path, 200),
                                  why_not(path))};
 }
@@ -352,7 +304,7 @@ void Service::admit(const Accepted& record) {
     return;
   }
   if (kind == "finish") {
-    state_.sessions.at(id).finished = tinker::finish(record->body).reason;
+    state_.sessions.at(id).finished = tinker::finish(record->body);
     return;
   }
   state_.count(*record, 1);
@@ -483,7 +435,7 @@ HttpReply Service::create_model(const HttpRequest& request, bool loads, const st
 HttpReply Service::submit_operation(const HttpRequest& request, const std::string& path,
                                     const std::string& tenant) {
   const bool xorl = is_xorl(request);
-  Address address = address_of(request.body, path == "forward_backward" && !xorl);
+  tinker::Address address = tinker::address_of(request.body, path == "forward_backward" && !xorl);
   if (xorl && address.model.empty()) address.model = "default";
   const Lock lock(mutex_);
   State::Model& model = find_model(address.model, tenant, xorl);
@@ -506,12 +458,9 @@ HttpReply Service::submit_operation(const HttpRequest& request, const std::strin
     usable_session(model.session, tenant);
     // Refusing the one that runs next would let the others wait for ever.
     if (sequence != model.next) check_room(tenant, &State::Use::operations, request.body.size());
-    // Refusals are results too.
-    if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes")) {
-      make_room_for_results(tenant);
-      if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes"))
-        throw Refusal{429, "results of twice the limit result-bytes wait to be fetched; send this one later"};
-    }
+    make_room_for_results(tenant);
+    if (state_.use_of(tenant).result_bytes / 2 > most("result-bytes"))  // refusals are results too
+      throw Refusal{429, "results of twice the limit result-bytes wait to be fetched; send this one later"};
     LogRecord record = operation_record(model, sequence, path, without_secrets(path, request.body), xorl);
     if (address.forward_only) record.head["forward_only"] = true;
     try {  // Later ones would wait for a number that is not used.

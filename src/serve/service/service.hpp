@@ -152,8 +152,8 @@ class Service {
   void admit(const Accepted& record);  // the change of the state by an accepted request
 
   // ---- what replies tell (listings.cpp) ----
-  // None: no such path. With the lock.
-  std::optional<std::string> list(const HttpRequest& request, const std::string& path,
+  // `parts`: of the path. None: no such path. With the lock.
+  std::optional<std::string> list(const HttpRequest& request, const std::vector<std::string>& parts,
                                   const std::string& tenant);
   RunListing listing_of(const State::Model& model, double now) const;
   std::string external_urls(const HttpRequest& request, const std::string& path,

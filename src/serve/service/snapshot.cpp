@@ -4,13 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
-#include <chrono>
-#include <exception>
-#include <utility>
 
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "serve/service/service.hpp"
@@ -29,11 +26,9 @@ std::vector<std::uint64_t> snapshots_in(const fs::path& folder) {
   std::vector<std::uint64_t> numbers;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
-    std::uint64_t number = 0;
     if (!name.starts_with(kSnapshot)) continue;
-    const auto [end, bad] =
-        std::from_chars(name.data() + kSnapshot.size(), name.data() + name.size(), number);
-    if (bad == std::errc() && end == name.data() + name.size()) numbers.push_back(number);
+    if (const auto number = whole_number(std::string_view(name).substr(kSnapshot.size())))
+      numbers.push_back(static_cast<std::uint64_t>(*number));
   }
   std::sort(numbers.begin(), numbers.end());
   return numbers;

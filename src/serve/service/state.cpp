@@ -8,18 +8,10 @@
 
 #include "base/json.hpp"
 #include "base/refuse.hpp"
+#include "serve/wire/fields.hpp"
 
 namespace isograd::serve {
 
-void to_json(nlohmann::json& to, const LoraShape& shape) {
-  to = {{"rank", shape.rank}, {"unembed", shape.unembed}, {"mlp", shape.mlp}, {"attention", shape.attention}};
-  if (shape.seed) to["seed"] = *shape.seed;
-}
-void from_json(const nlohmann::json& from, LoraShape& shape) {
-  from.at("rank").get_to(shape.rank), from.at("unembed").get_to(shape.unembed);
-  from.at("mlp").get_to(shape.mlp), from.at("attention").get_to(shape.attention);
-  if (from.contains("seed")) shape.seed = from.at("seed").get<std::uint64_t>();
-}
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CreateModel, base, lora, metadata)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Session, tags, metadata, sdk_version, display_name)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CheckpointInfo, run, kind, name, tenant, base, digest, rank, bytes,

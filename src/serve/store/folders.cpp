@@ -7,11 +7,11 @@
 
 #include <atomic>
 #include <cerrno>
-#include <charconv>
 #include <cstdio>
 #include <utility>
 
 #include "base/files.hpp"
+#include "base/number_ranges.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
@@ -28,9 +28,9 @@ void check_version(const fs::path& file) {
   std::error_code error;
   if (!fs::exists(fs::symlink_status(file, error))) return write_file(file, fmt::format("{}\n", kVersion));
   const std::string text = read_file(file, 64);
-  int version = 0;
-  const auto [end, bad] = std::from_chars(text.data(), text.data() + text.size(), version);
-  if (bad != std::errc() || std::string_view(end, text.data() + text.size()) != "\n" || version < 1)
+  const std::int64_t version =
+      text.ends_with('\n') ? whole_number(std::string_view(text).substr(0, text.size() - 1)).value_or(0) : 0;
+  if (version < 1)
     refuse(file.string(), "\"" + printable(text) + "\"", "the number of a version",
            "Restore the folder from a copy, or name another folder");
   if (version > kVersion)

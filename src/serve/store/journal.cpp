@@ -138,8 +138,7 @@ Journal::Journal(fs::path file, const std::function<void(std::uint64_t, std::str
   std::uint64_t whole = 0, size = 0;
   {
     const MappedFile mapped(impl.file);
-    const std::string_view text = text_of(mapped);
-    whole = walk(impl.file, text, impl.base, replay), size = text.size();
+    whole = walk(impl.file, text_of(mapped), impl.base, replay), size = mapped.size();
   }
   impl.end = impl.base + whole - sizeof(JournalHeader);
   if (whole == size) return;

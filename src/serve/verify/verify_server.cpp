@@ -18,6 +18,7 @@
 #include <random>
 #include <set>
 
+#include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "isograd/lora.hpp"
 #include "isograd/model.hpp"
@@ -47,23 +48,6 @@ constexpr std::array<std::pair<const char*, const char*>, kModes> kDivisors = {{
     {"weights", "the sum is divided by its weights"},
     {"sequences", "the sum is divided by its datums"},
 }};
-
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "isograd-verify-XXXXXX").string();
-    if (!::mkdtemp(name.data()))  // which nobody else reads
-      refuse(name, "no room, or no permission, to make this folder", "both", "Set TMPDIR");
-    path = name;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  fs::path path{};
-};
 
 // ---- one process ----
 
@@ -320,15 +304,13 @@ struct Step {
   AdamParams params;
 };
 
-Tensors scaled(const Tensors& tensors, double factor) {
-  Tensors all;
-  for (const at::Tensor& each : tensors) all.push_back(each * factor);
-  return all;
-}
 // A sum over its denominator, clipped; or clipped before it is divided.
 Tensors prepared(const Sum& sum, double denominator, double limit, bool clips_first = false) {
   const double norm = norm_of(sum.gradient) / (clips_first ? 1 : denominator);
-  return scaled(sum.gradient, (limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1) / denominator);
+  const double factor = (limit > 0 ? std::min(1.0, limit / (norm + 1e-6)) : 1) / denominator;
+  Tensors all;
+  for (const at::Tensor& each : sum.gradient) all.push_back(each * factor);
+  return all;
 }
 
 // The weights `before` after the last of all steps of a model.
@@ -511,10 +493,10 @@ class Judge {
 
   // The weights as the server has them now.
   void take_trained() {
-    const Folder trained;
-    remote_.download(model_, trained.path);
+    const TemporaryFolder trained;
+    remote_.download(model_, trained.path());
     std::set<at::ScalarType> types;
-    for (const auto& file : fs::directory_iterator(trained.path))
+    for (const auto& file : fs::directory_iterator(trained.path()))
       if (file.path().extension() == ".safetensors")
         for (const auto& [name, tensor] : read_safetensors(file.path())) types.insert(tensor.scalar_type());
     in_fp32_ = types == std::set{at::kFloat};
@@ -525,10 +507,10 @@ class Judge {
                                          types.size() > 1 ? " and other types" : ""),
              "float32 or float64 alone: the rounding of others hides mistakes",
              "Start the server with --dtype float32 or float64");
-    exact_.take(trained.path);
+    exact_.take(trained.path());
     if (kind_.rank > 0) check_adapter();
     if (in_fp32_ && !rounded_) rounded_.emplace(directory_, at::kFloat, kind_.rank == 0);
-    if (rounded_) rounded_->take(trained.path);
+    if (rounded_) rounded_->take(trained.path());
   }
 
   // An adapter of less than was asked for would leave the rest unjudged.
@@ -883,15 +865,15 @@ ServerVerdict verify_server(const std::string& url, const std::string& key, cons
       if (!base.empty() && name != names[0])
         refuse(name, "a directory of the first base alone", "the server's other bases, too",
                "Leave the directory out: they are downloaded");
-      const Folder folder;
+      const TemporaryFolder folder;
       if (base.empty()) {
         CreateModel whole;
         whole.base = name, whole.lora.rank = 0;
         const std::string model = remote.create(whole);
-        remote.download(model, folder.path);
+        remote.download(model, folder.path());
         remote.unload(model);
       }
-      const fs::path directory = base.empty() ? folder.path : base;
+      const fs::path directory = base.empty() ? folder.path() : base;
       std::set<std::string> left_out;
       for (const JudgedModel& kind : models)
         attempt(fmt::format("{}, rank {}, isograd.normalise = {}", name, kind.rank, kind.normalise), [&] {

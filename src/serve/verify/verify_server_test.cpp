@@ -121,7 +121,7 @@ class WrongEngine : public ModelEngine {
     }
     const fs::path stored = folder / fmt::format("sampler-{}", stored_++);
     fs::create_directories(stored);
-    save_sampler(first, stored), load_sampler(sampler, stored);
+    saving_sampler(first)(stored), load_sampler(sampler, stored);
   }
 
  private:

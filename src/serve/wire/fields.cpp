@@ -280,6 +280,16 @@ CreateModel json_model(const Fields& fields) {
   return model;
 }
 
+void to_json(Json& to, const LoraShape& shape) {
+  to = {{"rank", shape.rank}, {"unembed", shape.unembed}, {"mlp", shape.mlp}, {"attention", shape.attention}};
+  if (shape.seed) to["seed"] = *shape.seed;
+}
+void from_json(const Json& from, LoraShape& shape) {
+  from.at("rank").get_to(shape.rank), from.at("unembed").get_to(shape.unembed);
+  from.at("mlp").get_to(shape.mlp), from.at("attention").get_to(shape.attention);
+  if (from.contains("seed")) shape.seed = from.at("seed").get<std::uint64_t>();
+}
+
 std::string iso_time(double seconds) {
   const auto whole = static_cast<std::time_t>(seconds);
   std::tm parts{};

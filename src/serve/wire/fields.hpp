@@ -77,6 +77,10 @@ class RequestJson : OwnedJson, public Fields {
   RequestJson& operator=(const RequestJson&) = delete;
 };
 
+// As the server's own files have it.
+void to_json(Json& to, const LoraShape& shape);
+void from_json(const Json& from, LoraShape& shape);
+
 // ---- of replies ----
 
 std::string iso_time(double seconds);  // since 1970

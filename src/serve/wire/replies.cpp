@@ -57,13 +57,6 @@ Json listed(const RunListing& run) {
                         {"user_metadata", if_given(run.metadata)}});
 }
 
-Json listed(const ServedModel& model) {
-  return {{"model_name", model.name},
-          {"max_context_length", model.context},
-          {"trainable", true},
-          {"sampleable", true}};
-}
-
 template <class One>
 Json listed(const std::vector<One>& all) {
   Json list = Json::array();
@@ -154,20 +147,19 @@ std::string load_weights_reply(const std::string& model, const std::string& path
   return typed("load_weights", {{"model_id", model}, {"path", path}});
 }
 
-std::string info_reply(const ModelInfo& info) {
-  const Json data = {{"arch", if_given(info.architecture)},
-                     {"model_name", info.base},
-                     {"tokenizer_id", if_given(info.tokenizer)}};
-  return typed("get_info", {{"model_id", info.model},
-                            {"model_name", info.base},
+std::string info_reply(const std::string& model, const CreateModel& made, const std::string& architecture,
+                       const std::string& tokenizer) {
+  const Json data = {
+      {"arch", if_given(architecture)}, {"model_name", made.base}, {"tokenizer_id", if_given(tokenizer)}};
+  return typed("get_info", {{"model_id", model},
+                            {"model_name", made.base},
                             {"model_data", without_nulls(data)},
-                            {"is_lora", info.rank > 0},
-                            {"lora_rank", rank_of(info.rank)},
+                            {"is_lora", made.lora.rank > 0},
+                            {"lora_rank", rank_of(made.lora.rank)},
                             {"optimizer_config", kAdam}});
 }
 
 std::string optim_step_reply(const Metrics& metrics) { return text({{"metrics", finite(metrics)}}); }
-
 std::string save_weights_reply(const std::string& path) { return typed("save_weights", {{"path", path}}); }
 
 std::string save_for_sampler_reply(const std::string& path, const std::string& sampler) {
@@ -199,8 +191,12 @@ std::string weights_info_reply(const CreateModel& saved) {
                {"optimizer_config", kAdam}});
 }
 
-std::string capabilities_reply(const std::vector<ServedModel>& models) {
-  return text({{"supported_models", listed(models)}});
+std::string capabilities_reply(const std::vector<std::pair<std::string, std::int64_t>>& contexts) {
+  Json models = Json::array();
+  for (const auto& [name, context] : contexts)
+    models.push_back(
+        {{"model_name", name}, {"max_context_length", context}, {"trainable", true}, {"sampleable", true}});
+  return text({{"supported_models", models}});
 }
 
 std::string sessions_reply(const std::vector<std::string>& sessions) {

@@ -37,6 +37,14 @@ std::optional<std::int64_t> ttl_seconds(const Fields& fields) {
   return fields.integer("ttl_seconds", kLeastTtl, kMostTtl);
 }
 
+Operation<SaveWeights> save(const Fields& fields) {
+  auto result = operation<SaveWeights>(fields);
+  result.body = {.name = fields.text("path"),
+                 .ttl_seconds = ttl_seconds(fields),
+                 .metadata = fields.metadata("user_metadata")};
+  return result;
+}
+
 // ---- protobuf ----
 
 using protozero::data_view;
@@ -281,6 +289,35 @@ std::string sampler_id(const std::string& session, std::int64_t sequence) {
   return fmt::format("{}:sample:{}", session, sequence);
 }
 
+Address address_of(std::string_view body, bool protobuf) {
+  Address found;
+  if (!protobuf) {
+    const RequestJson fields("the body", body);
+    if (const Json* model = fields.find("model_id"); model != nullptr && model->is_string())
+      found.model = model->get<std::string>();
+    found.sequence = fields.integer("seq_id", 1, kMostInt32).value_or(0);
+    return found;
+  }
+  try {
+    pbf_reader message(data_view(body.data(), body.size()));
+    while (message.next()) {
+      switch (message.tag_and_type()) {
+        case bytes_of(1): found.model = message.get_string(); break;
+        case varint_of(2): found.sequence = message.get_int64(); break;
+        case varint_of(6): found.forward_only = message.get_bool(); break;
+        default: message.skip();
+      }
+    }
+  } catch (const protozero::exception&) {
+    if (found.model.empty() || found.sequence == 0)
+      refuse("the body", "bytes that are no protobuf message", "a ForwardBackwardRequest",
+             "Use an SDK of tinker");
+  }
+  if (found.sequence > kMostInt32)
+    refuse("seq_id", std::to_string(found.sequence), "1 to 2147483647", "Count a model's operations from 1");
+  return found;
+}
+
 Session create_session(std::string_view json) {
   const RequestJson fields("create_session", json);
   Session session{.metadata = fields.metadata("user_metadata")};
@@ -298,20 +335,16 @@ Session create_session(std::string_view json) {
 
 std::string heartbeat(std::string_view json) { return session_of(RequestJson("session_heartbeat", json)); }
 
-Finish finish(std::string_view json) {
+std::string finish(std::string_view json) {
   const RequestJson fields("finish", json);
   const auto reason = fields.object("reason");
-  const Json* detail = fields.find("detail");
-  return {.reason = reason ? reason->text("type").value_or("success") : "success",
-          .detail = detail != nullptr && detail->is_string() ? detail->get<std::string>() : ""};
+  return reason ? reason->text("type").value_or("success") : "success";
 }
 
 NewModel create_model(std::string_view json) {
   const RequestJson fields("create_model", json);
-  NewModel model{.session = session_of(fields),
-                 .model_sequence = counted(fields, "model_seq_id"),
-                 .body = json_model(fields)};
-  model.model = model_id(model.session, model.model_sequence);
+  NewModel model{.session = session_of(fields), .body = json_model(fields)};
+  model.model = model_id(model.session, counted(fields, "model_seq_id"));
   check_optimizer(fields, "optimizer_config");
   LoraShape& shape = model.body.lora;
   const auto lora = fields.object("lora_config");
@@ -333,8 +366,7 @@ LoadWeights load_weights(std::string_view json) {
     if (fields.find("model_id") != nullptr)
       fields.refuse("model_id", "either model_id or session_id", "Leave one of them out");
     load.session = session_of(fields);
-    load.model_sequence = counted(fields, "model_seq_id");
-    load.model = model_id(load.session, load.model_sequence);
+    load.model = model_id(load.session, counted(fields, "model_seq_id"));
   } else {
     const auto of = operation<bool>(fields);
     load.model = of.model, load.sequence = of.sequence;
@@ -370,36 +402,29 @@ Operation<AdamParams> optim_step(std::string_view json) {
 
 Operation<SaveWeights> save_weights(std::string_view json) {
   const RequestJson fields("save_weights", json);
-  auto result = operation<SaveWeights>(fields);
-  result.body = {.name = fields.text("path"),
-                 .ttl_seconds = ttl_seconds(fields),
-                 .overwrite = fields.flag("overwrite", false),
-                 .metadata = fields.metadata("user_metadata")};
+  auto result = save(fields);
+  result.body.overwrite = fields.flag("overwrite", false);
   return result;
 }
 
 Operation<SaveWeights> save_weights_for_sampler(std::string_view json) {
   const RequestJson fields("save_weights_for_sampler", json);
-  auto result = operation<SaveWeights>(fields);
+  auto result = save(fields);
   if (fields.text("kind").value_or("snapshot") != "snapshot")
     fields.refuse("kind", "\"snapshot\"",
                   "Save a snapshot; weights that change while they are sampled are not offered");
-  result.body.name = fields.text("path");
-  result.body.ttl_seconds = ttl_seconds(fields);
-  result.body.metadata = fields.metadata("user_metadata");
   if (!result.body.name) result.body.sampling_sequence = counted(fields, "sampling_session_seq_id");
   return result;
 }
 
 Operation<SaveWeights> save_weights_external(std::string_view json) {
   const RequestJson fields("save_weights_external", json);
-  auto result = operation<SaveWeights>(fields);
+  auto result = save(fields);
   if (const Json* recipients = fields.list("age_encryption_recipients");
       recipients != nullptr && !recipients->empty())
     fields.refuse("age_encryption_recipients", "no recipients",
                   "Export without encryption, and read the directory on the server's disk");
-  result.body.name = fields.need_text("path");
-  result.body.ttl_seconds = ttl_seconds(fields);
+  fields.need_text("path");
   return result;
 }
 

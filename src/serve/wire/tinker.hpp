@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "serve/wire/messages.hpp"
@@ -33,16 +34,13 @@ struct Session {
 
 struct NewModel {
   std::string session{};  // empty: xorl's, which gives the model's name itself
-  std::int64_t model_sequence = 0;
-  std::string model{};  // "<session>:train:<model_sequence>"
+  std::string model{};    // "<session>:train:<model_seq_id>"
   CreateModel body{};
 };
 
 struct LoadWeights {
   bool creates = false;  // a new model `model`, else operation `sequence` of an existing one
-  std::string session;
-  std::int64_t model_sequence = 0;
-  std::string model;
+  std::string session, model;
   std::int64_t sequence = 0;
   std::string path;
   bool optimizer = false;
@@ -71,22 +69,7 @@ struct SampleRequest {
   Sample body{};
 };
 
-struct Finish {
-  std::string reason;  // "success", "errored", "interrupted"
-  std::string detail;
-};
-
 // ---- what replies list ----
-
-struct ModelInfo {
-  std::string model, base, architecture, tokenizer;
-  std::int64_t rank = 0;  // 0: the whole weights
-};
-
-struct ServedModel {
-  std::string name;
-  std::int64_t context = 0;
-};
 
 struct CheckpointListing {
   std::string id{};                 // "weights/<name>"
@@ -117,9 +100,17 @@ std::string model_id(const std::string& session, std::int64_t model_sequence);  
 std::string sampler_id(const std::string& session, std::int64_t sequence);      // "<session>:sample:<n>"
 
 // ---- requests ----
+// The model and sequence of an operation whose other parts are read when it runs: what is wrong with them
+// fails the operation, whose sequence is used either way.
+struct Address {
+  std::string model{};
+  std::int64_t sequence = 0;  // 0: not given
+  bool forward_only = false;
+};
+Address address_of(std::string_view body, bool protobuf);
 Session create_session(std::string_view json);
 std::string heartbeat(std::string_view json);  // the session
-Finish finish(std::string_view json);
+std::string finish(std::string_view json);     // the reason: "success", "errored", "interrupted"
 NewModel create_model(std::string_view json);
 LoadWeights load_weights(std::string_view json);
 std::string get_info(std::string_view json);  // the model
@@ -145,7 +136,9 @@ std::string failure_reply(const std::string& error, const std::string& category)
 std::string detail_reply(const std::string& detail);  // a refused request (status 4xx)
 std::string create_model_reply(const std::string& model);
 std::string load_weights_reply(const std::string& model, const std::string& path);
-std::string info_reply(const ModelInfo& info);
+// The last two may be empty.
+std::string info_reply(const std::string& model, const CreateModel& made, const std::string& architecture,
+                       const std::string& tokenizer);
 std::string optim_step_reply(const Metrics& metrics);  // what is not finite is left out
 std::string save_weights_reply(const std::string& path);
 std::string save_for_sampler_reply(const std::string& path, const std::string& sampler);  // one of the two
@@ -153,7 +146,8 @@ std::string save_external_reply(const std::string& path, std::int64_t bytes);
 std::string sampling_session_reply(const std::string& sampler);
 std::string sampler_reply(const std::string& sampler, const std::string& base, const std::string& path);
 std::string weights_info_reply(const CreateModel& saved);
-std::string capabilities_reply(const std::vector<ServedModel>& models);
+std::string capabilities_reply(
+    const std::vector<std::pair<std::string, std::int64_t>>& contexts);  // of bases
 std::string sessions_reply(const std::vector<std::string>& sessions);
 std::string session_info_reply(const std::vector<std::string>& models,
                                const std::vector<std::string>& samplers, const Session& session);

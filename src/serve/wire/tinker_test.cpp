@@ -251,7 +251,7 @@ TEST(TinkerJson, RequestsAreRead) {
   EXPECT_EQ(session.metadata, (std::map<std::string, std::string>{{"k", "v"}, {"n", "3"}}));
   EXPECT_EQ(session.sdk_version, "0.38.0");
   EXPECT_EQ(heartbeat(R"({"session_id":"s"})"), "s");
-  EXPECT_EQ(finish(R"({"reason":{"type":"errored"},"detail":null})").reason, "errored");
+  EXPECT_EQ(finish(R"({"reason":{"type":"errored"},"detail":null})"), "errored");
 
   const NewModel model = create_model(
       R"({"session_id":"s","model_seq_id":2,"base_model":"b","lora_config":{"rank":8,"seed":18446744073709551615,
@@ -458,8 +458,7 @@ TEST(TinkerJson, RepliesHoldWhatTheClientRequires) {
   EXPECT_EQ(Json::parse(failure_reply("no \xff", "user"))["category"], "user");
   EXPECT_EQ(Json::parse(optim_step_reply({{"norm", 2.0}, {"bad", std::nan("")}})),
             Json({{"metrics", {{"norm", 2.0}}}}));
-  const Json info = Json::parse(
-      info_reply({.model = "m", .base = "b", .architecture = "qwen3", .tokenizer = "", .rank = 0}));
+  const Json info = Json::parse(info_reply("m", {.base = "b", .lora = {.rank = 0}}, "qwen3", ""));
   EXPECT_EQ(info["model_data"], Json({{"arch", "qwen3"}, {"model_name", "b"}}));
   EXPECT_EQ(info["is_lora"], false);
   EXPECT_FALSE(info.contains("lora_rank"));

@@ -270,17 +270,6 @@ std::string killed_reply(const std::string& path) {
   return json_text(reply);
 }
 
-std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints) {
-  Json list = Json::array();
-  for (const CheckpointListing& one : checkpoints)
-    list.push_back({{"checkpoint_id", one.id},
-                    {"checkpoint_type", one.kind},
-                    {"time", iso_time(one.created)},
-                    {"path", path_out(one.path)},
-                    {"size_bytes", one.bytes}});
-  return json_text({{"checkpoints", std::move(list)}});
-}
-
 std::string deleted_reply(const std::string& path) {
   return json_text({{"success", true}, {"deleted_path", path_out(path)}});
 }

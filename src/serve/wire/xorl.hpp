@@ -32,7 +32,7 @@ std::string weights_info(std::string_view json);  // the path
 
 std::string path_out(const std::string& path);  // "tinker://a/b/c" as "xorl://a/b/c"
 
-// ---- results; those of optim_step and weights_info are tinker's ----
+// ---- results; those of optim_step, weights_info and list_checkpoints are tinker's ----
 std::string create_model_reply(const std::string& model);
 // `request` gives the targets, of which xorl reports losses.
 std::string forward_backward_reply(const ForwardBackward& request, const ForwardBackwardResult& result);
@@ -40,7 +40,6 @@ std::string path_reply(const std::string& path);  // of save_weights*, load_weig
 std::string sampling_session_reply(const std::string& path);
 std::string aborted_reply(const std::string& model, std::int64_t steps);
 std::string killed_reply(const std::string& path);  // of the checkpoint; empty: none was saved
-std::string checkpoints_reply(const std::vector<CheckpointListing>& checkpoints);
 std::string deleted_reply(const std::string& path);
 struct OpenModel {
   std::string name;

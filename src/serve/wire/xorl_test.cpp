@@ -138,15 +138,15 @@ TEST(Xorl, ResultsHaveTheClientsFields) {
   EXPECT_EQ(Json::parse(path_reply("tinker://m/weights/n"))["model_path"], "xorl://m/weights/n");
   EXPECT_EQ(Json::parse(sampling_session_reply("tinker://m/sampler_weights/n"))["lora_name"], "n");
   EXPECT_EQ(Json::parse(create_model_reply("m"))["model_id"], "m");
-  EXPECT_EQ(Json::parse(checkpoints_reply({{.id = "weights/n",
-                                            .kind = "training",
-                                            .path = "tinker://m/weights/n",
-                                            .created = 1e9,
-                                            .bytes = 7}}))["checkpoints"][0],
+  const CheckpointListing saved{
+      .id = "weights/n", .kind = "training", .path = "tinker://m/weights/n", .created = 1e9, .bytes = 7};
+  EXPECT_EQ(Json::parse(tinker::checkpoints_reply({saved}, {}))["checkpoints"][0],
             Json({{"checkpoint_id", "weights/n"},
                   {"checkpoint_type", "training"},
                   {"time", "2001-09-09T01:46:40Z"},
+                  {"tinker_path", "tinker://m/weights/n"},
                   {"path", "xorl://m/weights/n"},
+                  {"public", false},
                   {"size_bytes", 7}}));
   EXPECT_EQ(Json::parse(deleted_reply("tinker://m/weights/n"))["deleted_path"], "xorl://m/weights/n");
   EXPECT_EQ(Json::parse(killed_reply("tinker://m/weights/n"))["checkpoint_path"], "xorl://m/weights/n");
