@@ -329,10 +329,9 @@ class Axes : public HybridCells {
     std::printf("%zu runs of %zu cases, worst gradient %.1e of %.0e\n", runs, cases.size(), worst, kExact);
   }
   // In fp32 or bf16 by turns; in both with ISOGRAD_FULL_TESTS=1.
-  void check_lower(const std::vector<Case>& cases) {
+  void check_lower(const std::vector<Case>& cases, DefaultCases& made) {
     double worst = 0;
     std::size_t runs = 0;
-    DefaultCases made(32);
     for (std::size_t i = 0; i < cases.size(); ++i) {
       if (!made.has(name_of(cases[i]))) continue;
       for (const char* dtype : {"float32", "bfloat16"}) {
@@ -359,10 +358,9 @@ TEST_F(Axes, ExpertParallelIsOneProcess) { check(expert_cases()); }
 TEST_F(Axes, PipelineParallelIsOneProcess) { check(pipeline_cases()); }
 TEST_F(Axes, ContextParallelIsOneProcess) { check(context_cases()); }
 TEST_F(Axes, InLowerPrecisionNoWorseThanOneProcess) {
-  check_lower(tensor_cases());
-  check_lower(expert_cases());
-  check_lower(pipeline_cases());
-  check_lower(context_cases());
+  DefaultCases made(32);
+  for (const auto cases : {tensor_cases, expert_cases, pipeline_cases, context_cases})
+    check_lower(cases(), made);
 }
 
 // Matrix products made by all threads while it lives, by at::mm, at::addmm and addmm_(): in fp64 there are no

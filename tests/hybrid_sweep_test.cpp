@@ -32,15 +32,14 @@ struct Totals {
 
 // Pairwise, or with ISOGRAD_FULL_TESTS=1 every three values.
 TEST_F(Hybrid, CellsHaveOneProcesssGradientAndNorm) {
-  const int strength = full_tests() ? 3 : 2;
-  const covering::Array array = covering::cover(factors(), strength, possible, kSeed);
-  std::printf("%zu cells for %lld combinations of %d values (%lld are impossible), seed %llu\n",
-              array.rows.size(), static_cast<long long>(array.covered), strength,
-              static_cast<long long>(array.impossible), static_cast<unsigned long long>(kSeed));
+  std::vector<Cell> cells;
+  if (full_tests())
+    for (const covering::Row& row : covering_rows(3).rows) cells.push_back({row});
+  else
+    cells = pairwise_cells();
   Totals totals;
   std::size_t place = 0;
-  for (const covering::Row& row : array.rows) {
-    const Cell cell{row};
+  for (const Cell& cell : cells) {
     // A quarter of the cells looks before, another one at a step made again.
     const bool looks = full_tests() || place % 4 == 0, repeats = full_tests() || place % 4 == 2;
     ++place;
@@ -60,10 +59,10 @@ TEST_F(Hybrid, CellsHaveOneProcesssGradientAndNorm) {
     EXPECT_EQ(wrong, "") << cell.name();
   }
   std::printf(
-      "E1: %d cells run, %d failed; worst gradient %.1e of %.0e (%s), loss %.1e; norm %.1e, in stages "
+      "E1: %d cells run (seed %llu), %d failed; worst gradient %.1e of %.0e (%s), loss %.1e; norm %.1e, in stages "
       "%.1e, by parameter %.1e, of %.0e; %.0f s\n",
-      totals.cells, totals.failed, totals.gradient, kExact, totals.worst.c_str(), totals.loss, totals.norm,
-      totals.staged, totals.parts, kNorm, totals.seconds);
+      totals.cells, static_cast<unsigned long long>(kSeed), totals.failed, totals.gradient, kExact,
+      totals.worst.c_str(), totals.loss, totals.norm, totals.staged, totals.parts, kNorm, totals.seconds);
 }
 
 // One axis to the end, whatever else there is by turns: 5 and 8 ranks. ISOGRAD_FULL_TESTS=1: 6 and 7 too.
@@ -108,7 +107,7 @@ TEST_F(Hybrid, LongAxesHaveOneProcesss) {
 // of them, and in fp32 too.
 TEST_F(Hybrid, InLowerPrecisionNoWorseThanOneProcess) {
   std::vector<Cell> cells;
-  for (const covering::Row& row : covering::cover(factors(), full_tests() ? 2 : 1, possible, kSeed).rows) {
+  for (const covering::Row& row : covering_rows(full_tests() ? 2 : 1).rows) {
     cells.push_back({row, "bfloat16"});
     if (full_tests()) cells.push_back({row, "float32"});
   }

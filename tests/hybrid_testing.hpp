@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 
+#include "full_tests.hpp"
 #include "hybrid_run.hpp"
 #include "train/video_testing.hpp"
 
@@ -98,9 +99,34 @@ class HybridCells : public testing_runs::TinyVideos {
       alone_{};  // errors of one process, by draw
 };
 
+// Rows in which every `strength` values stand that go together. By default on up to 6 ranks, for each rank of
+// a cell takes its time; ISOGRAD_FULL_TESTS=1: on up to 8.
+inline covering::Array covering_rows(int strength) {
+  const int ranks = full_tests() ? kRanks : 6;
+  return covering::cover(
+      factors(), strength,
+      [=](const covering::Row& row) { return possible(row) && !too_large({row}, ranks); }, kSeed);
+}
+
+// Every pair of values, and by default two meshes of 8 ranks: along two axes and along three.
 inline std::vector<Cell> pairwise_cells() {
   std::vector<Cell> cells;
-  for (const covering::Row& row : covering::cover(factors(), 2, possible, kSeed).rows) cells.push_back({row});
+  for (const covering::Row& row : covering_rows(2).rows) cells.push_back({row});
+  if (full_tests()) return cells;
+  const Cell one_by_one = Cell{}.with(kPacks, "1");
+  cells.push_back(one_by_one.with(kPp, "4")
+                      .with(kSchedule, "zb-h1")
+                      .with(kTp, "2")
+                      .with(kModel, "tied")
+                      .with(kMean, "sample_mean"));
+  cells.push_back(one_by_one.with(kShard, "2")
+                      .with(kRing, "2")
+                      .with(kUlysses, "2")
+                      .with(kEp, "4")
+                      .with(kModel, "experts")
+                      .with(kStrategy, "zero3")
+                      .with(kSpread, "ulysses_only")
+                      .with(kLoss, "fused"));
   return cells;
 }
 
