@@ -335,14 +335,16 @@ void check_parts(bool experts, const char* strategy, int stage, at::ScalarType t
   });
 }
 
-// In fp32 or bf16 by turns, in both with ISOGRAD_FULL_TESTS=1.
+// With experts or without, in fp32 or bf16 by turns; ISOGRAD_FULL_TESTS=1: all.
 TEST(PartsMemory, ParametersGradientsAndStatesAreTheFormulas) {
   MemoryMeter::install();
   std::size_t place = 0;
   for (const bool experts : {false, true})
     for (const auto& [strategy, stage] : {std::pair{"bucketed", 0}, {"zero1", 1}, {"zero2", 2}, {"zero3", 3}})
       for (const auto& [parts, copies] : {std::pair{2, 1}, {2, 2}, {3, 1}, {3, 2}, {5, 1}}) {
-        const bool first = takes_first(place++);
+        const bool first = takes_first(place), with_experts = place / 2 % 2 == 0;
+        ++place;
+        if (!full_tests() && experts != with_experts) continue;
         for (const auto type : {at::kFloat, at::kBFloat16})
           if (full_tests() || first == (type == at::kFloat))
             check_parts(experts, strategy, stage, type, parts, copies);
@@ -374,6 +376,7 @@ std::int64_t activation_bytes(const DecoderConfig& config, std::int64_t tokens, 
   return kept * bytes + (2 * stream + tokens * (heads + normed_heads)) * std::max<std::int64_t>(bytes, 4);
 }
 
+// Tokens cut or whole by turns; ISOGRAD_FULL_TESTS=1: both.
 TEST(TensorMemory, ActivationsAreTheFormula) {
   MemoryMeter::install();
   const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kDouble};  // in turn
@@ -382,7 +385,9 @@ TEST(TensorMemory, ActivationsAreTheFormula) {
     for (const auto& [heads, key_heads] : {std::pair{6, 6}, {6, 3}, {6, 1}})
       for (const int tp : {2, 3, 4, 6}) {
         const TensorOverlap overlap = kOverlaps[turn / 3 % (by_tokens ? 3 : 2)];
-        const at::ScalarType type = types[turn++ % 3];
+        const at::ScalarType type = types[turn % 3];
+        const bool first = takes_first(turn++ % 12);
+        if (!full_tests() && first != by_tokens) continue;
         run_ranks(tp, [&](World& world) {
           const TensorParallelOptions options{.sequence_parallel = by_tokens, .overlap = overlap};
           const std::vector<std::int64_t> lengths = {301, 83, 128};

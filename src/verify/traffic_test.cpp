@@ -109,7 +109,7 @@ TEST_F(Traffic, OfModelsThatRanksHoldTogetherIsTheFormulas) {
   for (const Axes& mesh : meshes)
     for (const char* strategy : {"naive", "bucketed", "zero1", "zero2", "zero3"})
       for (const bool tied : {false, true}) {
-        if (!full_tests() && ++turn % 7 != 0) continue;
+        if (!full_tests() && ++turn % 9 != 0) continue;
         RunConfig config = sharded("together");
         mesh.set(config);
         config.parallel.strategy = strategy;
