@@ -131,10 +131,11 @@ def checks(programs, arguments, folder):
         read = json.loads(verdict.read_text())
         return {"layouts": len(read["grades"]), "grades": read["grades"]}
 
-    parts = [Part("device_check", [device, "--device", "cuda"], 150, value=count),
-             Part("device_check, 2 ranks, shm", [*launch, "--", device, "--device", "cuda"], 150, value=count),
+    both_means = {"ISOGRAD_FULL_TESTS": "1"}
+    parts = [Part("device_check", [device, "--device", "cuda"], 150, both_means, count),
+             Part("device_check, 2 ranks, shm", [*launch, "--", device, "--device", "cuda"], 150, both_means, count),
              Part("device_check, 2 ranks, NCCL", [*launch, "--backend", "nccl", "--", *hosts, device, "--device", "cuda", "--backend",
-                                                  "nccl"], 150, {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}, count),
+                                                  "nccl"], 150, {**both_means, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}, count),
              Part("verify, all layouts, 2 ranks, shm", [
                  isograd, "verify", arguments.config, "--device", "cuda", "--backend", "shm", "--ranks", 2, "--layout", "all",
                  "--json", verdict, "--set", f'run.directory="{folder}/run"',
