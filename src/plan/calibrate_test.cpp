@@ -16,6 +16,7 @@
 #include "comm/environment.hpp"
 #include "full_tests.hpp"
 #include "isograd/random.hpp"
+#include "kernels/matmul/product.hpp"
 #include "plan/problem.hpp"
 #include "plan/time.hpp"
 #include "train/prepared_run.hpp"
@@ -167,15 +168,52 @@ std::vector<HeldOutLayout> held_out_layouts(const HeldOutModel& of) {
   return all;
 }
 
-double lower_quartile(std::vector<double> values) {
+double quantile(std::vector<double> values, double at) {
   std::ranges::sort(values);
-  return values[(values.size() - 1) / 4];
+  return values[static_cast<std::size_t>(double(values.size() - 1) * at)];
 }
+
+// Seconds of a product on all ranks at once. The speed of a shared machine drifts by a third within minutes:
+// steps are compared in units of this product, which was timed beside the calibration and is timed before
+// each step.
+class Clock {
+ public:
+  explicit Clock(World& world) : world_(world) {}
+  double now() {
+    double least = 1e9;
+    for (int i = 0; i < 2; ++i) {
+      world_.group.barrier();
+      const auto start = std::chrono::steady_clock::now();
+      product(x_, weight_);
+      least = std::min(least, seconds_since(world_, start));
+    }
+    return least;
+  }
+  double usual() {
+    std::vector<double> all;
+    for (int i = 0; i < 50; ++i) all.push_back(now());
+    return quantile(all, 0.25);
+  }
+  // The slowest rank's.
+  static double seconds_since(World& world, std::chrono::steady_clock::time_point start) {
+    const std::chrono::duration<double> own = std::chrono::steady_clock::now() - start;
+    at::Tensor slowest = at::full({1}, own.count(), at::kDouble);
+    world.group.all_reduce(slowest, ReduceOp::kMax);
+    return slowest.item<double>();
+  }
+
+ private:
+  World& world_;
+  at::Tensor x_ = at::randn({512, 1024}), weight_ = at::randn({1024, 1024});
+};
 
 // On each of two ranks; rank 0 compares.
 void measure_held_out(World& world, const fs::path& folder) {
   keep_freed_memory();
+  Clock clock(world);
+  const double before = clock.usual();
   const ClusterFile here = calibrate(world, {});
+  const double calibrated = (before + clock.usual()) / 2;
   std::vector<double> errors;
   if (world.rank == 0)
     for (const std::string& sentence : here.calibration.not_measured)
@@ -198,14 +236,12 @@ void measure_held_out(World& world, const fs::path& folder) {
     for (int turn = 0; turn < kTurns; ++turn)  // the first warms up
       for (std::size_t i = 0; i < runs.size(); ++i)
         for (int step = 0; step < kSteps; ++step) {
+          const double slower = clock.now() / calibrated;
           world.group.barrier();
           const auto start = std::chrono::steady_clock::now();
           runs[i]->step();
-          at::Tensor slowest =
-              at::full({1}, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
-                       at::kDouble);
-          world.group.all_reduce(slowest, ReduceOp::kMax);
-          if (turn > 0 && step > 0) seconds[i].push_back(slowest.item<double>());
+          const double took = Clock::seconds_since(world, start) / slower;
+          if (turn > 0 && step > 0) seconds[i].push_back(took);
         }
     if (world.rank > 0) continue;
     const Problem problem{
@@ -220,8 +256,7 @@ void measure_held_out(World& world, const fs::path& folder) {
     std::vector<std::pair<double, double>> found;  // measured, foretold
     for (std::size_t i = 0; i < layouts.size(); ++i) {
       const StepParts parts = model.of(layouts[i].candidate);
-      // As calibrate() takes it: other work only ever slows a step.
-      const double measured = lower_quartile(seconds[i]), foretold = parts.total();
+      const double measured = quantile(seconds[i], 0.5), foretold = parts.total();
       const auto [least, most] = std::ranges::minmax(seconds[i]);
       found.emplace_back(measured, foretold), errors.push_back(std::abs(foretold / measured - 1));
       std::printf("%-8s %-26s %8.1f ms (%.1f to %.1f), foretold %8.1f: %+5.1f %%", of.shape.name.c_str(),

@@ -62,11 +62,13 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   work.pairs = 4 * double(queries) * *pairs * double(candidate.micro_batch) /
                double(candidate.cp_ring * candidate.cp_ulysses);
   // Two norms that read and write, two sums that read twice; over tp where the sequence is; rotated queries
-  // and keys; gate and up read, their product written.
+  // and keys; gate and up read, their product written; a token copied to its experts, and their results
+  // copied and added by weight.
   const double streams = candidate.sequence_parallel ? double(tp) : 1;
-  work.bytes =
-      element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) + 3 * multiplied);
-  work.operators = mixture ? 40 : 20;
+  work.bytes = element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) +
+                          3 * multiplied + (mixture ? (2 + 5) * rows * h : 0));
+  // A mixture's router, order and copies, and for each expert three products of a part of the rows.
+  work.operators = mixture ? 40 + 12 * int(most_of(model.experts.count, candidate.ep)) : 20;
   if (tp > 1) work.tp_bytes = T * h * element;
   work.ring_bytes = candidate.cp_ring > 1 ? 2 * T * double(keys) / candidate.cp_ulysses * element : 0;
   work.ulysses_bytes = candidate.cp_ulysses > 1 ? 2 * T * double(queries + keys) * element : 0;
