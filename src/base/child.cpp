@@ -36,8 +36,9 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
 pid_t start_child(const std::string& program, const std::vector<std::string>& command,
                   const ChildSetup& setup) {
   const auto arguments = pointers(command);
-  const auto variables = pointers(setup.environment ? *setup.environment : std::vector<std::string>());
-  char** const environment = setup.environment ? const_cast<char**>(variables.data()) : environ;
+  std::vector<char*> variables;
+  if (setup.environment) variables = pointers(*setup.environment);
+  char** const environment = setup.environment ? variables.data() : environ;
   const bool in_path = program.find('/') == std::string::npos;
   struct sigaction hang_up {};
   ::sigaction(SIGHUP, nullptr, &hang_up);

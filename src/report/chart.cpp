@@ -417,9 +417,9 @@ std::string svg(const Bars& bars) {
 }
 
 std::string svg(const Lanes& lanes) {
-  constexpr double kLeft = 130, kRow = 24, kTop = 10, kLetter = 7;
-  const double width = lanes.width - kLeft - 12;
-  double end = lanes.end, y = kTop;
+  constexpr double kNames = 130, kRow = 24, kAbove = 10, kLetter = 7;
+  const double width = lanes.width - kNames - 12;
+  double end = lanes.end, y = kAbove;
   for (const Lanes::Span& span : lanes.spans) end = std::max(end, span.end);
   const auto at = [&](double time) { return end > 0 ? time / end * width : 0; };
   const double narrow = end * kLetter / width;
@@ -439,11 +439,11 @@ std::string svg(const Lanes& lanes) {
   }
   std::string body;
   for (const auto& [lane, spans] : rows) {
-    body += svg_text("label", kLeft - 8, y + 15, "end", escape_html(lane));
-    body += fmt::format("<rect class=\"lane\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>", kLeft, y,
+    body += svg_text("label", kNames - 8, y + 15, "end", escape_html(lane));
+    body += fmt::format("<rect class=\"lane\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>", kNames, y,
                         width, kRow - 2);
     for (const Lanes::Span& span : spans) {
-      const double x = kLeft + at(span.begin), wide = at(span.end - span.begin);
+      const double x = kNames + at(span.begin), wide = at(span.end - span.begin);
       body += fmt::format(
           "<rect class=\"part {}\" x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\"><title>{}: {} to {}</title></rect>",
           lanes.colour(span), x, y, wide, kRow - 2, escape_html(span.name), lanes.time_text(span.begin),
@@ -453,8 +453,8 @@ std::string svg(const Lanes& lanes) {
     }
     y += kRow;
   }
-  body += svg_text("tick", kLeft, y + 16, "start", "0") +
-          svg_text("tick", kLeft + width, y + 16, "end", lanes.time_text(end));
+  body += svg_text("tick", kNames, y + 16, "start", "0") +
+          svg_text("tick", kNames + width, y + 16, "end", lanes.time_text(end));
   return fmt::format(
              "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
              lanes.width, y + 26, escape_html(lanes.title)) +
