@@ -35,9 +35,8 @@ struct PlanFlags {
   bool json = false, scaling = false;
 };
 
-template <std::size_t kCount>
-std::size_t index_in(const char* const (&names)[kCount], const std::string& name) {
-  return static_cast<std::size_t>(std::ranges::find(names, name) - std::begin(names));
+std::size_t index_in(const auto& names, const std::string& name) {
+  return static_cast<std::size_t>(std::ranges::find(names, name) - names.begin());
 }
 
 ModelShape model_of(const PlanFlags& flags) {

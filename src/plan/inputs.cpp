@@ -9,6 +9,7 @@
 #include <cmath>
 #include <span>
 #include <thread>
+#include <variant>
 
 #include "base/files.hpp"
 #include "base/paths.hpp"
@@ -31,20 +32,17 @@ namespace fs = std::filesystem;
 // A kind of number: its range, its unit, and what a text with a unit ends in. Bytes and rates begin at a
 // million: a smaller number is of another unit.
 struct Quantity {
-  const char *unit, *suffix, *example;
   double least, most;
+  const char *unit = "", *suffix = "", *example = "";
 };
-constexpr Quantity kOfBytes{"bytes", "B", "80e9 or \"80 GiB\"", 1e6, 1e15},
-    kOfRate{"bytes/s", "B/s", "450e9 or \"450 GB/s\"", 1e6, 1e15},
-    kOfFlops{"FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\"", 1e6, 1e19},
-    kOfSeconds{"seconds", "s", "14e-6 or \"14 us\"", 0, 1}, kOfSpread{"of 1", "", "0.05", 0, 1e6},
-    kOfPart{"of 1", "", "0.4", 0, 1};
-struct Whole {
-  std::int64_t most, least = 1;
-};
-constexpr Whole kDevices{kMostDevices}, kLayers{100'000}, kCalibratedSize{std::int64_t{1} << 40},
-    kSize{std::int64_t(key_table::kWide)}, kSizeOrNone{kSize.most, 0}, kExperts{1'000'000, 0},
-    kRows{std::int64_t(key_table::kManyRows)};
+constexpr Quantity kOfBytes{1e6, 1e15, "bytes", "B", "80e9 or \"80 GiB\""},
+    kOfRate{1e6, 1e15, "bytes/s", "B/s", "450e9 or \"450 GB/s\""},
+    kOfFlops{1e6, 1e19, "FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\""},
+    kOfSeconds{0, 1, "seconds", "s", "14e-6 or \"14 us\""}, kOfSpread{0, 1e6, "of 1", "", "0.05"},
+    kOfPart{0, 1, "of 1", "", "0.4"};
+constexpr Quantity kDevices{1, kMostDevices}, kLayers{1, 100'000}, kCalibrated{1, 0x1p40},
+    kSize{1, key_table::kWide}, kSizeOrNone{0, key_table::kWide}, kExperts{0, 1'000'000},
+    kRows{1, key_table::kManyRows};
 
 // Faster than any link that is sold: NVLink 6 has 1.8e12 bytes/s each way, a network 1.6 Tb/s a device.
 constexpr double kFastestLink = 2e12, kFastestNetwork = 2.5e11;
@@ -89,9 +87,9 @@ void check(double value, const Quantity& kind, const std::string& where) {
            fmt::format("A number without a unit is of {}: write it as in {}", kind.unit, kind.example));
 }
 
-void check(std::int64_t value, const Whole& kind, const std::string& where) {
-  if (value < kind.least || value > kind.most)
-    refuse(where, std::to_string(value), fmt::format("{} to {}", kind.least, kind.most),
+void check(std::int64_t value, const Quantity& kind, const std::string& where) {
+  if (double(value) < kind.least || double(value) > kind.most)
+    refuse(where, std::to_string(value), fmt::format("{:.0f} to {:.0f}", kind.least, kind.most),
            "Correct the number");
 }
 
@@ -116,210 +114,192 @@ std::string place(const std::string& file, const toml::source_region& source) {
   return source.begin.line == 0 ? file : fmt::format("{}:{}", file, source.begin.line);
 }
 
-class KeyReader {
- public:
-  KeyReader(const toml::table& table, std::string section, std::string file)
-      : table_(table), section_(std::move(section)), file_(std::move(file)) {}
+// A key of a section, and where its value is kept. One that may be left out is 0 or empty then.
+enum Need { kMust, kMay };
+struct Key {
+  Need need;
+  std::string name;
+  std::variant<bool*, std::int64_t*, double*, std::optional<double>*, std::string*, std::vector<std::string>*,
+               Precision*, Origin*>
+      at;
+  const Quantity* kind = nullptr;  // of a number
+};
+using Keys = std::vector<Key>;
 
-  template <class T, class... Kind>
-  void operator()(const char* key, T& value, const Kind&... kind) {
-    if (!maybe(key, value, kind...) && missing_.empty()) missing_ = key;
+Keys keys_of(Cluster& of) {
+  return {{kMust, "name", &of.name},
+          {kMust, "devices", &of.devices, &kDevices},
+          {kMust, "per_host", &of.per_host, &kDevices},
+          {kMay, "host_memory", &of.host_memory},
+          {kMay, "reserve", &of.reserve, &kOfBytes}};
+}
+Keys keys_of(Device& of) {
+  Keys keys = {{kMust, "name", &of.name},
+               {kMust, "memory", &of.memory, &kOfBytes},
+               {kMust, "memory_bandwidth", &of.memory_bandwidth, &kOfRate}};
+  for (std::size_t i = 0; i < kPrecisions; ++i) {
+    keys.push_back({kMay, fmt::format("peak_{}", kPrecisionNames[i]), &of.peak[i], &kOfFlops});
+    keys.push_back({kMay, fmt::format("best_found_{}", kPrecisionNames[i]), &of.best_found[i], &kOfFlops});
   }
-  template <class T, class... Kind>
-  bool maybe(const char* key, T& value, const Kind&... kind) {
-    known_.emplace_back(key);
-    const toml::node* node = table_.get(key);
-    if (node)
-      take(fmt::format("{}: {}.{}", place(file_, node->source()), section_, key), *node, value, kind...);
-    return node != nullptr;
-  }
-  // Refuses unknown keys, and then the first one that is missing.
-  void finish() const {
-    for (const auto& [key, node] : table_)
-      if (const std::string name(key.str()); std::ranges::find(known_, name) == known_.end())
-        refuse_unknown(place(file_, key.source()), "key", name, fmt::format("a key of {}: ", section_),
-                       known_);
-    if (!missing_.empty())
-      refuse(place(file_, table_.source()), fmt::format("{} without {}", section_, missing_),
-             fmt::format("the key {}", missing_), "Add it: docs/planning.md has an example");
-  }
+  keys.push_back({kMay, "source", &of.source});
+  return keys;
+}
+Keys keys_of(Link& of) {
+  return {{kMay, "name", &of.name},
+          {kMay, "ranks", &of.ranks, &kDevices},
+          {kMust, "latency", &of.latency, &kOfSeconds},
+          {kMust, "bandwidth", &of.bandwidth, &kOfRate},
+          {kMay, "origin", &of.origin}};
+}
+Keys keys_of(ModelShape& of, std::int64_t& dense_layers) {
+  return {{kMay, "name", &of.name},
+          {kMay, "family", &of.family},
+          {kMust, "layers", &of.layers, &kLayers},
+          {kMust, "hidden", &of.hidden, &kSize},
+          {kMust, "heads", &of.heads, &kSize},
+          {kMay, "key_heads", &of.key_heads, &kSize},
+          {kMay, "head_dim", &of.head_dim, &kSize},
+          {kMay, "feed_forward", &of.feed_forward, &kSize},
+          {kMay, "vocabulary", &of.vocabulary, &kRows},
+          {kMay, "gated", &of.gated},
+          {kMay, "tied_output", &of.tied_output},
+          {kMay, "attention_bias", &of.attention_bias},
+          {kMay, "output_bias", &of.output_bias},
+          {kMay, "mlp_bias", &of.mlp_bias},
+          {kMay, "query_key_norm", &of.query_key_norm},
+          {kMay, "experts", &of.experts.count, &kExperts},
+          {kMay, "experts_per_token", &of.experts.per_token, &kExperts},
+          {kMay, "expert_feed_forward", &of.experts.feed_forward, &kSizeOrNone},
+          {kMay, "shared_expert_feed_forward", &of.experts.shared_feed_forward, &kSizeOrNone},
+          {kMay, "dense_layers", &dense_layers, &kExperts}};
+}
+Keys keys_of(Calibration& of, std::int64_t& format) {
+  return {{kMust, "format", &format, &kCalibrated},
+          {kMust, "machine", &of.machine},
+          {kMay, "memory_bandwidth", &of.memory_bandwidth, &kOfRate},
+          {kMay, "operator_overhead", &of.operator_overhead, &kOfSeconds},
+          {kMay, "optimizer_bandwidth", &of.optimizer_bandwidth, &kOfRate},
+          {kMay, "overlap", &of.overlap, &kOfPart},
+          {kMay, "not_measured", &of.not_measured}};
+}
+Keys keys_of(Calibration::Product& of) {
+  return {{kMust, "m", &of.m, &kCalibrated},      {kMust, "n", &of.n, &kCalibrated},
+          {kMust, "k", &of.k, &kCalibrated},      {kMust, "precision", &of.precision},
+          {kMust, "flops", &of.flops, &kOfFlops}, {kMay, "spread", &of.spread, &kOfSpread}};
+}
+Keys keys_of(Calibration::Attention& of) {
+  return {{kMust, "length", &of.length, &kCalibrated},
+          {kMust, "head_dim", &of.head_dim, &kCalibrated},
+          {kMust, "precision", &of.precision},
+          {kMust, "flops", &of.flops, &kOfFlops},
+          {kMay, "spread", &of.spread, &kOfSpread}};
+}
+Keys keys_of(Calibration::Collective& of) {
+  return {{kMust, "operation", &of.operation},           {kMust, "backend", &of.backend},
+          {kMust, "ranks", &of.ranks, &kDevices},        {kMust, "latency", &of.latency, &kOfSeconds},
+          {kMust, "bandwidth", &of.bandwidth, &kOfRate}, {kMay, "spread", &of.spread, &kOfSpread}};
+}
 
- private:
-  [[noreturn]] static void wrong(const std::string& where, const toml::node& node,
-                                 const std::string& expected) {
+template <class T>
+void take(const std::string& where, const toml::node& node, T& value, const Quantity* kind) {
+  const auto wrong = [&](const std::string& expected) {
     refuse(where, describe(node), expected, "Correct the value");
-  }
-  template <class T>
-  static void take(const std::string& where, const toml::node& node, T& value) {
-    const auto* found = node.as<T>();
-    if (!found)
-      wrong(where, node,
-            std::is_same_v<T, bool>          ? "true or false"
+  };
+  if constexpr (std::is_same_v<T, std::optional<double>>) {
+    take(where, node, value.emplace(), kind);
+  } else if constexpr (std::is_same_v<T, double>) {
+    if (!node.is_string() && !node.is_number())
+      wrong(fmt::format("a number of {}, or a text with its unit", kind->unit));
+    value = node.is_string() ? quantity_of(node.as_string()->get(), *kind, where) : *node.value<double>();
+  } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
+    if (!node.is_array()) wrong("a list of texts");
+    for (const toml::node& entry : *node.as_array()) take(where, entry, value.emplace_back(), kind);
+  } else if constexpr (std::is_enum_v<T>) {
+    std::string text;
+    take(where, node, text, kind);
+    const auto names = names_of(value);
+    const auto found = std::ranges::find(names, text);
+    if (found == names.end()) wrong(fmt::format("one of {}", fmt::join(names, ", ")));
+    value = static_cast<T>(found - names.begin());
+  } else {
+    if (!node.is<T>())
+      wrong(std::is_same_v<T, bool>          ? "true or false"
             : std::is_same_v<T, std::string> ? "a text"
                                              : "a whole number");
-    value = found->get();
+    value = *node.value<T>();
   }
-  static void take(const std::string& where, const toml::node& node, std::int64_t& value, const Whole&) {
-    take(where, node, value);
-  }
-  static void take(const std::string& where, const toml::node& node, double& value, const Quantity& kind) {
-    if (const auto* text = node.as_string())
-      value = quantity_of(text->get(), kind, where);
-    else if (!node.is_number())
-      wrong(where, node, fmt::format("a number of {}, or a text with its unit", kind.unit));
-    else
-      value = *node.value<double>();
-  }
-  static void take(const std::string& where, const toml::node& node, std::optional<double>& value,
-                   const Quantity& kind) {
-    take(where, node, value.emplace(), kind);
-  }
-  static void take(const std::string& where, const toml::node& node, std::vector<std::string>& value) {
-    if (!node.is_array()) wrong(where, node, "a list of texts");
-    for (const toml::node& entry : *node.as_array()) take(where, entry, value.emplace_back());
-  }
-  template <class Enum, std::size_t kCount>
-  static void take(const std::string& where, const toml::node& node, Enum& value,
-                   const char* const (&names)[kCount]) {
-    std::string text;
-    take(where, node, text);
-    const auto found = std::ranges::find(names, text);
-    if (found == std::end(names)) wrong(where, node, fmt::format("one of {}", fmt::join(names, ", ")));
-    value = static_cast<Enum>(found - std::begin(names));
-  }
-
-  const toml::table& table_;
-  std::string section_, file_, missing_;
-  std::vector<std::string> known_;
-};
-
-// Numbers that may be left out are 0 then, where they have a unit.
-class KeyChecker {
- public:
-  explicit KeyChecker(std::string prefix) : prefix_(std::move(prefix)) {}
-  template <class T, class Kind>
-  void operator()(const char* key, const T& value, const Kind& kind) const {
-    if constexpr (requires { check(value, kind, key); }) check(value, kind, prefix_ + key);
-  }
-  template <class T>
-  void operator()(const char*, const T&) const {}
-  template <class T, class... Kind>
-  void maybe(const char* key, const T& value, const Kind&... kind) const {
-    if (std::is_integral_v<T> || value != T{}) (*this)(key, value, kind...);
-  }
-  void maybe(const char* key, const std::optional<double>& value, const Quantity& kind) const {
-    if (value) check(*value, kind, prefix_ + key);
-  }
-
- private:
-  std::string prefix_;
-};
-
-class KeyWriter {
- public:
-  explicit KeyWriter(const std::string& header) : text_("\n" + header + "\n") {}
-  template <class T, class... Kind>
-  void operator()(const char* key, const T& value, const Kind&...) {
-    text_ += fmt::format("{} = {}\n", key, toml_text(value));
-  }
-  template <class Enum, std::size_t kCount>
-  void operator()(const char* key, Enum value, const char* const (&names)[kCount]) {
-    (*this)(key, std::string(names[std::size_t(value)]));
-  }
-  template <class T, class... Kind>
-  void maybe(const char* key, const T& value, const Kind&... kind) {
-    if (value == T{}) return;
-    if constexpr (std::is_same_v<T, std::optional<double>>)
-      (*this)(key, *value);
-    else
-      (*this)(key, value, kind...);
-  }
-  const std::string& text() const { return text_; }
-
- private:
-  std::string text_;
-};
-
-template <class Keys>
-void list_keys(Keys& keys, Cluster& cluster) {
-  keys("name", cluster.name);
-  keys("devices", cluster.devices, kDevices), keys("per_host", cluster.per_host, kDevices);
-  keys.maybe("host_memory", cluster.host_memory), keys.maybe("reserve", cluster.reserve, kOfBytes);
-}
-template <class Keys>
-void list_keys(Keys& keys, Device& device) {
-  keys("name", device.name);
-  keys("memory", device.memory, kOfBytes), keys("memory_bandwidth", device.memory_bandwidth, kOfRate);
-  for (std::size_t i = 0; i < kPrecisions; ++i) {
-    keys.maybe(fmt::format("peak_{}", kPrecisionNames[i]).c_str(), device.peak[i], kOfFlops);
-    keys.maybe(fmt::format("best_found_{}", kPrecisionNames[i]).c_str(), device.best_found[i], kOfFlops);
-  }
-  keys.maybe("source", device.source);
-}
-template <class Keys>
-void list_keys(Keys& keys, Link& link) {
-  keys.maybe("name", link.name), keys.maybe("ranks", link.ranks, kDevices);
-  keys("latency", link.latency, kOfSeconds), keys("bandwidth", link.bandwidth, kOfRate);
-  keys.maybe("origin", link.origin, kOriginNames);
-}
-template <class Keys>
-void list_keys(Keys& keys, ModelShape& model, std::int64_t& dense_layers) {
-  ModelShape::Experts& experts = model.experts;
-  keys.maybe("name", model.name), keys.maybe("family", model.family);
-  keys("layers", model.layers, kLayers), keys("hidden", model.hidden, kSize),
-      keys("heads", model.heads, kSize);
-  keys.maybe("key_heads", model.key_heads, kSize), keys.maybe("head_dim", model.head_dim, kSize);
-  keys.maybe("feed_forward", model.feed_forward, kSize), keys.maybe("vocabulary", model.vocabulary, kRows);
-  keys.maybe("gated", model.gated), keys.maybe("tied_output", model.tied_output);
-  keys.maybe("attention_bias", model.attention_bias), keys.maybe("output_bias", model.output_bias);
-  keys.maybe("mlp_bias", model.mlp_bias), keys.maybe("query_key_norm", model.query_key_norm);
-  keys.maybe("experts", experts.count, kExperts),
-      keys.maybe("experts_per_token", experts.per_token, kExperts);
-  keys.maybe("expert_feed_forward", experts.feed_forward, kSizeOrNone);
-  keys.maybe("shared_expert_feed_forward", experts.shared_feed_forward, kSizeOrNone);
-  keys.maybe("dense_layers", dense_layers);
-}
-template <class Keys>
-void list_keys(Keys& keys, Calibration& calibration, std::int64_t& format) {
-  keys("format", format), keys("machine", calibration.machine);
-  keys.maybe("memory_bandwidth", calibration.memory_bandwidth, kOfRate);
-  keys.maybe("operator_overhead", calibration.operator_overhead, kOfSeconds);
-  keys.maybe("optimizer_bandwidth", calibration.optimizer_bandwidth, kOfRate);
-  keys.maybe("overlap", calibration.overlap, kOfPart), keys.maybe("not_measured", calibration.not_measured);
-}
-template <class Keys>
-void list_keys(Keys& keys, Calibration::Product& product) {
-  keys("m", product.m, kCalibratedSize), keys("n", product.n, kCalibratedSize);
-  keys("k", product.k, kCalibratedSize), keys("precision", product.precision, kPrecisionNames);
-  keys("flops", product.flops, kOfFlops), keys.maybe("spread", product.spread, kOfSpread);
-}
-template <class Keys>
-void list_keys(Keys& keys, Calibration::Attention& attention) {
-  keys("length", attention.length, kCalibratedSize), keys("head_dim", attention.head_dim, kCalibratedSize);
-  keys("precision", attention.precision, kPrecisionNames);
-  keys("flops", attention.flops, kOfFlops), keys.maybe("spread", attention.spread, kOfSpread);
-}
-template <class Keys>
-void list_keys(Keys& keys, Calibration::Collective& collective) {
-  keys("operation", collective.operation), keys("backend", collective.backend);
-  keys("ranks", collective.ranks, kDevices), keys("latency", collective.latency, kOfSeconds);
-  keys("bandwidth", collective.bandwidth, kOfRate), keys.maybe("spread", collective.spread, kOfSpread);
 }
 
+// Refuses unknown keys, and then the first one that is missing.
+void read(const toml::table& table, const std::string& section, const std::string& file, const Keys& keys) {
+  std::vector<std::string> known;
+  const Key* missing = nullptr;
+  for (const Key& key : keys) {
+    known.push_back(key.name);
+    const toml::node* node = table.get(key.name);
+    if (!node && key.need == kMust && !missing) missing = &key;
+    if (!node) continue;
+    const std::string where = fmt::format("{}: {}.{}", place(file, node->source()), section, key.name);
+    std::visit([&](auto* value) { take(where, *node, *value, key.kind); }, key.at);
+  }
+  for (const auto& [key, node] : table)
+    if (const std::string name(key.str()); std::ranges::find(known, name) == known.end())
+      refuse_unknown(place(file, key.source()), "key", name, fmt::format("a key of {}: ", section), known);
+  if (missing)
+    refuse(place(file, table.source()), fmt::format("{} without {}", section, missing->name),
+           fmt::format("the key {}", missing->name), "Add it: docs/planning.md has an example");
+}
+
+void check(const Keys& keys, const std::string& prefix) {
+  for (const Key& key : keys) {
+    if (const auto* whole = std::get_if<std::int64_t*>(&key.at)) check(**whole, *key.kind, prefix + key.name);
+    if (const auto* number = std::get_if<double*>(&key.at); number && (key.need == kMust || **number != 0))
+      check(**number, *key.kind, prefix + key.name);
+    if (const auto* maybe = std::get_if<std::optional<double>*>(&key.at); maybe && **maybe)
+      check(***maybe, *key.kind, prefix + key.name);
+  }
+}
+
+std::string written(const std::string& section, const Keys& keys) {
+  std::string text = "\n" + section + "\n";
+  for (const Key& key : keys)
+    std::visit(
+        [&]<class T>(T* value) {
+          if (key.need == kMay && *value == T{}) return;
+          ConfigValue shown;
+          if constexpr (std::is_enum_v<T>)
+            shown = std::string(name_of(*value));
+          else if constexpr (std::is_same_v<T, std::optional<double>>)
+            shown = **value;
+          else
+            shown = *value;
+          text += fmt::format("{} = {}\n", key.name, toml_text(shown));
+        },
+        key.at);
+  return text;
+}
+
+// Of a copy: keys are read into what they are of.
 template <class T, class... More>
-void read_section(const toml::node& node, const std::string& section, const std::string& file, T& value,
-                  More&... more) {
+void check_section(const std::string& prefix, T of, More... more) {
+  check(keys_of(of, more...), prefix);
+}
+template <class T, class... More>
+std::string write_section(const std::string& section, T of, More... more) {
+  return written(section, keys_of(of, more...));
+}
+
+void read_section(const toml::node& node, const std::string& section, const std::string& file,
+                  const Keys& keys) {
   if (!node.is_table())
     refuse(place(file, node.source()), fmt::format("{} for {}", describe(node), section), "a section",
            fmt::format("Write {} on a line of its own, and its keys below", section));
-  KeyReader keys(*node.as_table(), section, file);
-  list_keys(keys, value, more...);
-  keys.finish();
+  read(*node.as_table(), section, file, keys);
 }
 
 template <class T>
 std::vector<T> read_list(const toml::table& root, const char* name, const std::string& file,
-                         const T& absent) {
+                         const T& absent = {}) {
   std::vector<T> all;
   const std::string section = fmt::format("[[{}]]", name);
   const toml::node* node = root.get(name);
@@ -328,21 +308,8 @@ std::vector<T> read_list(const toml::table& root, const char* name, const std::s
            "a list of sections", fmt::format("Write {} before each", section));
   if (node)
     for (const toml::node& entry : *node->as_array())
-      read_section(entry, section, file, all.emplace_back(absent));
+      read_section(entry, section, file, keys_of(all.emplace_back(absent)));
   return all;
-}
-
-template <class T, class... More>
-void check_section(const std::string& prefix, T value, More... more) {
-  KeyChecker keys(prefix);
-  list_keys(keys, value, more...);
-}
-
-template <class T, class... More>
-std::string write_section(const std::string& section, T value, More... more) {
-  KeyWriter keys(section);
-  list_keys(keys, value, more...);
-  return keys.text();
 }
 
 // `call`, with `change` made to what it refuses.
@@ -487,7 +454,7 @@ void check(const ModelShape& model) {
     refuse("key_heads", std::to_string(model.key_heads), fmt::format("a divisor of heads, {}", model.heads),
            "Correct one of them");
   if (experts.count != 0) {
-    check(experts.per_token, Whole{experts.count}, "experts_per_token");
+    check(experts.per_token, {1, double(experts.count)}, "experts_per_token");
     check(experts.feed_forward, kSize, "expert_feed_forward");
     for (std::size_t i = 0; i < experts.dense_layers.size(); ++i)
       if (const std::int64_t layer = experts.dense_layers[i];
@@ -513,8 +480,7 @@ void check(const Work& work) {
   if (work.states < 0 || work.states > 16)
     refuse("states", std::to_string(work.states), "0 to 16 numbers of the optimizer for each parameter",
            "AdamW has 2");
-  for (const std::int64_t document : work.documents)
-    check(document, Whole{std::int64_t(kMostTokens)}, "documents");
+  for (const std::int64_t document : work.documents) check(document, {1, kMostTokens}, "documents");
 }
 
 void check_peak(const Device& device, const Calibration& calibration, Precision precision) {
@@ -545,7 +511,7 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
 
   ClusterFile found;
   Cluster& cluster = found.cluster;
-  read_section(*root.get("cluster"), "[cluster]", file, cluster);
+  read_section(*root.get("cluster"), "[cluster]", file, keys_of(cluster));
   // A device of the table needs no more than its name.
   const toml::table* device = root["device"].as_table();
   if (const auto name =
@@ -559,18 +525,18 @@ ClusterFile parse_cluster(std::string_view text, const std::string& file) {
              near ? fmt::format("Did you mean {}?", *near) : "Give its numbers");
     cluster.device = known->device;
   } else {
-    read_section(*root.get("device"), "[device]", file, cluster.device);
+    read_section(*root.get("device"), "[device]", file, keys_of(cluster.device));
   }
   cluster.links = read_list(root, "link", file, Link{.ranks = 0});
   for (Link& link : cluster.links)
     if (link.ranks == 0) link.ranks = cluster.devices;
   std::ranges::stable_sort(cluster.links, {}, &Link::ranks);
-  found.calibration.products = read_list(root, "product", file, Calibration::Product{});
-  found.calibration.attention = read_list(root, "attention", file, Calibration::Attention{});
-  found.calibration.collectives = read_list(root, "collective", file, Calibration::Collective{});
+  found.calibration.products = read_list<Calibration::Product>(root, "product", file);
+  found.calibration.attention = read_list<Calibration::Attention>(root, "attention", file);
+  found.calibration.collectives = read_list<Calibration::Collective>(root, "collective", file);
   std::int64_t format = 0;
   if (const toml::node* node = root.get("calibration"))
-    read_section(*node, "[calibration]", file, found.calibration, format);
+    read_section(*node, "[calibration]", file, keys_of(found.calibration, format));
   else if (!found.calibration.empty())
     refuse(file, "measurements, and no [calibration]", "the machine that they are of",
            "Run isograd calibrate again");
@@ -638,9 +604,7 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
   ModelShape model;
   ModelShape::Experts& experts = model.experts;
   std::int64_t dense_layers = 0;
-  KeyReader keys(table, "model", where);
-  list_keys(keys, model, dense_layers);
-  keys.finish();
+  read(table, "model", where, keys_of(model, dense_layers));
 
   if (model.key_heads == 0) model.key_heads = model.heads;
   if (model.head_dim == 0 && model.heads > 0) {
@@ -654,7 +618,7 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
     model.feed_forward = (model.hidden * 8 / 3 + 255) / 256 * 256;
   if (model.vocabulary == 0) model.vocabulary = 32000;
   if (experts.count > 0 && experts.feed_forward == 0) experts.feed_forward = model.feed_forward;
-  for (std::int64_t layer = 0; layer < std::min(dense_layers, kLayers.most); ++layer)
+  for (std::int64_t layer = 0; layer < std::min(dense_layers, std::int64_t(kLayers.most)); ++layer)
     experts.dense_layers.push_back(layer);
   in_file(where, [&] { check(model); });
   return model;

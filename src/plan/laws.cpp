@@ -149,7 +149,7 @@ class Laws {
     const std::int64_t forward = most_gathering(false), backward = most_gathering(true);
     if (std::min(forward, backward) == kMostRanks) return;
     const bool applies = c_.strategy == Strategy::kZero3;
-    add("zero3's rings", "ranks sharing parameters",
+    add("zero3's rings", "ranks that share parameters",
         fmt::format(
             "a layer's gather hides behind its forward on up to {} ranks, gather and reduction behind its "
             "backward on up to {}: a ring's latency grows with its ranks",

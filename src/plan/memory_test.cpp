@@ -5,7 +5,11 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
+
+#include "base/files.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
@@ -15,6 +19,7 @@
 #include "model/decoder_testing.hpp"
 #include "model/kept_tensors.hpp"
 #include "plan/problem.hpp"
+#include "train/prepared_run.hpp"
 #include "train/rank_layout.hpp"
 
 namespace isograd {
@@ -373,6 +378,57 @@ TEST(Memory, IsWithinFivePerCentOfTheMeter) {
             << where << ": without activations";
         EXPECT_LE(memory.least(Candidate{}), parts.total());
       }
+}
+
+// A rank of a pipeline holds most in the middle of a step: what micro-batches in flight keep, some of them
+// between the halves of a backward, and the gradients that are on their way.
+TEST(Memory, OfPipelinesIsWithinFivePerCentOfTheMeter) {
+  MemoryMeter::install();
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::path(testing::TempDir()) / fmt::format("isograd-memory-{}", ::getpid());
+  fs::create_directories(folder / "text");
+  write_file(folder / "text" / "one.txt", std::string(1 << 16, 'a'));
+  for (const char* family : {"llama", "qwen3"})
+    for (const auto& [schedule, stages] : {std::pair{Schedule::kOneFOneB, 1},
+                                           {Schedule::kGPipe, 1},
+                                           {Schedule::kInterleaved, 2},
+                                           {Schedule::kZeroBubbleH1, 1},
+                                           {Schedule::kZeroBubbleV, 2}}) {
+      DecoderConfig shape = isograd::shape_of(family, 4);
+      shape.hidden = 96, shape.head_dim = 16, shape.feed_forward = 256, shape.vocabulary = 258;
+      Planning setup(shape);
+      setup.work = {.tokens = 8 * 512, .sequence = 512, .precision = Precision::kFloat32};
+      const Candidate candidate{
+          .ranks = 2, .pp = 2, .stages_per_rank = stages, .schedule = schedule, .micro_batches = 8};
+      RunConfig config;
+      config.model.shape = shape;
+      set_layout(config, setup.cluster, setup.work, candidate);
+      config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
+      config.data.validation_fraction = 0, config.run.peak_tflops = 1;
+      double found[2];
+      run_ranks(2, [&](World& world) {
+        MemoryMeter meter;
+        PreparedRun run(config, world);
+        run.step();
+        meter.restart_peak();
+        run.step();
+        found[world.rank] = static_cast<double>(meter.peak());
+      });
+      const Problem problem = setup.problem();
+      Pipelines pipelines;
+      MemoryModel memory(problem, pipelines);
+      for (const int rank : {0, 1}) {
+        const MemoryParts parts = memory.of_rank(candidate, rank);
+        const std::string where = fmt::format(
+            "{} {} rank {}: {:.0f} measured; {:.0f} kept, {:.0f} activations, {:.0f} logits, {:.0f} passing",
+            family, name_of(schedule), rank, found[rank], parts.kept(), parts.activations, parts.logits,
+            parts.passing);
+        EXPECT_NEAR(parts.total() / found[rank], 1, 0.05) << where;
+        EXPECT_GT(std::abs((parts.total() - parts.activations) / found[rank] - 1), 0.05)
+            << where << ": without activations";
+      }
+    }
+  fs::remove_all(folder);
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ Chart scaling_chart(const Plan& plan) {
   // Laws of ranks with other samples, as devices: the axes inside of a data rank stay.
   for (const Law& law : plan.laws)
     if (law.now > 0 && !plan.top.empty() &&
-        (law.unit == "data ranks" || law.unit == "ranks sharing parameters"))
+        (law.unit == "data ranks" || law.unit == "ranks that share parameters"))
       chart.x_marks.emplace_back(law.name, law.at.value / law.now * plan.top.front().candidate.ranks);
   if (!points.empty())
     chart.guides = {{{points.front().x, points.front().y}, {points.back().x, points.front().y}}};

@@ -20,12 +20,13 @@ struct Problem {
 };
 
 // In the order of their enumerations, as in train.dtype and [parallel].
-inline constexpr const char* kPrecisionNames[] = {"float64", "float32", "bfloat16", "float8"};
-inline constexpr const char* kOriginNames[] = {"exact",  "measured",   "calibrated",
-                                               "fitted", "data sheet", "assumed"};
-inline constexpr const char* kStrategyNames[] = {"bucketed", "zero1", "zero2", "zero3"};
-inline constexpr const char* kScheduleNames[] = {"none", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"};
-
+inline constexpr std::array kPrecisionNames = {"float64", "float32", "bfloat16", "float8"};
+inline constexpr std::array kOriginNames = {"exact",  "measured",   "calibrated",
+                                            "fitted", "data sheet", "assumed"};
+inline constexpr std::array kStrategyNames = {"bucketed", "zero1", "zero2", "zero3"};
+inline constexpr std::array kScheduleNames = {"none", "1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"};
+inline constexpr auto names_of(Precision) { return kPrecisionNames; }
+inline constexpr auto names_of(Origin) { return kOriginNames; }
 inline constexpr std::array kStrategies = {Strategy::kBucketed, Strategy::kZero1, Strategy::kZero2,
                                            Strategy::kZero3};
 inline constexpr std::array kSchedules = {Schedule::kOneFOneB, Schedule::kGPipe, Schedule::kInterleaved,

@@ -422,6 +422,41 @@ TEST(PlanLaws, AreRootsOfTheModels) {
   }
 }
 
+// Sums of one bucket have nothing to hide, on however many ranks.
+TEST(PlanLaws, OfASizeThatNoClusterHasAreLeftOut) {
+  std::vector<std::string> of_large;
+  for (const bool large : {false, true}) {
+    Job one = small(8, 64, 80e9);
+    if (large) one.model = dense(32, 4096, 32, 14336), one.work = {.tokens = 1024.0 * 4096, .sequence = 4096};
+    const Problem problem = one.problem();
+    Models models(problem);
+    const Candidate candidate{.ranks = 8, .shards = 8, .strategy = Strategy::kZero1, .micro_batches = 8};
+    const std::vector<Law> laws = laws_of(models, planned(models, candidate));
+    EXPECT_EQ(law_named(laws, "all-reduce") != nullptr, large);
+    for (const Law& law : laws) EXPECT_LT(law.at.value, 5e6) << law.name;
+  }
+}
+
+TEST(PlanWarnings, NameUnevenDocumentsThatLengthenAStep) {
+  const auto warned = [](std::vector<std::int64_t> documents) {
+    Job one = small(8, 32, 80e9);
+    one.work.documents = std::move(documents);
+    const Plan made = one.planned();
+    EXPECT_GT(made.top.at(0).step.uneven, 0);
+    return std::ranges::any_of(
+        made.warnings, [](const std::string& text) { return text.find("uneven") != std::string::npos; });
+  };
+  std::vector<std::int64_t> nearly(64, 1024), mixed;
+  nearly[5] = 1022, nearly.insert(nearly.begin() + 6, 2);
+  for (int i = 0; i < 64; ++i)
+    if (i % 3 == 0)
+      mixed.push_back(1024);
+    else
+      mixed.insert(mixed.end(), 64, 16);
+  EXPECT_FALSE(warned(nearly));
+  EXPECT_TRUE(warned(mixed));
+}
+
 TEST(PlanNeighbours, AreSlowerOrRefusedForAReason) {
   Job one{.model = dense(32, 4096, 32, 14336),
           .cluster = read_cluster("h100", 64),

@@ -25,8 +25,9 @@ std::string seconds_text(double seconds) {
 
 std::string unit_of(double number, const std::string& unit) {
   if (human_count(number) != "1") return unit;
-  return std::regex_replace(unit, std::regex("(ch)es\\b|s\\b"), "$1",
-                            std::regex_constants::format_first_only);
+  const std::string one =
+      std::regex_replace(unit, std::regex("(ch)es\\b|s\\b"), "$1", std::regex_constants::format_first_only);
+  return std::regex_replace(one, std::regex("that share\\b"), "that shares");
 }
 
 namespace {

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/json.hpp"
+#include "plan/problem.hpp"
 #include "plan/trial.hpp"
 
 namespace isograd::planner {
@@ -163,6 +164,17 @@ TEST(PlanText, HasAllOfAPlanInNarrowLines) {
   EXPECT_THAT(nothing, HasSubstr("The nearest\n  zero1, replicas 8"));
   EXPECT_EQ(widest("Ψ·\n"), 2U);  // the comparison counts characters
   EXPECT_EQ(widest(std::string(101, 'x')), 101U);
+}
+
+TEST(PlanText, CountsOneInTheSingular) {
+  EXPECT_EQ(unit_of(440, "data ranks"), "data ranks");
+  EXPECT_EQ(unit_of(1, "data ranks"), "data rank");
+  EXPECT_EQ(unit_of(1, "micro-batches of a data rank"), "micro-batch of a data rank");
+  EXPECT_EQ(unit_of(1, "ranks that share parameters"), "rank that shares parameters");
+  EXPECT_EQ(unit_of(1, "hidden size"), "hidden size");
+  Plan plan = filled();
+  plan.laws[0].unit = "data ranks", plan.laws[0].at = {1, 1, 1, Origin::kExact};
+  EXPECT_THAT(on_one_line(to_text(plan)), HasSubstr("1 data rank, here"));
 }
 
 TEST(PlanText, HasTrials) {
