@@ -1,4 +1,4 @@
-"""Fits the constants of the planner (src/plan/constants.hpp) on published_runs.csv, the rows given alone, with two-fold cross-validation.
+"""Fits the constants of the planner (src/plan/problem.hpp) on published_runs.csv, the rows given alone, with two-fold cross-validation.
 
 Run in the project's root: python3 tools/fit_published_runs.py [path of published_runs.csv]. Needs numpy, scipy, pandas.
   --splits   24 random halves instead of one split

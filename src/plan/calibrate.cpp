@@ -25,7 +25,6 @@
 #include "layout/flat.hpp"
 #include "model/attention/attention.hpp"
 #include "model/fused.hpp"
-#include "plan/collectives.hpp"
 #include "plan/problem.hpp"
 #include "plan/time.hpp"
 #include "train/build.hpp"

@@ -1,11 +1,11 @@
 // Collectives against the laws in closed form, where axes lie, and NCCL's own sums.
-#include "plan/collectives.hpp"
+#include "plan/time.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "plan/constants.hpp"
+#include "plan/problem.hpp"
 
 namespace isograd::planner {
 namespace {

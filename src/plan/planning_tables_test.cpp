@@ -10,8 +10,8 @@
 #include <functional>
 
 #include "base/files.hpp"
-#include "plan/constants.hpp"
 #include "plan/inputs.hpp"
+#include "plan/problem.hpp"
 #include "plan/search.hpp"
 #include "plan/trial.hpp"
 

@@ -1,6 +1,6 @@
 // A pipeline's length from a short simulation: once a schedule is filled, its actions repeat, and so does
 // what they wait for.
-#include "plan/schedule.hpp"
+#include "plan/memory.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
 // Lengths of pipelines: published bubble rates, long ones against the simulator, and what a rank has alive.
-#include "plan/schedule.hpp"
+#include "plan/memory.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Meshes and candidates by asking the rules of `train`, axis after axis.
-#include "plan/space.hpp"
+#include "plan/search.hpp"
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,5 @@
 // The space against the product of its values, each of which check_but_devices() is asked.
-#include "plan/space.hpp"
+#include "plan/search.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -11,7 +11,7 @@
 #include "model/hf.hpp"
 #include "plan/inputs.hpp"
 #include "plan/memory.hpp"
-#include "plan/space.hpp"
+#include "plan/search.hpp"
 #include "train/build.hpp"
 #include "train/rank_layout.hpp"
 
