@@ -18,7 +18,7 @@ Cluster flat(std::int64_t ranks) {
 Cluster hosts_of_8(std::int64_t count) {
   return {.devices = 8 * count,
           .per_host = 8,
-          .links = {{"NVLink", 8, 3.4e-6, 450e9}, {"network", 8 * count, 19.6e-6, 50e9}}};
+          .links = {{"NVLink", 8, 3.4e-6, 450e9}, {"network", 8 * count, 19.6e-6, 50e9, Origin::kAssumed}}};
 }
 
 TEST(PlanCollectives, AreTheRingLaw) {
@@ -49,7 +49,7 @@ TEST(PlanCollectives, SumStepsInsideAndBetweenHosts) {
   const auto whole = network.cost(Operation::kAllGather, 8e9, {32, 1, 1});
   EXPECT_NEAR(whole.latency, 28 * 3.4e-6 + 3 * 19.6e-6, 1e-15);
   EXPECT_NEAR(whole.transfer, 31.0 / 32 * 8e9 / 160e9, 1e-12);
-  EXPECT_EQ(whole.level, "network");
+  EXPECT_EQ(whole.origin, Origin::kAssumed);  // the network limits it
   // One of each host, while 7 other groups do the same: one adapter, no step inside.
   const auto apart = network.cost(Operation::kAllGather, 8e9, {4, 8, 8});
   EXPECT_NEAR(apart.latency, 3 * 19.6e-6, 1e-15);

@@ -43,8 +43,7 @@ class Network {
   // The two parts of seconds(), for the laws of docs/planning.md.
   struct Cost {
     double latency = 0, transfer = 0;
-    std::string level{};  // that limits it
-    Origin origin = Origin::kDataSheet;
+    Origin origin = Origin::kDataSheet;  // of the link that limits it
   };
   Cost cost(Operation operation, double bytes, const Reach& reach) const;
 

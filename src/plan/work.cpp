@@ -261,7 +261,6 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
   if (calibrated)
     return {.latency = calibrated->latency,
             .transfer = (operation == Operation::kSend ? 1 : rounds * part) * bytes / calibrated->bandwidth,
-            .level = calibrated->backend,
             .origin = Origin::kCalibrated};
 
   Cost ring, tree;
@@ -290,8 +289,7 @@ Network::Cost Network::cost(Operation operation, double bytes, const Reach& reac
     tree.latency += rounds * link.latency *
                     (level == 0 ? double(before - after) / double(after)
                                 : std::ceil(std::log2(double(before) / double(after))));
-    if (sent / bandwidth > ring.transfer)
-      ring.transfer = sent / bandwidth, ring.level = link.name, ring.origin = link.origin;
+    if (sent / bandwidth > ring.transfer) ring.transfer = sent / bandwidth, ring.origin = link.origin;
     before = after;
   }
   tree.transfer = ring.transfer / kTreeShare;
