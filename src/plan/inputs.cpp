@@ -279,7 +279,7 @@ std::string written(const std::string& section, const Keys& keys) {
   return text;
 }
 
-// Of a copy: keys are read into what they are of.
+// Both take a copy, since keys point into what they are read into.
 template <class T, class... More>
 void check_section(const std::string& prefix, T of, More... more) {
   check(keys_of(of, more...), prefix);

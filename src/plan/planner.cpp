@@ -25,7 +25,7 @@ bool ModelShape::has_experts(std::int64_t layer) const {
 
 namespace {
 
-// Of a mixture those of `experts` experts.
+// A mixture counts with `experts` of its experts.
 double trained_elements(const ModelShape& of, std::int64_t experts) {
   const auto hidden = double(of.hidden);
   double all = hidden * double(of.vocabulary) * (of.tied_output ? 1 : 2) + hidden;  // and the last norm
@@ -50,7 +50,7 @@ double StepParts::total() const {
 
 namespace {
 
-// Of a shape of the planner and one of the model room, either way.
+// Copies between a shape of the planner and one of the model room, either way.
 template <class From, class To>
 void copy_sizes(const From& from, To& to) {
   to.family = from.family, to.vocabulary = from.vocabulary, to.hidden = from.hidden, to.layers = from.layers;

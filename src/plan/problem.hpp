@@ -74,7 +74,7 @@ inline bool has_halves(Schedule schedule) {
 
 // A part of `number` that is the largest of as many as even as can be.
 inline std::int64_t most_of(std::int64_t number, std::int64_t parts) { return (number + parts - 1) / parts; }
-// Of the micro-batch of a rank with the most.
+// Tokens of a micro-batch on the rank with the most.
 inline std::int64_t tokens_of(const Work& work, const Candidate& candidate) {
   return most_of(candidate.micro_batch * work.sequence,
                  std::int64_t{candidate.cp_ring} * candidate.cp_ulysses);

@@ -150,7 +150,7 @@ class StepModel {
   Behind behind(const Candidate& candidate);
   StepParts data_parallel(const Candidate& candidate);  // what gradients and parameters take, alone
   std::vector<Span> timeline(const Candidate& candidate);
-  // Of the network along an axis.
+  // Says where the network's numbers along an axis are from.
   Origin origin_of(const Candidate& candidate, Axis axis) const {
     return network_.cost(Operation::kAllGather, 1, reach_of(candidate, axis, problem_.cluster)).origin;
   }

@@ -17,7 +17,7 @@ void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, 
   to.weights.push_back({in, out, tokens, count});
 }
 
-// Of causal attention.
+// Causal attention has them.
 double pairs_of(std::int64_t tokens) { return double(tokens) * (double(tokens) + 1) / 2; }
 
 }  // namespace

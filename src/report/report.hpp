@@ -49,7 +49,7 @@ struct Bars {
   std::vector<std::pair<std::string, double>> limits = {};  // vertical lines
 };
 
-// What happens when: a row for each lane, in the order in which they come. Spans of a lane that touch and are
+// Spans of time in rows, one for each lane, in the order in which they come. Spans of a lane that touch and are
 // narrower than a letter are drawn as one, "F0 to B3": there may be thousands of them.
 struct Lanes {
   struct Span {
