@@ -108,11 +108,13 @@ inline covering::Array covering_rows(int strength) {
       [=](const covering::Row& row) { return possible(row) && !too_large({row}, ranks); }, kSeed);
 }
 
-// Every pair of values, and by default two meshes of 8 ranks: along two axes and along three.
+// Every pair of values. By default also replicas of shards without anything else, which faults of their sums
+// are planted in, and two meshes of 8 ranks: along two axes and along three.
 inline std::vector<Cell> pairwise_cells() {
   std::vector<Cell> cells;
   for (const covering::Row& row : covering_rows(2).rows) cells.push_back({row});
   if (full_tests()) return cells;
+  cells.push_back(Cell{}.with(kReplicate, "2").with(kShard, "2").with(kStrategy, "zero3"));
   const Cell one_by_one = Cell{}.with(kPacks, "1");
   cells.push_back(one_by_one.with(kPp, "4")
                       .with(kSchedule, "zb-h1")
