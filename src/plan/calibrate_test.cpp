@@ -174,8 +174,8 @@ double quantile(std::vector<double> values, double at) {
 }
 
 // Seconds of a product on all ranks at once. The speed of a shared machine drifts by a third within minutes:
-// steps are compared in units of this product, which was timed beside the calibration and is timed before
-// each step.
+// steps are compared in units of this product, which was timed before and after the calibration and is timed
+// before each step.
 class Clock {
  public:
   explicit Clock(World& world) : world_(world) {}
