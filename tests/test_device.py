@@ -188,7 +188,7 @@ def test_offload_takes_its_bytes_off_the_gpu(folder, strategy, ranks, leaves):
     moved = sum(here[name] for name in leaves)
     assert moved > 1
     assert here["total"] + here["other"] - away["other"] == pytest.approx(moved, abs=0.05)
-    assert away["stays"] == pytest.approx(here["total"] - moved, abs=0.01)
+    assert away["stays"] == pytest.approx(here["total"] - moved, abs=0.03)  # five numbers, each off by at most 0.005
     assert [away[name] for name in ("masters", "state")] == [here[name] for name in ("masters", "state")]
 
 
