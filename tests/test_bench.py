@@ -87,8 +87,9 @@ def broken_peer(tmp_path, name, right, wrong):
     for sibling in (ROOT / "bench/peers").glob("*.py"):  # which it may import
         (tmp_path / sibling.name).write_text(sibling.read_text())
     (tmp_path / "broken.py").write_text(script.replace(right, wrong))
+    warm = warm_python.for_peers()["PYTHON"]
     # The arguments before the script's own are -W ignore SCRIPT.
-    return python_that(tmp_path, f'shift 3\nexec "{warm_python.python()}" -W ignore "{tmp_path}/broken.py" "$@"')
+    return python_that(tmp_path, f'shift 3\nexec "{warm}" -W ignore "{tmp_path}/broken.py" "$@"')
 
 
 def test_a_step_alone_is_compared_with_pytorch(tmp_path):

@@ -29,6 +29,8 @@ READ_AT_LOAD = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDN
 LOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
           "torch.distributed.optim", "torch.distributed.pipelining", "torch.distributed.run",
           "torch.distributed.tensor.parallel", "safetensors.torch")
+# What peers of `isograd bench` load in addition, where they are installed: 7 s more.
+PEERS = ("peft", "tinker", "transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3.modeling_qwen3")
 
 
 def read_at_load(environment):
@@ -37,18 +39,19 @@ def read_at_load(environment):
 
 
 @functools.cache
-def python(interpreter=sys.executable):
-    """The file that stands for that Python. Its server starts with the first call and ends with this process."""
+def python(interpreter=sys.executable, *more):
+    """The file that stands for that Python, with these modules in addition. Its server starts with the first call and ends with
+    this process."""
     import subprocess
     import tempfile
     folder = pathlib.Path(tempfile.mkdtemp(prefix="isograd-warm-"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     (folder / "python").write_text(
         f"#!{interpreter} -IS\nimport sys\nsys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\nimport warm_python\n"
         f"warm_python.ask({str(folder)!r}, {interpreter!r}, {read_at_load(environment)!r})\n")
     (folder / "python").chmod(0o755)
-    server = subprocess.Popen([interpreter, "-W", "ignore", __file__, folder / "socket"], stdin=subprocess.PIPE,
+    server = subprocess.Popen([interpreter, "-W", "ignore", __file__, folder / "socket", *more], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, env=environment, cwd="/")
 
     def end():
@@ -67,7 +70,7 @@ def python(interpreter=sys.executable):
 
 def for_peers():
     """The environment in which `isograd bench` takes it for its peers."""
-    return dict(os.environ, PYTHON=python())
+    return dict(os.environ, PYTHON=python(sys.executable, *PEERS))
 
 
 def ask(folder, cold, loaded_with):
@@ -235,6 +238,9 @@ def become(request, streams):
 if __name__ == "__main__":
     for module in LOADED:
         importlib.import_module(module)
+    for module in sys.argv[2:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a module of LOADED has started a thread"
     import gc
     gc.collect()
