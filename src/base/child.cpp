@@ -39,10 +39,13 @@ pid_t start_child(const std::string& program, const std::vector<std::string>& co
   std::vector<char*> variables;
   if (setup.environment) variables = pointers(*setup.environment);
   char** const environment = setup.environment ? variables.data() : environ;
-  const bool in_path = program.find('/') == std::string::npos;
-  struct sigaction hang_up {};
-  ::sigaction(SIGHUP, nullptr, &hang_up);
-  const bool outlives_hang_up = hang_up.sa_handler == SIG_IGN;  // nohup
+  const auto ignores = [](int signal) {
+    struct sigaction action {};
+    ::sigaction(signal, nullptr, &action);
+    return action.sa_handler == SIG_IGN;
+  };
+  // nohup; a shell's background, whose Ctrl-C is not this program's either.
+  const bool outlives_hang_up = ignores(SIGHUP), no_interrupt = !setup.own_group && ignores(SIGINT);
   const pid_t parent = ::getpid(), pid = ::fork();
   if (pid == 0) {  // async-signal-safe calls only: other threads of the parent may hold any lock
     if (setup.own_group) ::setpgid(0, 0);
@@ -52,7 +55,8 @@ pid_t start_child(const std::string& program, const std::vector<std::string>& co
     sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);
     for (const int signal : {SIGINT, SIGTERM, SIGPIPE, SIGHUP})
-      if (signal != SIGHUP || !outlives_hang_up) ::signal(signal, SIG_DFL);
+      if (!(signal == SIGHUP && outlives_hang_up) && !(signal == SIGINT && no_interrupt))
+        ::signal(signal, SIG_DFL);
     if (std::isfinite(setup.most_bytes)) {
       const rlimit limit{static_cast<rlim_t>(setup.most_bytes), static_cast<rlim_t>(setup.most_bytes)};
       ::setrlimit(RLIMIT_DATA, &limit);
@@ -61,10 +65,7 @@ pid_t start_child(const std::string& program, const std::vector<std::string>& co
     if (null >= 0) ::dup2(null, STDIN_FILENO);
     if (setup.out >= 0) ::dup2(setup.out, STDOUT_FILENO);
     if (setup.err >= 0) ::dup2(setup.err, STDERR_FILENO);
-    if (in_path)
-      ::execvpe(program.c_str(), arguments.data(), environment);
-    else
-      ::execve(program.c_str(), arguments.data(), environment);
+    ::execvpe(program.c_str(), arguments.data(), environment);
     (void)!::write(STDERR_FILENO, setup.unless_executed.data(), setup.unless_executed.size());
     ::_exit(setup.unless_executed.empty() ? 127 : 2);
   }
@@ -108,6 +109,7 @@ ChildRun run_child(const std::vector<std::string>& command, double most_seconds,
   while (take(0)) {  // what it wrote last
   }
   ::close(ends[0]);
+  run.late &= WIFSIGNALED(state) && WTERMSIG(state) == SIGKILL;  // it may have ended by itself just before
   run.status = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
   return run;
 }

@@ -95,10 +95,10 @@ class Measurement {
         return missing.all == 1 ? kind : fmt::format("{}, {} of {}", kind, count, missing.all);
       };
       if (missing.unsteady > 0)
-        sentences.push_back(
-            fmt::format("{}: the fastest three of {} rounds differ by more than a factor of {}, as on a "
-                        "machine that is busy with something else",
-                        of(missing.unsteady), kMostRounds, kSteadyPeak));
+        sentences.push_back(fmt::format(
+            "{}: the fastest three of up to {} rounds differ by more than a factor of {}, as on a "
+            "machine that is busy with something else",
+            of(missing.unsteady), kMostRounds, kSteadyPeak));
       if (missing.late > 0)
         sentences.push_back(fmt::format("{}: {:g} s were over before", of(missing.late), options_.seconds));
     }

@@ -13,9 +13,9 @@ namespace {
 //     (commit 744d01e1). `best`: the best product that was measured there.
 //   fp32, fp64: without sparsity: what matrix products of that type reach, so fp32 without TF32, fp64 by
 //     tensor cores where the device has some.
-//   Not compared with a source yet, and not to be printed as one: fp32 and fp64 of all but the B300, the row
-//   of
-//     the V100, the networks of AMD's devices and of v6e, v4's links; AMD's float8 is twice its bfloat16.
+//   Not compared with a source yet, and not to be printed as one: fp32 and fp64 of all but the B300, the
+//     row of the V100, the networks of AMD's devices and of v6e, v4's links; AMD's float8 is twice its
+//     bfloat16.
 //   memory: a sheet's "80 GB" are GiB (an A100 of 40 shows 39.5 GiB); 186, 270 and 279 of Blackwell are what
 //     devices show (verda.com/blog/gb300-nvl72-architecture).
 //   TPUs: docs.cloud.google.com/tpu/docs, v4, v5e, v5p, v6e. Links "bidirectional", so half of it each way.

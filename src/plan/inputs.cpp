@@ -38,8 +38,8 @@ struct Quantity {
 constexpr Quantity kOfBytes{1e6, 1e15, "bytes", "B", "80e9 or \"80 GiB\""},
     kOfRate{1e6, 1e15, "bytes/s", "B/s", "450e9 or \"450 GB/s\""},
     kOfFlops{1e6, 1e19, "FLOP/s", "FLOP/s", "989e12 or \"989 TFLOP/s\""},
-    kOfSeconds{0, 1, "seconds", "s", "14e-6 or \"14 us\""}, kOfSpread{0, 1e6, "of 1", "", "0.05"},
-    kOfPart{0, 1, "of 1", "", "0.4"};
+    kOfSeconds{0, 1, "seconds", "s", "14e-6 or \"14 us\""}, kOfSpread{0, 1e6, "1", "", "0.05"},
+    kOfPart{0, 1, "1", "", "0.4"}, kOfReserve{0, 1e15, "bytes", "B", "1e9 or \"1 GiB\""};
 constexpr Quantity kDevices{1, kMostDevices}, kLayers{1, 100'000}, kCalibrated{1, 0x1p40},
     kSize{1, key_table::kWide}, kSizeOrNone{0, key_table::kWide}, kExperts{0, 1'000'000},
     kRows{1, key_table::kManyRows};
@@ -131,7 +131,7 @@ Keys keys_of(Cluster& of) {
           {kMust, "devices", &of.devices, &kDevices},
           {kMust, "per_host", &of.per_host, &kDevices},
           {kMay, "host_memory", &of.host_memory},
-          {kMay, "reserve", &of.reserve, &kOfBytes}};
+          {kMay, "reserve", &of.reserve, &kOfReserve}};
 }
 Keys keys_of(Device& of) {
   Keys keys = {{kMust, "name", &of.name},
@@ -210,7 +210,9 @@ void take(const std::string& where, const toml::node& node, T& value, const Quan
   } else if constexpr (std::is_same_v<T, double>) {
     if (!node.is_string() && !node.is_number())
       wrong(fmt::format("a number of {}, or a text with its unit", kind->unit));
-    value = node.is_string() ? quantity_of(node.as_string()->get(), *kind, where) : *node.value<double>();
+    value = node.is_string()    ? quantity_of(node.as_string()->get(), *kind, where)
+            : node.is_integer() ? double(node.as_integer()->get())
+                                : node.as_floating_point()->get();
   } else if constexpr (std::is_same_v<T, std::vector<std::string>>) {
     if (!node.is_array()) wrong("a list of texts");
     for (const toml::node& entry : *node.as_array()) take(where, entry, value.emplace_back(), kind);
@@ -400,7 +402,7 @@ Cluster on_devices(Cluster cluster, std::int64_t devices) {
   std::vector<Link>& links = cluster.links;
   const Cluster* known = built_in(cluster.name);
   const auto is_same = [](const Link& one, const Link& other) { return one.name == other.name; };
-  if (known && links.size() <= known->links.size() &&
+  if (known && known->per_host == cluster.per_host && links.size() <= known->links.size() &&
       std::equal(links.begin(), links.end(), known->links.begin(), is_same)) {
     // As the table has them, before read_cluster() left out what fewer devices do not need.
     const auto more = known->links.begin() + std::ssize(links);

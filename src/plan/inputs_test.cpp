@@ -120,6 +120,14 @@ TEST_F(PlannerInputs, AClusterIsReadInItsUnits) {
   EXPECT_TRUE(calibration.empty());
 }
 
+TEST_F(PlannerInputs, QuantitiesThatAreSmallOrWholeAndLarge) {
+  const ClusterFile read = parse_cluster(
+      replaced(replaced(kCluster, "\"989 TFLOP/s\"", "10000000000000000"), "\"1 GiB\"", "\"512 kB\""),
+      "ours.toml");
+  EXPECT_EQ(read.cluster.device.peak[std::size_t(Precision::kBFloat16)], 1e16);
+  EXPECT_EQ(read.cluster.reserve, 512e3);
+}
+
 TEST_F(PlannerInputs, BadClustersAreRefused) {
   struct Case {
     std::string from, to;
@@ -139,6 +147,8 @@ TEST_F(PlannerInputs, BadClustersAreRefused) {
       {"bandwidth = \"50 GB/s\"", "bandwidth = 0", {"link network: bandwidth", "0 bytes/s"}},
       {"peak_bfloat16 = \"989 TFLOP/s\"", "peak_bfloat16 = inf", {"device.peak_bfloat16", "inf"}},
       {"reserve = \"1 GiB\"", "reserve = \"100 GiB\"", {"cluster.reserve", "below the device's"}},
+      {"reserve = \"1 GiB\"", "reserve = -1", {"cluster.reserve", "-1"}},
+      {"memory = \"80 GB\"", "memory = 20000000000000000", {"device.memory", "2e+16", "at most 1e+15"}},
       // units
       {"3600 Gb/s", "3600 GB/s", {"link fast: bandwidth", "is that Gb/s?", "450 GB/s"}},
       {"50 GB/s", "400 GB/s", {"link network: bandwidth", "is that Gb/s?", "50 GB/s"}},

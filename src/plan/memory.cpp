@@ -199,14 +199,15 @@ MemoryModel::OfStage MemoryModel::of_stage(const Candidate& candidate, const Sta
   const bool halves = has_halves(candidate.schedule);
   double stays = 0, gone = 0;
   if (shape.outputs) {
-    of.passing = bytes.output_passing, of.passing_weights = bytes.output_passing_weights;
+    of.passing = bytes.output_passing;
+    if (halves) of.passing_weights = bytes.output_passing_weights;
     gone = halves ? output - bytes.output_halves : output;
     if (candidate.strategy == Strategy::kZero3) stays = table;  // the gradient of the root's weight
   }
   for (const std::size_t kind : {0, 1}) {
     if ((kind == 1 ? mixed : dense) == 0) continue;
     of.passing = std::max(of.passing, bytes.passing[kind] + (halves ? 0 : stays) - gone);
-    of.passing_weights = std::max(of.passing_weights, bytes.passing_weights[kind] + stays);
+    if (halves) of.passing_weights = std::max(of.passing_weights, bytes.passing_weights[kind] + stays);
   }
   // All else of the micro-batch is gone by then.
   const double of_table = table + stays + bytes.stream - (halves ? of.halves : of.kept);

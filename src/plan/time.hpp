@@ -77,7 +77,7 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate);  // h
 class Rates {
  public:
   explicit Rates(const Problem& problem);
-  // Between the nearest calibrated shapes, interpolated in their logarithms.
+  // Between the nearest calibrated shapes, linear in 1/size.
   double seconds(const Product& product) const;
   // Causal, of fragments of `length` tokens.
   double attention(double flops, std::int64_t length, std::int64_t head_dim) const;

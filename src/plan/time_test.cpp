@@ -104,6 +104,18 @@ TEST(PlanRates, GoByTheNearestCalibratedShapes) {
             {m, n, k, Precision::kBFloat16,
              2.0 * double(m * n * k) / seconds(double(m), double(n), double(k)), 0});
   EXPECT_NEAR(Rates(asked.problem()).seconds({300, 704, 512}), seconds(300, 704, 512), 1e-12);
+  // Beyond all sizes at the border's rate, with the largest corner measured and without.
+  const double border = 1 / Rates(asked.problem()).seconds({1024, 1024, 1024}) * std::pow(1024.0, 3);
+  EXPECT_NEAR(Rates(asked.problem()).seconds({1 << 20, 4096, 4096}), std::pow(2.0, 44) / border, 1e-9);
+  asked.calibration.products.pop_back();
+  const Rates without(asked.problem());
+  const auto rate = [&](std::int64_t m, std::int64_t n, std::int64_t k) {
+    return double(m * n * k) / without.seconds({m, n, k});
+  };
+  const double nearest =
+      3 / (1 / rate(256, 1024, 1024) + 1 / rate(1024, 256, 1024) + 1 / rate(1024, 1024, 256));
+  EXPECT_NEAR(rate(1 << 20, 4096, 4096) / nearest, 1, 1e-9);
+  EXPECT_NEAR(rate(1024, 1024, 1024) / nearest, 1, 1e-9);
   EXPECT_EQ(rates.origin(), Origin::kCalibrated);
 }
 

@@ -131,13 +131,14 @@ namespace {
 double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
 // Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
-// operation is linear in 1/size: it has a part of its own, which larger sizes share among more.
+// operation is linear in 1/size: it has a part of its own, which larger sizes share among more. Where none of
+// the corners around it was measured, as the product takes too long, the nearest points that were say it.
 double interpolated(const std::vector<Rates::Known>& known, const std::array<double, 3>& at) {
-  std::array<double, 3> below{}, above{}, part{};  // part: of `below`
+  std::array<double, 3> below{}, above{}, part{}, inside{};  // part: of `below`
   for (std::size_t i = 0; i < at.size(); ++i) {
     const auto [least, most] =
         std::ranges::minmax(known, {}, [&](const Rates::Known& one) { return one.sizes[i]; });
-    const double here = std::clamp(at[i], least.sizes[i], most.sizes[i]);
+    const double here = inside[i] = std::clamp(at[i], least.sizes[i], most.sizes[i]);
     below[i] = least.sizes[i], above[i] = most.sizes[i];
     for (const Rates::Known& one : known) {
       if (one.sizes[i] <= here) below[i] = std::max(below[i], one.sizes[i]);
@@ -145,18 +146,21 @@ double interpolated(const std::vector<Rates::Known>& known, const std::array<dou
     }
     part[i] = below[i] == above[i] ? 1 : (1 / here - 1 / above[i]) / (1 / below[i] - 1 / above[i]);
   }
-  double time = 0, weights = 0, near = 0, nearness = 0;
+  double time = 0, weights = 0, near = 0, nearest = 0;
+  int as_near = 0;
   for (const Rates::Known& one : known) {
-    double weight = 1, distance = 1e-9;
+    double weight = 1, distance = 0;
     for (std::size_t i = 0; i < at.size(); ++i) {
       weight *= one.sizes[i] == below[i] ? part[i] : one.sizes[i] == above[i] ? 1 - part[i] : 0;
-      const double apart = std::log2(at[i] / one.sizes[i]);
+      const double apart = std::log2(inside[i] / one.sizes[i]);
       distance += apart * apart;
     }
     time += weight / one.rate, weights += weight;
-    near += 1 / (one.rate * distance * distance), nearness += 1 / (distance * distance);
+    constexpr double kAsNear = 1e-6;
+    if (as_near == 0 || distance < nearest - kAsNear) near = 0, as_near = 0, nearest = distance;
+    if (distance < nearest + kAsNear) near += 1 / one.rate, ++as_near;
   }
-  return weights > 1e-9 ? weights / time : nearness / near;  // a corner that was not measured: the nearest
+  return weights > 1e-9 ? weights / time : as_near / near;
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "isograd/expert_parallel.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/rules.hpp"
 #include "verify/present.hpp"
 
 namespace isograd {
@@ -260,7 +261,8 @@ std::vector<LayoutChoice> chosen_layouts(const RunConfig& config, const std::vec
   for (const auto& name : names) {
     if (name == kAllMeshes) continue;
     if (name != kAllLayouts) {
-      choices.push_back(parse_layout(name));
+      const LayoutChoice& choice = choices.emplace_back(parse_layout(name));
+      check(layout_numbers(choice.in(config), world.size), {}, LayoutRule::kHalves, LayoutRule::kHalves);
       continue;
     }
     const auto all = layout_matrix(config, world.size, host_memory);

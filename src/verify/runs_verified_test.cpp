@@ -159,6 +159,18 @@ TEST_F(RunsVerified, APlantedFaultIsMinimisedToItsLeast) {
   EXPECT_FALSE(minimise_run(config, 2, {"bucketed", "zero3"}));
 }
 
+TEST_F(RunsVerified, ALayoutThatTheScheduleExcludesIsRefusedByName) {
+  RunConfig config = tiny("halves");
+  config.model.shape.layers = 4;
+  config.parallel.pp = 2, config.parallel.schedule = "zb-v", config.parallel.stages_per_rank = 2;
+  try {
+    verify_on(2, config, {"zero2", "zero3"});
+    ADD_FAILURE() << "not refused";
+  } catch (const ConfigError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("zb-v under zero3"));
+  }
+}
+
 // Four ranks are proved as processes, by tests/test_verify.py.
 TEST_F(RunsVerified, OnEveryLayoutThatTheRanksAllow) {
   for (const int ranks : full_tests() ? std::vector<int>{1, 2, 4} : std::vector<int>{1, 2}) {
