@@ -201,7 +201,7 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
         measurement.add(
-            fmt::format("matrix products in {}", name_of(precision)), 0.03, 2 * multiplied,
+            fmt::format("matrix products in {}", name_of(precision)), 0.02, 2 * multiplied,
             [=] { return seconds_of_products(*operands, of); },
             [=, &into](double rate, double spread) {
               into.calibration.products.push_back({m, n, k, precision, rate, spread});
