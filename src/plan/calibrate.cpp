@@ -65,7 +65,7 @@ class Measurement {
     for (int round = 0; round < kMostRounds; ++round)
       for (Part& part : parts_) {
         if (round == 0) part.times = times_of(part);
-        if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 4))
+        if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 8))
           continue;
         const auto begin = std::chrono::steady_clock::now();
         std::vector<double> times;
@@ -183,11 +183,10 @@ double seconds_of_products(Operands& operands, const Product& of) {
   const at::Tensor x = operands.matrix(of.m, of.k), weight = operands.matrix(of.n, of.k),
                    rows = operands.matrix(of.k, of.n), columns = operands.matrix(of.k, of.m);
   return seconds_of([&] {
-           product(x, weight);
-           product(x, rows.t());
-           product(columns.t(), rows.t());
-         }) /
-         3;
+    product(x, weight);
+    product(x, rows.t());
+    product(columns.t(), rows.t());
+  });
 }
 
 void add_products(Measurement& measurement, ClusterFile& into, Precision precision) {
@@ -201,7 +200,7 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
         measurement.add(
-            fmt::format("matrix products in {}", name_of(precision)), 0.02, 2 * multiplied,
+            fmt::format("matrix products in {}", name_of(precision)), 0.06, 3 * 2 * multiplied,
             [=] { return seconds_of_products(*operands, of); },
             [=, &into](double rate, double spread) {
               into.calibration.products.push_back({m, n, k, precision, rate, spread});

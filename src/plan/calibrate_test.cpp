@@ -49,7 +49,7 @@ TEST(PlanCalibrate, IsReadBackAsItWasWritten) {
   EXPECT_NEAR(calibration.optimizer_bandwidth, 24 * elements / known(24 * elements), 1);
   ASSERT_FALSE(calibration.products.empty());
   for (const auto& [m, n, k, precision, flops, spread] : calibration.products) {
-    const double multiplied = 2 * double(m) * double(n) * double(k);
+    const double multiplied = 3 * 2 * double(m) * double(n) * double(k);
     EXPECT_NEAR(flops / (multiplied / known(multiplied)), 1, 1e-12);
   }
   ASSERT_EQ(found.cluster.links.size(), 1);
