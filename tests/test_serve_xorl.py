@@ -14,7 +14,9 @@ from serve_files import NAME, environment, server, write_model
 from tinker import types
 
 BOUND = 1e-12
-ADAM = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.05)
+# Where a gradient is near 0, Adam's update changes by lr / eps times the gradient's rounding. Every run has other initial factors, and
+# with eps = 1e-8 one run in fourteen has such an entry and is 2e-12 off; with 1e-4 they are at most 6e-15 off.
+ADAM = dict(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.05)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 limited = limited_to(3 * LIMIT)
 
