@@ -59,11 +59,11 @@ constexpr std::int64_t moved_stride(std::int64_t columns) {
   return columns > kColumns ? columns + 16 : columns;
 }
 
-// Rows of b at multiples of 4 KiB map to the same few lines of the first-level cache. The AVX2 kernel reads
-// them several times, a few columns each, and is then half as fast.
+// Rows of b at multiples of 4 KiB map to the same few lines of the first-level cache. The kernel reads them
+// several times, a few columns each, and is then half as fast.
 bool wants_copies(const Operand& b) {
   constexpr std::int64_t kFloatsApart = 4096 / sizeof(float);
-  return b.turned && b.stride % kFloatsApart == 0 && kernels::processor_level() == kAvx2;
+  return b.turned && b.stride % kFloatsApart == 0;
 }
 
 struct Factors {
@@ -188,7 +188,9 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   const Factors factors{a, b};
   if (m <= kFewRowsOfA && !a.turned) {
     if (!b.turned && m < n) return few_rows_x_wt(m, n, k, a, b, c, adds);
-    if (b.turned && n >= kNarrowest && !factors.copies_b) return few_rows_dy_w(m, n, k, a, b, c, adds);
+    // So few rows of b at a time fit into what an AVX-512 processor has for their lines.
+    if (b.turned && n >= kNarrowest && (!factors.copies_b || kernels::processor_level() >= kAvx512))
+      return few_rows_dy_w(m, n, k, a, b, c, adds);
   }
   const auto depths = parts_of(k, kDepth, kDepthStep);
   const auto rows = parts_of(m, kRows, kRowStep),
