@@ -276,12 +276,12 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
         double((root + (candidate.reshard ? std::min(blocks, 2 * largest) : blocks)) * plan.bytes.parameter);
   if (plan.stage >= 2 && travels && !candidate.reduce_once) {
     // Buckets of stage 2 take turns with two buffers, units of stage 3 too; the root has one. The first
-    // bucket of a backward is smaller than the others (parallel.first_bucket_bytes).
+    // bucket of a backward (parallel.first_bucket_bytes) is smaller than the others, unless little is left.
     const std::int64_t of_first = kFirstBucket / plan.bytes.gradient, sum = blocks + root,
                        least = std::max(root, blocks / std::max<std::int64_t>(1, layers) / 4);
     const std::int64_t in_bucket =
         plan.stage == 3 ? largest
-                        : std::min(sum > of_first ? sum - of_first : sum,
+                        : std::min(sum > of_first ? std::max(of_first, sum - of_first) : sum,
                                    std::max(candidate.bucket_bytes / plan.bytes.gradient, least));
     parts.buffers += double((2 * in_bucket + (plan.stage == 3 ? root : 0)) * plan.bytes.gradient);
   }
