@@ -134,8 +134,10 @@ class Measurement {
     for (const auto& round : fastest) all.insert(all.end(), round.begin(), round.end());
     std::ranges::sort(all);
     const auto quartile = [&](std::size_t which) { return all[(all.size() - 1) * which / 4]; };
+    // A step is a sum of many parts: their medians add up to its own, their fastest times to less.
+    const std::optional<double> median = steady_time(fastest);
     const auto [seconds, spread, unsteady] =
-        agreed({quartile(1), (quartile(3) - quartile(1)) / quartile(2), steady_time(fastest) ? 0.0 : 1.0});
+        agreed({median.value_or(0), (quartile(3) - quartile(1)) / quartile(2), median ? 0.0 : 1.0});
     if (unsteady == 0) part.seconds = seconds, part.spread = spread;
   }
   // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
@@ -178,14 +180,14 @@ class Operands {
   std::int64_t next_ = 0;
 };
 
-// A linear layer's three products of m x n x k multiplications each: x Wᵀ, dy W and dyᵀ x.
+// The three products of a linear layer: x Wᵀ, dy W and dyᵀ x.
 double seconds_of_products(Operands& operands, const Product& of) {
   const at::Tensor x = operands.matrix(of.m, of.k), weight = operands.matrix(of.n, of.k),
-                   rows = operands.matrix(of.k, of.n), columns = operands.matrix(of.k, of.m);
+                   gradient = operands.matrix(of.m, of.n);
   return seconds_of([&] {
     product(x, weight);
-    product(x, rows.t());
-    product(columns.t(), rows.t());
+    product(gradient, weight.t());
+    product(gradient.t(), x.t());
   });
 }
 
@@ -193,9 +195,10 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
   const auto operands = std::make_shared<Operands>(type_of(precision));
   // fp64 is for proofs: fewer, and smaller ones.
   const double most = precision == Precision::kFloat64 ? 0x1p25 : 0x1p31;
-  for (const std::int64_t m : {32, 128, 512, 2048})
+  // Wide rows of whole pages, and of none (Rates).
+  for (const std::int64_t m : {32, 128, 1024})
     for (const std::int64_t n : {64, 256, 1024, 4096})
-      for (const std::int64_t k : {64, 256, 1024, 4096}) {
+      for (const std::int64_t k : {64, 256, 960, 1024, 4096}) {
         const Product of{m, n, k};
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
@@ -257,22 +260,33 @@ LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
   return layer_work({model, cluster, calibration, work}, Candidate{}, 0);
 }
 
-// All of a layer but its products and attention, forward and backward.
+// All of a layer but its products and attention, forward and backward: of several layers by turns, which keep what
+// they made, so that they find neither operands nor memory for results in the cache, as in a step.
 void add_passes(Measurement& measurement, ClusterFile& into) {
   const ModelShape of = model_of(2, 512, 8, 1408);
+  struct Layer {
+    at::Tensor x, queries, gate, up;
+    std::vector<at::Tensor> made{};
+  };
   const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };
-  const at::Tensor x = given({kTokens, of.hidden}), scale = given({of.hidden}),
-                   queries = given({kTokens, of.heads, of.head_dim}),
-                   gate = given({kTokens, of.feed_forward}), up = given({kTokens, of.feed_forward}),
-                   cos = at::randn({kTokens, of.head_dim / 2});
-  const auto passes = [=] {
+  const at::Tensor scale = given({of.hidden}), cos = at::randn({kTokens, of.head_dim / 2});
+  const auto layers = std::make_shared<std::vector<Layer>>();
+  for (int i = 0; i < 6; ++i)
+    layers->push_back({given({kTokens, of.hidden}), given({kTokens, of.heads, of.head_dim}),
+                       given({kTokens, of.feed_forward}), given({kTokens, of.feed_forward})});
+  const auto passes = [=, next = std::size_t{0}]() mutable {
+    auto& [x, queries, gate, up, made] = (*layers)[next++ % layers->size()];
+    made.clear();
+    const auto keep = [&](at::TensorList outputs, at::TensorList inputs, at::TensorList gradients) {
+      for (const auto& all : {outputs.vec(), torch::autograd::grad(outputs.vec(), inputs.vec(), gradients.vec())})
+        for (const at::Tensor& one : all) made.push_back(one.detach());
+    };
     for (int i = 0; i < 2; ++i) {
       const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
-      const at::Tensor turned = rotary(queries, cos, cos);
-      torch::autograd::grad({normed, residual, turned}, {x, scale, queries},
-                            {x.detach(), x.detach(), queries.detach()});
+      keep({normed, residual, rotary(queries, cos, cos)}, {x, scale, queries},
+           {x.detach(), x.detach(), queries.detach()});
     }
-    torch::autograd::grad({swiglu(gate, up)}, {gate, up}, {up.detach()});
+    keep({swiglu(gate, up)}, {gate, up}, {up.detach()});
   };
   // Backward moves gradients, too.
   measurement.add("passes of a layer", 0.3, 3 * work_of(of, kTokens).bytes, passes,

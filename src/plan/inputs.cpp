@@ -48,7 +48,7 @@ constexpr Quantity kDevices{1, kMostDevices}, kLayers{1, 100'000}, kCalibrated{1
 constexpr double kFastestLink = 2e12, kFastestNetwork = 2.5e11;
 constexpr double kMostTokens = 1e15, kMostParameters = 1e16;
 constexpr std::uint64_t kLongestModelFile = 16 << 20;  // a config.json has kilobytes
-constexpr std::int64_t kFormat = 1;                    // of a calibration; another one was measured otherwise
+constexpr std::int64_t kFormat = 2;                    // of a calibration; another one was measured otherwise
 
 std::string without_blanks(std::string_view text) {
   std::string result(text);

@@ -59,11 +59,8 @@ const StepModel::Passes& StepModel::passes_of(const Candidate& c) {
 // `layer` -1: the output.
 StepModel::Pass StepModel::computed(const Candidate& c, std::int64_t layer) const {
   const LayerWork work = layer < 0 ? output_work(problem_, c) : layer_work(problem_, c, layer, mean_pairs_);
-  const auto all = [&](const std::vector<Product>& products) {
-    double sum = 0;
-    for (const Product& product : products) sum += rates_.seconds(product);
-    return sum;
-  };
+  double products = 0;
+  for (const Product& product : work.products) products += rates_.seconds(product);
   const auto attention = [&](double flops) {
     return rates_.attention(flops, fragment_, problem_.model.head_dim);
   };
@@ -71,17 +68,17 @@ StepModel::Pass StepModel::computed(const Candidate& c, std::int64_t layer) cons
     return bytes > 0 ? network_.seconds(operation, bytes, reach_of(c, axis, problem_.cluster)) : 0;
   };
   Pass pass;
-  pass.forward = {.products = all(work.forward),
+  pass.forward = {.products = products,
                   .attention = attention(work.pairs),
                   .memory = rates_.memory(work.bytes),
                   .overhead = rates_.operators(work.operators)};
   // Attention's backward computes five products for the forward's two; other operators move their inputs
   // and gradients.
-  pass.inputs = {.products = all(work.inputs),
+  pass.inputs = {.products = products,
                  .attention = attention(2.5 * work.pairs),
                  .memory = rates_.memory(2 * work.bytes),
                  .overhead = rates_.operators(work.operators)};
-  pass.weights = {.products = all(work.weights), .overhead = rates_.operators(work.operators / 2)};
+  pass.weights = {.products = products, .overhead = rates_.operators(work.operators / 2)};
 
   // A gather before and a reduce-scatter behind each pair of products, in the forward and in the backward;
   // an all-reduce where the sequence is whole. The output has half.

@@ -55,15 +55,15 @@ class Network {
 
 // ---- work and rates ----
 
-// A product [m, k] by [k, n], `count` times.
+// A linear layer of m tokens, k inputs and n outputs, `count` times: one of its three products.
 struct Product {
   std::int64_t m = 0, n = 0, k = 0;
   double count = 1;
 };
 // A rank's work for one micro-batch in a layer, or at an end of the model. Exchanges are whole buffers.
 struct LayerWork {
-  std::vector<Product> forward{}, inputs{}, weights{};  // backward in its two halves
-  double pairs = 0;                                     // FLOPs of attention, forward
+  std::vector<Product> products{};  // of the forward, and as many in either half of the backward
+  double pairs = 0;                 // FLOPs of attention, forward
   double bytes = 0;   // read and written by operators that no product hides, forward
   int operators = 0;  // launches or calls, forward
   double tp_bytes = 0, ring_bytes = 0, ulysses_bytes = 0, expert_bytes = 0;
@@ -77,7 +77,7 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate);  // h
 class Rates {
  public:
   explicit Rates(const Problem& problem);
-  // Between the nearest calibrated shapes, linear in 1/size.
+  // Between the nearest calibrated shapes, linear in 1/size; rows of whole pages by those of whole pages.
   double seconds(const Product& product) const;
   // Causal, of fragments of `length` tokens.
   double attention(double flops, std::int64_t length, std::int64_t head_dim) const;
@@ -94,8 +94,10 @@ class Rates {
 
  private:
   double flops_, attention_flops_, memory_, operator_, optimizer_;
+  double element_;  // bytes of one of the precision, of which the known rates are
   Origin origin_;
-  std::vector<Known> products_{}, attention_{};  // of the precision
+  std::array<std::vector<Known>, 2> products_{};  // of any width, and of rows of whole pages
+  std::vector<Known> attention_{};
 };
 
 // Pairs of each packed sequence: documents one behind another, cut where a sequence ends.

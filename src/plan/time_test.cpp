@@ -56,12 +56,10 @@ TEST(PlanWork, MultipliesEachParameterOnceForEachToken) {
   for (const int tp : {1, 2, 4}) {
     const Candidate candidate{.ranks = tp, .tp = tp, .micro_batch = 2};
     const double tokens = 2 * 2048;
-    double all = flops(output_work(problem, candidate).forward);
+    double all = flops(output_work(problem, candidate).products);
     for (std::int64_t layer = 0; layer < kSmall.layers; ++layer) {
       const LayerWork work = layer_work(problem, candidate, layer);
-      EXPECT_EQ(flops(work.forward), flops(work.inputs));
-      EXPECT_EQ(flops(work.forward), flops(work.weights));
-      all += flops(work.forward);
+      all += flops(work.products);
     }
     // All but the embedding's table and the norms' scales is multiplied.
     const double multiplied =
@@ -77,7 +75,7 @@ TEST(PlanWork, CountsTheExpertsOfAToken) {
   const Candidate candidate{.ranks = 4, .shards = 4, .ep = 4};
   const LayerWork work = layer_work(asked.problem(), candidate, 0);
   const double attention = 2 * 1024.0 * (1024 + 512), router = 1024 * 8, experts = 2 * 3 * 1024.0 * 512;
-  EXPECT_EQ(flops(work.forward), 2.0 * 2048 * (attention + router + experts));
+  EXPECT_EQ(flops(work.products), 2.0 * 2048 * (attention + router + experts));
   EXPECT_EQ(work.expert_bytes, 2048 * 2 * 1024 * 2.0);
 }
 
@@ -116,6 +114,12 @@ TEST(PlanRates, GoByTheNearestCalibratedShapes) {
       3 / (1 / rate(256, 1024, 1024) + 1 / rate(1024, 256, 1024) + 1 / rate(1024, 1024, 256));
   EXPECT_NEAR(rate(1 << 20, 4096, 4096) / nearest, 1, 1e-9);
   EXPECT_NEAR(rate(1024, 1024, 1024) / nearest, 1, 1e-9);
+  // Rows of whole pages have rates of their own, and those of the others where none is known.
+  asked.calibration.products = {{256, 256, 256, Precision::kBFloat16, 1e12, 0}};
+  EXPECT_NEAR(Rates(asked.problem()).seconds({256, 256, 2048}), 2 * std::pow(2.0, 27) / 1e12, 1e-12);
+  asked.calibration.products.push_back({256, 256, 4096, Precision::kBFloat16, 5e11, 0});
+  EXPECT_NEAR(Rates(asked.problem()).seconds({256, 256, 2048}), 2 * std::pow(2.0, 27) / 5e11, 1e-12);
+  EXPECT_NEAR(Rates(asked.problem()).seconds({256, 256, 2047}), 2 * 65536.0 * 2047 / 1e12, 1e-12);
   EXPECT_EQ(rates.origin(), Origin::kCalibrated);
 }
 
@@ -160,8 +164,7 @@ TEST(PlanStep, HidesTheReductionBehindTheLastBackward) {
   for (std::int64_t layer = -1; layer < kSmall.layers; ++layer) {
     const LayerWork work = layer < 0 ? output_work(p, one) : layer_work(p, one, layer);
     const Rates& rates = models.step.rates();
-    for (const auto* half : {&work.inputs, &work.weights})
-      for (const Product& product : *half) backward += rates.seconds(product);
+    for (const Product& product : work.products) backward += 2 * rates.seconds(product);
     backward += rates.attention(2.5 * work.pairs, 2048, 64) + rates.memory(2 * work.bytes) +
                 rates.operators(work.operators) + rates.operators(work.operators / 2);
   }

@@ -10,13 +10,6 @@
 namespace isograd::planner {
 namespace {
 
-// y = x W and, in backward, the gradients of x and of W: three products of as many operations.
-void add(LayerWork& to, std::int64_t tokens, std::int64_t in, std::int64_t out, double count = 1) {
-  to.forward.push_back({tokens, out, in, count});
-  to.inputs.push_back({tokens, in, out, count});
-  to.weights.push_back({in, out, tokens, count});
-}
-
 // Causal attention has them.
 double pairs_of(std::int64_t tokens) { return double(tokens) * (double(tokens) + 1) / 2; }
 
@@ -29,22 +22,19 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
                      queries = most_of(model.heads, tp) * model.head_dim,
                      keys = most_of(model.key_heads, tp) * model.head_dim;
   const double element = bytes_of(problem.work.precision), T = double(tokens), h = double(hidden);
-  LayerWork work;
-  add(work, tokens, hidden, queries);
-  add(work, tokens, hidden, keys, 2);
-  add(work, tokens, queries, hidden);
+  LayerWork work{.products = {{tokens, queries, hidden}, {tokens, keys, hidden, 2}, {tokens, hidden, queries}}};
   const bool mixture = model.has_experts(layer);
   // Rows that feed-forward networks read, and the width of what they multiply.
   const double rows = mixture ? T * double(model.experts.per_token) : T;
   std::int64_t width = most_of(model.feed_forward, tp);
   const auto network = [&](std::int64_t m, std::int64_t wide, double count) {
-    add(work, m, hidden, wide, count * (model.gated ? 2 : 1));
-    add(work, m, wide, hidden, count);
+    work.products.push_back({m, wide, hidden, count * (model.gated ? 2 : 1)});
+    work.products.push_back({m, hidden, wide, count});
   };
   double multiplied = 0;
   if (mixture) {
     const ModelShape::Experts& experts = model.experts;
-    add(work, tokens, hidden, experts.count);
+    work.products.push_back({tokens, experts.count, hidden});
     // A rank's experts get as many tokens as it sends, shared among them.
     const std::int64_t own = most_of(experts.count, candidate.ep);
     width = most_of(experts.feed_forward, tp);
@@ -68,6 +58,9 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   const double streams = candidate.sequence_parallel ? double(tp) : 1;
   work.bytes = element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) +
                           3 * multiplied + (mixture ? (2 + 5) * rows * h : 0));
+  // Queries, keys and values side by side before they go to other ranks and apart behind it, and what comes back
+  // in the order of the heads: as much in the backward, for which twice the forward's bytes are counted.
+  if (candidate.cp_ulysses > 1) work.bytes += element * T * 2 / 3 * double(6 * queries + 8 * keys);
   // A mixture's router, order and copies, and for each expert three products of a part of the rows.
   work.operators = mixture ? 40 + 12 * int(most_of(model.experts.count, candidate.ep)) : 20;
   if (tp > 1) work.tp_bytes = T * h * element;
@@ -80,8 +73,7 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate) {
   const ModelShape& model = problem.model;
   const std::int64_t tokens = tokens_of(problem.work, candidate),
                      vocabulary = most_of(model.vocabulary, candidate.tp);
-  LayerWork work;
-  add(work, tokens, model.hidden, vocabulary);
+  LayerWork work{.products = {{tokens, vocabulary, model.hidden}}};
   // Logits are read for their largest, their sum and their gradient.
   work.bytes = 3 * double(tokens) * double(vocabulary) * bytes_of(problem.work.precision);
   work.operators = 10;
@@ -130,6 +122,12 @@ namespace {
 
 double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
+// Elements of a column then lie in the same few lines of a cache, which evict one another: on a Xeon of 2023 the
+// products of a backward take up to twice as long.
+bool has_whole_pages(std::int64_t width, double element) {
+  return std::fmod(double(width) * element, 4096) == 0;
+}
+
 // Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
 // operation is linear in 1/size: it has a part of its own, which larger sizes share among more. Where none of
 // the corners around it was measured, as the product takes too long, the nearest points that were say it.
@@ -175,6 +173,7 @@ Rates::Rates(const Problem& problem)
   const auto found = [](double calibrated, double otherwise) {
     return calibrated > 0 ? calibrated : otherwise;
   };
+  element_ = bytes_of(precision);
   flops_ = device.peak[std::size_t(precision)] * constants.share_of_peak;
   attention_flops_ = device.peak[std::size_t(precision)] * constants.share_of_attention;
   memory_ = found(calibration.memory_bandwidth, device.memory_bandwidth * constants.share_of_memory);
@@ -182,7 +181,7 @@ Rates::Rates(const Problem& problem)
   optimizer_ = found(calibration.optimizer_bandwidth, memory_);
   for (const auto& of : calibration.products)
     if (of.precision == precision && of.flops > 0)
-      products_.push_back({{size(of.m), size(of.n), size(of.k)}, of.flops});
+      products_[has_whole_pages(of.k, element_)].push_back({{size(of.m), size(of.n), size(of.k)}, of.flops});
   for (const auto& of : calibration.attention)
     if (of.precision == precision && of.flops > 0)
       attention_.push_back({{size(of.length), size(of.head_dim), 1}, of.flops});
@@ -191,16 +190,17 @@ Rates::Rates(const Problem& problem)
 double Rates::seconds(const Product& product) const {
   const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
   if (flops == 0) return 0;
-  return flops / (products_.empty()
-                      ? flops_
-                      : interpolated(products_, {size(product.m), size(product.n), size(product.k)}));
+  const bool pages = has_whole_pages(product.k, element_);
+  const std::vector<Known>& known = products_[products_[pages].empty() ? !pages : pages];
+  return flops /
+         (known.empty() ? flops_ : interpolated(known, {size(product.m), size(product.n), size(product.k)}));
 }
 
 double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
   if (flops == 0) return 0;
   if (!attention_.empty()) return flops / interpolated(attention_, {size(length), size(head_dim), 1});
   // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
-  if (!products_.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
+  if (!products_[0].empty() || !products_[1].empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
   return flops / attention_flops_;
 }
 
