@@ -192,7 +192,7 @@ class Clock {
   double usual() {
     std::vector<double> all;
     for (int i = 0; i < 50; ++i) all.push_back(now());
-    return quantile(all, 0.25);
+    return quantile(all, 0.5);
   }
   // The slowest rank's.
   static double seconds_since(World& world, std::chrono::steady_clock::time_point start) {
@@ -224,6 +224,9 @@ void measure_held_out(World& world, const fs::path& folder) {
     for (const auto& [name, candidate] : layouts) {
       RunConfig& config = configs.emplace_back();
       config.model.shape = decoder_of(of.shape);
+      // Embeddings then outweigh the mean that attention adds, and routers see tokens. With the usual range all
+      // tokens of a model that is not trained go to the same two experts, which no plan can know.
+      config.model.shape.initializer_range = 0.002;
       set_layout(config, here.cluster, of.work, candidate);
       config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
       config.data.validation_fraction = 0;
@@ -297,7 +300,7 @@ TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
   fs::create_directories(folder / "text");
   std::string text;  // one document: every sequence is a fragment
   for (std::uint64_t i = 0; i < 1 << 18; ++i)
-    text += static_cast<char>('a' + random_bits({.seed = 7}, i) % 26);
+    text += static_cast<char>(' ' + random_bits({.seed = 7}, i) % 95);
   write_file(folder / "text" / "one.txt", text);
   ::setenv(kFolder, folder.c_str(), 1);
   EXPECT_EQ(launch_ranks({fs::read_symlink("/proc/self/exe").string(),

@@ -62,7 +62,7 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   // in the order of the heads: as much in the backward, for which twice the forward's bytes are counted.
   if (candidate.cp_ulysses > 1) work.bytes += element * T * 2 / 3 * double(6 * queries + 8 * keys);
   // A mixture's router, order and copies, and for each expert three products of a part of the rows.
-  work.operators = mixture ? 40 + 12 * int(most_of(model.experts.count, candidate.ep)) : 20;
+  work.operators = mixture ? 30 + 4 * int(most_of(model.experts.count, candidate.ep)) : 20;
   if (tp > 1) work.tp_bytes = T * h * element;
   work.ring_bytes = candidate.cp_ring > 1 ? 2 * T * double(keys) / candidate.cp_ulysses * element : 0;
   work.ulysses_bytes = candidate.cp_ulysses > 1 ? 2 * T * double(queries + keys) * element : 0;
