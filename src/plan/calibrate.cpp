@@ -195,10 +195,9 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
   const auto operands = std::make_shared<Operands>(type_of(precision));
   // fp64 is for proofs: fewer, and smaller ones.
   const double most = precision == Precision::kFloat64 ? 0x1p25 : 0x1p31;
-  // Wide rows of whole pages, and of none (Rates).
-  for (const std::int64_t m : {32, 128, 1024})
+  for (const std::int64_t m : {32, 128, 512, 2048})
     for (const std::int64_t n : {64, 256, 1024, 4096})
-      for (const std::int64_t k : {64, 256, 960, 1024, 4096}) {
+      for (const std::int64_t k : {64, 256, 1024, 4096}) {
         const Product of{m, n, k};
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
@@ -260,37 +259,30 @@ LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
   return layer_work({model, cluster, calibration, work}, Candidate{}, 0);
 }
 
-// All of a layer but its products and attention, forward and backward: of several layers by turns, which keep what
-// they made, so that they find neither operands nor memory for results in the cache, as in a step.
+// All of a layer but its products and attention, forward and backward. What else a step has takes the place
+// of its operands in the cache between two of them.
 void add_passes(Measurement& measurement, ClusterFile& into) {
   const ModelShape of = model_of(2, 512, 8, 1408);
-  struct Layer {
-    at::Tensor x, queries, gate, up;
-    std::vector<at::Tensor> made{};
-  };
   const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };
-  const at::Tensor scale = given({of.hidden}), cos = at::randn({kTokens, of.head_dim / 2});
-  const auto layers = std::make_shared<std::vector<Layer>>();
-  for (int i = 0; i < 6; ++i)
-    layers->push_back({given({kTokens, of.hidden}), given({kTokens, of.heads, of.head_dim}),
-                       given({kTokens, of.feed_forward}), given({kTokens, of.feed_forward})});
-  const auto passes = [=, next = std::size_t{0}]() mutable {
-    auto& [x, queries, gate, up, made] = (*layers)[next++ % layers->size()];
-    made.clear();
-    const auto keep = [&](at::TensorList outputs, at::TensorList inputs, at::TensorList gradients) {
-      for (const auto& all : {outputs.vec(), torch::autograd::grad(outputs.vec(), inputs.vec(), gradients.vec())})
-        for (const at::Tensor& one : all) made.push_back(one.detach());
-    };
-    for (int i = 0; i < 2; ++i) {
-      const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
-      keep({normed, residual, rotary(queries, cos, cos)}, {x, scale, queries},
-           {x.detach(), x.detach(), queries.detach()});
-    }
-    keep({swiglu(gate, up)}, {gate, up}, {up.detach()});
+  // Both norms, and queries and keys, as one of twice as many rows.
+  const at::Tensor x = given({2 * kTokens, of.hidden}), scale = given({of.hidden}),
+                   queries = given({2 * kTokens, of.heads, of.head_dim}),
+                   gate = given({kTokens, of.feed_forward}), up = given({kTokens, of.feed_forward}),
+                   cos = at::randn({2 * kTokens, of.head_dim / 2}), others = at::zeros({8 << 20});
+  const auto passes = [=] {
+    const auto [normed, residual] = rms_norm_and_residual(x, scale, 1e-5);
+    torch::autograd::grad({normed, residual, rotary(queries, cos, cos), swiglu(gate, up)},
+                          {x, scale, queries, gate, up},
+                          {x.detach(), x.detach(), queries.detach(), up.detach()});
   };
   // Backward moves gradients, too.
-  measurement.add("passes of a layer", 0.3, 3 * work_of(of, kTokens).bytes, passes,
-                  into.calibration.memory_bandwidth);
+  measurement.add(
+      "passes of a layer", 0.2, 3 * work_of(of, kTokens).bytes,
+      [=] {
+        others.add_(1);
+        return seconds_of(passes);
+      },
+      [&into](double rate, double) { into.calibration.memory_bandwidth = rate; });
   // A model so small that starting its operators is all that takes time.
   const ModelShape tiny = model_of(4, 16, 2, 32);
   constexpr std::int64_t kFew = 8;

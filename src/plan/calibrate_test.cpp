@@ -224,8 +224,8 @@ void measure_held_out(World& world, const fs::path& folder) {
     for (const auto& [name, candidate] : layouts) {
       RunConfig& config = configs.emplace_back();
       config.model.shape = decoder_of(of.shape);
-      // Embeddings then outweigh the mean that attention adds, and routers see tokens. With the usual range all
-      // tokens of a model that is not trained go to the same two experts, which no plan can know.
+      // Embeddings then outweigh the mean that attention adds, and routers see tokens. With the usual range
+      // all tokens of a model that is not trained go to the same two experts, which no plan can know.
       config.model.shape.initializer_range = 0.002;
       set_layout(config, here.cluster, of.work, candidate);
       config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();

@@ -77,7 +77,7 @@ LayerWork output_work(const Problem& problem, const Candidate& candidate);  // h
 class Rates {
  public:
   explicit Rates(const Problem& problem);
-  // Between the nearest calibrated shapes, linear in 1/size; rows of whole pages by those of whole pages.
+  // Between the nearest calibrated shapes, linear in 1/size.
   double seconds(const Product& product) const;
   // Causal, of fragments of `length` tokens.
   double attention(double flops, std::int64_t length, std::int64_t head_dim) const;
@@ -94,10 +94,8 @@ class Rates {
 
  private:
   double flops_, attention_flops_, memory_, operator_, optimizer_;
-  double element_;  // bytes of one of the precision, of which the known rates are
   Origin origin_;
-  std::array<std::vector<Known>, 2> products_{};  // of any width, and of rows of whole pages
-  std::vector<Known> attention_{};
+  std::vector<Known> products_{}, attention_{};  // of the precision
 };
 
 // Pairs of each packed sequence: documents one behind another, cut where a sequence ends.

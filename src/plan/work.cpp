@@ -22,7 +22,8 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
                      queries = most_of(model.heads, tp) * model.head_dim,
                      keys = most_of(model.key_heads, tp) * model.head_dim;
   const double element = bytes_of(problem.work.precision), T = double(tokens), h = double(hidden);
-  LayerWork work{.products = {{tokens, queries, hidden}, {tokens, keys, hidden, 2}, {tokens, hidden, queries}}};
+  LayerWork work{
+      .products = {{tokens, queries, hidden}, {tokens, keys, hidden, 2}, {tokens, hidden, queries}}};
   const bool mixture = model.has_experts(layer);
   // Rows that feed-forward networks read, and the width of what they multiply.
   const double rows = mixture ? T * double(model.experts.per_token) : T;
@@ -35,10 +36,12 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   if (mixture) {
     const ModelShape::Experts& experts = model.experts;
     work.products.push_back({tokens, experts.count, hidden});
-    // A rank's experts get as many tokens as it sends, shared among them.
+    // A rank's experts get as many tokens as it sends, shared among them. By chance the rank that gets most,
+    // for which the others wait, has sqrt(2 ln(ranks)) standard deviations more than the mean.
     const std::int64_t own = most_of(experts.count, candidate.ep);
+    const double ep = candidate.ep, most = rows + std::sqrt(2 * std::log(ep) * rows * (1 - 1 / ep));
     width = most_of(experts.feed_forward, tp);
-    network(std::max<std::int64_t>(1, std::int64_t(rows / double(own))), width, double(own));
+    network(std::max<std::int64_t>(1, std::int64_t(most / double(own))), width, double(own));
     if (experts.shared_feed_forward > 0) {
       network(tokens, most_of(experts.shared_feed_forward, tp), 1);
       multiplied += T * double(most_of(experts.shared_feed_forward, tp));
@@ -58,8 +61,8 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
   const double streams = candidate.sequence_parallel ? double(tp) : 1;
   work.bytes = element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) +
                           3 * multiplied + (mixture ? (2 + 5) * rows * h : 0));
-  // Queries, keys and values side by side before they go to other ranks and apart behind it, and what comes back
-  // in the order of the heads: as much in the backward, for which twice the forward's bytes are counted.
+  // Queries, keys and values side by side before they go to other ranks and apart behind it, and what comes
+  // back in the order of the heads: as much in the backward, for which twice the forward's bytes are counted.
   if (candidate.cp_ulysses > 1) work.bytes += element * T * 2 / 3 * double(6 * queries + 8 * keys);
   // A mixture's router, order and copies, and for each expert three products of a part of the rows.
   work.operators = mixture ? 30 + 4 * int(most_of(model.experts.count, candidate.ep)) : 20;
@@ -122,12 +125,6 @@ namespace {
 
 double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
-// Elements of a column then lie in the same few lines of a cache, which evict one another: on a Xeon of 2023 the
-// products of a backward take up to twice as long.
-bool has_whole_pages(std::int64_t width, double element) {
-  return std::fmod(double(width) * element, 4096) == 0;
-}
-
 // Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
 // operation is linear in 1/size: it has a part of its own, which larger sizes share among more. Where none of
 // the corners around it was measured, as the product takes too long, the nearest points that were say it.
@@ -173,7 +170,6 @@ Rates::Rates(const Problem& problem)
   const auto found = [](double calibrated, double otherwise) {
     return calibrated > 0 ? calibrated : otherwise;
   };
-  element_ = bytes_of(precision);
   flops_ = device.peak[std::size_t(precision)] * constants.share_of_peak;
   attention_flops_ = device.peak[std::size_t(precision)] * constants.share_of_attention;
   memory_ = found(calibration.memory_bandwidth, device.memory_bandwidth * constants.share_of_memory);
@@ -181,7 +177,7 @@ Rates::Rates(const Problem& problem)
   optimizer_ = found(calibration.optimizer_bandwidth, memory_);
   for (const auto& of : calibration.products)
     if (of.precision == precision && of.flops > 0)
-      products_[has_whole_pages(of.k, element_)].push_back({{size(of.m), size(of.n), size(of.k)}, of.flops});
+      products_.push_back({{size(of.m), size(of.n), size(of.k)}, of.flops});
   for (const auto& of : calibration.attention)
     if (of.precision == precision && of.flops > 0)
       attention_.push_back({{size(of.length), size(of.head_dim), 1}, of.flops});
@@ -190,17 +186,16 @@ Rates::Rates(const Problem& problem)
 double Rates::seconds(const Product& product) const {
   const double flops = 2 * product.count * double(product.m) * double(product.n) * double(product.k);
   if (flops == 0) return 0;
-  const bool pages = has_whole_pages(product.k, element_);
-  const std::vector<Known>& known = products_[products_[pages].empty() ? !pages : pages];
-  return flops /
-         (known.empty() ? flops_ : interpolated(known, {size(product.m), size(product.n), size(product.k)}));
+  return flops / (products_.empty()
+                      ? flops_
+                      : interpolated(products_, {size(product.m), size(product.n), size(product.k)}));
 }
 
 double Rates::attention(double flops, std::int64_t length, std::int64_t head_dim) const {
   if (flops == 0) return 0;
   if (!attention_.empty()) return flops / interpolated(attention_, {size(length), size(head_dim), 1});
   // Calibrated products alone: as tiles of 128 rows and keys and a head of 128 are multiplied.
-  if (!products_[0].empty() || !products_[1].empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
+  if (!products_.empty()) return seconds({128, 128, 128, flops / (2.0 * 128 * 128 * 128)});
   return flops / attention_flops_;
 }
 
