@@ -377,14 +377,18 @@ void add_collectives(Measurement& measurement, Groups& groups, Group group, cons
     if (in_place && operation == Operation::kSend) continue;
     const auto points = std::make_shared<Points>();
     groups[{std::string(name_of(operation)), backend, group.size()}] = points;
-    for (const std::int64_t bytes : {1 << 12, 1 << 16, 1 << 20, 1 << 24}) {
+    for (const int bytes : {1 << 12, 1 << 16, 1 << 20, 1 << 24}) {
       const double n = group.size(), part = (n - 1) / n;
       const double sent = double(bytes) * (operation == Operation::kAllReduce ? 2 * part
                                            : operation == Operation::kSend    ? 1
                                                                               : part);
-      const auto once = [=, work = collective(group, operation, bytes, in_place)]() mutable {
+      // By turns, as a step does not find a buffer in the cache in which the last one was.
+      std::vector<std::function<void()>> each;
+      for (int i = 0; i < std::clamp((1 << 24) / bytes, 1, 16); ++i)
+        each.push_back(collective(group, operation, bytes, in_place));
+      const auto once = [=, next = std::size_t{0}]() mutable {
         group.barrier();
-        return seconds_of(work);
+        return seconds_of(each[next++ % each.size()]);
       };
       measurement.add(fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()), 0.03,
                       sent, once, [=](double rate, double spread) {
@@ -477,11 +481,8 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
     calibration.collectives.push_back(line);
     if (line.operation == name_of(Operation::kAllGather) && line.backend == kOwnMemory &&
         line.ranks == world.size)
-      found.cluster.links = {{.name = "shared memory",
-                              .ranks = world.size,
-                              .latency = line.latency,
-                              .bandwidth = line.bandwidth,
-                              .origin = Origin::kCalibrated}};
+      found.cluster.links = {
+          {"shared memory", world.size, line.latency, line.bandwidth, Origin::kCalibrated}};
   }
   const bool enough = found.cluster.device.memory_bandwidth > 0 && !calibration.products.empty() &&
                       (world.size == 1 || !found.cluster.links.empty());
