@@ -37,9 +37,11 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
     const ModelShape::Experts& experts = model.experts;
     work.products.push_back({tokens, experts.count, hidden});
     // A rank's experts get as many tokens as it sends, shared among them. By chance the rank that gets most,
-    // for which the others wait, has sqrt(2 ln(ranks)) standard deviations more than the mean.
+    // for which the others wait, has sqrt(2 ln(ranks)) standard deviations more than the mean; a word chooses
+    // alike wherever it stands.
     const std::int64_t own = most_of(experts.count, candidate.ep);
-    const double ep = candidate.ep, most = rows + std::sqrt(2 * std::log(ep) * rows * (1 - 1 / ep));
+    const double ep = candidate.ep, alike = std::max(1.0, ep * T / double(model.vocabulary)),
+                 most = rows + std::sqrt(2 * std::log(ep) * rows * alike * (1 - 1 / ep));
     width = most_of(experts.feed_forward, tp);
     network(std::max<std::int64_t>(1, std::int64_t(most / double(own))), width, double(own));
     if (experts.shared_feed_forward > 0) {
