@@ -81,7 +81,7 @@ TEST(PlanWork, CountsTheExpertsOfAToken) {
   // 4,096 rows of a rank: 92.3 more on the one that gets most, in its two experts.
   EXPECT_EQ(flops(work.products) - flops(alone.products), 2.0 * 92 * 3 * 1024 * 512);
   EXPECT_EQ(work.expert_bytes, 2048 * 2 * 1024 * 2.0);
-  // Of 2,048 words each stands in four places: twice as many.
+  // With 2,048 words each stands in four places: twice as many.
   asked.model.vocabulary = 2048;
   EXPECT_EQ(flops(layer_work(asked.problem(), candidate, 0).products) - flops(alone.products),
             2.0 * 184 * 3 * 1024 * 512);
