@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -170,3 +171,45 @@ def test_types_are_those_that_are_written(installed):
     said = run(installed, "-m", "mypy", "--config-file", ROOT / "python/pyproject.toml", "--cache-dir",
                folder / ".mypy", folder / "isograd", folder / "_isograd_command.py")
     assert said.startswith("Success: no issues found"), said
+
+
+def private_names(text):
+    """The names with an underscore that a source defines, and those that it uses of others."""
+    defined, used = set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self":
+            defined.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            (defined if node.level else used).update([*(node.module or "").split("."), *(each.name for each in node.names)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.add(node.value.removesuffix("."))
+    return [{name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)} for names in (defined, used)]
+
+
+def test_private_names_of_torch_stand_in_one_file_which_asserts_them():
+    """In another file nothing would notice a version that renames one."""
+    elsewhere = {"_fields", "_getframe", "_original_forward", "_isograd_command"}  # Python's, Accelerate's and the command's
+    texts = {str(path.relative_to(ROOT / "python/isograd")): path.read_text() for path in (ROOT / "python/isograd").rglob("*.py")}
+    of_torch = texts.pop("_torch_names.py")
+    defined = set().union(*(private_names(text)[0] for text in texts.values()), elsewhere)
+    assert {name: private_names(text)[1] - defined for name, text in texts.items() if private_names(text)[1] - defined} == {}
+    planted = private_names("group._device_types\ngetattr(model, '_orig_mod')\nfrom torch._C import _x\n")[1] - defined
+    assert planted == {"_device_types", "_orig_mod", "_C", "_x"}
+    asserted = runpy.run_path(str(ROOT / "python/isograd/_torch_names.py"))["names"]()
+    used = private_names(of_torch)[1] - private_names(of_torch)[0]
+    imported = {"_C", "_checkpoint", "_fully_shard", "_fsdp_state", "_CHECKPOINT_WRAPPED_MODULE"}  # Python asserts these
+    assert used - {name.rpartition(".")[2] for name in asserted} == imported and all(asserted.values())
+
+
+@pytest.mark.parametrize("gone", ["torch.distributed.ProcessGroup._device_types", "torch.amp.GradScaler._found_inf_per_device"])
+def test_a_torch_that_lacks_a_private_name_is_refused_with_it(installed, gone):
+    owner, _, name = gone.rpartition(".")
+    said = run(installed, "-c", f"import torch, torch.distributed\ndel {gone}\nimport isograd", status=1).strip().splitlines()[-1]
+    assert re.fullmatch(rf"ImportError: isograd: found torch [\w.+]+ without {owner.rpartition('.')[2]}.{name}; expected torch "
+                        r"2.10 to 2.15, .*", said), said

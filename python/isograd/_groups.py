@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._native.isograd_comm import ConfigError
+from ._torch_names import device_types
 
 Buffer = Union[bytearray, memoryview]
 Group = Union[ProcessGroup, DeviceMesh, None]
@@ -56,7 +57,7 @@ def size_of(group: Group) -> int:
 
 def device_of(group: ProcessGroup) -> torch.device:
     """A device whose tensors the group takes: the CPU where it does."""
-    types = {device.type for device in group._device_types}
+    types = device_types(group)
     if "cpu" in types or not types:
         return torch.device("cpu")
     kind = sorted(types)[0]

@@ -13,7 +13,7 @@ import sys
 from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.utils.clip_grad as torch_clip
+import torch.nn.utils.clip_grad as clips
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer, SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +23,7 @@ from ._groups import local
 from ._native.isograd_comm import checksum
 from ._random import Draws, moved, states
 from ._tensors import gradient_of, held, plain, plain_name, trained, whole
+from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities
 
 Finding = dict[str, str]  # id, sentence
 MOST_NAMES = 6
@@ -138,14 +139,14 @@ class Recording:
         """Adds to `applied` what plain SGD with learning rate 1 would take away now."""
         scaled = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to divide by it
         scale = 1.0 if scaled is None else 1.0 / float(scaled)
-        in_backward = torch._C._current_graph_task_id() != -1  # other parameters' gradients come after it
-        self.take(scale, groups if in_backward else None)
+        inside = in_backward()  # other parameters' gradients come after it
+        self.take(scale, groups if inside else None)
         if float(getattr(optimizer, "found_inf", None) or 0) > 0:
             return  # and to skip the update
         for name, g in self._now():
             if name in groups and name in self.by:
                 self.applied[name] += g * scale
-            elif name in groups or not (in_backward or name in self.applied):
+            elif name in groups or not (inside or name in self.applied):
                 self.applied[name] = held(g).mul_(scale) if scale != 1.0 else held(g)
         for name, group in groups.items():
             self.by[name] = optimizer, group, float(group.get("lr", float("nan")))
@@ -162,9 +163,9 @@ class Recording:
     def attached(self) -> Iterator[None]:
         """Records PyTorch's and isograd's clipping, the optimizers and the model's forward meanwhile."""
         with contextlib.ExitStack() as undo:
-            _replace(undo, torch_clip, "_clip_grads_with_norm_", self._norm_clip)
+            _replace(undo, clips, CLIPS_BY_NORM, self._norm_clip)
             _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
-            _replace(undo, torch_clip, "_group_tensors_by_device_and_dtype", self._value_clip)
+            _replace(undo, clips, GROUPS_OF_VALUE_CLIP, self._value_clip)
             _replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
@@ -188,7 +189,7 @@ class Recording:
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         before = scaler.get_scale()
         result = original(scaler, optimizer, *arguments, **named)
-        found = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
+        found = infinities(scaler, optimizer) if scaler.is_enabled() else {}
         if any(float(each) > 0 for each in found.values()):
             self.skipped = float(before)
         return result

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._groups import Group, agreed, device_of, gather_rows, groups_of, refuse, size_of
+from ._torch_names import cpu_backend
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -82,7 +83,7 @@ def backend_of(group: Group) -> tuple[bool, Any]:
         return True, None
     if len(groups) > 1 or device_of(groups[0]).type != "cpu":
         return False, None
-    backend = groups[0]._get_backend(torch.device("cpu"))
+    backend = cpu_backend(groups[0])
     return True, getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
 
 

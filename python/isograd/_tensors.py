@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._groups import gather_objects
 from ._native.isograd_comm import checksum
+from ._torch_names import CHECKPOINTED, COMPILED, hooks_of
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
+_WRAPPERS = (f"{COMPILED}.", f"{CHECKPOINTED}.")
 
 
 def ranks() -> tuple[int, int]:
@@ -31,8 +32,8 @@ def plain(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
+        elif isinstance(inner := getattr(model, COMPILED, None), nn.Module):
+            model = inner
         else:
             return model
 
@@ -41,7 +42,7 @@ def copied(model: nn.Module) -> nn.Module:
     """A copy with the hooks of its parameters, which copy.deepcopy leaves out."""
     other = copy.deepcopy(model)
     for own, new in zip(model.parameters(), other.parameters()):
-        for hook in (own._backward_hooks or {}).values():
+        for hook in hooks_of(own):
             new.register_hook(hook)
     return other
 

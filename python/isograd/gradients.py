@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._groups import Group, Parameters, all_sum, groups_of, listed, local, refuse
 from ._tensors import gradient_of
+from ._torch_names import has_comm_hook
 
 # Called with (parameters, max_norm, norm, scale) before gradients are multiplied: isograd.watch listens.
 observers: list[Callable[[list[torch.Tensor], float, torch.Tensor, float], None]] = []
@@ -25,7 +26,7 @@ def sum_gradients(model: nn.Module) -> nn.Module:
     found = False
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            if module._comm_hooks:
+            if has_comm_hook(module):
                 refuse("isograd.sum_gradients", "DDP with a communication hook", "DDP as it was made",
                        "A model has one hook: call sum_gradients in its place, or let it sum")
             module.register_comm_hook(module.process_group, _summing)

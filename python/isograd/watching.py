@@ -25,6 +25,7 @@ from ._recording import Recording, checksums_after, frozen_otherwise, judge
 from ._reference import Loss, Mean, Reference, one_process
 from ._tensors import (assembled, copied, digest, held, like, on_cpu, owned_norm, plain, plain_name, ranks, spread, summed,
                        trained, whole)
+from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
@@ -210,10 +211,10 @@ class watch:
             refuse(_WHERE, f"a model that is sharded over ranks ({sharded[0] if sharded else 'stages'}) and no make_model",
                    "a way to make the whole model on one process", "Give make_model=lambda: Model(...), before it is wrapped")
         for name, module in self.model.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            if is_dropout(module) and module.training and module.p > 0:
                 refuse(_WHERE, f"dropout of {module.p} in {name or 'the model'}", "a step that gives the same when it is repeated",
                        "Set p = 0 or call eval() on it for this step: no other process draws the same numbers")
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            if is_batch_norm(module) and module.training:
                 refuse(_WHERE, f"statistics over the batch in {name or 'the model'} ({type(module).__name__})",
                        "a loss that is a sum over samples", "Call eval() on it for this step: its loss depends on how the batch "
                        "is split, and no split is one device's")
@@ -316,7 +317,7 @@ class watch:
         return gather_objects({name: whole(own[name]) for name in differing}, to=0)
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store() if self.size > 1 else None
+        return default_store() if self.size > 1 else None
 
     def _tell(self, what: str) -> None:
         if store := self._store():
@@ -456,8 +457,7 @@ class watch:
                                  "sample was made, from other states, it was the same each time")
 
     def _precision(self) -> str:
-        policies = {getattr(getattr(m, "_get_fsdp_state", lambda: None)(), "_mp_policy", None) for m in self.model.modules()}
-        lowest = {p.dtype for p in trained(self.model).values()} | {getattr(policy, "param_dtype", None) for policy in policies}
+        lowest = {p.dtype for p in trained(self.model).values()} | {param_dtype(m) for m in self.model.modules()}
         lowest.add(self.recording.autocast)
         return next((PRECISIONS[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in lowest), "fp64")
 

@@ -1,0 +1,106 @@
+"""PyTorch's private names: no other file of the package has one, and importing this asserts each, so that a version which renames
+one is refused with that name, and no comparison goes wrong in silence."""
+from __future__ import annotations
+
+import pathlib
+import types
+from typing import Any, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.utils.clip_grad as clips
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+
+# What torch.nn.utils.clip_grad calls: a recording puts its own in their places.
+CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP = "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype"
+COMPILED = "_orig_mod"  # of torch.compile's wrapper: the module
+CHECKPOINTED = "_checkpoint_wrapped_module"  # of checkpoint_wrapper's
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread now."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def device_types(group: ProcessGroup) -> set[str]:
+    """The kinds of devices that the group has a backend for."""
+    return {device.type for device in group._device_types}
+
+
+def cpu_backend(group: ProcessGroup) -> Any:
+    """The backend that reduces the group's tensors on the CPU."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def default_store() -> Any:
+    """The store by which the process group was made."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether someone has registered a communication hook."""
+    return bool(ddp._comm_hooks)
+
+
+def hooks_of(p: torch.Tensor) -> list[Any]:
+    """The hooks on the gradient of a tensor."""
+    return list((p._backward_hooks or {}).values())
+
+
+def infinities(scaler: torch.amp.GradScaler, optimizer: Any) -> Mapping[str, torch.Tensor]:
+    """By device: 1 where the scaler has found an infinity or NaN in the optimizer's gradients."""
+    found: Mapping[str, torch.Tensor] = scaler._found_inf_per_device(optimizer)
+    return found
+
+
+def param_dtype(module: nn.Module) -> torch.dtype | None:
+    """The precision in which FSDP2 computes the module; None where it says none."""
+    state = getattr(module, "_get_fsdp_state", None)
+    dtype: torch.dtype | None = None if state is None else state()._mp_policy.param_dtype
+    return dtype
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Dropout of any form."""
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """BatchNorm of any dimension, and SyncBatchNorm."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _uses(function: types.FunctionType, name: str) -> bool:
+    return name in function.__code__.co_names
+
+
+def names() -> dict[str, bool]:
+    """The names, and whether this torch has them."""
+    of_compile = pathlib.Path(torch.__file__).parent / "_dynamo/eval_frame.py"  # importing it takes two seconds
+    return {
+        "torch._C._current_graph_task_id": hasattr(torch._C, "_current_graph_task_id"),
+        "ProcessGroup._device_types": hasattr(ProcessGroup, "_device_types"),
+        "ProcessGroup._get_backend": hasattr(ProcessGroup, "_get_backend"),
+        "distributed_c10d._get_default_store": hasattr(dist.distributed_c10d, "_get_default_store"),
+        "DistributedDataParallel._comm_hooks": _uses(DistributedDataParallel.__init__, "_comm_hooks"),
+        "Tensor._backward_hooks": hasattr(torch.Tensor, "_backward_hooks"),
+        "GradScaler._found_inf_per_device": hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
+        "FSDPModule._get_fsdp_state": hasattr(FSDPModule, "_get_fsdp_state"),
+        "FSDPState._mp_policy": _uses(FSDPState.init, "_mp_policy"),
+        "dropout._DropoutNd": hasattr(nn.modules.dropout, "_DropoutNd"),
+        "batchnorm._BatchNorm": hasattr(nn.modules.batchnorm, "_BatchNorm"),
+        f"clip_grad.{CLIPS_BY_NORM}": _uses(clips.clip_grad_norm_.__wrapped__, CLIPS_BY_NORM),
+        f"clip_grad.{GROUPS_OF_VALUE_CLIP}": _uses(clips.clip_grad_value_.__wrapped__, GROUPS_OF_VALUE_CLIP),
+        f"OptimizedModule.{COMPILED}": not of_compile.exists() or f'"{COMPILED}"' in of_compile.read_text(),
+        f"CheckpointWrapper.{CHECKPOINTED}": checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE == CHECKPOINTED,
+    }
+
+
+if _missing := [name for name, there in names().items() if not there]:
+    raise ImportError(f"isograd: found torch {torch.__version__} without {', '.join(_missing)}; expected torch 2.10 to 2.15, whose "
+                      "private names isograd knows. Install one of these.")
