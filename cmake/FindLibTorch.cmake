@@ -1,6 +1,6 @@
 # Finds LibTorch without torch's own CMake package, which asks for a CUDA toolkit when the build has CUDA.
 #   ISOGRAD_TORCH   folder holding include/ and lib/ (a `torch` Python package or an unpacked libtorch)
-# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Tested versions alone are
+# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Versions of the tested range alone are
 # accepted: the code uses headers below torch/csrc, which carry no promise across versions (src/base/torch_versions.hpp).
 set(ISOGRAD_TORCH "$ENV{ISOGRAD_TORCH}" CACHE PATH "LibTorch: folder that holds include/ and lib/")
 if(NOT ISOGRAD_TORCH)
@@ -34,13 +34,14 @@ find_package_handle_standard_args(LibTorch
   REASON_FAILURE_MESSAGE "looked in '${ISOGRAD_TORCH}'. Set ISOGRAD_TORCH to a folder with include/ and lib/, \
 or run `pip install torch==2.13.0`, or let ./dev set it up.")
 
-set(LibTorch_TESTED 2.11 2.13)  # ./dev reads this line, too
+set(LibTorch_RANGE 2.10 2.15)  # the oldest and the newest; ./dev and tests/test_dev.py read this line, too
 if(LibTorch_FOUND)
+  list(GET LibTorch_RANGE 0 _oldest)
+  list(GET LibTorch_RANGE 1 _newest)
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" _minor "${LibTorch_VERSION}")
-  if(NOT _minor IN_LIST LibTorch_TESTED)
-    list(JOIN LibTorch_TESTED ", " _tested)
-    message(FATAL_ERROR "LibTorch ${LibTorch_VERSION} found in ${ISOGRAD_TORCH}; expected one of ${_tested}. "
-      "Other versions are refused until they are tested: install torch==2.13.0 or point ISOGRAD_TORCH at a tested one.")
+  if(_minor VERSION_LESS _oldest OR _minor VERSION_GREATER _newest)
+    message(FATAL_ERROR "LibTorch ${LibTorch_VERSION} found in ${ISOGRAD_TORCH}; expected ${_oldest} to ${_newest}. "
+      "Other versions are refused until they are tested: install torch==2.13.0 or point ISOGRAD_TORCH at one of these.")
   endif()
 endif()
 
@@ -56,9 +57,11 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
      CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 18)
     target_compile_options(isograd_torch::torch INTERFACE -fclang-abi-compat=17)
   endif()
-  # A CUDA build registers its kernels from a library nobody calls by name: keep it linked.
+  # A CUDA build registers its kernels from a library nobody calls by name: keep it linked. Without it the program needs
+  # none of the nvidia packages but two (CUDA's run time and CUPTI).
+  set(ISOGRAD_CUDA AUTO CACHE STRING "GPUs and the backend 'nccl': AUTO (if LibTorch has CUDA), ON, OFF")
   find_library(LibTorch_CUDA torch_cuda PATHS "${ISOGRAD_TORCH}/lib" NO_DEFAULT_PATH NO_CACHE)
-  if(LibTorch_CUDA)
+  if(LibTorch_CUDA AND NOT ISOGRAD_CUDA STREQUAL "OFF")
     target_link_libraries(isograd_torch::torch INTERFACE
       "-Wl,--push-state,--no-as-needed" "${LibTorch_CUDA}" "-Wl,--pop-state")
   endif()
@@ -71,7 +74,6 @@ if(LibTorch_FOUND AND NOT TARGET isograd_torch::torch)
   find_path(LibTorch_CRT_INCLUDE_DIR crt/host_config.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
   find_path(LibTorch_CCCL_INCLUDE_DIR nv/target PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
   find_path(LibTorch_NCCL_INCLUDE_DIR nccl.h PATHS ${_nvidia} /usr/local/cuda/include NO_CACHE)
-  set(ISOGRAD_CUDA AUTO CACHE STRING "GPUs and the backend 'nccl': AUTO (if LibTorch has CUDA), ON, OFF")
   set(ISOGRAD_WITH_CUDA OFF)
   if(LibTorch_CUDA AND LibTorch_C10_CUDA AND LibTorch_CUDART_INCLUDE_DIR AND LibTorch_NCCL_INCLUDE_DIR
      AND LibTorch_CRT_INCLUDE_DIR AND LibTorch_CCCL_INCLUDE_DIR AND NOT ISOGRAD_CUDA STREQUAL "OFF")

@@ -3,6 +3,7 @@ fails ends it. And what runs the tests: it takes any number of names, and a test
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import run_all
@@ -149,8 +150,9 @@ def test_a_test_that_cannot_be_started_has_failed(tmp_path, monkeypatch):
     assert runs_of_base(tmp_path, ["Error.*"]).failed == ["base"]
 
 
-@pytest.mark.parametrize("version, accepted", [("2.11.0", True), ("2.13.1", True), ("2.12.0", False), ("2.1.3", False)])
-def test_a_libtorch_of_an_untested_version_is_refused_with_those_that_were_tested(tmp_path, version, accepted):
+@pytest.mark.parametrize("version, accepted", [("2.10.0", True), ("2.15.1", True), ("2.9.1", False), ("2.16.0", False),
+                                               ("2.1.5", False), ("3.11.0", False)])
+def test_a_libtorch_outside_the_range_is_refused_with_the_range(tmp_path, version, accepted):
     torch = tmp_path / "torch"
     for file in ["include/ATen/core/Tensor.h", "lib/libtorch_cpu.so", "lib/libc10.so"]:
         (torch / file).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,14 @@ def test_a_libtorch_of_an_untested_version_is_refused_with_those_that_were_teste
     if accepted:
         assert f"accepted {version}" in said, said
     else:
-        assert done.returncode and f"LibTorch {version} found in" in said and "expected one of 2.11, 2.13" in said, said
+        assert done.returncode and f"LibTorch {version} found in" in said and "expected 2.10 to 2.15" in said, said
+
+
+@pytest.mark.parametrize("version", ["2.9", "2.16.0", "3.12", "newest", "2"])
+def test_torch_range_refuses_other_versions_before_it_installs_one(version):
+    done = subprocess.run([sys.executable, ROOT / "tools/torch_range.py", "2.13", version], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"torch-range: found '{version}'; expected 2.10 to 2.15, with or without a third number.\n"
 
 
 def test_help_is_text_and_runs_nothing():

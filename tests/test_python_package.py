@@ -213,3 +213,25 @@ def test_a_torch_that_lacks_a_private_name_is_refused_with_it(installed, gone):
     said = run(installed, "-c", f"import torch, torch.distributed\ndel {gone}\nimport isograd", status=1).strip().splitlines()[-1]
     assert re.fullmatch(rf"ImportError: isograd: found torch [\w.+]+ without {owner.rpartition('.')[2]}.{name}; expected torch "
                         r"2.10 to 2.15, .*", said), said
+
+
+def test_a_wheel_depends_on_the_torch_that_it_was_built_with(wheel, tmp_path, monkeypatch):
+    import torch
+    with zipfile.ZipFile(wheel) as packed:
+        metadata = packed.read(next(name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))).decode()
+    assert re.findall("Requires-Dist: (.*)", metadata) == [f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"]
+    provider = runpy.run_path(str(ROOT / "python/_torch_dependency.py"))
+    monkeypatch.setenv("ISOGRAD_TORCH", str(tmp_path))
+    assert provider["dynamic_metadata"]("dependencies", {}) == ["torch>=2.10,<2.16"]
+    (tmp_path / "version.py").write_text("__version__ = '2.15.0+cu132'\n")
+    assert provider["dynamic_metadata"]("dependencies", {}) == ["torch==2.15.*"]
+
+
+def test_one_range_of_torch_is_stated():
+    oldest, newest = re.search(r"set\(LibTorch_RANGE ([\d.]+) ([\d.]+)\)", (ROOT / "cmake/FindLibTorch.cmake").read_text()).groups()
+    above = f"{newest.split('.')[0]}.{int(newest.split('.')[1]) + 1}"
+    for file, words in [("python/_torch_dependency.py", f"torch>={oldest},<{above}"), ("python/isograd/_torch_names.py", f"{oldest} to {newest}"),
+                        ("src/base/torch_versions.hpp", f"{oldest} to {newest}"), ("DESIGN.md", f"LibTorch {oldest} to {newest}"),
+                        ("CONTRIBUTING.md", f"{oldest} to {newest}"), ("docs/gpu.md", f"from {oldest} to {newest}"),
+                        ("docs/python.md", f"({oldest} to {newest};"), ("python/CMakeLists.txt", f"torch {oldest} to {newest}")]:
+        assert words in (ROOT / file).read_text(), (file, words)

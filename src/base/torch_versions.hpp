@@ -1,5 +1,5 @@
-// Names that differ between the accepted versions of LibTorch (cmake/FindLibTorch.cmake). No other file
-// depends on the version.
+// Names that differ between the accepted versions of LibTorch, 2.10 to 2.15 (cmake/FindLibTorch.cmake). No other
+// file depends on the version. The assertions say which change each branch is for.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -9,14 +9,23 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <type_traits>
 #include <utility>
 
 namespace isograd::torch_versions {
 
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-
-using PreMulSum = c10d::NCCLPreMulSumSupplement;
+// 2.12 gave the operation a kind of its own.
+#if TORCH_VERSION_MINOR < 12
 inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::COALESCED;
+#else
+inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#endif
+
+// 2.13 named the scaled sum without NCCL, counts nodes by intrusive_ptr, and made a refusing storage's setter public.
+#if TORCH_VERSION_MINOR < 13
+
+static_assert(std::is_base_of_v<std::enable_shared_from_this<torch::autograd::Node>, torch::autograd::Node>);
+using PreMulSum = c10d::NCCLPreMulSumSupplement;
 inline c10d::ReduceOp pre_mul_sum(double factor) { return c10d::makeNCCLPreMulSum(factor); }
 
 template <class Node, class... Arguments>
@@ -38,8 +47,8 @@ inline void allow_reading(c10::StorageImpl& storage) {
 
 #else
 
+static_assert(std::is_base_of_v<c10::intrusive_ptr_target, torch::autograd::Node>);
 using PreMulSum = c10d::PreMulSumSupplement;
-inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
 inline c10d::ReduceOp pre_mul_sum(double factor) { return c10d::makePreMulSum(factor); }
 
 template <class Node, class... Arguments>
