@@ -28,8 +28,9 @@ for each in map(Requirement, importlib.metadata.requires("torch")):
         each.marker, each.extras = None, {{extra for extra in each.extras if not re.fullmatch({UNNEEDED!r}, extra)}}
         print(each)
 """
-SMALL = ["--ranks", "2", "data.pack_length=64", "batch.packs_per_step=4", "batch.packs_per_micro_batch=1", "model.hidden=32", "model.layers=2",
-         "model.heads=2", "model.key_value_heads=2", "model.head_dim=16", "model.feed_forward=64", "run.peak_tflops=1"]
+SMALL = ["--ranks", "2", *(word for key in (
+    "data.pack_length=64", "batch.packs_per_step=4", "batch.packs_per_micro_batch=1", "model.hidden=32", "model.layers=2", "model.heads=2",
+    "model.key_value_heads=2", "model.head_dim=16", "model.feed_forward=64", "run.peak_tflops=1") for word in ("--set", key))]
 TESTS = {"test_loss": "src/loss", "test_parallel_data": "src/parallel/data"}
 
 
@@ -50,7 +51,7 @@ class Version:
         self.environment.update(OMP_NUM_THREADS="1", CCACHE_PCH_EXTSUM="1", PYTHON=str(self.python))
 
     def ran(self, *command, limit, says=""):
-        """What a command printed; Failed, with its last line, where its status is not 0 or `says` is not in it."""
+        """The output of a command; Failed, with its first error or last line, where the status is not 0 or `says` is not in it."""
         with (self.folder / "log.txt").open("a") as log:
             log.write(f"\n$ {' '.join(map(str, command))}\n")
             try:
@@ -60,8 +61,9 @@ class Version:
                 raise Failed(f"took more than {limit} s") from None
             log.write(done.stdout)
         if done.returncode or says not in done.stdout:
-            errors = [line for line in done.stdout.splitlines() if re.search("error|FAILED", line, re.I)] or done.stdout.splitlines()
-            raise Failed(f"status {done.returncode}: {errors[-1] if errors else 'nothing printed'}")
+            lines = done.stdout.splitlines() or ["nothing printed"]
+            error = next((line for line in lines if re.search(r"error:|ERROR|Error:|FAILED|parity FAIL", line)), lines[-1])
+            raise Failed(f"status {done.returncode}: {error}")
         return done.stdout
 
     def install(self):
@@ -88,8 +90,8 @@ class Version:
         self.ran(self.program, "verify", ROOT / "examples/first_light.toml", *SMALL, limit=300, says="parity PASS: 2 ranks")
 
     def train(self):
-        self.ran(self.program, "train", ROOT / "examples/first_light.toml", *SMALL, "train.steps=4", "sample.tokens=0",
-                 f"run.directory={self.folder}/run", "--overwrite", limit=300, says="parity PASS: 2 ranks")
+        self.ran(self.program, "train", ROOT / "examples/first_light.toml", *SMALL, "--set", "train.steps=4", "--set", "sample.tokens=0",
+                 "--set", f"run.directory={self.folder}/run", "--overwrite", limit=300, says="parity PASS: 2 ranks")
 
     def tests(self):
         for test, room in TESTS.items():
