@@ -195,6 +195,7 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
 
 @pytest.mark.parametrize("name, parts", {
     "other_models": ["another model on rank 1", "norm.weight is (9,) and (8,)"],
+    "other_torches": ["torch 2.12.1+cu130 on rank 1 and ", "one version of torch on all ranks"],
     "no_lists": ["no lists of samples"],
     "other_samples": ["other samples on rank 1 than on rank 0", "`data`"],
     "dropout": ["dropout of 0.1 in 1", "eval()"],

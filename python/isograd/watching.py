@@ -166,7 +166,8 @@ class watch:
     def __enter__(self) -> watch:
         global _turns
         self.rank, self.size = ranks()
-        shapes, turns, places, modes = zip(*self._agreed(self._prepared))
+        torches, shapes, turns, places, modes = zip(*self._agreed(self._prepared))
+        _same_torch(torches)
         _same_models(shapes, self.stages)
         _turns = max(turns)  # a rank may have watched something alone
         self._turn = f"isograd/watch/{_turns}"
@@ -183,12 +184,12 @@ class watch:
         self._hooks.enter_context(self.recording.attached())
         return self
 
-    def _prepared(self) -> tuple[dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
-        """Shapes of this rank's parameters, its turn, host and threads, and the modules that are not in the model's mode."""
+    def _prepared(self) -> tuple[str, dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
+        """Its torch, shapes of this rank's parameters, its turn, host and threads, and the modules that are not in the model's mode."""
         shapes = self._checked()
         if self.rank == 0 and self.make_model is None:
             self._copy = copy.deepcopy(plain(self.model))
-        return shapes, _turns + 1, _reference.place(), {
+        return str(torch.__version__), shapes, _turns + 1, _reference.place(), {
             plain_name(name): module.training for name, module in plain(self.model).named_modules()
             if module.training != self.model.training}
 
@@ -485,6 +486,14 @@ def place_along(data: Group, rank: int) -> int:
         refuse(_WHERE, f"`data` as a group without rank {rank}", "this rank's own group of those that see other samples",
                "Give each rank the group that it is in")
     return place
+
+
+def _same_torch(everyone: Sequence[str]) -> None:
+    """Refuses other versions of torch by rank: two may round otherwise, so that no rank is wrong and the gradients differ."""
+    for rank, version in enumerate(everyone):
+        if version.split(".")[:2] != everyone[0].split(".")[:2]:
+            refuse(_WHERE, f"torch {version} on rank {rank} and {everyone[0]} on rank 0", "one version of torch on all ranks",
+                   "Install the same on every host, with the isograd that was built with it")
 
 
 def _same_models(everyone: Sequence[dict[str, tuple[int, ...]]], stages: bool) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -349,8 +350,14 @@ def activations_too_large(model, sample):
     return sample_loss(model, sample) + torch.empty(2**50, dtype=torch.float64)[0]
 
 
+def on_another_torch(rank):
+    with mock.patch.object(torch, "__version__", "2.12.1+cu130" if rank else torch.__version__):
+        watched(rank)
+
+
 BAD = {
     "other_models": lambda rank: watched(rank, make_model(8 + rank)),
+    "other_torches": on_another_torch,
     "no_lists": lambda rank: watched(rank, micro_batches=samples(rank)),
     "one_rank_without_lists": lambda rank: watched(rank, micro_batches=[samples(rank)] if rank else samples(rank)),
     "other_samples": lambda rank: watched(rank, data=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["dp"]),
