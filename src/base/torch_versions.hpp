@@ -1,5 +1,5 @@
-// Names that differ between the accepted versions of LibTorch, 2.10 to 2.15 (cmake/FindLibTorch.cmake). No other
-// file depends on the version. The assertions say which change each branch is for.
+// Names that differ between the accepted versions of LibTorch, 2.10 to 2.15 (cmake/FindLibTorch.cmake). No
+// other file depends on the version. The assertions say which change each branch is for.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -21,7 +21,8 @@ inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::COALESCED;
 inline constexpr c10d::OpType kReduceScatterCoalesced = c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED;
 #endif
 
-// 2.13 named the scaled sum without NCCL, counts nodes by intrusive_ptr, and made a refusing storage's setter public.
+// 2.13 named the scaled sum without NCCL, counts nodes by intrusive_ptr, and made a refusing storage's setter
+// public.
 #if TORCH_VERSION_MINOR < 13
 
 static_assert(std::is_base_of_v<std::enable_shared_from_this<torch::autograd::Node>, torch::autograd::Node>);

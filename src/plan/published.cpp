@@ -187,7 +187,8 @@ Widths widths_of(Program program, Origin origin, bool experts) {
   double seconds = 0.30;                              // the 90th percentile of all other dense rows
   if (program == Program::kNanotron) seconds = 0.20;  // measured / foretold: 0.906 to 1.196
   if (program == Program::kIsograd && origin == Origin::kMeasured) seconds = 0.05;
-  if (program == Program::kIsograd && origin == Origin::kCalibrated) seconds = 0.15;  // PlanHeldOut: 14.9 % at worst
+  if (program == Program::kIsograd && origin == Origin::kCalibrated)
+    seconds = 0.15;           // PlanHeldOut: 14.9 % at worst
   if (experts) seconds *= 2;  // how uneven routing is, nobody publishes
   return {.memory = program == Program::kIsograd ? 0.05 : 0.19, .seconds = seconds};
 }

@@ -64,8 +64,8 @@ struct Product {
 struct LayerWork {
   std::vector<Product> products{};  // of the forward, and as many in either half of the backward
   double pairs = 0;                 // FLOPs of attention, forward
-  double bytes = 0;   // read and written by operators that no product hides, forward
-  int operators = 0;  // launches or calls, forward
+  double bytes = 0;                 // read and written by operators that no product hides, forward
+  int operators = 0;                // launches or calls, forward
   double tp_bytes = 0, ring_bytes = 0, ulysses_bytes = 0, expert_bytes = 0;
 };
 // `pairs`: of a sequence, where they are known already.
