@@ -1,7 +1,7 @@
 # Finds LibTorch without torch's own CMake package, which asks for a CUDA toolkit when the build has CUDA.
 #   ISOGRAD_TORCH   folder holding include/ and lib/ (a `torch` Python package or an unpacked libtorch)
-# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Versions of the tested range alone are
-# accepted: the code uses headers below torch/csrc, which carry no promise across versions (src/base/torch_versions.hpp).
+# Defines the imported target isograd_torch::torch and LibTorch_VERSION. Versions of one range alone are
+# accepted (DESIGN.md says what was run with which): the code uses headers below torch/csrc, which carry no promise across versions (src/base/torch_versions.hpp).
 set(ISOGRAD_TORCH "$ENV{ISOGRAD_TORCH}" CACHE PATH "LibTorch: folder that holds include/ and lib/")
 if(NOT ISOGRAD_TORCH)
   find_package(Python3 QUIET COMPONENTS Interpreter)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
-# What torch.nn.utils.clip_grad calls: a recording puts its own in their places.
+# torch.nn.utils.clip_grad calls these two functions; a recording replaces them, to see each clip.
 CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP = "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype"
 COMPILED = "_orig_mod"  # of torch.compile's wrapper: the module
 CHECKPOINTED = "_checkpoint_wrapped_module"  # of checkpoint_wrapper's
@@ -96,7 +96,7 @@ def names() -> dict[str, bool]:
         "batchnorm._BatchNorm": hasattr(nn.modules.batchnorm, "_BatchNorm"),
         f"clip_grad.{CLIPS_BY_NORM}": _uses(clips.clip_grad_norm_.__wrapped__, CLIPS_BY_NORM),
         f"clip_grad.{GROUPS_OF_VALUE_CLIP}": _uses(clips.clip_grad_value_.__wrapped__, GROUPS_OF_VALUE_CLIP),
-        f"OptimizedModule.{COMPILED}": not of_compile.exists() or f'"{COMPILED}"' in of_compile.read_text(),
+        f"OptimizedModule.{COMPILED}": of_compile.exists() and f'"{COMPILED}"' in of_compile.read_text(),
         f"CheckpointWrapper.{CHECKPOINTED}": checkpoint_wrapper._CHECKPOINT_WRAPPED_MODULE == CHECKPOINTED,
     }
 

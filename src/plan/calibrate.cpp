@@ -259,8 +259,8 @@ LayerWork work_of(const ModelShape& model, std::int64_t tokens) {
   return layer_work({model, cluster, calibration, work}, Candidate{}, 0);
 }
 
-// All of a layer but its products and attention, forward and backward. What else a step has takes the place
-// of its operands in the cache between two of them.
+// All of a layer but its products and attention, forward and backward. Other memory is written between two
+// timings, as the rest of a step would take the place of the operands in the cache.
 void add_passes(Measurement& measurement, ClusterFile& into) {
   const ModelShape of = model_of(2, 512, 8, 1408);
   const auto given = [](std::vector<std::int64_t> shape) { return at::randn(shape).requires_grad_(); };

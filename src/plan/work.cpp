@@ -129,7 +129,8 @@ double size(std::int64_t of) { return double(std::max<std::int64_t>(1, of)); }
 
 // Between the nearest sizes that are known; those outside of all sizes take the border's. The time of an
 // operation is linear in 1/size: it has a part of its own, which larger sizes share among more. Where none of
-// the corners around it was measured, as the product takes too long, the nearest points that were say it.
+// the corners around it was measured, as the product takes too long, the nearest measured points give the
+// rate.
 double interpolated(const std::vector<Rates::Known>& known, const std::array<double, 3>& at) {
   std::array<double, 3> below{}, above{}, part{}, inside{};  // part: of `below`
   for (std::size_t i = 0; i < at.size(); ++i) {

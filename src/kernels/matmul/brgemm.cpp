@@ -188,7 +188,7 @@ void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, Operand 
   const Factors factors{a, b};
   if (m <= kFewRowsOfA && !a.turned) {
     if (!b.turned && m < n) return few_rows_x_wt(m, n, k, a, b, c, adds);
-    // So few rows of b at a time fit into what an AVX-512 processor has for their lines.
+    // It reads 32 rows of b at a time with AVX-512, whose lines stay in the cache without a copy.
     if (b.turned && n >= kNarrowest && (!factors.copies_b || kernels::processor_level() >= kAvx512))
       return few_rows_dy_w(m, n, k, a, b, c, adds);
   }
