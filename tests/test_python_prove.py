@@ -398,7 +398,7 @@ try:
 except isograd.PeerError as error:
     print("no verdict" if "found no verdict of rank 0" in str(error) else error, flush=True)
 try:
-    isograd._groups.gather_objects(Runs() if rank == 1 else 0)
+    isograd._ranks.gather_objects(Runs() if rank == 1 else 0)
 except pickle.UnpicklingError:
     print("refused", flush=True)
 """

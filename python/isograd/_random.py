@@ -15,8 +15,7 @@ from typing import Any, Callable, Iterator, Mapping, NoReturn
 import torch
 from torch import nn
 
-from ._groups import refuse
-from ._tensors import gradient_of, plain_name
+from ._ranks import gradient_of, plain_name, refuse
 
 CURE = "Switch off for this step what draws (p = 0, or eval() on that module), or seed it with the sample, in `loss` and in the step"
 States = dict[str, Any]

@@ -19,10 +19,9 @@ from torch.optim import Adam, AdamW, Optimizer, SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import gradients as own_clip
-from ._groups import local
 from ._native.isograd_comm import checksum
 from ._random import Draws, moved, states
-from ._tensors import gradient_of, held, plain, plain_name, trained, whole
+from ._ranks import gradient_of, held, local, plain, plain_name, trained, whole
 from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities
 
 Finding = dict[str, str]  # id, sentence

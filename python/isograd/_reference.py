@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from . import _random
-from ._groups import refuse
-from ._tensors import copied, gradient_of, in_precision, plain_name
+from ._ranks import copied, gradient_of, in_precision, plain_name, refuse
 
 Loss = Callable[[nn.Module, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]
 Mean = Union[str, float]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._groups import Group, agreed, device_of, gather_rows, groups_of, refuse, size_of
+from ._ranks import agreed, device_of, gather_rows, Group, groups_of, refuse, size_of
 from ._torch_names import cpu_backend
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from typing import Sequence
 import torch
 import torch.nn.functional as F
 
-from ._groups import Group, all_sum, size_of
+from ._ranks import all_sum, Group, size_of
 from ._native.isograd_comm import target_range
 from ._replicated import ReplicatedLoss, computed, floating
 

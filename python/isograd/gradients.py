@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from ._groups import Group, Parameters, all_sum, groups_of, listed, local, refuse
-from ._tensors import gradient_of
+from ._ranks import all_sum, gradient_of, Group, groups_of, listed, local, Parameters, refuse
 from ._torch_names import has_comm_hook
 
 # Called with (parameters, max_norm, norm, scale) before gradients are multiplied: isograd.watch listens.

@@ -18,7 +18,7 @@ from typing import Callable, Iterable, Sequence, Union
 
 import torch
 
-from ._groups import Group, agreed, all_sum, gather_rows, refuse
+from ._ranks import agreed, all_sum, gather_rows, Group, refuse
 from ._native.isograd_comm import linear_cross_entropy as _fused
 
 Counts = Union[torch.Tensor, int]

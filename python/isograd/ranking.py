@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._groups import Group, size_of
+from ._ranks import Group, size_of
 from ._native.isograd_comm import RankingLoss as _Cpp, target_range
 from ._replicated import Given, ReplicatedLoss, backend_of, floating, pooled
 

@@ -19,12 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _random, _reference
-from ._groups import Buffer, Group, gather_bytes, gather_objects, refuse
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
+from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
+                     owned_norm, plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Recording, checksums_after, frozen_otherwise, judge
 from ._reference import Loss, Mean, Reference, one_process
-from ._tensors import (assembled, copied, digest, held, like, on_cpu, owned_norm, plain, plain_name, ranks, spread, summed,
-                       trained, whole)
 from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

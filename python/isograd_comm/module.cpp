@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "base/files.hpp"
 #include "comm/mpi/mpi.hpp"
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
@@ -80,13 +79,6 @@ at::Tensor empty_shared(std::int64_t numel, at::ScalarType dtype, const py::obje
   return shm->empty_shared(numel, dtype);
 }
 
-// The checksum of a tensor's bits that dumps have (docs/verify.md).
-std::string checksum_of(const at::Tensor& tensor) {
-  const py::gil_scoped_release release;
-  const at::Tensor held = tensor.detach().cpu().contiguous();
-  return checksum(held.const_data_ptr(), held.nbytes());
-}
-
 // Without the family's name: Python writes it in front.
 std::string message_of(const Error& error, std::string_view family) {
   const std::string_view text = error.what();
@@ -128,8 +120,6 @@ PYBIND11_MODULE(isograd_comm, module) {
       "A flat, zero-filled tensor in memory that all ranks of `group` reach: collectives of the group "
       "copy nothing.\nCollective: all ranks call it with the same arguments. It stays usable until the "
       "tensor is gone on all ranks.");
-  module.def("checksum", &checksum_of, py::arg("tensor"),
-             "XXH3-64 of a tensor's bits, row after row, as 16 hex digits. Of any dtype, on any device.");
   bind_timing(module);
   bind_losses(module);
   bind_verdict(module);

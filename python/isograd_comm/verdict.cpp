@@ -1,4 +1,4 @@
-// The verdict of `isograd compare` on steps in memory, for isograd.watch.
+// The verdict of `isograd compare` on steps in memory, and checksums of tensors, for isograd.watch.
 #include <torch/csrc/utils/pybind.h>
 
 #include <cmath>
@@ -79,6 +79,13 @@ StepDump dump_of(const py::dict& step) {
   return dump;
 }
 
+// The checksum of a tensor's bits that dumps have (docs/verify.md).
+std::string checksum_of(const at::Tensor& tensor) {
+  const py::gil_scoped_release release;
+  const at::Tensor held = tensor.detach().cpu().contiguous();
+  return checksum(held.const_data_ptr(), held.nbytes());
+}
+
 StepDump in_fp64(StepDump dump) {
   const auto widen = [](StepDump::Named& tensors) {
     for (auto& [name, tensor] : tensors) tensor = tensor.to(at::kDouble);
@@ -118,6 +125,8 @@ std::tuple<bool, std::string, std::string> compare(const py::dict& run, const py
 }  // namespace
 
 void bind_verdict(py::module_& module) {
+  module.def("checksum", &checksum_of, py::arg("tensor"),
+             "XXH3-64 of a tensor's bits, row after row, as 16 hex digits. Of any dtype, on any device.");
   module.def("compare", &compare, py::arg("run"), py::arg("one_process"), py::arg("alone"), py::arg("report"),
              py::arg("folder"),
              "Whether a step equals that of one process, and what `isograd compare` prints and writes as "

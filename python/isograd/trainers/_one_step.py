@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._groups import refuse
-from .._tensors import plain, trained
+from .._ranks import plain, refuse, trained
 from .._reference import Loss
 from ..watching import Verdict, watch
 

@@ -15,7 +15,7 @@ try:
 except ImportError:  # the same under its older name
     from pytorch_lightning.callbacks import Callback
 
-from .._groups import refuse
+from .._ranks import refuse
 from .._reference import Loss
 from ._one_step import OneStep, Split
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .._groups import refuse
+from .._ranks import refuse
 from .._reference import Loss
 from ._one_step import OneStep, Split
 
