@@ -296,7 +296,7 @@ class Normalizer {
   double fixed_;
 };
 
-// A normaliser of one mean over the whole step and all ranks (losses.md §1 to 3): L = Σ ℓ_i / N, which
+// A normaliser of one mean over the whole step and all ranks (docs/losses.md): L = Σ ℓ_i / N, which
 // refuses weights; (1/B) Σ_b (1/T_b) Σ_{i∈b} w_i ℓ_i, for samples that may be split over packs, micro-batches
 // and ranks (needs Batch::sample_targets); Σ w_i ℓ_i / Σ w_i; and the pure sum, or a loss that the caller has
 // normalised.
@@ -317,7 +317,7 @@ class FixedDenominator : public Normalizer {
       : Normalizer(Mean::kFixed, options, value) {}
 };
 
-// Any of these means, counted over several calls (losses.md §4): raw sums are differentiated, and
+// Any of these means, counted over several calls (docs/losses.md): raw sums are differentiated, and
 // gradient_scale divides once at the end. All terms share one denominator, and samples must be whole in each
 // call (ConfigError). A WeightedMean divides by Σ Batch::weights, whatever weights the loss has used: who
 // counts by himself writes there what counts.

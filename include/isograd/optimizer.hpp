@@ -73,7 +73,7 @@ struct Schedule {
   double at(std::int64_t step) const;  // step counts from 0
 };
 
-// ---- the exact global norm: every element counted once, by its owner (docs/losses.md §7) ----
+// ---- the exact global norm: every element counted once, by its owner (docs/norm.md) ----
 
 class Readings;
 
