@@ -51,12 +51,12 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches
 def right_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Any) -> float:
     """The same, counted before it is divided."""
     optimizer.zero_grad()
-    step = isograd.TokenMean().count(torch.cat([targets for _, targets in batch]) for batch in micro_batches)
+    counted = isograd.TokenMean().count(torch.cat([targets for _, targets in batch]) for batch in micro_batches)
     (batch,) = micro_batches
     tokens, targets = (torch.cat(column) for column in zip(*batch))
-    step.scale(F.cross_entropy(model(tokens), targets, reduction="sum")).backward()
+    counted.scale(F.cross_entropy(model(tokens), targets, reduction="sum")).backward()
     optimizer.step()
-    return step.loss()
+    return counted.loss()
 
 
 def rank(number: int, store: str) -> None:

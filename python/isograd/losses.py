@@ -2,9 +2,9 @@
 
     mean = isograd.TokenMean(group)            # the ranks that see different tokens
     isograd.sum_gradients(model)               # DDP and FSDP2 average by default
-    step = mean.count(batch.targets for batch in micro_batches)
+    counted = mean.count(batch.targets for batch in micro_batches)
     for batch in micro_batches:
-        step.scale(cross_entropy(model(batch.tokens), batch.targets, reduction="sum")).backward()
+        counted.scale(cross_entropy(model(batch.tokens), batch.targets, reduction="sum")).backward()
 
 Then the gradient is that of one device on the whole batch, however it is assigned to ranks and micro-batches
 (docs/losses.md has the reasons). `count` is collective: every rank of `group` calls it once a step, one without data
@@ -25,7 +25,7 @@ Counts = Union[torch.Tensor, int]
 IGNORED = -100
 
 
-class Step:
+class CountedStep:
     """One optimizer step: what its loss is divided by. `count` of a mean makes it.
 
     denominator: that of the whole step, over all ranks and micro-batches; 0 where nothing carries loss.
@@ -50,10 +50,10 @@ class Step:
         ConfigError: it is no single number, or one of 16 bits, in which the denominator would be rounded.
         """
         if loss_sum.numel() != 1:
-            refuse("Step.scale", f"losses of shape {tuple(loss_sum.shape)}", "their sum, a single number",
+            refuse("CountedStep.scale", f"losses of shape {tuple(loss_sum.shape)}", "their sum, a single number",
                    'Take reduction="sum"; a mean would be divided twice')
         if loss_sum.dtype not in (torch.float32, torch.float64):
-            refuse("Step.scale", f"a sum in {loss_sum.dtype}", "fp32 or fp64, for 1/N would be rounded with it",
+            refuse("CountedStep.scale", f"a sum in {loss_sum.dtype}", "fp32 or fp64, for 1/N would be rounded with it",
                    "Compute the loss from logits.float()")
         share = loss_sum / self.denominator if self.denominator > 0 else loss_sum * 0.0
         self._shares.append(share.detach())
@@ -64,10 +64,10 @@ class Step:
         empty micro-batch, which this rank goes on with after its own.
         """
         if self._weights is None:
-            refuse("Step.weights", "a mean without weights of its own", "the step of a SampleMean",
+            refuse("CountedStep.weights", "a mean without weights of its own", "the step of a SampleMean",
                    "Take the sum of the losses as it is")
         if not 0 <= micro_batch < max(self.global_micro_batches, 1):
-            refuse("Step.weights", f"micro-batch {micro_batch}", f"one of the {self.global_micro_batches} of this step", "Count it too")
+            refuse("CountedStep.weights", f"micro-batch {micro_batch}", f"one of the {self.global_micro_batches} of this step", "Count it too")
         return self._weights[micro_batch] if micro_batch < len(self._weights) else torch.zeros(0, dtype=torch.float64)
 
     def loss(self) -> float:
@@ -82,10 +82,10 @@ class TokenMean:
     def __init__(self, group: Group = None, ignore_index: int = IGNORED) -> None:
         self.group, self.ignore_index = group, ignore_index
 
-    def count(self, targets: Iterable[Counts]) -> Step:
+    def count(self, targets: Iterable[Counts]) -> CountedStep:
         """targets: those of each micro-batch of this rank, in order, of any shape, or how many are valid. Collective."""
         count, micro_batches = _counted("TokenMean.count", lambda: map(self.own, targets), self.group)
-        return Step(self.group, count, int(count), micro_batches)
+        return CountedStep(self.group, count, int(count), micro_batches)
 
     def own(self, targets: Union[Counts, float]) -> int:
         """How many targets of a micro-batch are valid."""
@@ -107,13 +107,13 @@ class WeightedMean:
     def __init__(self, group: Group = None) -> None:
         self.group = group
 
-    def count(self, weights: Iterable[Union[torch.Tensor, float]]) -> Step:
+    def count(self, weights: Iterable[Union[torch.Tensor, float]]) -> CountedStep:
         """weights: for each micro-batch the w_i >= 0 of its valid targets, of any shape, or their sum. Collective.
 
         A target without loss has weight 0. `scale` takes Σ w_i ℓ_i.
         """
         total, micro_batches = _counted("WeightedMean.count", lambda: map(self.own, weights), self.group)
-        return Step(self.group, total, 0, micro_batches)
+        return CountedStep(self.group, total, 0, micro_batches)
 
     def own(self, weights: Union[torch.Tensor, float]) -> float:
         """The sum of a micro-batch's weights, in fp64."""
@@ -132,13 +132,13 @@ class FixedDenominator:
             refuse("FixedDenominator", str(denominator), "a number above zero", "Give the number to divide by")
         self.group, self.denominator = group, float(denominator)
 
-    def count(self, micro_batches: Iterable[object] = ()) -> Step:
+    def count(self, micro_batches: Iterable[object] = ()) -> CountedStep:
         """Counts the micro-batches, and compares D between the ranks. Collective."""
         rows = agreed("FixedDenominator.count", lambda: (self.denominator, sum(1 for _ in micro_batches)), self.group)
         if float(rows[:, 0].max()) != float(rows[:, 0].min()):
             refuse("FixedDenominator.count", f"the denominators {rows[:, 0].tolist()} by rank", "one number",
                    "Give every rank the same")
-        return Step(self.group, self.denominator, 0, int(rows[:, 1].max()))
+        return CountedStep(self.group, self.denominator, 0, int(rows[:, 1].max()))
 
 
 class SampleMean:
@@ -151,10 +151,10 @@ class SampleMean:
     def __init__(self, group: Group = None, ignore_index: int = IGNORED, cut: bool = False) -> None:
         self.group, self.ignore_index, self.cut = group, ignore_index, cut
 
-    def count(self, samples: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Step:
+    def count(self, samples: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> CountedStep:
         """For each micro-batch, in one shape: the id of each token's sample, and its targets. Collective.
 
-        `scale` then takes (losses * step.weights(j)).sum() of micro-batch j.
+        `scale` then takes (losses * counted.weights(j)).sum() of micro-batch j.
         """
         ids: list[torch.Tensor] = []
         valid: list[torch.Tensor] = []
@@ -172,7 +172,7 @@ class SampleMean:
             names, place = pieces[:, 0].unique(return_inverse=True)
             whole = torch.zeros(len(names), dtype=torch.int64).index_add_(0, place, pieces[:, 1])
             lengths, count = torch.stack([names, whole], 1), float(len(names))
-        return Step(self.group, count, int(rows[:, 0].sum()), int(rows[:, 2].max()),
+        return CountedStep(self.group, count, int(rows[:, 0].sum()), int(rows[:, 2].max()),
                     [self.shares(i, v, lengths) for i, v in zip(ids, valid)])
 
     def valid(self, samples: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -206,8 +206,8 @@ class Deferred:
         for batch in as_they_come:
             deferred.add(batch.targets)
             loss_sum(batch).backward()         # fp32: a sum over many tokens overflows fp16
-        step = deferred.finish()               # collective, after the last backward
-        isograd.clip_grad_norm_(model, 1.0, scale=step.gradient_scale)
+        counted = deferred.finish()            # collective, after the last backward
+        isograd.clip_grad_norm_(model, 1.0, scale=counted.gradient_scale)
 
     `mean`: TokenMean, WeightedMean or FixedDenominator. Gradients are reduced once, at the end of the step.
     """
@@ -229,7 +229,7 @@ class Deferred:
         else:
             self._calls.append(self.mean.own(counted))
 
-    def finish(self) -> Step:
+    def finish(self) -> CountedStep:
         """The step, over all ranks; the next one begins. Collective."""
         calls, self._calls = self._calls, []
         if isinstance(self.mean, TokenMean):
@@ -276,7 +276,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: to
     ignore_index. weights [...]: of the tokens, constants of 0 or more, or a mask. label_smoothing in [0, 1]: as PyTorch's.
     z_loss: the coefficient of the squared log-partition.
 
-    Divide it yourself: TokenMean().scale(loss.sum). Gradients are made in the forward and multiplied by a scalar in
+    Divide it yourself: counted.scale(loss.sum), `counted` being what TokenMean().count gave. Gradients are made in the forward and multiplied by a scalar in
     backward; that of weight is added up in fp32 (fp64 in fp64). First derivatives only.
 
     ConfigError: targets outside the vocabulary, weights that are negative or not finite, shapes or types that do not fit;
