@@ -79,7 +79,8 @@ def test_the_log_of_several_steps_is_not_compared(cases):
 
 
 def test_a_step_that_is_not_reached_has_no_verdict(cases):
-    assert [rank["a_step_that_is_not_reached"] for rank in cases] == [None, None]
+    for rank in cases:
+        assert rank["a_step_that_is_not_reached"].startswith("ConfigError StepCheck: found no verdict: Trainer has not made its step 2")
 
 
 @pytest.mark.parametrize("name, parts", {
@@ -106,11 +107,11 @@ def test_a_rank_that_fails_tells_the_other(cases):
 
 @pytest.mark.parametrize("name, fails, told", [
     ("an_accelerated_rank_fails", "ValueError out of cheese", "the loop ended before the step did"),
-    ("an_accelerated_rank_leaves", None, "the loop ended before the step did"),
+    ("an_accelerated_rank_leaves", "ConfigError StepCheck: found no verdict", "the loop ended before the step did"),
     ("an_accelerated_rank_cannot_cut", "KeyError 'no rows'", "KeyError: 'no rows'")])
 def test_a_rank_that_leaves_a_loop_over_accelerate_tells_the_other(cases, name, fails, told):
     first, second = (rank[name] for rank in cases)
-    assert second == fails
+    assert second.startswith(fails)
     assert first.startswith("PeerError isograd.watch: found that rank 1 failed: ") and told in first, first
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from . import _random
 from ._ranks import copied, gradient_of, in_precision, plain_name, refuse
 
-Loss = Callable[[nn.Module, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]
+Loss = Callable[[Any, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]  # the model and a sample, of the user's own classes
 Mean = Union[str, float]
 Gradients = Mapping[str, torch.Tensor]
 LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only their sum is kept

@@ -1,7 +1,7 @@
 """Gradients as sums over ranks (DDP and FSDP2 without their average, or a loop of your own), their whole norm, and clipping by it."""
 # No `from __future__ import annotations`: DDP reads the annotations of a communication hook.
 import math
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ._ranks import all_sum, gradient_of, Group, groups_of, listed, local, Parameters, refuse
 from ._torch_names import has_comm_hook
 
+Wrapped = TypeVar("Wrapped", bound=nn.Module)
 # Called with (parameters, max_norm, norm, scale) before gradients are multiplied: isograd.watch listens.
 observers: list[Callable[[list[torch.Tensor], float, torch.Tensor, float], None]] = []
 
 
-def sum_gradients(model: nn.Module) -> nn.Module:
+def sum_gradients(model: Wrapped) -> Wrapped:
     """Makes DDP and FSDP2 sum gradients over their ranks instead of averaging them; returns `model`.
 
     Call it once, after wrapping and before the first backward. ConfigError: nothing in `model` reduces gradients, or

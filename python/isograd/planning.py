@@ -1,5 +1,6 @@
 """Plans from Python: which layout to train a model with, how much memory and time it takes, and what limits it.
 
+    import isograd.planning
     plan = isograd.planning.plan("models/Llama-3-8B", "h100", tokens=4 << 20, devices=512)
     plan["top"][0]["layout"], plan["top"][0]["seconds"]["value"]
 
@@ -44,7 +45,7 @@ def plan(model: Model, cluster: str | os.PathLike[str], *, tokens: int | None = 
                           env=environment)
     if done.returncode == 2:
         raise ConfigError(done.stderr.removeprefix("isograd: ").removeprefix("ConfigError: ").strip())
-    if done.returncode > 2 or not done.stdout:
+    if done.returncode not in (0, 1) or not done.stdout:
         raise RuntimeError(f"isograd plan ended with status {done.returncode}: {done.stderr.strip()}")
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -5,13 +5,31 @@ They are the C++ library's, with its queue, subsampling and selected thresholds.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from typing_extensions import Unpack
 
 from ._ranks import Group, size_of
 from ._native.isograd_comm import RankingLoss as _Cpp, target_range
 from ._replicated import Given, ReplicatedLoss, backend_of, floating, pooled
+
+
+class RankingOptions(TypedDict, total=False):
+    """What every loss takes of RankingLoss's options besides `temperature`, whose default is the loss's own."""
+
+    num_classes: int
+    reduction: str
+    ignore_index: int
+    group: Group
+    grad_reduction: str
+    queue_size: int
+    update_queue_in_eval: bool
+    max_pool_size: int
+    seed: int
+    check_queue: bool
+    thresholds: str
+    timeout: float
 
 
 class RankingLoss(ReplicatedLoss):
@@ -44,17 +62,22 @@ class RankingLoss(ReplicatedLoss):
     def __init__(self, *, num_classes: int = 1, temperature: float = 0.01, reduction: str = "mean", ignore_index: int = -100,
                  group: Group = None, grad_reduction: str = "sum", queue_size: int = 0, update_queue_in_eval: bool = False,
                  max_pool_size: int = 0, seed: int = 0, check_queue: bool = False, thresholds: str = "auto",
-                 timeout: float = 600.0, **own: Any) -> None:
+                 timeout: float = 600.0) -> None:
         super().__init__()
         self.num_classes, self.reduction, self.ignore_index = num_classes, reduction, ignore_index
         self.group, self.grad_reduction, self.timeout = group, grad_reduction, timeout
-        self._options = {"num_classes": num_classes, "temperature": temperature, "reduction": reduction,
+        self._options: dict[str, Any] = {"num_classes": num_classes, "temperature": temperature, "reduction": reduction,
                          "ignore_index": ignore_index, "queue_size": queue_size, "update_queue_in_eval": update_queue_in_eval,
-                         "max_pool_size": max_pool_size, "seed": seed, "check_queue": check_queue, "thresholds": thresholds, **own}
+                         "max_pool_size": max_pool_size, "seed": seed, "check_queue": check_queue, "thresholds": thresholds}
         self._check(grad_reduction=grad_reduction, **self._options)
         self._cpp: _Cpp | None = None  # made in the first forward, which may wait for ranks
         self._state: list[tuple[str, torch.Tensor]] | None = None  # that it begins with
         self._over_ranks = True
+
+    def _take(self, **own: Any) -> None:
+        """Options of one loss, for C++."""
+        self._check(**own)
+        self._options.update(own)
 
     @property
     def temperature(self) -> float:
@@ -152,8 +175,10 @@ class RecallAtQuantileLoss(RankingLoss):
     quantile: in (0, 1), the share of all rows above the threshold. A class is invalid without positives.
     """
 
-    def __init__(self, *, quantile: float = 0.005, interpolation: str = "higher", **options: Any) -> None:
-        super().__init__(quantile=quantile, interpolation=interpolation, **options)
+    def __init__(self, *, quantile: float = 0.005, interpolation: str = "higher", temperature: float = 0.01,
+                 **options: Unpack[RankingOptions]) -> None:
+        super().__init__(temperature=temperature, **options)
+        self._take(quantile=quantile, interpolation=interpolation)
 
 
 class PAUCAtBudgetLoss(RankingLoss):
@@ -169,8 +194,8 @@ class PAUCAtBudgetLoss(RankingLoss):
 
     def __init__(self, *, alpha: float = 0.0, beta: float = 0.005, surrogate: str = "trapezoid", n_knots: int = 2,
                  tau_scale: str = "iqr", budget_basis: str = "fpr", pos_numerator: str = "pool", interpolation: str = "higher",
-                 temperature: float = 0.1, **options: Any) -> None:
-        super().__init__(temperature=temperature, alpha=alpha, beta=beta, surrogate=surrogate, n_knots=n_knots,
-                         tau_scale=tau_scale, budget_basis=budget_basis, pos_numerator=pos_numerator,
-                         interpolation=interpolation, **options)
+                 temperature: float = 0.1, **options: Unpack[RankingOptions]) -> None:
+        super().__init__(temperature=temperature, **options)
+        self._take(alpha=alpha, beta=beta, surrogate=surrogate, n_knots=n_knots, tau_scale=tau_scale, budget_basis=budget_basis,
+                   pos_numerator=pos_numerator, interpolation=interpolation)
         self._expect(0 <= alpha < beta <= 1, f"alpha={alpha!r} and beta={beta!r}", "0 <= alpha < beta <= 1", "Set them so")

@@ -10,19 +10,20 @@ import json
 import math
 import pathlib
 import pickle
-from typing import Any, Callable, Mapping, Sequence, Union
+from typing import Any, Callable, Mapping, Sequence, TypedDict, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from . import _random, _reference
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      owned_norm, plain, plain_name, ranks, refuse, spread, summed, trained, whole)
-from ._recording import Recording, checksums_after, frozen_otherwise, judge
+from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
 from ._reference import Loss, Mean, Reference, one_process
 from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
 
@@ -30,9 +31,10 @@ PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf1
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _WHERE = "isograd.watch"
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
-Finding = dict[str, str]
-MicroBatches = Sequence[Sequence[Any]]  # [micro-batch][sample]
-TrainerStep = Callable[[nn.Module, torch.optim.Optimizer, MicroBatches], Union[float, torch.Tensor, None]]
+MicroBatches = Sequence[list[Any]]  # [micro-batch][sample]
+Model = TypeVar("Model", bound=nn.Module)
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+Figure = Union[float, torch.Tensor, None]
 Batch = Sequence[Sequence[Sequence[Any]]]  # [place along data][micro-batch] -> samples
 
 
@@ -84,6 +86,23 @@ def compare(run: dict[str, Any], reference: dict[str, Any], alone: dict[str, Any
     return verdict
 
 
+class WatchOptions(TypedDict, total=False):
+    """The options of `watch` besides micro_batches and loss, for what passes them on."""
+
+    make_model: Callable[[], nn.Module] | None
+    mean: Mean
+    ids: Callable[[Any], int] | None
+    data: Group
+    stages: bool
+    max_norm: float | None
+    precision: str | None
+    reference: torch.dtype
+    alone: bool
+    report: str | None
+    folder: str | None
+    timeout: float
+
+
 class watch:
     """Records the step made inside it and compares it with the same step on one device. Collective.
 
@@ -130,7 +149,7 @@ class watch:
         self.make_model, self.mean, self.ids, self.data, self.stages = make_model, mean, ids, data, stages
         self.precision, self.reference, self.alone = precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
-        self.verdict: Verdict | None = None
+        self._verdict: Verdict | None = None
         self.recording = Recording(model, optimizer)
         self.recording.max_norm = max_norm
         self._logged: dict[str, Any] = {}
@@ -139,8 +158,15 @@ class watch:
         self._copy: nn.Module | None = None  # of rank 0, as it is before the step
         self._hooks = contextlib.ExitStack()
 
-    def log(self, *, loss: float | None = None, norm: float | None = None, targets: int | None = None,
-            tokens: int | None = None) -> None:
+    @property
+    def verdict(self) -> Verdict:
+        """ConfigError: the block has not ended, or ended with an exception."""
+        if self._verdict is None:
+            refuse(_WHERE, "no verdict: the block has not ended, or ended with an exception", "a step that was made",
+                   "Read it after the block")
+        return self._verdict
+
+    def log(self, *, loss: Figure = None, norm: Figure = None, targets: Figure = None, tokens: Figure = None) -> None:
         """Figures of the whole step as the trainer logs them. Rank 0's are compared, the norm of each rank too."""
         for name, value in {"loss": loss, "norm": norm, "targets": targets, "tokens": tokens}.items():
             if value is None:
@@ -307,7 +333,7 @@ class watch:
             for view, end in zip(views, ends):
                 view.update(gradients=end, norm=None, owned_norm=None)
         parts = self._parts(own, [view["gradients"] for view in views])
-        self.verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
+        self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
 
     def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         """By rank, on rank 0: those gradients that differ between ranks. Collective."""
@@ -570,8 +596,8 @@ def _once(batch: Batch, numbers: list[int]) -> list[list[list[Any]]]:
     return [[[sample for sample in micro if new(next(left))] for micro in micros] for micros in batch]
 
 
-def prove(step: TrainerStep, model: nn.Module, optimizer: torch.optim.Optimizer, *, micro_batches: MicroBatches,
-          experiments: bool = True, empty: Any = None, **options: Any) -> Verdict:
+def prove(step: Callable[[Model, Optimizer, Any], Figure], model: Model, optimizer: Optimizer, *, micro_batches: MicroBatches,
+          loss: Loss, experiments: bool = True, empty: Any = None, **options: Unpack[WatchOptions]) -> Verdict:
     """Makes the step and compares it with one device; after a failure makes it again to find out more. Collective.
 
     step:          step(model, optimizer, micro_batches): yours, with zero_grad, forward, backward, clip, update. What it
@@ -580,7 +606,7 @@ def prove(step: TrainerStep, model: nn.Module, optimizer: torch.optim.Optimizer,
     experiments:   after a failure make it with other batches too: without accumulation, and with the same on every
                    rank. What they show is in the verdict's notes.
     empty:         a sample without targets: then also with that alone on the last rank.
-    options:       those of `watch`, `loss` above all.
+    loss, options: those of `watch`.
 
     Parameters, buffers, the optimizer's state and the states of all generators of random numbers are afterwards what they
     were before, gradients are None. Errors are those of `watch`; and ConfigError: the step fails and gives another gradient
@@ -595,32 +621,31 @@ def prove(step: TrainerStep, model: nn.Module, optimizer: torch.optim.Optimizer,
                 tensor.copy_(value)
         optimizer.load_state_dict(copy.deepcopy(state))
 
-    def made(batch: MicroBatches, compares: bool = True, **more: Any) -> watch:
+    def made(batch: MicroBatches, more: WatchOptions, compares: bool = True) -> watch:
+        changed: WatchOptions = {**options, **more}
         try:
-            opened = watch(model, optimizer, micro_batches=batch, **{**options, **more})
+            opened = watch(model, optimizer, micro_batches=batch, loss=loss, **changed)
             opened.compares = compares
             with opened as taken:
-                loss = step(model, optimizer, batch)
-                if loss is not None:
-                    taken.log(loss=float(loss))
+                logged = step(model, optimizer, batch)
+                if logged is not None:
+                    taken.log(loss=float(logged))
         finally:
             restore()
         return taken
 
     with _random.kept():
         try:
-            first = made(micro_batches)
+            first = made(micro_batches, {})
             verdict = first.verdict
-            assert verdict is not None
             if not _right(verdict):
-                _check_repeatable(first, made(micro_batches, compares=False))
+                _check_repeatable(first, made(micro_batches, {}, compares=False))
             for title, batch, more in _others(micro_batches, first, empty) if experiments and not _right(verdict) else ():
                 try:
-                    other = made(batch, report=None, folder=None, **more).verdict
+                    other = made(batch, {**more, "report": None, "folder": None}).verdict
                 except Exception as error:  # on some ranks PeerError: they leave it together
                     verdict.notes.append(f"{title}: not to be made: {type(error).__name__}: {error}")
                     break
-                assert other is not None
                 verdict.notes.append(f"{title}: {'PASS' if _right(other) else 'FAIL ' + ', '.join(other.findings)}")
         finally:
             optimizer.zero_grad(set_to_none=True)
@@ -648,9 +673,9 @@ def _check_repeatable(first: watch, second: watch) -> None:
                "beginning (torch.manual_seed(step))")
 
 
-def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple[str, MicroBatches, dict[str, Any]]]:
+def _others(micro_batches: MicroBatches, first: watch, empty: Any) -> list[tuple[str, MicroBatches, WatchOptions]]:
     """Batches that distinguish causes, each with options of `watch`; as many of them on every rank."""
-    found: list[tuple[str, MicroBatches, dict[str, Any]]] = []
+    found: list[tuple[str, MicroBatches, WatchOptions]] = []
     everything = [sample for micro in micro_batches for sample in micro]
     if max(gather_objects(len(micro_batches))) > 1:
         found.append(("with one micro-batch a rank", [everything], {}))

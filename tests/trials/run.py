@@ -48,8 +48,7 @@ def _rank(cell, rank, port, folder, results):
     try:
         torch.set_num_threads(1)
         verdict = LOOPS[cell.trainer](cell, folder)
-        said = {"error": "the step was not reached"} if verdict is None else {
-            "passed": verdict.passed, "findings": verdict.findings, "text": str(verdict), "json": verdict.json}
+        said = {"passed": verdict.passed, "findings": verdict.findings, "text": str(verdict), "json": verdict.json}
     except BaseException as error:
         traceback.print_exc()
         said = {"error": f"{type(error).__name__}: {error}"}

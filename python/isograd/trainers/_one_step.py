@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._ranks import plain, refuse, trained
 from .._reference import Loss
-from ..watching import Verdict, watch
+from ..watching import Figure, Verdict, WatchOptions, watch
 
 Split = Callable[[Any], Sequence[Any]]
 
@@ -78,20 +78,28 @@ def unpatched(model: nn.Module) -> nn.Module:
 class OneStep:
     """The part of a StepCheck that no loop changes: opens `watch` when a loop comes to its step `step`, counted from 1.
 
-    verdict: None until the step was made.
+    Errors are those of `watch`.
     """
 
-    def __init__(self, loop: str, loss: Loss, step: int, samples: Split | None, options: dict[str, Any]) -> None:
+    def __init__(self, loop: str, loss: Loss, step: int, samples: Split | None, options: WatchOptions) -> None:
         if not isinstance(step, int) or step < 1:
             refuse("StepCheck", f"step={step!r}", "a number from 1 on", "Say which step of the optimizer is compared")
         self._loop, self._loss, self._step, self._options = loop, loss, step, options
         self._split = samples or rows
-        self.verdict: Verdict | None = None
+        self._verdict: Verdict | None = None
         self._watch: watch | None = None  # while the step is being made
+
+    @property
+    def verdict(self) -> Verdict:
+        """ConfigError: the loop has not made the step."""
+        if self._verdict is None:
+            refuse("StepCheck", f"no verdict: {self._loop} has not made its step {self._step}, or it ended with an exception",
+                   "a loop that makes it", "Read it after the loop, and let it make as many steps, or give step= another number")
+        return self._verdict
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Before the step's first forward. Collective."""
-        more = dict(self._options)
+        more: WatchOptions = {**self._options}
         if more.get("make_model") is None and not any(isinstance(p, DTensor) for p in trained(model).values()):
             more["make_model"] = lambda: unpatched(model)
         self._watch = watch(model, getattr(optimizer, "optimizer", optimizer), loss=self._loss, **more).__enter__()
@@ -101,15 +109,15 @@ class OneStep:
         assert self._watch is not None
         self._watch.add(self._split(batch))
 
-    def _end(self, **logged: Any) -> None:
+    def _end(self, **logged: Figure) -> None:
         """After the update, with what the loop logs of this step. Collective."""
         opened, self._watch = self._watch, None
         assert opened is not None
         opened.log(**logged)
         opened.__exit__(None, None, None)
-        self.verdict = opened.verdict
-        if self.verdict is not None and not self.verdict.passed:
-            self.verdict.notes.append(
+        self._verdict = opened.verdict
+        if not self._verdict.passed:
+            self._verdict.notes.append(
                 f"step {self._step} of {self._loop} was compared, which cannot be called again: not tried were other "
                 "numbers of micro-batches, the same sample on every rank and a rank without targets")
 

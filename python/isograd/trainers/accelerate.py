@@ -14,8 +14,10 @@ from typing import Any, Iterable, Iterator
 import torch
 from accelerate import Accelerator
 from torch import nn
+from typing_extensions import Unpack
 
 from .._reference import Loss
+from ..watching import WatchOptions
 from ._one_step import OneStep, Split
 
 
@@ -32,7 +34,7 @@ class StepCheck(OneStep):
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *, loss: Loss,
-                 step: int = 1, samples: Split | None = None, **options: Any) -> None:
+                 step: int = 1, samples: Split | None = None, **options: Unpack[WatchOptions]) -> None:
         super().__init__("the loop over Accelerator", loss, step, samples, options)
         self._model, self._optimizer = accelerator.unwrap_model(model, keep_fp32_wrapper=True), optimizer
         self._made = 0  # updates

@@ -8,15 +8,19 @@
 """
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-try:
+from typing_extensions import Unpack
+
+if TYPE_CHECKING or importlib.util.find_spec("lightning"):
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # the same under its older name
+else:  # the same under its older name
     from pytorch_lightning.callbacks import Callback
 
 from .._ranks import refuse
 from .._reference import Loss
+from ..watching import WatchOptions
 from ._one_step import OneStep, Split
 
 
@@ -32,7 +36,7 @@ class StepCheck(OneStep, Callback):
     """
 
     def __init__(self, *, loss: Loss, step: int = 1, samples: Split | None = None, logged: str | None = None,
-                 **options: Any) -> None:
+                 **options: Unpack[WatchOptions]) -> None:
         super().__init__("lightning's Trainer", loss, step, samples, options)
         self._logged = logged
 

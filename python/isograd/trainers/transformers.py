@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing_extensions import Unpack
 
 from .._ranks import refuse
 from .._reference import Loss
+from ..watching import WatchOptions
 from ._one_step import OneStep, Split
 
 _TARGETS = ("labels", "shift_labels", "num_items_in_batch")
@@ -56,7 +58,7 @@ class StepCheck(OneStep, TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, *, loss: Loss | None = None, step: int = 1, samples: Split | None = None,
-                 **options: Any) -> None:
+                 **options: Unpack[WatchOptions]) -> None:
         if loss is None and type(trainer.model).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             refuse("StepCheck", f"a {type(trainer.model).__name__} and no loss", "what one sample's loss is",
                    "Give loss=lambda model, sample: (sum of its losses, how many)")
@@ -81,7 +83,7 @@ class StepCheck(OneStep, TrainerCallback):
         self._logged = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step + 1 == self._step and self.verdict is None:
+        if state.global_step + 1 == self._step and self._verdict is None:
             self._begin(more["model"], more["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
