@@ -1,6 +1,6 @@
 // Parts are measured in rounds, each round through all parts: a machine that is busy for some seconds then
-// disturbs a round and not a part. A part is measured until its three fastest rounds agree, as other work
-// only ever slows it.
+// disturbs a round and not a part. A part takes the median of all its rounds, as steps meet the slow moments
+// of a machine as often as the fast ones, and of a round the mean, as a step is a sum.
 #include "plan/calibrate.hpp"
 
 #include <ATen/ATen.h>
@@ -13,6 +13,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -35,7 +36,7 @@
 namespace isograd::planner {
 namespace {
 
-constexpr int kRounds = 3, kMostRounds = 9;
+constexpr int kRounds = 5, kMostRounds = 9;
 
 double seconds_of(const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -68,10 +69,9 @@ class Measurement {
         if (part.times == 0 || part.seconds > 0 || (round >= kRounds && again_ > options_.seconds / 8))
           continue;
         const auto begin = std::chrono::steady_clock::now();
-        std::vector<double> times;
-        for (std::size_t i = 0; i < part.times; ++i) times.push_back(told(part, part.once(), round));
-        std::ranges::sort(times);
-        part.rounds.push_back(std::move(times));
+        double sum = 0;
+        for (std::size_t i = 0; i < part.times; ++i) sum += told(part, part.once(), round);
+        part.rounds.push_back(sum / double(part.times));
         if (round + 1 >= kRounds) compare_rounds(part);
         const double took = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
         if (round >= kRounds) again_ += agreed({took})[0];
@@ -96,9 +96,9 @@ class Measurement {
       };
       if (missing.unsteady > 0)
         sentences.push_back(fmt::format(
-            "{}: the fastest three of up to {} rounds differ by more than a factor of {}, as on a "
-            "machine that is busy with something else",
-            of(missing.unsteady), kMostRounds, kSteadyPeak));
+            "{}: the middle half of {} to {} rounds differs by more than a factor of {}, as on a machine that "
+            "is busy with something else",
+            of(missing.unsteady), kRounds, kMostRounds, kSteadyPeak));
       if (missing.late > 0)
         sentences.push_back(fmt::format("{}: {:g} s were over before", of(missing.late), options_.seconds));
     }
@@ -111,9 +111,9 @@ class Measurement {
     double share, size;
     std::function<double()> once;
     Found found;
-    std::size_t times = 0;                      // in a round; 0: there was no time
-    std::vector<std::vector<double>> rounds{};  // seconds of each, the fastest first
-    double seconds = 0, spread = 0;             // of its fastest rounds; no seconds: they do not agree
+    std::size_t times = 0;           // in a round; 0: there was no time
+    std::vector<double> rounds{};    // the mean seconds of each
+    double seconds = 0, spread = 0;  // of all rounds; no seconds: they do not agree
   };
   // The largest of any rank.
   std::array<double, 3> agreed(std::array<double, 3> own) {
@@ -127,17 +127,13 @@ class Measurement {
   }
   // On all ranks alike: a part is steady if it is on each of them.
   void compare_rounds(Part& part) {
-    std::ranges::sort(part.rounds, {},
-                      [](const std::vector<double>& round) { return round[round.size() / 2]; });
-    const std::vector<std::vector<double>> fastest(part.rounds.begin(), part.rounds.begin() + kRounds);
-    std::vector<double> all;
-    for (const auto& round : fastest) all.insert(all.end(), round.begin(), round.end());
-    std::ranges::sort(all);
-    const auto quartile = [&](std::size_t which) { return all[(all.size() - 1) * which / 4]; };
-    // A step is a sum of many parts: their medians add up to its own, their fastest times to less.
-    const std::optional<double> median = steady_time(fastest);
+    std::vector<double> rounds = part.rounds;
+    std::ranges::sort(rounds);
+    const std::size_t last = rounds.size() - 1;
+    const double low = rounds[last / 4], high = rounds[last - last / 4],
+                 median = (rounds[last / 2] + rounds[last - last / 2]) / 2;
     const auto [seconds, spread, unsteady] =
-        agreed({median.value_or(0), (quartile(3) - quartile(1)) / quartile(2), median ? 0.0 : 1.0});
+        agreed({median, (high - low) / median, high <= kSteadyPeak * low ? 0.0 : 1.0});
     if (unsteady == 0) part.seconds = seconds, part.spread = spread;
   }
   // As many as its share allows, the same on all ranks; 0 where all rounds would take too long.
@@ -159,40 +155,55 @@ class Measurement {
 
 // ---- products and attention ----
 
-// Operands out of the cache, as a step has them: one after another from memory larger than that.
+// Operands out of the cache, as a step has them: one after another from memory larger than that. Results are
+// kept as long, so that the next one does not take their place there.
 class Operands {
  public:
   explicit Operands(at::ScalarType type) : type_(type) {}
   at::Tensor matrix(std::int64_t rows, std::int64_t columns) {
-    constexpr std::int64_t kBytes = 96 << 20;
     if (!memory_.defined())
-      memory_ = at::rand({kBytes / std::int64_t(at::elementSize(type_))}, at::kFloat).to(type_);
+      memory_ = at::rand({std::int64_t(kBytes / at::elementSize(type_))}, at::kFloat).to(type_);
     const std::int64_t numel = rows * columns;
     if (next_ + numel > memory_.numel()) next_ = 0;
     const at::Tensor taken = memory_.narrow(0, next_, numel).view({rows, columns});
     next_ += (numel + 63) / 64 * 64;
     return taken;
   }
+  void keep(const std::vector<at::Tensor>& results) {
+    for (const at::Tensor& result : results) kept_.push_back(result), kept_bytes_ += result.nbytes();
+    for (; kept_bytes_ > kBytes; kept_.pop_front()) kept_bytes_ -= kept_.front().nbytes();
+  }
 
  private:
+  static constexpr std::size_t kBytes = 96 << 20;
   at::ScalarType type_;
   at::Tensor memory_{};
   std::int64_t next_ = 0;
+  std::deque<at::Tensor> kept_{};
+  std::size_t kept_bytes_ = 0;
 };
 
-// The three products of a linear layer: x Wᵀ, dy W and dyᵀ x.
+// The three products of a linear layer: x Wᵀ, and in the backward dy W and dyᵀ x, which is written where
+// gradients are summed. The operator before has just written x or dy; all else was written long ago.
 double seconds_of_products(Operands& operands, const Product& of) {
-  const at::Tensor x = operands.matrix(of.m, of.k), weight = operands.matrix(of.n, of.k),
+  const auto x = [&] { return operands.matrix(of.m, of.k); };
+  const auto weight = [&] { return operands.matrix(of.n, of.k); };
+  const at::Tensor in = x(), kept = x(), forward = weight(), backward = weight(), sum = weight(),
                    gradient = operands.matrix(of.m, of.n);
-  return seconds_of([&] {
-    product(x, weight);
-    product(gradient, weight.t());
-    product(gradient.t(), x.t());
+  std::vector<at::Tensor> made(2);
+  in.neg_();
+  double seconds = seconds_of([&] { made[0] = product(in, forward); });
+  gradient.neg_();
+  seconds += seconds_of([&] {
+    made[1] = product(gradient, backward.t());
+    multiply_into(sum, gradient.t(), kept.t());
   });
+  operands.keep(made);
+  return seconds;
 }
 
-void add_products(Measurement& measurement, ClusterFile& into, Precision precision) {
-  const auto operands = std::make_shared<Operands>(type_of(precision));
+void add_products(Measurement& measurement, ClusterFile& into, Precision precision,
+                  const std::shared_ptr<Operands>& operands) {
   // fp64 is for proofs: fewer, and smaller ones.
   const double most = precision == Precision::kFloat64 ? 0x1p25 : 0x1p31;
   for (const std::int64_t m : {32, 128, 512, 2048})
@@ -202,7 +213,7 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
         measurement.add(
-            fmt::format("matrix products in {}", name_of(precision)), 0.06, 3 * 2 * multiplied,
+            fmt::format("matrix products in {}", name_of(precision)), 0.04, 3 * 2 * multiplied,
             [=] { return seconds_of_products(*operands, of); },
             [=, &into](double rate, double spread) {
               into.calibration.products.push_back({m, n, k, precision, rate, spread});
@@ -212,28 +223,36 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
       }
 }
 
-void add_attention(Measurement& measurement, ClusterFile& into, Precision precision) {
+void add_attention(Measurement& measurement, ClusterFile& into, Precision precision,
+                   const std::shared_ptr<Operands>& operands) {
   for (const std::int64_t length : {64, 256, 1024, 4096})
     for (const std::int64_t dim : {16, 64, 256}) {
       constexpr std::int64_t kHeads = 2, kTokens = 1024;
       if (length * dim > 1 << 18 || (precision == Precision::kFloat64 && length * dim > 1 << 16)) continue;
       const std::int64_t count = std::max<std::int64_t>(1, kTokens / length);
-      std::vector<at::Tensor> inputs;
-      for (int i = 0; i < 3; ++i)
-        inputs.push_back(at::randn({count * length, kHeads, dim}, type_of(precision)).requires_grad_());
       std::vector<std::int64_t> bounds{0};
       for (std::int64_t i = 0; i < count; ++i) bounds.push_back(bounds.back() + length);
       // Causal, as in Rates: forward two products of each pair, backward five.
       const double flops = 3.5 * 4 * double(count * kHeads * dim) * double(length) * double(length + 1) / 2;
-      const auto work = [=] {
-        const at::Tensor out = variable_length_attention(inputs[0], inputs[1], inputs[2], bounds);
-        torch::autograd::grad({out}, inputs, {out.detach()});
+      const auto once = [=] {
+        std::vector<at::Tensor> inputs, made;
+        for (int i = 0; i < 3; ++i)
+          inputs.push_back(operands->matrix(count * length, kHeads * dim)
+                               .view({count * length, kHeads, dim})
+                               .detach()
+                               .requires_grad_());
+        const double seconds = seconds_of([&] {
+          const at::Tensor out = variable_length_attention(inputs[0], inputs[1], inputs[2], bounds);
+          made = torch::autograd::grad({out}, inputs, {out.detach()});
+          made.push_back(out.detach());
+        });
+        operands->keep(made);
+        return seconds;
       };
-      measurement.add(
-          fmt::format("attention in {}", name_of(precision)), 0.05, flops, [=] { return seconds_of(work); },
-          [=, &into](double rate, double spread) {
-            into.calibration.attention.push_back({length, dim, precision, rate, spread});
-          });
+      measurement.add(fmt::format("attention in {}", name_of(precision)), 0.03, flops, once,
+                      [=, &into](double rate, double spread) {
+                        into.calibration.attention.push_back({length, dim, precision, rate, spread});
+                      });
     }
 }
 
@@ -277,7 +296,7 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
   };
   // Backward moves gradients, too.
   measurement.add(
-      "passes of a layer", 0.2, 3 * work_of(of, kTokens).bytes,
+      "passes of a layer", 0.12, 3 * work_of(of, kTokens).bytes,
       [=] {
         others.add_(1);
         return seconds_of(passes);
@@ -299,7 +318,7 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
     torch::autograd::grad({out}, parameters, {out.detach()}, std::nullopt, false, true);
   };
   measurement.add(
-      "overhead of an operator", 0.2, operators, [=] { return seconds_of(pass); },
+      "overhead of an operator", 0.12, operators, [=] { return seconds_of(pass); },
       [&into](double rate, double) { into.calibration.operator_overhead = 1 / rate; });
 }
 
@@ -314,13 +333,13 @@ void add_optimizer(Measurement& measurement, ClusterFile& into) {
   };
   const auto updated = std::make_shared<Updated>();
   measurement.add(
-      "update of an optimizer", 0.3, double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
+      "update of an optimizer", 0.2, double(kParameters) * update_bytes(element_bytes(at::kFloat, 2)),
       [=] { updated->optimizer->update(updated->buckets, 1); }, into.calibration.optimizer_bandwidth);
   // McCalpin's triad: 12 bytes an element.
   const auto abc = std::make_shared<std::array<at::Tensor, 3>>();
   for (at::Tensor& one : *abc) one = at::ones({kParameters});
   measurement.add(
-      "memory bandwidth", 0.3, 12 * double(kParameters),
+      "memory bandwidth", 0.2, 12 * double(kParameters),
       [=] { at::add_out((*abc)[0], (*abc)[1], (*abc)[2], 3); }, into.cluster.device.memory_bandwidth);
 }
 
@@ -390,7 +409,7 @@ void add_collectives(Measurement& measurement, Groups& groups, Group group, cons
         group.barrier();
         return seconds_of(each[next++ % each.size()]);
       };
-      measurement.add(fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()), 0.03,
+      measurement.add(fmt::format("{} over {}, {} ranks", name_of(operation), backend, group.size()), 0.02,
                       sent, once, [=](double rate, double spread) {
                         points->bytes.push_back(sent), points->seconds.push_back(sent / rate);
                         points->spread = std::max(points->spread, spread);
@@ -417,7 +436,7 @@ void add_overlap(Measurement& measurement, ClusterFile& into, Group group) {
       group.barrier();
       return seconds_of(all[i]);
     };
-    measurement.add("overlap of a reduction and a product", 0.1, 1, once, [=, &into](double rate, double) {
+    measurement.add("overlap of a reduction and a product", 0.06, 1, once, [=, &into](double rate, double) {
       (*seconds)[i] = 1 / rate;
       const auto [product, reduction, both] = *seconds;
       if (product > 0 && reduction > 0 && both > 0)
@@ -468,8 +487,9 @@ ClusterFile calibrate(World& world, const CalibrateOptions& options) {
   add_passes(measurement, found);
   if (options.mpi) add_collectives(measurement, groups, *options.mpi, "mpi");
   for (const Precision precision : {Precision::kFloat32, Precision::kBFloat16, Precision::kFloat64}) {
-    add_products(measurement, found, precision);
-    add_attention(measurement, found, precision);
+    const auto operands = std::make_shared<Operands>(type_of(precision));
+    add_products(measurement, found, precision, operands);
+    add_attention(measurement, found, precision, operands);
     if (precision == Precision::kFloat32 && world.size > 1) add_overlap(measurement, found, world.group);
   }
   calibration.not_measured = measurement.run();

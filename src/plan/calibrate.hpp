@@ -18,9 +18,9 @@ struct CalibrateOptions {
 };
 
 // Collective: every rank measures with the others running, as they do in a step. Rank 0 has the result. A
-// part is measured until its three fastest rounds agree within kSteadyPeak (train/memory.hpp); one whose
-// never do is not written, and `not_measured` says so: the machine was busy. ConfigError on all ranks: too
-// little was steady to plan from.
+// part takes the median of its rounds, of which there are more until the middle half agrees within
+// kSteadyPeak (train/memory.hpp); one whose never does is not written, and `not_measured` says so: the
+// machine was busy. ConfigError on all ranks: too little was steady to plan from.
 ClusterFile calibrate(World& world, const CalibrateOptions& options);
 
 }  // namespace isograd::planner
