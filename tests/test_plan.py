@@ -286,7 +286,7 @@ CLUSTERS = [
     ("host_memory = true", "host_memori = true", "Did you mean"), ("per_host = 2", "per_host = 0", "per_host"),
     ("devices = 2\nper_host = 2", "devices = 3\nper_host = 2", "3 devices in hosts of 2"), ("[[link]]", "[[lynk]]", "link"),
     ("[[link]]", "[[link]]\nranks = 1", "joins"), ('name = "core"', "name = 3", "a text"),
-    ("[[link]]", '[calibration]\nformat = 2\nmachine = "another"\n[[product]]\nm = 8\nn = 8\nk = 8\nprecision = "float32"\nflops = 1e9\n[[link]]',
+    ("[[link]]", '[calibration]\nformat = 3\nmachine = "another"\n[[product]]\nm = 8\nn = 8\nk = 8\nprecision = "float32"\nflops = 1e9\n[[link]]',
      "another"),
     ("[[link]]", '[calibration]\nformat = 99\nmachine = "another"\n[[link]]', "99"),
 ]

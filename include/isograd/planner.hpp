@@ -122,7 +122,8 @@ struct Calibration {
   std::vector<Product> products{};
   std::vector<Attention> attention{};
   std::vector<Collective> collectives{};
-  double memory_bandwidth = 0, operator_overhead = 0, optimizer_bandwidth = 0;  // bytes/s, seconds, bytes/s
+  // Bytes/s of passes, of copies of tokens to experts and back, and of updates; seconds.
+  double memory_bandwidth = 0, expert_bandwidth = 0, optimizer_bandwidth = 0, operator_overhead = 0;
   std::optional<double> overlap{};          // part of a collective that computation hides
   std::vector<std::string> not_measured{};  // a sentence each
   bool empty() const { return products.empty() && collectives.empty(); }

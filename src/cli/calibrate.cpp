@@ -25,6 +25,7 @@ std::string summary(const planner::ClusterFile& found, const std::string& file) 
                           name_of(static_cast<planner::Precision>(i)), best / 1e9);
   for (const auto& [name, rate] : {std::pair{"memory", found.cluster.device.memory_bandwidth},
                                    {"passes of a layer", of.memory_bandwidth},
+                                   {"copies to experts", of.expert_bandwidth},
                                    {"update of an optimizer", of.optimizer_bandwidth}})
     if (rate > 0) text += fmt::format("{}: {:.3g} GB/s a rank\n", name, rate / 1e9);
   if (of.operator_overhead > 0) text += fmt::format("an operator: {:.3g} us\n", of.operator_overhead * 1e6);

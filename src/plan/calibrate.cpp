@@ -25,6 +25,7 @@
 #include "kernels/versions.hpp"
 #include "layout/flat.hpp"
 #include "model/attention/attention.hpp"
+#include "model/experts.hpp"
 #include "model/fused.hpp"
 #include "plan/problem.hpp"
 #include "plan/time.hpp"
@@ -141,8 +142,10 @@ class Measurement {
     constexpr double kMost = 200;
     if (spent_ > options_.seconds) return 0;
     part.once();  // prepares itself
-    const double once = agreed({told(part, part.once(), 0)})[0],
-                 times = std::floor(std::clamp(part.share / once, 1.0, kMost));
+    double once = 0;
+    const double all = seconds_of([&] { once = told(part, part.once(), 0); });  // with what is not timed
+    once = agreed({std::max(once, all)})[0];
+    const double times = std::floor(std::clamp(part.share / once, 1.0, kMost));
     spent_ += once * (2 + kRounds * times);
     return std::size_t(times);
   }
@@ -213,7 +216,7 @@ void add_products(Measurement& measurement, ClusterFile& into, Precision precisi
         const double multiplied = double(m) * double(n) * double(k);
         if (multiplied > most) continue;
         measurement.add(
-            fmt::format("matrix products in {}", name_of(precision)), 0.04, 3 * 2 * multiplied,
+            fmt::format("matrix products in {}", name_of(precision)), 0.03, 3 * 2 * multiplied,
             [=] { return seconds_of_products(*operands, of); },
             [=, &into](double rate, double spread) {
               into.calibration.products.push_back({m, n, k, precision, rate, spread});
@@ -302,6 +305,23 @@ void add_passes(Measurement& measurement, ClusterFile& into) {
         return seconds_of(passes);
       },
       [&into](double rate, double) { into.calibration.memory_bandwidth = rate; });
+  // Tokens go to two of eight experts, and results come back.
+  ModelShape mixture = of;
+  mixture.experts = {.count = 8, .per_token = 2, .feed_forward = of.feed_forward};
+  const at::Tensor tokens = given({kTokens, of.hidden}), weights = given({kTokens, 2});
+  const ByExpert order =
+      sort_by_expert(at::randint(mixture.experts.count, {kTokens, 2}, at::kLong), mixture.experts.count);
+  const auto copies = [=] {
+    torch::autograd::grad({copy_to_experts(tokens, order), add_by_weight(x, weights, order)},
+                          {tokens, x, weights}, {x.detach(), tokens.detach()});
+  };
+  measurement.add(
+      "copies to experts", 0.12, 3 * work_of(mixture, kTokens).copies,
+      [=] {
+        others.add_(1);
+        return seconds_of(copies);
+      },
+      [&into](double rate, double) { into.calibration.expert_bandwidth = rate; });
   // A model so small that starting its operators is all that takes time.
   const ModelShape tiny = model_of(4, 16, 2, 32);
   constexpr std::int64_t kFew = 8;

@@ -11,7 +11,7 @@
 namespace isograd::planner {
 
 struct CalibrateOptions {
-  double seconds = 46;  // parts for which none is left are left out; rounds made again take an eighth more
+  double seconds = 44;  // parts for which none is left are left out; rounds made again take an eighth more
   std::optional<Group> mpi{};  // the same ranks over MPI, where that is there
   // For tests: the seconds that a part of this size (FLOPs, bytes) is said to have taken in a round.
   std::function<double(const std::string& kind, int round, double size)> told{};

@@ -47,6 +47,9 @@ TEST(PlanCalibrate, IsReadBackAsItWasWritten) {
   const double elements = 8 << 20;
   EXPECT_NEAR(found.cluster.device.memory_bandwidth, 12 * elements / known(12 * elements), 1);
   EXPECT_NEAR(calibration.optimizer_bandwidth, 24 * elements / known(24 * elements), 1);
+  // Forward 7 of 1024 rows of 512 fp32 numbers, backward twice as many.
+  const double copies = 3.0 * 7 * 1024 * 512 * 4;
+  EXPECT_NEAR(calibration.expert_bandwidth, copies / known(copies), 1);
   ASSERT_FALSE(calibration.products.empty());
   for (const auto& [m, n, k, precision, flops, spread] : calibration.products) {
     const double multiplied = 3 * 2 * double(m) * double(n) * double(k);

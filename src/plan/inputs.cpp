@@ -48,7 +48,7 @@ constexpr Quantity kDevices{1, kMostDevices}, kLayers{1, 100'000}, kCalibrated{1
 constexpr double kFastestLink = 2e12, kFastestNetwork = 2.5e11;
 constexpr double kMostTokens = 1e15, kMostParameters = 1e16;
 constexpr std::uint64_t kLongestModelFile = 16 << 20;  // a config.json has kilobytes
-constexpr std::int64_t kFormat = 2;                    // of a calibration; another one was measured otherwise
+constexpr std::int64_t kFormat = 3;                    // of a calibration; another one was measured otherwise
 
 std::string without_blanks(std::string_view text) {
   std::string result(text);
@@ -177,6 +177,7 @@ Keys keys_of(Calibration& of, std::int64_t& format) {
   return {{kMust, "format", &format, &kCalibrated},
           {kMust, "machine", &of.machine},
           {kMay, "memory_bandwidth", &of.memory_bandwidth, &kOfRate},
+          {kMay, "expert_bandwidth", &of.expert_bandwidth, &kOfRate},
           {kMay, "operator_overhead", &of.operator_overhead, &kOfSeconds},
           {kMay, "optimizer_bandwidth", &of.optimizer_bandwidth, &kOfRate},
           {kMay, "overlap", &of.overlap, &kOfPart},

@@ -74,7 +74,7 @@ origin = "assumed"
 
 const std::string kCalibration = R"(
 [calibration]
-format = 2
+format = 3
 machine = "MACHINE"
 memory_bandwidth = 2e10
 operator_overhead = 4e-6
@@ -296,9 +296,9 @@ TEST_F(PlannerInputs, BadCalibrationsAreRefused) {
   const auto of = [&](const std::string& from, const std::string& to) {
     return error_of([&] { parse_cluster(replaced(kCluster + kCalibration, from, to), "here.toml"); });
   };
-  EXPECT_THAT(of("format = 2", "format = 1"),
+  EXPECT_THAT(of("format = 3", "format = 1"),
               AllOf(HasSubstr("calibration.format"), HasSubstr("calibrate again")));
-  EXPECT_THAT(of("format = 2", ""), HasSubstr("without format"));
+  EXPECT_THAT(of("format = 3", ""), HasSubstr("without format"));
   EXPECT_THAT(of("flops = 9.1e10", "flops = nan"), HasSubstr("product.flops"));
   EXPECT_THAT(of("k = 2048", "k = 0"), HasSubstr("product.k"));
   EXPECT_THAT(of("precision = \"float32\"", "precision = \"half\""), HasSubstr("bfloat16"));

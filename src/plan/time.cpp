@@ -70,13 +70,13 @@ StepModel::Pass StepModel::computed(const Candidate& c, std::int64_t layer) cons
   Pass pass;
   pass.forward = {.products = products,
                   .attention = attention(work.pairs),
-                  .memory = rates_.memory(work.bytes),
+                  .memory = rates_.memory(work.bytes) + rates_.copies(work.copies),
                   .overhead = rates_.operators(work.operators)};
   // Attention's backward computes five products for the forward's two; other operators move their inputs
   // and gradients.
   pass.inputs = {.products = products,
                  .attention = attention(2.5 * work.pairs),
-                 .memory = rates_.memory(2 * work.bytes),
+                 .memory = rates_.memory(2 * work.bytes) + rates_.copies(2 * work.copies),
                  .overhead = rates_.operators(work.operators)};
   pass.weights = {.products = products, .overhead = rates_.operators(work.operators / 2)};
 

@@ -65,6 +65,7 @@ struct LayerWork {
   std::vector<Product> products{};  // of the forward, and as many in either half of the backward
   double pairs = 0;                 // FLOPs of attention, forward
   double bytes = 0;                 // read and written by operators that no product hides, forward
+  double copies = 0;                // the same, to experts and back
   int operators = 0;                // launches or calls, forward
   double tp_bytes = 0, ring_bytes = 0, ulysses_bytes = 0, expert_bytes = 0;
 };
@@ -82,6 +83,7 @@ class Rates {
   // Causal, of fragments of `length` tokens.
   double attention(double flops, std::int64_t length, std::int64_t head_dim) const;
   double memory(double bytes) const { return bytes / memory_; }
+  double copies(double bytes) const { return bytes / copies_; }
   double operators(int count) const { return count * operator_; }
   double optimizer(double bytes) const { return bytes / optimizer_; }
   Origin origin() const { return origin_; }
@@ -93,7 +95,7 @@ class Rates {
   };
 
  private:
-  double flops_, attention_flops_, memory_, operator_, optimizer_;
+  double flops_, attention_flops_, memory_, copies_, operator_, optimizer_;
   Origin origin_;
   std::vector<Known> products_{}, attention_{};  // of the precision
 };

@@ -175,6 +175,32 @@ TEST(PlanStep, HidesTheReductionBehindTheLastBackward) {
   EXPECT_GT(among.hidden.reduce, 0);
 }
 
+// Forward 7 times the rows of a token's experts, and over ep 8 more in both directions together.
+TEST(PlanStep, CopiesToExpertsTakeTheTimeThatCalibrationFound) {
+  ModelShape mixture = kSmall;
+  mixture.experts = {.count = 8, .per_token = 2, .feed_forward = 256};
+  AskedStep asked;
+  const Problem same = asked.problem();
+  Calibration slow;
+  slow.expert_bandwidth = 1e6;
+  Calibration slower = slow;
+  slower.expert_bandwidth /= 2;
+  const auto found = [&](const Calibration& calibration, int ep) {
+    const Problem problem{.model = mixture,
+                          .cluster = same.cluster,
+                          .calibration = calibration,
+                          .work = same.work,
+                          .constants = same.constants};
+    Stepped models(problem);
+    return models.step.of({.ranks = ep, .replicas = ep, .ep = ep, .micro_batch = 1, .micro_batches = 1})
+        .memory_bound;
+  };
+  const double rows =
+      2 * double(same.work.sequence) * double(mixture.hidden) * 2 * double(mixture.layers);  // bytes
+  for (const int ep : {1, 2})
+    EXPECT_NEAR((found(slower, ep) - found(slow, ep)) / (rows * (3 * 7 + (ep > 1 ? 8 : 0)) / 1e6), 1, 1e-9);
+}
+
 TEST(PlanStep, IsAtLeastWhatLeastSays) {
   AskedStep asked;
   asked.cluster = small_hosts(64);

@@ -59,10 +59,12 @@ LayerWork layer_work(const Problem& problem, const Candidate& candidate, std::in
                double(candidate.cp_ring * candidate.cp_ulysses);
   // Two norms that read and write, two sums that read twice; over tp where the sequence is; rotated queries
   // and keys; gate and up read, their product written; a token copied to its experts, and their results
-  // copied and added by weight.
+  // copied and added by weight; over ep, rows put in the order of the rank's experts and back, as much in the
+  // backward, for which twice the forward's bytes are counted.
   const double streams = candidate.sequence_parallel ? double(tp) : 1;
-  work.bytes = element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) +
-                          3 * multiplied + (mixture ? (2 + 5) * rows * h : 0));
+  work.bytes =
+      element * ((2 * 2 + 2 * 3) * T * h / streams + 2 * T * double(queries + keys) + 3 * multiplied);
+  if (mixture) work.copies = element * rows * h * (2 + 5 + (candidate.ep > 1 ? 2.0 / 3 * 4 : 0));
   // Queries, keys and values side by side before they go to other ranks and apart behind it, and what comes
   // back in the order of the heads: as much in the backward, for which twice the forward's bytes are counted.
   if (candidate.cp_ulysses > 1) work.bytes += element * T * 2 / 3 * double(6 * queries + 8 * keys);
@@ -176,6 +178,7 @@ Rates::Rates(const Problem& problem)
   flops_ = device.peak[std::size_t(precision)] * constants.share_of_peak;
   attention_flops_ = device.peak[std::size_t(precision)] * constants.share_of_attention;
   memory_ = found(calibration.memory_bandwidth, device.memory_bandwidth * constants.share_of_memory);
+  copies_ = found(calibration.expert_bandwidth, memory_);
   operator_ = found(calibration.operator_overhead, constants.layer_overhead / kOfLayer);
   optimizer_ = found(calibration.optimizer_bandwidth, memory_);
   for (const auto& of : calibration.products)
