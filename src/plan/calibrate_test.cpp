@@ -2,22 +2,18 @@
 // measured, foretold by what was.
 #include "plan/calibrate.hpp"
 
-#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
 #include <numeric>
 
-#include "base/files.hpp"
 #include "base/memory.hpp"
 #include "comm/environment.hpp"
 #include "full_tests.hpp"
-#include "isograd/random.hpp"
 #include "kernels/matmul/product.hpp"
-#include "plan/problem.hpp"
+#include "plan/layouts_testing.hpp"
 #include "plan/time.hpp"
 #include "train/prepared_run.hpp"
 
@@ -136,41 +132,16 @@ std::vector<HeldOutModel> held_out_models() {
   return {{small, work(16, 256)}, {medium, work(8, 128)}, {longer, work(4, 1024)}, {experts, work(8, 256)}};
 }
 
-struct HeldOutLayout {
-  std::string name;
-  Candidate candidate;
-};
-std::vector<HeldOutLayout> held_out_layouts(const HeldOutModel& of) {
-  using enum Strategy;
-  using enum Schedule;
-  std::vector<HeldOutLayout> all;
-  const auto add = [&](const std::string& name, Candidate candidate, std::int64_t micro_batches) {
-    candidate.ranks = 2;
-    candidate.micro_batches = micro_batches;
-    candidate.micro_batch = of.work.samples() / candidate.data_ranks() / micro_batches;
-    all.push_back({name, candidate});
-  };
-  for (const bool share : {false, true}) {
-    const std::string how = share ? ", shared parameters" : "";
-    add("bucketed" + how, {.replicas = 2, .strategy = kBucketed, .share_parameters = share}, 2);
-    for (const Strategy strategy : {kZero1, kZero2, kZero3})
-      add(std::string(name_of(strategy)) + how,
-          {.shards = 2, .strategy = strategy, .share_parameters = share}, strategy == kZero1 ? 1 : 2);
-  }
-  add("zero3, checkpointed", {.shards = 2, .strategy = kZero3, .checkpoint = true}, 1);
-  add("replicas", {.replicas = 2, .strategy = kZero1}, 2);
-  add("tp", {.tp = 2}, 2), add("tp, whole tokens", {.tp = 2, .sequence_parallel = false}, 2);
-  add("ring", {.cp_ring = 2}, 2), add("ulysses", {.cp_ulysses = 2}, 2);
-  for (const Schedule schedule : {kOneFOneB, kGPipe, kInterleaved, kZeroBubbleH1, kZeroBubbleV})
-    add(std::string(name_of(schedule)),
-        {.pp = 2,
-         .stages_per_rank = schedule == kInterleaved || schedule == kZeroBubbleV ? 2 : 1,
-         .schedule = schedule},
-        4);
-  if (of.shape.experts.count == 0) return all;
-  add("ep", {.replicas = 2, .ep = 2}, 2);
-  add("ep, zero2", {.shards = 2, .ep = 2, .strategy = kZero2}, 2);
-  return all;
+MeasuredLayouts held_out_layouts(const HeldOutModel& of) {
+  MeasuredLayouts layouts(of.work.samples(), 4, of.shape.experts.count > 0);
+  for (const auto& [name, candidate] : std::vector<MeasuredLayout>(layouts))
+    if (candidate.data_ranks() == 2 && candidate.ep == 1 && !candidate.checkpoint) {
+      Candidate shared = candidate;
+      shared.share_parameters = true;
+      layouts.add(name + ", shared parameters", shared, candidate.micro_batches);
+    }
+  layouts.add("replicas", {.replicas = 2, .strategy = Strategy::kZero1}, 2);
+  return layouts;
 }
 
 double quantile(std::vector<double> values, double at) {
@@ -222,18 +193,15 @@ void measure_held_out(World& world, const fs::path& folder) {
   std::vector<double> errors;
   if (world.rank == 0) std::printf("%s\n", to_toml(here).c_str());
   for (const HeldOutModel& of : held_out_models()) {
-    const std::vector<HeldOutLayout> layouts = held_out_layouts(of);
+    const MeasuredLayouts layouts = held_out_layouts(of);
     std::vector<RunConfig> configs;
     for (const auto& [name, candidate] : layouts) {
-      RunConfig& config = configs.emplace_back();
-      config.model.shape = decoder_of(of.shape);
+      DecoderConfig shape = decoder_of(of.shape);
       // Embeddings then outweigh the mean that attention adds, and routers see tokens. With the usual range
       // all tokens of a model that is not trained go to the same two experts, which no plan can know.
-      config.model.shape.initializer_range = 0.002;
-      set_layout(config, here.cluster, of.work, candidate);
-      config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
-      config.data.validation_fraction = 0;
-      config.run.peak_tflops = 1, config.schedule.peak = 1e-4;
+      shape.initializer_range = 0.002;
+      configs.push_back(measured_config(shape, here.cluster, of.work, candidate, folder));
+      configs.back().schedule.peak = 1e-4;
     }
     std::vector<std::unique_ptr<PreparedRun>> runs;
     for (const RunConfig& config : configs) runs.push_back(std::make_unique<PreparedRun>(config, world));
@@ -306,12 +274,7 @@ TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
     World world = join();
     return measure_held_out(world, std::getenv(kFolder));
   }
-  const fs::path folder = fs::path(testing::TempDir()) / fmt::format("isograd-held-out-{}", ::getpid());
-  fs::create_directories(folder / "text");
-  std::string text;  // one document: every sequence is a fragment
-  for (std::uint64_t i = 0; i < 1 << 18; ++i)
-    text += static_cast<char>(' ' + random_bits({.seed = 7}, i) % 95);
-  write_file(folder / "text" / "one.txt", text);
+  const fs::path folder = folder_with_text("held-out", 1 << 18);
   ::setenv(kFolder, folder.c_str(), 1);
   EXPECT_EQ(launch_ranks({fs::read_symlink("/proc/self/exe").string(),
                           "--gtest_filter=PlanHeldOut.StepsTakeWhatWasForetold"},

@@ -5,23 +5,19 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <array>
-#include <filesystem>
 
-#include "base/files.hpp"
 #include "full_tests.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/data_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/random.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "layout/cost/meter.hpp"
 #include "model/decoder_testing.hpp"
 #include "model/kept_tensors.hpp"
-#include "plan/problem.hpp"
+#include "plan/layouts_testing.hpp"
 #include "train/prepared_run.hpp"
 #include "train/rank_layout.hpp"
 
@@ -383,52 +379,22 @@ TEST(Memory, IsWithinFivePerCentOfTheMeter) {
       }
 }
 
-struct MeasuredLayout {
-  std::string name;
-  Candidate candidate;
-};
-
 // Layouts of 2 and 4 ranks. In the middle of a step a pipeline's rank holds what micro-batches in flight
 // keep, some of them between the halves of a backward, and the gradients that are on their way.
-std::vector<MeasuredLayout> measured_layouts(bool experts) {
+MeasuredLayouts measured_layouts(bool experts) {
   using enum Strategy;
-  using enum Schedule;
-  std::vector<MeasuredLayout> all;
-  const auto add = [&](const std::string& name, Candidate candidate, std::int64_t micro_batches) {
-    const std::int64_t data = candidate.data_ranks();
-    candidate.ranks = static_cast<std::int32_t>(data) * candidate.cp_ring * candidate.cp_ulysses *
-                      candidate.tp * candidate.pp;
-    candidate.micro_batches = micro_batches, candidate.micro_batch = 8 / data / micro_batches;
-    all.push_back({name, candidate});
-  };
-  add("bucketed", {.replicas = 2}, 2);
+  MeasuredLayouts layouts(8, 8, experts);
   for (const Strategy strategy : {kZero1, kZero2, kZero3})
-    for (const int ranks : {2, 4})
-      add(fmt::format("{}, {} ranks", name_of(strategy), ranks), {.shards = ranks, .strategy = strategy}, 1);
-  add("zero3, checkpointed", {.shards = 2, .strategy = kZero3, .checkpoint = true}, 1);
-  add("zero2, hybrid", {.replicas = 2, .shards = 2, .strategy = kZero2}, 2);
-  add("tp", {.tp = 2}, 2), add("tp, whole tokens", {.tp = 2, .sequence_parallel = false}, 2);
-  add("tp, zero1", {.shards = 2, .tp = 2, .strategy = kZero1}, 2);
-  add("ring", {.cp_ring = 2}, 2), add("ulysses", {.cp_ulysses = 2}, 2);
-  for (const auto& [schedule, stages] :
-       {std::pair{kOneFOneB, 1}, {kGPipe, 1}, {kInterleaved, 2}, {kZeroBubbleH1, 1}, {kZeroBubbleV, 2}})
-    add(std::string(name_of(schedule)), {.pp = 2, .stages_per_rank = stages, .schedule = schedule}, 8);
-  add("1f1b, tp", {.tp = 2, .pp = 2, .schedule = kOneFOneB}, 8);
-  if (!experts) return all;
-  add("ep", {.replicas = 2, .ep = 2}, 2);
-  add("ep, zero2", {.shards = 2, .ep = 2, .strategy = kZero2}, 2);
-  return all;
+    layouts.add(fmt::format("{}, 4 ranks", name_of(strategy)), {.shards = 4, .strategy = strategy}, 1);
+  layouts.add("zero2, hybrid", {.replicas = 2, .shards = 2, .strategy = kZero2}, 2);
+  layouts.add("tp, zero1", {.shards = 2, .tp = 2, .strategy = kZero1}, 2);
+  layouts.add("1f1b, tp", {.tp = 2, .pp = 2, .schedule = Schedule::kOneFOneB}, 8);
+  return layouts;
 }
 
 TEST(Memory, OfLayoutsIsWithinFivePerCentOfTheMeter) {
   MemoryMeter::install();
-  namespace fs = std::filesystem;
-  const fs::path folder = fs::path(testing::TempDir()) / fmt::format("isograd-memory-{}", ::getpid());
-  fs::create_directories(folder / "text");
-  std::string text;  // of many tokens, which routers send to all experts
-  for (std::uint64_t i = 0; i < 1 << 16; ++i)
-    text += static_cast<char>(' ' + random_bits({.seed = 7}, i) % 95);
-  write_file(folder / "text" / "one.txt", text);
+  const std::filesystem::path folder = folder_with_text("memory", 1 << 16);
   const std::array families{"llama", "qwen3", "qwen2_moe", "mixtral"};
   for (std::size_t f = 0; f < families.size(); ++f) {
     const std::string family = families[f];
@@ -439,18 +405,14 @@ TEST(Memory, OfLayoutsIsWithinFivePerCentOfTheMeter) {
       shape.experts.count = 4, shape.experts.feed_forward = family == "mixtral" ? 256 : 64;
       if (shape.experts.shared_feed_forward > 0) shape.experts.shared_feed_forward = 128;
     }
-    const std::vector<MeasuredLayout> layouts = measured_layouts(shape.experts.count > 0);
+    const MeasuredLayouts layouts = measured_layouts(shape.experts.count > 0);
     for (std::size_t i = 0; i < layouts.size(); ++i) {
       if (!full_tests() && (i + f) % families.size() != 0)
         continue;  // else each layout for one of the models
       const auto& [name, candidate] = layouts[i];
       Planning setup(shape);
       setup.work = {.tokens = 8 * 512, .sequence = 512, .precision = Precision::kFloat32};
-      RunConfig config;
-      config.model.shape = shape;
-      set_layout(config, setup.cluster, setup.work, candidate);
-      config.data.text = {(folder / "text").string()}, config.data.cache = (folder / "cache").string();
-      config.data.validation_fraction = 0, config.run.peak_tflops = 1;
+      const RunConfig config = measured_config(shape, setup.cluster, setup.work, candidate, folder);
       std::vector<double> found(static_cast<std::size_t>(candidate.ranks));
       run_ranks(candidate.ranks, [&](World& world) {
         MemoryMeter meter;
@@ -478,7 +440,7 @@ TEST(Memory, OfLayoutsIsWithinFivePerCentOfTheMeter) {
       }
     }
   }
-  fs::remove_all(folder);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
