@@ -326,6 +326,11 @@ def test_bad_folders_are_refused(tmp_path):
 
 def test_here_is_what_calibrate_wrote(tmp_path):
     assert "isograd calibrate" in refused("plan", SIZES, "--cluster", "here", "--tokens", "1M", cwd=tmp_path)
+    (tmp_path / ".cache/isograd").mkdir(parents=True)
+    write_cluster(tmp_path, devices=4).rename(tmp_path / ".cache/isograd/here.toml")
+    asked = ["plan", SIZES, "--cluster", "here", "--gpus", 2, "--tokens", "64k", "--dtype", "float32", "--scaling", "--json"]
+    found = json.loads(ran(*asked, cwd=tmp_path).stdout)
+    assert [point["devices"] for point in found["scaling"]] == [1, 2, 4] and found["top"][0]["candidate"]["ranks"] == 2
 
 
 def test_an_adapter_is_not_planned(config, cluster, tmp_path):

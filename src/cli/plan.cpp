@@ -119,7 +119,10 @@ int show_plan(const PlanFlags& flags) {
   if (!flags.strategy.empty())
     options.only_strategy = static_cast<Strategy>(index_in(kStrategyNames, flags.strategy));
   if (flags.scaling && cluster.per_host <= kMostScaling) {
-    for (std::int64_t devices = cluster.per_host; devices <= kMostScaling; devices *= 4)
+    // `here` is one host, of which as many ranks were measured as the file has devices.
+    const bool here = flags.cluster == "here";
+    const std::int64_t last = here ? read_cluster(flags.cluster).devices : kMostScaling;
+    for (std::int64_t devices = here ? 1 : cluster.per_host; devices <= last; devices *= here ? 2 : 4)
       options.scaling.push_back(devices);
     const std::int64_t planned = cluster.devices, most = std::max(planned, options.scaling.back());
     cluster = read_cluster(flags.cluster, most);  // with the links of all sizes
@@ -167,7 +170,8 @@ Verb plan_verb(CLI::App& program) {
   add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME")
       ->check(CLI::IsMember({"bucketed", "zero1", "zero2", "zero3"}));
   add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
-  verb->add_flag("--scaling", flags->scaling, "the same on up to 131072 devices as well");
+  verb->add_flag("--scaling", flags->scaling,
+                 "the same on up to 131072 devices as well; here: on up to all of its ranks");
   verb->add_flag("--json", flags->json, "one JSON object with all figures (docs/planning.md)");
   add_option(*verb, "--svg", flags->svg, "pictures go here: memory, timeline, front, scaling", "DIR");
   add_option(*verb, "--html", flags->html, "the plan as a page goes here", "FILE.html");
