@@ -226,11 +226,16 @@ def test_what_cannot_be_compared_is_refused_on_every_rank(cases, name, parts):
 
 
 @pytest.mark.parametrize("name, refuses, text", [("one_rank_without_lists", 0, "no lists of samples"),
-                                                 ("samples_that_one_cannot_send", 1, "pickle"),
                                                  ("group_of_another", 1, "found `data` as a group without rank 1")])
-def test_what_one_rank_refuses_ends_all(cases, name, refuses, text):
+def test_what_one_rank_refuses_ends_all_in_its_words(cases, name, refuses, text):
     said = [rank[name] for rank in cases[0]]
-    assert text in said[refuses] and f"rank {refuses} refuses its part" in said[1 - refuses]
+    assert text in said[refuses] and said[1 - refuses] == said[refuses].replace("ConfigError ", f"ConfigError rank {refuses}: ")
+
+
+def test_what_one_rank_cannot_do_ends_all(cases):
+    other, own = (rank["samples_that_one_cannot_send"] for rank in cases[0])
+    kind, _, text = own.partition(" ")
+    assert "pickle" in own and other.startswith(f"ConfigError isograd.watch: found that rank 1 failed: {kind}: {text}; expected "), other
 
 
 def test_an_exception_in_the_step_leaves_no_rank_waiting(cases):
@@ -256,6 +261,43 @@ def test_an_exception_ends_also_who_waits_inside_the_step(warm, tmp_path, backen
     (_, first, status), (_, second, other) = two_ranks(warm, FAILS.format(backend=backend, store=tmp_path / "store"))
     assert status and other and "ValueError: out of cheese" in second, second
     assert "Error" in first and "TimeoutExpired" not in first
+
+
+CAUSES = """
+import os, sys, time, torch, torch.distributed as dist, isograd
+rank, case, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model, own = torch.nn.Linear(3, 1), torch.full((3,), 1.0 + rank)
+def loss(model, sample):
+    return {}["no such row"] if case == "loss" else model(sample)
+def make_model():
+    return {}["hidden"]
+try:
+    with isograd.watch(model, None, micro_batches=[[own]], loss=loss, make_model=make_model if case == "make_model" else None,
+                       timeout=1 if case == "late" else 30) as step:
+        model(own).sum().backward()
+        time.sleep(4 * rank * (case == "late"))
+        if rank == 1 and case == "refused":
+            isograd.clip_grad_norm_(model, -1.0)
+except Exception as error:
+    print(type(error).__name__, error, type(error.__cause__).__name__, sep="|", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("case, first, second", [
+    ("loss", "ConfigError|isograd.watch: found an exception in the loss of a sample: KeyError: 'no such row'; expected .*|KeyError",
+     "ConfigError|isograd.watch: found an exception in the loss of a sample: KeyError: 'no such row'; expected .*|NoneType"),
+    ("make_model", "KeyError|'hidden'|NoneType",
+     "ConfigError|isograd.watch: found that rank 0 failed: KeyError: 'hidden'; expected .*|NoneType"),
+    ("late", "PeerError|isograd.watch: found rank 1 not at the end of its step after [0-9.]+ s; expected .*|.*Error",
+     "PeerError|rank 0: isograd.watch: found rank 1 not at the end of its step after [0-9.]+ s; expected .*|NoneType"),
+    ("refused", "PeerError|rank 1: isograd.clip_grad_norm_: found max_norm=-1.0; expected [^;]*|NoneType",
+     "ConfigError|isograd.clip_grad_norm_: found max_norm=-1.0; expected [^;]*|NoneType")])
+def test_a_message_is_said_once_and_has_its_cause(warm, tmp_path, case, first, second):
+    """On the other rank in the words of the one that failed; a cause is above it in the traceback, where it was raised."""
+    for said, (output, errors, status) in zip((first, second), two_ranks(warm, CAUSES, case, tmp_path / "store")):
+        assert status == 0 and re.fullmatch(said.replace("|", r"\|"), output.strip()), output + errors
 
 
 ONLY_TORCH = """

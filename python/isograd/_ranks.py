@@ -27,9 +27,12 @@ _MOST_NUMBERS = 8  # that `agreed` exchanges
 _WRAPPERS = (f"{COMPILED}.", f"{CHECKPOINTED}.")
 
 
-def refuse(where: str, found: str, expected: str, action: str) -> NoReturn:
-    """Raises a ConfigError in its parts (docs/errors.md)."""
-    raise ConfigError(f"{where}: found {found}; expected {expected}. {action}.")
+def refuse(where: str, found: str, expected: str, action: str, cause: BaseException | None = None) -> NoReturn:
+    """Raises a ConfigError in its parts (docs/errors.md); its traceback has that of the cause above it."""
+    said = ConfigError(f"{where}: found {found}; expected {expected}. {action}.")
+    if cause is not None:
+        raise said from cause
+    raise said
 
 
 def listed(parameters: Parameters) -> list[torch.Tensor]:

@@ -192,20 +192,20 @@ def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autoc
         _failed(error, model, loss, sample, dtype, own)
     value, count = found if isinstance(found, tuple) else (found, found.numel())
     if isinstance(value, torch.Tensor) and dtype == torch.float64 and value.dtype != torch.float64:
-        refuse("isograd.prove", f"a loss in {value.dtype} of a model in fp64", "the whole step in fp64, for the reference",
+        refuse("isograd.watch", f"a loss in {value.dtype} of a model in fp64", "the whole step in fp64, for the reference",
                "Take out the conversion (.float(), torch.float32) on the way, or give reference=torch.float32")
     if not isinstance(value, torch.Tensor) or not isinstance(count, int) or count < 0:
-        refuse("isograd.prove", f"the loss of a sample as {type(value).__name__} and a count {count!r}",
+        refuse("isograd.watch", f"the loss of a sample as {type(value).__name__} and a count {count!r}",
                "its losses, one for each target; or their sum and how many there are",
                'Take reduction="none" at the valid targets')
     if not isinstance(found, tuple) and value.dim() == 0:
-        refuse("isograd.prove", "the loss of a sample as one number, which may be a mean: divided already",
+        refuse("isograd.watch", "the loss of a sample as one number, which may be a mean: divided already",
                "its losses, one for each target; or their sum and how many there are",
                'Take reduction="none" at the valid targets, or return (losses.sum(), n)')
     if isinstance(found, tuple) and value.numel() != 1:
-        refuse("isograd.prove", f"a sum of losses of shape {tuple(value.shape)}", "a single number", "Return (losses.sum(), n)")
+        refuse("isograd.watch", f"a sum of losses of shape {tuple(value.shape)}", "a single number", "Return (losses.sum(), n)")
     if count and not value.requires_grad:
-        refuse("isograd.prove", "a loss that no parameter has a part in", "one to differentiate",
+        refuse("isograd.watch", "a loss that no parameter has a part in", "one to differentiate",
                "Compute it from the model that `loss` is given, without no_grad")
     return value.sum(), count
 
@@ -213,8 +213,8 @@ def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autoc
 def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, own: torch.dtype | None) -> NoReturn:
     """Says what `loss` or its derivative raised; that fp64 is the cause where the sample can be made in the run's precision."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-        refuse("isograd.prove", f"a sample whose forward does not fit in one process with the model: {error}",
-               "memory for one sample at a time", "Watch shorter samples, or checkpoint activations in the model")
+        refuse("isograd.watch", f"a sample whose forward does not fit in one process with the model: {error}",
+               "memory for one sample at a time", "Watch shorter samples, or checkpoint activations in the model", error)
     said = f"{type(error).__name__}: {error}"
     if dtype == torch.float64 and own not in (None, dtype):
         runs = False
@@ -223,12 +223,12 @@ def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: 
             (found[0] if isinstance(found, tuple) else found.sum()).backward()
             runs = True
         if runs:
-            refuse("isograd.prove", f"a model or loss that does not run in fp64: {said}",
+            refuse("isograd.watch", f"a model or loss that does not run in fp64: {said}",
                    "the whole step in fp64, for the reference", "Convert "
-                   "to the dtype of the parameters where it converts to fp32, or give reference=torch.float32")
-    refuse("isograd.prove", f"an exception in the loss of a sample: {said}", "its losses, one for each target",
+                   "to the dtype of the parameters where it converts to fp32, or give reference=torch.float32", error)
+    refuse("isograd.watch", f"an exception in the loss of a sample: {said}", "its losses, one for each target",
            "Look at its traceback (above, on rank 0): `loss` is called there alone, with a plain copy of the model and each "
-           "sample, on the CPU")
+           "sample, on the CPU", error)
 
 
 # A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step. One process in the

@@ -107,7 +107,8 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, *, experts: Sequenc
         total = all_sum(total, stages)
     norm = total.sqrt() * abs(scale)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"isograd.clip_grad_norm_: the norm of the gradient is {float(norm)}")
+        raise RuntimeError(f"isograd.clip_grad_norm_: found that the norm of the gradient is {float(norm)}; expected a finite one. "
+                           "Look at this step's loss, or leave out error_if_nonfinite.")
     limited = bool(torch.isfinite(norm)) and max_norm != math.inf
     factor = scale * (min(1.0, max_norm / (float(norm) + 1e-6)) if limited else 1.0)
     for tell in observers:

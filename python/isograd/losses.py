@@ -67,7 +67,8 @@ class CountedStep:
             refuse("CountedStep.weights", "a mean without weights of its own", "the step of a SampleMean",
                    "Take the sum of the losses as it is")
         if not 0 <= micro_batch < max(self.global_micro_batches, 1):
-            refuse("CountedStep.weights", f"micro-batch {micro_batch}", f"one of the {self.global_micro_batches} of this step", "Count it too")
+            refuse("CountedStep.weights", f"micro-batch {micro_batch}", f"one of the {self.global_micro_batches} of this step",
+                   "Count it too")
         return self._weights[micro_batch] if micro_batch < len(self._weights) else torch.zeros(0, dtype=torch.float64)
 
     def loss(self) -> float:
@@ -276,8 +277,8 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: to
     ignore_index. weights [...]: of the tokens, constants of 0 or more, or a mask. label_smoothing in [0, 1]: as PyTorch's.
     z_loss: the coefficient of the squared log-partition.
 
-    Divide it yourself: counted.scale(loss.sum), `counted` being what TokenMean().count gave. Gradients are made in the forward and multiplied by a scalar in
-    backward; that of weight is added up in fp32 (fp64 in fp64). First derivatives only.
+    Divide it yourself: `counted.scale(loss.sum)` with what TokenMean().count gave. Gradients are made in the forward and
+    multiplied by a scalar in backward; that of weight is added up in fp32 (fp64 in fp64). First derivatives only.
 
     ConfigError: targets outside the vocabulary, weights that are negative or not finite, shapes or types that do not fit;
     a backward with create_graph is a RuntimeError.

@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import pickle
+import time
 from typing import Any, Callable, Mapping, Sequence, TypedDict, TypeVar, Union
 
 import torch
@@ -253,13 +254,12 @@ class watch:
             made = make()
         except Exception as error:
             problem = error
-        everyone = gather_objects((None if problem is None else f"{type(problem).__name__}: {problem}", made))
+        everyone = gather_objects((None if problem is None else _for_others(self.rank, problem), made))
         if problem is not None:
             raise problem
-        for rank, (text, _) in enumerate(everyone):
+        for text, _ in everyone:
             if text is not None:
-                raise ConfigError(f"{_WHERE}: found that rank {rank} refuses its part: {text}; expected a step "
-                                  "that every rank can make. Look at that rank's own message.")
+                raise ConfigError(text)
         return [result for _, result in everyone]
 
     def _gathered_samples(self) -> list[Buffer]:
@@ -295,7 +295,7 @@ class watch:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._hooks.close()
         if error is not None:
-            self._tell(f"failed: {type(error).__name__}: {error}")
+            self._tell(_for_others(self.rank, error))
             return
         self._tell("done")
         self._wait_for_all()
@@ -353,14 +353,16 @@ class watch:
     def _wait_for_all(self) -> None:
         store = self._store()
         for other in range(self.size if store else 0):
+            began = time.monotonic()
             try:
                 said = _get(store, f"{self._turn}/{other}", self.timeout).decode()
             except Exception as error:
-                raise PeerError(f"{_WHERE}: found rank {other} not at the end of its step after {self.timeout:g} s; expected "
-                                f"every rank there. Look at what it does ({error}).") from None
+                given_up = (f"{_WHERE}: found rank {other} not at the end of its step after {time.monotonic() - began:.3g} s; "
+                            "expected every rank there. Look at what it does, or give timeout= more.")
+                self._tell(f"rank {self.rank}: {given_up}")
+                raise PeerError(given_up) from error
             if said != "done":
-                raise PeerError(f"{_WHERE}: found that rank {other} {said}; expected a step that ends on every rank. Look at "
-                                "that rank's own message.")
+                raise PeerError(said)
 
     def _from_rank_0(self, make: Callable[[], Verdict]) -> Verdict:
         """Rank 0's verdict, or its error, on every rank: the others wait without a collective, which could run out."""
@@ -372,7 +374,7 @@ class watch:
             except Exception as error:
                 made = error
             if store:
-                store.set(key, json.dumps({"error": str(made), "refused": isinstance(made, ConfigError)}
+                store.set(key, json.dumps({"error": str(made) if isinstance(made, ConfigError) else _for_others(0, made)}
                                           if isinstance(made, Exception) else dataclasses.asdict(made)))
                 with contextlib.suppress(Exception):  # the store may go with this process: not before they have read it
                     store.wait([f"{key}/{other}" for other in range(1, self.size)],
@@ -380,18 +382,17 @@ class watch:
             if isinstance(made, Exception):
                 raise made
             return made
+        began = time.monotonic()
         try:
             answer = json.loads(_get(store, key, self.timeout))  # no pickle: others on the host may write into the store
-            made = None if "error" in answer else Verdict(**answer)
-            store.set(f"{key}/{self.rank}", b"read")
         except Exception as error:
-            raise PeerError(f"{_WHERE}: found no verdict of rank 0 after {self.timeout:g} s; expected it to make the step on one "
-                            f"process and to compare. Look at rank 0, or give timeout= ({error}).") from None
-        if made is None:
-            text = str(answer["error"])
-            raise ConfigError(text if answer.get("refused") else
-                              f"{_WHERE}: found that rank 0 could not compare: {text}; expected a verdict. See rank 0")
-        return made
+            raise PeerError(f"{_WHERE}: found no verdict of rank 0 after {time.monotonic() - began:.3g} s; expected it to make the "
+                            "step on one process and to compare. Look at rank 0, or give timeout= more.") from error
+        with contextlib.suppress(Exception):  # rank 0, which waits for this, may be gone
+            store.set(f"{key}/{self.rank}", b"read")
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return Verdict(**answer)
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],
@@ -496,6 +497,14 @@ class watch:
         if self.size > places:
             axes["pp" if self.stages else "tp"] = self.size // places
         return axes
+
+
+def _for_others(rank: int, error: BaseException) -> str:
+    """An error of this rank as the others say it: a refusal in its own words, anything else with its type."""
+    if isinstance(error, ConfigError):
+        return f"rank {rank}: {error}"
+    return (f"{_WHERE}: found that rank {rank} failed: {type(error).__name__}: {error}; expected a step that every rank can make. "
+            "Look at that rank's own message.")
 
 
 def place_along(data: Group, rank: int) -> int:

@@ -53,7 +53,7 @@ class StepCheck(OneStep):
                     self._add(batch)
                 yield batch
         except GeneratorExit:  # an iterator does not learn what raised in the loop's body
-            self._abandon(RuntimeError("the loop ended before the step did (see that rank's own error)"))
+            self._abandon(RuntimeError("the loop ended before the step did"))
             raise
         except BaseException as error:
             self._abandon(error)
