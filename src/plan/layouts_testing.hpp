@@ -65,7 +65,7 @@ inline std::filesystem::path folder_with_text(const std::string& name, std::uint
   return folder;
 }
 
-// Of that model on that text.
+// A run that trains that model on that text.
 inline RunConfig measured_config(const DecoderConfig& shape, const Cluster& cluster, const Work& work,
                                  const Candidate& candidate, const std::filesystem::path& folder) {
   RunConfig config;
