@@ -97,13 +97,6 @@ std::vector<StageShape> stage_shapes(const Problem& problem, int tp, int ep, int
   return shapes;
 }
 
-std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline) {
-  std::vector<int> stages;
-  for (int part = 0; part < candidate.stages_per_rank; ++part)
-    stages.push_back(int(stage_of(candidate, rank_of_pipeline, part)));
-  return stages;
-}
-
 DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& candidate,
                                     const std::vector<StageShape>& stages, int rank_of_pipeline) {
   ElementBytes bytes = element_bytes(type_of(problem.work.precision), problem.work.states);
@@ -112,8 +105,8 @@ DataParallelPlan data_parallel_plan(const Problem& problem, const Candidate& can
   plan.micro_batches = candidate.micro_batches;
   std::int64_t rest = 0, experts = 0, root = 0;
   bool has_table = false;
-  for (const int stage : stages_of_rank(candidate, rank_of_pipeline)) {
-    const StageShape& shape = stages[std::size_t(stage)];
+  for (const std::size_t stage : stages_of_rank(candidate, rank_of_pipeline)) {
+    const StageShape& shape = stages[stage];
     rest += shape.elements, experts += shape.expert_elements, root += shape.root;
     if (has_table && shape.outputs &&
         problem.model.tied_output) {  // the first and the last stage, under zb-v
@@ -235,8 +228,7 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
                     .reserve = problem_.cluster.reserve,
                     .rank_of_pipeline = rank};
   const MicroBatch& bytes = micro_batch(candidate);
-  const std::vector<int> own = stages_of_rank(candidate, rank);
-  const auto shape_of = [&](int stage) -> const StageShape& { return all[std::size_t(stage)]; };
+  const auto own = stages_of_rank(candidate, rank);
   if (candidate.pp == 1) {
     const OfStage of = of_stage(candidate, all[0], bytes);
     parts.activations = of.kept - of.logits, parts.logits = of.logits, parts.passing = of.passing;
@@ -244,15 +236,14 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
     const std::vector<double> nothing(all.size());
     std::vector<double> kept_by(nothing), halves(nothing), passing(nothing), weights(nothing),
         logits(nothing);
-    for (const int stage : own) {
-      const OfStage of = of_stage(candidate, shape_of(stage), bytes);
-      const auto at = std::size_t(stage);
+    for (const std::size_t at : own) {
+      const OfStage of = of_stage(candidate, all[at], bytes);
       kept_by[at] = of.kept, halves[at] = of.halves, logits[at] = of.logits;
       passing[at] = of.passing, weights[at] = of.passing_weights;
       parts.passing = std::max({parts.passing, of.passing, of.passing_weights});
     }
     const double most = pipelines_.most_kept(candidate, rank, kept_by, halves, passing, weights);
-    if (shape_of(own.back()).outputs || shape_of(own.front()).outputs)
+    if (all[own.back()].outputs || all[own.front()].outputs)
       parts.logits = pipelines_.most_kept(candidate, rank, logits, logits, nothing, nothing);
     parts.passing = std::min(parts.passing, most - parts.logits);
     parts.activations = std::max(0.0, most - parts.logits - parts.passing);
@@ -264,8 +255,8 @@ MemoryParts MemoryModel::isograds(const Candidate& candidate, int rank) {
              config_.head_dim) *
       std::max(4.0, bytes_of(problem_.work.precision));
   std::int64_t largest = 0, blocks = 0, root = 0, layers = 0;
-  for (const int stage : own) {
-    const StageShape& shape = shape_of(stage);
+  for (const std::size_t stage : own) {
+    const StageShape& shape = all[stage];
     largest = std::max(largest, shape.largest_block), root += shape.root, layers += shape.layers;
     blocks += shape.elements + shape.expert_elements - shape.root;
   }

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <map>
+#include <ranges>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -72,7 +73,12 @@ inline std::size_t stage_of(const Candidate& candidate, int rank_of_pipeline, in
   const bool back = candidate.schedule == Schedule::kZeroBubbleV && part == 1;  // of the V
   return std::size_t(back ? 2 * candidate.pp - 1 - rank_of_pipeline : rank_of_pipeline + part * candidate.pp);
 }
-std::vector<int> stages_of_rank(const Candidate& candidate, int rank_of_pipeline);
+inline auto stages_of_rank(const Candidate& candidate, int rank_of_pipeline) {
+  return std::views::iota(0, candidate.stages_per_rank) |
+         std::views::transform([&candidate, rank_of_pipeline](int part) {
+           return stage_of(candidate, rank_of_pipeline, part);
+         });
+}
 
 // The input of isograd's formulas of kept and sent bytes, for one rank of the pipeline: by make_plan() of
 // train/rules.hpp, as `isograd layout` and `train --memory` do.

@@ -133,11 +133,13 @@ const StepModel::Staged& StepModel::staged(const Candidate& c) {
   }
   double most = -1;
   for (int rank = 0; rank < c.pp; ++rank) {
-    Pass own;
-    for (const int stage : stages_of_rank(c, rank)) own.add(all[std::size_t(stage)]);
-    if (const double busy = own.forward.total() + own.backward(); busy > most)
-      most = busy, made.slowest = rank, made.of_slowest = own;
+    double busy = 0;
+    for (const std::size_t stage : stages_of_rank(c, rank))
+      busy +=
+          made.times.forward[stage] + made.times.backward_inputs[stage] + made.times.backward_weights[stage];
+    if (busy > most) most = busy, made.slowest = rank;
   }
+  for (const std::size_t stage : stages_of_rank(c, made.slowest)) made.of_slowest.add(all[stage]);
   return made;
 }
 
@@ -149,10 +151,8 @@ double StepModel::shortest(const Candidate& c, const StageTimes& times) {
   double before = 0, longest = 0;
   for (int rank = 0; rank < c.pp; ++rank) {
     double busy = 0;
-    for (int part = 0; part < c.stages_per_rank; ++part) {
-      const std::size_t stage = stage_of(c, rank, part);
+    for (const std::size_t stage : stages_of_rank(c, rank))
       busy += times.forward[stage] + times.backward_inputs[stage] + times.backward_weights[stage];
-    }
     longest = std::max(longest, before + double(c.micro_batches) * busy);
     const auto at = std::size_t(rank);
     before += times.forward[at] + times.transfer;
@@ -169,8 +169,8 @@ void StepModel::add_data_parallel(StepParts& parts, const Candidate& c, const St
   const double rounds = double(c.micro_batches),
                reductions = plan.stage >= 2 && !plan.reduce_once ? rounds : 1;
   std::int64_t layers = 0, block = 0, root = 0;
-  for (const int stage : stages_of_rank(c, staged.slowest)) {
-    const StageShape& shape = shapes[std::size_t(stage)];
+  for (const std::size_t stage : stages_of_rank(c, staged.slowest)) {
+    const StageShape& shape = shapes[stage];
     layers += shape.layers, block = std::max(block, shape.largest_block), root += shape.root;
   }
   const double forward = staged.of_slowest.forward.total(), backward = staged.of_slowest.backward();
