@@ -17,8 +17,9 @@ from ._native.isograd_comm import ConfigError, PeerError, checksum, empty_shared
 from .gradients import all_reduce_gradients, clip_grad_norm_, sum_gradients  # noqa: E402
 from .losses import (CountedStep, Deferred, FixedDenominator, LinearCrossEntropy, SampleMean, TokenMean, WeightedMean,  # noqa: E402
                      linear_cross_entropy)
+from ._reference import Term  # noqa: E402
 from .watching import Verdict, prove, watch  # noqa: E402
 
-__all__ = ["ConfigError", "CountedStep", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "TokenMean",
+__all__ = ["ConfigError", "CountedStep", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Term", "TokenMean",
            "Verdict", "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
            "linear_cross_entropy", "prove", "sum_gradients", "watch"]

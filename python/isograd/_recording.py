@@ -69,6 +69,7 @@ class Recording:
         self.by: dict[str, tuple[Any, dict[str, Any], float]] = {}  # the last optimizer that stepped, its group, the rate then
         self.steps: dict[str, int] = {}
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
+        self.gathers: list[str] = []  # where a tensor with a gradient is gathered by a collective that passes none on
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
         self.midway = False  # clipped more than once, with forwards in between, and no update
         self._forwards = self._clipped_at = 0
@@ -166,6 +167,8 @@ class Recording:
             _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
             _replace(undo, clips, GROUPS_OF_VALUE_CLIP, self._value_clip)
             _replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
+            for name in ("all_gather", "all_gather_into_tensor"):
+                _replace(undo, torch.distributed, name, self._gather)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
             for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
@@ -184,6 +187,14 @@ class Recording:
         some = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self.clipping(some, float(max_norm), total_norm)
         return original(some, max_norm, total_norm, *arguments, **more)
+
+    def _gather(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        given = next((value for value in [*arguments[1:2], *named.values()] if isinstance(value, torch.Tensor)), None)
+        if given is not None and given.requires_grad and torch.is_grad_enabled():  # within an autograd.Function it is not
+            frame = sys._getframe(2)
+            file = "/".join(frame.f_code.co_filename.split("/")[-2:])
+            self.gathers.append(f"{original.__name__} in {file}, line {frame.f_lineno}")
+        return original(*arguments, **named)
 
     def _scaler_step(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         before = scaler.get_scale()

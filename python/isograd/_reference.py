@@ -1,4 +1,8 @@
-"""The whole step on one process, sample after sample, that a run is compared with. Shares no code with the means."""
+"""The whole step on one process, sample after sample, that a run is compared with. Shares no code with the means.
+
+A loss over the whole batch takes the features of all samples, cut off from the model: its gradient by them is then what each
+sample's forward, made once more, is differentiated with. One sample's activations are held at a time, as with any other loss.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -14,35 +18,77 @@ import torch
 from torch import nn
 
 from . import _random
-from ._ranks import copied, gradient_of, in_precision, plain_name, refuse
+from ._native.isograd_comm import ConfigError
+from ._ranks import copied, gradient_of, in_precision, mapped, plain_name, refuse, tensors_in
 
-Loss = Callable[[Any, Any], Union[torch.Tensor, tuple[torch.Tensor, int]]]  # the model and a sample, of the user's own classes
+# The model and a sample, of the user's own classes.
+Loss = Callable[[Any, Any], Union[torch.Tensor, tuple[torch.Tensor, Union[float, torch.Tensor]]]]
+Features = Callable[[Any, Any], Any]
 Mean = Union[str, float]
+Batch = Sequence[Sequence[Sequence[Any]]]  # [place along data][micro-batch] -> samples
 Gradients = Mapping[str, torch.Tensor]
 LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only their sum is kept
 MOST_DRAWS = 16  # as `isograd verify` makes
 FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
 SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/verify.md)
+MEANS = ("token", "sample", "weighted", "batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A further term of the loss, for `terms` of `isograd.watch`: it is added weight times.
+
+    loss, features, mean: as `watch` has them, of this term.
+    """
+
+    loss: Loss
+    weight: float = 1.0
+    features: Features | None = None
+    mean: Mean = "token"
+
+    @property
+    def whole(self) -> bool:
+        """Its loss takes the whole batch at once."""
+        return self.features is not None or self.mean == "batch"
 
 
 @dataclasses.dataclass
 class Reference:
-    """The step of one process. shares: {(rank, micro-batch): its part of the gradient}, empty where they are too large."""
+    """The step of one process. shares: {(rank, micro-batch): its part of the gradient}, empty where they are too large or
+    where the loss takes all samples at once. counts: of the first term's targets, weights or samples."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     shares: dict[tuple[int, int], dict[str, torch.Tensor]]
-    counts: list[list[int]]
+    counts: list[list[float]]
     draws: bool = False  # random numbers in the model's forward, seeded or not
     unseeded: list[str] = dataclasses.field(default_factory=list)  # generators that it draws from with no effect seen
 
     @property
-    def targets(self) -> int:
-        return sum(sum(counts) for counts in self.counts)
+    def targets(self) -> int | None:
+        """How many; None where weights are no whole numbers."""
+        whole = sum(sum(counts) for counts in self.counts)
+        return int(whole) if all(count == int(count) for counts in self.counts for count in counts) else None
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """The counts as whole numbers, in their proportions."""
+        least = min((count for counts in self.counts for count in counts if count > 0), default=1.0)
+        unit = 1.0 if self.targets is not None else 1e6 / least
+        return [[round(unit * count) for count in counts] for counts in self.counts]
 
     @property
     def norm(self) -> float:
         return sum(float(g.double().square().sum()) for g in self.gradients.values()) ** 0.5
+
+    def add(self, other: Reference) -> None:
+        """A further term's step."""
+        self.loss += other.loss
+        for name, grad in other.gradients.items():
+            self.gradients[name] += grad
+        self.shares = {cell: {name: grad + other.shares[cell][name] for name, grad in part.items()}
+                       for cell, part in self.shares.items() if cell in other.shares}
+        self.draws, self.unseeded = self.draws or other.draws, self.unseeded + other.unseeded
 
 
 # Memory and processors.
@@ -114,31 +160,45 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence
     return model
 
 
-def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[Any]]], mean: Mean,
-                dtype: torch.dtype, autocast: torch.dtype | None = None, shares: bool = True,
-                after_each: Callable[[], None] = lambda: None, own: torch.dtype | None = None) -> Reference:
-    """`batch`: [rank][micro-batch] -> samples; after_each: called after each. The model's gradients are left empty.
+def one_process(model: nn.Module, terms: Sequence[Term], batch: Batch, dtype: torch.dtype, autocast: torch.dtype | None = None,
+                shares: bool = True, after_each: Callable[[], None] = lambda: None, own: torch.dtype | None = None) -> Reference:
+    """The sum of the terms. after_each: called after each sample. The model's gradients are left empty.
 
     Each sample begins with the same states of all generators, which the caller keeps. own: the precision of the run that the
     step is the reference of: a random loss is refused, for which the first sample is made twice, and the first that draws.
     """
-    model = model.to(dtype)
+    first, *others = terms
+    found = _of_term(model.to(dtype), first, batch, dtype, autocast, shares, after_each, own)
+    for term in others:
+        found.add(_of_term(model, term, batch, dtype, autocast, shares, after_each, own))
+    return found
+
+
+def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, autocast: torch.dtype | None, shares: bool,
+             after_each: Callable[[], None], own: torch.dtype | None) -> Reference:
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    sizes: list[list[float]] = [[len(micro) for micro in micros] for micros in batch]
+    draws = _random.Draws()
+    unseeded: list[str] = []
+    cut = None
+    if term.features is not None:
+        cut = _CutAtFeatures(model, term.features, Term(term.loss, mean="batch"), batch, dtype, autocast, own, after_each)
+        batch, term, unseeded = cut.batch, Term(cut.part, term.weight, mean=1.0), cut.unseeded
+    elif term.whole:  # one sample that is all of them
+        batch, shares = [[[[sample for micros in batch for micro in micros for sample in micro]]]], False
     cells = [(rank, j) for rank, micros in enumerate(batch) for j in range(len(micros))]
     shares = shares and len(cells) * sum(p.nbytes for p in named.values()) <= LARGEST_SHARES
     parts: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     total: dict[str, torch.Tensor] = {}
-    counts = [[0] * len(micros) for micros in batch]
+    counts: list[list[float]] = [[0] * len(micros) for micros in batch]
     value, with_loss = 0.0, 0
 
-    def made(sample: Any) -> tuple[torch.Tensor, int]:
-        losses, count = _losses(model, loss, sample, dtype, autocast, own)
-        return losses / count if mean == "sample" and count else losses, count
+    def made(sample: Any) -> tuple[torch.Tensor, float]:
+        losses, count = _losses(model, term, sample, dtype, autocast, own)
+        return losses / count if term.mean == "sample" and count else losses, count
 
-    unseeded: list[str] = []
     pinned: _random.States = {}
     tried: set[str] = set()  # "first", "drawing"
-    draws = _random.Draws()
     for rank, j in cells:
         model.zero_grad(set_to_none=True)
         doubtful: list[Any] = []
@@ -154,7 +214,7 @@ def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[
             try:
                 part.backward()
             except Exception as error:
-                _failed(error, model, loss, sample, dtype, own)
+                _failed(error, model, term, sample, dtype, own)
             value += float(part.detach())
             after_each()
             drawing = {"drawing"} if _random.moved(pinned, _random.states()) else set()
@@ -163,8 +223,15 @@ def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[
                 doubtful.append(sample)
         # Taken, not copied: the next micro-batch's are new ones.
         part_of = {name: gradient_of(p).detach() for name, p in named.items()}
+        if cut is not None:
+            for name, grad in cut.direct.items():  # to each micro-batch by its samples
+                part_of[name] = part_of[name] + grad * (sizes[rank][j] / cut.samples)
+        if cut is not None:
+            cut.checks = False  # below each is made from other states
         for sample in doubtful:
             unseeded += _random.check_repeats(model, lambda: made(sample)[0], dtype)  # noqa: B023  called at once
+        if cut is not None:
+            cut.checks = own is not None
         if shares:
             parts[rank, j] = part_of
         if not total:
@@ -173,35 +240,110 @@ def one_process(model: nn.Module, loss: Loss, batch: Sequence[Sequence[Sequence[
         for name, grad in part_of.items():
             total[name] += grad
     total = total or {name: torch.zeros_like(p) for name, p in named.items()}
-    divisor = {"token": sum(map(sum, counts)), "sample": with_loss}.get(str(mean)) if isinstance(mean, str) else mean
-    scale = 1.0 / divisor if divisor else 0.0
+    by_count = {"token": sum(map(sum, counts)), "weighted": sum(map(sum, counts)), "sample": with_loss, "batch": 1}
+    divisor = by_count[term.mean] if isinstance(term.mean, str) else term.mean
+    scale = term.weight / divisor if divisor else 0.0
     for some in (total, *parts.values()):
         for grad in some.values():
             grad.mul_(scale)
     model.zero_grad(set_to_none=True)
-    return Reference(value * scale, total, parts, counts, bool(draws.names), unseeded)
+    return Reference((value if cut is None else cut.value) * scale, total, parts, sizes if cut or term.whole else counts,
+                     bool(draws.names), unseeded)
 
 
-def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autocast: torch.dtype | None,
-            own: torch.dtype | None) -> tuple[torch.Tensor, int]:
-    """The sum of a sample's losses, and over how many targets."""
+class _CutAtFeatures:
+    """A loss over the features of all samples, cut into parts of samples.
+
+    value:  the loss. direct: its gradient by parameters that it takes from the model itself, by name.
+    batch:  as it was given, each sample with its features and what the loss changes by them.
+    part(): of such a sample what has the same gradient as the loss has through its features.
+    """
+
+    def __init__(self, model: nn.Module, features_of: Features, whole: Term, batch: Batch, dtype: torch.dtype,
+                 autocast: torch.dtype | None, own: torch.dtype | None, after_each: Callable[[], None]) -> None:
+        self._features, self._dtype, self.checks = features_of, dtype, own is not None
+        samples = [sample for micros in batch for micro in micros for sample in micro]
+        self.samples, self.unseeded = len(samples), list[str]()
+        features = []
+        for sample in reversed(samples):  # and later the other way round: those that depend on the order are others then
+            _random.seed(0)
+            features.append(mapped(_called(model, Term(features_of, mean="features"), sample, dtype, autocast, own), _leaf))
+            after_each()
+        features.reverse()
+        model.zero_grad(set_to_none=True)
+        _random.seed(0)
+        loss, _ = _losses(model, whole, features, dtype, autocast, own)
+        try:
+            loss.backward()
+        except Exception as error:
+            _failed(error, model, whole, features, dtype, own)
+        self.value = float(loss.detach())
+        self.direct = {plain_name(name): p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+        if own is not None:
+            self.unseeded = _random.check_repeats(
+                model, lambda: _losses(model, whole, mapped(features, _leaf), dtype, autocast, own)[0], dtype)
+        left = iter([(sample, [(leaf.detach(), leaf.grad) for leaf in tensors_in(some) if leaf.requires_grad])
+                     for sample, some in zip(samples, features)])
+        self.batch = [[[next(left) for _ in micro] for micro in micros] for micros in batch]
+
+    def part(self, model: nn.Module, entry: Any) -> tuple[torch.Tensor, int]:
+        sample, cut = entry
+        found = [tensor for tensor in tensors_in(self._features(model, sample)) if tensor.requires_grad]
+        if self.checks and next(model.parameters()).dtype == self._dtype:
+            allowed = 1e-10 if self._dtype == torch.float64 else 256 * torch.finfo(self._dtype).eps
+            pairs = {str(i): (one, other) for i, (one, (other, _)) in enumerate(zip(found, cut)) if one.shape == other.shape}
+            off = _random.apart(*({name: pair[side] for name, pair in pairs.items()} for side in (1, 0)))
+            if len(found) != len(cut) or len(pairs) != len(cut) or not all(share <= allowed for share in off.values()):
+                refuse("isograd.watch", "features of a sample that are others when samples come in another order, or when they are made "
+                       f"again{f' (off by {max(off.values()):.1e} of their norm)' if off else ''}",
+                       "features(model, sample) that depend on the sample and the parameters alone",
+                       "Take out what is kept from one call to the next (a queue, an average, a counter, an iterator) or put it "
+                       "into the sample; draw no random numbers, or seed them with the sample")
+        parts = [(tensor * slope).sum() for tensor, (_, slope) in zip(found, cut) if slope is not None]
+        return (torch.stack(parts).sum(), 1) if parts else (torch.zeros(()), 0)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _called(model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, autocast: torch.dtype | None, own: torch.dtype | None) -> Any:
+    """What the term's function gives of a sample, or of the whole batch."""
     try:
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            found = loss(model, in_precision(sample, dtype))
+            return term.loss(model, in_precision(sample, dtype))
     except Exception as error:
-        _failed(error, model, loss, sample, dtype, own)
-    value, count = found if isinstance(found, tuple) else (found, found.numel())
+        _failed(error, model, term, sample, dtype, own)
+
+
+def _losses(model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, autocast: torch.dtype | None,
+            own: torch.dtype | None) -> tuple[torch.Tensor, float]:
+    """The sum of a sample's losses, and over how many targets, or of what weight; of the whole batch its loss and 1."""
+    found = _called(model, term, sample, dtype, autocast, own)
+    weighted, whole = term.mean == "weighted", term.mean == "batch"
+    value, count = found if isinstance(found, tuple) and not whole else (found, 1) if whole or weighted else (found, found.numel())
+    if isinstance(count, torch.Tensor) and weighted and count.numel() == 1:
+        if count.requires_grad:
+            refuse("isograd.watch", "a weight that parameters have a part in", "one that is not differentiated",
+                   'detach() it, or give the loss of the whole batch: features= or mean="batch"')
+        count = float(count)
     if isinstance(value, torch.Tensor) and dtype == torch.float64 and value.dtype != torch.float64:
         refuse("isograd.watch", f"a loss in {value.dtype} of a model in fp64", "the whole step in fp64, for the reference",
                "Take out the conversion (.float(), torch.float32) on the way, or give reference=torch.float32")
-    if not isinstance(value, torch.Tensor) or not isinstance(count, int) or count < 0:
+    if whole and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        refuse("isograd.watch", f"the loss of the whole batch as {_described(value)}", "a single number, divided as the step divides it",
+               "Return the mean or the sum that the step differentiates")
+    if weighted and not isinstance(found, tuple):
+        refuse("isograd.watch", f"the loss of a sample as {_described(found)}, without a weight", "the sum of its weighted losses, and "
+               "the sum of its weights", "Return ((weights * losses).sum(), weights.sum())")
+    if not isinstance(value, torch.Tensor) or not (isinstance(count, (int, float) if weighted else int) and 0 <= count < math.inf):
         refuse("isograd.watch", f"the loss of a sample as {type(value).__name__} and a count {count!r}",
                "its losses, one for each target; or their sum and how many there are",
                'Take reduction="none" at the valid targets')
-    if not isinstance(found, tuple) and value.dim() == 0:
+    if not isinstance(found, tuple) and value.dim() == 0 and not whole:
         refuse("isograd.watch", "the loss of a sample as one number, which may be a mean: divided already",
                "its losses, one for each target; or their sum and how many there are",
-               'Take reduction="none" at the valid targets, or return (losses.sum(), n)')
+               'Take reduction="none" at the valid targets, or return (losses.sum(), n); mean="batch" where `loss` takes all samples')
     if isinstance(found, tuple) and value.numel() != 1:
         refuse("isograd.watch", f"a sum of losses of shape {tuple(value.shape)}", "a single number", "Return (losses.sum(), n)")
     if count and not value.requires_grad:
@@ -210,25 +352,49 @@ def _losses(model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, autoc
     return value.sum(), count
 
 
-def _failed(error: Exception, model: nn.Module, loss: Loss, sample: Any, dtype: torch.dtype, own: torch.dtype | None) -> NoReturn:
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, own: torch.dtype | None) -> NoReturn:
     """Says what `loss` or its derivative raised; that fp64 is the cause where the sample can be made in the run's precision."""
+    if isinstance(error, ConfigError):
+        raise error
+    whole = term.mean == "batch"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-        refuse("isograd.watch", f"a sample whose forward does not fit in one process with the model: {error}",
-               "memory for one sample at a time", "Watch shorter samples, or checkpoint activations in the model", error)
+        refuse("isograd.watch", f"a {'loss of the whole batch that' if whole else 'sample whose forward'} does not fit in one process with "
+               f"the model: {error}", f"memory for {'all samples at once' if whole else 'one sample at a time'}",
+               "Give features=, so that the model sees one sample at a time, or watch a step of fewer samples" if whole else
+               "Watch shorter samples, or checkpoint activations in the model", error)
     said = f"{type(error).__name__}: {error}"
     if dtype == torch.float64 and own not in (None, dtype):
         runs = False
-        with contextlib.suppress(Exception):
-            found = loss(model.to(own), in_precision(sample, own))
-            (found[0] if isinstance(found, tuple) else found.sum()).backward()
+        try:
+            found = term.loss(model.to(own), in_precision(sample, own))
+            sum(one.sum() for one in tensors_in(found) if one.requires_grad).backward()
             runs = True
+        except ConfigError:
+            raise
+        except Exception:
+            pass
         if runs:
             refuse("isograd.watch", f"a model or loss that does not run in fp64: {said}",
                    "the whole step in fp64, for the reference", "Convert "
                    "to the dtype of the parameters where it converts to fp32, or give reference=torch.float32", error)
-    refuse("isograd.watch", f"an exception in the loss of a sample: {said}", "its losses, one for each target",
+    refuse("isograd.watch", f"an exception in the {'features' if term.mean == 'features' else 'loss'} of "
+           f"{'the whole batch' if whole else 'a sample'}: {said}", {"batch": "a single number", "features": "what the loss takes of it"}.get(str(term.mean), "its losses, one for each target"),
            "Look at its traceback (above, on rank 0): `loss` is called there alone, with a plain copy of the model and each "
            "sample, on the CPU", error)
+
+
+def over_parts(term: Term, sizes: Sequence[int]) -> Term:
+    """The mean of the same loss over each of these numbers of samples alone."""
+    def loss(model: nn.Module, samples: Sequence[Any]) -> torch.Tensor:
+        left = iter(samples)
+        parts = [[next(left) for _ in range(size)] for size in sizes]
+        return torch.stack([torch.as_tensor(term.loss(model, part)).sum() for part in parts if part]).mean()
+
+    return dataclasses.replace(term, loss=loss)
 
 
 # A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step. One process in the

@@ -10,8 +10,9 @@ import json
 import math
 import pathlib
 import pickle
+import re
 import time
-from typing import Any, Callable, Mapping, Sequence, TypedDict, TypeVar, Union
+from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence, TypedDict, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      owned_norm, plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
-from ._reference import Loss, Mean, Reference, one_process
+from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process, over_parts
 from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -36,7 +37,6 @@ MicroBatches = Sequence[list[Any]]  # [micro-batch][sample]
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Figure = Union[float, torch.Tensor, None]
-Batch = Sequence[Sequence[Sequence[Any]]]  # [place along data][micro-batch] -> samples
 
 
 @dataclasses.dataclass
@@ -64,6 +64,14 @@ class Verdict:
     def findings(self) -> list[str]:
         return list(dict.fromkeys(finding["id"] for finding in self.json.get("findings", [])))
 
+    def explain(self, cause: Finding) -> None:
+        """Takes out what had no name before this cause was found, which stands at the end."""
+        said = self.json["findings"]
+        for vague in [finding for finding in said if finding["id"] in ("unknown", "undecided")]:
+            said.remove(vague)
+            self.text = re.sub(rf"^diagnosis \({vague['id']}\): .*\n(  evidence: .*\n)*|^note: where the derivative .*\n", "", self.text,
+                               flags=re.M).replace(vague["sentence"], cause["sentence"], 1)
+
     def __bool__(self) -> bool:
         return self.passed
 
@@ -90,8 +98,10 @@ def compare(run: dict[str, Any], reference: dict[str, Any], alone: dict[str, Any
 class WatchOptions(TypedDict, total=False):
     """The options of `watch` besides micro_batches and loss, for what passes them on."""
 
+    features: Features | None
     make_model: Callable[[], nn.Module] | None
     mean: Mean
+    terms: Sequence[Term]
     ids: Callable[[Any], int] | None
     data: Group
     stages: bool
@@ -118,9 +128,13 @@ class watch:
     micro_batches: what this rank takes, [micro-batch][sample]; a sample is anything that pickles. None: each comes by `add`.
     loss:          loss(model, sample) -> the losses of its targets, one for each, or (their sum, how many). Called on
                    rank 0 alone, with a plain model in fp64 and a sample in fp64, on the CPU.
+    features:      features(model, sample) -> what a loss over the whole batch takes of a sample, tensors in tuples, dicts
+                   and the like; then `loss` is loss(model, [of each sample]) -> a single number. Samples come rank after rank.
     make_model:    () -> the model before it was wrapped; needed where it is sharded, else a copy is made.
     mean:          "token": the losses' sum over the targets of the whole step; "sample": each sample's own mean, then
-                   their mean; a number: the sum over that.
+                   their mean; a number: the sum over that; "weighted": loss gives (sum of weighted losses, sum of weights),
+                   and theirs is the denominator; "batch": loss(model, samples) -> a single number, of all samples at once.
+    terms:         further terms that are added to that loss, each with a loss, features and mean of its own: `Term`.
     ids:           sample -> an integer; samples of one id are one sample, which counts once.
     data:          group or mesh of the ranks that see different samples; None: all do.
     stages:        each rank has its own parameters, under the names of the whole model.
@@ -140,14 +154,14 @@ class watch:
     compares = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-                 micro_batches: MicroBatches | None = None, loss: Loss, make_model: Callable[[], nn.Module] | None = None,
-                 mean: Mean = "token", ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False,
-                 max_norm: float | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
+                 micro_batches: MicroBatches | None = None, loss: Loss, features: Features | None = None,
+                 make_model: Callable[[], nn.Module] | None = None, mean: Mean = "token", terms: Sequence[Term] = (),
+                 ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False, max_norm: float | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
                  alone: bool = True, report: str | None = None, folder: str | None = None, timeout: float = 600.0) -> None:
-        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.model, self.optimizer, self.terms = model, optimizer, [Term(loss, features=features, mean=mean), *terms]
         self.micro_batches: MicroBatches = [] if micro_batches is None else micro_batches
         self._added: list[list[Any]] | None = [] if micro_batches is None else None
-        self.make_model, self.mean, self.ids, self.data, self.stages = make_model, mean, ids, data, stages
+        self.make_model, self.ids, self.data, self.stages = make_model, ids, data, stages
         self.precision, self.reference, self.alone = precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
         self._verdict: Verdict | None = None
@@ -224,8 +238,12 @@ class watch:
         if not isinstance(self.micro_batches, (list, tuple)) or not all(isinstance(m, list) for m in self.micro_batches):
             refuse(_WHERE, "micro_batches that are no lists of samples", "[micro-batch][sample], each micro-batch a list",
                    "Write [[sample, ...]] for a step of one micro-batch, [list(zip(x, y))] for tensors of a batch")
-        if not (self.mean in ("token", "sample") if isinstance(self.mean, str) else self.mean > 0):
-            refuse(_WHERE, f"mean={self.mean!r}", '"token", "sample" or a number above zero', "Say what the loss is divided by")
+        for term in self.terms:
+            if not (term.mean in MEANS if isinstance(term.mean, str) else term.mean > 0):
+                refuse(_WHERE, f"mean={term.mean!r}", f'{", ".join(map(repr, MEANS))} or a number above zero', "Say what the loss is divided by")
+            if term.features is not None and term.mean not in ("token", "batch"):
+                refuse(_WHERE, f"features= and mean={term.mean!r}", "a loss over the features of all samples, which divides by itself",
+                       "Leave out mean=")
         if self.precision not in (None, *PRECISIONS.values()):
             refuse(_WHERE, f"precision={self.precision!r}", ", ".join(PRECISIONS.values()), "Leave it out, or give one of these")
         parameters = trained(self.model)
@@ -269,7 +287,12 @@ class watch:
 
         def described() -> tuple[int, list[list[str]], int, int | None]:
             mine = [[on_cpu(sample) for sample in micro] for micro in self.micro_batches]
-            own.append(bytearray(pickle.dumps(mine)))
+            try:
+                own.append(bytearray(pickle.dumps(mine)))
+            except Exception as error:
+                refuse(_WHERE, f"a sample that does not pickle: {type(error).__name__}: {error}", "samples that can be sent to rank 0",
+                       "Let a sample hold tensors, numbers, texts and objects of classes that a module has at its top; let `loss` "
+                       "open what cannot be sent (a file, a generator, a function)")
             digests = [[digest(sample) for sample in micro] for micro in mine]
             return place_along(self.data, self.rank), digests, len(own[0]), _reference.available()
 
@@ -322,7 +345,8 @@ class watch:
             "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
             "after": checksums_after(self.model), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(own),
-            "drew": (sorted(taken.draws.names), taken.drew)})  # from which generators: the forward, the step
+            "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
+            "gathers": taken.gathers})
         views = [{"initial": list(one["initial"].values()), "gradients": list(one["gradients"].values()),
                   **{key: one[key] for key in ("norm", "logged_norm", "owned_norm")}} for one in everyone]
         ends = [list(one["taken"].values()) for one in everyone]
@@ -333,7 +357,8 @@ class watch:
             for view, end in zip(views, ends):
                 view.update(gradients=end, norm=None, owned_norm=None)
         parts = self._parts(own, [view["gradients"] for view in views])
-        self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
+        with self._hooks:
+            self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
 
     def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         """By rank, on rank 0: those gradients that differ between ranks. Collective."""
@@ -410,6 +435,10 @@ class watch:
         assert model is not None
         findings, update = judge(everyone)
         findings += frozen_otherwise(model, names) + self._unproven
+        if {id(p) for p in model.parameters()} & {id(p) for p in self.model.parameters()}:
+            refuse(_WHERE, "a make_model that gives parameters of the model that is trained", "a model of its own",
+                   "Make a new one in it, or copy.deepcopy what it shares")
+        self._hooks.enter_context(_left_alone(self.model))
         model = _reference.fill(model.cpu(), self._initial, names)
         model.train(self.model.training)
         for name, module in model.named_modules():
@@ -419,7 +448,7 @@ class watch:
                                   f"a model of {count:,} parameters, whose step on one process, without activations,",
                                   "Watch a smaller model of the same code, or give reference=torch.float32")
         with _reference.threads(self._threads) as look:  # in fp64 their number makes no difference that is compared
-            right = one_process(copied(model), self.loss, once, self.mean, self.reference, after_each=look, own=own)
+            right = one_process(copied(model), self.terms, once, self.reference, after_each=look, own=own)
             self._threads = torch.get_num_threads()
         limit, axes = self.recording.max_norm, self._axes(len(batch))
         clipped_by = views[0]["logged_norm"] if views[0]["norm"] is None else views[0]["norm"]
@@ -431,7 +460,7 @@ class watch:
         run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
                "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
                # The ranks' counts are known where nothing was taken twice.
-               "counts": right.counts if once is batch or len(set(numbers)) == len(numbers) else None,
+               "counts": right.parts if once is batch or len(set(numbers)) == len(numbers) else None,
                "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else views, "findings": findings,
                **{key: self._logged.get(key) for key in ("loss", "targets", "tokens")}}
 
@@ -440,25 +469,34 @@ class watch:
             factor = 1.0 if coefficient is None else coefficient
             return {"gradients": step.gradients, "shares": step.shares, "samples": list(dict.fromkeys(numbers)),
                     "applied": None if applied is None else {name: factor * g for name, g in step.gradients.items()},
-                    "counts": step.counts, "loss": step.loss, "targets": step.targets, "norm": step.norm,
+                    "counts": step.parts, "loss": step.loss, "targets": step.targets, "norm": step.norm,
                     "precision": PRECISIONS[dtype], "clip_coefficient": coefficient}
 
         def rounded(of: nn.Module) -> Reference:
             autocast = own if self.recording.autocast else None
-            return one_process(of, self.loss, once, self.mean, torch.float32 if autocast else own, autocast, shares=False)
+            return one_process(of, self.terms, once, torch.float32 if autocast else own, autocast, shares=False)
 
         def again(of: nn.Module, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
             return (rounded(of) if dtype != torch.float64 else
-                    one_process(of, self.loss, once, self.mean, dtype, shares=False)).gradients
+                    one_process(of, self.terms, once, dtype, shares=False)).gradients
 
         report, folder = (str(pathlib.Path(path).resolve()) if path else None for path in (self.report, self.folder))
         reference = dump(right, self.reference)
         alone = dump(rounded(model), own) if self.alone and own != self.reference else None
         with _reference.threads(self._threads):
             verdict = compare(run, reference, alone, report, folder)
-        if alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
-            fresh = _reference.fill(model.double(), self._initial, names)
-            if measured := _reference.measure_jumps(fresh, again, own, gradients, right.gradients):
+
+        def fresh() -> nn.Module:
+            return _reference.fill(model.to(self.reference), self._initial, names)
+
+        if any(term.whole for term in self.terms) and (cause := self._of_whole_batch(
+                verdict, once, lambda terms: one_process(fresh(), terms, once, self.reference, shares=False).gradients, gradients, torch.finfo(own).eps / 2, [line for one in everyone for line in one["gathers"]])):
+            findings.append(cause)
+            with _reference.threads(self._threads):
+                verdict = compare(run, reference, alone, report, folder)
+            verdict.explain(cause)
+        elif alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
+            if measured := _reference.measure_jumps(fresh(), again, own, gradients, right.gradients):
                 reference["moves"], alone["rounding"] = measured
                 with _reference.threads(self._threads):
                     verdict = compare(run, reference, alone, report, folder)
@@ -466,6 +504,26 @@ class watch:
         verdict.notes += self._notes + (_duplicates(batch) if self.ids is None else [])
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
         return verdict
+
+    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step: Callable[[Sequence[Term]], Mapping[str, torch.Tensor]],
+                        found: Mapping[str, torch.Tensor], unit: float, gathers: Sequence[str]) -> Finding | None:
+        """The cause of a difference that a loss over the whole batch alone has. step: the gradient of such terms."""
+        if {"unknown", "undecided"} & {*verdict.findings}:
+            by_rank = [sum(map(len, micros)) for micros in batch]
+            by_micro_batch = [len(micro) for micros in batch for micro in micros]
+            for name, sizes, what in (("mean_of_rank_means", by_rank, "rank"), ("mean_of_micro_batch_means", by_micro_batch, "micro-batch")):
+                if sum(size > 0 for size in sizes) > 1:
+                    other = step([over_parts(term, sizes) if term.whole else term for term in self.terms])
+                    if all(share <= _reference.SMOOTH * unit for share in _random.apart(other, found).values()):
+                        return {"id": name, "sentence": f"the gradient is that of the loss over each {what}'s samples alone, averaged: "
+                                + ("gather the features of all ranks, with their gradient (torch.distributed.nn.functional.all_gather), "
+                                   "before the loss" if what == "rank" else "compute the loss once over the features of all micro-batches "
+                                   "(GradCache), or watch each of them as a step of its own")}
+        if gathers and {*verdict.findings} & {"unknown", "undecided", "averaged_over_axis", "scaled_by_factor", "some_parameters_scaled"}:
+            return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
+                    f"its own rows alone: {', '.join(dict.fromkeys(gathers))}; gather with torch.distributed.nn.functional.all_gather, "
+                    "and take on each rank the loss of its own rows, which DDP averages (open_clip: gather_with_grad=True, local_loss=True)"}
+        return None
 
     def _judge_randomness(self, verdict: Verdict, right: Reference, drew: list[tuple[list[str], list[str]]]) -> None:
         """Refuses, or notes, a step that draws random numbers where the reference draws none; drew: by rank in forward and step."""
@@ -505,6 +563,22 @@ def _for_others(rank: int, error: BaseException) -> str:
         return f"rank {rank}: {error}"
     return (f"{_WHERE}: found that rank {rank} failed: {type(error).__name__}: {error}; expected a step that every rank can make. "
             "Look at that rank's own message.")
+
+
+@contextlib.contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Refuses a loss that computes with the model that is trained."""
+    def used(*_: Any) -> NoReturn:
+        refuse(_WHERE, "a loss that computes with the model that is trained", "one that computes with the model that it is given: a copy, "
+               "in fp64", "Take the model from the arguments, not from what surrounds the function: loss=lambda model, sample: ...")
+
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            if any(p.requires_grad for p in module.parameters()):
+                undo.callback(module.register_forward_pre_hook(used, prepend=True).remove)
+        for parameter in trained(model).values():
+            undo.callback(parameter.register_hook(used).remove)
+        yield
 
 
 def place_along(data: Group, rank: int) -> int:
