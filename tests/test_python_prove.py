@@ -4,11 +4,13 @@ ISOGRAD_FULL_TESTS=1: all trainers of compare_trials that run as processes; else
 """
 import json
 import os
+import pathlib
 import re
 import socket
 
 import pytest
-from conftest import FULL, ROOT, full, run_python, two_ranks
+from conftest import BUILD, FULL, ROOT, full, run_python, two_ranks
+from serve_files import environment
 
 PROGRAMS = ROOT / "tests/python_package"
 # Under DDP or FSDP2, with the name that the verdict has to give.
@@ -609,3 +611,130 @@ def test_the_generators_of_the_run_go_on_as_if_nobody_watched(random_models):
 
 def test_all_settings_are_listed(random_models):
     assert list(random_models) == [n for n in [*REFUSED, *JUDGED] if FULL or n not in ALIKE] and len(random_models) >= 25
+
+
+# ---- losses over the whole batch ----
+
+# Cases of python_package/whole_batch.py: nothing where the step is right, else the names.
+WHOLE = {
+    "contrastive_right": [], "contrastive_each_rank_alone": ["mean_of_rank_means"],
+    "contrastive_gathered_without_gradient": ["not_summed_over_axis"],
+    "contrastive_whole_loss_without_gradient": ["some_parameters_scaled", "not_summed_over_axis"],
+    "accumulated_right": [], "accumulated_each_alone": ["mean_of_micro_batch_means"],
+    "mixture_right": [], "mixture_each_rank_alone": ["mean_of_rank_means"], "mixture_term_forgotten": ["term_scaled"],
+    "grouped_right": [], "grouped_by_rank": ["undecided"],
+    "distilled_right": [], "distilled_each_rank_alone": ["mean_of_rank_means"],
+    "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
+    "weighted_right": [], "weighted_by_rank": ["mean_of_rank_means"],
+    "confident_right": [], "confident_by_rank": ["mean_of_rank_means"]}
+E1 = 1e-10  # of the whole gradient (DESIGN.md)
+E2 = 32 * 2**-24  # the same in fp32 (docs/verify.md)
+
+
+@pytest.fixture(scope="module")
+def whole_batches(warm):
+    return json.loads(run_python(warm, "whole_batch.py"))
+
+
+def is_judged(row, said):
+    assert "error" not in row, row["error"]
+    assert row["reference"] <= E1  # as one forward of all samples by plain torch has it
+    assert row["run"] <= E2 if not said else row["run"] > 100 * E2  # which of the steps is right
+    assert (row["passed"], row["said"], row["json"]) == (not said, said, said), row["text"]
+    assert [f"diagnosis ({name})" in row["text"] for name in said] == [True] * len(said)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_loss_over_the_whole_batch_is_judged(whole_batches, name):
+    is_judged(whole_batches[name], WHOLE[name])
+
+
+def test_gathers_without_a_gradient_are_named_with_their_line(whole_batches):
+    text = whole_batches["contrastive_gathered_without_gradient"]["text"]
+    line, = [i for i, text in enumerate((PROGRAMS / "whole_batch.py").read_text().splitlines(), 1) if "dist.all_gather(parts, rows)" in text]
+    assert f"whole_batch.py, line {line};" in text.splitlines()[0] and "unknown" not in text, text
+    assert "torch.distributed.nn.functional.all_gather" in text
+    assert "terms[0] is 0 times" in whole_batches["mixture_term_forgotten"]["text"]
+
+
+@pytest.mark.parametrize("name, parts", {
+    "closes_over_the_model": ["computes with the model that is trained", "loss=lambda model, sample"],
+    "closes_over_the_wrapper": ["computes with the model that is trained"],
+    "closes_over_a_weight": ["computes with the model that is trained"],
+    "make_model_gives_the_trained_one": ["make_model that gives parameters of the model that is trained"],
+    "does_not_pickle": ["a sample that does not pickle: TypeError: cannot pickle 'generator' object"],
+    "batch_does_not_fit": ["a loss of the whole batch that does not fit in one process", "Give features="],
+    "features_do_not_fit": ["a loss of the whole batch that does not fit in one process", "in blocks"],
+    "order_in_a_buffer": ["features of a sample that are others when samples come in another order", "a queue"],
+    "order_in_an_attribute": ["features of a sample that are others when samples come in another order"],
+    "random_features": ["a loss that is random"], "random_loss": ["a loss that is random"], "random_batch": ["a loss that is random"],
+    "no_single_number": ["the loss of the whole batch as a tensor of shape (8, 8)"],
+    "features_and_mean": ["features= and mean='sample'"],
+    "no_weight": ["the loss of a sample as a tensor of shape (8,), without a weight"],
+    "weight_with_gradient": ["a weight that parameters have a part in"],
+    "features_without_gradient": ["a loss that no parameter has a part in"],
+    "features_raise": ["an exception in the features of a sample: IndexError"],
+    "no_mean": ["mean='batches'"]}.items())
+def test_what_no_loss_over_the_whole_batch_can_be_is_refused(whole_batches, name, parts):
+    for said in whole_batches[name]:
+        assert said is not None and re.match("ConfigError (?!ConfigError)", said) and "; expected " in said, said
+        assert all(part in said for part in parts), said
+
+
+# Settings of python_package/contrastive.py, as WHOLE has them: how each library's loss is made on a rank.
+LIBRARIES = {
+    "open_clip.ClipLoss()": ["some_parameters_scaled", "not_summed_over_axis"],
+    "open_clip.ClipLoss(local_loss=True, gather_with_grad=True)": [],
+    "open_clip.ClipLoss(gather_with_grad=True)": [],
+    "open_clip.ClipLoss(local_loss=True)": ["not_summed_over_axis"],
+    "open_clip.ClipLoss(world_size=1)": ["mean_of_rank_means"],
+    "open_clip.SigLipLoss(dist_impl='bidir')": [],
+    "open_clip.SigLipLoss(dist_impl='bidir'), 3 ranks": [],
+    "open_clip.SigLipLoss(dist_impl='shift'), 3 ranks": [],
+    "open_clip.SigLipLoss(dist_impl='reduce')": [],
+    "open_clip.SigLipLoss(dist_impl='gather')": [],
+    "open_clip.SigLipLoss(world_size=1)": ["mean_of_rank_means"],
+    "lightly.NTXentLoss(gather_distributed=True)": [],
+    "lightly.NTXentLoss()": ["mean_of_rank_means"],
+    "lightly.DCLLoss(gather_distributed=True)": [],
+    "lightly.DCLLoss()": ["mean_of_rank_means"],
+    "lightly.VICRegLoss(gather_distributed=True)": [],
+    "lightly.VICRegLoss()": ["mean_of_rank_means"],
+    "lightly.BarlowTwinsLoss(gather_distributed=True)": ["undecided"],
+    "pytorch_metric_learning.NTXentLoss in DistributedLossWrapper": [],
+    "pytorch_metric_learning.NTXentLoss in DistributedLossWrapper(efficient=True), 3 ranks": ["not_summed_over_axis"],
+    "pytorch_metric_learning.NTXentLoss": ["mean_of_rank_means"],
+    "pytorch_metric_learning.TripletMarginLoss in DistributedLossWrapper": [],
+    "pytorch_metric_learning.TripletMarginLoss": ["mean_of_rank_means"],
+    "sentence_transformers.MultipleNegativesRankingLoss(gather_across_devices=True)": [],
+    "sentence_transformers.MultipleNegativesRankingLoss()": ["mean_of_rank_means"],
+    "sentence_transformers.MultipleNegativesRankingLoss(gather_across_devices=True), accumulation 2": ["mean_of_micro_batch_means"],
+    "sentence_transformers.CachedMultipleNegativesRankingLoss(gather_across_devices=True)": []}
+
+
+@pytest.fixture(scope="module")
+def contrastive(installed):
+    lines = (ROOT / "tests/requirements_contrastive.txt").read_text().splitlines()
+    with_them = environment(BUILD / "contrastive", *(line for line in lines if line and not line.startswith("#")))
+    folder = next(pathlib.Path(with_them).parent.parent.glob("lib/python*/site-packages"))
+    return json.loads(run_python(installed, "contrastive.py", PYTHONPATH=str(folder)).splitlines()[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_contrastive_losses_of_libraries_are_judged(contrastive, name):
+    is_judged(contrastive[name], LIBRARIES[name])
+
+
+@pytest.mark.full
+def test_open_clip_as_it_comes_halves_its_towers_on_two_ranks(contrastive):
+    least, most = contrastive["open_clip.ClipLoss()"]["towers"]
+    assert abs(least - 0.5) <= E2 and abs(most - 0.5) <= E2, (least, most)
+    assert set(contrastive) == set(LIBRARIES) and len(LIBRARIES) >= 20
+
+
+def test_the_guide_lists_the_settings_of_libraries():
+    table = (ROOT / "docs/python_prove.md").read_text().split("<!-- libraries -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
+    assert [(name.replace("`", ""), re.findall(r"`(\w+)`", said)) for name, said in cells] == list(LIBRARIES.items())
+    assert all((said == "PASS") == (not LIBRARIES[name.replace("`", "")]) for name, said in cells)

@@ -159,7 +159,7 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
         loss = make()
         loss.backward()
         after = states()
-        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items()}, moved(before, after), after
+        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items() if p.grad is not None}, moved(before, after), after
 
     def refuse_random(found: str) -> NoReturn:
         """Says where it draws, which takes the sample's forward once more."""
@@ -179,6 +179,8 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
     loss, gradients, drew, after = made(1)
     again, others, _, later = made(2)
     compare(again)
+    for one, other in ((gradients, others), (others, gradients)):
+        one.update((name, torch.zeros_like(grad)) for name, grad in other.items() if name not in one)
     for name, share in apart(gradients, others).items():
         if not share <= allowed:
             refuse_random(f"the gradient of {name} is off by {share:.1e} of its norm")

@@ -31,6 +31,7 @@ LARGEST_SHARES = 1 << 30  # bytes of all micro-batches' gradients; above it only
 MOST_DRAWS = 16  # as `isograd verify` makes
 FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
 SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/verify.md)
+SMOOTH_WHOLE = 32.0  # the same of the whole gradient
 MEANS = ("token", "sample", "weighted", "batch")
 
 
@@ -79,7 +80,7 @@ class Reference:
 
     @property
     def norm(self) -> float:
-        return sum(float(g.double().square().sum()) for g in self.gradients.values()) ** 0.5
+        return norm_of(self.gradients)
 
     def add(self, other: Reference) -> None:
         """A further term's step."""
@@ -328,6 +329,8 @@ def _losses(model: nn.Module, term: Term, sample: Any, dtype: torch.dtype, autoc
                    'detach() it, or give the loss of the whole batch: features= or mean="batch"')
         count = float(count)
     if isinstance(value, torch.Tensor) and dtype == torch.float64 and value.dtype != torch.float64:
+        if value.requires_grad:
+            value.sum().backward()  # that of the trained model's parameters is refused there
         refuse("isograd.watch", f"a loss in {value.dtype} of a model in fp64", "the whole step in fp64, for the reference",
                "Take out the conversion (.float(), torch.float32) on the way, or give reference=torch.float32")
     if whole and not (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -364,7 +367,8 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         refuse("isograd.watch", f"a {'loss of the whole batch that' if whole else 'sample whose forward'} does not fit in one process with "
                f"the model: {error}", f"memory for {'all samples at once' if whole else 'one sample at a time'}",
-               "Give features=, so that the model sees one sample at a time, or watch a step of fewer samples" if whole else
+               "Give features=, so that the model sees one sample at a time; if it is given compute the loss in blocks "
+               "(torch.utils.checkpoint); or watch a step of fewer samples" if whole else
                "Watch shorter samples, or checkpoint activations in the model", error)
     said = f"{type(error).__name__}: {error}"
     if dtype == torch.float64 and own not in (None, dtype):
@@ -387,12 +391,13 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
            "sample, on the CPU", error)
 
 
-def over_parts(term: Term, sizes: Sequence[int]) -> Term:
-    """The mean of the same loss over each of these numbers of samples alone."""
+def over_parts(term: Term, keys: Sequence[Any]) -> Term:
+    """The mean of the same loss over the samples of each key alone."""
     def loss(model: nn.Module, samples: Sequence[Any]) -> torch.Tensor:
-        left = iter(samples)
-        parts = [[next(left) for _ in range(size)] for size in sizes]
-        return torch.stack([torch.as_tensor(term.loss(model, part)).sum() for part in parts if part]).mean()
+        parts: dict[Any, list[Any]] = {}
+        for key, sample in zip(keys, samples):
+            parts.setdefault(key, []).append(sample)
+        return torch.stack([torch.as_tensor(term.loss(model, part)).sum() for part in parts.values()]).mean()
 
     return dataclasses.replace(term, loss=loss)
 
@@ -408,6 +413,10 @@ def over_parts(term: Term, sizes: Sequence[int]) -> Term:
 def distances(one: Gradients, other: Gradients) -> dict[str, float]:
     """The norm of each parameter's difference, in fp64."""
     return {name: float((g.double() - other[name].double()).norm()) for name, g in one.items()}
+
+
+def norm_of(gradients: Gradients) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
 
 
 def nudged(model: nn.Module, draw: int, unit: float) -> nn.Module:

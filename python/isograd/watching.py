@@ -489,8 +489,12 @@ class watch:
         def fresh() -> nn.Module:
             return _reference.fill(model.to(self.reference), self._initial, names)
 
-        if any(term.whole for term in self.terms) and (cause := self._of_whole_batch(
-                verdict, once, lambda terms: one_process(fresh(), terms, once, self.reference, shares=False).gradients, gradients, torch.finfo(own).eps / 2, [line for one in everyone for line in one["gathers"]])):
+        def step_of(terms: Sequence[Term]) -> Mapping[str, torch.Tensor]:
+            return one_process(fresh(), terms, once, self.reference, shares=False).gradients
+
+        lines = [line for one in everyone for line in one["gathers"]]
+        if (cause := self._of_whole_batch(verdict, once, step_of, gradients, right, torch.finfo(own).eps / 2)
+                or self._of_gathers(verdict, lines)):
             findings.append(cause)
             with _reference.threads(self._threads):
                 verdict = compare(run, reference, alone, report, folder)
@@ -505,25 +509,44 @@ class watch:
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
         return verdict
 
-    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step: Callable[[Sequence[Term]], Mapping[str, torch.Tensor]],
-                        found: Mapping[str, torch.Tensor], unit: float, gathers: Sequence[str]) -> Finding | None:
-        """The cause of a difference that a loss over the whole batch alone has. step: the gradient of such terms."""
-        if {"unknown", "undecided"} & {*verdict.findings}:
-            by_rank = [sum(map(len, micros)) for micros in batch]
-            by_micro_batch = [len(micro) for micros in batch for micro in micros]
-            for name, sizes, what in (("mean_of_rank_means", by_rank, "rank"), ("mean_of_micro_batch_means", by_micro_batch, "micro-batch")):
-                if sum(size > 0 for size in sizes) > 1:
-                    other = step([over_parts(term, sizes) if term.whole else term for term in self.terms])
-                    if all(share <= _reference.SMOOTH * unit for share in _random.apart(other, found).values()):
-                        return {"id": name, "sentence": f"the gradient is that of the loss over each {what}'s samples alone, averaged: "
-                                + ("gather the features of all ranks, with their gradient (torch.distributed.nn.functional.all_gather), "
-                                   "before the loss" if what == "rank" else "compute the loss once over the features of all micro-batches "
-                                   "(GradCache), or watch each of them as a step of its own")}
-        if gathers and {*verdict.findings} & {"unknown", "undecided", "averaged_over_axis", "scaled_by_factor", "some_parameters_scaled"}:
-            return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
-                    f"its own rows alone: {', '.join(dict.fromkeys(gathers))}; gather with torch.distributed.nn.functional.all_gather, "
-                    "and take on each rank the loss of its own rows, which DDP averages (open_clip: gather_with_grad=True, local_loss=True)"}
+    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step_of: Callable[[Sequence[Term]], Mapping[str, torch.Tensor]],
+                        found: Mapping[str, torch.Tensor], right: Reference, unit: float) -> Finding | None:
+        """The name of a difference that a loss over the whole batch or one of several terms may have. step_of: the gradient of terms."""
+        if not {"unknown", "undecided"} & {*verdict.findings}:
+            return None
+
+        def is_found(other: Mapping[str, torch.Tensor]) -> bool:
+            off = math.sqrt(sum(share**2 for share in _reference.distances(other, found).values()))
+            return off <= min(_reference.SMOOTH_WHOLE * unit * _reference.norm_of(other), apart / 4)
+
+        apart = math.sqrt(sum(share**2 for share in _reference.distances(right.gradients, found).values()))
+        keys = [(rank, j) for rank, micros in enumerate(batch) for j, micro in enumerate(micros) for _ in micro]
+        for name, parts, each, cure in (
+                ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", "gather the features of all ranks, with their "
+                 "gradient (torch.distributed.nn.functional.all_gather), before the loss"),
+                ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", "compute the loss once, over the "
+                 "features of all micro-batches (GradCache), or watch a step of one"),
+                ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", "compute the loss once, over the features of all ranks "
+                 "and micro-batches (GradCache)")):
+            if any(term.whole for term in self.terms) and len({*parts}) > 1 and is_found(
+                    step_of([over_parts(term, parts) if term.whole else term for term in self.terms])):
+                return {"id": name, "sentence": f"the gradient is that of the loss over {each} alone, averaged: {cure}"}
+        for i, term in enumerate(self.terms if len(self.terms) > 1 else ()):
+            part = step_of([term])
+            times = sum(float((part[name] * (found[name].double() - g)).sum()) for name, g in right.gradients.items()) / max(
+                _reference.norm_of(part)**2, 1e-300)
+            if is_found({name: g + times * part[name] for name, g in right.gradients.items()}):
+                return {"id": "term_scaled", "sentence": f"the gradient of {f'terms[{i - 1}]' if i else 'loss'} is {1 + times:.4g} times what "
+                        "it should be, all others are right: look at its weight, and by how many ranks or micro-batches it is divided"}
         return None
+
+    def _of_gathers(self, verdict: Verdict, lines: Sequence[str]) -> Finding | None:
+        """The name of a difference where features are gathered in these lines, which pass no gradient on."""
+        vague = {"unknown", "undecided", "averaged_over_axis", "scaled_by_factor", "some_parameters_scaled"} & {*verdict.findings}
+        return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
+                f"its own rows alone: {', '.join(dict.fromkeys(lines))}; gather with torch.distributed.nn.functional.all_gather, "
+                "and take on each rank the loss of its own rows, which DDP averages (open_clip: gather_with_grad=True, local_loss=True)",
+                } if lines and vague and any(term.whole for term in self.terms) else None
 
     def _judge_randomness(self, verdict: Verdict, right: Reference, drew: list[tuple[list[str], list[str]]]) -> None:
         """Refuses, or notes, a step that draws random numbers where the reference draws none; drew: by rank in forward and step."""
