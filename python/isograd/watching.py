@@ -156,7 +156,8 @@ class watch:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
                  micro_batches: MicroBatches | None = None, loss: Loss, features: Features | None = None,
                  make_model: Callable[[], nn.Module] | None = None, mean: Mean = "token", terms: Sequence[Term] = (),
-                 ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False, max_norm: float | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
+                 ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False,
+                 max_norm: float | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
                  alone: bool = True, report: str | None = None, folder: str | None = None, timeout: float = 600.0) -> None:
         self.model, self.optimizer, self.terms = model, optimizer, [Term(loss, features=features, mean=mean), *terms]
         self.micro_batches: MicroBatches = [] if micro_batches is None else micro_batches
