@@ -26,7 +26,7 @@ def torch_problem(torch: pathlib.Path | None, built_with: str) -> str | None:
     if version.split(".")[:2] == built_with.split(".")[:2]:
         return None
     return (f"found torch {version} in {torch}; expected {expected}. Run `pip install torch=={built_with.split('+')[0]}`, "
-            f"or build isograd with torch {version}: `pip install ./python` in its repository, "
+            f"or build isograd with torch {version}: `pip install .` in its repository, "
             "which refuses versions that it was not tested with")
 
 
@@ -34,7 +34,7 @@ def command() -> tuple[list[str], dict[str, str]]:
     """The program's path, to start commands with, and the environment that it needs. ImportError: torch does not fit."""
     own = folder_of("isograd")
     if own is None or not (own / "_native/isograd").exists():
-        raise ImportError(f"isograd: found no program in {own}; expected an installed wheel: run `pip install ./python`")
+        raise ImportError(f"isograd: found no program in {own}; expected an installed wheel: run `pip install .`")
     built_with = str(runpy.run_path(str(own / "_native/built.py"))["TORCH"])
     torch = folder_of("torch")
     if problem := torch_problem(torch, built_with):

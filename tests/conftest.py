@@ -141,7 +141,7 @@ def wheel(tmp_path_factory):
         pytest.skip(f"isograd_comm: {missing.read_text()}")
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation",
-               "-C", f"cmake.define.ISOGRAD_BUILD={BUILD}", "-w", str(folder), str(ROOT / "python")]
+               "-C", f"cmake.define.ISOGRAD_BUILD={BUILD}", "-w", str(folder), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("isograd-*.whl"))

@@ -116,19 +116,44 @@ def test_install_says_where_everything_is(tmp_path):
     assert f"{folder}/prefix/bin/isograd" in done.stderr and f"LibTorch in {folder}/torch" in done.stderr
 
 
+def wheels_are_packed_in(folder):
+    """A stand-in for pip and auditwheel: prints what it is called with."""
+    (folder / "torch/version.py").write_text("__version__ = '2.15.1+cu132'\n")
+    (folder / ".venv/bin/python").write_text("""#!/bin/bash
+while [ $# -gt 0 ]; do
+  case "$1" in wheel | repair | install) echo "$@"; [ "$1" = install ] || packs=yes ;; -w) into=$2 ;; esac
+  shift
+done
+[ -z "${packs:-}" ] || { mkdir -p "$into"; touch "$into/isograd-0.1.0-py3.whl"; }
+""")
+
+
 def test_the_wheel_is_packed_from_the_build_folder(tmp_path):
     folder = checkout(tmp_path)
-    (folder / ".venv/bin/python").write_text("""#!/bin/bash
-if [ "$3" = wheel ]; then echo "$@"; mkdir -p dist; touch dist/isograd-0.1.0-py3.whl; fi
-""")
+    wheels_are_packed_in(folder)
     done = dev(folder, "wheel")
     assert done.returncode == 0, done.stderr
-    assert f"cmake.define.ISOGRAD_BUILD={folder}/build/release -w dist ./python" in done.stdout
-    assert "packed dist/isograd-0.1.0-py3.whl" in done.stderr
+    assert f"-C wheel.build-tag=1torch2.15 -C cmake.define.ISOGRAD_BUILD={folder}/build/release -w dist ." in done.stdout
+    assert "packed dist/isograd-0.1.0-py3.whl" in done.stderr and "repair" not in done.stdout + done.stderr
     (folder / "build/release/python").mkdir()
     (folder / "build/release/python/isograd_comm.missing").write_text("Python's headers")
     done = dev(folder, "wheel")
     assert done.returncode == 2 and "lacks Python's headers" in done.stderr
+
+
+def test_a_portable_wheel_has_its_libraries_and_leaves_torchs_out(tmp_path):
+    folder = checkout(tmp_path)
+    wheels_are_packed_in(folder)
+    with (folder / "tools/cmake").open("a") as cmake:
+        cmake.write('[ "$1" = --build ] || echo "$arguments" >configured\n')
+    (folder / "tools/cmake").write_text((folder / "tools/cmake").read_text().replace("case", 'arguments="$*"\ncase', 1))
+    done = dev(folder, "wheel", "--portable", "out")
+    assert done.returncode == 0, done.stderr
+    assert f"cmake.define.ISOGRAD_BUILD={folder}/build/portable -w build/portable/packed ." in done.stdout
+    assert "repair --exclude libtorch* --exclude libc10* -w out build/portable/packed/isograd-0.1.0-py3.whl" in done.stderr
+    assert "packed out/isograd-0.1.0-py3.whl" in done.stderr
+    for without in ["VIDEO", "SENTENCEPIECE", "MPI"]:
+        assert f"-DISOGRAD_{without}=OFF" in (folder / "configured").read_text()
 
 
 def runs_of_base(results, cases):

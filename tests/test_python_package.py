@@ -126,7 +126,7 @@ def test_a_folder_without_artefacts_is_refused(tmp_path, made):
         (tmp_path / "build/CMakeCache.txt").write_text(f"ISOGRAD_TORCH:PATH={pathlib.Path(torch.__file__).parent}\n")
         expected = f"isograd: found no bin/isograd in {tmp_path}/build"
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation",
-               "-C", f"cmake.define.ISOGRAD_BUILD={tmp_path / 'build'}", "-w", str(tmp_path), str(ROOT / "python")]
+               "-C", f"cmake.define.ISOGRAD_BUILD={tmp_path / 'build'}", "-w", str(tmp_path), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and expected in " ".join((done.stdout + done.stderr).split())
 
@@ -168,7 +168,7 @@ def test_types_are_those_that_are_written(installed):
     if subprocess.run([str(installed), "-c", "import mypy"], capture_output=True).returncode:
         pytest.skip("needs mypy")
     folder = next(installed.parent.parent.glob("lib/python*/site-packages"))
-    said = run(installed, "-m", "mypy", "--config-file", ROOT / "python/pyproject.toml", "--cache-dir",
+    said = run(installed, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir",
                folder / ".mypy", folder / "isograd", folder / "_isograd_command.py")
     assert said.startswith("Success: no issues found"), said
 

@@ -101,7 +101,7 @@ class Version:
         wheels = self.folder / "wheel"
         shutil.rmtree(wheels, ignore_errors=True)
         self.ran(self.python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-C", f"cmake.define.ISOGRAD_BUILD={self.folder}",
-                 "-w", wheels, ROOT / "python", limit=300)
+                 "-w", wheels, ROOT, limit=300)
         self.ran(self.python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", next(wheels.glob("isograd-*.whl")), limit=120)
         self.ran(self.python, "-m", "isograd.demo", limit=300, says="parity PASS")
 
