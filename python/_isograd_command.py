@@ -4,6 +4,7 @@ A module of its own, for `import isograd` brings torch, which the command does n
 """
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -17,17 +18,23 @@ def folder_of(package: str) -> pathlib.Path | None:
     return pathlib.Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
+def several() -> str:
+    """Names the places where isograd is installed, if there are several: the first one is taken."""
+    places = list(dict.fromkeys(str(one.locate_file("isograd")) for one in importlib.metadata.distributions(name="isograd")))
+    return f". isograd is installed in {' and in '.join(places)}: keep the one for this torch" if len(places) > 1 else ""
+
+
 def torch_problem(torch: pathlib.Path | None, built_with: str) -> str | None:
     """Says in three parts what is wrong with the torch in that folder; None where it fits."""
     expected = f"torch {'.'.join(built_with.split('.')[:2])}, for isograd was built with {built_with}"
     if torch is None or not (torch / "version.py").exists():
-        return f"found no torch; expected {expected}. Run `pip install torch=={built_with.split('+')[0]}`"
+        return f"found no torch; expected {expected}. Run `pip install torch=={built_with.split('+')[0]}`{several()}"
     version = str(runpy.run_path(str(torch / "version.py"))["__version__"])
     if version.split(".")[:2] == built_with.split(".")[:2]:
         return None
     return (f"found torch {version} in {torch}; expected {expected}. Run `pip install torch=={built_with.split('+')[0]}`, "
             f"or build isograd with torch {version}: `pip install .` in its repository, "
-            "which refuses versions that it was not tested with")
+            f"which refuses versions that it was not tested with{several()}")
 
 
 def command() -> tuple[list[str], dict[str, str]]:

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -109,6 +110,40 @@ def test_another_torch_is_refused_with_both_versions(installed, tmp_path, versio
         assert f"found torch {version} in {tmp_path}" in text, text
         assert f"built with {torch.__version__}. Run `pip install torch==2.13" in text, text
     assert said.strip().splitlines()[-1].startswith("ImportError: isograd: found torch")
+
+
+def test_two_wheels_for_other_torches_are_named_by_their_places(wheel, installed, tmp_path):
+    """The first on Python's path is taken: one that is forgotten in a folder hides the one that fits."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path), str(wheel)],
+                   check=True, timeout=120)
+    own = next(installed.parent.parent.glob("lib/python*/site-packages")) / "isograd"
+    run(installed, "-c", "import isograd", PYTHONPATH=str(tmp_path))  # two that fit are no mistake
+    built = tmp_path / "isograd/_native/built.py"
+    built.write_text(re.sub('TORCH = ".*"', 'TORCH = "2.15.0+cu132"', built.read_text()))
+    for said in (run(installed, "-c", "import isograd", status=1, PYTHONPATH=str(tmp_path)),
+                 run(installed, installed.parent / "isograd", "--version", status=2, PYTHONPATH=str(tmp_path))):
+        assert "expected torch 2.15, for isograd was built with 2.15.0+cu132" in said, said
+        assert f"isograd is installed in {tmp_path}/isograd and in {own}: keep the one for this torch." in said, said
+
+
+def test_an_sdist_has_all_that_a_wheel_is_built_from(tmp_path):
+    """Configuring asks for every source. It finds the torch that is installed."""
+    import torch
+    done = subprocess.run([sys.executable, "-c", "from scikit_build_core.build import build_sdist; import sys; build_sdist(sys.argv[1])",
+                           str(tmp_path)], cwd=ROOT, env={**os.environ, "ISOGRAD_TORCH": "/nowhere"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(tmp_path / "isograd-0.1.0.tar.gz") as packed:
+        packed.extractall(tmp_path)
+    sources = tmp_path / "isograd-0.1.0"
+    assert "\nRequires-Dist: torch<2.16,>=2.10\n" in (sources / "PKG-INFO").read_text()
+    done = subprocess.run(["cmake", "--preset", "release", "-B", str(tmp_path / "build"), "-DISOGRAD_TESTS=OFF",
+                           f"-DISOGRAD_TORCH={pathlib.Path(torch.__file__).parent}"], cwd=sources, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = "kernels_source.hpp"  # by the build
+    for source in [*sources.rglob("*.cpp"), *sources.rglob("*.hpp")]:
+        places = [source.parent, sources / "src", sources / "include", sources / "python"]
+        for header in re.findall('^#include "(.*)"', source.read_text(), re.MULTILINE):
+            assert any((place / header).exists() for place in places) or header.endswith(made) or source.name.endswith("_test.cpp"), header
 
 
 def test_a_later_build_of_the_same_torch_fits(installed):
