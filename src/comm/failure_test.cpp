@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <torch/headeronly/version.h>
 #include <algorithm>
 #include <filesystem>
 #include <thread>
@@ -13,6 +14,7 @@
 #include "base/error_testing.hpp"
 #include "base/files.hpp"
 #include "comm/failures.hpp"
+#include "comm/hosts/meeting.hpp"
 #include "comm/shm/backend.hpp"
 #include "comm/shm/members.hpp"
 #include "isograd/error.hpp"
@@ -338,6 +340,37 @@ TEST(Joining, RanksOfSeveralHostsAreRefusedOnAll) {
   for (auto& rank : ranks) rank.join();
   for (const auto& message : messages) {
     EXPECT_THAT(message, AllOf(HasSubstr("rank 2 on host elsewhere"), HasSubstr("all ranks on one host")));
+  }
+}
+
+TEST(Joining, RanksWithOtherLibTorchesAreRefusedOnAll) {
+  for (const bool through_mpi : {false, true}) {
+    auto store = c10::make_intrusive<c10d::HashStore>();
+    std::string messages[3];
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < 3; ++r) {
+      ranks.emplace_back([&, r] {
+        HostIdentity host = identify_host();
+        EXPECT_EQ(host.torch, std::string(TORCH_VERSION).substr(0, host.torch.size()));
+        if (r == 1) host.torch = "2.9";
+        shm::MemberInfo mine = shm::describe_self();
+        mine.torch = host.torch;
+        try {
+          if (through_mpi) {  // any backend carries what MPI does
+            ShmBackend all(store, r, 3, "g", 5s);
+            exchange_hosts(all, host, "mpi");
+          } else {
+            shm::meet(*store, r, 3, mine, "g", 5s);
+          }
+        } catch (const ConfigError& error) {
+          messages[r] = error.what();
+        }
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    for (const auto& message : messages)
+      EXPECT_THAT(message, AllOf(HasSubstr("LibTorch 2.9 on rank 1 and 2."),
+                                 HasSubstr("one version of LibTorch on all ranks")));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <torch/headeronly/version.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -63,6 +64,7 @@ std::string given_name(const std::string& text) {
 
 HostIdentity identify_host() {
   HostIdentity host;
+  host.torch = fmt::format("{}.{}", TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR);
   if (const char* given = std::getenv(kHostVariable); given && *given) {
     host.name = given_name(given);
     host.machine = kGiven + host.name;
@@ -77,6 +79,13 @@ HostIdentity identify_host() {
   return host;
 }
 
+void check_torch(const std::string& where, int rank, const std::string& torch, const std::string& of_rank_0) {
+  if (torch != of_rank_0)
+    refuse(where, fmt::format("LibTorch {} on rank {} and {} on rank 0", torch, rank, of_rank_0),
+           "one version of LibTorch on all ranks",
+           "Install the same on every host, with the isograd that was built with it");
+}
+
 std::string identify_meeting_place(const HostIdentity& host) {
   return host.machine.starts_with(kGiven) ? host.machine : fmt::format("{}/{}", host.machine, space("net"));
 }
@@ -84,9 +93,10 @@ std::string identify_meeting_place(const HostIdentity& host) {
 bool through_mpi(const std::string& backend) { return backend == "mpi" || backend == "shm+mpi"; }
 
 HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend) {
-  constexpr std::int64_t kBytes = 256;  // of a rank: its backend, host, meeting place and a store's name
+  // Of a rank: its backend, LibTorch, host, meeting place and the name of a store.
+  constexpr std::int64_t kBytes = 256;
   const std::string place = identify_meeting_place(own);
-  const std::string text = fmt::format("{}\n{}\n{}\n{}\n", backend, own.name.substr(0, 64),
+  const std::string text = fmt::format("{}\n{}\n{}\n{}\n{}\n", backend, own.torch, own.name.substr(0, 64),
                                        checksum(place.data(), place.size()), new_store_name());
   ISOGRAD_INVARIANT(text.size() < kBytes, text);
   at::Tensor mine = at::zeros({kBytes}, at::kByte), gathered = at::zeros({kBytes * all.getSize()}, at::kByte);
@@ -95,16 +105,18 @@ HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const s
 
   HostsOfWorld world{.hosts = {{}, {}}};
   std::map<std::string, int> seen;
+  std::string torch_of_rank_0;
   for (int rank = 0; rank < all.getSize(); ++rank) {
     std::istringstream lines(static_cast<const char*>(gathered.const_data_ptr()) + rank * kBytes);
-    std::string theirs, name, machine, store;
-    std::getline(lines, theirs), std::getline(lines, name), std::getline(lines, machine);
-    std::getline(lines, store);
+    std::string theirs, torch, name, machine, store;
+    for (std::string* line : {&theirs, &torch, &name, &machine, &store}) std::getline(lines, *line);
     if (theirs != backend)
       refuse("joining through MPI",
              fmt::format("the backend '{}' on rank {} and '{}' on rank {}", backend, all.getRank(), theirs,
                          rank),
              "one backend", "Start all ranks with the same --backend and configuration");
+    if (rank == 0) torch_of_rank_0 = torch;
+    check_torch("joining through MPI", rank, torch, torch_of_rank_0);
     const auto [found, is_new] = seen.emplace(machine, world.hosts.count());
     if (is_new) {
       world.hosts.names.push_back(name);

@@ -15,6 +15,7 @@ namespace isograd {
 struct HostIdentity {
   std::string name;     // human-readable
   std::string machine;  // equal for processes that can map each other's memory
+  std::string torch;    // the LibTorch of the process: "2.13"
 };
 
 // Overrides the host of a rank: one name, or one for each rank of the job, with commas between. For tests of
@@ -24,6 +25,10 @@ inline constexpr const char* kHostVariable = "ISOGRAD_HOST";
 // The host of this process: the running kernel and its process namespace, or ISOGRAD_HOST. ConfigError when
 // ISOGRAD_HOST is not a valid name, or does not have one name for each rank.
 HostIdentity identify_host();
+
+// ConfigError: ranks with other LibTorches may round otherwise, so that no rank is wrong and the gradients
+// differ.
+void check_torch(const std::string& where, int rank, const std::string& torch, const std::string& of_rank_0);
 
 // As above, with the network namespace, which ranks that share a LocalStore must have in common.
 std::string identify_meeting_place(const HostIdentity& host);
@@ -36,7 +41,7 @@ struct HostsOfWorld {
 // Whether mpirun starts the ranks of this backend.
 bool through_mpi(const std::string& backend);
 
-// Collective over `all`. ConfigError on every rank when they were started with different backends.
+// Collective over `all`. ConfigError on every rank when they have different backends or LibTorches.
 HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend);
 
 // The store of this rank's host, which its first rank serves. Null: no other rank is on this host.

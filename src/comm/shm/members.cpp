@@ -21,7 +21,7 @@
 namespace isograd::shm {
 namespace {
 
-constexpr int kVersion = 3;  // of the text below and of the layouts in control.hpp and message.hpp
+constexpr int kVersion = 4;  // of the text below and of the layouts in control.hpp and message.hpp
 
 struct ProcessStatus {
   char state = 0;  // as in ps; 0: no such process; '?': unknown
@@ -54,7 +54,11 @@ bool gone(const ProcessStatus& status, const MemberInfo& member) {
 
 std::string write(const MemberInfo& info) {
   std::ostringstream out;
-  out << kVersion << '\n' << info.host << '\n' << info.machine << '\n' << info.pid << ' ' << info.started;
+  out << kVersion << '\n'
+      << info.host << '\n'
+      << info.machine << '\n'
+      << info.torch << '\n'
+      << info.pid << ' ' << info.started;
   for (const SegmentId* id : {&info.staging, &info.control})
     out << ' ' << id->pid << ' ' << id->descriptor << ' ' << id->inode << ' ' << id->bytes;
   return out.str();
@@ -69,6 +73,7 @@ MemberInfo read(const std::string& text, int rank, const std::string& group) {
   if (version == kVersion) {
     std::getline(in, info.host);
     std::getline(in, info.machine);
+    std::getline(in, info.torch);
     in >> info.pid >> info.started;
     for (SegmentId* id : {&info.staging, &info.control})
       in >> id->pid >> id->descriptor >> id->inode >> id->bytes;
@@ -90,6 +95,7 @@ MemberInfo describe_self() {
   HostIdentity host = identify_host();
   info.host = std::move(host.name);
   info.machine = std::move(host.machine);
+  info.torch = std::move(host.torch);
   info.pid = ::getpid();
   info.started = status_of(info.pid).started;
   return info;
@@ -135,6 +141,7 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
   }
   for (int r = 0; r < size; ++r) {
     const MemberInfo& other = members[static_cast<std::size_t>(r)];
+    check_torch(where, r, other.torch, members[0].torch);
     if (other.machine == members[0].machine) continue;
     refuse(where,
            fmt::format("rank 0 on host {} and rank {} on host {}{}", members[0].host, r, other.host,

@@ -20,6 +20,7 @@ namespace isograd::shm {
 struct MemberInfo {
   std::string host;     // name, for messages
   std::string machine;  // identifies the running kernel and its process namespace
+  std::string torch;    // HostIdentity::torch
   std::int32_t pid = 0;
   std::uint64_t started = 0;  // clock ticks since boot, because process numbers are reused
   SegmentId staging;
@@ -30,7 +31,8 @@ struct MemberInfo {
 MemberInfo describe_self();
 
 // Puts `mine` into the store and waits for all members. PeerError names the ranks that do not come in time,
-// or repeats the reason for which one gave up. ConfigError when the ranks are on several hosts.
+// or repeats the reason for which one gave up. ConfigError when the ranks are on several hosts or have
+// several LibTorches.
 std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const MemberInfo& mine,
                              const std::string& group, std::chrono::milliseconds timeout);
 
