@@ -129,20 +129,25 @@ def apart(ones: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) 
     found = {}
     for name, one in ones.items():
         one, other = one.detach().double(), others[name].detach().double()
-        finite = one.isfinite() & other.isfinite()
-        alike = torch.equal(*(part[~finite].nan_to_num(1.0, 2.0, -2.0) for part in (one, other)))
-        found[name] = float((one[finite] - other[finite]).norm()) if alike else math.inf, float(one[finite].norm()), one.numel()
+        off, size = float((one - other).norm()), float(one.norm())
+        if not math.isfinite(off + size):
+            finite = one.isfinite() & other.isfinite()
+            alike = torch.equal(*(part[~finite].nan_to_num(1.0, 2.0, -2.0) for part in (one, other)))
+            off, size = float((one[finite] - other[finite]).norm()) if alike else math.inf, float(one[finite].norm())
+        found[name] = off, size, one.numel()
     typical = math.sqrt(sum(size * size for _, size, _ in found.values()) / max(sum(count for *_, count in found.values()), 1))
     return {name: off / max(size, 1e-3 * typical * math.sqrt(count), 1e-300) for name, (off, size, count) in found.items()}
 
 
-def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: torch.dtype) -> list[str]:
+def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: torch.dtype, known: torch.Tensor | None = None,
+                  values: list[torch.Tensor] | None = None) -> list[str]:
     """Refuses a loss of one sample that is not the same when it is made again. The generators that it draws from.
 
-    make: the sample's loss, of `model`, not yet differentiated. Each time it begins with the same buffers and with other
-    states of all generators. The model's gradients are left empty.
+    make: the sample's loss, of `model`, not yet differentiated. Each time it begins with the same buffers (values, if they are
+    given) and with other states of all generators. The model's gradients are left empty. known: the loss of all samples, which
+    was made and differentiated without a draw: it is only made again.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = list(zip(model.buffers(), values or [buffer.clone() for buffer in model.buffers()]))
     named = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     allowed = 1e-10 if dtype == torch.float64 else 256 * torch.finfo(dtype).eps
 
@@ -176,6 +181,11 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
         if not apart({"": loss}, {"": other})[""] <= allowed:
             refuse_random(f"{float(other):.9g}")
 
+    if known is not None:
+        loss, drew = known, []
+        begin(2)
+        compare(make().detach())
+        return drew
     loss, gradients, drew, after = made(1)
     again, others, _, later = made(2)
     compare(again)

@@ -198,11 +198,12 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
         losses, count = _losses(model, term, sample, dtype, autocast, own)
         return losses / count if term.mean == "sample" and count else losses, count
 
+    values = [buffer.clone() for buffer in model.buffers()] if term.whole and cut is None and own is not None else None
     pinned: _random.States = {}
     tried: set[str] = set()  # "first", "drawing"
     for rank, j in cells:
         model.zero_grad(set_to_none=True)
-        doubtful: list[Any] = []
+        doubtful: list[tuple[Any, torch.Tensor | None]] = []
         for sample in batch[rank][j]:
             _random.seed(0)
             pinned = pinned or _random.states()
@@ -221,16 +222,15 @@ def _of_term(model: nn.Module, term: Term, batch: Batch, dtype: torch.dtype, aut
             drawing = {"drawing"} if _random.moved(pinned, _random.states()) else set()
             if own is not None and not {"first"} | drawing <= tried:
                 tried |= {"first"} | drawing
-                doubtful.append(sample)
+                doubtful.append((sample, None if drawing or cut is None and not term.whole else part.detach()))
         # Taken, not copied: the next micro-batch's are new ones.
         part_of = {name: gradient_of(p).detach() for name, p in named.items()}
         if cut is not None:
             for name, grad in cut.direct.items():  # to each micro-batch by its samples
                 part_of[name] = part_of[name] + grad * (sizes[rank][j] / cut.samples)
-        if cut is not None:
             cut.checks = False  # below each is made from other states
-        for sample in doubtful:
-            unseeded += _random.check_repeats(model, lambda: made(sample)[0], dtype)  # noqa: B023  called at once
+        for sample, known in doubtful:
+            unseeded += _random.check_repeats(model, lambda: made(sample)[0], dtype, known, values)  # noqa: B023  called at once
         if cut is not None:
             cut.checks = own is not None
         if shares:
@@ -385,8 +385,9 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
             refuse("isograd.watch", f"a model or loss that does not run in fp64: {said}",
                    "the whole step in fp64, for the reference", "Convert "
                    "to the dtype of the parameters where it converts to fp32, or give reference=torch.float32", error)
+    expected = {"batch": "a single number", "features": "what the loss takes of it"}.get(str(term.mean), "its losses, one for each target")
     refuse("isograd.watch", f"an exception in the {'features' if term.mean == 'features' else 'loss'} of "
-           f"{'the whole batch' if whole else 'a sample'}: {said}", {"batch": "a single number", "features": "what the loss takes of it"}.get(str(term.mean), "its losses, one for each target"),
+           f"{'the whole batch' if whole else 'a sample'}: {said}", expected,
            "Look at its traceback (above, on rank 0): `loss` is called there alone, with a plain copy of the model and each "
            "sample, on the CPU", error)
 
