@@ -537,7 +537,7 @@ class watch:
             times = sum(float((part[name] * (found[name].double() - g)).sum()) for name, g in right.gradients.items()) / max(
                 _reference.norm_of(part)**2, 1e-300)
             if is_found({name: g + times * part[name] for name, g in right.gradients.items()}):
-                return {"id": "term_scaled", "sentence": f"the gradient of {f'terms[{i - 1}]' if i else 'loss'} is {1 + times:.4g} times what "
+                return {"id": "term_scaled", "sentence": f"the gradient of {f'terms[{i - 1}]' if i else 'loss'} is {round(1 + times, 5) + 0.0:.4g} times what "
                         "it should be, all others are right: look at its weight, and by how many ranks or micro-batches it is divided"}
         return None
 
