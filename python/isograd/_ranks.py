@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ._native.isograd_comm import ConfigError, checksum
-from ._torch_names import CHECKPOINTED, COMPILED, device_types, hooks_of
+from ._torch_names import CHECKPOINTED, COMPILED, device_types, FSDP1, hooks_of
 
 Buffer = Union[bytearray, memoryview]
 Group = Union[ProcessGroup, DeviceMesh, None]
 Parameters = Union[nn.Module, Iterable[torch.Tensor]]
 _MOST_NUMBERS = 8  # that `agreed` exchanges
-_WRAPPERS = (f"{COMPILED}.", f"{CHECKPOINTED}.")
+_WRAPPERS = (f"{COMPILED}.", f"{CHECKPOINTED}.", f"{FSDP1}.")
 
 
 def refuse(where: str, found: str, expected: str, action: str, cause: BaseException | None = None) -> NoReturn:
@@ -189,7 +189,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or buffer in the model before it was wrapped."""
+    """The name of a parameter, buffer or module in the model before it was wrapped."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -247,7 +247,8 @@ def summed(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tenso
             if any(not torch.equal(part[name], first) for part in parts)}
 
 
-def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+def assembled(parts: Mapping[str, torch.Tensor], stages: bool,
+              whole_of: Callable[[str, torch.Tensor], torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """On rank 0 every tensor whole, elsewhere an empty dictionary; and the checksums of this rank's own. Collective."""
     rank, size = ranks()
     owners: dict[str, int] = {}
@@ -258,7 +259,7 @@ def assembled(parts: Mapping[str, torch.Tensor], stages: bool) -> tuple[dict[str
     kept: dict[str, torch.Tensor] = {}
     sums = []
     for name, part in parts.items():
-        full = whole(part)
+        full = whole_of(name, part)
         sums.append(checksum(full))
         if owners.get(name, 0) == rank:
             kept[name] = full.clone()

@@ -19,9 +19,10 @@ from torch.optim import Adam, AdamW, Optimizer, SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import gradients as own_clip
+from ._engines import Engine
 from ._native.isograd_comm import checksum
 from ._random import Draws, moved, states
-from ._ranks import gradient_of, held, local, plain, plain_name, trained, whole
+from ._ranks import held, local, plain, plain_name
 from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities
 
 Finding = dict[str, str]  # id, sentence
@@ -32,18 +33,17 @@ EXCUSES = {"rate": "a learning rate of 0", "zero": "a gradient of 0", "rounding"
            "masters": "its optimizer holds other tensors, perhaps copies in fp32", "unknown": "no optimizer was seen to step"}
 
 
-def sums_of(model: nn.Module) -> dict[str, str]:
+def sums_of(engine: Engine) -> dict[str, str]:
     """Checksums of what this rank holds of the trained parameters. No communication."""
-    return {name: checksum(local(p.detach()).cpu()) for name, p in trained(model).items()}
+    return {name: checksum(local(p.detach()).cpu()) for name, p in engine.trained().items()}
 
 
-def held_by(optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
+def held_by(optimizer: Any, owners: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     """The trained parameters in its groups, each with its group."""
-    names = {id(p): name for name, p in parameters.items()}
     found: dict[str, dict[str, Any]] = {}
     with contextlib.suppress(Exception):  # a wrapper that has no groups holds nothing that is known
-        for group in optimizer.param_groups:
-            found.update((names[id(p)], group) for p in group["params"] if id(p) in names)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        found = {name: groups[id(owner)] for name, owner in owners.items() if id(owner) in groups}
     return found
 
 
@@ -57,6 +57,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
+        self.engine = Engine(model, None)
         self.gradients: dict[str, torch.Tensor] | None = None
         self.applied: dict[str, torch.Tensor] = {}
         self.norm: torch.Tensor | None = None
@@ -76,46 +77,49 @@ class Recording:
         self._apart = False  # groups of parameters are clipped one after the other
         self._others = False  # the optimizer that was given stepped and holds none of the parameters
 
-    def take(self, scale: float = 1.0, names: Collection[str] | None = None) -> None:
-        """The gradients as they are now, unless they are taken already; names: those of these parameters alone."""
+    def take(self, scale: float = 1.0, names: Collection[str] | None = None, given: Collection[int] = ()) -> None:
+        """The gradients as they are now, unless they are taken already; names: those of these parameters alone; given: ids of
+        the tensors that are clipped or updated now."""
         before = self.gradients or {}
         now = {name: before[name] if name in before else held(g).mul_(scale) if scale != 1.0 else held(g)
-               for name, g in self._now() if name in before or names is None or name in names}
+               for name, g in self.engine.gradients(given).items() if name in before or names is None or name in names}
         self.gradients = now
 
     def end(self) -> None:
         """After the step."""
         self.take()
-        self.applied = {name: self.applied[name] if name in self.applied else held(g) for name, g in self._now()}
+        self.applied = {name: self.applied[name] if name in self.applied else held(g) for name, g in self.engine.taken().items()}
 
     @property
     def stepped(self) -> bool:
         """Whether an optimizer stepped."""
         return bool(self.by) or self._others
 
-    def _now(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, gradient_of(p)) for name, p in trained(self.model).items()]
-
     def clipping(self, parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor | None, scale: float = 1.0) -> None:
         """Before gradients are multiplied; norm: of them, as the trainer has it."""
-        self.take(scale)
-        everything = {id(p) for p in trained(self.model).values() if p.grad is not None}
+        given = {id(p) for p in parameters}
+        self.take(scale, given=given)
         if not math.isfinite(max_norm):
             return
         self.midway = self.midway or (self.clips > 0 and self._forwards > self._clipped_at and not self.stepped)
         self._clipped_at = self._forwards
-        if self.clips > 0 or not everything <= {id(p) for p in parameters}:
+        if self.clips > 0 or not self.engine.covers(given):
             self._apart = True  # no norm of these is the gradient's
             self.norm = None
-        if not self._apart and norm is not None:
-            self.norm = norm.detach().clone()
+        if norm is not None:
+            self.clipped_at(norm)
         self.clips += 1
         self.max_norm = float(max_norm)
+
+    def clipped_at(self, norm: torch.Tensor) -> None:
+        """The norm that the gradient had, as the trainer has it."""
+        if not self._apart:
+            self.norm = norm.detach().clone()
 
     def stepping(self, optimizer: Any, given: tuple[Any, ...],
                  named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before any optimizer updates; where it is given a closure, which makes the gradient, after that."""
-        groups = held_by(optimizer, trained(self.model))
+        groups = held_by(optimizer, self.engine.owners())
         if self._inside not in (None, optimizer) or not (groups or optimizer is self.optimizer):
             return None
         self._inside = optimizer
@@ -140,10 +144,10 @@ class Recording:
         scaled = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to divide by it
         scale = 1.0 if scaled is None else 1.0 / float(scaled)
         inside = in_backward()  # other parameters' gradients come after it
-        self.take(scale, groups if inside else None)
+        self.take(scale, groups if inside else None, {id(owner) for owner in self.engine.owners().values()})
         if float(getattr(optimizer, "found_inf", None) or 0) > 0:
             return  # and to skip the update
-        for name, g in self._now():
+        for name, g in self.engine.taken().items():
             if name in groups and name in self.by:
                 self.applied[name] += g * scale
             elif name in groups or not (inside or name in self.applied):
@@ -179,7 +183,8 @@ class Recording:
             # All optimizers are watched: the one that was given may be a wrapper, or not the one that steps.
             undo.callback(register_optimizer_step_pre_hook(self.stepping).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            self.before = sums_of(self.model)
+            undo.enter_context(self.engine.attached(self))
+            self.before = sums_of(self.engine)
             yield
 
     def _norm_clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor,
@@ -212,8 +217,8 @@ class Recording:
 
     def states(self) -> dict[str, str]:
         """By parameter: "moved", "still", "unheld", or a key of EXCUSES."""
-        after, parameters = sums_of(self.model), trained(self.model)
-        given = held_by(self.optimizer, parameters)
+        after, parameters, owners = sums_of(self.engine), self.engine.trained(), self.engine.owners()
+        given = held_by(self.optimizer, owners)
         others = None
         found = {}
         for name, p in parameters.items():
@@ -225,19 +230,21 @@ class Recording:
                 found[name] = "waits"
             else:
                 if others is None:
-                    others = {held for each in live() for held in held_by(each, parameters)}
+                    others = {held for each in live() for held in held_by(each, owners)}
                 found[name] = "elsewhere" if name in others and not self._others else self._unheld(bool(given), self.applied[name])
         return found
 
     def _excuse(self, name: str, p: torch.Tensor, taken: torch.Tensor) -> str:
         """The state of a parameter that an optimizer took and that has not moved."""
         optimizer, group, rate = self.by[name]
-        value, gradient = local(p.detach()), local(taken)
+        value, gradient, owner = local(p.detach()), local(taken), self.engine.owners()[name]
         if rate == 0:
             return "rate"
         if not bool(gradient.any()):
             return "zero"
-        state = optimizer.state.get(p, {})
+        if owner.shape != p.shape:
+            return "masters"
+        state = optimizer.state.get(owner, {})
         if type(optimizer) is SGD:
             way = state.get("momentum_buffer")
             way = gradient if way is None else local(way)
@@ -260,7 +267,7 @@ class Recording:
         groups = getattr(self.optimizer, "param_groups", None)
         if not groups:
             return "unknown"
-        lower = all(p.dtype in (torch.bfloat16, torch.float16) for p in trained(self.model).values())
+        lower = all(p.dtype in (torch.bfloat16, torch.float16) for p in self.engine.trained().values())
         masters = lower and all(p.dtype == torch.float32 for group in groups for p in group["params"])
         return "masters" if masters else "unheld"
 
@@ -347,9 +354,9 @@ def _proven(states: Mapping[str, Sequence[str]], stepped: bool, alike: bool) -> 
     return said + "".join(f"; nothing is proven of {_names(names)}: {EXCUSES[why]}" for why, names in others.items())
 
 
-def checksums_after(model: nn.Module) -> dict[str, str]:
-    """Checksums of the whole parameters. Collective over the mesh of a DTensor."""
-    return {name: checksum(whole(p)) for name, p in trained(model).items()}
+def checksums_after(engine: Engine) -> dict[str, str]:
+    """Checksums of the whole parameters. Collective where ranks hold parts."""
+    return {name: checksum(engine.whole(name, p)) for name, p in engine.trained().items()}
 
 
 def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[Finding]:

@@ -2,9 +2,11 @@
 one is refused with that name, and no comparison goes wrong in silence."""
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pathlib
 import types
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ import torch.nn.utils.clip_grad as clips
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import _flat_param, FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP = "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype"
 COMPILED = "_orig_mod"  # of torch.compile's wrapper: the module
 CHECKPOINTED = "_checkpoint_wrapped_module"  # of checkpoint_wrapper's
+FSDP1 = "_fsdp_wrapped_module"  # of FullyShardedDataParallel's
+FLAT_PARAMETER = "_flat_param"  # the name of its parameter, in place of those of the module
 
 
 def in_backward() -> bool:
@@ -59,10 +63,55 @@ def infinities(scaler: torch.amp.GradScaler, optimizer: Any) -> Mapping[str, tor
 
 
 def param_dtype(module: nn.Module) -> torch.dtype | None:
-    """The precision in which FSDP2 computes the module; None where it says none."""
+    """The precision in which FSDP computes the module, the first or the second; None where it says none."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module.mixed_precision.param_dtype
     state = getattr(module, "_get_fsdp_state", None)
     dtype: torch.dtype | None = None if state is None else state()._mp_policy.param_dtype
     return dtype
+
+
+@dataclasses.dataclass
+class FlatPart:
+    """This rank's elements of a parameter that FullyShardedDataParallel has made flat: those from `begin` on."""
+
+    name: str
+    shape: torch.Size
+    sharded: bool
+    begin: int
+    value: torch.Tensor
+    owner: torch.Tensor  # what an optimizer holds: the flat parameter, or with use_orig_params the part
+    group: ProcessGroup  # whose ranks have all elements
+    flat: slice  # where they are in the owner's elements
+    unsharded: slice  # and in a gradient that was not reduced (no_sync)
+
+    def gradient(self) -> torch.Tensor:
+        """Zeros where there is none."""
+        found = self.owner.grad
+        if found is None:
+            return torch.zeros_like(self.value)
+        kept = found.flatten()[self.flat if found.shape == self.owner.shape else self.unsharded]
+        return kept if self.sharded else kept.view(self.shape)
+
+
+def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
+    """Of all parameters in the flat ones of FullyShardedDataParallel, outside of forward and backward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        handle = wrapper._handle
+        if handle is None:
+            continue
+        flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+        values = getattr(flat, "_local_shard", flat).detach()
+        prefix = names[id(handle._fully_sharded_module)]
+        for i, (name, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos)):
+            at, size, begin = (info.offset_in_shard, info.numel_in_shard, info.intra_param_start_idx) if info.in_shard else (0, 0, 0)
+            value = values[at:at + size]
+            own = flat._params[i] if handle._use_orig_params else None
+            whole_at = handle.rank * flat._sharded_size.numel() + at
+            yield FlatPart(f"{prefix}.{name}" if prefix else name, shape, sharded, begin, value if sharded else value.view(shape),
+                           flat if own is None else own, handle.process_group, slice(at, at + size) if own is None else slice(0, size),
+                           slice(whole_at, whole_at + size) if own is None else slice(begin, begin + size))
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -79,6 +128,16 @@ def _uses(function: types.FunctionType, name: str) -> bool:
     return name in function.__code__.co_names
 
 
+def _flat_names() -> bool:
+    """Whether flat parameters are what `flat_parts` takes them for."""
+    of_flat = {"_fqns", "_shapes", "_shard_param_infos", "_sharded_size", "_local_shard", "_params"}
+    of_part = {"in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx"}
+    handle = _flat_param.FlatParamHandle
+    return (of_flat <= {*inspect.get_annotations(_flat_param.FlatParameter)} and of_part <= {*_flat_param._ShardParamInfo._fields}
+            and hasattr(handle, "uses_sharded_strategy") and all(_uses(handle.__init__, name) for name in (
+                "_fully_sharded_module", "_use_orig_params", "process_group", "rank")))
+
+
 def names() -> dict[str, bool]:
     """The names, and whether this torch has them."""
     of_compile = pathlib.Path(torch.__file__).parent / "_dynamo/eval_frame.py"  # importing it takes two seconds
@@ -92,6 +151,7 @@ def names() -> dict[str, bool]:
         "GradScaler._found_inf_per_device": hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
         "FSDPModule._get_fsdp_state": hasattr(FSDPModule, "_get_fsdp_state"),
         "FSDPState._mp_policy": _uses(FSDPState.init, "_mp_policy"),
+        "torch.distributed.fsdp.FullyShardedDataParallel": _flat_names(),
         "dropout._DropoutNd": hasattr(nn.modules.dropout, "_DropoutNd"),
         "batchnorm._BatchNorm": hasattr(nn.modules.batchnorm, "_BatchNorm"),
         f"clip_grad.{CLIPS_BY_NORM}": _uses(clips.clip_grad_norm_.__wrapped__, CLIPS_BY_NORM),

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from . import _random, _reference
+from ._engines import engine_of, GradientOf
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
-                     owned_norm, plain, plain_name, ranks, refuse, spread, summed, trained, whole)
+                     plain, plain_name, ranks, refuse, spread, summed, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
 from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process, over_parts
 from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
@@ -106,6 +107,7 @@ class WatchOptions(TypedDict, total=False):
     data: Group
     stages: bool
     max_norm: float | None
+    gradient: GradientOf | None
     precision: str | None
     reference: torch.dtype
     alone: bool
@@ -139,6 +141,8 @@ class watch:
     data:          group or mesh of the ranks that see different samples; None: all do.
     stages:        each rank has its own parameters, under the names of the whole model.
     max_norm:      what the step clips to, where it clips with its own code: PyTorch's and isograd's clipping is seen.
+    gradient:      gradient(name, parameter) -> its gradient, where that is in buffers of your own; None: in `.grad`, or where
+                   an engine that is known has it (docs/python_prove.md).
     precision:     "fp32", "bf16", ...; None: that of the parameters, of autocast or of FSDP2's policy.
     reference:     the type of the reference; torch.float64 finds most.
     alone:         also make the step on one process in the run's precision: a sharper bound.
@@ -157,13 +161,14 @@ class watch:
                  micro_batches: MicroBatches | None = None, loss: Loss, features: Features | None = None,
                  make_model: Callable[[], nn.Module] | None = None, mean: Mean = "token", terms: Sequence[Term] = (),
                  ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False,
-                 max_norm: float | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
-                 alone: bool = True, report: str | None = None, folder: str | None = None, timeout: float = 600.0) -> None:
+                 max_norm: float | None = None, gradient: GradientOf | None = None, precision: str | None = None,
+                 reference: torch.dtype = torch.float64, alone: bool = True, report: str | None = None,
+                 folder: str | None = None, timeout: float = 600.0) -> None:
         self.model, self.optimizer, self.terms = model, optimizer, [Term(loss, features=features, mean=mean), *terms]
         self.micro_batches: MicroBatches = [] if micro_batches is None else micro_batches
         self._added: list[list[Any]] | None = [] if micro_batches is None else None
         self.make_model, self.ids, self.data, self.stages = make_model, ids, data, stages
-        self.precision, self.reference, self.alone = precision, reference, alone
+        self.gradient, self.precision, self.reference, self.alone = gradient, precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
         self._verdict: Verdict | None = None
         self.recording = Recording(model, optimizer)
@@ -214,11 +219,10 @@ class watch:
         self._turn = f"isograd/watch/{_turns}"
         self._threads = _reference.idle_threads(places)
         self._modes = {name: mode for own in reversed(modes) for name, mode in own.items()}
-        parameters = {name: held(p) for name, p in trained(self.model).items()}
-        rest = {plain_name(name): value for name, value in
-                [*plain(self.model).named_parameters(), *plain(self.model).named_buffers(remove_duplicate=False)]
-                if plain_name(name) not in parameters}
-        self._initial, sums = assembled({**parameters, **rest}, self.stages)
+        engine = self.recording.engine
+        parameters = {name: held(p) for name, p in engine.trained().items()}
+        rest = {name: value for name, value in engine.everything().items() if name not in parameters}
+        self._initial, sums = assembled({**parameters, **rest}, self.stages, engine.whole)
         self._sums = sums[:len(parameters)]
         if self._added is None:
             self._samples = self._gathered_samples()
@@ -247,12 +251,13 @@ class watch:
                        "Leave out mean=")
         if self.precision not in (None, *PRECISIONS.values()):
             refuse(_WHERE, f"precision={self.precision!r}", ", ".join(PRECISIONS.values()), "Leave it out, or give one of these")
-        parameters = trained(self.model)
+        engine = self.recording.engine = engine_of(self.model, self.optimizer, self.gradient, self.stages)
+        parameters = engine.trained()
         if not parameters:
             refuse(_WHERE, "a model without a parameter that is trained", "one to differentiate", "Give it the trained model")
         if unreal := [name for name, p in parameters.items() if not p.is_floating_point()]:
             refuse(_WHERE, f"parameters that are not real, such as {unreal[0]}", "floating point", "Compare a model of real parameters")
-        sharded = [name for name, p in parameters.items() if isinstance(p, DTensor)]
+        sharded = [name for name, p in parameters.items() if isinstance(p, DTensor) or engine.sharded]
         if self.make_model is None and (sharded or self.stages):
             refuse(_WHERE, f"a model that is sharded over ranks ({sharded[0] if sharded else 'stages'}) and no make_model",
                    "a way to make the whole model on one process", "Give make_model=lambda: Model(...), before it is wrapped")
@@ -264,7 +269,7 @@ class watch:
                 refuse(_WHERE, f"statistics over the batch in {name or 'the model'} ({type(module).__name__})",
                        "a loss that is a sum over samples", "Call eval() on it for this step: its loss depends on how the batch "
                        "is split, and no split is one device's")
-        return {name: tuple(p.shape) for name, p in parameters.items()}
+        return engine.shapes()
 
     def _agreed(self, make: Callable[[], Any]) -> list[Any]:
         """The result of `make` on each rank; what one rank cannot do ends it on all. Collective."""
@@ -331,21 +336,21 @@ class watch:
             self.micro_batches = self._added
             self._samples = self._gathered_samples()
         own = taken.gradients or {}
-        gradients, sums = assembled(own, self.stages)
+        gradients, sums = assembled(own, self.stages, taken.engine.whole)
         several = max(taken.steps.values(), default=1) > 1
         stepped, limited, known, skipped = zip(*gather_objects(
-            (taken.stepped, taken.max_norm is not None or several, taken.norm is not None, taken.skipped)))
+            (taken.stepped, taken.max_norm is not None or several or taken.engine.apart, taken.norm is not None, taken.skipped)))
         if all(scale > 0 for scale in skipped):
             refuse(_WHERE, f"a step that GradScaler left out, for the gradient is not finite at its scale of {taken.skipped:g}",
                    "a step with a gradient", "Watch a later one: the scale is halved each time. Where it goes on the gradient "
                    "itself is not finite: watch a step without GradScaler")
         # Collective for DTensors: on all ranks or on none.
-        applied, later = assembled(taken.applied, self.stages) if all(stepped) and any(limited) else (None, sums)
+        applied, later = assembled(taken.applied, self.stages, taken.engine.whole) if all(stepped) and any(limited) else (None, sums)
         norm = float(whole(taken.norm)) if taken.norm is not None and all(known) else None
         everyone = gather_objects({
             "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
-            "after": checksums_after(self.model), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
-            "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": owned_norm(own),
+            "after": checksums_after(taken.engine), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
+            "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
             "gathers": taken.gathers})
         views = [{"initial": list(one["initial"].values()), "gradients": list(one["gradients"].values()),
@@ -366,7 +371,7 @@ class watch:
         differing = [] if self.stages else [name for name, *found in zip(own, *sums) if len(set(found)) > 1]
         if self.size == 1 or sum(own[name].numel() * 8 for name in differing) * self.size > _reference.LARGEST_SHARES:
             return []
-        return gather_objects({name: whole(own[name]) for name in differing}, to=0)
+        return gather_objects({name: self.recording.engine.whole(name, own[name]) for name in differing}, to=0)
 
     def _store(self) -> Any:
         return default_store() if self.size > 1 else None
@@ -566,7 +571,7 @@ class watch:
                                  "sample was made, from other states, it was the same each time")
 
     def _precision(self) -> str:
-        lowest = {p.dtype for p in trained(self.model).values()} | {param_dtype(m) for m in self.model.modules()}
+        lowest = {p.dtype for p in self.recording.engine.trained().values()} | {param_dtype(m) for m in self.model.modules()}
         lowest.add(self.recording.autocast)
         return next((PRECISIONS[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in lowest), "fp64")
 
@@ -574,7 +579,7 @@ class watch:
         if isinstance(self.data, DeviceMesh) and self.data.mesh_dim_names:
             axes = dict(zip(self.data.mesh_dim_names, self.data.shape))
         else:
-            sharded = any(hasattr(m, "set_gradient_divide_factor") for m in self.model.modules())
+            sharded = self.recording.engine.sharded or any(hasattr(m, "set_gradient_divide_factor") for m in self.model.modules())
             axes = {"dp_shard" if sharded else "dp_replicate": places}
         if self.size > places:
             axes["pp" if self.stages else "tp"] = self.size // places
@@ -768,7 +773,8 @@ def _right(verdict: Verdict) -> bool:
 def _check_repeatable(first: watch, second: watch) -> None:
     """Refuses a step whose gradient is another one the second time, by more than sums in another order make it."""
     worst, where = 0.0, ""
-    ones, others = ({name: whole(g) for name, g in (one.recording.gradients or {}).items()} for one in (first, second))
+    ones, others = ({name: one.recording.engine.whole(name, g) for name, g in (one.recording.gradients or {}).items()}
+                    for one in (first, second))
     for name, share in _random.apart(ones, others).items():
         if not share <= max(worst, min(0.1, 1e3 * torch.finfo(ones[name].dtype).eps)):
             worst, where = share, name

@@ -7,9 +7,9 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .._ranks import plain, refuse, trained
+from .._engines import is_sharded
+from .._ranks import plain, refuse
 from .._reference import Loss
 from ..watching import Figure, Verdict, WatchOptions, watch
 
@@ -100,7 +100,7 @@ class OneStep:
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Before the step's first forward. Collective."""
         more: WatchOptions = {**self._options}
-        if more.get("make_model") is None and not any(isinstance(p, DTensor) for p in trained(model).values()):
+        if more.get("make_model") is None and not is_sharded(model):
             more["make_model"] = lambda: unpatched(model)
         self._watch = watch(model, getattr(optimizer, "optimizer", optimizer), loss=self._loss, **more).__enter__()
 
