@@ -98,9 +98,12 @@ class Engine:
 
     def taken(self) -> dict[str, torch.Tensor]:
         """What an optimizer that steps now is given."""
-        owners = self.owners()
-        return {name: gradient_of(owners[name]) if owners[name] is not p or self._gradient is None else
-                self._gradient_of(name, p, ()) for name, p in self.trained().items()}
+        owners, gradients = self.owners(), self.gradients()
+        return {name: gradient if owners[name].grad is None else gradient_of(owners[name]) for name, gradient in gradients.items()}
+
+    def nothing(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return not self.apart and all(p.grad is None for p in self.trained().values())
 
     def covers(self, given: Collection[int]) -> bool:
         """Whether the tensors with these ids have the gradients of all parameters."""
@@ -108,8 +111,12 @@ class Engine:
                    for name, p in self.trained().items())
 
     # Parts and wholes.
+    def whole_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter, on the CPU. Collective."""
+        return self.whole(name, value)
+
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """On the CPU. Collective."""
+        """A gradient, on the CPU. Collective."""
         return whole(part)
 
     def owned_norm(self, parts: Mapping[str, torch.Tensor]) -> float | None:
@@ -169,8 +176,8 @@ class Fsdp1(Cut):
     """FullyShardedDataParallel: the parameters of a module in one flat tensor, of which each rank has a slice."""
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
-        super().__init__(model, optimizer, gradient)
-        self._copies = {}
+        super().__init__(model, None, gradient)
+        self.optimizer = optimizer
 
     def _flat(self) -> dict[str, FlatPart]:
         return {plain_name(part.name): part for part in flat_parts(plain(self.model))}
@@ -203,6 +210,9 @@ class Fsdp1(Cut):
 
     def taken(self) -> dict[str, torch.Tensor]:
         return self.gradients()
+
+    def nothing(self) -> bool:
+        return all(owner.grad is None for owner in self.owners().values())
 
     def covers(self, given: Collection[int]) -> bool:
         return all(owner.grad is None or id(owner) in given for owner in self.owners().values())
@@ -237,15 +247,166 @@ class MainGrad(Engine):
             return super()._gradient_of(name, p, given)
         return self._checked(name, p, getattr(p, "main_grad", None))
 
+
+class DeepSpeed(Cut):
+    """DeepSpeed's engine: a rank has a slice of each ZeRO group's flat gradient, whose optimizer updates a flat copy in fp32."""
+
+    apart, repeats = True, False
+
+    def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
+        self.engine: Any = model
+        self.zero: Any = self.engine.optimizer
+        self.kind = type(self.zero).__name__
+        super().__init__(model, None, gradient)
+        self.optimizer = getattr(self.zero, "optimizer", self.zero)
+        problem = next((name for name, found in (
+            ("offload", bool(getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False))),
+            ("experts", bool(self.engine.has_moe_layers)), ("quantised gradients", bool(self.engine.zero_quantized_gradients())),
+            ("torch_autocast", bool(self.engine.torch_autocast_enabled())),
+            (f"the optimizer {self.kind}", self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
+            (type(model).__name__, type(model).__name__ != "DeepSpeedEngine")) if found), None)
+        if problem is not None:
+            refuse(_WHERE, f"DeepSpeed with {problem}", "ZeRO-1 to 3, or no ZeRO in fp32, of DeepSpeedEngine without offload, experts, "
+                   "quantised gradients and autocast", f"Watch a step without it, or {_BY_DUMPS}")
+
+    def _named(self) -> dict[str, Any]:
+        return {plain_name(name): p for name, p in plain(self.model).named_parameters()}
+
+    def places(self) -> dict[str, Place]:
+        return {name: Place(self._begin(p), torch.Size(getattr(p, "ds_shape", p.shape)), self._group(p))
+                for name, p in self._named().items() if hasattr(p, "ds_id") or hasattr(p, "_hp_mapping")}
+
+    def _group(self, p: Any) -> Group:
+        group: Group = p.ds_process_group if hasattr(p, "ds_id") else p._dp_group
+        return group
+
+    def _begin(self, p: Any) -> int:
+        if hasattr(p, "ds_id"):
+            return min(dist.get_rank(p.ds_process_group) * int(p.ds_tensor.ds_numel), int(p.ds_numel))
+        return int(p._hp_mapping.lp_fragment_address.start) if p._hp_mapping is not None else 0
+
+    def _value(self, p: Any) -> torch.Tensor:
+        value: torch.Tensor = p.ds_tensor.detach()[:self._size(p)] if hasattr(p, "ds_id") else p
+        return value
+
+    def _size(self, p: Any) -> int:
+        """How many elements of its gradient this rank has."""
+        if hasattr(p, "ds_id"):
+            return min(int(p.ds_tensor.ds_numel), int(p.ds_numel) - self._begin(p))
+        return int(p._hp_mapping.lp_fragment_address.numel) if p._hp_mapping is not None else 0
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        return {**super().everything(), **{name: self._value(p) for name, p in self._named().items()}}
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        return {name: self._value(p) for name, p in self._named().items() if p.requires_grad}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named().items() if p.requires_grad}
+
+    def whole_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self.whole(name, value) if self.kind == _ZERO_3 else whole(value)  # the others have every parameter whole
+
+    def _flat(self) -> dict[str, tuple[Any, torch.Tensor, int]]:
+        """By trained parameter: itself, the flat copy that the optimizer holds, and where its elements are in that."""
+        named = {id(p): (name, p) for name, p in self._named().items() if p.requires_grad}
+        found = {}
+        if self.kind == _ZERO_3:
+            for name, p in named.values():
+                group, at, _ = self.zero.grad_position[self.zero.get_param_id(p)]
+                found[name] = p, self.zero.fp32_partitioned_groups_flat[group], int(at)
+        elif self.kind in _ZERO:
+            for params, flat in zip(self.zero.bit16_groups, self.zero.single_partition_of_fp32_groups):
+                for name, p in (named[id(p)] for p in params if id(p) in named):
+                    found[name] = p, flat, 0 if p._hp_mapping is None else int(p._hp_mapping.hp_fragment_address.start)
+        return found
+
+    def owners(self) -> dict[str, torch.Tensor]:
+        flat = self._flat()
+        return {name: flat[name][1] if name in flat else p for name, p in self.trained().items()}
+
+    def gradients(self, given: Collection[int] = ()) -> dict[str, torch.Tensor]:
+        flat = self._flat()
+        return {name: self._share(flat[name][0], self._accumulated(flat[name][0])) if name in flat else gradient_of(p)
+                for name, p in self.trained().items()}
+
+    def _share(self, p: Any, found: torch.Tensor | None) -> torch.Tensor:
+        if found is None:
+            return torch.zeros(self._size(p), dtype=torch.float32, device=p.device)
+        return found.detach().flatten()[:self._size(p)].float() / float(getattr(self.zero, "loss_scale", 1.0))
+
+    def _accumulated(self, p: Any) -> torch.Tensor | None:
+        """Its part of the gradient before clipping, times the loss scale; None: there is none."""
+        if self.kind == _ZERO_3:
+            group = self.zero.grad_position[self.zero.get_param_id(p)][0]
+            there = self.zero.averaged_gradients.get(group) is not None
+            found: torch.Tensor | None = self.zero.get_local_fp32_grad_for_param(p) if there else None
+            return found
+        mapping = p._hp_mapping
+        if mapping is None or mapping.gradient_dict.get(mapping.param_group_index) is None:
+            return None
+        found = mapping.get_lp_grad_fragment(p._index_in_param_group)
+        return found
+
     def taken(self) -> dict[str, torch.Tensor]:
-        owners, gradients = self.owners(), self.gradients()
-        return {name: gradients[name] if owners[name].grad is None else gradient_of(owners[name]) for name in gradients}
+        found = self.gradients()
+        for name, (p, flat, at) in self._flat().items():
+            if flat.grad is not None:
+                found[name] = flat.grad.detach()[at:at + self._size(p)]
+        return found
+
+    def covers(self, given: Collection[int]) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def attached(self, recording: Recording) -> Iterator[None]:
+        limit = float(self.engine.gradient_clipping())
+        owner, name = (self.zero, "step") if self._flat() else (self.engine, "clip_fp32_gradients")
+        original = getattr(owner, name)
+
+        def clips(*arguments: Any, **named: Any) -> Any:
+            if limit > 0:
+                recording.clipping([], limit, None)
+            else:
+                recording.take()
+            before = float(getattr(self.zero, "loss_scale", 1.0))
+            result = original(*arguments, **named)
+            if getattr(self.zero, "overflow", False):
+                recording.skipped = before
+            elif limit > 0 and (norm := getattr(self.zero, "_global_grad_norm", None)) is not None:
+                recording.clipped_at(torch.as_tensor(norm))
+            return result
+
+        setattr(owner, name, clips)
+        try:
+            yield
+        finally:
+            delattr(owner, name)
 
 
-# By what a model or an optimizer is known: its adapter, the package whose version counts, and those that were tried.
+_ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
+_ZERO = ("DeepSpeedZeroOptimizer", _ZERO_3)
+
+
+def _of(package: str, thing: Any) -> bool:
+    """Whether its class, or one that it is made of, is from that package."""
+    return any(each.__module__.partition(".")[0] == package for each in type(thing).__mro__)
+
+
+def _has_deepspeed(model: nn.Module) -> bool:
+    return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
+
+
+# Engines that are compared: how a model shows that it is one's, and its adapter.
 _KNOWN: tuple[tuple[Callable[[nn.Module], bool], type[Engine]], ...] = (
+    (lambda model: _of("deepspeed", model), DeepSpeed),
     (lambda model: any(isinstance(module, FullyShardedDataParallel) for module in model.modules()), Fsdp1),
     (lambda model: any(getattr(p, "main_grad", None) is not None for p in model.parameters()), MainGrad))
+# Packages whose private names an adapter reads, with the versions that it was tried on: from, and below which.
+_VERSIONS = {"deepspeed": ((0, 19), (0, 20))}
+# Packages whose engines have no adapter.
+_REFUSED = {"megatron": "Megatron-Core", "megatron_fsdp": "Megatron-FSDP", "horovod": "Horovod", "colossalai": "Colossal-AI",
+            "fairscale": "FairScale"}
 
 
 def _kind(model: nn.Module) -> type[Engine]:
@@ -253,8 +414,33 @@ def _kind(model: nn.Module) -> type[Engine]:
 
 
 def engine_of(model: nn.Module, optimizer: Any, gradient: GradientOf | None, stages: bool) -> Engine:
-    """The adapter of the engine that trains the model. ConfigError: it is not known, or not in this version."""
-    return _kind(model)(model, optimizer, gradient)
+    """The adapter of the engine that trains the model. ConfigError: it has none, or none for this version."""
+    adapter = _kind(model)
+    things = [*model.modules(), optimizer]
+    for package, title in _REFUSED.items():
+        if gradient is None and any(_of(package, thing) for thing in things):
+            refuse(_WHERE, f"{title}, which has no adapter that says where its gradients are", "DDP and FSDP of PyTorch, ZeRO of DeepSpeed, "
+                   "main_grad, or gradient=", "Give it the model that was wrapped and gradient=lambda name, parameter: (its gradient, "
+                   f"reduced), or {_BY_DUMPS}")
+    for package, (least, below) in _VERSIONS.items():
+        if package in sys.modules and any(_of(package, thing) for thing in things):
+            version = str(getattr(sys.modules[package], "__version__", "of no version"))
+            numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:2])
+            if not least <= numbers < below:
+                known = ".".join(map(str, least))
+                refuse(_WHERE, f"{package} {version}", f"{package} {known}, whose buffers it knows",
+                       f"Run `pip install '{package}=={known}.*'`, or {_BY_DUMPS}")
+    if adapter is not DeepSpeed and _has_deepspeed(model):
+        refuse(_WHERE, "a model that DeepSpeed trains, without its engine", "the engine", "Give watch what deepspeed.initialize returned first")
+    if adapter.sharded and (stages or gradient is not None):
+        refuse(_WHERE, f"{'stages=True' if stages else 'gradient='} and {adapter.__name__}", "one of both",
+               f"Leave it out: {adapter.__name__} is known" if gradient is not None else f"Watch a step without stages, or {_BY_DUMPS}")
+    return adapter(model, optimizer, gradient)
+
+
+def can_repeat(model: nn.Module) -> bool:
+    """Whether a step can be made again from the parameters and optimizer.state_dict()."""
+    return _kind(model).repeats
 
 
 def is_sharded(model: nn.Module) -> bool:

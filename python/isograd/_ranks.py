@@ -169,9 +169,9 @@ def ranks() -> tuple[int, int]:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model that DDP or torch.compile was given."""
+    """The model that DDP, DeepSpeed or torch.compile was given."""
     while True:
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("deepspeed."):
             model = model.module
         elif isinstance(inner := getattr(model, COMPILED, None), nn.Module):
             model = inner

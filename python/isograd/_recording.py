@@ -72,6 +72,7 @@ class Recording:
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self.gathers: list[str] = []  # where a tensor with a gradient is gathered by a collective that passes none on
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
+        self.nothing = False  # no parameter had a gradient where an engine that is known has one
         self.midway = False  # clipped more than once, with forwards in between, and no update
         self._forwards = self._clipped_at = 0
         self._apart = False  # groups of parameters are clipped one after the other
@@ -80,6 +81,8 @@ class Recording:
     def take(self, scale: float = 1.0, names: Collection[str] | None = None, given: Collection[int] = ()) -> None:
         """The gradients as they are now, unless they are taken already; names: those of these parameters alone; given: ids of
         the tensors that are clipped or updated now."""
+        if self.gradients is None:
+            self.nothing = self.engine.nothing()
         before = self.gradients or {}
         now = {name: before[name] if name in before else held(g).mul_(scale) if scale != 1.0 else held(g)
                for name, g in self.engine.gradients(given).items() if name in before or names is None or name in names}
@@ -356,7 +359,7 @@ def _proven(states: Mapping[str, Sequence[str]], stepped: bool, alike: bool) -> 
 
 def checksums_after(engine: Engine) -> dict[str, str]:
     """Checksums of the whole parameters. Collective where ranks hold parts."""
-    return {name: checksum(engine.whole(name, p)) for name, p in engine.trained().items()}
+    return {name: checksum(engine.whole_value(name, p)) for name, p in engine.trained().items()}
 
 
 def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[Finding]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from . import _random, _reference
-from ._engines import engine_of, GradientOf
+from ._engines import can_repeat, engine_of, GradientOf
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, whole)
@@ -222,7 +222,7 @@ class watch:
         engine = self.recording.engine
         parameters = {name: held(p) for name, p in engine.trained().items()}
         rest = {name: value for name, value in engine.everything().items() if name not in parameters}
-        self._initial, sums = assembled({**parameters, **rest}, self.stages, engine.whole)
+        self._initial, sums = assembled({**parameters, **rest}, self.stages, engine.whole_value)
         self._sums = sums[:len(parameters)]
         if self._added is None:
             self._samples = self._gathered_samples()
@@ -350,9 +350,13 @@ class watch:
         everyone = gather_objects({
             "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
             "after": checksums_after(taken.engine), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
+            "nothing": taken.nothing,
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
             "gathers": taken.gathers})
+        if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
+            refuse(_WHERE, "no gradient in `.grad` of any parameter, and parameters that were updated all the same", "gradients where it "
+                   "looks (docs/python_prove.md#engines)", "Give gradient=lambda name, parameter: (its gradient, reduced)")
         views = [{"initial": list(one["initial"].values()), "gradients": list(one["gradients"].values()),
                   **{key: one[key] for key in ("norm", "logged_norm", "owned_norm")}} for one in everyone]
         ends = [list(one["taken"].values()) for one in everyone]
@@ -724,6 +728,9 @@ def prove(step: Callable[[Model, Optimizer, Any], Figure], model: Model, optimiz
     were before, gradients are None. Errors are those of `watch`; and ConfigError: the step fails and gives another gradient
     when it is made again.
     """
+    if not can_repeat(model):
+        refuse("isograd.prove", "a step of DeepSpeed, whose optimizer has copies of the parameters", "a step that can be made again",
+               "Put isograd.watch around one step")
     values = [(tensor, held(tensor)) for tensor in [*model.parameters(), *model.buffers()]]
     state = copy.deepcopy(optimizer.state_dict())
 

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from cases import batch_loss, make_model, Mlp, sample_loss, samples
+from cases import batch_loss, make_model, sample_loss, samples
 from ranks import on_ranks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -29,7 +29,7 @@ def case(name, **options):
 
 def batches(rank, micros=3):
     """Of uneven length, other ones on each rank."""
-    return [samples(rank, (3, 5), seed) for seed in range(micros)]
+    return [samples(rank, ((3, 5), (2,), (9, 1))[seed], seed) for seed in range(micros)]
 
 
 def result(step, **more):
@@ -65,7 +65,9 @@ def train(model, optimizer, batch, norm=None, how=None, scaler=None, zeroes=Fals
     optimizer.step() if scaler is None else scaler.step(optimizer)
     if scaler is not None:
         scaler.update()
-    return logged / dist.get_world_size(), norm
+    logged = torch.tensor(logged / dist.get_world_size())
+    dist.all_reduce(logged)
+    return logged, norm
 
 
 # ---- FullyShardedDataParallel ----
@@ -105,7 +107,6 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 @case("fsdp1_bf16", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
 @case("fsdp1_scaled", scaled=True, original=True, clip="whole")
 @case("fsdp1_rank_means", how="means", micros=1)
-@case("fsdp1_micro_batch_means", how="means", original=True)
 @case("fsdp1_last_micro_batch_alone", zeroes=True)
 @case("fsdp1_clipped_by_the_local_norm", clip="by the local norm")
 @case("fsdp1_clipped_while_scaled", scaled=True, original=True, clip="while scaled")
@@ -129,6 +130,160 @@ def fsdp1(rank, make=make_model, inner=(), original=False, strategy=ShardingStra
         loss, norm = train(model, optimizer, batch, scaler=scaler, **how)
         step.log(loss=loss, norm=norm)
     return result(step)
+
+
+# ---- main_grad, buffers of one's own, copies in fp32, optimizers in backward ----
+
+class Reduced(nn.Module):
+    """Adds each micro-batch's gradient to a buffer in fp32, one for all parameters, and averages it over ranks."""
+
+    def __init__(self, model, attribute):
+        super().__init__()
+        self.module = model
+        self.buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+        self.views, at = {}, 0
+        for name, p in model.named_parameters():
+            self.views[name] = self.buffer[at:at + p.numel()].view_as(p)
+            at += p.numel()
+            if attribute:
+                p.main_grad = self.views[name]
+            p.register_post_accumulate_grad_hook(functools.partial(self.add, self.views[name]))
+
+    def add(self, view, p):
+        view += p.grad
+        p.grad = None
+
+    def forward(self, x):
+        return self.module(x)
+
+    def reduce(self):
+        dist.all_reduce(self.buffer)
+        self.buffer /= dist.get_world_size()
+
+
+def fill_grad(model):
+    for name, p in model.module.named_parameters():
+        p.grad = model.views[name].to(p.dtype)
+
+
+def leaves(model):
+    """The .grad of the last micro-batch is there, and nobody looks at main_grad."""
+    for name, p in model.module.named_parameters():
+        p.grad = model.views[name] / 3
+
+
+@case("main_grad")
+@case("main_grad_copies", copies=True)
+@case("main_grad_bf16_copies", copies=True, dtype=torch.bfloat16)
+@case("main_grad_clipped", clips=True)
+@case("main_grad_bf16_copies_clipped", copies=True, clips=True, dtype=torch.bfloat16)
+@case("main_grad_of_the_step_before", stale=True)
+@case("main_grad_last_micro_batch_alone", zeroes=True)
+@case("main_grad_not_reduced", reduces=False)
+@case("main_grad_optimizer_takes_another", fills=leaves)
+@case("main_grad_optimizer_takes_nothing", fills=lambda model: None)
+@case("own_buffers", attribute=False)
+@case("own_buffers_last_micro_batch_alone", attribute=False, zeroes=True)
+@case("own_buffers_optimizer_takes_another", attribute=False, fills=leaves)
+@case("own_copies", attribute=False, copies=True, gradient=None)
+@case("own_copies_bf16_clipped", attribute=False, copies=True, clips=True, gradient=None, dtype=torch.bfloat16)
+@case("own_copies_last_micro_batch_alone", attribute=False, copies=True, zeroes=True, gradient=None)
+@case("own_buffers_not_given", attribute=False, fills=lambda model: None, by_hand=True, gradient=None)
+@case("own_buffers_of_another_shape", attribute=False, gradient=lambda name, p: p.detach().flatten())
+def buffers(rank, attribute=True, copies=False, dtype=torch.float32, clips=False, stale=False, zeroes=False, reduces=True,
+            fills=fill_grad, by_hand=False, **more):
+    model = Reduced(make_model().to(dtype), attribute)
+    parameters = [p.detach().float().clone() if copies else p for p in model.module.parameters()]
+    optimizer = SGD(parameters)
+    batch, total = batches(rank), total_of(batches(rank))
+    if not attribute:
+        more = {"gradient": lambda name, p: model.views[name], **more}
+    if stale:
+        model.buffer += 0.01
+    with isograd.watch(model.module, None if by_hand else optimizer, micro_batches=batch, loss=sample_loss, make_model=make_model,
+                       **more) as step:
+        for micro in batch:
+            if zeroes:
+                model.buffer.zero_()
+            x, y = (torch.cat(column) for column in zip(*micro))
+            loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), y, reduction="sum") / total * dist.get_world_size()
+            loss.backward()
+        if reduces:
+            model.reduce()
+        fills(model) if not copies else [setattr(copy, "grad", view.clone()) for copy, view in zip(parameters, model.views.values())]
+        if clips:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        if by_hand:
+            with torch.no_grad():
+                for p, view in zip(parameters, model.views.values()):
+                    p -= 0.1 * view
+        else:
+            optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(model.module.parameters(), parameters if copies else ()):
+                p.copy_(copy)
+    return result(step)
+
+
+@case("fsdp1_in_backward")
+@case("fsdp1_in_backward_accumulated", micros=2)
+def in_backward(rank, micros=1):
+    """Each parameter has an optimizer, which steps as soon as its gradient is reduced: after each micro-batch."""
+    model = make_model()
+    model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    batch, total = batches(rank, micros), total_of(batches(rank, micros))
+    with isograd.watch(model, None, micro_batches=batch, loss=sample_loss, make_model=make_model) as step:
+        for micro in batch:
+            (batch_loss(model, micro, "sum") / total * dist.get_world_size()).backward()
+    return result(step)
+
+
+@case("fsdp1_proved")
+@case("fsdp1_proved_wrong", how="means", said=["mean_of_micro_batch_means"])
+def proved(rank, how=None, said=()):
+    def step(model, optimizer, batch):
+        return float(train(model, optimizer, batch, how=how)[0])
+
+    model = FSDP(make_model(), device_id=torch.device("cpu"))
+    optimizer = ADAMW(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    verdict = isograd.prove(step, model, optimizer, micro_batches=[samples(rank), samples(rank, (2,), 1)], loss=sample_loss,
+                            make_model=make_model)
+    return {"passed": verdict.passed, "said": verdict.findings, "update": verdict.update, "text": str(verdict),
+            "same": all(torch.equal(p, old) for p, old in zip(model.parameters(), before))}
+
+
+# ---- what has no adapter ----
+
+class Foreign(nn.Module):
+    """As if from a package."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+
+@case("refused_horovod", package="horovod.torch.optimizer")
+@case("refused_fairscale", package="fairscale.nn")
+def foreign(rank, package):
+    model = Foreign(make_model())
+    type(model).__module__ = package
+    with isograd.watch(model, None, micro_batches=batches(rank), loss=sample_loss):
+        pass
+
+
+@case("refused_gradient_of_a_known_engine")
+def known(rank):
+    with isograd.watch(FSDP(make_model(), device_id=torch.device("cpu")), None, micro_batches=batches(rank), loss=sample_loss,
+                       make_model=make_model, gradient=lambda name, p: p.grad):
+        pass
+
+
+@case("refused_without_make_model")
+def no_make_model(rank):
+    with isograd.watch(FSDP(make_model(), device_id=torch.device("cpu")), None, micro_batches=batches(rank), loss=sample_loss):
+        pass
 
 
 def run(rank, names):

@@ -1,0 +1,124 @@
+"""python engine_libraries.py RANKS [CASE ...]: steps of DeepSpeed's engine, and with 8-bit optimizers of bitsandbytes and torchao, under
+isograd.watch, as engines.py has them."""
+import os
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from cases import batch_loss, make_model, Mlp, sample_loss
+from engines import batches, case, CASES, main, make_tied, result, total_of, train
+from torch.nn.parallel import DistributedDataParallel
+
+import isograd
+
+CASES.clear()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which a compiler would have to make first; Gloo instead
+
+
+def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=3, clip=0.0, precision="fp32", offload=False, **more):
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    model = make()
+    zero = {"stage": stage, **more}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "gradient_clipping": clip,
+              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
+              "zero_optimization": zero}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=config)
+    return engine
+
+
+def step_of(engine, batch, how=None, before=None):
+    """DeepSpeed divides by the accumulation and by the ranks."""
+    total, logged = total_of(batch), 0.0
+    factor = 1 if how == "divided twice" else dist.get_world_size() * engine.gradient_accumulation_steps()
+    dtype = next(engine.parameters()).dtype
+    for micro in batch:
+        micro = [(x.to(dtype), y) for x, y in micro]
+        loss = batch_loss(engine, micro, "mean") if how == "means" else batch_loss(engine, micro, "sum").float() * factor / total
+        if before:
+            before(engine)
+        engine.backward(loss)
+        logged += float(loss.detach())
+        engine.step()
+    logged = torch.tensor(logged / engine.gradient_accumulation_steps() / dist.get_world_size())
+    dist.all_reduce(logged)
+    return logged
+
+
+def forgets(engine):
+    """What micro-batches have added up is dropped at each new one."""
+    for sums in (engine.optimizer.all_grad_tensors, engine.optimizer.averaged_gradients):
+        sums.clear()
+
+
+class Unused(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(5, 3)
+
+
+def make_unused():
+    torch.manual_seed(2)
+    return Unused()
+
+
+def zero(rank, how=None, before=None, make=make_model, micros=3, accumulation=None, watched=lambda engine: engine, version=None, **options):
+    engine = make_engine(make=make, accumulation=accumulation or micros, **options)
+    batch = batches(rank, micros)
+    with mock.patch.object(deepspeed, "__version__", version or deepspeed.__version__), isograd.watch(
+            watched(engine), engine.optimizer, micro_batches=batch, loss=sample_loss, make_model=make) as step:
+        step.log(loss=step_of(engine, batch, how, before), norm=engine.get_global_grad_norm() if options.get("clip") else None)
+    return result(step)
+
+
+ADAMW = torch.optim.AdamW
+for stage in (0, 1, 2, 3):
+    for name, options in {
+            "": {}, "_clipped": {"clip": 0.1, "optimizer": ADAMW}, "_bf16": {"precision": "bf16", "clip": 0.1},
+            "_fp16": {"precision": "fp16", "clip": 0.1}, "_tied_and_frozen": {"make": make_tied}, "_unused": {"make": make_unused},
+            "_micro_batch_means": {"how": "means"}, "_divided_twice": {"how": "divided twice"}, "_offload": {"offload": True},
+            "_without_an_update": {"accumulation": 4}, "_updates_each_micro_batch": {"accumulation": 1}}.items():
+        case(f"zero{stage}{name}", stage=stage, **options)(zero)
+case("zero2_last_micro_batch_alone", stage=2, before=forgets)(zero)
+case("zero2_round_robin", stage=2, round_robin_gradients=True, clip=0.1)(zero)
+case("zero2_overlapped", stage=2, overlap_comm=True, contiguous_gradients=True, reduce_bucket_size=50)(zero)
+case("zero2_not_contiguous", stage=2, contiguous_gradients=False, reduce_scatter=False)(zero)
+case("zero3_small_parameters_cut", stage=3, stage3_param_persistence_threshold=0, sub_group_size=60)(zero)
+case("another_version", stage=2, version="0.17.6")(zero)
+case("no_version", stage=2, version="unknown")(zero)
+case("without_the_engine", stage=2, watched=lambda engine: engine.module)(zero)
+case("without_the_engine_of_zero3", stage=3, watched=lambda engine: engine.module)(zero)
+
+
+@case("proved")
+def proved(rank):
+    engine = make_engine(2)
+    isograd.prove(lambda *_: None, engine, engine.optimizer, micro_batches=batches(rank), loss=sample_loss, make_model=make_model)
+
+
+@case("bitsandbytes", how=None)
+@case("bitsandbytes_micro_batch_means", how="means")
+@case("torchao", library="torchao", how=None)
+@case("torchao_micro_batch_means", library="torchao", how="means")
+def eight_bit(rank, how, library="bitsandbytes"):
+    model = DistributedDataParallel(make_model())
+    if library == "torchao":
+        from torchao.optim import AdamW8bit
+        optimizer = AdamW8bit(model.parameters(), lr=0.01, block_size=16)
+    else:
+        from bitsandbytes.optim import AdamW8bit
+        optimizer = AdamW8bit(model.parameters(), lr=0.01, min_8bit_size=16)
+    batch = batches(rank)
+    with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss) as step:
+        loss, _ = train(model, optimizer, batch, how=how)
+        step.log(loss=loss)
+    return {**result(step), "states": sorted({str(value.dtype) for state in optimizer.state.values() for value in state.values()
+                                              if isinstance(value, torch.Tensor)})}
+
+
+if __name__ == "__main__":
+    main()
