@@ -46,6 +46,7 @@ class Engine:
     is its rounding. It counts once it has a gradient, for an optimizer of another model has such tensors too.
     """
 
+    title = "PyTorch"
     sharded = False  # a rank's parts are no DTensors, so that make_model is needed
     repeats = True  # a step can be made again from the parameters and optimizer.state_dict()
 
@@ -109,6 +110,10 @@ class Engine:
         """Whether the tensors with these ids have the gradients of all parameters."""
         return all((p.grad is None and not self.apart) or id(p) in given or id(self._copies.get(name)) in given
                    for name, p in self.trained().items())
+
+    def unfinished(self) -> str | None:
+        """What is missing at the end of the step, so that there is no gradient yet."""
+        return None
 
     # Parts and wholes.
     def whole_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -174,6 +179,8 @@ class Cut(Engine):
 
 class Fsdp1(Cut):
     """FullyShardedDataParallel: the parameters of a module in one flat tensor, of which each rank has a slice."""
+
+    title = "FullyShardedDataParallel"
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
         super().__init__(model, None, gradient)
@@ -251,23 +258,24 @@ class MainGrad(Engine):
 class DeepSpeed(Cut):
     """DeepSpeed's engine: a rank has a slice of each ZeRO group's flat gradient, whose optimizer updates a flat copy in fp32."""
 
-    apart, repeats = True, False
+    title, apart, repeats = "DeepSpeed", True, False
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
         self.engine: Any = model
         self.zero: Any = self.engine.optimizer
         self.kind = type(self.zero).__name__
+        self._updates = 0
         super().__init__(model, None, gradient)
         self.optimizer = getattr(self.zero, "optimizer", self.zero)
         problem = next((name for name, found in (
             ("offload", bool(getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False))),
             ("experts", bool(self.engine.has_moe_layers)), ("quantised gradients", bool(self.engine.zero_quantized_gradients())),
             ("torch_autocast", bool(self.engine.torch_autocast_enabled())),
-            (f"the optimizer {self.kind}", self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
+            (f"{self.kind} (16 bits without ZeRO, or bf16 with sums in fp32 of ZeRO-1)", self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
             (type(model).__name__, type(model).__name__ != "DeepSpeedEngine")) if found), None)
         if problem is not None:
-            refuse(_WHERE, f"DeepSpeed with {problem}", "ZeRO-1 to 3, or no ZeRO in fp32, of DeepSpeedEngine without offload, experts, "
-                   "quantised gradients and autocast", f"Watch a step without it, or {_BY_DUMPS}")
+            refuse(_WHERE, f"DeepSpeed with {problem}", "ZeRO-1 to 3, or fp32 without ZeRO, of DeepSpeedEngine without offload, experts, "
+                   "quantised gradients and autocast", f"Watch a step without it, such as one of ZeRO-2, or {_BY_DUMPS}")
 
     def _named(self) -> dict[str, Any]:
         return {plain_name(name): p for name, p in plain(self.model).named_parameters()}
@@ -358,13 +366,18 @@ class DeepSpeed(Cut):
     def covers(self, given: Collection[int]) -> bool:
         return True
 
+    def unfinished(self) -> str | None:
+        return None if self._updates else (f"no update of DeepSpeed's engine in the block, which makes one every "
+                                           f"{self.engine.gradient_accumulation_steps()} micro-batches")
+
     @contextlib.contextmanager
     def attached(self, recording: Recording) -> Iterator[None]:
         limit = float(self.engine.gradient_clipping())
-        owner, name = (self.zero, "step") if self._flat() else (self.engine, "clip_fp32_gradients")
+        owner, name = (self.zero, "step") if self._flat() else (self.engine, "_take_model_step")
         original = getattr(owner, name)
 
         def clips(*arguments: Any, **named: Any) -> Any:
+            self._updates += 1
             if limit > 0:
                 recording.clipping([], limit, None)
             else:
@@ -433,8 +446,8 @@ def engine_of(model: nn.Module, optimizer: Any, gradient: GradientOf | None, sta
     if adapter is not DeepSpeed and _has_deepspeed(model):
         refuse(_WHERE, "a model that DeepSpeed trains, without its engine", "the engine", "Give watch what deepspeed.initialize returned first")
     if adapter.sharded and (stages or gradient is not None):
-        refuse(_WHERE, f"{'stages=True' if stages else 'gradient='} and {adapter.__name__}", "one of both",
-               f"Leave it out: {adapter.__name__} is known" if gradient is not None else f"Watch a step without stages, or {_BY_DUMPS}")
+        refuse(_WHERE, f"{'stages=True' if stages else 'gradient='} and {adapter.title}", "one of both",
+               f"Leave it out: where {adapter.title} has its gradients is known" if gradient is not None else f"Watch a step without stages, or {_BY_DUMPS}")
     return adapter(model, optimizer, gradient)
 
 

@@ -350,10 +350,12 @@ class watch:
         everyone = gather_objects({
             "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
             "after": checksums_after(taken.engine), "states": taken.states(), "stepped": taken.stepped, "midway": taken.midway,
-            "nothing": taken.nothing,
+            "nothing": taken.nothing, "unfinished": taken.engine.unfinished(),
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
             "gathers": taken.gathers})
+        if missing := next((one["unfinished"] for one in everyone if one["unfinished"]), None):
+            refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
             refuse(_WHERE, "no gradient in `.grad` of any parameter, and parameters that were updated all the same", "gradients where it "
                    "looks (docs/python_prove.md#engines)", "Give gradient=lambda name, parameter: (its gradient, reduced)")

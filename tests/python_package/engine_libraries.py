@@ -16,7 +16,7 @@ CASES.clear()
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which a compiler would have to make first; Gloo instead
 
 
-def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=3, clip=0.0, precision="fp32", offload=False, **more):
+def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=3, clip=0.0, precision="fp32", scale=None, offload=False, sums=None, **more):
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     model = make()
     zero = {"stage": stage, **more}
@@ -26,7 +26,9 @@ def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=
               "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
               "zero_optimization": zero}
     if precision != "fp32":
-        config[precision] = {"enabled": True}
+        config[precision] = {"enabled": True, **({} if scale is None else {"initial_scale_power": scale})}
+    if sums:
+        config["data_types"] = {"grad_accum_dtype": sums}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=config)
     return engine
 
@@ -55,6 +57,13 @@ def forgets(engine):
         sums.clear()
 
 
+def clips_twice(engine):
+    """The coefficient is applied a second time."""
+    if "unscale_and_clip_grads" not in vars(engine.optimizer):
+        once = engine.optimizer.unscale_and_clip_grads
+        engine.optimizer.unscale_and_clip_grads = lambda *given: (once(*given), once(*given))
+
+
 class Unused(Mlp):
     def __init__(self):
         super().__init__()
@@ -64,6 +73,19 @@ class Unused(Mlp):
 def make_unused():
     torch.manual_seed(2)
     return Unused()
+
+
+class Wide(Mlp):
+    """With weights of 4096 elements: torchao leaves smaller ones in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 512), torch.nn.Linear(512, 8)
+
+
+def make_wide():
+    torch.manual_seed(2)
+    return Wide()
 
 
 def zero(rank, how=None, before=None, make=make_model, micros=3, accumulation=None, watched=lambda engine: engine, version=None, **options):
@@ -80,14 +102,16 @@ for stage in (0, 1, 2, 3):
     for name, options in {
             "": {}, "_clipped": {"clip": 0.1, "optimizer": ADAMW}, "_bf16": {"precision": "bf16", "clip": 0.1},
             "_fp16": {"precision": "fp16", "clip": 0.1}, "_tied_and_frozen": {"make": make_tied}, "_unused": {"make": make_unused},
-            "_micro_batch_means": {"how": "means"}, "_divided_twice": {"how": "divided twice"}, "_offload": {"offload": True},
+            "_clipped_twice": {"clip": 0.1, "before": clips_twice}, "_micro_batch_means": {"how": "means"}, "_divided_twice": {"how": "divided twice"}, "_offload": {"offload": True},
             "_without_an_update": {"accumulation": 4}, "_updates_each_micro_batch": {"accumulation": 1}}.items():
-        case(f"zero{stage}{name}", stage=stage, **options)(zero)
+        if stage > 0 or name not in ("_offload", "_clipped_twice"):
+            case(f"zero{stage}{name}", stage=stage, **options)(zero)
 case("zero2_last_micro_batch_alone", stage=2, before=forgets)(zero)
-case("zero2_round_robin", stage=2, round_robin_gradients=True, clip=0.1)(zero)
 case("zero2_overlapped", stage=2, overlap_comm=True, contiguous_gradients=True, reduce_bucket_size=50)(zero)
 case("zero2_not_contiguous", stage=2, contiguous_gradients=False, reduce_scatter=False)(zero)
 case("zero3_small_parameters_cut", stage=3, stage3_param_persistence_threshold=0, sub_group_size=60)(zero)
+case("zero2_fp16_overflows", stage=2, precision="fp16", scale=40)(zero)
+case("zero1_bf16_sums_in_fp32", stage=1, precision="bf16", sums="fp32")(zero)
 case("another_version", stage=2, version="0.17.6")(zero)
 case("no_version", stage=2, version="unknown")(zero)
 case("without_the_engine", stage=2, watched=lambda engine: engine.module)(zero)
@@ -105,7 +129,7 @@ def proved(rank):
 @case("torchao", library="torchao", how=None)
 @case("torchao_micro_batch_means", library="torchao", how="means")
 def eight_bit(rank, how, library="bitsandbytes"):
-    model = DistributedDataParallel(make_model())
+    model = DistributedDataParallel(make_wide())
     if library == "torchao":
         from torchao.optim import AdamW8bit
         optimizer = AdamW8bit(model.parameters(), lr=0.01, block_size=16)
@@ -116,7 +140,7 @@ def eight_bit(rank, how, library="bitsandbytes"):
     with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss) as step:
         loss, _ = train(model, optimizer, batch, how=how)
         step.log(loss=loss)
-    return {**result(step), "states": sorted({str(value.dtype) for state in optimizer.state.values() for value in state.values()
+    return {**result(step), "states": sorted({f"{type(value).__name__} {value.dtype}" for state in optimizer.state.values() for value in state.values()
                                               if isinstance(value, torch.Tensor)})}
 
 

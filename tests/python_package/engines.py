@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from cases import batch_loss, make_model, sample_loss, samples
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -104,6 +105,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 @case("fsdp1_tied_and_frozen", make=make_tied, original=True, clip="whole")
 @case("fsdp1_gradients_alone", strategy=ShardingStrategy.SHARD_GRAD_OP, original=True, clip="whole")
 @case("fsdp1_whole", strategy=ShardingStrategy.NO_SHARD, clip="whole")
+@case("fsdp1_hybrid", strategy=ShardingStrategy.HYBRID_SHARD, clip="whole")
 @case("fsdp1_bf16", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
 @case("fsdp1_scaled", scaled=True, original=True, clip="whole")
 @case("fsdp1_rank_means", how="means", micros=1)
@@ -116,7 +118,9 @@ def fsdp1(rank, make=make_model, inner=(), original=False, strategy=ShardingStra
           make_optimizer=SGD, micros=3, early=False, idle=False, **how):
     model = make()
     optimizer = make_optimizer(model.parameters()) if early else None
-    options = {"use_orig_params": original, "sharding_strategy": strategy, "mixed_precision": mixed_precision,
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")) if (
+        strategy == ShardingStrategy.HYBRID_SHARD) else None
+    options = {"device_mesh": mesh, "use_orig_params": original, "sharding_strategy": strategy, "mixed_precision": mixed_precision,
                "device_id": torch.device("cpu")}
     for name in inner:
         setattr(model, name, FSDP(getattr(model, name), **options))
@@ -298,7 +302,7 @@ def run(rank, names):
 
 def main():
     names = sys.argv[2:] or list(CASES)
-    json.dump(on_ranks(int(sys.argv[1]), lambda rank: run(rank, names)), sys.stdout)
+    json.dump(on_ranks(int(sys.argv[1]), lambda rank: run(rank, names), seconds=500), sys.stdout)
 
 
 if __name__ == "__main__":
