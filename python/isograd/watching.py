@@ -25,7 +25,7 @@ from . import _random, _reference
 from ._engines import can_repeat, engine_of, GradientOf
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
-                     plain, plain_name, ranks, refuse, spread, summed, whole)
+                     plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
 from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process, over_parts
 from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype

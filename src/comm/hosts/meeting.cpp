@@ -93,7 +93,7 @@ std::string identify_meeting_place(const HostIdentity& host) {
 bool through_mpi(const std::string& backend) { return backend == "mpi" || backend == "shm+mpi"; }
 
 HostsOfWorld exchange_hosts(c10d::Backend& all, const HostIdentity& own, const std::string& backend) {
-  // Of a rank: its backend, LibTorch, host, meeting place and the name of a store.
+  // A rank sends its backend, LibTorch, host, meeting place and the name of a store.
   constexpr std::int64_t kBytes = 256;
   const std::string place = identify_meeting_place(own);
   const std::string text = fmt::format("{}\n{}\n{}\n{}\n{}\n", backend, own.torch, own.name.substr(0, 64),
