@@ -188,7 +188,7 @@ Widths widths_of(Program program, Origin origin, bool experts) {
   if (program == Program::kNanotron) seconds = 0.20;  // measured / foretold: 0.906 to 1.196
   if (program == Program::kIsograd && origin == Origin::kMeasured) seconds = 0.05;
   if (program == Program::kIsograd && origin == Origin::kCalibrated)
-    seconds = 0.15;           // PlanHeldOut: 14.9 % at worst
+    seconds = 0.20;           // PlanHeldOut: 18.5 % at worst, on a noisy machine
   if (experts) seconds *= 2;  // how uneven routing is, nobody publishes
   return {.memory = program == Program::kIsograd ? 0.05 : 0.19, .seconds = seconds};
 }
