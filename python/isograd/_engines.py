@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
-from typing import Any, Callable, Collection, Iterator, Mapping, Sequence, TYPE_CHECKING
+from typing import Any, Callable, cast, Collection, Iterator, Mapping, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -159,8 +160,12 @@ class Cut(Engine):
         """Of parameters that are cut."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def _placed(self) -> dict[str, Place]:
+        return self.places()  # once: what a rank has stays the same
+
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        place = self.places().get(name)
+        place = self._placed.get(name)
         if place is None:
             return whole(part)
         full = part.detach().new_zeros(math.prod(place.shape))
@@ -168,13 +173,13 @@ class Cut(Engine):
         return all_sum(full, place.group).view(place.shape).cpu()  # of elements that no other rank has: exact
 
     def owned_norm(self, parts: Mapping[str, torch.Tensor]) -> float | None:
-        rank, places, squares = ranks()[0], self.places(), 0.0
+        rank, places, squares = ranks()[0], self._placed, 0.0
         for name, part in parts.items():
             place = places.get(name)
             first = rank == 0 if place is None else not isinstance(place.group, dist.ProcessGroup) or (
                 0 in dist.get_process_group_ranks(place.group))
             squares += float(part.double().square().sum()) if first else 0.0
-        return squares**0.5
+        return math.sqrt(squares)
 
 
 class Fsdp1(Cut):
@@ -229,7 +234,7 @@ class Fsdp1(Cut):
         original = FullyShardedDataParallel.clip_grad_norm_
 
         def clip(model: FullyShardedDataParallel, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-            mine = bool(self.places()) and model in list(plain(self.model).modules())  # one that is not cut calls PyTorch's
+            mine = bool(self._placed) and model in list(plain(self.model).modules())  # one that is not cut calls PyTorch's
             if mine:
                 recording.clipping(list(self.owners().values()), float(max_norm), None)
             norm = original(model, max_norm, norm_type)
@@ -261,8 +266,8 @@ class DeepSpeed(Cut):
     title, apart, repeats = "DeepSpeed", True, False
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
-        self.engine: Any = model
-        self.zero: Any = self.engine.optimizer
+        self.engine = cast(Any, model)
+        self.zero = self.engine.optimizer
         self.kind = type(self.zero).__name__
         self._updates = 0
         super().__init__(model, None, gradient)
@@ -271,7 +276,8 @@ class DeepSpeed(Cut):
             ("offload", bool(getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False))),
             ("experts", bool(self.engine.has_moe_layers)), ("quantised gradients", bool(self.engine.zero_quantized_gradients())),
             ("torch_autocast", bool(self.engine.torch_autocast_enabled())),
-            (f"{self.kind} (16 bits without ZeRO, or bf16 with sums in fp32 of ZeRO-1)", self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
+            (f"{self.kind} (16 bits without ZeRO, or bf16 with sums in fp32 of ZeRO-1)",
+             self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
             (type(model).__name__, type(model).__name__ != "DeepSpeedEngine")) if found), None)
         if problem is not None:
             refuse(_WHERE, f"DeepSpeed with {problem}", "ZeRO-1 to 3, or fp32 without ZeRO, of DeepSpeedEngine without offload, experts, "
@@ -432,9 +438,9 @@ def engine_of(model: nn.Module, optimizer: Any, gradient: GradientOf | None, sta
     things = [*model.modules(), optimizer]
     for package, title in _REFUSED.items():
         if gradient is None and any(_of(package, thing) for thing in things):
-            refuse(_WHERE, f"{title}, which has no adapter that says where its gradients are", "DDP and FSDP of PyTorch, ZeRO of DeepSpeed, "
-                   "main_grad, or gradient=", "Give it the model that was wrapped and gradient=lambda name, parameter: (its gradient, "
-                   f"reduced), or {_BY_DUMPS}")
+            refuse(_WHERE, f"{title}, which has no adapter that says where its gradients are", "DDP and FSDP of PyTorch, ZeRO of "
+                   "DeepSpeed, main_grad, or gradient=", "Give it the model that was wrapped and gradient=lambda name, parameter: "
+                   f"(its gradient, reduced), or {_BY_DUMPS}")
     for package, (least, below) in _VERSIONS.items():
         if package in sys.modules and any(_of(package, thing) for thing in things):
             version = str(getattr(sys.modules[package], "__version__", "of no version"))
@@ -444,10 +450,11 @@ def engine_of(model: nn.Module, optimizer: Any, gradient: GradientOf | None, sta
                 refuse(_WHERE, f"{package} {version}", f"{package} {known}, whose buffers it knows",
                        f"Run `pip install '{package}=={known}.*'`, or {_BY_DUMPS}")
     if adapter is not DeepSpeed and _has_deepspeed(model):
-        refuse(_WHERE, "a model that DeepSpeed trains, without its engine", "the engine", "Give watch what deepspeed.initialize returned first")
+        refuse(_WHERE, "a model that DeepSpeed trains, without its engine", "the engine",
+               "Give watch what deepspeed.initialize returned first")
     if adapter.sharded and (stages or gradient is not None):
         refuse(_WHERE, f"{'stages=True' if stages else 'gradient='} and {adapter.title}", "one of both",
-               f"Leave it out: where {adapter.title} has its gradients is known" if gradient is not None else f"Watch a step without stages, or {_BY_DUMPS}")
+               f"Watch a step without stages, or {_BY_DUMPS}" if stages else "Leave it out: where that has its gradients is known")
     return adapter(model, optimizer, gradient)
 
 

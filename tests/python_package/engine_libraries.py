@@ -16,7 +16,8 @@ CASES.clear()
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which a compiler would have to make first; Gloo instead
 
 
-def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=3, clip=0.0, precision="fp32", scale=None, offload=False, sums=None, **more):
+def make_engine(stage, make=make_model, optimizer=torch.optim.SGD, accumulation=3, clip=0.0, precision="fp32", scale=None,
+                offload=False, sums=None, **more):
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     model = make()
     zero = {"stage": stage, **more}
@@ -88,7 +89,8 @@ def make_wide():
     return Wide()
 
 
-def zero(rank, how=None, before=None, make=make_model, micros=3, accumulation=None, watched=lambda engine: engine, version=None, **options):
+def zero(rank, how=None, before=None, make=make_model, micros=3, accumulation=None, watched=lambda engine: engine, version=None,
+         **options):
     engine = make_engine(make=make, accumulation=accumulation or micros, **options)
     batch = batches(rank, micros)
     with mock.patch.object(deepspeed, "__version__", version or deepspeed.__version__), isograd.watch(
@@ -97,13 +99,13 @@ def zero(rank, how=None, before=None, make=make_model, micros=3, accumulation=No
     return result(step)
 
 
-ADAMW = torch.optim.AdamW
+SETTINGS = {
+    "": {}, "_clipped": {"clip": 0.1, "optimizer": torch.optim.AdamW}, "_bf16": {"precision": "bf16", "clip": 0.1},
+    "_fp16": {"precision": "fp16", "clip": 0.1}, "_tied_and_frozen": {"make": make_tied}, "_unused": {"make": make_unused},
+    "_micro_batch_means": {"how": "means"}, "_divided_twice": {"how": "divided twice"}, "_without_an_update": {"accumulation": 4},
+    "_updates_each_micro_batch": {"accumulation": 1}, "_offload": {"offload": True}, "_clipped_twice": {"clip": 0.1, "before": clips_twice}}
 for stage in (0, 1, 2, 3):
-    for name, options in {
-            "": {}, "_clipped": {"clip": 0.1, "optimizer": ADAMW}, "_bf16": {"precision": "bf16", "clip": 0.1},
-            "_fp16": {"precision": "fp16", "clip": 0.1}, "_tied_and_frozen": {"make": make_tied}, "_unused": {"make": make_unused},
-            "_clipped_twice": {"clip": 0.1, "before": clips_twice}, "_micro_batch_means": {"how": "means"}, "_divided_twice": {"how": "divided twice"}, "_offload": {"offload": True},
-            "_without_an_update": {"accumulation": 4}, "_updates_each_micro_batch": {"accumulation": 1}}.items():
+    for name, options in SETTINGS.items():
         if stage > 0 or name not in ("_offload", "_clipped_twice"):
             case(f"zero{stage}{name}", stage=stage, **options)(zero)
 case("zero2_last_micro_batch_alone", stage=2, before=forgets)(zero)
