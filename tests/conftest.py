@@ -148,11 +148,15 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def installed(wheel, tmp_path_factory):
+def installed(request, tmp_path_factory):
     """The Python of a new environment with the wheel in it, which sees the packages of this one: torch is large.
 
-    Its pip is this one's too, for an older pip cannot install into another environment.
+    Its pip is this one's too, for an older pip cannot install into another environment. ISOGRAD_INSTALLED names the Python
+    of an environment that has a wheel, built elsewhere.
     """
+    if python := os.environ.get("ISOGRAD_INSTALLED"):
+        return pathlib.Path(python)
+    wheel = request.getfixturevalue("wheel")
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
     packages = next(folder.glob("lib/python*/site-packages"))
