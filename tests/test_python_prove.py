@@ -2,6 +2,7 @@
 
 ISOGRAD_FULL_TESTS=1: all trainers of compare_trials that run as processes; else a mistake for each diagnosis.
 """
+import html
 import json
 import os
 import pathlib
@@ -118,6 +119,37 @@ def test_the_guide_lists_what_was_tried():
     assert [tuple(re.findall(r"`(\w+)`", row)) for row in table] == list(MISTAKES.items())
     right, = re.findall(r"<!-- right -->\n(.*?)\n(?:\n|$)", guide, re.S)
     assert re.findall(r"`(\w+)`", right) == RIGHT
+
+
+@pytest.fixture(scope="module")
+def changed(warm, tmp_path_factory):
+    """By mistake of python_package/changed.py what the verdict says, and then that of the step in which it was followed."""
+    folder = tmp_path_factory.mktemp("changed")
+    first, second = json.loads(run_python(warm, "changed.py", folder))
+    assert first == second
+    return first, folder
+
+
+def test_each_mistake_passes_once_its_verdict_is_followed(changed):
+    """The code between backticks is put into the step, where the right one has it."""
+    for name, said in changed[0].items():
+        named = ["unscaled_sum", "loss_scaled"] if name == "unscaled_sum" else [] if name[:5] == "right" else [name.split(" ")[0]]
+        assert [findings for _, findings, *_ in said] == [*([one] for one in named), []], (name, said)
+        assert [passed for passed, *_ in said] == [False] * len(named) + [True]
+    assert len(changed[0]) == 27
+
+
+def test_what_to_change_stands_in_the_terminal_the_page_the_json_and_python(changed):
+    said, folder = changed
+    for name, ((_, findings, text, changes), *_) in said.items():
+        assert set(changes) == set(findings), (name, changes)
+        for finding, change in changes.items():
+            assert text.count(f"change ({finding}): {change}\n") == 1 and text.count(change) == 1, text
+    page = html.unescape((folder / "page.html").read_text())
+    change = said["mean_of_rank_means"][0][3]["mean_of_rank_means"]
+    assert page.count(change) == 1 and page.count("What to change") == 1
+    found, = json.loads((folder / "dumps/verdict.json").read_text())["findings"]
+    assert (found["id"], found["change"]) == ("mean_of_rank_means", change)
 
 
 @pytest.fixture(scope="module")
@@ -647,9 +679,10 @@ def test_a_loss_over_the_whole_batch_is_judged(whole_batches, name):
 def test_gathers_without_a_gradient_are_named_with_their_line(whole_batches):
     text = whole_batches["contrastive_gathered_without_gradient"]["text"]
     line, = [i for i, text in enumerate((PROGRAMS / "whole_batch.py").read_text().splitlines(), 1) if "dist.all_gather(parts, rows)" in text]
-    assert f"whole_batch.py, line {line};" in text.splitlines()[0] and "unknown" not in text, text
-    assert "torch.distributed.nn.functional.all_gather" in text
+    assert text.splitlines()[0].endswith(f"whole_batch.py, line {line}") and "unknown" not in text, text
+    assert text.count("torch.cat(torch.distributed.nn.functional.all_gather(features))") == 1
     assert "terms[0] is 0 times" in whole_batches["mixture_term_forgotten"]["text"]
+    assert "isograd.WeightedMean().count(weights)" in whole_batches["weighted_by_rank"]["text"]
 
 
 @pytest.mark.parametrize("name, parts", {

@@ -20,6 +20,6 @@ from .losses import (CountedStep, Deferred, FixedDenominator, LinearCrossEntropy
 from ._reference import Term  # noqa: E402
 from .watching import Verdict, prove, watch  # noqa: E402
 
-__all__ = ["ConfigError", "CountedStep", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Term", "TokenMean",
-           "Verdict", "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
+__all__ = ["ConfigError", "CountedStep", "Deferred", "FixedDenominator", "LinearCrossEntropy", "PeerError", "SampleMean", "Term",
+           "TokenMean", "Verdict", "WeightedMean", "__version__", "all_reduce_gradients", "checksum", "clip_grad_norm_", "empty_shared",
            "linear_cross_entropy", "prove", "sum_gradients", "watch"]

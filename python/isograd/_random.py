@@ -164,7 +164,8 @@ def check_repeats(model: nn.Module, make: Callable[[], torch.Tensor], dtype: tor
         loss = make()
         loss.backward()
         after = states()
-        return loss.detach(), {name: gradient_of(p).detach() for name, p in named.items() if p.grad is not None}, moved(before, after), after
+        found = {name: gradient_of(p).detach() for name, p in named.items() if p.grad is not None}
+        return loss.detach(), found, moved(before, after), after
 
     def refuse_random(found: str) -> NoReturn:
         """Says where it draws, which takes the sample's forward once more."""

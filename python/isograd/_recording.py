@@ -25,7 +25,7 @@ from ._random import Draws, moved, states
 from ._ranks import held, local, plain, plain_name
 from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities
 
-Finding = dict[str, str]  # id, sentence
+Finding = dict[str, str]  # id, sentence; change, where the one for its id does not fit
 MOST_NAMES = 6
 # Why a parameter may stay where it is in a right step. Nothing is proven of its update then.
 EXCUSES = {"rate": "a learning rate of 0", "zero": "a gradient of 0", "rounding": "an update that rounding may hide",
@@ -198,7 +198,7 @@ class Recording:
 
     def _gather(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         given = next((value for value in [*arguments[1:2], *named.values()] if isinstance(value, torch.Tensor)), None)
-        if given is not None and given.requires_grad and torch.is_grad_enabled():  # within an autograd.Function it is not
+        if given is not None and given.requires_grad and given.numel() > 1 and torch.is_grad_enabled():  # no loss that is logged
             frame = sys._getframe(2)
             file = "/".join(frame.f_code.co_filename.split("/")[-2:])
             self.gathers.append(f"{original.__name__} in {file}, line {frame.f_lineno}")
@@ -306,27 +306,23 @@ def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
 
     stepped = [rank for rank, one in enumerate(everyone) if one["stepped"]]
     idle = [rank for rank in range(len(everyone)) if stepped and rank not in stepped]
-    find(bool(idle), "updates_differ", f"{_ranks(idle)} did not update, {_ranks(stepped)} did: call optimizer.step() on every "
-         "rank or on none")
+    find(bool(idle), "updates_differ", f"{_ranks(idle)} did not update, {_ranks(stepped)} did")
     find(any(one["midway"] for one in everyone), "clipped_before_reduction", "gradients were clipped more than once, while those "
-         "of micro-batches were still added up: clip once, after the last backward")
+         "of micro-batches were still added up")
     states: dict[str, list[str]] = {}
     for one in everyone:
         for name, state in one["states"].items():
             states.setdefault(name, []).append(state)
     unheld = [name for name, some in states.items() if "unheld" in some and "moved" not in some]
     find(bool(unheld), "not_in_optimizer", f"no group of the optimizer holds {_names(unheld)} ({len(unheld)} of {len(states)} "
-         "trained parameters), which did not move: make it of the parameters of this very model, after fully_shard and every "
-         "other thing that replaces them; freeze with requires_grad_(False) what is to stay")
+         "trained parameters), which did not move")
     still = [name for name, some in states.items() if "still" in some]
     find(bool(still), "not_updated", f"the optimizer stepped with a gradient for {_names(still)} and no bit of it changed, where "
-         "rounding could not hide it: look for what writes parameters after the update, or for tensors that the model no longer "
-         "computes with")
+         "rounding could not hide it")
     apart = _apart(everyone) if not idle else {}
     for first, others in list(apart.values())[:1]:
         find(True, "updates_differ", f"ranks took the same gradient and hold other parameters after the update: {_names(apart)}, on "
-             f"{_ranks(others)} other ones than on rank {first}; give every rank the same groups, learning rate, weight decay and "
-             "optimizer state")
+             f"{_ranks(others)} other ones than on rank {first}")
     after: dict[str, str] = {}
     alike = all(after.setdefault(name, bits) == bits for one in everyone for name, bits in one["after"].items())
     return findings, _proven(states, bool(stepped), len(everyone) > 1 and not idle and alike)
@@ -368,5 +364,5 @@ def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[Finding]:
     said = [f"{what} {', '.join(some[:5])}{' and more' if len(some) > 5 else ''}" for what, some in (
         ("does not train", [name for name, trains in made.items() if trains and name not in names]),
         ("trains", [name for name in names if not made.get(name, True)])) if some]
-    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says otherwise: correct "
-             "requires_grad in the run, or set it in make_model too where that is meant"}] if said else []
+    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says "
+             "otherwise"}] if said else []

@@ -10,7 +10,6 @@ import json
 import math
 import pathlib
 import pickle
-import re
 import time
 from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence, TypedDict, TypeVar, Union
 
@@ -33,6 +32,10 @@ from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _WHERE = "isograd.watch"
+_GATHER = "gather the features of all ranks with their gradient: `torch.cat(torch.distributed.nn.functional.all_gather(features))`"
+_ONCE = ("compute and differentiate the loss once, over the features of all micro-batches: `torch.cat(features_of_micro_batches)`, or by "
+         "GradCache where they do not fit")
+_GATHERED = ("averaged_over_axis", "scaled_by_factor", "some_parameters_scaled")  # as a gather without a gradient may look
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
 MicroBatches = Sequence[list[Any]]  # [micro-batch][sample]
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,7 +48,7 @@ class Verdict:
     """passed: the gradient is that of one device, and nothing that was recorded with it is wrong.
 
     text:     what the command `isograd compare` prints.
-    json:     the same for programs (docs/verify.md).
+    json:     the same for programs (docs/verify.md); "change" of a finding is the line that says what to change.
     findings: names of the diagnoses, as docs/museum.md has them: "mean_of_rank_means".
     notes:    what was not compared, or was noticed in addition.
     folder:   the dumps, where they were to be kept.
@@ -65,13 +68,10 @@ class Verdict:
     def findings(self) -> list[str]:
         return list(dict.fromkeys(finding["id"] for finding in self.json.get("findings", [])))
 
-    def explain(self, cause: Finding) -> None:
-        """Takes out what had no name before this cause was found, which stands at the end."""
-        said = self.json["findings"]
-        for vague in [finding for finding in said if finding["id"] in ("unknown", "undecided")]:
-            said.remove(vague)
-            self.text = re.sub(rf"^diagnosis \({vague['id']}\): .*\n(  evidence: .*\n)*|^note: where the derivative .*\n", "", self.text,
-                               flags=re.M).replace(vague["sentence"], cause["sentence"], 1)
+    @property
+    def changes(self) -> dict[str, str]:
+        """By finding what to change: one line, with the code to use between backticks."""
+        return {finding["id"]: finding["change"] for finding in self.json.get("findings", []) if "change" in finding}
 
     def __bool__(self) -> bool:
         return self.passed
@@ -245,7 +245,8 @@ class watch:
                    "Write [[sample, ...]] for a step of one micro-batch, [list(zip(x, y))] for tensors of a batch")
         for term in self.terms:
             if not (term.mean in MEANS if isinstance(term.mean, str) else term.mean > 0):
-                refuse(_WHERE, f"mean={term.mean!r}", f'{", ".join(map(repr, MEANS))} or a number above zero', "Say what the loss is divided by")
+                refuse(_WHERE, f"mean={term.mean!r}", f'{", ".join(map(repr, MEANS))} or a number above zero',
+                       "Say what the loss is divided by")
             if term.features is not None and term.mean not in ("token", "batch"):
                 refuse(_WHERE, f"features= and mean={term.mean!r}", "a loss over the features of all samples, which divides by itself",
                        "Leave out mean=")
@@ -469,11 +470,13 @@ class watch:
         for view, part in zip(views, parts):
             view["spread"] = spread(part, parts[0])
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
+        changes: dict[str, str] = {}
         run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
                "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
                # The ranks' counts are known where nothing was taken twice.
                "counts": right.parts if once is batch or len(set(numbers)) == len(numbers) else None,
-               "clip_coefficient": _coefficient(limit, clipped_by), "ranks": None if self.stages else views, "findings": findings,
+               "mean": str(self.terms[0].mean), "changes": changes, "clip_coefficient": _coefficient(limit, clipped_by),
+               "ranks": None if self.stages else views, "findings": findings,
                **{key: self._logged.get(key) for key in ("loss", "targets", "tokens")}}
 
         def dump(step: Reference, dtype: torch.dtype) -> dict[str, Any]:
@@ -505,12 +508,13 @@ class watch:
             return one_process(fresh(), terms, once, self.reference, shares=False).gradients
 
         lines = [line for one in everyone for line in one["gathers"]]
-        if (cause := self._of_whole_batch(verdict, once, step_of, gradients, right, torch.finfo(own).eps / 2)
+        if (cause := self._of_whole_batch(verdict, once, step_of, gradients, right, torch.finfo(own).eps / 2, bool(lines))
                 or self._of_gathers(verdict, lines)):
             findings.append(cause)
+            named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
+            changes.update(dict.fromkeys(named, cause["change"]))
             with _reference.threads(self._threads):
                 verdict = compare(run, reference, alone, report, folder)
-            verdict.explain(cause)
         elif alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
             if measured := _reference.measure_jumps(fresh(), again, own, gradients, right.gradients):
                 reference["moves"], alone["rounding"] = measured
@@ -522,8 +526,11 @@ class watch:
         return verdict
 
     def _of_whole_batch(self, verdict: Verdict, batch: Batch, step_of: Callable[[Sequence[Term]], Mapping[str, torch.Tensor]],
-                        found: Mapping[str, torch.Tensor], right: Reference, unit: float) -> Finding | None:
-        """The name of a difference that a loss over the whole batch or one of several terms may have. step_of: the gradient of terms."""
+                        found: Mapping[str, torch.Tensor], right: Reference, unit: float, gathers: bool) -> Finding | None:
+        """The name of a difference that a loss over the whole batch or one of several terms may have.
+
+        step_of: the gradient of terms. gathers: some features are gathered without their gradient.
+        """
         if not {"unknown", "undecided"} & {*verdict.findings}:
             return None
 
@@ -533,32 +540,32 @@ class watch:
 
         apart = math.sqrt(sum(share**2 for share in _reference.distances(right.gradients, found).values()))
         keys = [(rank, j) for rank, micros in enumerate(batch) for j, micro in enumerate(micros) for _ in micro]
-        for name, parts, each, cure in (
-                ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", "gather the features of all ranks, with their "
-                 "gradient (torch.distributed.nn.functional.all_gather), before the loss"),
-                ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", "compute the loss once, over the "
-                 "features of all micro-batches (GradCache), or watch a step of one"),
-                ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", "compute the loss once, over the features of all ranks "
-                 "and micro-batches (GradCache)")):
+        for name, parts, each, change in (
+                ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{_GATHER} before the loss"),
+                ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", _ONCE),
+                ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{_ONCE}; {_GATHER} before it")):
             if any(term.whole for term in self.terms) and len({*parts}) > 1 and is_found(
                     step_of([over_parts(term, parts) if term.whole else term for term in self.terms])):
-                return {"id": name, "sentence": f"the gradient is that of the loss over {each} alone, averaged: {cure}"}
+                return {"id": name, "sentence": f"the gradient is that of the loss over {each} alone, averaged", "change": change}
         for i, term in enumerate(self.terms if len(self.terms) > 1 else ()):
+            if gathers and term.whole:
+                continue  # which scale it
             part = step_of([term])
             times = sum(float((part[name] * (found[name].double() - g)).sum()) for name, g in right.gradients.items()) / max(
                 _reference.norm_of(part)**2, 1e-300)
             if is_found({name: g + times * part[name] for name, g in right.gradients.items()}):
-                return {"id": "term_scaled", "sentence": f"the gradient of {f'terms[{i - 1}]' if i else 'loss'} is {round(1 + times, 5) + 0.0:.4g} times what "
-                        "it should be, all others are right: look at its weight, and by how many ranks or micro-batches it is divided"}
+                what = f"terms[{i - 1}]" if i else "loss"
+                return {"id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should be, all "
+                        "others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by no number of "
+                        "ranks or micro-batches beyond that of the others"}
         return None
 
     def _of_gathers(self, verdict: Verdict, lines: Sequence[str]) -> Finding | None:
         """The name of a difference where features are gathered in these lines, which pass no gradient on."""
-        vague = {"unknown", "undecided", "averaged_over_axis", "scaled_by_factor", "some_parameters_scaled"} & {*verdict.findings}
+        vague = {"unknown", "undecided", *_GATHERED} & {*verdict.findings}
         return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
-                f"its own rows alone: {', '.join(dict.fromkeys(lines))}; gather with torch.distributed.nn.functional.all_gather, "
-                "and take on each rank the loss of its own rows, which DDP averages (open_clip: gather_with_grad=True, local_loss=True)",
-                } if lines and vague and any(term.whole for term in self.terms) else None
+                f"its own rows alone: {', '.join(dict.fromkeys(lines))}", "change": f"{_GATHER} in place of that; of a library "
+                "`gather_with_grad=True`"} if lines and vague and any(term.whole for term in self.terms) else None
 
     def _judge_randomness(self, verdict: Verdict, right: Reference, drew: list[tuple[list[str], list[str]]]) -> None:
         """Refuses, or notes, a step that draws random numbers where the reference draws none; drew: by rank in forward and step."""
@@ -675,8 +682,7 @@ def _same_samples(batch: Batch, data: Group) -> list[Finding]:
         if size > 1 and any(have) and all(some == have[at // outer * outer + at % stride] for at, some in enumerate(have)):
             where = f"all {size} ranks along {name}" if name else f"all {size} ranks"
             findings.append({"id": "reduction_not_proven", "sentence": f"{where} have the same samples: a step that does not "
-                             "reduce its gradient over them has the same one, so that nothing is proven of the reduction; give "
-                             "each rank samples of its own, and `data` the axes along which they differ"})
+                             "reduce its gradient over them has the same one, so that nothing is proven of the reduction"})
     return findings
 
 

@@ -104,6 +104,8 @@ std::tuple<bool, std::string, std::string> compare(const py::dict& run, const py
                                                    const std::optional<std::string>& folder) {
   const DumpNames names{"run", "one_process"};
   const StepDump found = dump_of(run), expected = dump_of(one_process);
+  const auto mean = get<std::string>(run, "mean", "token");
+  const auto changes = get<std::map<std::string, std::string>>(run, "changes");
   const std::optional<StepDump> bound = alone ? std::optional(dump_of(*alone)) : std::nullopt;
   const py::gil_scoped_release release;
   if (folder) {  // before the comparison, which may refuse `alone`
@@ -115,7 +117,8 @@ std::tuple<bool, std::string, std::string> compare(const py::dict& run, const py
   const std::optional<StepDump> rounded = bound ? std::optional(in_fp64(*bound)) : std::nullopt;
   const DumpComparison comparison = compare_dumps(in_fp64(found), in_fp64(expected), names, rounded);
   const Verdict& verdict = comparison.verdict;
-  const Wording wording = compare_wording(comparison, names, bound ? "alone" : "");
+  Wording wording = compare_wording(comparison, names, bound ? "alone" : "", mean);
+  for (const auto& [id, change] : changes) wording.changes[id] = change;
   const std::string json = to_json(verdict, wording) + "\n";
   if (report) write_verify_page(verdict, wording, *report);
   if (folder) write_file(std::filesystem::path(*folder) / "verdict.json", json);

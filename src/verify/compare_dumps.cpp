@@ -1,5 +1,6 @@
 // The verdict on two dumps of one step, for `isograd compare` and isograd.watch.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <set>
@@ -9,6 +10,11 @@
 
 namespace isograd {
 namespace {
+
+// Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
+constexpr std::array<std::string_view, 4> kTried = {
+    finding_id::mean_of_rank_means, finding_id::mean_of_micro_batch_means, finding_id::not_summed_over_axis,
+    finding_id::term_scaled};
 
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;
@@ -293,6 +299,11 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     // A reduction that is not proven is no cause of what is known to be wrong.
     if (finding.id == finding_id::reduction_not_proven && !result.findings.empty()) {
       result.notices.push_back(finding.sentence);
+    } else if (std::ranges::count(kTried, finding.id)) {
+      std::erase_if(result.findings, [](const Finding& one) {
+        return one.id == finding_id::unknown || one.id == finding_id::undecided;
+      });
+      result.findings.push_back(finding);
     } else if (finding.id == finding_id::clipped_before_reduction &&
                unnamed) {  // it is one of what fits nothing else
       Finding cause = finding;

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <limits>
+#include <set>
 
 #include "base/error_testing.hpp"
 #include "isograd/error.hpp"
@@ -175,6 +176,48 @@ TEST(CompareDumps, AFactorThatSinglePartsMayExplainIsNotNamed) {
   const auto told = in_bf16([](auto rank) { return rank == 0 ? 0.85 : 1.0; });
   ASSERT_EQ(first_id(told), "undecided");
   EXPECT_THAT(told.findings[0].evidence.back(), HasSubstr("--alone"));
+}
+
+// Found by `verify` alone, in steps of the library, or in dumps that are not of one model.
+bool of_no_loop(const std::string& id) {
+  static const std::set<std::string> ids = {
+      "buffers_differ",     "sum_order_depends_on_rank", "not_repeatable",      "documents_leak",
+      "composition",        "noise_depends_on_layout",   "resume_changes_step", "reduced_every_micro_batch",
+      "traffic_differs",    "elements_not_owned_once",   "shares_differ",       "random_model",
+      "parameters_missing", "parameters_renamed",        "parameters_reshaped", "other_experts"};
+  return ids.contains(id) || id.ends_with("_layout_differs");
+}
+
+TEST(CompareDumps, EachFindingSaysInOneLineWhatToChange) {
+  for (const Diagnosis& diagnosis : kDiagnoses)
+    for (const char* mean : {"token", "sample", "weighted", "batch", "4096"}) {
+      const std::string change = change_of(diagnosis.id, mean);
+      EXPECT_EQ(change.empty(), of_no_loop(diagnosis.id)) << diagnosis.id;
+      EXPECT_EQ(change.find('\n'), std::string::npos);
+      EXPECT_EQ(std::ranges::count(change, '`') % 2, 0) << change;
+      EXPECT_EQ(change.find('`') == std::string::npos, change.empty()) << change;
+    }
+  EXPECT_THAT(change_of("mean_of_rank_means", "sample"),
+              HasSubstr("isograd.SampleMean().count(samples, targets)"));
+
+  const auto comparison = compare_dumps(mean_of_rank_means(), right(), kNames);
+  const Wording wording = compare_wording(comparison, kNames, "");
+  const std::string change = change_of("mean_of_rank_means");
+  EXPECT_THAT(to_text(comparison.verdict, wording),
+              HasSubstr("change (mean_of_rank_means): " + change + "\n"));
+  EXPECT_THAT(to_json(comparison.verdict, wording), HasSubstr("\"change\": \"" + change));
+}
+
+TEST(CompareDumps, ACauseThatTheRecorderTriedStandsForWhatHasNoName) {
+  StepDump found =
+      dump_of([](auto rank, auto i) { return 1 + 0.3 * static_cast<double>(rank) - 0.2 * i; }, false);
+  StepDump reference = right(false);
+  ASSERT_EQ(first_id(compare_dumps(found, reference, kNames)), "unknown");
+  found.findings = {{"term_scaled", "terms[0] is twice what it should be", {}}};
+  const auto told = compare_dumps(found, reference, kNames);
+  ASSERT_EQ(told.findings.size(), 1u);
+  EXPECT_EQ(first_id(told), "term_scaled");
+  EXPECT_FALSE(told.verdict.passed);
 }
 
 TEST(CompareDumps, SharesThatDoNotAddUpProveNothing) {

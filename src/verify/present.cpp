@@ -374,6 +374,18 @@ std::string meaning_of(const std::string& id) {
   return {};
 }
 
+// Once for each kind of finding, in the order of these.
+std::vector<std::pair<std::string, std::string>> changes_of(const Wording& wording) {
+  std::vector<std::pair<std::string, std::string>> changes;
+  for (const Finding& finding : wording.findings) {
+    const auto change = wording.changes.find(finding.id);
+    if (change == wording.changes.end() || change->second.empty()) continue;
+    if (std::ranges::none_of(changes, [&](const auto& one) { return one.first == finding.id; }))
+      changes.emplace_back(*change);
+  }
+  return changes;
+}
+
 void explain(Report& report, const Verdict& verdict, const Wording& wording) {
   report.prose(
       "What this page shows",
@@ -476,7 +488,10 @@ Wording verify_wording(const Verdict& verdict) {
   return wording;
 }
 
-Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone) {
+Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone,
+                        const std::string& mean) {
+  std::map<std::string, std::string> changes;
+  for (const Finding& finding : comparison.findings) changes[finding.id] = change_of(finding.id, mean);
   return {.left = names.found,
           .right = names.expected,
           .reference = names.expected,
@@ -484,7 +499,8 @@ Wording compare_wording(const DumpComparison& comparison, const DumpNames& names
           .findings = comparison.findings,
           .notices = comparison.notices,
           .command = "isograd compare " + shell_words({names.found, names.expected}) +
-                     (alone.empty() ? "" : " --alone " + shell_words({alone}))};
+                     (alone.empty() ? "" : " --alone " + shell_words({alone})),
+          .changes = std::move(changes)};
 }
 
 std::string parity_line(const Verdict& verdict, const Wording& wording) {
@@ -587,6 +603,8 @@ std::string to_text(const Verdict& verdict, const Wording& wording, std::size_t 
                         printable(finding.sentence));
     for (const auto& evidence : finding.evidence) text += "  evidence: " + printable(evidence) + "\n";
   }
+  for (const auto& [id, change] : changes_of(wording))
+    text += fmt::format("change ({}): {}\n", id, printable(change));
   return text;
 }
 
@@ -661,6 +679,9 @@ std::string to_json(const Verdict& verdict, const Wording& wording) {
   for (const auto& finding : wording.findings) {
     diagnosis.push_back(finding.sentence);
     findings.push_back({{"id", finding.id}, {"sentence", finding.sentence}, {"evidence", finding.evidence}});
+    if (const auto change = wording.changes.find(finding.id);
+        change != wording.changes.end() && !change->second.empty())
+      findings.back()["change"] = change->second;
   }
   json document = {{"verdict", verdict.passed ? "pass" : "fail"},
                    {"grades", grades},
@@ -704,6 +725,9 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   for (const std::string& guilty : verdict.meshes.guilty)
     findings.insert(findings.begin(), {guilty, {"by which of the meshes below went wrong"}});
   if (!findings.empty()) report.list("What is wrong, and the evidence for it", std::move(findings));
+  std::vector<std::pair<std::string, std::vector<std::string>>> changes;
+  for (auto& [id, change] : changes_of(wording)) changes.push_back({std::move(change), {id}});
+  if (!changes.empty()) report.list("What to change", std::move(changes));
   explain(report, verdict, wording);
   if (ReportTable meshes = meshes_table(verdict); !meshes.rows.empty()) report.table(std::move(meshes));
   if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);

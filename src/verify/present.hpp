@@ -1,6 +1,8 @@
 // A verdict in the words of whoever asked for it: as text, JSON, a table and a page.
 #pragma once
 
+#include <map>
+
 #include "verify/diagnosis.hpp"
 
 namespace isograd {
@@ -11,12 +13,18 @@ struct Wording {
   std::string subject;              // before a layout's table; empty: "layout NAME, N ranks"
   std::vector<Finding> findings{};  // instead of the verdict's diagnosis, with their evidence
   std::vector<std::string> notices{};
-  std::string command{};        // that makes the verdict again
-  std::string configuration{};  // TOML
+  std::string command{};                         // that makes the verdict again
+  std::string configuration{};                   // TOML
+  std::map<std::string, std::string> changes{};  // by finding: a line that says what to change, with code
 };
 Wording verify_wording(const Verdict& verdict);
-// `alone`: the dump of that option, if given.
-Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone);
+// `alone`: the dump of that option, if given. mean: what the loss is divided by, as isograd.watch has it.
+Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone,
+                        const std::string& mean = "token");
+
+// The change to make in a training loop of PyTorch, in a line with code between backticks; empty for findings
+// that only `verify` has.
+std::string change_of(const std::string& finding, const std::string& mean = "token");
 
 std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 

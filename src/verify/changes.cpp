@@ -1,0 +1,194 @@
+// Keyed by finding: the line that says what to change in a training loop of PyTorch, with code between
+// backticks.
+#include <fmt/core.h>
+
+#include <map>
+#include <string_view>
+
+#include "verify/present.hpp"
+
+namespace isograd {
+namespace {
+
+constexpr std::string_view kScale = "`counted.scale(loss_sum).backward()`";
+constexpr std::string_view kSum = "`isograd.sum_gradients(model)`";
+constexpr std::string_view kClip = "`norm = isograd.clip_grad_norm_(model, max_norm)`";
+constexpr std::string_view kReduce = "`isograd.all_reduce_gradients(model)`";
+
+// How a loop counts over the whole step, by the mean that its loss is.
+std::string counted(const std::string& mean) {
+  std::string_view count = "`counted = isograd.TokenMean().count(targets)` with the targets";
+  std::string_view scale = kScale, sum = "the sum of its losses";
+  if (mean == "sample") {
+    count = "`counted = isograd.SampleMean().count(samples, targets)` with each token's sample id and target";
+    scale = "`counted.scale((losses * counted.weights(j)).sum()).backward()`", sum = "its number j";
+  } else if (mean == "weighted") {
+    count = "`counted = isograd.WeightedMean().count(weights)` with the weights";
+    sum = "the sum of its weighted losses";
+  } else if (mean != "token" && mean != "batch") {
+    count = "`counted = isograd.FixedDenominator(denominator).count(micro_batches)` with those";
+  }
+  return fmt::format(
+      "{} of each micro-batch of this rank, before the first backward; {} of each micro-batch with {}; {} once, "
+      "for DDP and FSDP2",
+      count, scale, sum, kSum);
+}
+
+std::map<std::string_view, std::string> changes(const std::string& mean) {
+  const auto in_place_of = [&](std::string_view what) {
+    return fmt::format("in place of {}: {}", what, counted(mean));
+  };
+  const std::string norm = fmt::format(
+      "{}, which counts each element once, on whatever rank it is, and returns the norm before clipping",
+      kClip);
+  const std::string takes_part = fmt::format(
+      "let every rank take part in each reduction, also one without data: of a plain model {} after the last "
+      "backward; under DDP and FSDP2 a forward and backward of an empty batch",
+      kReduce);
+  return {
+      {"averaged_over_axis",
+       fmt::format("sum gradients, for the loss is divided by the count of all ranks: {}; "
+                   "or take out what divides by the ranks once more",
+                   kSum)},
+      {"averaged_over_holders", in_place_of("the average over ranks")},
+      {"counted_on_peers",
+       "count on the ranks alone that see different targets: "
+       "`counted = isograd.TokenMean(mesh[\"dp\"]).count(targets)`"},
+      {"multiplied_by_axis", fmt::format("take out the factor of the ranks, for gradients are summed: {}; or "
+                                         "average gradients, where each rank has a mean of its own",
+                                         kScale)},
+      {"summed_over_micro_batches", in_place_of("each micro-batch's mean")},
+      {"unscaled_sum", fmt::format("divide by the count of the whole step: {}", counted(mean))},
+      {"gradient_scaled_by_count", fmt::format("differentiate what is logged: {}", kScale)},
+      {"loss_scaled",
+       "log the loss of the whole step: `step.log(loss=counted.loss())`, once, not its sum over "
+       "ranks or micro-batches"},
+      {"loss_differs",
+       "log the loss of the whole step: `step.log(loss=counted.loss())`, in place of one rank's "
+       "or of a mean of means"},
+      {"count_not_reduced", fmt::format("divide by the count of all ranks: {}", counted(mean))},
+      {"mean_of_rank_means", in_place_of("each rank's mean")},
+      {"mean_of_micro_batch_means", in_place_of("each micro-batch's mean")},
+      {"mean_of_micro_batch_means_by_rank", in_place_of("each micro-batch's mean")},
+      {"accumulation_rescaled",
+       fmt::format("leave gradients as they are between micro-batches, and divide the "
+                   "loss: {}",
+                   kScale)},
+      {"averaged_over_micro_batches", fmt::format("take out the division by the number of micro-batches: {} "
+                                                  "divides by the count of the whole step",
+                                                  kScale)},
+      {"reduced_while_accumulating",
+       fmt::format("reduce once, after the last backward: {}; under DDP the other "
+                   "backwards stand in "
+                   "`with contextlib.nullcontext() if last else model.no_sync():`",
+                   kReduce)},
+      {"clipped_before_reduction",
+       fmt::format("clip once, after the last backward and the reduction: {}", kClip)},
+      {"not_finite_empty_micro_batch",
+       fmt::format("sum the losses and divide by the count of the whole step: {}; "
+                   "a mean over no target is 0 / 0",
+                   kScale)},
+      {"not_finite", "find the operation: `with torch.autograd.detect_anomaly():` around the step names it"},
+      {"replicas_differ", fmt::format("reduce every gradient on every rank: all but the last backward in "
+                                      "`with contextlib.nullcontext() if last else model.no_sync():`, all "
+                                      "parameters unfrozen before DDP is made; of a plain "
+                                      "model {} after the last backward",
+                                      kReduce)},
+      {"not_summed_over_axis",
+       "sum gradients over that axis after the last backward: "
+       "`isograd.all_reduce_gradients(parameters, mesh[\"tp\"])`; along data axes DDP "
+       "does it with the last one: "
+       "`with contextlib.nullcontext() if last else model.no_sync():`"},
+      {"norm_counts_replicas", norm},
+      {"norm_of_own_shard", norm},
+      {"norms_averaged", norm},
+      {"norm_of_largest_part", norm},
+      {"norm_misses_elements", norm},
+      {"norm_differs", norm},
+      {"clip_not_applied", fmt::format("multiply the gradients before `optimizer.step()`: {} does", kClip)},
+      {"clip_differs",
+       fmt::format("clip by the norm of the whole gradient, once, just before `optimizer.step()`: "
+                   "{}",
+                   kClip)},
+      {"groups_clipped_apart", fmt::format("clip all parameters in one call: {}", kClip)},
+      {"optimizer_differs",
+       fmt::format("change gradients by nothing but {} before `optimizer.step()`; where you "
+                   "clip with your own code, say where: `step.before_clipping()` and "
+                   "`max_norm=`",
+                   kClip)},
+      {"term_scaled",
+       "take the factor out of that term, or divide it by a count of its own: "
+       "`counted.scale(term_sum).backward()`"},
+      {"some_parameters_scaled",
+       "reduce these once, as the others: look for a hook on them (`register_hook`, "
+       "`register_post_accumulate_grad_hook`), an all_reduce of their own, a weight "
+       "that is used twice and counted twice"},
+      {"cut_parameters_scaled",
+       fmt::format("take out what multiplies or divides these: the sum over the axis "
+                   "that cuts them is whole; {} treats all modules of FSDP2 alike",
+                   kSum)},
+      {"scaled_by_factor",
+       fmt::format("take out the factor: of GradScaler `scaler.unscale_(optimizer)` before the "
+                   "clip; of a loss divided by anything but the count of the whole step {}",
+                   kScale)},
+      {"gradient_lost",
+       "compute with the parameter itself: no `.detach()`, `.data` or `torch.no_grad()` between "
+       "it and the loss"},
+      {"micro_batches_lost", "`optimizer.zero_grad()` once, before the first micro-batch of the step"},
+      {"missing_rank_part", takes_part},
+      {"missing_data_part", takes_part},
+      {"sample_twice",
+       "let each sample come once: `DistributedSampler(dataset, drop_last=True)`; leave out ids= "
+       "where it is to count twice"},
+      {"other_batch",
+       "name the samples that the step computes with: `step.add(samples)` before each backward"},
+      {"other_targets",
+       "take the same targets in the step as in `loss`: "
+       "`F.cross_entropy(model(tokens[:-1]), tokens[1:])` of each document by itself, with "
+       "ignore_index where there is padding"},
+      {"initial_parameters_differ",
+       "begin alike: `torch.manual_seed(0)` before the model is made, or "
+       "`dist.broadcast(parameter.data, 0)` of each"},
+      {"not_in_optimizer",
+       "make it of the parameters of this very model, "
+       "`optimizer = torch.optim.AdamW(model.parameters())`, after fully_shard and every other "
+       "thing that replaces them; freeze with `requires_grad_(False)` what is to stay"},
+      {"not_updated",
+       "look for what writes parameters after `optimizer.step()`, or for tensors that the model no "
+       "longer computes with"},
+      {"updates_differ",
+       "give every rank the same groups, learning rate, weight decay and optimizer state, and "
+       "call `optimizer.step()` on every rank or on none"},
+      {"frozen_otherwise",
+       "correct `requires_grad_(...)` in the run, or set it in make_model too where that is "
+       "meant"},
+      {"reduction_not_proven",
+       "give each rank samples of its own, `DistributedSampler(dataset)`, and `data` the "
+       "axes along which they differ"},
+      {"no_gradient",
+       "watch a step whose loss depends on the parameters: `loss.requires_grad` is true, and some "
+       "target carries loss"},
+      {"rounding",
+       "sum gradients in fp32: `MixedPrecisionPolicy(reduce_dtype=torch.float32)` of FSDP2, no "
+       "`bf16_compress_hook` of DDP"},
+      {"unresolved",
+       "watch the step in fp64, `model.double()` and its samples too, where nothing hides in "
+       "rounding"},
+      {"undecided",
+       "tell the causes apart: `isograd.prove(train_step, model, optimizer, "
+       "micro_batches=micro_batches, loss=losses)` makes the step with other batches"},
+      {"unknown",
+       "make the step smaller until it passes: one micro-batch, one layer, `model.double()`; the part "
+       "that was taken last is the one to look at"},
+  };
+}
+
+}  // namespace
+
+std::string change_of(const std::string& id, const std::string& mean) {
+  const auto all = changes(mean);
+  const auto found = all.find(id);
+  return found == all.end() ? std::string() : found->second;
+}
+
+}  // namespace isograd
