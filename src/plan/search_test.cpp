@@ -527,7 +527,9 @@ void expect_within(const char* name, const Job& one, double seconds) {
               made.front.size(),
               made.top.empty() ? made.missing.c_str() : to_text(made.top[0].candidate).c_str());
   EXPECT_FALSE(made.top.empty());
+#if !defined(ISOGRAD_SANITIZE_ADDRESS) && !defined(ISOGRAD_SANITIZE_THREAD)  // they keep what is freed
   EXPECT_LT(grown, 200);
+#endif
   if (full_tests()) EXPECT_LT(took, seconds);  // a busy machine takes longer: `./dev full` has it for itself
 }
 
