@@ -142,8 +142,8 @@ def eight_bit(rank, how, library="bitsandbytes"):
     with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss) as step:
         loss, _ = train(model, optimizer, batch, how=how)
         step.log(loss=loss)
-    return {**result(step), "states": sorted({f"{type(value).__name__} {value.dtype}" for state in optimizer.state.values() for value in state.values()
-                                              if isinstance(value, torch.Tensor)})}
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return {**result(step), "states": sorted({f"{type(value).__name__} {value.dtype}" for value in tensors})}
 
 
 if __name__ == "__main__":
