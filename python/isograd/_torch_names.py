@@ -14,7 +14,9 @@ import torch.nn.utils.clip_grad as clips
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
-from torch.distributed.fsdp import _flat_param, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import _flat_param, _init_utils, FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,14 +130,21 @@ def _uses(function: types.FunctionType, name: str) -> bool:
     return name in function.__code__.co_names
 
 
-def _flat_names() -> bool:
-    """Whether flat parameters are what `flat_parts` takes them for."""
-    of_flat = {"_fqns", "_shapes", "_shard_param_infos", "_sharded_size", "_local_shard", "_params"}
-    of_part = {"in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx"}
-    handle = _flat_param.FlatParamHandle
-    return (of_flat <= {*inspect.get_annotations(_flat_param.FlatParameter)} and of_part <= {*_flat_param._ShardParamInfo._fields}
-            and hasattr(handle, "uses_sharded_strategy") and all(_uses(handle.__init__, name) for name in (
-                "_fully_sharded_module", "_use_orig_params", "process_group", "rank")))
+def _flat_names() -> dict[str, bool]:
+    """Those of flat parameters, which `flat_parts` takes."""
+    handle, info = _flat_param.FlatParamHandle, getattr(_flat_param, "_ShardParamInfo", None)
+    of_flat = ("_fqns", "_shapes", "_shard_param_infos", "_sharded_size", "_local_shard", "_params")
+    of_handle = ("_fully_sharded_module", "_use_orig_params", "process_group", "rank")
+    of_part = ("in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx")
+    return {
+        f"FullyShardedDataParallel.{FSDP1}": FSDP_WRAPPED_MODULE == FSDP1,
+        f"FullyShardedDataParallel.{FLAT_PARAMETER}": FLAT_PARAM == FLAT_PARAMETER,
+        **{f"FlatParameter.{name}": name in inspect.get_annotations(_flat_param.FlatParameter) for name in of_flat},
+        **{f"FlatParamHandle.{name}": _uses(handle.__init__, name) for name in of_handle},
+        "FlatParamHandle.uses_sharded_strategy": hasattr(handle, "uses_sharded_strategy"),
+        "FullyShardedDataParallel._handle": _uses(_init_utils._init_param_handle_from_params, "_handle"),
+        **{f"_ShardParamInfo.{name}": hasattr(info, name) for name in of_part},
+    }
 
 
 def names() -> dict[str, bool]:
@@ -151,7 +160,7 @@ def names() -> dict[str, bool]:
         "GradScaler._found_inf_per_device": hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
         "FSDPModule._get_fsdp_state": hasattr(FSDPModule, "_get_fsdp_state"),
         "FSDPState._mp_policy": _uses(FSDPState.init, "_mp_policy"),
-        "torch.distributed.fsdp.FullyShardedDataParallel": _flat_names(),
+        **_flat_names(),
         "dropout._DropoutNd": hasattr(nn.modules.dropout, "_DropoutNd"),
         "batchnorm._BatchNorm": hasattr(nn.modules.batchnorm, "_BatchNorm"),
         f"clip_grad.{CLIPS_BY_NORM}": _uses(clips.clip_grad_norm_.__wrapped__, CLIPS_BY_NORM),
