@@ -271,5 +271,5 @@ def test_one_range_of_torch_is_stated():
     for file, words in [("python/_torch_dependency.py", f"torch>={oldest},<{above}"), ("python/isograd/_torch_names.py", f"{oldest} to {newest}"),
                         ("src/base/torch_versions.hpp", f"{oldest} to {newest}"), ("DESIGN.md", f"LibTorch {oldest} to {newest}"),
                         ("CONTRIBUTING.md", f"{oldest} to {newest}"), ("docs/gpu.md", f"from {oldest} to {newest}"),
-                        ("docs/python.md", f"({oldest} to {newest};"), ("python/CMakeLists.txt", f"torch {oldest} to {newest}")]:
+                        ("docs/python.md", f"({oldest} to {newest},"), ("docs/install.md", f"{oldest} to {newest}"), ("python/CMakeLists.txt", f"torch {oldest} to {newest}")]:
         assert words in (ROOT / file).read_text(), (file, words)

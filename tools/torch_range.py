@@ -31,6 +31,7 @@ for each in map(Requirement, importlib.metadata.requires("torch")):
 SMALL = ["--ranks", "2", *(word for key in (
     "data.pack_length=64", "batch.packs_per_step=4", "batch.packs_per_micro_batch=1", "model.hidden=32", "model.layers=2", "model.heads=2",
     "model.key_value_heads=2", "model.head_dim=16", "model.feed_forward=64", "run.peak_tflops=1") for word in ("--set", key))]
+PACKAGE_TESTS = ["tests/test_python_engines.py", "tests/test_python_means.py"]
 TESTS = {"test_loss": "src/loss", "test_parallel_data": "src/parallel/data"}
 
 
@@ -74,7 +75,7 @@ class Version:
         exact = self.version if self.version.count(".") > 1 else f"{self.version}.*"
         self.ran(self.python, "-m", "pip", "install", "-q", "--no-deps", f"torch=={exact}", limit=3600)
         needed = self.ran(self.python, "-c", NEEDED, limit=60).splitlines()
-        self.ran(self.python, "-m", "pip", "install", "-q", "numpy", "scikit-build-core>=0.10", *needed, limit=3600)
+        self.ran(self.python, "-m", "pip", "install", "-q", "numpy", "pytest", "safetensors", "scikit-build-core>=0.10", *needed, limit=3600)
         self.row["torch"] = self.ran(self.python, "-c", "import torch; print(torch.__version__)", limit=300).split()[-1]
         bytes_ = sum(path.lstat().st_size for path in (self.folder / "venv").rglob("*"))
         self.row["GB"] = f"{bytes_ / 1e9:.1f}"
@@ -105,6 +106,11 @@ class Version:
         self.ran(self.python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", next(wheels.glob("isograd-*.whl")), limit=120)
         self.ran(self.python, "-m", "isograd.demo", limit=300, says="parity PASS")
 
+    def package(self):
+        """The tests of engines and means, which need no library but torch."""
+        self.environment.update(ISOGRAD_INSTALLED=str(self.python), ISOGRAD_BUILD_DIR=str(self.folder))
+        self.ran(self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PACKAGE_TESTS, limit=1800, says=" passed")
+
     def tried(self):
         """Whether all steps passed; what comes after one that fails is not tried."""
         for step in STEPS:
@@ -119,7 +125,7 @@ class Version:
         return True
 
 
-STEPS = ["install", "build", "verify", "train", "tests", "demo"]
+STEPS = ["install", "build", "verify", "train", "tests", "demo", "package"]
 
 
 def main():
