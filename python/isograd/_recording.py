@@ -71,6 +71,7 @@ class Recording:
         self.steps: dict[str, int] = {}
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self.gathers: list[str] = []  # where a tensor with a gradient is gathered by a collective that passes none on
+        self.order: dict[str, None] = {}  # modules as they first ran
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
         self.nothing = False  # no parameter had a gradient where an engine that is known has one
         self.midway = False  # clipped more than once, with forwards in between, and no update
@@ -160,7 +161,15 @@ class Recording:
             self.steps[name] = self.steps.get(name, 0) + 1
         self._others = self._others or not groups
 
-    def forward(self, *_: Any) -> None:
+    def forward_of(self, name: str) -> Callable[..., None]:
+        def begins(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.order[name] = None
+            self.forward()
+
+        return begins
+
+    def forward(self) -> None:
         self._forwards += torch.is_grad_enabled()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         if torch.is_autocast_enabled(device):
@@ -178,8 +187,8 @@ class Recording:
                 _replace(undo, torch.distributed, name, self._gather)
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
-            for module in plain(self.model).modules():  # of all: a trainer may turn autocast on inside the model's forward
-                undo.callback(module.register_forward_pre_hook(self.forward).remove)
+            for name, module in plain(self.model).named_modules():  # of all: a trainer may turn autocast on inside the model's forward
+                undo.callback(module.register_forward_pre_hook(self.forward_of(plain_name(name))).remove)
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))

@@ -354,7 +354,7 @@ class watch:
             "nothing": taken.nothing, "unfinished": taken.engine.unfinished(),
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
-            "gathers": taken.gathers})
+            "gathers": taken.gathers, "order": list(taken.order)})
         if missing := next((one["unfinished"] for one in everyone if one["unfinished"]), None):
             refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
@@ -507,19 +507,22 @@ class watch:
         def step_of(terms: Sequence[Term]) -> Mapping[str, torch.Tensor]:
             return one_process(fresh(), terms, once, self.reference, shares=False).gradients
 
+        modules = list(dict.fromkeys(name for one in everyone for name in one["order"]))
         lines = [line for one in everyone for line in one["gathers"]]
-        if (cause := self._of_whole_batch(verdict, once, step_of, gradients, right, torch.finfo(own).eps / 2, bool(lines))
-                or self._of_gathers(verdict, lines)):
-            findings.append(cause)
-            named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
-            changes.update(dict.fromkeys(named, cause["change"]))
-            with _reference.threads(self._threads):
-                verdict = compare(run, reference, alone, report, folder)
-        elif alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
+        unit = torch.finfo(own).eps / 2
+        cause = self._of_whole_batch(verdict, once, step_of, gradients, right, unit, bool(lines))
+        if cause is None and alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
             if measured := _reference.measure_jumps(fresh(), again, own, gradients, right.gradients):
                 reference["moves"], alone["rounding"] = measured
                 with _reference.threads(self._threads):
                     verdict = compare(run, reference, alone, report, folder)
+        if cause := cause or self._of_gathers(verdict, lines) or self._of_parameters(verdict, right, gradients, modules, unit):
+            findings.append(cause)
+            if "change" in cause:
+                named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
+                changes.update(dict.fromkeys(named, cause["change"]))
+            with _reference.threads(self._threads):
+                verdict = compare(run, reference, alone, report, folder)
         verdict.folder, verdict.update = str(self.folder) if self.folder else None, update
         verdict.notes += self._notes + (_duplicates(batch) if self.ids is None else [])
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
@@ -555,9 +558,35 @@ class watch:
                 _reference.norm_of(part)**2, 1e-300)
             if is_found({name: g + times * part[name] for name, g in right.gradients.items()}):
                 what = f"terms[{i - 1}]" if i else "loss"
-                return {"id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should be, all "
-                        "others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by no number of "
-                        "ranks or micro-batches beyond that of the others"}
+                return {"id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "
+                        "be, all others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by "
+                        "no number of ranks or micro-batches beyond that of the others"}
+        return None
+
+    def _of_parameters(self, verdict: Verdict, right: Reference, found: Mapping[str, torch.Tensor], modules: Sequence[str],
+                       unit: float) -> Finding | None:
+        """The name of a difference that is a multiple of the parameters, or ends at a module. modules: as they ran first."""
+        if not {"unknown", "undecided"} & {*verdict.findings}:
+            return None
+        off = {name: found[name].double() - g for name, g in right.gradients.items()}
+        apart = _reference.norm_of(off)
+        values = {name: self._initial[name].detach().double().cpu() for name in off}
+        for what, some in (("all parameters", list(off)), ("all matrices", [name for name, value in values.items() if value.dim() > 1])):
+            times = sum(float((off[name] * values[name]).sum()) for name in some) / max(
+                _reference.norm_of({name: values[name] for name in some})**2, 1e-300)
+            rest = _reference.norm_of({name: g - times * values[name] if name in some else g for name, g in off.items()})
+            if rest <= min(_reference.SMOOTH_WHOLE * unit * right.norm, apart / 4):
+                return {"id": "weight_decay_in_gradient", "sentence": f"the gradient is off by {times:.3g} times {what}: a decay"}
+        wrong = {parameter["name"] for parameter in verdict.json["parameters"] if not parameter["passed"]}
+        owner = {name: name.rpartition(".")[0] for name in off}
+        order = [name for name in modules if name in owner.values()]
+        if wrong and all(name in order for name in owner.values()):
+            last = max(order.index(owner[name]) for name in wrong)
+            after = [name for name in off if order.index(owner[name]) > last]
+            before = [name for name in off if order.index(owner[name]) <= last]
+            if after and len(before) > 1 and {*before} == wrong:
+                return {"id": "cut_in_forward", "sentence": f"the gradients of {order[0]} to {order[last]} are wrong, all from "
+                        f"{order[last + 1]} on are right: between {order[last]} and {order[last + 1]} the gradient is lost in part"}
         return None
 
     def _of_gathers(self, verdict: Verdict, lines: Sequence[str]) -> Finding | None:

@@ -134,6 +134,14 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
       {"gradient_lost",
        "compute with the parameter itself: no `.detach()`, `.data` or `torch.no_grad()` between "
        "it and the loss"},
+      {"cut_in_forward",
+       "compute the branch with its gradient: no `.detach()`, `.data` or `torch.no_grad()` at that place, and no "
+       "backward of your own that is wrong"},
+      {"weight_decay_in_gradient",
+       fmt::format(
+           "differentiate the loss alone, {}, and let the optimizer decay: "
+           "`optimizer = torch.optim.AdamW(model.parameters())`; or add the term to `loss` too, by `terms=`",
+           kScale)},
       {"micro_batches_lost", "`optimizer.zero_grad()` once, before the first micro-batch of the step"},
       {"missing_rank_part", takes_part},
       {"missing_data_part", takes_part},

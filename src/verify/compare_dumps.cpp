@@ -12,9 +12,10 @@ namespace isograd {
 namespace {
 
 // Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
-constexpr std::array<std::string_view, 4> kTried = {
-    finding_id::mean_of_rank_means, finding_id::mean_of_micro_batch_means, finding_id::not_summed_over_axis,
-    finding_id::term_scaled};
+constexpr std::array<std::string_view, 6> kTried = {
+    finding_id::cut_in_forward,       finding_id::weight_decay_in_gradient,
+    finding_id::mean_of_rank_means,   finding_id::mean_of_micro_batch_means,
+    finding_id::not_summed_over_axis, finding_id::term_scaled};
 
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;

@@ -62,6 +62,11 @@ namespace isograd {
           "all gradients are multiplied by one factor that comes from no count: a learning rate, a loss " \
           "scale") \
   FINDING(gradient_lost, "some or all parameters get no gradient where there should be one") \
+  FINDING(cut_in_forward, \
+          "before one place of the forward all gradients are wrong, after it all are right: a branch passes " \
+          "no gradient on, or a wrong one") \
+  FINDING(weight_decay_in_gradient, \
+          "the gradient is off by one multiple of the parameters: a decay that the loss does not have") \
   FINDING(micro_batches_lost, "only the last (or first) micro-batch of each rank is in the gradient") \
   FINDING(missing_rank_part, "a rank's part of some gradient is not in the sum") \
   FINDING(missing_data_part, "the part of some data is not in the sum, whichever rank has them") \

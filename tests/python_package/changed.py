@@ -23,6 +23,7 @@ isograd.sum_gradients(model)
 optimizer = torch.optim.AdamW(model.parameters())
 with isograd.watch(model, optimizer, micro_batches=micro_batches, loss=losses, max_norm=max_norm, **kept) as step:
     optimizer.zero_grad()
+    BRANCH["of"] = torch.tanh
     counted = isograd.TokenMean().count(targets)
     for j, documents in enumerate(micro_batches):
         last = j + 1 == len(micro_batches)
@@ -34,6 +35,7 @@ with isograd.watch(model, optimizer, micro_batches=micro_batches, loss=losses, m
     optimizer.step()
     step.log(loss=counted.loss())
     step.log(norm=norm)
+    BRANCH.clear()
 """
 COUNT = "counted = isograd.TokenMean().count(targets)"
 SUM = "isograd.sum_gradients(model)"
@@ -61,9 +63,12 @@ MISTAKES = {
     "groups_clipped_apart": {CLIP: "norm = None; [torch.nn.utils.clip_grad_norm_([p], max_norm) for p in model.parameters()]"},
     "clip_not_applied": {CLIP: "norm = isograd.clip_grad_norm_(model, float('inf'))"},
     "norm_differs": {CLIP: "isograd.clip_grad_norm_(model, max_norm); norm = 0.7 * max_norm"},
+    "weight_decay_in_gradient": {SCALE: f"({SCALE[:-11]} + last * sum(p.square().sum() for p in model.parameters()) * 1e-3).backward()"},
+    "cut_in_forward": {'BRANCH["of"] = torch.tanh': 'BRANCH["of"] = lambda hidden: torch.tanh(hidden).detach()'},
     "not_in_optimizer": {"AdamW(model.parameters())": "AdamW(make_model().parameters())"},
     "updates_differ": {UPDATE: "dist.get_rank() or optimizer.step()"}}
 
+BRANCH = {}  # in the run alone
 # A contrastive loss over all ranks and micro-batches, and a term of its own.
 RIGHT_WHOLE = """
 model = make_model()
@@ -87,9 +92,15 @@ WHOLE_MISTAKES = {
     "term_scaled": {"0.05 * term)": "0.1 * term)"}}
 
 
+class Net(nn.Sequential):
+    def forward(self, tokens):
+        hidden = self[1](self[0](tokens))
+        return self[3](self[2](hidden + BRANCH.get("of", torch.tanh)(hidden)))
+
+
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 20))
+    return Net(nn.Embedding(20, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 20))
 
 
 def losses(model, tokens):
