@@ -62,12 +62,12 @@ class Engine:
 
     # The parameters, by the names that they have in the model before it was wrapped.
     def everything(self) -> dict[str, torch.Tensor]:
-        """What this rank has of all parameters and buffers."""
+        """This rank's part of each parameter and buffer."""
         model = plain(self.model)
         return {plain_name(name): value for name, value in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]}
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """What this rank has of the parameters that get a gradient, a tied one once."""
+        """This rank's part of each parameter that gets a gradient; a tied one stands once."""
         return {plain_name(name): p for name, p in plain(self.model).named_parameters() if p.requires_grad}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,7 +83,7 @@ class Engine:
 
     # Their gradients.
     def gradients(self, given: Collection[int] = ()) -> dict[str, torch.Tensor]:
-        """What this rank has of them, zeros where there is none. given: ids of the tensors that are clipped or updated now."""
+        """This rank's part of each gradient, zeros where there is none. given: ids of the tensors that are clipped or updated now."""
         return {name: self._gradient_of(name, p, given) for name, p in self.trained().items()}
 
     def _gradient_of(self, name: str, p: torch.Tensor, given: Collection[int]) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Engine:
         return found
 
     def taken(self) -> dict[str, torch.Tensor]:
-        """What an optimizer that steps now is given."""
+        """The gradients that an optimizer takes if it steps now."""
         owners, gradients = self.owners(), self.gradients()
         return {name: gradient if owners[name].grad is None else gradient_of(owners[name]) for name, gradient in gradients.items()}
 
@@ -113,7 +113,7 @@ class Engine:
                    for name, p in self.trained().items())
 
     def unfinished(self) -> str | None:
-        """What is missing at the end of the step, so that there is no gradient yet."""
+        """The reason why the step has no gradient yet at its end; None: it has one."""
         return None
 
     # Parts and wholes.
@@ -157,7 +157,7 @@ class Cut(Engine):
     sharded = True
 
     def places(self) -> dict[str, Place]:
-        """Of parameters that are cut."""
+        """By parameter that is cut: the place of this rank's elements."""
         raise NotImplementedError
 
     @functools.cached_property

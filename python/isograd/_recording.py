@@ -237,7 +237,7 @@ class Recording:
             if after[name] != self.before.get(name):
                 found[name] = "moved"
             elif name in self.by:
-                found[name] = self._excuse(name, p, self.applied[name])
+                found[name] = self._excuse(name, p, owners[name])
             elif name in given:
                 found[name] = "waits"
             else:
@@ -246,10 +246,10 @@ class Recording:
                 found[name] = "elsewhere" if name in others and not self._others else self._unheld(bool(given), self.applied[name])
         return found
 
-    def _excuse(self, name: str, p: torch.Tensor, taken: torch.Tensor) -> str:
-        """The state of a parameter that an optimizer took and that has not moved."""
+    def _excuse(self, name: str, p: torch.Tensor, owner: torch.Tensor) -> str:
+        """The state of a parameter that an optimizer took and that has not moved. owner: what the optimizer holds for it."""
         optimizer, group, rate = self.by[name]
-        value, gradient, owner = local(p.detach()), local(taken), self.engine.owners()[name]
+        value, gradient = local(p.detach()), local(self.applied[name])
         if rate == 0:
             return "rate"
         if not bool(gradient.any()):

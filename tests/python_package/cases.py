@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import on_ranks, results_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard
@@ -398,16 +398,5 @@ GOOD = {case.__name__: case for case in (
     "divided_by_the_accumulation_too": lambda rank: counted_and_divided_again(rank, summing(), 3)}
 
 
-def run(rank):
-    found = {name: case(rank) for name, case in GOOD.items()}
-    for name, case in BAD.items():
-        try:
-            case(rank)
-            found[name] = None
-        except Exception as error:
-            found[name] = f"{type(error).__name__} {error}"
-    return found
-
-
 if __name__ == "__main__":
-    json.dump(on_ranks(2, run), sys.stdout)
+    json.dump(on_ranks(2, lambda rank: results_of(rank, GOOD, BAD)), sys.stdout)

@@ -32,6 +32,18 @@ def _rank(rank, size, store, run, results, backend):
     os._exit(0)  # Gloo's threads may abort a process that is taken down in order
 
 
+def results_of(rank, good, bad):
+    """By case: the result of each good one, and the error that each bad one ends with, None where it does not."""
+    found = {name: case(rank) for name, case in good.items()}
+    for name, case in bad.items():
+        try:
+            case(rank)
+            found[name] = None
+        except Exception as error:
+            found[name] = f"{type(error).__name__} {error}"
+    return found
+
+
 def on_ranks(size, run, backend="gloo", seconds=120):
     """[what run(rank) gave], a list over the ranks; SystemExit where one failed."""
     context = multiprocessing.get_context("fork")  # before this process has threads of its own

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 import torch.nn as nn
 import torch.nn.functional as F
-from ranks import on_ranks
+from ranks import on_ranks, results_of
 from torch.nn.parallel import DistributedDataParallel
 
 import isograd
@@ -455,18 +455,7 @@ BAD = {
 }
 
 
-def run(rank):
-    found = {name: case(rank) for name, case in CASES.items()}
-    for name, case in BAD.items():
-        try:
-            case(rank)
-            found[name] = None
-        except Exception as error:
-            found[name] = f"{type(error).__name__} {error}"
-    return found
-
-
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    first, second = on_ranks(2, run)
+    first, second = on_ranks(2, lambda rank: results_of(rank, CASES, BAD))
     print(json.dumps({**{name: first[name] for name in CASES}, **{name: [first[name], second[name]] for name in BAD}}))
