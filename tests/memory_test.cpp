@@ -403,7 +403,7 @@ TEST(TensorMemory, ActivationsAreTheFormula) {
           };
           const auto measured = static_cast<double>(alive_after(3) - alive_after(1)) / 2;
           const DecoderConfig config = large(heads, key_heads, 1);
-          const auto foretold = [&](const TensorParallelOptions& with, int ranks) {
+          const auto predicted = [&](const TensorParallelOptions& with, int ranks) {
             return static_cast<double>(activation_bytes(config, batch.num_tokens(), ranks,
                                                         with.sequence_parallel,
                                                         static_cast<std::int64_t>(c10::elementSize(type))));
@@ -411,10 +411,10 @@ TEST(TensorMemory, ActivationsAreTheFormula) {
           if (world.rank == 0) {
             const std::string where = fmt::format("{} heads of {}, tp {}, sequence parallel {}, {}", heads,
                                                   key_heads, tp, by_tokens, c10::toString(type));
-            EXPECT_NEAR(measured / foretold(options, tp), 1, 0.01) << where;
+            EXPECT_NEAR(measured / predicted(options, tp), 1, 0.01) << where;
             // The comparison can fail: tokens cut or not, one rank fewer.
             const TensorParallelOptions other{.sequence_parallel = !by_tokens};
-            EXPECT_GT(std::abs(measured / foretold(other, tp) - 1), 0.05) << where;
+            EXPECT_GT(std::abs(measured / predicted(other, tp) - 1), 0.05) << where;
           }
         });
       }

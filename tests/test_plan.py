@@ -189,7 +189,7 @@ def test_validate_prints_errors_by_source(tmp_path):
     said = ran("plan", "--validate", rows).stdout
     assert "torchtitan" in said and "median" in said and "seconds" in said, said
     rows.write_text(names + "\n")
-    assert "none of which can be foretold" in refused("plan", "--validate", rows)
+    assert "none of which can be predicted" in refused("plan", "--validate", rows)
     rows.write_text("\n".join([names, lines[0].replace(",4096,", ",many,")]) + "\n")
     assert "rows.csv, line 2" in refused("plan", "--validate", rows)
 
@@ -197,7 +197,7 @@ def test_validate_prints_errors_by_source(tmp_path):
 # On this machine
 
 
-def test_tries_are_printed_with_what_was_foretold(tmp_path):
+def test_tries_are_printed_with_what_was_predicted(tmp_path):
     write_documents(tmp_path, 20, lambda i: "abc " * 800)
     config = write_run(tmp_path / "run.toml", text_tables(8, 2, 32, (16, 2, 2, 2, 8, 24)))
     cluster = write_cluster(tmp_path, memory="20 MB")
@@ -207,7 +207,7 @@ def test_tries_are_printed_with_what_was_foretold(tmp_path):
     largest = found["largest_micro_batch"]
     sizes = dict((one["micro_batch"], one["fits"]) for one in largest["tried"])
     assert sizes[largest["measured"]] and not sizes[largest["measured"] + 1] and largest["ended_early"] == "", largest
-    assert largest["foretold"] == pytest.approx(largest["measured"], rel=0.15), largest
+    assert largest["predicted"] == pytest.approx(largest["measured"], rel=0.15), largest
     assert not (tmp_path / "run").exists()
 
 

@@ -128,8 +128,9 @@ RowLossResult linear_row_loss(const at::Tensor& hidden, const at::Tensor& weight
 at::Tensor squared_error_sum(const at::Tensor& prediction, const at::Tensor& target,
                              const at::Tensor& weights = {});
 
-// Flow matching on x_t = (1 − t) x0 + t x1, noise x0, data x1: the squared error of the velocity against x1 −
-// x0 (Lipman et al. 2023, arXiv 2210.02747, σ_min = 0; rectified flow, Liu et al. 2022, arXiv 2209.03003).
+// Flow matching on x_t = (1 − t) x0 + t x1: the squared error of the velocity against x1 − x0 (Lipman et al.
+// 2023, arXiv 2210.02747, σ_min = 0; rectified flow, Liu et al. 2022, arXiv 2209.03003). In both papers x0 is
+// noise and x1 data; the video model runs from data to noise, and its velocity has the other sign.
 at::Tensor flow_matching_sum(const at::Tensor& velocity, const at::Tensor& x0, const at::Tensor& x1,
                              const at::Tensor& weights = {});
 // x_t = (1 − t) x0 + t x1, the model's input; t [T] in [0, 1], x0 and x1 [T, ...].

@@ -174,7 +174,7 @@ std::string to_text(const Candidate& candidate);  // "zero3, dp 64 x tp 8, micro
 std::optional<ErrorText> refusal(const ModelShape& model, const Cluster& cluster, const Work& work,
                                  const Candidate& candidate);
 
-// ---- what is foretold of a layout ----
+// ---- what is predicted of a layout ----
 
 // Bytes of the rank that needs most, and its place in the pipeline. Kept: as `isograd layout` counts them.
 struct MemoryParts {
@@ -248,7 +248,7 @@ struct Law {
   std::string name{}, unit{}, statement{}, moved_by{};
   Estimate at{};
   double now = 0;  // the same quantity of the best layout
-  bool bites = false;
+  bool reached = false;
 };
 
 struct RecipeStep {
@@ -266,7 +266,7 @@ struct ScalingPoint {
   std::int64_t devices = 0;
   Planned best{};
   double efficiency = 0;  // tokens/s a device over that of the smallest point
-  std::string law{};      // that bites first
+  std::string law{};      // whose limit is reached first
 };
 
 struct Options {

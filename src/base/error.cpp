@@ -15,8 +15,9 @@ namespace {
 std::string join(const char* family, const ErrorText& text) {
   constexpr std::size_t kLongestPart = 4000;
   const auto shown = [](const std::string& part) { return printable(part, kLongestPart); };
-  return fmt::format("{}: {}: found {}; expected {}. {}.", family, shown(text.where), shown(text.found),
-                     shown(text.expected), shown(text.action));
+  const char* end = text.action.ends_with('?') ? "" : ".";
+  return fmt::format("{}: {}: found {}; expected {}. {}{}", family, shown(text.where), shown(text.found),
+                     shown(text.expected), shown(text.action), end);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ struct Mesh::Impl {
 Mesh::Mesh(Group all, Grid grid, MakeGroup make)
     : impl_(std::make_shared<Impl>(Impl{std::move(all), std::move(grid), std::move(make)})) {
   const int ranks = impl_->all.size();
+  // Grid has checked its own product; here the group has another size.
   if (impl_->grid.ranks() != ranks)
     refuse("the mesh of ranks", fmt::format("{} for {} ranks", impl_->grid.text(), ranks),
            "sizes that multiply to the number of ranks",

@@ -100,8 +100,8 @@ class WaitedFor final : public c10d::Work {
 
 constexpr const char *kExpected = "all ranks of the group to take part in time",
                      *kAction =
-                         "Look for a host or a rank that has stopped, failed or calls something else; then "
-                         "recreate the group (parallel.timeout_seconds sets the limit)";
+                         "Find the host or rank that stopped, failed or called another operation, then "
+                         "restart all ranks; parallel.timeout_seconds sets the limit";
 
 // Throws the error of a complete part that failed. The part's backend knows ranks and not hosts, and its own
 // timeout may be over first, so the error names the host that was awaited.

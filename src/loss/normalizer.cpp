@@ -638,8 +638,8 @@ std::vector<std::optional<double>> factors_of(const LossTerms& terms, const Deno
 }
 
 at::Tensor share_of(const LossTerms& terms, const Denominator& denominator) {
-  // A term without denominator is a zero that hangs on nothing, so that a NaN of the model cannot reach a
-  // gradient as NaN · 0.
+  // A term without denominator is a constant zero without autograd history, so that a NaN of the model cannot
+  // reach a gradient as NaN · 0.
   const auto all = factors_of(terms, denominator);
   std::vector<at::Tensor> sums;
   std::vector<double> factors;

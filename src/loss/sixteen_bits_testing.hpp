@@ -155,7 +155,7 @@ inline const Functions kOwnSlope = {
     ISOGRAD_OF("WeightNormInterface", std::get<0>(at::_weight_norm_interface(x, at::ones({4, 1}), 0))),
     ISOGRAD_OF("Xlogy", at::xlogy(likewise(1), x))};
 
-// Not in any list, or in that of products: what they are multiplied by hangs on nothing.
+// Not in any list, or in that of products: what they are multiplied by has no autograd history.
 inline const Functions kMultiplying = {
     ISOGRAD_OF("Addbmm", at::addbmm(likewise(1), x.unsqueeze(0), at::ones({1, 4, 4}))),
     ISOGRAD_OF("Addcdiv", at::addcdiv(likewise(1), x, likewise(3))),

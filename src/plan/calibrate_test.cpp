@@ -1,5 +1,5 @@
 // Calibrations that are written and read back, parts that are not steady, and steps of layouts that were not
-// measured, foretold by what was.
+// measured, predicted by what was.
 #include "plan/calibrate.hpp"
 
 #include <gmock/gmock.h>
@@ -227,31 +227,31 @@ void measure_held_out(World& world, const fs::path& folder) {
     Pipelines pipelines;
     MemoryModel memory(problem, pipelines);
     StepModel model(problem, pipelines, memory);
-    std::vector<std::pair<double, double>> found;  // measured, foretold
+    std::vector<std::pair<double, double>> found;  // measured, predicted
     for (std::size_t i = 0; i < layouts.size(); ++i) {
       const StepParts parts = model.of(layouts[i].candidate);
-      const double measured = quantile(seconds[i], 0.5), foretold = parts.total();
+      const double measured = quantile(seconds[i], 0.5), predicted = parts.total();
       const auto [least, most] = std::ranges::minmax(seconds[i]);
-      found.emplace_back(measured, foretold), errors.push_back(std::abs(foretold / measured - 1));
-      std::printf("%-8s %-26s %8.1f ms (%.1f to %.1f), foretold %8.1f: %+5.1f %%", of.shape.name.c_str(),
-                  layouts[i].name.c_str(), measured * 1e3, least * 1e3, most * 1e3, foretold * 1e3,
-                  100 * (foretold / measured - 1));
+      found.emplace_back(measured, predicted), errors.push_back(std::abs(predicted / measured - 1));
+      std::printf("%-8s %-26s %8.1f ms (%.1f to %.1f), predicted %8.1f: %+5.1f %%", of.shape.name.c_str(),
+                  layouts[i].name.c_str(), measured * 1e3, least * 1e3, most * 1e3, predicted * 1e3,
+                  100 * (predicted / measured - 1));
       for (const Planned::Part& part : model.explain(layouts[i].candidate, parts))
         std::printf("  %s %.1f", part.name.c_str(), part.number.value * 1e3);
       std::printf("\n");
     }
     const auto fastest = std::ranges::min_element(found),  // the pair's first, measured
-        foretold_fastest = std::ranges::min_element(found, {}, &std::pair<double, double>::second);
-    std::printf("%s: foretold as the fastest is %s, %.1f %% from the fastest, %s\n", of.shape.name.c_str(),
-                layouts[std::size_t(foretold_fastest - found.begin())].name.c_str(),
-                100 * (foretold_fastest->first / fastest->first - 1),
+        predicted_fastest = std::ranges::min_element(found, {}, &std::pair<double, double>::second);
+    std::printf("%s: predicted as the fastest is %s, %.1f %% from the fastest, %s\n", of.shape.name.c_str(),
+                layouts[std::size_t(predicted_fastest - found.begin())].name.c_str(),
+                100 * (predicted_fastest->first / fastest->first - 1),
                 layouts[std::size_t(fastest - found.begin())].name.c_str());
     std::fflush(stdout);
-    EXPECT_LE(foretold_fastest->first, 1.05 * fastest->first) << of.shape.name;
-    for (const auto& [measured, foretold] : found)
-      for (const auto& [other, other_foretold] : found)
+    EXPECT_LE(predicted_fastest->first, 1.05 * fastest->first) << of.shape.name;
+    for (const auto& [measured, predicted] : found)
+      for (const auto& [other, other_predicted] : found)
         if (measured > 1.15 * other)
-          EXPECT_GT(foretold, other_foretold) << of.shape.name << ": " << measured << " and " << other;
+          EXPECT_GT(predicted, other_predicted) << of.shape.name << ": " << measured << " and " << other;
   }
   if (world.rank > 0) return;
   std::ranges::sort(errors);
@@ -262,7 +262,7 @@ void measure_held_out(World& world, const fs::path& folder) {
 }
 
 // The whole matrix takes some five minutes and a machine on which nothing else runs: `./dev full`.
-TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
+TEST(PlanHeldOut, StepsTakeWhatWasPredicted) {
   for (const HeldOutModel& of : held_out_models())
     for (const auto& [name, candidate] : held_out_layouts(of)) {
       const auto refused = refusal(of.shape, {}, of.work, candidate);
@@ -277,7 +277,7 @@ TEST(PlanHeldOut, StepsTakeWhatWasForetold) {
   const fs::path folder = folder_with_text("held-out", 1 << 18);
   ::setenv(kFolder, folder.c_str(), 1);
   EXPECT_EQ(launch_ranks({fs::read_symlink("/proc/self/exe").string(),
-                          "--gtest_filter=PlanHeldOut.StepsTakeWhatWasForetold"},
+                          "--gtest_filter=PlanHeldOut.StepsTakeWhatWasPredicted"},
                          {.ranks = 2}),
             0);
   fs::remove_all(folder);

@@ -99,7 +99,7 @@ static void to_json(PlanJson& json, const Neighbour& one) {
   json["seconds"] = or_null(one.seconds);
 }
 
-JSON_OF(Law, name, unit, statement, moved_by, at, now, bites)
+JSON_OF(Law, name, unit, statement, moved_by, at, now, reached)
 JSON_OF(RecipeStep, name, formula, result, origin)
 JSON_OF(WayOut, name, tokens, planned)
 JSON_OF(ScalingPoint, devices, best, efficiency, law)
@@ -113,7 +113,7 @@ static void to_json(PlanJson& json, const Tried& one) {
 }
 
 static void to_json(PlanJson& json, const LargestMicroBatch& one) {
-  FIELDS(layout, measured, foretold, ended_early);
+  FIELDS(layout, measured, predicted, ended_early);
   json["tried"] = PlanJson::array();
   for (const auto& [size, fits] : one.tried) json["tried"].push_back({{"micro_batch", size}, {"fits", fits}});
 }

@@ -45,7 +45,7 @@ class Laws {
     if (c_.pp > 1) bubble();
     if (joined) tensor();
     if (joined && problem_.model.experts.count > 0) experts();
-    // The one that bites first comes first.
+    // The limit that is reached first comes first.
     std::ranges::stable_sort(laws_, {}, &Room::room);
   }
 
@@ -56,13 +56,13 @@ class Laws {
   }
 
  private:
-  // How often the present number fits into the law's: it bites at 1.
+  // How often the present number fits into the law's: its limit is reached at 1.
   struct Room {
     Law law{};
     double room = 0;
   };
-  // A law that bites where the best layout's number, `now`, is as large (kMost), or as small. `applies`: to
-  // the best layout.
+  // A law whose limit is reached where the best layout's number, `now`, is as large (kMost), or as small.
+  // `applies`: to the best layout.
   enum Bound { kLeast, kMost };
   void add(const char* name, const char* unit, std::string statement, std::string moved_by, Estimate at,
            double now, Bound bound, bool applies = true) {

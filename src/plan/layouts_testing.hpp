@@ -1,5 +1,5 @@
 // Layouts of two ranks along each axis, whose memory and steps are measured and compared with what is
-// foretold.
+// predicted.
 #pragma once
 
 #include <fmt/format.h>

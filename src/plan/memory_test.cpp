@@ -1,4 +1,4 @@
-// Bytes that are foretold, against those that LibTorch's allocator hands out to real blocks, the elements of
+// Bytes that are predicted, against those that LibTorch's allocator hands out to real blocks, the elements of
 // laid-out models, and the known answers of the fit of published rows.
 #include "plan/memory.hpp"
 
@@ -429,7 +429,7 @@ TEST(Memory, OfLayoutsIsWithinFivePerCentOfTheMeter) {
         const MemoryParts parts =
             memory.of_rank(candidate, static_cast<int>(rank) / (candidate.ranks / candidate.pp));
         const std::string where = fmt::format(
-            "{}, {}, rank {}: {:.0f} measured, {:.0f} foretold; {:.0f} kept, {:.0f} activations, {:.0f} "
+            "{}, {}, rank {}: {:.0f} measured, {:.0f} predicted; {:.0f} kept, {:.0f} activations, {:.0f} "
             "logits, {:.0f} gathered, {:.0f} buffers, {:.0f} passing",
             family, name, rank, found[rank], parts.total(), parts.kept(), parts.activations, parts.logits,
             parts.gathered, parts.buffers, parts.passing);

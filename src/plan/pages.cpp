@@ -182,7 +182,7 @@ Chart front_chart(const Plan& plan) {
 Chart published_chart(const std::vector<PublishedRow>& rows) {
   Chart chart{.title = "Published steps, and what the models say of them",
               .x_label = "published, seconds of a step",
-              .y_label = "foretold, seconds of a step",
+              .y_label = "predicted, seconds of a step",
               .series = {},
               .lines = false,
               .log_x = true,
@@ -190,11 +190,12 @@ Chart published_chart(const std::vector<PublishedRow>& rows) {
   std::map<std::string, std::vector<Point>> by_program;
   double least = std::numeric_limits<double>::infinity(), most = 0;
   for (const TimedRow& one : timed_rows(rows)) {
-    by_program[one.program].push_back({one.published, one.foretold,
-                                       fmt::format("{}: published {}, foretold {}", one.row->id,
-                                                   seconds_text(one.published), seconds_text(one.foretold))});
-    least = std::min({least, one.published, one.foretold}),
-    most = std::max({most, one.published, one.foretold});
+    by_program[one.program].push_back(
+        {one.published, one.predicted,
+         fmt::format("{}: published {}, predicted {}", one.row->id, seconds_text(one.published),
+                     seconds_text(one.predicted))});
+    least = std::min({least, one.published, one.predicted}),
+    most = std::max({most, one.published, one.predicted});
   }
   std::vector<Series> all;
   for (auto& [program, points] : by_program) all.push_back({program, std::move(points)});
@@ -306,7 +307,7 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
               return {law.name,
                       human_count(law.at.value) + " " + unit_of(law.at.value, law.unit),
                       human_count(law.now),
-                      law.bites ? "yes" : "no",
+                      law.reached ? "yes" : "no",
                       law.statement,
                       law.moved_by};
             });
@@ -337,7 +338,7 @@ Report page(const std::vector<PublishedRow>& rows) {
   std::vector<Errors> all = validate(rows);
   std::ranges::move(validate_scaling(rows), std::back_inserter(all));
   add_table(report, "Errors",
-            "|foretold / published - 1|; \"fits\" and \"cells\": the part of the rows (docs/planning.md).",
+            "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows (docs/planning.md).",
             {"rows of", "what", "rows", "median", "75 %", "90 %", "worst"}, all,
             [](const Errors& one) -> std::vector<std::string> {
               const bool spread = one.what == "seconds" || one.what == "memory";

@@ -18,7 +18,7 @@ std::string chrome_trace(const std::vector<Span>& spans);  // JSON for chrome://
 
 Chart scaling_chart(const Plan& plan);  // log x; a mark at each law
 Chart front_chart(const Plan& plan);
-// Foretold against published seconds of a step, by program, between lines at 10 %.
+// Predicted against published seconds of a step, by program, between lines at 10 %.
 Chart published_chart(const std::vector<PublishedRow>& rows);
 
 // Everything, on one page without scripts, readable at 390 px, light and dark.

@@ -261,7 +261,7 @@ PublishedRow published(const char* program, double twin_ratio, double factor) {
   row.work = {.tokens = 256 * 4096, .sequence = 4096};
   row.twin_ratio = twin_ratio;
   row.seconds = 1;
-  row.seconds = factor * timed_rows({row}).at(0).foretold;
+  row.seconds = factor * timed_rows({row}).at(0).predicted;
   return row;
 }
 

@@ -142,13 +142,13 @@ class PublishedTables : public ::testing::Test {
       return std::pair(one.row->candidate.ranks, one.row->candidate.shards);
     });
     Cells cells = {columns};
-    for (const char* column : {"published, tokens/s a GPU", "foretold", "off"}) cells[0].push_back(column);
+    for (const char* column : {"published, tokens/s a GPU", "predicted", "off"}) cells[0].push_back(column);
     for (const TimedRow& one : timed) {
       const double tokens = one.row->work.tokens / one.row->candidate.ranks;
       cells.push_back(described(*one.row));
       for (const std::string& cell :
-           {fmt::format("{:.0f}", tokens / one.published), fmt::format("{:.0f}", tokens / one.foretold),
-            signed_percent(one.published / one.foretold - 1)})
+           {fmt::format("{:.0f}", tokens / one.published), fmt::format("{:.0f}", tokens / one.predicted),
+            signed_percent(one.published / one.predicted - 1)})
         cells.back().push_back(cell);
     }
     return cells;
@@ -210,13 +210,13 @@ TEST_F(PublishedTables, Zero3AndPipelines) {
 // Where the models are wrong: the same rows by what they have much or little of.
 TEST_F(PublishedTables, WhereTheyAreWrong) {
   const std::vector<TimedRow> timed = timed_rows(rows_);
-  Cells cells = {{"rows", "number", "median error", "90 %", "published / foretold, median"}};
+  Cells cells = {{"rows", "number", "median error", "90 %", "published / predicted, median"}};
   const auto add = [&](const std::string& name, const std::function<bool(const TimedRow&)>& chosen) {
     std::vector<double> errors, ratios;
     for (const TimedRow& one : timed)
       if (chosen(one))
-        ratios.push_back(one.published / one.foretold),
-            errors.push_back(std::abs(one.foretold / one.published - 1));
+        ratios.push_back(one.published / one.predicted),
+            errors.push_back(std::abs(one.predicted / one.published - 1));
     ASSERT_FALSE(errors.empty()) << name;
     std::ranges::sort(errors), std::ranges::sort(ratios);
     const auto at = [](const std::vector<double>& sorted, double part) {

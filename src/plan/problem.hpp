@@ -11,7 +11,7 @@ namespace isograd::planner {
 enum class Program : std::uint8_t { kIsograd, kNanotron, kOther };
 
 // The only numbers of the planner that are fitted: at most twelve, each with an independent source within a
-// factor of two, and the width of the interval around what they foretell. `isograd plan --validate` measures
+// factor of two, and the width of the interval around what they predict. `isograd plan --validate` measures
 // the widths; docs/planning.md shows both, and a test holds page and table together. Each program's law has
 // its own.
 struct Constants {
@@ -38,7 +38,7 @@ inline constexpr double kRingStart = 6.6e-6, kTreeShare = 0.92;
 
 Constants constants_of(Program program, const Device& device, Precision precision);
 
-// Half widths of intervals, as parts of the value, by what is foretold and where its numbers come from.
+// Half widths of intervals, as parts of the value, by what is predicted and where its numbers come from.
 struct Widths {
   double memory = 0, seconds = 0;
 };
@@ -50,7 +50,7 @@ struct Problem {
   const Calibration& calibration;
   const Work& work;
   Constants constants{};
-  // Whose memory and overhead are foretold. Published rows are other programs'; a plan is always isograd's.
+  // Whose memory and overhead are predicted. Published rows are other programs'; a plan is always isograd's.
   Program program = Program::kIsograd;
 };
 

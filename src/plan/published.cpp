@@ -185,7 +185,7 @@ Constants constants_of(Program program, const Device& device, Precision precisio
 
 Widths widths_of(Program program, Origin origin, bool experts) {
   double seconds = 0.30;                              // the 90th percentile of all other dense rows
-  if (program == Program::kNanotron) seconds = 0.20;  // measured / foretold: 0.906 to 1.196
+  if (program == Program::kNanotron) seconds = 0.20;  // measured / predicted: 0.906 to 1.196
   if (program == Program::kIsograd && origin == Origin::kMeasured) seconds = 0.05;
   if (program == Program::kIsograd && origin == Origin::kCalibrated)
     seconds = 0.20;           // PlanHeldOut: 18.5 % at worst, on a noisy machine

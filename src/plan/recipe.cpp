@@ -106,7 +106,7 @@ std::vector<RecipeStep> recipe_of(Models& models, const Planned& best) {
   add("largest micro-batch", "doubled until the memory of a device is exhausted",
       fmt::format("{} sequences with this layout; the plan takes {}", largest_micro_batch(models, c),
                   c.micro_batch),
-      "foretold; --try measures it");
+      "predicted; --try measures it");
   add("data ranks", fmt::format("dp = {} / {}", c.ranks, inner), fmt::format("{}", c.data_ranks()), "exact");
   add("accumulation",
       fmt::format("grad_acc = {} / ({} x {})", numbers.samples, c.micro_batch, c.data_ranks()),

@@ -408,13 +408,13 @@ TEST(PlanLaws, AreRootsOfTheModels) {
   };
   EXPECT_LE(share(bubble->at.value), 0.1 + 1e-9);
   EXPECT_GT(share(bubble->at.value - 1), 0.1 - 1e-9);
-  EXPECT_EQ(bubble->bites, share(32) >= 0.1);
+  EXPECT_EQ(bubble->reached, share(32) >= 0.1);
   const Law* batch = law_named(laws, "batch");
   ASSERT_NE(batch, nullptr);
   EXPECT_EQ(batch->at.value, 1024);
   EXPECT_EQ(batch->at.low, batch->at.high);
-  // The law that bites first is the first, and those that bite come before the others.
-  EXPECT_TRUE(std::ranges::is_partitioned(laws, &Law::bites));
+  // The law whose limit is reached first is the first, and those that are reached come before the others.
+  EXPECT_TRUE(std::ranges::is_partitioned(laws, &Law::reached));
   for (const Law& law : laws) {
     EXPECT_LE(law.at.low, law.at.value) << law.name;
     EXPECT_GE(law.at.high, law.at.value) << law.name;
@@ -487,7 +487,7 @@ TEST(PlanPacks, MakeUnevenRanksSlower) {
 
 // ---- the public functions ----
 
-TEST(Planner, ForetellsALayoutAsThePlanDoes) {
+TEST(Planner, PredictsALayoutAsThePlanDoes) {
   const Job one = small(8, 64, 4e9);
   const Planned best = one.planned().top.front();
   EXPECT_EQ(memory_of(one.model, one.cluster, one.work, best.candidate).total(), best.memory.total());

@@ -8,17 +8,6 @@
 namespace isograd::planner {
 namespace {
 
-std::vector<std::int64_t> divisors(std::int64_t number) {
-  std::vector<std::int64_t> small, large;
-  for (std::int64_t n = 1; n * n <= number; ++n) {
-    if (number % n != 0) continue;
-    small.push_back(n);
-    if (n * n != number) large.push_back(number / n);
-  }
-  small.insert(small.end(), large.rbegin(), large.rend());
-  return small;
-}
-
 const ScheduleFacts* facts_of(Schedule schedule) {
   static const auto kFacts = [] {
     std::array<const ScheduleFacts*, 6> facts{};

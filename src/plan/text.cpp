@@ -119,11 +119,11 @@ std::string law_text(const Law& law) {
                                  unit_of(law.at.value, law.unit), human_count(law.now));
   if (!law.statement.empty()) text += "; " + law.statement;
   if (!law.moved_by.empty()) text += "; moved by " + law.moved_by;
-  return wrapped(law.bites ? "* " : "  ", text);
+  return wrapped(law.reached ? "* " : "  ", text);
 }
 
 std::string scaling_text(const std::vector<ScalingPoint>& points) {
-  TextRows rows = {{"devices", "step", "tokens/s", "of linear", "bites first"}};
+  TextRows rows = {{"devices", "step", "tokens/s", "of linear", "first limit"}};
   for (const ScalingPoint& point : points)
     rows.push_back({std::to_string(point.devices), seconds_text(point.best.seconds.value),
                     human_count(point.best.tokens_per_second.value),
@@ -193,7 +193,7 @@ std::string to_text(const Plan& plan) {
     return wrapped("  ", fmt::format("{}: {:.0f} tokens a batch", way.name, way.tokens)) +
            layout_text("    ", way.planned, memory);
   });
-  section("Limits (* bites here)", plan.laws, law_text);
+  section("Limits (* reached by this plan)", plan.laws, law_text);
   section("Not dominated in tokens/s, free memory and devices", plan.front, [](const Planned& one) {
     return wrapped(
         fmt::format("  {:>8} tokens/s {:>10} free {:>7} devices  ", human_count(one.tokens_per_second.value),
@@ -206,9 +206,9 @@ std::string to_text(const Plan& plan) {
 
 std::string to_text(const Trials& trials) {
   std::string text = "\nTried on this machine\n";
-  const auto both = [](const Estimate& foretold, double measured, const auto& shown) {
-    return fmt::format("{} foretold, {} measured ({:+.1f} %)", estimate_text(foretold, shown),
-                       shown(measured), 100 * (foretold.value / measured - 1));
+  const auto both = [](const Estimate& predicted, double measured, const auto& shown) {
+    return fmt::format("{} predicted, {} measured ({:+.1f} %)", estimate_text(predicted, shown),
+                       shown(measured), 100 * (predicted.value / measured - 1));
   };
   for (std::size_t i = 0; i < trials.layouts.size(); ++i) {
     const Tried& tried = trials.layouts[i];
@@ -225,9 +225,9 @@ std::string to_text(const Trials& trials) {
     sizes.push_back(fmt::format("{}{}", size, fits ? "" : " too large"));
   return text +
          wrapped("    ",
-                 fmt::format("largest micro-batch of {}: {}{} measured, {} foretold; tried {}{}{}",
+                 fmt::format("largest micro-batch of {}: {}{} measured, {} predicted; tried {}{}{}",
                              largest.layout, largest.ended_early.empty() ? "" : "at least ", largest.measured,
-                             largest.foretold, fmt::join(sizes, ", "),
+                             largest.predicted, fmt::join(sizes, ", "),
                              largest.ended_early.empty() ? "" : "; ended early: ", largest.ended_early));
 }
 

@@ -78,7 +78,7 @@ Plan filled() {
                 .moved_by = "replicas 8 instead of shards 1024",
                 .at = {568, 440, 700, Origin::kDataSheet},
                 .now = 512,
-                .bites = true}},
+                .reached = true}},
       .recipe = {{"samples", "tokens / sequence", "1024", "exact"}},
       .ways_out = {{"fewer devices", 4194304, planned(best, 5)}},
       .scaling = {{64, planned(best, 3.25), 1, "none"}, {4096, planned(best, 4), 0.5, "latency of gathers"}},
@@ -187,9 +187,9 @@ TEST(PlanText, HasTrials) {
       .largest = {"zero3, dp 2", 24, 20, {{1, true}, {32, false}}, "micro-batch 25: no answer in 300 s"}};
   const std::string text = to_text(trials);
   EXPECT_LE(widest(text), 100U) << text;
-  for (const char* part : {"3.25 s (2.93 s to 3.58 s) foretold, 2.5 s measured (+30.0 %)",
-                           "8 GiB foretold, 10 GiB measured (-20.0 %)", "not run: 8 cores; here are 2",
-                           "at least 24 measured, 20 foretold"})
+  for (const char* part : {"3.25 s (2.93 s to 3.58 s) predicted, 2.5 s measured (+30.0 %)",
+                           "8 GiB predicted, 10 GiB measured (-20.0 %)", "not run: 8 cores; here are 2",
+                           "at least 24 measured, 20 predicted"})
     EXPECT_THAT(on_one_line(text), HasSubstr(part));
   EXPECT_THAT(to_text(Trials{}), Not(HasSubstr("largest")));
 }

@@ -37,8 +37,8 @@ class Network {
   Network(const Cluster& cluster, const Calibration& calibration, double share_inside, double share_across);
   // `bytes`: of the whole buffer, as one rank has it before (reduce) or after (gather). A ring, level by
   // level: latency * steps inside + latency * steps across + bytes that the slowest link carries / its
-  // bandwidth; an all-reduce takes a tree where that is faster. A calibrated collective of this size and
-  // number of ranks goes before the formula.
+  // bandwidth; an all-reduce takes a tree where that is faster. A calibration of this operation on this
+  // number of ranks within one host replaces the formula.
   double seconds(Operation operation, double bytes, const Reach& reach) const;
   // The two parts of seconds(), for the laws of docs/planning.md.
   struct Cost {

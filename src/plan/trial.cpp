@@ -190,7 +190,7 @@ LargestMicroBatch largest_micro_batch(const Plan& plan, const RunProgram& run, c
   if (planned == plan.top.end()) return found;
   found.layout = to_text(planned->candidate);
   const double memory = plan.cluster.device.memory;
-  found.foretold = largest_that([&](std::int64_t size) {
+  found.predicted = largest_that([&](std::int64_t size) {
     const auto [with, candidate] = with_micro_batch(plan, *planned, size);
     return memory_of(with.model, with.cluster, with.work, candidate.candidate).total() <= memory;
   });

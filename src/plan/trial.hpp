@@ -37,10 +37,10 @@ std::vector<Tried> try_layouts(const Plan& plan, std::size_t count, const RunPro
                                const std::filesystem::path& folder);
 
 // The largest micro-batch of the first layout that this machine can run, by doubling and bisection: with the
-// cluster's reserve it fits into a device's memory. And the foretold one.
+// cluster's reserve it fits into a device's memory. And the predicted one.
 struct LargestMicroBatch {
   std::string layout{};  // empty: this machine can run none
-  std::int64_t measured = 0, foretold = 0;
+  std::int64_t measured = 0, predicted = 0;
   std::vector<std::pair<std::int64_t, bool>> tried{};
   std::string ended_early{};  // why `measured` is not the largest
 };
@@ -69,19 +69,20 @@ struct PublishedRow {
 // that is none.
 std::vector<PublishedRow> read_rows(const std::filesystem::path& file);
 
-// Rows whose step was published and can be foretold, in their order. `program`: whose it is; nanotron's
+// Rows whose step was published and can be predicted, in their order. `program`: whose it is; nanotron's
 // twice, as runs that a twin confirms within 10 % and all others.
 struct TimedRow {
   const PublishedRow* row = nullptr;
   std::string program{};
-  double published = 0, foretold = 0;  // seconds
+  double published = 0, predicted = 0;  // seconds
 };
 std::vector<TimedRow> timed_rows(const std::vector<PublishedRow>& rows);
 
 struct Errors {
   std::string source{}, what{};  // "seconds", "memory", "fits"
   std::size_t rows = 0;
-  double median = 0, p75 = 0, p90 = 0, worst = 0;  // |foretold / published - 1|; of "fits": parts of the rows
+  double median = 0, p75 = 0, p90 = 0,
+         worst = 0;  // |predicted / published - 1|; of "fits": parts of the rows
 };
 // The law step = t * accumulation + c of one inner layout: t and c from the two smallest worlds of a family,
 // and the errors of the larger ones.

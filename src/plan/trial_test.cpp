@@ -145,14 +145,14 @@ TEST_F(PlanTrials, FindTheLargestMicroBatch) {
   const LargestMicroBatch short_of = largest_micro_batch(plan, of_short_corpus, folder_);
   EXPECT_EQ(short_of.measured, 8);
   EXPECT_THAT(short_of.ended_early, HasSubstr("the corpus has 704 of the 1024 tokens"));
-  // The foretold one is the largest that fits: the next one does not.
+  // The predicted one is the largest that fits: the next one does not.
   const auto total = [&](std::int64_t size) {
     Work work = plan.work;
     work.tokens = static_cast<double>(64 * size);
     return memory_of(plan.model, plan.cluster, work, {.micro_batch = size}).total();
   };
-  EXPECT_LE(total(found.foretold), plan.cluster.device.memory);
-  EXPECT_GT(total(found.foretold + 1), plan.cluster.device.memory);
+  EXPECT_LE(total(found.predicted), plan.cluster.device.memory);
+  EXPECT_GT(total(found.predicted + 1), plan.cluster.device.memory);
 }
 
 TEST(PlanChildren, EndAsTheyDo) {

@@ -1,4 +1,4 @@
-// Published runs, foretold: a table of rows as published_runs.csv has them, and how far off the models are.
+// Published runs, predicted: a table of rows as published_runs.csv has them, and how far off the models are.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -196,11 +196,11 @@ std::optional<Cluster> cluster_of(const PublishedRow& row) {
   return std::nullopt;
 }
 
-struct Foretold {
+struct Predicted {
   double seconds = 0, memory = 0;
   bool too_large = false;
 };
-std::optional<Foretold> foretold(const PublishedRow& row) {
+std::optional<Predicted> predicted(const PublishedRow& row) {
   auto cluster = cluster_of(row);
   if (!cluster || row.model.layers == 0 || row.model.hidden == 0 || row.work.sequence == 0)
     return std::nullopt;
@@ -216,7 +216,7 @@ std::optional<Foretold> foretold(const PublishedRow& row) {
   if (row.recompute.starts_with("selective")) problem.constants.share_of_attention *= 7.0 / 9;
   Pipelines pipelines;
   MemoryModel stages(problem, pipelines);
-  Foretold made;
+  Predicted made;
   if (row.seconds > 0)
     made.seconds = published_step(problem, row.candidate,
                                   program == Program::kNanotron ? stages.stages(row.candidate)
@@ -259,11 +259,11 @@ std::string program_of(const PublishedRow& row) {
 
 struct Seen {
   const PublishedRow* row;
-  Foretold foretold;
-  double error() const { return std::abs(foretold.seconds / row->seconds - 1); }
+  Predicted predicted;
+  double error() const { return std::abs(predicted.seconds / row->seconds - 1); }
 };
 
-// For each model on each number of devices, whether one of the five that are foretold to be the fastest is
+// For each model on each number of devices, whether one of the five that are predicted to be the fastest is
 // within 5 % of the fastest that was measured.
 void add_cells(std::vector<Errors>& to, const std::vector<Seen>& seen) {
   std::map<std::pair<std::string, std::int32_t>, std::vector<const Seen*>> cells;
@@ -271,7 +271,7 @@ void add_cells(std::vector<Errors>& to, const std::vector<Seen>& seen) {
   std::size_t all = 0, good = 0;
   for (auto& [cell, layouts] : cells) {
     if (layouts.size() < 2) continue;
-    std::ranges::sort(layouts, {}, [](const Seen* one) { return one->foretold.seconds; });
+    std::ranges::sort(layouts, {}, [](const Seen* one) { return one->predicted.seconds; });
     const auto seconds = [](const Seen* one) { return one->row->seconds; };
     const double best = seconds(*std::ranges::min_element(layouts, {}, seconds));
     layouts.resize(std::min<std::size_t>(layouts.size(), 5));
@@ -303,7 +303,7 @@ std::vector<TimedRow> timed_rows(const std::vector<PublishedRow>& rows) {
   std::vector<TimedRow> timed;
   for (const PublishedRow& row : rows) {
     if (!is_timed(row) || (is_nanotron(row) && !is_whole(row))) continue;
-    const auto found = foretold(row);
+    const auto found = predicted(row);
     if (!found) continue;
     const bool confirmed = row.twin_ratio > 0 && row.twin_ratio < 1.1;
     timed.push_back({&row,
@@ -325,7 +325,7 @@ std::vector<Errors> validate(const std::vector<PublishedRow>& rows) {
     if (row.tier != "A" && !row.failed) continue;
     const bool timed = is_timed(row);
     if (!is_nanotron(row) && !timed) continue;
-    const auto found = foretold(row);
+    const auto found = predicted(row);
     if (!found) continue;
     if (!is_nanotron(row)) {
       together.push_back(Seen{&row, *found}.error());

@@ -55,7 +55,7 @@ const Errors* errors_named(const std::vector<Errors>& all, const std::string& so
   return found == all.end() ? nullptr : &*found;
 }
 
-TEST_F(PublishedRows, AreForetoldAsTheFitForetellsThem) {
+TEST_F(PublishedRows, ArePredictedAsTheFitPredictsThem) {
   const std::string small = "nanotron-1b,16,2048,32,32,8192,1,131072,",
                     large = "nanotron-8b,32,4096,32,32,14336,1,131072,";
   const auto rows = read(kHeader +

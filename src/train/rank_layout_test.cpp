@@ -120,7 +120,7 @@ void expect_same(const PersistentBytes& found, const PersistentBytes& wanted) {
 TEST_F(RankLayouts, AreThoseThatAreMade) {
   for_cases({1, 2, 4}, [](const RunConfig& config, int ranks) {
     run_ranks(ranks, [&](World& world) {
-      const RunLayout foretold = lay_out(config, ranks, world.rank);
+      const RunLayout predicted = lay_out(config, ranks, world.rank);
       const auto model = make_task(config, world.group)->make_model(scalar_type(config.train.dtype));
       const Mesh mesh(world, grid_of(config, ranks));
       std::optional<Layout> placed;
@@ -128,9 +128,9 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
       const ModelUnits units = model->make_units();
       const auto layout = make_layout(config, model->named(), units, mesh, placed ? &*placed : nullptr);
       const auto& buckets = layout->buckets();
-      ASSERT_EQ(foretold.layout.buckets.size(), buckets.size());
+      ASSERT_EQ(predicted.layout.buckets.size(), buckets.size());
       for (std::size_t b = 0; b < buckets.size(); ++b) {
-        const LaidBucket& laid = foretold.layout.buckets[b];
+        const LaidBucket& laid = predicted.layout.buckets[b];
         EXPECT_EQ(laid.planned.plan.numel, buckets[b].plan.numel);
         EXPECT_TRUE(same(laid.held, buckets[b].held));
         EXPECT_EQ(laid.sharded, buckets[b].sharded);
@@ -149,8 +149,8 @@ TEST_F(RankLayouts, AreThoseThatAreMade) {
       }
       const auto optimizer = make_optimizer(config);
       optimizer->update(layout->buckets(), 1);
-      const Grid* shared_on = foretold.plan.share_parameters ? &mesh.grid() : nullptr;
-      expect_same(foretold.layout.total, measure_kept(buckets, optimizer->state(buckets), shared_on));
+      const Grid* shared_on = predicted.plan.share_parameters ? &mesh.grid() : nullptr;
+      expect_same(predicted.layout.total, measure_kept(buckets, optimizer->state(buckets), shared_on));
     });
   });
 }

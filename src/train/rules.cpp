@@ -147,6 +147,17 @@ bool breaks(LayoutRule rule, const LayoutNumbers& layout, const ModelNumbers& mo
   return false;
 }
 
+std::vector<std::int64_t> divisors(std::int64_t number) {
+  std::vector<std::int64_t> small, large;
+  for (std::int64_t n = 1; n * n <= number; ++n) {
+    if (number % n != 0) continue;
+    small.push_back(n);
+    if (n * n != number) large.push_back(number / n);
+  }
+  small.insert(small.end(), large.rbegin(), large.rend());
+  return small;
+}
+
 std::optional<LayoutRule> broken_rule(const LayoutNumbers& layout, const ModelNumbers& model,
                                       LayoutRule first, LayoutRule last) {
   for (auto rule = static_cast<int>(first); rule <= static_cast<int>(last); ++rule)
@@ -161,8 +172,9 @@ ErrorText sentence(LayoutRule rule, const LayoutNumbers& layout, const ModelNumb
       return {pp == 1   ? "parallel.tp"
               : tp == 1 ? "parallel.pp"
                         : "parallel.tp times parallel.pp",
-              fmt::format("{} for {} ranks", tp * pp, layout.ranks), "a size that divides the ranks",
-              "Change it or the ranks"};
+              fmt::format("{} for {} ranks", tp * pp, layout.ranks),
+              fmt::format("a size that divides the ranks: {}", fmt::join(divisors(layout.ranks), ", ")),
+              "Take one of these, or another number of ranks"};
     case LayoutRule::kDataAxes: return words_of_axes(layout);
     case LayoutRule::kExpertRanks:
       return {"parallel.ep",

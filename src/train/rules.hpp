@@ -40,6 +40,8 @@ struct ModelNumbers {
   std::vector<std::pair<const char*, std::int64_t>> split_over_tp{};  // "features of an expert", 1408
 };
 
+std::vector<std::int64_t> divisors(std::int64_t number);  // ascending
+
 // In the order in which check_but_devices() asks. A rule may presume those before it.
 enum class LayoutRule : std::uint8_t {
   kModelRanks,     // tp times pp divides the ranks

@@ -48,12 +48,14 @@ const std::vector<Sentence>& sentences() {
   using enum LayoutRule;
   static const std::vector<Sentence> all = {
       {kModelRanks, 4, [](RunConfig& c) { c.parallel.tp = 3; },
-       "parallel.tp: found 3 for 4 ranks; expected a size that divides the ranks. Change it or the ranks"},
+       "parallel.tp: found 3 for 4 ranks; expected a size that divides the ranks: 1, 2, 4. Take one of these, or another "
+       "number of ranks"},
       {kModelRanks, 3, [](RunConfig& c) { c.parallel.pp = 2; },
-       "parallel.pp: found 2 for 3 ranks; expected a size that divides the ranks. Change it or the ranks"},
+       "parallel.pp: found 2 for 3 ranks; expected a size that divides the ranks: 1, 3. Take one of these, or another "
+       "number of ranks"},
       {kModelRanks, 6, [](RunConfig& c) { c.parallel.tp = c.parallel.pp = 2; },
-       "parallel.tp times parallel.pp: found 4 for 6 ranks; expected a size that divides the ranks. Change it "
-       "or the ranks"},
+       "parallel.tp times parallel.pp: found 4 for 6 ranks; expected a size that divides the ranks: 1, 2, 3, "
+       "6. Take one of these, or another number of ranks"},
       {kDataAxes, 8, [](RunConfig& c) { c.parallel.tp = 2, c.parallel.cp_ring = 3; },
        "the axes of the ranks: found dp_replicate 1 x cp_ring 3 x cp_ulysses 1 for 4 ranks; expected sizes of "
        "1 or more whose product divides the ranks: 1, 2, 4. Change parallel.replicas, parallel.cp_ring, "
@@ -308,7 +310,7 @@ TEST(LayoutRules, AcceptWhatRanksCanHave) {
               static_cast<unsigned long>(kSeed), accepted);
 }
 
-// The bytes that are foretold come from the same numbers.
+// The bytes that are predicted come from the same numbers.
 TEST(LayoutRules, GiveThePlanOfAGrid) {
   std::mt19937_64 draw(7);
   for (int left = 50; left > 0;) {

@@ -142,9 +142,12 @@ void Engine::warn_of_stopped(const Task& task) {
 void Engine::time_out(const Task& task, std::chrono::milliseconds timeout) {
   std::string names;
   for (int r : awaited(task)) names += (names.empty() ? "" : ", ") + who(r);
-  if (names.empty()) names = "no rank that is known to be late: the operation";
-  fail(task, fmt::format("{} did not arrive within {} ms", names, timeout.count()),
-       "Look at what kept those ranks, or raise the timeout; then restart all ranks");
+  fail(task,
+       names.empty() ? fmt::format("the operation unfinished after {} ms, and no rank known to be late",
+                                   timeout.count())
+                     : fmt::format("{} did not arrive within {} ms", names, timeout.count()),
+       "Read the output of those ranks. If they were only slow, raise parallel.timeout_seconds (in C++: "
+       "JoinOptions::timeout). Then restart all ranks");
 }
 
 bool Engine::poisoned() const {

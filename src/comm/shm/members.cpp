@@ -126,9 +126,11 @@ std::vector<MemberInfo> meet(c10d::Store& store, int rank, int size, const Membe
       if (std::chrono::steady_clock::now() >= deadline) {
         std::string names;
         for (int r : missing) names += fmt::format("{}{}", names.empty() ? "" : ", ", r);
-        throw_peer_error(where, fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
-                         "every rank to join",
-                         "Look at the output of the missing ranks for what kept them, or raise the timeout");
+        throw_peer_error(
+            where, fmt::format("nothing from rank {} within {} ms", names, timeout.count()),
+            "every rank to join",
+            "Read the output of the missing ranks. If they were only slow, raise parallel.timeout_seconds "
+            "(in C++: JoinOptions::timeout)");
       }
       std::this_thread::sleep_for(nap);
       nap = std::min<std::chrono::microseconds>(nap * 3 / 2, std::chrono::milliseconds(20));
