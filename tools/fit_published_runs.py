@@ -3,7 +3,7 @@
 Run in the project's root: python3 tools/fit_published_runs.py [path of published_runs.csv]. Needs numpy, scipy, pandas.
   --splits   24 random halves instead of one split
   --write    its table into docs/planning.md
-  --check    fails where src/plan/constants.* or docs/planning.md have other figures than the fit
+  --check    fails where the planner's constants or docs/planning.md have other figures than the fit
 """
 import pathlib
 import re
@@ -27,7 +27,7 @@ def devices():
     columns = r'\{"([\w-]+)", (?:k\w+|"[^"]*"),\s*((?:[\d.]+,?\s*){11})(?:, *\s*"\w+")?\}'
     rows = {name: [float(x) for x in re.findall(r'[\d.]+', cells)] for name, cells in re.findall(columns, source('clusters.cpp'))}
     assert len(rows) == len(re.findall(r'^    \{"', source('clusters.cpp'), re.M)) > 0, 'clusters.cpp has rows of another form'
-    shares = re.search(r'share_of_attention\(std::string_view device\) \{\n  return (.*?);', source('constants.cpp'), re.S).group(1)
+    shares = re.search(r'share_of_attention\(std::string_view device\) \{\n  return (.*?);', source('published.cpp'), re.S).group(1)
     a100, v100, other = (float(x) for x in re.findall(r'0\.\d+', shares))
     made = {}
     for name, (memory, rate, fp64, fp32, bf16, fp8, best, host, joined, fast, net) in rows.items():
@@ -42,11 +42,11 @@ def device_of(hardware):
     return next(name for begins, name in DEVICES if hardware.startswith(begins))
 
 HW = devices()
-HBM_SHARE = number('constants.hpp', 'share_of_memory')   # attainable share of HBM's data sheet
-PASSES = number('constants.hpp', 'passes')               # times that forward and backward move each byte that a layer keeps: counted (180 h + 30 f) / (20 h + 8 f) = 5.9
-BASE = number('constants.hpp', 'kRingStart')             # NCCL tuning.cc: ring base, a step in a node (Simple), a step between nodes (x 1.4)
+HBM_SHARE = number('problem.hpp', 'share_of_memory')   # attainable share of HBM's data sheet
+PASSES = number('problem.hpp', 'passes')               # times that forward and backward move each byte that a layer keeps: counted (180 h + 30 f) / (20 h + 8 f) = 5.9
+BASE = number('problem.hpp', 'kRingStart')             # NCCL tuning.cc: ring base, a step in a node (Simple), a step between nodes (x 1.4)
 A_IN, A_NET = number('clusters.cpp', 'kStepInside'), number('clusters.cpp', 'kStepAcross')
-HIDE = number('constants.hpp', 'overlap')                # share of the last backward that hides the reduction (DDP paper, arXiv:2006.15704: 35 to 38 %)
+HIDE = number('problem.hpp', 'overlap')                # share of the last backward that hides the reduction (DDP paper, arXiv:2006.15704: 35 to 38 %)
 ADAM = 40                                                # bytes a parameter that norm, optimizer and zeroing move
 LIMIT = number('validate.cpp', 'kUsable') * 80           # GiB: predicted memory above it is refused
 
@@ -146,14 +146,6 @@ def time_fit(s, y, mask, x0=np.array([.6, .75, 2e-3, .35])):
     go = lambda z: np.log(time_parts(s, x0*np.exp(z))['step']/y)[mask]
     return x0*np.exp(least_squares(go, np.zeros(len(x0)), loss='cauchy', f_scale=.05, bounds=(-1.5, 1.5)).x)
 
-def cells(df, p, label):
-    n = top5 = first5 = first10 = 0; regret = []
-    for _, g in df.assign(p=p).groupby(['model', 'gpus']):
-        if len(g) < 2: continue
-        best, order = g.step.min(), g.sort_values('p').step.values
-        n += 1; top5 += order[:5].min() <= 1.05*best; first5 += order[0] <= 1.05*best; first10 += order[0] <= 1.1*best; regret.append(order[0]/best - 1)
-    print('  %-34s cells %d: one of the top five within 5 %% of the best in %d; the first within 5 %% in %d, within 10 %% in %d; worst regret %.2f' % (label, n, top5, first5, first10, max(regret)))
-
 # ---- all other dense rows (one efficiency for each GPU and precision; the rest as above) -----------------------------------------------
 def precision(s):
     s = str(s).lower()
@@ -202,7 +194,7 @@ def other_fit(o, x, mask):
     for g in np.unique(key[mask]): best[g] = grid[np.argmin(err[:, (key == g) & mask].sum(1))]
     return best, np.array([best.get(g, np.nan) for g in key])
 
-# ---- what is kept of it: constants.*, docs/planning.md --------------------------------------------------------------------------------
+# ---- what is kept of it: the planner's constants, docs/planning.md -------------------------------------------------------------------
 class Kept:
     """Rows of the page's table, and what the planner's constants must then be."""
     def __init__(s): s.rows, s.off = [('figure', 'all rows', 'one half', 'the other half', 'the planner')], []
@@ -235,8 +227,8 @@ def main():
         xk = mem_fit(ok, fold != k); halves.append(xk); pk = mem_predict(ok, xk)[0]; out[fold == k] = pk[fold == k]; outf[ff == k] = mem_predict(failed, xk)[0][ff == k]
         print('  fold %d: %s' % (k, np.round(xk, 3)), 'in', quantiles(abs(pk/y - 1)[fold != k]), '| out', quantiles(abs(pk/y - 1)[fold == k]))
     print('  out of fold    ', quantiles(abs(out/y - 1)), ' refused %.2f %%, failed called too large %.2f %%' % (100*(out > LIMIT).mean(), 100*(outf > LIMIT).mean()))
-    kept.constant('bytes that an allocator takes for a byte kept', (x[0], halves[0][0], halves[1][0]), number('constants.hpp', 'allocated'), 3)
-    kept.constant('memory of libraries', (x[2], halves[0][2], halves[1][2]), number('constants.hpp', 'fixed_bytes')/GIB, 3, ' GiB')
+    kept.constant('bytes that an allocator takes for a byte kept', (x[0], halves[0][0], halves[1][0]), number('problem.hpp', 'allocated'), 3)
+    kept.constant('memory of libraries', (x[2], halves[0][2], halves[1][2]), number('problem.hpp', 'fixed_bytes')/GIB, 3, ' GiB')
     kept.errors('memory, nanotron', abs(p/y - 1), abs(out/y - 1))
     big = y > 10
     print('  above 10 GiB   ', quantiles(abs(out/y - 1)[big]))
@@ -259,13 +251,9 @@ def main():
         m = sets['twin < 1.1, < 74 GiB, tp <= 8']
         print('  fold %d: %s' % (k, np.round(xk, 4)), 'in', quantiles(abs(pk/y - 1)[m & (fold != k)]), '| out', quantiles(abs(pk/y - 1)[m & (fold == k)]))
     for name, m in sets.items(): print('  %-32s in fold' % name, quantiles(abs(p/y - 1)[m]), ' out of fold', quantiles(abs(out/y - 1)[m]))
-    for name in ('twin < 1.1, < 74 GiB, tp <= 8', 'twin < 1.25, tp <= 8', 'all, < 74 GiB, tp <= 8', 'all'):
-        m = sets[name] & low
-        cells(a[m], out[m], name + ' (out of fold)')
-
     for i, (name, stands, scale, digits, unit) in enumerate((('share of the peak that products reach', 'share_of_peak', 1, 3, ''), ('share of a link inside a host', 'share_inside', 1, 3, ''),
                                                              ('host for a layer of a micro-batch', 'layer_overhead', 1e3, 3, ' ms'), ('share of a network', 'share_across', 1, 3, ''))):
-        kept.constant(name, [scale*v[i] for v in (x, *halves)], scale*number('constants.hpp', stands), digits, unit)
+        kept.constant(name, [scale*v[i] for v in (x, *halves)], scale*number('problem.hpp', stands), digits, unit)
     for name, m in sets.items():
         if not name.startswith(' ') and 'MFU' not in name: kept.errors('a step, nanotron, ' + name, abs(p/y - 1)[m], abs(out/y - 1)[m])
     m = sets['twin < 1.25, tp <= 8']
@@ -280,26 +268,12 @@ def main():
         pk = other_step(o, ek, x); out[fold == k] = pk[fold == k]
     print('  in fold    ', quantiles(abs(p/yo - 1))); print('  out of fold', quantiles(abs(out/yo - 1)))
     print('  efficiencies', {k: round(float(v), 2) for k, v in best.items()})
-    shares = {name: (float(a), float(b)) for name, a, b in re.findall(r'\{"([\w-]+)", ([\d.]+), ([\d.]+)\}', source('constants.cpp'))}
+    shares = {name: (float(a), float(b)) for name, a, b in re.findall(r'\{"([\w-]+)", ([\d.]+), ([\d.]+)\}', source('published.cpp'))}
     for key in sorted(best):
         name, prec = key.split('/')
         stands = shares.get(name + ('-fp4' if prec == 'fp4' else ''), (0, 0))[prec in ('fp8', 'fp4', 'int8')]
         kept.constant('share of the peak, %s, %s' % (name, prec), [v.get(key, np.nan) for v in (best, *halves)], stands, 3)
     kept.errors('a step, all other dense rows', abs(p/yo - 1), abs(out/yo - 1)[~np.isnan(out)])
-    o['source1'] = o.framework.str.replace(r'Megatron-Bridge.*', 'Megatron-Bridge', regex=True)
-    for g, r in o.assign(err=p/yo - 1).groupby('source1').err: print('    %-28s n %3d median |error| %4.1f %%, mean error %+5.1f %%' % (g, len(r), 100*r.abs().median(), 100*r.mean()))
-
-    print('== MLPerf: step = t G + c from the two smallest worlds that differ in G')
-    ml = d[(d.framework == 'NeMo (MLPerf)') & (d.tier == 'A')].copy()
-    ml['who'] = ml.id.str.extract(r'mlperf([\d.]+-(?:[a-z0-9]+)-[a-z_]+)')[0].str.replace('eos-dfw', 'eos').str.replace(r'_n$', '', regex=True).str.replace(r'_ngpu$', '', regex=True)
-    for _, g in ml.groupby(['who', 'model', 'hardware', 'tp', 'pp', 'cp', 'vpp', 'mbs']):
-        g = g.sort_values('gpus')
-        if len(g) < 3: continue
-        one = g.iloc[0]; two = g[g.grad_acc != one.grad_acc].iloc[0]
-        t = (one.step_s - two.step_s)/(one.grad_acc - two.grad_acc); c = one.step_s - t*one.grad_acc
-        print('  %s %s: t %.5f s, c %.4f s' % (one.who, one.model, t, c))
-        for r in g.itertuples():
-            if r.gpus not in (one.gpus, two.gpus): print('    %5d GPUs, G %3d: %.4f s, measured %.4f: %+.2f %%' % (r.gpus, r.grad_acc, t*r.grad_acc + c, r.step_s, 100*((t*r.grad_acc + c)/r.step_s - 1)))
     if '--write' in sys.argv or '--check' in sys.argv: kept.page('--write' in sys.argv)
     for problem in kept.off: print('OFF', problem)
     if '--check' in sys.argv and kept.off: sys.exit(1)
