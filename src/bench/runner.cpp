@@ -1,7 +1,6 @@
 #include "bench/runner.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <poll.h>
 #include <signal.h>

@@ -10,7 +10,6 @@
 
 #include "base/refuse.hpp"
 #include "isograd/data.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd {
 

@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <string>
 
 #include "base/refuse.hpp"
 

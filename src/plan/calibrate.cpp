@@ -15,10 +15,8 @@
 #include <cmath>
 #include <deque>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <numeric>
-#include <thread>
 
 #include "isograd/optimizer.hpp"
 #include "kernels/matmul/product.hpp"

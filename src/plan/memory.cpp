@@ -5,12 +5,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
-#include <map>
 #include <string>
 #include <string_view>
-#include <tuple>
 
 #include "model/kept_tensors.hpp"
 #include "plan/search.hpp"

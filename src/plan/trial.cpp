@@ -11,7 +11,6 @@
 
 #include "base/child.hpp"
 #include "base/files.hpp"
-#include "base/refuse.hpp"
 #include "plan/problem.hpp"
 #include "plan/trial.hpp"
 #include "train/device.hpp"

@@ -8,7 +8,6 @@
 #include <fstream>
 #include <limits>
 #include <map>
-#include <numeric>
 
 #include "base/refuse.hpp"
 #include "plan/inputs.hpp"

@@ -16,7 +16,6 @@
 #include "base/memory.hpp"
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
-#include "isograd/context_parallel.hpp"
 #include "isograd/expert_parallel.hpp"
 #include "isograd/tensor_parallel.hpp"
 #include "loss/checks.hpp"

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <csignal>
 #include <cstring>
-#include <ctime>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>

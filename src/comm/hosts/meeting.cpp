@@ -12,7 +12,6 @@
 #include <fstream>
 #include <map>
 #include <sstream>
-#include <vector>
 
 #include "base/files.hpp"
 #include "base/refuse.hpp"

@@ -1,7 +1,6 @@
 // MPI's functions in a build without MPI: they refuse.
 #include "base/refuse.hpp"
 #include "comm/mpi/mpi.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::mpi {
 namespace {

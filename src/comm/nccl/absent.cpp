@@ -1,7 +1,6 @@
 // NCCL's functions in a build without CUDA or without its headers: they refuse.
 #include "base/refuse.hpp"
 #include "comm/nccl/nccl.hpp"
-#include "isograd/error.hpp"
 
 namespace isograd::nccl {
 namespace {

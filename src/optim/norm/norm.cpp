@@ -8,12 +8,10 @@
 #include <iterator>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "isograd/optimizer.hpp"
-#include "isograd/parameters.hpp"
 #include "kernels/flat.hpp"
 #include "kernels/threads/parallel_for.hpp"
 #include "layout/flat.hpp"

@@ -8,7 +8,6 @@
 #include <set>
 
 #include "base/refuse.hpp"
-#include "isograd/error.hpp"
 #include "layout/flat.hpp"
 
 namespace isograd {

@@ -17,9 +17,7 @@
 
 #include "base/refuse.hpp"
 #include "base/torch_versions.hpp"
-#include "comm/autograd.hpp"
 #include "isograd/error.hpp"
-#include "isograd/fully_shard.hpp"
 
 namespace isograd {
 namespace {

@@ -10,7 +10,6 @@
 
 #include "base/refuse.hpp"
 #include "isograd/checkpoint.hpp"
-#include "isograd/verify.hpp"
 #include "layout/flat.hpp"
 #include "layout/readings.hpp"
 #include "model/hf.hpp"
