@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <fmt/format.h>
 
 #include <cstdint>
 #include <string>
@@ -16,6 +17,13 @@ struct TokenWeights {
   at::Tensor mask;     // [T] bool
   at::Tensor weights;  // [T] fp64, 0 where the mask is false
 };
+
+// ConfigError for the option `key` of a loss.
+template <class Value>
+void check_option(bool in_range, const std::string& loss, const std::string& key, const Value& found,
+                  const std::string& range) {
+  if (!in_range) refuse(loss + ": " + key, fmt::format("{}", found), range, "Set " + key + " in that range");
+}
 
 // fp64 for fp64, else fp32.
 at::ScalarType computing_type(at::ScalarType type);

@@ -2,6 +2,7 @@
 // a share of the work.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -14,6 +15,8 @@ enum class Interpolation;
 
 // The lowest that a loss may be given, whatever its scores' type: fp32 can still divide by it.
 inline constexpr double kLowestTemperature = std::numeric_limits<float>::min();
+inline constexpr const char* kTemperatures = "a finite number, at least 1.2e-38";
+inline bool is_temperature(double value) { return value >= kLowestTemperature && std::isfinite(value); }
 
 // One class's view of the pool. Rows of this step come first, the queue's after them.
 template <typename T>

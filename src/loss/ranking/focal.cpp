@@ -72,11 +72,6 @@ at::Tensor reduced_over_ranks(const std::string& where, Group& group, const std:
   return share.requires_grad() ? level + (share - share.detach()) * factor : level;
 }
 
-void check_option(bool holds, const std::string& loss, const std::string& key, double found,
-                  const std::string& expected) {
-  if (!holds) refuse(loss + ": " + key, fmt::format("{}", found), expected, "Set " + key + " in that range");
-}
-
 // The losses of scores that are numbers, NaN for the others: an infinite score may have a loss of 0.
 at::Tensor where_finite(const at::Tensor& are_finite, const at::Tensor& losses) {
   return at::where(are_finite, losses, std::numeric_limits<double>::quiet_NaN());
@@ -164,14 +159,13 @@ at::Tensor SigmoidFocalLoss::forward(const at::Tensor& scores, const at::Tensor&
 
 SoftmaxFocalLoss::SoftmaxFocalLoss(SoftmaxFocalOptions options, Group group)
     : torch::nn::Module("SoftmaxFocalLoss"), options_(std::move(options)), group_(std::move(group)) {
-  const auto check = [](bool holds, const char* key, double found, const char* expected) {
+  const auto check = [](bool holds, const char* key, auto found, const char* expected) {
     check_option(holds, "SoftmaxFocalLoss", key, found, expected);
   };
   check(options_.gamma >= 0 && std::isfinite(options_.gamma), "gamma", options_.gamma, "0 or more");
   check(options_.label_smoothing >= 0 && options_.label_smoothing < 1, "label_smoothing",
         options_.label_smoothing, "from 0 to below 1");
-  check(options_.background_class >= 0, "background_class", static_cast<double>(options_.background_class),
-        "0 or more");
+  check(options_.background_class >= 0, "background_class", options_.background_class, "0 or more");
   for (const double alpha : options_.alpha)
     check(alpha >= 0 && std::isfinite(alpha), "alpha", alpha, "finite weights >= 0");
 }

@@ -23,9 +23,6 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr int kForwardsBeforeWarning = 20;  // training forwards without a value of a class
 constexpr int kWarned = -1;
 
-bool is_temperature(double value) { return value >= kLowestTemperature && std::isfinite(value); }
-const char* const kTemperatures = "a finite number, at least 1.2e-38";
-
 std::int64_t& forwards_made(at::Tensor& position) { return position.data_ptr<std::int64_t>()[1]; }
 
 // The `count` rows of `from` with the smallest random numbers, ascending.
@@ -357,12 +354,8 @@ RankingCore smooth_ap_core() {
 }
 
 RankingMetrics metrics_of(const RankingPool& pool, double quantile, double budget) {
-  if (!(quantile > 0 && quantile < 1))
-    refuse("ranking_metrics: quantile", fmt::format("{}", quantile), "between 0 and 1",
-           "Set it in that range");
-  if (!(budget > 0 && budget <= 1))
-    refuse("ranking_metrics: budget", fmt::format("{}", budget), "above 0, at most 1",
-           "Set it in that range");
+  check_option(quantile > 0 && quantile < 1, "ranking_metrics", "quantile", quantile, "between 0 and 1");
+  check_option(budget > 0 && budget <= 1, "ranking_metrics", "budget", budget, "above 0, at most 1");
   RankingMetrics metrics{.rows = pool.size()};
   const at::Tensor scores = pool.scores.view({-1}).to(at::kDouble);
   const at::Tensor order = scores.argsort(0, /*descending=*/true);
@@ -420,7 +413,7 @@ RankingLoss::RankingLoss(std::string name, RankingOptions options, Group group, 
 
 void RankingLoss::check(bool holds, const std::string& key, const std::string& found,
                         const std::string& expected) const {
-  if (!holds) refuse(name_ + ": " + key, found, expected, "Set " + key + " in that range");
+  check_option(holds, name_, key, found, expected);
 }
 
 double RankingLoss::temperature() const { return temperature_.item<double>(); }

@@ -1,5 +1,4 @@
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 
 #include <cmath>
 
@@ -14,36 +13,28 @@ enum Progress : std::int64_t { kEpoch, kStep, kSwitch };
 
 LossWarmup::LossWarmup(Warmup warmup, std::shared_ptr<RankingLoss> main, WarmupOptions options)
     : torch::nn::Module("LossWarmup"), warmup_(std::move(warmup)), main_(std::move(main)), options_(options) {
-  const auto check = [](bool holds, const std::string& key, double found, const std::string& expected) {
-    if (!holds)
-      refuse("LossWarmup: " + key, fmt::format("{}", found), expected, "Set " + key + " in that range");
+  const auto check = [](bool holds, const char* key, auto found, const char* expected) {
+    check_option(holds, "LossWarmup", key, found, expected);
   };
-  const auto count = [](const std::optional<std::int64_t>& value) {
-    return static_cast<double>(value.value_or(0));
-  };
+  const std::int64_t warmup_steps = options.warmup_steps.value_or(0),
+                     blend_steps = options.blend_steps.value_or(0);
   check(warmup_ && main_, "losses", 0, "a warm-up loss and a main loss");
-  check(options_.warmup_epochs >= 0, "warmup_epochs", static_cast<double>(options_.warmup_epochs),
-        "0 or more");
-  check(options_.blend_epochs >= 0, "blend_epochs", static_cast<double>(options_.blend_epochs), "0 or more");
-  check(count(options_.warmup_steps) >= 0, "warmup_steps", count(options_.warmup_steps), "0 or more");
-  check(count(options_.blend_steps) >= 0, "blend_steps", count(options_.blend_steps), "0 or more");
-  check(!options_.warmup_steps || options_.warmup_epochs == 0, "warmup_steps", count(options_.warmup_steps),
+  check(options.warmup_epochs >= 0, "warmup_epochs", options.warmup_epochs, "0 or more");
+  check(options.blend_epochs >= 0, "blend_epochs", options.blend_epochs, "0 or more");
+  check(warmup_steps >= 0, "warmup_steps", warmup_steps, "0 or more");
+  check(blend_steps >= 0, "blend_steps", blend_steps, "0 or more");
+  check(!options.warmup_steps || options.warmup_epochs == 0, "warmup_steps", warmup_steps,
         "not with warmup_epochs: one of the two");
-  check(!options_.blend_steps || options_.blend_epochs == 0, "blend_steps", count(options_.blend_steps),
+  check(!options.blend_steps || options.blend_epochs == 0, "blend_steps", blend_steps,
         "not with blend_epochs: one of the two");
-  check(!options_.blend_steps || options_.warmup_steps, "blend_steps", count(options_.blend_steps),
-        "only with warmup_steps");
-  check(!options_.warmup_steps || options_.blend_epochs == 0, "blend_epochs",
-        static_cast<double>(options_.blend_epochs), "not with warmup_steps: use blend_steps");
-  check(options_.final_main_weight > 0 && options_.final_main_weight <= 1, "final_main_weight",
-        options_.final_main_weight, "above 0, at most 1");
-  const char* temperatures = "a finite number, at least 1.2e-38";
-  check(options_.temp_start >= kLowestTemperature && std::isfinite(options_.temp_start), "temp_start",
-        options_.temp_start, temperatures);
-  check(options_.temp_end >= kLowestTemperature && std::isfinite(options_.temp_end), "temp_end",
-        options_.temp_end, temperatures);
-  check(options_.temp_decay_steps > 0, "temp_decay_steps", static_cast<double>(options_.temp_decay_steps),
-        "1 or more");
+  check(!options.blend_steps || options.warmup_steps, "blend_steps", blend_steps, "only with warmup_steps");
+  check(!options.warmup_steps || options.blend_epochs == 0, "blend_epochs", options.blend_epochs,
+        "not with warmup_steps: use blend_steps");
+  check(options.final_main_weight > 0 && options.final_main_weight <= 1, "final_main_weight",
+        options.final_main_weight, "above 0, at most 1");
+  check(is_temperature(options.temp_start), "temp_start", options.temp_start, kTemperatures);
+  check(is_temperature(options.temp_end), "temp_end", options.temp_end, kTemperatures);
+  check(options.temp_decay_steps > 0, "temp_decay_steps", options.temp_decay_steps, "1 or more");
   register_module("main", main_);
   progress_ = register_buffer("progress", at::full({3}, -1, at::kLong));
 }
