@@ -134,10 +134,6 @@ ParsedJson<Json> parse_json(std::string_view text, JsonRules rules) {
   return builder.take();
 }
 
-std::string json_text(const nlohmann::json& value, int indent, bool ascii) {
-  return value.dump(indent, ' ', ascii, nlohmann::json::error_handler_t::replace);
-}
-
 std::string brief(const nlohmann::json& value) {
   const std::string text = json_text(value, -1, true);
   return text.size() <= kShown ? text : text.substr(0, kShown) + "...";

@@ -35,7 +35,10 @@ extern template ParsedJson<nlohmann::ordered_json> parse_json(std::string_view, 
 
 // `value` as text. Invalid UTF-8, as in texts of peers and names of files, is replaced: it keeps nothing from
 // being written or answered.
-std::string json_text(const nlohmann::json& value, int indent = -1, bool ascii = false);
+template <class Json = nlohmann::json>
+std::string json_text(const Json& value, int indent = -1, bool ascii = false) {
+  return value.dump(indent, ' ', ascii, Json::error_handler_t::replace);
+}
 
 // A value in a message: ASCII, cut short.
 std::string brief(const nlohmann::json& value);

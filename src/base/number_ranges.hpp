@@ -1,4 +1,4 @@
-// Whole numbers in texts.
+// Numbers in texts.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +27,18 @@ inline std::vector<std::string> number_ranges(std::vector<int> numbers) {
   return parts;
 }
 
+// The number that the whole text is.
+template <class Number>
+std::optional<Number> number_in(std::string_view text) {
+  Number number{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return {};
+  return number;
+}
+
 // The number of 0 or more that the text is, in digits and nothing else.
 inline std::optional<std::int64_t> whole_number(std::string_view text) {
-  std::int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || number < 0 || text[0] == '-') return {};
-  return number;
+  return text.starts_with('-') ? std::nullopt : number_in<std::int64_t>(text);
 }
 
 }  // namespace isograd

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <charconv>
 #include <cstdlib>
 #include <limits>
 
 #include "base/files.hpp"
+#include "base/number_ranges.hpp"
 #include "base/refuse.hpp"
 #include "isograd/error.hpp"
 
@@ -33,9 +33,8 @@ std::optional<std::string> variable(Names... names) {
 std::optional<int> number(const char* name, int low, int high) {
   const auto text = variable(name);
   if (!text) return std::nullopt;
-  int value = 0;
-  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  if (error != std::errc() || end != text->data() + text->size() || value < low || value > high)
+  const auto value = number_in<int>(*text);
+  if (!value || *value < low || *value > high)
     refuse_environment(fmt::format("{}={}", name, *text), fmt::format("a number from {} to {}", low, high));
   return value;
 }

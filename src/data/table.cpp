@@ -8,24 +8,11 @@
 #include <cstring>
 
 #include "base/files.hpp"
+#include "base/number_ranges.hpp"
 #include "base/refuse.hpp"
 
 namespace isograd {
 namespace {
-
-std::vector<std::string_view> cells(std::string_view line) {
-  std::vector<std::string_view> result;
-  for (std::size_t begin = 0;;) {
-    const std::size_t end = line.find(',', begin);
-    std::string_view cell = line.substr(begin, end == line.npos ? line.npos : end - begin);
-    while (!cell.empty() && (cell.front() == ' ' || cell.front() == '\t')) cell.remove_prefix(1);
-    while (!cell.empty() && (cell.back() == ' ' || cell.back() == '\t' || cell.back() == '\r'))
-      cell.remove_suffix(1);
-    result.push_back(cell);
-    if (end == line.npos) return result;
-    begin = end + 1;
-  }
-}
 
 Table read_csv(const std::string& name, std::string_view text, const std::string& target) {
   std::vector<double> numbers;
@@ -37,7 +24,7 @@ Table read_csv(const std::string& name, std::string_view text, const std::string
     const std::string_view line = text.substr(begin, end - begin);
     begin = end + 1, ++line_number;
     if (line.find_first_not_of(" \t\r") == line.npos) continue;
-    const auto found = cells(line);
+    const auto found = csv_cells(line);
     const std::string where = fmt::format("{}:{}", name, line_number);
     if (columns == 0) {
       columns = found.size();
@@ -51,13 +38,12 @@ Table read_csv(const std::string& name, std::string_view text, const std::string
     }
     if (found.size() != columns)
       refuse(where, fmt::format("{} cells", found.size()), fmt::format("{}", columns), "Correct that line");
-    for (const auto cell : found) {
-      double value = 0;
-      const auto [rest, error] = std::from_chars(cell.data(), cell.data() + cell.size(), value);
-      if (error != std::errc() || rest != cell.data() + cell.size() || !std::isfinite(value))
+    for (const std::string& cell : found) {
+      const auto value = number_in<double>(cell);
+      if (!value || !std::isfinite(*value))
         refuse(where, fmt::format("'{}'", cell.substr(0, 40)), "a finite number",
                "Encode categories as numbers, and fill or drop what is missing");
-      numbers.push_back(value);
+      numbers.push_back(*value);
     }
   }
   const std::int64_t rows = columns == 0 ? 0 : static_cast<std::int64_t>(numbers.size() / columns);
@@ -160,6 +146,26 @@ at::Tensor array_of(const Bytes& zip, const std::string& key) {
 }
 
 }  // namespace
+
+std::vector<std::string> csv_cells(std::string_view line) {
+  std::vector<std::string> cells(1);
+  bool quoted = false;
+  for (std::size_t i = 0; i < line.size(); ++i) {
+    if (line[i] == '"' && quoted && i + 1 < line.size() && line[i + 1] == '"')
+      cells.back() += line[++i];
+    else if (line[i] == '"')
+      quoted = !quoted;
+    else if (line[i] == ',' && !quoted)
+      cells.emplace_back();
+    else
+      cells.back() += line[i];
+  }
+  for (std::string& cell : cells) {
+    cell.erase(cell.find_last_not_of(" \t\r") + 1);
+    cell.erase(0, cell.find_first_not_of(" \t"));
+  }
+  return cells;
+}
 
 Table read_table(const std::filesystem::path& file, const std::string& target) {
   const std::string name = file.string(), text = read_file(file, UINT64_MAX);  // rows are unlimited

@@ -5,6 +5,8 @@
 
 #include <filesystem>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace isograd {
 
@@ -12,6 +14,9 @@ struct Table {
   at::Tensor features;  // [N, F] fp64
   at::Tensor targets;   // [N] int64, 0 or 1
 };
+
+// The cells of a line of CSV, without blanks around them; quotes may hold commas, and two of them are one.
+std::vector<std::string> csv_cells(std::string_view line);
 
 // CSV: column names, then numbers; `target`: the target's column, empty: the last. NPZ as numpy.savez writes
 // it: "x" [N, F] and `target` [N], empty: "y". The file is untrusted: ConfigError with file, line or array

@@ -11,6 +11,7 @@
 #include <variant>
 
 #include "base/files.hpp"
+#include "base/number_ranges.hpp"
 #include "base/paths.hpp"
 #include "base/refuse.hpp"
 #include "kernels/versions.hpp"
@@ -594,10 +595,8 @@ ModelShape parse_model(std::string_view numbers, const std::string& where) {
              "Write it as in layers=32,hidden=4096,heads=32");
     const std::string key = part.substr(0, equals), value = part.substr(equals + 1);
     if (table.contains(key)) refuse(where + ": " + key, "the key twice", "each once", "Leave one out");
-    std::int64_t whole = 0;
-    const auto [last, failed] = std::from_chars(value.data(), value.data() + value.size(), whole);
-    if (failed == std::errc() && last == value.data() + value.size())
-      table.insert(key, whole);
+    if (const auto whole = number_in<std::int64_t>(value))
+      table.insert(key, *whole);
     else if (value == "true" || value == "false")
       table.insert(key, value == "true");
     else

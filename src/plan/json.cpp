@@ -1,6 +1,5 @@
 // A plan as JSON: docs/planning.md has the keys.
-#include <nlohmann/json.hpp>
-
+#include "base/json.hpp"
 #include "plan/problem.hpp"
 #include "plan/trial.hpp"
 
@@ -124,7 +123,7 @@ std::string to_json(const Plan& one, const Trials* trials) {
   json["nearest"] = or_null(one.nearest);
   FIELDS(missing, neighbours, laws, recipe, ways_out, scaling, warnings);
   if (trials) json["tried"] = trials->layouts, json["largest_micro_batch"] = trials->largest;
-  return json.dump(2, ' ', false, PlanJson::error_handler_t::replace) + "\n";
+  return json_text(json, 2) + "\n";
 }
 
 std::string to_json(const Plan& plan) { return to_json(plan, nullptr); }

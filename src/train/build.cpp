@@ -7,13 +7,13 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <cmath>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "base/memory.hpp"
+#include "base/number_ranges.hpp"
 #include "base/pattern.hpp"
 #include "base/refuse.hpp"
 #include "isograd/expert_parallel.hpp"
@@ -129,11 +129,9 @@ std::vector<ClipGroup> clip_groups_of(const RunConfig& config, const std::string
     refuse_if(colon == std::string::npos, "which names no limit", "Write the limit behind a colon");
     const std::string pattern = stripped(text.substr(0, colon)), number = stripped(text.substr(colon + 1));
     refuse_if(pattern.empty(), "which names no parameter", "Write a pattern before the colon");
-    double limit = 0;
-    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), limit);
-    refuse_if(
-        error != std::errc() || end != number.data() + number.size() || !std::isfinite(limit) || limit <= 0,
-        "whose limit is no number above 0", "Give a norm above 0, or leave the group out");
+    const double limit = number_in<double>(number).value_or(0);
+    refuse_if(!std::isfinite(limit) || limit <= 0, "whose limit is no number above 0",
+              "Give a norm above 0, or leave the group out");
     refuse_if(std::ranges::find(groups, pattern, &ClipGroup::pattern) != groups.end(),
               "a pattern that is there already", "Leave one of the two out");
     groups.push_back({pattern, limit});

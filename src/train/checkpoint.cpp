@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/files.hpp"
@@ -121,7 +120,7 @@ void compare_with_listing(const fs::path& directory, const std::set<std::string>
       !listing["files"].is_object())
     damaged_listing();
   const auto& listed = listing["files"];
-  const std::string text = listed.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  const std::string text = json_text(listed);
   if (listing.value("xxh3_of_files", nlohmann::json()) != checksum(text.data(), text.size()))
     damaged_listing();
 
@@ -401,7 +400,7 @@ void verify_model_files(const fs::path& directory) {
 std::string to_json(const TrainingState& state) {
   nlohmann::ordered_json json{{"format", kFormat}};
   state_fields(state, [&](const char* key, const auto& value) { json[key] = value; });
-  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  return json_text(json, 1) + "\n";
 }
 
 TrainingState parse_state(const std::string& text, const std::string& file) {

@@ -9,7 +9,6 @@
 #include <csignal>
 #include <cstring>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/json.hpp"
@@ -48,11 +47,6 @@ int first_rank(Group& group, bool has) {
   at::Tensor first = at::full({1}, has ? group.rank() : group.size(), at::kLong);
   group.all_reduce(first, ReduceOp::kMin);
   return static_cast<int>(first.item<std::int64_t>());
-}
-
-// Invalid UTF-8 in a path must not hide the error it belongs to.
-std::string dumped(const nlohmann::json& json) {
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 using KeyValues = std::vector<std::pair<std::string, std::string>>;  // values without an end of line
@@ -109,7 +103,7 @@ void on_rank_zero(Group& group, const std::function<void()>& work) {
       message["config"] = exit_status(error) == 2;
     }
   }
-  const std::string outcome = broadcast_text(group, failure ? dumped(message) : std::string());
+  const std::string outcome = broadcast_text(group, failure ? json_text(message) : std::string());
   if (outcome.empty()) return;
   group.barrier();  // a rank that leaves would free memory that others still read the error from
   message = parse_json(outcome).value;
@@ -134,7 +128,7 @@ void throw_agreed(Group& group, const std::optional<ErrorText>& problem) {
   const int from = first_rank(group, problem.has_value());
   if (from == group.size()) return;
   const std::string text =
-      broadcast_text(group, group.rank() == from ? dumped(to_json(*problem)) : std::string(), from);
+      broadcast_text(group, group.rank() == from ? json_text(to_json(*problem)) : std::string(), from);
   group.barrier();  // as above
   throw AgreedConfigError(from_json(parse_json(text).value));
 }

@@ -3,13 +3,13 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <map>
 #include <optional>
 #include <utility>
 
 #include "base/json.hpp"
+#include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "isograd/pipeline_parallel.hpp"
@@ -40,15 +40,9 @@ std::optional<PipelineAction> action_of(const std::string& text) {
   const std::string letters(begin, end);
   const auto look = std::ranges::find_if(kLooks, [&](const Look& one) { return letters == one.letters; });
   if (look == std::end(kLooks)) return std::nullopt;
-  PipelineAction action{.kind = look->kind};
-  const auto number = [](const std::string& digits, int& value) {
-    const char* last = digits.data() + digits.size();
-    const auto [stop, problem] = std::from_chars(digits.data(), last, value);
-    return problem == std::errc() && stop == last;
-  };
-  const bool sound =
-      number({text.begin(), begin}, action.stage) && number({end, text.end()}, action.micro_batch);
-  return sound ? std::optional(action) : std::nullopt;
+  const auto stage = number_in<int>({text.begin(), begin}), micro_batch = number_in<int>({end, text.end()});
+  if (!stage || !micro_batch) return std::nullopt;
+  return PipelineAction{.kind = look->kind, .stage = *stage, .micro_batch = *micro_batch};
 }
 
 std::string label_of(const PipelineAction& action) {
@@ -83,7 +77,7 @@ std::string to_json(const PipelineTable& table) {
                                            {"stages", table.stages},
                                            {"micro_batches", table.micro_batches},
                                            {"ranks", ranks}};
-  return document.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json_text(document, 1) + "\n";
 }
 
 PipelineTable pipeline_from_json(const std::string& text, const std::string& where) {
@@ -126,8 +120,7 @@ PipelineTable pipeline_from_json(const std::string& text, const std::string& whe
     for (const auto& entry : actions) {
       const auto action = entry.is_string() ? action_of(entry.get<std::string>()) : std::nullopt;
       if (!action)
-        bad(fmt::format("{} of rank {}", entry.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace),
-                        rank),
+        bad(fmt::format("{} of rank {}", json_text(entry, -1, true), rank),
             "stage, F, B, I, W, SEND_F, RECV_F, SEND_B or RECV_B, micro-batch: \"2F0\"");
       own.push_back(*action);
       if (action->stage >= table.stages) continue;  // check_pipeline() names it
