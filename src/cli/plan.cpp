@@ -66,11 +66,11 @@ Work asked_work(const PlanFlags& flags, const ModelShape& model) {
 
 int show_errors(const PlanFlags& flags) {
   const std::vector<PublishedRow> rows = read_rows(flags.rows);
-  const std::vector<Errors> errors = validate(rows), scaling = validate_scaling(rows);
-  if (errors.empty() && scaling.empty())
+  const TextRows errors = errors_table(rows);
+  if (errors.size() == 1)
     refuse(flags.rows, fmt::format("{} rows, none of which can be predicted", rows.size()),
            "rows of tier A on devices of the table", "Add rows: docs/planning.md names the columns");
-  print(stdout, to_text(errors) + (scaling.empty() ? "" : "\n" + to_text(scaling)));
+  print(stdout, text_table(errors));
   if (!flags.html.empty()) page(rows).write(flags.html);
   return 0;
 }

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/json.hpp"
 #include "base/print.hpp"
 #include "isograd/pipeline_parallel.hpp"
 #include "plan/memory.hpp"
@@ -134,7 +134,7 @@ std::string chrome_trace(const std::vector<Span>& spans) {
                       {"pid", 0},
                       {"tid", lane}});
   }
-  return events.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  return json_text(events, 1) + "\n";
 }
 
 Chart scaling_chart(const Plan& plan) {
@@ -334,17 +334,12 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
 Report page(const std::vector<PublishedRow>& rows) {
   Report report("Published runs and the planner's models", fmt::format("{} rows", rows.size()));
   report.chart(published_chart(rows));
-  std::vector<Errors> all = validate(rows);
-  std::ranges::move(validate_scaling(rows), std::back_inserter(all));
-  add_table(report, "Errors",
-            "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows (docs/planning.md).",
-            {"rows of", "what", "rows", "median", "75 %", "90 %", "worst"}, all,
-            [](const Errors& one) -> std::vector<std::string> {
-              const bool spread = one.what == "seconds" || one.what == "memory";
-              const auto shown = [&](double part) { return spread ? shown_part(part) : "–"; };
-              return {one.source,     one.what,       std::to_string(one.rows), shown_part(one.median),
-                      shown(one.p75), shown(one.p90), shown(one.worst)};
-            });
+  TextRows errors = errors_table(rows);
+  const std::vector<std::string> columns = std::move(errors.front());
+  errors.erase(errors.begin());
+  report.table("Errors",
+               "|predicted / published - 1|; \"fits\" and \"cells\": the part of the rows (docs/planning.md).",
+               columns, errors);
   return report;
 }
 

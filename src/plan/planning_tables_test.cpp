@@ -156,18 +156,7 @@ class PublishedTables : public ::testing::Test {
   std::vector<PublishedRow> rows_{};
 };
 
-TEST_F(PublishedTables, Errors) {
-  std::vector<planner::Errors> all = validate(rows_);
-  for (planner::Errors& family : validate_scaling(rows_)) all.push_back(std::move(family));
-  Cells cells = {{"rows of", "what", "rows", "median", "75 %", "90 %", "worst"}};
-  for (const planner::Errors& one : all) {
-    const bool spread = one.what == "seconds" || one.what == "memory";
-    cells.push_back({one.source, one.what, std::to_string(one.rows), percent(one.median)});
-    for (const double value : {one.p75, one.p90, one.worst})
-      cells.back().push_back(spread ? percent(value) : "");
-  }
-  expect_table("errors", cells);
-}
+TEST_F(PublishedTables, Errors) { expect_table("errors", errors_table(rows_)); }
 
 TEST_F(PublishedTables, ShardsOverAllOrEight) {
   expect_table(

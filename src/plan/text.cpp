@@ -34,23 +34,19 @@ namespace {
 
 constexpr std::size_t kTextColumns = 100;
 
-std::size_t columns_of(std::string_view text) {  // UTF-8: bytes that begin a character
-  return std::size_t(std::ranges::count_if(text, [](char c) { return (c & 0xc0) != 0x80; }));
-}
-
 // `text` behind `head`, whose width later lines are indented by.
 std::string wrapped(const std::string& head, const std::string& text) {
-  const std::size_t indent = columns_of(head);
+  const std::size_t indent = characters(head);
   std::string result = head, word;
   std::size_t at = indent;
   std::istringstream words(printable(text));
   while (words >> word) {
-    if (at > indent && at + 1 + columns_of(word) > kTextColumns) {
+    if (at > indent && at + 1 + characters(word) > kTextColumns) {
       result += '\n' + std::string(indent, ' ');
       at = indent;
     }
     if (at > indent) result += ' ', ++at;
-    result += word, at += columns_of(word);
+    result += word, at += characters(word);
   }
   return result + '\n';
 }
@@ -70,7 +66,7 @@ std::string layout_text(const std::string& head, const Planned& planned, double 
       "{} a step; {} tokens/s, MFU {:.1f} %; {} of {} a rank; {}",
       estimate_text(planned.seconds, seconds_text), human_count(planned.tokens_per_second.value),
       100 * planned.mfu, estimate_text(planned.bytes, bytes_text), bytes_text(memory), mark_of(planned));
-  return wrapped(head, to_text(planned.candidate)) + wrapped(std::string(columns_of(head), ' '), figures);
+  return wrapped(head, to_text(planned.candidate)) + wrapped(std::string(characters(head), ' '), figures);
 }
 
 template <class Text>

@@ -3,13 +3,14 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <cmath>
 #include <fstream>
 #include <limits>
 #include <map>
 
+#include "base/number_ranges.hpp"
 #include "base/refuse.hpp"
+#include "data/table.hpp"
 #include "plan/inputs.hpp"
 #include "plan/trial.hpp"
 
@@ -40,33 +41,16 @@ bool says(std::string text, std::initializer_list<const char*> words) {
   return std::ranges::any_of(words, [&](const char* word) { return text.find(word) != std::string::npos; });
 }
 
-// Cells of a line of CSV; quotes may hold commas, and two of them are one.
-std::vector<std::string> cells_of(const std::string& line) {
-  std::vector<std::string> cells(1);
-  bool quoted = false;
-  for (std::size_t i = 0; i < line.size(); ++i) {
-    if (line[i] == '"' && quoted && i + 1 < line.size() && line[i + 1] == '"')
-      cells.back() += line[++i];
-    else if (line[i] == '"')
-      quoted = !quoted;
-    else if (line[i] == ',' && !quoted)
-      cells.emplace_back();
-    else if (line[i] != '\r')
-      cells.back() += line[i];
-  }
-  return cells;
-}
-
 class RowReader {
  public:
   RowReader(const std::filesystem::path& file, const std::string& header) : file_(file) {
-    const auto names = cells_of(header);
+    const auto names = csv_cells(header);
     for (std::size_t i = 0; i < names.size(); ++i) columns_[names[i]] = i;
   }
 
   void next(const std::string& line) {
     ++line_;
-    cells_ = cells_of(line);
+    cells_ = csv_cells(line);
     if (cells_.size() != columns_.size())
       refuse(where(), fmt::format("{} cells", cells_.size()),
              fmt::format("{}, as the first line", columns_.size()), "Correct that line");
@@ -81,9 +65,8 @@ class RowReader {
   std::optional<double> number(const char* column) const {
     const std::string& cell = text(column);
     if (cell.empty()) return std::nullopt;
-    double value = 0;
-    const auto [end, error] = std::from_chars(cell.data(), cell.data() + cell.size(), value);
-    if (error != std::errc{} || end != cell.data() + cell.size() || !std::isfinite(value) || value < 0)
+    const auto value = number_in<double>(cell);
+    if (!value || !std::isfinite(*value) || *value < 0)
       refuse(fmt::format("{}, column '{}'", where(), column), fmt::format("'{}'", cell),
              "a number, 0 or more, or nothing", "Correct that cell");
     return value;
@@ -400,16 +383,18 @@ std::vector<Errors> validate_scaling(const std::vector<PublishedRow>& rows) {
   return all;
 }
 
-std::string to_text(const std::vector<Errors>& errors) {
-  std::string text = fmt::format("{:<72} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7}\n", "rows of", "what", "rows",
-                                 "median", "p75", "p90", "worst");
-  for (const Errors& one : errors) {
-    text += fmt::format("{:<72} {:<8} {:>5} {:>6.1f} %", one.source, one.what, one.rows, 100 * one.median);
-    if (one.what == "seconds" || one.what == "memory")
-      text += fmt::format(" {:>5.1f} % {:>5.1f} % {:>5.1f} %", 100 * one.p75, 100 * one.p90, 100 * one.worst);
-    text += '\n';
+std::vector<std::vector<std::string>> errors_table(const std::vector<PublishedRow>& rows) {
+  std::vector<Errors> all = validate(rows);
+  std::ranges::move(validate_scaling(rows), std::back_inserter(all));
+  const auto percent = [](double part) { return fmt::format("{:.1f} %", 100 * part); };
+  std::vector<std::vector<std::string>> table{{"rows of", "what", "rows", "median", "75 %", "90 %", "worst"}};
+  for (const Errors& one : all) {
+    const bool spread = one.what == "seconds" || one.what == "memory";
+    table.push_back({one.source, one.what, std::to_string(one.rows), percent(one.median)});
+    for (const double error : {one.p75, one.p90, one.worst})
+      table.back().push_back(spread ? percent(error) : "");
   }
-  return text;
+  return table;
 }
 
 }  // namespace isograd::planner

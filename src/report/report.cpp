@@ -127,11 +127,6 @@ std::string hint(double width, const char* what) {
       width > kPage ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins), what);
 }
 
-std::size_t characters(const std::string& text) {
-  return static_cast<std::size_t>(std::count_if(
-      text.begin(), text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; }));
-}
-
 // Shortens a long name at its beginning, because the end is more specific.
 std::string elided(const std::string& text, std::size_t width) {
   if (characters(text) <= width) return text;
@@ -158,6 +153,11 @@ std::string last_value(const Series& series) {
 }
 
 }  // namespace
+
+std::size_t characters(std::string_view text) {
+  return static_cast<std::size_t>(
+      std::ranges::count_if(text, [](char c) { return (c & 0xc0) != 0x80; }));  // bytes that begin one
+}
 
 std::string text_table(TextRows rows, const TextTable& style) {
   std::vector<std::size_t> width;

@@ -49,8 +49,8 @@ struct Bars {
   std::vector<std::pair<std::string, double>> limits = {};  // vertical lines
 };
 
-// Spans of time in rows, one for each lane, in the order in which they come. Spans of a lane that touch and are
-// narrower than a letter are drawn as one, "F0 to B3": there may be thousands of them.
+// Spans of time in rows, one for each lane, in the order in which they come. Spans of a lane that touch and
+// are narrower than a letter are drawn as one, "F0 to B3": there may be thousands of them.
 struct Lanes {
   struct Span {
     std::string lane, name;
@@ -63,6 +63,8 @@ struct Lanes {
   const char* (*colour)(const Span&);  // "c0" to "c7"
   double width = 1000;                 // pixels
 };
+
+std::size_t characters(std::string_view text);  // of UTF-8
 
 // The first row is the heading. Columns are as wide as their widest cell, those of numbers are right-aligned.
 using TextRows = std::vector<std::vector<std::string>>;

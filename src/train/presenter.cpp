@@ -167,9 +167,7 @@ std::string progress_line(const StepEvent& event, std::optional<double> validati
   std::string text = step;
   auto width = static_cast<int>(step.size());
   for (const auto& part : parts) {
-    const auto wide = static_cast<int>(std::count_if(part.begin(), part.end(), [](char c) {
-      return (static_cast<unsigned char>(c) & 0xc0) != 0x80;  // bytes that begin a character
-    }));
+    const auto wide = static_cast<int>(characters(part));
     if (width + 2 + wide > columns) break;
     text += "  " + part;
     width += 2 + wide;

@@ -4,13 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <utf8.h>
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <unordered_map>
 
+#include "base/json.hpp"
 #include "base/number_ranges.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
@@ -78,10 +77,6 @@ PersistentBytes kept_of(std::int64_t numel, std::int64_t held, const PlannedBuck
 
 constexpr std::size_t kColumns = 100;  // of a line
 
-std::size_t length(const std::string& text) {
-  return static_cast<std::size_t>(utf8::distance(text.begin(), text.end()));
-}
-
 std::string table(TextRows rows) { return text_table(std::move(rows), {.most_columns = kColumns}); }
 
 // The first of many, and how many more there are.
@@ -109,7 +104,7 @@ std::string words(const AxisSet& axes, const Grid& grid) {
 // A line that goes on in the next one, behind a comma, where it would become too long.
 std::string wrapped(const std::string& line) {
   std::string text, rest = line;
-  while (length(rest) > kColumns) {
+  while (characters(rest) > kColumns) {
     const std::size_t comma = rest.rfind(", ", kColumns - 2);
     if (comma == std::string::npos) break;
     text += rest.substr(0, comma + 1) + "\n";
@@ -426,7 +421,7 @@ std::string to_json(const RunLayout& run) {
                                  {"padding", bytes_of(layout.padding)},
                                  {"bytes", bytes_of(layout.total)},
                                  {"formula", bytes_of(persistent_bytes(run.plan))}}}};
-  return document.dump(2, ' ', false, LayoutJson::error_handler_t::replace) + "\n";
+  return json_text(document, 2) + "\n";
 }
 
 }  // namespace isograd
