@@ -41,13 +41,13 @@ def words_of(arguments):
 @functools.lru_cache(maxsize=4)
 def warm_isograd(read):
     """A socket to a process of the command line that has its libraries and makes copies (warm_isograd.cpp), for callers who have these
-    variables; None in a build without it, or for those who load more in front of it."""
+    variables, with what they load in front of it; None in a build without it."""
     library = BUILD / "tests/libisograd_warm.so"
-    if not library.exists() or "LD_PRELOAD" in dict(read):
+    if not library.exists():
         return None
     read = {name: value for name, value in read if value is not None}
     environment = {**{name: value for name, value in os.environ.items() if name not in read_at_load(os.environ)}, **read}
-    environment["LD_PRELOAD"] = str(library)
+    environment["LD_PRELOAD"] = " ".join([str(library), *filter(None, [environment.get("LD_PRELOAD")])])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen([BINARY], env=environment, stdin=theirs)

@@ -48,7 +48,7 @@ int become(std::vector<char>& request, std::size_t size, const int (&streams)[3]
 
 // One request after the other; the answers are a copy's process id and its status.
 int serve(int, char**, char**) {
-  static std::vector<char> request(1 << 20);  // a copy's environment lies in it
+  auto& request = *new std::vector<char>(1 << 20);  // a copy's environment lies in it to its very end
   while (true) {
     int streams[3];
     alignas(cmsghdr) char control[CMSG_SPACE(sizeof streams)];
