@@ -3,6 +3,7 @@
 The loops are those of tests/trials, nine of its cells.
 """
 import json
+import pathlib
 import re
 import subprocess
 
@@ -81,6 +82,30 @@ def test_the_log_of_several_steps_is_not_compared(cases):
 def test_a_step_that_is_not_reached_has_no_verdict(cases):
     for rank in cases:
         assert rank["a_step_that_is_not_reached"].startswith("ConfigError StepCheck: found no verdict: Trainer has not made its step 2")
+
+
+@pytest.mark.parametrize("name, ratio", {"bert_in_plain_torch": 4, "bert_whose_loss_is_said_to_be_a_mean": 1}.items())
+def test_bert_gets_accumulation_times_ranks_its_gradient(cases, name, ratio):
+    """Two micro-batches on two ranks, in fp32, whose rounding is some 1e-6 here. The first row of docs/trainers.md."""
+    for rank in cases:
+        found, rest = rank[name]
+        assert abs(found / ratio - 1) <= 1e-5 and rest <= 1e-5, rank[name]
+
+
+def test_the_page_tells_how_to_see_which_losses_take_the_count(cases):
+    assert all(rank["which_losses_take_the_count"] == {"llama": 2.0, "bert-tokens": 1.0} for rank in cases)
+
+
+def test_the_page_cites_lines_of_the_library(libraries):
+    """`FILE:LINE`, `CODE`, of the version that the page names."""
+    page = (ROOT / "docs/trainers.md").read_text()
+    version, *folder = subprocess.run([str(libraries), "-c", "import transformers\nprint(transformers.__version__, *transformers.__path__)"],
+                                      capture_output=True, text=True, timeout=60).stdout.split()
+    assert f"transformers {version}" in page
+    cited = re.findall(r"`([\w/]+\.py):(\d+)`, `([^`]+)`", page)
+    assert len(cited) >= 4
+    for file, line, code in cited:
+        assert code in pathlib.Path(*folder, file).read_text().splitlines()[int(line) - 1], (file, line)
 
 
 @pytest.mark.parametrize("name, parts", {

@@ -1,4 +1,4 @@
-"""python contrastive.py: losses of open_clip, lightly, pytorch-metric-learning and sentence-transformers under isograd.watch, on 2 and
+"""python contrastive.py [SETTING ...]: losses of open_clip, lightly, pytorch-metric-learning and sentence-transformers under isograd.watch, on 2 and
 3 ranks; as JSON, by setting. The truth is the formula of each loss, written here, on one process in fp64."""
 import copy
 import json
@@ -210,6 +210,9 @@ SENTENCES = {
         sentences.CachedMultipleNegativesRankingLoss, {"gather_across_devices": True, "mini_batch_size": 2}, 1)}
 
 
+WANTED = sys.argv[1:] or [*SETTINGS, *SENTENCES]
+
+
 def stacked(batch):
     return [torch.stack(column) for column in zip(*batch)]
 
@@ -294,8 +297,8 @@ def judged(rank, model, micro_batches, step, everything, features, loss):
 
 def run(size):
     def of_rank(rank):
-        found = {name: setting(rank, name) for name, (*_, ranks, _) in SETTINGS.items() if ranks == size}
-        return {**found, **({name: of_queries(rank, name) for name in SENTENCES} if size == 2 else {})}
+        found = {name: setting(rank, name) for name, (*_, ranks, _) in SETTINGS.items() if ranks == size and name in WANTED}
+        return {**found, **({name: of_queries(rank, name) for name in SENTENCES if name in WANTED} if size == 2 else {})}
     return of_rank
 
 

@@ -12,13 +12,14 @@ os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2
 
 import accelerate  # noqa: E402
 import lightning.pytorch  # noqa: E402
-import loops  # noqa: E402
+import lightning_loops  # noqa: E402
 import run as trials  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from model_and_data import Cell, make_model, padded  # noqa: E402
+from model_and_data import documents, make_model, padded  # noqa: E402
 from ranks import on_ranks  # noqa: E402
+from table import Cell  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -27,14 +28,14 @@ import isograd.trainers.lightning  # noqa: E402
 import isograd.trainers.transformers  # noqa: E402
 from isograd.trainers import rows  # noqa: E402
 
-CELL = Cell("transformers", 2, 2, "padded", "DDP")
+CELL, BERT = Cell("transformers", 2, 2, "padded", "DDP"), Cell("transformers-bert", 2, 2, "even", "DDP")
 
 
-def trainer_of(kind=transformers.Trainer, model=None, steps=2, **more):
+def trainer_of(kind=transformers.Trainer, model=None, steps=2, cell=CELL, **more):
     options = dict(output_dir=tempfile.gettempdir(), per_device_train_batch_size=2, max_grad_norm=0.5, max_steps=steps,
                    gradient_accumulation_steps=2, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True,
                    logging_steps=1, dataloader_pin_memory=False)
-    return kind(model or make_model(), transformers.TrainingArguments(**{**options, **more}), train_dataset=CELL.documents,
+    return kind(model or make_model(), transformers.TrainingArguments(**{**options, **more}), train_dataset=documents(cell),
                 data_collator=padded)
 
 
@@ -131,7 +132,7 @@ def accelerated_by_counts():
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(CELL.documents, 2, collate_fn=padded))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(documents(CELL), 2, collate_fn=padded))
     isograd.sum_gradients(model)
     check = isograd.trainers.accelerate.StepCheck(
         accelerator, model, optimizer, loss=isograd.trainers.transformers.causal_lm_loss, step=2)
@@ -151,7 +152,7 @@ def accelerated(body, **options):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(CELL.documents, 2, collate_fn=padded))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(documents(CELL), 2, collate_fn=padded))
     check = isograd.trainers.accelerate.StepCheck(
         accelerator, model, optimizer, loss=isograd.trainers.transformers.causal_lm_loss, timeout=30, **options)
     for batch in check.over(loader):
@@ -190,7 +191,7 @@ def an_accelerated_rank_cannot_cut():
     return accelerated(only_on_rank_1(lambda: None), samples=samples)
 
 
-class TwoOptimizers(loops.Module):
+class TwoOptimizers(lightning_loops.Module):
     def __init__(self):
         super().__init__(False)
         self.automatic_optimization = False
@@ -199,7 +200,7 @@ class TwoOptimizers(loops.Module):
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
 
 
-class Logs(loops.Module):
+class Logs(lightning_loops.Module):
     """Logs the sum over ranks, which is not the loss."""
 
     def training_step(self, batch, index):
@@ -214,7 +215,7 @@ def lit(module, **options):
     lightning.pytorch.Trainer(
         accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[check]
-    ).fit(module, DataLoader(Cell("lightning", 2, 1, "even", "DDP").documents, 2, collate_fn=padded))
+    ).fit(module, DataLoader(documents(Cell("lightning", 2, 1, "even", "DDP")), 2, collate_fn=padded))
     return check.verdict
 
 
@@ -226,9 +227,55 @@ def lightning_logs():
     return lit(Logs(False), logged="train_loss")
 
 
+def in_plain_torch(**attributes):
+    """[ratio of the gradient of BERT's step to that of the mean over the whole batch, what else is in it]; without isograd."""
+    taken, batches = {}, []
+
+    class Takes(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model, **more):
+            taken.update({name: p.grad.double() for name, p in model.named_parameters()})
+
+    model, right = make_model("bert-tokens"), make_model("bert-tokens").double()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    trainer = trainer_of(model=model, steps=1, cell=BERT, max_grad_norm=0.0)
+    original = trainer.training_step
+    trainer.training_step = lambda model, inputs, *rest: batches.append({**inputs}) or original(model, inputs, *rest)
+    trainer.add_callback(Takes())
+    trainer.train()
+    everyone = [None] * 2
+    torch.distributed.all_gather_object(everyone, batches)
+    whole = {key: torch.cat([batch[key] for rank in everyone for batch in rank]) for key in batches[0]}
+    logits = right(input_ids=whole["input_ids"], attention_mask=whole["attention_mask"]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
+    taken, exact = (torch.cat([g.flatten() for g in some]) for some in (taken.values(), (p.grad for p in right.parameters())))
+    ratio = taken @ exact / (exact @ exact)
+    return [float(ratio), float((taken - ratio * exact).norm() / taken.norm())]
+
+
+def bert_in_plain_torch():
+    return in_plain_torch()
+
+
+def bert_whose_loss_is_said_to_be_a_mean():
+    return in_plain_torch(accepts_loss_kwargs=False)
+
+
+def which_losses_take_the_count():
+    """As docs/trainers.md says to look: the loss of a batch that is said to have one target, over that of two."""
+    found = {}
+    for name, cell in (("llama", CELL), ("bert-tokens", BERT)):
+        model = make_model(name).eval()
+        batch = next(iter(trainer_of(model=model, cell=cell).get_train_dataloader()))
+        one, two = (model(**batch, num_items_in_batch=torch.tensor(n)).loss.item() for n in (1, 2))
+        found[name] = one / two
+    return found
+
+
 CASES = [the_second_step, no_log_of_one_step, a_step_that_is_not_reached, a_wrong_log, bf16, step_zero, no_loss, no_tensors, an_object,
          a_tuple_and_a_tensor, micro_batches_twice, accelerated_by_counts, two_optimizers, lightning_logs, a_rank_fails,
-         an_accelerated_rank_fails, an_accelerated_rank_leaves, an_accelerated_rank_cannot_cut]
+         an_accelerated_rank_fails, an_accelerated_rank_leaves, an_accelerated_rank_cannot_cut, bert_in_plain_torch,
+         bert_whose_loss_is_said_to_be_a_mean, which_losses_take_the_count]
 
 
 def run(rank):

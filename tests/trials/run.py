@@ -1,6 +1,7 @@
 """python run.py [CELL ...] [--json FILE]: which steps of public trainers equal one device (docs/trainers.md).
 
-Without a name every cell. A cell is TRAINER-RANKS-ACCUMULATION-DATA-WRAP, transformers-2-4-padded-DDP; --list names them.
+Without a name every cell. A cell is TRAINER-RANKS-ACCUMULATION-DATA-WRAP, transformers-2-4-padded-DDP, or `losses` and `deepspeed`, each
+a program with many settings; --list names them. One whose packages are not installed says so, and the status is not 0.
 """
 import argparse
 import json
@@ -9,6 +10,7 @@ import os
 import pathlib
 import queue
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,24 +21,9 @@ os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", TOKENIZERS_PAR
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  once here and not once a rank
-from loops import LOOPS, ONLY_ON_2_RANKS, WITHOUT_REMAINDER  # noqa: E402
-from model_and_data import Cell  # noqa: E402
+from table import Cell, cells, PROGRAMS, TRAINERS  # noqa: E402
 
 SECONDS = 120
-
-
-def cells():
-    """All of them, in the table's order."""
-    for trainer in LOOPS:
-        for ranks in (1, 2):
-            if ranks == 1 and trainer in ONLY_ON_2_RANKS:
-                continue
-            wraps = ["none"] if ranks == 1 else ["DDP", "FSDP2"] if trainer == "lightning" else ["DDP"]
-            for accumulation in (1, 4):
-                remainder = ["remainder"] if accumulation > 1 and trainer not in WITHOUT_REMAINDER else []
-                for data in ("even", "padded", "packed", "uneven", *remainder):
-                    for wrap in wraps:
-                        yield Cell(trainer, ranks, accumulation, data, wrap)
 
 
 def _rank(cell, rank, port, folder, results):
@@ -47,7 +34,7 @@ def _rank(cell, rank, port, folder, results):
             del os.environ[name]
     try:
         torch.set_num_threads(1)
-        verdict = LOOPS[cell.trainer](cell, folder)
+        verdict = cell.row.make(cell, folder)
         said = {"passed": verdict.passed, "findings": verdict.findings, "text": str(verdict), "json": verdict.json}
     except BaseException as error:
         traceback.print_exc()
@@ -90,25 +77,97 @@ def made(cell):
     return found[0]
 
 
+def made_by(program, settings):
+    """{setting: verdict} of a program that makes all of them; {"": error} where it fails."""
+    folder = pathlib.Path(__file__).resolve().parents[1] / "python_package"
+    command = [sys.executable, "-W", "ignore", program.file, *program.arguments, *(settings or program.every)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20 * SECONDS,
+                          env={**os.environ, "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"})
+    if done.returncode:
+        return {"": {"error": f"{program.file} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}"}}
+    found = json.loads(done.stdout.splitlines()[-1])
+    found = found[0] if isinstance(found, list) else found  # that of rank 0
+    return {name: {"passed": said["passed"], "findings": said["said"], "text": said["text"]} for name, said in found.items()}
+
+
+def results(names):
+    """(name, what was said) of cells, and of programs by their settings; PROGRAM/SETTING is one of them."""
+    known = {cell.name: cell for cell in cells()}
+    for name in names:
+        cell, (program, _, setting) = known.get(name), name.partition("/")
+        row = cell.row if cell else PROGRAMS[program]
+        if row.missing:
+            yield name, {"not run": f"needs {row.missing}"}
+        elif cell:
+            yield name, made(cell)
+        else:
+            for one, said in made_by(row, [setting] if setting else []).items():
+                yield f"{program}/{one}", said
+
+
+def as_text(said):
+    """A cell of the page's tables: equal, or the ratios of the parameters' gradients, the largest distance of one, and the names."""
+    if kind(said) != "differs":
+        return kind(said)
+    parameters = said["json"]["parameters"]
+    largest = max(parameter["norm"] for parameter in parameters)  # a key's bias has a gradient of rounding alone
+    parameters = [parameter for parameter in parameters if parameter["norm"] > 1e-6 * largest]
+    least, most = (of(parameter["ratio"] for parameter in parameters) for of in (min, max))
+    names = ", ".join(f"`{name}`" for name in said["findings"])
+    if most - least <= 1e-4 * most:
+        return f"{round((least + most) / 2, 4):g}: {names}"
+    return f"{least:.3f} to {most:.3f}, off by {max(parameter['error'] for parameter in parameters):.1e}: {names}"
+
+
+def tables(said):
+    """The page's tables: a line for a trainer whose cells are all equal, else rows of documents and columns of ranks."""
+    lines, equal = [], []
+    for name, trainer in TRAINERS.items():
+        of = {cell: said[cell.name] for cell in cells() if cell.trainer == name and cell.name in said}
+        if of and all(kind(one) == "equal" for one in of.values()):
+            equal.append(f"| `{name}` | {trainer.says} | {len(of)} |")
+        elif of:
+            columns = [(ranks, accumulation) for ranks in trainer.ranks for accumulation in (1, 4)]
+            lines += ["", f"### {name}", f"{trainer.says}.", "", "| documents |" + "".join(
+                f" {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation} |" for ranks, accumulation in columns),
+                "|" + "---|" * (1 + len(columns))]
+            for wrap in trainer.wraps:
+                for data in trainer.data:
+                    found = [of.get(Cell(name, ranks, accumulation, data, wrap if ranks > 1 else "none")) if wrap == trainer.wraps[0]
+                             or ranks > 1 else None for ranks, accumulation in columns]
+                    lines.append(f"| {data}{f', {wrap}' * (wrap != 'DDP')} |" + "".join(f" {as_text(one) if one else ''} |" for one in found))
+    return "\n".join(["| trainer | | equal cells |", "|---|---|---|", *equal, *lines])
+
+
+def kind(said):
+    return next((key for key in ("error", "not run") if key in said), "equal" if said["passed"] else "differs")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cells", nargs="*")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--tables", type=pathlib.Path, metavar="JSON", help="of verdicts that --json wrote: the page's tables")
     options = parser.parse_args()
-    known = {cell.name: cell for cell in cells()}
+    known = [*(cell.name for cell in cells()), *PROGRAMS]
+    if options.tables:
+        print(tables(json.loads(options.tables.read_text())))
+        return
     if options.list:
         print("\n".join(known))
         return
-    if unknown := [name for name in options.cells if name not in known]:
-        sys.exit(f"found no cell {unknown[0]}; expected one of --list")
+    if unknown := [name for name in options.cells if name not in known and name.partition("/")[0] not in PROGRAMS]:
+        sys.exit(f"found no cell {unknown[0]}; expected one of --list, or one of its last two with /SETTING behind it")
     said = {}
-    for name in options.cells or known:
-        said[name] = made(known[name])
-        print(f"== {name}\n{said[name].get('text') or said[name]['error']}", flush=True)
+    for name, one in results(options.cells or known):
+        said[name] = one
+        print(f"== {name}\n{one.get('text') or ': '.join(*one.items())}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(said, indent=1))
-    sys.exit(any("error" in one for one in said.values()))
+    kinds = [kind(one) for one in said.values()]
+    print(f"{len(said)} cells: " + ", ".join(f"{kinds.count(each)} {each}" for each in ("equal", "differs", "not run", "error")))
+    sys.exit("error" in kinds or "not run" in kinds)
 
 
 if __name__ == "__main__":

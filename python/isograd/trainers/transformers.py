@@ -78,6 +78,10 @@ class StepCheck(OneStep, TrainerCallback):
 
         trainer.training_step = training_step
         trainer.add_callback(self)
+        self._trainer = trainer
+
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super()._begin(self._trainer.deepspeed or model, optimizer)  # its engine has the gradients
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._logged = state.global_step
