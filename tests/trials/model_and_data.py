@@ -14,9 +14,9 @@ VOCABULARY, PAD, MASK, LONGEST, CLASSES = 64, 0, 1, 48, 5
 MAX_NORM = 0.1  # below the norm of every step here: the clip is on
 
 
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+def llama(kind):
+    return kind(transformers.LlamaConfig(
+        vocab_size=VOCABULARY, num_labels=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4 * LONGEST, bos_token_id=PAD, eos_token_id=PAD, pad_token_id=PAD,
         use_cache=False))
 
@@ -61,9 +61,11 @@ def segformer():
 
 def wav2vec2(kind):
     return kind(transformers.Wav2Vec2Config(
-        vocab_size=VOCABULARY, num_labels=CLASSES, classifier_proj_size=32, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4), num_feat_extract_layers=2,
+        vocab_size=VOCABULARY, num_labels=CLASSES, classifier_proj_size=32, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 4),
+        num_feat_extract_layers=2,
         num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4, ctc_loss_reduction="mean", pad_token_id=PAD, apply_spec_augment=False,
-        **WIDTH, hidden_dropout=0.0, activation_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, final_dropout=0.0))
+        **WIDTH, **dict.fromkeys(("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout", "layerdrop",
+                                  "final_dropout"), 0.0)))
 
 
 def vit():
@@ -110,6 +112,16 @@ def of_class(key, *shape):
     return lambda generator, n: {key: torch.randn(*shape, generator=generator), "labels": torch.randint(CLASSES, (), generator=generator)}
 
 
+def preferred(generator, n):
+    """A prompt, with a completion of n tokens that is preferred to another one."""
+    words = {key: tokens(generator, size)["input_ids"] for key, size in (("prompt", 3), ("chosen", n), ("rejected", n // 2 + 1))}
+    return {key: "".join(f"{word} " for word in some) for key, some in words.items()}
+
+
+def rewarded(generator, n):
+    return {"chosen_ids": tokens(generator, n)["input_ids"], "rejected_ids": tokens(generator, n // 2 + 1)["input_ids"]}
+
+
 # ---- losses: (model, sample) -> of each target ----
 
 def outputs(model, sample):
@@ -134,14 +146,43 @@ def by_sound(model, sample):
     return F.ctc_loss(steps, words[None], (len(steps),), (len(words),), blank=PAD, reduction="none") / len(words)
 
 
+def completion(model, sample):
+    """log p of the completions in rows of one prompt."""
+    taken = outputs(model, {key: sample[key] for key in ("input_ids", "attention_mask")})[:, :-1].log_softmax(-1).gather(
+        -1, sample["input_ids"][:, 1:, None])
+    return (taken[..., 0] * sample["completion_mask"][:, 1:]).sum(1)
+
+
+def by_preference(model, sample, beta=0.1):
+    """Of DPO (arXiv 2305.18290, equation 7); TRL's beta."""
+    with torch.no_grad():
+        before = completion(make_model(seed=2).to(next(model.parameters()).dtype), sample)
+    chosen, rejected = completion(model, sample) - before
+    return -F.logsigmoid(beta * (chosen - rejected))[None]
+
+
+def by_reward(model, sample):
+    chosen, rejected = outputs(model, sample)[:, 0]
+    return -F.logsigmoid(chosen - rejected)[None]
+
+
+def pairs(batch):
+    """A micro-batch of TRL has all that is chosen first and all that is rejected after it."""
+    half = len(batch["input_ids"]) // 2
+    return [{key: rows[i::half] for key, rows in batch.items() if isinstance(rows, torch.Tensor)} for i in range(half)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     make: Callable[[], nn.Module]
     sample: Callable[[torch.Generator, int], dict[str, Any]]
     loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor] | None = None  # None: causal_lm_loss
+    cut: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a micro-batch into samples; None: its rows
 
 
-TASKS = {"llama": Task(llama, tokens), "gpt2": Task(gpt2, tokens),
+TASKS = {"llama": Task(lambda: llama(transformers.LlamaForCausalLM), tokens),
+         "dpo": Task(lambda: llama(transformers.LlamaForCausalLM), preferred, by_preference, pairs),
+         "reward": Task(lambda: llama(transformers.LlamaForSequenceClassification), rewarded, by_reward, pairs), "gpt2": Task(gpt2, tokens),
          "bert-tokens": Task(lambda: bert(transformers.BertForTokenClassification), with_classes, by_target),
          "bert-masked": Task(lambda: bert(transformers.BertForMaskedLM), with_masks, by_target),
          "t5": Task(t5, with_translation, by_target), "segformer": Task(segformer, segmented, by_pixel),
@@ -150,8 +191,8 @@ TASKS = {"llama": Task(llama, tokens), "gpt2": Task(gpt2, tokens),
          "vit": Task(vit, of_class("pixel_values", 3, 16, 16), by_target)}
 
 
-def make_model(task="llama"):
-    torch.manual_seed(1)
+def make_model(task="llama", seed=1):
+    torch.manual_seed(seed)
     return TASKS[task].make()
 
 

@@ -120,23 +120,22 @@ def as_text(said):
 
 
 def tables(said):
-    """The page's tables: a line for a trainer whose cells are all equal, else rows of documents and columns of ranks."""
-    lines, equal = [], []
+    """The page's two tables: how many cells of each trainer are equal; and the rows of documents and wraps in which one is not."""
+    counts = ["| trainer | | equal cells |", "|---|---|---|"]
+    columns = [(ranks, accumulation) for ranks in (1, 2) for accumulation in (1, 4)]
+    rows = ["| trainer, documents |" + "".join(f" {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation} |"
+                                               for ranks, accumulation in columns), "|" + "---|" * 5]
     for name, trainer in TRAINERS.items():
         of = {cell: said[cell.name] for cell in cells() if cell.trainer == name and cell.name in said}
-        if of and all(kind(one) == "equal" for one in of.values()):
-            equal.append(f"| `{name}` | {trainer.says} | {len(of)} |")
-        elif of:
-            columns = [(ranks, accumulation) for ranks in trainer.ranks for accumulation in (1, 4)]
-            lines += ["", f"### {name}", f"{trainer.says}.", "", "| documents |" + "".join(
-                f" {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation} |" for ranks, accumulation in columns),
-                "|" + "---|" * (1 + len(columns))]
-            for wrap in trainer.wraps:
-                for data in trainer.data:
-                    found = [of.get(Cell(name, ranks, accumulation, data, wrap if ranks > 1 else "none")) if wrap == trainer.wraps[0]
-                             or ranks > 1 else None for ranks, accumulation in columns]
-                    lines.append(f"| {data}{f', {wrap}' * (wrap != 'DDP')} |" + "".join(f" {as_text(one) if one else ''} |" for one in found))
-    return "\n".join(["| trainer | | equal cells |", "|---|---|---|", *equal, *lines])
+        counts.append(f"| `{name}` | {trainer.says} | {sum(kind(one) == 'equal' for one in of.values())} of {len(of)} |")
+        for wrap in trainer.wraps:
+            for data in trainer.data:
+                row = [of.get(Cell(name, ranks, accumulation, data, wrap if ranks > 1 else "none")) if ranks > 1 or wrap == trainer.wraps[0]
+                       else None for ranks, accumulation in columns]
+                if any(one and kind(one) != "equal" for one in row):
+                    where = data if wrap == "DDP" else f"{data}, {wrap}"
+                    rows.append(f"| `{name}`, {where} |" + "".join(f" {as_text(one) if one else ''} |" for one in row))
+    return "\n".join([*counts, "", *rows])
 
 
 def kind(said):

@@ -54,8 +54,10 @@ class Program:
 
 
 HUGGINGFACE, SFT, ENCODER = "transformers_loops:trained", "transformers_loops:sft", ("even", "padded", "remainder")
+PAIRS = ("even", "uneven", "remainder")
 BY_RANK, SHIFTS = {"average_tokens_across_devices": False}, {"shifts": True}
 MEANS, COUNTS = {"accepts_loss_kwargs": False}, {"by_counts": True}
+FP32 = {"reference": "float32"}  # of losses that one process rounds by more than sums do: docs/trainers.md
 TRAINERS = {
     "transformers": Trainer(HUGGINGFACE, "transformers.Trainer as it comes"),
     "transformers-gpt2": Trainer(HUGGINGFACE, "the same with a GPT2LMHeadModel", "gpt2"),
@@ -68,10 +70,11 @@ TRAINERS = {
     "transformers-segformer": Trainer(HUGGINGFACE, "SegformerForSemanticSegmentation, its BatchNorm frozen", "segformer", data=ENCODER),
     "transformers-wav2vec2": Trainer(HUGGINGFACE, "Wav2Vec2ForSequenceClassification", "wav2vec2", data=("even", "remainder")),
     "transformers-wav2vec2-ctc": Trainer(HUGGINGFACE, "Wav2Vec2ForCTC, `ctc_loss_reduction=\"mean\"`", "wav2vec2-ctc",
-                                         {"reference": "float32"}, data=("even", "remainder")),
+                                         FP32, data=("even", "remainder")),
     "transformers-bert-means": Trainer(HUGGINGFACE, "BertForTokenClassification with `model.accepts_loss_kwargs = False`",
                                        "bert-tokens", MEANS, data=ENCODER),
-    "transformers-wav2vec2-means": Trainer(HUGGINGFACE, "Wav2Vec2ForSequenceClassification with the same", "wav2vec2", MEANS, data=("even", "remainder")),
+    "transformers-wav2vec2-means": Trainer(HUGGINGFACE, "Wav2Vec2ForSequenceClassification with the same", "wav2vec2", MEANS,
+                                           data=("even", "remainder")),
     **{f"transformers-{task}-counts": Trainer(HUGGINGFACE, f"{model} with `compute_loss_func=`", of, COUNTS, data=("padded",))
        for task, model, of in (("bert", "BertForTokenClassification", "bert-tokens"), ("bert-masked", "BertForMaskedLM", "bert-masked"),
                                ("t5", "T5ForConditionalGeneration", "t5"), ("segformer", "SegformerForSemanticSegmentation", "segformer"))},
@@ -80,13 +83,16 @@ TRAINERS = {
     "trl": Trainer(SFT, "TRL's SFTTrainer; packed: `packing=True`", needs=("trl",)),
     "trl-gpt2": Trainer(SFT, "the same with a GPT2LMHeadModel", "gpt2", needs=("trl",)),
     "trl-by-rank": Trainer(SFT, "the same with `average_tokens_across_devices=False`", options=BY_RANK, ranks=(2,), needs=("trl",)),
+    "trl-dpo": Trainer("transformers_loops:with_trl", "TRL's DPOTrainer", "dpo", {"kind": "DPO", **FP32}, data=PAIRS, needs=("trl",)),
+    "trl-reward": Trainer("transformers_loops:with_trl", "TRL's RewardTrainer", "reward", {"kind": "Reward"}, data=PAIRS, needs=("trl",)),
     "accelerate": Trainer("accelerate_loops:means", "Accelerate's loop as its quick tour has it: the model's mean loss, accumulate, "
                           "backward, clip"),
     "accelerate-by-counts": Trainer("accelerate_loops:counts", "Accelerate's loop as its guide to accumulation has it for samples of other "
                                     "sizes: targets are counted first"),
     "accelerate-deepspeed": Trainer("accelerate_loops:deepspeed", "Accelerate's loop under DeepSpeed, the model's mean loss", ranks=(2,),
                                     data=("even", "padded"), wraps=ZERO, needs=("deepspeed",)),
-    "lightning": Trainer("lightning_loops:lit", "Lightning's Trainer with a module that returns the model's mean loss", wraps=("DDP", "FSDP2")),
+    "lightning": Trainer("lightning_loops:lit", "Lightning's Trainer with a module that returns the model's mean loss",
+                         wraps=("DDP", "FSDP2")),
     # Without a remainder: an update of Ignite takes its micro-batches from two epochs.
     "ignite": Trainer("accelerate_loops:ignited", "Ignite's create_supervised_trainer with the model's mean loss, under DDP by its "
                       "auto_model; it has no place to clip", data=DATA[:-1], needs=("ignite",))}

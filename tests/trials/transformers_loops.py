@@ -1,4 +1,5 @@
-"""transformers.Trainer and TRL's trainers, each with one step checked: loop(cell, folder, **options) -> what isograd says, on every rank."""
+"""transformers.Trainer and TRL's trainers, each with one step checked:
+loop(cell, folder, **options) -> what isograd says, on every rank."""
 import os
 
 import accelerate
@@ -23,9 +24,11 @@ def arguments(cell, folder, kind, **more):
                 report_to="none", disable_tqdm=True, learning_rate=1e-3, dataloader_pin_memory=False, **more)
 
 
-def verdict_of(trainer, cell, **options):
+def verdict_of(trainer, cell, reference="float64"):
     """On a step of a transformers.Trainer, or of a class derived from it."""
-    check = isograd.trainers.transformers.StepCheck(trainer, **{**told(cell), **options})
+    task = TASKS[cell.row.task]
+    check = isograd.trainers.transformers.StepCheck(trainer, loss=task.loss, samples=task.cut, reference=getattr(torch, reference),
+                                                    **told(cell))
     trainer.train()
     return check.verdict
 
@@ -59,19 +62,25 @@ def trained(cell, folder, shifts=False, accepts_loss_kwargs=None, by_counts=Fals
     trainer = transformers.Trainer(model, arguments(cell, folder, transformers.TrainingArguments, **more), train_dataset=documents(cell),
                                    data_collator=collator(cell.data), compute_loss_func=mean_by_counts if by_counts else None)
     trainer._loss_shifts_labels |= shifts
-    return verdict_of(trainer, cell, loss=TASKS[cell.row.task].loss, reference=getattr(torch, reference))
+    return verdict_of(trainer, cell, reference)
 
 
-def sft(cell, folder, **more):
-    """TRL's SFTTrainer."""
+def with_trl(cell, folder, kind, reference="float64", **more):
+    """A trainer of TRL; more: its own arguments."""
     import datasets  # of TRL alone
     import trl
 
     words = {"[PAD]": PAD, **{str(i): i for i in range(1, VOCABULARY)}}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[PAD]")), pad_token="[PAD]",
-        eos_token="[PAD]")
-    return verdict_of(trl.SFTTrainer(
-        make_model(cell.row.task), arguments(cell, folder, trl.SFTConfig, packing=cell.data == "packed", max_length=64, bf16=False,
-                                             gradient_checkpointing=False, **more),
-        train_dataset=datasets.Dataset.from_list(documents(cell)), processing_class=tokenizer), cell)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[PAD]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    others = {"ref_model": make_model(seed=2)} if kind == "DPO" else {}
+    trainer = getattr(trl, f"{kind}Trainer")(
+        make_model(cell.row.task), args=arguments(cell, folder, getattr(trl, f"{kind}Config"), max_length=64, bf16=False,
+                                                  gradient_checkpointing=False, **more), **others,
+        train_dataset=datasets.Dataset.from_list(documents(cell)), processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[PAD]"))
+    return verdict_of(trainer, cell, reference)
+
+
+def sft(cell, folder, **more):
+    return with_trl(cell, folder, "SFT", packing=cell.data == "packed", **more)
