@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import operator
+import sys
 from collections.abc import Mapping
 from typing import Any, Callable, Iterable, NoReturn, Sequence, Union
 
@@ -213,9 +214,20 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU. Collective over a DTensor's mesh."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """On the CPU, quantised weights as numbers. Collective over a DTensor's mesh."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else dequantised(tensor)
     return full.detach().cpu()
+
+
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that a weight of bitsandbytes in 4 bits or of torchao stands for; any other as it is."""
+    library = type(weight).__module__.partition(".")[0]
+    if library == "torchao":
+        return weight.dequantize()
+    if library == "bitsandbytes" and getattr(weight, "quant_state", None) is not None:
+        numbers: torch.Tensor = sys.modules[library].functional.dequantize_4bit(weight.data, weight.quant_state)
+        return numbers
+    return weight
 
 
 def owned_norm(parts: Mapping[str, torch.Tensor]) -> float | None:

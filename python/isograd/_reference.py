@@ -19,7 +19,8 @@ from torch import nn
 
 from . import _random
 from ._native.isograd_comm import ConfigError
-from ._ranks import copied, gradient_of, in_precision, mapped, plain_name, refuse, tensors_in
+from ._ranks import copied, dequantised, gradient_of, in_precision, mapped, plain_name, refuse, tensors_in
+from ._torch_names import BatchNormOfOneProcess
 
 # The model and a sample, of the user's own classes.
 Loss = Callable[[Any, Any], Union[torch.Tensor, tuple[torch.Tensor, Union[float, torch.Tensor]]]]
@@ -140,6 +141,21 @@ def threads(number: int) -> Iterator[Callable[[], None]]:
         yield look
     finally:
         torch.set_num_threads(before)
+
+
+def plain_layers(model: nn.Module) -> nn.Module:
+    """`model` with layers that one process can make in fp64: a frozen quantised weight becomes the numbers that it stands for, and
+    SyncBatchNorm takes the statistics of what it is given. Adapters on such weights stay as they are."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.SyncBatchNorm):
+            module.__class__ = BatchNormOfOneProcess
+        for own, weight in list(module.named_parameters(recurse=False)):
+            if (numbers := dequantised(weight)) is weight:
+                continue
+            setattr(module, own, nn.Parameter(numbers.detach(), requires_grad=False))
+            if isinstance(module, nn.Linear):
+                module.__class__ = nn.Linear  # whose forward takes numbers
+    return model
 
 
 def fill(model: nn.Module, values: Mapping[str, torch.Tensor], trained: Sequence[str]) -> nn.Module:

@@ -126,6 +126,13 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
+class BatchNormOfOneProcess(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm of any dimension, of one process in a group of several."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
 def _uses(function: types.FunctionType, name: str) -> bool:
     return name in function.__code__.co_names
 

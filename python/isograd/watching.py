@@ -266,10 +266,11 @@ class watch:
             if is_dropout(module) and module.training and module.p > 0:
                 refuse(_WHERE, f"dropout of {module.p} in {name or 'the model'}", "a step that gives the same when it is repeated",
                        "Set p = 0 or call eval() on it for this step: no other process draws the same numbers")
-            if is_batch_norm(module) and module.training:
+            if is_batch_norm(module) and module.training and any(term.mean != "batch" for term in self.terms):
                 refuse(_WHERE, f"statistics over the batch in {name or 'the model'} ({type(module).__name__})",
-                       "a loss that is a sum over samples", "Call eval() on it for this step: its loss depends on how the batch "
-                       "is split, and no split is one device's")
+                       'a loss that is a sum over samples, or with mean="batch" one of all samples', "Freeze the statistics, also for a "
+                       "trainer that calls model.train(): `norm.eval().train = lambda mode=True: norm`; or compare with those of the "
+                       'whole batch: mean="batch", which SyncBatchNorm equals with one micro-batch')
         return engine.shapes()
 
     def _agreed(self, make: Callable[[], Any]) -> list[Any]:
@@ -452,7 +453,7 @@ class watch:
             refuse(_WHERE, "a make_model that gives parameters of the model that is trained", "a model of its own",
                    "Make a new one in it, or copy.deepcopy what it shares")
         self._hooks.enter_context(_left_alone(self.model))
-        model = _reference.fill(model.cpu(), self._initial, names)
+        model = _reference.fill(_reference.plain_layers(model.cpu()), self._initial, names)
         model.train(self.model.training)
         for name, module in model.named_modules():
             module.training = self._modes.get(plain_name(name), module.training)
