@@ -143,15 +143,24 @@ def threads(number: int) -> Iterator[Callable[[], None]]:
         torch.set_num_threads(before)
 
 
-def plain_layers(model: nn.Module) -> nn.Module:
+def plain_layers(model: nn.Module, values: dict[str, torch.Tensor]) -> nn.Module:
     """`model` with layers that one process can make in fp64: a frozen quantised weight becomes the numbers that it stands for, and
-    SyncBatchNorm takes the statistics of what it is given. Adapters on such weights stay as they are."""
+    SyncBatchNorm takes the statistics of what it is given. Adapters on such weights stay as they are.
+
+    values: the run's; of a weight that was sharded its bytes, in place of which the numbers come.
+    """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = BatchNormOfOneProcess
         for own, weight in list(module.named_parameters(recurse=False)):
             if (numbers := dequantised(weight)) is weight:
                 continue
+            key = plain_name(f"{name}.{own}")
+            if key in values and values[key].shape != numbers.shape:
+                if not torch.equal(values[key], weight.detach().as_subclass(torch.Tensor)):
+                    refuse("make_model", f"a quantised {key} with other bytes than that of the model that is trained", "the same base",
+                           "Load it in make_model as the run does, from the same weights")
+                values[key] = numbers
             setattr(module, own, nn.Parameter(numbers.detach(), requires_grad=False))
             if isinstance(module, nn.Linear):
                 module.__class__ = nn.Linear  # whose forward takes numbers

@@ -105,13 +105,13 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
             continue
         flat, sharded = handle.flat_param, handle.uses_sharded_strategy
         values = getattr(flat, "_local_shard", flat).detach()
-        prefix = names[id(handle._fully_sharded_module)]
-        for i, (name, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos)):
+        for i, (of, shape, info) in enumerate(zip(flat._param_infos, flat._shapes, flat._shard_param_infos)):
             at, size, begin = (info.offset_in_shard, info.numel_in_shard, info.intra_param_start_idx) if info.in_shard else (0, 0, 0)
             value = values[at:at + size]
             own = flat._params[i] if handle._use_orig_params else None
             whole_at = handle.rank * flat._sharded_size.numel() + at
-            yield FlatPart(f"{prefix}.{name}" if prefix else name, shape, sharded, begin, value if sharded else value.view(shape),
+            name = names[id(of.module)]  # as the module is called now: an adapter may have been put around it since
+            yield FlatPart(f"{name}.{of.param_name}" if name else of.param_name, shape, sharded, begin, value if sharded else value.view(shape),
                            flat if own is None else own, handle.process_group, slice(at, at + size) if own is None else slice(0, size),
                            slice(whole_at, whole_at + size) if own is None else slice(begin, begin + size))
 
@@ -140,8 +140,8 @@ def _uses(function: types.FunctionType, name: str) -> bool:
 def _flat_names() -> dict[str, bool]:
     """Those of flat parameters, which `flat_parts` takes."""
     handle, info = _flat_param.FlatParamHandle, getattr(_flat_param, "_ShardParamInfo", None)
-    of_flat = ("_fqns", "_shapes", "_shard_param_infos", "_sharded_size", "_local_shard", "_params")
-    of_handle = ("_fully_sharded_module", "_use_orig_params", "process_group", "rank")
+    of_flat = ("_param_infos", "_shapes", "_shard_param_infos", "_sharded_size", "_local_shard", "_params")
+    of_handle = ("_use_orig_params", "process_group", "rank")
     of_part = ("in_shard", "offset_in_shard", "numel_in_shard", "intra_param_start_idx")
     return {
         f"FullyShardedDataParallel.{FSDP1}": FSDP_WRAPPED_MODULE == FSDP1,
@@ -151,6 +151,7 @@ def _flat_names() -> dict[str, bool]:
         "FlatParamHandle.uses_sharded_strategy": hasattr(handle, "uses_sharded_strategy"),
         "FullyShardedDataParallel._handle": _uses(_init_utils._init_param_handle_from_params, "_handle"),
         **{f"_ShardParamInfo.{name}": hasattr(info, name) for name in of_part},
+        **{f"ParamInfo.{name}": hasattr(_flat_param.ParamInfo, name) for name in ("module", "param_name")},
     }
 
 

@@ -453,7 +453,7 @@ class watch:
             refuse(_WHERE, "a make_model that gives parameters of the model that is trained", "a model of its own",
                    "Make a new one in it, or copy.deepcopy what it shares")
         self._hooks.enter_context(_left_alone(self.model))
-        model = _reference.fill(_reference.plain_layers(model.cpu()), self._initial, names)
+        model = _reference.fill(_reference.plain_layers(model.cpu(), self._initial), self._initial, names)
         model.train(self.model.training)
         for name, module in model.named_modules():
             module.training = self._modes.get(plain_name(name), module.training)
@@ -616,8 +616,9 @@ class watch:
                                  "sample was made, from other states, it was the same each time")
 
     def _precision(self) -> str:
-        lowest = {p.dtype for p in self.recording.engine.trained().values()} | {param_dtype(m) for m in self.model.modules()}
-        lowest.add(self.recording.autocast)
+        # Frozen parameters round too: an adapter in fp32 on a base that computes in bf16 is a step in bf16.
+        lowest = {p.dtype for p in plain(self.model).parameters()} | {param_dtype(m) for m in self.model.modules()}
+        lowest |= {self.recording.autocast, *(getattr(m, "compute_dtype", None) for m in self.model.modules())}
         return next((PRECISIONS[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in lowest), "fp64")
 
     def _axes(self, places: int) -> dict[str, int]:
