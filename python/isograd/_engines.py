@@ -50,6 +50,7 @@ class Engine:
     title = "PyTorch"
     sharded = False  # a rank's parts are no DTensors, so that make_model is needed
     repeats = True  # a step can be made again from the parameters and optimizer.state_dict()
+    scaler = "GradScaler"  # leaves out updates
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
         self.model, self.optimizer, self._gradient = model, optimizer, gradient
@@ -76,6 +77,10 @@ class Engine:
     def owners(self) -> dict[str, torch.Tensor]:
         """By trained parameter: the tensor that an optimizer's group has for it."""
         return {name: self._copy(name, p) for name, p in self.trained().items()}
+
+    def elements(self, name: str, of_owner: torch.Tensor) -> torch.Tensor | None:
+        """This rank's elements of a parameter in a tensor of its owner's shape, such as a state; None: not known where."""
+        return of_owner if of_owner.shape == self.trained()[name].shape else None
 
     def _copy(self, name: str, p: torch.Tensor) -> torch.Tensor:
         copy = self._copies.get(name)
@@ -216,6 +221,12 @@ class Fsdp1(Cut):
         flat = self._flat()
         return {name: flat[name].owner if name in flat else p for name, p in self.trained().items()}
 
+    def elements(self, name: str, of_owner: torch.Tensor) -> torch.Tensor | None:
+        part = self._flat().get(name)
+        if part is None or of_owner.shape != part.owner.shape:
+            return super().elements(name, of_owner)
+        return of_owner.flatten()[part.flat].view(part.value.shape)
+
     def gradients(self, given: Collection[int] = ()) -> dict[str, torch.Tensor]:
         flat = self._flat()
         return {name: flat[name].gradient() if name in flat else gradient_of(p) for name, p in self.trained().items()}
@@ -263,7 +274,7 @@ class MainGrad(Engine):
 class DeepSpeed(Cut):
     """DeepSpeed's engine: a rank has a slice of each ZeRO group's flat gradient, whose optimizer updates a flat copy in fp32."""
 
-    title, apart, repeats = "DeepSpeed", True, False
+    title, apart, repeats, scaler = "DeepSpeed", True, False, "DeepSpeed's loss scale"
 
     def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
         self.engine = cast(Any, model)

@@ -72,6 +72,7 @@ class Recording:
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self.gathers: list[str] = []  # where a tensor with a gradient is gathered by a collective that passes none on
         self.order: dict[str, None] = {}  # modules as they first ran
+        self.earlier: dict[str, torch.Tensor] = {}  # the gradient when the first of them ran; empty: none, or zeros
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
         self.nothing = False  # no parameter had a gradient where an engine that is known has one
         self.midway = False  # clipped more than once, with forwards in between, and no update
@@ -164,6 +165,9 @@ class Recording:
     def forward_of(self, name: str) -> Callable[..., None]:
         def begins(*_: Any) -> None:
             if not torch.compiler.is_compiling():
+                if not self.order and self.gradients is None and not self.engine.nothing():
+                    before = self.engine.gradients()
+                    self.earlier = {name: held(g) for name, g in before.items()} if any(local(g).any() for g in before.values()) else {}
                 self.order[name] = None
             self.forward()
 
@@ -188,7 +192,7 @@ class Recording:
             own_clip.observers.append(self.clipping)
             undo.callback(own_clip.observers.remove, self.clipping)
             for name, module in plain(self.model).named_modules():  # of all: a trainer may turn autocast on inside the model's forward
-                undo.callback(module.register_forward_pre_hook(self.forward_of(plain_name(name))).remove)
+                undo.callback(module.register_forward_pre_hook(self.forward_of(plain_name(name)), prepend=True).remove)  # before FSDP2's
             undo.enter_context(self.draws.of({"": self.model}))
             before = states()
             undo.callback(lambda: self.drew.extend(moved(before, states())))
@@ -254,9 +258,10 @@ class Recording:
             return "rate"
         if not bool(gradient.any()):
             return "zero"
-        if owner.shape != p.shape:
+        if self.engine.elements(name, owner) is None:
             return "masters"
-        state = optimizer.state.get(owner, {})
+        state = {key: own for key, some in optimizer.state.get(owner, {}).items() if isinstance(some, torch.Tensor)
+                 and some.shape == owner.shape and (own := self.engine.elements(name, some)) is not None}
         if type(optimizer) is SGD:
             way = state.get("momentum_buffer")
             way = gradient if way is None else local(way)

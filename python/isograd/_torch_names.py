@@ -64,13 +64,11 @@ def infinities(scaler: torch.amp.GradScaler, optimizer: Any) -> Mapping[str, tor
     return found
 
 
-def param_dtype(module: nn.Module) -> torch.dtype | None:
-    """The precision in which FSDP computes the module, the first or the second; None where it says none."""
-    if isinstance(module, FullyShardedDataParallel):
-        return module.mixed_precision.param_dtype
+def mixed_dtypes(module: nn.Module) -> set[torch.dtype | None]:
+    """The precisions in which FSDP, the first or the second, computes the module and sums its gradients; None: it says none."""
     state = getattr(module, "_get_fsdp_state", None)
-    dtype: torch.dtype | None = None if state is None else state()._mp_policy.param_dtype
-    return dtype
+    policy = module.mixed_precision if isinstance(module, FullyShardedDataParallel) else None if state is None else state()._mp_policy
+    return set() if policy is None else {policy.param_dtype, policy.reduce_dtype}
 
 
 @dataclasses.dataclass

@@ -23,11 +23,11 @@ from typing_extensions import Unpack
 from . import _random, _reference
 from ._engines import can_repeat, engine_of, GradientOf
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
-from ._ranks import (assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
+from ._ranks import (all_sum, assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, trained, whole)
 from ._recording import Finding, Recording, checksums_after, frozen_otherwise, judge
-from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process, over_parts
-from ._torch_names import default_store, is_batch_norm, is_dropout, param_dtype
+from ._reference import MEANS, Batch, Features, Loss, Mean, Reference, Term, one_process
+from ._torch_names import default_store, is_batch_norm, is_dropout, mixed_dtypes
 
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
@@ -340,12 +340,14 @@ class watch:
         own = taken.gradients or {}
         gradients, sums = assembled(own, self.stages, taken.engine.whole)
         several = max(taken.steps.values(), default=1) > 1
-        stepped, limited, known, skipped = zip(*gather_objects(
-            (taken.stepped, taken.max_norm is not None or several or taken.engine.apart, taken.norm is not None, taken.skipped)))
+        stepped, limited, known, skipped, left = zip(*gather_objects(
+            (taken.stepped, taken.max_norm is not None or several or taken.engine.apart, taken.norm is not None, taken.skipped,
+             bool(taken.earlier))))
         if all(scale > 0 for scale in skipped):
-            refuse(_WHERE, f"a step that GradScaler left out, for the gradient is not finite at its scale of {taken.skipped:g}",
-                   "a step with a gradient", "Watch a later one: the scale is halved each time. Where it goes on the gradient "
-                   "itself is not finite: watch a step without GradScaler")
+            scaler = taken.engine.scaler
+            refuse(_WHERE, f"a step that {scaler} left out, for the gradient is not finite at its scale of {taken.skipped:g}",
+                   "a step with a gradient", "Watch a later one: the scale is lowered after such steps. Where it goes on the gradient "
+                   f"itself is not finite: watch a step without {scaler}")
         # Collective for DTensors: on all ranks or on none.
         applied, later = assembled(taken.applied, self.stages, taken.engine.whole) if all(stepped) and any(limited) else (None, sums)
         norm = float(whole(taken.norm)) if taken.norm is not None and all(known) else None
@@ -371,8 +373,17 @@ class watch:
             for view, end in zip(views, ends):
                 view.update(gradients=end, norm=None, owned_norm=None)
         parts = self._parts(own, [view["gradients"] for view in views])
+        earlier = self._earlier(own) if any(left) else {}
         with self._hooks:
-            self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts))
+            self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts, earlier))
+
+    def _earlier(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The gradient as it was before the step, on rank 0: of copies their mean. Collective."""
+        found = {name: self.recording.earlier.get(name, torch.zeros_like(g)) for name, g in own.items()}
+        if not self.stages and not self.recording.engine.sharded:
+            found = {name: part if isinstance(part, DTensor) else
+                     all_sum(part.to(torch.promote_types(part.dtype, torch.float32)), None) / self.size for name, part in found.items()}
+        return assembled(found, self.stages, self.recording.engine.whole)[0]
 
     def _parts(self, own: dict[str, torch.Tensor], sums: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         """By rank, on rank 0: those gradients that differ between ranks. Collective."""
@@ -435,7 +446,7 @@ class watch:
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],
-                  views: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]]) -> Verdict:
+                  views: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]], earlier: dict[str, torch.Tensor]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
         if precision == "fp64" and any(g.dtype != torch.float64 for g in gradients.values()):
@@ -505,8 +516,8 @@ class watch:
         def fresh() -> nn.Module:
             return _reference.fill(model.to(self.reference), self._initial, names)
 
-        def step_of(terms: Sequence[Term]) -> Mapping[str, torch.Tensor]:
-            return one_process(fresh(), terms, once, self.reference, shares=False).gradients
+        def step_of(terms: Sequence[Term], some: Batch = once) -> Mapping[str, torch.Tensor]:
+            return one_process(fresh(), terms, some, self.reference, shares=False).gradients
 
         # Where jumps of derivatives are not measured they may look like a place where the gradient is lost.
         measurable = self.reference == torch.float64 and (alone is not None or own == torch.float64)
@@ -519,7 +530,8 @@ class watch:
                 reference["moves"], alone["rounding"] = measured
                 with _reference.threads(self._threads):
                     verdict = compare(run, reference, alone, report, folder)
-        if cause := cause or self._of_gathers(verdict, lines) or self._of_parameters(verdict, right, gradients, modules, unit):
+        if cause := cause or self._of_gathers(verdict, lines) or self._of_parameters(verdict, right, gradients, earlier, modules,
+                                                                                                 unit):
             findings.append(cause)
             if "change" in cause:
                 named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
@@ -531,55 +543,98 @@ class watch:
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
         return verdict
 
-    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step_of: Callable[[Sequence[Term]], Mapping[str, torch.Tensor]],
+    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step_of: Callable[..., Mapping[str, torch.Tensor]],
                         found: Mapping[str, torch.Tensor], right: Reference, unit: float, gathers: bool) -> Finding | None:
         """The name of a difference that a loss over the whole batch or one of several terms may have.
 
-        step_of: the gradient of terms. gathers: some features are gathered without their gradient.
+        step_of: the gradient of terms, of the batch or a part of it. gathers: some features are gathered without their gradient.
         """
         if not {"unknown", "undecided"} & {*verdict.findings}:
             return None
 
-        def is_found(other: Mapping[str, torch.Tensor]) -> bool:
-            off = math.sqrt(sum(share**2 for share in _reference.distances(other, found).values()))
+        def is_near(other: Mapping[str, torch.Tensor], this: Mapping[str, torch.Tensor]) -> bool:
+            off = math.sqrt(sum(share**2 for share in _reference.distances(other, this).values()))
             return off <= min(_reference.SMOOTH_WHOLE * unit * _reference.norm_of(other), apart / 4)
 
         apart = math.sqrt(sum(share**2 for share in _reference.distances(right.gradients, found).values()))
+        whole, others = ([term for term in self.terms if term.whole == which] for which in (True, False))
+        base = step_of(others) if whole and others else {name: torch.zeros_like(g) for name, g in right.gradients.items()}
         keys = [(rank, j) for rank, micros in enumerate(batch) for j, micro in enumerate(micros) for _ in micro]
+        few = max(sum(g.numel() for g in found.values()) // 4, 1)  # parts that no gradient is a sum of by chance
+
+        def made(terms: Sequence[Term], parts: Sequence[Any]) -> list[Mapping[str, torch.Tensor]]:
+            """The gradient of each part of the batch; none where there is one part, too many, or one that has no such loss."""
+            some = _reference.parted(batch, parts).values()
+            size = sum(g.numel() * self.reference.itemsize for g in found.values())
+            if not terms or not 1 < len(some) <= few or len(some) * size > _reference.LARGEST_SHARES:
+                return []
+            try:
+                each = [step_of(terms, part) for part in some]
+            except ConfigError:
+                return []
+            return each if all(math.isfinite(_reference.norm_of(one)) for one in each) else []
+
+        fitted: list[Finding] = []
         for name, parts, each, change in (
                 ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{_GATHER} before the loss"),
                 ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", _ONCE),
                 ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{_ONCE}; {_GATHER} before it")):
-            if any(term.whole for term in self.terms) and len({*parts}) > 1 and is_found(
-                    step_of([over_parts(term, parts) if term.whole else term for term in self.terms])):
-                return {"id": name, "sentence": f"the gradient is that of the loss over {each} alone, averaged", "change": change}
+            if not (alone := made(whole, parts)):
+                continue
+            said = f"the gradient is that of the loss over {each} alone"
+            if is_near(_reference.combined(alone, [1 / len(alone)] * len(alone), base), found):
+                return {"id": name, "sentence": f"{said}, averaged", "change": change}
+            shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
+            # A loss that is a sum over samples has the right gradient made of these as well: then they say nothing.
+            if is_near(_reference.combined(alone, shares, base), found) and not is_near(
+                    _reference.combined(alone, of_right, base), right.gradients):
+                fitted.append({"id": "loss_over_own_samples", "sentence": f"{said}, {_shares(shares, parts)}", "change": change})
         for i, term in enumerate(self.terms if len(self.terms) > 1 else ()):
             if gathers and term.whole:
                 continue  # which scale it
             part = step_of([term])
             times = sum(float((part[name] * (found[name].double() - g)).sum()) for name, g in right.gradients.items()) / max(
                 _reference.norm_of(part)**2, 1e-300)
-            if is_found({name: g + times * part[name] for name, g in right.gradients.items()}):
+            if is_near({name: g + times * part[name] for name, g in right.gradients.items()}, found):
                 what = f"terms[{i - 1}]" if i else "loss"
                 return {"id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "
                         "be, all others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by "
                         "no number of ranks or micro-batches beyond that of the others"}
+        if fitted:
+            return fitted[0]
+        sizes = [size for micros in batch if (size := sum(map(len, micros)))]
+        if whole and len(sizes) > 1:
+            with contextlib.suppress(ConfigError):
+                by_rank = step_of([_reference.with_statistics_of(term, sizes) for term in whole])
+                times, = _reference.weights_of([by_rank], base, found)
+                if is_near(_reference.combined([by_rank], [times], base), found):
+                    return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose means "
+                            "and variances are over each rank's samples alone", "change": f"{_GATHER} before their mean and variance"}
+        if len(whole) == 1 and (features := whole[0].features) and (alone := made([_reference.of_one_number(features)], range(len(keys)))):
+            shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
+            if is_near(_reference.combined(alone, shares, base), found):
+                return _weighted([rank for rank, _ in keys], shares, of_right)
         return None
 
-    def _of_parameters(self, verdict: Verdict, right: Reference, found: Mapping[str, torch.Tensor], modules: Sequence[str],
-                       unit: float) -> Finding | None:
-        """The name of a difference that is a multiple of the parameters, or ends at a module. modules: as they ran first."""
+    def _of_parameters(self, verdict: Verdict, right: Reference, found: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor],
+                       modules: Sequence[str], unit: float) -> Finding | None:
+        """The name of a difference that is a multiple of the parameters or of the gradient before the step, or ends at a module.
+
+        modules: as they ran first.
+        """
         if not {"unknown", "undecided"} & {*verdict.findings}:
             return None
         off = {name: found[name].double() - g for name, g in right.gradients.items()}
         apart = _reference.norm_of(off)
         values = {name: self._initial[name].detach().double().cpu() for name in off}
-        for what, some in (("all parameters", list(off)), ("all matrices", [name for name, value in values.items() if value.dim() > 1])):
-            times = sum(float((off[name] * values[name]).sum()) for name in some) / max(
-                _reference.norm_of({name: values[name] for name in some})**2, 1e-300)
-            rest = _reference.norm_of({name: g - times * values[name] if name in some else g for name, g in off.items()})
-            if rest <= min(_reference.SMOOTH_WHOLE * unit * right.norm, apart / 4):
-                return {"id": "weight_decay_in_gradient", "sentence": f"the gradient is off by {times:.3g} times {what}: a decay"}
+        for name, what, some in (
+                ("gradient_of_earlier_step", "what it was when the step's first forward began", earlier),
+                ("weight_decay_in_gradient", "all parameters: a decay", values),
+                ("weight_decay_in_gradient", "all matrices: a decay", {name: v for name, v in values.items() if v.dim() > 1})):
+            times = sum(float((off[name] * part).sum()) for name, part in some.items()) / max(_reference.norm_of(some)**2, 1e-300)
+            rest = _reference.norm_of({name: g - times * some[name] if name in some else g for name, g in off.items()})
+            if rest <= min(_reference.SMOOTH_WHOLE * unit * max(right.norm, _reference.norm_of(found)), apart / 4):
+                return {"id": name, "sentence": f"the gradient is off by {times:.3g} times {what}"}
         wrong = {parameter["name"] for parameter in verdict.json["parameters"] if not parameter["passed"]}
         owner = {name: name.rpartition(".")[0] for name in off}
         order = [name for name in modules if name in owner.values()]
@@ -617,8 +672,9 @@ class watch:
 
     def _precision(self) -> str:
         # Frozen parameters round too: an adapter in fp32 on a base that computes in bf16 is a step in bf16.
-        lowest = {p.dtype for p in plain(self.model).parameters()} | {param_dtype(m) for m in self.model.modules()}
-        lowest |= {self.recording.autocast, *(getattr(m, "compute_dtype", None) for m in self.model.modules())}
+        modules = list(self.model.modules())
+        lowest = {p.dtype for p in plain(self.model).parameters()}.union(*map(mixed_dtypes, modules))
+        lowest |= {self.recording.autocast, *(getattr(module, "compute_dtype", None) for module in modules)}
         return next((PRECISIONS[dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32) if dtype in lowest), "fp64")
 
     def _axes(self, places: int) -> dict[str, int]:
@@ -630,6 +686,34 @@ class watch:
         if self.size > places:
             axes["pp" if self.stages else "tp"] = self.size // places
         return axes
+
+
+def _shares(weights: Sequence[float], keys: Sequence[Any]) -> str:
+    """How parts are added up; keys: the part of each sample."""
+    sizes = [list(keys).count(key) for key in dict.fromkeys(keys)]
+
+    def fit(others: Sequence[float]) -> bool:
+        return all(math.isclose(one, other, rel_tol=1e-3) for one, other in zip(weights, others))
+
+    if fit([1.0] * len(sizes)):
+        return "summed"
+    if fit([size / len(keys) for size in sizes]):
+        return "each weighted by its number of samples"
+    return f"in the shares {', '.join(f'{weight:.4g}' for weight in weights)}"
+
+
+def _weighted(ranks_of: Sequence[int], shares: Sequence[float], right: Sequence[float]) -> Finding:
+    """The name of a step in which each sample has such a share in place of the right one."""
+    ratios: dict[int, list[float]] = {}
+    for rank, share, expected in zip(ranks_of, shares, right):
+        ratios.setdefault(rank, []).append(share / expected if expected else math.inf)
+    if all(math.isclose(ratio, some[0], rel_tol=1e-3) for some in ratios.values() for ratio in some) and math.isclose(
+            sum(1 / some[0] for some in ratios.values() if some[0]), len(ratios), rel_tol=1e-3):  # each rank's own denominator
+        return {"id": "mean_of_rank_means", "sentence": "the samples of each rank have shares as if divided by that rank's part of the "
+                "denominator, and are averaged"}
+    few = ", ".join(f"{share:.3g} in place of {expected:.3g}" for share, expected in zip(shares[:4], right))
+    return {"id": "samples_weighted_otherwise", "sentence": f"the gradient is made of the same samples in other shares, such as {few}: "
+            "means or deviations are taken over another group of samples"}
 
 
 def _for_others(rank: int, error: BaseException) -> str:

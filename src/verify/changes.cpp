@@ -142,6 +142,15 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
            "differentiate the loss alone, {}, and let the optimizer decay: "
            "`optimizer = torch.optim.AdamW(model.parameters())`; or add the term to `loss` too, by `terms=`",
            kScale)},
+      {"gradient_of_earlier_step",
+       "begin with an empty gradient: `optimizer.zero_grad()` before the first backward of each step, and so of "
+       "buffers of its own (Megatron's `model.zero_grad_buffer()`)"},
+      {"loss_over_own_samples",
+       "gather the features of all ranks with their gradient before the loss: "
+       "`torch.cat(torch.distributed.nn.functional.all_gather(features))`"},
+      {"samples_weighted_otherwise",
+       "take what samples are compared by (rewards, scores) over all members of a group, on whatever rank: gather "
+       "them before the mean, without gradient: `dist.all_gather_object(everyone, rewards)`"},
       {"micro_batches_lost", "`optimizer.zero_grad()` once, before the first micro-batch of the step"},
       {"missing_rank_part", takes_part},
       {"missing_data_part", takes_part},

@@ -12,10 +12,12 @@ namespace isograd {
 namespace {
 
 // Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
-constexpr std::array<std::string_view, 6> kTried = {
-    finding_id::cut_in_forward,       finding_id::weight_decay_in_gradient,
-    finding_id::mean_of_rank_means,   finding_id::mean_of_micro_batch_means,
-    finding_id::not_summed_over_axis, finding_id::term_scaled};
+constexpr std::array<std::string_view, 9> kTried = {
+    finding_id::cut_in_forward,           finding_id::weight_decay_in_gradient,
+    finding_id::mean_of_rank_means,       finding_id::mean_of_micro_batch_means,
+    finding_id::not_summed_over_axis,     finding_id::term_scaled,
+    finding_id::gradient_of_earlier_step, finding_id::loss_over_own_samples,
+    finding_id::samples_weighted_otherwise};
 
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;

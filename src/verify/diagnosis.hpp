@@ -67,6 +67,12 @@ namespace isograd {
           "no gradient on, or a wrong one") \
   FINDING(weight_decay_in_gradient, \
           "the gradient is off by one multiple of the parameters: a decay that the loss does not have") \
+  FINDING(gradient_of_earlier_step, "what the gradient was before the step is in it, too") \
+  FINDING(loss_over_own_samples, \
+          "a loss over the whole batch is taken over each rank's or micro-batch's samples alone, in other " \
+          "shares than equal ones") \
+  FINDING(samples_weighted_otherwise, \
+          "a loss over the whole batch weights each sample otherwise: by a mean over another group of them") \
   FINDING(micro_batches_lost, "only the last (or first) micro-batch of each rank is in the gradient") \
   FINDING(missing_rank_part, "a rank's part of some gradient is not in the sum") \
   FINDING(missing_data_part, "the part of some data is not in the sum, whichever rank has them") \
