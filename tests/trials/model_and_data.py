@@ -153,8 +153,8 @@ def completion(model, sample):
     return (taken[..., 0] * sample["completion_mask"][:, 1:]).sum(1)
 
 
-def by_preference(model, sample, beta=0.1):
-    """Of DPO (arXiv 2305.18290, equation 7); TRL's beta."""
+def by_preference(model, sample, beta=0.01):
+    """Of DPO (arXiv 2305.18290, equation 7)."""
     with torch.no_grad():
         before = completion(make_model(seed=2).to(next(model.parameters()).dtype), sample)
     chosen, rejected = completion(model, sample) - before

@@ -65,7 +65,7 @@ def trained(cell, folder, shifts=False, accepts_loss_kwargs=None, by_counts=Fals
     return verdict_of(trainer, cell, reference)
 
 
-def with_trl(cell, folder, kind, reference="float64", **more):
+def with_trl(cell, folder, kind, **more):
     """A trainer of TRL; more: its own arguments."""
     import datasets  # of TRL alone
     import trl
@@ -79,7 +79,7 @@ def with_trl(cell, folder, kind, reference="float64", **more):
                                                   gradient_checkpointing=False, **more), **others,
         train_dataset=datasets.Dataset.from_list(documents(cell)), processing_class=transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[PAD]"))
-    return verdict_of(trainer, cell, reference)
+    return verdict_of(trainer, cell)
 
 
 def sft(cell, folder, **more):
