@@ -649,7 +649,8 @@ WHOLE = {
     "contrastive_whole_loss_without_gradient": ["some_parameters_scaled", "not_summed_over_axis"],
     "accumulated_right": [], "accumulated_each_alone": ["mean_of_micro_batch_means"],
     "mixture_right": [], "mixture_each_rank_alone": ["mean_of_rank_means"], "mixture_term_forgotten": ["term_scaled"],
-    "grouped_right": [], "grouped_by_rank": ["undecided"],
+    "grouped_right": [], "grouped_by_rank": ["samples_weighted_otherwise"], "grouped_by_rank_summed": ["samples_weighted_otherwise"],
+    "grouped_by_members_on_the_rank": ["loss_over_own_samples"], "grouped_own_tokens": ["mean_of_rank_means"],
     "distilled_right": [], "distilled_each_rank_alone": ["mean_of_rank_means"],
     "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
     "weighted_right": [], "weighted_by_rank": ["mean_of_rank_means"],
@@ -683,6 +684,31 @@ def test_gathers_without_a_gradient_are_named_with_their_line(whole_batches):
     assert text.count("torch.cat(torch.distributed.nn.functional.all_gather(features))") == 1
     assert "terms[0] is 0 times" in whole_batches["mixture_term_forgotten"]["text"]
     assert "isograd.WeightedMean().count(weights)" in whole_batches["weighted_by_rank"]["text"]
+
+
+# The same on more ranks, each with another number of samples and rank 1 with none.
+UNEVEN = {
+    "contrastive_right": [], "contrastive_averaged": ["loss_over_own_samples"], "contrastive_weighted": ["loss_over_own_samples"],
+    "contrastive_summed": ["loss_over_own_samples"],
+    "mined_right": [], "mined_averaged": ["loss_over_own_samples"], "mined_weighted": ["loss_over_own_samples"],
+    "weights_right": [], "weights_averaged": ["mean_of_rank_means"], "term_right": [], "term_averaged": ["loss_over_own_samples"]}
+
+
+@pytest.fixture(scope="module")
+def uneven(warm):
+    return json.loads(run_python(warm, "whole_batch.py", *([3, 4, 5, 8] if FULL else [3]), timeout=600))
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("ranks", [3, full(4), full(5), full(8)])
+def test_losses_over_the_whole_batch_of_uneven_ranks(uneven, ranks, name):
+    is_judged(uneven[str(ranks)][name], UNEVEN[name])
+
+
+def test_shares_of_ranks_are_said(uneven, whole_batches):
+    said = {name: row["text"].splitlines()[0] for name, row in [*uneven["3"].items(), *whole_batches.items()] if "text" in row}
+    assert said["contrastive_weighted"].endswith("each weighted by its number of samples"), said["contrastive_weighted"]
+    assert said["contrastive_summed"].endswith("summed") and said["contrastive_averaged"].endswith("in the shares 0.3333, 0.3333")
 
 
 @pytest.mark.parametrize("name, parts", {
@@ -728,7 +754,7 @@ LIBRARIES = {
     "lightly.DCLLoss()": ["mean_of_rank_means"],
     "lightly.VICRegLoss(gather_distributed=True)": [],
     "lightly.VICRegLoss()": ["mean_of_rank_means"],
-    "lightly.BarlowTwinsLoss(gather_distributed=True)": ["undecided"],
+    "lightly.BarlowTwinsLoss(gather_distributed=True)": ["loss_over_own_samples"],
     "pytorch_metric_learning.NTXentLoss in DistributedLossWrapper": [],
     "pytorch_metric_learning.NTXentLoss in DistributedLossWrapper(efficient=True), 3 ranks": ["not_summed_over_axis"],
     "pytorch_metric_learning.NTXentLoss": ["mean_of_rank_means"],

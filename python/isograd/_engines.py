@@ -287,12 +287,15 @@ class DeepSpeed(Cut):
             ("offload", bool(getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False))),
             ("experts", bool(self.engine.has_moe_layers)), ("quantised gradients", bool(self.engine.zero_quantized_gradients())),
             ("torch_autocast", bool(self.engine.torch_autocast_enabled())),
+            ("round_robin_gradients, of which it says other places of parameters than it has",  # where no rank's part has a gap
+             bool(getattr(self.zero, "round_robin_gradients", False))),
             (f"{self.kind} (16 bits without ZeRO, or bf16 with sums in fp32 of ZeRO-1)",
              self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),
             (type(model).__name__, type(model).__name__ != "DeepSpeedEngine")) if found), None)
         if problem is not None:
             refuse(_WHERE, f"DeepSpeed with {problem}", "ZeRO-1 to 3, or fp32 without ZeRO, of DeepSpeedEngine without offload, experts, "
-                   "quantised gradients and autocast", f"Watch a step without it, such as one of ZeRO-2, or {_BY_DUMPS}")
+                   "quantised gradients, autocast and round_robin_gradients",
+                   f"Watch a step without it, such as one of ZeRO-2, or {_BY_DUMPS}")
 
     def _named(self) -> dict[str, Any]:
         return {plain_name(name): p for name, p in plain(self.model).named_parameters()}

@@ -471,8 +471,8 @@ class StatisticsByPart(TorchFunctionMode):
             return function(*arguments, **named)
         dim = named.get("dim", arguments[1] if len(arguments) > 1 else None)
         if function in self._OVER_ROWS and dim in (0, (0,), [0]):
-            parts = [function(part, *arguments[1:], **named).reshape(1, *part.shape[1:]).expand_as(part) for part in rows.split(self._sizes)]
-            return torch.cat(parts)
+            each = [(part, function(part, *arguments[1:], **named)) for part in rows.split(self._sizes)]
+            return torch.cat([found.reshape(1, *part.shape[1:]).expand_as(part) for part, found in each])
         if function is F.batch_norm and named.get("training", arguments[5] if len(arguments) > 5 else False):
             return torch.cat([function(part, *arguments[1:], **named) for part in rows.split(self._sizes)])
         return function(*arguments, **named)

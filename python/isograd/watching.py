@@ -143,7 +143,7 @@ class watch:
     max_norm:      what the step clips to, where it clips with its own code: PyTorch's and isograd's clipping is seen.
     gradient:      gradient(name, parameter) -> its gradient, where that is in buffers of your own; None: in `.grad`, or where
                    an engine that is known has it (docs/python_prove.md).
-    precision:     "fp32", "bf16", ...; None: that of the parameters, of autocast or of FSDP2's policy.
+    precision:     "fp32", "bf16", ...; None: that of the parameters, of autocast or of FSDP's policy.
     reference:     the type of the reference; torch.float64 finds most.
     alone:         also make the step on one process in the run's precision: a sharper bound.
     report:        a page goes to this file, by rank 0. folder: the dumps stay there.
@@ -608,8 +608,8 @@ class watch:
                 by_rank = step_of([_reference.with_statistics_of(term, sizes) for term in whole])
                 times, = _reference.weights_of([by_rank], base, found)
                 if is_near(_reference.combined([by_rank], [times], base), found):
-                    return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose means "
-                            "and variances are over each rank's samples alone", "change": f"{_GATHER} before their mean and variance"}
+                    return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss "
+                            "whose means and variances are over each rank's samples alone", "change": f"{_GATHER} before these"}
         if len(whole) == 1 and (features := whole[0].features) and (alone := made([_reference.of_one_number(features)], range(len(keys)))):
             shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
             if is_near(_reference.combined(alone, shares, base), found):

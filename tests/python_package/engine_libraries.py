@@ -113,6 +113,7 @@ case("zero2_overlapped", stage=2, overlap_comm=True, contiguous_gradients=True, 
 case("zero2_not_contiguous", stage=2, contiguous_gradients=False, reduce_scatter=False)(zero)
 case("zero3_small_parameters_cut", stage=3, stage3_param_persistence_threshold=0, sub_group_size=60)(zero)
 case("zero2_fp16_overflows", stage=2, precision="fp16", scale=40)(zero)
+case("zero2_round_robin", stage=2, round_robin_gradients=True)(zero)
 case("zero1_bf16_sums_in_fp32", stage=1, precision="bf16", sums="fp32")(zero)
 case("another_version", stage=2, version="0.17.6")(zero)
 case("no_version", stage=2, version="unknown")(zero)

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import sys
+import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,9 +13,10 @@ import torch.nn as nn
 from cases import batch_loss, make_model, sample_loss, samples
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 
 import isograd
 
@@ -94,6 +97,20 @@ def make_tied():
     return Tied()
 
 
+class PutBack(torch.optim.AdamW):
+    """After its step parameters are what they were."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.01)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        values = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+        for p, value in values:
+            p.copy_(value)
+
+
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
@@ -107,6 +124,11 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 @case("fsdp1_whole", strategy=ShardingStrategy.NO_SHARD, clip="whole")
 @case("fsdp1_hybrid", strategy=ShardingStrategy.HYBRID_SHARD, clip="whole")
 @case("fsdp1_bf16", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+@case("fsdp1_reduced_in_bf16", mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+@case("fsdp1_reduced_in_bf16_rank_means", mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16), how="means", micros=1)
+@case("fsdp1_put_back", make_optimizer=PutBack)
+@case("fsdp1_put_back_original_parameters", make_optimizer=PutBack, original=True)
+@case("fsdp1_rate_0", make_optimizer=functools.partial(torch.optim.SGD, lr=0.0))
 @case("fsdp1_scaled", scaled=True, original=True, clip="whole")
 @case("fsdp1_rank_means", how="means", micros=1)
 @case("fsdp1_last_micro_batch_alone", zeroes=True)
@@ -133,6 +155,36 @@ def fsdp1(rank, make=make_model, inner=(), original=False, strategy=ShardingStra
     with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss, make_model=make) as step:
         loss, norm = train(model, optimizer, batch, scaler=scaler, **how)
         step.log(loss=loss, norm=norm)
+    return result(step)
+
+
+# ---- what PyTorch wraps: a gradient that an earlier step has left, sums in another precision ----
+
+def sharded(model, **policy):
+    for part in (model.up, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**policy))
+    return model
+
+
+@case("ddp_of_the_step_before", wrap=DistributedDataParallel, zeroes=False)
+@case("ddp_zeroed", wrap=DistributedDataParallel)
+@case("fsdp1_of_the_step_before", wrap=lambda model: FSDP(model, device_id=torch.device("cpu")), zeroes=False)
+@case("fsdp2_of_the_step_before", wrap=sharded, zeroes=False)
+@case("fsdp2_reduced_in_bf16", wrap=lambda model: sharded(model, reduce_dtype=torch.bfloat16))
+@case("fsdp2_reduced_in_bf16_rank_means", wrap=lambda model: sharded(model, reduce_dtype=torch.bfloat16), how="mean")
+def wrapped(rank, wrap, zeroes=True, how="sum"):
+    """The step before was on other samples, and leaves its gradient."""
+    model = wrap(make_model())
+    optimizer = SGD(model.parameters())
+    before, batch = batches(rank, 2)
+    for some, watched in ((before, False), (batch, True)):
+        total = total_of([some]) / dist.get_world_size() if how == "sum" else 1
+        with isograd.watch(model, optimizer, micro_batches=[some], loss=sample_loss, make_model=make_model) if watched else (
+                contextlib.nullcontext()) as step:
+            if zeroes:
+                optimizer.zero_grad()
+            (batch_loss(model, some, how) / total).backward()
+            optimizer.step()
     return result(step)
 
 
@@ -270,10 +322,14 @@ class Foreign(nn.Module):
 
 @case("refused_horovod", package="horovod.torch.optimizer")
 @case("refused_fairscale", package="fairscale.nn")
-def foreign(rank, package):
+@case("refused_deepspeed_of_another_version", package="deepspeed.runtime.engine", version="0.17.6")
+def foreign(rank, package, version=None):
     model = Foreign(make_model())
     type(model).__module__ = package
-    with isograd.watch(model, None, micro_batches=batches(rank), loss=sample_loss):
+    module = types.ModuleType("deepspeed")
+    module.__version__ = version
+    with mock.patch.dict(sys.modules, {"deepspeed": module} if version else {}), isograd.watch(
+            model, None, micro_batches=batches(rank), loss=sample_loss):
         pass
 
 

@@ -1,11 +1,13 @@
-"""python whole_batch.py: isograd.watch on two ranks of steps whose loss is over the whole batch, right and with planted mistakes, and
-of bad input; as JSON, by case, of rank 0 (of bad input what each rank says).
+"""python whole_batch.py [RANKS ...]: isograd.watch on two ranks of steps whose loss is over the whole batch, right and with planted
+mistakes, and of bad input; as JSON, by case, of rank 0 (of bad input what each rank says). RANKS: such steps on that many ranks, each with
+another number of samples, and rank 1 with none; by number and case.
 
 The truth is one forward of all samples by plain torch in fp64, without isograd: how far the run is from it says which step is right.
 """
 import json
 import math
 import os
+import sys
 import tempfile
 
 import torch
@@ -115,10 +117,13 @@ def advantages(model, features):
 
 def hinge(model, samples):
     """Of all pairs that are nearer than a margin, whose number is known when they are computed; the batch at once."""
-    images, texts = (F.normalize(part, dim=-1) for part in (model.image(torch.stack([a for a, _ in samples])),
-                                                            model.text(torch.stack([b for _, b in samples]))))
+    return hinge_of_rows(model, [two_towers(model, pair) for pair in samples])
+
+
+def hinge_of_rows(_, rows):
+    images, texts = map(torch.stack, zip(*rows))
     losses = F.relu(images @ texts.T - (images * texts).sum(-1, keepdim=True) + 0.4)
-    active = losses[~torch.eye(len(samples), dtype=torch.bool)]
+    active = losses[~torch.eye(len(images), dtype=torch.bool)]
     return active.sum() / (active > 0).sum()
 
 
@@ -188,11 +193,12 @@ def judged(rank, truth, micro_batches, step, everything, model=None, original=ma
 
 # ---- steps ----
 
-def averaged(model):
+def averaged(model, over=2):
+    """Over ranks; over=1: summed."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(p.grad)
-        p.grad /= 2
+        p.grad /= over
 
 
 def gathered(rows, how):
@@ -286,25 +292,23 @@ def mixture(rank, over_ranks, factor=1.0):
                   terms=[isograd.Term(balance, 0.05, features=routed)])
 
 
-def grouped(rank, over_ranks):
-    """Advantages of groups that lie on both ranks; mistaken: of this rank's members alone, which are their own mean."""
-    mine = documents(rank, ((3, 5, 4), (9, 4, 2)))
-    everything = documents(0, ((3, 5, 4), (9, 4, 2))) + documents(1, ((3, 5, 4), (9, 4, 2)))
+def grouped(rank, means="group", tokens="all"):
+    """Advantages of groups that lie on both ranks, each with two members there. means: of a group; of its members on this rank; of
+    all samples of this rank, whatever the group. tokens: of all ranks, or of this one, and then averaged."""
+    lengths = (3, 5, 4, 2, 6, 3), (9, 4, 2, 5, 1, 7)
+    by_rank = [[(*document[:3], document[3] // 2) for document in documents(r, lengths)] for r in range(2)]
+    everything, mine = by_rank[0] + by_rank[1], by_rank[rank]
 
     def step(model):
+        def mean_of(group):
+            among = everything if means == "group" else mine
+            members = [float(reward) for *_, reward, other in among if other == group or means == "rank"]
+            return sum(members) / len(members)
+
+        count = sum(len(document[1]) for document in (everything if tokens == "all" else mine))
         features = [log_probabilities(model, document) for document in mine]
-        if over_ranks:
-            rewards = [reward for *_, reward, _ in everything]
-            means = [(float(rewards[i]) + float(rewards[i + 3])) / 2 for i in range(3)]
-            tokens = sum(len(document[1]) for document in everything)
-            (-sum((float(reward) - means[group]) * log for log, _, reward, group in features) / tokens).backward()
-            averaged(model)
-            for p in model.parameters():
-                p.grad *= 2
-        else:
-            mean = sum(float(reward) for *_, reward, _ in features) / 3  # of the rank, whatever the group
-            (-sum((float(reward) - mean) * log for log, _, reward, _ in features) / sum(n for _, n, *_ in features)).backward()
-            averaged(model)
+        (-sum((float(reward) - mean_of(group)) * log for log, _, reward, group in features) / count).backward()
+        averaged(model, 1 if tokens == "all" else 2)
     return judged(rank, lambda all_of: true_gradient(by_features(advantages, log_probabilities), all_of), [mine], step, everything,
                   features=log_probabilities, loss=advantages)
 
@@ -337,13 +341,10 @@ def mined(rank, over_ranks):
     mine = pairs(rank, 5)
 
     def step(model):
-        images, texts = (F.normalize(part, dim=-1) for part in (model.image(torch.stack([a for a, _ in mine])),
-                                                                model.text(torch.stack([b for _, b in mine]))))
+        images, texts = map(torch.stack, zip(*(two_towers(model, pair) for pair in mine)))
         if over_ranks:
             images, texts = gathered(images, "with"), gathered(texts, "with")
-        losses = F.relu(images @ texts.T - (images * texts).sum(-1, keepdim=True) + 0.4)
-        active = losses[~torch.eye(len(images), dtype=torch.bool)]
-        (active.sum() / (active > 0).sum()).backward()
+        hinge_of_rows(model, list(zip(images, texts))).backward()
         averaged(model)
     return judged(rank, lambda all_of: true_gradient(hinge, all_of), [mine], step, pairs(0, 5) + pairs(1, 5), loss=hinge, mean="batch")
 
@@ -368,12 +369,86 @@ CASES = {
     "accumulated_right": lambda rank: accumulated(rank, True), "accumulated_each_alone": lambda rank: accumulated(rank, False),
     "mixture_right": lambda rank: mixture(rank, True), "mixture_each_rank_alone": lambda rank: mixture(rank, False),
     "mixture_term_forgotten": lambda rank: mixture(rank, True, 0.0),
-    "grouped_right": lambda rank: grouped(rank, True), "grouped_by_rank": lambda rank: grouped(rank, False),
+    "grouped_right": grouped, "grouped_by_rank": lambda rank: grouped(rank, "rank", "own"),
+    "grouped_by_members_on_the_rank": lambda rank: grouped(rank, "own"), "grouped_by_rank_summed": lambda rank: grouped(rank, "rank"),
+    "grouped_own_tokens": lambda rank: grouped(rank, tokens="own"),
     "distilled_right": lambda rank: distilled(rank, True), "distilled_each_rank_alone": lambda rank: distilled(rank, False),
     "mined_right": lambda rank: mined(rank, True), "mined_each_rank_alone": lambda rank: mined(rank, False),
     "weighted_right": lambda rank: weighted_mean(rank, weighted, True), "weighted_by_rank": lambda rank: weighted_mean(rank, weighted, False),
     "confident_right": lambda rank: weighted_mean(rank, by_confidence, True),
     "confident_by_rank": lambda rank: weighted_mean(rank, by_confidence, False)}
+
+
+# ---- more ranks, each with another number of samples, rank 1 with none ----
+
+def of_all(rows, counts):
+    """Rows of all ranks, of which each has that many; their gradient is the sum of what each rank's loss has by them."""
+    before, after = sum(counts[:dist.get_rank()]), sum(counts[dist.get_rank() + 1:])
+    return torch.distributed.nn.functional.all_reduce(F.pad(rows, (0, 0, before, after)))
+
+
+def uneven_pairs(rank, size, loss, how, **options):
+    """how: over the rows of all ranks; else of each rank's rows, weighted by how many, summed or averaged over ranks."""
+    counts = [0 if r == 1 else 2 + r for r in range(size)]
+    everything = [pair for r in range(size) for pair in pairs(r, counts[r])]
+    mine = pairs(rank, counts[rank])
+
+    def step(model):
+        rows = [torch.stack(part) for part in zip(*(two_towers(model, pair) for pair in mine))] or [torch.zeros(0, 8)] * 2
+        unused = 0 * sum(p.sum() for p in model.parameters())  # a rank without rows takes part in each collective
+        if how == "right":
+            loss(model, list(zip(*(of_all(part + unused, counts) for part in rows)))).backward()
+        elif mine:
+            (loss(model, list(zip(*rows))) * (counts[rank] / sum(counts) if how == "weighted" else 1)).backward()  # each rank's own
+        averaged(model, 1 if how in ("weighted", "summed") else size)
+
+    def truth(model, samples):
+        return loss(model, [two_towers(model, pair) for pair in samples])
+    return judged(rank, lambda all_of: true_gradient(truth, all_of), [mine], step, everything, **options)
+
+
+def uneven_documents(rank, size, term, how):
+    """A weighted mean, or a token mean with a load balance (term) of all ranks' documents; else that of each rank's, averaged."""
+    lengths = [() if r == 1 else (3 + r, 5, 2 * r + 1)[:1 + r % 3] for r in range(size)]
+    everything, mine = [document for r in range(size) for document in documents(r, lengths)], documents(rank, lengths)
+
+    def of_step(value):
+        """The sum over ranks; or what a rank's own mean, averaged over ranks, is divided by in its place."""
+        value = torch.as_tensor(value).detach().clone()
+        if how == "right":
+            dist.all_reduce(value)
+        return value
+
+    def step(model):
+        loss = 0 * sum(p.sum() for p in model.parameters())  # a rank without documents takes part in each collective
+        if term:
+            mean = isograd.TokenMean().count([torch.cat([y for _, y, *_ in mine] or [torch.zeros(0, dtype=torch.int64)])])
+            loss = loss + mean.scale(sum((token_losses(model, document).sum() for document in mine), torch.zeros(())))
+            probabilities, counts = (sum(part) for part in zip(*(routed(model, d) for d in mine))) if mine else [torch.zeros(3)] * 2
+            counts = of_step(counts.float())
+            part = 0.05 * 3 * (counts * probabilities).sum() / counts.sum().clamp(min=1)**2
+        else:
+            above, below = (sum(part) for part in zip(*(weighted(model, d) for d in mine))) if mine else [torch.zeros(())] * 2
+            part = above / of_step(below).clamp(min=1e-9)
+        (loss + (part if how == "right" else part / size)).backward()
+        averaged(model, 1)
+
+    def truth(model, samples):
+        return (token_mean(model, samples) + 0.05 * by_features(balance, routed)(model, samples) if term else
+                quotient(weighted)(model, samples))
+    options = {"loss": token_losses, "terms": [isograd.Term(balance, 0.05, features=routed)]} if term else {
+        "loss": weighted, "mean": "weighted"}
+    return judged(rank, lambda all_of: true_gradient(truth, all_of), [mine], step, everything, **options)
+
+
+def uneven(size):
+    cases = {f"contrastive_{how}": lambda rank, how=how: uneven_pairs(rank, size, info_nce, how, features=two_towers, loss=info_nce)
+             for how in ("right", "averaged", "weighted", "summed")}
+    cases |= {f"mined_{how}": lambda rank, how=how: uneven_pairs(rank, size, hinge_of_rows, how, loss=hinge, mean="batch")
+              for how in ("right", "averaged", "weighted")}
+    cases |= {f"{name}_{how}": lambda rank, term=name == "term", how=how: uneven_documents(rank, size, term, how)
+              for name in ("weights", "term") for how in ("right", "averaged")}
+    return lambda rank: {name: case(rank) for name, case in cases.items()}
 
 
 # ---- bad input ----
@@ -457,5 +532,8 @@ BAD = {
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if sys.argv[1:]:
+        print(json.dumps({size: on_ranks(int(size), uneven(int(size)))[0] for size in sys.argv[1:]}))
+        sys.exit()
     first, second = on_ranks(2, lambda rank: results_of(rank, CASES, BAD))
     print(json.dumps({**{name: first[name] for name in CASES}, **{name: [first[name], second[name]] for name in BAD}}))

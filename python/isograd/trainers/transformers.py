@@ -127,6 +127,7 @@ class StepCheck(OneStep, TrainerCallback):
         super().__init__(type(trainer).__name__, loss, step, samples, options)
         self._by_rank = trainer.args.average_tokens_across_devices is False
         self._logged = 0  # the last step that was in a log
+        self._trainer = trainer
         original = trainer.training_step
 
         def training_step(model: nn.Module, inputs: Any, *arguments: Any, **more: Any) -> torch.Tensor:
@@ -151,8 +152,9 @@ class StepCheck(OneStep, TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step + 1 == self._step and self._verdict is None:
-            more["model"].train()  # as each training_step of the trainer does: its first one has not yet
-            self._begin(more["model"], more["optimizer"])
+            model = getattr(self._trainer, "deepspeed", None) or more["model"]  # a callback is given the plain one
+            model.train()  # as each training_step of the trainer does: its first one has not yet
+            self._begin(model, more["optimizer"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         # A log of several steps is a mean over them. The callback that decides on logging comes before this one.
