@@ -24,6 +24,7 @@ ENGINES = {
     "fsdp1_put_back": ["not_updated"], "fsdp1_put_back_original_parameters": ["not_updated"],
     "fsdp2_reduced_in_bf16": [], "fsdp2_reduced_in_bf16_rank_means": ["mean_of_rank_means"],
     **{f"{engine}_of_the_step_before": ["gradient_of_earlier_step"] for engine in ("ddp", "fsdp1", "fsdp2")}, "ddp_zeroed": [],
+    "ddp_optimizer_calls_its_parent": [],
     "main_grad_of_the_step_before": ["gradient_of_earlier_step"], "main_grad_last_micro_batch_alone": ["micro_batches_lost"],
     "main_grad_not_reduced": ["replicas_differ"], "main_grad_optimizer_takes_another": ["optimizer_differs"],
     "main_grad_optimizer_takes_nothing": ["not_updated"],
@@ -47,6 +48,8 @@ LIBRARIES = {
     **{f"zero{stage}_updates_each_micro_batch": ["micro_batches_lost"] for stage in (0, 1, 2, 3)},
     **{f"zero{stage}_clipped_twice": ["optimizer_differs"] for stage in (1, 2, 3)},
     "zero2_last_micro_batch_alone": ["micro_batches_lost"],
+    "megatron": [], "megatron_last_micro_batch_alone": ["micro_batches_lost"], "megatron_not_summed": ["replicas_differ"],
+    "megatron_of_the_step_before": ["gradient_of_earlier_step"],
     "bitsandbytes_micro_batch_means": ["mean_of_micro_batch_means"], "torchao_micro_batch_means": ["mean_of_micro_batch_means"]}
 LIBRARIES_REFUSED = {
     **{f"zero{stage}_without_an_update": ["no update of DeepSpeed's engine", "every 4 micro-batches"] for stage in (0, 1, 2, 3)},
@@ -54,6 +57,7 @@ LIBRARIES_REFUSED = {
     "zero0_bf16": ["DeepSpeed with FP16_UnfusedOptimizer"], "zero0_fp16": ["DeepSpeed with FP16_UnfusedOptimizer"],
     "zero1_bf16_sums_in_fp32": ["DeepSpeed with BF16_Optimizer"],
     "zero2_fp16_overflows": ["that DeepSpeed's loss scale left out", "not finite"],
+    "megatron_distributed_optimizer": ["Megatron-Core with its distributed optimizer", "isograd compare"],
     "zero2_round_robin": ["DeepSpeed with round_robin_gradients", "isograd compare"],
     "another_version": ["found deepspeed 0.17.6; expected deepspeed 0.19", "deepspeed==0.19.*", "isograd compare"],
     "no_version": ["found deepspeed unknown"], "without_the_engine": ["without its engine", "deepspeed.initialize"],

@@ -271,6 +271,18 @@ class MainGrad(Engine):
         return self._checked(name, p, getattr(p, "main_grad", None))
 
 
+class Megatron(MainGrad):
+    """Megatron-Core's DistributedDataParallel, around modules that are not Megatron's: its finish_grad_sync sums `main_grad`."""
+
+    title = "Megatron-Core"
+
+    def __init__(self, model: nn.Module, optimizer: Any, gradient: GradientOf | None = None) -> None:
+        super().__init__(model, optimizer, gradient)
+        if cast(Any, model).ddp_config.use_distributed_optimizer:
+            refuse(_WHERE, "Megatron-Core with its distributed optimizer, for which a rank has the sum of some elements of main_grad alone",
+                   "a sum that each rank has whole", f"Set use_distributed_optimizer=False for this step, or {_BY_DUMPS}")
+
+
 class DeepSpeed(Cut):
     """DeepSpeed's engine: a rank has a slice of each ZeRO group's flat gradient, whose optimizer updates a flat copy in fp32."""
 
@@ -434,6 +446,7 @@ def _has_deepspeed(model: nn.Module) -> bool:
 _KNOWN: tuple[tuple[Callable[[nn.Module], bool], type[Engine]], ...] = (
     (lambda model: _of("deepspeed", model), DeepSpeed),
     (lambda model: any(isinstance(module, FullyShardedDataParallel) for module in model.modules()), Fsdp1),
+    (lambda model: type(model).__module__.startswith("megatron.core.distributed."), Megatron),
     (lambda model: any(getattr(p, "main_grad", None) is not None for p in model.parameters()), MainGrad))
 # Packages whose private names an adapter reads, with the versions that it was tried on: from, and below which.
 _VERSIONS = {"deepspeed": ((0, 19), (0, 20))}
@@ -451,7 +464,7 @@ def engine_of(model: nn.Module, optimizer: Any, gradient: GradientOf | None, sta
     adapter = _kind(model)
     things = [*model.modules(), optimizer]
     for package, title in _REFUSED.items():
-        if gradient is None and any(_of(package, thing) for thing in things):
+        if gradient is None and any(_of(package, thing) for thing in things if adapter is not Megatron or thing is not model):
             refuse(_WHERE, f"{title}, which has no adapter that says where its gradients are", "DDP and FSDP of PyTorch, ZeRO of "
                    "DeepSpeed, main_grad, or gradient=", "Give it the model that was wrapped and gradient=lambda name, parameter: "
                    f"(its gradient, reduced), or {_BY_DUMPS}")

@@ -25,6 +25,7 @@ Buffer = Union[bytearray, memoryview]
 Group = Union[ProcessGroup, DeviceMesh, None]
 Parameters = Union[nn.Module, Iterable[torch.Tensor]]
 _MOST_NUMBERS = 8  # that `agreed` exchanges
+_ENGINES = ("deepspeed.", "megatron.core.distributed.")  # whose wrappers have the model as `module`
 _WRAPPERS = (f"{COMPILED}.", f"{CHECKPOINTED}.", f"{FSDP1}.")
 
 
@@ -170,9 +171,9 @@ def ranks() -> tuple[int, int]:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The model that DDP, DeepSpeed or torch.compile was given."""
+    """The model that DDP, DeepSpeed, Megatron-Core's DDP or torch.compile was given."""
     while True:
-        if isinstance(model, DistributedDataParallel) or type(model).__module__.startswith("deepspeed."):
+        if isinstance(model, DistributedDataParallel) or type(model).__module__.startswith(_ENGINES):
             model = model.module
         elif isinstance(inner := getattr(model, COMPILED, None), nn.Module):
             model = inner

@@ -125,8 +125,8 @@ class Recording:
                  named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before any optimizer updates; where it is given a closure, which makes the gradient, after that."""
         groups = held_by(optimizer, self.engine.owners())
-        if self._inside not in (None, optimizer) or not (groups or optimizer is self.optimizer):
-            return None
+        if self._inside is not None or not (groups or optimizer is self.optimizer):
+            return None  # a step that another one calls, such as that of its class's parent
         self._inside = optimizer
         closure = named.get("closure", given[1] if len(given) > 1 else None)
         if not callable(closure):

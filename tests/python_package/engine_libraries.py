@@ -1,5 +1,6 @@
 """python engine_libraries.py RANKS [CASE ...]: steps of DeepSpeed's engine, and with 8-bit optimizers of bitsandbytes and torchao, under
 isograd.watch, as engines.py has them."""
+import contextlib
 import os
 from unittest import mock
 
@@ -119,6 +120,43 @@ case("another_version", stage=2, version="0.17.6")(zero)
 case("no_version", stage=2, version="unknown")(zero)
 case("without_the_engine", stage=2, watched=lambda engine: engine.module)(zero)
 case("without_the_engine_of_zero3", stage=3, watched=lambda engine: engine.module)(zero)
+
+
+@case("megatron")
+@case("megatron_last_micro_batch_alone", zeroes_each=True)
+@case("megatron_of_the_step_before", stale=True)
+@case("megatron_not_summed", sums=False)
+@case("megatron_distributed_optimizer", use_distributed_optimizer=True)
+def megatron(rank, zeroes_each=False, stale=False, sums=True, **more):
+    """Its buffers are made on the device that torch.cuda.current_device() names: here on the CPU. It is not of any other use."""
+    from megatron.core import distributed, parallel_state
+    from megatron.core.transformer import TransformerConfig
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    with mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+        model = distributed.DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+            distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, **more), make_model())
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), batches(rank)
+    if stale:
+        step_of_megatron(model, optimizer, batch[:1])
+    with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss, make_model=make_model) as step:
+        step_of_megatron(model, optimizer, batch, not stale, zeroes_each, sums)
+    return result(step)
+
+
+def step_of_megatron(model, optimizer, batch, zeroes=True, zeroes_each=False, sums=True):
+    total = total_of(batch)
+    for j, micro in enumerate(batch):
+        if zeroes and j == 0 or zeroes_each:
+            model.zero_grad_buffer()
+        with model.no_sync() if j + 1 < len(batch) else contextlib.nullcontext():
+            (batch_loss(model, micro, "sum") / total * dist.get_world_size()).backward()
+    if sums:
+        model.finish_grad_sync()
+    for p in model.parameters():
+        p.grad = p.main_grad.clone()
+    optimizer.step()
 
 
 @case("proved")

@@ -97,20 +97,6 @@ def make_tied():
     return Tied()
 
 
-class PutBack(torch.optim.AdamW):
-    """After its step parameters are what they were."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, lr=0.01)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        values = [(p, p.detach().clone()) for group in self.param_groups for p in group["params"]]
-        super().step(closure)
-        for p, value in values:
-            p.copy_(value)
-
-
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
@@ -126,8 +112,8 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 @case("fsdp1_bf16", mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
 @case("fsdp1_reduced_in_bf16", mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
 @case("fsdp1_reduced_in_bf16_rank_means", mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16), how="means", micros=1)
-@case("fsdp1_put_back", make_optimizer=PutBack)
-@case("fsdp1_put_back_original_parameters", make_optimizer=PutBack, original=True)
+@case("fsdp1_put_back", make_optimizer=ADAMW, back=True)
+@case("fsdp1_put_back_original_parameters", back=True, original=True)
 @case("fsdp1_rate_0", make_optimizer=functools.partial(torch.optim.SGD, lr=0.0))
 @case("fsdp1_scaled", scaled=True, original=True, clip="whole")
 @case("fsdp1_rank_means", how="means", micros=1)
@@ -137,7 +123,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 @case("fsdp1_optimizer_before_wrapping", early=True)
 @case("fsdp1_rank_1_does_not_step", idle=True)
 def fsdp1(rank, make=make_model, inner=(), original=False, strategy=ShardingStrategy.FULL_SHARD, mixed_precision=None, scaled=False,
-          make_optimizer=SGD, micros=3, early=False, idle=False, **how):
+          make_optimizer=SGD, micros=3, early=False, idle=False, back=False, **how):
     model = make()
     optimizer = make_optimizer(model.parameters()) if early else None
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")) if (
@@ -153,12 +139,21 @@ def fsdp1(rank, make=make_model, inner=(), original=False, strategy=ShardingStra
     scaler = ShardedGradScaler("cpu", init_scale=1024.0) if scaled else None
     batch = batches(rank, micros)
     with isograd.watch(model, optimizer, micro_batches=batch, loss=sample_loss, make_model=make) as step:
+        values = [p.detach().clone() for p in model.parameters()]
         loss, norm = train(model, optimizer, batch, scaler=scaler, **how)
         step.log(loss=loss, norm=norm)
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), values if back else ()):
+                p.copy_(value)
     return result(step)
 
 
 # ---- what PyTorch wraps: a gradient that an earlier step has left, sums in another precision ----
+
+class Derived(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
 
 def sharded(model, **policy):
     for part in (model.up, model):
@@ -168,14 +163,16 @@ def sharded(model, **policy):
 
 @case("ddp_of_the_step_before", wrap=DistributedDataParallel, zeroes=False)
 @case("ddp_zeroed", wrap=DistributedDataParallel)
+@case("ddp_optimizer_calls_its_parent", wrap=DistributedDataParallel, make_optimizer=Derived)
 @case("fsdp1_of_the_step_before", wrap=lambda model: FSDP(model, device_id=torch.device("cpu")), zeroes=False)
 @case("fsdp2_of_the_step_before", wrap=sharded, zeroes=False)
 @case("fsdp2_reduced_in_bf16", wrap=lambda model: sharded(model, reduce_dtype=torch.bfloat16))
 @case("fsdp2_reduced_in_bf16_rank_means", wrap=lambda model: sharded(model, reduce_dtype=torch.bfloat16), how="mean")
-def wrapped(rank, wrap, zeroes=True, how="sum"):
+def wrapped(rank, wrap, zeroes=True, how="sum", make_optimizer=SGD):
     """The step before was on other samples, and leaves its gradient."""
     model = wrap(make_model())
-    optimizer = SGD(model.parameters())
+    ADAMW(model.parameters())  # PyTorch puts its hooks into a class's step with the first optimizer of it
+    optimizer = make_optimizer(model.parameters())
     before, batch = batches(rank, 2)
     for some, watched in ((before, False), (batch, True)):
         total = total_of([some]) / dist.get_world_size() if how == "sum" else 1

@@ -387,7 +387,7 @@ def of_all(rows, counts):
     return torch.distributed.nn.functional.all_reduce(F.pad(rows, (0, 0, before, after)))
 
 
-def uneven_pairs(rank, size, loss, how, **options):
+def uneven_pairs(rank, size, of_rows, how, **options):
     """how: over the rows of all ranks; else of each rank's rows, weighted by how many, summed or averaged over ranks."""
     counts = [0 if r == 1 else 2 + r for r in range(size)]
     everything = [pair for r in range(size) for pair in pairs(r, counts[r])]
@@ -397,13 +397,13 @@ def uneven_pairs(rank, size, loss, how, **options):
         rows = [torch.stack(part) for part in zip(*(two_towers(model, pair) for pair in mine))] or [torch.zeros(0, 8)] * 2
         unused = 0 * sum(p.sum() for p in model.parameters())  # a rank without rows takes part in each collective
         if how == "right":
-            loss(model, list(zip(*(of_all(part + unused, counts) for part in rows)))).backward()
+            of_rows(model, list(zip(*(of_all(part + unused, counts) for part in rows)))).backward()
         elif mine:
-            (loss(model, list(zip(*rows))) * (counts[rank] / sum(counts) if how == "weighted" else 1)).backward()  # each rank's own
+            (of_rows(model, list(zip(*rows))) * (counts[rank] / sum(counts) if how == "weighted" else 1)).backward()  # each rank's own
         averaged(model, 1 if how in ("weighted", "summed") else size)
 
     def truth(model, samples):
-        return loss(model, [two_towers(model, pair) for pair in samples])
+        return of_rows(model, [two_towers(model, pair) for pair in samples])
     return judged(rank, lambda all_of: true_gradient(truth, all_of), [mine], step, everything, **options)
 
 
