@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from conftest import BINARY
+from conftest import BINARY, BUILD, ROOT
 
 NAME = "Qwen/Qwen3-8B"
 WORDS = "alpha beta gamma delta red blue green one two three four five six seven eight nine ten apples pears sum of is the".split()
@@ -124,6 +124,13 @@ def environment(folder, *packages):
                        check=True, timeout=300)
         stamp.write_text(wanted)
     return str(python)
+
+
+def packages_of(name, *options):
+    """The folder with the packages of requirements_{name}.txt, for PYTHONPATH: of such an environment."""
+    lines = (ROOT / f"tests/requirements_{name}.txt").read_text().splitlines()
+    python = environment(BUILD / name, *options, *(line for line in lines if line and not line.startswith("#")))
+    return str(next(pathlib.Path(python).parent.parent.glob("lib/python*/site-packages")))
 
 
 def free_port():

@@ -3,13 +3,12 @@ mistake is named, and an engine that is not known is refused. FullyShardedDataPa
 default; DeepSpeed and 8-bit optimizers in the full suite, in an environment that is made once."""
 import json
 import os
-import pathlib
 import re
 from unittest import mock
 
 import pytest
 from conftest import BUILD, ROOT, full, run_python
-from serve_files import environment
+from serve_files import packages_of
 
 # Cases of python_package/engines.py, and what the verdict names: nothing, where the step is right.
 ENGINES = {
@@ -107,16 +106,18 @@ def test_on_more_ranks_and_in_two_groups(warm, ranks):
         is_judged(found, name, ENGINES.get(name, []))
 
 
+def engine_packages():
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu", DS_BUILD_OPS="0"):  # nothing is compiled
+        return packages_of("engines", "--no-build-isolation")
+
+
 @pytest.fixture(scope="module")
 def libraries(installed):
     """The Python with isograd, and the folder of the libraries."""
-    lines = (ROOT / "tests/requirements_engines.txt").read_text().splitlines()
-    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu", DS_BUILD_OPS="0"):  # nothing is compiled
-        own = environment(BUILD / "engines", "--no-build-isolation", *(line for line in lines if line and not line.startswith("#")))
-    folder = next(pathlib.Path(own).parent.parent.glob("lib/python*/site-packages"))
+    folder = engine_packages()
 
     def run(ranks, *names):
-        said = run_python(installed, "engine_libraries.py", ranks, *names, PYTHONPATH=str(folder), DS_ACCELERATOR="cpu",
+        said = run_python(installed, "engine_libraries.py", ranks, *names, PYTHONPATH=folder, DS_ACCELERATOR="cpu",
                           TORCHINDUCTOR_CACHE_DIR=str(BUILD / "engines/compiled"), timeout=600)  # torchao compiles its update
         return json.loads(said.splitlines()[-1])  # after what the libraries print
     return run

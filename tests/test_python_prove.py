@@ -5,13 +5,12 @@ ISOGRAD_FULL_TESTS=1: all trainers of compare_trials that run as processes; else
 import html
 import json
 import os
-import pathlib
 import re
 import socket
 
 import pytest
-from conftest import BUILD, FULL, ROOT, full, run_python, two_ranks
-from serve_files import environment
+from conftest import FULL, ROOT, full, run_python, two_ranks
+from serve_files import packages_of
 
 PROGRAMS = ROOT / "tests/python_package"
 # Under DDP or FSDP2, with the name that the verdict has to give.
@@ -233,7 +232,7 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     "no_lists": ["no lists of samples"],
     "other_samples": ["other samples on rank 1 than on rank 0", "`data`"],
     "dropout": ["dropout of 0.1 in 1", "eval()"],
-    "batch_statistics": ["statistics over the batch in 1 (BatchNorm1d)"],
+    "batch_statistics": ["statistics over the batch in 1 (BatchNorm1d)", "`norm.eval().train = lambda mode=True: norm`", 'mean="batch"'],
     "not_in_fp64": ["does not run in fp64: RuntimeError", "reference=torch.float32"],
     "loss_in_fp32": ["a loss in torch.float32 of a model in fp64"],
     "divided_already": ["one number, which may be a mean: divided already", 'reduction="none"'],
@@ -653,6 +652,7 @@ WHOLE = {
     "grouped_by_members_on_the_rank": ["loss_over_own_samples"], "grouped_own_tokens": ["mean_of_rank_means"],
     "distilled_right": [], "distilled_each_rank_alone": ["mean_of_rank_means"],
     "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
+    "normalised_right": [], "normalised_each_rank_alone": ["mean_of_rank_means"],
     "weighted_right": [], "weighted_by_rank": ["mean_of_rank_means"],
     "confident_right": [], "confident_by_rank": ["mean_of_rank_means"]}
 E1 = 1e-10  # of the whole gradient (DESIGN.md)
@@ -768,10 +768,7 @@ LIBRARIES = {
 
 @pytest.fixture(scope="module")
 def contrastive(installed):
-    lines = (ROOT / "tests/requirements_contrastive.txt").read_text().splitlines()
-    with_them = environment(BUILD / "contrastive", *(line for line in lines if line and not line.startswith("#")))
-    folder = next(pathlib.Path(with_them).parent.parent.glob("lib/python*/site-packages"))
-    return json.loads(run_python(installed, "contrastive.py", PYTHONPATH=str(folder)).splitlines()[-1])
+    return json.loads(run_python(installed, "contrastive.py", PYTHONPATH=packages_of("contrastive")).splitlines()[-1])
 
 
 @pytest.mark.full

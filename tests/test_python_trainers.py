@@ -1,6 +1,7 @@
 """isograd.trainers in the loops of transformers, TRL, Accelerate and Lightning, by the installed wheel, on two ranks.
 
-The loops are those of tests/trials, some of its cells.
+The loops are those of tests/trials, some of its cells. In the full suite steps of PEFT's adapters and of TRL's trainers as well, each
+right and with a planted mistake, by the recipes of docs/python_prove.md.
 """
 import json
 import pathlib
@@ -9,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FULL, ROOT, full, run_python
+from conftest import BUILD, FULL, ROOT, full, run_python
+from test_python_engines import engine_packages, is_refused
 
 sys.path.insert(0, str(ROOT / "tests/trials"))
 import table  # noqa: E402
@@ -168,3 +170,60 @@ def test_nothing_is_imported_that_is_not_asked_for(installed):
     said = subprocess.run([str(installed), "-c", "import sys, isograd, isograd.trainers\n"
                            f"print([name for name in {LIBRARIES!r} if name in sys.modules])"], capture_output=True, text=True)
     assert said.stdout == "[]\n", said.stderr
+
+
+# ---- PEFT and TRL ----
+
+MEANS = ["mean_of_rank_means"]
+# Cases of python_package/fine_tuning.py: nothing where the step is right, else the names.
+FINE_TUNING = {
+    **{name: [] for name in ("lora_ddp", "lora_fsdp2", "lora_fsdp1", "lora_after_fsdp2", "lora_after_fsdp1", "qlora", "qlora_bf16",
+                             "qlora_fsdp2", "torchao", "trainer_lora", "trainer_smoothed", "sft_lora", "sft_packed_lora", "sft_dft",
+                             "sft_smoothed", "dpo", "dpo_new_adapter", "dpo_old_adapter", "reward", "reward_centred", "reward_lora",
+                             "experts", "experts_balanced", "experts_grouped_told", "batch_norm_frozen", "batch_norm_of_all_ranks")},
+    **{f"{name}_rank_means": MEANS for name in ("lora_ddp", "lora_fsdp2", "lora_fsdp1", "qlora", "torchao")},
+    **{f"{name}_by_rank": MEANS for name in ("trainer_lora", "trainer_smoothed", "sft_lora", "sft_dft", "sft_smoothed", "experts_balanced")},
+    "lora_after_fsdp2_not_reduced": ["replicas_differ"], "lora_after_fsdp1_not_reduced": ["replicas_differ"],
+    "dpo_micro_batches_summed": ["summed_over_micro_batches"], "reward_micro_batches_summed": ["summed_over_micro_batches"],
+    "dpo_and_sft": ["mean_of_micro_batch_means"],
+    "reward_sampler_pads": ["sample_twice"], "experts_balanced_by_micro_batch": ["mean_of_micro_batch_means"],
+    "experts_of_transformers": ["term_scaled"], "batch_norm_of_a_rank": MEANS,
+    "batch_norm_of_a_micro_batch": ["mean_of_micro_batch_means"], "batch_norm_frozen_micro_batches_summed": ["summed_over_micro_batches"],
+    # Told wrongly: the loss type, the reference or beta is another one.
+    "sft_dft_told_as_nll": ["undecided"], "dpo_old_adapter_told_as_new": ["undecided"], "dpo_wrong_beta": ["undecided"]}
+FINE_TUNING_REFUSED = {
+    "kto": ["TRL's KTOTrainer: each loss takes the mean KL divergence", "features="],
+    "grpo": ["TRL's GRPOTrainer: it draws its completions", "features="], "rloo": ["TRL's RLOOTrainer"],
+    "dpo_without_a_loss": ["a DPOTrainer and no loss", "samples=", "docs/python_prove.md#fine-tuning"],
+    "a_compute_loss_func": ["a compute_loss_func in Trainer and no loss"],
+    "experts_grouped": ["does not run in fp64", 'experts_implementation="eager"'],
+    "batch_norm": ["statistics over the batch in norm (BatchNorm1d)", "`norm.eval().train = lambda mode=True: norm`", 'mean="batch"']}
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(libraries):
+    said = run_python(libraries, "fine_tuning.py", PYTHONPATH=engine_packages(), timeout=900,
+                      TORCHINDUCTOR_CACHE_DIR=str(BUILD / "engines/compiled"))
+    return json.loads(said.splitlines()[-1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_a_fine_tuning_step_is_judged(fine_tuning, name):
+    for rank in fine_tuning:
+        assert isinstance(rank[name], dict), rank[name]
+        assert (rank[name]["passed"], rank[name]["said"]) == (not FINE_TUNING[name], FINE_TUNING[name]), rank[name]["text"]
+    assert FINE_TUNING[name] or "moved, alike on every rank" in fine_tuning[0][name]["text"] or "fsdp" in name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FINE_TUNING_REFUSED)
+def test_a_fine_tuning_step_without_a_comparison_is_refused(fine_tuning, name):
+    is_refused(fine_tuning, name, FINE_TUNING_REFUSED[name])
+
+
+@pytest.mark.full
+def test_every_case_of_fine_tuning_is_listed(fine_tuning):
+    assert set(fine_tuning[0]) == {*FINE_TUNING, *FINE_TUNING_REFUSED}
+    assert all("average_tokens_across_devices=False" in fine_tuning[0][name]["text"] for name in ("sft_dft_by_rank", "trainer_lora_by_rank"))
+    assert "(bf16, " in fine_tuning[0]["qlora_bf16"]["text"].splitlines()[0]

@@ -409,9 +409,10 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
         except Exception:
             pass
         if runs:
-            refuse("isograd.watch", f"a model or loss that does not run in fp64: {said}",
-                   "the whole step in fp64, for the reference", "Convert "
-                   "to the dtype of the parameters where it converts to fp32, or give reference=torch.float32", error)
+            refuse("isograd.watch", f"a model or loss that does not run in fp64: {said}", "the whole step in fp64, for the reference",
+                   'Give a make_model that makes experts one by one (of transformers: experts_implementation="eager"); the run keeps its '
+                   "grouped products" if "grouped" in said or "mat_a" in said else "Convert to the dtype of the parameters where it converts to fp32, or "
+                   "give reference=torch.float32", error)
     expected = {"batch": "a single number", "features": "what the loss takes of it"}.get(str(term.mean), "its losses, one for each target")
     refuse("isograd.watch", f"an exception in the {'features' if term.mean == 'features' else 'loss'} of "
            f"{'the whole batch' if whole else 'a sample'}: {said}", expected,

@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import tempfile
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/trials"))
@@ -27,7 +28,7 @@ import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.mixtral.modeling_mixtral as mixtral  # noqa: E402
 import trl  # noqa: E402
-from model_and_data import Cell, make_model, MAX_NORM, padded  # noqa: E402
+from model_and_data import Cell, id_of, make_model, padded  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
@@ -39,7 +40,8 @@ from isograd.trainers import rows  # noqa: E402
 from isograd.trainers.transformers import causal_lm_loss, StepCheck  # noqa: E402
 
 CELL = Cell("trl", 2, 2, "padded", "DDP")
-ONE = Cell("trl", 2, 1, "padded", "DDP")  # without accumulation
+ONE, FOUR = (Cell("trl", 2, accumulation, "padded", "DDP") for accumulation in (1, 4))
+ADAPTERS = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 CASES = {}
 
 
@@ -51,10 +53,10 @@ def case(*names):
     return keep
 
 
-def adapted(model=None):
+def adapted(model=None, **more):
     """With adapters in the attention that are not zero."""
     torch.manual_seed(5)
-    return peft.get_peft_model(model or make_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return peft.get_peft_model(model or make_model(), peft.LoraConfig(**ADAPTERS, **more))
 
 
 def mine():
@@ -199,53 +201,59 @@ def arguments(kind, cell=CELL, **more):
 
 def checked(source, **names):
     """The verdict of a recipe."""
-    names.update(tokenizer=tokenizer(), isograd=isograd)
-    exec(source, names)
+    names.update(tokenizer=tokenizer())
+    exec(source.replace("samples=pairs", f"samples=pairs, step={names.get('step', 1)}"), names)
     trainer = names["trainer"]
+    trainer.args.max_steps = names.get("step", 1)
     trainer.loss_is_scaled_for_ga = names.get("scaled")  # True: micro-batches' means are summed
     trainer.train()
     return names["check"].verdict
 
 
-@case("dpo", "dpo_lora", "dpo_micro_batches_summed", "dpo_wrong_beta", "dpo_and_sft")
+@case("dpo", "dpo_new_adapter", "dpo_old_adapter", "dpo_old_adapter_told_as_new", "dpo_micro_batches_summed", "dpo_wrong_beta", "dpo_and_sft")
 def dpo(name):
-    source, more = recipe("DPOTrainer"), {}
+    source, more, made = recipe("DPOTrainer"), {}, {}
     model, reference = make_model(), make_model()
-    if name == "dpo_lora":
-        source = source.replace("torch.no_grad():", "torch.no_grad(), model.disable_adapter():").replace("(before,", "(model,")
-        model, reference = adapted(model), None
-        source = source.replace("before = copy.deepcopy(reference).double()", "")
-    else:
-        with torch.no_grad():
-            for p in reference.parameters():
-                p += 0.02 * torch.randn_like(p)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p += 0.02 * torch.randn_like(p)
+    if "adapter" in name:
+        reference = None
+        before = 'use_adapter(model, "ref")' if name == "dpo_old_adapter" else "model.disable_adapter()"
+        source = source.replace("torch.no_grad():", f"torch.no_grad(), {before}:").replace("(before,", "(model,").replace(
+            "before = copy.deepcopy(reference).double()", "from trl.trainer.utils import use_adapter")
+        if name == "dpo_new_adapter":
+            source = source.replace("args=arguments", "args=arguments, peft_config=peft_config")
+            made["peft_config"] = peft.LoraConfig(**ADAPTERS)
+        else:
+            model = adapted(model)
     if name == "dpo_and_sft":
         page = (ROOT / "docs/python_prove.md").read_text()
-        source = page.split("```python\ndef chosen_tokens")[1].split("\n```")[0].join(["def chosen_tokens", "\n" + source]).replace(
+        terms = page.split("```python\ndef chosen_tokens")[1].split("\n```")[0]
+        source = f"import isograd, torch\nimport torch.nn.functional as F\ndef chosen_tokens{terms}\n" + source.replace(
             "samples=pairs)", "samples=pairs, terms=terms)")
-        source = "import isograd, torch\nimport torch.nn.functional as F\n" + source
         more = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}
-    return checked(source, model=model, reference=reference, dataset=preferences(), beta=0.2 if name.endswith("beta") else 0.1,
-                   scaled=True if name.endswith("summed") else None, arguments=arguments(trl.DPOConfig, beta=0.1, **more))
+    return checked(source, model=model, reference=reference, dataset=preferences(), beta=0.2 if name.endswith("beta") else 0.1, **made,
+                   scaled=True if name.endswith("summed") else None, step=2 if "old" in name else 1,
+                   arguments=arguments(trl.DPOConfig, FOUR if name.endswith("summed") else CELL, beta=0.1, **more))
 
 
-@case("reward", "reward_centred", "reward_lora", "reward_micro_batches_summed", "reward_last_batch_smaller")
+@case("reward", "reward_centred", "reward_lora", "reward_micro_batches_summed", "reward_sampler_pads")
 def reward(name):
-    source, more = recipe("RewardTrainer"), {}
+    source, more, count = recipe("RewardTrainer"), {}, 16
     torch.manual_seed(1)
     model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=192, bos_token_id=1, eos_token_id=1, pad_token_id=0, num_labels=1, use_cache=False))
     if name == "reward_lora":
-        torch.manual_seed(5)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False,
-                                                           task_type="SEQ_CLS"))
+        model = adapted(model, task_type="SEQ_CLS")
     if name == "reward_centred":
         source = source.replace("rejected), 1", "rejected) + 0.01 * (chosen + rejected) ** 2, 1")
         more = {"center_rewards_coefficient": 0.01}
-    # Six pairs: each rank has a micro-batch of two and one of one.
-    return checked(source, model=model, dataset=preferences(6 if name.endswith("smaller") else 16),
-                   scaled=True if name.endswith("summed") else None, arguments=arguments(trl.RewardConfig, disable_dropout=True, **more))
+    if name == "reward_sampler_pads":  # the default: one pair comes twice
+        count, source = 7, source.replace("samples=pairs)", "samples=pairs, ids=lambda pair: id_of(pair[0]))")
+    return checked(source, model=model, dataset=preferences(count), id_of=id_of, scaled=True if name.endswith("summed") else None,
+                   arguments=arguments(trl.RewardConfig, FOUR if name.endswith("summed") else CELL, disable_dropout=True, **more))
 
 
 @case("sft_lora", "sft_lora_by_rank", "sft_dft", "sft_dft_by_rank", "sft_smoothed", "sft_smoothed_by_rank", "sft_packed_lora",
@@ -293,7 +301,7 @@ def refused(name):
         return StepCheck(trl.KTOTrainer(make_model(), make_model(), args=arguments(trl.KTOConfig), train_dataset=unpaired,
                                         processing_class=tokenizer()), loss=causal_lm_loss)
     kind, config = (trl.GRPOTrainer, trl.GRPOConfig) if name == "grpo" else (trl.RLOOTrainer, trl.RLOOConfig)
-    return StepCheck(kind(make_model(), reward_funcs=lambda completions, **_: [0.0] * len(completions),
+    return StepCheck(kind(adapted(), reward_funcs=lambda completions, **_: [0.0] * len(completions),
                           args=arguments(config, num_generations=2), train_dataset=pairs.select_columns("prompt"),
                           processing_class=tokenizer()), loss=causal_lm_loss)
 
@@ -321,6 +329,12 @@ def balanced_over_ranks(logits, experts, top, mask):
     return 2 * experts * (chosen / rows * probabilities.sum(0) / rows).sum()
 
 
+class OverRanks(trl.SFTTrainer):
+    def compute_loss(self, *arguments, **more):
+        with mock.patch.object(mixtral, "load_balancing_loss_func", balanced_over_ranks):
+            return super().compute_loss(*arguments, **more)
+
+
 @case("experts", "experts_balanced", "experts_balanced_by_rank", "experts_balanced_by_micro_batch", "experts_of_transformers",
       "experts_grouped", "experts_grouped_told")
 def mixture(name):
@@ -328,16 +342,10 @@ def mixture(name):
     if name == "experts_of_transformers":
         return of_trainer(trainer_of(experts(output_router_logits=True, router_aux_loss_coef=0.5)))
     cell = CELL if name.endswith("micro_batch") else ONE
-    trainer = trl.SFTTrainer(experts("grouped_mm" if "grouped" in name else "eager"), arguments(
+    trainer = (OverRanks if name == "experts_balanced" else trl.SFTTrainer)(experts("grouped_mm" if "grouped" in name else "eager"), arguments(
         trl.SFTConfig, cell, router_aux_loss_coef=0.5 if "balanced" in name else 0.0),
         train_dataset=datasets.Dataset.from_list(CELL.documents), processing_class=tokenizer())
-    original = mixtral.load_balancing_loss_func
-    if name == "experts_balanced":
-        mixtral.load_balancing_loss_func = balanced_over_ranks
-    try:
-        return of_trainer(trainer, **told)
-    finally:
-        mixtral.load_balancing_loss_func = original
+    return of_trainer(trainer, **told)
 
 
 class Synchronised(nn.BatchNorm1d):

@@ -349,6 +349,40 @@ def mined(rank, over_ranks):
     return judged(rank, lambda all_of: true_gradient(hinge, all_of), [mine], step, pairs(0, 5) + pairs(1, 5), loss=hinge, mean="batch")
 
 
+class OverRanks(nn.BatchNorm1d):
+    """As SyncBatchNorm, which takes no tensors of a CPU."""
+
+    def forward(self, x):
+        mean = torch.distributed.nn.all_reduce(x.mean(0)) / 2
+        variance = torch.distributed.nn.all_reduce((x - mean).square().mean(0)) / 2
+        return self.weight * (x - mean) / (variance + self.eps).sqrt() + self.bias
+
+
+def make_normalised(norm=nn.BatchNorm1d):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 12), norm(12), nn.Tanh(), nn.Linear(12, 5))
+
+
+def squares(model, samples):
+    images, texts = map(torch.stack, zip(*samples))
+    return (model(images) - texts).square().mean()
+
+
+def normalised(rank, over_ranks):
+    mine = pairs(rank, 5)
+
+    def truth(samples):
+        model = make_normalised().double()
+        squares(model, [tuple(map(in_fp64, sample)) for sample in samples]).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def step(model):
+        squares(model, mine).backward()
+        averaged(model)
+    return judged(rank, truth, [mine], step, pairs(0, 5) + pairs(1, 5), make_normalised(OverRanks if over_ranks else nn.BatchNorm1d),
+                  loss=squares, mean="batch", make_model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(make_normalised()))
+
+
 def weighted_mean(rank, loss, over_ranks):
     mine = documents(rank)
 
@@ -374,6 +408,7 @@ CASES = {
     "grouped_own_tokens": lambda rank: grouped(rank, tokens="own"),
     "distilled_right": lambda rank: distilled(rank, True), "distilled_each_rank_alone": lambda rank: distilled(rank, False),
     "mined_right": lambda rank: mined(rank, True), "mined_each_rank_alone": lambda rank: mined(rank, False),
+    "normalised_right": lambda rank: normalised(rank, True), "normalised_each_rank_alone": lambda rank: normalised(rank, False),
     "weighted_right": lambda rank: weighted_mean(rank, weighted, True), "weighted_by_rank": lambda rank: weighted_mean(rank, weighted, False),
     "confident_right": lambda rank: weighted_mean(rank, by_confidence, True),
     "confident_by_rank": lambda rank: weighted_mean(rank, by_confidence, False)}
