@@ -18,7 +18,6 @@ os.environ.update(ACCELERATE_USE_CPU="true", LOCAL_WORLD_SIZE="2", WORLD_SIZE="2
 
 import accelerate  # noqa: E402
 import datasets  # noqa: E402
-import loops  # noqa: E402
 import peft  # noqa: E402
 import tokenizers  # noqa: E402
 import torch  # noqa: E402
@@ -27,11 +26,13 @@ import torch.nn as nn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.mixtral.modeling_mixtral as mixtral  # noqa: E402
+import transformers_loops  # noqa: E402
 import trl  # noqa: E402
-from model_and_data import Cell, id_of, make_model, padded  # noqa: E402
+from model_and_data import documents, id_of, make_model, padded  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel  # noqa: E402
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
+from table import Cell  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
@@ -62,7 +63,7 @@ def adapted(model=None, **more):
 def mine():
     """This rank's two micro-batches of rows."""
     rank = dist.get_rank()
-    return [rows(padded(CELL.documents[at:at + 2])) for at in (4 * rank, 4 * rank + 2)]
+    return [rows(padded(documents(CELL)[at:at + 2])) for at in (4 * rank, 4 * rank + 2)]
 
 
 def step_of(model, optimizer, wrong, reduce=None):
@@ -196,7 +197,7 @@ def preferences(count=16):
 def arguments(kind, cell=CELL, **more):
     if kind is not transformers.TrainingArguments:  # whose defaults TRL changes
         more.update(bf16=False, gradient_checkpointing=False)
-    return loops.arguments(cell, tempfile.gettempdir(), kind, **more)
+    return transformers_loops.arguments(cell, tempfile.gettempdir(), kind, **more)
 
 
 def checked(source, **names):
@@ -263,7 +264,7 @@ def sft(name):
     if name.endswith("by_rank"):
         more["average_tokens_across_devices"] = False
     trainer = trl.SFTTrainer(adapted() if "lora" in name else make_model(), arguments(
-        trl.SFTConfig, packing="packed" in name, max_length=64, **more), train_dataset=datasets.Dataset.from_list(CELL.documents * 4),
+        trl.SFTConfig, packing="packed" in name, max_length=64, **more), train_dataset=datasets.Dataset.from_list(documents(CELL) * 4),
         processing_class=tokenizer())
     return of_trainer(trainer, **({"loss": causal_lm_loss} if name.endswith("nll") else {}))
 
@@ -275,7 +276,7 @@ def of_trainer(trainer, **options):
 
 
 def trainer_of(model, kind=transformers.Trainer, **more):
-    return kind(model, arguments(transformers.TrainingArguments, **more), train_dataset=CELL.documents, data_collator=padded)
+    return kind(model, arguments(transformers.TrainingArguments, **more), train_dataset=documents(CELL), data_collator=padded)
 
 
 @case("trainer_lora", "trainer_lora_by_rank", "trainer_smoothed", "trainer_smoothed_by_rank")
@@ -344,7 +345,7 @@ def mixture(name):
     cell = CELL if name.endswith("micro_batch") else ONE
     trainer = (OverRanks if name == "experts_balanced" else trl.SFTTrainer)(experts("grouped_mm" if "grouped" in name else "eager"), arguments(
         trl.SFTConfig, cell, router_aux_loss_coef=0.5 if "balanced" in name else 0.0),
-        train_dataset=datasets.Dataset.from_list(CELL.documents), processing_class=tokenizer())
+        train_dataset=datasets.Dataset.from_list(documents(CELL)), processing_class=tokenizer())
     return of_trainer(trainer, **told)
 
 

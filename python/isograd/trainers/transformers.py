@@ -142,17 +142,13 @@ class StepCheck(OneStep, TrainerCallback):
 
         trainer.training_step = training_step
         trainer.add_callback(self)
-        self._trainer = trainer
-
-    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super()._begin(self._trainer.deepspeed or model, optimizer)  # its engine has the gradients
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._logged = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if state.global_step + 1 == self._step and self._verdict is None:
-            model = getattr(self._trainer, "deepspeed", None) or more["model"]  # a callback is given the plain one
+            model = self._trainer.deepspeed or more["model"]  # the engine has the gradients
             model.train()  # as each training_step of the trainer does: its first one has not yet
             self._begin(model, more["optimizer"])
 
