@@ -16,15 +16,19 @@ endforeach()
 
 # Files of a room are compiled several at once: each alone spends more time on LibTorch's templates than on
 # itself. 0: each alone (to compile one file quickly again and again).
-set(ISOGRAD_UNITY 8 CACHE STRING "source files compiled together; 0 or 1: each alone")
+set(ISOGRAD_UNITY 16 CACHE STRING "source files compiled together at most; 0 or 1: each alone")
 
-# isograd_unity(TARGET [AT_MOST]): files of a batch.
+# isograd_unity(TARGET [AT_MOST]): files of a batch; the batches of a target are of one size.
 function(isograd_unity target)
   if(ISOGRAD_UNITY GREATER 1)
     set(_batch ${ISOGRAD_UNITY})
     if(ARGN AND ARGN LESS _batch)
       set(_batch ${ARGN})
     endif()
+    get_target_property(_sources ${target} SOURCES)
+    list(LENGTH _sources _files)
+    math(EXPR _batches "(${_files} + ${_batch} - 1) / ${_batch}")
+    math(EXPR _batch "(${_files} + ${_batches} - 1) / ${_batches}")
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${_batch}
       UNITY_BUILD_RELOCATABLE ON)  # from CMake 4.0 on; so that ccache serves several working trees
     # GCC warns of an Impl that holds what its own file has for itself: it takes that file for a header.
@@ -66,7 +70,7 @@ function(isograd_room name)
   set_property(GLOBAL APPEND PROPERTY ISOGRAD_ROOMS ${name})
   if(ROOM_TESTS AND ISOGRAD_TESTS)
     isograd_test(${name} SOURCES ${ROOM_TESTS} ROOMS ${name} ${ROOM_DEPENDS})
-    isograd_unity(test_${name})
+    isograd_unity(test_${name} 8)
   endif()
 endfunction()
 

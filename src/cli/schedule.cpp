@@ -14,7 +14,7 @@
 namespace isograd {
 namespace {
 
-struct Flags {
+struct ScheduleFlags {
   std::string kind = "1f1b", load, svg;
   int stages = 4, stages_of_rank = 0, micro_batches = 8;
   std::vector<double> times{1, 1, 1};
@@ -22,7 +22,7 @@ struct Flags {
   bool json = false, transfers = false;
 };
 
-PipelineTable table_of(const Flags& flags) {
+PipelineTable table_of(const ScheduleFlags& flags) {
   if (!flags.load.empty()) return pipeline_from_json(read_file(flags.load), flags.load);
   const int each = flags.stages_of_rank > 0                              ? flags.stages_of_rank
                    : flags.kind == "interleaved" || flags.kind == "zb-v" ? 2
@@ -49,7 +49,7 @@ std::string summary(const PipelineTable& table, const PipelineTimeline& timeline
       100 * timeline.bubble(), live, live == kept ? "" : fmt::format(", the memory of {}", kept));
 }
 
-int show(const Flags& flags) {
+int show(const ScheduleFlags& flags) {
   check_no_input("--svg", flags.svg, {flags.load});
   PipelineTable table = table_of(flags);
   if (flags.transfers) table = with_transfers(table);
@@ -67,7 +67,7 @@ int show(const Flags& flags) {
 
 Verb schedule_verb(CLI::App& program) {
   CLI::App* verb = program.add_subcommand("schedule", "Draw a pipeline schedule");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<ScheduleFlags>();
   add_option(*verb, "--kind", flags->kind, fmt::format("{}", fmt::join(pipeline_schedules(), ", ")));
   add_option(*verb, "--stages", flags->stages, "of the model", "", 1, 4096);
   add_option(*verb, "--per-rank", flags->stages_of_rank,

@@ -20,7 +20,7 @@
 namespace isograd {
 namespace {
 
-struct Flags : RunFlags {
+struct VerifyFlags : RunFlags {
   std::vector<std::string> layouts;
   std::string json, report, dump, minimise, server, key_file, base;
   bool adapters = false;
@@ -37,7 +37,7 @@ std::string no_such_layout(const std::string& name) {
 }
 
 // The smallest configuration that still fails, as a file.
-int minimise_verb(const Flags& flags, const RunConfig& config) {
+int minimise_verb(const VerifyFlags& flags, const RunConfig& config) {
   const int ranks = flags.ranks.value_or(1);
   if (rank_of_several())
     refuse("--minimise", "a launcher that has started several ranks",
@@ -71,7 +71,7 @@ int minimise_verb(const Flags& flags, const RunConfig& config) {
 }
 
 // A running training server.
-int server_verb(const Flags& flags) {
+int server_verb(const VerifyFlags& flags) {
   const char* given = std::getenv("TINKER_API_KEY");
   std::string key = given ? given : "";
   if (!flags.key_file.empty()) {
@@ -89,7 +89,7 @@ int server_verb(const Flags& flags) {
 Verb verify_verb(CLI::App& program, const Invocation& invocation) {
   CLI::App* verb = program.add_subcommand(
       "verify", "Prove that the ranks' gradient is the one that one process has on the whole batch");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<VerifyFlags>();
   add_run_flags(*verb, *flags);
   verb->get_option("CONFIG")->required(false);
   add_option(*verb, "--layout", flags->layouts,

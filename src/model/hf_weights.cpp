@@ -15,7 +15,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kWhole = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kHead = "lm_head.weight";
 
 [[noreturn]] void bad(const fs::path& file, const std::string& tensor, const std::string& found,
@@ -88,7 +88,7 @@ TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights)
 namespace {
 
 std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
-  const fs::path index = directory / kIndex;
+  const fs::path index = directory / kIndexFile;
   const std::string text = read_file(index);
   const auto [object, problem] = parse_json(text);
   if (!problem.empty()) bad(index, "", problem, "an object with the file of every tensor");
@@ -116,10 +116,10 @@ std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
 }
 
 std::map<std::string, FoundTensor> read_weights(const fs::path& directory) {
-  const bool whole = fs::exists(directory / kWhole), index = fs::exists(directory / kIndex);
+  const bool whole = fs::exists(directory / kWhole), index = fs::exists(directory / kIndexFile);
   if (whole == index)
     bad(directory, "", whole ? "both a whole file and an index of shards" : "no weights",
-        fmt::format("either {} or {}", kWhole, kIndex));
+        fmt::format("either {} or {}", kWhole, kIndexFile));
   if (index) return read_shards(directory);
   std::map<std::string, FoundTensor> stored;
   for (auto& [name, tensor] : read_safetensors(directory / kWhole))
@@ -283,7 +283,7 @@ void write_indexed(const fs::path& directory, const TensorStream& weights,
   });
   ISOGRAD_INVARIANT(next == files.size() && !file, "fewer tensors than entries");
   write_file(
-      directory / kIndex,
+      directory / kIndexFile,
       nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", places}}.dump(2) + "\n");
 }
 
@@ -295,8 +295,8 @@ void write_hf(const fs::path& directory, const DecoderConfig& config, const Tens
   fs::create_directories(directory, problem);
   if (problem || !fs::is_directory(directory))
     bad(directory, "", problem ? problem.message() : "no folder", "a folder that can be made");
-  if (fs::exists(directory / kIndex))
-    bad(directory, "", std::string(kIndex) + " of another model", "a folder without it");
+  if (fs::exists(directory / kIndexFile))
+    bad(directory, "", std::string(kIndexFile) + " of another model", "a folder without it");
   const TensorStream weights = config.experts.count > 0 ? by_expert(config, parameters) : parameters;
   const auto files = split_over_files(weights, file_bytes);
   if (files.size() > 1 && fs::exists(directory / kWhole))

@@ -25,10 +25,10 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-bool divides(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
+bool is_turn(std::int64_t every, std::int64_t step) { return every > 0 && step % every == 0; }
 
 bool due(std::int64_t every, std::int64_t step, std::int64_t total) {
-  return step == total || divides(every, step);
+  return step == total || is_turn(every, step);
 }
 
 // Bytes that a run sends between hosts, and notices about a mesh that sends many. Does nothing on one host.
@@ -224,7 +224,7 @@ struct Trainer::Impl {
   // Checks run before saving, so no checkpoint of a run that is known to be wrong is written.
   bool checked() {
     const std::int64_t step = run->state.step;
-    if (!hooks.check || !(divides(config.verify.every, step) || divides(config.verify.checksums_every, step)))
+    if (!hooks.check || !(is_turn(config.verify.every, step) || is_turn(config.verify.checksums_every, step)))
       return true;
     RunningRun running{as_finished(), *run->layout, step, run->forward, run->look_ahead};
     failed_check = hooks.check(running);
