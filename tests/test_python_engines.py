@@ -47,6 +47,7 @@ LIBRARIES = {
     **{f"zero{stage}_updates_each_micro_batch": ["micro_batches_lost"] for stage in (0, 1, 2, 3)},
     **{f"zero{stage}_clipped_twice": ["optimizer_differs"] for stage in (1, 2, 3)},
     "zero2_last_micro_batch_alone": ["micro_batches_lost"],
+    "trainer_zero2": [], "trainer_zero3": [], "trainer_zero2_own_counts": ["mean_of_rank_means"],
     "megatron": [], "megatron_last_micro_batch_alone": ["micro_batches_lost"], "megatron_not_summed": ["replicas_differ"],
     "megatron_of_the_step_before": ["gradient_of_earlier_step"],
     "bitsandbytes_micro_batch_means": ["mean_of_micro_batch_means"], "torchao_micro_batch_means": ["mean_of_micro_batch_means"]}
@@ -56,6 +57,7 @@ LIBRARIES_REFUSED = {
     "zero0_bf16": ["DeepSpeed with FP16_UnfusedOptimizer"], "zero0_fp16": ["DeepSpeed with FP16_UnfusedOptimizer"],
     "zero1_bf16_sums_in_fp32": ["DeepSpeed with BF16_Optimizer"],
     "zero2_fp16_overflows": ["that DeepSpeed's loss scale left out", "not finite"],
+    "trainer_without_make_model": ["a model that is sharded over ranks", "make_model=lambda"],
     "megatron_distributed_optimizer": ["Megatron-Core with its distributed optimizer", "isograd compare"],
     "zero2_round_robin": ["DeepSpeed with round_robin_gradients", "isograd compare"],
     "another_version": ["found deepspeed 0.17.6; expected deepspeed 0.19", "deepspeed==0.19.*", "isograd compare"],

@@ -299,7 +299,7 @@ class DeepSpeed(Cut):
             ("offload", bool(getattr(self.zero, "cpu_offload", False) or getattr(self.zero, "offload_optimizer", False))),
             ("experts", bool(self.engine.has_moe_layers)), ("quantised gradients", bool(self.engine.zero_quantized_gradients())),
             ("torch_autocast", bool(self.engine.torch_autocast_enabled())),
-            ("round_robin_gradients, of which it says other places of parameters than it has",  # where no rank's part has a gap
+            ("round_robin_gradients, whose map of parameters (_hp_mapping) does not fit the flat buffer",
              bool(getattr(self.zero, "round_robin_gradients", False))),
             (f"{self.kind} (16 bits without ZeRO, or bf16 with sums in fp32 of ZeRO-1)",
              self.kind not in _ZERO and not isinstance(self.zero, torch.optim.Optimizer)),

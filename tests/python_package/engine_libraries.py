@@ -2,6 +2,9 @@
 isograd.watch, as engines.py has them."""
 import contextlib
 import os
+import pathlib
+import sys
+import tempfile
 from unittest import mock
 
 import deepspeed
@@ -157,6 +160,32 @@ def step_of_megatron(model, optimizer, batch, zeroes=True, zeroes_each=False, su
     for p in model.parameters():
         p.grad = p.main_grad.clone()
     optimizer.step()
+
+
+@case("trainer_zero2")
+@case("trainer_zero3", stage=3)
+@case("trainer_zero2_own_counts", data="padded")
+@case("trainer_without_make_model", told=False)
+def trainer(rank, stage=2, data="even", told=True):
+    """transformers.Trainer with DeepSpeed. On a CPU Accelerate takes each rank for the only one: it gives each the whole data set, and
+    counts the targets of one rank."""
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trials"))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    import transformers
+    from model_and_data import Cell, make_model, padded
+
+    from isograd.trainers.transformers import StepCheck
+    auto = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+    with tempfile.TemporaryDirectory() as folder:
+        loop = transformers.Trainer(make_model(), transformers.TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, max_grad_norm=0.1, logging_steps=1,
+            save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False, ddp_backend="gloo", deepspeed={
+                **auto, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
+                "zero_optimization": {"stage": stage}}),
+            train_dataset=Cell("transformers", 2, 2, data, "DDP").documents[rank::dist.get_world_size()], data_collator=padded)
+        check = StepCheck(loop, **({"make_model": make_model} if told else {}))
+        loop.train()
+    return result(check)
 
 
 @case("proved")
