@@ -217,7 +217,7 @@ void Service::restore() {
 
 void Service::write_deaths() const {
   try {
-    write_file(folder_.path() / kDeaths, json_text(Json(deaths_)));
+    write_file(folder_.path() / kDeaths, json_text(nlohmann::json(deaths_)));
   } catch (const ConfigError& error) {
     print(stderr, fmt::format("{}\n", printable(error.what())));  // a full disk: a death may be forgotten
   }
