@@ -70,7 +70,8 @@ class Causes {
                        arg("N_over_W", one_.targets() / std::max(one_.ranks(), 1)),
                        arg("P", axis.empty() ? "" : fmt::format("{:.0f}", one_.size_of(axis))),
                        arg("axis", axis.empty() ? "" : name_of(one_, axis)), arg("along", along_),
-                       arg("G", one_.most_micro_batches()), arg("M", one_.micro_batches()));
+                       arg("G", one_.most_micro_batches()), arg("M", one_.micro_batches()),
+                       arg("GW", one_.most_micro_batches() * one_.ranks()));
   }
   void add(const char* id, const Powers& powers, const char* sentence, Loss loss = Loss::kAny,
            const std::string& axis = {}) {
@@ -98,6 +99,10 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
   causes.add(finding_id::summed_over_micro_batches, {.N = 1, .n_kj = -1, .W = -1},
              "per-{unit} weights fit 1/n_kj: each rank's means of micro-batches are summed, not divided by "
              "accumulation ({G}), then the ranks averaged");
+  if (one.ranks() > 1)
+    causes.add(finding_id::summed_over_micro_batches, {.W = 1, .G = 1},
+               "{GW}: accumulation ({G}) times the ranks ({W}), over both of which parts are summed where an "
+               "average was expected");
   causes.add(finding_id::summed_over_micro_batches, {.N = 1, .n_kj = -1},
              "per-{unit} weights fit 1/n_kj: the means of all {M} micro-batches of all ranks are summed");
   if (one.micro_batches() != one.most_micro_batches() * one.ranks())
@@ -291,16 +296,33 @@ std::vector<Cause> unsummed_causes(const ComparedStep& one) {
   Causes causes(one);
   const Grid grid = grid_of_counts(one);
   if (one.cells().empty() || grid.ranks() != one.ranks()) return {};
+  // Weights of what each rank has before a reduction that sums, or that averages.
+  const std::pair<Powers, bool> ways[] = {
+      {{}, false}, {{.P = 1}, true}, {{.N = 1, .n_k = -1}, true}, {{.N = 1, .n_kj = -1, .G_k = -1}, true}};
   for (const auto& axis : long_axes(one)) {
     const AxisSet along = present(grid, one.axis_set(axis));
     if (grid.size(along) < one.size_of(axis)) continue;
     const auto first = grid.ranks_along(without(grid.names(), along), 0);  // ascending
-    causes.add(
-        finding_id::not_summed_over_axis,
-        [first](const ComparedStep&, const Cell& cell) {
-          return std::binary_search(first.begin(), first.end(), cell.rank) ? 1 : 0;
-        },
-        "not summed over {axis}", axis);
+    // The micro-batches of which rank 0 has its own place's part alone: the last ones of them, or the first.
+    const int most = one.most_micro_batches();
+    for (const auto& [powers, averaged] : ways)
+      for (int reduced = 0; reduced < most; ++reduced)
+        for (const bool last : {true, false}) {
+          const auto kept = [=](int j) { return last ? j >= reduced : j < most - reduced; };
+          if (reduced == 0 && !last) continue;  // all of them: the same
+          const std::string which = last ? fmt::format("from micro-batch {} on", reduced)
+                                         : fmt::format("up to micro-batch {}", most - reduced - 1);
+          causes.add(
+              reduced == 0 ? finding_id::not_summed_over_axis : finding_id::micro_batches_not_reduced,
+              [=, before = product(powers, axis)](const ComparedStep& c, const Cell& cell) {
+                const double weight = before(c, cell);
+                if (!kept(cell.micro_batch)) return weight / (averaged ? c.size_of(axis) : 1);
+                return std::binary_search(first.begin(), first.end(), cell.rank) ? weight : 0;
+              },
+              causes.say("not summed over {axis}", axis) +
+                  (reduced == 0 ? "" : " " + which + ": no backward outside no_sync() came after these"),
+              axis);
+        }
   }
   return std::move(causes.causes);
 }

@@ -99,8 +99,14 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
        "`isograd.all_reduce_gradients(parameters, mesh[\"tp\"])`; along data axes DDP "
        "does it with the last one: "
        "`with contextlib.nullcontext() if last else model.no_sync():`"},
+      {"micro_batches_not_reduced",
+       fmt::format(
+           "make the last backward of each rank, and its forward, outside no_sync: "
+           "`with contextlib.nullcontext() if last else model.no_sync():`; of a plain model {} once, after it",
+           kReduce)},
       {"norm_counts_replicas", norm},
       {"norm_of_own_shard", norm},
+      {"norm_before_reduction", "take the norm after the last backward and the reduction: " + norm},
       {"norms_averaged", norm},
       {"norm_of_largest_part", norm},
       {"norm_misses_elements", norm},
@@ -109,6 +115,10 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
       {"clip_differs",
        fmt::format("clip by the norm of the whole gradient, once, just before `optimizer.step()`: "
                    "{}",
+                   kClip)},
+      {"values_clipped",
+       fmt::format("clip by the norm, which leaves the direction: {}; where elements are to be clipped say "
+                   "where that begins: `step.before_clipping()`",
                    kClip)},
       {"groups_clipped_apart", fmt::format("clip all parameters in one call: {}", kClip)},
       {"optimizer_differs",
@@ -131,6 +141,11 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
        fmt::format("take out the factor: of GradScaler `scaler.unscale_(optimizer)` before the "
                    "clip; of a loss divided by anything but the count of the whole step {}",
                    kScale)},
+      {"other_denominator",
+       fmt::format("divide by the number of targets that carry loss, over all ranks: {}", counted(mean))},
+      {"other_mean",
+       fmt::format("weight losses as `loss` was declared, or declare the other mean (mean=): {}",
+                   counted(mean))},
       {"gradient_lost",
        "compute with the parameter itself: no `.detach()`, `.data` or `torch.no_grad()` between "
        "it and the loss"},

@@ -365,7 +365,35 @@ std::string not_counted(const StepDump& dump) {
                      axis->name, axis->size);
 }
 
-std::vector<Finding> diagnose_norm(const ComparedStep& one) {
+// Each rank's norm is that of its own data's part of the gradient, which it may have divided by its own
+// count.
+std::optional<std::string> of_own_data(ComparedStep& one, const std::vector<double>& norms, double limit) {
+  if (static_cast<int>(norms.size()) != one.ranks() || one.holders() < one.ranks() || !one.find_parts())
+    return std::nullopt;
+  for (const bool own_count : {false, true}) {
+    std::vector<double> ratios;
+    for (int rank = 0; rank < one.ranks(); ++rank) {
+      std::vector<double> sizes;
+      for (std::size_t i = 0; i < one.parameters().size(); ++i) {
+        at::Tensor part = at::zeros_like(one.parameters()[i].expected);
+        for (const auto& cell : one.cells())
+          if (cell.rank == rank) part += cell.part[i];
+        sizes.push_back(norm_of(part));
+      }
+      const double count = own_count ? one.targets_of(rank) * std::pow(one.targets(), -1) : 1;
+      ratios.push_back(norms[static_cast<std::size_t>(rank)] * count / norm_of(sizes));
+    }
+    if (std::ranges::all_of(ratios, [&](double ratio) { return close_together(ratio, ratios[0], limit); }))
+      return fmt::format(
+          "each rank has {} norm of the part of the gradient that its own {} make, before the "
+          "sum over the ranks",
+          close_together(ratios[0], 1, limit) ? "the" : ratio_text(ratios[0]) + " times the",
+          own_count ? fmt::format("{}, divided by their number,", one.counted()) : one.counted());
+  }
+  return std::nullopt;
+}
+
+std::vector<Finding> diagnose_norm(ComparedStep& one) {
   const double limit = tolerance(one);
   // The norm that the reference recorded, or its gradient's where it is another one.
   double expected = one.expected().figures.norm;
@@ -409,6 +437,10 @@ std::vector<Finding> diagnose_norm(const ComparedStep& one) {
       if (how)
         return finding(finding_id::norm_of_own_shard, ": " + *how,
                        {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))});
+  if (!agree)
+    if (const auto how = of_own_data(one, norms, limit))
+      return finding(finding_id::norm_before_reduction, ": " + *how,
+                     {fmt::format("norms by rank: {:.6g}", fmt::join(norms, ", "))});
   if (!agree) return finding(finding_id::norm_differs, ", and other norms on other ranks");
   const bool owned = close_together(found, norm_of(owned_norms), limit);
   if (most > 1 && owned)
@@ -670,14 +702,49 @@ std::vector<std::string> other_terms(const ComparedStep& one) {
 // Where the figures come from sums of many numbers, fp64 dumps differ by more than one rounding.
 double tolerance(const ComparedStep& one) { return std::max(one.limit(), 1e-9); }
 
-std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices) {
+std::optional<Finding> diagnose_values(const Tensors& found, const Tensors& right, double near) {
+  Tensors all_found, all_right;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    all_found.push_back(found[i].reshape({-1}));
+    all_right.push_back(right[i].reshape({-1}));
+  }
+  if (found.empty()) return std::nullopt;
+  const at::Tensor taken = at::cat(all_found), given = at::cat(all_right);
+  const double most = taken.abs().max().item<double>();
+  const at::Tensor inside = taken.abs().lt(most * (1 - near));
+  const double multiple =
+      ((taken * given).masked_select(inside).sum() / given.square().masked_select(inside).sum())
+          .item<double>();
+  const at::Tensor unclipped = given * multiple;
+  const auto cut = unclipped.abs().gt(most * (1 + near)).sum().item<std::int64_t>();
+  const double rest = norm_of(taken - unclipped.clamp(-most, most));
+  // One element that is cut may be any other mistake, and with two inside their multiple is no chance.
+  if (!(multiple > 0) || cut < 2 || inside.sum().item<std::int64_t>() < 2 || !(rest <= near * norm_of(taken)))
+    return std::nullopt;
+  return Finding{
+      finding_id::values_clipped,
+      fmt::format("elements beyond {:.6g} are cut to that, {} of {}, each by itself: clip_grad_value_",
+                  most / multiple, cut, taken.numel()),
+      {fmt::format("the others have the right value{}",
+                   close_together(multiple, 1, near) ? "" : fmt::format(", times {:.6g}", multiple))}};
+}
+
+std::vector<Finding> diagnose_figures(ComparedStep& one, std::vector<std::string>* notices) {
   std::vector<Finding> findings = diagnose_not_finite_figures(one);
   if (!findings.empty()) return findings;  // nothing was updated
   findings = diagnose_loss(one);
-  const auto norm = diagnose_norm(one);
-  append(findings, norm);
+  auto norm = diagnose_norm(one);
   OwnUpdate reference = diagnose_own_update(one, false, notices);
-  const auto clip = diagnose_clip(one, reference.wrong);
+  auto clip = diagnose_clip(one, reference.wrong);
+  if (!norm.empty() || !clip.empty()) {
+    Tensors gradients, applied;
+    for (const Update& update : updates_in(one, true, NAN)) {
+      gradients.push_back(update.gradient);
+      applied.push_back(update.applied);
+    }
+    if (auto values = diagnose_values(applied, gradients, 10 * tolerance(one))) norm = {}, clip = {*values};
+  }
+  append(findings, norm);
   for (const auto& finding : clip)
     // A wrong norm makes a wrong coefficient: said once.
     if (norm.empty() || finding.id == finding_id::groups_clipped_apart) findings.push_back(finding);

@@ -404,7 +404,18 @@ std::string hints_of(const ComparedStep& one, double ratio, bool all) {
     text +=
         (text.empty() ? "" : "; or ") + std::string("a weight that is used twice and counted twice, or once");
   if (!text.empty()) return ": " + text;
-  return ", which is no size in the run";
+  // The count by which it would have to be divided.
+  const double count = one.targets() / ratio, whole = std::round(count);
+  if (!all || !(count >= 1)) return ", which is no size in the run";
+  constexpr double kHalf = 0.5;  // any number is that near to a whole one
+  const bool is_whole = std::abs(count - whole) <= near * count && near * count < kHalf / 2;
+  return fmt::format(", which is no size in the run: as if divided by {}{} {}, where there are {:.9g}{}",
+                     is_whole ? "" : "about ",
+                     fmt::format(fmt::runtime(is_whole ? "{:.0f}" : "{:.4g}"), count), one.counted(),
+                     one.targets(),
+                     is_whole && whole == static_cast<double>(one.found().figures.tokens)
+                         ? "; that is the number of tokens, also of those that carry no loss"
+                         : "");
 }
 
 // Where these are the parameters that are cut along one axis, and all of them: that axis.
@@ -731,6 +742,10 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
   }
 
   if (auto term = diagnose_term(one, names)) return {*term};
+  Tensors found, right;
+  for (const Parameter& parameter : one.parameters())
+    found.push_back(parameter.found), right.push_back(parameter.expected);
+  if (auto values = diagnose_values(found, right, std::max(one.limit(), 1e-9))) return with_evidence(*values);
 
   if (again) {
     if (const auto leak = diagnose_leak(one, again)) return with_evidence(*leak);

@@ -23,7 +23,9 @@ namespace isograd {
   FINDING(loss_differs, \
           "the gradient is right, the loss in the log is another one: one rank's own, a mean of rank means") \
   FINDING(count_not_reduced, "the loss is divided by the targets of one rank instead of all") \
-  FINDING(mean_of_rank_means, "each rank's mean counts the same, however much it holds") \
+  FINDING(mean_of_rank_means, \
+          "each rank's mean counts the same, however much it holds; of a loss that compares samples: each " \
+          "rank compares its own alone") \
   FINDING(mean_of_micro_batch_means, "each micro-batch's mean counts the same, however much it holds") \
   FINDING(mean_of_micro_batch_means_by_rank, "the same within each rank, then the ranks are averaged") \
   FINDING(accumulation_rescaled, "every micro-batch rescales what was accumulated before it") \
@@ -39,17 +41,23 @@ namespace isograd {
   FINDING(buffers_differ, "forward changes a buffer by each rank's own rows") \
   FINDING(not_summed_over_axis, \
           "gradients are not summed over an axis: each rank along it keeps its own part") \
+  FINDING(micro_batches_not_reduced, \
+          "some micro-batches' gradients stay on their ranks, as under no_sync() without a backward after it") \
   FINDING(sum_order_depends_on_rank, \
           "each rank adds the parts up in another order: replicas differ in bits") \
   FINDING(not_repeatable, "the same step made twice gives different bits") \
   FINDING(norm_counts_replicas, "elements count in the norm once for each rank that has a copy") \
   FINDING(norm_of_own_shard, "each rank takes the norm of the part it keeps") \
+  FINDING(norm_before_reduction, \
+          "each rank takes the norm of its own data's part of the gradient, before the sum over ranks") \
   FINDING(norms_averaged, "norms of parts are averaged instead of their squares summed") \
   FINDING(norm_of_largest_part, \
           "the norm is that of the largest part instead of the root of their squares' sum") \
   FINDING(norm_misses_elements, "some elements count on no rank: the norm is too small, alike everywhere") \
   FINDING(clip_not_applied, "the gradient is applied as if it had not been clipped") \
   FINDING(groups_clipped_apart, "groups of parameters are clipped by coefficients of their own") \
+  FINDING(values_clipped, \
+          "elements are clipped, each by itself: the direction of the gradient is another one") \
   FINDING(documents_leak, "a document in a pack changes what another one computes") \
   FINDING(term_scaled, "one term of the loss is multiplied, the others are right") \
   FINDING(some_parameters_scaled, \
@@ -61,6 +69,10 @@ namespace isograd {
   FINDING(scaled_by_factor, \
           "all gradients are multiplied by one factor that comes from no count: a learning rate, a loss " \
           "scale") \
+  FINDING(other_denominator, \
+          "the loss is divided by another count than its targets': padding, all tokens, samples") \
+  FINDING(other_mean, \
+          "the loss is another mean than declared: each sample's own mean counts the same, or each token") \
   FINDING(gradient_lost, "some or all parameters get no gradient where there should be one") \
   FINDING(cut_in_forward, \
           "before one place of the forward all gradients are wrong, after it all are right: a branch passes " \
@@ -81,7 +93,7 @@ namespace isograd {
   FINDING(other_batch, "the runs did not see the same samples") \
   FINDING(other_targets, \
           "the same samples, but other tokens carry loss: padding or the first label counted, labels not " \
-          "shifted") \
+          "shifted, shifted twice or smoothed, first or last targets left out") \
   FINDING(initial_parameters_differ, "parameters differ before the first step") \
   FINDING(noise_depends_on_layout, "random numbers depend on the rank, not on the sample") \
   FINDING(resume_changes_step, "a resumed run goes on otherwise than one that was never stopped") \
@@ -341,7 +353,9 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
 // Ranks hold different gradients: the axis over which these parameters are not summed.
 std::optional<Finding> diagnose_unsummed(ComparedStep& one);
 // The gradient is right: loss, norm, clip, traffic.
-std::vector<Finding> diagnose_figures(const ComparedStep& one, std::vector<std::string>* notices);
+std::vector<Finding> diagnose_figures(ComparedStep& one, std::vector<std::string>* notices);
+// A finding where `found`, in all parameters, is a multiple of `right` of which no element exceeds one value.
+std::optional<Finding> diagnose_values(const Tensors& found, const Tensors& right, double near);
 // Contradictions inside each dump: norms, owners, counts, shares. `notices`: what missing shares prevent.
 std::vector<Finding> diagnose_contradictions(const ComparedStep& one, double limit,
                                              std::vector<std::string>* notices);

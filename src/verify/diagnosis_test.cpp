@@ -16,8 +16,10 @@ namespace isograd::diagnosis_test {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 at::Tensor random_gradient(std::uint64_t seed, std::int64_t numel = 50) {
@@ -187,6 +189,12 @@ TEST(Diagnosis, NamesEveryWeighting) {
          for (auto& rank : c) most = std::max(most, rank.size());
          return static_cast<double>(most);
        }},
+      {"summed_over_micro_batches",
+       [](const Counts& c, auto, auto) {
+         std::size_t most = 0;
+         for (auto& rank : c) most = std::max(most, rank.size());
+         return static_cast<double>(most * c.size());
+       }},
       {"unscaled_sum", [&](const Counts& c, auto, auto) { return all(c); }, 105},
       {"gradient_scaled_by_count", [&](const Counts& c, auto, auto) { return all(c); }},
       {"count_not_reduced", [&](const Counts& c, auto k, auto) { return all(c) / ToyTrainer::of(c[k]); }},
@@ -264,6 +272,13 @@ TEST(Diagnosis, WhatFitsNothingIsUnknownWithItsNumbers) {
   EXPECT_THAT(findings[0].evidence.back(), HasSubstr("ranks' parts: 0.7, 1.9, 1.2"));
   trainer.weight = [](auto&, auto, auto) { return 0.77; };
   EXPECT_THAT(trainer.diagnosis()[0].sentence, HasSubstr("scaled by 0.77, which is no size in the run"));
+  EXPECT_THAT(trainer.diagnosis()[0].sentence,
+              HasSubstr("as if divided by about 136.4 targets, where there are 105"));
+  trainer.weight = [](auto&, auto, auto) { return 105.0 / 140; };
+  EXPECT_THAT(trainer.diagnosis()[0].sentence, EndsWith("as if divided by 140 targets, where there are 105"));
+  trainer.change = [](RunPair& pair, const Experiment&) { pair.found.figures.tokens = 140; };
+  EXPECT_THAT(trainer.diagnosis()[0].sentence,
+              EndsWith("the number of tokens, also of those that carry no loss"));
   trainer.weight = [](auto&, auto, auto) { return 1 + 1e-8; };  // too close to be called a known factor
   EXPECT_EQ(ids(trainer.diagnosis()), "scaled_by_factor");
 }
@@ -418,6 +433,45 @@ TEST(Diagnosis, PartsThatAreNotInTheSumAreNamed) {
   findings = trainer.diagnosis();
   ASSERT_EQ(ids(findings), "missing_rank_part");
   EXPECT_THAT(findings[0].sentence, HasSubstr("without the part of rank 2, rank 3;"));
+}
+
+// Rank 0's gradient, where ranks hold different ones: what it has of each micro-batch of the others.
+TEST(Diagnosis, MicroBatchesThatAreNotReducedAreNamed) {
+  const Counts counts = {{40, 10, 6}, {5, 7, 8}, {30, 20, 9}};
+  const auto means = [](const Counts& c, auto k, auto j) {
+    return ToyTrainer::all(c) / static_cast<double>(c[k][j]) / 3;
+  };
+  using Weight = decltype(ToyTrainer::weight);
+  const std::tuple<const char*, const char*, Weight> cases[] = {
+      {"not_summed_over_axis", "not summed over dp_shard (3)",
+       [](auto&, auto k, auto) { return k == 0 ? 1.0 : 0.0; }},
+      {"not_summed_over_axis", "not summed over dp_shard (3)",
+       [](auto&, auto k, auto) { return k == 0 ? 3.0 : 0.0; }},
+      {"micro_batches_not_reduced", "not summed over dp_shard (3) from micro-batch 1 on",
+       [](auto&, auto k, auto j) { return k == 0 || j == 0 ? 1.0 : 0.0; }},
+      {"micro_batches_not_reduced", "not summed over dp_shard (3) from micro-batch 2 on",
+       [](auto&, auto k, auto j) { return j < 2    ? 1.0
+                                          : k == 0 ? 3.0
+                                                   : 0.0; }},
+      {"micro_batches_not_reduced", "not summed over dp_shard (3) up to micro-batch 1",
+       [](auto&, auto k, auto j) { return k == 0 || j == 2 ? 1.0 : 0.0; }},
+      {"micro_batches_not_reduced", "not summed over dp_shard (3) from micro-batch 1 on",
+       [&](const Counts& c, auto k, auto j) {
+         return j == 0 ? means(c, k, j) / 3 : k == 0 ? means(c, k, j) : 0.0;
+       }},
+      {"replicas_differ", "the ranks hold different gradients",
+       [](auto&, auto k, auto j) { return k == 0 || j == 0 ? 1.0 : 0.1; }},
+      {"replicas_differ", "the ranks hold different gradients",
+       [](auto&, auto k, auto j) { return k == 0 || j == 0 ? 1.0 + 1e-8 : 0.0; }}};
+  for (const auto& [id, sentence, weight] : cases) {
+    ToyTrainer trainer{.counts = counts, .weight = weight};
+    trainer.change = [](RunPair& pair, const Experiment&) {
+      of_ranks(pair)[1].gradients[0] = 9, pair.found.ranks[1].spread = 0.3;
+    };
+    const auto findings = trainer.diagnosis();
+    EXPECT_EQ(ids(findings), id) << sentence;
+    EXPECT_THAT(findings[0].sentence, HasSubstr(sentence));
+  }
 }
 
 TEST(Diagnosis, RatiosByName) {
@@ -679,6 +733,62 @@ TEST(Diagnosis, Figures) {
 
 // Two stages on two data ranks each: squares that are summed along one axis alone, and the mean of what
 // comes of that.
+TEST(Diagnosis, ElementsThatAreClippedEachByItself) {
+  const auto clamped = [](const at::Tensor& of, double most) { return of.clamp(-most, most); };
+  // The update, with or without a clip by the norm behind it; and the gradient itself.
+  for (const double times : {1.0, 0.3})
+    for (const bool norm_too : {false, true}) {
+      const auto findings = findings_with([&](auto& found, auto&) {
+        for (std::size_t i = 0; i < 3; ++i)
+          found.applied[i].second = times * clamped(found.gradients[i].second, 0.25);
+        if (norm_too) norm_becomes(found, 0.8 * found.figures.norm);
+      });
+      EXPECT_EQ(ids(findings), "values_clipped");
+      EXPECT_THAT(findings[0].sentence, StartsWith("elements beyond 0.25 are cut to that, "));
+    }
+  const auto gradient_with = [&](const std::function<at::Tensor(const at::Tensor&)>& change) {
+    ToyTrainer trainer;
+    trainer.change = [&](RunPair& pair, const Experiment& experiment) {
+      if (experiment.only_rank < 0)
+        for (auto& [name, gradient] : pair.found.gradients) gradient = change(gradient);
+    };
+    return sentence_of(trainer.diagnosis());
+  };
+  EXPECT_THAT(gradient_with([&](const at::Tensor& g) { return clamped(g, 0.25); }),
+              AllOf(StartsWith("values_clipped"), HasSubstr("elements beyond 0.25 are cut to that")));
+  // Signs have no element inside; one that is cut less than the others; each parameter by a value of its own.
+  for (const auto& change : std::initializer_list<std::function<at::Tensor(const at::Tensor&)>>{
+           [](const at::Tensor& g) { return g.sign(); },
+           [&](const at::Tensor& g) { return clamped(g, 0.25) + 1e-6 * g.abs().gt(0.4); },
+           [&](const at::Tensor& g) { return clamped(g, 0.3 * g.abs().max().template item<double>()); }})
+    EXPECT_THAT(gradient_with(change), Not(HasSubstr("values_clipped")));
+}
+
+// Each rank clips the sum by the norm that its own data's part had.
+TEST(Diagnosis, NormsOfPartsBeforeTheSum) {
+  for (const bool own_count : {false, true})
+    for (const double times : {1.0, 3.0, std::nan("")}) {
+      ToyTrainer trainer;
+      trainer.change = [&](RunPair& pair, const Experiment& experiment) {
+        if (experiment != Experiment{}) return;
+        pair.found.ranks.assign(3, {});
+        for (std::size_t rank = 0; rank < 3; ++rank) {
+          const auto part = trainer.run({.only_rank = static_cast<int>(rank)});
+          const double share = ToyTrainer::of(trainer.counts[rank]) / ToyTrainer::all(trainer.counts);
+          pair.found.ranks[rank].norm = norm_of(part->expected) * (own_count ? 1 : share) *
+                                        (std::isnan(times) ? 1.0 + 0.1 * static_cast<double>(rank) : times);
+        }
+        pair.found.figures.norm = pair.found.ranks[0].norm;
+      };
+      const auto findings = trainer.diagnosis();
+      EXPECT_EQ(ids(findings), std::isnan(times) ? "norm_differs" : "norm_before_reduction");
+      if (std::isnan(times)) continue;
+      EXPECT_THAT(findings[0].sentence,
+                  HasSubstr(times == 1 ? "each rank has the norm" : "has 3 times the norm"));
+      EXPECT_EQ(findings[0].sentence.find("divided by their number") != std::string::npos, own_count);
+    }
+}
+
 TEST(Diagnosis, NormsOfPartsAlongOneAxis) {
   using Norms = std::vector<double>;
   const auto pair_of = [](double a, double b) { return std::hypot(a, b); };
