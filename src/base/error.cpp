@@ -42,7 +42,7 @@ void throw_broken_invariant(const char* condition, const std::string& found, con
                          .action = "This is a defect of isograd: please report it with this message"});
 }
 
-ErrorText text_of(const std::filesystem::filesystem_error& error) {
+ErrorText text_of(const fs::filesystem_error& error) {
   return {.where = error.path1().empty() ? "a file" : error.path1().string(),
           .found = error.code().message(),
           .expected = "a path that can be used",
@@ -51,7 +51,7 @@ ErrorText text_of(const std::filesystem::filesystem_error& error) {
 
 int exit_status(const std::exception& error) {
   if (dynamic_cast<const ConfigError*>(&error)) return 2;
-  if (dynamic_cast<const std::filesystem::filesystem_error*>(&error)) return 2;
+  if (dynamic_cast<const fs::filesystem_error*>(&error)) return 2;
   if (dynamic_cast<const PeerError*>(&error)) return 3;
   return 4;
 }

@@ -20,8 +20,7 @@
 
 namespace isograd {
 
-void refuse_file(const std::string& operation, const std::filesystem::path& path, int code,
-                 std::uint64_t to_write) {
+void refuse_file(const std::string& operation, const fs::path& path, int code, std::uint64_t to_write) {
   const bool reads = operation == "open" || operation == "map";
   ErrorText text{.where = operation + " " + path.string(),
                  .found = std::strerror(code),
@@ -36,7 +35,7 @@ void refuse_file(const std::string& operation, const std::filesystem::path& path
   } else if (code == ENOENT || code == ENOTDIR || code == ENAMETOOLONG) {
     std::error_code error;
     const auto folder = path.parent_path();
-    const bool in_folder = folder.empty() || std::filesystem::is_directory(folder, error);
+    const bool in_folder = folder.empty() || fs::is_directory(folder, error);
     text.found = in_folder ? "no such file" : "no folder " + folder.string();
     text.action = missing_path_action(path);
   }
@@ -45,8 +44,7 @@ void refuse_file(const std::string& operation, const std::filesystem::path& path
 
 namespace {
 
-void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offset,
-               const std::filesystem::path& path) {
+void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offset, const fs::path& path) {
   const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t done = pwrite(file, from, bytes, static_cast<off_t>(offset));
@@ -57,27 +55,25 @@ void write_all(int file, const void* data, std::size_t bytes, std::uint64_t offs
 }
 
 // The target of a link, so that the file there is replaced and not the link.
-std::filesystem::path behind_links(std::filesystem::path path) {
+fs::path behind_links(fs::path path) {
   std::error_code error;
-  if (!std::filesystem::is_symlink(path, error)) return path;
-  std::filesystem::path target = std::filesystem::weakly_canonical(path, error);
+  if (!fs::is_symlink(path, error)) return path;
+  fs::path target = fs::weakly_canonical(path, error);
   return error ? path : target;
 }
 
 }  // namespace
 
-void check_replaceable(const std::filesystem::path& path) {
+void check_replaceable(const fs::path& path) {
   std::error_code error;
-  const auto status = std::filesystem::status(path, error);
-  if (!std::filesystem::exists(status) || std::filesystem::is_regular_file(status) ||
-      std::filesystem::is_directory(status))
-    return;
+  const auto status = fs::status(path, error);
+  if (!fs::exists(status) || fs::is_regular_file(status) || fs::is_directory(status)) return;
   refuse("write " + path.string(), "something that is not a regular file (a device, a pipe)",
          "a regular file, or a path where there is none: it is written to a temporary name and renamed",
          "Name another file");
 }
 
-AtomicFile::AtomicFile(std::filesystem::path path) : path_(behind_links(std::move(path))) {
+AtomicFile::AtomicFile(fs::path path) : path_(behind_links(std::move(path))) {
   check_replaceable(path_);
   static std::atomic<unsigned> serial{0};
   partial_ =
@@ -115,13 +111,13 @@ void AtomicFile::commit() {
   fsync_directory(path_.parent_path());
 }
 
-void write_file(const std::filesystem::path& path, std::string_view text) {
+void write_file(const fs::path& path, std::string_view text) {
   AtomicFile file(path);
   file.write(text);
   file.commit();
 }
 
-std::string read_file(const std::filesystem::path& path, std::uint64_t most) {
+std::string read_file(const fs::path& path, std::uint64_t most) {
   MappedFile file(path);
   if (file.size() > most)
     refuse(path.string(), "a file of " + std::to_string(file.size()) + " bytes",
@@ -129,7 +125,7 @@ std::string read_file(const std::filesystem::path& path, std::uint64_t most) {
   return {reinterpret_cast<const char*>(file.data()), file.size()};
 }
 
-int open_lock(const std::filesystem::path& path) {
+int open_lock(const fs::path& path) {
   const int file = ::open(path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
   struct stat status {};
   if (file < 0 || ::fstat(file, &status) != 0 || status.st_uid != ::geteuid()) return file;
@@ -141,7 +137,7 @@ int open_lock(const std::filesystem::path& path) {
   return file;
 }
 
-void fsync_directory(const std::filesystem::path& directory) {
+void fsync_directory(const fs::path& directory) {
   const std::string name = directory.empty() ? "." : directory.string();
   const int file = open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (file < 0) refuse_file("open", name, errno);
@@ -151,8 +147,8 @@ void fsync_directory(const std::filesystem::path& directory) {
     refuse_file("fsync", name, code);  // some file systems have no directory fsync
 }
 
-void fsync_all(const std::filesystem::path& directory) {
-  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+void fsync_all(const fs::path& directory) {
+  for (const auto& entry : fs::directory_iterator(directory)) {
     const auto status = entry.symlink_status();
     ISOGRAD_INVARIANT(is_directory(status) || is_regular_file(status), entry.path().string());
     if (is_directory(status)) {
@@ -168,9 +164,7 @@ void fsync_all(const std::filesystem::path& directory) {
   fsync_directory(directory);
 }
 
-void check_no_input(const std::string& option, const std::filesystem::path& output,
-                    const std::vector<std::filesystem::path>& inputs) {
-  namespace fs = std::filesystem;
+void check_no_input(const std::string& option, const fs::path& output, const std::vector<fs::path>& inputs) {
   std::error_code error;
   if (output.empty() || !fs::exists(output, error)) return;
   const std::string kind = output.extension().string();
@@ -188,12 +182,12 @@ std::string checksum(const void* data, std::size_t bytes) {
   return fmt::format("{:016x}", XXH3_64bits(data, bytes));
 }
 
-std::string checksum_file(const std::filesystem::path& path) {
+std::string checksum_file(const fs::path& path) {
   MappedFile file(path);
   return checksum(file.data(), file.size());
 }
 
-MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
+MappedFile::MappedFile(const fs::path& path) : path_(path) {
   // Non-blocking: opening a pipe without a writer would wait for ever instead of being refused below.
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) refuse_file("open", path, errno);

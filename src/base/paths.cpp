@@ -10,7 +10,6 @@
 #include "isograd/error.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 
 std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> before, above(b.size() + 1), row(b.size() + 1);

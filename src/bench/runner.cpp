@@ -26,7 +26,6 @@
 
 namespace isograd {
 
-namespace fs = std::filesystem;
 using BenchClock = std::chrono::steady_clock;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Turn, seconds, losses, norms, exposed, parts, profile)

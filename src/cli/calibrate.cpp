@@ -58,15 +58,15 @@ Verb calibrate_verb(CLI::App& program, const Invocation& invocation) {
       "\n"
       "Status: 0 written; 2 bad input, or nothing was steady; 3 a rank was lost; 4 a defect of isograd.");
   return {verb, [flags, &invocation] {
-            const std::filesystem::path file = flags->output;
+            const fs::path file = flags->output;
             const bool launched = read_rank_environment().has_value();
             const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
             const int ranks = flags->ranks.value_or(cores);
             if (!launched) {
               // A minute of measuring is not lost to a file that cannot be written.
-              if (std::filesystem::is_directory(file))
+              if (fs::is_directory(file))
                 refuse("isograd calibrate -o " + file.string(), "a folder", "a file", "Name a file in it");
-              std::filesystem::create_directories(std::filesystem::absolute(file).parent_path());
+              fs::create_directories(fs::absolute(file).parent_path());
               const AtomicFile writable(file);
             }
             RunConfig config;

@@ -12,7 +12,6 @@
 #include "train/task.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 struct PackFlags {

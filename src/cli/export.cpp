@@ -10,7 +10,6 @@
 #include "train/checkpoint_files.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 
 Verb export_verb(CLI::App& program) {
   CLI::App* verb =

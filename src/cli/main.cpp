@@ -82,7 +82,7 @@ void report(const std::exception& error) {
   std::string text = error.what();
   if (dynamic_cast<const std::bad_alloc*>(&error)) {
     text = "out of memory (" + text + ")";
-  } else if (const auto* file = dynamic_cast<const std::filesystem::filesystem_error*>(&error)) {
+  } else if (const auto* file = dynamic_cast<const fs::filesystem_error*>(&error)) {
     text = ConfigError(text_of(*file)).what();
   } else if (!dynamic_cast<const Error*>(&error)) {
     if (const auto* torch = dynamic_cast<const c10::Error*>(&error)) text = torch->what_without_backtrace();

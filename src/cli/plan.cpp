@@ -19,8 +19,6 @@
 namespace isograd::planner {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr const char* kSizes[] = {
     "layers",       "hidden",     "heads",   "key_heads",         "head_dim",
     "feed_forward", "vocabulary", "experts", "experts_per_token", "expert_feed_forward"};

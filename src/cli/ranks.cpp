@@ -44,7 +44,7 @@ int on_ranks(const Invocation& invocation, const RunFlags& flags, const RunConfi
   const int ranks = flags.ranks.value_or(1);
   if (!read_rank_environment() && ranks > 1) {
     check(config, ranks);  // before ranks are started, so that an error is reported once
-    std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string()};
+    std::vector<std::string> command = {fs::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), invocation.arguments.begin(), invocation.arguments.end());
     return launch_ranks(command, {.ranks = ranks, .backend = backend_of(config, ranks)});
   }

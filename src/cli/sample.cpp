@@ -15,7 +15,6 @@
 #include "train/evaluate.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 struct SampleFlags {

@@ -142,8 +142,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
       refuse("isograd verify", "neither a configuration nor --server", "one of them",
              "Name the file of a run, or a server");
     const RunConfig config = configuration(*flags);
-    std::vector<std::filesystem::path> inputs{config.source, config.data.tokenizer, config.data.table,
-                                              config.model.load};
+    std::vector<fs::path> inputs{config.source, config.data.tokenizer, config.data.table, config.model.load};
     for (const auto* more : {&config.data.text, &config.data.shards, &config.video.files})
       inputs.insert(inputs.end(), more->begin(), more->end());
     for (const auto& [option, file] :
@@ -152,7 +151,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
     if (!flags->minimise.empty()) return minimise_verb(*flags, config);
     return on_ranks(invocation, *flags, config, [&](World& world) {
       const auto write = [&](const std::string& name, const StepDump& dump) {
-        write_dump(dump, std::filesystem::path(flags->dump) / name);
+        write_dump(dump, fs::path(flags->dump) / name);
       };
       std::optional<Waiting> waiting;  // on rank 0
       const auto begins = [&](std::int64_t number, std::int64_t total, const std::string& layout) {

@@ -416,7 +416,7 @@ class Launch {
 std::vector<pid_t> children_of(pid_t parent) {
   std::vector<pid_t> found;
   std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc", error)) {
+  for (const auto& entry : fs::directory_iterator("/proc", error)) {
     const pid_t pid = static_cast<pid_t>(std::atoi(entry.path().filename().c_str()));
     std::string text;
     if (pid <= 0 || !std::getline(std::ifstream(entry.path() / "stat"), text)) continue;

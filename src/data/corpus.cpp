@@ -14,7 +14,6 @@
 #include "base/refuse.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 [[noreturn]] void no_text(const std::string& pattern, const std::string& found) {

@@ -51,7 +51,7 @@ void Complaints::take(void* object, int level, const char* format, va_list argum
   while (!text.empty() && (text.back() == '\n' || text.back() == '.' || text.back() == ' ')) text.pop_back();
 }
 
-OneFile::OneFile(const std::filesystem::path& file, std::chrono::milliseconds limit) : limit_(limit) {
+OneFile::OneFile(const fs::path& file, std::chrono::milliseconds limit) : limit_(limit) {
   renew();
   struct stat status {};
   // Opening a device may have effects. Without O_NONBLOCK opening a FIFO waits for its other end.
@@ -97,7 +97,6 @@ std::int64_t OneFile::seek(void* self, std::int64_t offset, int whence) {
 namespace isograd {
 namespace {
 
-namespace fs = std::filesystem;
 using namespace libav;
 
 [[noreturn]] void refuse_video(const fs::path& file, std::string found, std::string expected,
@@ -360,8 +359,7 @@ int fill(AVFrame& image, const AVCodecContext& codec, const at::Tensor& pixels) 
 // Writes the file in memory, so that it is whole or absent.
 class Writer {
  public:
-  Writer(std::filesystem::path file, const at::Tensor& frames, double frames_per_second)
-      : file_(std::move(file)) {
+  Writer(fs::path file, const at::Tensor& frames, double frames_per_second) : file_(std::move(file)) {
     const AVCodec* encoder = avcodec_find_encoder(AV_CODEC_ID_APNG);
     if (!encoder) fail("an FFmpeg without an encoder of animated PNGs", 0);
     AVFormatContext* made = nullptr;
@@ -432,7 +430,7 @@ class Writer {
     }
   }
 
-  std::filesystem::path file_;
+  fs::path file_;
   Complaints complaints_;
   std::unique_ptr<AVFormatContext, Close> format_;
   Codec codec_;
@@ -441,7 +439,7 @@ class Writer {
 
 }  // namespace
 
-void write_apng(const std::filesystem::path& file, const at::Tensor& frames, double frames_per_second) {
+void write_apng(const fs::path& file, const at::Tensor& frames, double frames_per_second) {
   if (frames.dim() != 4 || frames.size(3) != 3 || frames.numel() == 0 || frames.scalar_type() != at::kByte ||
       frames.size(1) > 1 << 14 || frames.size(2) > 1 << 14 || !(frames_per_second >= 0.001) ||
       frames_per_second > 1e6)

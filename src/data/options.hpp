@@ -55,7 +55,6 @@ inline LoaderPosition position_after(LoaderPosition at, std::int64_t steps) {
 void check(const VideoOptions& options);
 
 // As decode_video(), with a limit on the time without a frame.
-at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions& options,
-                        std::chrono::milliseconds limit);
+at::Tensor decode_video(const fs::path& file, const VideoOptions& options, std::chrono::milliseconds limit);
 
 }  // namespace isograd

@@ -19,7 +19,6 @@
 #include "data/store.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 // Hidden like the lock, so that the folder and folder/* contain only shards.

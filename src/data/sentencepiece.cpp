@@ -214,7 +214,7 @@ CheckedModel check_sentencepiece(std::string_view model) {
 
 class SentencePieceTokenizer final : public Tokenizer {
  public:
-  explicit SentencePieceTokenizer(const std::filesystem::path& path)
+  explicit SentencePieceTokenizer(const fs::path& path)
       : path_(path), companions_(path.parent_path(), {"tokenizer_config.json"}) {
     const MappedFile file(path);
     const std::string_view model(reinterpret_cast<const char*>(file.data()), file.size());
@@ -253,7 +253,7 @@ class SentencePieceTokenizer final : public Tokenizer {
     return text;
   }
 
-  void write(const std::filesystem::path& directory) const override {
+  void write(const fs::path& directory) const override {
     write_file(directory / "tokenizer.model", read_file(path_));
     companions_.write(directory);
   }
@@ -280,14 +280,14 @@ class SentencePieceTokenizer final : public Tokenizer {
   }
 
   sentencepiece::SentencePieceProcessor processor_;
-  std::filesystem::path path_;
+  fs::path path_;
   Companions companions_;
   std::string name_;
 };
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model) {
+std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const fs::path& model) {
   return std::make_unique<SentencePieceTokenizer>(model);
 }
 

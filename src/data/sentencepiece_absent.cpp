@@ -4,7 +4,7 @@
 
 namespace isograd {
 
-std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const std::filesystem::path& model) {
+std::unique_ptr<Tokenizer> sentencepiece_tokenizer(const fs::path& model) {
   refuse("SentencePiece model " + model.string(), "a build of isograd without SentencePiece",
          "one that was made with libsentencepiece",
          "Install libsentencepiece with its headers and build again with "

@@ -19,7 +19,7 @@ namespace {
 
 class ShardStore final : public TokenStore {
  public:
-  ShardStore(const std::vector<std::filesystem::path>& files, std::optional<std::uint32_t> end_of_text) {
+  ShardStore(const std::vector<fs::path>& files, std::optional<std::uint32_t> end_of_text) {
     for (const auto& file : files) {
       const Shard& shard = *shards_.emplace_back(std::make_unique<Shard>(file, end_of_text));
       if (shard.tokenizer() != shards_.front()->tokenizer())
@@ -72,7 +72,7 @@ class ShardStore final : public TokenStore {
 
 }  // namespace
 
-std::shared_ptr<TokenStore> TokenStore::open(const std::vector<std::filesystem::path>& files,
+std::shared_ptr<TokenStore> TokenStore::open(const std::vector<fs::path>& files,
                                              std::optional<std::uint32_t> end_of_text) {
   if (files.empty())
     refuse("data.shards", "no files", "at least one token shard", "Name shards, or text to pack");
@@ -127,7 +127,7 @@ constexpr std::uint64_t padded(std::uint64_t bytes) { return (bytes + 7) / 8 * 8
 
 }  // namespace
 
-ShardWriter::ShardWriter(const std::filesystem::path& path, std::string tokenizer, std::int64_t vocabulary)
+ShardWriter::ShardWriter(const fs::path& path, std::string tokenizer, std::int64_t vocabulary)
     : file_(path),
       tokenizer_(std::move(tokenizer)),
       vocabulary_(static_cast<std::uint64_t>(vocabulary)),
@@ -182,7 +182,7 @@ void ShardWriter::finish() {
   file_.commit();
 }
 
-Shard::Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text) : file_(path) {
+Shard::Shard(const fs::path& path, std::optional<std::uint32_t> end_of_text) : file_(path) {
   if (file_.size() == 0) fail("an empty file", "tokens");
   if (::stat(path.c_str(), &opened_) != 0) opened_ = {};  // removed meanwhile: no other file matches it
   std::uint32_t first = 0;

@@ -29,7 +29,7 @@ inline constexpr std::uint64_t kLongestName = 255;
 // Appends documents to one shard; finish() completes the header and publishes the file.
 class ShardWriter {
  public:
-  ShardWriter(const std::filesystem::path& path, std::string tokenizer, std::int64_t vocabulary);
+  ShardWriter(const fs::path& path, std::string tokenizer, std::int64_t vocabulary);
   // REQUIRES: not empty.
   void add(std::span<const std::uint32_t> document);
   std::int64_t tokens() const { return static_cast<std::int64_t>(offsets_.back()); }
@@ -52,13 +52,13 @@ class ShardWriter {
 class Shard {
  public:
   // ConfigError with the file's name unless the whole file is valid. `end_of_text` as in TokenStore::open.
-  Shard(const std::filesystem::path& path, std::optional<std::uint32_t> end_of_text);
+  Shard(const fs::path& path, std::optional<std::uint32_t> end_of_text);
   std::int64_t num_documents() const { return static_cast<std::int64_t>(offsets_.size()) - 1; }
   std::int64_t num_tokens() const { return static_cast<std::int64_t>(offsets_.back()); }
   std::uint64_t offset(std::int64_t document) const { return offsets_[static_cast<std::size_t>(document)]; }
   std::uint32_t max_token() const { return max_token_; }
   const std::string& tokenizer() const { return tokenizer_; }  // empty: a foreign shard
-  const std::filesystem::path& path() const { return file_.path(); }
+  const fs::path& path() const { return file_.path(); }
   void read(std::uint64_t begin, std::span<std::int64_t> out) const;
   // ConfigError if the file was truncated in place since: reading beyond its new end is a SIGBUS (and still
   // is, between this check and the read). A replaced or removed file stays readable.

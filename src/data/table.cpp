@@ -167,7 +167,7 @@ std::vector<std::string> csv_cells(std::string_view line) {
   return cells;
 }
 
-Table read_table(const std::filesystem::path& file, const std::string& target) {
+Table read_table(const fs::path& file, const std::string& target) {
   const std::string name = file.string(), text = read_file(file, UINT64_MAX);  // rows are unlimited
   Table table;
   if (file.extension() == ".npz") {

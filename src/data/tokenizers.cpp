@@ -57,7 +57,6 @@ class ByteTokenizer final : public Tokenizer {
 
 std::unique_ptr<Tokenizer> byte_tokenizer() { return std::make_unique<ByteTokenizer>(); }
 
-namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kFile = "tokenizer.json";

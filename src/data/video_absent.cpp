@@ -13,14 +13,12 @@ namespace {
 
 }  // namespace
 
-at::Tensor decode_video(const std::filesystem::path& file, const VideoOptions&) {
+at::Tensor decode_video(const fs::path& file, const VideoOptions&) {
   refuse_without_video("video " + file.string());
 }
 
 std::string encode_png(const at::Tensor&) { refuse_without_video("encode_png"); }
 
-void write_apng(const std::filesystem::path& file, const at::Tensor&, double) {
-  refuse_without_video(file.string());
-}
+void write_apng(const fs::path& file, const at::Tensor&, double) { refuse_without_video(file.string()); }
 
 }  // namespace isograd

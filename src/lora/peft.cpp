@@ -17,7 +17,6 @@
 #include "model/safetensors.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr const char *kConfig = "adapter_config.json", *kValues = "adapter_model.safetensors";

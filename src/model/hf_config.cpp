@@ -464,7 +464,7 @@ ordered_json scaling_json(const RopeScaling& scaling) {
 
 }  // namespace
 
-DecoderConfig parse_hf_config(const std::string& text, const std::filesystem::path& file) {
+DecoderConfig parse_hf_config(const std::string& text, const fs::path& file) {
   const auto [object, problem] = parse_json(text);
   const std::string where = file.string() + ": ";
   if (!problem.empty())
@@ -567,7 +567,7 @@ std::string hf_config_text(const DecoderConfig& config, at::ScalarType dtype) {
   return object.dump(2) + "\n";
 }
 
-std::vector<std::int64_t> parse_generation_eos(const std::string& text, const std::filesystem::path& file) {
+std::vector<std::int64_t> parse_generation_eos(const std::string& text, const fs::path& file) {
   const auto [object, problem] = parse_json(text);
   const auto refuse = [&](const std::string& where, const std::string& found, const char* expected) {
     isograd::refuse(file.string() + where, found, expected,
@@ -584,9 +584,9 @@ std::vector<std::int64_t> parse_generation_eos(const std::string& text, const st
   return tokens;
 }
 
-DecoderConfig read_hf_config(const std::filesystem::path& directory) {
+DecoderConfig read_hf_config(const fs::path& directory) {
   DecoderConfig config = parse_hf_config(read_file(directory / "config.json"), directory / "config.json");
-  if (const auto file = directory / kGenerationConfig; std::filesystem::exists(file)) {
+  if (const auto file = directory / kGenerationConfig; fs::exists(file)) {
     config.generation_config = read_file(file);
     config.generation_eos = parse_generation_eos(config.generation_config, file);
   }

@@ -11,7 +11,6 @@
 #include "model/safetensors.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kWhole = "model.safetensors";

@@ -58,6 +58,6 @@ inline void want_size(const char* key, std::int64_t value) {
 void check_model_dtype(at::ScalarType dtype);
 
 // ConfigError, with the name and the first place, unless all weights that were read from `file` are finite.
-void check_finite(const std::filesystem::path& file, const std::string& name, const at::Tensor& values);
+void check_finite(const fs::path& file, const std::string& name, const at::Tensor& values);
 
 }  // namespace isograd

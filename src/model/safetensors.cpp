@@ -57,7 +57,7 @@ struct Entry {
 
 class Reader {
  public:
-  explicit Reader(const std::filesystem::path& path) : file_(std::make_shared<MappedFile>(path)) {}
+  explicit Reader(const fs::path& path) : file_(std::make_shared<MappedFile>(path)) {}
 
   std::map<std::string, at::Tensor> read(Metadata* metadata) {
     const auto header = parse_header();
@@ -188,13 +188,13 @@ class Reader {
   std::uint64_t data_bytes_ = 0;
 };
 
-[[noreturn]] void cannot_write(const std::filesystem::path& path, const std::string& name,
-                               const std::string& found, const std::string& expected) {
+[[noreturn]] void cannot_write(const fs::path& path, const std::string& name, const std::string& found,
+                               const std::string& expected) {
   refuse(path.string() + ": tensor " + name, found, expected,
          "Write tensors that the safetensors format can hold");
 }
 
-const Dtype& dtype_of(const std::filesystem::path& path, const TensorStream::Entry& entry) {
+const Dtype& dtype_of(const fs::path& path, const TensorStream::Entry& entry) {
   for (const Dtype& dtype : kDtypes)
     if (dtype.type == entry.dtype && (dtype.packed == 1 || !entry.shape.empty())) return dtype;
   cannot_write(path, entry.name, c10::toString(entry.dtype), "a dtype of the format");
@@ -202,7 +202,7 @@ const Dtype& dtype_of(const std::filesystem::path& path, const TensorStream::Ent
 
 }  // namespace
 
-std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& path, Metadata* metadata) {
+std::map<std::string, at::Tensor> read_safetensors(const fs::path& path, Metadata* metadata) {
   return Reader(path).read(metadata);
 }
 
@@ -228,12 +228,11 @@ std::int64_t bytes_of(const TensorStream::Entry& entry) {
   return c10::multiply_integers(entry.shape) * static_cast<std::int64_t>(c10::elementSize(entry.dtype));
 }
 
-void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
-                       const Metadata& metadata) {
+void write_safetensors(const fs::path& path, const NamedTensors& tensors, const Metadata& metadata) {
   write_safetensors(path, stream_of(tensors), metadata);
 }
 
-SafetensorsFile::SafetensorsFile(const std::filesystem::path& path, std::vector<TensorStream::Entry> entries,
+SafetensorsFile::SafetensorsFile(const fs::path& path, std::vector<TensorStream::Entry> entries,
                                  const Metadata& metadata)
     : entries_(std::move(entries)), file_(path) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
@@ -278,8 +277,7 @@ void SafetensorsFile::commit() {
   file_.commit();
 }
 
-void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
-                       const Metadata& metadata) {
+void write_safetensors(const fs::path& path, const TensorStream& tensors, const Metadata& metadata) {
   SafetensorsFile file(path, tensors.entries, metadata);
   tensors.each([&](const at::Tensor& tensor) { file.add(tensor); });
   file.commit();

@@ -19,18 +19,17 @@ using Metadata = std::map<std::string, std::string>;
 // copy before writing into one. (One whose offset is not aligned for its dtype is a copy.) The file is not
 // trusted: length of the header, JSON, duplicate keys, dtypes, shapes, overflow, bounds, overlaps and gaps
 // are checked; a ConfigError names the file and the tensor.
-std::map<std::string, at::Tensor> read_safetensors(const std::filesystem::path& path,
-                                                   Metadata* metadata = nullptr);
+std::map<std::string, at::Tensor> read_safetensors(const fs::path& path, Metadata* metadata = nullptr);
 
 // Whole or not at all. Tensors of larger elements come first (all stay aligned), otherwise in the given
 // order. Contiguous CPU tensors are written from where they are. ConfigError: a name twice, a dtype that the
 // format does not have, a full disk.
-void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+void write_safetensors(const fs::path& path, const NamedTensors& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 // One file whose tensors come one after another, in the order of its entries.
 class SafetensorsFile {
  public:
-  SafetensorsFile(const std::filesystem::path& path, std::vector<TensorStream::Entry> entries,
+  SafetensorsFile(const fs::path& path, std::vector<TensorStream::Entry> entries,
                   const Metadata& metadata = {{"format", "pt"}});
   void add(const at::Tensor& tensor);
   bool is_whole() const { return written_ == entries_.size(); }
@@ -43,7 +42,7 @@ class SafetensorsFile {
 };
 std::int64_t bytes_of(const TensorStream::Entry& entry);
 // Writes a whole stream.
-void write_safetensors(const std::filesystem::path& path, const TensorStream& tensors,
+void write_safetensors(const fs::path& path, const TensorStream& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 
 }  // namespace isograd

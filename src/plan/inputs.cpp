@@ -25,8 +25,6 @@
 namespace isograd::planner {
 namespace {
 
-namespace fs = std::filesystem;
-
 // ---- numbers ----
 
 // A kind of number: its range, its unit, and what a text with a unit ends in. Bytes and rates begin at a

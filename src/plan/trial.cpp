@@ -19,8 +19,6 @@
 namespace isograd::planner {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr int kTurns = 3, kStepsOfTurn = 4;  // the first step of a turn makes buffers and is left out
 constexpr double kMostSecondsOfTurn = 300;
 constexpr std::size_t kKeptOutput = 1 << 16;

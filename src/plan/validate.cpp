@@ -43,7 +43,7 @@ bool says(std::string text, std::initializer_list<const char*> words) {
 
 class RowReader {
  public:
-  RowReader(const std::filesystem::path& file, const std::string& header) : file_(file) {
+  RowReader(const fs::path& file, const std::string& header) : file_(file) {
     const auto names = csv_cells(header);
     for (std::size_t i = 0; i < names.size(); ++i) columns_[names[i]] = i;
   }
@@ -84,7 +84,7 @@ class RowReader {
 
  private:
   std::string where() const { return fmt::format("{}, line {}", file_.string(), line_); }
-  const std::filesystem::path& file_;
+  const fs::path& file_;
   std::map<std::string, std::size_t, std::less<>> columns_{};
   std::vector<std::string> cells_{};
   std::size_t line_ = 1;
@@ -265,7 +265,7 @@ void add_cells(std::vector<Errors>& to, const std::vector<Seen>& seen) {
 
 }  // namespace
 
-std::vector<PublishedRow> read_rows(const std::filesystem::path& file) {
+std::vector<PublishedRow> read_rows(const fs::path& file) {
   std::ifstream in(file);
   std::string line;
   if (!in || !std::getline(in, line))

@@ -13,8 +13,6 @@
 namespace isograd::planner {
 namespace {
 
-namespace fs = std::filesystem;
-
 // fp32 numbers of the optimizer for each parameter.
 int states_of(const RunConfig& config) {
   if (config.optimizer.kind == "adamw") return 2;

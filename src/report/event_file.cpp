@@ -18,7 +18,6 @@
 #include "base/refuse.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "lengths and checksums are written as they are");

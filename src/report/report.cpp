@@ -366,7 +366,7 @@ std::string Report::html() const {
       in_charts_ ? "</div>\n" : "");
 }
 
-void Report::write(const std::filesystem::path& file) const {
+void Report::write(const fs::path& file) const {
   if (file.has_parent_path()) make_folders(file.parent_path());
   write_file(file, html());
 }

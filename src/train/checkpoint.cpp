@@ -21,7 +21,6 @@
 #include "train/whole_tensors.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kListing = "checksums.json";

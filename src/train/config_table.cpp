@@ -20,7 +20,6 @@
 #include "train/toml_file.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace key_table {
 namespace {
 
@@ -741,11 +740,11 @@ RunConfig parse_config(std::string_view text, const std::string& file,
   return config;
 }
 
-RunConfig load_config(const std::filesystem::path& file, const std::vector<std::string>& overrides) {
+RunConfig load_config(const fs::path& file, const std::vector<std::string>& overrides) {
   std::string text;
   if (!file.empty()) {
     std::error_code failed;
-    const auto size = std::filesystem::file_size(file, failed);
+    const auto size = fs::file_size(file, failed);
     if (!failed) check_length(size, file.string());
     text = read_file(file);
   }

@@ -16,7 +16,6 @@
 #include "base/refuse.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 using LoadRows = std::vector<const MetricRow*>;

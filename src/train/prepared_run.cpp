@@ -78,8 +78,7 @@ PreparedRun::PreparedRun(const RunConfig& run_config, World& run_world,
 }
 
 // Loads the weights of `directory`; empty: the initial ones.
-void PreparedRun::lay_out_model(const std::filesystem::path& directory,
-                                const std::vector<std::string>& bucket_order) {
+void PreparedRun::lay_out_model(const fs::path& directory, const std::vector<std::string>& bucket_order) {
   ModelToLayOut made;
   on_every_rank(world.group, [&] { made = task->make_model_to_lay_out(directory); });
   model = made.model;
@@ -123,9 +122,9 @@ std::optional<Evaluation> PreparedRun::evaluate() {
   return result;
 }
 
-std::filesystem::path PreparedRun::save() {
+fs::path PreparedRun::save() {
   state.bucket_order = layout->bucket_order();
-  const WriteModel write = [this](const std::filesystem::path& directory, const TensorStream& weights) {
+  const WriteModel write = [this](const fs::path& directory, const TensorStream& weights) {
     model->write(directory, weights);
   };
   const SaveOptions options{.root = checkpoint_root(config),

@@ -20,7 +20,6 @@
 #include "train/run_folder.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 // "━━━━━━──────": as many columns, two bytes of UTF-8 more each.
@@ -487,7 +486,7 @@ fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {
 }
 
 std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
-                                          const std::filesystem::path& directory) {
+                                          const fs::path& directory) {
   const auto measured = pipeline.measured();
   const std::string trace = stage_trace(measured, mesh);
   Group everyone = mesh.all();

@@ -18,7 +18,6 @@
 #include "train/task.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace {
 
 ErrorText text_of(const std::exception& error) {

@@ -20,7 +20,6 @@
 #include "train/rank_zero.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 
 // The checkpoint that a run continues; empty: none. `own`: of its own folder. `compared`: a comparison's run.
 struct RunFolder::Continued {

@@ -24,7 +24,6 @@
 #include "train/task.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 namespace key_table {
 namespace {
 

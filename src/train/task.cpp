@@ -19,7 +19,6 @@
 #include "train/rank_zero.hpp"
 
 namespace isograd {
-namespace fs = std::filesystem;
 
 std::unique_ptr<Task> make_task(const RunConfig& config, Group& group) {
   // Once, before anybody reads of them.

@@ -270,7 +270,7 @@ void bench_context(Bench& bench) {
 
 }  // namespace
 
-void run_context_rank(const std::filesystem::path& exchange, const std::string& name) {
+void run_context_rank(const fs::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   MemoryMeter::install();
   World world = join();

@@ -74,7 +74,7 @@ double allowed_difference(const std::vector<double>& ours, const std::vector<dou
 }
 
 // Why the parameters after the first turn differ by more than they may; empty where they do not.
-std::string difference_of_parameters(const std::filesystem::path& exchange, const SideResult& ours,
+std::string difference_of_parameters(const fs::path& exchange, const SideResult& ours,
                                      const SideResult& peer) {
   const auto read = [&](const SideResult& side) {
     const MappedFile file(exchange / (side.side.name + ".parameters"));
@@ -207,7 +207,7 @@ class Problem {
     return medians;
   }
 
-  void write_parameters(const std::filesystem::path& path) const {
+  void write_parameters(const fs::path& path) const {
     AtomicFile file(path);
     for (const NamedParameter& parameter : parameters_)
       file.write(parameter.tensor.const_data_ptr<float>(), parameter.tensor.nbytes());
@@ -246,7 +246,7 @@ BenchVerb optim_verb() {
       ", for each case and number of ranks");
 }
 
-void run_optim_rank(const std::filesystem::path& exchange, const std::string& name) {
+void run_optim_rank(const fs::path& exchange, const std::string& name) {
   at::set_num_threads(1);
   World world = join();
   const auto shapes = read_case(exchange).at("shapes").get<Shapes>();

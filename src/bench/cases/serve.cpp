@@ -41,7 +41,7 @@ const std::vector<ServeCase>& serve_cases() {
   return cases;
 }
 
-void write_serve(const std::filesystem::path& exchange, const ServeCase& of, int threads) {
+void write_serve(const fs::path& exchange, const ServeCase& of, int threads) {
   std::mt19937_64 random(48);
   const auto vocabulary = of.shape.at("vocab_size").get<std::uint64_t>();
   const auto tokens = [&](std::int64_t count) {
@@ -93,7 +93,7 @@ struct ServePeer {
 };
 
 std::string why_not_comparable(const SideResult& ours, const SideResult& other, const ServePeer& peer,
-                               const std::filesystem::path& exchange, bool samples, double base_loss) {
+                               const fs::path& exchange, bool samples, double base_loss) {
   const std::string& title = peer.side.title;
   if (samples) {
     const auto tokens = [&](const SideResult& of) {
@@ -116,7 +116,7 @@ std::string why_not_comparable(const SideResult& ours, const SideResult& other, 
                                      title, later);
 }
 
-void compare_server(Bench& bench, const ServeCase& of, const std::filesystem::path& exchange, const Side& our,
+void compare_server(Bench& bench, const ServeCase& of, const fs::path& exchange, const Side& our,
                     double base_loss) {
   const bool samples = of.kind == "sample";
   const auto plain = [&](const char* name, const char* title, const char* kind) {
@@ -172,8 +172,7 @@ void compare_server(Bench& bench, const ServeCase& of, const std::filesystem::pa
 }
 
 // The server takes this much of a call, or of a core while 950 polls wait; compared with a limit.
-void measure_server(Bench& bench, const ServeCase& of, const std::filesystem::path& exchange,
-                    const Side& our) {
+void measure_server(Bench& bench, const ServeCase& of, const fs::path& exchange, const Side& our) {
   Contestant server(our, exchange);
   server.turn();
   std::vector<double> found, parts;

@@ -185,8 +185,8 @@ nlohmann::ordered_json model_description(const DecoderConfig& config) {
           {"experts_per_token", config.experts.per_token}};
 }
 
-void write_step(const std::filesystem::path& exchange, const std::string& verb, const StepCase& step_case,
-                int ranks, const StepSetting& setting) {
+void write_step(const fs::path& exchange, const std::string& verb, const StepCase& step_case, int ranks,
+                const StepSetting& setting) {
   const DecoderConfig& config = step_case.shape;
   nlohmann::ordered_json description = {
       {"verb", verb},
@@ -214,8 +214,8 @@ void write_step(const std::filesystem::path& exchange, const std::string& verb, 
   tokens.commit();
 }
 
-std::vector<MicroBatches> read_steps(const std::filesystem::path& exchange, const StepCase& step_case,
-                                     int rank, int ranks) {
+std::vector<MicroBatches> read_steps(const fs::path& exchange, const StepCase& step_case, int rank,
+                                     int ranks) {
   const MappedFile file(exchange / "tokens.bin");
   const std::int64_t micro_batches = step_case.micro_batches, sequences = step_case.sequences,
                      length = step_case.length;

@@ -21,11 +21,11 @@ namespace isograd {
 namespace {
 
 std::mutex files_mutex;
-std::list<std::filesystem::path> files;  // files of the OperationsFiles that exist
+std::list<fs::path> files;  // files of the OperationsFiles that exist
 
 }  // namespace
 
-OperationsFile::OperationsFile(std::filesystem::path file) {
+OperationsFile::OperationsFile(fs::path file) {
   const std::lock_guard lock(files_mutex);
   place_ = files.insert(files.end(), std::move(file));
 }

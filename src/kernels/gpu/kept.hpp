@@ -13,24 +13,24 @@
 namespace isograd::gpu {
 
 // Where programs of this user keep what can be made anew; empty: nowhere.
-inline std::filesystem::path kept_in() {
+inline fs::path kept_in() {
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache == '/')
-    return std::filesystem::path(cache) / "isograd/kernels";
+    return fs::path(cache) / "isograd/kernels";
   if (const char* home = std::getenv("HOME"); home && *home == '/')
-    return std::filesystem::path(home) / ".cache/isograd/kernels";
+    return fs::path(home) / ".cache/isograd/kernels";
   return {};
 }
 
 // The result of `make` for `key`, read from `folder` where some process has kept it. A file there that is not
 // whole is made anew. Several processes may come at once: each writes a file of its own and renames it. Where
 // nothing can be written it is made each time.
-inline std::string kept(const std::filesystem::path& folder, const std::string& key,
+inline std::string kept(const fs::path& folder, const std::string& key,
                         const std::function<std::string()>& make) {
   if (folder.empty()) return make();
   constexpr std::size_t kDigits = 16;  // of the checksum in front
-  const std::filesystem::path path = folder / checksum(key.data(), key.size());
+  const fs::path path = folder / checksum(key.data(), key.size());
   std::error_code none;
-  if (std::filesystem::is_regular_file(path, none)) try {
+  if (fs::is_regular_file(path, none)) try {
       const std::string found = read_file(path);
       if (found.size() > kDigits &&
           found.compare(0, kDigits, checksum(found.data() + kDigits, found.size() - kDigits)) == 0)
@@ -39,7 +39,7 @@ inline std::string kept(const std::filesystem::path& folder, const std::string& 
     }
   const std::string made = make();
   try {
-    std::filesystem::create_directories(folder);
+    fs::create_directories(folder);
     write_file(path, checksum(made.data(), made.size()) + made);
   } catch (const std::exception&) {
   }

@@ -19,7 +19,7 @@ HttpServer::HttpServer(HttpOptions, Admit, Handler) { refuse_to_serve(); }
 HttpServer::~HttpServer() = default;
 int HttpServer::port() const { return 0; }
 std::int64_t HttpServer::connections() const { return 0; }
-ApiKeys::ApiKeys(const std::filesystem::path&) { refuse_to_serve(); }
+ApiKeys::ApiKeys(const fs::path&) { refuse_to_serve(); }
 std::optional<std::string> ApiKeys::tenant_of(std::string_view) const { return std::nullopt; }
 NewKey::NewKey(const std::string&) { refuse_to_serve(); }
 

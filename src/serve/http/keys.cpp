@@ -28,7 +28,7 @@ ApiKeys::Digest ApiKeys::digest_of(std::string_view key) {
   return digest;
 }
 
-ApiKeys::ApiKeys(const std::filesystem::path& file) {
+ApiKeys::ApiKeys(const fs::path& file) {
   const std::string text = read_file(file, 16 << 20);
   int number = 0;
   // The line is not shown: it may hold a key that somebody put there.

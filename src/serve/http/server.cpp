@@ -62,7 +62,7 @@ int socket_of(MHD_Connection* connection) {
   return MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD)->connect_fd;
 }
 
-MHD_Response* response_of_file(const std::filesystem::path& path) {
+MHD_Response* response_of_file(const fs::path& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
   struct stat status {};
   if (file < 0 || ::fstat(file, &status) != 0) return nullptr;

@@ -8,7 +8,6 @@
 #include "serve/wire/fields.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Counted, calls, sequences, tokens, weights)
 

@@ -7,7 +7,6 @@
 #include "serve/models/trained_model.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 
 namespace {
 

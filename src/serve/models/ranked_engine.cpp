@@ -11,7 +11,6 @@
 #include "serve/models/trained_model.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr std::int64_t kBeat = 0, kEnd = -1;  // in place of a message's length

@@ -14,8 +14,6 @@
 namespace isograd::serve {
 namespace {
 
-namespace fs = std::filesystem;
-
 std::int64_t number_in(const HttpRequest& request, const char* key, std::int64_t otherwise) {
   const auto found = request.query.find(key);
   if (found == request.query.end()) return otherwise;

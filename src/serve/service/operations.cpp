@@ -15,8 +15,6 @@
 namespace isograd::serve {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr double kLongestTick = 5;  // seconds between two looks of the watching thread
 
 // Adds the result of the next datums, whose metrics are sums over them.

@@ -15,8 +15,6 @@
 namespace isograd::serve {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::string_view kSnapshot = "snapshot-";
 constexpr const char* kDeaths = "deaths.json";
 constexpr double kKeepDeleted = 3600, kKeepClosed = 86400;  // seconds

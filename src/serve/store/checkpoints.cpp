@@ -13,7 +13,6 @@
 #include "serve/store/store.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 namespace {
 
 using nlohmann::json;

@@ -17,7 +17,6 @@
 #include "serve/store/store.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr int kVersion = 1;  // of everything below the state folder

@@ -20,7 +20,6 @@
 #include "serve/store/store.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 namespace {
 
 static_assert(std::endian::native == std::endian::little);

@@ -264,7 +264,7 @@ Metrics Remote::optim_step(const std::string& model, const AdamParams& params) {
 // Without a number, as the SDK: a request that was refused may have left a gap in them.
 void Remote::unload(const std::string& model) { result(ask("POST", "unload_model", {{"model_id", model}})); }
 
-void Remote::download(const std::string& model, const std::filesystem::path& directory) {
+void Remote::download(const std::string& model, const fs::path& directory) {
   const std::string name = fmt::format("verify-{}", sequences_[model] + 1);
   operation(model, "save_weights_external", {{"path", name}});
   const std::string checkpoint = "training_runs/" + model + "/checkpoints/external_weights/" + name;

@@ -29,7 +29,6 @@
 namespace isograd::serve {
 namespace {
 
-namespace fs = std::filesystem;
 using Call = ForwardBackward;
 
 constexpr std::uint64_t kSeed = 20261128;
