@@ -1,4 +1,5 @@
 // isograd serve: the training server, its state, its keys.
+#include <c10/util/ScopeExit.h>
 #include <fmt/ranges.h>
 #include <pthread.h>
 
@@ -53,7 +54,7 @@ serve::ModelEngineOptions engine_options(const ServeFlags& flags) {
            "Add --state DIR");
   options.dtype = scalar_type(flags.dtype);
   options.micro_batch_tokens = flags.micro_batch_tokens;
-  options.dumps = std::filesystem::path(flags.state) / "dumps";
+  options.dumps = fs::path(flags.state) / "dumps";
   options.sampler.cache_bytes = flags.cache_megabytes << 20;
   return options;
 }
@@ -137,14 +138,8 @@ class StopSignals {
   }
   // From now on signals do nothing.
   void ignore() { ignored_ = true; }
-  // While it lives, signals stop the service.
-  struct Stopping {
-    Stopping(StopSignals& of, serve::Service& service) : signals(of) { signals.service_ = &service; }
-    ~Stopping() { signals.end(); }
-    Stopping(const Stopping&) = delete;
-    Stopping& operator=(const Stopping&) = delete;
-    StopSignals& signals;
-  };
+  // From now on, until end(), signals stop the service.
+  void stop(serve::Service& service) { service_ = &service; }
 
  private:
   sigset_t signals_{};
@@ -208,7 +203,8 @@ int serve_clients(const ServeFlags& flags, const serve::ModelEngineOptions& opti
                     "  python -c 'import tinker; print(tinker.ServiceClient().get_server_capabilities())'\n",
                     names, address, address, keys ? "tml-..." : "tml-local"));
   std::fflush(stdout);
-  const StopSignals::Stopping stopping(signals, service);
+  signals.stop(service);
+  const auto ended = c10::make_scope_exit([&signals] { signals.end(); });
   service.run();
   return 0;
 }

@@ -13,6 +13,10 @@
 
 namespace isograd {
 
+// Types of every torch::autograd::Function.
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
 using TensorMap = std::function<at::Tensor(const at::Tensor&)>;
 
 // Returns forward(input); its gradient is backward(gradient). A floating-point result requires a gradient

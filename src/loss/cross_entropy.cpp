@@ -1,11 +1,11 @@
 // Cross entropy as a sum over targets, in two fused passes: row sums forward, softmax minus one-hot backward.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <cmath>
 
+#include "comm/autograd.hpp"
 #include "isograd/loss.hpp"
 #include "kernels/softmax.hpp"
 #include "loss/checks.hpp"
@@ -13,9 +13,6 @@
 
 namespace isograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // Σ ℓ in the order of the rows, whatever the threads.
 double sum_in_order(const RowStatistics& rows, const at::Tensor& mask) {

@@ -2,7 +2,6 @@
 // turned into their own gradient in place and multiplied out; then the next tile takes their memory.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
@@ -16,9 +15,6 @@
 
 namespace isograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const char* const kWhere = "linear_cross_entropy";
 

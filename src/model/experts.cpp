@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <limits>
 
@@ -15,9 +14,6 @@
 
 namespace isograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 class CopyToExperts : public torch::autograd::Function<CopyToExperts> {
  public:

@@ -11,9 +11,6 @@
 namespace isograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 void refuse_second_derivative() {
   ISOGRAD_INVARIANT(!at::GradMode::is_enabled(), "a second derivative of the model, which is not supported");
 }

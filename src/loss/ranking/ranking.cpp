@@ -2,13 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <set>
 
+#include "comm/autograd.hpp"
 #include "isograd/random.hpp"
 #include "loss/checks.hpp"
 #include "loss/ranking/cores.hpp"
@@ -209,9 +209,6 @@ struct ClassValues {
   at::Tensor valid;   // [C] bool on the CPU: an invalid class takes no gradient from above
   LossReduction reduction;
 };
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 std::int64_t count_valid(const ClassValues& of) {
   const auto* valid = of.valid.const_data_ptr<bool>();

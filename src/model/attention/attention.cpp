@@ -2,18 +2,17 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <c10/util/ScopeExit.h>
 
 #include <cmath>
 
 #include "base/refuse.hpp"
+#include "comm/autograd.hpp"
 #include "kernels/matmul/product.hpp"
 #include "model/attention/kernel.hpp"
 
 namespace isograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // Consecutive fragments of one length are one call of a kernel.
 std::vector<Tile> tiles_of(const std::vector<std::int64_t>& cu_seqlens, bool causal) {
@@ -90,25 +89,6 @@ struct Groups {
 };
 
 void put(const at::Tensor& from, at::Tensor to, bool adds) { adds ? to.add_(from) : to.copy_(from); }
-
-// While one lives, backward adds the parts of a query's gradient in one order, so that a step made twice has
-// the same bits. The flag is the process's, whose ranks on GPUs are processes.
-class InOneOrder {
- public:
-  InOneOrder() { set(true, context_.deterministicAlgorithmsWarnOnly(), /*fills=*/false); }
-  ~InOneOrder() { set(was_, warns_, fills_); }
-  InOneOrder(const InOneOrder&) = delete;
-  InOneOrder& operator=(const InOneOrder&) = delete;
-
- private:
-  void set(bool on, bool warns, bool fills) {
-    context_.setDeterministicAlgorithms(on, warns);
-    context_.setDeterministicFillUninitializedMemory(fills);
-  }
-  at::Context& context_ = at::globalContext();
-  const bool was_ = context_.deterministicAlgorithms(), warns_ = context_.deterministicAlgorithmsWarnOnly(),
-             fills_ = context_.deterministicFillUninitializedMemory();
-};
 
 enum Way : std::int64_t { kCudnn, kFragments, kMask, kTiles, kProducts };
 
@@ -283,7 +263,17 @@ Attended attend(const Qkv& of, const at::Tensor& cu_seqlens, std::int64_t longes
 Qkv attend_backward(const Qkv& of, const at::Tensor& gradient, const Attended& attended,
                     const at::Tensor& cu_seqlens, std::int64_t longest, bool causal) {
   const auto& [q, k, v] = of;
-  const InOneOrder guard;
+  // Adds the parts of a query's gradient in one order, so that a step made twice has the same bits. The flag
+  // is the process's, whose ranks on GPUs are processes.
+  at::Context& context = at::globalContext();
+  const auto set = [&context](bool in_order, bool warns, bool fills) {
+    context.setDeterministicAlgorithms(in_order, warns);
+    context.setDeterministicFillUninitializedMemory(fills);
+  };
+  const bool was = context.deterministicAlgorithms(), warns = context.deterministicAlgorithmsWarnOnly(),
+             fills = context.deterministicFillUninitializedMemory();
+  set(true, warns, /*fills=*/false);
+  const auto as_before = c10::make_scope_exit([&] { set(was, warns, fills); });
   const auto [dq, dk, dv] = at::_flash_attention_backward(gradient, q, k, v, attended.out, attended.log_sums,
                                                           cu_seqlens, cu_seqlens, longest, longest, 0.0,
                                                           causal, attended.seed, attended.offset);

@@ -2,12 +2,12 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 #include <optional>
 
 #include "base/refuse.hpp"
+#include "comm/autograd.hpp"
 #include "isograd/context_parallel.hpp"
 #include "isograd/error.hpp"
 #include "isograd/group.hpp"
@@ -18,9 +18,6 @@
 
 namespace isograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const char* const kWhere = "attention over context ranks";
 

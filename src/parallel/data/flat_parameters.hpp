@@ -1,6 +1,8 @@
 // A rank's part of one flat buffer of parameters: the steps that are the same in every strategy.
 #pragma once
 
+#include <c10/util/ScopeExit.h>
+
 #include <chrono>
 #include <functional>
 #include <map>
@@ -43,7 +45,8 @@ class WaitClock {
   template <typename Action>
   void during(Action&& action) {
     if (running_) return action();
-    const Running running(running_);
+    running_ = true;
+    const auto stopped = c10::make_scope_exit([this] { running_ = false; });  // by an exception, too
     const auto start = std::chrono::steady_clock::now();
     action();
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -51,11 +54,6 @@ class WaitClock {
   double seconds() const { return seconds_; }
 
  private:
-  struct Running {  // until an exception, too
-    explicit Running(bool& flag_) : flag(flag_) { flag = true; }
-    ~Running() { flag = false; }
-    bool& flag;
-  };
   bool running_ = false;
   double seconds_ = 0;
 };

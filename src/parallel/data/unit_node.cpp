@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/ThreadLocalState.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -32,22 +33,6 @@ using autograd::variable_list;
          std::move(expected), std::move(action));
 }
 
-// Frees everything unless the call came to its end.
-class AbandonUnlessDone {
- public:
-  explicit AbandonUnlessDone(UnitHost& host) : host_(host) {}
-  ~AbandonUnlessDone() {
-    if (!done_) host_.abandon();
-  }
-  AbandonUnlessDone(const AbandonUnlessDone&) = delete;
-  AbandonUnlessDone& operator=(const AbandonUnlessDone&) = delete;
-  void done() { done_ = true; }
-
- private:
-  UnitHost& host_;
-  bool done_ = false;
-};
-
 thread_local bool computes_again = false;
 
 // State that a recomputation must find as the forward found it: autocast and the like, and the random numbers
@@ -74,7 +59,12 @@ class RecomputeState {
   void during(Action&& action) const {
     const at::ThreadLocalStateGuard locals(locals_);
     const at::AutoGradMode with_graph(true);
-    const PutBack put_back(random_);
+    std::vector<Random> random = random_;
+    const auto exchange = [&random] {
+      for (Random& one : random) one.state = one.exchange(one.state);
+    };
+    exchange();
+    const auto put_back = c10::make_scope_exit(exchange);
     const Recomputing mark;
     action();
   }
@@ -91,17 +81,6 @@ class RecomputeState {
       if (next.defined()) generator.set_state(next);
       return had;
     }
-  };
-  // Sets states, and puts back those that were there.
-  struct PutBack {
-    explicit PutBack(std::vector<Random> random_) : random(std::move(random_)) { exchange(); }
-    ~PutBack() { exchange(); }
-    PutBack(const PutBack&) = delete;
-    PutBack& operator=(const PutBack&) = delete;
-    void exchange() {
-      for (Random& one : random) one.state = one.exchange(one.state);
-    }
-    std::vector<Random> random;
   };
 
   at::ThreadLocalState locals_;
@@ -254,7 +233,7 @@ variable_list UnitNode::apply(variable_list&& gradients) {
   const std::size_t num_inputs = graph_.inputs.size();
   const bool for_parameters = task_should_compute_output(num_inputs);
   UnitHost& host = *call_.host;
-  AbandonUnlessDone guard(host);
+  auto unless_done = c10::make_scope_exit([&host] { host.abandon(); });
   host.enter_backward(use_);
 
   const InnerGraph graph = call_.checkpoint ? again() : graph_;
@@ -297,7 +276,7 @@ variable_list UnitNode::apply(variable_list&& gradients) {
           host.take_gradient(graph.parameters[i], std::move(gradient));
   }
   host.leave_backward(use_);
-  guard.done();
+  unless_done.release();
   return results;
 }
 
@@ -337,12 +316,12 @@ Recomputing::~Recomputing() { computes_again = before_; }
 
 std::vector<Tensor> call_unit(const UnitCall& call, const std::vector<Tensor>& inputs, const UnitBody& body) {
   if (!at::GradMode::is_enabled() && call.host->everything_is_held()) return body(inputs);
-  AbandonUnlessDone guard(*call.host);
+  auto unless_done = c10::make_scope_exit([&call] { call.host->abandon(); });
   const std::size_t use = call.host->enter_forward(call.unit);
   variable_list outputs =
       at::GradMode::is_enabled() ? call_with_graph(call, use, inputs, body) : outputs_of(call, inputs, body);
   call.host->leave_forward(use);
-  guard.done();
+  unless_done.release();
   return outputs;
 }
 

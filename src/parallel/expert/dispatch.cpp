@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <numeric>
 #include <utility>
@@ -38,8 +37,6 @@ struct Exchange::State final : torch::CustomClassHolder {
 
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 using State = Exchange::State;
 
 State& of(AutogradContext* context) {

@@ -2,6 +2,7 @@
 #include "isograd/pipeline_parallel.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -373,13 +374,10 @@ struct Pipeline::Impl {
     };
     auto left = std::count_if(actions.begin(), actions.end(), gives_weights);
     here.clear(), owed.clear(), awaited.clear();
-    struct Running {
-      Impl& of;
-      ~Running() {
-        of.running = false, of.now = nullptr, of.micro_batch = kOutsideOfSteps;
-        of.here.clear(), ++of.period;
-      }
-    } const until_the_end{*this};
+    const auto at_the_end = c10::make_scope_exit([this] {
+      running = false, now = nullptr, micro_batch = kOutsideOfSteps;
+      here.clear(), ++period;
+    });
     running = true, looked_at = false, ++period;
     measured_micro_batches = micro_batches;
     measured.assign(actions.size(), {});

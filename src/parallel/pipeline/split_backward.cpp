@@ -5,6 +5,7 @@
 #include "parallel/pipeline/split_backward.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -195,31 +196,6 @@ struct WeightsBackward::Left {
   std::vector<Cut> cuts{};      // their edges that it has followed
 };
 
-namespace {
-
-// Edges out of sight while the second half runs. Not for good: what comes before a micro-batch's own nodes
-// may belong to several micro-batches.
-class EdgesAside {
- public:
-  explicit EdgesAside(const std::vector<WeightsBackward::Left::Cut>& cuts)
-      : cuts_(cuts), edges_(cuts.size()) {
-    swap();
-  }
-  ~EdgesAside() { swap(); }
-  EdgesAside(const EdgesAside&) = delete;
-  EdgesAside& operator=(const EdgesAside&) = delete;
-
- private:
-  void swap() {
-    for (std::size_t i = 0; i < cuts_.size(); ++i)
-      std::swap(cuts_[i].node->next_edges()[cuts_[i].edge], edges_[i]);
-  }
-  const std::vector<WeightsBackward::Left::Cut>& cuts_;
-  edge_list edges_;
-};
-
-}  // namespace
-
 WeightsBackward::WeightsBackward() = default;
 WeightsBackward::WeightsBackward(std::unique_ptr<Left> left) : left_(std::move(left)) {}
 WeightsBackward::WeightsBackward(WeightsBackward&&) noexcept = default;
@@ -230,7 +206,15 @@ void WeightsBackward::run() {
   const std::unique_ptr<Left> left = std::move(left_);
   if (!left || left->to.empty()) return;
   const HooksAside retaining(left->border, HooksAside::kRetaining);
-  const EdgesAside followed(left->cuts);
+  // The edges that were followed are out of sight while this half runs. Not for good: what comes before a
+  // micro-batch's own nodes may belong to several micro-batches.
+  edge_list followed(left->cuts.size());
+  const auto swap = [&] {
+    for (std::size_t i = 0; i < followed.size(); ++i)
+      std::swap(left->cuts[i].node->next_edges()[left->cuts[i].edge], followed[i]);
+  };
+  swap();
+  const auto put_back = c10::make_scope_exit(swap);
   const auto root = torch_versions::make_node<Resumed>(left->to, std::move(left->gradients));
   autograd::Engine::get_default_engine().execute({Edge(root, 0)}, {Resumed::start()}, /*keep_graph=*/false,
                                                  /*create_graph=*/false, /*accumulate_grad=*/true);

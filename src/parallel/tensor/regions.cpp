@@ -2,7 +2,6 @@
 // while tokens or their gradients travel where an overlap is asked for.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -127,9 +126,6 @@ Group::Rows asked(Group& tp, const at::Tensor& split) {
   const at::Tensor all = tp.all_gather(at::full({1}, split.size(0), at::kLong)).flatten();
   return {all.const_data_ptr<std::int64_t>(), all.const_data_ptr<std::int64_t>() + all.numel()};
 }
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // The tokens that a product exchanges with the other ranks.
 struct Tokens final : torch::CustomClassHolder {

@@ -1,5 +1,6 @@
 #include "serve/models/trained_model.hpp"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
@@ -17,7 +18,6 @@
 #include "train/whole_tensors.hpp"
 
 namespace isograd::serve {
-namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kGradientFile = "gradient.safetensors";
@@ -60,15 +60,6 @@ ModelSettings settings_of(const std::map<std::string, std::string>& metadata) {
 std::string dtype_name(at::ScalarType type) {
   return type == at::kDouble ? "float64" : type == at::kBFloat16 ? "bfloat16" : "float32";
 }
-
-// The forwards and backwards of its life are those of an adapted model.
-struct Adapted {
-  Adapted(DecoderLM& of, const Adapter* adapter) : model(of) { model.set_adapter(adapter); }
-  ~Adapted() { model.set_adapter(nullptr); }
-  Adapted(const Adapted&) = delete;
-  Adapted& operator=(const Adapted&) = delete;
-  DecoderLM& model;
-};
 
 // `take` writes the whole tensors on the first rank; the others take part to the end, whatever happens there.
 void gathered(DataParallel& layout, const OptimizerState& parts, const Layout* placed, bool first,
@@ -187,7 +178,8 @@ ForwardBackwardResult TrainedModel::forward_backward(const ForwardBackward& requ
 }
 
 ForwardBackwardResult TrainedModel::compute(const ForwardBackward& request, const CheckedCall& call) {
-  const Adapted adapted(*model_, adapter_.get());
+  model_->set_adapter(adapter_.get());
+  const auto plain_again = c10::make_scope_exit([this] { model_->set_adapter(nullptr); });
   const at::AutoGradMode mode(!request.forward_only);
   ForwardBackwardResult result{.metrics = {{"loss:sum", 0.0}}};
   bool fresh = !request.forward_only && open_.calls == 0;
