@@ -187,7 +187,7 @@ FINE_TUNING = {
     "dpo_micro_batches_summed": ["summed_over_micro_batches"], "reward_micro_batches_summed": ["summed_over_micro_batches"],
     "dpo_and_sft": ["mean_of_micro_batch_means"],
     "reward_sampler_pads": ["sample_twice"], "experts_balanced_by_micro_batch": ["mean_of_micro_batch_means"],
-    "experts_of_transformers": ["term_scaled"], "batch_norm_of_a_rank": MEANS,
+    "experts_of_transformers": ["loss_over_own_samples"], "batch_norm_of_a_rank": MEANS,
     "batch_norm_of_a_micro_batch": ["mean_of_micro_batch_means"], "batch_norm_frozen_micro_batches_summed": ["summed_over_micro_batches"],
     # Told wrongly: the loss type, the reference or beta is another one.
     "sft_dft_told_as_nll": ["undecided"], "dpo_old_adapter_told_as_new": ["undecided"], "dpo_wrong_beta": ["undecided"]}

@@ -393,7 +393,8 @@ def normalised(name):
         told = {"loss": of_rows, "mean": "batch", "make_model": Normalised}
     else:
         told = {"loss": lambda model, row: F.cross_entropy(model(**row)["logits"], row["labels"], reduction="none")}
-    trainer = transformers.Trainer(model, arguments(transformers.TrainingArguments, CELL if "micro" in name else ONE), train_dataset=data)
+    cell = FOUR if name.endswith("summed") else CELL if name.endswith("micro_batch") else ONE
+    trainer = transformers.Trainer(model, arguments(transformers.TrainingArguments, cell), train_dataset=data)
     if name.endswith("summed"):
         trainer.loss_is_scaled_for_ga = True
     return of_trainer(trainer, **told)
