@@ -650,6 +650,8 @@ WHOLE = {
     "mixture_right": [], "mixture_each_rank_alone": ["mean_of_rank_means"], "mixture_term_forgotten": ["term_scaled"],
     "grouped_right": [], "grouped_by_rank": ["samples_weighted_otherwise"], "grouped_by_rank_summed": ["samples_weighted_otherwise"],
     "grouped_by_members_on_the_rank": ["loss_over_own_samples"], "grouped_own_tokens": ["mean_of_rank_means"],
+    "decorrelated_right": [], "decorrelated_by_rank": ["loss_over_own_samples"],
+    "separable_right": [], "separable_one_rank": ["unknown"],
     "distilled_right": [], "distilled_each_rank_alone": ["mean_of_rank_means"],
     "mined_right": [], "mined_each_rank_alone": ["mean_of_rank_means"],
     "normalised_right": [], "normalised_each_rank_alone": ["mean_of_rank_means"],

@@ -563,13 +563,15 @@ class watch:
         few = max(sum(g.numel() for g in found.values()) // 4, 1)  # parts that no gradient is a sum of by chance
 
         def made(terms: Sequence[Term], parts: Sequence[Any]) -> list[Mapping[str, torch.Tensor]]:
-            """The gradient of each part of the batch; none where there is one part, too many, or one that has no such loss."""
+            """The gradient of each part of the batch, or their sum where they are too large to be kept; none where there is one part,
+            too many, or one that has no such loss."""
             some = _reference.parted(batch, parts).values()
-            size = sum(g.numel() * self.reference.itemsize for g in found.values())
-            if not terms or not 1 < len(some) <= few or len(some) * size > _reference.LARGEST_SHARES:
-                return []
+            keeps = len(some) * sum(g.numel() for g in found.values()) * self.reference.itemsize <= _reference.LARGEST_SHARES
+            each: list[Mapping[str, torch.Tensor]] = []
             try:
-                each = [step_of(terms, part) for part in some]
+                for part in some if terms and 1 < len(some) <= few else ():
+                    one = step_of(terms, part)
+                    each = [*each, one] if keeps or not each else [_reference.combined(each, [1.0], one)]
             except ConfigError:
                 return []
             return each if all(math.isfinite(_reference.norm_of(one)) for one in each) else []
@@ -582,8 +584,10 @@ class watch:
             if not (alone := made(whole, parts)):
                 continue
             said = f"the gradient is that of the loss over {each} alone"
-            if is_near(_reference.combined(alone, [1 / len(alone)] * len(alone), base), found):
+            if is_near(_reference.combined(alone, [1 / len({*parts})] * len(alone), base), found):
                 return {"id": name, "sentence": f"{said}, averaged", "change": change}
+            if len(alone) == 1:
+                continue
             shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
             # A loss that is a sum over samples has the right gradient made of these as well: then they say nothing.
             if is_near(_reference.combined(alone, shares, base), found) and not is_near(
@@ -603,14 +607,17 @@ class watch:
         if fitted:
             return fitted[0]
         sizes = [size for micros in batch if (size := sum(map(len, micros)))]
-        if whole and len(sizes) > 1:
-            with contextlib.suppress(ConfigError):
-                by_rank = step_of([_reference.with_statistics_of(term, sizes) for term in whole])
-                times, = _reference.weights_of([by_rank], base, found)
-                if is_near(_reference.combined([by_rank], [times], base), found):
-                    return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss "
-                            "whose means and variances are over each rank's samples alone", "change": f"{_GATHER} before these"}
-        if len(whole) == 1 and (features := whole[0].features) and (alone := made([_reference.of_one_number(features)], range(len(keys)))):
+        by_rank: Mapping[str, torch.Tensor] = {}
+        with contextlib.suppress(ConfigError):
+            by_rank = step_of([_reference.with_statistics_of(term, sizes) for term in whole]) if whole and len(sizes) > 1 else {}
+        if by_rank and math.isfinite(_reference.norm_of(by_rank)) and not is_near(
+                _reference.combined([by_rank], [1.0], base), right.gradients):
+            times, = _reference.weights_of([by_rank], base, found)
+            if is_near(_reference.combined([by_rank], [times], base), found):
+                return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose "
+                        "means and variances are over each rank's samples alone", "change": f"{_GATHER} before these"}
+        if len(whole) == 1 and (features := whole[0].features) and len(
+                alone := made([_reference.of_one_number(features)], range(len(keys)))) > 1:
             shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
             if is_near(_reference.combined(alone, shares, base), found):
                 return _weighted([rank for rank, _ in keys], shares, of_right)

@@ -383,6 +383,40 @@ def normalised(rank, over_ranks):
                   loss=squares, mean="batch", make_model=lambda: nn.SyncBatchNorm.convert_sync_batchnorm(make_normalised()))
 
 
+def decorrelated(rank, over_ranks):
+    """As Barlow Twins: the correlations of all rows, each column normalised by its mean and variance over all of them, or over a rank's."""
+    mine = pairs(rank, 6)
+
+    def normal(rows):
+        return (rows - rows.mean(0)) / (rows.var(0, correction=0) + 1e-3).sqrt()
+
+    def correlations(images, texts):
+        return (images.T @ texts / len(images) - torch.eye(images.shape[1], dtype=images.dtype)).square().sum()
+
+    def loss(model, features):
+        return correlations(*(normal(torch.stack(part)) for part in zip(*features)))
+
+    def step(model):
+        rows = [torch.stack(part) for part in zip(*(two_towers(model, pair) for pair in mine))]
+        correlations(*(normal(gathered(part, "with")) if over_ranks else gathered(normal(part), "with") for part in rows)).backward()
+        averaged(model)
+    return judged(rank, lambda all_of: true_gradient(by_features(loss, two_towers), all_of), [mine], step, pairs(0, 6) + pairs(1, 6),
+                  features=two_towers, loss=loss)
+
+
+def separable(rank, weights):
+    """A mean over all samples, told as a loss of the whole batch: ranks count otherwise, and none is alone in anything."""
+    mine = pairs(rank)
+
+    def loss(model, samples):
+        return sum(two_towers(model, pair)[0].cos().sum() for pair in samples) / len(samples)
+
+    def step(model):
+        (weights[rank] * loss(model, mine)).backward()
+        averaged(model)
+    return judged(rank, lambda all_of: true_gradient(loss, all_of), [mine], step, pairs(0) + pairs(1), loss=loss, mean="batch")
+
+
 def weighted_mean(rank, loss, over_ranks):
     mine = documents(rank)
 
@@ -406,6 +440,8 @@ CASES = {
     "grouped_right": grouped, "grouped_by_rank": lambda rank: grouped(rank, "rank", "own"),
     "grouped_by_members_on_the_rank": lambda rank: grouped(rank, "own"), "grouped_by_rank_summed": lambda rank: grouped(rank, "rank"),
     "grouped_own_tokens": lambda rank: grouped(rank, tokens="own"),
+    "decorrelated_right": lambda rank: decorrelated(rank, True), "decorrelated_by_rank": lambda rank: decorrelated(rank, False),
+    "separable_right": lambda rank: separable(rank, (1, 1)), "separable_one_rank": lambda rank: separable(rank, (1.5, 0.5)),
     "distilled_right": lambda rank: distilled(rank, True), "distilled_each_rank_alone": lambda rank: distilled(rank, False),
     "mined_right": lambda rank: mined(rank, True), "mined_each_rank_alone": lambda rank: mined(rank, False),
     "normalised_right": lambda rank: normalised(rank, True), "normalised_each_rank_alone": lambda rank: normalised(rank, False),
