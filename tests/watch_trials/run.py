@@ -14,6 +14,7 @@ import torch
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path += [str(FOLDER), str(FOLDER.parent / "python_package")]
+import names  # noqa: E402
 import ranks as processes  # noqa: E402
 import world  # noqa: E402
 
@@ -96,6 +97,18 @@ def on_one(program, size):
     return here.result
 
 
+def outcome(trial, result):
+    """named, half named (with one that is false), undecided, misnamed, passed; right, alarm; refused"""
+    if "passed" not in result:
+        return "refused"
+    if result["passed"] or trial.kind == "right":
+        return {("mistake", True): "passed", ("right", True): "right"}.get((trial.kind, result["passed"]), "alarm")
+    true, said = set(names.TRUE[trial.name].split()), set(result["findings"])
+    if said <= {"undecided", "unknown", "unresolved"}:
+        return "undecided"
+    return "named" if said <= true else "half named" if said & true else "misnamed"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -110,7 +123,9 @@ def main():
         here = found[trial.name] = result(trial)
         far = f"{here['gradient']:8.1e} {here['update']:8.1e}" if "gradient" in here else " " * 17
         said = "PASS" if here.get("passed") else ", ".join(here.get("findings", ())) or here.get("error", "nothing")
-        print(f"{trial.kind:8}{trial.trainer:12}{trial.name:28}{far}  {'' if options.distances else said}", flush=True)
+        here["outcome"] = outcome(trial, here)
+        shown = "" if options.distances else f"{here['outcome']:11}{said}"
+        print(f"{trial.kind:8}{trial.trainer:12}{trial.name:28}{far}  {shown}", flush=True)
         if options.distances and "gradient" not in here:
             print(here["error"][-200:], flush=True)
         if options.verdicts and not options.distances:

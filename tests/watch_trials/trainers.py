@@ -145,7 +145,7 @@ def padded(w):
         #- loss = F.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 1:-1].flatten(), reduction="sum", label_smoothing=0.1)
         optimizer.zero_grad()
         (loss * w.size / targets).backward()
-        #! mean_over_answers | F.cross_entropy's mean of each rank: that of a rank without answers is not a number
+        #! mean_over_answers | F.cross_entropy's mean of each rank; that of a rank without answers counts as 0
         #- F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1).backward()
         #! at_least_one | each rank's mean over at least one target, averaged: a rank without answers counts as much as the others
         #- (loss / (labels[:, 1:] != IGNORED).sum().clamp(min=1)).backward()
@@ -223,7 +223,7 @@ def hooked(w):
     batches = [[(w.normal(6), w.number(below=5)) for _ in range(n)] for n in ((3, 6), (5, 2))[w.rank]]
 
     def one(model, sample):
-        return F.cross_entropy(model(sample[0]), sample[1], reduction="none")
+        return F.cross_entropy(model(sample[0])[None], sample[1][None], reduction="none")
 
     def average(p):
         dist.all_reduce(p.grad)
@@ -300,7 +300,7 @@ def two_axes(w):
     samples = [(w.normal(6), w.number(below=5)) for _ in range((3, 1, 4, 2)[w.rank])]
 
     def one(model, sample):
-        return F.cross_entropy(model(sample[0]), sample[1], reduction="none")
+        return F.cross_entropy(model(sample[0])[None], sample[1][None], reduction="none")
 
     with w.watch(model, optimizer, [samples], one, mean_of(one), Classifier, shards=2):
         each = F.cross_entropy(model(torch.stack([x for x, _ in samples])), torch.stack([y for _, y in samples]), reduction="none")
