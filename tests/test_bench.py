@@ -14,14 +14,13 @@ import pytest
 
 import processors
 import warm_python
-from conftest import BINARY, BUILD, ROOT, full
+from conftest import BINARY, BUILD, ROOT, finished, full
 
 COLD = dict(os.environ, PYTHON=sys.executable)
 
 
-def bench(*arguments, of="step", **options):
-    return subprocess.run([BINARY, "bench", of, *map(str, arguments)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=300, env=warm_python.for_peers(), **options)
+def bench(*arguments, of="step"):
+    return finished(["bench", of, *map(str, arguments)], warm_python.for_peers(), ROOT, 300)
 
 
 @pytest.mark.parametrize("of, packages", [("step", "torch==2.13.0"), ("optim", "torch==2.13.0"), ("comm", "torch==2.13.0"),

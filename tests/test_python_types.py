@@ -7,14 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from conftest import BUILD, ROOT, run_python
+from conftest import BUILD, ROOT, full, run_python
 
 SCRIPTS = ROOT / "tests/python_package/typed"
 IMPORTED = ("accelerate", "lightning", "transformers")  # by scripts
 
 
 def lines_of_mypy(python, folder):
-    """Its cache of torch and the trainers' libraries is kept: they are read in half a minute."""
+    """In full runs: it reads torch and the trainers' libraries for a minute, after which its cache of them is kept."""
     command = ["--strict", "--python-executable", str(python), "--cache-dir", str(BUILD / "tests/mypy_cache")]
     said = checker("mypy", [*command, *map(str, sorted(SCRIPTS.glob("*.py")))], folder)
     return {(pathlib.Path(path).name, int(line)) for path, line in re.findall(r"^(.*?):(\d+): error: ", said, re.M)}, said
@@ -35,7 +35,7 @@ def checker(name, command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("name, lines", [("mypy", lines_of_mypy), ("basedpyright", lines_of_pyright)])
+@pytest.mark.parametrize("name, lines", [full("mypy", lines_of_mypy), ("basedpyright", lines_of_pyright)])
 def test_right_scripts_pass_and_each_planted_mistake_is_reported(installed, tmp_path, name, lines):
     for needed in (name, *IMPORTED):
         if importlib.util.find_spec(needed) is None:
