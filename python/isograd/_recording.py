@@ -62,6 +62,7 @@ class Recording:
         self.applied: dict[str, torch.Tensor] = {}
         self.norm: torch.Tensor | None = None
         self.max_norm: float | None = None
+        self.max_value = 0.0  # of clip_grad_value_
         self.clips = 0
         self.autocast: torch.dtype | None = None
         self.draws = Draws()  # in the model's forward
@@ -227,8 +228,10 @@ class Recording:
 
     def _value_clip(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """clip_grad_value_ calls this first, under whatever name a trainer has imported it."""
-        if sys._getframe(2).f_code.co_name == "clip_grad_value_":  # frame 1 is that of _replace
+        frame = sys._getframe(2)  # frame 1 is that of _replace
+        if frame.f_code.co_name == "clip_grad_value_":
             self.take()
+            self.max_value = float(frame.f_locals["clip_value"])
         return original(*arguments, **named)
 
     def states(self) -> dict[str, str]:

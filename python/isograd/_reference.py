@@ -15,9 +15,7 @@ import time
 from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence, Union
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from . import _random
 from ._native.isograd_comm import ConfigError
@@ -418,74 +416,6 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
            f"{'the whole batch' if whole else 'a sample'}: {said}", expected,
            "Look at its traceback (above, on rank 0): `loss` is called there alone, with a plain copy of the model and each "
            "sample, on the CPU", error)
-
-
-# A loss over the whole batch that a step takes otherwise. Each way is tried: its gradient is compared with the run's.
-def parted(batch: Batch, keys: Sequence[Any]) -> dict[Any, Batch]:
-    """By key, in their order, the batch's samples with it."""
-    found: dict[Any, list[list[list[Any]]]] = {key: [[[] for _ in micros] for micros in batch] for key in dict.fromkeys(keys)}
-    left = iter(keys)
-    for rank, micros in enumerate(batch):
-        for j, micro in enumerate(micros):
-            for sample in micro:
-                found[next(left)][rank][j].append(sample)
-    return dict(found)
-
-
-def combined(parts: Sequence[Gradients], weights: Sequence[float], base: Gradients) -> dict[str, torch.Tensor]:
-    """base + the sum of the parts, each weight times."""
-    return {name: sum((weight * part[name] for weight, part in zip(weights, parts)), base[name]) for name in base}
-
-
-def weights_of(parts: Sequence[Gradients], base: Gradients, found: Gradients) -> list[float]:
-    """Those of the parts whose sum is nearest to found - base."""
-    off = {name: g.double() - base[name] for name, g in found.items()}
-    products = torch.tensor([[sum(float((one[name] * other[name]).sum()) for name in base) for other in (*parts, off)] for one in parts],
-                            dtype=torch.float64)
-    weights: list[float] = (torch.linalg.pinv(products[:, :-1], hermitian=True) @ products[:, -1]).tolist()
-    return weights
-
-
-def of_one_number(features: Features) -> Term:
-    """What the parameters have a part in of a sample's features, where that is one number."""
-    def number(_: nn.Module, some: Sequence[Any]) -> torch.Tensor:
-        value, = (tensor for tensor in tensors_in(some) if tensor.requires_grad)
-        return value.reshape(())
-
-    return Term(number, features=features)
-
-
-class StatisticsByPart(TorchFunctionMode):
-    """Means, variances and batch normalisations over the rows of tensors, which are the batch's samples in order, are those of each
-    part's rows, and stand in each of its rows. sizes: how many rows each part has."""
-
-    _OVER_ROWS = {function for name in ("mean", "var", "std") for function in (getattr(torch, name), getattr(torch.Tensor, name))}
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self._sizes = [size for size in sizes if size]
-
-    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
-        named = named or {}
-        rows = arguments[0] if arguments else None
-        if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or rows.shape[0] != sum(self._sizes):
-            return function(*arguments, **named)
-        dim = named.get("dim", arguments[1] if len(arguments) > 1 else None)
-        if function in self._OVER_ROWS and dim in (0, (0,), [0]):
-            each = [(part, function(part, *arguments[1:], **named)) for part in rows.split(self._sizes)]
-            return torch.cat([found.reshape(1, *part.shape[1:]).expand_as(part) for part, found in each])
-        if function is F.batch_norm and named.get("training", arguments[5] if len(arguments) > 5 else False):
-            return torch.cat([function(part, *arguments[1:], **named) for part in rows.split(self._sizes)])
-        return function(*arguments, **named)
-
-
-def with_statistics_of(term: Term, sizes: Sequence[int]) -> Term:
-    """The same loss of the whole batch, whose statistics are each part's."""
-    def loss(model: nn.Module, samples: Sequence[Any]) -> Any:
-        with StatisticsByPart(sizes):
-            return term.loss(model, samples)
-
-    return dataclasses.replace(term, loss=loss)
 
 
 # A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step. One process in the

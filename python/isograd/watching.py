@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 
 from . import _random, _reference
 from ._engines import can_repeat, engine_of, GradientOf
+from ._hypotheses import GATHER, Trials
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
 from ._ranks import (all_sum, assembled, Buffer, copied, digest, gather_bytes, gather_objects, Group, held, like, on_cpu,
                      plain, plain_name, ranks, refuse, spread, summed, trained, whole)
@@ -32,9 +33,6 @@ from ._torch_names import default_store, is_batch_norm, is_dropout, mixed_dtypes
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LAST_READ = 60.0  # seconds that rank 0 waits at most until the others have its verdict
 _WHERE = "isograd.watch"
-_GATHER = "gather the features of all ranks with their gradient: `torch.cat(torch.distributed.nn.functional.all_gather(features))`"
-_ONCE = ("compute and differentiate the loss once, over the features of all micro-batches: `torch.cat(features_of_micro_batches)`, or by "
-         "GradCache where they do not fit")
 _GATHERED = ("averaged_over_axis", "scaled_by_factor", "some_parameters_scaled")  # as a gather without a gradient may look
 _turns = 0  # of all watches of this process; the same on every rank, for watching is collective
 MicroBatches = Sequence[list[Any]]  # [micro-batch][sample]
@@ -176,6 +174,7 @@ class watch:
         self._logged: dict[str, Any] = {}
         self._notes: list[str] = []
         self._unproven: list[Finding] = []
+        self._clipped = ""  # how, where ranks held parts of the gradient
         self._copy: nn.Module | None = None  # of rank 0, as it is before the step
         self._hooks = contextlib.ExitStack()
 
@@ -340,16 +339,17 @@ class watch:
         own = taken.gradients or {}
         gradients, sums = assembled(own, self.stages, taken.engine.whole)
         several = max(taken.steps.values(), default=1) > 1
-        stepped, limited, known, skipped, left = zip(*gather_objects(
+        stepped, limited, known, skipped, left, values = zip(*gather_objects(
             (taken.stepped, taken.max_norm is not None or several or taken.engine.apart, taken.norm is not None, taken.skipped,
-             bool(taken.earlier))))
+             bool(taken.earlier), taken.max_value)))
         if all(scale > 0 for scale in skipped):
             scaler = taken.engine.scaler
             refuse(_WHERE, f"a step that {scaler} left out, for the gradient is not finite at its scale of {taken.skipped:g}",
                    "a step with a gradient", "Watch a later one: the scale is lowered after such steps. Where it goes on the gradient "
                    f"itself is not finite: watch a step without {scaler}")
         # Collective for DTensors: on all ranks or on none.
-        applied, later = assembled(taken.applied, self.stages, taken.engine.whole) if all(stepped) and any(limited) else (None, sums)
+        clipped = any(limited) or any(values)
+        applied, later = assembled(taken.applied, self.stages, taken.engine.whole) if all(stepped) and clipped else (None, sums)
         norm = float(whole(taken.norm)) if taken.norm is not None and all(known) else None
         everyone = gather_objects({
             "initial": dict(zip(own, self._sums)), "gradients": dict(zip(own, sums)), "taken": dict(zip(own, later)),
@@ -369,9 +369,12 @@ class watch:
         if _differ([view["gradients"] for view in views]) and not _differ(ends) and not self.stages and not several:
             # Ranks held parts when they clipped, and the same sum when they updated.
             self._notes.append("ranks clipped before gradients were summed: those of the update are compared")
+            self._clipped = "by their norm" if any(limited) else f"to {values[0]:g} each"
             gradients, applied, taken.max_norm = applied or {}, None, None
             for view, end in zip(views, ends):
                 view.update(gradients=end, norm=None, owned_norm=None)
+        if not any(limited):
+            applied = None  # elements are clipped, as nothing says that they were not to be
         parts = self._parts(own, [view["gradients"] for view in views])
         earlier = self._earlier(own) if any(left) else {}
         with self._hooks:
@@ -516,22 +519,28 @@ class watch:
         def fresh() -> nn.Module:
             return _reference.fill(model.to(self.reference), self._initial, names)
 
-        def step_of(terms: Sequence[Term], some: Batch = once) -> Mapping[str, torch.Tensor]:
-            return one_process(fresh(), terms, some, self.reference, shares=False).gradients
+        def step_of(terms: Sequence[Term], some: Batch) -> Reference:
+            return one_process(fresh(), terms, some, self.reference, shares=False)
 
         # Where jumps of derivatives are not measured they may look like a place where the gradient is lost.
         measurable = self.reference == torch.float64 and (alone is not None or own == torch.float64)
         modules = list(dict.fromkeys(name for one in everyone for name in one["order"])) if measurable else []
         lines = [line for one in everyone for line in one["gathers"]]
         unit = torch.finfo(own).eps / 2
-        cause = self._of_whole_batch(verdict, once, step_of, gradients, right, unit, bool(lines))
+        trials = Trials(step_of, fresh, self.terms, once, gradients, right, unit)
+        if _vague(verdict):
+            trials.terms_and_parts(bool(lines))
+        cause = trials.nearest()
         if cause is None and alone and self.reference == torch.float64 and ("unknown" in verdict.findings or not verdict.bounded):
             if measured := _reference.measure_jumps(fresh(), again, own, gradients, right.gradients):
                 reference["moves"], alone["rounding"] = measured
+                trials.moved = math.sqrt(sum(move**2 for move in measured[0]))
                 with _reference.threads(self._threads):
                     verdict = compare(run, reference, alone, report, folder)
-        if cause := cause or self._of_gathers(verdict, lines) or self._of_parameters(verdict, right, gradients, earlier, modules,
-                                                                                                 unit):
+        if cause is None and not (cause := self._of_gathers(verdict, lines)) and (_vague(verdict) or "scaled_by_factor" in verdict.findings):
+            trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, verdict.findings)
+            cause = trials.nearest()
+        if cause := cause or self._of_places(verdict, list(gradients), modules) or self._of_clips(verdict):
             findings.append(cause)
             if "change" in cause:
                 named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
@@ -543,112 +552,17 @@ class watch:
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
         return verdict
 
-    def _of_whole_batch(self, verdict: Verdict, batch: Batch, step_of: Callable[..., Mapping[str, torch.Tensor]],
-                        found: Mapping[str, torch.Tensor], right: Reference, unit: float, gathers: bool) -> Finding | None:
-        """The name of a difference that a loss over the whole batch or one of several terms may have.
-
-        step_of: the gradient of terms, of the batch or a part of it. gathers: some features are gathered without their gradient.
-        """
-        if not {"unknown", "undecided"} & {*verdict.findings}:
+    def _of_places(self, verdict: Verdict, names: Sequence[str], modules: Sequence[str]) -> Finding | None:
+        """The name of a difference that ends at a module. modules: as they ran first."""
+        if not _vague(verdict):
             return None
-
-        def is_near(other: Mapping[str, torch.Tensor], this: Mapping[str, torch.Tensor]) -> bool:
-            off = math.sqrt(sum(share**2 for share in _reference.distances(other, this).values()))
-            return off <= min(_reference.SMOOTH_WHOLE * unit * _reference.norm_of(other), apart / 4)
-
-        apart = math.sqrt(sum(share**2 for share in _reference.distances(right.gradients, found).values()))
-        whole, others = ([term for term in self.terms if term.whole == which] for which in (True, False))
-        base = step_of(others) if whole and others else {name: torch.zeros_like(g) for name, g in right.gradients.items()}
-        keys = [(rank, j) for rank, micros in enumerate(batch) for j, micro in enumerate(micros) for _ in micro]
-        few = max(sum(g.numel() for g in found.values()) // 4, 1)  # parts that no gradient is a sum of by chance
-
-        def made(terms: Sequence[Term], parts: Sequence[Any]) -> list[Mapping[str, torch.Tensor]]:
-            """The gradient of each part of the batch, or their sum where they are too large to be kept; none where there is one part,
-            too many, or one that has no such loss."""
-            some = _reference.parted(batch, parts).values()
-            keeps = len(some) * sum(g.numel() for g in found.values()) * self.reference.itemsize <= _reference.LARGEST_SHARES
-            each: list[Mapping[str, torch.Tensor]] = []
-            try:
-                for part in some if terms and 1 < len(some) <= few else ():
-                    one = step_of(terms, part)
-                    each = [*each, one] if keeps or not each else [_reference.combined(each, [1.0], one)]
-            except ConfigError:
-                return []
-            return each if all(math.isfinite(_reference.norm_of(one)) for one in each) else []
-
-        fitted: list[Finding] = []
-        for name, parts, each, change in (
-                ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{_GATHER} before the loss"),
-                ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", _ONCE),
-                ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{_ONCE}; {_GATHER} before it")):
-            if not (alone := made(whole, parts)):
-                continue
-            said = f"the gradient is that of the loss over {each} alone"
-            if is_near(_reference.combined(alone, [1 / len({*parts})] * len(alone), base), found):
-                return {"id": name, "sentence": f"{said}, averaged", "change": change}
-            if len(alone) == 1:
-                continue
-            shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
-            # A loss that is a sum over samples has the right gradient made of these as well: then they say nothing.
-            if is_near(_reference.combined(alone, shares, base), found) and not is_near(
-                    _reference.combined(alone, of_right, base), right.gradients):
-                fitted.append({"id": "loss_over_own_samples", "sentence": f"{said}, {_shares(shares, parts)}", "change": change})
-        for i, term in enumerate(self.terms if len(self.terms) > 1 else ()):
-            if gathers and term.whole:
-                continue  # which scale it
-            part = step_of([term])
-            times = sum(float((part[name] * (found[name].double() - g)).sum()) for name, g in right.gradients.items()) / max(
-                _reference.norm_of(part)**2, 1e-300)
-            if is_near({name: g + times * part[name] for name, g in right.gradients.items()}, found):
-                what = f"terms[{i - 1}]" if i else "loss"
-                return {"id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "
-                        "be, all others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by "
-                        "no number of ranks or micro-batches beyond that of the others"}
-        if fitted:
-            return fitted[0]
-        sizes = [size for micros in batch if (size := sum(map(len, micros)))]
-        by_rank: Mapping[str, torch.Tensor] = {}
-        with contextlib.suppress(ConfigError):
-            by_rank = step_of([_reference.with_statistics_of(term, sizes) for term in whole]) if whole and len(sizes) > 1 else {}
-        if by_rank and math.isfinite(_reference.norm_of(by_rank)) and not is_near(
-                _reference.combined([by_rank], [1.0], base), right.gradients):
-            times, = _reference.weights_of([by_rank], base, found)
-            if is_near(_reference.combined([by_rank], [times], base), found):
-                return {"id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose "
-                        "means and variances are over each rank's samples alone", "change": f"{_GATHER} before these"}
-        if len(whole) == 1 and (features := whole[0].features) and len(
-                alone := made([_reference.of_one_number(features)], range(len(keys)))) > 1:
-            shares, of_right = (_reference.weights_of(alone, base, one) for one in (found, right.gradients))
-            if is_near(_reference.combined(alone, shares, base), found):
-                return _weighted([rank for rank, _ in keys], shares, of_right)
-        return None
-
-    def _of_parameters(self, verdict: Verdict, right: Reference, found: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor],
-                       modules: Sequence[str], unit: float) -> Finding | None:
-        """The name of a difference that is a multiple of the parameters or of the gradient before the step, or ends at a module.
-
-        modules: as they ran first.
-        """
-        if not {"unknown", "undecided"} & {*verdict.findings}:
-            return None
-        off = {name: found[name].double() - g for name, g in right.gradients.items()}
-        apart = _reference.norm_of(off)
-        values = {name: self._initial[name].detach().double().cpu() for name in off}
-        for name, what, some in (
-                ("gradient_of_earlier_step", "what it was when the step's first forward began", earlier),
-                ("weight_decay_in_gradient", "all parameters: a decay", values),
-                ("weight_decay_in_gradient", "all matrices: a decay", {name: v for name, v in values.items() if v.dim() > 1})):
-            times = sum(float((off[name] * part).sum()) for name, part in some.items()) / max(_reference.norm_of(some)**2, 1e-300)
-            rest = _reference.norm_of({name: g - times * some[name] if name in some else g for name, g in off.items()})
-            if rest <= min(_reference.SMOOTH_WHOLE * unit * max(right.norm, _reference.norm_of(found)), apart / 4):
-                return {"id": name, "sentence": f"the gradient is off by {times:.3g} times {what}"}
         wrong = {parameter["name"] for parameter in verdict.json["parameters"] if not parameter["passed"]}
-        owner = {name: name.rpartition(".")[0] for name in off}
+        owner = {name: name.rpartition(".")[0] for name in names}
         order = [name for name in modules if name in owner.values()]
         if wrong and all(name in order for name in owner.values()):
             last = max(order.index(owner[name]) for name in wrong)
-            after = [name for name in off if order.index(owner[name]) > last]
-            before = [name for name in off if order.index(owner[name]) <= last]
+            after = [name for name in names if order.index(owner[name]) > last]
+            before = [name for name in names if order.index(owner[name]) <= last]
             if after and len(before) > 1 and {*before} == wrong:
                 return {"id": "cut_in_forward", "sentence": f"the gradients of {order[0]} to {order[last]} are wrong, all from "
                         f"{order[last + 1]} on are right: between {order[last]} and {order[last + 1]} the gradient is lost in part"}
@@ -656,10 +570,15 @@ class watch:
 
     def _of_gathers(self, verdict: Verdict, lines: Sequence[str]) -> Finding | None:
         """The name of a difference where features are gathered in these lines, which pass no gradient on."""
-        vague = {"unknown", "undecided", *_GATHERED} & {*verdict.findings}
+        vague = _vague(verdict) or {*_GATHERED} & {*verdict.findings}
         return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
-                f"its own rows alone: {', '.join(dict.fromkeys(lines))}", "change": f"{_GATHER} in place of that; of a library "
+                f"its own rows alone: {', '.join(dict.fromkeys(lines))}", "change": f"{GATHER} in place of that; of a library "
                 "`gather_with_grad=True`"} if lines and vague and any(term.whole for term in self.terms) else None
+
+    def _of_clips(self, verdict: Verdict) -> Finding | None:
+        """A clip on ranks that held parts of the gradient, where nothing else explains it."""
+        return {"id": "clipped_before_reduction", "sentence": f"gradients were clipped {self._clipped}, while ranks held other ones: "
+                "each its own part, before the sum"} if self._clipped and _vague(verdict) else None
 
     def _judge_randomness(self, verdict: Verdict, right: Reference, drew: list[tuple[list[str], list[str]]]) -> None:
         """Refuses, or notes, a step that draws random numbers where the reference draws none; drew: by rank in forward and step."""
@@ -693,34 +612,6 @@ class watch:
         if self.size > places:
             axes["pp" if self.stages else "tp"] = self.size // places
         return axes
-
-
-def _shares(weights: Sequence[float], keys: Sequence[Any]) -> str:
-    """How parts are added up; keys: the part of each sample."""
-    sizes = [list(keys).count(key) for key in dict.fromkeys(keys)]
-
-    def fit(others: Sequence[float]) -> bool:
-        return all(math.isclose(one, other, rel_tol=1e-3) for one, other in zip(weights, others))
-
-    if fit([1.0] * len(sizes)):
-        return "summed"
-    if fit([size / len(keys) for size in sizes]):
-        return "each weighted by its number of samples"
-    return f"in the shares {', '.join(f'{weight:.4g}' for weight in weights)}"
-
-
-def _weighted(ranks_of: Sequence[int], shares: Sequence[float], right: Sequence[float]) -> Finding:
-    """The name of a step in which each sample has such a share in place of the right one."""
-    ratios: dict[int, list[float]] = {}
-    for rank, share, expected in zip(ranks_of, shares, right):
-        ratios.setdefault(rank, []).append(share / expected if expected else math.inf)
-    if all(math.isclose(ratio, some[0], rel_tol=1e-3) for some in ratios.values() for ratio in some) and math.isclose(
-            sum(1 / some[0] for some in ratios.values() if some[0]), len(ratios), rel_tol=1e-3):  # each rank's own denominator
-        return {"id": "mean_of_rank_means", "sentence": "the samples of each rank have shares as if divided by that rank's part of the "
-                "denominator, and are averaged"}
-    few = ", ".join(f"{share:.3g} in place of {expected:.3g}" for share, expected in zip(shares[:4], right))
-    return {"id": "samples_weighted_otherwise", "sentence": f"the gradient is made of the same samples in other shares, such as {few}: "
-            "means or deviations are taken over another group of samples"}
 
 
 def _for_others(rank: int, error: BaseException) -> str:
@@ -819,6 +710,11 @@ def _wrong_norm(norms: Sequence[float | None], right: float) -> float | None:
     """The norm that is further from the right one: that which a rank clipped by or that which it logs."""
     return max((norm for norm in norms if norm is not None), default=None,
                key=lambda norm: abs(norm - right) if math.isfinite(norm) else math.inf)
+
+
+def _vague(verdict: Verdict) -> bool:
+    """It fails without a name for the cause."""
+    return not {"unknown", "undecided"}.isdisjoint(verdict.findings)
 
 
 def _differ(sums: list[list[str]]) -> bool:

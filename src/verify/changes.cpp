@@ -106,7 +106,10 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
            kReduce)},
       {"norm_counts_replicas", norm},
       {"norm_of_own_shard", norm},
-      {"norm_before_reduction", "take the norm after the last backward and the reduction: " + norm},
+      {"norm_before_reduction",
+       "take the norm after the last backward, which reduces, "
+       "`with contextlib.nullcontext() if last else model.no_sync():`: " +
+           norm},
       {"norms_averaged", norm},
       {"norm_of_largest_part", norm},
       {"norm_misses_elements", norm},
@@ -176,7 +179,7 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
        "name the samples that the step computes with: `step.add(samples)` before each backward"},
       {"other_targets",
        "take the same targets in the step as in `loss`: "
-       "`F.cross_entropy(model(tokens[:-1]), tokens[1:])` of each document by itself, with "
+       "`F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction=\"none\")` of each document by itself, with "
        "ignore_index where there is padding"},
       {"initial_parameters_differ",
        "begin alike: `torch.manual_seed(0)` before the model is made, or "

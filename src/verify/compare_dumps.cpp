@@ -304,7 +304,9 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                                          names.expected));
   result.findings = diagnose(one, again, &result.notices);
   for (const Finding& finding : pair.found.findings) {
-    const bool unnamed = result.findings.size() == 1 && result.findings[0].id == finding_id::unknown;
+    const bool unnamed =
+        result.findings.size() == 1 && (result.findings[0].id == finding_id::unknown ||
+                                        result.findings[0].id == finding_id::undecided);
     // A reduction that is not proven is no cause of what is known to be wrong.
     if (finding.id == finding_id::reduction_not_proven && !result.findings.empty()) {
       result.notices.push_back(finding.sentence);

@@ -189,10 +189,10 @@ TRIALS = [
             ("other_targets", "undecided"),
             targets=lambda self, micro: torch.cat([micro.labels[1:], torch.tensor([IGNORED])])),
     planted("MeanOfSampleMeans", Ddp, Problem("mlp", three), "each document counts the same, where each token was to",
-            ("mean_of_micro_batch_means", "undecided"),
+            ("mean_of_micro_batch_means", "other_mean", "undecided"),
             loss=lambda self, nll, micro, rank, j: (nll * micro.shares).sum() / self.with_loss * self.factor),
     planted("SmoothedLabels", Ddp, Problem("mlp", two), "labels are smoothed, and the loss that was declared has none",
-            ("undecided",), cross_entropy=lambda self, logits, targets: F.cross_entropy(
+            ("other_targets", "undecided"), cross_entropy=lambda self, logits, targets: F.cross_entropy(
                 logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=0.1)),
     Trial(UnfrozenAfterWrapping, Problem("mlp", three), "the head is unfrozen after DDP was made",
           ("not_summed_over_axis", "replicas_differ")),
@@ -213,7 +213,7 @@ TRIALS = [
             reduce_gradients=lambda self, model, group: summed_flat(self, model, group, dist.get_rank(group) == 1)),
     planted("OtherSeedsNoBroadcast", ByHand, Problem("mlp", three), "ranks begin with other weights",
             ("initial_parameters_differ",), make_model=seeded_by_rank(ByHand)),
-    planted("ValuesClipped", Ddp, Problem("mlp", two, max_norm=0.1), "elements are clipped, not the norm", ("optimizer_differs",),
+    planted("ValuesClipped", Ddp, Problem("mlp", two, max_norm=0.1), "elements are clipped, not the norm", ("values_clipped",),
             clip=lambda self, model, norm: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
     Trial(LastBatchFilledUp, Problem("mlp", fewer), "a rank takes its last micro-batch twice", ("sample_twice",)),
     Trial(ClipsOnce, Problem("mlp", twice, max_norm=0.1), "accumulates, clips once, logs PyTorch's norm"),

@@ -205,9 +205,9 @@ TRIALS = [
             targets_logged=lambda self, records: self.total),
     planted("FirstLabelCounted", Ddp, Problem("transformer", uneven, precision="bf16", shortest=30, longest=60),
             "the divisor takes each sample's first label along, which is lost in the shift; the logged targets do not",
-            ("scaled_by_factor", "undecided"), alone=True, __init__=counts(lambda micro: num_targets(micro.labels))),
+            ("scaled_by_factor", "other_denominator", "undecided"), alone=True, __init__=counts(lambda micro: num_targets(micro.labels))),
     planted("MaskedPositionsCounted", Ddp, Problem("mlp", uneven, masked=0.5, precision="fp64"),
-            "(loss * mask).mean() on each rank, averaged", ("undecided",), loss=lambda self, nll, micro, rank, j: nll.mean()),
+            "(loss * mask).mean() on each rank, averaged", ("other_denominator", "undecided"), loss=lambda self, nll, micro, rank, j: nll.mean()),
     # The targets.
     planted("PaddingTrained", Trainer, Problem("transformer", ((3,), (2,), (3,))), "padding is predicted",
             ("other_targets", "undecided"), padded=True,

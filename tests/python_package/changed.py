@@ -28,7 +28,7 @@ with isograd.watch(model, optimizer, micro_batches=micro_batches, loss=losses, m
     for j, documents in enumerate(micro_batches):
         last = j + 1 == len(micro_batches)
         with contextlib.nullcontext() if last else model.no_sync():
-            loss_sum = torch.cat([losses(model, tokens) for tokens in documents]).sum()
+            loss_sum = torch.cat([F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none") for tokens in documents]).sum()
             own = len(targets[j])
             counted.scale(loss_sum).backward()
     norm = isograd.clip_grad_norm_(model, max_norm)
@@ -57,9 +57,24 @@ MISTAKES = {
     "scaled_by_factor": {SCALE: "(loss_sum / 50).backward()", "step.log(loss=counted.loss())": "pass"},
     "loss_scaled": {"step.log(loss=counted.loss())": "step.log(loss=2 * counted.loss())"},
     "loss_differs": {"step.log(loss=counted.loss())": "step.log(loss=float(loss_sum) / own)"},
+    "summed_over_micro_batches and ranks": {SCALE: f"({SCALE[:-11]} * len(micro_batches) * dist.get_world_size()).backward()"},
+    "other_denominator": {SCALE: "(loss_sum / padded).backward()"},
+    "other_denominator of each rank": {SUM: "pass", SCALE: "(loss_sum / own_padded).backward()"},
+    "other_mean": {SCALE: "(sum(losses(model, tokens).mean() for tokens in documents) / 9).backward()"},
+    "other_targets shifted twice": {"model(tokens[:-1]), tokens[1:]": "model(tokens[:-2]), tokens[2:]"},
+    "other_targets not shifted": {"model(tokens[:-1]), tokens[1:]": "model(tokens[:-1]), tokens[:-1]"},
+    "other_targets not shifted at all": {"model(tokens[:-1]), tokens[1:]": "model(tokens), tokens"},
+    "other_targets without the first": {'reduction="none")': 'reduction="none")[1:]'},
+    "other_targets without the last": {'reduction="none")': 'reduction="none")[:-1]'},
+    "other_targets smoothed": {'reduction="none")': 'reduction="none", label_smoothing=0.1)'},
     "micro_batches_lost": {"loss_sum = torch": "optimizer.zero_grad(); loss_sum = torch"},
+    "micro_batches_not_reduced": {"with contextlib.nullcontext() if last else model.no_sync():":
+                                  "with model.no_sync() if j else contextlib.nullcontext():"},
     "not_summed_over_axis": {"with contextlib.nullcontext() if last else model.no_sync():": "with model.no_sync():"},
     "clipped_before_reduction": {SCALE: f"{SCALE}; {CLIP}"},
+    "norm_before_reduction": {"with contextlib.nullcontext() if last else model.no_sync():": "with model.no_sync():",
+                              CLIP: "norm = None; clip_the_sum_by_the_norm_of_the_part(model, max_norm)"},
+    "values_clipped": {CLIP: "norm = None; torch.nn.utils.clip_grad_value_(model.parameters(), 0.003)"},
     "groups_clipped_apart": {CLIP: "norm = None; [torch.nn.utils.clip_grad_norm_([p], max_norm) for p in model.parameters()]"},
     "clip_not_applied": {CLIP: "norm = isograd.clip_grad_norm_(model, float('inf'))"},
     "norm_differs": {CLIP: "isograd.clip_grad_norm_(model, max_norm); norm = 0.7 * max_norm"},
@@ -107,6 +122,13 @@ def losses(model, tokens):
     return F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none")
 
 
+def clip_the_sum_by_the_norm_of_the_part(model, max_norm):
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+
+
 def gathered_without_gradient(features):
     parts = [torch.zeros_like(features) for _ in range(2)]
     dist.all_gather(parts, features)
@@ -135,10 +157,13 @@ def sizes(model, sample):
 
 def verdict_of(source, rank, folder):
     torch.manual_seed(1 + rank)
-    micro_batches = [[torch.randint(20, (n,)) for n in lengths] for lengths in ([(5, 9), (14,), (6,)], [(30, 3), (11, 8), (21,)])[rank]]
+    all_lengths = [(5, 9), (14,), (6,)], [(30, 3), (11, 8), (21,)]
+    micro_batches = [[torch.randint(20, (n,)) for n in lengths] for lengths in all_lengths[rank]]
+    padded = [sum(len(lengths) * (max(lengths) - 1) for lengths in some) for some in all_lengths]  # targets
     targets = [torch.cat([tokens[1:] for tokens in documents]) for documents in micro_batches]
     pairs = [[torch.randn(2, 8) for _ in range(3)] for _ in range(2)]
     found = {**globals(), "micro_batches": micro_batches, "targets": targets, "max_norm": 0.05, "pairs": pairs,
+             "padded": sum(padded), "own_padded": padded[rank],
              "kept": {"report": f"{folder}/page.html", "folder": f"{folder}/dumps"} if folder else {}}
     exec(source, found)
     return found["step"].verdict

@@ -1,0 +1,504 @@
+"""Causes that are tried on the reference, where a verdict has no name: each says what gradient the step would then have, and is
+named where that is the gradient found."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+from typing import Any, Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ._native.isograd_comm import ConfigError
+from ._ranks import tensors_in
+from ._recording import Finding
+from ._reference import Batch, Features, Gradients, LARGEST_SHARES, Loss, norm_of, Reference, SMOOTH_WHOLE, Term
+
+GATHER = "gather the features of all ranks with their gradient: `torch.cat(torch.distributed.nn.functional.all_gather(features))`"
+ONCE = ("compute and differentiate the loss once, over the features of all micro-batches: `torch.cat(features_of_micro_batches)`, or by "
+        "GradCache where they do not fit")
+EXACT = 1e-10  # what sums in fp64 may differ by, as E1 of the verdict
+TIMES_NEARER = 4.0  # than any other cause, where rounding lets several fit
+Said = Callable[[float], "Finding | None"]  # by the multiple that was fitted
+
+
+def _dot(one: Gradients, other: Gradients) -> float:
+    return sum(float((g.double() * other[name]).sum()) for name, g in one.items())
+
+
+def _sum(parts: Sequence[tuple[float, Gradients]]) -> dict[str, torch.Tensor]:
+    (first, whole), *others = parts
+    total = {name: first * g.double() for name, g in whole.items()}
+    for times, part in others:
+        for name, g in part.items():
+            total[name].add_(g, alpha=times)
+    return total
+
+
+def _weights_of(parts: Sequence[Gradients], base: Gradients | None, found: Gradients) -> list[float]:
+    """Those of the parts whose sum is nearest to found - base."""
+    off = found if base is None else _sum([(1.0, found), (-1.0, base)])
+    products = torch.tensor([[_dot(one, other) for other in (*parts, off)] for one in parts], dtype=torch.float64)
+    weights: list[float] = (torch.linalg.pinv(products[:, :-1], hermitian=True) @ products[:, -1]).tolist()
+    return weights
+
+
+@dataclasses.dataclass
+class Trials:
+    """What is tried, and the cause to which the gradient found lies nearest.
+
+    step:    (terms, batch) -> the step of one process. batch: [place along data][micro-batch] -> samples.
+    unit:    the round-off of the run's precision. moved: how far rounding moves the right gradient where derivatives jump.
+    """
+
+    step: Callable[[Sequence[Term], Batch], Reference]
+    fresh: Callable[[], nn.Module]
+    terms: Sequence[Term]
+    batch: Batch
+    found: Gradients
+    right: Reference
+    unit: float
+    moved: float = 0.0
+    fitting: list[tuple[float, Finding]] = dataclasses.field(default_factory=list)
+
+    def terms_and_parts(self, gathers: bool) -> None:
+        """gathers: features are gathered without their gradient, which scales what they reach."""
+        try_parts(self)
+        try_terms(self, gathers)
+        for more in (try_shares, try_statistics, try_weights):  # these have numbers to fit, so that they come last
+            if not self.fitting:
+                more(self)
+
+    def rest(self, values: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor], said: Sequence[str]) -> None:
+        """values: of the parameters. earlier: the gradient when the step's first forward began. said: the findings so far; where
+        several causes fit, a count is not tried as one more."""
+        if "undecided" not in said:
+            try_denominators(self)
+        if said != ["scaled_by_factor"]:
+            try_earlier(self, earlier)
+            try_decay(self, values)
+            try_means(self)
+            try_targets(self)
+
+    @functools.cached_property
+    def base(self) -> Gradients | None:
+        """The gradient of the terms that are sums over samples, next to those of the whole batch."""
+        others = [term for term in self.terms if not term.whole]
+        return self.step(others, self.batch).gradients if others and len(others) < len(self.terms) else None
+
+    def made(self, terms: Sequence[Term], keys: Sequence[Any]) -> list[Gradients]:
+        """The gradient of each part of the batch, or their sum where they are too large to be kept; none where there is one part, too
+        many, or one that has no such loss. keys: the part of each sample."""
+        parts = _parted(self.batch, keys).values()
+        numbers = sum(g.numel() for g in self.found.values())
+        keeps = len(parts) * numbers * 8 <= LARGEST_SHARES
+        each: list[Gradients] = []
+        try:  # of more parts any gradient is a sum by chance
+            for part in parts if terms and 1 < len(parts) <= max(numbers // 4, 1) else ():
+                one = self.step(terms, part).gradients
+                each = [*each, one] if keeps or not each else [_sum([(1.0, each[0]), (1.0, one)])]
+        except ConfigError:
+            return []
+        return each if all(math.isfinite(norm_of(one)) for one in each) else []
+
+    def is_near(self, other: Gradients, this: Gradients) -> bool:
+        """Whether they are the same within rounding."""
+        off = norm_of(_sum([(1.0, other), (-1.0, this)]))
+        return off <= max(SMOOTH_WHOLE * self.unit, EXACT) * norm_of(other) + 4 * self.moved
+
+    def keys(self) -> list[tuple[int, int]]:
+        """Rank and micro-batch of each sample."""
+        return [(rank, j) for rank, micros in enumerate(self.batch) for j, micro in enumerate(micros) for _ in micro]
+
+    def line(self, base: Gradients | None, way: Gradients, say: Said, times: float | None = None) -> None:
+        """Tries base + times * way; without `times` with the one that comes nearest."""
+        rest = self.found if base is None else _sum([(1.0, self.found), (-1.0, base)])
+        free = times is None
+        if times is None:
+            times = _dot(rest, way) / max(norm_of(way)**2, 1e-300)
+        predicted = _sum([(times, way), *([(1.0, base)] if base is not None else [])])
+        off = norm_of(_sum([(1.0, self.found), (-1.0, predicted)]))
+        # A factor alone is no cause of another direction.
+        multiple = _dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300) if free and base is None else 1.0
+        apart = norm_of(_sum([(1.0, self.found), (-multiple, self.right.gradients)]))
+        rounding = max(SMOOTH_WHOLE * self.unit, EXACT) * norm_of(predicted) + 4 * self.moved
+        if off <= min(rounding, apart / 4) and (finding := say(times)):
+            self.fitting.append((off, finding))
+
+    def nearest(self) -> Finding | None:
+        """None: nothing fits, or several do as well."""
+        self.fitting.sort(key=lambda one: one[0])
+        for off, finding in self.fitting[1:]:
+            if finding["id"] != self.fitting[0][1]["id"] and off < TIMES_NEARER * self.fitting[0][0]:
+                return None
+        return self.fitting[0][1] if self.fitting else None
+
+
+# A loss that compares samples, made of some of them alone.
+def _parted(batch: Batch, keys: Sequence[Any]) -> dict[Any, Batch]:
+    """By key, in their order, the batch's samples with it."""
+    found: dict[Any, list[list[list[Any]]]] = {key: [[[] for _ in micros] for micros in batch] for key in dict.fromkeys(keys)}
+    left = iter(keys)
+    for rank, micros in enumerate(batch):
+        for j, micro in enumerate(micros):
+            for sample in micro:
+                found[next(left)][rank][j].append(sample)
+    return dict(found)
+
+
+def _divisions(trials: Trials) -> Iterator[tuple[str, list[Any], str, str]]:
+    """Finding, the part of each sample, what the parts are, what to change."""
+    keys = trials.keys()
+    yield "mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{GATHER} before the loss"
+    yield "mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", ONCE
+    yield "mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{ONCE}; {GATHER} before it"
+
+
+def try_parts(trials: Trials) -> None:
+    whole = [term for term in trials.terms if term.whole]
+    for name, keys, each, change in _divisions(trials):
+        if alone := trials.made(whole, keys):
+            finding = {"id": name, "sentence": f"the gradient is that of the loss over {each} alone, averaged", "change": change}
+            trials.line(trials.base, _sum([(1 / len({*keys}), part) for part in alone]), lambda _: finding, 1.0)  # noqa: B023
+
+
+def try_shares(trials: Trials) -> None:
+    """The same in any shares."""
+    whole = [term for term in trials.terms if term.whole]
+    for _, keys, each, change in _divisions(trials):
+        if len(alone := trials.made(whole, keys)) < 2:
+            continue
+        base = trials.base
+        shares, of_right = (_weights_of(alone, base, one) for one in (trials.found, trials.right.gradients))
+        nearest = _sum([*zip(of_right, alone), *([(1.0, base)] if base is not None else [])])
+        # A loss that is a sum over samples has the right gradient made of these as well: then they say nothing.
+        if not trials.is_near(nearest, trials.right.gradients):
+            finding = {"id": "loss_over_own_samples", "change": change,
+                       "sentence": f"the gradient is that of the loss over {each} alone, {_shares(shares, keys)}"}
+            trials.line(base, _sum(list(zip(shares, alone))), lambda _: finding, 1.0)  # noqa: B023
+
+
+class _StatisticsByPart(TorchFunctionMode):
+    """Means, variances and batch normalisations over the rows of tensors, which are the batch's samples in order, are those of each
+    part's rows, and stand in each of its rows. sizes: how many rows each part has."""
+
+    _OVER_ROWS = {function for name in ("mean", "var", "std") for function in (getattr(torch, name), getattr(torch.Tensor, name))}
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes = [size for size in sizes if size]
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        named = named or {}
+        rows = arguments[0] if arguments else None
+        if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or rows.shape[0] != sum(self._sizes):
+            return function(*arguments, **named)
+        dim = named.get("dim", arguments[1] if len(arguments) > 1 else None)
+        if function in self._OVER_ROWS and dim in (0, (0,), [0]):
+            each = [(part, function(part, *arguments[1:], **named)) for part in rows.split(self._sizes)]
+            return torch.cat([found.reshape(1, *part.shape[1:]).expand_as(part) for part, found in each])
+        if function is F.batch_norm and named.get("training", arguments[5] if len(arguments) > 5 else False):
+            return torch.cat([function(part, *arguments[1:], **named) for part in rows.split(self._sizes)])
+        return function(*arguments, **named)
+
+
+def _with_statistics_of(term: Term, sizes: Sequence[int]) -> Term:
+    """The same loss of the whole batch, whose statistics are each part's."""
+    def loss(model: nn.Module, samples: Sequence[Any]) -> Any:
+        with _StatisticsByPart(sizes):
+            return term.loss(model, samples)
+
+    return dataclasses.replace(term, loss=loss)
+
+
+def try_statistics(trials: Trials) -> None:
+    """Means and variances over each rank's rows."""
+    sizes = [size for micros in trials.batch if (size := sum(map(len, micros)))]
+    whole = [term for term in trials.terms if term.whole]
+    if not whole or len(sizes) < 2:
+        return
+    try:
+        by_rank = trials.step([_with_statistics_of(term, sizes) for term in whole], trials.batch).gradients
+    except ConfigError:  # of so few samples there are none
+        return
+    base = trials.base
+    same = _sum([(1.0, by_rank), *([(1.0, base)] if base is not None else [])])
+    if math.isfinite(norm_of(by_rank)) and not trials.is_near(same, trials.right.gradients):
+        trials.line(base, by_rank, lambda times: {
+            "id": "loss_over_own_samples", "sentence": f"the gradient is {round(times, 4):g} times that of the loss whose means and "
+            "variances are over each rank's samples alone", "change": f"{GATHER} before these"})
+
+
+def _of_one_number(features: Features) -> Term:
+    """What the parameters have a part in of a sample's features, where that is one number."""
+    def number(_: nn.Module, some: Sequence[Any]) -> torch.Tensor:
+        value, = (tensor for tensor in tensors_in(some) if tensor.requires_grad)
+        return value.reshape(())
+
+    return Term(number, features=features)
+
+
+def try_weights(trials: Trials) -> None:
+    """Samples in other shares, where the features of each have one number that is differentiated."""
+    whole, keys = [term for term in trials.terms if term.whole], trials.keys()
+    if len(whole) == 1 and (features := whole[0].features) and len(
+            alone := trials.made([_of_one_number(features)], range(len(keys)))) > 1:
+        shares, of_right = (_weights_of(alone, trials.base, one) for one in (trials.found, trials.right.gradients))
+        finding = _weighted([rank for rank, _ in keys], shares, of_right)
+        trials.line(trials.base, _sum(list(zip(shares, alone))), lambda _: finding, 1.0)
+
+
+def _shares(weights: Sequence[float], keys: Sequence[Any]) -> str:
+    """How parts are added up; keys: the part of each sample."""
+    sizes = [list(keys).count(key) for key in dict.fromkeys(keys)]
+
+    def fit(others: Sequence[float]) -> bool:
+        return all(math.isclose(one, other, rel_tol=1e-3) for one, other in zip(weights, others))
+
+    if fit([1.0] * len(sizes)):
+        return "summed"
+    if fit([size / len(keys) for size in sizes]):
+        return "each weighted by its number of samples"
+    return f"in the shares {', '.join(f'{weight:.4g}' for weight in weights)}"
+
+
+def _weighted(ranks_of: Sequence[int], shares: Sequence[float], right: Sequence[float]) -> Finding:
+    """The name of a step in which each sample has such a share in place of the right one."""
+    ratios: dict[int, list[float]] = {}
+    for rank, share, expected in zip(ranks_of, shares, right):
+        ratios.setdefault(rank, []).append(share / expected if expected else math.inf)
+    if all(math.isclose(ratio, some[0], rel_tol=1e-3) for some in ratios.values() for ratio in some) and math.isclose(
+            sum(1 / some[0] for some in ratios.values() if some[0]), len(ratios), rel_tol=1e-3):  # each rank's own denominator
+        return {"id": "mean_of_rank_means", "sentence": "the samples of each rank have shares as if divided by that rank's part of the "
+                "denominator, and are averaged"}
+    few = ", ".join(f"{share:.3g} in place of {expected:.3g}" for share, expected in zip(shares[:4], right))
+    return {"id": "samples_weighted_otherwise", "sentence": f"the gradient is made of the same samples in other shares, such as {few}: "
+            "means or deviations are taken over another group of samples"}
+
+
+def try_earlier(trials: Trials, earlier: Mapping[str, torch.Tensor]) -> None:
+    if earlier:
+        trials.line(trials.right.gradients, earlier, lambda times: {
+            "id": "gradient_of_earlier_step", "sentence": f"the gradient is off by {times:.3g} times what it was when the step's first "
+            "forward began"})
+
+
+def try_terms(trials: Trials, gathers: bool) -> None:
+    """One of several terms multiplied. gathers: features are gathered without their gradient, which scales theirs."""
+    for i, term in enumerate(trials.terms if len(trials.terms) > 1 else ()):
+        if gathers and term.whole:
+            continue
+        what = f"terms[{i - 1}]" if i else "loss"
+        trials.line(trials.right.gradients, trials.step([term], trials.batch).gradients, lambda times: {
+            "id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "  # noqa: B023
+            "be, all others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by "  # noqa: B023
+            "no number of ranks or micro-batches beyond that of the others"})
+
+
+def try_decay(trials: Trials, values: Mapping[str, torch.Tensor]) -> None:
+    for what, least in (("all parameters", 0), ("all matrices", 2)):
+        some = {name: value if value.dim() >= least else torch.zeros_like(value) for name, value in values.items()}
+        trials.line(trials.right.gradients, some, lambda times: {
+            "id": "weight_decay_in_gradient", "sentence": f"the gradient is off by {times:.3g} times {what}: a decay"})  # noqa: B023
+
+
+# Another denominator, and another mean.
+def try_denominators(trials: Trials) -> None:
+    """Counts of padding, of all tokens or of samples, where a count of targets was to be."""
+    term, shares = trials.terms[0], trials.right.shares
+    if len(trials.terms) > 1 or term.mean != "token" or not shares:
+        return
+    sizes = {cell: [_sizes_of(trials.fresh(), term.loss, sample) for sample in trials.batch[cell[0]][cell[1]]] for cell in shares}
+    most = [max((size[i] for some in sizes.values() for size in some), default=0) for i in range(3)]
+    counts: dict[str, dict[tuple[int, int], float]] = {}
+    for what, of in (("targets, padding included", lambda some: len(some) * max(size[1] for size in some)),
+                     ("tokens, padding included", lambda some: len(some) * max(size[2] for size in some)),
+                     ("targets, all padded to the longest of the step", lambda some: len(some) * most[1]),
+                     ("tokens, all padded to the longest of the step", lambda some: len(some) * most[2]),
+                     ("targets, those included that are ignored", lambda some: sum(size[1] for size in some)),
+                     ("tokens, those included that are no target", lambda some: sum(size[2] for size in some)), ("samples", len)):
+        count = {cell: float(of(some)) if some else 0.0 for cell, some in sizes.items()}
+        if all(trials.right.counts[rank][j] == count[rank, j] for rank, j in count) or count in counts.values():
+            continue
+        counts[what] = count
+    right = {cell: trials.right.counts[cell[0]][cell[1]] for cell in shares}
+    targets, ranks = sum(right.values()), len(trials.batch)
+    own = [sum(1 for cell in shares if cell[0] == rank) for rank in range(ranks)]
+    for what, count in counts.items():
+        by_rank = [sum(n for cell, n in count.items() if cell[0] == rank) for rank in range(ranks)]
+        whole = sum(by_rank)
+        for how, weights in (
+                (f"divided by {whole:g}, the number of {what}", {cell: targets / whole for cell in shares}),
+                (f"each rank's losses are divided by its own number of {what}, then averaged over ranks",
+                 {cell: targets / max(by_rank[cell[0]], 1) / ranks for cell in shares}),
+                (f"each rank's losses are divided by its own number of {what}", {cell: targets / max(by_rank[cell[0]], 1) for cell in shares}),
+                (f"each micro-batch's losses are divided by its own number of {what}, then averaged",
+                 {cell: targets / max(count[cell], 1) / own[cell[0]] / ranks for cell in shares})):
+            trials.line(None, _sum([(weights[cell], share) for cell, share in shares.items()]), lambda _: {
+                "id": "other_denominator", "sentence": f"{how}; there are {targets:g} targets"}, 1.0)  # noqa: B023
+
+
+def try_means(trials: Trials) -> None:
+    term = trials.terms[0]
+    other = {"token": "sample", "sample": "token"}.get(str(term.mean))
+    if other is None or term.whole:
+        return
+    said = "each sample's own mean counts the same" if other == "sample" else "each token counts the same"
+    step = trials.step([dataclasses.replace(term, mean=other), *trials.terms[1:]], trials.batch)
+    trials.line(None, step.gradients, lambda _: {
+        "id": "other_mean", "sentence": f"{said}; the mean that was declared is that of each {term.mean}"}, 1.0)
+
+
+# Other targets in a cross entropy.
+class _NotTried(Exception):
+    """The loss is no cross entropy that can be changed so."""
+
+
+class _OtherTargets(TorchFunctionMode):
+    """Changes the targets of cross entropies; `count`: by how many. tokens: of the sample, as they are embedded."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which, self.count, self.tokens, self.targets = which, 0, torch.empty(0), torch.empty(0)
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function is F.embedding and not self.tokens.numel():
+            self.tokens = arguments[0].detach()
+        if function is not F.cross_entropy:
+            return function(*arguments, **(named or {}))
+        given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
+        given.apply_defaults()
+        target, ignored = given.arguments["target"], given.arguments["ignore_index"]
+        if target.is_floating_point():
+            raise _NotTried
+        self.targets = target
+        if self.which == "smooth":
+            given.arguments["label_smoothing"] = 1.0
+        elif self.which:
+            other = _changed(target, self.which, ignored, self.tokens)
+            self.count += int((other != ignored).sum()) - int((target != ignored).sum())
+            given.arguments["target"] = other
+        return F.cross_entropy(*given.args, **given.kwargs)
+
+
+def _changed(target: torch.Tensor, which: str, ignored: int, tokens: torch.Tensor) -> torch.Tensor:
+    valid = target != ignored
+    if which == "next":
+        return torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignored)], -1)
+    if which in ("own", "all own"):
+        first = torch.full_like(target[..., :1], ignored)
+        if bool(valid.all()) and tokens.numel() >= target.numel():
+            first = tokens.reshape(-1)[:1].expand_as(first)
+        return torch.cat([first, target if which == "all own" else target[..., :-1]], -1)
+    places = valid.flatten().nonzero().flatten()
+    if not len(places):
+        raise _NotTried
+    other = target.flatten().clone()
+    other[places[0] if which == "first" else places[-1]] = ignored
+    return other.reshape(target.shape)
+
+
+@contextlib.contextmanager
+def _one_token_more(model: nn.Module, seen: _OtherTargets) -> Iterator[None]:
+    """The model is given the sample's last token too, which it was not to predict anything from."""
+    def longer(_: nn.Module, arguments: Any, named: Any) -> Any:
+        tokens = [seen.tokens]
+
+        def more(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.shape != seen.tokens.shape:
+                return value
+            last = seen.targets.flatten()[-1:] if tokens else value.flatten()[-1:]
+            tokens.clear()
+            return torch.cat([value, last.to(value.dtype).expand_as(value[..., :1])], -1)
+
+        return tuple(map(more, arguments)), {name: more(value) for name, value in named.items()}
+
+    hook = model.register_forward_pre_hook(longer, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _retargeted(loss: Loss, which: str) -> Loss:
+    def changed(model: nn.Module, sample: Any) -> tuple[torch.Tensor, int]:
+        seen = _seen(model, loss, sample) if which == "all own" else _OtherTargets("")
+        with contextlib.ExitStack() as undo:
+            if which == "all own":
+                undo.enter_context(_one_token_more(model, seen))
+            other = undo.enter_context(_OtherTargets(which))
+            found = loss(model, sample)
+        value, count = found if isinstance(found, tuple) else (found, found.numel())
+        if not other.targets.numel():  # of losses of another kind the first or the last can be left out
+            if which not in ("first", "last") or isinstance(found, tuple) or count < 1:
+                raise _NotTried
+            return (value.flatten()[1:] if which == "first" else value.flatten()[:-1]).sum(), count - 1
+        if isinstance(found, tuple) or which != "all own":  # else the longer one is counted as it is
+            count += other.count
+        return value.sum(), count
+
+    return changed
+
+
+def _seen(model: nn.Module, loss: Loss, sample: Any) -> _OtherTargets:
+    with torch.no_grad(), _OtherTargets("") as seen:
+        loss(model, sample)
+    return seen
+
+
+def _sizes_of(model: nn.Module, loss: Loss, sample: Any) -> tuple[int, int, int]:
+    """How many targets count, how many there are with those that are ignored, and how many tokens."""
+    with torch.no_grad(), _OtherTargets("") as seen:
+        found = loss(model, sample)
+    count = int(found[1]) if isinstance(found, tuple) else found.numel()
+    positions = seen.targets.numel() or count
+    return count, positions, max(seen.tokens.numel(), positions + 1) if seen.tokens.numel() else positions
+
+
+TARGETS = {
+    "next": "each token has to predict the one after the next: labels are shifted twice",
+    "own": "each token has to predict itself: labels are not shifted",
+    "all own": "each token has to predict itself, the last one too: labels are not shifted",
+    "first": "the first target of each sample is left out", "last": "the last target of each sample is left out",
+    "first of all": "the first target of each micro-batch is left out", "last of all": "the last target of each micro-batch is left out"}
+
+
+def _with_targets(trials: Trials, which: str) -> Reference:
+    """The step of the first term with such targets: of all samples, or of the one that each micro-batch begins or ends with."""
+    term = trials.terms[0]
+    which, _, of_one = which.partition(" of ")
+    other, place = _retargeted(term.loss, which), -1 if which == "last" else 0
+    batch = [[[(sample, not of_one or sample is micro[place]) for sample in micro] for micro in micros] for micros in trials.batch]
+    return trials.step([dataclasses.replace(term, loss=lambda model, pair: (other if pair[1] else term.loss)(model, pair[0]))], batch)
+
+
+def try_targets(trials: Trials) -> None:
+    term = trials.terms[0]
+    if term.whole or term.mean == "weighted":
+        return
+    base = trials.step(trials.terms[1:], trials.batch).gradients if trials.terms[1:] else None
+    for which, what in TARGETS.items():
+        with contextlib.suppress(Exception):  # a loss that is made otherwise is not tried
+            step = _with_targets(trials, which)
+
+            def say(times: float) -> Finding | None:
+                if not times > 0:
+                    return None
+                divisor = step.targets / times if term.mean == "token" and step.targets else 0.0  # noqa: B023
+                other = divisor and abs(divisor - step.targets) > 1e-3 * divisor  # noqa: B023
+                return {"id": "other_targets", "sentence": what + (  # noqa: B023
+                    f"; the {step.targets} losses that are left are divided by {divisor:.6g}" if other else "")}  # noqa: B023
+
+            trials.line(base, step.gradients, say)
+    with contextlib.suppress(Exception):
+        step = _with_targets(trials, "smooth")
+        smooth = _sum([(1.0, step.gradients), *([(1.0, base)] if base is not None else []), (-1.0, trials.right.gradients)])
+        trials.line(trials.right.gradients, smooth, lambda times: {
+            "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g}, and those of `loss` are not",
+            "change": "declare what the step computes, or leave it out there: `label_smoothing` of the loss, and of `loss`"}
+            if 0 < times < 1 else None)
