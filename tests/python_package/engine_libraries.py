@@ -172,7 +172,8 @@ def trainer(rank, stage=2, data="even", told=True):
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trials"))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import transformers
-    from model_and_data import Cell, make_model, padded
+    from model_and_data import documents, make_model, padded
+    from table import Cell
 
     from isograd.trainers.transformers import StepCheck
     auto = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
@@ -182,7 +183,7 @@ def trainer(rank, stage=2, data="even", told=True):
             save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False, ddp_backend="gloo", deepspeed={
                 **auto, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9,
                 "zero_optimization": {"stage": stage}}),
-            train_dataset=Cell("transformers", 2, 2, data, "DDP").documents[rank::dist.get_world_size()], data_collator=padded)
+            train_dataset=documents(Cell("transformers", 2, 2, data, "DDP"))[rank::dist.get_world_size()], data_collator=padded)
         check = StepCheck(loop, **({"make_model": make_model} if told else {}))
         loop.train()
     return result(check)

@@ -116,15 +116,15 @@ def as_text(said):
     names = ", ".join(f"`{name}`" for name in said["findings"])
     if most - least <= 1e-4 * most:
         return f"{round((least + most) / 2, 4):g}: {names}"
-    return f"{least:.3f} to {most:.3f}, off by {max(parameter['error'] for parameter in parameters):.1e}: {names}"
+    return f"{least:.3f} to {most:.3f}, off by {max(parameter['error'] for parameter in parameters):.2g}: {names}"
 
 
 def tables(said):
-    """The page's two tables: how many cells of each trainer are equal; and the rows of documents and wraps in which one is not."""
+    """The page's two tables: how many cells of each trainer are equal; and the rows of documents and wraps in which one is not, those
+    that are the same in one."""
     counts = ["| trainer | | equal cells |", "|---|---|---|"]
     columns = [(ranks, accumulation) for ranks in (1, 2) for accumulation in (1, 4)]
-    rows = ["| trainer, documents |" + "".join(f" {ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation} |"
-                                               for ranks, accumulation in columns), "|" + "---|" * 5]
+    rows = {}  # by what the cells say
     for name, trainer in TRAINERS.items():
         of = {cell: said[cell.name] for cell in cells() if cell.trainer == name and cell.name in said}
         counts.append(f"| `{name}` | {trainer.says} | {sum(kind(one) == 'equal' for one in of.values())} of {len(of)} |")
@@ -133,13 +133,15 @@ def tables(said):
                 row = [of.get(Cell(name, ranks, accumulation, data, wrap if ranks > 1 else "none")) if ranks > 1 or wrap == trainer.wraps[0]
                        else None for ranks, accumulation in columns]
                 if any(one and kind(one) != "equal" for one in row):
-                    where = data if wrap == "DDP" else f"{data}, {wrap}"
-                    rows.append(f"| `{name}`, {where} |" + "".join(f" {as_text(one) if one else ''} |" for one in row))
-    return "\n".join([*counts, "", *rows])
+                    rows.setdefault(" | ".join(as_text(one) if one else "" for one in row), []).append(
+                        f"`{name}`, {data}" if wrap == "DDP" else f"`{name}`, {data}, {wrap}")
+    head = " | ".join(["trainer, documents", *(f"{ranks} rank{'s' * (ranks > 1)}, accumulation {accumulation}"
+                                               for ranks, accumulation in columns)])
+    return "\n".join([*counts, "", f"| {head} |", "|" + "---|" * 5, *(f"| {'; '.join(where)} | {row} |" for row, where in rows.items())])
 
 
 def kind(said):
-    return next((key for key in ("error", "not run") if key in said), "equal" if said["passed"] else "differs")
+    return next((key for key in ("error", "not run") if key in said), "equal" if said.get("passed") else "differs")
 
 
 def main():
