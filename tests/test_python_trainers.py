@@ -186,7 +186,7 @@ FINE_TUNING = {
                              "experts", "experts_balanced", "experts_grouped_told", "batch_norm_frozen", "batch_norm_of_all_ranks")},
     **{f"{name}_rank_means": MEANS for name in ("lora_ddp", "lora_fsdp2", "lora_fsdp1", "qlora", "torchao")},
     **{f"{name}_by_rank": MEANS for name in ("trainer_lora", "trainer_smoothed", "sft_lora", "sft_dft", "sft_smoothed", "experts_balanced")},
-    "lora_after_fsdp2_not_reduced": ["replicas_differ"], "lora_after_fsdp1_not_reduced": ["replicas_differ"],
+    "lora_after_fsdp2_not_reduced": ["not_summed_over_axis"], "lora_after_fsdp1_not_reduced": ["not_summed_over_axis"],
     "dpo_micro_batches_summed": ["summed_over_micro_batches"], "reward_micro_batches_summed": ["summed_over_micro_batches"],
     "dpo_and_sft": ["mean_of_micro_batch_means"],
     "reward_sampler_pads": ["sample_twice"], "experts_balanced_by_micro_batch": ["mean_of_micro_batch_means"],
