@@ -485,14 +485,15 @@ def try_targets(trials: Trials) -> None:
     for which, what in TARGETS.items():
         with contextlib.suppress(Exception):  # a loss that is made otherwise is not tried
             step = _with_targets(trials, which)
+            left = step.targets or 0
 
             def say(times: float) -> Finding | None:
                 if not times > 0:
                     return None
-                divisor = step.targets / times if term.mean == "token" and step.targets else 0.0  # noqa: B023
-                other = divisor and abs(divisor - step.targets) > 1e-3 * divisor  # noqa: B023
+                divisor = left / times if term.mean == "token" else 0.0  # noqa: B023
+                other = divisor > 0 and abs(divisor - left) > 1e-3 * divisor  # noqa: B023
                 return {"id": "other_targets", "sentence": what + (  # noqa: B023
-                    f"; the {step.targets} losses that are left are divided by {divisor:.6g}" if other else "")}  # noqa: B023
+                    f"; the {left} losses that are left are divided by {divisor:.6g}" if other else "")}  # noqa: B023
 
             trials.line(base, step.gradients, say)
     with contextlib.suppress(Exception):
