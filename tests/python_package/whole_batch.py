@@ -409,7 +409,7 @@ def separable(rank, weights):
     mine = pairs(rank)
 
     def loss(model, samples):
-        return sum(two_towers(model, pair)[0].cos().sum() for pair in samples) / len(samples)
+        return sum(two_towers(model, pair)[0][0] for pair in samples) / len(samples)
 
     def step(model):
         (weights[rank] * loss(model, mine)).backward()
