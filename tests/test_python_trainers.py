@@ -195,6 +195,10 @@ FINE_TUNING = {
     # Told wrongly: the loss type, the reference or beta is another one.
     "sft_dft_told_as_nll": ["undecided"], "dpo_old_adapter_told_as_new": ["undecided"], "dpo_wrong_beta": ["undecided"]}
 FINE_TUNING_REFUSED = {
+    "qlora_fsdp2_another_base": ["make_model: found a quantised base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight with "
+                                 "other bytes", "from the same weights"],
+    "qlora_8_bits": ["weights of bitsandbytes whose products round", "load_in_4bit=True"],
+    "torchao_activations": ["weights of torchao whose products round", "Int8WeightOnlyConfig"],
     "kto": ["TRL's KTOTrainer: each loss takes the mean KL divergence", "features="],
     "grpo": ["TRL's GRPOTrainer: it draws its completions", "features="], "rloo": ["TRL's RLOOTrainer"],
     "dpo_without_a_loss": ["a DPOTrainer and no loss", "samples=", "docs/python_prove.md#fine-tuning"],
@@ -230,3 +234,9 @@ def test_every_case_of_fine_tuning_is_listed(fine_tuning):
     assert set(fine_tuning[0]) == {*FINE_TUNING, *FINE_TUNING_REFUSED}
     assert all("average_tokens_across_devices=False" in fine_tuning[0][name]["text"] for name in ("sft_dft_by_rank", "trainer_lora_by_rank"))
     assert "(bf16, " in fine_tuning[0]["qlora_bf16"]["text"].splitlines()[0]
+
+
+def test_the_guide_says_how_libraries_differ_from_one_device():
+    table = (ROOT / "docs/python_prove.md").read_text().split("<!-- fine-tuning -->\n")[1].split("\n\n")[0].splitlines()[2:]
+    names = ("experts_balanced_by_micro_batch", "experts_of_transformers", "dpo_and_sft", "reward_sampler_pads")
+    assert [re.findall(r"`(\w+)`", row.split("|")[2])[:1] for row in table] == [FINE_TUNING[name] for name in names]

@@ -223,6 +223,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
     """The numbers that a weight of bitsandbytes in 4 bits or of torchao stands for; any other as it is."""
     library = type(weight).__module__.partition(".")[0]
+    if library in ("torchao", "bitsandbytes") and (type(weight).__name__ == "Int8Params"
+                                                   or getattr(weight, "act_quant_kwargs", None) is not None):
+        refuse("isograd.watch", f"weights of {library} whose products round what they are multiplied with", "a base whose weights alone "
+               "are quantised, so that one process can make it in fp64", "Watch a step on a base of 4 bits (bitsandbytes: "
+               "load_in_4bit=True), or of weights alone (torchao: Int8WeightOnlyConfig)")
     if library == "torchao":
         return weight.dequantize()
     if library == "bitsandbytes" and getattr(weight, "quant_state", None) is not None:

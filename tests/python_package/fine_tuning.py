@@ -3,7 +3,6 @@
 Recipes of trainers are run as docs/python_prove.md has them, from the page.
 """
 import contextlib
-import copy
 import json
 import os
 import pathlib
@@ -137,31 +136,43 @@ def lora_after_fsdp1(name):
     return watched(model, reduce=None if name.endswith("reduced") else averaged, make=adapted)
 
 
-@case("qlora", "qlora_rank_means", "qlora_bf16", "qlora_fsdp2")
-def qlora(name):
-    from bitsandbytes.nn import Linear4bit
-    model = make_model()
+def with_layers(make, seed=1):
+    """A model whose attention's layers are others with the same weights: make(linear) -> empty."""
+    model = make_model(seed=seed)
     for block in model.model.layers:
         for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             old = getattr(block.self_attn, part)
-            new = Linear4bit(old.in_features, old.out_features, bias=False, quant_type="nf4", compress_statistics=True,
-                             compute_dtype=torch.bfloat16 if "bf16" in name else torch.float32)
+            new = make(old)
             new.load_state_dict(old.state_dict())
-            setattr(block.self_attn, part, new.to("cpu"))
+            setattr(block.self_attn, part, new.to("cpu"))  # which quantises
+    return model
+
+
+@case("qlora", "qlora_rank_means", "qlora_bf16", "qlora_fsdp2", "qlora_fsdp2_another_base", "qlora_8_bits")
+def qlora(name):
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    def four_bits(old):
+        return Linear4bit(old.in_features, old.out_features, bias=False, quant_type="nf4", compress_statistics=True,
+                          compute_dtype=torch.bfloat16 if "bf16" in name else torch.float32)
+
+    if "8_bits" in name:
+        return watched(adapted(with_layers(lambda old: Linear8bitLt(old.in_features, old.out_features, False, has_fp16_weights=False))))
+    model = with_layers(four_bits)
     assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
     if "fsdp2" in name:
-        whole = adapted(copy.deepcopy(model))
-        return watched(sharded(adapted(model)), make=lambda: whole)
+        return watched(sharded(adapted(model)), make=lambda: adapted(with_layers(four_bits, 2 if name.endswith("base") else 1)))
     if "bf16" in name:
         model = model.to(torch.bfloat16)
     return watched(DistributedDataParallel(adapted(model)), name.endswith("means"))
 
 
-@case("torchao", "torchao_rank_means")
+@case("torchao", "torchao_rank_means", "torchao_activations")
 def torchao(name):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
     model = make_model()
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith(("q_proj", "v_proj", "up_proj")))
+    quantize_(model, (Int8DynamicActivationInt8WeightConfig if name.endswith("activations") else Int8WeightOnlyConfig)(),
+              filter_fn=lambda module, name: name.endswith(("q_proj", "v_proj", "up_proj")))
     assert type(model.model.layers[0].mlp.up_proj.weight.data).__module__.startswith("torchao.")
     # DDP would broadcast the base from rank 0 in views that torchao's tensors have none of.
     return watched(DistributedDataParallel(adapted(model), init_sync=False), name.endswith("means"))
@@ -221,7 +232,7 @@ def dpo(name):
     if "adapter" in name:
         reference = None
         before = 'use_adapter(model, "ref")' if name == "dpo_old_adapter" else "model.disable_adapter()"
-        source = source.replace("torch.no_grad():", f"torch.no_grad(), {before}:").replace("(before,", "(model,").replace(
+        source = source.replace("torch.no_grad():  ", f"torch.no_grad(), {before}:  ").replace("(before,", "(model,").replace(
             "before = copy.deepcopy(reference).double()", "from trl.trainer.utils import use_adapter")
         if name == "dpo_new_adapter":
             source = source.replace("args=arguments", "args=arguments, peft_config=peft_config")
