@@ -36,6 +36,8 @@ def accumulated(w):
     model = DDP(Decoder())
     #= bucket_views | gradients are views of DDP's buckets
     #- model = DDP(Decoder(), gradient_as_bucket_view=True, bucket_cap_mb=0.001)
+    #= token_mean_of_isograd | the change of mean_of_rank_means and its like, as the verdict says it
+    #- model = isograd.sum_gradients(DDP(Decoder()))
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     #= fused | AdamW in one kernel
     #- optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
@@ -60,12 +62,17 @@ def accumulated(w):
         dist.all_reduce(targets)
         #! counts_at_most | the count is the largest of the ranks instead of their sum
         #- dist.all_reduce(targets, op=dist.ReduceOp.MAX)
+        #= token_mean_of_isograd |
+        #- dist.all_reduce(targets)
+        #- counted = isograd.TokenMean().count([torch.cat([document[1:] for document in batch]) for batch in batches])
         for i, batch in enumerate(batches):
             with model.no_sync() if i + 1 < len(batches) else nullcontext():
                 #= always_synced | the gradient is averaged after each micro-batch: the average of an average is the same
                 #- with nullcontext():
                 each = torch.cat([next_token(model, document) for document in batch])
                 loss = each.sum() * w.size / targets
+                #= token_mean_of_isograd |
+                #- loss = counted.scale(each.sum())
                 #! world_size_forgotten | the sum over the global count, which DDP averages
                 #- loss = each.sum() / targets
                 #! divided_twice | accumulation divides a loss that is divided by the count of the step already
@@ -185,6 +192,9 @@ def by_hand(w):
         buckets += [bucket] if bucket else []
         #! last_bucket_lost | the last bucket, which is not full, is never reduced
         for bucket in buckets:
+            #= reduced_by_isograd | the change of replicas_differ, as the verdict says it
+            #- isograd.all_reduce_gradients(model)
+            #- for bucket in []:
             flat = flatten(bucket)
             #! summed_in_bf16 | gradients are made bf16 for the sum
             #- flat = flatten([gradient.bfloat16() for gradient in bucket])
@@ -284,6 +294,8 @@ def sharded(w):
         #- square = sum(p.grad.to_local().square().sum() for p in held)
         for p in held:
             p.grad *= min(1.0, 0.3 / square.sqrt().item())
+            #= clipped_by_isograd 2 | the change of norm_of_own_shard, as the verdict says it
+            #- isograd.clip_grad_norm_(model, 0.3)
         optimizer.step()
         step.log(norm=square.sqrt().item())
         optimizer.zero_grad()
@@ -459,6 +471,8 @@ def distilled(w):
 def weighted(w):
     """A classifier with weights of classes; DistributedSampler; a loss scale; BatchNorm with the statistics of before."""
     model = DDP(Classifier(statistics=True))
+    #= weighted_mean_of_isograd | the change of mean_of_rank_means, as the verdict says it
+    #- model = isograd.sum_gradients(DDP(Classifier(statistics=True)))
     model.eval()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -486,6 +500,9 @@ def weighted(w):
         #! divided_by_count | the weighted sum is divided by the number of samples
         #- total = w.sum(torch.tensor(float(len(y))))
         loss = F.cross_entropy(model(x), y, weight=weight, reduction="sum") * w.size / total
+        #= weighted_mean_of_isograd |
+        #- counted = isograd.WeightedMean().count([weight[y]])
+        #- loss = counted.scale(F.cross_entropy(model(x), y, weight=weight, reduction="sum"))
         #! weighted_rank_means | F.cross_entropy's mean of each rank, over its own weights
         #- loss = F.cross_entropy(model(x), y, weight=weight)
         optimizer.zero_grad()

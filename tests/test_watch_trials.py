@@ -1,0 +1,50 @@
+"""`isograd.watch` on ordinary trainers, right and with one mistake each (tests/watch_trials): some, in full runs all."""
+import json
+import re
+import sys
+
+import pytest
+from conftest import FULL, ROOT, full, run_python
+
+FOLDER = ROOT / "tests/watch_trials"
+sys.path.append(str(FOLDER))
+from names import OTHERWISE, TRUE  # noqa: E402
+
+TEXT = (FOLDER / "trainers.py").read_text()
+MISTAKES = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT)))
+RIGHT = list(dict.fromkeys(re.findall(r"(?m)^(?: +#= |def )(\w+)(?:\(w\):| \|| \d)", TEXT)))
+SOME = {*MISTAKES[::6], *RIGHT[::8]}
+
+
+def by_default(names):
+    return [name if name in SOME else full(name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def found(warm, tmp_path_factory):
+    file = tmp_path_factory.mktemp("trials") / "found.json"
+    run_python(warm, "run.py", *([] if FULL else sorted(SOME)), "--json", file, cwd=FOLDER, timeout=900)
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", by_default(MISTAKES))
+def test_a_mistake_is_named(found, name):
+    assert found[name]["outcome"] in ("named", OTHERWISE.get(name)), found[name]
+
+
+@pytest.mark.parametrize("name", by_default(MISTAKES))
+def test_a_mistake_is_one(found, name):
+    """Farther from one process in fp64 than rounding is: the gradient, or else the update."""
+    assert max(found[name]["gradient"], found[name]["update"]) > 3e-3, found[name]
+
+
+@pytest.mark.parametrize("name", by_default(RIGHT))
+def test_a_right_trainer_passes(found, name):
+    """The trainer that each mistake was put into is one: what is to be changed back is tested by that."""
+    assert found[name]["outcome"] in ("right", OTHERWISE.get(name)), found[name]
+
+
+@pytest.mark.full
+def test_each_mistake_has_an_entry(found):
+    assert len(MISTAKES) >= 60 and len(RIGHT) >= 30
+    assert set(TRUE) == set(MISTAKES) and set(found) == {*MISTAKES, *RIGHT} and set(OTHERWISE) <= set(found)
