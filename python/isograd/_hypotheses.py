@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ._native.isograd_comm import ConfigError
-from ._ranks import tensors_in
+from ._ranks import in_precision, tensors_in
 from ._recording import Finding
 from ._reference import Batch, Features, Gradients, LARGEST_SHARES, Loss, norm_of, Reference, SMOOTH_WHOLE, Term
 
@@ -152,11 +152,18 @@ def _parted(batch: Batch, keys: Sequence[Any]) -> dict[Any, Batch]:
 
 
 def _divisions(trials: Trials) -> Iterator[tuple[str, list[Any], str, str]]:
-    """Finding, the part of each sample, what the parts are, what to change."""
+    """Finding, the part of each sample, what the parts are, what to change; each division of the samples once."""
     keys = trials.keys()
-    yield "mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{GATHER} before the loss"
-    yield "mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", ONCE
-    yield "mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{ONCE}; {GATHER} before it"
+    seen: set[tuple[int, ...]] = set()
+    for name, parts, each, change in (
+            ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{GATHER} before the loss"),
+            ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", ONCE),
+            ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{ONCE}; {GATHER} before it")):
+        first = {part: i for i, part in reversed([*enumerate(parts)])}
+        division = tuple(first[part] for part in parts)
+        if division not in seen:
+            seen.add(division)
+            yield name, [*parts], each, change
 
 
 def try_parts(trials: Trials) -> None:
@@ -453,8 +460,9 @@ def _seen(model: nn.Module, loss: Loss, sample: Any) -> _OtherTargets:
 
 def _sizes_of(model: nn.Module, loss: Loss, sample: Any) -> tuple[int, int, int]:
     """How many targets count, how many there are with those that are ignored, and how many tokens."""
+    dtype = next(model.parameters()).dtype
     with torch.no_grad(), _OtherTargets("") as seen:
-        found = loss(model, sample)
+        found = loss(model, in_precision(sample, dtype))
     count = int(found[1]) if isinstance(found, tuple) else found.numel()
     positions = seen.targets.numel() or count
     return count, positions, max(seen.tokens.numel(), positions + 1) if seen.tokens.numel() else positions
