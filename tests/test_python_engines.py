@@ -25,7 +25,7 @@ ENGINES = {
     **{f"{engine}_of_the_step_before": ["gradient_of_earlier_step"] for engine in ("ddp", "fsdp1", "fsdp2")}, "ddp_zeroed": [],
     "ddp_optimizer_calls_its_parent": [],
     "main_grad_of_the_step_before": ["gradient_of_earlier_step"], "main_grad_last_micro_batch_alone": ["micro_batches_lost"],
-    "main_grad_not_reduced": ["replicas_differ"], "main_grad_optimizer_takes_another": ["optimizer_differs"],
+    "main_grad_not_reduced": ["not_summed_over_axis"], "main_grad_optimizer_takes_another": ["optimizer_differs"],
     "main_grad_optimizer_takes_nothing": ["not_updated"],
     "own_buffers": [], "own_copies": [], "own_copies_bf16_clipped": [],
     "own_buffers_last_micro_batch_alone": ["micro_batches_lost"], "own_copies_last_micro_batch_alone": ["micro_batches_lost"],

@@ -28,7 +28,7 @@ MISTAKES = {
     "SameSamplesAndNoReduction": "reduction_not_proven"}
 # Written without a look at how a diagnosis works. `undecided` lists causes of which one is right, `unknown` gives no name.
 BLIND = {
-    "ClipsWhileScaled": "scaled_by_factor", "NeverSynchronised": "replicas_differ", "SynchronisedFirst": "replicas_differ",
+    "ClipsWhileScaled": "scaled_by_factor", "NeverSynchronised": "not_summed_over_axis", "SynchronisedFirst": "replicas_differ",
     "ClipsEachMicroBatch": "clipped_before_reduction", "ZeroesInTheLoop": "micro_batches_lost",
     "DividedByTheMostMicroBatches": "mean_of_micro_batch_means", "CountOfTheStepBefore": "scaled_by_factor",
     "ShiftedOverThePack": "other_targets", "MeanOfSampleMeans": "other_mean", "SmoothedLabels": "other_targets",
