@@ -20,9 +20,9 @@ import processors
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These begin first, longest first, so that none of them runs on when all others are done.
-LONG = ["verify", "hybrid", "axis_run", "museum", "strategies", "comm", "train", "axes", "means", "parity", "parts",
-        "device_check_standin_3", "loss_ranking", "device_check_standin_1", "loss_as_scalar", "faults",
-        "kernels_matmul_as_scalar", "model_attention_as_scalar", "experts_load"]
+LONG = ["verify", "hybrid", "axis_run", "museum", "strategies", "comm", "plan", "train", "axes", "means", "parity",
+        "parts", "device_check_standin_3", "loss_ranking", "device_check_standin_1", "loss_as_scalar",
+        "faults", "kernels_matmul_as_scalar", "model_attention_as_scalar", "experts_load"]
 
 
 def read_junit(path):
