@@ -320,7 +320,8 @@ def try_denominators(trials: Trials) -> None:
     term, shares = trials.terms[0], trials.right.shares
     if len(trials.terms) > 1 or term.mean != "token" or not shares:
         return
-    sizes = {cell: [_sizes_of(trials.fresh(), term.loss, sample) for sample in trials.batch[cell[0]][cell[1]]] for cell in shares}
+    model = trials.fresh()
+    sizes = {cell: [_sizes_of(model, term.loss, sample) for sample in trials.batch[cell[0]][cell[1]]] for cell in shares}
     most = [max((size[i] for some in sizes.values() for size in some), default=0) for i in range(3)]
     counts: dict[str, dict[tuple[int, int], float]] = {}
     for what, of in (("targets, padding included", lambda some: len(some) * max(size[1] for size in some)),
@@ -381,8 +382,10 @@ class _OtherTargets(TorchFunctionMode):
         given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
         given.apply_defaults()
         target, ignored = given.arguments["target"], given.arguments["ignore_index"]
-        if target.is_floating_point():
+        if target.is_floating_point() and self.which:
             raise _NotTried
+        if target.is_floating_point():
+            return function(*arguments, **(named or {}))
         self.targets = target
         if self.which == "smooth":
             given.arguments["label_smoothing"] = 1.0
@@ -397,11 +400,16 @@ def _changed(target: torch.Tensor, which: str, ignored: int, tokens: torch.Tenso
     valid = target != ignored
     if which == "next":
         return torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignored)], -1)
-    if which in ("own", "all own"):
+    if which.endswith("own"):
         first = torch.full_like(target[..., :1], ignored)
-        if bool(valid.all()) and tokens.numel() >= target.numel():
+        if which != "later own" and bool(valid.all()) and tokens.numel() >= target.numel():
             first = tokens.reshape(-1)[:1].expand_as(first)
-        return torch.cat([first, target if which == "all own" else target[..., :-1]], -1)
+        return torch.cat([first, target[..., :-1] if which == "own" else target], -1)
+    if which == "ignored":
+        if bool(valid.all()) or tokens.numel() not in (target.numel(), target.numel() + 1):
+            raise _NotTried
+        following = torch.cat([tokens.flatten()[1:], target.flatten()[-1:]])[:target.numel()]
+        return torch.where(valid, target, following.reshape(target.shape).to(target.dtype))
     places = valid.flatten().nonzero().flatten()
     if not len(places):
         raise _NotTried
@@ -434,9 +442,10 @@ def _one_token_more(model: nn.Module, seen: _OtherTargets) -> Iterator[None]:
 
 def _retargeted(loss: Loss, which: str) -> Loss:
     def changed(model: nn.Module, sample: Any) -> tuple[torch.Tensor, int]:
-        seen = _seen(model, loss, sample) if which == "all own" else _OtherTargets("")
+        longer = which in ("all own", "later own")
+        seen = _seen(model, loss, sample) if longer else _OtherTargets("")
         with contextlib.ExitStack() as undo:
-            if which == "all own":
+            if longer:
                 undo.enter_context(_one_token_more(model, seen))
             other = undo.enter_context(_OtherTargets(which))
             found = loss(model, sample)
@@ -445,8 +454,10 @@ def _retargeted(loss: Loss, which: str) -> Loss:
             if which not in ("first", "last") or isinstance(found, tuple) or count < 1:
                 raise _NotTried
             return (value.flatten()[1:] if which == "first" else value.flatten()[:-1]).sum(), count - 1
-        if isinstance(found, tuple) or which != "all own":  # else the longer one is counted as it is
+        if isinstance(found, tuple) or not longer:
             count += other.count
+        elif which == "later own":  # the others are as many as there are
+            count -= 1
         return value.sum(), count
 
     return changed
@@ -472,6 +483,8 @@ TARGETS = {
     "next": "each token has to predict the one after the next: labels are shifted twice",
     "own": "each token has to predict itself: labels are not shifted",
     "all own": "each token has to predict itself, the last one too: labels are not shifted",
+    "later own": "each token but the first has to predict itself: labels are not shifted",
+    "ignored": "targets that `loss` ignores carry loss: prompts or padding",
     "first": "the first target of each sample is left out", "last": "the last target of each sample is left out",
     "first of all": "the first target of each micro-batch is left out", "last of all": "the last target of each micro-batch is left out"}
 
@@ -493,21 +506,21 @@ def try_targets(trials: Trials) -> None:
     for which, what in TARGETS.items():
         with contextlib.suppress(Exception):  # a loss that is made otherwise is not tried
             step = _with_targets(trials, which)
-            left = step.targets or 0
 
             def say(times: float) -> Finding | None:
                 if not times > 0:
                     return None
-                divisor = left / times if term.mean == "token" else 0.0  # noqa: B023
-                other = divisor > 0 and abs(divisor - left) > 1e-3 * divisor  # noqa: B023
+                count = step.targets if term.mean == "token" else None  # noqa: B023
+                other = count is not None and abs(1 - times) > 1e-3
                 return {"id": "other_targets", "sentence": what + (  # noqa: B023
-                    f"; the {left} losses that are left are divided by {divisor:.6g}" if other else "")}  # noqa: B023
+                    f"; their {count} losses are divided by {(count or 0) / times:.6g}" if other else "")}
 
             trials.line(base, step.gradients, say)
     with contextlib.suppress(Exception):
         step = _with_targets(trials, "smooth")
         smooth = _sum([(1.0, step.gradients), *([(1.0, base)] if base is not None else []), (-1.0, trials.right.gradients)])
         trials.line(trials.right.gradients, smooth, lambda times: {
-            "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g}, and those of `loss` are not",
+            "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g} more than those of `loss`" if times > 0 else
+            f"labels are not smoothed, and those of `loss` are, by {times / (times - 1):.4g}",
             "change": "declare what the step computes, or leave it out there: `label_smoothing` of the loss, and of `loss`"}
-            if 0 < times < 1 else None)
+            if times < 1 else None)

@@ -63,6 +63,7 @@ class Recording:
         self.norm: torch.Tensor | None = None
         self.max_norm: float | None = None
         self.max_value = 0.0  # of clip_grad_value_
+        self.changed: list[str] = []  # parameters that were no more what they had been when the first optimizer stepped
         self.clips = 0
         self.autocast: torch.dtype | None = None
         self.draws = Draws()  # in the model's forward
@@ -150,6 +151,8 @@ class Recording:
         scaled = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer to divide by it
         scale = 1.0 if scaled is None else 1.0 / float(scaled)
         inside = in_backward()  # other parameters' gradients come after it
+        if not self.stepped:
+            self.changed = [name for name, own in sums_of(self.engine).items() if own != self.before.get(name)]
         self.take(scale, groups if inside else None, {id(owner) for owner in self.engine.owners().values()})
         if float(getattr(optimizer, "found_inf", None) or 0) > 0:
             return  # and to skip the update

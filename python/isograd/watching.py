@@ -357,7 +357,7 @@ class watch:
             "nothing": taken.nothing, "unfinished": taken.engine.unfinished(),
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
-            "gathers": taken.gathers, "order": list(taken.order)})
+            "gathers": taken.gathers, "changed": taken.changed, "order": list(taken.order)})
         if missing := next((one["unfinished"] for one in everyone if one["unfinished"]), None):
             refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
@@ -540,7 +540,8 @@ class watch:
         if cause is None and not (cause := self._of_gathers(verdict, lines)) and (_vague(verdict) or "scaled_by_factor" in verdict.findings):
             trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, verdict.findings)
             cause = trials.nearest()
-        if cause := cause or self._of_places(verdict, list(gradients), modules) or self._of_clips(verdict):
+        if cause := cause or self._of_changes(verdict, everyone) or self._of_places(
+                verdict, list(gradients), modules) or self._of_clips(verdict):
             findings.append(cause)
             if "change" in cause:
                 named = [cause["id"], *(_GATHERED if cause["id"] == "not_summed_over_axis" else ())]
@@ -554,7 +555,7 @@ class watch:
 
     def _of_places(self, verdict: Verdict, names: Sequence[str], modules: Sequence[str]) -> Finding | None:
         """The name of a difference that ends at a module. modules: as they ran first."""
-        if not _vague(verdict):
+        if not _vague(verdict) or len(self.terms) > 1:  # another term may reach as far
             return None
         wrong = {parameter["name"] for parameter in verdict.json["parameters"] if not parameter["passed"]}
         owner = {name: name.rpartition(".")[0] for name in names}
@@ -574,6 +575,13 @@ class watch:
         return {"id": "not_summed_over_axis", "sentence": "features are gathered without their gradient, so that each rank has the part of "
                 f"its own rows alone: {', '.join(dict.fromkeys(lines))}", "change": f"{GATHER} in place of that; of a library "
                 "`gather_with_grad=True`"} if lines and vague and any(term.whole for term in self.terms) else None
+
+    def _of_changes(self, verdict: Verdict, everyone: Sequence[Mapping[str, Any]]) -> Finding | None:
+        """Parameters that were changed in the block before an optimizer stepped, where nothing else explains a difference."""
+        names = list(dict.fromkeys(name for one in everyone for name in one["changed"]))
+        return {"id": "initial_parameters_differ", "sentence": "parameters were changed after the step began and before any optimizer "
+                f"stepped: {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}", "change": "change parameters by nothing but "
+                "`optimizer.step()` inside the block"} if names and _vague(verdict) else None
 
     def _of_clips(self, verdict: Verdict) -> Finding | None:
         """A clip on ranks that held parts of the gradient, where nothing else explains it."""

@@ -146,18 +146,17 @@ void add_micro_batch_causes(const ComparedStep& one, const std::vector<std::stri
           last ? "only the last micro-batch of each rank is in it ({G} are accumulated)"
                : "only the first micro-batch of each rank is in it ({G} are accumulated)");
   // The accumulated gradient is summed over an axis again with each further micro-batch.
+  const std::pair<int, const char*> ways[] = {
+      {0, ""}, {-1, ", divided by it once"}, {1, ", multiplied by it once"}};
   for (const auto& axis : axes)
-    for (const bool averaged : {false, true})
+    for (const auto& [more, how] : ways)
       causes.add(
           finding_id::reduced_while_accumulating,
-          [axis, averaged](const ComparedStep& c, const Cell& cell) {
-            const int further = c.micro_batches(cell.rank) - 1 - cell.micro_batch;
-            return std::pow(c.size_of(axis), averaged ? further - 1 : further);
+          [axis, more](const ComparedStep& c, const Cell& cell) {
+            return std::pow(c.size_of(axis), c.micro_batches(cell.rank) - 1 - cell.micro_batch + more);
           },
-          averaged ? "weights of micro-batches are powers of {axis}, divided by it once: what was "
-                     "accumulated is summed over it again with every further micro-batch"
-                   : "weights of micro-batches are powers of {axis}: what was accumulated is summed "
-                     "over it again with every further micro-batch",
+          causes.say("weights of micro-batches are powers of {axis}", axis) + how +
+              ": what was accumulated is summed over it again with every further micro-batch",
           axis);
 }
 
@@ -334,8 +333,14 @@ std::vector<Cause> causes_of(const ComparedStep& one) {
   for (const auto& axis : axes) {
     causes.add(finding_id::averaged_over_axis, {.P = -1}, "1/{P}: averaged over {axis}", Loss::kNotScaled,
                axis);
-    causes.add(finding_id::counted_on_peers, {.P = -1},
-               "1/{P}: so is the loss; targets are counted on every rank of {axis}", Loss::kScaled, axis);
+    // Ranks that see other samples count other targets.
+    const AxisSet along = one.axis_set(axis);
+    const bool peers = along.empty() || std::ranges::any_of(along, [](const std::string& name) {
+                         return kSampleAxes.count(name) == 0;
+                       });
+    if (peers || !std::isnan(one.found().figures.loss))
+      causes.add(finding_id::counted_on_peers, {.P = -1},
+                 "1/{P}: so is the loss; targets are counted on every rank of {axis}", Loss::kScaled, axis);
     causes.add(finding_id::multiplied_by_axis, {.P = 1},
                "{P}: a sum over {axis} stands where an average was expected", Loss::kAny, axis);
   }

@@ -12,7 +12,7 @@ namespace isograd {
 namespace {
 
 // Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
-constexpr std::array<std::string_view, 12> kTried = {finding_id::cut_in_forward,
+constexpr std::array<std::string_view, 13> kTried = {finding_id::cut_in_forward,
                                                      finding_id::weight_decay_in_gradient,
                                                      finding_id::mean_of_rank_means,
                                                      finding_id::mean_of_micro_batch_means,
@@ -23,7 +23,8 @@ constexpr std::array<std::string_view, 12> kTried = {finding_id::cut_in_forward,
                                                      finding_id::samples_weighted_otherwise,
                                                      finding_id::other_denominator,
                                                      finding_id::other_mean,
-                                                     finding_id::other_targets};
+                                                     finding_id::other_targets,
+                                                     finding_id::initial_parameters_differ};
 
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;
@@ -304,16 +305,16 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
                                          names.expected));
   result.findings = diagnose(one, again, &result.notices);
   for (const Finding& finding : pair.found.findings) {
-    const bool unnamed =
-        result.findings.size() == 1 && (result.findings[0].id == finding_id::unknown ||
-                                        result.findings[0].id == finding_id::undecided);
+    const bool unnamed = result.findings.size() == 1 && (result.findings[0].id == finding_id::unknown ||
+                                                         result.findings[0].id == finding_id::undecided);
     // A reduction that is not proven is no cause of what is known to be wrong.
     if (finding.id == finding_id::reduction_not_proven && !result.findings.empty()) {
       result.notices.push_back(finding.sentence);
     } else if (std::ranges::count(kTried, finding.id)) {
       std::erase_if(result.findings, [&](const Finding& one) {
         return one.id == finding_id::unknown || one.id == finding_id::undecided ||
-               (one.id == finding_id::scaled_by_factor && finding.id == finding_id::other_denominator);
+               (one.id == finding_id::scaled_by_factor && finding.id == finding_id::other_denominator) ||
+               (one.id == finding_id::averaged_over_axis && finding.id == finding_id::not_summed_over_axis);
       });
       result.findings.push_back(finding);
     } else if (finding.id == finding_id::clipped_before_reduction &&

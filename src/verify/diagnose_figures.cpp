@@ -617,6 +617,21 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
                          reports ? "and the clip coefficient are" : "is", how),
              evidence}};
   }
+  // A norm of its own is at most that of all: a group that is clipped by it is cut by less.
+  std::vector<std::string> further;
+  bool as_the_whole = false;
+  for (const auto& [ratio, names] : groups) {
+    const bool as_whole = close_together(ratio, coefficient, wide);
+    as_the_whole = as_the_whole || as_whole;
+    if (!as_whole && ratio < coefficient) further.push_back(text_of_group(ratio, names));
+  }
+  if (as_the_whole && reports && !further.empty() && further.size() + 1 == groups.size())
+    return {
+        {finding_id::some_parameters_scaled,
+         fmt::format("the gradient and the clip coefficient of {:.9g} are right, but less is applied of some "
+                     "parameters: {}",
+                     coefficient, list_names(further)),
+         evidence}};
   if (groups.size() > 1)
     return {{finding_id::groups_clipped_apart,
              fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "

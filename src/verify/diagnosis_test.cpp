@@ -217,6 +217,9 @@ TEST(Diagnosis, NamesEveryWeighting) {
          return std::pow(own, static_cast<double>(j) - own + 1);
        }},
       {"missing_rank_part", [](auto&, auto k, auto) { return k == 1 ? 0.0 : 1.0; }},
+      // Summed after each micro-batch, the loss of each as for an average.
+      {"reduced_while_accumulating",
+       [](const Counts& c, auto k, auto j) { return std::pow(3.0, static_cast<double>(c[k].size() - j)); }},
   };
   for (const auto& one : known) {
     ToyTrainer trainer;
@@ -632,6 +635,7 @@ TEST(Diagnosis, Figures) {
          for (std::size_t i = 0; i < 3; ++i) found.applied[i].second = found.gradients[i].second.clone();
        }},
       {"groups_clipped_apart", [](auto& found, auto&) { times(found.applied[1].second, 2); }},
+      {"some_parameters_scaled", [](auto& found, auto&) { times(found.applied[1].second, 0.5); }},
       {"clip_differs", [](auto& found, auto&) { found.figures.clip_coefficient = 1; }},
       // No clip makes longer, takes nothing away, or turns.
       {"optimizer_differs",

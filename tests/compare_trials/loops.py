@@ -173,7 +173,7 @@ TRIALS = [
     planted("NeverSynchronised", Ddp, Problem("mlp", uneven), "no_sync around the last micro-batch too",
             ("not_summed_over_axis", "replicas_differ"), forward_of=lambda self, model, last: model.no_sync()),
     Trial(SynchronisedFirst, Problem("mlp", twice), "the first micro-batch is reduced, not the last",
-          ("not_summed_over_axis", "replicas_differ")),
+          ("micro_batches_not_reduced", "not_summed_over_axis", "replicas_differ")),
     planted("ClipsEachMicroBatch", Ddp, Problem("mlp", twice), "clips after each micro-batch",
             ("clipped_before_reduction", "undecided"),
             after_backward=lambda self, model, rank, j: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.03)),

@@ -21,6 +21,7 @@ RIGHT = """
 model = DistributedDataParallel(make_model())
 isograd.sum_gradients(model)
 optimizer = torch.optim.AdamW(model.parameters())
+before_the_step(model)
 with isograd.watch(model, optimizer, micro_batches=micro_batches, loss=losses, max_norm=max_norm, **kept) as step:
     optimizer.zero_grad()
     BRANCH["of"] = torch.tanh
@@ -67,6 +68,7 @@ MISTAKES = {
     "other_targets without the first": {'reduction="none")': 'reduction="none")[1:]'},
     "other_targets without the last": {'reduction="none")': 'reduction="none")[:-1]'},
     "other_targets smoothed": {'reduction="none")': 'reduction="none", label_smoothing=0.1)'},
+    "gradient_of_earlier_step": {"optimizer.zero_grad()": "pass", "before_the_step(model)": "losses(model.module, torch.arange(9)).sum().backward()"},
     "micro_batches_lost": {"loss_sum = torch": "optimizer.zero_grad(); loss_sum = torch"},
     "micro_batches_not_reduced": {"with contextlib.nullcontext() if last else model.no_sync():":
                                   "with model.no_sync() if j else contextlib.nullcontext():"},
@@ -120,6 +122,10 @@ def make_model():
 
 def losses(model, tokens):
     return F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none")
+
+
+def before_the_step(model):
+    """Nothing is left from there."""
 
 
 def clip_the_sum_by_the_norm_of_the_part(model, max_norm):

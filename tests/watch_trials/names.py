@@ -3,7 +3,7 @@ through again when names were added. An empty entry: no name there describes it.
 
 TRUE = {
     "schedule_of_rank_0": "updates_differ",
-    "never_zeroed": "gradients_left",
+    "never_zeroed": "gradient_of_earlier_step",
     "counted_before_shift": "scaled_by_factor other_denominator",
     "counted_in_bf16": "scaled_by_factor other_denominator",
     "counts_at_most": "scaled_by_factor count_not_reduced other_denominator",
