@@ -48,7 +48,7 @@ LIBRARIES = {
     **{f"zero{stage}_clipped_twice": ["optimizer_differs"] for stage in (1, 2, 3)},
     "zero2_last_micro_batch_alone": ["micro_batches_lost"],
     "trainer_zero2": [], "trainer_zero3": [], "trainer_zero2_own_counts": ["mean_of_rank_means"],
-    "megatron": [], "megatron_last_micro_batch_alone": ["micro_batches_lost"], "megatron_not_summed": ["replicas_differ"],
+    "megatron": [], "megatron_last_micro_batch_alone": ["micro_batches_lost"], "megatron_not_summed": ["not_summed_over_axis"],
     "megatron_of_the_step_before": ["gradient_of_earlier_step"],
     "bitsandbytes_micro_batch_means": ["mean_of_micro_batch_means"], "torchao_micro_batch_means": ["mean_of_micro_batch_means"]}
 LIBRARIES_REFUSED = {
