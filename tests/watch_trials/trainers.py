@@ -639,11 +639,13 @@ def advantages(w):
         return rewards - mean
 
     def policy(model, features):
-        logs, rewards, groups = torch.stack([f[0] for f in features]), torch.stack([f[1] for f in features]), torch.tensor([f[2] for f in features])
+        logs, rewards, groups = (torch.stack([torch.as_tensor(part) for part in column]) for column in zip(*features))
         return -(relative(rewards, groups) * logs).mean()
 
-    with w.watch(model, optimizer, [samples], policy, lambda model, samples: policy(model, [taken(model, s) for s in samples]), features=taken):
-        logs, rewards, groups = (torch.stack([torch.as_tensor(part) for part in column]) for column in zip(*(taken(model, s) for s in samples)))
+    with w.watch(model, optimizer, [samples], policy, lambda model, samples: policy(model, [taken(model, s) for s in samples]),
+                 features=taken):
+        columns = zip(*(taken(model, sample) for sample in samples))
+        logs, rewards, groups = (torch.stack([torch.as_tensor(part) for part in column]) for column in columns)
         everyone = [None] * w.size
         dist.all_gather_object(everyone, (rewards, groups))
         first = sum(len(r) for r, _ in everyone[:w.rank])
