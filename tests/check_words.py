@@ -9,8 +9,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ALLOWED = {
-    "beside": 14,
-    "mend\\w*": 1,
+    "beside": 12,
+    "mend\\w*": 0,
     "torn": 3,
     "living": 6,
     "speaks": 0,
@@ -20,8 +20,8 @@ ALLOWED = {
     "ledger": 0,
     "tally": 0,
     "for people": 1,
-    "so many": 10,
-    "but for": 22,
+    "so many": 9,
+    "but for": 20,
     "// What ": 0,
     "// Of ": 0,
     "// The same of ": 0,
