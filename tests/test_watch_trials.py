@@ -29,7 +29,7 @@ def found(warm, tmp_path_factory):
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
 def test_a_mistake_is_named(found, name):
-    assert found[name]["outcome"] in ("named", OTHERWISE.get(name)), found[name]
+    assert found[name]["outcome"] in ("named", *OTHERWISE.get(name, "").split()), found[name]
 
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
@@ -41,7 +41,7 @@ def test_a_mistake_is_one(found, name):
 @pytest.mark.parametrize("name", by_default(RIGHT))
 def test_a_right_trainer_passes(found, name):
     """The trainer that each mistake was put into is one: what is to be changed back is tested by that."""
-    assert found[name]["outcome"] in ("right", OTHERWISE.get(name)), found[name]
+    assert found[name]["outcome"] in ("right", *OTHERWISE.get(name, "").split()), found[name]
 
 
 @pytest.mark.full

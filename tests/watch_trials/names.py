@@ -25,7 +25,7 @@ TRUE = {
     "mean_over_answers": "mean_of_rank_means",
     "at_least_one": "mean_of_rank_means",
     "average_left_in": "initial_parameters_differ",
-    "decays_before_backward": "",
+    "decays_before_backward": "initial_parameters_differ",
     "biases_not_reduced": "replicas_differ not_summed_over_axis",
     "last_bucket_lost": "replicas_differ not_summed_over_axis",
     "summed_in_bf16": "rounding",
@@ -71,7 +71,7 @@ TRUE = {
     "baseline_of_batch": "",
 }
 
-# How a trial comes out that is not named, or not let pass; the rest are.
+# How a trial may come out that is not named, or not let pass; the rest are.
 OTHERWISE = {
     "never_zeroed": "undecided",
     "world_size_forgotten": "undecided",
@@ -93,7 +93,7 @@ OTHERWISE = {
     "first_target_dropped": "undecided",
     "own_rows_alone": "undecided",
     "one_direction": "undecided",
-    "balance_of_rank": "misnamed",
+    "balance_of_rank": "misnamed undecided",
     "in_training_mode": "refused",
     "dropout_of_pytorch": "refused",
     "rows_count_alike": "undecided",
