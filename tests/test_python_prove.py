@@ -648,7 +648,7 @@ WHOLE = {
     "contrastive_whole_loss_without_gradient": ["some_parameters_scaled", "not_summed_over_axis"],
     "accumulated_right": [], "accumulated_each_alone": ["mean_of_micro_batch_means"],
     "mixture_right": [], "mixture_each_rank_alone": ["mean_of_rank_means"], "mixture_term_forgotten": ["term_scaled"],
-    "grouped_right": [], "grouped_by_rank": ["samples_weighted_otherwise"], "grouped_by_rank_summed": ["samples_weighted_otherwise"],
+    "grouped_right": [], "grouped_by_rank": ["samples_weighted_differently"], "grouped_by_rank_summed": ["samples_weighted_differently"],
     "grouped_by_members_on_the_rank": ["loss_over_own_samples"], "grouped_own_tokens": ["mean_of_rank_means"],
     "decorrelated_right": [], "decorrelated_by_rank": ["loss_over_own_samples"],
     "separable_right": [], "separable_one_rank": ["unknown"],

@@ -284,7 +284,7 @@ def _weighted(ranks_of: Sequence[int], shares: Sequence[float], right: Sequence[
         return {"id": "mean_of_rank_means", "sentence": "the samples of each rank have shares as if divided by that rank's part of the "
                 "denominator, and are averaged"}
     few = ", ".join(f"{share:.3g} in place of {expected:.3g}" for share, expected in zip(shares[:4], right))
-    return {"id": "samples_weighted_otherwise", "sentence": f"the gradient is made of the same samples in other shares, such as {few}: "
+    return {"id": "samples_weighted_differently", "sentence": f"the gradient is made of the same samples in other shares, such as {few}: "
             "means or deviations are taken over another group of samples"}
 
 

@@ -166,7 +166,7 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
       {"loss_over_own_samples",
        "gather the features of all ranks with their gradient before the loss: "
        "`torch.cat(torch.distributed.nn.functional.all_gather(features))`"},
-      {"samples_weighted_otherwise",
+      {"samples_weighted_differently",
        "take what samples are compared by (rewards, scores) over all members of a group, on whatever rank: gather "
        "them before the mean, without gradient: `dist.all_gather_object(everyone, rewards)`"},
       {"micro_batches_lost", "`optimizer.zero_grad()` once, before the first micro-batch of the step"},

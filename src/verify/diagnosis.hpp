@@ -83,8 +83,8 @@ namespace isograd {
   FINDING(loss_over_own_samples, \
           "a loss over the whole batch is taken over each rank's or micro-batch's samples alone, in other " \
           "shares than equal ones") \
-  FINDING(samples_weighted_otherwise, \
-          "a loss over the whole batch weights each sample otherwise: by a mean over another group of them") \
+  FINDING(samples_weighted_differently, \
+          "a loss over the whole batch gives samples other weights: a mean is taken over another group of them") \
   FINDING(micro_batches_lost, "only the last (or first) micro-batch of each rank is in the gradient") \
   FINDING(missing_rank_part, "a rank's part of some gradient is not in the sum") \
   FINDING(missing_data_part, "the part of some data is not in the sum, whichever rank has them") \

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-
 #include "base/account.hpp"
 #include "base/refuse.hpp"
 #include "comm/call.hpp"
