@@ -8,7 +8,7 @@ from conftest import FULL, ROOT, full, run_python
 
 FOLDER = ROOT / "tests/watch_trials"
 sys.path.append(str(FOLDER))
-from names import OTHERWISE, TRUE  # noqa: E402
+from names import NOT_NAMED, TRUE  # noqa: E402
 
 TEXT = (FOLDER / "trainers.py").read_text()
 MISTAKES = list(dict.fromkeys(re.findall(r"(?m)^ +#! (\w+)", TEXT)))
@@ -29,7 +29,7 @@ def found(warm, tmp_path_factory):
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
 def test_a_mistake_is_named(found, name):
-    assert found[name]["outcome"] in ("named", *OTHERWISE.get(name, "").split()), found[name]
+    assert found[name]["outcome"] in ("named", *NOT_NAMED.get(name, "").split()), found[name]
 
 
 @pytest.mark.parametrize("name", by_default(MISTAKES))
@@ -41,10 +41,10 @@ def test_a_mistake_is_one(found, name):
 @pytest.mark.parametrize("name", by_default(RIGHT))
 def test_a_right_trainer_passes(found, name):
     """The trainer that each mistake was put into is one: what is to be changed back is tested by that."""
-    assert found[name]["outcome"] in ("right", *OTHERWISE.get(name, "").split()), found[name]
+    assert found[name]["outcome"] in ("right", *NOT_NAMED.get(name, "").split()), found[name]
 
 
 @pytest.mark.full
 def test_each_mistake_has_an_entry(found):
     assert len(MISTAKES) >= 60 and len(RIGHT) >= 30
-    assert set(TRUE) == set(MISTAKES) and set(found) == {*MISTAKES, *RIGHT} and set(OTHERWISE) <= set(found)
+    assert set(TRUE) == set(MISTAKES) and set(found) == {*MISTAKES, *RIGHT} and set(NOT_NAMED) <= set(found)

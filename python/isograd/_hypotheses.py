@@ -406,13 +406,15 @@ def _changed(target: torch.Tensor, which: str, ignored: int, tokens: torch.Tenso
             first = tokens.reshape(-1)[:1].expand_as(first)
         return torch.cat([first, target[..., :-1] if which == "own" else target], -1)
     if which == "ignored":
-        if bool(valid.all()) or tokens.numel() not in (target.numel(), target.numel() + 1):
+        if bool(valid.all()):
+            return target
+        if tokens.numel() not in (target.numel(), target.numel() + 1):
             raise _NotTried
         following = torch.cat([tokens.flatten()[1:], target.flatten()[-1:]])[:target.numel()]
         return torch.where(valid, target, following.reshape(target.shape).to(target.dtype))
     places = valid.flatten().nonzero().flatten()
     if not len(places):
-        raise _NotTried
+        return target
     other = target.flatten().clone()
     other[places[0] if which == "first" else places[-1]] = ignored
     return other.reshape(target.shape)

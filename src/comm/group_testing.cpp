@@ -358,9 +358,4 @@ std::vector<std::string> check_operations(Group group, const OperationCases& cas
   return Checker(std::move(group), cases).run();
 }
 
-bool full_tests() {
-  const char* value = std::getenv("ISOGRAD_FULL_TESTS");
-  return value && *value && *value != '0';
-}
-
 }  // namespace isograd::testing

@@ -22,7 +22,4 @@ struct OperationCases {
 // Collective. One line for each error; empty when all is right.
 std::vector<std::string> check_operations(Group group, const OperationCases& cases = {});
 
-// ISOGRAD_FULL_TESTS=1: the whole matrix, which takes minutes. See src/comm/README.md.
-bool full_tests();
-
 }  // namespace isograd::testing

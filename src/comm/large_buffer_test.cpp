@@ -8,6 +8,7 @@
 
 #include "comm/group_testing.hpp"
 #include "comm/shm/segment.hpp"
+#include "full_tests.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
@@ -18,9 +19,7 @@ constexpr std::int64_t kPeriod = 251;
 constexpr std::int64_t kSlice = kPeriod << 18;  // compared at once, to keep the test's own memory small
 constexpr int kLargeBufferRanks = 2;
 
-std::int64_t buffer_bytes() {
-  return (testing::full_tests() ? std::int64_t{1} << 31 : std::int64_t{1} << 21) + 64;
-}
+std::int64_t buffer_bytes() { return (full_tests() ? std::int64_t{1} << 31 : std::int64_t{1} << 21) + 64; }
 
 // Byte i of rank r's data: (i mod 251) / 2 + r, so that two ranks' sum does not overflow.
 at::Tensor pattern(int rank, std::int64_t first, std::int64_t numel) {

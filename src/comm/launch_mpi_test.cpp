@@ -6,6 +6,7 @@
 
 #include "comm/group_testing.hpp"
 #include "comm/launch_testing.hpp"
+#include "full_tests.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -190,7 +191,7 @@ TEST_F(SeveralHosts, SharedMemoryWithinAndMpiAcross) {
   // the 8000 there and back across, and half of that for all, as one of two lanes of two hosts.
   EXPECT_EQ(left("0.done"), "0011 a/b 1 memory 2 6 0 8000 12000");
   EXPECT_EQ(left("3.done"), "0011 a/b 5 memory 4 6 0 8000 12000");
-  if (!isograd::testing::full_tests()) return;
+  if (!isograd::full_tests()) return;
   ASSERT_EQ(on("alpha", 4, {"hosts", folder_}), 0);  // one host: shared memory alone
   EXPECT_EQ(left("3.done"), "0000 alpha 5 memory 4 memory 6 memory 0 0 0");
   ASSERT_EQ(on("a,a,b,b", 4, {"hosts", folder_}, "mpi"), 0);  // as a ring: ranks 1 and 3 send across
@@ -202,7 +203,7 @@ TEST_F(SeveralHosts, EveryOperationAndSubgroupsOfEveryOrder) {
   ASSERT_EQ(on("a,a,b,b,b", 5, {"operations", folder_}), 0);
   for (int rank = 0; rank < 5; ++rank)
     EXPECT_THAT(left(std::to_string(rank) + ".done"), AllOf(HasSubstr("right"), HasSubstr("host=")));
-  if (!isograd::testing::full_tests()) return;
+  if (!isograd::full_tests()) return;
   ASSERT_EQ(on("a,b,a", 3, {"subgroups", folder_}), 0);
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(left(std::to_string(rank) + ".done"), "right");
 }

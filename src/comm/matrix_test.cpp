@@ -8,14 +8,15 @@
 
 #include "comm/group_testing.hpp"
 #include "comm/wrappers_testing.hpp"
+#include "full_tests.hpp"
 #include "isograd/world.hpp"
 
 namespace isograd {
 namespace {
 
 using namespace std::chrono_literals;
+using isograd::full_tests;
 using isograd::testing::check_operations;
-using isograd::testing::full_tests;
 using isograd::testing::OperationCases;
 using isograd::testing::PassingOn;
 using isograd::testing::run_over_shm;

@@ -72,7 +72,7 @@ TRUE = {
 }
 
 # How a trial may come out that is not named, or not let pass; the rest are.
-OTHERWISE = {
+NOT_NAMED = {
     "never_zeroed": "undecided",
     "world_size_forgotten": "undecided",
     "layer_rates": "misnamed",
