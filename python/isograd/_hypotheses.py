@@ -318,7 +318,7 @@ def try_decay(trials: Trials, values: Mapping[str, torch.Tensor]) -> None:
 def try_denominators(trials: Trials) -> None:
     """Counts of padding, of all tokens or of samples, where a count of targets was to be."""
     term, shares = trials.terms[0], trials.right.shares
-    if len(trials.terms) > 1 or term.mean != "token" or not shares:
+    if len(trials.terms) > 1 or term.whole or term.mean != "token" or not shares:
         return
     model = trials.fresh()
     sizes = {cell: [_sizes_of(model, term.loss, sample) for sample in trials.batch[cell[0]][cell[1]]] for cell in shares}
