@@ -84,8 +84,9 @@ void interleaved(Writer& to, const Shape& shape, int rank) {
   for (int i = total - ahead; i < total; ++i) to.backward(stage_of(i, false));
 }
 
-// 1f1b, in which a rank puts off as many gradients of weights as it is less ahead than the first: all keep as
-// much as the first, none keeps the one before it waiting, and at the end each has something left to do.
+// 1f1b with the gradients of weights delayed. Rank r delays up to r of them, because it is r micro-batches
+// less ahead than rank 0. So every rank keeps as many activations as rank 0, no rank delays the one before
+// it, and the delayed work fills the end.
 void zero_bubble_h1(Writer& to, const Shape& shape, int rank) {
   const int ahead = std::min(shape.micro_batches, shape.ranks - 1 - rank);
   const auto backward = [&] {

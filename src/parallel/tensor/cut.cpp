@@ -87,8 +87,8 @@ KeyHeads key_heads_of(const DecoderConfig& config, const Grid& grid) {
 }
 
 // A rule per parameter: the first row whose text occurs in its name, but not of a row-parallel weight for its
-// bias. What no row names (norms, routers, biases added to the stream) works on this rank's tokens under
-// sequence parallelism.
+// bias. Under sequence parallelism a parameter that no row names (norms, routers, biases added to the stream)
+// sees only this rank's tokens, so its gradient is summed over tp.
 std::vector<CutRule> by_rows(const Named& named, const std::vector<CutRule>& rows,
                              const TensorParallelOptions& options) {
   std::vector<CutRule> rules;
