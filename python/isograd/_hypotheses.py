@@ -50,7 +50,7 @@ def _weights_of(parts: Sequence[Gradients], base: Gradients | None, found: Gradi
 
 @dataclasses.dataclass
 class Trials:
-    """What is tried, and the cause to which the gradient found lies nearest.
+    """The causes to try, and the one whose gradient is nearest to the one found.
 
     step:    (terms, batch) -> the step of one process. batch: [place along data][micro-batch] -> samples.
     unit:    the round-off of the run's precision. moved: how far rounding moves the right gradient where derivatives jump.
@@ -242,7 +242,7 @@ def try_statistics(trials: Trials) -> None:
 
 
 def _of_one_number(features: Features) -> Term:
-    """What the parameters have a part in of a sample's features, where that is one number."""
+    """The one number of a sample's features that depends on the parameters."""
     def number(_: nn.Module, some: Sequence[Any]) -> torch.Tensor:
         value, = (tensor for tensor in tensors_in(some) if tensor.requires_grad)
         return value.reshape(())

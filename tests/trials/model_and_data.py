@@ -98,7 +98,7 @@ def with_translation(generator, n):
 
 
 def segmented(generator, n):
-    """Of which n of 32 rows are labelled. The trainer counts all labels but -100, and SegFormer's own sign for none, 255, too."""
+    """An image of which n of 32 rows are labelled. The trainer counts all labels except -100, so also SegFormer's own sign for none, 255."""
     labels = torch.randint(CLASSES, (32, 32), generator=generator)
     labels[n:] = -100
     return {"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": labels}
@@ -154,7 +154,7 @@ def completion(model, sample):
 
 
 def by_preference(model, sample, beta=0.01):
-    """Of DPO (arXiv 2305.18290, equation 7)."""
+    """The loss of DPO (arXiv 2305.18290, equation 7)."""
     with torch.no_grad():
         before = completion(make_model(seed=2).to(next(model.parameters()).dtype), sample)
     chosen, rejected = completion(model, sample) - before

@@ -1,5 +1,5 @@
-"""What is true of each mistake, in the names of docs/museum.md, by what stands there: written before any verdict was read, and looked
-through again when names were added. An empty entry: no name there describes it. Several names: each does."""
+"""The names of docs/museum.md that are true of each mistake, by their text there: written before any verdict was read, and looked through
+again when names were added. An empty entry: no name there describes it. Several names: each does."""
 
 TRUE = {
     "schedule_of_rank_0": "updates_differ",

@@ -72,7 +72,7 @@ def taken(names, part):
 
 
 def result(trial):
-    """What was found of it, on ranks of its own: a step that goes wrong may leave ranks waiting for each other."""
+    """Makes the trial on ranks of its own, because a step that goes wrong may leave ranks waiting for each other."""
     space = {"__name__": trial.name}
     exec(compile(source(LINES, trial), trial.name, "exec"), space)
     program = space[trial.trainer]

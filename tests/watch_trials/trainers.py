@@ -353,7 +353,7 @@ def packed(w):
 
 
 def pair_loss(images, texts, scale, first=0):
-    """Of the rows of `images` and `texts`, which are a pair with those from `first` on; a sum over rows."""
+    """The sum of losses of rows of `images` and `texts`, each a pair with the row from `first` on."""
     wanted = first + torch.arange(len(images[0]))
     return (F.cross_entropy(scale * images[0] @ texts[1].T, wanted, reduction="sum")
             + F.cross_entropy(scale * texts[0] @ images[1].T, wanted, reduction="sum")) / 2
@@ -395,7 +395,7 @@ def contrastive(w):
 
 
 def balance(model, routed):
-    """Of the experts' probabilities [T, 3] of all tokens; differentiable, for the choice has no gradient."""
+    """The load balance of the experts' probabilities [T, 3] of all tokens; differentiable, because the choice has no gradient."""
     routed = torch.cat(list(routed))
     chosen = F.one_hot(routed.argmax(-1), 3).to(routed.dtype).mean(0)
     return 3 * (chosen * routed.mean(0)).sum()

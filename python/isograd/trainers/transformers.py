@@ -65,7 +65,7 @@ def _router_logits(model: nn.Module, sample: Mapping[str, Any]) -> list[torch.Te
 
 
 def _load_balance(model: nn.Module, samples: Sequence[list[torch.Tensor]], *, top: int) -> torch.Tensor:
-    """Of Switch Transformers (arXiv 2101.03961, equations 4 to 6), over all tokens of the step and all layers together."""
+    """The load balance of Switch Transformers (arXiv 2101.03961, equations 4 to 6) over all tokens of the step and all layers."""
     probabilities = torch.cat([logits.softmax(-1) for sample in samples for logits in sample])
     chosen = F.one_hot(probabilities.topk(top).indices, probabilities.size(-1)).to(probabilities).sum(1)
     return probabilities.size(-1) * (chosen.mean(0) * probabilities.mean(0)).sum()
@@ -78,7 +78,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _loss_of(trainer: Trainer, terms: bool) -> tuple[Loss, list[Term]]:
-    """What one sample's loss is and which terms are added, by the trainer's arguments; terms: they are given."""
+    """The loss of one sample and the terms that are added, by the trainer's arguments; terms: the user gives them."""
     of_trl = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), "SFTTrainer")
     base = _base_of(trainer.model)
     kind = type(base).__name__
