@@ -353,7 +353,7 @@ def packed(w):
 
 
 def pair_loss(images, texts, scale, first=0):
-    """The sum of losses of rows of `images` and `texts`, each a pair with the row from `first` on."""
+    """The sum over rows of a contrastive loss; `images` and `texts`: (own rows, all rows), where the own ones begin at row `first`."""
     wanted = first + torch.arange(len(images[0]))
     return (F.cross_entropy(scale * images[0] @ texts[1].T, wanted, reduction="sum")
             + F.cross_entropy(scale * texts[0] @ images[1].T, wanted, reduction="sum")) / 2
