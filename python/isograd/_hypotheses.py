@@ -41,7 +41,7 @@ def _sum(parts: Sequence[tuple[float, Gradients]]) -> dict[str, torch.Tensor]:
 
 
 def _weights_of(parts: Sequence[Gradients], base: Gradients | None, found: Gradients) -> list[float]:
-    """Those of the parts whose sum is nearest to found - base."""
+    """The weights with which the sum of the parts comes nearest to found - base."""
     off = found if base is None else _sum([(1.0, found), (-1.0, base)])
     products = torch.tensor([[_dot(one, other) for other in (*parts, off)] for one in parts], dtype=torch.float64)
     weights: list[float] = (torch.linalg.pinv(products[:, :-1], hermitian=True) @ products[:, -1]).tolist()
@@ -109,7 +109,11 @@ class Trials:
     def is_near(self, other: Gradients, this: Gradients) -> bool:
         """Whether they are the same within rounding."""
         off = norm_of(_sum([(1.0, other), (-1.0, this)]))
-        return off <= max(SMOOTH_WHOLE * self.unit, EXACT) * norm_of(other) + 4 * self.moved
+        return off <= self.rounding(other)
+
+    def rounding(self, gradient: Gradients) -> float:
+        """How far from it a run in its precision may be."""
+        return max(SMOOTH_WHOLE * self.unit, EXACT) * norm_of(gradient) + 4 * self.moved
 
     def keys(self) -> list[tuple[int, int]]:
         """Rank and micro-batch of each sample."""
@@ -126,8 +130,7 @@ class Trials:
         # A factor alone is no cause of another direction.
         multiple = _dot(self.found, self.right.gradients) / max(self.right.norm**2, 1e-300) if free and base is None else 1.0
         apart = norm_of(_sum([(1.0, self.found), (-multiple, self.right.gradients)]))
-        rounding = max(SMOOTH_WHOLE * self.unit, EXACT) * norm_of(predicted) + 4 * self.moved
-        if off <= min(rounding, apart / 4) and (finding := say(times)):
+        if off <= min(self.rounding(predicted), apart / 4) and (finding := say(times)):
             self.fitting.append((off, finding))
 
     def nearest(self) -> Finding | None:
