@@ -14,6 +14,7 @@
 #include "comm/shm/backend.hpp"
 #include "isograd/error.hpp"
 #include "isograd_comm/bindings.hpp"
+#include "kernels/threads/first_calls.hpp"
 
 namespace isograd::python {
 namespace {
@@ -110,6 +111,7 @@ void register_errors(py::module_& module, const py::object& distributed) {
 
 PYBIND11_MODULE(isograd_comm, module) {
   module.doc() = kModuleText;
+  make_first_calls();
   // Brings the classes of torch that ours derive from.
   const py::object distributed = py::module_::import("torch.distributed");
   register_errors(module, distributed);

@@ -28,6 +28,7 @@
 #include "comm/shm/backend.hpp"
 #include "comm/store.hpp"
 #include "isograd/error.hpp"
+#include "kernels/threads/first_calls.hpp"
 
 namespace isograd {
 namespace {
@@ -234,6 +235,7 @@ std::vector<std::string> backends() {
 
 World join(const JoinOptions& options) {
   check(options);
+  make_first_calls();
   if (through_mpi(options.backend)) mpi::require();
   const auto environment = read_rank_environment();
   if (!environment || environment->size == 1) {
@@ -273,6 +275,7 @@ void run_ranks(int size, const std::function<void(World&)>& body, const JoinOpti
     refuse("run_ranks", fmt::format("the backend '{}'", options.backend), "'shm', as ranks are threads here",
            "Start processes for other backends: isograd launch --backend mpi");
   if (size < 1) refuse("run_ranks", fmt::format("{} ranks", size), "1 or more", "Ask for at least one rank");
+  make_first_calls();
   auto store = c10::make_intrusive<c10d::HashStore>();
   struct Failure {
     int rank = -1;
