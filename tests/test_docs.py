@@ -153,6 +153,20 @@ def test_the_readme_counts_the_mistakes_that_the_museum_shows():
     assert rows and int(count) == len(rows), f"README.md: {count}; docs/museum.md: {len(rows)}"
 
 
+def test_every_page_is_on_the_map():
+    named = set(re.findall(r"\]\((\w[\w-]*\.md)", (ROOT / "docs/README.md").read_text()))
+    assert {path.name for path in ROOT.glob("docs/*.md")} - {"README.md"} == named
+
+
+@pytest.mark.full
+def test_the_site_is_built_and_can_be_searched(tmp_path):
+    done = subprocess.run([ROOT / "dev", "docs", tmp_path / "site"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mean_of_micro_batch_means" in (tmp_path / "site/search/search_index.json").read_text()
+    for page in ("docs/tutorial_pytorch.html", "src/comm/README.html", "api/annotated.html"):
+        assert any((tmp_path / "site" / name).exists() for name in (page, page.replace("README", "index"))), page
+
+
 def test_relative_links_lead_somewhere():
     broken = []
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("src/**/README.md")]:
