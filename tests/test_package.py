@@ -52,6 +52,37 @@ def test_find_package_builds_and_trains_outside_the_tree(project):
     assert losses[-1] < 0.25 * losses[0], losses
 
 
+def test_nothing_that_is_installed_needs_the_clone(prefix, project):
+    """The program loads no library from it, a user's build names no file of it, and the documents and examples are there."""
+    loaded = run("ldd", prefix / "bin/isograd")
+    assert "libtorch_cpu.so" in loaded and "not found" not in loaded
+    for text in [loaded, (project / "build/build.ninja").read_text(), *(path.read_text() for path in prefix.rglob("*.cmake")),
+                 (prefix / "lib/pkgconfig/isograd.pc").read_text()]:
+        places = [line for line in text.splitlines() if f"{ROOT}/" in line and 'foreach(_torch' not in line]  # a place of last resort
+        assert not places, places[:3]
+    share = prefix / "share/doc/isograd"
+    assert (share / "LICENSE").exists() and (share / "docs/README.md").exists() and (share / "examples/first_light.toml").exists()
+
+
+def test_pkg_config_gives_what_a_program_needs(prefix, tmp_path):
+    program = """#include <ATen/ATen.h>
+#include <isograd/world.hpp>
+int main() {
+  isograd::run_ranks(2, [](isograd::World& world) {
+    at::Tensor x = at::ones({3});
+    world.group.all_reduce(x);
+    if (x.sum().item<double>() != 6) throw std::runtime_error("not the sum of two ranks");
+  });
+}
+"""
+    (tmp_path / "program.cpp").write_text(program)
+    environment = {**os.environ, "PKG_CONFIG_PATH": str(prefix / "lib/pkgconfig")}
+    flags = run("pkg-config", "--cflags", "--libs", "isograd", env=environment).split()
+    compiler = shutil.which("clang++-19") or "c++"
+    run(compiler, "-O0", "program.cpp", *flags, "-o", "program", cwd=tmp_path)
+    run(tmp_path / "program", env={name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"})
+
+
 def linked_files(folder):
     """Programs and shared libraries below a folder."""
     for path in sorted(folder.rglob("*")):
