@@ -156,11 +156,11 @@ std::unique_ptr<DataParallel> naive(TrainableParameters parameters, const Mesh& 
 // Preparing a torch::nn module for data parallelism.
 
 // Returns named_parameters() that require a gradient, tied ones once. Their check is module_check(module).
-TrainableParameters trainable_parameters(const torch::nn::Module& module);
+TrainableParameters trainable_parameters(const ModuleRef& module);
 
 // Throws ConfigError once a submodule in training mode uses statistics of one rank's rows: batch
 // normalisation, or instance normalisation that tracks them. Layouts call it before each step.
-std::function<void()> module_check(const torch::nn::Module& module);
+std::function<void()> module_check(const ModuleRef& module);
 
 enum class InitialValues {
   kFromRankZero,  // parameters and buffers of rank 0 are copied to the others
@@ -177,12 +177,12 @@ struct PrepareOptions {
 // values unless they must agree. ConfigError on every rank, naming the first: names, shapes, dtypes or values
 // that differ; batch normalisation in training mode (use SyncBatchNorm) or instance normalisation that tracks
 // statistics; dropout with p > 0 unless accepted; a tensor with overlapping elements (expand()).
-void prepare_module(torch::nn::Module& module, Group group,
+void prepare_module(const ModuleRef& module, Group group,
                     InitialValues initial = InitialValues::kFromRankZero);
-void prepare_module(torch::nn::Module& module, Group group, const PrepareOptions& options);
+void prepare_module(const ModuleRef& module, Group group, const PrepareOptions& options);
 
 // Collective, between steps. ConfigError: the first buffer that differs from rank 0's.
-void check_buffers(const torch::nn::Module& module, Group group);
+void check_buffers(const ModuleRef& module, Group group);
 
 struct SyncBatchNormOptions {
   std::int64_t channels = 0;

@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -140,7 +141,9 @@ class Sharded : public UnitHandle {
  public:
   Sharded(std::shared_ptr<Module> module)  // NOLINT: stands for the module
       : UnitHandle([module] { return module->parameters(); }), module_(std::move(module)) {}
-  Sharded(torch::nn::ModuleHolder<Module> holder) : Sharded(holder.ptr()) {}  // NOLINT
+  Sharded(torch::nn::ModuleHolder<Module> holder,  // NOLINT
+          const std::source_location& call = std::source_location::current())
+      : Sharded(holder.is_empty() ? (refuse_empty_module(call), nullptr) : holder.ptr()) {}
 
   Module* operator->() const { return module_.get(); }
   Module& operator*() const { return *module_; }

@@ -7,12 +7,18 @@
 
 #include <cstdint>
 #include <functional>
+#include <source_location>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "isograd/grid.hpp"
 #include "isograd/world.hpp"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace isograd {
 
@@ -141,6 +147,36 @@ class Layout {
 // Placements of parameters that every rank has whole.
 Layout::Named whole_placements(const std::vector<std::pair<std::string, at::Tensor>>& named,
                                const Grid& grid);
+
+// ---- a module as an argument ----
+
+[[noreturn]] void refuse_empty_module(const std::source_location& call);
+
+// A module as an argument: the module itself, a std::shared_ptr to it, the holder of its TORCH_MODULE, or a
+// Sharded. ConfigError with the call's file and line: an empty pointer or holder.
+class ModuleRef {
+ public:
+  ModuleRef(const torch::nn::Module& module) : module_(&module) {}  // NOLINT: stands for the module
+  template <typename Pointer>
+  requires requires(const Pointer& pointer) {
+    requires std::is_base_of_v<torch::nn::Module, std::remove_cvref_t<decltype(*pointer)>>;
+  }
+  ModuleRef(const Pointer& pointer,  // NOLINT: stands for the module
+            const std::source_location& call = std::source_location::current()) {
+    if constexpr (requires { static_cast<bool>(pointer); }) {
+      if (!static_cast<bool>(pointer)) refuse_empty_module(call);
+    } else if constexpr (requires { pointer.ptr() == nullptr; }) {
+      if (pointer.ptr() == nullptr) refuse_empty_module(call);
+    }
+    module_ = &*pointer;
+  }
+
+  const torch::nn::Module& operator*() const { return *module_; }
+  const torch::nn::Module* operator->() const { return module_; }
+
+ private:
+  const torch::nn::Module* module_ = nullptr;
+};
 
 // ---- buckets: flat storage, slots, owned elements; the only code that computes offsets and slices ----
 

@@ -3,10 +3,14 @@
 
 #include "isograd/error.hpp"
 
+#include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "isograd/data_parallel.hpp"
@@ -85,6 +89,24 @@ struct StepReport {
 
 class StepWork;
 
+// A forward with one loss: returns its sum over the micro-batch, a scalar. one_term() names it in reports.
+using ForwardSum = std::function<at::Tensor(const Batch&)>;
+ForwardLossTerms one_term(ForwardSum forward, const std::string& name = "loss");
+
+namespace step_arguments {
+
+template <typename T>
+inline constexpr bool is_forward =
+    std::is_constructible_v<ForwardLossTerms, T> || std::is_constructible_v<ForwardSum, T>;
+// An lvalue of this class or of one derived from it.
+template <typename T, typename Base>
+inline constexpr bool is_kept = std::is_lvalue_reference_v<T> && std::is_convertible_v<T, Base&>;
+template <typename Forward, typename Layout, typename Mean, typename Optimizes>
+inline constexpr bool fit = is_forward<Forward>&& is_kept<Layout, DataParallel>&& is_kept<Mean, Normalizer>&&
+                            is_kept<Optimizes, Optimizer>;
+
+}  // namespace step_arguments
+
 // A step is accumulate() then finish(). With a Deferred mean accumulate() may be called any number of times
 // before finish(), equally often on every rank. The step's gradients stay readable in DataParallel::views()
 // until the next accumulate().
@@ -99,15 +121,42 @@ class Step {
  public:
   // Keeps references: all arguments outlive the Step.
   Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
-       StepOptions options);
+       StepOptions options = {});
+  Step(ForwardSum forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
+       StepOptions options = {})
+      : Step(one_term(std::move(forward)), layout, mean, optimizer, std::move(options)) {}
+  // Only for its messages: which of the arguments is none of the above.
+  template <typename Forward, typename Layout, typename Mean, typename Optimizes>
+  requires(!step_arguments::fit<Forward, Layout, Mean, Optimizes>)
+      Step(Forward&&, Layout&&, Mean&&, Optimizes&&, StepOptions = {})
+      : Step(nullptr) {
+    static_assert(step_arguments::is_forward<Forward>,
+                  "Step's argument 1, the forward, takes a const isograd::Batch& and returns "
+                  "isograd::LossTerms, or one at::Tensor: the sum of the micro-batch's losses. A lambda that "
+                  "returns {{name, sum}} needs -> isograd::LossTerms");
+    static_assert(step_arguments::is_kept<Layout, DataParallel>,
+                  "Step's argument 2, the layout, is a variable of isograd::DataParallel: *layout of what "
+                  "bucketed() or fully_shard() returned");
+    static_assert(step_arguments::is_kept<Mean, Normalizer>,
+                  "Step's argument 3, the mean, is a variable of an isograd::Normalizer that outlives the "
+                  "Step: isograd::TokenMean mean;");
+    static_assert(step_arguments::is_kept<Optimizes, Optimizer>,
+                  "Step's argument 4, the optimizer, is a variable of isograd::Optimizer: *adamw of "
+                  "isograd::adamw(), or *sgd of isograd::sgd(), and none of torch::optim");
+  }
   ~Step();
 
   // Runs this rank's micro-batches of the step, possibly none. Collective, like finish().
   void accumulate(const MicroBatches& micro_batches, bool stop_requested = false);
   StepReport finish();
   StepReport operator()(const MicroBatches& micro_batches, bool stop_requested = false);
+  template <std::same_as<Batch> One>  // step(batch): one micro-batch; step({}) stays none
+  StepReport operator()(const One& batch, bool stop_requested = false) {
+    return (*this)(MicroBatches{batch}, stop_requested);
+  }
 
  private:
+  explicit Step(std::nullptr_t);  // declared only
   bool update_ahead(const at::Tensor& squares, double scale);
 
   ForwardLossTerms forward_;
@@ -118,5 +167,19 @@ class Step {
   std::unique_ptr<StepWork> work_;
   bool accumulated_ = false;
 };
+
+// ---- evaluation ----
+
+struct Evaluation {
+  std::int64_t step = 0;
+  double loss = 0;                   // in the task's unit, e.g. nats per token
+  std::int64_t targets = 0;          // 0: nothing is held out; only `figures` are set
+  std::vector<TermValue> figures{};  // the task's other measures of the model
+};
+
+// Σ of the losses of all ranks' micro-batches / the mean's denominator, without a gradient. A deferred mean's
+// step that is under way is left alone. Buffers change if the module is in training mode. Collective.
+Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
+                    MicroBatches micro_batches);
 
 }  // namespace isograd

@@ -72,7 +72,7 @@ CutRule summed_along(std::string name, AxisSet axes = {"tp"});
 // pieces than ranks.
 Layout cut(const std::vector<std::pair<std::string, at::Tensor>>& named, const Mesh& mesh,
            const std::vector<CutRule>& rules);
-Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules);
+Layout cut(const ModuleRef& model, const Mesh& mesh, const std::vector<CutRule>& rules);
 // Returns those placements from shapes alone: `named` is whole. Pure; the same errors.
 Layout::Named cut_placements(const std::vector<std::pair<std::string, at::Tensor>>& named, const Grid& grid,
                              const std::vector<CutRule>& rules);

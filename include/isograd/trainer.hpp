@@ -47,14 +47,6 @@ struct StepEvent {
   std::optional<std::int64_t> bytes_across_hosts{};
 };
 
-// Σ of the validation targets' losses / their number, over all ranks, without gradient.
-struct Evaluation {
-  std::int64_t step = 0;
-  double loss = 0;                   // in the task's unit, e.g. nats per token
-  std::int64_t targets = 0;          // 0: nothing is held out; only `figures` are set
-  std::vector<TermValue> figures{};  // the task's other measures of the model
-};
-
 // A table for the report, e.g. verify's parity table. Cells are text; the report escapes them.
 struct ReportTable {
   std::string title;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
 
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <utility>
 #include <variant>
@@ -438,6 +440,13 @@ VerifyModel verify_model(std::shared_ptr<Module> module, Logits logits) {
       verify_model(std::move(named), [module, logits](const Batch& batch) { return logits(*module, batch); });
   for (auto& item : module->named_buffers()) model.buffers.emplace_back(item.key(), item.value());
   return model;
+}
+
+template <typename Module, typename Logits>
+VerifyModel verify_model(const torch::nn::ModuleHolder<Module>& holder, Logits logits,
+                         const std::source_location& call = std::source_location::current()) {
+  if (holder.is_empty()) refuse_empty_module(call);
+  return verify_model(holder.ptr(), std::move(logits));
 }
 
 // A module with Sharded blocks: under zero3 they are gathered and freed one at a time, as in training.

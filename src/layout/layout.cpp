@@ -206,4 +206,10 @@ at::Tensor checksums(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+void refuse_empty_module(const std::source_location& call) {
+  refuse(fmt::format("the module given at {}:{}", call.file_name(), call.line()),
+         "an empty holder or a null pointer", "a module",
+         "Make it before the call: Mlp model(...), or std::make_shared<Mlp>(...)");
+}
+
 }  // namespace isograd

@@ -1,4 +1,4 @@
-// Validation loss and generated text: what is measured of a model without training it.
+// Generated text and videos: what is shown of a model.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,10 @@
 #include "isograd/loss.hpp"
 #include "isograd/model.hpp"
 #include "isograd/sampler.hpp"
+#include "isograd/step.hpp"
 #include "isograd/trainer.hpp"
 
 namespace isograd {
-
-// The loss and the targets of all ranks' micro-batches, without a gradient (step.cpp). A deferred mean's step
-// that is under way is left alone. Collective.
-Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParallel& layout,
-                    MicroBatches micro_batches);
 
 // ConfigError: the prompt makes no token, or fills the model's positions or sliding window. `where`: its key
 // or flag.

@@ -339,6 +339,12 @@ Evaluation evaluate(const ForwardLossTerms& forward, Normalizer& mean, DataParal
 
 // ---- the step ----
 
+ForwardLossTerms one_term(ForwardSum forward, const std::string& name) {
+  return [forward = std::move(forward), name](const Batch& batch) -> LossTerms {
+    return {{name, forward(batch)}};
+  };
+}
+
 Step::Step(ForwardLossTerms forward, DataParallel& layout, Normalizer& mean, Optimizer& optimizer,
            StepOptions options)
     : forward_(std::move(forward)),

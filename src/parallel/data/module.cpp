@@ -135,17 +135,17 @@ void check_can_be_written(const std::vector<NamedParameter>& all, Group& group) 
 
 }  // namespace
 
-TrainableParameters trainable_parameters(const torch::nn::Module& module) {
+TrainableParameters trainable_parameters(const ModuleRef& module) {
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& item : module.named_parameters()) named.emplace_back(item.key(), item.value());
+  for (const auto& item : module->named_parameters()) named.emplace_back(item.key(), item.value());
   TrainableParameters parameters = trainable_parameters(named);
-  parameters.check = module_check(module);
+  parameters.check = module_check(*module);
   return parameters;
 }
 
-std::function<void()> module_check(const torch::nn::Module& module) {
+std::function<void()> module_check(const ModuleRef& module) {
   std::vector<std::pair<std::string, std::shared_ptr<const torch::nn::Module>>> watched;
-  for (const auto& item : module.named_modules({}, /*include_self=*/false))
+  for (const auto& item : module->named_modules({}, /*include_self=*/false))
     if (normalisation_of(*item.value()).depends_on_mode()) watched.emplace_back(item.key(), item.value());
   if (watched.empty()) return [] {};
   return [watched] {
@@ -153,14 +153,14 @@ std::function<void()> module_check(const torch::nn::Module& module) {
   };
 }
 
-void prepare_module(torch::nn::Module& module, Group group, InitialValues initial) {
+void prepare_module(const ModuleRef& module, Group group, InitialValues initial) {
   prepare_module(module, std::move(group), PrepareOptions{.initial = initial});
 }
 
-void prepare_module(torch::nn::Module& module, Group group, const PrepareOptions& options) {
-  for_each_module(module, check_statistics);
-  if (!options.accept_dropout) for_each_module(module, check_random);
-  const std::vector<NamedParameter> all = everything_of(module);
+void prepare_module(const ModuleRef& module, Group group, const PrepareOptions& options) {
+  for_each_module(*module, check_statistics);
+  if (!options.accept_dropout) for_each_module(*module, check_random);
+  const std::vector<NamedParameter> all = everything_of(*module);
   check_same_parameters(all, group, options.initial == InitialValues::kMustAgree);
   if (options.initial != InitialValues::kFromRankZero) return;
   if (group.size() > 1) check_can_be_written(all, group);
@@ -168,9 +168,9 @@ void prepare_module(torch::nn::Module& module, Group group, const PrepareOptions
   for (const NamedParameter& one : all) group.broadcast(one.tensor.detach(), 0);
 }
 
-void check_buffers(const torch::nn::Module& module, Group group) {
+void check_buffers(const ModuleRef& module, Group group) {
   std::vector<NamedParameter> all;
-  add_buffers(module, all);
+  add_buffers(*module, all);
   check_same_parameters(all, group);
 }
 

@@ -196,9 +196,9 @@ Layout cut(const Named& named, const Mesh& mesh, const std::vector<CutRule>& rul
   return layout;
 }
 
-Layout cut(torch::nn::Module& model, const Mesh& mesh, const std::vector<CutRule>& rules) {
+Layout cut(const ModuleRef& model, const Mesh& mesh, const std::vector<CutRule>& rules) {
   Named named;
-  for (const auto& item : model.named_parameters()) {
+  for (const auto& item : model->named_parameters()) {
     const bool tied = std::any_of(named.begin(), named.end(),
                                   [&](const auto& each) { return each.second.is_same(item.value()); });
     if (!tied) named.emplace_back(item.key(), item.value());
