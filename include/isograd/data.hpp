@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -14,6 +15,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "isograd/batch.hpp"
@@ -78,6 +80,21 @@ class Sampler {
   Position position_;
   std::int64_t shuffled_epoch_ = -1;
   std::vector<std::int64_t> order_;  // of shuffled_epoch_
+};
+
+// A Sampler as torch::data::make_data_loader() takes one: a batch for each step, from where it stands, without
+// end.
+class LoaderSampler {
+ public:
+  using BatchRequestType = std::vector<std::size_t>;
+  explicit LoaderSampler(Sampler sampler) : sampler_(std::move(sampler)) {}
+  // ConfigError: no samples in a step, of which torch::data makes no batch. Give drop_last, and a step at
+  // least as many samples as there are ranks.
+  std::optional<BatchRequestType> next(std::size_t /*batch_size*/);
+  void reset(std::optional<std::size_t> /*size*/ = {}) {}
+
+ private:
+  Sampler sampler_;
 };
 
 // Text: tokenizers, token shards on disk, packing, and a loader whose order does not depend on ranks.

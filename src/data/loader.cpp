@@ -295,6 +295,16 @@ std::vector<std::int64_t> Sampler::next() {
   return mine;
 }
 
+std::optional<LoaderSampler::BatchRequestType> LoaderSampler::next(std::size_t /*batch_size*/) {
+  const Sampler::Position at = sampler_.position();
+  const std::vector<std::int64_t> own = sampler_.next();
+  if (own.empty())
+    isograd::refuse("LoaderSampler", fmt::format("no samples of step {} of epoch {}", at.step, at.epoch),
+                    "at least one, of which torch::data makes a batch",
+                    "Set drop_last, and samples_per_step to at least the number of ranks");
+  return BatchRequestType(own.begin(), own.end());
+}
+
 void Sampler::seek(Position position) {
   if (position.epoch < 0 || position.step < 0 || position.step >= steps_per_epoch())
     isograd::refuse("Sampler position", fmt::format("epoch {}, step {}", position.epoch, position.step),

@@ -1,11 +1,13 @@
 #include "isograd/data.hpp"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
 #include <algorithm>
 #include <set>
 
+#include "base/error_testing.hpp"
 #include "isograd/error.hpp"
 
 namespace isograd {
@@ -53,6 +55,25 @@ RC_GTEST_PROP(Sampler, GivesEverySampleOnceAnEpochWhateverTheRanks, ()) {
     RC_ASSERT(std::set<std::int64_t>(seen.begin(), seen.end()).size() ==
               seen.size());  // B25: no sample twice
   }
+}
+
+TEST(Sampler, IsOneOfTorchDatasLoaders) {
+  const SamplerOptions options{.samples = 7, .samples_per_step = 4, .rank = 1, .size = 3, .seed = 4};
+  Sampler plain(options), ahead(options);
+  plain.next(), ahead.next();
+  LoaderSampler sampler(ahead);  // goes on from where it is
+  sampler.reset();
+  for (int step = 0; step < 4; ++step) {
+    const auto own = plain.next();
+    EXPECT_EQ(sampler.next(99), LoaderSampler::BatchRequestType(own.begin(), own.end()));
+  }
+  std::string errors;  // of the one rank of three that has none of two samples
+  for (const int rank : {0, 1, 2}) {
+    LoaderSampler few(Sampler({.samples = 7, .samples_per_step = 2, .rank = rank, .size = 3}));
+    errors += error_testing::error_of([&] { few.next(2); }) + "\n";
+  }
+  EXPECT_THAT(errors, ::testing::AllOf(::testing::HasSubstr("no error\n"), ::testing::HasSubstr("drop_last"),
+                                       ::testing::HasSubstr("no samples of step 0 of epoch 0")));
 }
 
 TEST(Sampler, ShufflesEachEpochAnewAndTheSameForAll) {
