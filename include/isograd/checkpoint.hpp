@@ -90,6 +90,43 @@ TrainingState open_checkpoint(const std::filesystem::path& directory);
 void restore_optimizer(const std::filesystem::path& directory, const TrainingState& state,
                        DataParallel& layout, Optimizer& optimizer, const Layout* placed = nullptr);
 
+// ---- a torch::nn module of your own: its weights alone, or all that a resumed run needs ----
+//
+// `module`: before or after its layout is made (with `layout`: the one that it is in). Files have parameters
+// and buffers by their names in the module, tied ones once. Only one whole tensor at a time is in memory for
+// writing; for reading, files are mapped.
+
+// Writes model.safetensors, or where that would have more than `file_bytes` model-0000K-of-0000N.safetensors
+// and model.safetensors.index.json, and checksums.json: in a hidden folder next to `directory`, whose place it
+// then takes. ConfigError: `directory` holds other files; parameters in shards. In one process alone:
+void write_weights(const std::filesystem::path& directory, const ModuleRef& module,
+                   std::int64_t file_bytes = kHfFileBytes);
+// Collective, for a module under a layout: rank 0 writes, which gets the other ranks' shards one parameter at
+// a time. `placed`: what cut() returned. ConfigError on every rank: as above; buffers that ranks have
+// otherwise; a layout of another module.
+void write_weights(const std::filesystem::path& directory, const ModuleRef& module, DataParallel& layout,
+                   const Layout* placed = nullptr, std::int64_t file_bytes = kHfFileBytes);
+
+// Reads them, also files of other programs, into all parameters and buffers: rounded to the module's dtypes,
+// before anything is written all checked. ConfigError: a missing or further name, another shape or kind of
+// dtype, values that are not finite, a file that its checksum does not fit. Every rank reads for itself; call
+// it before prepare_module() and the layout, or give the layout.
+void read_weights(const std::filesystem::path& directory, const ModuleRef& module);
+// Collective: into a module under a layout, on any number of ranks, and into its masters and shards.
+void read_weights(const std::filesystem::path& directory, const ModuleRef& module, DataParallel& layout,
+                  const Layout* placed = nullptr);
+
+// Collective. Saves module, optimizer and number of steps as `options.root`/step-00000100, as the function
+// above does.
+std::filesystem::path save_checkpoint(const SaveOptions& options, std::int64_t step, const ModuleRef& module,
+                                      DataParallel& layout, Optimizer& optimizer);
+// Collective. Loads the newest checkpoint below `root`, or the one whose folder `root` is, and returns its
+// number of steps; 0: there is none yet. The run goes on with the same bits on the same ranks and layout, on
+// others as a run there would. ConfigError on every rank: as read_weights() and restore_optimizer(); another
+// kind of optimizer; weights alone.
+std::int64_t load_checkpoint(const std::filesystem::path& root, const ModuleRef& module, DataParallel& layout,
+                             Optimizer& optimizer, const Layout* placed = nullptr);
+
 // Opens the tokenizer saved with a checkpoint. ConfigError for a model trained on foreign shards.
 std::unique_ptr<Tokenizer> checkpoint_tokenizer(const std::filesystem::path& directory,
                                                 const TrainingState& state);

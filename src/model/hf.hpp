@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "isograd/model.hpp"
+#include "model/safetensors.hpp"
 
 namespace isograd {
 
@@ -27,11 +28,6 @@ bool is_stacked(const std::string& parameter);
 std::string name_in_file(const DecoderConfig& config, const std::string& parameter, std::int64_t expert = -1);
 // Stacked tensors one expert after another, by the names of files.
 TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights);
-
-struct FoundTensor {
-  at::Tensor tensor;
-  std::filesystem::path file;
-};
 
 // The files stay mapped: memory is taken by what is filled alone.
 class HfWeights {

@@ -1,4 +1,4 @@
-// model.safetensors, or shards listed in its index.
+// The weights of a Hugging Face directory.
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -13,14 +13,13 @@
 namespace isograd {
 namespace {
 
-constexpr const char* kWhole = "model.safetensors";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kHead = "lm_head.weight";
+
+constexpr const char* kAction = "Use weights that belong to the config.json next to them";
 
 [[noreturn]] void bad(const fs::path& file, const std::string& tensor, const std::string& found,
                       const std::string& expected) {
-  refuse(file.string() + (tensor.empty() ? "" : ": " + tensor), found, expected,
-         "Use weights that belong to the config.json next to them");
+  refuse(file.string() + (tensor.empty() ? "" : ": " + tensor), found, expected, kAction);
 }
 
 // Files have experts one by one (transformers 4, and what transformers 5 saves; ours too), or gate and up of
@@ -85,46 +84,6 @@ TensorStream by_expert(const DecoderConfig& config, const TensorStream& weights)
 }
 
 namespace {
-
-std::map<std::string, FoundTensor> read_shards(const fs::path& directory) {
-  const fs::path index = directory / kIndexFile;
-  const std::string text = read_file(index);
-  const auto [object, problem] = parse_json(text);
-  if (!problem.empty()) bad(index, "", problem, "an object with the file of every tensor");
-  if (!object.contains("weight_map") || !object["weight_map"].is_object())
-    bad(index, "", "no weight_map", "an object with the file of every tensor");
-  std::map<std::string, std::map<std::string, at::Tensor>> shards;
-  for (const auto& [name, file] : object["weight_map"].items()) {
-    const std::string shard = file.is_string() ? file.get<std::string>() : "";
-    if (shard.empty() || shard.front() == '.' || shard.find_first_of("/\\") != std::string::npos ||
-        shard.find('\0') != std::string::npos)
-      bad(index, name, brief(file), "the name of a file next to the index");
-    if (!shards.contains(shard)) shards.emplace(shard, read_safetensors(directory / shard));
-    if (!shards[shard].contains(name))
-      bad(directory / shard, name, "no such tensor", "one, as the index says");
-  }
-  std::map<std::string, FoundTensor> stored;
-  for (const auto& [shard, tensors] : shards)
-    for (const auto& [name, tensor] : tensors) {
-      const auto place = object["weight_map"].find(name);
-      if (place == object["weight_map"].end() || *place != shard)
-        bad(directory / shard, name, "a tensor that the index does not place here", "none");
-      stored.emplace(name, FoundTensor{tensor, directory / shard});
-    }
-  return stored;
-}
-
-std::map<std::string, FoundTensor> read_weights(const fs::path& directory) {
-  const bool whole = fs::exists(directory / kWhole), index = fs::exists(directory / kIndexFile);
-  if (whole == index)
-    bad(directory, "", whole ? "both a whole file and an index of shards" : "no weights",
-        fmt::format("either {} or {}", kWhole, kIndexFile));
-  if (index) return read_shards(directory);
-  std::map<std::string, FoundTensor> stored;
-  for (auto& [name, tensor] : read_safetensors(directory / kWhole))
-    stored.emplace(name, FoundTensor{tensor, directory / kWhole});
-  return stored;
-}
 
 // Old Llama files carry the rotary frequencies, which follow from config.json.
 bool is_derived(const std::string& name) {
@@ -194,7 +153,7 @@ HfWeights::HfWeights(const fs::path& directory, at::ScalarType dtype)
     : directory_(directory),
       config_(read_hf_config(directory)),
       dtype_(dtype),
-      stored_(read_weights(directory)) {
+      stored_(read_tensor_files(directory, kAction)) {
   const auto embedding = stored_.find("model.embed_tokens.weight");
   if (embedding != stored_.end() && embedding->second.tensor.dim() == 2 &&
       embedding->second.tensor.size(0) != config_.vocabulary)
@@ -246,64 +205,14 @@ std::shared_ptr<DecoderLM> read_hf(const fs::path& directory, at::ScalarType dty
   return weights.model(weights.config());
 }
 
-namespace {
-
-// The entries of each file, in order.
-std::vector<std::vector<TensorStream::Entry>> split_over_files(const TensorStream& weights,
-                                                               std::int64_t file_bytes) {
-  std::vector<std::vector<TensorStream::Entry>> files;
-  std::int64_t bytes = 0;
-  for (const TensorStream::Entry& entry : weights.entries) {
-    if (files.empty() || bytes + bytes_of(entry) > file_bytes) files.emplace_back(), bytes = 0;
-    files.back().push_back(entry);
-    bytes += bytes_of(entry);
-  }
-  return files;
-}
-
-void write_indexed(const fs::path& directory, const TensorStream& weights,
-                   const std::vector<std::vector<TensorStream::Entry>>& files) {
-  nlohmann::ordered_json places = nlohmann::ordered_json::object();
-  std::vector<std::string> names;
-  std::int64_t total = 0;
-  for (const auto& entries : files) {
-    names.push_back(fmt::format("model-{:05}-of-{:05}.safetensors", names.size() + 1, files.size()));
-    for (const TensorStream::Entry& entry : entries)
-      places[entry.name] = names.back(), total += bytes_of(entry);
-  }
-  std::size_t next = 0;
-  std::optional<SafetensorsFile> file;
-  weights.each([&](const at::Tensor& tensor) {
-    if (!file) file.emplace(directory / names.at(next), files.at(next)), ++next;
-    file->add(tensor);
-    if (!file->is_whole()) return;
-    file->commit();
-    file.reset();
-  });
-  ISOGRAD_INVARIANT(next == files.size() && !file, "fewer tensors than entries");
-  write_file(
-      directory / kIndexFile,
-      nlohmann::ordered_json{{"metadata", {{"total_size", total}}}, {"weight_map", places}}.dump(2) + "\n");
-}
-
-}  // namespace
-
 void write_hf(const fs::path& directory, const DecoderConfig& config, const TensorStream& parameters,
               std::int64_t file_bytes) {
   std::error_code problem;
   fs::create_directories(directory, problem);
   if (problem || !fs::is_directory(directory))
     bad(directory, "", problem ? problem.message() : "no folder", "a folder that can be made");
-  if (fs::exists(directory / kIndexFile))
-    bad(directory, "", std::string(kIndexFile) + " of another model", "a folder without it");
   const TensorStream weights = config.experts.count > 0 ? by_expert(config, parameters) : parameters;
-  const auto files = split_over_files(weights, file_bytes);
-  if (files.size() > 1 && fs::exists(directory / kWhole))
-    bad(directory, "", std::string(kWhole) + " of another model", "a folder without it");
-  if (files.size() > 1)
-    write_indexed(directory, weights, files);
-  else
-    write_safetensors(directory / kWhole, weights);
+  write_tensor_files(directory, weights, file_bytes);
   write_file(directory / "config.json", hf_config_text(config, weights.entries.front().dtype));
   if (!config.generation_config.empty()) write_file(directory / kGenerationConfig, config.generation_config);
 }

@@ -45,4 +45,17 @@ std::int64_t bytes_of(const TensorStream::Entry& entry);
 void write_safetensors(const fs::path& path, const TensorStream& tensors,
                        const Metadata& metadata = {{"format", "pt"}});
 
+// ---- the weights of a model: model.safetensors, or several files and model.safetensors.index.json ----
+
+struct FoundTensor {
+  at::Tensor tensor;
+  fs::path file;
+};
+// By name; the files stay mapped. ConfigErrors, which end with `action`: neither of the two or both, an index
+// that contradicts the files.
+std::map<std::string, FoundTensor> read_tensor_files(const fs::path& directory, const std::string& action);
+// Several files where one would have more than `file_bytes` and several tensors. ConfigError: the folder has
+// the other kind.
+void write_tensor_files(const fs::path& directory, const TensorStream& weights, std::int64_t file_bytes);
+
 }  // namespace isograd

@@ -23,7 +23,6 @@
 namespace isograd {
 namespace {
 
-constexpr const char* kListing = "checksums.json";
 constexpr const char* kPartial = ".partial";    // being written
 constexpr const char* kReplaced = ".replaced";  // whole; another of the same step is taking its place
 constexpr const char* kDeleting = ".deleting";
@@ -216,7 +215,6 @@ struct Reader {
 // ---- tensors ----
 
 constexpr const char* kOptimizerFile = "optimizer.safetensors";
-constexpr const char* kStateFile = "state.json";
 
 std::string described(at::ScalarType type, at::IntArrayRef sizes) { return c10::str(type, " ", sizes); }
 
@@ -332,6 +330,11 @@ fs::path resolve_checkpoint(const fs::path& root, const std::string& which) {
   return directory;
 }
 
+fs::path published(const fs::path& directory) {
+  const fs::path replaced = hidden(directory, kReplaced);
+  return fs::exists(directory) || !is_complete(replaced) ? directory : replaced;
+}
+
 void publish_directory(const fs::path& directory, const std::function<void(const fs::path&)>& write,
                        const Moment& moment) {
   const auto at = [&](std::string_view name) {
@@ -343,6 +346,8 @@ void publish_directory(const fs::path& directory, const std::function<void(const
     // The folder above is the run's. Where it has gone meanwhile it is not made anew.
     if (fs::create_directory(root)) fsync_directory(root.parent_path());
     clear_leftovers(root);
+    fs::remove_all(partial);  // those of a directory that is no step's
+    if (fs::exists(replaced)) fs::exists(directory) ? remove_old(replaced) : fs::rename(replaced, directory);
     fs::create_directory(partial);
     try {
       at("empty folder");
@@ -430,23 +435,15 @@ fs::path save_checkpoint(const SaveOptions& options, const TrainingState& state,
   if (whole_state.dtype.empty()) whole_state.dtype = dtypes_of(layout);
   WholeTensors weights = WholeTensors::parameters(layout, options.placed);
   WholeTensors states(layout, sharded_state(layout, optimizer), options.placed);
-  if (all.rank() != 0) weights.drain(), states.drain();
-  on_rank_zero(all, [&] {
-    std::exception_ptr problem;
-    try {
-      if (options.makes_folders) make_folders(options.root);
-      publish_directory(directory, [&](const fs::path& folder) {
-        write_model(folder, weights.stream());
-        weights.drain();
-        write_safetensors(folder / kOptimizerFile, states.stream());
-        write_file(folder / kStateFile, to_json(whole_state));
-      });
-      prune_checkpoints(options.root, state.step, options.keep);
-    } catch (...) {
-      problem = std::current_exception();
-    }
-    weights.drain(), states.drain();  // the other ranks take part to the end, whatever happens to the files
-    if (problem) std::rethrow_exception(problem);
+  on_rank_zero_with(all, {&weights, &states}, [&] {
+    if (options.makes_folders) make_folders(options.root);
+    publish_directory(directory, [&](const fs::path& folder) {
+      write_model(folder, weights.stream());
+      weights.drain();
+      write_safetensors(folder / kOptimizerFile, states.stream());
+      write_file(folder / kStateFile, to_json(whole_state));
+    });
+    prune_checkpoints(options.root, state.step, options.keep);
   });
   return directory;
 }

@@ -18,12 +18,18 @@ using Moment = std::function<void(std::string_view)>;
 // Step of a directory named step-00000100; nothing for any other name.
 std::optional<std::int64_t> checkpoint_step(const std::filesystem::path& directory);
 
+inline constexpr const char* kListing = "checksums.json";
+inline constexpr const char* kStateFile = "state.json";
+
 // `write` fills a hidden sibling of `directory`, which gets checksums.json, is fsynced and renamed to
-// `directory`. An earlier directory of that name stays listed until then. Leftovers of killed saves are
-// removed first. The containing folder is created if missing, the one above it is not.
+// `directory`. An earlier directory of that name is moved aside just before the rename and removed after it;
+// an earlier checkpoint stays listed until then. Leftovers of killed saves are removed first. The containing
+// folder is created if missing, the one above it is not.
 void publish_directory(const std::filesystem::path& directory,
                        const std::function<void(const std::filesystem::path&)>& write,
                        const Moment& moment = {});
+// `directory`; where a write was killed between its two renames, the earlier one that was moved aside.
+std::filesystem::path published(const std::filesystem::path& directory);
 
 // Deletes checkpoints of a step above `step`, and all but the newest `keep` of the others.
 void prune_checkpoints(const std::filesystem::path& root, std::int64_t step, std::int64_t keep,

@@ -154,4 +154,22 @@ void WholeTensors::each(const TensorStream::Take& take) {
   if (problem) std::rethrow_exception(problem);
 }
 
+void on_rank_zero_with(Group& group, const std::vector<WholeTensors*>& tensors,
+                       const std::function<void()>& work) {
+  const auto drain = [&] {
+    for (WholeTensors* each : tensors) each->drain();
+  };
+  if (group.rank() != 0) drain();
+  on_rank_zero(group, [&] {
+    std::exception_ptr problem;
+    try {
+      work();
+    } catch (...) {
+      problem = std::current_exception();
+    }
+    drain();  // the other ranks take part to the end, whatever happens to the files
+    if (problem) std::rethrow_exception(problem);
+  });
+}
+
 }  // namespace isograd

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -53,5 +54,10 @@ class WholeTensors {
   std::vector<Place> places_{};
   std::size_t next_ = 0;
 };
+
+// Collective: rank 0 runs `work`, which may take these streams; the other ranks give it their parts. Every
+// rank throws what it throws, as of on_rank_zero().
+void on_rank_zero_with(Group& group, const std::vector<WholeTensors*>& tensors,
+                       const std::function<void()>& work);
 
 }  // namespace isograd
