@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORDED = {
     "configuration keys": 150,  # model.lora.*: rank, alpha, targets, dropout, b_range
     "environment variables": 7,
-    "findings": 80,  # gradient_of_earlier_step, loss_over_own_samples, samples_weighted_differently, micro_batches_not_reduced, norm_before_reduction, values_clipped, other_denominator, other_mean
+    "findings": 83,  # other_reduction, padding_seen, evaluation_mode; gradient_of_earlier_step, loss_over_own_samples, samples_weighted_differently, micro_batches_not_reduced, norm_before_reduction, values_clipped, other_denominator, other_mean
     "commands": 30,  # tensor, expert and pipeline of `bench` are three rows of its table, which were one call; export; serve, its status and key, and `bench serve`; calibrate, plan
     "options of commands": 134,  # verify: --server, --api-key-file, --base, --adapters; export: checkpoint, directory, --merge; serve: its bases, state, address, keys and limits; bench serve: --threads, --skyrl; serve: --ranks, --set; calibrate: --ranks, --output; plan: its model, cluster and work, what it writes, --try, --validate
     "public headers": 27,  # lora.hpp, sampler.hpp, planner.hpp

@@ -104,6 +104,10 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
            "make the last backward of each rank, and its forward, outside no_sync: "
            "`with contextlib.nullcontext() if last else model.no_sync():`; of a plain model {} once, after it",
            kReduce)},
+      {"other_reduction",
+       fmt::format("add gradients up: `dist.all_reduce(gradient, op=dist.ReduceOp.SUM)` of each; of a plain "
+                   "model {} after the last backward",
+                   kReduce)},
       {"norm_counts_replicas", norm},
       {"norm_of_own_shard", norm},
       {"norm_before_reduction",
@@ -184,6 +188,12 @@ std::map<std::string_view, std::string> changes(const std::string& mean) {
       {"initial_parameters_differ",
        "begin alike: `torch.manual_seed(0)` before the model is made, or "
        "`dist.broadcast(parameter.data, 0)` of each"},
+      {"evaluation_mode",
+       "`model.train()` before the step; to watch it without dropout, or with statistics that are frozen, switch "
+       "those modules alone to evaluation: `module.eval()` for them, after `model.train()`"},
+      {"padding_seen",
+       "give the model the mask of what is no padding: `model(tokens, attention_mask=real)`, and positions "
+       "that begin at each row's first token"},
       {"not_in_optimizer",
        "make it of the parameters of this very model, "
        "`optimizer = torch.optim.AdamW(model.parameters())`, after fully_shard and every other "

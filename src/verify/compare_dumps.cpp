@@ -12,7 +12,7 @@ namespace isograd {
 namespace {
 
 // Causes that a recorder finds by making the step in other ways, where nothing here has a name for it.
-constexpr std::array<std::string_view, 13> kTried = {finding_id::cut_in_forward,
+constexpr std::array<std::string_view, 20> kTried = {finding_id::cut_in_forward,
                                                      finding_id::weight_decay_in_gradient,
                                                      finding_id::mean_of_rank_means,
                                                      finding_id::mean_of_micro_batch_means,
@@ -24,7 +24,14 @@ constexpr std::array<std::string_view, 13> kTried = {finding_id::cut_in_forward,
                                                      finding_id::other_denominator,
                                                      finding_id::other_mean,
                                                      finding_id::other_targets,
-                                                     finding_id::initial_parameters_differ};
+                                                     finding_id::initial_parameters_differ,
+                                                     finding_id::gradient_lost,
+                                                     finding_id::other_reduction,
+                                                     finding_id::rounding,
+                                                     finding_id::documents_leak,
+                                                     finding_id::padding_seen,
+                                                     finding_id::noise_depends_on_layout,
+                                                     finding_id::buffers_differ};
 
 std::set<std::string> names_of(const StepDump& dump) {
   std::set<std::string> names;

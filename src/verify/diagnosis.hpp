@@ -43,6 +43,9 @@ namespace isograd {
           "gradients are not summed over an axis: each rank along it keeps its own part") \
   FINDING(micro_batches_not_reduced, \
           "some micro-batches' gradients stay on their ranks, as under no_sync() without a backward after it") \
+  FINDING(other_reduction, \
+          "gradients are reduced over ranks by another operation than a sum: each element is the largest, " \
+          "the smallest or the product of the ranks' ones") \
   FINDING(sum_order_depends_on_rank, \
           "each rank adds the parts up in another order: replicas differ in bits") \
   FINDING(not_repeatable, "the same step made twice gives different bits") \
@@ -59,6 +62,7 @@ namespace isograd {
   FINDING(values_clipped, \
           "elements are clipped, each by itself: the direction of the gradient is another one") \
   FINDING(documents_leak, "a document in a pack changes what another one computes") \
+  FINDING(padding_seen, "what a sample computes depends on the padding next to it: no mask covers it") \
   FINDING(term_scaled, "one term of the loss is multiplied, the others are right") \
   FINDING(some_parameters_scaled, \
           "some parameters' gradients are multiplied, the others are right: a tied weight counted twice, " \
@@ -96,6 +100,9 @@ namespace isograd {
           "shifted, shifted twice or smoothed, first or last targets left out") \
   FINDING(initial_parameters_differ, "parameters differ before the first step") \
   FINDING(noise_depends_on_layout, "random numbers depend on the rank, not on the sample") \
+  FINDING(evaluation_mode, \
+          "the step runs in evaluation mode, in which the model computes otherwise: dropout is off, or batch " \
+          "norm takes the statistics of before") \
   FINDING(resume_changes_step, "a resumed run goes on otherwise than one that was never stopped") \
   FINDING(reduced_every_micro_batch, "gradients are reduced after every micro-batch instead of once") \
   FINDING(traffic_differs, "another number of bytes was moved than the strategy needs") \
