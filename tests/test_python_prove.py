@@ -54,7 +54,7 @@ UPDATES = {
     "DdpUnusedParameter": "nothing is proven of unused.weight, unused.bias: a gradient of 0",
     "AdamDecaysWhatHasNoGradient": "31 of 31 trained parameters moved, alike on every rank",
     "WarmUp": "0 of 8 trained parameters moved; nothing is proven of", "StepsLater": "not looked at: the optimizer did not step",
-    "SecondLoop": "nothing is proven of head.weight, head.bias: another optimizer holds it, which did not step",
+    "SecondLoop": "nothing is proven of head.weight, head.bias: its optimizer steps later, as was said",
     "RateBelowRounding": "an update that rounding may hide", "UpdatedByHand": "8 of 8 trained parameters moved, alike",
     "LearningRateOfRank": "8 of 8 trained parameters moved"}
 SOME = {*SOME_MISTAKES, *UPDATES, *RIGHT[::3]}
@@ -231,7 +231,7 @@ def test_above_the_largest_shares_the_gradient_alone_is_compared(cases):
     "other_torches": ["torch 2.12.1+cu130 on rank 1 and ", "one version of torch on all ranks"],
     "no_lists": ["no lists of samples"],
     "other_samples": ["other samples on rank 1 than on rank 0", "`data`"],
-    "dropout": ["dropout of 0.1 in 1", "eval()"],
+    "dropout": ["a loss that is random", "first in 1 (Dropout)", "eval()"],
     "batch_statistics": ["statistics over the batch in 1 (BatchNorm1d)", "`norm.eval().train = lambda mode=True: norm`", 'mean="batch"'],
     "not_in_fp64": ["does not run in fp64: RuntimeError", "reference=torch.float32"],
     "loss_in_fp32": ["a loss in torch.float32 of a model in fp64"],
@@ -568,8 +568,8 @@ REFUSED = {
     "functional_dropout": TORCH + " first in body (Body)",
     "alpha_dropout": TORCH,
     "feature_dropout": TORCH,
-    "dropout_module": "dropout of 0.2 in body.1",
-    "encoder_layer": "dropout of 0.1 in body.dropout",
+    "dropout_module": TORCH + " first in body.1 (Dropout)",
+    "encoder_layer": TORCH + " first in body",
     "attention": TORCH + " first in body.a (MultiheadAttention)",
     "scaled_dot_product": TORCH,
     "attention_dropout_of_llama": TORCH + " first in model.layers.0.self_attn (LlamaAttention)",
@@ -603,7 +603,7 @@ REFUSED = {
 }
 # The same is drawn for a sample wherever it is, or it has no effect, or nothing is drawn.
 JUDGED = ["keyed_by_sample", "keyed_in_the_model", "keyed_by_its_own_generator", "module_in_evaluation",
-          "model_in_evaluation", "no_dropout_in_attention", "no_attention_dropout_in_llama", "drawn_without_effect",
+          "attention_in_evaluation", "no_dropout_in_attention", "no_attention_dropout_in_llama", "drawn_without_effect",
           "proved_keyed_by_sample"]
 
 

@@ -91,11 +91,14 @@ def kept() -> Iterator[None]:
 
 
 class Draws:
-    """Which generators move while a model's forward runs. first: the innermost module that drew first."""
+    """Which generators move while a model's forward runs. first: the innermost module that drew first. began: the states of torch's
+    own, on the CPU, with which forwards that drew began; of the first `keeps`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: int = 0) -> None:
         self.names: set[str] = set()
         self.first = ""
+        self.began: list[torch.Tensor] = []
+        self._keeps = keeps
         self._before: list[States] = []
 
     @contextlib.contextmanager
@@ -114,8 +117,11 @@ class Draws:
         def ended(module: nn.Module, *_: Any) -> None:
             if torch.compiler.is_compiling() or not self._before:
                 return
-            drew = moved(self._before.pop(), states())
+            before = self._before.pop()
+            drew = moved(before, states())
             self.names.update(drew)
+            if drew and len(self.began) < self._keeps:
+                self.began.append(before["torch"])
             if drew and not self.first:
                 self.first = f"{plain_name(name) or 'the model'} ({type(module).__name__})"
 

@@ -27,9 +27,11 @@ from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infi
 
 Finding = dict[str, str]  # id, sentence; change, where the one for its id does not fit
 MOST_NAMES = 6
+MOST_FORWARDS = 1000  # whose random numbers can be drawn again: 5 KB each
 # Why a parameter may stay where it is in a right step. Nothing is proven of its update then.
 EXCUSES = {"rate": "a learning rate of 0", "zero": "a gradient of 0", "rounding": "an update that rounding may hide",
            "waits": "the optimizer did not step", "elsewhere": "another optimizer holds it, which did not step",
+           "later": "its optimizer steps later, as was said",
            "masters": "its optimizer holds other tensors, perhaps copies in fp32", "unknown": "no optimizer was seen to step"}
 
 
@@ -55,8 +57,9 @@ def live() -> list[Any]:
 class Recording:
     """Gradients before clipping, what optimizers took, norm and limit, and which parameters they updated."""
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: Any, later: Sequence[Any] = ()) -> None:
+        """later: optimizers that step outside the block."""
+        self.model, self.optimizer, self.later = model, optimizer, later
         self.engine = Engine(model, None)
         self.gradients: dict[str, torch.Tensor] | None = None
         self.applied: dict[str, torch.Tensor] = {}
@@ -66,7 +69,7 @@ class Recording:
         self.changed: list[str] = []  # parameters that were no more what they had been when the first optimizer stepped
         self.clips = 0
         self.autocast: torch.dtype | None = None
-        self.draws = Draws()  # in the model's forward
+        self.draws = Draws(keeps=MOST_FORWARDS)  # in the model's forward
         self.drew: list[str] = []  # generators that the whole step drew from
         self.before: dict[str, str] = {}  # checksums of what this rank holds of the parameters
         self.by: dict[str, tuple[Any, dict[str, Any], float]] = {}  # the last optimizer that stepped, its group, the rate then
@@ -74,6 +77,7 @@ class Recording:
         self._inside: Any = None  # the optimizer whose step is being made: those that it calls are parts of it
         self.gathers: list[str] = []  # where a tensor with a gradient is gathered by a collective that passes none on
         self.order: dict[str, None] = {}  # modules as they first ran
+        self.modes: dict[str, bool] = {}  # of those that ran to be differentiated, whether they were in training mode
         self.earlier: dict[str, torch.Tensor] = {}  # the gradient when the first of them ran; empty: none, or zeros
         self.skipped = 0.0  # GradScaler's scale, at which the gradient is not finite, so that it left out the update
         self.nothing = False  # no parameter had a gradient where an engine that is known has one
@@ -167,8 +171,10 @@ class Recording:
         self._others = self._others or not groups
 
     def forward_of(self, name: str) -> Callable[..., None]:
-        def begins(*_: Any) -> None:
+        def begins(module: nn.Module, *_: Any) -> None:
             if not torch.compiler.is_compiling():
+                if torch.is_grad_enabled():
+                    self.modes.setdefault(name, module.training)
                 if not self.order and self.gradients is None and not self.engine.nothing():
                     before = self.engine.gradients()
                     self.earlier = {name: held(g) for name, g in before.items()} if any(local(g).any() for g in before.values()) else {}
@@ -238,23 +244,32 @@ class Recording:
         return original(*arguments, **named)
 
     def states(self) -> dict[str, str]:
-        """By parameter: "moved", "still", "unheld", or a key of EXCUSES."""
+        """By parameter: "moved", "still", "unheld", "left" (others were updated), or a key of EXCUSES."""
         after, parameters, owners = sums_of(self.engine), self.engine.trained(), self.engine.owners()
         given = held_by(self.optimizer, owners)
         others = None
+        later = {held for each in self.later for held in held_by(each, owners)}
         found = {}
         for name, p in parameters.items():
             if after[name] != self.before.get(name):
                 found[name] = "moved"
             elif name in self.by:
                 found[name] = self._excuse(name, p, owners[name])
+            elif name in later:
+                found[name] = "later"
             elif name in given:
-                found[name] = "waits"
+                found[name] = self._waiting(name, "waits")
             else:
                 if others is None:
                     others = {held for each in live() for held in held_by(each, owners)}
-                found[name] = "elsewhere" if name in others and not self._others else self._unheld(bool(given), self.applied[name])
+                found[name] = (self._waiting(name, "elsewhere") if name in others and not self._others else
+                               self._unheld(bool(given), self.applied[name]))
         return found
+
+    def _waiting(self, name: str, excuse: str) -> str:
+        """The state of a parameter whose optimizer did not step: a mistake where another one did and it has a gradient."""
+        gradient = (self.gradients or {}).get(name)
+        return "left" if self.by and gradient is not None and bool(local(gradient).any()) else excuse
 
     def _excuse(self, name: str, p: torch.Tensor, owner: torch.Tensor) -> str:
         """The state of a parameter that an optimizer took and that has not moved. owner: what the optimizer holds for it."""
@@ -339,6 +354,12 @@ def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
     still = [name for name, some in states.items() if "still" in some]
     find(bool(still), "not_updated", f"the optimizer stepped with a gradient for {_names(still)} and no bit of it changed, where "
          "rounding could not hide it")
+    left = [name for name, some in states.items() if "left" in some and "moved" not in some]
+    find(bool(left), "not_updated", f"an optimizer stepped inside the block, and that of {_names(left)} did not, though there is a "
+         "gradient: no bit of it changed")
+    if left and not still:
+        findings[-1]["change"] = ("call `optimizer.step()` of every optimizer inside the block; of one that steps elsewhere say so: "
+                                  "`later=[optimizer]` of watch")
     apart = _apart(everyone) if not idle else {}
     for first, others in list(apart.values())[:1]:
         find(True, "updates_differ", f"ranks took the same gradient and hold other parameters after the update: {_names(apart)}, on "

@@ -104,6 +104,7 @@ class WatchOptions(TypedDict, total=False):
     ids: Callable[[Any], int] | None
     data: Group
     stages: bool
+    later: Sequence[torch.optim.Optimizer]
     max_norm: float | None
     gradient: GradientOf | None
     precision: str | None
@@ -138,6 +139,7 @@ class watch:
     ids:           sample -> an integer; samples of one id are one sample, which counts once.
     data:          group or mesh of the ranks that see different samples; None: all do.
     stages:        each rank has its own parameters, under the names of the whole model.
+    later:         optimizers that hold parameters of the model and step outside the block: nothing is proven of these.
     max_norm:      what the step clips to, where it clips with its own code: PyTorch's and isograd's clipping is seen.
     gradient:      gradient(name, parameter) -> its gradient, where that is in buffers of your own; None: in `.grad`, or where
                    an engine that is known has it (docs/python_prove.md).
@@ -159,9 +161,9 @@ class watch:
                  micro_batches: MicroBatches | None = None, loss: Loss, features: Features | None = None,
                  make_model: Callable[[], nn.Module] | None = None, mean: Mean = "token", terms: Sequence[Term] = (),
                  ids: Callable[[Any], int] | None = None, data: Group = None, stages: bool = False,
-                 max_norm: float | None = None, gradient: GradientOf | None = None, precision: str | None = None,
-                 reference: torch.dtype = torch.float64, alone: bool = True, report: str | None = None,
-                 folder: str | None = None, timeout: float = 600.0) -> None:
+                 later: Sequence[torch.optim.Optimizer] = (), max_norm: float | None = None,
+                 gradient: GradientOf | None = None, precision: str | None = None, reference: torch.dtype = torch.float64,
+                 alone: bool = True, report: str | None = None, folder: str | None = None, timeout: float = 600.0) -> None:
         self.model, self.optimizer, self.terms = model, optimizer, [Term(loss, features=features, mean=mean), *terms]
         self.micro_batches: MicroBatches = [] if micro_batches is None else micro_batches
         self._added: list[list[Any]] | None = [] if micro_batches is None else None
@@ -169,7 +171,7 @@ class watch:
         self.gradient, self.precision, self.reference, self.alone = gradient, precision, reference, alone
         self.report, self.folder, self.timeout = report, folder, timeout
         self._verdict: Verdict | None = None
-        self.recording = Recording(model, optimizer)
+        self.recording = Recording(model, optimizer, later)
         self.recording.max_norm = max_norm
         self._logged: dict[str, Any] = {}
         self._notes: list[str] = []
@@ -229,13 +231,12 @@ class watch:
         return self
 
     def _prepared(self) -> tuple[str, dict[str, tuple[int, ...]], int, tuple[str, int], dict[str, bool]]:
-        """Its torch, shapes of this rank's parameters, its turn, host and threads, and the modules that are not in the model's mode."""
+        """Its torch, shapes of this rank's parameters, its turn, host and threads, and which modules are in training mode."""
         shapes = self._checked()
         if self.rank == 0 and self.make_model is None:
             self._copy = copy.deepcopy(plain(self.model))
         return str(torch.__version__), shapes, _turns + 1, _reference.place(), {
-            plain_name(name): module.training for name, module in plain(self.model).named_modules()
-            if module.training != self.model.training}
+            plain_name(name): module.training for name, module in plain(self.model).named_modules()}
 
     def _checked(self) -> dict[str, tuple[int, ...]]:
         """Refuses what this rank can see by itself."""
@@ -262,9 +263,6 @@ class watch:
             refuse(_WHERE, f"a model that is sharded over ranks ({sharded[0] if sharded else 'stages'}) and no make_model",
                    "a way to make the whole model on one process", "Give make_model=lambda: Model(...), before it is wrapped")
         for name, module in self.model.named_modules():
-            if is_dropout(module) and module.training and module.p > 0:
-                refuse(_WHERE, f"dropout of {module.p} in {name or 'the model'}", "a step that gives the same when it is repeated",
-                       "Set p = 0 or call eval() on it for this step: no other process draws the same numbers")
             if is_batch_norm(module) and module.training and any(term.mean != "batch" for term in self.terms):
                 refuse(_WHERE, f"statistics over the batch in {name or 'the model'} ({type(module).__name__})",
                        'a loss that is a sum over samples, or with mean="batch" one of all samples', "Freeze the statistics, also for a "
@@ -357,7 +355,7 @@ class watch:
             "nothing": taken.nothing, "unfinished": taken.engine.unfinished(),
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
-            "gathers": taken.gathers, "changed": taken.changed, "order": list(taken.order)})
+            "gathers": taken.gathers, "changed": taken.changed, "order": list(taken.order), "modes": taken.modes})
         if missing := next((one["unfinished"] for one in everyone if one["unfinished"]), None):
             refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
@@ -468,9 +466,7 @@ class watch:
                    "Make a new one in it, or copy.deepcopy what it shares")
         self._hooks.enter_context(_left_alone(self.model))
         model = _reference.fill(_reference.plain_layers(model.cpu(), self._initial), self._initial, names)
-        model.train(self.model.training)
-        for name, module in model.named_modules():
-            module.training = self._modes.get(plain_name(name), module.training)
+        findings += self._set_modes(model, {name: mode for one in reversed(everyone) for name, mode in one["modes"].items()})
         count = sum(p.numel() for p in model.parameters())  # two copies, the gradient and a share of it
         _reference.fits_in_memory(_reference.available(), 5 * count * self.reference.itemsize,
                                   f"a model of {count:,} parameters, whose step on one process, without activations,",
@@ -478,6 +474,7 @@ class watch:
         with _reference.threads(self._threads) as look:  # in fp64 their number makes no difference that is compared
             right = one_process(copied(model), self.terms, once, self.reference, after_each=look, own=own)
             self._threads = torch.get_num_threads()
+        findings += self._of_modes(model, once, right, everyone)
         limit, axes = self.recording.max_norm, self._axes(len(batch))
         clipped_by = views[0]["logged_norm"] if views[0]["norm"] is None else views[0]["norm"]
         for view in views:
@@ -485,7 +482,7 @@ class watch:
         for view, part in zip(views, parts):
             view["spread"] = spread(part, parts[0])
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
-        changes: dict[str, str] = {}
+        changes = {finding["id"]: finding["change"] for finding in findings if "change" in finding}
         run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
                "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
                # The ranks' counts are known where nothing was taken twice.
@@ -552,6 +549,39 @@ class watch:
         verdict.notes += self._notes + (_duplicates(batch) if self.ids is None else [])
         self._judge_randomness(verdict, right, [one["drew"] for one in everyone])
         return verdict
+
+    def _set_modes(self, model: nn.Module, ran: Mapping[str, bool]) -> list[Finding]:
+        """Sets the modes in which modules ran; of others those of before. A finding where the step switched BatchNorm to training.
+
+        ran: by module whether it was in training mode in the step.
+        """
+        before, whole = self._modes, ran.get("", self.model.training)
+        switched = []
+        for name, module in model.named_modules():
+            own = plain_name(name)
+            other = own in before and before[own] != before.get("", whole)
+            module.training = ran.get(own, before[own] if other else whole)
+            if is_batch_norm(module) and module.training and not before.get(own, True) and any(term.mean != "batch" for term in self.terms):
+                module.training = False
+                switched.append(f"{own} ({type(module).__name__})")
+        return [{"id": "buffers_differ", "sentence": f"the step switched {', '.join(switched[:5])} to training mode, in which it takes the "
+                 "statistics of each micro-batch's own rows, and changes its buffers by them", "change": "freeze the statistics, also for "
+                 "what calls model.train(): `norm.eval().train = lambda mode=True: norm`"}] if switched else []
+
+    def _of_modes(self, model: nn.Module, batch: Batch, right: Reference, everyone: Sequence[Mapping[str, Any]]) -> list[Finding]:
+        """A finding where the step ran in evaluation mode, in which the model computes otherwise than in training mode."""
+        evaluating = [rank for rank, one in enumerate(everyone) if one["modes"] and not one["modes"].get("", any(one["modes"].values()))]
+        if not evaluating:
+            return []
+        where = [f"{name or 'the model'} ({type(module).__name__})" for name, module in model.named_modules()
+                 if is_batch_norm(module) or is_dropout(module) and module.p > 0]
+        if not where:  # layers of one's own
+            with contextlib.suppress(Exception):
+                trained = one_process(copied(model).train(), self.terms, batch, self.reference, shares=False)
+                if not math.isclose(trained.loss, right.loss, rel_tol=1e-12):
+                    where = [f"the loss is {trained.loss:.9g} in training mode, and {right.loss:.9g} so"]
+        return [{"id": "evaluation_mode", "sentence": f"rank {evaluating[0]} made the step in evaluation mode, in which the model computes "
+                 f"otherwise than in training: {', '.join(where[:5])}{' and more' if len(where) > 5 else ''}"}] if where else []
 
     def _of_places(self, verdict: Verdict, names: Sequence[str], modules: Sequence[str]) -> Finding | None:
         """The name of a difference that ends at a module. modules: as they ran first."""

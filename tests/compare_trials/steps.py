@@ -147,6 +147,7 @@ class SecondLoop(Ddp):
 
     def make_optimizer(self, model):
         self.other = torch.optim.SGD(trained(model.module.head), lr=0.1)
+        self.watch_options = {"later": [self.other]}
         return torch.optim.SGD(trained(model.module.layers), lr=0.1)
 
 

@@ -145,8 +145,8 @@ def llama_loss(model, sample):
     return F.cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:], reduction="none")
 
 
-def in_evaluation(model, of=None):
-    (of(model) if of else model).eval()
+def in_evaluation(model, of):
+    of(model).eval()
     return model
 
 
@@ -214,7 +214,7 @@ SETTINGS = {
     "keyed_by_its_own_generator": (plain(keyed_by_its_own), sample_loss),
     "module_in_evaluation": (lambda: in_evaluation(Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))), lambda m: m.body[1]),
                              sample_loss),
-    "model_in_evaluation": (lambda: in_evaluation(Model(Attention(0.2))), sample_loss),
+    "attention_in_evaluation": (lambda: in_evaluation(Model(Attention(0.2)), lambda m: m.body), sample_loss),
     "no_dropout_in_attention": (lambda: Model(Attention(0.0)), sample_loss),
     "no_attention_dropout_in_llama": (llama(0.0), llama_loss),
     "drawn_without_effect": (plain(lambda _, x: x if torch.rand([]) >= 0 and random.random() >= 0 else x * 0), sample_loss),

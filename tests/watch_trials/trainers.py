@@ -473,7 +473,7 @@ def weighted(w):
     model = DDP(Classifier(statistics=True))
     #= weighted_mean_of_isograd | the change of mean_of_rank_means, as the verdict says it
     #- model = isograd.sum_gradients(DDP(Classifier(statistics=True)))
-    model.eval()
+    model.module.normal.eval()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     #= not_scaled | a loss scale of 1

@@ -1,0 +1,41 @@
+"""Causes that `isograd.watch` tries on the reference, and what it sees of a step besides its gradient: each names the mistake, and
+lets the step without it pass (tests/python_package/causes.py)."""
+import json
+import re
+
+import pytest
+from conftest import ROOT, run_python
+
+CASES = re.findall(r'(?m)^    "([^"]+)": ', (ROOT / "tests/python_package/causes.py").read_text().partition("\nCASES = {")[2])
+
+
+@pytest.fixture(scope="module")
+def causes(warm):
+    first, second = json.loads(run_python(warm, "causes.py"))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_mistake_is_named_and_the_step_without_it_passes(causes, name):
+    (right, none, said), (wrong, findings, text) = causes[name]
+    assert (right, none) == (True, []), said
+    assert (wrong, findings) == (False, [name.split(" ")[0]]), text
+
+
+@pytest.mark.parametrize("name, parts", {
+    "not_updated": ["that of 2.weight, 2.bias did not", "`later=[optimizer]`"],
+    "evaluation_mode": ["the loss is ", "`model.train()` before the step"], "evaluation_mode of PyTorch's": ["middle.1 (Dropout)"],
+    "buffers_differ": ["the step switched 1 (BatchNorm1d) to training mode", "`norm.eval().train = lambda mode=True: norm`"],
+    "refused": ["a loss that is random", "first in middle.1 (Dropout)"]}.items())
+def test_it_is_said_where_it_is_and_what_to_change(causes, name, parts):
+    text = causes[name][1][2]
+    assert all(part in text for part in parts), text
+
+
+def test_what_one_is_told_to_step_later_is_said(causes):
+    assert "nothing is proven of 2.weight, 2.bias: its optimizer steps later, as was said" in causes["not_updated unless told"][0][2]
+
+
+def test_each_case_was_made(causes):
+    assert sorted(CASES) == sorted(causes) and len(CASES) >= 6
