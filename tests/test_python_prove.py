@@ -32,7 +32,7 @@ BLIND = {
     "ClipsEachMicroBatch": "clipped_before_reduction", "ZeroesInTheLoop": "micro_batches_lost",
     "DividedByTheMostMicroBatches": "mean_of_micro_batch_means", "CountOfTheStepBefore": "scaled_by_factor",
     "ShiftedOverThePack": "other_targets", "MeanOfSampleMeans": "other_mean", "SmoothedLabels": "undecided",
-    "UnfrozenAfterWrapping": "not_summed_over_axis", "TieLost": "unknown", "BiasesInNoGroup": "not_in_optimizer",
+    "UnfrozenAfterWrapping": "not_summed_over_axis", "TieLost": "gradient_lost", "BiasesInNoGroup": "not_in_optimizer",
     "EmbeddingAveragedTwice": "some_parameters_scaled", "IgnoredByFsdp": "not_summed_over_axis",
     "DividedByRanksOnceMore": "averaged_over_axis", "OtherOrderOnOneRank": "replicas_differ",
     "OtherSeedsNoBroadcast": "initial_parameters_differ", "ValuesClipped": "values_clipped",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ._native.isograd_comm import ConfigError
-from ._ranks import in_precision, tensors_in
+from ._ranks import in_precision, mapped, plain_name, tensors_in
 from ._recording import Finding
 from ._reference import Batch, Features, Gradients, LARGEST_SHARES, Loss, norm_of, Reference, SMOOTH_WHOLE, Term
 
@@ -24,7 +24,12 @@ ONCE = ("compute and differentiate the loss once, over the features of all micro
         "GradCache where they do not fit")
 EXACT = 1e-10  # what sums in fp64 may differ by, as E1 of the verdict
 TIMES_NEARER = 4.0  # than any other cause, where rounding lets several fit
+ALONG = 0.7  # cosine of two differences, which is next to 0 where they have nothing to do with each other and have many elements
+FEWEST_ELEMENTS = 100  # of a gradient for that: of so many a cosine of 0.7 is seven times what chance makes
+MOST_UNITS = 8.0  # of a coarser type that a gradient may be off by, for its logits to have been in it
+MOST_USES = 8  # of one parameter in a sample's forward: one of them is tried after the other
 Said = Callable[[float], "Finding | None"]  # by the multiple that was fitted
+Cause = Callable[["Trials"], None]  # adds to `fitting` what gives the gradient found
 
 
 def _dot(one: Gradients, other: Gradients) -> float:
@@ -66,30 +71,49 @@ class Trials:
     moved: float = 0.0
     fitting: list[tuple[float, Finding]] = dataclasses.field(default_factory=list)
 
+    def trying(self, *causes: Cause, until_one_fits: bool = False) -> None:
+        """An exception ends that cause alone: the user's loss is called as it was not written for."""
+        for cause in causes:
+            if not (until_one_fits and self.fitting):
+                with contextlib.suppress(Exception):
+                    cause(self)
+
     def terms_and_parts(self, gathers: bool) -> None:
         """gathers: features are gathered without their gradient, which scales what they reach."""
-        try_parts(self)
-        try_terms(self, gathers)
-        for more in (try_shares, try_statistics, try_weights):  # these have numbers to fit, so that they come last
-            if not self.fitting:
-                more(self)
+        self.trying(try_parts, try_own_rows, lambda trials: try_terms(trials, gathers))
+        # These have numbers to fit, so that they come last.
+        self.trying(try_shares, try_statistics, try_weights, until_one_fits=True)
 
-    def rest(self, values: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor], said: Sequence[str]) -> None:
-        """values: of the parameters. earlier: the gradient when the step's first forward began. said: the findings so far; where
-        several causes fit, a count is not tried as one more."""
+    def rest(self, values: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor], drawn: Sequence[Sequence[torch.Tensor]],
+             said: Sequence[str]) -> None:
+        """values: of the parameters. earlier: the gradient when the step's first forward began. drawn: by place along data, the states
+        with which forwards that drew random numbers began. said: the findings so far; where several causes fit, a count is not tried as
+        one more."""
         if "undecided" not in said:
-            try_denominators(self)
+            self.trying(try_denominators)
         if said != ["scaled_by_factor"]:
-            try_earlier(self, earlier)
-            try_decay(self, values)
-            try_means(self)
-            try_targets(self)
+            self.trying(lambda trials: try_earlier(trials, earlier), lambda trials: try_decay(trials, values), try_means, try_rows,
+                        try_reductions, try_targets)
+            self.trying(lambda trials: try_noise(trials, drawn), try_uses, try_packs, try_padding, try_casts, until_one_fits=True)
 
     @functools.cached_property
     def base(self) -> Gradients | None:
         """The gradient of the terms that are sums over samples, next to those of the whole batch."""
         others = [term for term in self.terms if not term.whole]
         return self.step(others, self.batch).gradients if others and len(others) < len(self.terms) else None
+
+    @functools.cached_property
+    def others(self) -> Gradients | None:
+        """The gradient of all terms but the first."""
+        return self.step(self.terms[1:], self.batch).gradients if self.terms[1:] else None
+
+    @functools.cached_property
+    def seen(self) -> list[list[list[_OtherTargets]]]:
+        """Of each sample of the batch what the first term's loss embeds, and its targets."""
+        model = self.fresh()
+        dtype = next(model.parameters()).dtype
+        return [[[_seen(model, self.terms[0].loss, in_precision(sample, dtype)) for sample in micro] for micro in micros]
+                for micros in self.batch]
 
     def made(self, terms: Sequence[Term], keys: Sequence[Any]) -> list[Gradients]:
         """The gradient of each part of the batch, or their sum where they are too large to be kept; none where there is one part, too
@@ -193,6 +217,48 @@ def try_shares(trials: Trials) -> None:
             trials.line(base, _sum(list(zip(shares, alone))), lambda _: finding, 1.0)  # noqa: B023
 
 
+class _RowsAlone(TorchFunctionMode):
+    """Of cross entropies over as many rows as there are samples some rows count, divided as before."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        if function is not F.cross_entropy:
+            return function(*arguments, **(named or {}))
+        given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
+        given.apply_defaults()
+        reduction, given.arguments["reduction"] = given.arguments["reduction"], "none"
+        losses = F.cross_entropy(*given.args, **given.kwargs)
+        if losses.shape != self._counts.shape:
+            raise _NotTried
+        own = torch.where(self._counts, losses, torch.zeros_like(losses))
+        return own if reduction == "none" else own.sum() if reduction == "sum" else own.mean()
+
+
+def try_own_rows(trials: Trials) -> None:
+    """Each rank has the losses of its own rows, among the features of all, and a gradient through its own features alone."""
+    whole = [term for term in trials.terms if term.whole]
+    ranks = torch.tensor([rank for rank, _ in trials.keys()])
+    if len(whole) != 1 or not whole[0].features or len(trials.batch) < 2:
+        return
+    term, = whole
+
+    def loss(model: nn.Module, features: Sequence[Any]) -> Any:
+        parts = []
+        for rank in range(len(trials.batch)):
+            with _RowsAlone(ranks == rank):
+                parts.append(term.loss(model, [own if of == rank else mapped(own, torch.Tensor.detach)
+                                               for own, of in zip(features, ranks.tolist())]))
+        return torch.stack(parts).sum()
+
+    trials.line(trials.base, trials.step([dataclasses.replace(term, loss=loss)], trials.batch).gradients, lambda times: {
+        "id": "not_summed_over_axis", "sentence": "features are gathered without their gradient: each rank has the losses of its own rows, "
+        f"and a gradient through its own features alone{'' if math.isclose(times, 1, rel_tol=1e-3) else f', times {times:.4g}'}",
+        "change": f"{GATHER} in place of that; of a library `gather_with_grad=True`"} if times > 0 else None)
+
+
 class _StatisticsByPart(TorchFunctionMode):
     """Means, variances and batch normalisations over the rows of tensors, which are the batch's samples in order, are those of each
     part's rows, and stand in each of its rows. sizes: how many rows each part has."""
@@ -232,10 +298,7 @@ def try_statistics(trials: Trials) -> None:
     whole = [term for term in trials.terms if term.whole]
     if not whole or len(sizes) < 2:
         return
-    try:
-        by_rank = trials.step([_with_statistics_of(term, sizes) for term in whole], trials.batch).gradients
-    except ConfigError:  # of so few samples there are none
-        return
+    by_rank = trials.step([_with_statistics_of(term, sizes) for term in whole], trials.batch).gradients
     base = trials.base
     same = _sum([(1.0, by_rank), *([(1.0, base)] if base is not None else [])])
     if math.isfinite(norm_of(by_rank)) and not trials.is_near(same, trials.right.gradients):
@@ -317,6 +380,79 @@ def try_decay(trials: Trials, values: Mapping[str, torch.Tensor]) -> None:
             "id": "weight_decay_in_gradient", "sentence": f"the gradient is off by {times:.3g} times {what}: a decay"})  # noqa: B023
 
 
+# Another operation than a sum.
+def try_reductions(trials: Trials) -> None:
+    shares, ranks = trials.right.shares, range(len(trials.batch))
+    if len(ranks) < 2 or not shares:
+        return
+    nothing = {name: torch.zeros_like(g) for name, g in trials.right.gradients.items()}
+    by_rank = [_sum([(1.0, nothing), *((1.0, share) for (rank, _), share in shares.items() if rank == own)]) for own in ranks]
+    for what, operation in (("largest", torch.amax), ("smallest", torch.amin), ("product", torch.prod)):
+        way = {name: operation(torch.stack([part[name] for part in by_rank]), 0) for name in nothing}
+        trials.line(None, way, lambda times: {
+            "id": "other_reduction", "sentence": f"each element of the gradient is the {what} of the ranks' ones"  # noqa: B023
+            f"{'' if math.isclose(times, 1, rel_tol=1e-3) else f', times {times:.4g}'}, and not their sum"} if times > 0 else None)
+
+
+# Gradients that are lost in part.
+class _UseDetached(TorchFunctionMode):
+    """One use of a parameter passes no gradient on. which: its number; -1 none. uses: the names of the functions, in their order."""
+
+    def __init__(self, parameter: torch.Tensor, which: int) -> None:
+        super().__init__()
+        self._parameter, self._which, self.uses = parameter, which, list[str]()
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        found = function(*arguments, **(named or {}))
+        given = [*arguments, *(named or {}).values()]
+        if not any(value is self._parameter for value in given) or not any(tensor.requires_grad for tensor in tensors_in(found)):
+            return found  # among others of its shape or type
+        self.uses.append(function.__name__)
+        if len(self.uses) - 1 != self._which:
+            return found
+        cut = [value.detach() if value is self._parameter else value for value in given]
+        return function(*cut[:len(arguments)], **dict(zip(named or {}, cut[len(arguments):])))
+
+
+def try_uses(trials: Trials) -> None:
+    """A parameter that is used more than once, as a tied weight is, and has the gradient of all uses but one."""
+    term = trials.terms[0]
+    wrong = [name for name, right in trials.right.gradients.items() if not trials.is_near({"": right}, {"": trials.found[name]})]
+    first = next((sample for micros in trials.batch for micro in micros for sample in micro), None)
+    if len(wrong) != 1 or term.whole or first is None:
+        return
+    name, = wrong
+
+    def used(model: nn.Module, sample: Any, which: int) -> tuple[Any, list[str]]:
+        with _UseDetached({plain_name(own): p for own, p in model.named_parameters()}[name], which) as mode:
+            return term.loss(model, sample), mode.uses
+
+    model = trials.fresh()
+    _, uses = used(model, in_precision(first, next(model.parameters()).dtype), -1)
+    for which, function in enumerate(uses if 1 < len(uses) <= MOST_USES else ()):
+        cut = dataclasses.replace(term, loss=lambda model, sample: used(model, sample, which)[0])  # noqa: B023
+        trials.line(None, trials.step([cut, *trials.terms[1:]], trials.batch).gradients, lambda _: {
+            "id": "gradient_lost", "sentence": f"of {len(uses)} uses of {name} in the forward one passes no gradient on: number "
+            f"{which + 1}, by {function}"}, 1.0)  # noqa: B023
+
+
+def try_rows(trials: Trials) -> None:
+    """Rows of parameters that have no gradient."""
+    left, lost = dict(trials.right.gradients), []
+    for name, right in trials.right.gradients.items():
+        if right.dim() == 0 or not right.numel():
+            continue
+        some, wanted = ((g != 0).reshape(len(g), -1).any(1) for g in (trials.found[name], right))
+        if rows := (wanted & ~some).nonzero().flatten().tolist():
+            left[name] = right.index_fill(0, torch.tensor(rows), 0.0)
+            lost.append(f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:5]))}{' and more' if len(rows) > 5 else ''} of {name}")
+    if lost:
+        trials.line(None, left, lambda _: {
+            "id": "gradient_lost", "sentence": f"{'; '.join(lost[:3])}{' and more' if len(lost) > 3 else ''}: no gradient there, where "
+            "there should be one, and all others are right", "change": "let all rows have their gradient: take out what clears some of "
+            "them (`register_hook`, `padding_idx=`), or leave them out of the loss in `loss` too"}, 1.0)
+
+
 # Another denominator, and another mean.
 def try_denominators(trials: Trials) -> None:
     """Counts of padding, of all tokens or of samples, where a count of targets was to be."""
@@ -376,6 +512,8 @@ class _OtherTargets(TorchFunctionMode):
     def __init__(self, which: str) -> None:
         super().__init__()
         self.which, self.count, self.tokens, self.targets = which, 0, torch.empty(0), torch.empty(0)
+        self.sums: list[torch.Tensor] = []  # of each one's losses
+        self.valid = 0  # targets of all
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is F.embedding and not self.tokens.numel():
@@ -395,8 +533,11 @@ class _OtherTargets(TorchFunctionMode):
         elif self.which:
             other = _changed(target, self.which, ignored, self.tokens)
             self.count += int((other != ignored).sum()) - int((target != ignored).sum())
-            given.arguments["target"] = other
-        return F.cross_entropy(*given.args, **given.kwargs)
+            given.arguments["target"] = target = other
+        self.valid += int((target != ignored).sum())
+        losses = F.cross_entropy(*given.args, **given.kwargs)
+        self.sums.append(losses.sum() if given.arguments["reduction"] != "mean" else losses * (target != ignored).sum())
+        return losses
 
 
 def _changed(target: torch.Tensor, which: str, ignored: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -408,6 +549,10 @@ def _changed(target: torch.Tensor, which: str, ignored: int, tokens: torch.Tenso
         if which != "later own" and bool(valid.all()) and tokens.numel() >= target.numel():
             first = tokens.reshape(-1)[:1].expand_as(first)
         return torch.cat([first, target[..., :-1] if which == "own" else target], -1)
+    if which == "after padding":
+        other = torch.full_like(target, ignored).flatten()
+        other[0] = tokens.flatten()[1]
+        return other.reshape(target.shape)
     if which == "ignored":
         if bool(valid.all()):
             return target
@@ -432,7 +577,7 @@ def _one_token_more(model: nn.Module, seen: _OtherTargets) -> Iterator[None]:
         def more(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.shape != seen.tokens.shape:
                 return value
-            last = seen.targets.flatten()[-1:] if tokens else value.flatten()[-1:]
+            last = (seen.targets if tokens and seen.targets.flatten()[-1:].ge(0).all() else value).flatten()[-1:]
             tokens.clear()
             return torch.cat([value, last.to(value.dtype).expand_as(value[..., :1])], -1)
 
@@ -453,8 +598,20 @@ def _retargeted(loss: Loss, which: str) -> Loss:
             if longer:
                 undo.enter_context(_one_token_more(model, seen))
             other = undo.enter_context(_OtherTargets(which))
-            found = loss(model, sample)
+            try:
+                found = loss(model, sample)
+            except Exception:  # as it may where it selects among the losses
+                if not other.sums:
+                    raise
+                found = torch.full((), math.nan)
         value, count = found if isinstance(found, tuple) else (found, found.numel())
+        if other.sums:
+            total = torch.stack(other.sums).sum()
+            same = math.isclose(float(value.sum()), float(total), rel_tol=EXACT)
+            if same or which in ("ignored", "after padding") or _is_sum(model, loss, sample):
+                return total, other.valid
+        if not bool(value.isfinite().all()):
+            raise _NotTried
         if not other.targets.numel():  # of losses of another kind the first or the last can be left out
             if which not in ("first", "last") or isinstance(found, tuple) or count < 1:
                 raise _NotTried
@@ -466,6 +623,14 @@ def _retargeted(loss: Loss, which: str) -> Loss:
         return value.sum(), count
 
     return changed
+
+
+def _is_sum(model: nn.Module, loss: Loss, sample: Any) -> bool:
+    """Whether the loss is the sum over all targets of its cross entropies, though it may select among them."""
+    with torch.no_grad(), _OtherTargets("") as seen:
+        found = loss(model, sample)
+    value = found[0] if isinstance(found, tuple) else found
+    return math.isclose(float(value.sum()), float(torch.stack(seen.sums).sum()), rel_tol=EXACT)
 
 
 def _seen(model: nn.Module, loss: Loss, sample: Any) -> _OtherTargets:
@@ -499,33 +664,250 @@ def _with_targets(trials: Trials, which: str) -> Reference:
     term = trials.terms[0]
     which, _, of_one = which.partition(" of ")
     other, place = _retargeted(term.loss, which), -1 if which == "last" else 0
-    batch = [[[(sample, not of_one or sample is micro[place]) for sample in micro] for micro in micros] for micros in trials.batch]
-    return trials.step([dataclasses.replace(term, loss=lambda model, pair: (other if pair[1] else term.loss)(model, pair[0]))], batch)
+    changes = [[[not of_one or sample is micro[place] for sample in micro] for micro in micros] for micros in trials.batch]
+    return _placed(trials, changes, lambda model, pair: (other if pair[1] else term.loss)(model, pair[0]))
 
 
 def try_targets(trials: Trials) -> None:
     term = trials.terms[0]
     if term.whole or term.mean == "weighted":
         return
-    base = trials.step(trials.terms[1:], trials.batch).gradients if trials.terms[1:] else None
-    for which, what in TARGETS.items():
-        with contextlib.suppress(Exception):  # a loss that is made otherwise is not tried
-            step = _with_targets(trials, which)
+    trials.trying(*(functools.partial(_try_target, which=which) for which in TARGETS), _try_smoothing)
 
-            def say(times: float) -> Finding | None:
-                if not times > 0:
-                    return None
-                count = step.targets if term.mean == "token" else None  # noqa: B023
-                other = count is not None and abs(1 - times) > 1e-3
-                return {"id": "other_targets", "sentence": what + (  # noqa: B023
-                    f"; their {count} losses are divided by {(count or 0) / times:.6g}" if other else "")}
 
-            trials.line(base, step.gradients, say)
-    with contextlib.suppress(Exception):
-        step = _with_targets(trials, "smooth")
-        smooth = _sum([(1.0, step.gradients), *([(1.0, base)] if base is not None else []), (-1.0, trials.right.gradients)])
-        trials.line(trials.right.gradients, smooth, lambda times: {
-            "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g} more than those of `loss`" if times > 0 else
-            f"labels are not smoothed, and those of `loss` are, by {times / (times - 1):.4g}",
-            "change": "declare what the step computes, or leave it out there: `label_smoothing` of the loss, and of `loss`"}
-            if times < 1 else None)
+def _try_target(trials: Trials, which: str) -> None:
+    step = _with_targets(trials, which)
+
+    def say(times: float) -> Finding | None:
+        if not times > 0:
+            return None
+        count = step.targets if trials.terms[0].mean == "token" else None
+        other = count is not None and abs(1 - times) > 1e-3
+        return {"id": "other_targets", "sentence": TARGETS[which] + (
+            f"; their {count} losses are divided by {(count or 0) / times:.6g}" if other else "")}
+
+    trials.line(trials.others, step.gradients, say)
+
+
+def _try_smoothing(trials: Trials) -> None:
+    step = _with_targets(trials, "smooth")
+    smooth = _sum([(1.0, step.gradients), *([(1.0, trials.others)] if trials.others is not None else []), (-1.0, trials.right.gradients)])
+    trials.line(trials.right.gradients, smooth, lambda times: {
+        "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g} more than those of `loss`" if times > 0 else
+        f"labels are not smoothed, and those of `loss` are, by {times / (times - 1):.4g}",
+        "change": "declare what the step computes, or leave it out there: `label_smoothing` of the loss, and of `loss`"}
+        if times < 1 else None)
+
+
+# Samples that are computed next to others: in a pack, or next to padding.
+class _Positions(TorchFunctionMode):
+    """`torch.arange` over all positions gives these."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        super().__init__()
+        self._positions, self._plain = positions, torch.arange(len(positions))
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        found = function(*arguments, **(named or {}))
+        return self._positions.to(found) if function is torch.arange and torch.equal(found, self._plain.to(found)) else found
+
+
+@contextlib.contextmanager
+def _next_to(model: nn.Module, tokens: torch.Tensor, before: torch.Tensor, after: torch.Tensor, of_before: bool = False) -> Iterator[None]:
+    """The model is given other tokens before and after a sample's, and what it gives of these is left out. of_before: as much of its
+    end is left out in place of what it gives of those before."""
+    size = tokens.shape[-1]
+
+    def longer(_: nn.Module, arguments: Any, named: Any) -> Any:
+        left = [(before, after)]  # of the tokens; masks and the like go on as they begin
+
+        def more(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.shape != tokens.shape:
+                return value
+            around = left.pop() if left else [value[..., :1].expand(*value.shape[:-1], len(some)) for some in (before, after)]
+            first, last = (some.to(value).expand(*value.shape[:-1], -1) for some in around)
+            return torch.cat([first, value, last], -1)
+
+        return tuple(map(more, arguments)), {name: more(value) for name, value in named.items()}
+
+    def own(_: nn.Module, __: Any, found: Any) -> Any:
+        whole = len(before) + size + len(after)
+        first = 0 if of_before else len(before)
+        return mapped(found, lambda tensor: tensor.narrow(-2, first, size) if tensor.dim() > 1 and tensor.shape[-2] == whole else tensor)
+
+    hooks = [model.register_forward_pre_hook(longer, with_kwargs=True), model.register_forward_hook(own)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _try_places(trials: Trials, places: Sequence[Sequence[Sequence[Any]]], finding: Finding) -> None:
+    """places: of each sample (its tokens, those before it, those after it, all positions or None)."""
+    term = trials.terms[0]
+
+    def loss(model: nn.Module, placed: Any) -> Any:
+        sample, (tokens, before, after, positions) = placed
+        with _next_to(model, tokens, before, after), contextlib.nullcontext() if positions is None else _Positions(positions):
+            return term.loss(model, sample)
+
+    trials.line(trials.others, _placed(trials, places, loss).gradients, lambda _: finding, 1.0)
+
+
+def _placed(trials: Trials, places: Sequence[Sequence[Sequence[Any]]], loss: Loss) -> Reference:
+    """The step of the first term with such a loss of (sample, its place)."""
+    batch = [[[*zip(micro, some)] for micro, some in zip(micros, of)] for micros, of in zip(trials.batch, places)]
+    return trials.step([dataclasses.replace(trials.terms[0], loss=loss)], batch)
+
+
+NONE = torch.empty(0, dtype=torch.long)
+PACK = ("let each document see itself alone, at positions that begin at 0: "
+        "`sees = (document[:, None] == document) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()`")
+
+
+def try_packs(trials: Trials) -> None:
+    """Each micro-batch is one pack of its samples, which see those before them, or stand at positions that run on."""
+    if trials.terms[0].whole or not any(len(micro) > 1 for micros in trials.batch for micro in micros):
+        return
+
+    def documents(some: Sequence[_OtherTargets]) -> list[torch.Tensor]:
+        """All tokens of each: the last one may be a target alone."""
+        found = []
+        for one in some:
+            tokens, last = one.tokens.flatten(), one.targets.flatten()[-1:]
+            found.append(torch.cat([tokens, last]) if one.targets.numel() == len(tokens) and bool(last.ge(0).all()) else tokens)
+        return found
+
+    def placed(sees: bool, runs_on: bool) -> list[list[list[Any]]]:
+        found: list[list[list[Any]]] = [[[] for _ in micros] for micros in trials.seen]
+        for micros, places in zip(trials.seen, found):
+            for some, to in zip(micros, places):
+                earlier: list[torch.Tensor] = []
+                for one, document in zip(some, documents(some)):
+                    size, before = one.tokens.shape[-1], torch.cat([NONE, *earlier])
+                    positions = [*(torch.arange(len(other)) for other in earlier), torch.arange(size)]
+                    to.append((one.tokens, before if sees else NONE, NONE, None if sees and runs_on else torch.cat(positions) if sees else
+                               len(before) + torch.arange(size)))
+                    earlier.append(document)
+        return found
+
+    for sees, runs_on, what in ((True, False, "see those before them in the pack"), (False, True, "have positions that run on through the pack"),
+                                (True, True, "see those before them in the pack, and have positions that run on through it")):
+        trials.trying(functools.partial(_try_places, places=placed(sees, runs_on), finding={
+            "id": "documents_leak", "sentence": f"documents of a micro-batch {what}", "change": PACK}))
+
+
+def try_padding(trials: Trials) -> None:
+    """The samples of a micro-batch stand in rows of one length, and see what fills these; or it predicts their first tokens."""
+    if trials.terms[0].whole:
+        return
+    missing = [[[max(one.tokens.shape[-1] for one in some) - own.tokens.shape[-1] for own in some] for some in micros] for micros in trials.seen]
+    if not any(number for micros in missing for some in micros for number in some):
+        return
+    model = trials.fresh()
+    fillings = [0, getattr(getattr(model, "config", None), "pad_token_id", None), *(getattr(module, "padding_idx", None) for module in model.modules())]
+    for filling in dict.fromkeys(number for number in fillings if isinstance(number, int)):
+        each = [[[(one.tokens, torch.full((number,), filling)) for one, number in zip(*of)] for of in zip(*micros)]
+                for micros in zip(trials.seen, missing)]
+        for left, runs_on in ((True, False), (True, True), (False, True)):
+            trials.trying(functools.partial(_try_places, finding={
+                "id": "padding_seen", "sentence": f"tokens see the padding, {filling}, that stands {'before' if left else 'after'} them"},
+                places=[[[(tokens, *((more, NONE) if left else (NONE, more)), None if runs_on else
+                           torch.cat([0 * more, torch.arange(tokens.shape[-1])])) for tokens, more in some] for some in micros] for micros in each]))
+        trials.trying(functools.partial(_try_first_tokens, places=each))
+
+
+def _try_first_tokens(trials: Trials, places: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Targets that `loss` ignores carry loss, also the first token of each row that is filled up before it. places: of each sample its
+    tokens and what fills up its row."""
+    term = trials.terms[0]
+    all_targets, first = _retargeted(term.loss, "ignored"), _retargeted(term.loss, "after padding")
+
+    def loss(model: nn.Module, placed: Any) -> Any:
+        sample, (tokens, more) = placed
+        value, count = all_targets(model, sample)
+        if len(more):
+            with _next_to(model, tokens, more[-1:], NONE, of_before=True):
+                other, one = first(model, sample)
+            value, count = value + other, count + one
+        return value, count
+
+    trials.line(trials.others, _placed(trials, places, loss).gradients, lambda times: {
+        "id": "other_targets", "sentence": f"{TARGETS['ignored']}, and the first token of rows that are filled up before it, which "
+        f"padding has to predict{'' if math.isclose(times, 1, rel_tol=1e-3) else f'; times {times:.4g}'}"} if times > 0 else None)
+
+
+# Random numbers of the run.
+def try_noise(trials: Trials, drawn: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Each sample with the random numbers that its forward in the run drew, where there was one for each."""
+    term = trials.terms[0]
+    samples = [[sample for micro in micros for sample in micro] for micros in trials.batch]
+    if term.whole or not drawn or [*map(len, drawn)] != [*map(len, samples)]:
+        return
+    left = [iter(states) for states in drawn]
+
+    def loss(model: nn.Module, placed: Any) -> Any:
+        sample, state = placed
+        hook = model.register_forward_pre_hook(lambda *_: torch.set_rng_state(state), prepend=True)
+        try:
+            return term.loss(model, sample)
+        finally:
+            hook.remove()
+
+    places = [[[next(states) for _ in micro] for micro in micros] for states, micros in zip(left, trials.batch)]
+    trials.line(trials.others, _placed(trials, places, loss).gradients, lambda _: {
+        "id": "noise_depends_on_layout", "sentence": "with the random numbers that each forward of the run drew, in place of those of `loss`, "
+        "all is right: they are not those of the sample", "change": "seed with the sample alone, in the step as in `loss`: "
+        "`torch.manual_seed(sample.id)` before its forward; or switch off what draws: `dropout.eval()`"}, 1.0)
+
+
+# Logits in a coarser type.
+class _Cast(TorchFunctionMode):
+    """Cross entropies take their logits in another type, and are computed in it, or in the one that logits had."""
+
+    def __init__(self, dtype: torch.dtype, back: bool) -> None:
+        super().__init__()
+        self._dtype, self._back = dtype, back
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Any = None) -> Any:
+        if function is not F.cross_entropy:
+            return function(*arguments, **(named or {}))
+        given = inspect.signature(F.cross_entropy).bind(*arguments, **(named or {}))
+        logits = given.arguments["input"]
+        other = logits.to(self._dtype)
+        given.arguments["input"] = other.to(logits.dtype) if self._back else other
+        return F.cross_entropy(*given.args, **given.kwargs).to(logits.dtype)
+
+
+def try_casts(trials: Trials) -> None:
+    """Logits are made coarser before the loss. What is rounded after it in the run is not known, so that the gradient itself is not
+    to be made: the difference has to lie along the one that this makes, of which no other cause knows, and to be as large."""
+    term, right = trials.terms[0], trials.right.gradients
+
+    def beside(gradient: Gradients) -> tuple[float, Gradients]:
+        """The multiple of the right gradient in it, and what there is besides."""
+        multiple = _dot(gradient, right) / max(trials.right.norm**2, 1e-300)
+        return multiple, _sum([(1.0, gradient), (-multiple, right)])
+
+    if sum(g.numel() for g in right.values()) < FEWEST_ELEMENTS:
+        return
+    multiple, off = beside(trials.found)
+    for dtype, back in ((dtype, back) for dtype in (torch.bfloat16, torch.float16) for back in (True, False)):
+        unit = torch.finfo(dtype).eps / 2
+        if term.whole or unit <= 8 * trials.unit or abs(multiple - 1) > MOST_UNITS * unit or norm_of(off) > MOST_UNITS * unit * trials.right.norm:
+            continue
+
+        def loss(model: nn.Module, sample: Any) -> Any:
+            with _Cast(dtype, back):  # noqa: B023
+                return term.loss(model, sample)
+
+        cast = trials.step([dataclasses.replace(term, loss=loss), *trials.terms[1:]], trials.batch).gradients
+        _, other = beside(cast)
+        cosine = _dot(off, other) / max(norm_of(off) * norm_of(other), 1e-300)
+        if cosine >= ALONG and 0.5 <= norm_of(off) / norm_of(other) <= 2.0:
+            name = str(dtype).removeprefix("torch.")
+            trials.fitting.append((norm_of(_sum([(1.0, trials.found), (-1.0, cast)])), {
+                "id": "rounding", "sentence": f"logits are made {name} before the loss: the gradient is off as that rounding makes it "
+                f"(cosine {cosine:.3f} of the difference)", "change": "take the loss of logits in the type of the run: "
+                "`F.cross_entropy(logits.float(), targets)`, with no `.bfloat16()` or `.half()` before it"}))

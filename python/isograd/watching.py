@@ -375,8 +375,9 @@ class watch:
             applied = None  # elements are clipped, as nothing says that they were not to be
         parts = self._parts(own, [view["gradients"] for view in views])
         earlier = self._earlier(own) if any(left) else {}
+        drawn = gather_objects(taken.draws.began, to=0) if any(one["drew"][0] for one in everyone) else []
         with self._hooks:
-            self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts, earlier))
+            self._verdict = self._from_rank_0(lambda: self._compared(gradients, applied, everyone, views, parts, earlier, drawn))
 
     def _earlier(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The gradient as it was before the step, on rank 0: of copies their mean. Collective."""
@@ -447,7 +448,8 @@ class watch:
 
     # Rank 0 alone.
     def _compared(self, gradients: dict[str, torch.Tensor], applied: dict[str, torch.Tensor] | None, everyone: list[Any],
-                  views: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]], earlier: dict[str, torch.Tensor]) -> Verdict:
+                  views: list[dict[str, Any]], parts: list[dict[str, torch.Tensor]], earlier: dict[str, torch.Tensor],
+                  drawn: list[list[torch.Tensor]]) -> Verdict:
         names = list(gradients)
         precision = self.precision or self._precision()
         if precision == "fp64" and any(g.dtype != torch.float64 for g in gradients.values()):
@@ -535,7 +537,8 @@ class watch:
                 with _reference.threads(self._threads):
                     verdict = compare(run, reference, alone, report, folder)
         if cause is None and not (cause := self._of_gathers(verdict, lines)) and (_vague(verdict) or "scaled_by_factor" in verdict.findings):
-            trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, verdict.findings)
+            by_place = [drawn[self._places.index(place)] for place in sorted({*self._places})] if drawn else []
+            trials.rest({name: self._initial[name].detach().double().cpu() for name in gradients}, earlier, by_place, verdict.findings)
             cause = trials.nearest()
         if cause := cause or self._of_changes(verdict, everyone) or self._of_places(
                 verdict, list(gradients), modules) or self._of_clips(verdict):

@@ -318,12 +318,29 @@ def a_loss_that_takes_nothing_else(rank, wrong):
 
 
 CASES = {
+    "gradient_lost in rows": a_row,
+    "gradient_lost in one use": a_tie,
+    "other_reduction largest": an_operation(dist.ReduceOp.MAX),
+    "other_reduction smallest": an_operation(dist.ReduceOp.MIN),
+    "other_reduction product": an_operation(dist.ReduceOp.PRODUCT),
+    "other_targets of prompts": prompts,
+    "other_targets of prompts in rows": prompts_in_rows,
+    "other_targets not shifted": not_shifted,
+    "documents_leak seen": a_pack(True, False),
+    "documents_leak positions": a_pack(False, True),
+    "documents_leak both": a_pack(True, True),
+    "padding_seen before": padding(True),
+    "padding_seen after": padding(False),
     "not_updated": an_optimizer_that_waits,
     "not_updated unless told": one_that_waits_and_is_told,
     "evaluation_mode": evaluation(Drops),
     "evaluation_mode of PyTorch's": evaluation(lambda: nn.Dropout(0.3)),
+    "rounding of logits": cast,
+    "not_summed_over_axis of features": own_rows,
+    "noise_depends_on_layout": seeded_by_rank,
     "buffers_differ": statistics,
     "refused": dropout_without_a_seed,
+    "undecided": a_loss_that_takes_nothing_else,
 }
 
 

@@ -15,7 +15,7 @@ TRUE = {
     "zeroed_before_step": "gradient_lost no_gradient",
     "layer_rates": "some_parameters_scaled",
     "prompts_trained": "other_targets",
-    "padding_seen": "",
+    "padding_seen": "padding_seen",
     "tie_computed_apart": "cut_in_forward gradient_lost",
     "cast_early": "rounding",
     "padding_counted": "scaled_by_factor other_denominator",
@@ -29,7 +29,7 @@ TRUE = {
     "biases_not_reduced": "replicas_differ not_summed_over_axis",
     "last_bucket_lost": "replicas_differ not_summed_over_axis",
     "summed_in_bf16": "rounding",
-    "largest_of_ranks": "",
+    "largest_of_ranks": "other_reduction",
     "group_of_two": "replicas_differ not_summed_over_axis missing_rank_part",
     "rank_1_averages_in_place": "updates_differ",
     "hook_sums": "reduced_while_accumulating multiplied_by_axis",
@@ -73,16 +73,5 @@ TRUE = {
 
 # How a trial may come out that is not named, or not let pass; the rest are.
 NOT_NAMED = {
-    "prompts_trained": "undecided",
-    "padding_seen": "undecided",
-    "tie_computed_apart": "undecided",
-    "cast_early": "undecided",
-    "not_shifted": "undecided",
-    "largest_of_ranks": "undecided",
-    "sees_other_documents": "undecided",
-    "positions_run_on": "undecided",
-    "own_rows_alone": "undecided",
     "one_direction": "undecided",
-    "seeded_by_rank": "undecided",
-    "row_without_gradient": "undecided",
 }
