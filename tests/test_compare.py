@@ -427,13 +427,15 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
     good = json.loads(steps_file.read_text())
     good["ranks"] = [{"initial": ["0" * 16] * 16, "norm": 2.0, "spread": 0, "owned_norm": 1, "bytes_moved": 3}]
     good["owners"] = [[1, 1]] * 16
-    good["moves"], good["rounding"] = [0.5] * 16, [0] * 16
+    good["moves"], good["rounding"], good["scale_moves"], good["scale_rounding"] = [0.5] * 16, [0] * 16, 1e-6, 0
     changes = [{}, {"loss": "nan"}, {"loss": "inf"}, {"precision": "fp16"}]
     bad = [{"loss": "NaN"}, {"losses": 1}, {"version": 2}, {"format": "other"}, {"targets": -1}, {"targets": 1.5},
            {"targets": "3"}, {"tokens": 2 ** 60}, {"samples": [1.5]}, {"samples": 3}, {"counts": [1, 2]},
            {"counts": [[-1]]}, {"axes": {"dp": 0}}, {"axes": [3]}, {"precision": 32}, {"precision": "float64"}, {"parameters": "x"},
            {"loss": None}, {"terms": [1]}, {"scales": {"learning_rate": "fast"}}, {"owners": [[1]]}, {"owners": [[1, 2, 3]]},
            {"moves": [-1] * 16}, {"moves": []}, {"moves": ["inf"] * 16}, {"rounding": 0.5}, {"rounding": [None] * 16},
+           {"scale_moves": -1e-7}, {"scale_moves": "nan"}, {"scale_moves": "1e-6"}, {"scale_moves": [1e-6]}, {"scale_moves": None},
+           {"scale_rounding": "inf"}, {"scale_rounding": True}, {"scale_rounding": -1},
            {"ranks": {}}, {"ranks": [{"initial": ["xyz"]}]}, {"ranks": [{"colour": 1}]}, {"ranks": [{"norm": []}]},
            {"ranks": [{"norm": None}]},
            {"samples": []}, {"counts": []}, {"ranks": []}, {"owners": []}, {"ranks": [{"initial": []}]}, {"ranks": [{"gradients": []}]},
@@ -446,6 +448,25 @@ def test_the_schema_and_the_reader_accept_and_refuse_the_same(tmp_path):
             continue  # a process for each takes its time
         done = isograd("compare", tmp_path / "run", tmp_path / "one")
         assert (done.returncode != 2) == accepted, (change, done.stderr)
+
+
+@pytest.mark.parametrize("scale_moves, moves, said", [
+    (-1e-7, 1e-7, ['one/step.json: "scale_moves": found -1e-07', "a finite number, 0 or more", "Write the dump again"]),
+    ("nan", 1e-7, ['"scale_moves": found "nan"', "a finite number, 0 or more", "Write the dump again"]),
+    ([1e-7], 1e-7, ['"scale_moves": found [1e-07]', "a number", "Write the dump again"]),
+    (1, 1e-7, ['one: "scale_moves": found 1', "at most 1e-07", "Record both of the same steps"]),
+    (1, None, ['one: "scale_moves": found 1', "at most 0", "Record both of the same steps"])])
+def test_a_scale_that_moves_further_than_the_gradient_is_refused(tmp_path, scale_moves, moves, said):
+    Steps(tmp_path, dtype=torch.float32).reference().run(change=lambda gradients: [g.mul_(1 + 5e-6) for g in gradients.values()])
+    file = tmp_path / "one/step.json"
+    step = json.loads(file.read_text())
+    if moves is not None:
+        gradients = load_file(tmp_path / "one/gradients.safetensors")
+        step["moves"] = [moves * float(gradients[name].norm()) for name in sorted(gradients)]
+    file.write_text(json.dumps({**step, "scale_moves": scale_moves}))
+    done = isograd("compare", tmp_path / "run", tmp_path / "one", status=2)
+    for part in said:
+        assert part in done.stderr, done.stderr
 
 
 def test_the_writer_turns_every_number_that_is_not_finite_into_text(tmp_path):

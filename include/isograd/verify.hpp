@@ -85,6 +85,9 @@ struct StepDump {
   std::vector<double> moves{};
   // By parameter, for one process in a lower precision: the largest distance of several runs from fp64.
   std::vector<double> rounding{};
+  // The same two of the scale of the whole gradient, which a badly conditioned number may multiply: how far
+  // <g, g64> / <g64, g64> is from 1. 0: not recorded.
+  double scale_moves = 0, scale_rounding = 0;
 
   struct RankView {
     // xxHash of the bits of each parameter before the step, and of each gradient, on this rank.
@@ -283,7 +286,8 @@ struct Comparison {
 struct WholeScale {
   bool tested = false;
   double error = 0;       // 0: equal to the reference
-  double allowed = 0;     // 4 (u + the fit's standard error); u is the unit round-off of the run's precision
+  double allowed = 0;     // 4 (u + the fit's standard error), or more by what one process is off; u is the
+                          // unit round-off of the run's precision
   double found_from = 0;  // smallest scale error common to all parameters that would not pass
   bool passed = true;
 };

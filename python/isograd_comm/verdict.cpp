@@ -58,6 +58,8 @@ StepDump dump_of(const py::dict& step) {
   dump.applied = named(get<py::dict>(step, "applied"));
   dump.moves = get<std::vector<double>>(step, "moves");
   dump.rounding = get<std::vector<double>>(step, "rounding");
+  dump.scale_moves = get<double>(step, "scale_moves");
+  dump.scale_rounding = get<double>(step, "scale_rounding");
   for (const auto& rank : get<std::vector<py::dict>>(step, "ranks")) {
     const std::string path = fmt::format("ranks.{}.", dump.ranks.size());
     dump.ranks.push_back({.initial = checksums(rank, "initial"),

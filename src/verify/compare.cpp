@@ -120,8 +120,11 @@ std::vector<FitSums> scaled(std::vector<FitSums> pieces, double more) {
 // `allowed`: what the scale of pieces may be off by, from them and their fit.
 using AllowedScale = std::function<double(const std::vector<FitSums>& pieces, const Along& fitted)>;
 
-AllowedScale allowed_of_whole(double unit, double alone = 0) {
-  return [=](const auto&, const Along& fitted) { return 4 * (unit + fitted.scatter + std::abs(alone)); };
+AllowedScale allowed_of_whole(double unit, const ScaleRounding& rounding) {
+  return [=](const auto&, const Along& fitted) {
+    const double least = unit + fitted.scatter;  // a NaN of one process allows no more
+    return kRoundingFactor * std::max(least, std::min(least + std::abs(rounding.alone), rounding.most));
+  };
 }
 AllowedScale allowed_of_one(double allowed) {
   return [=](const auto& pieces, const Along& fitted) {
@@ -235,12 +238,14 @@ Along along(const Tensors& errors, const Tensors& direction, const Tensors& valu
   return fit(cut(errors, sums_of), unit);
 }
 
-bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit) {
-  return held_to(pieces_between(gradient, reference), unit, allowed_of_whole(unit)).passed;
+bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit,
+                  const ScaleRounding& rounding) {
+  return held_to(pieces_between(gradient, reference), unit, allowed_of_whole(unit, rounding)).passed;
 }
 
-WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone) {
-  return test(pieces_between(gradient, reference), unit, allowed_of_whole(unit, alone));
+WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit,
+                      const ScaleRounding& rounding) {
+  return test(pieces_between(gradient, reference), unit, allowed_of_whole(unit, rounding));
 }
 
 WholeScale test_scale_of_one(const at::Tensor& gradient, const at::Tensor& reference, double unit,

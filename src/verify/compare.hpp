@@ -47,10 +47,18 @@ struct Along {
 // weighted by the inverse mean square of its error, at least that of one rounding of `values`.
 Along along(const Tensors& errors, const Tensors& direction, const Tensors& values, double unit);
 
+// How wrong rounding makes a number that multiplies a whole gradient, relative to it.
+struct ScaleRounding {
+  double alone = 0;  // by how much one process is off in the same precision (Along::share); inf: not known
+  double most = 0;   // of that, as much may count (StepDump::scale_moves); inf: all of it
+};
+
 // E2's scale of the whole gradient: |error| ≤ 4 (u + scatter + alone), for up to four roundings that all
-// elements share. `alone`: how far off one process is in the same precision (Along::share).
-WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit, double alone = 0);
-bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit);  // only whether it passes
+// elements share; at most 4 (u + scatter), or 4 `most` where that is more.
+WholeScale test_scale(const Tensors& gradient, const Tensors& reference, double unit,
+                      const ScaleRounding& rounding = {});
+bool scale_agrees(const Tensors& gradient, const Tensors& reference, double unit,
+                  const ScaleRounding& rounding = {});  // only whether it passes
 
 // The same for one parameter: |error| ≤ allowed + 4 scatter + twice what no scale explains, because a few
 // independent errors may lie along the gradient by chance, and the reference is itself off.

@@ -96,6 +96,10 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
   }
   layout.e1 = not_claimed("a dump in " + precision + " says nothing of exact arithmetic");
   const double unit = allowance.bounds.unit, sums = unit * std::sqrt(allowance.bounds.sum_length);
+  auto scale = fmt::format("scale of the whole gradient within 4 (u + its standard error), u = {:.2g}", unit);
+  if (const double moves = std::min(allowance.scale.alone, allowance.scale.most); moves > 0)
+    scale += fmt::format(", or 4 times what one process {}, {:.2g}, where that is more",
+                         with_alone ? "and the right gradient are off" : "moves", moves);
   auto whole =
       fmt::format("of all parameters together {:.2g} of {:.2g} allowed", one.whole_error(), allowance.whole);
   if (allowance.matrix > 0)
@@ -103,15 +107,13 @@ void judge(LayoutVerdict& layout, const StepDump& expected, const ComparedStep& 
   layout.e2.bound =
       with_alone ? fmt::format(
                        "{}: |g - g64| <= 4 |g1 - g64| + {:.3g} s, at most what is allowed without g1, one "
-                       "process in {}; u sqrt(W G) = {:.3g}; {}; scale of the whole gradient within 4 (u + "
-                       "its standard error), u = {:.2g}",
-                       precision, sums, precision, sums, whole, unit)
+                       "process in {}; u sqrt(W G) = {:.3g}; {}; {}",
+                       precision, sums, precision, sums, whole, scale)
                  : fmt::format(
                        "{}: |g - g64| <= {:.2g} s for each parameter, twice the most that right steps were "
-                       "seen to be off; {}; scale of the whole gradient within 4 (u + its standard error), u "
-                       "= {:.2g}; a dump of one process in {} (--alone) gives a sharper bound",
+                       "seen to be off; {}; {}; a dump of one process in {} (--alone) gives a sharper bound",
                        precision, layout.parameters.empty() ? 0 : layout.parameters[0].rounded.allowed, whole,
-                       unit, precision);
+                       scale, precision);
 }
 
 // An action that finds smaller mistakes than a comparison in this precision.
@@ -185,6 +187,17 @@ bool same_by_rank(const StepDump& found, const StepDump& expected) {
   });
 }
 
+// The part of a change that lies along the gradient is no longer than the change.
+void expect_scale(const StepDump& dump, const std::string& name) {
+  Tensors gradient;
+  for (const auto& [parameter, tensor] : dump.gradients) gradient.push_back(tensor.to(at::kDouble));
+  const double most = dump.moves.empty() ? 0 : norm_of(dump.moves) / norm_of(gradient);
+  if (dump.scale_moves > most * (1 + 1e-6))
+    refuse(name + ": \"scale_moves\"", fmt::format("{:.3g}", dump.scale_moves),
+           fmt::format("at most {:.3g}, the norm of all \"moves\" by that of the gradient", most),
+           "Record both of the same steps (docs/verify.md, losses that jump), or neither");
+}
+
 // `--alone` must be the same step, in A's precision, and right within what rounding does to any.
 void expect_alone(const StepDump& alone, const StepDump& found, const StepDump& expected,
                   const DumpNames& names) {
@@ -232,6 +245,7 @@ RunAgain again_from_shares(const StepDump& expected) {
 DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames& names,
                              std::optional<StepDump> alone) {
   ISOGRAD_INVARIANT(!found.gradients.empty() && !expected.gradients.empty(), "a dump without a gradient");
+  if (expected.scale_moves > 0) expect_scale(expected, names.expected);
   DumpComparison result;
   if (!align_names(found, names.found, expected, result.notices))
     align_names(expected, names.expected, found, result.notices);
@@ -248,6 +262,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     if (!rounding.empty())
       for (const auto& [name, gradient] : expected.gradients)
         pair.alone_rounding.push_back(rounding.at(name));
+    pair.alone_scale_rounding = alone->scale_rounding;
   }
   const bool both = !pair.found.counts.empty() && !expected.counts.empty();
   if (both && pair.found.counts != expected.counts) {
@@ -284,10 +299,11 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     if (one.parameters()[i].scale > 0) moved = std::max(moved, one.moves()[i] / one.parameters()[i].scale);
   if (one.allowance().moved)
     result.notices.push_back(fmt::format(
-        "the right gradient itself moves, by up to {:.2g} of a parameter's scale, where parameters move by "
-        "what rounding in {} is worth, as where a derivative jumps: no run in {} is sure of it, and what is "
-        "smaller does not show (a run in fp64 tells; docs/verify.md, losses that jump)",
-        moved, precision, precision));
+        "the right gradient itself moves, by up to {:.2g} of a parameter's scale and {:.2g} in the scale of "
+        "the whole, where numbers move by what rounding in {} is worth, as where a derivative jumps or one "
+        "badly conditioned number multiplies all of it: no run in {} is sure of it, and what is smaller does "
+        "not show (a run in fp64 tells; docs/verify.md, losses that jump)",
+        moved, expected.scale_moves, precision, precision));
   const auto terms = terms_of(pair.found), their_terms = terms_of(expected);
   const auto in_both = [&](const std::string& term) { return contains(their_terms, term); };
   if (!terms.empty() && !their_terms.empty() && std::ranges::none_of(terms, in_both))
@@ -346,10 +362,15 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
     result.findings.push_back(
         {finding_id::unknown, "the step is not the expected one, in no way that has a name"});
   const auto unknown = [](const Finding& finding) { return finding.id == finding_id::unknown; };
-  if (!one.allowance().exact && expected.moves.empty() && std::ranges::any_of(result.findings, unknown))
+  const bool only_whole = !one.same() && std::ranges::all_of(one.parameters(), [](const auto& parameter) {
+    return parameter.comparison.passed;
+  });
+  if (!one.allowance().exact && expected.moves.empty() &&
+      (only_whole || std::ranges::any_of(result.findings, unknown)))
     result.notices.push_back(fmt::format(
-        "where the derivative of the loss jumps, rounding in {} alone makes it another one, and no bound on "
-        "rounding holds: compare a run in fp64, or record \"moves\" (docs/verify.md, losses that jump)",
+        "where the derivative of the loss jumps, or a badly conditioned number multiplies it, rounding in {} "
+        "alone makes it another one, and no bound on rounding holds: compare a run in fp64, or record "
+        "\"moves\" and \"scale_moves\" (docs/verify.md, losses that jump)",
         precision));
   layout.passed = verdict.passed;
   verdict.layouts.push_back(std::move(layout));

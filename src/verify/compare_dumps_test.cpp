@@ -360,6 +360,103 @@ TEST(CompareDumps, WhatARunSaysOfItselfNeverWidensABound) {
   EXPECT_FALSE(far_of_all(4e-6));
 }
 
+// A loss that multiplies all of the gradient by a number that rounding makes wrong: what is measured of that
+// is allowed, and no more.
+struct Conditioned {
+  double found = 0, alone = 0;                 // errors of scale
+  double scale_moves = 0, scale_rounding = 0;  // as recorded
+  double moves = 0;                            // of each parameter, as a share of its norm
+};
+DumpComparison conditioned(const Conditioned& of, bool with_alone = true) {
+  const auto times = [](double factor) {
+    StepDump dump = in_precision("fp32");
+    for (auto& [name, tensor] : dump.gradients) tensor = tensor * factor;
+    return dump;
+  };
+  StepDump expected = right(), alone = times(1 + of.alone);
+  for (const auto& [name, tensor] : expected.gradients)
+    if (of.moves > 0) expected.moves.push_back(of.moves * tensor.norm().item<double>());
+  expected.scale_moves = of.scale_moves;
+  alone.scale_rounding = of.scale_rounding;
+  return compare_dumps(times(1 + of.found), expected, kNames,
+                       with_alone ? std::optional(alone) : std::nullopt);
+}
+
+TEST(CompareDumps, TheScaleOfTheWholeIsAllowedWhatRoundingIsMeasuredToDo) {
+  const Conditioned measured{.alone = 8e-7, .scale_moves = 1e-6, .scale_rounding = 1e-6, .moves = 1.1e-6};
+  const auto with = [&](double found) {
+    Conditioned of = measured;
+    of.found = found;
+    return of;
+  };
+  for (const double sign : {1.0, -1.0}) {
+    EXPECT_FALSE(conditioned({.found = sign * 9e-7, .alone = 0}).verdict.passed) << "without";
+    for (const bool alone : {true, false}) {
+      const auto right_one = conditioned(with(sign * 3e-6), alone);
+      EXPECT_TRUE(right_one.verdict.passed) << alone << " " << first_id(right_one);
+      ASSERT_FALSE(right_one.notices.empty());
+      EXPECT_THAT(right_one.notices[0], HasSubstr("1e-06 in the scale of the whole"));
+      EXPECT_GT(right_one.verdict.layouts[0].e2.uniform_found, 4e-6) << "and says what it finds";
+      for (const double wrong : {4.4e-6, 1e-5, 2e-4}) {  // 4 times what is measured are 4e-6
+        const auto found = conditioned(with(sign * wrong), alone);
+        EXPECT_FALSE(found.verdict.passed) << alone << " " << wrong;
+        EXPECT_EQ(first_id(found), "scaled_by_factor") << alone << " " << wrong;
+      }
+    }
+    // One process is right: so has the run to be.
+    EXPECT_FALSE(conditioned({.found = sign * 3e-6, .scale_moves = 1e-6, .moves = 1e-6}).verdict.passed);
+    // The right gradient does not move, and one process is wrong: it is no bound.
+    EXPECT_THAT(
+        error_testing::error_of([&] { conditioned({.found = sign * 3e-6, .alone = sign * 3e-6}); }),
+        HasSubstr("--alone"));
+  }
+}
+
+TEST(CompareDumps, AScaleThatMovesFurtherThanTheGradientIsRefused) {
+  for (const double moves : {0.0, 1e-6})
+    for (const bool alone : {true, false}) {
+      const auto said = error_testing::error_of(
+          [&] { conditioned({.found = 1e-6, .scale_moves = 1, .moves = moves}, alone); });
+      EXPECT_THAT(said, HasSubstr("B: \"scale_moves\"")) << moves;
+      EXPECT_THAT(said, HasSubstr(fmt::format("at most {:.3g}", moves))) << moves;
+      EXPECT_THAT(said, HasSubstr("Record both of the same steps")) << moves;
+    }
+  // With `moves` as large: a bound that is wider than a gradient is no pass.
+  const auto wide = conditioned({.found = 1e-5, .scale_moves = 1, .moves = 1}, false);
+  EXPECT_FALSE(wide.verdict.passed);
+  EXPECT_EQ(first_id(wide), "unresolved");
+}
+
+// Weights of ranks that are nearly equal move the gradient by 1e-5: just above what is allowed they are named.
+TEST(CompareDumps, ASmallMeanOfRankMeansIsFoundBesideAScaleThatMoves) {
+  const std::vector<std::vector<std::int64_t>> counts = {{500000, 500010}, {1000030}, {999990}};
+  constexpr double kTargets = 3000030;
+  const auto made = [&](const char* precision, bool wrong) {
+    StepDump dump = in_precision(precision, dump_of([&](std::size_t rank, auto) {
+                                   double own = 0;
+                                   for (const auto count : counts[rank]) own += static_cast<double>(count);
+                                   return wrong ? kTargets / (3 * own) : 1.0;
+                                 }));
+    dump.counts = counts;
+    dump.figures.targets = dump.figures.tokens = static_cast<std::int64_t>(kTargets);
+    return dump;
+  };
+  StepDump expected = made("fp64", false), found = made("fp32", true);
+  found.shares.clear();
+  Tensors right, off;
+  for (std::size_t i = 0; i < expected.gradients.size(); ++i) {
+    right.push_back(expected.gradients[i].second);
+    off.push_back(found.gradients[i].second - right.back());
+  }
+  const double moves = norm_of(off) / norm_of(right) / (1.05 * kRoundingFactor);
+  ASSERT_GT(moves, 8 * 0x1p-24) << "what is measured is more than 32 u";
+  for (const at::Tensor& gradient : right) expected.moves.push_back(moves * norm_of(gradient));
+  expected.scale_moves = moves;
+  const auto result = compare_dumps(found, expected, kNames);
+  EXPECT_FALSE(result.verdict.passed);
+  EXPECT_EQ(first_id(result), "mean_of_rank_means");
+}
+
 TEST(CompareDumps, SharesOfTheReferenceThatDoNotAddUpAreAFindingAndMissingOnesANotice) {
   StepDump reference = right();
   reference.shares[2][0][0].second = reference.shares[2][0][0].second * 1.5;

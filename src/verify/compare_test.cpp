@@ -237,6 +237,36 @@ TEST(Resolution, AnErrorOfScaleOfTheWholeShowsFromWhereItIsSaidOn) {
   }
 }
 
+// The error of one process counts, as far as the right gradient's own scale moves; four times, and no less
+// than four roundings.
+TEST(Resolution, TheScaleIsAllowedWhatOneProcessIsOffAndTheRightGradientMoves) {
+  const double unit = bounds_for(at::kFloat, 4, 2).unit, inf = std::numeric_limits<double>::infinity();
+  const Gradients made = gradients(3e-7, 1);
+  const auto allowed = [&](const ScaleRounding& rounding) {
+    const WholeScale scale = test_scale(made.found, made.right, unit, rounding);
+    for (const double error : {1e-4, 1e-5, 1e-6, 1e-7})
+      for (const double sign : {1.0, -1.0}) {
+        const Tensors off = times(made.found, 1 + sign * error);
+        EXPECT_EQ(scale_agrees(off, made.right, unit, rounding),
+                  test_scale(off, made.right, unit, rounding).passed)
+            << error;
+        if (scale.found_from <= error) {
+          EXPECT_FALSE(scale_agrees(off, made.right, unit, rounding)) << error;
+        }
+      }
+    return scale.allowed;
+  };
+  const double least = allowed({});
+  EXPECT_EQ(allowed({.alone = 1e-5, .most = 0}), least) << "of a gradient whose scale does not move";
+  EXPECT_EQ(allowed({.alone = inf, .most = 1e-8}), least) << "that moves by less than rounding";
+  EXPECT_EQ(allowed({.alone = 0, .most = 1e-5}), least) << "one process is right";
+  EXPECT_EQ(allowed({.alone = NAN, .most = 1e-5}), least);
+  EXPECT_DOUBLE_EQ(allowed({.alone = inf, .most = 1e-5}), 4e-5);
+  EXPECT_DOUBLE_EQ(allowed({.alone = 1e-4, .most = 1e-5}), 4e-5);
+  EXPECT_DOUBLE_EQ(allowed({.alone = -1e-6, .most = 1e-5}), least + 4e-6);
+  EXPECT_DOUBLE_EQ(allowed({.alone = 1e-5, .most = inf}), least + 4e-5);
+}
+
 TEST(Resolution, AnErrorOfScaleOfASingleParameterShowsFromWhereItIsSaidOn) {
   for (const double noise : {1e-6, 1e-2})
     for (std::uint64_t seed : {1, 2, 3}) {

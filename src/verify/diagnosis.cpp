@@ -565,11 +565,25 @@ void ComparedStep::allow(double most_alone) {
   norm_ = norm_of(norms);
   if (allowance_.exact) return;
   whole_error_ = norm_of(apart_);
-  allowance_.whole =
-      std::max(kUnitsOfWhole * bounds.unit * norm_, allowance_.moved ? kRoundingFactor * norm_of(moves_) : 0);
+  allowance_.whole = kUnitsOfWhole * bounds.unit * norm_;
+  if (const double moved = kRoundingFactor * norm_of(moves_); moved > allowance_.whole) {
+    allowance_.moved = true;
+    allowance_.whole = moved;
+  }
   if (!alone_.empty())
     allowance_.whole = std::min(4 * norm_of(alone_apart_) + sums * norm_, allowance_.whole);
-  scale_ = test_scale(own, reference, bounds.unit);
+  if (expected().scale_moves > 0) {
+    allowance_.scale = {.alone = std::numeric_limits<double>::infinity(), .most = expected().scale_moves};
+    if (!alone_.empty()) {
+      Tensors off;
+      for (std::size_t i = 0; i < alone_.size(); ++i) off.push_back(alone_[i] - reference[i]);
+      const double share = along(off, reference, reference, bounds.unit).share;
+      allowance_.scale.alone = std::fmax(std::abs(share), pair_.alone_scale_rounding);
+    }
+  }
+  scale_ = test_scale(own, reference, bounds.unit, allowance_.scale);
+  if (expected().scale_moves > 0 && scale_.passed && !scale_agrees(own, reference, bounds.unit))
+    allowance_.moved = true;
 }
 
 bool ComparedStep::scale_told(const Parameter& parameter) const {
@@ -613,7 +627,8 @@ std::optional<bool> ComparedStep::is(const std::vector<double>& weights,
   }
   const double unit = allowance_.whole / norm_;  // 0 / 0: nothing to be near to
   if (!allowance_.exact && (!(std::sqrt(off) <= unit * std::sqrt(grown)) ||
-                            !scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit)))
+                            !scale_agrees(gradient, prediction.gradient, allowance_.bounds.unit,
+                                          allowance_.scale)))
     return false;
   if (made) *made = std::move(prediction);
   return true;

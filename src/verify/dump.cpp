@@ -67,6 +67,8 @@ json describe(const StepDump& dump) {
   if (!dump.owners.empty()) object["owners"] = dump.owners;
   if (!dump.moves.empty()) object["moves"] = dump.moves;
   if (!dump.rounding.empty()) object["rounding"] = dump.rounding;
+  if (dump.scale_moves != 0) object["scale_moves"] = number(dump.scale_moves);
+  if (dump.scale_rounding != 0) object["scale_rounding"] = number(dump.scale_rounding);
   for (std::size_t r = 0; r < dump.ranks.size(); ++r) {
     const StepDump::RankView& rank = dump.ranks[r];
     json view = json::object();
@@ -156,6 +158,8 @@ class StepReader {
     }
     dump.moves = lengths("moves");
     dump.rounding = lengths("rounding");
+    dump.scale_moves = length("scale_moves", find("scale_moves"));
+    dump.scale_rounding = length("scale_rounding", find("scale_rounding"));
     for (const json& rank : entries("ranks", &json::is_array, "what each rank says for itself"))
       dump.ranks.push_back(rank_view(rank, fmt::format("ranks.{}.", dump.ranks.size())));
     const json& peers = entries("peers", &json::is_object, "axes by name, {\"norm.weight\": \"tp\"}");
@@ -240,12 +244,16 @@ class StepReader {
   // For each parameter a finite length, 0 or more.
   std::vector<double> lengths(const char* key) {
     std::vector<double> result;
-    for (const json& entry : entries(key, &json::is_array, "a list of numbers, one for each parameter")) {
-      result.push_back(real(key, entry));
-      if (!(result.back() >= 0) || std::isinf(result.back()))
-        bad(key, show(entry), "a finite number, 0 or more");
-    }
+    for (const json& entry : entries(key, &json::is_array, "a list of numbers, one for each parameter"))
+      result.push_back(length(key, &entry));
     return result;
+  }
+
+  // Finite, 0 or more; 0 where it was not recorded.
+  double length(const std::string& key, const json* recorded) const {
+    const double value = recorded ? real(key, *recorded) : 0;
+    if (!(value >= 0) || std::isinf(value)) bad(key, show(*recorded), "a finite number, 0 or more");
+    return value;
   }
 
   double real(const std::string& key, const json& value) const {
