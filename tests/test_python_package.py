@@ -241,7 +241,7 @@ def test_private_names_of_torch_stand_in_one_file_which_asserts_them():
     asserted = runpy.run_path(str(ROOT / "python/isograd/_torch_names.py"))["names"]()
     used = private_names(of_torch)[1] - private_names(of_torch)[0]
     imported = {"_C", "_checkpoint", "_fully_shard", "_fsdp_state", "_CHECKPOINT_WRAPPED_MODULE", "_common_utils",
-                "_init_utils", "_init_param_handle_from_params", "_ShardParamInfo"}  # Python asserts these, or what is asserted of them
+                "_init_utils", "_python_dispatch", "_init_param_handle_from_params", "_ShardParamInfo"}  # Python asserts these, or what is asserted of them
     assert used - {name.rpartition(".")[2] for name in asserted} == imported and all(asserted.values())
 
 

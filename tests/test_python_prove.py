@@ -6,10 +6,12 @@ import html
 import json
 import os
 import re
+import shutil
 import socket
 
 import pytest
-from conftest import FULL, ROOT, full, run_python, two_ranks
+from conftest import FULL, ROOT, full, isograd, run_python, two_ranks
+from safetensors.torch import load_file, save_file
 from serve_files import packages_of
 
 PROGRAMS = ROOT / "tests/python_package"
@@ -558,6 +560,82 @@ def test_a_smooth_loss_keeps_its_bounds(jumps):
     assert jumps["smooth"]["passed"] and not jumps["smooth"]["moves"], jumps["smooth"]["text"]
     noisy = jumps["smooth_and_noisy"]
     assert not noisy["passed"] and not noisy["moves"] and noisy["said"] == ["unknown"], noisy["text"]
+
+
+# ---- losses that multiply all of the gradient by one number that rounding makes wrong ----
+
+@pytest.fixture(scope="module")
+def conditioned(warm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conditioned")
+    return folder, json.loads(run_python(warm, "conditioned.py", folder))
+
+
+def recorded(folder, side, **change):
+    """step.json of a dump, with these keys changed; None takes one out."""
+    file = folder / side / "step.json"
+    step = json.loads(file.read_text())
+    if change:
+        step = {key: value for key, value in {**step, **change}.items() if value is not None}
+        file.write_text(json.dumps(step))
+    return step
+
+
+def compared(folder, factor=1.0, alone=True):
+    """The verdict of `isograd compare` as JSON, on the run's gradient times a factor; None where it is refused."""
+    run = folder / "scaled"
+    shutil.copytree(folder / "run", run, dirs_exist_ok=True)
+    gradients = load_file(run / "gradients.safetensors")
+    save_file({name: gradient.double() * factor for name, gradient in gradients.items()}, run / "gradients.safetensors")
+    (run / "applied.safetensors").unlink(missing_ok=True)
+    done = isograd("compare", run, folder / "one_process", *(("--alone", folder / "alone") if alone else ()), "--json", folder / "v.json")
+    if done.returncode == 2:
+        return None
+    verdict = json.loads((folder / "v.json").read_text())
+    assert (done.returncode == 0) == (verdict["verdict"] == "pass"), done.stdout
+    return verdict
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ctc", "cosines"])
+def test_a_right_step_raises_no_alarm_where_one_number_multiplies_all_of_the_gradient(conditioned, loss, tmp_path):
+    """The planted faults of this test: without what is measured the same steps fail, and so does an error of scale from where the
+    verdict says that it finds one."""
+    kept, found = conditioned
+    measured, alarms = 0, 0
+    for ranks, seed, said in ((ranks, seed, said) for ranks in found for seed, said in found[ranks][loss]["right"].items()):
+        where = f"{ranks} ranks, seed {seed}"
+        assert said["passed"], f"{where}\n{said['text']}"
+        folder = shutil.copytree(kept / f"{ranks}-{loss}-{seed}", tmp_path / f"{ranks}-{seed}")
+        if "scale_moves" not in recorded(folder, "one_process"):
+            continue
+        measured += 1
+        assert "in the scale of the whole, where numbers move" in said["text"], where
+        right = compared(folder)
+        assert right is not None and right["verdict"] == "pass" and right["grades"]["E2"]["scale"]["passed"], where
+        finds = right["grades"]["E2"]["finds"]["uniform_scale"]
+        assert finds < 1e-5, where
+        for sign in (1, -1):
+            assert compared(folder, 1 + sign * 1.01 * finds)["verdict"] == "fail", where
+        recorded(folder, "one_process", moves=None, scale_moves=None)
+        recorded(folder, "alone", rounding=None, scale_rounding=None)
+        assert (compared(folder) or {"verdict": "refused"})["verdict"] != "pass", where
+        alarms += compared(folder, alone=False)["verdict"] == "fail"
+    assert alarms, f"of {measured} steps of {loss} that were measured, none needs it"
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ctc", "cosines", "token_mean"])
+def test_mistakes_are_found_where_one_number_multiplies_all_of_the_gradient(conditioned, loss):
+    for ranks, cases in conditioned[1].items():
+        for case, seeds in cases[loss].items():
+            for seed, said in seeds.items() if case != "right" else ():
+                assert not said["passed"], f"{ranks} ranks, {case}, seed {seed}\n{said['text']}"
+                assert case == "rank_means" or said["said"] in (["scaled_by_factor"], ["undecided"]), (ranks, case, seed, said["said"])
+
+
+def test_the_scale_of_an_ordinary_loss_is_not_measured(conditioned):
+    folder, found = conditioned
+    for ranks in found:
+        for seed, said in found[ranks]["token_mean"]["right"].items():
+            assert said["passed"] and not {"moves", "scale_moves"} & {*recorded(folder / f"{ranks}-token_mean-{seed}", "one_process")}, said["text"]
 
 
 # ---- models that draw random numbers: refused where another process would draw others; the run's generators go on ----

@@ -20,7 +20,7 @@ from torch import nn
 from . import _random
 from ._native.isograd_comm import ConfigError
 from ._ranks import copied, dequantised, gradient_of, in_precision, mapped, plain_name, refuse, tensors_in
-from ._torch_names import BatchNormOfOneProcess
+from ._torch_names import BatchNormOfOneProcess, gives_new_tensors, TorchDispatchMode
 
 # The model and a sample, of the user's own classes.
 Loss = Callable[[Any, Any], Union[torch.Tensor, tuple[torch.Tensor, Union[float, torch.Tensor]]]]
@@ -33,6 +33,7 @@ MOST_DRAWS = 16  # as `isograd verify` makes
 FEWEST_DRAWS = 4  # after which a gradient that has moved by no more than smooth ones is a smooth one
 SMOOTH = 256.0  # units that a parameter's gradient may be off by where nothing jumps (docs/verify.md)
 SMOOTH_WHOLE = 32.0  # the same of the whole gradient
+FLOOR = 32.0  # of a parameter with less gradient than a part of the root mean square of all: of that part
 MEANS = ("token", "sample", "weighted", "batch")
 
 
@@ -418,14 +419,17 @@ def _failed(error: Exception, model: nn.Module, term: Term, sample: Any, dtype: 
            "sample, on the CPU", error)
 
 
-# A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step. One process in the
-# run's precision is then one draw of many, and further from fp64 than any sum rounds. Two things are measured, on one process,
-# from parameters that are moved by what rounding is worth:
-#   moves:    how far the gradient in fp64 goes. Rounding of a sum of n terms is that of its weights, each by about sqrt(n) u of
-#             itself (Higham and Mary, A new approach to probabilistic rounding error analysis, 2019); sums are kept in fp32, and
-#             a weight is rounded once in the run's precision. No run in that precision knows the parameters more exactly, so that
-#             none can be held to less; the run is one more draw, of which four times the most is allowed, as of rounding.
+# A loss whose derivative jumps (ReLU, max, abs) turns units on and off by rounding, each by a whole step; and a badly conditioned
+# number (a sigmoid of a difference of large sums) may multiply all of a gradient. One process in the run's precision is then one
+# draw of many, and further from fp64 than any sum rounds. Two things are measured, on one process, from parameters that are moved
+# by what rounding is worth:
+#   moves:    how far the gradient in fp64 goes there; where nothing jumps, with each operation's result rounded at random to the
+#             run's precision. Rounding within a sum of n terms is that of its weights, each by about sqrt(n) u of itself (Higham and Mary, A new
+#             approach to probabilistic rounding error analysis, 2019); sums are kept in fp32, and a weight is rounded once in the
+#             run's precision. No run in that precision knows these numbers more exactly, so that none can be held to less; the run
+#             is one more draw, of which four times the most is allowed, as of rounding.
 #   rounding: how far one process in that precision is from fp64 there: the largest of several draws.
+# Both for each parameter, as a norm, and for the scale of the whole.
 def distances(one: Gradients, other: Gradients) -> dict[str, float]:
     """The norm of each parameter's difference, in fp64."""
     return {name: float((g.double() - other[name].double()).norm()) for name, g in one.items()}
@@ -433,6 +437,12 @@ def distances(one: Gradients, other: Gradients) -> dict[str, float]:
 
 def norm_of(gradients: Gradients) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+def scale_apart(one: Gradients, other: Gradients) -> float:
+    """How far one is from `other` along it: |<one, other> / <other, other> - 1|."""
+    along = sum(float(((one[name].double() - g.double()) * g.double()).sum()) for name, g in other.items())
+    return abs(along) / max(norm_of(other)**2, 1e-300)
 
 
 def nudged(model: nn.Module, draw: int, unit: float) -> nn.Module:
@@ -447,30 +457,73 @@ def nudged(model: nn.Module, draw: int, unit: float) -> nn.Module:
     return other
 
 
-def measure_jumps(model: nn.Module, step: Callable[[nn.Module, torch.dtype], Gradients], precision: torch.dtype, found: Gradients,
-            right: Gradients) -> tuple[list[float], list[float]] | None:
-    """(moves, rounding) by parameter, from as many draws as it takes to cover `found`, at most MOST_DRAWS; None: no jump.
+class _RoundedAtRandom(TorchDispatchMode):
+    """Each operation's result in fp64 becomes one of the two numbers of `precision` next to it, the nearer one more often, so that
+    its mean is right (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). Numbers of that type, as small whole ones, stay."""
+
+    def __init__(self, precision: torch.dtype, draw: int) -> None:
+        super().__init__()
+        self._random = torch.Generator().manual_seed(draw)
+        self._dropped = 52 + round(math.log2(torch.finfo(precision).eps))  # of the bits of fp64
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        found = function(*arguments, **(named or {}))
+        return mapped(found, self._rounded) if gives_new_tensors(function) else found
+
+    def _rounded(self, value: torch.Tensor) -> torch.Tensor:
+        if value.dtype != torch.float64 or value.device.type != "cpu" or value.layout != torch.strided:
+            return value
+        more = torch.empty(value.shape, dtype=torch.int32).random_(generator=self._random).long()  # 31 bits
+        more <<= max(0, self._dropped - 31)
+        more >>= max(0, 31 - self._dropped)
+        more += value.view(torch.int64)
+        more &= -(1 << self._dropped)
+        return more.view(torch.float64)
+
+
+def measure_rounding(model: nn.Module, step: Callable[[nn.Module, torch.dtype], Gradients], precision: torch.dtype, found: Gradients,
+                     right: Gradients) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Fields of dumps (docs/verify.md): (moves and scale_moves of the reference, rounding and scale_rounding of one process), from as
+    many draws as it takes to cover `found`, at most MOST_DRAWS; None: these are as of any loss, and change no bound.
 
     found, right: the run's gradient and that of one process in fp64.
     """
     unit = torch.finfo(precision).eps / 2
-    off = distances(right, found)  # in the reference's order, by which the comparison takes what is returned
+    off, scale_off = distances(right, found), scale_apart(found, right)  # in the reference's order, as what is returned is taken
     if not all(map(math.isfinite, off.values())):
         return None  # no jump of a derivative does that
-    smooth = {name: SMOOTH * unit * float(g.double().norm()) for name, g in right.items()}
-    moves, rounding = dict.fromkeys(off, 0.0), dict.fromkeys(off, 0.0)
+    floor = norm_of(right) / math.sqrt(max(1, sum(g.numel() for g in right.values()))) / FLOOR
+    smooth = {name: SMOOTH * unit * max(float(g.double().norm()), floor * g.numel()**0.5) for name, g in right.items()}
+    smooth_whole = SMOOTH_WHOLE * unit * norm_of(right)
+    moves, rounding, scale_moves, scale_rounding = dict.fromkeys(off, 0.0), dict.fromkeys(off, 0.0), 0.0, 0.0
+    jumps, ordinary = False, False
     for draw in range(MOST_DRAWS):
         there = nudged(model, draw, unit)
         exact = {name: g.clone() for name, g in step(there, torch.float64).items()}
-        moved, rounded = distances(exact, right), distances(step(there, precision), exact)
+        away, moved = exact, distances(exact, right)
+        jumps = jumps or any(moved[name] > smooth[name] for name in off)
+        if not jumps:  # else that is by far more
+            with contextlib.suppress(ConfigError), _RoundedAtRandom(precision, draw):  # an operation may refuse to be looked into
+                away = {name: g.clone() for name, g in step(there, torch.float64).items()}
+            moved = distances(away, right)
+        one = step(there, precision)
+        rounded = distances(one, exact)
         if not all(map(math.isfinite, [*moved.values(), *rounded.values()])):
             return None  # and this bounds nothing
         for name in off:
             moves[name], rounding[name] = max(moves[name], moved[name]), max(rounding[name], rounded[name])
-        if all(off[name] <= max(smooth[name], 4 * min(moves[name], rounding[name])) for name in off):
+        scale_moves, scale_rounding = max(scale_moves, scale_apart(away, right)), max(scale_rounding, scale_apart(one, exact))
+        whole, scale = min(math.hypot(*moves.values()), math.hypot(*rounding.values())), min(scale_moves, scale_rounding)
+        jumps = any(moves[name] > smooth[name] for name in off)
+        ordinary = not jumps and 4 * whole <= smooth_whole and scale <= unit
+        if (all(off[name] <= max(smooth[name], 4 * min(moves[name], rounding[name])) for name in off)
+                and math.hypot(*off.values()) <= max(smooth_whole, 4 * whole)
+                and scale_off <= (4 if jumps else 2) * max(unit, scale)):  # of 4, for another fit measures what is allowed
             break
-        if draw + 1 >= FEWEST_DRAWS and all(moves[name] <= smooth[name] for name in off):
+        # Without jumps a further draw is not several times larger.
+        if draw + 1 >= FEWEST_DRAWS and (ordinary or not jumps and scale_off > 16 * max(unit, scale)):
             break
-    if all(moves[name] <= smooth[name] for name in off):
+    if ordinary:
         return None
-    return list(moves.values()), list(rounding.values())
+    return ({"moves": list(moves.values()), "scale_moves": scale_moves},
+            {"rounding": list(rounding.values()), "scale_rounding": scale_rounding})

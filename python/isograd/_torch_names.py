@@ -19,6 +19,7 @@ from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # torch.nn.utils.clip_grad calls these two functions; a recording replaces them, to see each clip.
 CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP = "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype"
@@ -31,6 +32,11 @@ FLAT_PARAMETER = "_flat_param"  # the name of its parameter, in place of those o
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread now."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def gives_new_tensors(operator: Any) -> bool:
+    """Whether an operator as TorchDispatchMode sees it gives tensors that are no views of its arguments, nor these changed."""
+    return all(result.alias_info is None for result in operator._schema.returns)
 
 
 def device_types(group: ProcessGroup) -> set[str]:
@@ -163,6 +169,7 @@ def names() -> dict[str, bool]:
         "distributed_c10d._get_default_store": hasattr(dist.distributed_c10d, "_get_default_store"),
         "DistributedDataParallel._comm_hooks": _uses(DistributedDataParallel.__init__, "_comm_hooks"),
         "Tensor._backward_hooks": hasattr(torch.Tensor, "_backward_hooks"),
+        "OpOverload._schema": hasattr(torch.ops.aten.add.Tensor, "_schema"),
         "GradScaler._found_inf_per_device": hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
         "FSDPModule._get_fsdp_state": hasattr(FSDPModule, "_get_fsdp_state"),
         "FSDPState._mp_policy": _uses(FSDPState.init, "_mp_policy"),
