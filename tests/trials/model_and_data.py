@@ -153,7 +153,7 @@ def completion(model, sample):
     return (taken[..., 0] * sample["completion_mask"][:, 1:]).sum(1)
 
 
-def by_preference(model, sample, beta=0.01):
+def by_preference(model, sample, beta=0.1):
     """The loss of DPO (arXiv 2305.18290, equation 7)."""
     with torch.no_grad():
         before = completion(make_model(seed=2).to(next(model.parameters()).dtype), sample)

@@ -57,7 +57,6 @@ HUGGINGFACE, SFT, ENCODER = "transformers_loops:trained", "transformers_loops:sf
 PAIRS = ("even", "uneven", "remainder")
 BY_RANK, SHIFTS = {"average_tokens_across_devices": False}, {"shifts": True}
 MEANS, COUNTS = {"accepts_loss_kwargs": False}, {"by_counts": True}
-FP32 = {"reference": "float32"}  # of a loss that one process in fp32 rounds by more than sums do
 TRAINERS = {
     "transformers": Trainer(HUGGINGFACE, "transformers.Trainer as it comes"),
     "transformers-gpt2": Trainer(HUGGINGFACE, "the same with a GPT2LMHeadModel", "gpt2"),
@@ -70,7 +69,7 @@ TRAINERS = {
     "transformers-segformer": Trainer(HUGGINGFACE, "SegformerForSemanticSegmentation, its BatchNorm frozen", "segformer", data=ENCODER),
     "transformers-wav2vec2": Trainer(HUGGINGFACE, "Wav2Vec2ForSequenceClassification", "wav2vec2", data=("even", "remainder")),
     "transformers-wav2vec2-ctc": Trainer(HUGGINGFACE, "Wav2Vec2ForCTC, `ctc_loss_reduction=\"mean\"`", "wav2vec2-ctc",
-                                         FP32, data=("even", "remainder")),
+                                         data=("even", "remainder")),
     "transformers-bert-means": Trainer(HUGGINGFACE, "BertForTokenClassification with `model.accepts_loss_kwargs = False`",
                                        "bert-tokens", MEANS, data=ENCODER),
     "transformers-wav2vec2-means": Trainer(HUGGINGFACE, "Wav2Vec2ForSequenceClassification with the same", "wav2vec2", MEANS,
@@ -83,7 +82,7 @@ TRAINERS = {
     "trl": Trainer(SFT, "TRL's SFTTrainer; packed: `packing=True`", needs=("trl",)),
     "trl-gpt2": Trainer(SFT, "the same with a GPT2LMHeadModel", "gpt2", needs=("trl",)),
     "trl-by-rank": Trainer(SFT, "the same with `average_tokens_across_devices=False`", options=BY_RANK, ranks=(2,), needs=("trl",)),
-    "trl-dpo": Trainer("transformers_loops:with_trl", "TRL's DPOTrainer, `beta=0.01`", "dpo", {"kind": "DPO", "beta": 0.01}, data=PAIRS, needs=("trl",)),
+    "trl-dpo": Trainer("transformers_loops:with_trl", "TRL's DPOTrainer, `beta=0.1`", "dpo", {"kind": "DPO", "beta": 0.1}, data=PAIRS, needs=("trl",)),
     "trl-reward": Trainer("transformers_loops:with_trl", "TRL's RewardTrainer", "reward", {"kind": "Reward"}, data=PAIRS, needs=("trl",)),
     "accelerate": Trainer("accelerate_loops:means", "Accelerate's loop as its quick tour has it: the model's mean loss, accumulate, "
                           "backward, clip"),
