@@ -46,6 +46,9 @@ def test_find_package_builds_and_trains_outside_the_tree(project):
         env=dict(os.environ, CCACHE_BASEDIR=str(project.parent), CCACHE_NOHASHDIR="1"))
     if FULL:
         run(project / "build/sharded_module")
+        run(project / "build/resume_module", cwd=project)
+        run(project / "build/processes", 3)
+        run(project / "build/classifier", *ROOT.glob("src/*/*.cpp"), *ROOT.glob("tests/*.py"), *ROOT.glob("docs/*.md"), cwd=project)
         assert "parity PASS: 6 ranks = 1 device" in run(project / "build/pipeline_module")
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", run(project / "build/own_module"))]
     assert len(losses) == 6, losses
