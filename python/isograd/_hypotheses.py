@@ -25,7 +25,7 @@ ONCE = ("compute and differentiate the loss once, over the features of all micro
 EXACT = 1e-10  # what sums in fp64 may differ by, as E1 of the verdict
 TIMES_NEARER = 4.0  # than any other cause, where rounding lets several fit
 ALONG = 0.7  # cosine of two differences, which is next to 0 where they have nothing to do with each other and have many elements
-FEWEST_ELEMENTS = 100  # of a gradient for that: of so many a cosine of 0.7 is seven times what chance makes
+FEWEST_ELEMENTS = 100  # of a gradient for that: with 100 a cosine of 0.7 is seven times what chance makes
 MOST_UNITS = 8.0  # of a coarser type that a gradient may be off by, for its logits to have been in it
 MOST_USES = 8  # of one parameter in a sample's forward: one of them is tried after the other
 Said = Callable[[float], "Finding | None"]  # by the multiple that was fitted
@@ -887,14 +887,14 @@ def try_casts(trials: Trials) -> None:
     to be made: the difference has to lie along the one that this makes, of which no other cause knows, and to be as large."""
     term, right = trials.terms[0], trials.right.gradients
 
-    def beside(gradient: Gradients) -> tuple[float, Gradients]:
-        """The multiple of the right gradient in it, and what there is besides."""
+    def split(gradient: Gradients) -> tuple[float, Gradients]:
+        """The multiple of the right gradient in it, and the rest."""
         multiple = _dot(gradient, right) / max(trials.right.norm**2, 1e-300)
         return multiple, _sum([(1.0, gradient), (-multiple, right)])
 
     if sum(g.numel() for g in right.values()) < FEWEST_ELEMENTS:
         return
-    multiple, off = beside(trials.found)
+    multiple, off = split(trials.found)
     for dtype, back in ((dtype, back) for dtype in (torch.bfloat16, torch.float16) for back in (True, False)):
         unit = torch.finfo(dtype).eps / 2
         if term.whole or unit <= 8 * trials.unit or abs(multiple - 1) > MOST_UNITS * unit or norm_of(off) > MOST_UNITS * unit * trials.right.norm:
@@ -905,7 +905,7 @@ def try_casts(trials: Trials) -> None:
                 return term.loss(model, sample)
 
         cast = trials.step([dataclasses.replace(term, loss=loss), *trials.terms[1:]], trials.batch).gradients
-        _, other = beside(cast)
+        _, other = split(cast)
         cosine = _dot(off, other) / max(norm_of(off) * norm_of(other), 1e-300)
         if cosine >= ALONG and 0.5 <= norm_of(off) / norm_of(other) <= 2.0:
             name = str(dtype).removeprefix("torch.")

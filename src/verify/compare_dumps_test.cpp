@@ -178,7 +178,8 @@ TEST(CompareDumps, AFactorThatSinglePartsMayExplainIsNotNamed) {
   EXPECT_THAT(told.findings[0].evidence.back(), HasSubstr("--alone"));
 }
 
-// Found by `verify` alone, in steps of the library, or in dumps that are not of one model.
+// Found by `verify` alone, in steps of the library, or in dumps that are not of one model; or by a recorder,
+// which says by itself what to change.
 bool of_no_loop(const std::string& id) {
   static const std::set<std::string> ids = {
       "buffers_differ",     "sum_order_depends_on_rank", "not_repeatable",      "documents_leak",
