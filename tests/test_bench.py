@@ -142,7 +142,7 @@ def test_every_strategy_is_compared_with_ddp_and_fsdp2(tmp_path):
     """All of them take part in one run and agree in losses and gradient norms."""
     records, _ = compared(tmp_path, "--case", "tiny", "--ranks", 2, "--seconds", 0.1, more={"exposed_ms", "products_ms"})
     strategies = {record["case"] for record in records}
-    assert {"tiny, 2 ranks, stage 0", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
+    assert {"tiny, 2 ranks, bucketed", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, ZeRO-2",
             "tiny, 2 ranks, ZeRO-3", "tiny, 2 ranks, shared parameters",
             "tiny, 2 ranks, ZeRO-3, shared parameters"} <= strategies
     peers = {"PyTorch DDP over Gloo": "tokens/s", "PyTorch FSDP2 over Gloo": "tokens/s", "one PyTorch process": "ms"}
@@ -182,7 +182,7 @@ LEARNING_RATE = 'lr=c["learning_rate"]'
     # AdamW hides the factor from the losses; the norm tells it.
     full("step", "llama_step.py", "set_force_sum_reduction_for_comms(True)",
          "set_force_sum_reduction_for_comms(True), module.set_gradient_divide_factor(1.0)",
-         ("--ranks", 2, "--strategy", "stage-0"), "", id="fsdp2 divides by another number"),
+         ("--ranks", 2, "--strategy", "bucketed"), "", id="fsdp2 divides by another number"),
     # The line names the peer, or the side of ours that it is compared with, and the peer.
     full("tensor", "llama_step.py", LEARNING_RATE, 'lr=c["learning_rate"] * (2 if mode == "tp" else 1)', (),
          "PyTorch tensor parallel over Gloo", id="learning rate of tensor parallelism"),
@@ -213,7 +213,7 @@ def test_experts_that_the_peer_cannot_split_evenly_are_refused():
 def test_updates_are_compared_with_clip_and_fused_adamw(tmp_path):
     records, _ = compared(tmp_path, "--case", "tiny", "--seconds", 0.1, of="optim")
     assert [record["case"] for record in records[::2]] == [
-        "tiny, 1 rank, one rank", "tiny, 2 ranks, shared parameters", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, stage 0"]
+        "tiny, 1 rank, one rank", "tiny, 2 ranks, shared parameters", "tiny, 2 ranks, ZeRO-1", "tiny, 2 ranks, bucketed"]
     for record in records:
         assert record["unit"] == ("GB/s" if record["peer_name"] == "triad" else "ms")
 

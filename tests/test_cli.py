@@ -72,7 +72,7 @@ REFUSED = [
     ("schedule --times 1,1e308,1", "a backward of inputs of stage 0 that takes 1e+308"),
     ("schedule --times 1,1,-1", "a backward of weights of stage 0 that takes -1"),
     ("schedule --transfer 1e308", "a transfer that takes 1e+308"),
-    ("schedule --stages 4096 --micro-batches 100000", "at most 4000000 forwards"),
+    ("schedule --stages 4096 --micro-batches 100000", "at most 4000000 forwards"), ("bench step --strategy zero-1", "zero-1"),
 ]
 
 
@@ -95,6 +95,19 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
         done = ran(*verb, "--help")
         assert max(map(len, done.stdout.splitlines())) <= 120, done.stdout
     assert re.match(r"isograd \d+\.\d+\.\d+, LibTorch 2\.13", isograd("--version").stdout)
+
+
+def test_ddp_and_fsdp_are_other_names_of_two_strategies(config):
+    for name, ours in [("ddp", "bucketed"), ("fsdp", "zero3")]:
+        printed = ran("config", config, f"parallel.strategy={name}").stdout
+        assert f'strategy = "{ours}"' in printed and name not in printed.replace("cp_fsdp_mode", ""), printed
+        file = config.parent / "named.toml"
+        file.write_text(config.read_text().replace("[parallel]", f'[parallel]\nstrategy = "{name}"'))
+        assert ran("config", file).stdout == printed
+    told = ran("verify", config, "--ranks", 2, "--layout", "ddp", "--layout", "fsdp:replicas=2").stdout
+    assert "bucketed" in told and "zero3" in told and "PASS" in told and not re.search(r"\b(ddp|fsdp)\b", told), told
+    words = ["plan", "layers=2,hidden=64,heads=4", "--cluster", "h100", "--tokens", "1M", "--top", 1, "--strategy"]
+    assert ran(*words, "fsdp").stdout == ran(*words, "zero3").stdout != ran(*words, "ddp").stdout
 
 
 # Configuration

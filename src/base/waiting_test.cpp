@@ -40,8 +40,8 @@ TEST(Waiting, ALineAtOnceThenOneAPause) {
   const Output output;
   {
     Waiting waiting("layout", 3, 0, {.out = output.file, .terminal = false, .plain_seconds = 0.2});
-    waiting.begin("stage-0");
-    EXPECT_THAT(output.text(), StartsWith("layout 1 of 3: stage-0, 0.0s\n"));
+    waiting.begin("bucketed");
+    EXPECT_THAT(output.text(), StartsWith("layout 1 of 3: bucketed, 0.0s\n"));
     waiting.begin("zero\x1b[2J");  // too soon for a line of its own
     EXPECT_EQ(count(output.text(), "\n"), 1u);
     const std::string later = output.until([](const std::string& text) { return count(text, "\n") >= 3; });

@@ -24,6 +24,7 @@ Verb add_verb(CLI::App& bench, const BenchVerb& row) {
           } else {
             auto* added =
                 add_option(*verb, option.name, value, option.about, option.type, option.least, option.most);
+            if (option.name == "--strategy") names_strategy(added);
             if (!option.choices.empty())
               added->check(option.lists_choices ? CLI::IsMember(option.choices)
                                                 : CLI::IsMember(option.choices).description(""));

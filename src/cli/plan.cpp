@@ -165,8 +165,8 @@ Verb plan_verb(CLI::App& program) {
   add_option(*verb, "--dtype", flags->dtype, "unless given, the TOML's, or bfloat16", "NAME")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(planner::kPrecisionNames),
                                                      std::end(planner::kPrecisionNames))));
-  add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME")
-      ->check(CLI::IsMember({"bucketed", "zero1", "zero2", "zero3"}));
+  names_strategy(add_option(*verb, "--strategy", flags->strategy, "plan with this one alone", "NAME")
+                     ->check(CLI::IsMember({"bucketed", "zero1", "zero2", "zero3"})));
   add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
   verb->add_flag("--scaling", flags->scaling,
                  "the same on up to 131072 devices as well; here: on up to all of its ranks");

@@ -45,6 +45,12 @@ CLI::Option* add_option(CLI::App& verb, const std::string& name, Value& value, c
   return added->check(CLI::Range(static_cast<std::int64_t>(least), static_cast<std::int64_t>(most)));
 }
 
+// A strategy's name, which may be another one's (strategy_of()). For an option with its own check.
+inline CLI::Option* names_strategy(CLI::Option* option) {
+  return option->transform(CLI::Validator(
+      [](std::string& name) { return name = strategy_of(name), std::string(); }, /*description=*/""));
+}
+
 Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);
 Verb compare_verb(CLI::App& program);

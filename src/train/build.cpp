@@ -500,7 +500,7 @@ std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks) {
   const std::string& strategy = config.parallel.strategy;
   const int stage = stage_of(strategy);
   const Grid grid = grid_of(config, ranks.size);
-  std::string text = stage > 0 ? fmt::format("ZeRO-{}", stage) : strategy + " gradients";
+  std::string text = stage > 0 ? strategy : strategy + " gradients";
   if (stage > 0 && config.parallel.replicas > 1)
     text += fmt::format(", {} replicas of {} shards", config.parallel.replicas, grid.size({"dp_shard"}));
   if (grid.size(kContextAxes) > 1) {

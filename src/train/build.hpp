@@ -170,7 +170,7 @@ void give_values(const NamedTensors& parameters, const FillValues& fill, const L
 std::vector<PlannedBucket> plan_layout(const RunConfig& config, const NamedTensors& parameters,
                                        const ModelUnits& units, const RanksOfRun& ranks, int rank,
                                        const Layout::Named& placements = {});
-// Human-readable: "ZeRO-2 over 4 ranks, one copy of the parameters, ...".
+// Human-readable: "zero2, summed during backward, one copy of the parameters".
 std::string describe_layout(const RunConfig& config, const RanksOfRun& ranks);
 
 // Bytes of a parameter of this type with that many fp32 (fp64: fp64) states.

@@ -147,6 +147,8 @@ struct RunConfig {
 // Values of parallel.strategy.
 inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
+// The name of a strategy by what PyTorch calls it: "bucketed" of "ddp", "zero3" of "fsdp"; others are as they are.
+std::string strategy_of(const std::string& name);
 
 // ConfigError with file, line and the nearest valid key. `overrides`: as given to --set; texts may go without
 // quotes, a list as TOML or as its only entry. An empty `file` gives the defaults.

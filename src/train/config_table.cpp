@@ -110,11 +110,11 @@ std::vector<ConfigKey> common_keys() {
           "Steps over which the learning rate rises linearly from 0 to its peak."),
       KEY(schedule.floor, at_least(0, 1), "Where the cosine ends, as a fraction of the peak."),
 
-      KEY(parallel.strategy, one_of(strategy_names()), R"(What each rank keeps, and how gradients are summed:
+      KEY(parallel.strategy, {.choices = strategy_names(), .canonical = strategy_of}, R"(What each rank keeps, and how gradients are summed:
           `naive`, one by one after backward, for comparison; `overlapped`, one by one during backward;
           `bucketed`, in buckets during backward; `zero1`, each rank keeps a shard of the optimizer's state;
           `zero2`, of the gradients too; `zero3`, of the parameters too, each block gathered while it is
-          used.)"),
+          used. `ddp` is another name of `bucketed`, `fsdp` of `zero3`.)"),
       KEY(parallel.replicas, at_least(1, 1e6), R"(Copies of the model among the ranks of a sharded strategy
           (`zero1`, `zero2`, `zero3`); each is sharded over ranks / replicas of them. Must divide the
           ranks.)"),
@@ -621,7 +621,8 @@ bool has_nul(const ConfigValue& value) {
   return texts && std::any_of(texts->begin(), texts->end(), in);
 }
 
-void assign(RunConfig& config, const ConfigKey& key, const ConfigValue& value, const std::string& where) {
+void assign(RunConfig& config, const ConfigKey& key, ConfigValue value, const std::string& where) {
+  if (key.allowed.canonical) value = key.allowed.canonical(std::get<std::string>(value));
   if (has_nul(value)) wrong_value(where, key, "a text with a NUL (\\u0000) in it", "");
   if (auto found = refusal(key, value)) {
     auto text = std::get_if<std::string>(&value);
@@ -787,6 +788,10 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
 }
 
 std::vector<std::string> strategy_names() { return {std::begin(kStrategies), std::end(kStrategies)}; }
+
+std::string strategy_of(const std::string& name) {
+  return name == "ddp" ? "bucketed" : name == "fsdp" ? "zero3" : name;
+}
 
 std::string to_toml(const RunConfig& config) {
   std::string text, section;

@@ -26,6 +26,7 @@ struct Allowed {
   bool below_most = false;   // most itself is refused
   std::vector<std::string> choices = {};
   bool not_empty = false;  // texts
+  std::string (*canonical)(const std::string&) = nullptr;  // of a text that may have another name
 };
 
 // Whether ranks of one run may have different values of a key.

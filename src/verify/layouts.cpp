@@ -212,6 +212,7 @@ LayoutChoice parse_layout(const std::string& text) {
   LayoutChoice choice;
   std::istringstream parts(text);
   std::getline(parts, choice.strategy, ':');
+  choice.strategy = strategy_of(choice.strategy);
   if (!contains(strategy_names(), choice.strategy) || text.ends_with(':')) refuse_layout(text);
   for (std::string part; std::getline(parts, part, ':');)
     if (part == "share=on" || part == "share=off") {

@@ -103,7 +103,7 @@ double bytes_per_parameter(const std::string& side, int ranks) {
   if (side == "peer") return w * (kNorm + 8 + kUpdate);  // clip_grad_norm_ writes the clipped gradient back
   if (ranks == 1) return kNorm + kUpdate;
   const double sum = 4 * w;  // every rank's gradient is read once
-  if (side == "stage-0") return sum + 4 * w + kNorm + w * kUpdate;
+  if (side == "bucketed") return sum + 4 * w + kNorm + w * kUpdate;
   // Squares are taken of what was just summed, in the cache.
   if (side == "shared") return sum + 4 + kUpdate;
   return sum + 4 + kUpdate + 8 * (w - 1);  // ZeRO-1: updated parameters are copied
@@ -124,8 +124,8 @@ void compare_updates(Bench& bench, const StepCase& of, int ranks) {
   const auto add = [&](const char* name, const std::string& title) {
     sides.push_back(our_side("optim-ours", name, title, ranks));
   };
-  if (ranks == 1) add("stage-0", "one rank");
-  for (const char* name : {"shared", "zero-1", "stage-0"})
+  if (ranks == 1) add("bucketed", "one rank");
+  for (const char* name : {"shared", "zero1", "bucketed"})
     if (ranks > 1) add(name, find_strategy(name).title);
   sides.push_back(peer_side(bench.options.python, "optim_step.py", "peer", kPyTorchUpdate, ranks));
   add("triad", "triad a = b + s c");

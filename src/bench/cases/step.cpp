@@ -190,11 +190,11 @@ void compare_steps(Bench& bench, const Compared& compared) {
 Side ours(const std::string& strategy, int ranks, const std::string& title = "") {
   return our_side("step-ours", strategy, title.empty() ? find_strategy(strategy).title : title, ranks);
 }
-Side alone() { return ours("stage-0", 1, "isograd, one rank"); }
+Side alone() { return ours("bucketed", 1, "isograd, one rank"); }
 
 std::vector<Side> sides_of_step(const BenchOptions& options, int ranks) {
   std::vector<Side> sides;
-  if (ranks == 1) sides.push_back(ours("stage-0", 1, "isograd"));
+  if (ranks == 1) sides.push_back(ours("bucketed", 1, "isograd"));
   for (const Strategy& strategy : chosen(strategies(), options.strategies)) {
     if (ranks == 1 || strategy.parallel != Strategy::Parallel::kData) continue;
     // Parameters on a GPU cannot be in host memory.
@@ -326,7 +326,7 @@ void bench_expert(Bench& bench) {
                    theirs(bench, "experts_step.py", "transformers", "transformers' Mixtral", 1)},
                   1};
         return {{ours("expert", ranks), ours("expert-halves", ranks),
-                 ours("stage-0", ranks, "isograd, all experts on each rank"),
+                 ours("bucketed", ranks, "isograd, all experts on each rank"),
                  theirs(bench, "experts_step.py", "ep", "PyTorch, all-to-all over Gloo, FSDP2", ranks)},
                 1};
       });
@@ -358,8 +358,8 @@ BenchVerb step_verb() {
     if (strategy.parallel == Strategy::Parallel::kData) names.push_back(strategy.name);
   BenchOption strategy =
       choice("--strategy", &BenchOptions::strategies,
-             "of several ranks, may be repeated; unless given stage-0, zero-1, zero-2, zero-3,\n"
-             "shared, zero-3-shared and stage-0-late. zero-1-late, zero-2-late, zero-3-late and\n"
+             "of several ranks, may be repeated; unless given bucketed, zero1, zero2, zero3,\n"
+             "shared, zero3-shared and bucketed-late. zero1-late, zero2-late, zero3-late and\n"
              "shared-late are without overlap, too",
              std::move(names));
   strategy.lists_choices = false;
