@@ -72,7 +72,23 @@ REFUSED = [
     ("schedule --times 1,1e308,1", "a backward of inputs of stage 0 that takes 1e+308"),
     ("schedule --times 1,1,-1", "a backward of weights of stage 0 that takes -1"),
     ("schedule --transfer 1e308", "a transfer that takes 1e+308"),
-    ("schedule --stages 4096 --micro-batches 100000", "at most 4000000 forwards"), ("bench step --strategy zero-1", "zero-1"),
+    ("schedule --stages 4096 --micro-batches 100000", "at most 4000000 forwards"),
+    # Names of other trainers, and slips: the suggestion, then the list of what there is.
+    ("train {config} --device gpu", '"gpu". Did you mean "cuda"? Expected one of "cpu", "cuda"'),
+    ("train {config} --set train.dtype=bf16", 'Did you mean "bfloat16"? Expected one of'),
+    ("train {config} --set schedule.lr=0.1", 'Did you mean "schedule.peak"? Expected a key of [schedule]: kind'),
+    ("train {config} --set optimizer.learning_rate=0.1", 'Did you mean "schedule.peak"? Expected a key of [optimizer]'),
+    ("train {config} --set model.hiden=3", 'Did you mean "model.hidden"? Expected a key of [model]: '),
+    ("train {config} --set parallel.strategy=fsdp2", 'Did you mean "zero3"?'),
+    ("train {config} --training.steps 30", "--training.steps 30. Did you mean --set train.steps=30?"),
+    ("train {config} --lr 0.1", "Did you mean --set schedule.peak=0.1?"),
+    ("train {config} --nproc_per_node=2", "Did you mean --ranks?"),
+    ("train {config} --rank 2", "unknown arguments --rank 2. Did you mean --ranks?"),
+    ("trian {config}", "unknown verb trian. Did you mean train?\nVerbs: train, verify,"),
+    ("bench speed", "unknown verb speed", "\nVerbs: comm, "), ("bench step --strategy zero-1", "zero-1"),
+    ("train {config} --ranks two", '--ranks: found "two"; expected a whole number, 1 to 4096'),
+    ("sample {folder} --temperature -1", '--temperature: found "-1"; expected a number, at least 0'),
+    ("schedule --stages 5000", 'found "5000"; expected a whole number, at most 4096'),
 ]
 
 
@@ -97,10 +113,18 @@ def test_help_of_every_verb_is_there_and_fits_a_terminal():
     assert re.match(r"isograd \d+\.\d+\.\d+, LibTorch 2\.13", isograd("--version").stdout)
 
 
+def test_a_key_without_set_is_suggested_with_it(config):
+    """words_of() would add the --set."""
+    done = subprocess.run([BINARY, "train", config, "train.steps=30"], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2 and "unknown argument train.steps=30. Did you mean --set train.steps=30?" in done.stderr, done.stderr
+    done = subprocess.run([BINARY, "plan", config, "train.steps=30"], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2 and "--set" not in done.stderr, done.stderr  # which it has not
+
+
 def test_ddp_and_fsdp_are_other_names_of_two_strategies(config):
     for name, ours in [("ddp", "bucketed"), ("fsdp", "zero3")]:
         printed = ran("config", config, f"parallel.strategy={name}").stdout
-        assert f'strategy = "{ours}"' in printed and name not in printed.replace("cp_fsdp_mode", ""), printed
+        assert f'strategy = "{ours}"' in printed and f'"{name}"' not in printed, printed
         file = config.parent / "named.toml"
         file.write_text(config.read_text().replace("[parallel]", f'[parallel]\nstrategy = "{name}"'))
         assert ran("config", file).stdout == printed

@@ -16,6 +16,14 @@ std::string join(const char* family, const ErrorText& text) {
   constexpr std::size_t kLongestPart = 4000;
   const auto shown = [](const std::string& part) { return printable(part, kLongestPart); };
   const char* end = text.action.ends_with('?') ? "" : ".";
+  // A suggestion is read before what it was chosen from, which may be long.
+  if (text.action.starts_with("Did you mean ")) {
+    const auto mark = *end ? text.action.rfind("? ") : std::string::npos;
+    const std::string rest = mark == std::string::npos ? "" : " " + shown(text.action.substr(mark + 2)) + end;
+    return fmt::format("{}: {}: found {}. {} Expected {}.{}", family, shown(text.where), shown(text.found),
+                       shown(text.action.substr(0, mark == std::string::npos ? mark : mark + 1)),
+                       shown(text.expected), rest);
+  }
   return fmt::format("{}: {}: found {}; expected {}. {}{}", family, shown(text.where), shown(text.found),
                      shown(text.expected), shown(text.action), end);
 }

@@ -1,6 +1,7 @@
 // The command line: verbs, and errors as exit statuses (docs/errors.md).
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <fmt/ranges.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <iostream>
 #include <new>
 
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
@@ -19,6 +21,7 @@
 #include "comm/store.hpp"
 #include "kernels/versions.hpp"
 #include "train/config_table.hpp"
+#include "train/other_names.hpp"
 #include "train/rank_zero.hpp"
 
 namespace isograd {
@@ -36,31 +39,73 @@ std::string full_name(const CLI::App* app) {
   return app->get_parent() ? full_name(app->get_parent()) + " " + app->get_name() : "isograd";
 }
 
-// The verb or flag that was probably meant, for the first argument that was not understood.
-std::string suggestion(const CLI::App& app, const std::vector<std::string>& arguments) {
+bool is_flag(const std::string& word) { return word.size() > 1 && word.front() == '-'; }
+
+std::vector<std::string> verbs_of(const CLI::App& app) {
   std::vector<std::string> names;
-  for (const auto* option : app.get_options())
-    for (const auto& name : option->get_lnames()) names.push_back("--" + name);
   for (const auto* verb : app.get_subcommands([](const CLI::App*) { return true; }))
     if (!verb->get_group().empty()) names.push_back(verb->get_name());
-  for (const auto& argument : arguments) {
-    const std::string name = argument.substr(0, argument.find('='));
-    if (std::find(names.begin(), names.end(), name) != names.end()) continue;
-    const bool flag = name.rfind("--", 0) == 0;
-    std::vector<std::string> alike;
-    for (const auto& candidate : names)
-      if ((candidate.rfind("--", 0) == 0) == flag) alike.push_back(candidate);
-    if (const auto near = nearest(name, alike)) return fmt::format("\nDid you mean {}?", *near);
-  }
-  return "";
+  return names;
 }
 
-int bad_command_line(const CLI::App& program, const CLI::ParseError& error, const Invocation& invocation) {
+// "--set train.steps=30" for "train.steps=30" and, as torchtitan has it, "--training.steps 30"; "--set
+// schedule.peak=0.1" for "--lr 0.1". Empty: no key.
+std::string as_set(const std::string& word, const std::string& next) {
+  const auto equals = word.find('=');
+  std::string name = word.substr(0, equals);
+  if (!is_flag(word) && (equals == std::string::npos || name.find('.') == std::string::npos)) return "";
+  name.erase(0, name.find_first_not_of('-'));
+  std::ranges::replace(name, '-', '_');
+  std::vector<std::string> keys;
+  for (const ConfigKey& key : config_keys()) keys.push_back(key.name);
+  std::optional<std::string> key = our_key(name);
+  if (!key && name.find('.') != std::string::npos) key = nearest(name, keys);
+  if (!key) return "";
+  return fmt::format("--set {}={}", *key,
+                     equals != std::string::npos      ? word.substr(equals + 1)
+                     : next.empty() || is_flag(next) ? "VALUE"
+                                                      : next);
+}
+
+// The meaning of the first word that was not understood, by a guess; empty: none.
+std::string meant(const CLI::App& app, const std::vector<std::string>& unknown) {
+  const std::string name = unknown[0].substr(0, unknown[0].find('='));
+  if (!is_flag(name) && unknown[0] == name) return nearest(name, verbs_of(app)).value_or("");
+  static const std::pair<const char*, const char*> kOtherFlags[] = {
+      {"--gpus", "--ranks"},       {"--nproc_per_node", "--ranks"}, {"--nproc-per-node", "--ranks"},
+      {"--devices", "--ranks"},    {"--num_processes", "--ranks"},  {"--world_size", "--ranks"},
+      {"--world-size", "--ranks"}, {"-n", "--ranks"},               {"--gpu", "--device cuda"}};
+  const auto has = [&](const std::string& flag) {
+    return app.get_option_no_throw(flag.substr(0, flag.find(' '))) != nullptr;
+  };
+  for (const auto& [theirs, ours] : kOtherFlags)
+    if (name == theirs && has(ours)) return ours;
+  if (has("--set"))
+    if (auto set = as_set(unknown[0], unknown.size() > 1 ? unknown[1] : ""); !set.empty()) return set;
+  std::vector<std::string> flags;
+  for (const auto* option : app.get_options())
+    for (const auto& each : option->get_lnames()) flags.push_back("--" + each);
+  return nearest(name, flags).value_or("");
+}
+
+int bad_command_line(const CLI::App& program, const CLI::ParseError& error) {
   const CLI::App* app = chosen(program);
-  const bool unknown =
-      dynamic_cast<const CLI::ExtrasError*>(&error) || dynamic_cast<const CLI::RequiredError*>(&error);
-  print(stderr, fmt::format("isograd: {}{}\nSee {} --help.\n", printable(error.what()),
-                            unknown ? suggestion(*app, invocation.arguments) : "", full_name(app)));
+  std::vector<std::string> unknown = app->remaining();
+  if (unknown.empty()) unknown = program.remaining(true);
+  std::string text = error.what(), guess;
+  if (!unknown.empty()) guess = meant(*app, unknown);
+  if (!guess.empty()) guess = fmt::format(". Did you mean {}?", printable(guess));
+  const std::vector<std::string> verbs = verbs_of(*app);
+  if (dynamic_cast<const CLI::ExtrasError*>(&error))
+    text = fmt::format("unknown argument{} {}{}", unknown.size() == 1 ? "" : "s",
+                       printable(fmt::format("{}", fmt::join(unknown, " "))), guess);
+  else if (dynamic_cast<const CLI::RequiredError*>(&error) && !verbs.empty())
+    text = fmt::format("{}{}\nVerbs: {}",
+                       unknown.empty() ? "no verb" : "unknown verb " + printable(unknown[0]), guess,
+                       fmt::join(verbs, ", "));
+  else
+    text = printable(text) + guess;
+  print(stderr, fmt::format("isograd: {}\nSee {} --help.\n", text, full_name(app)));
   return kBadInput;
 }
 
@@ -132,7 +177,7 @@ void require_output() {
 int run(int argc, char** argv) {
   const Invocation invocation = read_arguments(argc, argv);
   CLI::App program("Distributed training whose gradient is one device's, and the proof of it.", "isograd");
-  program.set_version_flag("--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
+  program.set_version_flag("-V,--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
   program.require_subcommand(1);
   program.footer(
       "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
@@ -160,7 +205,7 @@ int run(int argc, char** argv) {
       require_output();
       return 0;
     }
-    return bad_command_line(program, error, invocation);
+    return bad_command_line(program, error);
   }
   for (const auto& verb : verbs)
     if (verb.app->parsed()) {

@@ -2,6 +2,8 @@
 // is chosen; the status it returns is the program's (docs/errors.md).
 #pragma once
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <functional>
@@ -29,6 +31,26 @@ struct Verb {
   bool leaves_files = false;  // the files repeat the output, so a closed output is no error
 };
 
+// Limits from this on only keep arithmetic from overflowing; help leaves them out.
+inline constexpr double kNoLimit = 1e6;
+
+// A number from `least` to `most`: a whole one unless `fractions`.
+inline CLI::Validator between(double least, double most, bool fractions) {
+  const std::string range = most >= kNoLimit ? fmt::format("at least {:.15g}", least)
+                                             : fmt::format("{:.15g} to {:.15g}", least, most);
+  return CLI::Validator(
+      [=](const std::string& text) {
+        double number = 0;
+        std::int64_t whole = 0;
+        bool read = CLI::detail::lexical_cast(text, number);
+        if (!fractions) read = CLI::detail::lexical_cast(text, whole), number = static_cast<double>(whole);
+        if (read && number >= least && number <= most) return std::string();
+        return fmt::format("found \"{}\"; expected a {}number, {}", text, fractions ? "" : "whole ",
+                           number > most ? fmt::format("at most {:.15g}", most) : range);
+      },
+      range);
+}
+
 // `type`: the name of its value; `least` < `most`: its range. A default is shown unless empty or 0; of a list
 // each use gives one value.
 template <typename Value>
@@ -41,8 +63,7 @@ CLI::Option* add_option(CLI::App& verb, const std::string& name, Value& value, c
   else if constexpr (!requires { value.has_value(); })
     if (value != Value()) added->capture_default_str();
   if (least >= most) return added;
-  if (std::is_same_v<Value, double>) return added->check(CLI::Range(least, most));
-  return added->check(CLI::Range(static_cast<std::int64_t>(least), static_cast<std::int64_t>(most)));
+  return added->check(between(least, most, std::is_same_v<Value, double>));
 }
 
 // A strategy's name, which may be another one's (strategy_of()). For an option with its own check.

@@ -16,6 +16,7 @@
 #include "base/refuse.hpp"
 #include "train/build.hpp"
 #include "train/device.hpp"
+#include "train/other_names.hpp"
 #include "train/rules.hpp"
 #include "train/toml_file.hpp"
 
@@ -576,7 +577,8 @@ bool is_section(std::string_view name) {
   const std::string expected = table           ? "one of the sections {0}"
                                : known.empty() ? "section.key"
                                                : "a key of [{1}]: {0}";
-  const auto near = nearest(name, candidates);
+  const auto theirs = table ? our_section(name) : our_key(name);
+  const auto near = theirs ? theirs : nearest(name, candidates);
   refuse(where, fmt::format("an unknown {} \"{}\"", table ? "section" : "key", name),
          fmt::format(fmt::runtime(expected), fmt::join(known, ", "),
                      section.substr(0, section.empty() ? 0 : section.size() - 1)),
@@ -585,7 +587,8 @@ bool is_section(std::string_view name) {
 
 [[noreturn]] void wrong_value(const std::string& where, const ConfigKey& key, const std::string& found,
                               const std::string& text = {}) {
-  const auto near = text.empty() ? std::nullopt : nearest(text, key.allowed.choices);
+  auto near = our_value(text);
+  if (!near || !contains(key.allowed.choices, *near)) near = nearest(text, key.allowed.choices);
   refuse(where, found, allowed_text(key),
          near ? fmt::format("Did you mean \"{}\"? Change {}", *near, key.name)
               : fmt::format("Change {}; its default is {}", key.name, toml_text(key.get(RunConfig{}))));

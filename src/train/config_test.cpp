@@ -12,6 +12,7 @@
 #include "base/files.hpp"
 #include "train/build.hpp"
 #include "train/config_table.hpp"
+#include "train/other_names.hpp"
 #include "train/rank_zero.hpp"
 #include "train/task.hpp"
 #include "train/trainer_testing.hpp"
@@ -185,6 +186,32 @@ TEST(Config, UnknownKeyNamesLineAndNearestKey) {
        {"\"data.pack_length\" = 3\n", {"unknown key"}}});
   // Nothing is near: no guess.
   EXPECT_THAT(refused("[data]\nzzzzzzzzzzzz = 3\n"), ::testing::Not(HasSubstr("Did you mean")));
+}
+
+TEST(Config, NamesOfOtherTrainersLeadToOurs) {
+  std::vector<std::string> keys, sections, values;
+  for (const auto& key : config_keys()) {
+    keys.push_back(key.name);
+    for (const auto& value : key.allowed.choices) values.push_back(value);
+  }
+  for (const auto& section : config_sections()) sections.push_back(section.name);
+  const auto each_leads = [](const OtherNames& names, const std::vector<std::string>& ours,
+                             bool keys_of_ours) {
+    for (const auto& [theirs, mine] : names) {
+      EXPECT_THAT(ours, ::testing::Contains(mine)) << theirs;
+      for (const auto& name : ours)
+        EXPECT_NE(keys_of_ours ? name.substr(name.rfind('.') + 1) : name, theirs) << "a name of ours";
+    }
+  };
+  each_leads(other_keys(), keys, true);
+  each_leads(other_sections(), sections, false);
+  each_leads(other_values(), values, false);
+  expect_refused(
+      {{"[schedule]\nlr = 1\n", {"run.toml:2", "\"schedule.lr\". Did you mean \"schedule.peak\"? Expected"}},
+       {"[training]\nsteps = 1\n", {"run.toml:1", "Did you mean \"train\"? Expected one of"}},
+       {"[parallel]\ndevice = \"gpu\"\n", {"Did you mean \"cuda\"? Expected one of"}},
+       // Another key's value is no suggestion.
+       {"[model]\nkind = \"gpu\"\n", {"found \"gpu\"; expected one of"}}});
 }
 
 TEST(Config, WrongTypesNameWhatWasFoundAndWhatIsAllowed) {
