@@ -2,16 +2,20 @@
 
 Training itself, stops, kills and full disks are in test_train.py.
 """
+import fcntl
 import json
 import os
 import pathlib
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from conftest import BINARY, BUILD, LIMIT, ROOT, built_backends, full, isograd, ran, refused, rows_of, words_of
 from run_files import text_tables, write_documents, write_run, write_video
+from safetensors.torch import load_file, save_file
 
 TABLES = text_tables(4, 2, 32, (16, 1, 2, 1, 8, 24), data={"validation_fraction": 0.2}, model={"max_positions": 64},
                      train={"steps": 3, "evaluate_every": 2, "evaluate_packs": 2}, parallel={"timeout_seconds": 30},
@@ -305,6 +309,94 @@ def test_a_single_host_needs_no_network(config):
     done = subprocess.run([*alone, str(BINARY), "train", str(config), "--ranks", "2"], capture_output=True, text=True,
                           timeout=LIMIT)
     assert done.returncode == 0, done.stderr
+
+
+# What is printed, and where
+
+
+def on_a_terminal(*arguments, columns=100, **environment):
+    """Both outputs of a command whose outputs are a terminal of that width, and its status."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    clean = {name: value for name, value in os.environ.items() if name not in ("TERM", "NO_COLOR")}
+    with subprocess.Popen([BINARY, *words_of(arguments)], stdout=slave, stderr=slave,
+                          env={**clean, "OMP_NUM_THREADS": "1", "TERM": "xterm", **environment}) as program:
+        os.close(slave)
+        said = b""
+        while True:
+            try:
+                part = os.read(master, 65536)
+            except OSError:  # the terminal has no other end any more
+                part = b""
+            if not part:
+                break
+            said += part
+        program.wait(LIMIT)
+    os.close(master)
+    return said.decode().replace("\r\n", "\n"), program.returncode
+
+
+GREEN, RED = "\x1b[32mPASS\x1b[0m", "\x1b[31mFAIL\x1b[0m"
+
+
+def test_verdicts_are_coloured_on_a_terminal_alone(config, tmp_path):
+    dumps = tmp_path / "dumps"
+    verify = ["verify", config, "--layout", "naive", "--dump", dumps]
+    said, status = on_a_terminal(*verify)
+    assert status == 0 and GREEN in said and said.count("\x1b[3") == 1, said
+    for words, environment in [((), {"TERM": "dumb"}), ((), {"NO_COLOR": "1"}), (("--color", "never"), {})]:
+        said, status = on_a_terminal("compare", dumps / "naive", dumps / "oracle", *words, **environment)
+        assert status == 0 and "PASS" in said and "\x1b" not in said and "\r" not in said, said
+    for words, coloured in [((), False), (("--color", "auto"), False), (("--color", "always"), True)]:
+        assert (GREEN in ran("compare", dumps / "naive", dumps / "oracle", *words).stdout) == coloured
+    doubled = load_file(dumps / "naive/gradients.safetensors")
+    save_file({name: 2 * tensor for name, tensor in doubled.items()}, dumps / "naive/gradients.safetensors")
+    said, status = on_a_terminal("compare", dumps / "naive", dumps / "oracle", NO_COLOR="")
+    assert status == 1 and RED in said and GREEN not in said, said
+    assert "--color" in refused("compare", "a", "b", "--color", "red")
+
+
+def test_progress_fits_a_narrow_terminal_and_a_pipe_gets_plain_lines(config):
+    train = ["train", config, "verify.at_end=false", "--overwrite"]
+    said, status = on_a_terminal(*train, columns=40)
+    drawn = re.findall(r"\r\x1b\[K([^\r\n]+)(?=\r)", said)  # notices are not redrawn
+    assert status == 0 and any(line.startswith("step 3/3  loss") for line in drawn), said
+    assert max(map(len, drawn)) < 40, drawn
+    said, status = on_a_terminal(*train, columns=40, TERM="dumb")
+    assert status == 0 and "step 3/3" in said and "\x1b" not in said and "\r" not in said, said
+    piped = ran(*train)
+    assert "step 3/3" in piped.stderr and "\x1b" not in piped.stdout + piped.stderr and "\r" not in piped.stderr
+
+
+def test_quiet_leaves_results_and_verbose_says_every_step(config):
+    train = ["train", config, "verify.at_end=false", "--overwrite", "--ranks", 2]
+    ran(*train)  # which the others write over, and say so
+    quiet, usual, verbose = ran(*train, "-q"), ran(*train), ran(*train, "--verbose")
+    assert quiet.stderr.splitlines() == [line for line in usual.stderr.splitlines() if line.startswith("--overwrite: ")]
+    assert re.search(r"^loss +\d", quiet.stdout, re.M)
+    assert not re.search(r"^step 2/3", usual.stderr, re.M) and re.search(r"^step 2/3", verbose.stderr, re.M), verbose.stderr
+    said, _ = on_a_terminal(*train, "-v")
+    assert all(re.search(rf"^step {step}/3", said, re.M) for step in (1, 2, 3)) and "\r" not in said, said
+    assert "--quiet" in refused("train", config, "-q", "-v")
+    assert on_a_terminal("-q", *train)[0].count("\x1b") == 0  # in front of the verb, too
+
+
+def test_json_means_the_same_of_every_verb(config, tmp_path):
+    """A file gets it next to the text; without one it takes the text's place."""
+    dumps = tmp_path / "dumps"
+    ran("verify", config, "--layout", "naive", "--dump", dumps)
+    for words in (["layout", config], ["schedule"], ["verify", config], ["compare", dumps / "naive", dumps / "oracle"],
+                  ["plan", "layers=2,hidden=64,heads=4", "--cluster", "h100", "--tokens", "1M"]):
+        text, file = ran(*words).stdout, tmp_path / f"{words[0]}.json"
+        assert not text.startswith(("{", "["))
+        both = ran(*words, "--json", file)
+        assert re.sub(r"[\d.]+s\b", "", both.stdout) == re.sub(r"[\d.]+s\b", "", text), words
+        told = json.loads(file.read_text())
+        for alone in (ran(*words, "--json"), ran(*words, "--json", "-")):
+            assert json.loads(alone.stdout).keys() == told.keys(), words
+    before = config.read_text()
+    assert json.loads(ran("layout", "--json", config).stdout) and config.read_text() == before
+    assert "--json" in refused("layout", config, "--json", config) and config.read_text() == before
 
 
 # Messages about a run and its model

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/output.hpp"
 #include "base/print.hpp"
 
 namespace isograd {
@@ -32,7 +33,8 @@ std::optional<double> seconds_left(std::int64_t number, std::int64_t total, doub
 }
 
 StatusLine::StatusLine(const StatusOptions& options)
-    : options_(options), terminal_(options.terminal.value_or(isatty(fileno(options.out)) != 0)) {}
+    : options_(options),
+      terminal_(options.terminal.value_or(is_terminal(options.out) && !printing().verbose)) {}
 
 int StatusLine::columns() const {
   winsize size{};
@@ -48,6 +50,7 @@ StatusLine::Clock::time_point StatusLine::due() const {
 }
 
 void StatusLine::draw(const std::string& text) {
+  if (printing().quiet) return;
   if (terminal_) std::fputs("\r\033[K", options_.out);
   print(options_.out, terminal_ ? text : text + "\n");
   std::fflush(options_.out);
@@ -97,7 +100,7 @@ void Waiting::begin(std::int64_t number, const std::string& what) {
   number_ = number;
   what_ = printable(what);
   under_way_ = true;
-  if (status_.terminal() || begun_ >= status_.due()) draw();
+  if (status_.terminal() || printing().verbose || begun_ >= status_.due()) draw();
 }
 
 void Waiting::end() {
@@ -128,8 +131,9 @@ void Waiting::draw() {
 void Waiting::keep_drawing() {
   std::unique_lock lock(mutex_);
   while (!over_) {
-    if (under_way_ && Clock::now() >= status_.due()) draw();
-    changed_.wait_until(lock, under_way_ ? status_.due() : Clock::now() + std::chrono::seconds(1));
+    const bool drawing = under_way_ && !printing().quiet;
+    if (drawing && Clock::now() >= status_.due()) draw();
+    changed_.wait_until(lock, drawing ? status_.due() : Clock::now() + std::chrono::seconds(1));
   }
 }
 

@@ -20,6 +20,7 @@
 #include "base/child.hpp"
 #include "base/files.hpp"
 #include "base/json.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
@@ -91,10 +92,12 @@ nlohmann::ordered_json& Bench::record(const std::string& of, double ours, double
 
 void Bench::refuse_comparison(const std::string& why) {
   comparable = false;
-  say(fmt::format("  NOT COMPARABLE: {}\n", why));
+  const std::string text = fmt::format("  NOT COMPARABLE: {}\n", why);
+  options.json == kStandardOutput ? print(stderr, text) : say(text);
 }
 
 void Bench::say(const std::string& text) {
+  if (options.json == kStandardOutput) return;
   print(stdout, text);
   std::fflush(stdout);
 }
@@ -113,8 +116,9 @@ const std::vector<BenchVerb>& bench_table() {
 int run_bench(const BenchVerb& verb, const BenchOptions& options) {
   if (!verb.packages.empty()) require_packages(verb.name, options.python, verb.packages);
   Bench bench{.name = verb.name, .options = options};
+  bench.say(fmt::format("on {}\n", printable(processor_text())));
   verb.run(bench);
-  if (!options.json.empty()) write_file(options.json, bench.records.dump(2) + "\n");
+  if (!options.json.empty()) write_output(options.json, bench.records.dump(2) + "\n");
   return bench.comparable ? 0 : 1;
 }
 

@@ -248,7 +248,8 @@ inline BenchVerb verb(const std::string& name, const std::string& about, const s
                       std::vector<BenchOption> options, const char* for_each,
                       const char* package = "PyTorch") {
   options.push_back(file("--json", &BenchOptions::json,
-                         "records go here: {bench, case, ours, peer, peer_name, unit, ratio, processor}"));
+                         "records {bench, case, ours, peer, peer_name, unit, ratio, processor} as JSON;\n"
+                         "without FILE in place of the text"));
   if (for_each)
     options.push_back(number("--seconds", &BenchOptions::seconds, std::string("of taking turns") + for_each,
                              0.1, 1e6, "S"));

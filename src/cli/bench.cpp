@@ -24,6 +24,7 @@ Verb add_verb(CLI::App& bench, const BenchVerb& row) {
           } else {
             auto* added =
                 add_option(*verb, option.name, value, option.about, option.type, option.least, option.most);
+            if (option.name == "--json") takes_json(added);
             if (option.name == "--strategy") names_strategy(added);
             if (!option.choices.empty())
               added->check(option.lists_choices ? CLI::IsMember(option.choices)
@@ -63,8 +64,6 @@ std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation) {
     verbs.back().app->fallthrough();
     verbs.back().run = [run = verbs.back().run, level, arguments = invocation.arguments] {
       if (!level->empty()) run_as(*level, arguments);
-      print(stdout, fmt::format("on {}\n", printable(processor_text())));
-      std::fflush(stdout);
       return run();
     };
   }

@@ -1,5 +1,6 @@
 // isograd compare: two gradient dumps of one step, of any trainer.
 #include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/verify.hpp"
@@ -18,7 +19,7 @@ Verb compare_verb(CLI::App& program) {
   verb->add_option("B", flags->expected, "dump of the same step by one process, best in fp64")->required();
   add_option(*verb, "--alone", flags->alone,
              "the same step by one process in the precision of A: what rounding alone does", "DIR");
-  add_option(*verb, "--json", flags->json, "the verdict as JSON goes here", "FILE");
+  add_json(*verb, flags->json, "the verdict");
   add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
   verb->footer(
       "  isograd compare dumps/ddp dumps/one --report verdict.html\n\n"
@@ -32,8 +33,8 @@ Verb compare_verb(CLI::App& program) {
     const StepDump expected = read_dump(names.expected);
     const DumpComparison comparison = compare_dumps(read_dump(names.found), expected, names, alone);
     const Wording wording = compare_wording(comparison, names, flags->alone);
-    print(stdout, to_text(comparison.verdict, wording));
-    if (!flags->json.empty()) write_file(flags->json, to_json(comparison.verdict, wording) + "\n");
+    if (flags->json != kStandardOutput) print_verdict(stdout, to_text(comparison.verdict, wording));
+    if (!flags->json.empty()) write_output(flags->json, to_json(comparison.verdict, wording) + "\n");
     if (!flags->report.empty()) write_verify_page(comparison.verdict, wording, flags->report);
     return comparison.verdict.passed ? 0 : 1;
   };

@@ -1,6 +1,8 @@
 // isograd layout: prints the placement of every parameter of a run without starting it.
 #include <cstdio>
 
+#include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "cli/verbs.hpp"
 #include "train/config.hpp"
@@ -14,7 +16,7 @@ Verb layout_verb(CLI::App& program) {
     std::string config;
     std::vector<std::string> sets;
     int ranks = 1, rank = 0, hosts = 1;
-    bool json = false;
+    std::string json;
   };
   auto flags = std::make_shared<Flags>();
   verb->add_option("CONFIG", flags->config, "TOML file of the run")->required();
@@ -23,7 +25,7 @@ Verb layout_verb(CLI::App& program) {
   add_option(*verb, "--hosts", flags->hosts, "that the ranks are on in their order, as evenly as possible",
              "H");
   add_option(*verb, "--set", flags->sets, "overrides the file, as in train; may be repeated", "KEY=VALUE");
-  verb->add_flag("--json", flags->json, "one JSON object, with nothing left out (docs/layout.md)");
+  add_json(*verb, flags->json, "all of it (docs/layout.md)");
   verb->footer(
       "Prints the mesh, then of each parameter its shapes, the axes along which it is cut, copied, "
       "summed and\n"
@@ -33,9 +35,11 @@ Verb layout_verb(CLI::App& program) {
       "  isograd layout examples/first_light.toml --ranks 4 --set parallel.strategy=zero2\n\n"
       "Status: 0 done; 2 bad input; 4 a defect of isograd.");
   const auto action = [flags] {
+    check_no_input("--json", flags->json, {flags->config});
     const RunLayout run =
         lay_out(load_config(flags->config, flags->sets), flags->ranks, flags->rank, flags->hosts);
-    print(stdout, flags->json ? to_json(run) : to_text(run));
+    if (flags->json != kStandardOutput) print(stdout, to_text(run));
+    if (!flags->json.empty()) write_output(flags->json, to_json(run));
     return 0;
   };
   return {verb, action};

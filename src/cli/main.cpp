@@ -174,6 +174,21 @@ void require_output() {
          "a place to write to", "Send the output elsewhere, or free space there");
 }
 
+// Every verb has them, and the program in front of its verb.
+void add_output_flags(CLI::App& app) {
+  const auto grouped = [](CLI::Option* option) { return option->group("Output"); };
+  CLI::Option* quiet = grouped(app.add_flag(
+      "-q,--quiet", printing().quiet, "no progress and notices: results, warnings and errors alone"));
+  grouped(app.add_flag("-v,--verbose", printing().verbose,
+                       "a line for each step or part, in place of one that is redrawn"))
+      ->excludes(quiet);
+  grouped(app.add_option("--color", printing().colour,
+                         "PASS green and FAIL red: auto (on a terminal, without NO_COLOR), always, never"))
+      ->type_name("WHEN")
+      ->check(CLI::IsMember({"auto", "always", "never"}).description(""));
+  for (CLI::App* verb : app.get_subcommands([](const CLI::App*) { return true; })) add_output_flags(*verb);
+}
+
 int run(int argc, char** argv) {
   const Invocation invocation = read_arguments(argc, argv);
   CLI::App program("Distributed training whose gradient is one device's, and the proof of it.", "isograd");
@@ -196,6 +211,7 @@ int run(int argc, char** argv) {
                              launch_verb(program, invocation)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})
     verbs.insert(verbs.end(), more.begin(), more.end());
+  add_output_flags(program);
   try {
     std::vector<std::string> backwards(invocation.arguments.rbegin(), invocation.arguments.rend());
     program.parse(backwards);

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/paths.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
@@ -26,11 +27,11 @@ constexpr const char* kSizes[] = {
 constexpr std::int64_t kMostScaling = 131072;
 
 struct PlanFlags {
-  std::string model, cluster, tokens, dtype, strategy, svg, html, write, rows;
+  std::string model, cluster, tokens, dtype, strategy, svg, html, write, rows, json;
   std::vector<std::string> sizes = std::vector<std::string>(std::size(kSizes));
   std::optional<std::int64_t> sequence, gpus;
   std::size_t top = 5, tries = 0;
-  bool json = false, scaling = false;
+  bool scaling = false;
 };
 
 std::size_t index_in(const auto& names, const std::string& name) {
@@ -108,7 +109,8 @@ int show_plan(const PlanFlags& flags) {
            fmt::format("here, a TOML file, or one of {}", fmt::join(built_in_clusters(), ", ")),
            "Name one of them");
   const ModelShape model = model_of(flags);
-  for (const auto& [option, output] : {std::pair{"--write", flags.write}, {"--html", flags.html}})
+  for (const auto& [option, output] :
+       {std::pair{"--write", flags.write}, {"--html", flags.html}, {"--json", flags.json}})
     check_no_input(option, output, {model.file, flags.cluster});
   const Work work = asked_work(flags, model);
   Cluster cluster = read_cluster(flags.cluster, flags.gpus);
@@ -135,8 +137,8 @@ int show_plan(const PlanFlags& flags) {
   if (!flags.write.empty() && !plan.top.empty()) write_file(flags.write, to_toml(plan, plan.top[0]));
   std::optional<Trials> trials;
   if (flags.tries > 0 && !plan.top.empty()) trials = trials_of(plan, flags.tries);
-  print(stdout, flags.json ? to_json(plan, trials ? &*trials : nullptr)
-                           : to_text(plan) + (trials ? to_text(*trials) : ""));
+  if (flags.json != kStandardOutput) print(stdout, to_text(plan) + (trials ? to_text(*trials) : ""));
+  if (!flags.json.empty()) write_output(flags.json, to_json(plan, trials ? &*trials : nullptr));
   const auto ran = [](const Tried& tried) { return tried.run.has_value(); };
   return plan.top.empty() || (trials && std::ranges::none_of(trials->layouts, ran)) ? 1 : 0;
 }
@@ -170,7 +172,7 @@ Verb plan_verb(CLI::App& program) {
   add_option(*verb, "--top", flags->top, "layouts that are shown", "N", 1, 1000);
   verb->add_flag("--scaling", flags->scaling,
                  "the same on up to 131072 devices as well; here: on up to all of its ranks");
-  verb->add_flag("--json", flags->json, "one JSON object with all figures (docs/planning.md)");
+  add_json(*verb, flags->json, "all figures (docs/planning.md)");
   add_option(*verb, "--svg", flags->svg, "pictures go here: memory, timeline, front, scaling", "DIR");
   add_option(*verb, "--html", flags->html, "the plan as a page goes here", "FILE.html");
   add_option(*verb, "--write", flags->write, "the best layout as a configuration of isograd train",

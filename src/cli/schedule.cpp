@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
@@ -15,11 +16,11 @@ namespace isograd {
 namespace {
 
 struct ScheduleFlags {
-  std::string kind = "1f1b", load, svg;
+  std::string kind = "1f1b", load, svg, json;
   int stages = 4, stages_of_rank = 0, micro_batches = 8;
   std::vector<double> times{1, 1, 1};
   double transfer = 0, between_halves = 1;
-  bool json = false, transfers = false;
+  bool transfers = false;
 };
 
 PipelineTable table_of(const ScheduleFlags& flags) {
@@ -50,10 +51,12 @@ std::string summary(const PipelineTable& table, const PipelineTimeline& timeline
 }
 
 int show(const ScheduleFlags& flags) {
-  check_no_input("--svg", flags.svg, {flags.load});
+  for (const auto& [option, file] : {std::pair("--svg", flags.svg), {"--json", flags.json}})
+    check_no_input(option, file, {flags.load});
   PipelineTable table = table_of(flags);
   if (flags.transfers) table = with_transfers(table);
-  if (flags.json) return print(stdout, to_json(table)), 0;
+  if (!flags.json.empty()) write_output(flags.json, to_json(table));
+  if (flags.json == kStandardOutput) return 0;
   const PipelineTimeline timeline = simulate(
       table, uniform_times(table.stages, flags.times[0], flags.times[1], flags.times[2], flags.transfer),
       flags.between_halves);
@@ -86,7 +89,7 @@ Verb schedule_verb(CLI::App& program) {
              0.0, 100.0);
   add_option(*verb, "--load", flags->load, "your own table, as --json writes it; it is checked", "FILE");
   add_option(*verb, "--svg", flags->svg, "the picture as SVG", "FILE");
-  verb->add_flag("--json", flags->json, "the table alone, as JSON");
+  add_json(*verb, flags->json, "the table");
   verb->add_flag("--transfers", flags->transfers, "include sends and receives");
   verb->footer(
       "A line for each stage: F forward, B backward, I and W its halves (of inputs, of "

@@ -66,6 +66,15 @@ CLI::Option* add_option(CLI::App& verb, const std::string& name, Value& value, c
   return added->check(between(least, most, std::is_same_v<Value, double>));
 }
 
+// --json: the result as JSON in a file, next to the text that is printed; without a file, or with "-", on
+// standard output in place of the text. The same of every verb that has it.
+inline CLI::Option* takes_json(CLI::Option* option) {
+  return option->expected(0, 1)->type_name("FILE")->default_str("-");
+}
+inline CLI::Option* add_json(CLI::App& verb, std::string& json, const std::string& what) {
+  return takes_json(verb.add_option("--json", json, what + " as JSON; without FILE in place of the text"));
+}
+
 // A strategy's name, which may be another one's (strategy_of()). For an option with its own check.
 inline CLI::Option* names_strategy(CLI::Option* option) {
   return option->transform(CLI::Validator(

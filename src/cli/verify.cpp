@@ -7,6 +7,7 @@
 #include <filesystem>
 
 #include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "base/refuse.hpp"
 #include "base/shell.hpp"
@@ -80,7 +81,8 @@ int server_verb(const VerifyFlags& flags) {
   }
   const serve::ServerVerdict verdict =
       serve::verify_server(flags.server, key, flags.base, serve::judged_models(flags.adapters));
-  print(stdout, to_text(verdict) + (flags.adapters ? "  left out: whole weights (--adapters)\n" : ""));
+  print_verdict(stdout,
+                to_text(verdict) + (flags.adapters ? "  left out: whole weights (--adapters)\n" : ""));
   return verdict.passed() ? 0 : 1;
 }
 
@@ -98,7 +100,7 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
              "configured strategy on other meshes of the ranks, which all runs too: meshes",
              "NAME")
       ->check(no_such_layout);
-  add_option(*verb, "--json", flags->json, "the verdict as JSON goes here", "FILE");
+  add_json(*verb, flags->json, "the verdict");
   add_option(*verb, "--report", flags->report, "the verdict as a page goes here", "FILE.html");
   add_option(*verb, "--dump", flags->dump,
              "gradients of one process and of each layout go here, for isograd compare", "DIR");
@@ -168,9 +170,9 @@ Verb verify_verb(CLI::App& program, const Invocation& invocation) {
         Wording wording = verify_wording(verdict);
         wording.command = "isograd " + shell_words(invocation.arguments);
         wording.configuration = to_toml(config);
-        print(stdout, to_text(verdict, wording));
+        if (flags->json != kStandardOutput) print_verdict(stdout, to_text(verdict, wording));
+        if (!flags->json.empty()) write_output(flags->json, to_json(verdict, wording) + "\n");
         std::fflush(stdout);
-        if (!flags->json.empty()) write_file(flags->json, to_json(verdict, wording) + "\n");
         if (!flags->report.empty()) write_verify_page(verdict, wording, flags->report);
       }
       return verdict.passed ? 0 : 1;

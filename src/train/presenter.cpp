@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/files.hpp"
+#include "base/output.hpp"
 #include "base/print.hpp"
 #include "isograd/error.hpp"
 #include "report/report.hpp"
@@ -200,12 +201,13 @@ void Progress::step(const StepEvent& event) {
       std::max(kSmoothing, 1.0 / static_cast<double>(std::max<std::int64_t>(averaged_ - 1, 1)));
   smooth_seconds_ += weight * (event.seconds - smooth_seconds_);
   last_ = event;
-  if (first || last || !event.report.finite || StatusLine::Clock::now() >= status_.due()) draw();
+  const bool now = first || last || !event.report.finite || printing().verbose;
+  if (now || StatusLine::Clock::now() >= status_.due()) draw();
 }
 
 void Progress::evaluation(const Evaluation& evaluation) {
   if (evaluation.targets > 0) validation_loss_ = evaluation.loss;
-  if (status_.terminal()) return draw();
+  if (status_.terminal() || printing().quiet) return draw();
   std::string text = fmt::format("step {}", evaluation.step);
   if (evaluation.targets > 0)
     text += fmt::format("  validation loss {:.4f} over {} targets", evaluation.loss, evaluation.targets);
@@ -325,7 +327,7 @@ struct Presenter::Impl {
         text +=
             fmt::format("\n{}: {}\n{}", printable(table.title), printable(table.summary), text_table(rows));
       }
-    print(stdout, text);
+    print_verdict(stdout, text);
     std::fflush(stdout);
   }
 
@@ -442,11 +444,11 @@ Presenter::Presenter(const RunConfig& config, const RunFacts& facts)
       task.tokens == task.documents
           ? std::string()
           : fmt::format("{} {} in ", human_count(static_cast<double>(task.num_tokens)), task.tokens);
-  impl_->progress.line(fmt::format("{} parameters on {}; {}{} {}, {} of them held out",
-                                   human_count(static_cast<double>(facts.parameters)), impl_->layout(),
-                                   tokens, task.train_documents + task.validation_documents, task.documents,
-                                   task.validation_documents));
-  if (facts.first_step > 0) impl_->progress.line(fmt::format("continuing after step {}", facts.first_step));
+  line(fmt::format("{} parameters on {}; {}{} {}, {} of them held out",
+                   human_count(static_cast<double>(facts.parameters)), impl_->layout(), tokens,
+                   task.train_documents + task.validation_documents, task.documents,
+                   task.validation_documents));
+  if (facts.first_step > 0) line(fmt::format("continuing after step {}", facts.first_step));
 }
 Presenter::~Presenter() = default;
 
@@ -455,7 +457,9 @@ void Presenter::notice(const std::string& text) {
   impl_->progress.line(text);
 }
 
-void Presenter::line(const std::string& text) { impl_->progress.line(text); }
+void Presenter::line(const std::string& text) {
+  if (!printing().quiet) impl_->progress.line(text);
+}
 
 void Presenter::step(const StepEvent& event) {
   impl_->metrics->step(event);
@@ -473,7 +477,7 @@ void Presenter::evaluation(const Evaluation& evaluation) {
 }
 
 void Presenter::saved(const fs::path& checkpoint) {
-  impl_->progress.line("saved " + printable(checkpoint.string()));
+  line("saved " + printable(checkpoint.string()));
 }
 
 fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {
