@@ -107,7 +107,7 @@ def test_what_is_not_understood_is_refused_in_few_words(config, line, parts):
 
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = ran("--help")
-    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch"]:
+    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch", "help"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
@@ -397,6 +397,13 @@ def test_json_means_the_same_of_every_verb(config, tmp_path):
     before = config.read_text()
     assert json.loads(ran("layout", "--json", config).stdout) and config.read_text() == before
     assert "--json" in refused("layout", config, "--json", config) and config.read_text() == before
+
+
+def test_help_of_a_verb_is_that_of_its_flag():
+    for words in ([], ["train"], ["data", "pack"], ["bench"], ["help"]):
+        assert ran("help", *words).stdout.strip() == ran(*words, "--help").stdout.strip()
+    assert "Did you mean train?" in refused("help", "trian") and "one of pack, show" in refused("help", "data", "zzz")
+    assert "Leave it out" in refused("help", "train", "now")
 
 
 # Messages about a run and its model

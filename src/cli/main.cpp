@@ -174,6 +174,28 @@ void require_output() {
          "a place to write to", "Send the output elsewhere, or free space there");
 }
 
+Verb help_verb(CLI::App& program) {
+  CLI::App* verb = program.add_subcommand("help", "Print the help of a verb");
+  const auto words = std::make_shared<std::vector<std::string>>();
+  verb->add_option("VERB", *words, "as in isograd help data pack; unless given, the help of isograd");
+  const auto action = [&program, words] {
+    const CLI::App* app = &program;
+    for (const std::string& word : *words) {
+      const std::vector<std::string> verbs = verbs_of(*app);
+      const bool known = std::ranges::find(verbs, word) != verbs.end();
+      if (!known && verbs.empty()) refuse(full_name(app), word, "no more words", "Leave it out");
+      const auto near = nearest(word, verbs);
+      if (!known)
+        refuse("isograd help", "an unknown verb " + word, fmt::format("one of {}", fmt::join(verbs, ", ")),
+               near ? fmt::format("Did you mean {}?", *near) : "Choose one of them");
+      app = app->get_subcommand(word);
+    }
+    print(stdout, app->get_formatter()->make_help(app, full_name(app), CLI::AppFormatMode::Normal));
+    return 0;
+  };
+  return {verb, action};
+}
+
 // Every verb has them, and the program in front of its verb.
 void add_output_flags(CLI::App& app) {
   const auto grouped = [](CLI::Option* option) { return option->group("Output"); };
@@ -195,7 +217,7 @@ int run(int argc, char** argv) {
   program.set_version_flag("-V,--version", "isograd " ISOGRAD_VERSION ", LibTorch " ISOGRAD_LIBTORCH);
   program.require_subcommand(1);
   program.footer(
-      "isograd VERB --help says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
+      "isograd help VERB says more. Status: 0 done; 1 the thing asked for failed; 2 bad input; 3 a rank\n"
       "was lost; 4 a defect of isograd; 128 + n: ended by signal n (docs/errors.md).");
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),
@@ -208,7 +230,8 @@ int run(int argc, char** argv) {
                              calibrate_verb(program, invocation),
                              plan_verb(program),
                              serve_verb(program, invocation),
-                             launch_verb(program, invocation)};
+                             launch_verb(program, invocation),
+                             help_verb(program)};
   for (auto& more : {data_verbs(program), bench_verbs(program, invocation)})
     verbs.insert(verbs.end(), more.begin(), more.end());
   add_output_flags(program);
