@@ -107,7 +107,7 @@ def test_what_is_not_understood_is_refused_in_few_words(config, line, parts):
 
 def test_help_of_every_verb_is_there_and_fits_a_terminal():
     top = ran("--help")
-    for verb in ["train", "verify", "compare", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch", "help"]:
+    for verb in ["train", "verify", "compare", "report", "sample", "data", "bench", "config", "layout", "schedule", "plan", "launch", "help"]:
         assert re.search(rf"^\s+{verb}\s", top.stdout, re.M), top.stdout
     assert "step-ours" not in isograd("bench", "--help").stdout
     for verb in [["train"], ["verify"], ["compare"], ["sample"], ["data"], ["data", "pack"], ["data", "show"], ["bench"],
@@ -404,6 +404,34 @@ def test_help_of_a_verb_is_that_of_its_flag():
         assert ran("help", *words).stdout.strip() == ran(*words, "--help").stdout.strip()
     assert "Did you mean train?" in refused("help", "trian") and "one of pack, show" in refused("help", "data", "zzz")
     assert "Leave it out" in refused("help", "train", "now")
+
+
+def test_runs_are_laid_over_one_another(config, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, rate in zip(folders, ("1e-3", "2e-3")):
+        ran("train", config, "verify.at_end=false", f"run.directory={folder}", f"schedule.peak={rate}")
+    page = tmp_path / "runs.html"
+    told = ran("report", *folders, "--html", page).stdout
+    last = [rows_of(folder)[-1] for folder in folders]
+    for folder, row in zip(folders, last):
+        assert re.search(rf"^{folder.name} +3 +{row['loss']:.4f} ", told, re.M), told
+    assert re.search(r"^schedule.peak +0.001 +0.002$", told, re.M) and "run.directory" not in told, told
+    html = page.read_text()
+    assert all(part in html for part in [">a<", ">b<", "Validation loss", "Gradient norm", "schedule.peak"]), html[:2000]
+    figures = json.loads(ran("report", *folders, "--json").stdout)
+    assert [run["loss"] for run in figures["runs"]] == [row["loss"] for row in last] and last[0]["loss"] != last[1]["loss"]
+    assert figures["differing_keys"] == {"schedule.peak": ["0.001", "0.002"]}
+    alone = ran("report", folders[0]).stdout
+    assert "a " in alone and "differ" not in alone
+    # Bad input.
+    assert "twice" in refused("report", folders[0], f"{folders[0]}/.")
+    assert f"Did you mean {folders[0]}?" in refused("report", tmp_path / "aa")
+    assert "config.toml" in refused("report", tmp_path) and "Name the folder" in refused("report", page)
+    assert "at most 6" in refused("report", *[folders[0]] * 7)
+    log = folders[1] / "metrics.jsonl"
+    assert "--html" in refused("report", *folders, "--html", log) and rows_of(folders[1])
+    log.write_text("")
+    assert "no step" in refused("report", *folders)
 
 
 # Messages about a run and its model

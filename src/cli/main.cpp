@@ -222,6 +222,7 @@ int run(int argc, char** argv) {
   std::vector<Verb> verbs = {train_verb(program, invocation),
                              verify_verb(program, invocation),
                              compare_verb(program),
+                             report_verb(program),
                              sample_verb(program),
                              export_verb(program),
                              config_verb(program),

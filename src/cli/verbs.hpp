@@ -84,6 +84,7 @@ inline CLI::Option* names_strategy(CLI::Option* option) {
 Verb train_verb(CLI::App& program, const Invocation& invocation);
 Verb verify_verb(CLI::App& program, const Invocation& invocation);
 Verb compare_verb(CLI::App& program);
+Verb report_verb(CLI::App& program);
 Verb sample_verb(CLI::App& program);
 Verb export_verb(CLI::App& program);
 std::vector<Verb> bench_verbs(CLI::App& program, const Invocation& invocation);
