@@ -11,7 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
+import tomllib
 
+import jsonschema
 import pytest
 from conftest import BINARY, BUILD, LIMIT, ROOT, built_backends, full, isograd, ran, refused, rows_of, words_of
 from run_files import text_tables, write_documents, write_run, write_video
@@ -152,6 +154,24 @@ def test_overrides_and_files_give_what_config_prints(config):
 def test_documentation_is_generated_from_the_table():
     table = ran("config", "--markdown").stdout
     assert table == (ROOT / "docs/configuration.md").read_text(), "run: isograd config --markdown > docs/configuration.md"
+
+
+def test_the_schema_for_editors_is_that_of_the_table(tmp_path):
+    schema = json.loads(ran("config", "--schema").stdout)
+    jsonschema.Draft7Validator.check_schema(schema)
+    validate = jsonschema.Draft7Validator(schema).iter_errors
+    every = tomllib.loads(ran("config").stdout)
+    assert not list(validate(every)) and schema["properties"]["train"]["properties"]["steps"]["default"] == every["train"]["steps"]
+    for example in ROOT.glob("examples/*.toml"):
+        assert not list(validate(tomllib.loads(example.read_text()))), example
+    for name in ("ddp", "zero2"):
+        assert not list(validate({"parallel": {"strategy": name}}))
+    # What the program refuses by type, name or range is refused by the schema.
+    for wrong in ({"train": {"setps": 3}}, {"tarin": {}}, {"train": {"steps": "3"}}, {"train": {"steps": 0}}, {"parallel": {"device": "gpu"}},
+                  {"schedule": {"peak": 0}}, {"optimizer": {"beta2": 1}}, {"data": {"text": [1]}}, {"run": {"directory": ""}},
+                  {"model": {"lora": {"rank": 1, "r": 1}}}, {"train": {"steps": True}}):
+        assert list(validate(wrong)), wrong
+    assert "--markdown" in refused("config", "--schema", "--markdown")
 
 
 def test_every_key_is_read_somewhere():

@@ -1,4 +1,4 @@
-// isograd config: a configuration checked and written out, and the page that documents every key.
+// isograd config: a configuration checked and written out; the page and the schema of all keys.
 #include <cstdio>
 
 #include "base/print.hpp"
@@ -13,14 +13,17 @@ Verb config_verb(CLI::App& program) {
   struct Flags {
     std::string file;
     std::vector<std::string> sets;
-    bool markdown = false;
+    bool markdown = false, schema = false;
   };
   auto flags = std::make_shared<Flags>();
   verb->add_option("CONFIG", flags->file, "TOML file; the defaults unless given");
   add_option(*verb, "--set", flags->sets, "overrides the file; may be repeated", "KEY=VALUE");
   verb->add_flag("--markdown", flags->markdown, "the page that documents every key (docs/configuration.md)");
+  verb->add_flag("--schema", flags->schema, "the JSON schema of a configuration, for editors")
+      ->excludes("--markdown");
   verb->footer("Status: 0 valid; 2 not: the message names file, line and the nearest key.");
   const auto action = [flags] {
+    if (flags->schema) return print(stdout, configuration_schema()), 0;
     const RunConfig config = load_config(flags->file, flags->sets);
     print(stdout, flags->markdown ? configuration_markdown() : to_toml(config));
     return 0;

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "isograd/grid.hpp"
@@ -147,8 +148,10 @@ struct RunConfig {
 // Values of parallel.strategy.
 inline constexpr const char* kStrategies[] = {"naive", "overlapped", "bucketed", "zero1", "zero2", "zero3"};
 std::vector<std::string> strategy_names();
-// The name of a strategy by what PyTorch calls it: "bucketed" of "ddp", "zero3" of "fsdp"; others are as they are.
-std::string strategy_of(const std::string& name);
+// PyTorch's names of two of them.
+inline constexpr std::pair<const char*, const char*> kStrategyAliases[] = {{"ddp", "bucketed"},
+                                                                           {"fsdp", "zero3"}};
+std::string strategy_of(const std::string& name);  // of an alias; other texts are as they are
 
 // ConfigError with file, line and the nearest valid key. `overrides`: as given to --set; texts may go without
 // quotes, a list as TOML or as its only entry. An empty `file` gives the defaults.
@@ -178,6 +181,8 @@ void check_but_devices(const RunConfig& config, int ranks);
 void require_model_folder(const std::string& text, const std::string& where);
 // The text of docs/configuration.md, generated from the same table.
 std::string configuration_markdown();
+// The JSON schema (draft 7) of a configuration, for editors, generated from the same table.
+std::string configuration_schema();
 // Every key as TOML, which parse_config() reads back.
 std::string to_toml(const RunConfig& config);
 

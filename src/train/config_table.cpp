@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "base/files.hpp"
@@ -111,7 +112,10 @@ std::vector<ConfigKey> common_keys() {
           "Steps over which the learning rate rises linearly from 0 to its peak."),
       KEY(schedule.floor, at_least(0, 1), "Where the cosine ends, as a fraction of the peak."),
 
-      KEY(parallel.strategy, {.choices = strategy_names(), .canonical = strategy_of}, R"(What each rank keeps, and how gradients are summed:
+      KEY(parallel.strategy,
+          {.choices = strategy_names(),
+           .aliases = {std::begin(kStrategyAliases), std::end(kStrategyAliases)}},
+          R"(What each rank keeps, and how gradients are summed:
           `naive`, one by one after backward, for comparison; `overlapped`, one by one during backward;
           `bucketed`, in buckets during backward; `zero1`, each rank keeps a shard of the optimizer's state;
           `zero2`, of the gradients too; `zero3`, of the parameters too, each block gathered while it is
@@ -625,7 +629,8 @@ bool has_nul(const ConfigValue& value) {
 }
 
 void assign(RunConfig& config, const ConfigKey& key, ConfigValue value, const std::string& where) {
-  if (key.allowed.canonical) value = key.allowed.canonical(std::get<std::string>(value));
+  for (const auto& [alias, name] : key.allowed.aliases)
+    if (std::get<std::string>(value) == alias) value = name;
   if (has_nul(value)) wrong_value(where, key, "a text with a NUL (\\u0000) in it", "");
   if (auto found = refusal(key, value)) {
     auto text = std::get_if<std::string>(&value);
@@ -793,7 +798,9 @@ std::optional<std::string> nearest(std::string_view text, const std::vector<std:
 std::vector<std::string> strategy_names() { return {std::begin(kStrategies), std::end(kStrategies)}; }
 
 std::string strategy_of(const std::string& name) {
-  return name == "ddp" ? "bucketed" : name == "fsdp" ? "zero3" : name;
+  for (const auto& [alias, strategy] : kStrategyAliases)
+    if (name == alias) return strategy;
+  return name;
 }
 
 std::string to_toml(const RunConfig& config) {
@@ -808,6 +815,44 @@ std::string to_toml(const RunConfig& config) {
   return text;
 }
 
+std::string configuration_schema() {
+  using Object = nlohmann::ordered_json;
+  const auto table_of = [](const std::string& description) {
+    return Object{{"type", "object"}, {"description", description}, {"additionalProperties", false}};
+  };
+  Object schema = table_of("A run of isograd, as `isograd config` checks it.");
+  schema["$schema"] = "http://json-schema.org/draft-07/schema#";
+  schema["title"] = "isograd";
+  const auto place_of = [&](const std::string& section) -> Object& {
+    Object* place = &schema;
+    for (std::size_t at = 0; at <= section.size();) {
+      const auto end = std::min(section.find('.', at), section.size());
+      place = &(*place)["properties"][section.substr(at, end - at)];
+      at = end + 1;
+    }
+    return *place;
+  };
+  for (const auto& section : config_sections()) place_of(section.name) = table_of(section.description);
+  for (const auto& key : config_keys()) {
+    const ConfigValue usual = key.get(RunConfig{});
+    const Allowed& allowed = key.allowed;
+    static const char* const types[] = {"boolean", "integer", "number", "string", "array"};
+    Object one = {{"type", types[usual.index()]}, {"description", key.description}};
+    if (!key.unit.empty()) one["description"] = key.description + " (" + key.unit + ")";
+    std::visit([&](const auto& value) { one["default"] = value; }, usual);
+    if (std::holds_alternative<std::vector<std::string>>(usual)) one["items"] = {{"type", "string"}};
+    if (allowed.not_empty) one["minLength"] = 1;
+    for (const std::string& choice : allowed.choices) one["enum"].push_back(choice);
+    for (const auto& [alias, name] : allowed.aliases) one["enum"].push_back(alias);
+    const char* least = allowed.above_least ? "exclusiveMinimum" : "minimum";
+    const char* most = allowed.below_most ? "exclusiveMaximum" : "maximum";
+    if (std::isfinite(allowed.least)) one[least] = allowed.least;
+    if (std::isfinite(allowed.most)) one[most] = allowed.most;
+    place_of(key.name) = one;
+  }
+  return schema.dump(2) + "\n";
+}
+
 std::string configuration_markdown() {
   std::string text =
       "# Configuration\n\n"
@@ -817,7 +862,9 @@ std::string configuration_markdown() {
       "allowed and the nearest key.\n\n"
       "This page is generated from the table that parses the file: `isograd config --markdown "
       "> docs/configuration.md`. `isograd config CONFIG.toml` prints a file with every key "
-      "written out.\n\n"
+      "written out. Editors that know schemas of TOML (Taplo, Even Better TOML) complete and check "
+      "a file whose first line is `#:schema ./isograd.schema.json`, after `isograd config --schema > "
+      "isograd.schema.json`.\n\n"
       "The ranks of a run must have the same configuration. Only keys marked *may differ* may "
       "have other values on other hosts: they name files, and what is in the files must still "
       "be the same.\n";

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -26,7 +27,7 @@ struct Allowed {
   bool below_most = false;   // most itself is refused
   std::vector<std::string> choices = {};
   bool not_empty = false;  // texts
-  std::string (*canonical)(const std::string&) = nullptr;  // of a text that may have another name
+  std::vector<std::pair<std::string, std::string>> aliases = {};  // other names of choices
 };
 
 // Whether ranks of one run may have different values of a key.
