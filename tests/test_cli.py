@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import tomllib
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -615,7 +616,10 @@ def test_museum_lists_explains_and_catches():
 def test_schedules_are_drawn_written_and_read_again(kind, tmp_path):
     drawn = ran("schedule", "--kind", kind, "--stages", "4", "--svg", tmp_path / "picture.svg")
     assert "rank 0   stage 0   F0" in drawn.stdout and f"{kind}: 4 stages" in drawn.stdout, drawn.stdout
-    assert "bubble" in (tmp_path / "picture.svg").read_text()
+    picture = (tmp_path / "picture.svg").read_text()
+    texts = [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"F: forward", "time, in the unit of --times", "0"} <= set(texts) and any("bubble" in text for text in texts), texts
+    assert ("B: backward" in texts) == (not kind.startswith("zb")) and "prefers-color-scheme:dark" in picture
     (tmp_path / "table.json").write_text(isograd("schedule", "--kind", kind, "--stages", "4", "--json").stdout)
     again = isograd("schedule", "--load", tmp_path / "table.json")
     assert again.stdout == drawn.stdout.replace(f"drawn in {tmp_path}/picture.svg\n", ""), again.stderr

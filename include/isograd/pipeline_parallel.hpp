@@ -115,10 +115,8 @@ struct PipelineTimeline {
 // in units of its forward's: M_W / M_B of Qi et al. (2023), section 3.
 PipelineTimeline simulate(const PipelineTable& table, const PipelineTimes& times, double between_halves = 1);
 
-// Draws the timeline as text (one line per stage, at most 160 columns after its name) or as SVG.
+// Draws the timeline as text: one line per stage, at most 160 columns after its name.
 std::string to_picture(const PipelineTable& table, const PipelineTimeline& timeline);
-inline constexpr double kPictureWidth = 1000;  // pixels
-std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline);
 
 // ---- running a table: ranks along `pp` hold the same batch and compute one loss ----
 

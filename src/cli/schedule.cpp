@@ -11,6 +11,8 @@
 #include "base/refuse.hpp"
 #include "cli/verbs.hpp"
 #include "isograd/pipeline_parallel.hpp"
+#include "report/report.hpp"
+#include "train/presenter.hpp"
 
 namespace isograd {
 namespace {
@@ -60,7 +62,11 @@ int show(const ScheduleFlags& flags) {
   const PipelineTimeline timeline = simulate(
       table, uniform_times(table.stages, flags.times[0], flags.times[1], flags.times[2], flags.transfer),
       flags.between_halves);
-  if (!flags.svg.empty()) write_file(flags.svg, to_svg(table, timeline));
+  if (!flags.svg.empty()) {
+    Lanes lanes = stage_lanes(table, timeline, 0, "time, in the unit of --times");
+    lanes.titled = true;
+    write_file(flags.svg, svg_file(svg(lanes)));
+  }
   print(stdout, to_picture(table, timeline) + summary(table, timeline));
   if (!flags.svg.empty()) print(stdout, fmt::format("drawn in {}\n", printable(flags.svg)));
   return 0;

@@ -56,14 +56,9 @@ void add_series(Chart& chart, const std::string& name, std::vector<Point> points
   std::ranges::sort(all, {}, &Point::x);
 }
 
-// By its name: F, B, I, W of a pipeline, grey where spans of different kinds are joined; everything else
-// communicates or updates.
+// Whatever is no stage of the pipeline communicates or updates.
 const char* colour_of(const Lanes::Span& span) {
-  const std::size_t to = span.name.find(" to ");
-  if (to != std::string::npos && span.name[0] != span.name[to + 4]) return "c5";
-  if (span.lane.ends_with("compute"))
-    for (const auto& [kind, colour] : {std::pair('F', "c0"), {'B', "c2"}, {'I', "c6"}, {'W', "c4"}})
-      if (span.name.starts_with(kind)) return colour;
+  if (span.lane.ends_with("compute")) return colour_of_stages(span);
   return span.lane == "optimizer" ? "c1" : "c3";
 }
 
@@ -106,12 +101,13 @@ std::string step_bars(const Plan& plan) {
 }
 
 std::string timeline_svg(const std::vector<Span>& spans, double step) {
-  Lanes lanes{.title = "Timeline of a step",
-              .spans = {},
-              .end = step,
-              .time_text = seconds_text,
-              .colour = colour_of,
-              .width = kPictureWidth};
+  Lanes lanes = stage_lanes({}, {}, step);
+  lanes.title = "Timeline of a step";
+  lanes.time_text = seconds_text;
+  lanes.colour = colour_of;
+  lanes.legend.back().second = "waiting (bubble)";
+  lanes.legend.emplace_back("c3", "exchange");
+  lanes.legend.emplace_back("c1", "norm, update");
   for (const Span& span : spans) lanes.spans.push_back({span.lane, span.name, span.begin, span.end});
   return svg(lanes);
 }
@@ -267,11 +263,9 @@ Report page(const Plan& plan, const std::vector<Span>& timeline) {
       "The fullest rank of each layout; of the first also the first, middle and last rank of its pipeline.",
       memory_bars(plan));
   if (!timeline.empty())
-    report.figure(
-        "A step",
-        "F: a micro-batch's forward, B: its backward, I and W: the halves of that, grey: several of them. "
-        "Below: what is exchanged in addition, and the update.",
-        timeline_svg(timeline, best->step.total()), kPictureWidth);
+    report.figure("A step",
+                  "With the numbers of micro-batches. Below: what is exchanged in addition, and the update.",
+                  timeline_svg(timeline, best->step.total()), kLanesWidth);
   report.figure("What a step is made of",
                 "Without what computation hides. Waiting: for other stages, and for ranks with longer packs.",
                 step_bars(plan));

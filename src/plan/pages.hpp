@@ -13,7 +13,7 @@ namespace isograd::planner {
 std::string memory_bars(const Plan& plan);  // ranks of the best layout, the other layouts, the device's line
 std::string step_bars(const Plan& plan);    // what a step is made of, by devices
 std::string timeline_svg(const std::vector<Span>& spans,
-                         double step);                     // a row for each lane, kPictureWidth wide
+                         double step);                     // a row for each lane, kLanesWidth wide
 std::string chrome_trace(const std::vector<Span>& spans);  // JSON for chrome://tracing and Perfetto
 
 Chart scaling_chart(const Plan& plan);  // log x; a mark at each law

@@ -210,7 +210,7 @@ TEST(PlanPages, AStepOfManyMicroBatchesIsDrawnWithFewRectangles) {
   const std::string picture = timeline_svg(spans, 20);
   const auto found =
       all(picture, "<rect class=\"part c[0-9]\" x=\"([0-9.]+)\" y=\"[0-9.]+\" width=\"([0-9.]+)\"");
-  EXPECT_LT(found.size(), kPictureWidth / 4);
+  EXPECT_LT(found.size(), kLanesWidth / 4);
   double covered = 0;
   for (const auto& one : found) covered += std::stod(one[2]);
   EXPECT_NEAR(covered, std::stod(found.back()[1]) + std::stod(found.back()[2]) - std::stod(found.front()[1]),

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include "base/print.hpp"
@@ -286,6 +288,23 @@ std::string head(const std::string& title, double height) {
 
 constexpr const char* kNothing = "no value that could be drawn";
 
+// Squares of the classes with their names, in as many lines as they take from `top` on; returns their height.
+double add_legend(std::string& text, const std::vector<std::pair<std::string, std::string>>& entries,
+                  double left, double right, double top) {
+  constexpr double kLetter = 8, kSwatch = 12;  // a letter at its largest
+  double x = left, y = top + 14;
+  for (const auto& [kind, name] : entries) {
+    const double width = kSwatch + 5 + kLetter * static_cast<double>(characters(name)) + 12;
+    if (x + width > right && x > left) x = left, y += kLine + 2;
+    text +=
+        fmt::format("<rect class=\"key {}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{}\" height=\"{}\" rx=\"2\"/>",
+                    kind, x, y - 10, kSwatch, kSwatch);
+    text += svg_text("label", x + kSwatch + 5, y, "start", escape_html(name));
+    x += width;
+  }
+  return y - top;
+}
+
 }  // namespace
 
 std::size_t median_reach(std::size_t points) { return std::clamp<std::size_t>(points / 60, 2, 50); }
@@ -348,19 +367,12 @@ std::string svg(const Chart& given) {
 }
 
 std::string svg(const Bars& bars) {
-  constexpr double kBar = 22, kSide = 8, kLetter = 8, kSwatch = 12;  // a letter at its largest
-  constexpr std::size_t kOneLine = 50;                               // letters of a label with its note
+  constexpr double kBar = 22, kSide = 8;
+  constexpr std::size_t kOneLine = 50;  // letters of a label with its note
   std::string legend, body;
-  double x = kSide, y = 14;
-  for (std::size_t i = 0; i < bars.parts.size(); ++i) {
-    const double width = kSwatch + 5 + kLetter * static_cast<double>(bars.parts[i].size()) + 12;
-    if (x + width > kWidth && x > kSide) x = kSide, y += kLine + 2;
-    legend += fmt::format(
-        "<rect class=\"part c{}\" x=\"{:.1f}\" y=\"{:.1f}\" width=\"{}\" height=\"{}\" rx=\"2\"/>", i, x,
-        y - 10, kSwatch, kSwatch);
-    legend += svg_text("label", x + kSwatch + 5, y, "start", escape_html(bars.parts[i]));
-    x += width;
-  }
+  std::vector<std::pair<std::string, std::string>> parts;
+  for (const std::string& part : bars.parts) parts.emplace_back(fmt::format("part c{}", parts.size()), part);
+  double x = kSide, y = add_legend(legend, parts, kSide, kWidth, 0);
   double most = 0;
   const auto total = [](const Bars::Bar& bar) {
     return std::accumulate(bar.values.begin(), bar.values.end(), 0.0);
@@ -417,17 +429,18 @@ std::string svg(const Bars& bars) {
 }
 
 std::string svg(const Lanes& lanes) {
-  constexpr double kNames = 130, kRow = 24, kAbove = 10, kLetter = 7;
-  const double width = lanes.width - kNames - 12;
-  double end = lanes.end, y = kAbove;
+  constexpr double kNames = 130, kRow = 24, kLetter = 7, kWide = kLanesWidth - kNames - 12;
+  constexpr int kTicks = 12;
+  double end = lanes.end, y = 4;
   for (const Lanes::Span& span : lanes.spans) end = std::max(end, span.end);
-  const auto at = [&](double time) { return end > 0 ? time / end * width : 0; };
-  const double narrow = end * kLetter / width;
+  const auto at = [&](double time) { return end > 0 ? time / end * kWide : 0; };
+  const double narrow = end * kLetter / kWide;
   std::vector<std::pair<std::string, std::vector<Lanes::Span>>> rows;
+  std::map<std::string, std::size_t> row_of;
   for (const Lanes::Span& span : lanes.spans) {
-    auto row = std::ranges::find(rows, span.lane, &decltype(rows)::value_type::first);
-    if (row == rows.end()) row = rows.insert(row, {span.lane, {}});
-    std::vector<Lanes::Span>& drawn = row->second;
+    const auto [place, fresh] = row_of.try_emplace(span.lane, rows.size());
+    if (fresh) rows.push_back({span.lane, {}});
+    std::vector<Lanes::Span>& drawn = rows[place->second].second;
     const bool joins = !drawn.empty() && span.end - drawn.back().begin < narrow &&
                        span.begin - drawn.back().end < narrow / 8;
     if (!joins) {
@@ -437,11 +450,19 @@ std::string svg(const Lanes& lanes) {
     drawn.back().name = drawn.back().name.substr(0, drawn.back().name.find(' ')) + " to " + span.name;
     drawn.back().end = span.end;
   }
-  std::string body;
+  std::set<std::string> seen = {"lane"};
+  for (const auto& [lane, spans] : rows)
+    for (const Lanes::Span& span : spans) seen.insert(lanes.colour(span));
+  std::string text, body;
+  if (lanes.titled) text += svg_text("label over", kNames, y += 14, "start", escape_html(lanes.title));
+  std::vector<std::pair<std::string, std::string>> legend;
+  for (const auto& [colour, name] : lanes.legend)
+    if (seen.contains(colour)) legend.emplace_back(colour == "lane" ? colour : "part " + colour, name);
+  const double top = y += add_legend(text, legend, kNames, kLanesWidth, y) + 10;
   for (const auto& [lane, spans] : rows) {
     body += svg_text("label", kNames - 8, y + 15, "end", escape_html(lane));
     body += fmt::format("<rect class=\"lane\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>", kNames, y,
-                        width, kRow - 2);
+                        kWide, kRow - 2);
     for (const Lanes::Span& span : spans) {
       const double x = kNames + at(span.begin), wide = at(span.end - span.begin);
       body += fmt::format(
@@ -453,12 +474,19 @@ std::string svg(const Lanes& lanes) {
     }
     y += kRow;
   }
-  body += svg_text("tick", kNames, y + 16, "start", "0") +
-          svg_text("tick", kNames + width, y + 16, "end", lanes.time_text(end));
+  if (end > 0 && end < kLargest) {
+    const Axis axis = make_axis(0, end, kTicks, false, false);
+    for (double tick = 0; tick <= end * (1 + 1e-6); tick += axis.tick) {
+      const double x = kNames + at(tick);
+      text += fmt::format("<path class=\"grid\" d=\"M{0:.1f} {1:.1f}V{2:.1f}\"/>", x, top, y + 4);
+      body += svg_text("tick", x, y + 17, tick > 0.98 * end ? "end" : "middle", tick_label(tick, axis));
+    }
+  }
+  body += svg_text("label", kNames + kWide, y + 34, "end", escape_html(lanes.unit));
   return fmt::format(
              "<svg width=\"{0:.0f}\" height=\"{1:.0f}\" viewBox=\"0 0 {0:.0f} {1:.0f}\" role=\"img\" aria-label=\"{2}\">",
-             lanes.width, y + 26, escape_html(lanes.title)) +
-         body + "</svg>";
+             kLanesWidth, y + 40, escape_html(lanes.title)) +
+         text + body + "</svg>";
 }
 
 }  // namespace isograd

@@ -49,8 +49,9 @@ struct Bars {
   std::vector<std::pair<std::string, double>> limits = {};  // vertical lines
 };
 
-// Spans of time in rows, one for each lane, in the order in which they come. Spans of a lane that touch and
-// are narrower than a letter are drawn as one, "F0 to B3": there may be thousands of them.
+// Spans of time in rows, one for each lane, in the order in which they come, above an axis of time. Spans of
+// a lane that touch and are narrower than a letter are drawn as one, "F0 to B3": there may be thousands of
+// them.
 struct Lanes {
   struct Span {
     std::string lane, name;
@@ -59,10 +60,14 @@ struct Lanes {
   std::string title;
   std::vector<Span> spans;
   double end = 0;                      // of the axis, at least
+  std::string unit;                    // of the axis
   std::string (*time_text)(double);    // of a time
   const char* (*colour)(const Span&);  // "c0" to "c7"
-  double width = 1000;                 // pixels
+  // Colours and their meaning, shown if a span has them; "lane": where a row has no span.
+  std::vector<std::pair<std::string, std::string>> legend;
+  bool titled = false;  // the title is drawn: for a file of its own
 };
+inline constexpr double kLanesWidth = 1000;  // pixels
 
 std::size_t characters(std::string_view text);  // of UTF-8
 

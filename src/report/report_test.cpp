@@ -297,6 +297,53 @@ TEST(BarsOf, AreAsWideAsTheirValuesAndEndAtTheLimit) {
   EXPECT_THAT(file, HasSubstr("prefers-color-scheme:dark"));
 }
 
+Lanes two_stages() {
+  return {.title = "<one>",
+          .spans = {{"rank 0", "F0", 0, 1}, {"rank 1", "B0", 1, 3}, {"rank 0", "F1", 1, 2}},
+          .end = 0,
+          .unit = "seconds",
+          .time_text = [](double time) { return fixed(time) + " s"; },
+          .colour = [](const Lanes::Span& span) { return span.name[0] == 'F' ? "c0" : "c2"; },
+          .legend = {{"c0", "F: forward"}, {"c2", "B: backward"}, {"c4", "W: weights"}, {"lane", "waiting"}}};
+}
+
+TEST(LanesOf, HaveALegendAnAxisWithItsUnitAndColoursOfThePage) {
+  const std::string picture = svg(two_stages());
+  EXPECT_THAT(open_tags(picture), ::testing::IsEmpty());
+  for (const char* said :
+       {">F: forward<", ">B: backward<", ">waiting<", ">seconds<", "<title>F1: 1.0 s to 2.0 s<"})
+    EXPECT_THAT(picture, HasSubstr(said));
+  EXPECT_THAT(picture, Not(HasSubstr("W: weights"))) << "no span has it";
+  EXPECT_GE(count(picture, "class=\"tick\""), 4u);
+  for (const char* fixed_look : {"#", "fill=", "stroke=", "font"})
+    EXPECT_THAT(picture, Not(HasSubstr(fixed_look)));
+  Lanes file = two_stages();
+  EXPECT_THAT(picture, Not(HasSubstr(">&lt;one&gt;<")));
+  file.titled = true;
+  EXPECT_THAT(svg(file), HasSubstr(">&lt;one&gt;<"));
+}
+
+// Pictures below one another can be compared only on one axis.
+TEST(LanesOf, KeepToTheEndThatIsGiven) {
+  const auto width = [](double end) {
+    Lanes lanes = two_stages();
+    lanes.end = end;
+    const std::string picture = svg(lanes);
+    std::smatch found;
+    EXPECT_TRUE(std::regex_search(picture, found,
+                                  std::regex("\"part c2\" x=\"[0-9.]+\" y=\"[0-9.]+\" width=\"([0-9.]+)")));
+    return std::stod(found[1]);
+  };
+  EXPECT_NEAR(width(3), 2 * width(6), 0.02);
+  EXPECT_EQ(width(0), width(3)) << "no later than the last span";
+}
+
+TEST(LanesOf, ManyAreDrawnInProportion) {
+  Lanes lanes = two_stages();
+  for (int i = 0; i < 80'000; ++i) lanes.spans.push_back({"stage " + std::to_string(i % 40'000), "F0", 0, 1});
+  EXPECT_THAT(svg(lanes), HasSubstr("stage 39999"));
+}
+
 TEST(Report, ATableThatMayBeTooWideSaysSo) {
   const auto page = [](std::size_t columns) {
     Report report("run");

@@ -81,29 +81,22 @@ PipelineTimes times_of(const Pipeline::Measured& measured) {
   return times;
 }
 
-// The last step of rank 0's pipeline, as measured and as planned with the measured times of its stages.
+// The last step of rank 0's pipeline, as measured and as planned with the measured times of its stages, on
+// one axis.
 std::vector<Showing::Picture> stage_pictures(const Pipeline::Measured& measured) {
   const PipelineTimeline planned = simulate(measured.table, times_of(measured));
-  const auto caption = [](const PipelineTimeline& timeline, const char* what) {
-    return fmt::format("{} {:.3g} s, of which ranks wait {:.1f} % (bubble).", what, timeline.length,
-                       100 * timeline.bubble());
+  const double end = std::max(measured.timeline.length, planned.length);
+  const auto picture = [&](const char* title, const PipelineTimeline& timeline, const char* told) {
+    return Showing::Picture{.title = title,
+                            .caption = fmt::format("{} {:.3g} s, of which ranks wait {:.1f} %.", told,
+                                                   timeline.length, 100 * timeline.bubble()),
+                            .html = svg(stage_lanes(measured.table, timeline, end)),
+                            .width = kLanesWidth};
   };
-  return {
-      {.title = "Stages in the last step, as measured",
-       .caption = caption(
-           measured.timeline,
-           has_halves(measured.table)
-               ? "A line for each stage: F forward of a micro-batch, I backward to what the stage was "
-                 "given, W to its weights. The step's micro-batches took"
-               : "A line for each stage: F forward, B backward of a micro-batch. The step's micro-batches "
-                 "took"),
-       .html = to_svg(measured.table, measured.timeline),
-       .width = kPictureWidth},
-      {.title = "The same, as planned",
-       .caption = caption(planned,
-                          "By the schedule, with what forwards and backwards of each stage took on average:"),
-       .html = to_svg(measured.table, planned),
-       .width = kPictureWidth}};
+  return {picture("Stages in the last step, as measured", measured.timeline,
+                  "A line for each stage, with the numbers of micro-batches. The step's micro-batches took"),
+          picture("The same, as planned", planned,
+                  "By the schedule, with what forwards and backwards of each stage took on average:")};
 }
 
 // The last step of all ranks in Chrome's trace format: a process for each rank, an event for each action, in
@@ -487,6 +480,43 @@ fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {
   impl_->write_report(shown, showing);
   impl_->print_summary(shown, showing);
   return shown.report;
+}
+
+const char* colour_of_stages(const Lanes::Span& span) {
+  const std::size_t to = span.name.find(" to ");
+  if (to != std::string::npos && span.name[0] != span.name[to + 4]) return "c5";
+  return span.name[0] == 'F' ? "c0" : span.name[0] == 'B' ? "c2" : span.name[0] == 'I' ? "c6" : "c4";
+}
+
+Lanes stage_lanes(const PipelineTable& table, const PipelineTimeline& timeline, double end,
+                  std::string unit) {
+  Lanes lanes{.title = fmt::format("{}: {} stages, {} micro-batches, ranks wait {:.1f} % (bubble)",
+                                   table.name, table.stages, table.micro_batches, 100 * timeline.bubble()),
+              .spans = {},
+              .end = std::max(end, timeline.length),
+              .unit = std::move(unit),
+              .time_text = [](double time) { return fmt::format("{:.4g}", time); },
+              .colour = colour_of_stages,
+              .legend = {{"c0", "F: forward"},
+                         {"c2", "B: backward"},
+                         {"c6", "I: backward to inputs"},
+                         {"c4", "W: backward to weights"},
+                         {"c5", "several"},
+                         {"lane", static_cast<std::size_t>(table.stages) > table.ranks.size()
+                                      ? "the rank waits (bubble) or computes another stage"
+                                      : "the rank waits (bubble)"}}};
+  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
+    std::map<int, std::vector<Lanes::Span>> stages;
+    for (std::size_t i = 0; i < table.ranks[rank].size(); ++i) {
+      const PipelineAction& action = table.ranks[rank][i];
+      if (action.is_transfer()) continue;
+      stages[action.stage].push_back({fmt::format("rank {}, stage {}", rank, action.stage),
+                                      to_text(action).substr(std::to_string(action.stage).size()),
+                                      timeline.spans[rank][i].begin, timeline.spans[rank][i].end});
+    }
+    for (auto& [stage, spans] : stages) std::ranges::move(spans, std::back_inserter(lanes.spans));
+  }
+  return lanes;
 }
 
 std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,

@@ -90,6 +90,12 @@ class Presenter {
   std::unique_ptr<Impl> impl_;
 };
 
+// What computes when, a lane for each stage. `end`: of the axis, at least.
+Lanes stage_lanes(const PipelineTable& table, const PipelineTimeline& timeline, double end = 0,
+                  std::string unit = "seconds");
+// "c0", "c2", "c6" and "c4" of F, B, I and W; "c5" of spans that are joined.
+const char* colour_of_stages(const Lanes::Span& span);
+
 // Writes a trace of the last step's stages into the run's folder and returns pictures of it. Collective.
 std::vector<Showing::Picture> show_stages(const Pipeline& pipeline, const Mesh& mesh,
                                           const std::filesystem::path& directory);

@@ -14,6 +14,7 @@
 #include "train/checkpoint_files.hpp"
 #include "train/config.hpp"
 #include "train/metrics.hpp"
+#include "train/presenter.hpp"
 #include "verify/diagnosis.hpp"
 #include "verify/present.hpp"
 
@@ -121,7 +122,7 @@ void read_pipeline(const fs::path& file) {
     throw std::runtime_error("a schedule that is not read back as it was written");
   const PipelineTimeline timeline = simulate(table, uniform_times(table.stages));
   to_picture(table, timeline);
-  to_svg(table, timeline);
+  svg(stage_lanes(table, timeline));
 }
 
 // Its lines as patterns, each against the names of a model, and as groups of a configuration.

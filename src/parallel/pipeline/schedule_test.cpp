@@ -432,7 +432,6 @@ TEST(PipelinePicture, OfManyStages) {
     EXPECT_EQ(read, table);
     const PipelineTimeline timeline = simulate(read, uniform_times(kStages));
     EXPECT_EQ(std::ranges::count(to_picture(read, timeline), '\n'), kStages);
-    EXPECT_THAT(to_svg(read, timeline), HasSubstr("stage 39999"));
   }
 }
 
@@ -442,12 +441,6 @@ TEST(PipelinePicture, ShowsWhenEachRankDoesWhat) {
   EXPECT_EQ(to_picture(table, timeline),
             "rank 0   stage 0   F0 F1 ......B0    ...B1    \n"
             "rank 1   stage 1   ...F0 B0    F1 B1    ......\n");
-  const std::string svg = to_svg(table, timeline);
-  EXPECT_THAT(svg, AllOf(HasSubstr("1F1"), HasSubstr("rank 1, stage 1"), HasSubstr("</svg>")));
-  PipelineTable foreign = table;
-  foreign.name = "<script>\x01\x1b[2J\u202egvs\u2066\xff";
-  EXPECT_THAT(to_svg(foreign, timeline),
-              HasSubstr(">&lt;script&gt;\uFFFD\uFFFD[2J\uFFFDgvs\uFFFD\uFFFD: 2 stages"));
 }
 
 }  // namespace

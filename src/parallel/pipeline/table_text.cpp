@@ -1,4 +1,4 @@
-// Tables as text and back, and timelines in the terminal and as SVG.
+// Tables as text and back, and timelines in the terminal.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -22,12 +22,11 @@ using Kind = PipelineAction::Kind;
 struct Look {
   Kind kind;
   const char* letters;
-  const char* colour = "";  // of what computes
 };
-constexpr Look kLooks[] = {{Kind::kForward, "F", "#7aa6d8"},        {Kind::kBackward, "B", "#6fb98f"},
-                           {Kind::kBackwardInputs, "I", "#8fcfac"}, {Kind::kBackwardWeights, "W", "#e0b36a"},
-                           {Kind::kSendOutput, "SEND_F"},           {Kind::kReceiveInput, "RECV_F"},
-                           {Kind::kSendGradient, "SEND_B"},         {Kind::kReceiveGradient, "RECV_B"}};
+constexpr Look kLooks[] = {{Kind::kForward, "F"},           {Kind::kBackward, "B"},
+                           {Kind::kBackwardInputs, "I"},    {Kind::kBackwardWeights, "W"},
+                           {Kind::kSendOutput, "SEND_F"},   {Kind::kReceiveInput, "RECV_F"},
+                           {Kind::kSendGradient, "SEND_B"}, {Kind::kReceiveGradient, "RECV_B"}};
 
 const Look& look_of(const PipelineAction& action) {
   return *std::ranges::find(kLooks, action.kind, &Look::kind);
@@ -175,49 +174,6 @@ std::string to_picture(const PipelineTable& table, const PipelineTimeline& timel
     }
   }
   return text;
-}
-
-std::string to_svg(const PipelineTable& table, const PipelineTimeline& timeline) {
-  constexpr double kLeft = 120, kWidth = kPictureWidth - 140, kRow = 24, kTop = 40;
-  const double unit = timeline.length > 0 ? kWidth / timeline.length : 0;
-  std::string body;
-  double y = kTop;
-  const auto text = [&](double x, double at, const char* anchor, const std::string& what) {
-    body +=
-        fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, at, anchor, what);
-  };
-  const auto stages = by_stage(table, timeline);
-  for (std::size_t rank = 0; rank < table.ranks.size(); ++rank) {
-    for (const auto& [stage, computed] : stages[rank]) {
-      text(kLeft - 8, y + 16, "end", fmt::format("rank {}, stage {}", rank, stage));
-      body += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"#f1f1ee\"/>\n", kLeft, y,
-                          kWidth, kRow - 2);
-      for (const auto& [action, span] : computed) {
-        const double x = kLeft + span.begin * unit, wide = (span.end - span.begin) * unit;
-        body += fmt::format(
-            "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" "
-            "stroke=\"#fff\"><title>{}: {:.4g} to {:.4g}</title></rect>\n",
-            x, y, wide, kRow - 2, look_of(action).colour, to_text(action), span.begin, span.end);
-        const std::string label = label_of(action);
-        if (wide >= 7.0 * static_cast<double>(label.size())) text(x + wide / 2, y + 15, "middle", label);
-      }
-      y += kRow;
-    }
-    y += 4;
-  }
-  const double height = y + 24;
-  std::string head = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 "
-      "{0} {1}\" font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"100%\" "
-      "height=\"100%\" fill=\"#fff\"/>\n",
-      kPictureWidth, height);
-  head += fmt::format(
-      "<text x=\"{}\" y=\"22\" font-size=\"14\">{}: {} stages, {} micro-batches, bubble {:.1f} "
-      "%</text>\n",
-      kLeft, escape_html(table.name), table.stages, table.micro_batches, 100 * timeline.bubble());
-  text(kLeft, y + 14, "start", "0");
-  text(kLeft + kWidth, y + 14, "end", fmt::format("{:.4g}", timeline.length));
-  return head + body + "</svg>\n";
 }
 
 }  // namespace isograd
