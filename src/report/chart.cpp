@@ -236,8 +236,48 @@ std::string drawn_axes(const Chart& chart, const Frame& frame) {
   return text + svg_text("label", kWidth - kRight, kHeight - 6, "end", escape_html(chart.x_label));
 }
 
-// Above its line, below it at the top of the picture; each clear of the one before it.
+// Where a line of many points has no markers: columns that name the values in them.
+std::string drawn_strips(const Chart& chart, const Frame& frame) {
+  constexpr std::size_t kMostStrips = 100;
+  std::size_t points = 0;
+  for (const Series& series : chart.series) points = std::max(points, series.points.size());
+  if (points <= kFewPoints || !chart.lines || chart.log_x || chart.log_y) return {};
+  const std::size_t strips = std::min(points, kMostStrips);
+  const double each = (frame.x.high - frame.x.low) / static_cast<double>(strips);
+  std::string text;
+  for (std::size_t i = 0; i < strips; ++i) {
+    const double from = frame.x.low + each * static_cast<double>(i), to = from + each;
+    std::string values;
+    for (const Series& series : chart.series) {
+      const auto last = std::ranges::partition_point(series.points, [&](const Point& point) {
+        return point.x < to || (i + 1 == strips && point.x <= to);
+      });
+      if (last == series.points.begin() || (last - 1)->x < from) continue;
+      const Point& point = *(last - 1);
+      values += values.empty() ? fmt::format("{} {:.10g}: ", chart.x_label, point.x) : ", ";
+      values += fmt::format("{} {:.5g}", series.name, point.y);
+    }
+    if (!values.empty())
+      text += fmt::format(
+          "<rect class=\"strip\" x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\"><title>{}</title></rect>",
+          frame.px(from), kTop, kInnerWidth / static_cast<double>(strips), kInnerHeight, escape_html(values));
+  }
+  return text;
+}
+
+// Above its line, below it at the top of the picture; each clear of the one before it. At the end of the line
+// where fewer points are in its way.
 std::string mark_labels(const Chart& chart, const Frame& frame) {
+  constexpr double kLetter = 6.5, kInset = 4;
+  const auto in_the_way = [&](double left, double right, double bottom) {
+    std::ptrdiff_t found = 0;
+    for (const Series& series : chart.series)
+      found += std::ranges::count_if(series.points, [&](const Point& point) {
+        const double x = frame.px(point.x), y = frame.py(point.y);
+        return x >= left - kLine && x <= right + kLine && y >= bottom - kLine && y <= bottom + kLine / 2;
+      });
+    return found;
+  };
   std::vector<std::pair<std::string, double>> marks = chart.marks;
   std::stable_sort(marks.begin(), marks.end(),
                    [](const auto& a, const auto& b) { return a.second > b.second; });
@@ -247,8 +287,11 @@ std::string mark_labels(const Chart& chart, const Frame& frame) {
     double y = frame.py(value) - 5;
     if (y < kTop + 10) y = frame.py(value) + 14;
     last = std::max(y, last + kLine);
-    text += svg_text("label over", kWidth - kRight - 4, last, "end",
-                     fmt::format("{} {:.4g}", escape_html(name), value));
+    const std::string label = fmt::format("{} {:.4g}", name, value);
+    const double left = kLeft + kInset, right = kWidth - kRight - kInset,
+                 wide = kLetter * static_cast<double>(characters(label));
+    const bool first = in_the_way(left, left + wide, last) < in_the_way(right - wide, right, last);
+    text += svg_text("label over", first ? left : right, last, first ? "start" : "end", escape_html(label));
   }
   return text;
 }
@@ -348,7 +391,7 @@ std::string svg(const Chart& given) {
   if (std::ranges::none_of(chart.series,
                            [](const Series& series) { return std::ranges::any_of(series.points, drawable); }))
     return text + svg_text("label", kWidth / 2, kHeight / 2, "middle", kNothing) + "</svg>";
-  text += drawn_axes(chart, frame) + drawn_guides(chart, frame);
+  text += drawn_strips(chart, frame) + drawn_axes(chart, frame) + drawn_guides(chart, frame);
   for (const auto& [name, value] : chart.marks)
     text += fmt::format("<path class=\"mark\" d=\"M{:.1f} {:.1f}H{:.1f}\"/>", kLeft, frame.py(value),
                         kWidth - kRight);

@@ -18,7 +18,7 @@ constexpr const char* kChartStyle = R"css(
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--ink:#1c2024;--soft:#60646c;--rule:#e3e4e8;
 --good:#18794e;--good-back:#e6f4ec;--bad:#b42318;--bad-back:#fdecea;--shade:#0003;
 --c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#a64d8c;--c4:#b88a00;--c5:#56707f;--c6:#56b4e9;--c7:#c3c6cc}
-@media (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
+@media screen and (prefers-color-scheme:dark){:root{--page:#131518;--card:#1b1e22;--ink:#eceef0;--soft:#9ba1a8;--rule:#31353b;
 --good:#5ccf97;--good-back:#132d20;--bad:#ff8f85;--bad-back:#391815;--shade:#000b;
 --c0:#5fb3ec;--c1:#ff9a52;--c2:#3fcf9f;--c3:#dd8fc6;--c4:#e3bb45;--c5:#9db4c0;--c6:#2f7ab0;--c7:#4a4f57}}
 .tick,.label{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
@@ -26,7 +26,8 @@ constexpr const char* kChartStyle = R"css(
 .over{paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round}
 .mark{stroke:var(--soft);stroke-dasharray:4 4;fill:none}
 .line,.raw{fill:none;stroke:currentColor;stroke-width:1.75;stroke-linejoin:round;stroke-linecap:round}
-.raw{stroke-width:1;opacity:.4}.off{fill:currentColor}
+.raw{stroke-width:1;opacity:.4}.line,.raw,.grid,.mark,.over{pointer-events:none}
+.strip{fill:transparent}.strip:hover{fill:var(--rule)}.off{fill:currentColor}
 .dot,.part{fill:currentColor;stroke:var(--card)}.lane{fill:var(--rule);opacity:.5}.inside{fill:var(--card);font-size:11px}
 .cross{stroke:var(--bad);stroke-width:1.5;fill:none}
 .c0{color:var(--c0)}.c1{color:var(--c1)}.c2{color:var(--c2)}.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}
@@ -43,13 +44,14 @@ h2{font-size:17px;margin:40px 0 10px;letter-spacing:-.005em;overflow-wrap:anywhe
 .verdict{margin:14px 0 0;padding:9px 14px;border-radius:8px;font-weight:550;overflow-wrap:anywhere}
 .verdict+.verdict{margin-top:8px}
 .good{color:var(--good);background:var(--good-back)}.bad{color:var(--bad);background:var(--bad-back)}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(166px,1fr));gap:10px;margin:22px 0 0;padding:0}
-.facts div{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:0}
+.facts{display:flex;flex-wrap:wrap;gap:10px;margin:22px 0 0;padding:0}
+.facts div{flex:1 1 150px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:11px 14px;min-width:0}
 dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
 dt{color:var(--soft);font-size:12.5px}
 dd{margin:2px 0 0;font-size:18px;font-weight:600;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:30px 0 0}
 figure{margin:0;max-width:560px;background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 14px 8px;min-width:0}
+.charts figure:last-child:nth-child(odd){grid-column:1/-1;max-width:none}.charts svg{max-height:320px}
 figure h3{font-size:14.5px;margin:0 2px 2px;overflow-wrap:anywhere}
 figure h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 figcaption{display:flex;flex-wrap:wrap;gap:2px 18px;margin:0 2px 6px;font-size:12.5px;color:var(--soft)}
@@ -68,13 +70,13 @@ th,td{text-align:left;padding:6px 12px;border-bottom:1px solid var(--rule);verti
 th{position:sticky;top:0;background:var(--card);color:var(--soft);font-weight:500;vertical-align:bottom;box-shadow:0 1px var(--rule)}
 tr:last-child td{border-bottom:0}
 .number{width:1%;text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-th.number{white-space:normal}
+th.number{white-space:normal}.roomy th{white-space:nowrap}
 .long{min-width:160px}.sentences{min-width:440px}
-.whole{max-height:none}.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
+.whole{max-height:none}.fit{width:fit-content;max-width:100%}.fit table{width:auto}.fit .number{width:auto}.drawing{padding:14px;max-height:none}.natural .label{font-size:12px}.scaled>svg{max-width:620px}
 .drawing h3{font-size:14.5px;margin:18px 0 6px;font-weight:600}.drawing h3:first-child{margin-top:0}.drawing h3 span{color:var(--soft);font-weight:400;margin-left:6px}
 .frames{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:4px 12px;align-items:center;font-size:12.5px;color:var(--soft)}
 .frames img{display:block;height:88px;width:auto;max-width:100%;object-fit:contain;object-position:left;image-rendering:pixelated;border-radius:4px}
-p.prose{margin:0 0 10px;max-width:76ch}
+p.prose{margin:0 0 10px;max-width:76ch}div+p.prose{margin-top:10px}
 .item{background:var(--card);border:1px solid var(--rule);border-left:4px solid var(--bad);border-radius:8px;padding:10px 14px;margin:0 0 10px}
 .item p{margin:0;font-weight:550;overflow-wrap:anywhere}.item ul{margin:6px 0 0;padding-left:20px;color:var(--soft);font-size:13.5px}
 .item li{overflow-wrap:anywhere}
@@ -84,7 +86,14 @@ font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 summary{cursor:pointer;font-size:17px;font-weight:650;margin:40px 0 10px}
 @media (max-width:560px){main{padding:24px 14px 48px}.tick,.label{font-size:14.5px}figure{padding:12px 10px 6px}
 .charts{margin-top:22px}.frames{grid-template-columns:1fr}.frames img{height:auto;max-height:88px}th,td{padding:6px 9px}}
-@media print{.wide{max-height:none;overflow:visible}figure,pre{break-inside:avoid}}
+@page{margin:14mm}
+@media print{:root{--page:#fff}body{font-size:12px}main{max-width:none;padding:0}.hint{display:none}
+i,.verdict,.item,.strip{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+.wide{max-height:none;overflow:visible;background:none}.natural{width:auto!important}th{position:static}
+table,pre{font-size:10px}th,td{padding:3px 5px}.long,.sentences{min-width:0;overflow-wrap:anywhere}.roomy th{white-space:normal}
+.charts{grid-template-columns:1fr 1fr}
+details::details-content{content-visibility:visible;display:block;height:auto}
+h2,h3,summary,p.summary{break-after:avoid}figure,.drawing,.item,tr{break-inside:avoid}}
 )css";
 
 // "1.5e-3", "-12", "3.1 %", "12.3k", "NaN", "–": what belongs on the right of its column.
@@ -114,17 +123,20 @@ std::string with_breaks(const std::string& escaped) {
 
 constexpr std::size_t kLongCell = 24;     // characters from which a cell's text may take several lines
 constexpr double kLongWidth = 160;        // pixels that such a column has at least (.long)
-constexpr std::size_t kSentences = 120;   // characters from which a narrow cell would fill the screen
+constexpr std::size_t kSentences = 120;   // characters from which a narrow cell among others fills the screen
 constexpr double kSentencesWidth = 440;   // pixels that such a column has at least (.sentences)
+constexpr double kPageWidth = 1030;       // pixels of the widest section
+constexpr double kNarrowTable = 600;      // pixels up to which a table is as wide as its content
 constexpr std::size_t kRowsInSight = 15;  // of a table, which scrolls beyond its height
 
 // Shown on screens that are narrower than something `width` pixels wide with the page's margins.
 std::string hint(double width, const char* what) {
-  constexpr double kNarrowest = 360, kMargins = 50, kPage = 1030;
+  constexpr double kNarrowest = 360, kMargins = 50;
   if (width <= kNarrowest) return {};
   return fmt::format(
       "<p class=\"hint\" style=\"max-height:{}\">{} is wider than the screen: scroll it sideways →</p>\n",
-      width > kPage ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins), what);
+      width > kPageWidth ? "none" : fmt::format("clamp(0px,({:.0f}px - 100vw)*99,3em)", width + kMargins),
+      what);
 }
 
 // Shortens a long name at its beginning, because the end is more specific.
@@ -282,12 +294,20 @@ void Report::table(const std::string& title, const std::string& summary,
       right[i] = right[i] && numeric(row[i]);
       longest[i] = std::max(longest[i], characters(row[i]));
     }
-  double width = 0;  // estimated: 7.5 pixels a character
-  for (std::size_t i = 0; i < columns; ++i)
-    width += 24 + std::max(longest[i] > kSentences  ? kSentencesWidth
-                           : longest[i] > kLongCell ? kLongWidth
-                                                    : 7.5 * static_cast<double>(longest[i]),
-                           7.5 * static_cast<double>(longest_word(headings[i])));
+  const auto sentences = [&](std::size_t i) { return longest[i] > kSentences && columns > 2; };
+  // Estimated: 7.5 pixels a character. Headings take one line where the page is wide enough for that.
+  const auto width_with = [&](std::size_t (*of_heading)(const std::string&)) {
+    double width = 0;
+    for (std::size_t i = 0; i < columns; ++i)
+      width += 24 + std::max(sentences(i)             ? kSentencesWidth
+                             : longest[i] > kLongCell ? kLongWidth
+                                                      : 7.5 * static_cast<double>(longest[i]),
+                             7.5 * static_cast<double>(of_heading(headings[i])));
+    return width;
+  };
+  const double in_one_line = width_with([](const std::string& heading) { return characters(heading); });
+  const bool roomy = in_one_line <= kPageWidth;
+  const double width = roomy ? in_one_line : width_with(longest_word);
   const auto cells = [&](const std::vector<std::string>& row, const char* tag) {
     std::string html = "<tr>";
     for (std::size_t i = 0; i < row.size(); ++i) {
@@ -295,7 +315,7 @@ void Report::table(const std::string& title, const std::string& summary,
       const bool wraps = i < columns && longest[i] > kLongCell;
       html += fmt::format("<{0}{1}>{2}</{0}>", tag,
                           number  ? " class=\"number\""
-                          : wraps ? (longest[i] > kSentences ? " class=\"sentences\"" : " class=\"long\"")
+                          : wraps ? (sentences(i) ? " class=\"sentences\"" : " class=\"long\"")
                                   : "",
                           wraps ? with_breaks(escape_html(row[i])) : escape_html(row[i]));
     }
@@ -307,8 +327,9 @@ void Report::table(const std::string& title, const std::string& summary,
   html += hint(width, "This table");
   const bool cut = rows.size() > kRowsInSight;
   if (cut) html += fmt::format("<p class=\"hint\">{} rows: scroll down in the table ↓</p>\n", rows.size());
-  html += std::string("<div class=\"wide") + (cut ? "" : " whole") + "\"><table><thead>" +
-          cells(headings, "th") + "</thead><tbody>\n";
+  html += std::string("<div class=\"wide") + (cut ? "" : " whole") +
+          (in_one_line <= kNarrowTable ? " fit" : "") + "\"><table" + (roomy ? " class=\"roomy\"" : "") +
+          "><thead>" + cells(headings, "th") + "</thead><tbody>\n";
   for (const auto& row : rows) html += cells(row, "td");
   section(html + "</tbody></table></div>");
 }
@@ -349,9 +370,16 @@ void Report::text(std::string title, std::string body) {
 }
 
 void Report::folded(std::string title, std::string body) {
-  section(fmt::format("<details><summary>{}</summary>\n<pre>\n{}</pre></details>", escape_html(title),
-                      escape_html(body)));
+  fold(std::move(title));
+  section(fmt::format("<pre>\n{}</pre>", escape_html(body)));
+  unfold();
 }
+
+void Report::fold(std::string title) {
+  section(fmt::format("<details><summary>{}</summary>", escape_html(title)));
+}
+
+void Report::unfold() { section("</details>"); }
 
 std::string Report::html() const {
   return fmt::format(

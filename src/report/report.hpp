@@ -101,6 +101,9 @@ class Report {
   void list(std::string title, std::vector<std::pair<std::string, std::vector<std::string>>> items);
   void text(std::string title, std::string body);    // preformatted: a sample, a configuration
   void folded(std::string title, std::string body);  // the same, closed until clicked
+  // Sections between the two are closed until clicked, and open on paper.
+  void fold(std::string title);
+  void unfold();
 
   std::string html() const;
   void write(const std::filesystem::path& file) const;  // atomically

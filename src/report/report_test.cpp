@@ -344,6 +344,50 @@ TEST(LanesOf, ManyAreDrawnInProportion) {
   EXPECT_THAT(svg(lanes), HasSubstr("stage 39999"));
 }
 
+TEST(Chart, ALongLineNamesItsValuesUnderThePointer) {
+  Chart chart = chart_of({});
+  for (int i = 0; i <= 300; ++i) chart.series[0].points.push_back({double(i), i == 200 ? 7.25 : 1.0});
+  chart.series.push_back({"rare & dear", {{0, 5}, {100, 2.5}}});
+  const std::string picture = svg(chart);
+  EXPECT_EQ(count(picture, "class=\"strip\""), 100u);
+  EXPECT_THAT(picture, HasSubstr("<title>step 300: s 1</title>"));
+  EXPECT_THAT(picture, HasSubstr(": s 1, rare &amp; dear 2.5</title>"));
+  EXPECT_EQ(count(svg(chart_of({{0, 1}, {1, 2}})), "class=\"strip\""), 0u) << "its points have markers";
+}
+
+TEST(Chart, TheLabelOfAMarkKeepsClearOfTheLine) {
+  Chart chart = chart_of({});
+  for (int i = 0; i <= 100; ++i) chart.series[0].points.push_back({double(i), 5 - 0.04 * i});
+  const auto anchor = [&](double mark) {
+    chart.marks = {{"entropy", mark}};
+    std::smatch found;
+    const std::string picture = svg(chart);
+    EXPECT_TRUE(std::regex_search(picture, found, std::regex("label over[^>]*anchor=\"(start|end)")));
+    return std::string(found[1]);
+  };
+  EXPECT_EQ(anchor(1.2), "start") << "the line ends there";
+  EXPECT_EQ(anchor(4.9), "end") << "it begins there";
+  chart.series = {{"validation", {{0, 5}, {50, 4}, {100, 3}}}};
+  EXPECT_EQ(anchor(2.9), "start") << "the last point is next to the label's end";
+}
+
+TEST(Report, FoldedSectionsAreOpenOnPaper) {
+  Report report("run");
+  report.fold("All <of> them");
+  report.chart(chart_of({{1, 1}}));
+  report.table("T", "", {"a"}, {{"1"}});
+  report.unfold();
+  report.text("after", "it");
+  const std::string html = report.html();
+  EXPECT_THAT(open_tags(html), ::testing::IsEmpty());
+  EXPECT_THAT(html, HasSubstr("<details><summary>All &lt;of&gt; them</summary>"));
+  EXPECT_LT(html.find("<figure>"), html.find("</details>"));
+  EXPECT_LT(html.find("</details>"), html.find("<h2>after</h2>"));
+  const std::string paper = html.substr(html.find("@media print"));
+  EXPECT_THAT(paper, HasSubstr("details::details-content{content-visibility:visible"));
+  EXPECT_THAT(paper, HasSubstr(".hint{display:none}"));
+}
+
 TEST(Report, ATableThatMayBeTooWideSaysSo) {
   const auto page = [](std::size_t columns) {
     Report report("run");
@@ -353,7 +397,9 @@ TEST(Report, ATableThatMayBeTooWideSaysSo) {
   };
   EXPECT_THAT(page(2), Not(HasSubstr("<p class=\"hint")));
   EXPECT_THAT(page(6),
-              HasSubstr("<p class=\"hint\" style=\"max-height:clamp(0px,(554px - 100vw)*99,3em)\">"));
+              HasSubstr("<p class=\"hint\" style=\"max-height:clamp(0px,(644px - 100vw)*99,3em)\">"));
+  EXPECT_THAT(page(6), HasSubstr("<table class=\"roomy\">")) << "headings in one line";
+  EXPECT_THAT(page(30), HasSubstr("<table>"));
   EXPECT_THAT(page(30), HasSubstr("<p class=\"hint\" style=\"max-height:none\">"));
 }
 
@@ -364,6 +410,8 @@ TEST(Report, LongNamesBreakAndTilesKeepToOneLine) {
   report.fact("communication", "12.3 % of the time, not hidden behind computation");
   report.table("T", "", {"parameter"}, {{"model.layers.0.self_attn.q_proj.weight"}});
   EXPECT_THAT(report.html(), HasSubstr("<td class=\"long\">model.<wbr>layers.<wbr>0.<wbr>self_<wbr>attn."));
+  report.table("Two", "", {"what", "value"}, {{"a path", std::string(200, 'x')}});
+  EXPECT_THAT(report.html(), HasSubstr("<td class=\"long\">xxx")) << "no wider than the screen needs";
   EXPECT_THAT(report.html(), HasSubstr("dt,dd{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}"));
   EXPECT_THAT(report.html(), HasSubstr("title=\"communication: 12.3 % of the time"));
 }
