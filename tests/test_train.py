@@ -191,6 +191,10 @@ def test_memory_and_traffic_are_those_of_the_formulas(place, changes, keeps, rou
     (formula,) = [list(map(float, row[1:])) for row in rows if row[0] == "formula"]
     measured = [list(map(float, row[1:])) for row in rows if re.fullmatch(r"rank \d", row[0])]
     assert len(measured) == 2
+    page = (place.folder / "run/report.html").read_text()
+    table = page[page.index("<h2>Memory and traffic of the last step</h2>"):]
+    assert all("".join(f'<td class="number">{each:.2f}</td>' for each in row) in table for row in measured)
+    assert "<title>parameters: " in page and table.index("</table>") < table.index("<h2>Layout and data</h2>")
     for row in measured:
         parameters, gradients, masters, state, total, other, passing, sent = row
         assert total == pytest.approx(formula[4], rel=0.03) and (passing > 0 or not keeps)
@@ -241,6 +245,9 @@ def test_divergence_fails_and_keeps_the_checkpoint(place):
     text = "".join(place.run(optimizer__kind="sgd", schedule__peak=1e12, schedule__warmup=0, train__max_norm=0,
                              checkpoint__every=1, train__steps=200, train__evaluate_every=0, status=1))
     assert "not finite" in text and "nothing was updated" in text
+    page = (place.folder / "run/report.html").read_text()
+    (banner,) = re.findall(r'<p class="verdict bad">(.*?)</p>', page)
+    assert "Lower schedule.<wbr>peak" in banner and "checkpoint.<wbr>resume=" in banner and "<dd>not finite</dd>" in page and "nan<" not in page, banner
     assert all(whole(path) for path in place.checkpoints())
 
 

@@ -53,7 +53,8 @@ struct ReportTable {
   std::string summary;  // one line above the table, also printed at the end of the run
   std::vector<std::string> columns;
   std::vector<std::vector<std::string>> rows;
-  bool passed = true;  // false: the run ends with exit status 1
+  bool passed = true;      // false: the run ends with exit status 1
+  std::string headline{};  // at the top of the report in place of `summary`, for a reader who reads no more
 };
 
 // The run after its loop has ended; valid during on_finish only.

@@ -11,6 +11,7 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "kernels/matmul/product.hpp"
@@ -146,7 +147,7 @@ std::string kept_by_formula(const DataParallelPlan& plan, const std::string& mor
   return experts.whole > 0 ? text + fmt::format(", Ψew = {} whole", experts.whole) : text;
 }
 
-std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
+MemoryShown memory_shown(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group) {
   const Outcome::Sent to_experts = use.to_experts.value_or(Outcome::Sent{});
   const at::Tensor own =
@@ -155,19 +156,38 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
                  at::kLong);
   const at::Tensor all = group.all_gather(own);  // [ranks, 9]
   if (group.rank() != 0) return {};
-  const std::string row = "{:<10} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>11} {:>9}\n";
-  std::string text = fmt::format(fmt::runtime(row), "MB", "parameters", "gradients", "masters", "state",
-                                 "total", "other", "in passing", "sent");
-  const auto add = [&](const std::string& head, const PersistentBytes& kept, const std::string& other,
-                       const std::string& passing, const std::string& sent) {
-    const auto cell = [](std::int64_t bytes) { return megabytes(static_cast<double>(bytes)); };
-    text += fmt::format(fmt::runtime(row), head, cell(kept.parameters), cell(kept.gradients),
-                        cell(kept.master), cell(kept.state), cell(kept.total()), other, passing, sent);
+  MemoryShown shown{.table = {.title = "Memory and traffic of the last step",
+                              .summary = {},
+                              .columns = {"MB", "parameters", "gradients", "masters", "state", "total",
+                                          "other", "in passing", "sent"},
+                              .rows = {}},
+                    .bars = {.title = "Memory of the ranks in the last step",
+                             .unit = "MB",
+                             .parts = {"parameters", "gradients", "masters", "state", "other", "in passing"},
+                             .bars = {}}};
+  // `above`: other and in passing.
+  const auto add = [&](const std::string& head, const PersistentBytes& kept, const std::vector<double>& above,
+                       const std::string& sent) {
+    std::vector<double> parts;
+    for (const std::int64_t bytes : {kept.parameters, kept.gradients, kept.master, kept.state})
+      parts.push_back(static_cast<double>(bytes));
+    std::vector<std::string> row = {head};
+    for (const double bytes : parts) row.push_back(megabytes(bytes));
+    row.push_back(megabytes(static_cast<double>(kept.total())));
+    for (const double bytes : above) row.push_back(megabytes(bytes));
+    row.resize(shown.table.columns.size() - 1);
+    row.push_back(sent);
+    shown.table.rows.push_back(std::move(row));
+    parts.insert(parts.end(), above.begin(), above.end());
+    const double all = std::accumulate(parts.begin(), parts.end(), 0.0);
+    parts.resize(shown.bars.parts.size());
+    for (double& each : parts) each /= 1e6;
+    shown.bars.bars.push_back({.label = head, .note = megabytes(all) + " MB", .values = std::move(parts)});
   };
   for (int rank = 0; rank < group.size(); ++rank) {
     const auto* at = all[rank].const_data_ptr<std::int64_t>();
-    add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]}, megabytes(static_cast<double>(at[4])),
-        megabytes(static_cast<double>(at[5])), megabytes(static_cast<double>(at[6])));
+    add(fmt::format("rank {}", rank), {at[0], at[1], at[2], at[3]},
+        {static_cast<double>(at[4]), static_cast<double>(at[5])}, megabytes(static_cast<double>(at[6])));
   }
   DataParallelPlan by_bucket = plan;
   by_bucket.elements = shared_elements(layout, sharded_axes(config), /*padded=*/true);
@@ -175,9 +195,9 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
   // How often a stage of a pipeline gathers what stays whole depends on the schedule.
   const bool by_schedule = config.parallel.pp > 1 && plan.stage == 3;
   DataParallelPlan kept = kept_plan(plan, config.parallel.offload);
-  add("formula", persistent_bytes(kept), "", "", by_schedule ? "" : megabytes(sent.total()));
+  add("formula", persistent_bytes(kept), {}, by_schedule ? "" : megabytes(sent.total()));
   // Along tp, one rank's parameters are summed over different ranks.
-  text += kept_by_formula(
+  std::string& text = shown.table.summary = kept_by_formula(
       plan,
       config.parallel.tp > 1 ? ", of rank 0's part" : fmt::format(", sends {} a step", traffic_formula(plan)),
       config.parallel.offload);
@@ -201,7 +221,7 @@ std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, con
         "which are under other with the memory that it works in",
         megabytes(static_cast<double>(use.in_host_memory)), megabytes(static_cast<double>(on_gpu)));
   }
-  return text + "\n";
+  return shown;
 }
 
 // ---- model FLOPs utilisation ----

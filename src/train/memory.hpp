@@ -16,6 +16,7 @@
 #include "isograd/parameters.hpp"
 #include "isograd/trainer.hpp"
 #include "layout/cost/meter.hpp"
+#include "report/report.hpp"
 #include "train/config.hpp"
 #include "train/task.hpp"
 
@@ -76,9 +77,13 @@ class MemoryWatch {
 // "ZeRO stage 2: keeps 4Ψ + 12Ψ/N" and its symbols, "with Ψ = 93 parameters, N = 4"; `more` goes between.
 std::string kept_by_formula(const DataParallelPlan& plan, const std::string& more = "", bool offload = false);
 
-// The table of `isograd train --memory`: the ranks, then the formulas, under tp of rank 0's part. Collective;
-// only rank 0 gets it.
-std::string memory_table(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
+// The memory of the ranks, then of the formula, under tp of rank 0's part, for `isograd train --memory`; what
+// the formula is, in the summary's lines. Collective; only rank 0 gets it.
+struct MemoryShown {
+  ReportTable table;
+  Bars bars;
+};
+MemoryShown memory_shown(const MemoryUse& use, const DataParallelPlan& plan, const RunConfig& config,
                          DataParallel& layout, Group& group);
 
 // ---- model FLOPs utilisation ----

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <utility>
 
 #include "base/files.hpp"
@@ -35,7 +36,10 @@ std::string drawn_bar(double part, int columns) {
 constexpr double kSmoothing = 0.1;
 constexpr int kShortestBar = 10, kLongestBar = 30;
 
-std::string nats(double value) { return fmt::format("{:.4f}", value); }
+std::string number_text(double value, const char* format) {
+  return std::isfinite(value) ? fmt::format(fmt::runtime(format), value) : "not finite";
+}
+std::string nats(double value) { return number_text(value, "{:.4f}"); }
 
 std::string below(double loss, double entropy) {
   const double percent = 100 * (1 - loss / entropy);
@@ -230,6 +234,7 @@ struct Presenter::Impl {
   Progress progress{facts.task.tokens, facts.task.perplexity};
   std::unique_ptr<Metrics> metrics{};
   std::vector<std::string> notices{};
+  std::optional<MemoryShown> memory{};
 
   std::string layout() const {
     return fmt::format("{} rank{}, {}", facts.ranks, facts.ranks == 1 ? "" : "s", facts.layout);
@@ -237,7 +242,7 @@ struct Presenter::Impl {
 
   // ", perplexity 6.27", or nothing.
   std::string and_perplexity(double loss) const {
-    return facts.task.perplexity ? fmt::format(", perplexity {:.4g}", std::exp(loss)) : "";
+    return facts.task.perplexity ? ", perplexity " + number_text(std::exp(loss), "{:.4g}") : "";
   }
 
   // Model FLOPs utilisation: "34.1 % of 62.1 GFLOP/s, measured ...".
@@ -267,7 +272,7 @@ struct Presenter::Impl {
 
   // `text` with how far below and below what; empty without a baseline.
   std::string against_baseline(double loss, const char* text) const {
-    if (facts.baseline.value <= 0) return {};
+    if (facts.baseline.value <= 0 || !std::isfinite(loss)) return {};
     return fmt::format(fmt::runtime(text), below(loss, facts.baseline.value), facts.baseline.name);
   }
 
@@ -324,37 +329,40 @@ struct Presenter::Impl {
     std::fflush(stdout);
   }
 
+  void show_memory(Report& report) const {
+    report.figure(
+        memory->bars.title,
+        "Other: what else stays from step to step, such as buffers. In passing: the most that a step "
+        "takes above all that, for activations and gradients on their way.",
+        svg(memory->bars));
+    ReportTable table = memory->table;
+    std::vector<std::string> told;
+    std::istringstream lines(std::exchange(table.summary,
+                                           "In MB: 10⁶ bytes. Total: what the formula predicts. Sent: "
+                                           "by the rank, in the step."));
+    for (std::string line; std::getline(lines, line);)
+      if (!line.empty()) told.push_back(line);
+    report.table(table);
+    report.prose("", told);
+  }
+
   void write_report(const Outcome& outcome, const Showing& showing) const {
     const TaskFacts& task = facts.task;
-    Report report("isograd: " + directory.filename().string(), layout());
+    Report report("isograd: " + directory.filename().string(),
+                  fmt::format("{} step{} on {}; {} parameters", outcome.steps, outcome.steps == 1 ? "" : "s",
+                              layout(), human_count(static_cast<double>(facts.parameters))));
     report.verdict(outcome.end != Outcome::End::kDiverged && outcome.end != Outcome::End::kRefuted,
-                   how_it_ended(outcome, config.train.steps));
-    for (const auto& table : outcome.tables) report.verdict(table.passed, table.summary);
-    const auto perplexity = [](double loss) { return fmt::format("{:.4g}", std::exp(loss)); };
+                   showing.early_end.empty() ? how_it_ended(outcome, config.train.steps) : showing.early_end);
+    for (const auto& table : outcome.tables)
+      report.verdict(table.passed, table.headline.empty() ? table.summary : table.headline);
+    const double loss = outcome.validation_loss.value_or(outcome.loss);
     report.fact("loss", nats(outcome.loss));
-    if (task.perplexity && !outcome.validation_loss) report.fact("perplexity", perplexity(outcome.loss));
-    if (outcome.validation_loss) {
-      report.fact("validation loss", nats(*outcome.validation_loss));
-      if (task.perplexity) report.fact("validation perplexity", perplexity(*outcome.validation_loss));
-      if (const auto how_far = against_baseline(*outcome.validation_loss, "{}"); !how_far.empty())
-        report.fact("to " + facts.baseline.name, how_far);
-    }
-    if (facts.baseline.value > 0) report.fact(facts.baseline.name, nats(facts.baseline.value));
+    if (outcome.validation_loss) report.fact("validation loss", nats(loss));
+    if (task.perplexity)
+      report.fact(outcome.validation_loss ? "validation perplexity" : "perplexity",
+                  number_text(std::exp(loss), "{:.4g}"));
     report.fact(task.tokens + "/s", human_count(outcome.tokens_per_second));
-    if (outcome.mfu) report.fact("MFU", percent(*outcome.mfu));
-    if (facts.ranks > 1) report.fact("waiting for others", percent(outcome.exposed));
-    report.fact("steps", std::to_string(outcome.steps));
-    report.fact("ranks", std::to_string(facts.ranks));
-    if (outcome.balance)
-      report.fact("costliest context rank", fmt::format("{:.3f} x mean", outcome.balance->mean));
     const auto loads = rows_with_loads(metrics->rows());
-    if (!loads.empty()) {
-      const ExpertLoad& load = loads.back()->expert_loads.front();
-      report.fact("dead experts", fmt::format("{} of {}", loads.back()->dead.count(),
-                                              load.choices.size() * loads.back()->expert_loads.size()));
-    }
-    report.fact("parameters", human_count(static_cast<double>(facts.parameters)));
-    report.fact(task.tokens + " in the data", human_count(static_cast<double>(task.num_tokens)));
     for (auto& chart :
          training_charts(metrics->rows(), facts.baseline.value,
                          {.unit = task.unit, .tokens = task.tokens, .baseline = facts.baseline.name}))
@@ -368,9 +376,10 @@ struct Presenter::Impl {
     for (const auto& chart : showing.charts) report.chart(chart);
     for (const auto& table : showing.tables) report.table(table);
     for (ReportTable table : outcome.tables) {
-      table.summary.clear();  // the report shows it at the top as a verdict
+      if (table.headline.empty()) table.summary.clear();  // the report shows it at the top as a verdict
       report.table(std::move(table));
     }
+    if (memory) show_memory(report);
     ReportTable about{
         .title = "Layout and data",
         .summary = "",
@@ -381,11 +390,16 @@ struct Presenter::Impl {
                  {"type of parameters", config.train.dtype},
                  {"global batch", task.batch},
                  {"micro-batch", task.micro_batch},
-                 {"training " + task.documents, std::to_string(task.train_documents)},
-                 {"validation " + task.documents, std::to_string(task.validation_documents)},
+                 {task.documents, fmt::format("{} for training, {} for validation", task.train_documents,
+                                              task.validation_documents)},
                  {"steps of an epoch", std::to_string(facts.steps_per_epoch)},
+                 {task.tokens + " in the data", human_count(static_cast<double>(task.num_tokens))},
                  {"skipped steps", std::to_string(outcome.skipped)},
                  {"checkpoint", outcome.checkpoint.empty() ? "none" : outcome.checkpoint.string()}}};
+    if (facts.baseline.value > 0)
+      about.rows.push_back({facts.baseline.name,
+                            fmt::format("{} {} {}{}", nats(facts.baseline.value), task.unit,
+                                        facts.baseline.of, against_baseline(loss, "; the loss is {} it"))});
     if (!facts.hosts.empty()) about.rows.push_back({"hosts", facts.hosts});
     for (auto& row : of_ranks(outcome)) about.rows.push_back(std::move(row));
     if (outcome.mfu)
@@ -471,6 +485,14 @@ void Presenter::evaluation(const Evaluation& evaluation) {
 
 void Presenter::saved(const fs::path& checkpoint) {
   line("saved " + printable(checkpoint.string()));
+}
+
+void Presenter::memory(MemoryShown shown) {
+  TextRows rows = shown.table.rows;
+  rows.insert(rows.begin(), shown.table.columns);
+  impl_->progress.line("memory and traffic of the last step\n" + text_table(std::move(rows)) +
+                       shown.table.summary);
+  impl_->memory = std::move(shown);
 }
 
 fs::path Presenter::finish(const Outcome& outcome, const Showing& showing) {

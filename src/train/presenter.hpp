@@ -82,6 +82,7 @@ class Presenter {
   void step(const StepEvent& event);
   void evaluation(const Evaluation& evaluation);
   void saved(const std::filesystem::path& checkpoint);
+  void memory(MemoryShown shown);  // printed at once; the report shows it above the sample
   // Writes the report, prints the summary; returns the report's path.
   std::filesystem::path finish(const Outcome& outcome, const Showing& showing);
 
@@ -90,7 +91,7 @@ class Presenter {
   std::unique_ptr<Impl> impl_;
 };
 
-// What computes when, a lane for each stage. `end`: of the axis, at least.
+// Times of a pipeline's computations, a lane for each stage. `end`: of the axis, at least.
 Lanes stage_lanes(const PipelineTable& table, const PipelineTimeline& timeline, double end = 0,
                   std::string unit = "seconds");
 // "c0", "c2", "c6" and "c4" of F, B, I and W; "c5" of spans that are joined.

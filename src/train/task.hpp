@@ -130,6 +130,7 @@ struct Showing {
   std::vector<Chart> charts{};
   std::vector<ReportTable> tables{};  // `passed` is not read
   bool print_tables = false;          // at the end of the run too
+  std::string early_end{};            // why the run ended before its last step, and how to continue
 };
 
 // Keys and their values, in order: the shape of a model.

@@ -313,24 +313,28 @@ struct Trainer::Impl {
     std::vector<Showing::Picture> stages;
     if (const Pipeline* pipeline = run->model->pipeline())
       stages = show_stages(*pipeline, *run->mesh, config.run.directory);
-    std::string bytes;
-    if (run->memory)
-      bytes =
-          memory_table(run->memory->use(), run->plan(), config, *run->layout, world.group) + hosts->by_rank();
+    std::optional<MemoryShown> memory;
+    if (run->memory) {
+      memory = memory_shown(run->memory->use(), run->plan(), config, *run->layout, world.group);
+      memory->table.summary += "\n" + hosts->by_rank();
+    }
     Showing showing;
     const auto show = [&] {
       showing = run->task->show(*run->model, outcome, comparison ? &*comparison : nullptr);
     };
     if (to_show && together) on_every_rank(world.group, show);  // its forward takes all of them
     on_rank_zero(world.group, [&] {
-      if (run->memory) presenter->notice("memory and traffic of the last step\n" + bytes);
       if (to_show && !together)
         show();
       else if (finished && !to_show)
         presenter->notice("the last step's loss is not finite: there is nothing to show of the model");
       outcome.sample = showing.text;
       showing.pictures.insert(showing.pictures.end(), stages.begin(), stages.end());
-      if (!finished) presenter->notice(early_end(outcome, config, world.size, failed_check));
+      if (memory) presenter->memory(std::move(*memory));
+      if (!finished) {
+        showing.early_end = early_end(outcome, config, world.size, failed_check);
+        presenter->line(showing.early_end);
+      }
       outcome.report = presenter->finish(outcome, showing);
     });
   }
