@@ -407,27 +407,71 @@ void explain(Report& report, const Verdict& verdict, const Wording& wording) {
        "the loss is about."});
 }
 
+constexpr std::pair<const char*, Grade LayoutVerdict::*> kClaims[] = {
+    {"E1 exact arithmetic", &LayoutVerdict::e1},
+    {"E2 within rounding", &LayoutVerdict::e2},
+    {"E3 same bits again", &LayoutVerdict::e3}};
+
+// A line for each of several layouts.
+void layouts(Report& report, const Verdict& verdict) {
+  ReportTable table{.title = "Layouts", .summary = "", .columns = {"verdict", "layout"}, .rows = {}};
+  table.summary =
+      "The error of the worst parameter of each, in units of the expected gradient's length; \"finds from\": the "
+      "smallest error of scale in a single parameter that would show.";
+  for (const auto& [grade, precision] :
+       {std::pair{&LayoutVerdict::e1, std::string("fp64")}, {&LayoutVerdict::e2, verdict.precision}})
+    if (any_claims(verdict, grade))
+      table.columns.insert(table.columns.end(), {"error " + precision, "allowed", "finds from"});
+  if (any_claims(verdict, &LayoutVerdict::e3)) table.columns.push_back("same bits");
+  for (const auto& layout : verdict.layouts) {
+    table.rows.push_back({layout.passed ? "pass" : "FAIL", layout.name});
+    auto& row = table.rows.back();
+    for (const auto& grade : {&LayoutVerdict::e1, &LayoutVerdict::e2}) {
+      const Grade& one = layout.*grade;
+      if (any_claims(verdict, grade))
+        row.insert(row.end(), {one.worst.empty() ? "-" : scientific(one.error),
+                               one.allowed > 0 ? scientific(one.allowed) : "-",
+                               one.single_least.empty() ? "-" : percent(one.single_found)});
+    }
+    if (any_claims(verdict, &LayoutVerdict::e3))
+      row.push_back(!claimed(layout.e3) ? "-" : layout.e3.state == Grade::State::kPassed ? "yes" : "NO");
+  }
+  report.table(std::move(table));
+}
+
+// The bounds once each, then what is found in each layout.
 void grades(Report& report, const Verdict& verdict) {
   ReportTable table;
   table.title = "What is claimed";
-  table.columns = {"state", "layout", "claim", "outside", "bound"};
+  table.columns = {"state", "layout", "claim", "outside", "found"};
+  std::vector<std::string> bounds;
+  for (const auto& [name, grade] : kClaims) {
+    std::map<std::string, std::vector<std::string>> layouts_of;
+    for (const auto& layout : verdict.layouts) layouts_of[(layout.*grade).bound].push_back(layout.name);
+    for (const auto& [bound, names] : layouts_of)
+      bounds.push_back(fmt::format(
+          "{}{}: {}.", name, layouts_of.size() > 1 ? " (" + list_names(names) + ")" : std::string(), bound));
+  }
   for (const auto& layout : verdict.layouts) {
-    for (const auto& [name, grade] : {std::pair{"E1 exact arithmetic", &layout.e1},
-                                      {"E2 within rounding", &layout.e2},
-                                      {"E3 same bits again", &layout.e3}}) {
-      std::vector<std::string> said = {grade->bound};
-      for (auto& line : resolution_of(*grade)) said.push_back(std::move(line));
-      table.rows.push_back({state_name(grade->state), layout.name, name,
-                            grade->state == Grade::State::kNotClaimed ? "-" : std::to_string(grade->failed),
-                            fmt::format("{}", fmt::join(said, "; "))});
+    for (const auto& [name, of] : kClaims) {
+      const Grade& grade = layout.*of;
+      std::vector<std::string> said;
+      if (claimed(grade) && grade.allowed > 0)
+        said.push_back(fmt::format("worst error {} of {} allowed{}", scientific(grade.error),
+                                   scientific(grade.allowed),
+                                   grade.worst.empty() ? std::string() : " in " + grade.worst));
+      for (auto& line : resolution_of(grade)) said.push_back(std::move(line));
+      table.rows.push_back({state_name(grade.state), layout.name, name,
+                            claimed(grade) ? std::to_string(grade.failed) : "-",
+                            said.empty() ? "-" : fmt::format("{}", fmt::join(said, "; "))});
     }
     for (const auto& trajectory : layout.trajectories)
       table.rows.push_back(
           {trajectory.passed ? "pass" : "fail", layout.name, "after updates", "-", words(trajectory)});
     if (layout.bytes_moved > 0) table.rows.push_back({"-", layout.name, "traffic", "-", traffic(layout)});
   }
-  table.passed = verdict.passed;
   report.table(std::move(table));
+  report.prose("The bounds", std::move(bounds));
 }
 
 void steps(Report& report, const Verdict& verdict, const Wording& wording) {
@@ -613,6 +657,7 @@ ReportTable to_table(const Verdict& verdict) {
   table.title = "Parity with one process";
   table.summary = fmt::format("{} ({:.1f} s)", parity_line(verdict), verdict.seconds);
   table.passed = verdict.passed;
+  table.headline = answer(verdict, verify_wording(verdict));
   if (verdict.layouts.empty()) return table;
   table.columns = columns(verdict, verdict.layouts[0]);
   const bool several = verdict.layouts.size() > 1;
@@ -732,14 +777,24 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
   if (ReportTable meshes = meshes_table(verdict); !meshes.rows.empty()) report.table(std::move(meshes));
   if (!wording.notices.empty()) report.prose("Before comparing", wording.notices);
 
-  if (any_claims(verdict, &LayoutVerdict::e1))
-    report.chart(error_chart(verdict, "Errors in exact arithmetic (fp64)", true));
-  if (any_claims(verdict, &LayoutVerdict::e2))
-    report.chart(error_chart(
-        verdict, fmt::format("Errors in {}, the precision of the run", verdict.precision), false));
-  report.chart(ratio_chart(verdict));
-  report.prose("",
-               {"Charts have a dot for each parameter and layout; point at one for its name and numbers."});
+  const bool several = verdict.layouts.size() > 1;
+  if (several) layouts(report, verdict);
+  // Where all is right nobody need look at each of the numbers.
+  const auto folded_if = [&](bool fold, const char* title, auto&& sections) {
+    if (fold) report.fold(title);
+    sections();
+    if (fold) report.unfold();
+  };
+  folded_if(verdict.passed, "Errors and ratios, drawn", [&] {
+    if (any_claims(verdict, &LayoutVerdict::e1))
+      report.chart(error_chart(verdict, "Errors in exact arithmetic (fp64)", true));
+    if (any_claims(verdict, &LayoutVerdict::e2))
+      report.chart(error_chart(
+          verdict, fmt::format("Errors in {}, the precision of the run", verdict.precision), false));
+    report.chart(ratio_chart(verdict));
+    report.prose("",
+                 {"Charts have a dot for each parameter and layout; point at one for its name and numbers."});
+  });
 
   ReportTable parameters = to_table(verdict);
   parameters.title = "Parameters, worst first";
@@ -751,8 +806,10 @@ void write_verify_page(const Verdict& verdict, const Wording& wording, const std
     parameters.rows.resize(kMostRows);
   }
   report.table(std::move(parameters));
-  grades(report, verdict);
-  steps(report, verdict, wording);
+  folded_if(several && verdict.passed, "What each layout claims, and its step", [&] {
+    grades(report, verdict);
+    steps(report, verdict, wording);
+  });
   report.text("In one line", parity_line(verdict, wording));
   if (!wording.command.empty()) report.text("To see it again", wording.command);
   if (!wording.configuration.empty()) report.folded("Configuration", wording.configuration);
