@@ -52,6 +52,7 @@ struct Finding {
   std::string id;                       // kind: "averaged_over_axis", "mean_of_rank_means", ..., "unknown"
   std::string sentence;                 // e.g. "all parameters scaled by 1/4: averaged over dp_shard (4)"
   std::vector<std::string> evidence{};  // what was run, and the numbers
+  std::string which{};                  // of several causes under one id, which have changes of their own
 };
 
 // One optimizer step of any trainer. What was not recorded is empty, NaN or kNotRecorded, and nothing that

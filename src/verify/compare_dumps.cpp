@@ -313,6 +313,7 @@ DumpComparison compare_dumps(StepDump found, StepDump expected, const DumpNames&
 
   Verdict& verdict = result.verdict;
   verdict.ranks = std::max(1, static_cast<int>(pair.found.counts.size()));
+  result.peers = !pair.found.counts.empty() && one.grid().ranks() > verdict.ranks;
   verdict.precision = precision;
   verdict.oracle = expected.figures;
   verdict.parameters_agree = names_agree;

@@ -185,7 +185,7 @@ bool of_no_loop(const std::string& id) {
       "buffers_differ",     "sum_order_depends_on_rank", "not_repeatable",      "documents_leak",
       "composition",        "noise_depends_on_layout",   "resume_changes_step", "reduced_every_micro_batch",
       "traffic_differs",    "elements_not_owned_once",   "shares_differ",       "random_model",
-      "parameters_missing", "parameters_renamed",        "parameters_reshaped", "other_experts"};
+      "parameters_renamed", "parameters_reshaped",       "other_experts"};
   return ids.contains(id) || id.ends_with("_layout_differs");
 }
 
@@ -200,6 +200,14 @@ TEST(CompareDumps, EachFindingSaysInOneLineWhatToChange) {
     }
   EXPECT_THAT(change_of("mean_of_rank_means", "sample"),
               HasSubstr("isograd.SampleMean().count(samples, targets)"));
+  // Where other ranks see the same samples, those that see different ones are a group.
+  EXPECT_THAT(change_of("mean_of_rank_means", "sample", true),
+              HasSubstr("isograd.SampleMean(mesh[\"dp\"]).count(samples, targets)"));
+  EXPECT_THAT(change_of("mean_of_rank_means", "4096", true),
+              HasSubstr("isograd.FixedDenominator(denominator, mesh[\"dp\"]).count(micro_batches)"));
+  EXPECT_THAT(change_of("not_summed_over_axis"), HasSubstr("`isograd.all_reduce_gradients(model)`"));
+  EXPECT_THAT(change_of("not_summed_over_axis", "token", true),
+              HasSubstr("`isograd.all_reduce_gradients(model, mesh[\"dp\"])`"));
 
   const auto comparison = compare_dumps(mean_of_rank_means(), right(), kNames);
   const Wording wording = compare_wording(comparison, kNames, "");
@@ -207,6 +215,32 @@ TEST(CompareDumps, EachFindingSaysInOneLineWhatToChange) {
   EXPECT_THAT(to_text(comparison.verdict, wording),
               HasSubstr("change (mean_of_rank_means): " + change + "\n"));
   EXPECT_THAT(to_json(comparison.verdict, wording), HasSubstr("\"change\": \"" + change));
+}
+
+// One id, of which the dumps tell more: the change is that of the cause.
+TEST(CompareDumps, TheChangeIsThatOfTheCauseWhereAnIdHasSeveral) {
+  const auto change_in = [](const StepDump& found, const StepDump& expected, const std::string& id) {
+    const auto comparison = compare_dumps(found, expected, kNames);
+    EXPECT_EQ(first_id(comparison), id);
+    return compare_wording(comparison, kNames, "").changes[id];
+  };
+  StepDump found = dump_of([](auto rank, auto) { return rank == 0 ? 1.0 : 0.0; }, false);
+  EXPECT_EQ(change_in(found, right(), "not_summed_over_axis"), change_of("not_summed_over_axis"));
+  for (std::size_t p = 1; p < found.gradients.size(); ++p) found.gradients[p] = right(false).gradients[p];
+  EXPECT_EQ(change_in(found, right(), "not_summed_over_axis"), change_of("not_summed_over_axis some"));
+  // The same where two ranks each see a batch: the group of those that see different ones is named.
+  found.axes.push_back({"tp", 2});
+  StepDump reference = right();
+  reference.axes = found.axes;
+  EXPECT_EQ(change_in(found, reference, "not_summed_over_axis"),
+            change_of("not_summed_over_axis some", "token", true));
+  StepDump unlogged = right(false);
+  unlogged.figures.loss = std::nan("");
+  unlogged.not_numbers = {"loss"};
+  EXPECT_EQ(change_in(unlogged, right(), "not_finite"), change_of("not_finite figures"));
+  for (const char* known : {"not_summed_over_axis some", "not_summed_over_axis peers", "not_finite figures",
+                            "some_parameters_scaled applied"})
+    EXPECT_THAT(change_of(known), HasSubstr("`")) << known;
 }
 
 TEST(CompareDumps, ACauseThatTheRecorderTriedStandsForWhatHasNoName) {

@@ -502,7 +502,10 @@ std::vector<Finding> diagnose_not_finite_figures(const ComparedStep& one) {
       if (!all_finite(applied)) broken.push_back("applied " + name + side);
   }
   if (broken.empty()) return {};
-  return {{finding_id::not_finite, fmt::format("not finite: {}; the gradient is right", list_names(broken))}};
+  return {{finding_id::not_finite,
+           fmt::format("not finite: {}; the gradient is right", list_names(broken)),
+           {},
+           "figures"}};
 }
 
 // The rounding of numbers of size 1 leaves this many units of a sum that cancels.
@@ -631,7 +634,7 @@ std::vector<Finding> diagnose_clip(const ComparedStep& one, const std::vector<st
          fmt::format("the gradient and the clip coefficient of {:.9g} are right, but less is applied of some "
                      "parameters: {}",
                      coefficient, list_names(further)),
-         evidence}};
+         evidence, "applied"}};
   if (groups.size() > 1)
     return {{finding_id::groups_clipped_apart,
              fmt::format("the gradient is right, but {} groups of parameters are clipped by coefficients of "

@@ -275,7 +275,8 @@ std::optional<Finding> diagnose_peers(const ComparedStep& one, const std::vector
       fmt::format("{}: not summed over {}, whose ranks each have the part of their own tokens, heads or "
                   "uses: {}",
                   subject(one, names), axes, list_names(names)),
-      {fmt::format("the sum of what these ranks have is right; as given: {}", numbers_of(one, names))}};
+      {fmt::format("the sum of what these ranks have is right; as given: {}", numbers_of(one, names))},
+      "peers"};
 }
 
 // The parameter whose gradient changes most from one dump to the other; empty: no bit does.
@@ -670,6 +671,11 @@ std::vector<Finding> diagnose_rivals(ComparedStep& one, std::vector<std::string>
   return {{sure ? nearer[0].id : finding_id::undecided, text, evidence}};
 }
 
+// Parameters that alone are not summed: the loop sums the others.
+std::string which_of(const ComparedStep& one, const std::string& id, const std::vector<std::string>& names) {
+  return id == finding_id::not_summed_over_axis && subject(one, names) != "all parameters" ? "some" : "";
+}
+
 std::optional<Finding> diagnose_unsummed(ComparedStep& one) {
   const std::vector<std::string> names = one.off();
   if (names.empty() || !one.finite()) return std::nullopt;
@@ -679,7 +685,8 @@ std::optional<Finding> diagnose_unsummed(ComparedStep& one) {
       return Finding{cause.id,
                      subject(one, names) + ": " + cause.sentence,
                      {fmt::format("rank 0 has the sum of its own parts along that axis; as given: {}",
-                                  numbers_of(one, names))}};
+                                  numbers_of(one, names))},
+                     which_of(one, cause.id, names)};
   return std::nullopt;
 }
 
@@ -737,8 +744,10 @@ std::vector<Finding> diagnose_gradient(ComparedStep& one, const RunAgain& again)
     }
     if (!decided) evidence.push_back(would_tell(fitting));
     const std::string verb = std::isdigit(static_cast<unsigned char>(text[0])) ? " scaled by " : ": ";
-    return with_evidence(
-        {decided ? fitting[0].id : finding_id::undecided, subject(one, names) + verb + text});
+    return with_evidence({decided ? fitting[0].id : finding_id::undecided,
+                          subject(one, names) + verb + text,
+                          {},
+                          decided ? which_of(one, fitting[0].id, names) : ""});
   }
 
   if (auto term = diagnose_term(one, names)) return {*term};

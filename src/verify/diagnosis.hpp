@@ -391,6 +391,7 @@ struct DumpComparison {
   Verdict verdict;  // one layout, named after `found`
   std::vector<Finding> findings;
   std::vector<std::string> notices;  // what was done to the dumps before they were compared
+  bool peers = false;                // some ranks of `found` see the same samples
 };
 
 // The table, grade and diagnosis of `found` against `expected`, the step of one process or of a right

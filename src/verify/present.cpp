@@ -535,7 +535,9 @@ Wording verify_wording(const Verdict& verdict) {
 Wording compare_wording(const DumpComparison& comparison, const DumpNames& names, const std::string& alone,
                         const std::string& mean) {
   std::map<std::string, std::string> changes;
-  for (const Finding& finding : comparison.findings) changes[finding.id] = change_of(finding.id, mean);
+  for (const Finding& finding : comparison.findings)
+    changes[finding.id] = change_of(finding.which.empty() ? finding.id : finding.id + " " + finding.which,
+                                    mean, comparison.peers);
   return {.left = names.found,
           .right = names.expected,
           .reference = names.expected,

@@ -23,8 +23,9 @@ Wording compare_wording(const DumpComparison& comparison, const DumpNames& names
                         const std::string& mean = "token");
 
 // The change to make in a training loop of PyTorch, in a line with code between backticks; empty for findings
-// that only `verify` has.
-std::string change_of(const std::string& finding, const std::string& mean = "token");
+// that only `verify` has. finding: its id, and after a space `which` if it has one. peers: some ranks see the
+// same samples.
+std::string change_of(const std::string& finding, const std::string& mean = "token", bool peers = false);
 
 std::string updates_of(const Trajectory& trajectory);  // "2 updates of AdamW"
 
