@@ -183,7 +183,8 @@ def _divisions(trials: Trials) -> Iterator[tuple[str, list[Any], str, str]]:
     keys = trials.keys()
     seen: set[tuple[int, ...]] = set()
     for name, parts, each, change in (
-            ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples", f"{GATHER} before the loss"),
+            ("mean_of_rank_means", [rank for rank, _ in keys], "each rank's samples",
+             f"{GATHER} before the loss; what needs no gradient (rewards, counts) by `dist.all_gather_object(everyone, values)`"),
             ("mean_of_micro_batch_means", [j for _, j in keys], "each micro-batch of all ranks", ONCE),
             ("mean_of_micro_batch_means", keys, "each micro-batch of a rank", f"{ONCE}; {GATHER} before it")):
         first = {part: i for i, part in reversed([*enumerate(parts)])}
@@ -371,8 +372,17 @@ def try_terms(trials: Trials, gathers: bool) -> None:
         what = f"terms[{i - 1}]" if i else "loss"
         trials.line(trials.right.gradients, trials.step([term], trials.batch).gradients, lambda times: {
             "id": "term_scaled", "sentence": f"the gradient of {what} is {round(1 + times, 4) + 0.0:g} times what it should "  # noqa: B023
-            "be, all others are right", "change": f"add `{term.weight:g} * {'term' if i else 'loss'}` for {what}, divided by "  # noqa: B023
-            "no number of ranks or micro-batches beyond that of the others"})
+            "be, all others are right", "change": _term_as_declared(trials, term, what, 1 + times)})  # noqa: B023
+
+
+def _term_as_declared(trials: Trials, term: Term, what: str, times: float) -> str:
+    own = "term" if what != "loss" else "loss"
+    name = getattr(term.loss, "__name__", "<lambda>").replace("<lambda>", f"{what}.loss" if what != "loss" else "loss")
+    value = f"`{name}(model, features)` of all samples" if term.whole else f"the sum of `{name}(model, sample)` over samples"
+    ranks, off = len(trials.batch), ""
+    if ranks > 1 and math.isclose(times, 1 / ranks, rel_tol=1e-3):
+        off = f"; one over the ranks is missing where they are averaged: `{own} * dist.get_world_size()`"
+    return f"add `{term.weight:g} * {own}` for {what}, where `{own}` is {value}, with the factors that the other terms have{off}"
 
 
 def try_decay(trials: Trials, values: Mapping[str, torch.Tensor]) -> None:
@@ -697,7 +707,8 @@ def _try_smoothing(trials: Trials) -> None:
     trials.line(trials.right.gradients, smooth, lambda times: {
         "id": "other_targets", "sentence": f"labels are smoothed by {times:.4g} more than those of `loss`" if times > 0 else
         f"labels are not smoothed, and those of `loss` are, by {times / (times - 1):.4g}",
-        "change": "declare what the step computes, or leave it out there: `label_smoothing` of the loss, and of `loss`"}
+        "change": "leave `label_smoothing=` out of the step, or give it to `loss` as well" if times > 0 else "smooth labels in the step as in "
+        f"`loss`: `F.cross_entropy(logits, labels, label_smoothing={times / (times - 1):.4g})`, or leave it out there"}
         if times < 1 else None)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Seque
 
 import torch
 import torch.nn.utils.clip_grad as clips
+import torch.utils.checkpoint
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer, SGD
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,7 +24,7 @@ from ._engines import Engine
 from ._native.isograd_comm import checksum
 from ._random import Draws, moved, states
 from ._ranks import held, local, plain, plain_name
-from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities
+from ._torch_names import CLIPS_BY_NORM, GROUPS_OF_VALUE_CLIP, in_backward, infinities, writes_to
 
 Finding = dict[str, str]  # id, sentence; change, where the one for its id does not fit
 MOST_NAMES = 6
@@ -85,6 +86,9 @@ class Recording:
         self._forwards = self._clipped_at = 0
         self._apart = False  # groups of parameters are clipped one after the other
         self._others = False  # the optimizer that was given stepped and holds none of the parameters
+        self._emptied = False  # what a backward of this step had given was set to zero before an optimizer stepped
+        self._cut_by_checkpoint = False  # one was reentrant, of inputs that need no gradient
+        self._writes: dict[str, int] = {}  # to each parameter, when the last optimizer had stepped
 
     def take(self, scale: float = 1.0, names: Collection[str] | None = None, given: Collection[int] = ()) -> None:
         """The gradients as they are now, unless they are taken already; names: those of these parameters alone; given: ids of
@@ -149,6 +153,7 @@ class Recording:
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._inside:
             self._inside = None
+            self._writes = {name: writes_to(p) for name, p in self.engine.trained().items()}
 
     def updating(self, optimizer: Any, groups: Mapping[str, dict[str, Any]]) -> None:
         """Adds to `applied` what plain SGD with learning rate 1 would take away now."""
@@ -169,6 +174,23 @@ class Recording:
             self.by[name] = optimizer, group, float(group.get("lr", float("nan")))
             self.steps[name] = self.steps.get(name, 0) + 1
         self._others = self._others or not groups
+
+    def _zero_grad(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if self.order and not self.stepped and not self._emptied and not self.engine.nothing():
+            self._emptied = any(bool(local(g).any()) and not (name in self.earlier and torch.equal(local(g), local(self.earlier[name])))
+                                for name, g in self.engine.gradients().items())
+        return original(*arguments, **named)
+
+    def _checkpoint(self, original: Callable[..., Any], inputs: Iterable[Any]) -> Any:
+        inputs = list(inputs)
+        self._cut_by_checkpoint |= not any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
+        return original(inputs)
+
+    def facts(self) -> dict[str, Any]:
+        """What this rank knows that tells causes apart."""
+        return {"several": max(self.steps.values(), default=1) > 1, "emptied": self._emptied, "cut_by_checkpoint": self._cut_by_checkpoint,
+                "rates": {name: rate for name, (*_, rate) in self.by.items()},
+                "written": any(writes_to(p) != self._writes.get(name, writes_to(p)) for name, p in self.engine.trained().items())}
 
     def forward_of(self, name: str) -> Callable[..., None]:
         def begins(module: nn.Module, *_: Any) -> None:
@@ -197,6 +219,9 @@ class Recording:
             _replace(undo, torch.nn.utils, "clip_grads_with_norm_", self._norm_clip)
             _replace(undo, clips, GROUPS_OF_VALUE_CLIP, self._value_clip)
             _replace(undo, torch.amp.GradScaler, "step", self._scaler_step)
+            for owner in (Optimizer, nn.Module):
+                _replace(undo, owner, "zero_grad", self._zero_grad)
+            _replace(undo, torch.utils.checkpoint, "check_backward_validity", self._checkpoint)
             for name in ("all_gather", "all_gather_into_tensor"):
                 _replace(undo, torch.distributed, name, self._gather)
             own_clip.observers.append(self.clipping)
@@ -330,18 +355,19 @@ def _ranks(ranks: Sequence[int]) -> str:
 def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
     """Findings, and in a sentence what is proven of the update.
 
-    everyone: of each rank "stepped", "midway", "states" by parameter, and its checksums "initial", "gradients", "taken" (of the
-    gradients that the optimizer took) and "after", by parameter.
+    everyone: of each rank "stepped", "midway", "states" by parameter, its facts, and its checksums "initial", "gradients", "taken" (of
+    the gradients that the optimizer took) and "after", by parameter.
     """
     findings: list[Finding] = []
 
-    def find(where: bool, name: str, sentence: str) -> None:
+    def find(where: bool, name: str, sentence: str, change: str = "") -> None:
         if where:
-            findings.append({"id": name, "sentence": sentence})
+            findings.append({"id": name, "sentence": sentence, **({"change": change} if change else {})})
 
     stepped = [rank for rank, one in enumerate(everyone) if one["stepped"]]
     idle = [rank for rank in range(len(everyone)) if stepped and rank not in stepped]
-    find(bool(idle), "updates_differ", f"{_ranks(idle)} did not update, {_ranks(stepped)} did")
+    find(bool(idle), "updates_differ", f"{_ranks(idle)} did not update, {_ranks(stepped)} did",
+         "call `optimizer.step()` on every rank or on none")
     find(any(one["midway"] for one in everyone), "clipped_before_reduction", "gradients were clipped more than once, while those "
          "of micro-batches were still added up")
     states: dict[str, list[str]] = {}
@@ -362,8 +388,9 @@ def judge(everyone: Sequence[Mapping[str, Any]]) -> tuple[list[Finding], str]:
                                   "`later=[optimizer]` of watch")
     apart = _apart(everyone) if not idle else {}
     for first, others in list(apart.values())[:1]:
+        why, change = _why_apart(everyone, first, others)
         find(True, "updates_differ", f"ranks took the same gradient and hold other parameters after the update: {_names(apart)}, on "
-             f"{_ranks(others)} other ones than on rank {first}")
+             f"{_ranks(others)} other ones than on rank {first}{why}", change)
     after: dict[str, str] = {}
     alike = all(after.setdefault(name, bits) == bits for one in everyone for name, bits in one["after"].items())
     return findings, _proven(states, bool(stepped), len(everyone) > 1 and not idle and alike)
@@ -380,6 +407,20 @@ def _apart(everyone: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, list[i
         if others:
             found[name] = here[0][0], others
     return found
+
+
+def _why_apart(everyone: Sequence[Mapping[str, Any]], first: int, others: Sequence[int]) -> tuple[str, str]:
+    """What else is known of ranks that took the same gradient and hold other parameters than the first, and what to change; empty: nothing."""
+    rates, other_rates = everyone[first]["rates"], everyone[others[0]]["rates"]
+    for name, rate in rates.items():
+        if name in other_rates and not math.isclose(other_rates[name], rate) and not math.isnan(rate):
+            return (f"; their learning rates are {other_rates[name]:g} there and {rate:g} here",
+                    "give every rank the same learning rate, in the optimizer and by `scheduler.step()` on each after `optimizer.step()`")
+    written = [rank for rank in (first, *others) if everyone[rank]["written"]]
+    if written and len(written) < len(everyone):
+        return (f"; {_ranks(written)} wrote to parameters after the optimizer had",
+                "write to parameters after `optimizer.step()` on every rank alike or on none, such as by `model.load_state_dict(averaged)`")
+    return "", ""
 
 
 def _proven(states: Mapping[str, Sequence[str]], stepped: bool, alike: bool) -> str:
@@ -402,8 +443,10 @@ def checksums_after(engine: Engine) -> dict[str, str]:
 def frozen_otherwise(model: nn.Module, names: Sequence[str]) -> list[Finding]:
     """A finding where the model that `make_model` makes and the one of the run, which trains `names`, freeze other parameters."""
     made = {plain_name(name): p.requires_grad for name, p in model.named_parameters()}
+    frozen = [name for name, trains in made.items() if trains and name not in names]
     said = [f"{what} {', '.join(some[:5])}{' and more' if len(some) > 5 else ''}" for what, some in (
-        ("does not train", [name for name, trains in made.items() if trains and name not in names]),
-        ("trains", [name for name in names if not made.get(name, True)])) if some]
-    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says "
-             "otherwise"}] if said else []
+        ("does not train", frozen), ("trains", [name for name in names if not made.get(name, True)])) if some]
+    change = ("take `requires_grad_(False)` of these out of the run, or put it into make_model too where that is meant" if frozen else
+              "freeze these in the run with `requires_grad_(False)`, or leave that out of make_model where they are to be trained")
+    return [{"id": "frozen_otherwise", "sentence": f"the run {' and '.join(said)}, and make_model says otherwise",
+             "change": change}] if said else []

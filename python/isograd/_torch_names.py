@@ -64,6 +64,11 @@ def hooks_of(p: torch.Tensor) -> list[Any]:
     return list((p._backward_hooks or {}).values())
 
 
+def writes_to(tensor: torch.Tensor) -> int:
+    """How often it was written to in place, without what went through `.data`."""
+    return int(tensor._version)
+
+
 def infinities(scaler: torch.amp.GradScaler, optimizer: Any) -> Mapping[str, torch.Tensor]:
     """By device: 1 where the scaler has found an infinity or NaN in the optimizer's gradients."""
     found: Mapping[str, torch.Tensor] = scaler._found_inf_per_device(optimizer)
@@ -170,6 +175,7 @@ def names() -> dict[str, bool]:
         "DistributedDataParallel._comm_hooks": _uses(DistributedDataParallel.__init__, "_comm_hooks"),
         "Tensor._backward_hooks": hasattr(torch.Tensor, "_backward_hooks"),
         "OpOverload._schema": hasattr(torch.ops.aten.add.Tensor, "_schema"),
+        "Tensor._version": hasattr(torch.Tensor, "_version"),
         "GradScaler._found_inf_per_device": hasattr(torch.amp.GradScaler, "_found_inf_per_device"),
         "FSDPModule._get_fsdp_state": hasattr(FSDPModule, "_get_fsdp_state"),
         "FSDPState._mp_policy": _uses(FSDPState.init, "_mp_policy"),

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from . import _random, _reference
+from ._changes import known_changes
 from ._engines import can_repeat, engine_of, GradientOf
 from ._hypotheses import GATHER, Trials
 from ._native.isograd_comm import ConfigError, PeerError, compare as _compare
@@ -356,7 +357,7 @@ class watch:
             "nothing": taken.nothing, "unfinished": taken.engine.unfinished(),
             "norm": norm, "logged_norm": self._logged.get("norm"), "owned_norm": taken.engine.owned_norm(own),
             "drew": (sorted(taken.draws.names), taken.drew),  # from which generators: the forward, the step
-            "gathers": taken.gathers, "changed": taken.changed, "order": list(taken.order), "modes": taken.modes})
+            "gathers": taken.gathers, "changed": taken.changed, "order": list(taken.order), "modes": taken.modes, **taken.facts()})
         if missing := next((one["unfinished"] for one in everyone if one["unfinished"]), None):
             refuse(_WHERE, missing, "a block that ends with the update", "Put all micro-batches of one update into the block")
         if all(one["nothing"] for one in everyone) and "moved" in (state for one in everyone for state in one["states"].values()):
@@ -485,7 +486,7 @@ class watch:
         for view, part in zip(views, parts):
             view["spread"] = spread(part, parts[0])
         alike = [part for part, place in zip(parts, self._places) if place == self._places[0]]
-        changes = {finding["id"]: finding["change"] for finding in findings if "change" in finding}
+        changes = known_changes(everyone, self.model, len(batch), findings)
         run = {"gradients": gradients, "applied": applied, "peers": summed(alike) if len(alike) > 1 else None,
                "peer_axes": list(axes)[-1], "samples": numbers, "precision": precision, "axes": axes, "norm": views[0]["norm"],
                # The ranks' counts are known where nothing was taken twice.
@@ -624,8 +625,9 @@ class watch:
         """Parameters that were changed in the block before an optimizer stepped, where nothing else explains a difference."""
         names = list(dict.fromkeys(name for one in everyone for name in one["changed"]))
         return {"id": "initial_parameters_differ", "sentence": "parameters were changed after the step began and before any optimizer "
-                f"stepped: {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}", "change": "change parameters by nothing but "
-                "`optimizer.step()` inside the block"} if names and _vague(verdict) else None
+                f"stepped: {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}", "change": "leave parameters to "
+                "`optimizer.step()` inside the block: take out what writes to them before it, such as `model.load_state_dict(averaged)` or "
+                "a decay by `p.data.mul_(factor)`"} if names and _vague(verdict) else None
 
     def _of_clips(self, verdict: Verdict) -> Finding | None:
         """A clip on ranks that held parts of the gradient, where nothing else explains it."""
