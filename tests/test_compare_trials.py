@@ -16,8 +16,12 @@ SOME = ["DdpUneven", "DdpEmptyRank", "DdpPrefixedNames", "FsdpTied", "FlatAllRed
         "SamplerPads", "BucketOfOneRankLost", "SignFlipped", "NormOfOwnShard", "LogSummedOverRanks"]
 
 
-def run(folder, *names):
-    command = [sys.executable, str(ROOT / "tests/compare_trials/run.py"), *names, "--binary", str(BINARY)]
+# Mistakes that are made once more with the change that their verdict says.
+CHANGED = ["RankMeans", "WorldSizeTooMuch", "CountOfOwnRank", "RankLeftOut", "SamplerPads", "SignFlipped", "NormOfOwnShard", "LogSummedOverRanks"]
+
+
+def run(folder, *names, python=sys.executable):
+    command = [str(python), str(ROOT / "tests/compare_trials/run.py"), *names, "--binary", str(BINARY)]
     done = subprocess.run([*command, "--json", str(folder / "trials.json")], capture_output=True, text=True,
                           timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (folder / "trials.json").exists(), done.stdout + done.stderr
@@ -34,6 +38,13 @@ def some(tmp_path_factory):
 def test_a_trainer_is_judged_rightly(some, name):
     trial, printed = some[name]
     assert trial["outcome"] == "right", printed
+
+
+def test_a_mistake_passes_once_its_verdict_is_followed(installed, tmp_path):
+    """The code between backticks stands in what is written in place of the mistake, or is left out there."""
+    full = os.environ.get("ISOGRAD_FULL_TESTS") == "1"
+    done, report = run(tmp_path, "--changed", *([] if full else CHANGED), python=installed)
+    assert (report["changed"], report["changed_wrong"]) == (35 if full else len(CHANGED), []), done.stdout
 
 
 if os.environ.get("ISOGRAD_FULL_TESTS") == "1":

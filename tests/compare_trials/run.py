@@ -1,7 +1,8 @@
 """Dumps each trial's step and the same step on one device, runs `isograd compare`, and counts what it made of them.
 
-python run.py [NAME ...] [--seed N] [--binary FILE] [--keep FOLDER] [--json FILE]. Status 0: no mistake passed that is
-larger than the resolution, no right trainer failed, none was named wrongly, and enough were named rightly.
+python run.py [NAME ...] [--seed N] [--binary FILE] [--keep FOLDER] [--json FILE] [--changed]. Status 0: no mistake passed that is
+larger than the resolution, no right trainer failed, none was named wrongly, enough were named rightly, and where a change was made as
+the verdict says (--changed) the step is right.
 """
 import argparse
 import dataclasses
@@ -118,6 +119,15 @@ def run(trials, folder, binary):
     return rows
 
 
+def changed_rows(rows, trials, folder, options):
+    """Of each mistake that has a change the trial with it, and its codes that the verdict does not print or the change does not have."""
+    from changes import CHANGES  # which needs isograd
+    printed = {row["name"]: "\n".join(row["changes"].values()) for row in rows}
+    made = [(trial, *CHANGES[trial.name].apply(trial)) for trial in seeded(trials, options.seed) if trial.name in CHANGES]
+    return [(row, [*(code for code in CHANGES[trial.name].codes if f"`{code}`" not in printed[trial.name]), *missing])
+            for row, (trial, _, missing) in zip(run([trial for _, trial, _ in made], folder, options.binary), made)]
+
+
 def seeded(trials, seed):
     return [dataclasses.replace(trial, problem=dataclasses.replace(trial.problem, seed=trial.problem.seed + seed))
             for trial in trials]
@@ -162,7 +172,8 @@ def judged(trial, status, verdict, effect):
     said = list(dict.fromkeys(finding["id"] for finding in verdict.get("findings", [])))
     return dict(name=trial.name, about=trial.about, mistaken=trial.mistaken, trainer=trial.trainer.__name__,
                 precision=trial.problem.precision, ranks=trial.problem.ranks, alone=trial.alone, status=status,
-                said=said, names=list(trial.names), outcome=outcome(trial, status, said, effect), effect=effect,
+                said=said, changes={finding["id"]: finding.get("change", "") for finding in verdict.get("findings", [])},
+                names=list(trial.names), outcome=outcome(trial, status, said, effect), effect=effect,
                 resolution=resolution_of(verdict))
 
 
@@ -208,6 +219,7 @@ def arguments():
     parser.add_argument("--seed", type=int, default=0, help="other samples and weights")
     parser.add_argument("--keep", metavar="FOLDER", help="dumps, verdicts and what was printed stay here")
     parser.add_argument("--json", metavar="FILE", help="all rows and figures")
+    parser.add_argument("--changed", action="store_true", help="each mistake once more, with the change that its verdict says (needs isograd)")
     return parser.parse_args()
 
 
@@ -222,18 +234,22 @@ def main():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         rows = run(seeded(trials, options.seed), folder, options.binary)
+        followed = changed_rows(rows, trials, folder, options) if options.changed else []
     found = figures(rows)
-    print(table(rows))
+    print(table(rows + [row for row, _ in followed]))
+    wrong = [f"{row['name']}: {row['outcome']}, {', '.join(row['said'])}; not printed or not in the change: {missing}"
+             for row, missing in followed if row["outcome"] != "right" or missing]
+    print("\n".join(wrong))
     print(f"\nseed {options.seed}: of {found['mistakes']} mistakes {found['passed']} passed, of them "
           f"{found['passed_above_resolution']} above the resolution; {found['alarms']} alarms for {found['right']} "
           f"right trainers; {found['named_rightly']} mistakes named rightly, {found['undecided']} undecided with "
           f"the experiment that would tell, {found['named_wrongly']} named wrongly")
     if options.json:
-        report = {"seed": options.seed, "figures": found, "trials": rows}
+        report = {"seed": options.seed, "figures": found, "trials": rows, "changed": len(followed), "changed_wrong": wrong}
         pathlib.Path(options.json).write_text(json.dumps(report, indent=1))
     enough = found["named_rightly"] >= NAMED_RIGHTLY * found["mistakes"]
     bad = found["passed_above_resolution"] + found["alarms"] + found["errors"] + found["named_wrongly"]
-    sys.exit(1 if bad or not enough else 0)
+    sys.exit(1 if bad or wrong or not enough else 0)
 
 
 if __name__ == "__main__":

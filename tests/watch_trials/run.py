@@ -1,8 +1,11 @@
 """Makes the steps of trainers.py, right and with one mistake each, under isograd.watch, and writes a table.
 
-    run.py [NAME ...] [--part I/N] [--json FILE] [--verdicts]     only these; every Nth from the Ith; what was printed too
+    run.py [NAME ...] [--part I/N] [--json FILE] [--verdicts] [--changed]
+
+Only these; every Nth from the Ith; with what was printed; mistakes once more, changed as it says.
 """
 import argparse
+import dataclasses
 import json
 import pathlib
 import re
@@ -15,15 +18,20 @@ import torch
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path += [str(FOLDER), str(FOLDER.parent / "python_package")]
 import names  # noqa: E402
+from changes import CHANGES, printed  # noqa: E402
 import ranks as processes  # noqa: E402
 import world  # noqa: E402
 
 MARK = re.compile(r"\s*#([!=]) (\w+)( \d+)? \| ?(.*)")  # docs: README.md
 
 
+@dataclasses.dataclass
 class Trial:
-    def __init__(self, name, kind, said, trainer):
-        self.name, self.kind, self.said, self.trainer, self.edits = name, kind, said, trainer, []
+    name: str
+    kind: str
+    said: str
+    trainer: str
+    edits: list = dataclasses.field(default_factory=list)  # where, how many lines, others in their place
 
 
 def read(text):
@@ -71,10 +79,10 @@ def taken(names, part):
     return trials[part[0]::part[1]]
 
 
-def result(trial):
-    """Makes the trial on ranks of its own, because a step that goes wrong may leave ranks waiting for each other."""
+def result(trial, text):
+    """Makes the trial on ranks of its own, because a step that goes wrong may leave ranks waiting for each other. text: the program."""
     space = {"__name__": trial.name}
-    exec(compile(source(LINES, trial), trial.name, "exec"), space)
+    exec(compile(text, trial.name, "exec"), space)
     program = space[trial.trainer]
     try:
         return processes.on_ranks(program.ranks, lambda rank: on_one(program, program.ranks), seconds=60)[0]
@@ -97,6 +105,15 @@ def on_one(program, size):
     return here.result
 
 
+def followed(trial, said):
+    """What comes of the step that the verdict's change is made in. said: the changes that it prints."""
+    wrong, change = source(LINES, trial), CHANGES[trial.name]
+    program = change.apply(LINES, TRIALS, trial, source)
+    of_verdict = [code for text in said.values() for code in printed(text)]
+    return {**result(trial, program), "trainer": trial.trainer, "not printed": [code for code in change.codes if code not in of_verdict],
+            "not written": change.written(wrong, program)}
+
+
 def outcome(trial, result):
     """named, half named (with one that is false), undecided, misnamed, passed; right, alarm; refused"""
     if "passed" not in result:
@@ -116,16 +133,21 @@ def main():
     parser.add_argument("--json")
     parser.add_argument("--distances", action="store_true", help="without what isograd says")
     parser.add_argument("--verdicts", action="store_true")
+    parser.add_argument("--changed", action="store_true", help="makes each mistake again with the change that its verdict says")
     options = parser.parse_args()
     trials = taken(options.names, [int(number) for number in options.part.split("/")])
     found = {}
     for trial in trials:
-        here = found[trial.name] = result(trial)
+        here = found[trial.name] = result(trial, source(LINES, trial))
         far = f"{here['gradient']:8.1e} {here['update']:8.1e}" if "gradient" in here else " " * 17
         said = "PASS" if here.get("passed") else ", ".join(here.get("findings", ())) or here.get("error", "nothing")
         here["outcome"] = outcome(trial, here)
         shown = "" if options.distances else f"{here['outcome']:11}{said}"
         print(f"{trial.kind:8}{trial.trainer:12}{trial.name:28}{far}  {shown}", flush=True)
+        if options.changed and trial.name in CHANGES:
+            again = here["changed"] = followed(trial, here.get("changes", {}))
+            print(" " * 20, "changed as it says:", "PASS" if again.get("passed") else again.get("findings") or again.get("error"),
+                  *(f"{key} {again[key]}" for key in ("not printed", "not written") if again[key]), flush=True)
         if options.distances and "gradient" not in here:
             print(here["error"][-200:], flush=True)
         if options.verdicts and not options.distances:
