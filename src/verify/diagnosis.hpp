@@ -176,7 +176,8 @@ struct RunPair {
   bool assigned_otherwise = false;
   // By `alone`, the largest ‖g − g64‖ of further runs of that process (StepDump::rounding); empty: of none.
   std::vector<double> alone_rounding{};
-  double alone_scale_rounding = 0;  // the same of the whole gradient's scale (StepDump::scale_rounding)
+  // By `alone`, the largest error of the whole gradient's scale in these runs (StepDump::scale_rounding).
+  double alone_scale_rounding = 0;
   bool of_whole = false;  // a part that was asked for alone has the weight that it has in the whole step
 };
 
@@ -204,8 +205,8 @@ struct Allowance {
   bool exact = true;
   std::vector<double> parameter;  // ‖found − expected‖, by ComparedStep::parameters()
   double whole = 0;               // of all together; unless exact
-  bool moved = false;  // some are wider, for the reference itself moves (StepDump::moves, scale_moves)
-  ScaleRounding scale{};  // in addition to four roundings, in the scale of the whole gradient
+  bool moved = false;             // some are wider, for the reference itself moves (StepDump::moves)
+  ScaleRounding scale{};          // of the scale of the whole gradient, beyond four roundings
   // Added to what a matrix's own pieces allow its scale to be off by (test_scale_of_one); 0: not tested.
   double matrix = 0;
   Bounds bounds;  // of the coarser precision
